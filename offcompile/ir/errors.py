@@ -1,0 +1,68 @@
+"""What goes wrong, as values: a named rule, where it was broken, and what was found."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+RULES = (
+    "unknown-key",
+    "bad-value",
+    "duplicate-id",
+    "unknown-id",
+    "wrong-lane",
+    "stale-read",
+    "missing-copy",
+    "read-after-drop",
+    "missing-write-back",
+    "late-move",
+    "no-space",
+    "codec",
+    "direct",
+    "recompute",
+    "update",
+    "steady",
+    "lost",
+    "deadlock",
+)
+
+
+@dataclass(frozen=True)
+class Violation:
+    """One law of the contract that something breaks: which, where, and the figures."""
+
+    rule: str
+    where: str
+    detail: str
+
+    def __post_init__(self) -> None:
+        if self.rule not in RULES:
+            raise ValueError(f"{self.rule!r} is not a rule")
+
+    def __str__(self) -> str:
+        return f"{self.rule} at {self.where}: {self.detail}"
+
+
+class OffloadError(Exception):
+    """Base of every error that offcompile raises on purpose."""
+
+
+class InvalidInput(OffloadError):
+    """A problem, machine or plan that cannot be what it claims to be."""
+
+    def __init__(self, violations: Sequence[Violation]) -> None:
+        self.violations = tuple(violations)
+        shown = [str(v) for v in self.violations[:10]]
+        if len(self.violations) > 10:
+            shown.append(f"… and {len(self.violations) - 10} more")
+        super().__init__("\n".join(shown))
+
+
+class Infeasible(OffloadError):
+    """No plan of the asked kind fits: by how much, and the smallest change that would help."""
+
+    def __init__(self, reason: str, needed_bytes: int | None, smallest_change: str) -> None:
+        self.reason = reason
+        self.needed_bytes = needed_bytes
+        self.smallest_change = smallest_change
+        super().__init__(f"{reason} {smallest_change}".strip())

@@ -1,0 +1,159 @@
+"""The nouns of a problem: tensors and ops to be run, and the machine to run them on.
+
+All are frozen; every thing has a stable string id; sizes are bytes of storage (aliases and
+views of one storage are one `Tensor`), durations are microseconds.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+from types import MappingProxyType
+
+KINDS = ("weight", "gradient", "state", "activation", "input", "output", "temporary")
+PHASES = ("forward", "backward", "update")
+DEVICE = "device"  # the tier that ops compute on
+HOST = "host"  # the tier whose copies may be accessed in place
+
+#: kinds whose every value ends by itself after its last reader
+SELF_ENDING_KINDS = frozenset({"activation", "temporary"})
+
+_NO_FIGURES: Mapping[str, float] = MappingProxyType({})
+
+
+def _no_figures() -> Mapping[str, float]:
+    return _NO_FIGURES
+
+
+@dataclass(frozen=True)
+class Tensor:
+    """One storage. `home` is the tier it lives on before the step (None: not before written)."""
+
+    id: str
+    nbytes: int
+    kind: str
+    home: str | None = None
+    #: codec name → compressed size over raw size
+    ratios: Mapping[str, float] = field(default_factory=_no_figures, hash=False)
+
+
+@dataclass(frozen=True)
+class Op:
+    """One step of computation. A tensor both read and written is updated in place."""
+
+    id: str
+    phase: str
+    duration_us: float
+    reads: tuple[str, ...] = ()
+    writes: tuple[str, ...] = ()
+    workspace_bytes: int = 0
+    #: tensor id → duration of this op if that operand is accessed in place on the host
+    direct: Mapping[str, float] = field(default_factory=_no_figures, hash=False)
+    #: duration as a host update; None: it cannot run there
+    host_duration_us: float | None = None
+    #: whether the op may run again to bring its outputs back
+    recompute: bool = False
+
+    @cached_property
+    def operands(self) -> tuple[str, ...]:
+        """Every tensor the op touches, each once, reads first."""
+        return tuple(dict.fromkeys(self.reads + self.writes))
+
+
+@dataclass(frozen=True)
+class Problem:
+    """What one training step computes. `steady`: it repeats, and must end as it began."""
+
+    tensors: tuple[Tensor, ...]
+    ops: tuple[Op, ...]
+    steady: bool = False
+
+    @cached_property
+    def tensor(self) -> Mapping[str, Tensor]:
+        return MappingProxyType({t.id: t for t in self.tensors})
+
+    @cached_property
+    def op(self) -> Mapping[str, Op]:
+        return MappingProxyType({o.id: o for o in self.ops})
+
+    @cached_property
+    def op_index(self) -> Mapping[str, int]:
+        return MappingProxyType({o.id: i for i, o in enumerate(self.ops)})
+
+    @cached_property
+    def read_ids(self) -> frozenset[str]:
+        """Tensors that some op reads."""
+        return frozenset(t for o in self.ops for t in o.reads)
+
+    def must_survive(self, tensor_id: str) -> bool:
+        """Whether a value may only leave a tier when another tier holds it.
+
+        Weights, states and outputs, and gradients that no op reads: what the step is for.
+        """
+        kind = self.tensor[tensor_id].kind
+        if kind == "gradient":
+            return tensor_id not in self.read_ids
+        return kind in ("weight", "state", "output")
+
+    def __getstate__(self) -> dict[str, object]:
+        # cached mapping proxies cannot be pickled and are cheap to make again
+        return {"tensors": self.tensors, "ops": self.ops, "steady": self.steady}
+
+
+@dataclass(frozen=True)
+class Tier:
+    """A place that holds copies. `capacity_bytes` None: without limit."""
+
+    name: str
+    capacity_bytes: int | None = None
+
+
+@dataclass(frozen=True)
+class Lane:
+    """A one-way link: one move at a time, in order."""
+
+    name: str
+    source: str
+    target: str
+    bytes_per_us: float
+    latency_us: float = 0.0
+
+
+@dataclass(frozen=True)
+class Codec:
+    """A way to hold a copy in fewer bytes; `bytes_per_us` is raw bytes coded per microsecond."""
+
+    name: str
+    lossless: bool
+    bytes_per_us: float
+
+
+@dataclass(frozen=True)
+class Machine:
+    tiers: tuple[Tier, ...]
+    lanes: tuple[Lane, ...] = ()
+    codecs: tuple[Codec, ...] = ()
+
+    @cached_property
+    def tier(self) -> Mapping[str, Tier]:
+        return MappingProxyType({t.name: t for t in self.tiers})
+
+    @cached_property
+    def lane(self) -> Mapping[str, Lane]:
+        return MappingProxyType({lane.name: lane for lane in self.lanes})
+
+    @cached_property
+    def codec(self) -> Mapping[str, Codec]:
+        return MappingProxyType({c.name: c for c in self.codecs})
+
+    def lanes_between(self, source: str, target: str) -> tuple[Lane, ...]:
+        return tuple(x for x in self.lanes if x.source == source and x.target == target)
+
+    def with_capacity(self, tier: str, capacity_bytes: int | None) -> Machine:
+        """The same machine with another budget on one tier."""
+        tiers = tuple(Tier(t.name, capacity_bytes) if t.name == tier else t for t in self.tiers)
+        return Machine(tiers, self.lanes, self.codecs)
+
+    def __getstate__(self) -> dict[str, object]:
+        return {"tiers": self.tiers, "lanes": self.lanes, "codecs": self.codecs}
