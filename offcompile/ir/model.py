@@ -19,13 +19,6 @@ HOST = "host"  # the tier whose copies may be accessed in place
 #: kinds whose every value ends by itself after its last reader
 SELF_ENDING_KINDS = frozenset({"activation", "temporary"})
 
-_NO_FIGURES: Mapping[str, float] = MappingProxyType({})
-
-
-def _no_figures() -> Mapping[str, float]:
-    return _NO_FIGURES
-
-
 @dataclass(frozen=True)
 class Tensor:
     """One storage. `home` is the tier it lives on before the step (None: not before written)."""
@@ -35,7 +28,7 @@ class Tensor:
     kind: str
     home: str | None = None
     #: codec name → compressed size over raw size
-    ratios: Mapping[str, float] = field(default_factory=_no_figures, hash=False)
+    ratios: Mapping[str, float] = field(default_factory=dict, hash=False)
 
 
 @dataclass(frozen=True)
@@ -49,7 +42,7 @@ class Op:
     writes: tuple[str, ...] = ()
     workspace_bytes: int = 0
     #: tensor id → duration of this op if that operand is accessed in place on the host
-    direct: Mapping[str, float] = field(default_factory=_no_figures, hash=False)
+    direct: Mapping[str, float] = field(default_factory=dict, hash=False)
     #: duration as a host update; None: it cannot run there
     host_duration_us: float | None = None
     #: whether the op may run again to bring its outputs back
@@ -97,7 +90,7 @@ class Problem:
         return kind in ("weight", "state", "output")
 
     def __getstate__(self) -> dict[str, object]:
-        # cached mapping proxies cannot be pickled and are cheap to make again
+        # the cached look-up tables cannot be pickled and are cheap to make again
         return {"tensors": self.tensors, "ops": self.ops, "steady": self.steady}
 
 
