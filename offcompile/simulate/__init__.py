@@ -1,0 +1,71 @@
+"""What a plan does: exact timeline, peak per tier, stalls (contract §2)."""
+
+from __future__ import annotations
+
+from offcompile.ir import Machine, Plan, Problem, Timeline, Violation
+from .compiled import CompiledPlan, CompiledProblem
+from .engine import Engine, Halt
+
+__all__ = ["Simulator", "simulate"]
+
+
+class Simulator:
+    """Runs many plans of one problem on one machine."""
+
+    def __init__(self, problem: Problem, machine: Machine) -> None:
+        self._base = CompiledProblem(problem, machine)
+
+    def run(self, plan: Plan, record: bool = True) -> Timeline:
+        """The timeline of a plan whose structure is lawful.
+
+        Without `record` only makespan, peaks and violations are filled in.
+        """
+        base = self._base
+        engine = None
+        violations: tuple[Violation, ...] = ()
+        try:
+            engine = Engine(CompiledPlan(base, plan), record)
+            engine.run()
+        except Halt as halt:
+            violations = halt.violations
+        if engine is None:
+            peaks = dict.fromkeys(base.tier_names, 0)
+            return Timeline(0.0, peaks, violations=violations, settled=False)
+        peaks = dict(zip(base.tier_names, engine.peak, strict=True))
+        makespan_ns, note = _makespan(engine)
+        return Timeline(
+            makespan_us=makespan_ns / 1000,
+            peak_bytes=peaks,
+            spans=tuple(engine.spans),
+            freed=tuple(engine.freed),
+            stalls=tuple(engine.window.stalls),
+            steps=tuple(engine.steps),
+            settled=engine.settled and not violations,
+            note=note,
+            violations=violations,
+        )
+
+
+def _makespan(engine: Engine) -> tuple[int, str | None]:
+    if not engine.steps:
+        return 0, None
+    start, end = engine.steps[-1]
+    if engine.settled:
+        return end - start, None
+    busy = [sum(engine.p.moves[i].duration_ns for i in lane) for lane in engine.p.lanes]
+    note = (
+        f"the schedule had not settled after {len(engine.steps)} steps: the makespan is the"
+        " largest of the last step and what each lane carries in a step"
+    )
+    return max(end - start, *busy, 0), note
+
+
+def simulate(problem: Problem, machine: Machine, plan: Plan, record: bool = True) -> Timeline:
+    """Run `plan` by the contract. A bad plan gives a timeline with `violations`, never a raise."""
+    from offcompile.ir.verify import check_structure
+
+    wrong = check_structure(problem, machine, plan)
+    if wrong:
+        peaks = dict.fromkeys((t.name for t in machine.tiers), 0)
+        return Timeline(0.0, peaks, settled=False, violations=wrong)
+    return Simulator(problem, machine).run(plan, record)

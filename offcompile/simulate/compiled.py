@@ -1,0 +1,265 @@
+"""Problems and plans as integers, so that many plans of one problem can be run quickly.
+
+A *copy* of tensor t on tier r has the key t * n_tiers + r everywhere in the simulator.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from offcompile.ir import (
+    DEVICE,
+    HOST,
+    SELF_ENDING_KINDS,
+    Machine,
+    Move,
+    Plan,
+    Problem,
+)
+from offcompile.ir.units import compressed_bytes, move_ns, round_ns
+
+UNLIMITED = 1 << 200
+
+
+class CompiledProblem:
+    """The parts of a problem on a machine that no plan changes."""
+
+    def __init__(self, problem: Problem, machine: Machine) -> None:
+        self.problem = problem
+        self.machine = machine
+        self.n_tiers = len(machine.tiers)
+        self.tier_names = [t.name for t in machine.tiers]
+        self.tier_index = {t.name: i for i, t in enumerate(machine.tiers)}
+        self.device = self.tier_index[DEVICE]
+        self.host = self.tier_index.get(HOST, -1)
+        self.capacity = [
+            UNLIMITED if t.capacity_bytes is None else t.capacity_bytes for t in machine.tiers
+        ]
+        self.tensor_index = {t.id: i for i, t in enumerate(problem.tensors)}
+        self.nbytes = [t.nbytes for t in problem.tensors]
+        self.self_ending = [t.kind in SELF_ENDING_KINDS for t in problem.tensors]
+        self.must_survive = [problem.must_survive(t.id) for t in problem.tensors]
+        self.op_reads = [tuple({self.tensor_index[t]: None for t in o.reads}) for o in problem.ops]
+        self.op_writes = [
+            tuple({self.tensor_index[t]: None for t in o.writes}) for o in problem.ops
+        ]
+        self.op_ns = [round_ns(o.duration_us) for o in problem.ops]
+        self.op_direct_ns = [
+            {self.tensor_index[t]: round_ns(us) for t, us in o.direct.items()} for o in problem.ops
+        ]
+        self.op_host_ns = [
+            None if o.host_duration_us is None else round_ns(o.host_duration_us)
+            for o in problem.ops
+        ]
+        self.lane_index = {lane.name: i for i, lane in enumerate(machine.lanes)}
+        self._moves: dict[tuple[str, str, str | None], tuple[int, int]] = {}
+
+    def key(self, tensor: str, tier: str) -> int:
+        return self.tensor_index[tensor] * self.n_tiers + self.tier_index[tier]
+
+    def move_figures(self, move: Move) -> tuple[int, int]:
+        """(duration in ns, bytes of the compressed copy or of the plain one)."""
+        memo = (move.tensor, move.lane, move.codec)
+        found = self._moves.get(memo)
+        if found is None:
+            tensor, lane = self.problem.tensor[move.tensor], self.machine.lane[move.lane]
+            if move.codec is None:
+                size, rate = tensor.nbytes, None
+            else:
+                size = compressed_bytes(tensor.nbytes, tensor.ratios[move.codec])
+                rate = self.machine.codec[move.codec].bytes_per_us
+            found = (
+                move_ns(size, lane.bytes_per_us, lane.latency_us, tensor.nbytes, rate),
+                size,
+            )
+            self._moves[memo] = found
+        return found
+
+
+@dataclass(slots=True)
+class Run:
+    """One run of an op in a step: plain, again as a recomputation, or as a host update."""
+
+    id: str
+    index: int  # its place on its own compute lane
+    on_host: bool
+    duration_ns: int
+    workspace: int
+    reads: tuple[int, ...]  # copies that must be valid
+    host_reads: frozenset[int]  # those of them that are accessed in place on the host
+    writes: tuple[int, ...]  # copies that are written
+    tensors: tuple[int, ...]
+    written: tuple[int, ...]
+    before_moves: list[int] = field(default_factory=list)  # moves that it waits for
+    #: how many runs of the other compute lane must have ended in this step
+    other_lane_runs: int = 0
+    drops: list[int] = field(default_factory=list)
+
+
+@dataclass(slots=True)
+class Transfer:
+    """One move, in integers."""
+
+    id: str
+    index: int
+    tensor: int
+    source: int  # copy keys
+    target: int
+    target_tier: int
+    from_device: bool
+    to_device: bool
+    codec: int  # 0: none
+    duration_ns: int
+    target_bytes: int
+    lane: int
+    wraps: bool
+    #: ("start", 0) | ("run", index) | ("update", index) | ("move", index)
+    trigger: tuple[str, int] = ("start", 0)
+    drops: list[int] = field(default_factory=list)
+
+
+class CompiledPlan:
+    """A plan whose structure is lawful (`verify.check_structure`), in integers."""
+
+    def __init__(self, base: CompiledProblem, plan: Plan) -> None:
+        self.base = base
+        self.plan = plan
+        problem = base.problem
+        on_host = _host_update_ops(problem, plan)
+        directs: dict[str, set[int]] = {}
+        for d in plan.directs:
+            directs.setdefault(d.op, set()).add(base.tensor_index[d.tensor])
+        again: dict[str, list[str]] = {}
+        for r in plan.recomputes:
+            again.setdefault(r.before, []).append(r.op)
+
+        self.runs: list[Run] = []
+        self.updates: list[Run] = []
+        #: per tensor, in listed order: is each access a pure write?
+        self.accesses: list[list[bool]] = [[] for _ in base.nbytes]
+        self.where: dict[str, tuple[str, int]] = {}
+        last_run_touching: dict[int, int] = {}
+        last_update_touching: dict[int, int] = {}
+
+        def add(name: str, index: int, host_update: bool) -> None:
+            mine, place, last_mine, last_other = (
+                (self.updates, "update", last_update_touching, last_run_touching)
+                if host_update
+                else (self.runs, "run", last_run_touching, last_update_touching)
+            )
+            direct = directs.get(problem.ops[index].id, set())
+            run = _run(base, name, len(mine), index, direct, host_update)
+            run.other_lane_runs = max((last_other.get(t, 0) for t in run.tensors), default=0)
+            self.where[name] = (place, len(mine))
+            mine.append(run)
+            reads = base.op_reads[index]
+            for t in run.tensors:
+                last_mine[t] = len(mine)
+                self.accesses[t].append(t not in reads)
+
+        for index, op in enumerate(problem.ops):
+            for name in again.get(op.id, ()):
+                add(f"{name}@{op.id}", problem.op_index[name], False)
+            add(op.id, index, op.id in on_host)
+
+        self.moves = [self._transfer(i, m) for i, m in enumerate(plan.moves)]
+        move_index = {m.id: i for i, m in enumerate(plan.moves)}
+        for i, m in enumerate(plan.moves):
+            if m.start_after is not None:
+                self.moves[i].trigger = self.where.get(m.start_after) or (
+                    "move",
+                    move_index[m.start_after],
+                )
+            if m.ready_before is not None:
+                self._run_at(self.where[m.ready_before]).before_moves.append(i)
+        self.lanes: list[list[int]] = [[] for _ in base.machine.lanes]
+        for t in self.moves:
+            self.lanes[t.lane].append(t.index)
+        self.n_plain_moves = sum(not t.wraps for t in self.moves)
+        self.wrapped = [t.index for t in self.moves if t.wraps]
+
+        self.drops = [base.key(d.tensor, d.tier) for d in plan.drops]
+        self.start_drops: list[int] = []
+        for i, d in enumerate(plan.drops):
+            if d.after is None:
+                self.start_drops.append(i)
+            elif d.after in self.where:
+                self._run_at(self.where[d.after]).drops.append(i)
+            else:
+                self.moves[move_index[d.after]].drops.append(i)
+        self.start = self._start_copies()
+
+    def _run_at(self, place: tuple[str, int]) -> Run:
+        return (self.runs if place[0] == "run" else self.updates)[place[1]]
+
+    def _transfer(self, index: int, m: Move) -> Transfer:
+        base = self.base
+        duration, size = base.move_figures(m)
+        to_device = m.target == DEVICE
+        tensor = base.tensor_index[m.tensor]
+        return Transfer(
+            id=m.id,
+            index=index,
+            tensor=tensor,
+            source=base.key(m.tensor, m.source),
+            target=base.key(m.tensor, m.target),
+            target_tier=base.tier_index[m.target],
+            from_device=m.source == DEVICE,
+            to_device=to_device,
+            codec=0 if m.codec is None else 1 + list(base.machine.codec).index(m.codec),
+            duration_ns=duration,
+            target_bytes=base.nbytes[tensor] if to_device else size,
+            lane=base.lane_index[m.lane],
+            wraps=m.wraps,
+        )
+
+    def _start_copies(self) -> list[tuple[int, int, int]]:
+        """(copy, bytes, codec) of the settled state; what a compressed move left is compressed."""
+        left_by = {t.target: t for t in self.moves if not t.to_device}
+        copies = []
+        for s in self.plan.start:
+            key = self.base.key(s.tensor, s.tier)
+            last = left_by.get(key)
+            if last is not None and last.codec:
+                copies.append((key, last.target_bytes, last.codec))
+            else:
+                copies.append((key, self.base.nbytes[key // self.base.n_tiers], 0))
+        return copies
+
+
+def _host_update_ops(problem: Problem, plan: Plan) -> set[str]:
+    weights = {u.weight for u in plan.updates if u.where == HOST}
+    return {
+        o.id for o in problem.ops if o.phase == "update" and not weights.isdisjoint(o.writes)
+    }
+
+
+def _run(
+    base: CompiledProblem, name: str, index: int, op: int, direct: set[int], on_host: bool
+) -> Run:
+    n = base.n_tiers
+    reads, writes = base.op_reads[op], base.op_writes[op]
+    duration = base.op_ns[op]
+    if on_host:
+        direct = set(reads) | set(writes)
+        duration = base.op_host_ns[op] or 0
+    else:
+        figures: Mapping[int, int] = base.op_direct_ns[op]
+        duration = max(0, duration + sum(figures[t] - duration for t in direct))
+
+    def keys(tensors: Sequence[int]) -> tuple[int, ...]:
+        return tuple(t * n + (base.host if t in direct else base.device) for t in tensors)
+
+    return Run(
+        id=name,
+        index=index,
+        on_host=on_host,
+        duration_ns=duration,
+        workspace=base.problem.ops[op].workspace_bytes,
+        reads=keys(reads),
+        host_reads=frozenset(k for k in keys(reads) if k % n == base.host),
+        writes=keys(writes),
+        tensors=tuple(dict.fromkeys(reads + writes)),
+        written=writes,
+    )

@@ -1,0 +1,174 @@
+"""What waits for what: the reasons behind a stall, and the rules broken when nothing can go on."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from offcompile.ir import Violation
+
+from .compiled import Run, Transfer
+from .engine import FILLING, NONE, VALID, Engine
+
+
+@dataclass(frozen=True)
+class Wait:
+    """`on`: what is waited for, in a word; `rule`: the law broken if it can never come."""
+
+    on: str
+    detail: str
+    rule: str = "deadlock"
+
+
+def waits_of(e: Engine, run: Run) -> list[Wait]:
+    """Why an op or host update may not start now."""
+    waits = []
+    for m in run.before_moves:
+        move = e.p.moves[m]
+        if e.move_count[m] < (e.step if move.wraps else e.step + 1):
+            rule = "late-move" if not move.wraps and _waits_for_run(e, move, run) else "deadlock"
+            waits.append(Wait(move.id, f"move {move.id} has not arrived", rule))
+    for key in run.reads:
+        if e.status[key] != VALID:
+            waits.append(_missing_read(e, run, key))
+        elif key in run.host_reads and e.codec[key]:
+            tensor, _ = e.name_of(key)
+            waits.append(
+                Wait(tensor, f"the host copy of {tensor} is compressed: no direct access", "codec")
+            )
+    for t in run.written:
+        if e.moving[t]:
+            name = e.base.problem.tensors[t].id
+            waits.append(Wait(_mover(e, t), f"a move of {name}, which it writes, is running"))
+    done = e.runs_done if run.on_host else e.updates_done
+    if done < run.other_lane_runs:
+        other = e.p.runs if run.on_host else e.p.updates
+        name = other[run.other_lane_runs - 1].id
+        waits.append(Wait(name, f"{name} comes first and touches the same tensor"))
+    for tier, room in e.room_after(run).items():
+        if room < 0:
+            waits.append(_no_room(e, tier, -room))
+    return waits
+
+
+def _no_room(e: Engine, tier: int, missing: int) -> Wait:
+    name = e.base.tier_names[tier]
+    return Wait(
+        f"space on {name}",
+        f"{missing:,} bytes are missing on {name} ({e.used[tier]:,} of"
+        f" {e.base.capacity[tier]:,} held)",
+        "no-space",
+    )
+
+
+def _mover(e: Engine, tensor: int) -> str:
+    for m in e.lane_move:
+        if m >= 0 and e.p.moves[m].tensor == tensor:
+            return e.p.moves[m].id
+    return e.base.problem.tensors[tensor].id
+
+
+def _missing_read(e: Engine, run: Run, key: int) -> Wait:
+    tensor, tier = e.name_of(key)
+    for m in e.lane_move:
+        if m >= 0 and e.p.moves[m].target == key:
+            return Wait(e.p.moves[m].id, f"move {e.p.moves[m].id} is bringing {tensor} to {tier}")
+    if e.status[key] == FILLING:
+        return Wait(tensor, f"{tensor} is being written on {tier}")
+    suppliers = [m for m in e.p.moves if m.target == key and _still_to_come(e, m)]
+    if suppliers:
+        late = all(_waits_for_run(e, m, run) for m in suppliers)
+        return Wait(
+            suppliers[0].id,
+            f"{tensor} is not on {tier}; move {suppliers[0].id} would bring it but "
+            + ("starts only later" if late else "has not started"),
+            "late-move" if late else "deadlock",
+        )
+    if e.status[key] != NONE:
+        return Wait(
+            tensor, f"the copy of {tensor} on {tier} is stale and no move renews it", "stale-read"
+        )
+    gone = e.dropped_by.get(key)
+    if gone is not None:
+        return Wait(
+            tensor,
+            f"{tensor} on {tier} was freed by the drop after {gone} and no move brings it back",
+            "read-after-drop",
+        )
+    return Wait(tensor, f"{tensor} has no copy on {tier} and no move brings one", "missing-copy")
+
+
+def _still_to_come(e: Engine, move: Transfer) -> bool:
+    """Whether a run of the move that may serve this step has yet to start."""
+    return e.move_count[move.index] < (e.step if move.wraps else e.step + 1)
+
+
+def _waits_for_run(e: Engine, move: Transfer, run: Run, seen: tuple[str, ...] = ()) -> bool:
+    """Whether the move's trigger, followed through other moves, is this run or a later one."""
+    kind, index = move.trigger
+    if kind == "move":
+        trigger = e.p.moves[index]
+        return trigger.id not in seen and _waits_for_run(e, trigger, run, (*seen, move.id))
+    return kind == ("update" if run.on_host else "run") and index >= run.index
+
+
+def move_waits(e: Engine, lane: int, move: Transfer) -> list[Wait]:
+    """Why the move at the head of a lane may not start now."""
+    waits = []
+    if not e.triggered(move, e.lane_step[lane]):
+        kind, index = move.trigger
+        name = {"run": e.p.runs, "update": e.p.updates}.get(kind, e.p.moves)[index].id  # type: ignore[index]
+        waits.append(Wait(name, f"{name} has not ended"))
+    tensor, source = e.name_of(move.source)
+    if e.status[move.source] != VALID and not waits:
+        waits.append(_missing_source(e, move, tensor, source))
+    _, target = e.name_of(move.target)
+    if e.status[move.target] == VALID:
+        waits.append(Wait(tensor, f"{target} already holds a valid copy of {tensor}"))
+    elif e.status[move.target] == FILLING:
+        waits.append(Wait(tensor, f"{tensor} on {target} is being filled"))
+    extra = move.target_bytes - e.size[move.target]
+    room = e.base.capacity[move.target_tier] - e.used[move.target_tier] - extra
+    if extra > 0 and room < 0:
+        waits.append(_no_room(e, move.target_tier, -room))
+    return waits
+
+
+def _missing_source(e: Engine, move: Transfer, tensor: str, tier: str) -> Wait:
+    comes = any(m.target == move.source and _still_to_come(e, m) for m in e.p.moves)
+    later = [*e.p.runs[e.run_index :], *e.p.updates[e.update_index :]]
+    comes = comes or any(move.source in run.writes for run in later)
+    if comes:
+        return Wait(tensor, f"{tensor} is not yet valid on {tier}")
+    if e.status[move.source] != NONE:
+        return Wait(tensor, f"the copy of {tensor} on {tier} is stale for ever", "stale-read")
+    return Wait(tensor, f"{tensor} has no copy on {tier} and never gets one", "missing-copy")
+
+
+def explain_stuck(e: Engine) -> list[Violation]:
+    """Name the laws broken; where only waiting is left, the deadlock and the bytes missing."""
+    blocked: list[tuple[str, list[Wait]]] = []
+    if e.run_index < len(e.p.runs):
+        run = e.p.runs[e.run_index]
+        blocked.append((run.id, waits_of(e, run)))
+    if e.update_index < len(e.p.updates):
+        run = e.p.updates[e.update_index]
+        blocked.append((run.id, waits_of(e, run)))
+    for lane in range(len(e.p.lanes)):
+        head = e.lane_head(lane)
+        if head is not None:
+            move = e.p.moves[head]
+            blocked.append((move.id, move_waits(e, lane, move)))
+    causes: dict[Violation, None] = {}
+    for name, waits in blocked:
+        for wait in waits:
+            if wait.rule != "deadlock":
+                causes[Violation(wait.rule, name, f"{name}: {wait.detail}")] = None
+            if wait.rule == "read-after-drop":
+                detail = f"{name}: {wait.on} has no copy where it is read and no move brings one"
+                causes[Violation("missing-copy", name, detail)] = None
+    only_waiting = all(v.rule == "no-space" for v in causes)
+    if only_waiting:
+        chain = "; ".join(f"{name} waits: {', '.join(w.detail for w in ws)}" for name, ws in blocked)
+        where = blocked[0][0] if blocked else "the end of the step"
+        return [Violation("deadlock", where, f"nothing can go on: {chain}"), *causes]
+    return list(causes)

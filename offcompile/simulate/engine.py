@@ -1,0 +1,457 @@
+"""The event loop: contract §2, one instant at a time.
+
+At one instant: completions and drops, the end of the step, the compute lane, host updates, then
+the lanes in listed order. Anything of no length that starts is completed before the rest acts.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from offcompile.ir import COMPUTE, HOST_COMPUTE, Freed, Span, Stall, Violation
+
+from .compiled import CompiledPlan, Run, Transfer
+
+NONE, STALE, VALID, FILLING = 0, 1, 2, 3  # FILLING: held, not complete (moved or written into)
+MAX_STEPS = 8
+
+
+class Halt(Exception):
+    """The plan broke a law in a way that ends the simulation."""
+
+    def __init__(self, *violations: Violation) -> None:
+        self.violations = violations
+        super().__init__(str(violations))
+
+
+@dataclass(slots=True)
+class Window:
+    """What started in one step, relative to its start: equal windows mean a settled schedule."""
+
+    start_ns: int
+    starts: list[tuple[int, int, int]] = field(default_factory=list)
+    stalls: list[Stall] = field(default_factory=list)
+
+
+class Engine:
+    """One simulation of one compiled plan. State is public: `diagnosis` reads it when stuck."""
+
+    def __init__(self, plan: CompiledPlan, record: bool) -> None:
+        base = plan.base
+        self.p, self.base, self.record = plan, base, record
+        n_copies = len(base.nbytes) * base.n_tiers
+        self.status = [NONE] * n_copies
+        self.size = [0] * n_copies
+        self.codec = [0] * n_copies
+        self.users = [0] * n_copies
+        self.drop_asked = [False] * n_copies
+        self.dropped_by: dict[int, str] = {}  # copy → what freed it, for messages
+        self.asked: list[int] = []
+        self.used = [0] * base.n_tiers
+        self.peak = [0] * base.n_tiers
+        self.moving = [0] * len(base.nbytes)
+        self.next_access = [0] * len(base.nbytes)
+        self.ending: set[int] = set()  # self-ending tensors whose value is over
+        self.now = self.step = 0
+        self.run_index = self.update_index = 0  # how many have started in this step
+        self.run_end = self.update_end = -1  # -1: idle
+        self.runs_done = self.updates_done = 0
+        self.move_count = [0] * len(plan.moves)  # how many times each move has ended
+        n_lanes = len(plan.lanes)
+        self.lane_place, self.lane_step = [0] * n_lanes, [0] * n_lanes
+        self.lane_move, self.lane_end = [-1] * n_lanes, [-1] * n_lanes
+        self.plain_done = 0
+        self.last_run_end = 0
+        self.waiting: dict[str, None] = {}
+        self.window = Window(0)
+        self.previous: Window | None = None
+        self.steps: list[tuple[int, int]] = []
+        self.spans: list[Span] = []
+        self.freed: list[Freed] = []
+        self.settled = True
+        for key, nbytes, codec in plan.start:
+            self.status[key], self.codec[key] = VALID, codec
+            self._hold(key, nbytes)
+        self.start_copies = {key for key, _, _ in plan.start}
+        over = [
+            Violation(
+                "no-space",
+                "start",
+                f"start puts {used:,} bytes on {name}, {used - cap:,} over its {cap:,}",
+            )
+            for used, cap, name in zip(self.used, base.capacity, base.tier_names, strict=True)
+            if used > cap
+        ]
+        if over:
+            raise Halt(*over)
+
+    # ---- the loop ------------------------------------------------------------------------
+
+    def run(self) -> None:
+        self._ask_drops(self.p.start_drops)
+        self._free_asked()
+        lanes = range(len(self.p.lanes))
+        while True:
+            self._complete()
+            if self._step_is_over():
+                if self._end_step():
+                    return
+                continue
+            if self.run_end < 0 and self._start_run():
+                continue
+            if self.update_end < 0 and self._start_update():
+                continue
+            if any(self.lane_end[i] < 0 and self._start_move(i) for i in lanes):
+                continue
+            ends = [e for e in (self.run_end, self.update_end, *self.lane_end) if e >= 0]
+            if not ends:
+                from .diagnosis import explain_stuck  # only needed when something is wrong
+
+                raise Halt(*explain_stuck(self))
+            self.now = min(ends)
+
+    def _complete(self) -> None:
+        """Everything that ends now, then the drops that this sets free."""
+        now, asked = self.now, []
+        if self.run_end == now:
+            run = self.p.runs[self.run_index - 1]
+            self.run_end, self.last_run_end = -1, now
+            self.runs_done += 1
+            self.used[self.base.device] -= run.workspace
+            self._end_accesses(run)
+            asked += run.drops
+        if self.update_end == now:
+            run = self.p.updates[self.update_index - 1]
+            self.update_end = -1
+            self.updates_done += 1
+            self.used[self.base.host] -= run.workspace
+            self._end_accesses(run)
+            asked += run.drops
+        for lane, end in enumerate(self.lane_end):
+            if end == now:
+                move = self.p.moves[self.lane_move[lane]]
+                self._end_move(lane, move)
+                asked += move.drops
+        if asked:
+            self._ask_drops(sorted(asked))
+        if self.ending:
+            self._free_ended()
+        if self.asked:
+            self._free_asked()
+
+    # ---- copies --------------------------------------------------------------------------
+
+    def _hold(self, key: int, nbytes: int) -> None:
+        tier = key % self.base.n_tiers
+        self.used[tier] += nbytes - self.size[key]
+        self.size[key] = nbytes
+        if self.used[tier] > self.peak[tier]:
+            self.peak[tier] = self.used[tier]
+
+    def _free(self, key: int, cause: str) -> None:
+        self.status[key] = NONE
+        self.codec[key] = 0
+        self._hold(key, 0)
+        if self.drop_asked[key]:
+            self.drop_asked[key] = False
+            self.asked.remove(key)
+        if self.record:
+            tensor, tier = self.name_of(key)
+            self.freed.append(Freed(tensor, tier, self.now, cause))
+
+    def name_of(self, key: int) -> tuple[str, str]:
+        tensor, tier = divmod(key, self.base.n_tiers)
+        return self.base.problem.tensors[tensor].id, self.base.tier_names[tier]
+
+    def copies(self, tensor: int) -> range:
+        return range(tensor * self.base.n_tiers, (tensor + 1) * self.base.n_tiers)
+
+    def value_is_over(self, tensor: int) -> bool:
+        """Whether no op reads the tensor again before its next write."""
+        accesses, i = self.p.accesses[tensor], self.next_access[tensor]
+        if i < len(accesses):
+            return accesses[i]
+        if not self.base.problem.steady:
+            return True
+        return not accesses or accesses[0]
+
+    def _end_accesses(self, run: Run) -> None:
+        for key in run.reads:
+            self.users[key] -= 1
+        for key in run.writes:
+            self.users[key] -= 1
+            self.status[key] = VALID
+        for t in run.tensors:
+            if self.base.self_ending[t] and self.value_is_over(t):
+                self.ending.add(t)
+
+    def _end_move(self, lane: int, move: Transfer) -> None:
+        i = self.lane_move[lane]
+        self.lane_end[lane] = self.lane_move[lane] = -1
+        self.lane_place[lane] += 1
+        self.move_count[i] += 1
+        if not move.wraps:
+            self.plain_done += 1
+        self.status[move.target] = VALID
+        self.users[move.source] -= 1
+        self.users[move.target] -= 1
+        self.moving[move.tensor] -= 1
+
+    def _free_ended(self) -> None:
+        for tensor in sorted(self.ending):
+            held = False
+            for key in self.copies(tensor):
+                if self.status[key] != NONE:
+                    if self.users[key]:
+                        held = True
+                    else:
+                        self._free(key, "death")
+            if not held:
+                self.ending.discard(tensor)
+
+    def _ask_drops(self, indices: list[int]) -> None:
+        for i in indices:
+            key = self.p.drops[i]
+            if self.status[key] != NONE and not self.drop_asked[key]:
+                self.drop_asked[key] = True
+                self.asked.append(key)
+                self.dropped_by[key] = self.p.plan.drops[i].after or "the step's start"
+
+    def _free_asked(self) -> None:
+        again = True
+        while again:
+            again = False
+            for key in tuple(self.asked):
+                if not self.users[key] and self.may_go(key):
+                    self._free(key, "drop")
+                    again = True
+
+    def may_go(self, key: int) -> bool:
+        tensor = key // self.base.n_tiers
+        if any(k != key and self.status[k] == VALID for k in self.copies(tensor)):
+            return True
+        return not self.base.must_survive[tensor] and self.value_is_over(tensor)
+
+    # ---- ops and host updates ------------------------------------------------------------
+
+    def _start_run(self) -> bool:
+        """Start the next op if it may; True if it had no length (so that it completes first)."""
+        i = self.run_index
+        if i == len(self.p.runs):
+            return False
+        run = self.p.runs[i]
+        if self.updates_done < run.other_lane_runs or not self._may_start(run):
+            if self.record:
+                from .diagnosis import waits_of
+
+                self.waiting.update(dict.fromkeys(w.on for w in waits_of(self, run)))
+            return False
+        if self.record:
+            self._note_stall(run.id)
+            self.spans.append(
+                Span(run.id, COMPUTE, self.step, self.now, self.now + run.duration_ns)
+            )
+        self.window.starts.append((0, i, self.now - self.window.start_ns))
+        self._begin_accesses(run, self.base.device)
+        self.run_index += 1
+        self.run_end = self.now + run.duration_ns
+        return run.duration_ns == 0
+
+    def _start_update(self) -> bool:
+        i = self.update_index
+        if i == len(self.p.updates):
+            return False
+        run = self.p.updates[i]
+        if self.runs_done < run.other_lane_runs or not self._may_start(run):
+            return False
+        if self.record:
+            self.spans.append(
+                Span(run.id, HOST_COMPUTE, self.step, self.now, self.now + run.duration_ns)
+            )
+        self.window.starts.append((1, i, self.now - self.window.start_ns))
+        self._begin_accesses(run, self.base.host)
+        self.update_index += 1
+        self.update_end = self.now + run.duration_ns
+        return run.duration_ns == 0
+
+    def _may_start(self, run: Run) -> bool:
+        status, moves, step = self.status, self.p.moves, self.step
+        for m in run.before_moves:
+            if self.move_count[m] < (step if moves[m].wraps else step + 1):
+                return False
+        for key in run.reads:
+            if status[key] != VALID:
+                return False
+        for key in run.host_reads:
+            if self.codec[key]:
+                return False
+        for t in run.written:
+            if self.moving[t]:
+                return False
+        return self._fits(run)
+
+    def _fits(self, run: Run) -> bool:
+        base = self.base
+        if len(run.writes) > 1 or run.on_host:
+            return all(left >= 0 for left in self.room_after(run).values())
+        need, tier = run.workspace, base.device  # the common case, kept quick
+        for key in run.writes:
+            extra = base.nbytes[key // base.n_tiers] - self.size[key]
+            if key % base.n_tiers == tier:
+                need += extra
+            elif extra > 0 and extra > base.capacity[base.host] - self.used[base.host]:
+                return False
+        return need <= 0 or need <= base.capacity[tier] - self.used[tier]
+
+    def room_after(self, run: Run) -> dict[int, int]:
+        """Per tier, the bytes left (below 0: missing) once outputs and workspace are held."""
+        base, n = self.base, self.base.n_tiers
+        need = {base.host if run.on_host else base.device: run.workspace}
+        for key in run.writes:
+            extra = base.nbytes[key // n] - self.size[key]
+            if extra:
+                need[key % n] = need.get(key % n, 0) + extra
+        return {tier: base.capacity[tier] - self.used[tier] - b for tier, b in need.items() if b}
+
+    def _begin_accesses(self, run: Run, workspace_tier: int) -> None:
+        n = self.base.n_tiers
+        for key in run.reads:
+            self.users[key] += 1
+            if self.drop_asked[key]:
+                tensor, tier = self.name_of(key)
+                raise Halt(
+                    Violation(
+                        "read-after-drop",
+                        run.id,
+                        f"{run.id} reads {tensor} on {tier} while the drop after"
+                        f" {self.dropped_by[key]} is pending: no other valid copy lets it go",
+                    )
+                )
+        for t in run.tensors:
+            self.next_access[t] += 1
+        for t in run.written:
+            self.ending.discard(t)
+            for key in self.copies(t):
+                if self.status[key] == VALID:
+                    self.status[key] = STALE
+        for key in run.writes:
+            self.status[key], self.codec[key] = FILLING, 0
+            self.users[key] += 1
+            self._hold(key, self.base.nbytes[key // n])
+        if run.workspace:
+            self.used[workspace_tier] += run.workspace
+            self.peak[workspace_tier] = max(self.peak[workspace_tier], self.used[workspace_tier])
+
+    def _note_stall(self, op: str) -> None:
+        since = max(self.last_run_end, self.window.start_ns)
+        if self.now > since:
+            self.window.stalls.append(Stall(op, since, self.now - since, tuple(self.waiting)))
+        self.waiting.clear()
+
+    # ---- moves ---------------------------------------------------------------------------
+
+    def lane_head(self, lane: int) -> int | None:
+        """The move that `lane` turns to next, if this step or the one before queued one."""
+        queue = self.p.lanes[lane]
+        if self.lane_place[lane] == len(queue):
+            if self.lane_step[lane] == self.step or not queue:
+                return None
+            self.lane_step[lane] += 1
+            self.lane_place[lane] = 0
+        return queue[self.lane_place[lane]]
+
+    def triggered(self, move: Transfer, step: int) -> bool:
+        kind, index = move.trigger
+        if kind == "move":
+            return self.move_count[index] > step
+        if kind == "start" or self.step > step:
+            return True
+        return (self.runs_done if kind == "run" else self.updates_done) > index
+
+    def _start_move(self, lane: int) -> bool:
+        """Start the lane's next move if it may; True if it had no length."""
+        i = self.lane_head(lane)
+        if i is None:
+            return False
+        move = self.p.moves[i]
+        source, target = move.source, move.target
+        if (
+            self.status[source] != VALID
+            or self.status[target] >= VALID
+            or not self.triggered(move, self.lane_step[lane])
+        ):
+            return False
+        tier = move.target_tier
+        extra = move.target_bytes - self.size[target]
+        if extra > 0 and self.used[tier] + extra > self.base.capacity[tier]:
+            return False
+        self._check_codec(move)
+        self.status[target] = FILLING
+        self.codec[target] = 0 if move.to_device else move.codec
+        self._hold(target, move.target_bytes)
+        self.users[source] += 1
+        self.users[target] += 1
+        self.moving[move.tensor] += 1
+        self.lane_move[lane] = i
+        self.lane_end[lane] = self.now + move.duration_ns
+        late = self.step - self.lane_step[lane]
+        self.window.starts.append((2 + late, i, self.now - self.window.start_ns))
+        if self.record:
+            name = self.base.machine.lanes[lane].name
+            self.spans.append(
+                Span(move.id, name, self.lane_step[lane], self.now, self.lane_end[lane])
+            )
+        return move.duration_ns == 0
+
+    def _check_codec(self, move: Transfer) -> None:
+        held = self.codec[move.source]
+        if move.from_device or held == move.codec:
+            return
+        names = [None, *self.base.machine.codec]
+        tensor, tier = self.name_of(move.source)
+        what = f"compressed with {names[held]}" if held else "not compressed"
+        asked = f"with {names[move.codec]}" if move.codec else "without a codec"
+        raise Halt(
+            Violation("codec", move.id, f"the copy of {tensor} on {tier} is {what}, moved {asked}")
+        )
+
+    # ---- the end of a step ---------------------------------------------------------------
+
+    def _step_is_over(self) -> bool:
+        return (
+            self.runs_done == len(self.p.runs)
+            and self.updates_done == len(self.p.updates)
+            and self.plain_done == self.p.n_plain_moves
+            and all(self.move_count[m] >= self.step for m in self.p.wrapped)
+        )
+
+    def _end_step(self) -> bool:
+        """Close the step; True when the simulation is over."""
+        from .settle import check_end
+
+        if self.record:
+            self._note_stall("the end of the step")
+        self.steps.append((self.window.start_ns, self.now))
+        wrong = check_end(self)
+        if wrong:
+            raise Halt(*wrong)
+        if not self.base.problem.steady:
+            return True
+        for key, status in enumerate(self.status):
+            if status == STALE:
+                self._free(key, "stale")
+        same = self.previous is not None and self.previous.starts == self.window.starts
+        lengths = [end - start for start, end in self.steps[-2:]]
+        if same and lengths[0] == lengths[1]:
+            return True
+        if len(self.steps) == MAX_STEPS:
+            self.settled = False
+            return True
+        self.previous, self.window = self.window, Window(self.now)
+        self.step += 1
+        self.run_index = self.update_index = self.runs_done = self.updates_done = 0
+        self.plain_done = 0
+        self.next_access = [0] * len(self.next_access)
+        self._ask_drops(self.p.start_drops)
+        self._free_asked()
+        return False

@@ -1,0 +1,273 @@
+"""Cover a need at every position with things that each cover a range of positions, cheaply.
+
+What freeing device memory comes to: the need is the excess over the budget op by op, a thing is
+a tensor that can be off the device for a while, and each of its ways has a cost. Two starts, one
+greedy by need met per cost and one exact at the worst position (within `TOLERANCE`), are each
+freed of what is redundant and improved by swaps; the cheaper one is the answer.
+"""
+
+from __future__ import annotations
+
+import heapq
+from bisect import bisect_left
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+
+#: for each item the index of the way taken; None: it is left alone
+Choice = tuple[int | None, ...]
+
+TOLERANCE = 5e-4  # relative; states of the knapsack that cannot gain more than this are given up
+MAX_STATES = 3000
+SWAP_ROUNDS = 3
+
+
+@dataclass(frozen=True)
+class Way:
+    """Covers the positions `first` to `last`, inclusive, and puts `load_bytes` on `tier`."""
+
+    first: int
+    last: int
+    cost: float
+    tier: str = ""
+    load_bytes: int = 0
+
+
+@dataclass(frozen=True)
+class Item:
+    """Takes `nbytes` off the need where the way taken covers it."""
+
+    nbytes: int
+    ways: tuple[Way, ...]
+
+
+def cover(
+    items: Sequence[Item], need: Sequence[int], limits: Mapping[str, int] | None = None
+) -> Choice | None:
+    """The cheapest choice found that covers `need` everywhere; None if none was found.
+
+    `limits`: the bytes that a tier takes in altogether (tiers not named: any).
+    """
+    best: _Cover | None = None
+    for start in (_Cover.take_greedily, _Cover.take_at_the_worst):
+        state = _Cover(items, need, limits or {})
+        if not start(state):
+            continue
+        state.polish()
+        if best is None or state.cost() < best.cost():
+            best = state
+    return None if best is None else tuple(best.choice)
+
+
+def knapsack(sizes: Sequence[int], costs: Sequence[float], need: int) -> list[int]:
+    """Indices whose sizes reach `need` at the least cost, within `TOLERANCE`; all if none do.
+
+    States that no other beats in both size and cost, pruned by the fractional bound.
+    """
+    order = sorted(range(len(sizes)), key=lambda i: (costs[i] / sizes[i], i))
+    size_sum = list(accumulate((sizes[i] for i in order), initial=0))
+    cost_sum = list(accumulate((costs[i] for i in order), initial=0.0))
+    if size_sum[-1] < need:
+        return sorted(order)
+    count = len(order)
+
+    def completion(covered: int, at: int) -> int:
+        return bisect_left(size_sum, need - covered + size_sum[at], at)
+
+    # a state is (cost, covered, the items taken as a linked list)
+    start = completion(0, 0)
+    best_cost = cost_sum[start]
+    best: tuple[object, int, int] = (None, 0, start)  # taken, then all of order[from:to]
+    states: list[tuple[float, int, object]] = [(0.0, 0, None)]
+    for at in range(count):
+        i = order[at]
+        added = [(c + costs[i], s + sizes[i], (at, t)) for c, s, t in states]
+        kept: list[tuple[float, float, int, object]] = []
+        most = -1
+        for cost, covered, taken in heapq.merge(states, added, key=lambda x: (x[0], -x[1])):
+            if covered <= most:
+                continue
+            most = covered
+            if covered >= need:
+                if cost < best_cost:
+                    best_cost, best = cost, (taken, 0, 0)
+                break  # whatever is dearer need not be looked at
+            end = completion(covered, at + 1)
+            if end > count:
+                continue
+            full = cost + cost_sum[end] - cost_sum[at + 1]
+            if full < best_cost:
+                best_cost, best = full, (taken, at + 1, end)
+            step = size_sum[end] - size_sum[end - 1]
+            over = size_sum[end] - size_sum[at + 1] - (need - covered)
+            bound = full - (cost_sum[end] - cost_sum[end - 1]) * over / step
+            if bound < best_cost * (1 - TOLERANCE):
+                kept.append((bound, cost, covered, taken))
+        if len(kept) > MAX_STATES:
+            kept = heapq.nsmallest(MAX_STATES, kept, key=lambda x: (x[0], x[1]))
+            kept.sort(key=lambda x: (x[1], -x[2]))
+        states = [(cost, covered, taken) for _, cost, covered, taken in kept]
+        if not states:
+            break
+    link, begin, end = best
+    result = [order[at] for at in range(begin, end)]
+    while isinstance(link, tuple):
+        result.append(order[link[0]])
+        link = link[1]
+    return sorted(result)
+
+
+class _Cover:
+    """A choice in the making. `left[p]` is the need still open at `p`; below 0 it is slack."""
+
+    def __init__(
+        self, items: Sequence[Item], need: Sequence[int], limits: Mapping[str, int]
+    ) -> None:
+        corners = _corners(items, need)
+        self.left = [need[p] for p in corners]
+        self.sizes = [item.nbytes for item in items]
+        self.ways = [item.ways for item in items]
+        self.ranges = [
+            [(bisect_left(corners, w.first), bisect_left(corners, w.last + 1)) for w in ways]
+            for ways in self.ways
+        ]
+        self.choice: list[int | None] = [None] * len(items)
+        self.limits = limits
+        self.load = dict.fromkeys(limits, 0)
+
+    def cost(self) -> float:
+        return sum(self.ways[i][w].cost for i, w in enumerate(self.choice) if w is not None)
+
+    def worst(self) -> int:
+        return max(self.left, default=0)
+
+    def fits(self, i: int, w: int) -> bool:
+        way = self.ways[i][w]
+        return self.load.get(way.tier, 0) + way.load_bytes <= self.limits.get(
+            way.tier, way.load_bytes
+        )
+
+    def put(self, i: int, w: int | None) -> None:
+        """Make `w` the way of item `i` (None: leave it alone)."""
+        for way, sign in ((self.choice[i], 1), (w, -1)):
+            if way is None:
+                continue
+            low, high = self.ranges[i][way]
+            change = sign * self.sizes[i]
+            for p in range(low, high):
+                self.left[p] += change
+            tier = self.ways[i][way].tier
+            if tier in self.load:
+                self.load[tier] -= sign * self.ways[i][way].load_bytes
+        self.choice[i] = w
+
+    def take_greedily(self) -> bool:
+        """Take what meets most of the open need per cost; gains only shrink, so look lazily."""
+        heap: list[tuple[float, int, int]] = []
+        for i, ways in enumerate(self.ways):
+            heap += [(-self._gain(i, w), i, w) for w in range(len(ways))]
+        heapq.heapify(heap)
+        while heap and self.worst() > 0:
+            _, i, w = heapq.heappop(heap)
+            if self.choice[i] is not None or not self.fits(i, w):
+                continue
+            gain = self._gain(i, w)
+            if gain <= 0:
+                continue
+            if heap and -gain > heap[0][0]:
+                heapq.heappush(heap, (-gain, i, w))
+                continue
+            self.put(i, w)
+        return self.worst() <= 0
+
+    def _gain(self, i: int, w: int) -> float:
+        low, high = self.ranges[i][w]
+        size = self.sizes[i]
+        met = sum(min(size, x) for x in self.left[low:high] if x > 0)
+        return met / max(self.ways[i][w].cost, 1e-9)
+
+    def take_at_the_worst(self) -> bool:
+        """Solve the worst position by itself, then the worst of what remains, and so on."""
+        while (worst := self.worst()) > 0:
+            at = self.left.index(worst)
+            cheapest: dict[int, list[int]] = {}
+            for i, ways in enumerate(self.ways):
+                if self.choice[i] is not None:
+                    continue
+                usable = [
+                    w
+                    for w in range(len(ways))
+                    if self.ranges[i][w][0] <= at < self.ranges[i][w][1] and self.fits(i, w)
+                ]
+                if usable:
+                    cheapest[i] = sorted(usable, key=lambda w: (ways[w].cost, w))
+            pool = list(cheapest)
+            if not pool:
+                return False
+            costs = [self.ways[i][cheapest[i][0]].cost for i in pool]
+            picked = knapsack([self.sizes[i] for i in pool], costs, worst)
+            # where a tier fills up, those go first that lose most per byte by going elsewhere
+            for i in sorted((pool[k] for k in picked), key=lambda i: self._regret(i, cheapest[i])):
+                way = next((w for w in cheapest[i] if self.fits(i, w)), None)
+                if way is not None:
+                    self.put(i, way)
+        return True
+
+    def _regret(self, i: int, ways: Sequence[int]) -> float:
+        first = self.ways[i][ways[0]]
+        other = next((self.ways[i][w] for w in ways if self.ways[i][w].tier != first.tier), None)
+        lost = float("inf") if other is None else other.cost - first.cost
+        return -lost / max(first.load_bytes, 1)
+
+    def polish(self) -> None:
+        """Give back what is redundant and swap for what is cheaper, while that helps."""
+        for _ in range(SWAP_ROUNDS):
+            before = self.cost()
+            for i in self._dearest_first():
+                low, high = self.ranges[i][self.choice[i] or 0]
+                if max(self.left[low:high], default=-self.sizes[i]) + self.sizes[i] <= 0:
+                    self.put(i, None)
+            for i in self._dearest_first():
+                self._swap(i)
+            if self.cost() >= before:
+                break
+
+    def _dearest_first(self) -> list[int]:
+        taken = [(self.ways[i][w].cost, i) for i, w in enumerate(self.choice) if w is not None]
+        return [i for _, i in sorted(taken, reverse=True)]
+
+    def _swap(self, i: int) -> None:
+        """Replace item `i` by the cheapest way, of itself or another, that does its work."""
+        old = self.choice[i]
+        if old is None:
+            return
+        limit = self.ways[i][old].cost
+        self.put(i, None)
+        open_at = [p for p, x in enumerate(self.left) if x > 0]
+        if not open_at:
+            return
+        low, high, most = open_at[0], open_at[-1], self.worst()
+        best: tuple[float, int, int] | None = None
+        for j, ways in enumerate(self.ways):
+            if self.choice[j] is not None or self.sizes[j] < most:
+                continue
+            for w, way in enumerate(ways):
+                first, end = self.ranges[j][w]
+                if way.cost < limit and first <= low and high < end and self.fits(j, w):
+                    limit, best = way.cost, (way.cost, j, w)
+        self.put(*((i, old) if best is None else best[1:]))
+
+
+def _corners(items: Sequence[Item], need: Sequence[int]) -> list[int]:
+    """The positions that matter: the greatest need between two where some range begins or ends."""
+    cuts = {0, len(need)}
+    for item in items:
+        for way in item.ways:
+            cuts |= {way.first, way.last + 1}
+    edges = sorted(c for c in cuts if 0 <= c <= len(need))
+    corners = []
+    for begin, end in zip(edges, edges[1:], strict=False):
+        at = max(range(begin, end), key=lambda p: need[p])
+        if need[at] > 0:
+            corners.append(at)
+    return corners

@@ -1,0 +1,175 @@
+"""When copies can be made: lanes filled forward (out of the device) or backward (into it).
+
+Times are estimates in microseconds on the ring of one step. They only choose triggers; whether a
+plan is legal never depends on them.
+"""
+
+from __future__ import annotations
+
+import heapq
+from bisect import bisect_left, bisect_right
+from dataclasses import dataclass, field
+
+from offcompile.ir import Infeasible, Lane, Machine, Tensor, Timeline
+
+from .program import Program
+from .residency import Job
+
+
+@dataclass(frozen=True, slots=True)
+class Clock:
+    """When each run of a step starts and ends, by estimate or as simulated."""
+
+    starts: list[float]
+    ends: list[float]
+    period: float
+
+    @staticmethod
+    def unhindered(program: Program) -> Clock:
+        starts = program.starts_us()
+        ends = [
+            s + r.duration_us for s, r in zip(starts, program.runs, strict=False)
+        ]
+        return Clock(starts[:-1], ends, starts[-1])
+
+    @staticmethod
+    def simulated(program: Program, timeline: Timeline) -> Clock:
+        """The last simulated step, relative to its start."""
+        last = len(timeline.steps) - 1
+        origin = timeline.steps[last][0]
+        starts, ends = [0.0] * len(program.runs), [0.0] * len(program.runs)
+        for s in timeline.spans:
+            at = program.position.get(s.id)
+            if s.step == last and at is not None:
+                starts[at] = (s.start_ns - origin) / 1000
+                ends[at] = (s.end_ns - origin) / 1000
+        return Clock(starts, ends, timeline.makespan_us)
+
+    def end_of(self, position: int) -> float:
+        return 0.0 if position < 0 else self.ends[position]
+
+
+@dataclass(slots=True)
+class Hop:
+    """One lane's part of a job."""
+
+    lane: Lane
+    duration_us: float
+    start_us: float = 0.0
+    end_us: float = 0.0
+
+
+@dataclass(slots=True)
+class Trip:
+    """A job on its way: one hop, or two over the host."""
+
+    job: Job
+    hops: list[Hop]
+    #: the ring position after which the last hop may start (may be negative: the step before)
+    trigger: int = 0
+    first_trigger: int = 0
+    order: float = field(default=0.0)
+
+
+class Routes:
+    """Which lanes lead from one tier to another, and how long a tensor takes."""
+
+    def __init__(self, machine: Machine) -> None:
+        self.machine = machine
+        self.load_us: dict[str, float] = {}
+
+    def lanes(self, source: str, target: str) -> list[Lane]:
+        direct = self.machine.lanes_between(source, target)
+        if direct:
+            return [self._least_loaded(direct)]
+        for tier in self.machine.tiers:
+            first = self.machine.lanes_between(source, tier.name)
+            second = self.machine.lanes_between(tier.name, target)
+            if first and second:
+                return [self._least_loaded(first), self._least_loaded(second)]
+        raise Infeasible(
+            f"No lane leads from {source} to {target}, not even over another tier.",
+            None,
+            f"Add a lane from {source} to {target} to the machine.",
+        )
+
+    def _least_loaded(self, lanes: tuple[Lane, ...]) -> Lane:
+        return min(lanes, key=lambda x: self.load_us.get(x.name, 0.0))
+
+    def trip(self, job: Job) -> Trip:
+        hops = [
+            Hop(lane, self.move_us(job.tensor, lane, job.codec))
+            for lane in self.lanes(job.source, job.target)
+        ]
+        for hop in hops:
+            self.load_us[hop.lane.name] = self.load_us.get(hop.lane.name, 0.0) + hop.duration_us
+        return Trip(job, hops)
+
+    def move_us(self, tensor: Tensor, lane: Lane, codec: str | None) -> float:
+        if codec is None:
+            return lane.latency_us + tensor.nbytes / lane.bytes_per_us
+        moved = tensor.nbytes * tensor.ratios[codec] / lane.bytes_per_us
+        return lane.latency_us + max(moved, tensor.nbytes / self.machine.codec[codec].bytes_per_us)
+
+
+def fill_forward(trips: list[Trip], clock: Clock, steady: bool) -> None:
+    """Outward trips, each as early as its value and its lane allow.
+
+    Of those that are ready the one whose tensor leaves first goes first. In a steady problem
+    what a lane has not finished at the end of a step delays it in the next, hence two rounds.
+    """
+    carried: dict[str, float] = {}
+    for _ in range(2 if steady else 1):
+        free: dict[str, float] = dict(carried)
+        todo = sorted(trips, key=lambda t: clock.end_of(t.job.release.position))
+        ready: list[tuple[float, int, Trip]] = []
+        i, now = 0, 0.0
+        while i < len(todo) or ready:
+            if not ready:
+                now = max(now, clock.end_of(todo[i].job.release.position))
+            while i < len(todo) and clock.end_of(todo[i].job.release.position) <= now:
+                leave = todo[i].job.leave.position
+                wraps = leave < todo[i].job.release.position
+                due = clock.end_of(leave) + (clock.period if wraps else 0.0)
+                heapq.heappush(ready, (due, i, todo[i]))
+                i += 1
+            _, _, trip = heapq.heappop(ready)
+            at = now
+            for hop in trip.hops:
+                hop.start_us = max(at, free.get(hop.lane.name, 0.0))
+                hop.end_us = at = hop.start_us + hop.duration_us
+                free[hop.lane.name] = at
+            trip.order = trip.hops[0].start_us
+            now = max(now, free[trip.hops[0].lane.name])
+        carried = {lane: end - clock.period for lane, end in free.items() if end > clock.period}
+
+
+def fill_backward(trips: list[Trip], clock: Clock, steady: bool) -> None:
+    """Inward trips in the order of need, each as late as keeps every op from waiting."""
+    order = sorted(trips, key=lambda t: t.job.need.position if t.job.need else 0, reverse=True)
+    ceiling: dict[str, float] = {}
+    for _ in range(2 if steady else 1):
+        following = dict(ceiling)
+        for trip in order:
+            end = clock.starts[trip.job.need.position] if trip.job.need else clock.period
+            for hop in reversed(trip.hops):
+                end = min(end, following.get(hop.lane.name, float("inf")))
+                hop.end_us = end
+                hop.start_us = end = end - hop.duration_us
+                following[hop.lane.name] = end
+        ceiling = {lane: start + clock.period for lane, start in following.items()}
+
+
+def last_run_by(clock: Clock, time_us: float, steady: bool) -> int:
+    """The last position whose run has ended by `time_us` (negative: in the step before)."""
+    n = len(clock.ends)
+    if time_us >= 0 or not steady or clock.period <= 0:
+        return bisect_right(clock.ends, time_us + 1e-9) - 1
+    steps = int(-time_us // clock.period) + 1
+    within = time_us + steps * clock.period
+    return max(bisect_right(clock.ends, within + 1e-9) - 1 - steps * n, -2 * n)
+
+
+def first_run_from(clock: Clock, time_us: float) -> int:
+    """The first position whose run starts at or after `time_us`."""
+    return bisect_left(clock.starts, time_us - 1e-9)

@@ -1,0 +1,112 @@
+"""The order of a step: every run of an op, and for each tensor the accesses that it serves.
+
+Positions count the runs of a step, recomputations and host updates included. Where a problem is
+steady the accesses form a ring: after the last one of a step comes the first one of the next.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from functools import cached_property
+
+from offcompile.ir import DEVICE, HOST, Infeasible, Op, Problem
+
+from .decisions import Decisions
+
+
+@dataclass(frozen=True, slots=True)
+class Access:
+    """One run's use of one tensor on one tier. `name` None: what the step begins with."""
+
+    position: int
+    name: str | None
+    tier: str
+    reads: bool
+    writes: bool
+
+
+@dataclass(frozen=True, slots=True)
+class RunOf:
+    """One run in the step: an op, a recomputation or a host update."""
+
+    name: str
+    op: Op
+    duration_us: float
+    on_host: bool
+
+
+class Program:
+    """A problem in the order that directs, recomputations and host updates give it."""
+
+    def __init__(self, problem: Problem, decisions: Decisions) -> None:
+        self.problem = problem
+        directs: dict[str, set[str]] = {}
+        for d in decisions.directs:
+            directs.setdefault(d.op, set()).add(d.tensor)
+        again: dict[str, list[str]] = {}
+        for r in decisions.recomputes:
+            again.setdefault(r.before, []).append(r.op)
+        hosted = {u.weight for u in decisions.updates if u.where == HOST}
+        self.runs: list[RunOf] = []
+        self.accesses: dict[str, list[Access]] = {t.id: [] for t in problem.tensors}
+        for op in problem.ops:
+            for name in sorted(again.get(op.id, ()), key=problem.op_index.__getitem__):
+                self._add(f"{name}@{op.id}", problem.op[name], directs.get(name, set()), False)
+            on_host = op.phase == "update" and not hosted.isdisjoint(op.writes)
+            self._add(op.id, op, directs.get(op.id, set()), on_host)
+
+    def _add(self, name: str, op: Op, direct: set[str], on_host: bool) -> None:
+        if on_host:
+            duration = op.host_duration_us or 0.0
+        else:
+            duration = op.duration_us + sum(op.direct[t] - op.duration_us for t in direct)
+        position = len(self.runs)
+        self.runs.append(RunOf(name, op, max(0.0, duration), on_host))
+        reads, writes = set(op.reads), set(op.writes)
+        for t in op.operands:
+            tier = HOST if on_host or t in direct else DEVICE
+            self.accesses[t].append(Access(position, name, tier, t in reads, t in writes))
+
+    @cached_property
+    def position(self) -> dict[str, int]:
+        return {r.name: i for i, r in enumerate(self.runs)}
+
+    @cached_property
+    def op_bytes(self) -> list[int]:
+        """Per run, what it needs on the device by itself: operands, outputs and workspace."""
+        nbytes = {t.id: t.nbytes for t in self.problem.tensors}
+        need = [0 if r.on_host else r.op.workspace_bytes for r in self.runs]
+        for tensor, accesses in self.accesses.items():
+            for a in accesses:
+                if a.tier == DEVICE:
+                    need[a.position] += nbytes[tensor]
+        return need
+
+    def starts_us(self) -> list[float]:
+        """When each run would start if nothing ever waited; one more entry: the end."""
+        starts, now = [], 0.0
+        for r in self.runs:
+            starts.append(now)
+            if not r.on_host:
+                now += r.duration_us
+        return [*starts, now]
+
+
+def span(first: int, last: int, length: int) -> Iterable[int]:
+    """Positions strictly after `first` and strictly before `last` on a ring of `length`."""
+    if last > first:
+        return range(first + 1, last)
+    return (*range(first + 1, length), *range(last))
+
+
+def too_small(position: int, need: int, capacity: int, program: Program, what: str) -> Infeasible:
+    """The error for a device that cannot hold what one run needs."""
+    run = program.runs[position]
+    return Infeasible(
+        f"{run.name} needs {need:,} bytes on the device ({what}) and the budget is"
+        f" {capacity:,}: {need - capacity:,} are missing.",
+        need - capacity,
+        f"Raise the device budget to {need:,} bytes, or make {run.name} smaller"
+        " (a smaller batch, or a narrower layer).",
+    )

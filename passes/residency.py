@@ -1,0 +1,198 @@
+"""From decisions to what each tensor needs: where its copies stand, and which copies must be made.
+
+One walk along a tensor's accesses keeps the set of tiers that hold its value. An access on a tier
+without the value asks for a `Job` (a copy from a tier that has it); a gap that is decided to be
+spent away, or that needs no device copy, ends the residency and asks for a drop.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from offcompile.ir import DEVICE, HOST, SELF_ENDING_KINDS, Drop, Infeasible, Problem, Tensor
+
+from .decisions import Away, Decisions
+from .program import Access, Program
+
+
+@dataclass(slots=True)
+class Job:
+    """A copy to be made, possibly over several lanes."""
+
+    tensor: Tensor
+    source: str
+    target: str
+    codec: str | None
+    release: Access  # may start once this access has ended (the value is there)
+    leave: Access  # out of the device: the last access before the copy goes; else = release
+    need: Access | None  # must have arrived before this access
+    #: for loads: the gap's first position; the target space is free from its end on
+    gap_from: int = -1
+
+
+@dataclass(slots=True)
+class Residency:
+    """All that the decisions ask of copies."""
+
+    #: (tensor, from position, to position): device copy held without a break, both included
+    held: list[tuple[Tensor, int, int]] = field(default_factory=list)
+    outs: list[Job] = field(default_factory=list)
+    loads: list[Job] = field(default_factory=list)
+    drops: list[Drop] = field(default_factory=list)
+    #: tiers that hold the value where the step begins
+    start: dict[str, set[str]] = field(default_factory=dict)
+
+
+def plan_residency(program: Program, decisions: Decisions) -> Residency:
+    result = Residency()
+    away: dict[str, dict[str | None, Away]] = {}
+    for a in decisions.away:
+        away.setdefault(a.tensor, {})[a.after] = a
+    for tensor in program.problem.tensors:
+        _Walk(program, tensor, away.get(tensor.id, {}), result).run()
+    return result
+
+
+class _Walk:
+    def __init__(
+        self, program: Program, tensor: Tensor, away: dict[str | None, Away], out: Residency
+    ) -> None:
+        problem: Problem = program.problem
+        self.tensor, self.away, self.out = tensor, away, out
+        self.n, self.steady = len(program.runs), problem.steady
+        self.survives = problem.must_survive(tensor.id)
+        self.self_ending = tensor.kind in SELF_ENDING_KINDS
+        self.accesses = list(program.accesses[tensor.id])
+        if not self.steady and tensor.home is not None:
+            # what the step begins with acts like a write before its first run
+            self.accesses.insert(0, Access(-1, None, tensor.home, False, True))
+        self.valid: dict[str, str | None] = {}  # tier → codec of the copy there
+        self.written: Access | None = None
+        self.emit = True
+
+    def run(self) -> None:
+        out, tensor = self.out, self.tensor
+        if not self.accesses:
+            if self.steady and (self.survives or tensor.home is not None):
+                home = HOST if tensor.home in (None, DEVICE) else tensor.home
+                out.start[tensor.id] = {str(home)}
+            return
+        if self.steady:
+            self._settle()
+            out.start[tensor.id] = set(self.valid)
+        elif tensor.home is not None:
+            out.start[tensor.id] = {tensor.home}
+        for i in range(len(self.accesses)):
+            self._step(i)
+
+    def _settle(self) -> None:
+        """Go round the ring once in silence, to know what the step begins with."""
+        self.emit = False
+        first = self.accesses[0]
+        self.valid = {first.tier: None} if first.reads else {}
+        self.written = self.accesses[-1]
+        for _ in range(2):
+            for i in range(len(self.accesses)):
+                self._step(i)
+        self.emit = True
+
+    def _step(self, i: int) -> None:
+        a = self.accesses[i]
+        if a.reads and a.tier not in self.valid:
+            self._bring(a.tier, None, self._before(i), self._before(i), a)
+        if a.writes:
+            self.valid = {a.tier: None}
+            self.written = a
+        if DEVICE in self.valid:
+            if a.tier == DEVICE or a.writes:
+                self._after_device_access(i, a)
+        elif a.tier == DEVICE:
+            raise AssertionError(f"{self.tensor.id}: an access on the device left no copy there")
+        if self._value_is_over(i) and not self.survives:
+            self._end_value(a)
+
+    def _after_device_access(self, i: int, a: Access) -> None:
+        reader, host_reader = self._next_readers(i)
+        away = self.away.get(a.name)
+        if host_reader is not None and HOST not in self.valid:
+            self._bring(HOST, away.codec if away and not host_reader else None, a, a, host_reader)
+        if reader is not None and away is None:
+            self._hold(a, reader)
+            return
+        if reader is None and host_reader is None and not self.survives:
+            return  # the value is over
+        if away is not None and away.tier not in self.valid and HOST not in self.valid:
+            self._bring(away.tier, away.codec, a, a, None)
+        if len(self.valid) > 1:
+            del self.valid[DEVICE]
+            self._drop(DEVICE, a)
+        elif reader is None:
+            self._hold(a, self._after(i))  # the only copy of a value that must survive
+
+    def _next_readers(self, i: int) -> tuple[Access | None, Access | None]:
+        """The next device read of this value, and the first host read before the next write."""
+        host: Access | None = None
+        for b in self._following(i):
+            if b.reads and b.tier == DEVICE:
+                return b, host
+            if b.reads and host is None:
+                host = b
+            if b.writes:
+                break
+        return None, host
+
+    def _following(self, i: int) -> list[Access]:
+        rest = self.accesses[i + 1 :]
+        return rest + self.accesses[: i + 1] if self.steady else rest
+
+    def _after(self, i: int) -> Access | None:
+        following = self._following(i)
+        return following[0] if following else None
+
+    def _before(self, i: int) -> Access:
+        return self.accesses[i - 1]
+
+    def _value_is_over(self, i: int) -> bool:
+        following = self._following(i)
+        return not following or (following[0].writes and not following[0].reads)
+
+    def _end_value(self, a: Access) -> None:
+        tiers = list(self.valid)
+        self.valid = {}
+        if not self.self_ending or a.name is None:
+            for tier in tiers:
+                self._drop(tier, a)
+
+    def _hold(self, a: Access, until: Access | None) -> None:
+        if self.emit:
+            last = self.n if until is None else until.position
+            self.out.held.append((self.tensor, a.position, last))
+
+    def _drop(self, tier: str, after: Access) -> None:
+        if self.emit:
+            self.out.drops.append(Drop(self.tensor.id, tier, after.name))
+
+    def _bring(
+        self, target: str, codec: str | None, release: Access, leave: Access, need: Access | None
+    ) -> None:
+        """Copy the value to `target` from the best tier that has it."""
+        if not self.valid:
+            raise Infeasible(
+                f"{need.name if need else 'an op'} reads {self.tensor.id} before anything writes it.",
+                None,
+                f"Give {self.tensor.id} a home, or put the op that writes it first.",
+            )
+        source = next((t for t in (DEVICE, HOST) if t in self.valid), next(iter(self.valid)))
+        if source != DEVICE:
+            codec = self.valid[source]
+        self.valid[target] = None if target == DEVICE else codec
+        if not self.emit:
+            return
+        written = self.written if self.written is not None else release
+        if source == DEVICE:
+            job = Job(self.tensor, source, target, codec, written, leave, need)
+            self.out.outs.append(job)
+        else:
+            job = Job(self.tensor, source, target, codec, release, release, need)
+            job.gap_from = release.position
+            self.out.loads.append(job)
