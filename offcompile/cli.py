@@ -33,14 +33,6 @@ DONE, VIOLATIONS, BAD_INPUT, INFEASIBLE, INTERRUPTED = 0, 1, 2, 3, 130
 _T = TypeVar("_T")
 
 
-class _BadPlan(Exception):
-    """A plan file that reads as JSON but describes no plan: `check`'s answer, not its failure."""
-
-    def __init__(self, violations: tuple[Violation, ...]) -> None:
-        super().__init__()
-        self.violations = violations
-
-
 def main(argv: Sequence[str] | None = None) -> int:
     arguments = list(sys.argv[1:] if argv is None else argv)
     try:
@@ -189,16 +181,15 @@ def _check(options: argparse.Namespace) -> int:
     try:
         plan = _read_plan(options.plan)
     except _BadPlan as error:
-        return _say_check(problem, machine, error.violations, None, options.json)
+        return _say_check(machine, error.violations, None, options.json)
     from offcompile.planner import check_plan
 
     with _progress("checking"):
         result = check_plan(problem, machine, plan)
-    return _say_check(problem, machine, result.violations, result.timeline, options.json)
+    return _say_check(machine, result.violations, result.timeline, options.json)
 
 
 def _say_check(
-    problem: Problem,
     machine: Machine,
     violations: Sequence[Violation],
     timeline: Timeline | None,
@@ -207,7 +198,7 @@ def _say_check(
     if not as_json:
         from offcompile.cli_tables import show_check
 
-        show_check(problem, machine, violations, timeline)
+        show_check(machine, violations, timeline)
     elif violations or timeline is None:
         _print_json({"valid": False, "violations": _violations_json(violations)})
     else:
@@ -241,102 +232,22 @@ def _hardware(_: argparse.Namespace) -> int:
     return DONE
 
 
-# --- input ---------------------------------------------------------------------------------
-
-
-def _read_inputs(options: argparse.Namespace) -> tuple[Problem, Machine]:
-    from offcompile.hardware import parse_bytes
-    from offcompile.ir.jsonio import check_homes, loads_problem
-    from offcompile.ir.text import parse_problem
-
-    def size(flag: str, text: str | None) -> int | None:
-        return None if text is None else _named(flag, lambda: parse_bytes(text))
-
-    memory_bytes = size("--memory", options.memory)
-    host_bytes = size("--host-memory", options.host_memory)
-    problem = _read(options.problem, "problem", {".json": loads_problem, ".txt": parse_problem})
-    machine = _machine(options, memory_bytes, host_bytes)
-    if homeless := check_homes(problem, machine):
-        raise _in(options.problem, homeless)
-    return problem, machine
-
-
-def _machine(
-    options: argparse.Namespace, memory_bytes: int | None, host_bytes: int | None
-) -> Machine:
-    if options.hardware is not None:
-        from offcompile.hardware import load_profile, to_machine
-
-        return to_machine(load_profile(options.hardware), memory_bytes, host_bytes, options.disk)
-    from offcompile.ir.jsonio import loads_machine, machine_from_toml
-    from offcompile.ir.text import parse_machine
-
-    if options.disk:
-        raise _invalid("bad-value", "--disk", "goes with --hardware; a machine file has its tiers")
-    forms = {".json": loads_machine, ".toml": machine_from_toml, ".txt": parse_machine}
-    machine = _read(options.machine, "machine", forms)
-    for flag, tier, budget in (
-        ("--memory", DEVICE, memory_bytes),
-        ("--host-memory", HOST, host_bytes),
-    ):
-        if budget is not None and tier not in machine.tier:
-            raise _invalid("unknown-id", flag, f"{options.machine} has no tier named {tier!r}")
-        if budget is not None:
-            machine = machine.with_capacity(tier, budget)
-    return machine
-
-
-def _read_plan(path: str) -> Plan:
-    from offcompile.ir.jsonio import loads_plan
-    from offcompile.ir.text import parse_plan
-
-    def loads(text: str) -> Plan:
-        try:
-            return loads_plan(text)
-        except InvalidInput as error:
-            if _is_json(text):
-                raise _BadPlan(error.violations) from None
-            raise
-
-    return _read(path, "plan", {".json": loads, ".txt": parse_plan})
-
-
-def _is_json(text: str) -> bool:
-    try:
-        json.loads(text)
-    except (ValueError, RecursionError):
-        return False
-    return True
-
-
-def _read(path: str, noun: str, forms: Mapping[str, Callable[[str], _T]]) -> _T:
-    """What the file holds; its form goes by the suffix and is JSON where that says nothing."""
-    try:
-        text = Path(path).read_text("utf-8")
-    except (OSError, ValueError) as error:
-        reason = (isinstance(error, OSError) and error.strerror) or str(error)
-        raise _invalid("bad-value", path, f"the {noun} cannot be read: {reason}") from None
-    parse = forms.get(Path(path).suffix.lower(), forms[".json"])
-    return _named(path, lambda: parse(text))
-
-
-def _named(where: str, read: Callable[[], _T]) -> _T:
-    """What `read` gives; what it refuses is said to stand in `where`."""
-    try:
-        return read()
-    except InvalidInput as error:
-        raise _in(where, error.violations) from None
-
-
-def _in(path: str, violations: Sequence[Violation]) -> InvalidInput:
-    return InvalidInput([Violation(v.rule, f"{path}: {v.where}", v.detail) for v in violations])
-
-
-def _invalid(rule: str, where: str, detail: str) -> InvalidInput:
-    return InvalidInput([Violation(rule, where, detail)])
-
-
 # --- output --------------------------------------------------------------------------------
+
+
+def _cost_json(timeline: Timeline) -> dict[str, object]:
+    return {
+        "makespan_us": timeline.makespan_us,
+        "peak_bytes": dict(timeline.peak_bytes),
+    }
+
+
+def _violations_json(violations: Sequence[Violation]) -> list[dict[str, str]]:
+    return [{"rule": v.rule, "where": v.where, "detail": v.detail} for v in violations]
+
+
+def _print_json(value: dict[str, object]) -> None:
+    print(json.dumps(value, allow_nan=False))
 
 
 @contextmanager
@@ -355,45 +266,6 @@ def _progress(doing: str) -> Iterator[Callable[[str], None] | None]:
     ) as bar:
         task = bar.add_task(doing, total=None)
         yield lambda found: bar.update(task, description=f"{doing}: {found}")
-
-
-def _open_output(path: str) -> Path:
-    """Refused before the search, not after it."""
-    target = Path(path)
-    if target.is_dir() or not target.parent.is_dir():
-        raise _invalid("bad-value", path, "the plan cannot be written there; name a file")
-    return target
-
-
-def _write_plan(target: Path, plan: Plan) -> None:
-    from offcompile.ir.jsonio import plan_to_json
-    from offcompile.ir.text import print_plan
-
-    if target.suffix.lower() == ".txt":
-        text = print_plan(plan)
-    else:
-        text = json.dumps(plan_to_json(plan), indent=1) + "\n"
-    try:
-        target.write_text(text, "utf-8")
-    except OSError as error:
-        raise _invalid(
-            "bad-value", str(target), f"the plan cannot be written: {error.strerror}"
-        ) from None
-
-
-def _cost_json(timeline: Timeline) -> dict[str, object]:
-    return {
-        "makespan_us": timeline.makespan_us,
-        "peak_bytes": dict(timeline.peak_bytes),
-    }
-
-
-def _violations_json(violations: Sequence[Violation]) -> list[dict[str, str]]:
-    return [{"rule": v.rule, "where": v.where, "detail": v.detail} for v in violations]
-
-
-def _print_json(value: dict[str, object]) -> None:
-    print(json.dumps(value, allow_nan=False))
 
 
 def _complain(text: str) -> None:

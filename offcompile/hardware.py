@@ -33,7 +33,7 @@ CODECS: Mapping[str, tuple[bool, float]] = {
 
 BYTES_PER_US_PER_GBPS = 1000.0  # 1 GB/s is 1,000 bytes per microsecond
 
-_UNIT_BYTES = {
+_UNIT_BYTES: Mapping[str, int] = {
     unit: size
     for power, letter in enumerate("kmgt", start=1)
     for unit, size in ((f"{letter}ib", 1024**power), (f"{letter}b", 1000**power))

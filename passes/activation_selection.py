@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from .covering import Choice, Item, Way, cover
+from .covering import ROUNDS, Choice, Item, Way, cover
 
 
 @dataclass(frozen=True)
@@ -226,7 +226,7 @@ def by_makespan(
                 spent = out * o.out_ns + back * o.back_ns + at * o.added_ns
                 row.append(spent + o.cost_ns * (1.0 if at == 0 else 0.01 * at))
             costs.append(row)
-        choice = _cover(candidates, excess, costs, limits)
+        choice = _cover(candidates, excess, costs, limits, rounds=2)
         if choice is None:
             return best
         times = lane_times(candidates, choice, forward_ns, backward_ns)
@@ -245,6 +245,7 @@ def _cover(
     excess: Sequence[int],
     costs: Sequence[Sequence[float]],
     limits: Mapping[str, int] | None,
+    rounds: int = ROUNDS,
 ) -> Choice | None:
     items = [
         Item(
@@ -256,4 +257,4 @@ def _cover(
         )
         for c, row in zip(candidates, costs, strict=True)
     ]
-    return cover(items, excess, limits)
+    return cover(items, excess, limits, rounds)

@@ -13,6 +13,7 @@ from bisect import bisect_left
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
+from math import prod
 
 #: for each item the index of the way taken; None: it is left alone
 Choice = tuple[int | None, ...]
@@ -20,6 +21,8 @@ Choice = tuple[int | None, ...]
 TOLERANCE = 5e-4  # relative; states of the knapsack that cannot gain more than this are given up
 MAX_STATES = 3000
 SWAP_ROUNDS = 3
+ROUNDS = 12
+EXHAUSTIVE = 50_000  # up to so many choices all are tried
 
 
 @dataclass(frozen=True)
@@ -42,20 +45,36 @@ class Item:
 
 
 def cover(
-    items: Sequence[Item], need: Sequence[int], limits: Mapping[str, int] | None = None
+    items: Sequence[Item],
+    need: Sequence[int],
+    limits: Mapping[str, int] | None = None,
+    rounds: int = ROUNDS,
 ) -> Choice | None:
     """The cheapest choice found that covers `need` everywhere; None if none was found.
 
     `limits`: the bytes that a tier takes in altogether (tiers not named: any).
     """
+    greedy = _Cover(items, need, limits or {})
     best: _Cover | None = None
-    for start in (_Cover.take_greedily, _Cover.take_at_the_worst):
+    if greedy.take_greedily():
+        greedy.polish()
+        best = greedy
+    weights = {greedy.tightest(): 1} if greedy.need else {}
+    for _ in range(rounds):
         state = _Cover(items, need, limits or {})
-        if not start(state):
-            continue
-        state.polish()
-        if best is None or state.cost() < best.cost():
-            best = state
+        state.take_knapsack(weights)
+        # a solution of the weighted sum that covers all positions is optimal for them all
+        done = state.worst() <= 0
+        at = state.tightest()
+        if state.take_at_the_worst():
+            state.polish()
+            if best is None or state.cost() < best.cost():
+                best = state
+        if done:
+            break
+        weights[at] = weights.get(at, 0) + 1
+    if rounds >= ROUNDS and prod(len(item.ways) + 1 for item in items) <= EXHAUSTIVE:
+        return _Cover(items, need, limits or {}).exhaust(best)
     return None if best is None else tuple(best.choice)
 
 
@@ -124,7 +143,8 @@ class _Cover:
         self, items: Sequence[Item], need: Sequence[int], limits: Mapping[str, int]
     ) -> None:
         corners = _corners(items, need)
-        self.left = [need[p] for p in corners]
+        self.need = [need[p] for p in corners]
+        self.left = list(self.need)
         self.sizes = [item.nbytes for item in items]
         self.ways = [item.ways for item in items]
         self.ranges = [
@@ -186,38 +206,81 @@ class _Cover:
         met = sum(min(size, x) for x in self.left[low:high] if x > 0)
         return met / max(self.ways[i][w].cost, 1e-9)
 
+    def tightest(self) -> int:
+        """The position whose need is open in the greatest part."""
+        return max(range(len(self.left)), key=lambda p: self.left[p] / self.need[p], default=0)
+
     def take_at_the_worst(self) -> bool:
         """Solve the worst position by itself, then the worst of what remains, and so on."""
         while (worst := self.worst()) > 0:
-            at = self.left.index(worst)
-            cheapest: dict[int, list[int]] = {}
-            for i, ways in enumerate(self.ways):
-                if self.choice[i] is not None:
-                    continue
-                usable = [
-                    w
-                    for w in range(len(ways))
-                    if self.ranges[i][w][0] <= at < self.ranges[i][w][1] and self.fits(i, w)
-                ]
-                if usable:
-                    cheapest[i] = sorted(usable, key=lambda w: (ways[w].cost, w))
-            pool = list(cheapest)
-            if not pool:
+            if not self.take_knapsack({self.left.index(worst): 1}):
                 return False
-            costs = [self.ways[i][cheapest[i][0]].cost for i in pool]
-            picked = knapsack([self.sizes[i] for i in pool], costs, worst)
-            # where a tier fills up, those go first that lose most per byte by going elsewhere
-            for i in sorted((pool[k] for k in picked), key=lambda i: self._regret(i, cheapest[i])):
-                way = next((w for w in cheapest[i] if self.fits(i, w)), None)
-                if way is not None:
-                    self.put(i, way)
         return True
+
+    def take_knapsack(self, weights: Mapping[int, int]) -> bool:
+        """Cover a weighted sum of what is open at some positions; False if nothing could go in.
+
+        One inequality instead of many, and so a relaxation that a knapsack solves.
+        """
+        scale = {p: (x << 40) // self.need[p] + 1 for p, x in weights.items()}
+        pool: dict[int, tuple[int, list[int]]] = {}
+        for i, ways in enumerate(self.ways):
+            if self.choice[i] is not None:
+                continue
+            gains = []
+            for w, (low, high) in enumerate(self.ranges[i]):
+                covered = sum(x for p, x in scale.items() if low <= p < high)
+                if covered and self.fits(i, w):
+                    gains.append((ways[w].cost / covered, w, covered * self.sizes[i]))
+            if gains:
+                gains.sort()
+                pool[i] = (gains[0][2], [w for _, w, _ in gains])
+        indices = list(pool)
+        sizes = [pool[i][0] for i in indices]
+        costs = [self.ways[i][pool[i][1][0]].cost for i in indices]
+        wanted = sum(x * self.left[p] for p, x in scale.items())
+        picked = [indices[k] for k in knapsack(sizes, costs, wanted)]
+        # where a tier fills up, those go first that lose most per byte by going elsewhere
+        for i in sorted(picked, key=lambda i: self._regret(i, pool[i][1])):
+            way = next((w for w in pool[i][1] if self.fits(i, w)), None)
+            if way is not None:
+                self.put(i, way)
+        return bool(picked)
 
     def _regret(self, i: int, ways: Sequence[int]) -> float:
         first = self.ways[i][ways[0]]
         other = next((self.ways[i][w] for w in ways if self.ways[i][w].tier != first.tier), None)
         lost = float("inf") if other is None else other.cost - first.cost
         return -lost / max(first.load_bytes, 1)
+
+    def exhaust(self, known: _Cover | None) -> Choice | None:
+        """The best of all choices, dearest items decided first; `known` is where to beat from."""
+        order = sorted(
+            (i for i, ways in enumerate(self.ways) if ways),
+            key=lambda i: -min(way.cost for way in self.ways[i]),
+        )
+        best: Choice | None = None if known is None else tuple(known.choice)
+        best_cost = float("inf") if known is None else known.cost()
+
+        def decide(at: int, cost: float) -> None:
+            nonlocal best, best_cost
+            if cost >= best_cost:
+                return
+            if self.worst() <= 0:
+                best, best_cost = tuple(self.choice), cost
+                return
+            if at == len(order) or self.worst() > sum(self.sizes[i] for i in order[at:]):
+                return
+            i = order[at]
+            decide(at + 1, cost)
+            for w in range(len(self.ways[i])):
+                if self.fits(i, w):
+                    self.put(i, w)
+                    decide(at + 1, cost + self.ways[i][w].cost)
+                    self.put(i, None)
+
+        decide(0, 0.0)
+        return best
 
     def polish(self) -> None:
         """Give back what is redundant and swap for what is cheaper, while that helps."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import heapq
 from bisect import bisect_left, bisect_right
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from offcompile.ir import Infeasible, Lane, Machine, Tensor, Timeline
 
@@ -65,10 +65,9 @@ class Trip:
 
     job: Job
     hops: list[Hop]
-    #: the ring position after which the last hop may start (may be negative: the step before)
+    #: the ring position after which it may start (below -1: in the step before)
     trigger: int = 0
-    first_trigger: int = 0
-    order: float = field(default=0.0)
+    order: float = 0.0
 
 
 class Routes:

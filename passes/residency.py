@@ -121,7 +121,7 @@ class _Walk:
             return
         if reader is None and host_reader is None and not self.survives:
             return  # the value is over
-        if away is not None and away.tier not in self.valid and HOST not in self.valid:
+        if away is not None and len(self.valid) == 1:
             self._bring(away.tier, away.codec, a, a, None)
         if len(self.valid) > 1:
             del self.valid[DEVICE]
@@ -182,7 +182,9 @@ class _Walk:
                 None,
                 f"Give {self.tensor.id} a home, or put the op that writes it first.",
             )
-        source = next((t for t in (DEVICE, HOST) if t in self.valid), next(iter(self.valid)))
+        # a copy further out serves before the device's: that one is on its way there already
+        order = (HOST, DEVICE) if target == DEVICE else (*sorted(set(self.valid) - {DEVICE}), DEVICE)
+        source = next((t for t in order if t in self.valid), next(iter(self.valid)))
         if source != DEVICE:
             codec = self.valid[source]
         self.valid[target] = None if target == DEVICE else codec

@@ -104,7 +104,9 @@ class Builder:
         """Choose triggers: first as late as harms nobody, then earlier where there is room."""
         loads.sort(key=lambda t: t.job.need.position if t.job.need else self.n)
         for trip in loads:
-            latest = last_run_by(clock, trip.hops[-1].start_us, self.problem.steady)
+            # over two lanes the device space is held from the first hop on: the second starts
+            # when the first has ended, and no trigger of its own could hold it back safely
+            latest = last_run_by(clock, trip.hops[0].start_us, self.problem.steady)
             trip.trigger = self._earliest(trip, profile, latest)
             self._hold(trip, profile, trip.trigger, self._need(trip))
         before: int | None = None
@@ -116,11 +118,6 @@ class Builder:
                 self._hold(trip, profile, earlier, trip.trigger + 1)
                 trip.trigger = earlier
             before = trip.trigger if before is None else max(before, trip.trigger)
-        for trip in loads:
-            trip.first_trigger = trip.trigger
-            if len(trip.hops) > 1:
-                first = last_run_by(clock, trip.hops[0].start_us, self.problem.steady)
-                trip.first_trigger = max(min(first, trip.trigger), self._gap_from(trip))
 
     def _need(self, trip: Trip) -> int:
         return trip.job.need.position if trip.job.need else self.n
@@ -161,20 +158,12 @@ class Builder:
                 and not self._ends_in_step(trip)
                 and (need is None or need <= job.release.position)
             )
-            self._add_moves(trip, "out", job.release.name, None, wraps, moves, drops)
+            self._add_out(trip, wraps, moves, drops)
             if wraps:
                 start.setdefault(job.tensor.id, set()).add(job.target)
-        before: int | None = None
-        placed = []
-        for trip in loads:
-            trigger = trip.trigger if before is None else max(trip.trigger, before)
-            before = trigger
-            placed.append((trigger < -1, trip))
-        for wraps, trip in sorted(placed, key=lambda x: x[0]):
-            name = self._trigger_name(trip.trigger if len(trip.hops) == 1 else trip.first_trigger)
-            ready = trip.job.need.name if trip.job.need else None
-            self._add_moves(trip, "in", name, ready, wraps, moves, drops)
-            if wraps:
+        for trip in sorted(loads, key=lambda t: t.trigger < -1):
+            self._add_load(trip, moves, drops)
+            if trip.trigger < -1:
                 start.setdefault(trip.job.tensor.id, set()).add(trip.job.target)
         return Plan(
             start=self._start(start),
@@ -205,37 +194,47 @@ class Builder:
                 return runs[j].name
         return None
 
-    def _add_moves(
-        self,
-        trip: Trip,
-        word: str,
-        after: str | None,
-        ready: str | None,
-        wraps: bool,
-        moves: list[Move],
-        drops: list[Drop],
-    ) -> None:
-        job = trip.job
-        label = after if word == "out" else ready
-        previous = job.source
-        for i, hop in enumerate(trip.hops):
-            suffix = f"/{i + 1}" if len(trip.hops) > 1 else ""
-            last = i == len(trip.hops) - 1
+    def _add_out(self, trip: Trip, wraps: bool, moves: list[Move], drops: list[Drop]) -> None:
+        """Out over one lane, or over two with the host as a stop between."""
+        job, after, source = trip.job, trip.job.release.name, trip.job.source
+        for hop in trip.hops:
+            name = f"out:{job.tensor.id}:{job.release.name or 'start'}"
             move = Move(
-                id=self._unique(f"{word}:{job.tensor.id}:{label or 'start'}{suffix}"),
+                id=self._unique(name if source == job.source else f"{name}/2"),
                 tensor=job.tensor.id,
-                source=previous,
+                source=source,
                 target=hop.lane.target,
                 lane=hop.lane.name,
                 start_after=after,
-                ready_before=ready if last else None,
                 wraps=wraps,
                 codec=job.codec,
             )
             moves.append(move)
-            if i and previous != DEVICE:
-                drops.append(Drop(job.tensor.id, previous, move.id))
-            after, previous = move.id, hop.lane.target
+            if source != job.source:
+                drops.append(Drop(job.tensor.id, source, move.id))
+            after, source = move.id, hop.lane.target
+
+    def _add_load(self, trip: Trip, moves: list[Move], drops: list[Drop]) -> None:
+        job, after = trip.job, self._trigger_name(trip.trigger)
+        need = job.need.name if job.need else None
+        for i, hop in enumerate(trip.hops):
+            last = i == len(trip.hops) - 1
+            name = f"in:{job.tensor.id}:{need or 'end'}"
+            move = Move(
+                id=self._unique(name if last else f"{name}/1"),
+                tensor=job.tensor.id,
+                source=hop.lane.source,
+                target=hop.lane.target,
+                lane=hop.lane.name,
+                start_after=after,
+                ready_before=need if last else None,
+                wraps=trip.trigger < -1,
+                codec=job.codec,
+            )
+            moves.append(move)
+            if i:
+                drops.append(Drop(job.tensor.id, hop.lane.source, move.id))
+            after = move.id
 
     def _unique(self, name: str) -> str:
         return name if name not in self.program.position else f"move {name}"

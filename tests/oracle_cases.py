@@ -181,6 +181,8 @@ class Planner:
         valid, self.packed = set(begin), None
         packs = t.kind in ("activation", "temporary", "gradient") and rng.random() < 0.3
         packs = packs or (not self.problem.steady and rng.random() < 0.1)
+        packs = packs and all(tier == "device" for _, _, tier in accesses)
+        self.behind, self.last = -1.0, None
         self.start += [Start(t.id, tier) for tier in sorted(begin)]
         wrapped = self.problem.steady and rng.random() < 0.3
         floor = 0
@@ -210,15 +212,15 @@ class Planner:
         if not self.problem.steady or not valid:
             return
         for tier in sorted(begin - valid):
+            if tier in valid:  # left there on the way to another tier
+                continue
             awaited = None
             if accesses and rng.random() < 0.7:
                 awaited = self.names[accesses[0][0]]
             lands = rng.randint(floor, len(self.names))
             self.bring(t, valid, tier, lands, awaited if wrapped else None, wraps=wrapped)
-        self.drops += [
-            Drop(t.id, tier, rng.choice((None, self.names[-1])) if not accesses else self.names[-1])
-            for tier in sorted(valid - begin)
-        ]
+        after = self.last if self.behind >= floor else self.names[max(floor - 1, 0)]
+        self.drops += [Drop(t.id, x, after) for x in sorted(valid - begin)]
 
     def bring(
         self,
@@ -247,7 +249,10 @@ class Planner:
             name = f"m{len(self.moves)}"
             ready = awaited if stop == target else None
             move = Move(name, t.id, source, stop, lane, after, ready, wraps, codec)
-            self.moves.append((at + self.rng.random() * 1.2, move))
+            jitter = self.rng.random() * (1.5 if self.rng.random() < 0.04 else 0.9)
+            self.behind = max(self.behind + 0.001, at + jitter)
+            self.moves.append((self.behind, move))
+            self.last = name
             valid.add(stop)
             if stop != target and self.rng.random() < 0.7:
                 self.drops.append(Drop(t.id, stop, f"m{len(self.moves)}"))

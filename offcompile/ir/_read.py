@@ -73,6 +73,15 @@ def listed(words: Collection[str]) -> str:
     return f"{shown}, …" if len(words) > 10 else shown
 
 
+def nearest(word: object, known: Collection[str]) -> str:
+    """Which of the known names was probably meant; some of them if none is near."""
+    if isinstance(word, str) and len(word) <= 100:
+        near = difflib.get_close_matches(word, list(known)[:2000], n=1, cutoff=0.5)
+        if near:
+            return f"did you mean {quote(near[0])}?"
+    return f"known: {listed(known)}" if known else "none is known here"
+
+
 class Report:
     """The violations found so far."""
 
@@ -87,14 +96,8 @@ class Report:
             raise InvalidInput(self.violations)
 
     def nearest(self, word: object, known: Collection[str]) -> str:
-        """Which of the known names was probably meant; all of them if none is near."""
-        if not known:
-            return "none is known here"
-        if isinstance(word, str) and len(word) <= 100 and len(self.violations) < _SUGGESTIONS:
-            near = difflib.get_close_matches(word, list(known)[:2000], n=1, cutoff=0.5)
-            if near:
-                return f"did you mean {quote(near[0])}?"
-        return f"known: {listed(known)}"
+        """`nearest`, while there are few faults."""
+        return nearest(word if len(self.violations) < _SUGGESTIONS else None, known)
 
     def unique(self, named: Iterable[tuple[str, str]]) -> frozenset[str]:
         """The ids of (place, id) pairs, each of which may stand only once."""
@@ -192,7 +195,7 @@ RATE = Kind(
     _from(1 / LARGEST),
 )
 RATIO = Kind(
-    "compressed size over raw size, a finite number above 0 (1e-100 to 1e100)",
+    "a finite number above 0, compressed size over raw size (1e-100 to 1e100)",
     "write a plain number such as 0.5",
     1.0,
     _from(1 / LARGEST),

@@ -54,8 +54,8 @@ def problem_from_json(obj: object) -> Problem:
     tensors = tuple(_tensor(e) for e in tensor_entries)
     op_entries = list(top.entries("ops", "op", _keys(Op)))
     ops = tuple(_op(e) for e in op_entries)
-    known = report.unique((e.where, t.id) for e, t in zip(tensor_entries, tensors, strict=True))
-    report.unique((e.where, o.id) for e, o in zip(op_entries, ops, strict=True))
+    known = report.unique((e.at("id"), t.id) for e, t in zip(tensor_entries, tensors, strict=True))
+    report.unique((e.at("id"), o.id) for e, o in zip(op_entries, ops, strict=True))
     for entry, op in zip(op_entries, ops, strict=True):
         _check_operands(report, entry, op, known)
     report.check()
@@ -121,9 +121,9 @@ def machine_from_json(obj: object) -> Machine:
         )
         for e in codec_entries
     )
-    known = report.unique((e.where, t.name) for e, t in zip(tier_entries, tiers, strict=True))
-    report.unique((e.where, x.name) for e, x in zip(lane_entries, lanes, strict=True))
-    report.unique((e.where, c.name) for e, c in zip(codec_entries, codecs, strict=True))
+    known = report.unique((e.at("name"), t.name) for e, t in zip(tier_entries, tiers, strict=True))
+    report.unique((e.at("name"), x.name) for e, x in zip(lane_entries, lanes, strict=True))
+    report.unique((e.at("name"), c.name) for e, c in zip(codec_entries, codecs, strict=True))
     for entry, lane in zip(lane_entries, lanes, strict=True):
         report.known(entry.at("source"), lane.source, "tier", known)
         report.known(entry.at("target"), lane.target, "tier", known)
@@ -166,7 +166,7 @@ def plan_from_json(obj: object) -> Plan:
     )
     move_entries = list(top.entries("moves", "move", _keys(Move)))
     moves = tuple(_move(e) for e in move_entries)
-    report.unique((e.where, m.id) for e, m in zip(move_entries, moves, strict=True))
+    report.unique((e.at("id"), m.id) for e, m in zip(move_entries, moves, strict=True))
     drops = tuple(
         Drop(e.required("tensor", IDENT), e.required("tier", IDENT), _trigger(e, "after"))
         for e in top.entries("drops", "drop", _keys(Drop))

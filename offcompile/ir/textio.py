@@ -28,7 +28,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
-from ._read import Report, listed, quote, show
+from ._read import listed, nearest, quote, show
 from .errors import InvalidInput, Violation
 from .jsonio import (
     machine_from_json,
@@ -201,8 +201,7 @@ def _parse(
     obj: dict[str, Any] = {}
     rows: dict[str, list[dict[str, Any]]] = {line.section: [] for line in grammar.values()}
     numbers: dict[str, list[int]] = {section: [] for section in rows}
-    faulty: set[int] = set()
-    report = Report()
+    faults: dict[int, Violation] = {}
     for number, raw in enumerate(text.split("\n"), start=1):
         row: dict[str, Any] = {}
         try:
@@ -216,40 +215,39 @@ def _parse(
                 obj[first.text] = True
                 continue
             if first.text not in grammar or first.quoted:
-                near = report.nearest(first.text, (*switches, *grammar))
+                near = nearest(first.text, (*switches, *grammar))
                 raise _Fault(f"no line begins with {show(first.text)} ({near})", "unknown-key")
             line = grammar[first.text]
             rows[line.section].append(row)
             numbers[line.section].append(number)
             _fill(row, line, rest)
         except _Fault as fault:
-            faulty.add(number)
-            report.add(fault.rule, f"line {number}", fault.detail)
-    return _judge(obj | rows, numbers, faulty, report, from_json)
+            faults[number] = Violation(fault.rule, f"line {number}", fault.detail)
+    return _judge(obj | rows, numbers, faults, from_json)
 
 
 def _judge(
     obj: dict[str, Any],
     numbers: dict[str, list[int]],
-    faulty: set[int],
-    report: Report,
+    faults: dict[int, Violation],
     from_json: Callable[[object], T],
 ) -> T:
     """Let the JSON reader judge, and say in which lines its findings lie."""
+    found = list(faults.items())
     try:
         value = from_json(obj)
     except InvalidInput as error:
         for violation in error.violations:
             place = re.match(r"(\w+)\[(\d+)\]", violation.where)
-            number = numbers[place[1]][int(place[2])] if place else None
-            if number in faulty:
+            number = numbers[place[1]][int(place[2])] if place else 0
+            if number in faults:
                 continue  # what is said about that line already is the cause
             where = f"line {number}: {violation.where}" if number else violation.where
-            report.violations.append(Violation(violation.rule, where, violation.detail))
-        report.check()
-        raise
-    report.check()
-    return value
+            found.append((number, Violation(violation.rule, where, violation.detail)))
+    else:
+        if not faults:
+            return value
+    raise InvalidInput([violation for _, violation in sorted(found, key=lambda pair: pair[0])])
 
 
 def _tokens(raw: str) -> list[_Token]:
@@ -339,4 +337,6 @@ def _value(key: str, rest: list[_Token], keywords: frozenset[str], line: _Line) 
 def _shape(line: _Line) -> str:
     """How a line of this kind looks."""
     fixed = " ".join(w[1:] if w[0] == "=" else w.upper() for w in line.fixed)
-    return f"write {fixed}" + "".join(f" [{word} …]" for word in line.options)
+    return f"write {fixed}" + "".join(
+        f" [{word}]" if key in _FLAGS else f" [{word} …]" for word, key in line.options.items()
+    )

@@ -33,29 +33,47 @@ def _check_nothing_lost(e: Engine) -> list[Violation]:
     return wrong
 
 
-def _check_settled(e: Engine) -> list[Violation]:
-    """The copies that remain once wrapped moves have arrived and all drops are done."""
+def _settle(e: Engine) -> tuple[set[int], list[int]]:
+    """Let what is under way arrive, without regard to time: (copies, drops that cannot be)."""
     n = e.base.n_tiers
     copies = {k for k, status in enumerate(e.status) if status == VALID}
-    drops = list(e.asked)
-    for i in e.p.wrapped:
-        if e.move_count[i] <= e.step:
-            move = e.p.moves[i]
-            copies.add(move.target)
-            drops += [e.p.drops[d] for d in move.drops]
     copies -= {k for k in copies if k // n in e.ending}
-    wrong = []
-    for key in drops:
-        if key not in copies:
-            continue
+    asked = list(e.asked)
+    coming = [e.p.moves[i] for i in e.p.wrapped if e.move_count[i] <= e.step]
+
+    def spare(key: int) -> bool:
         tensor = key // n
-        spare = any(k != key and k in copies for k in e.copies(tensor))
-        if spare or (not e.base.must_survive[tensor] and e.value_is_over(tensor)):
-            copies.discard(key)
-        else:
-            wrong.append(_write_back_missing(e, key))
-    if wrong:
-        return wrong
+        if any(k != key and k in copies for k in e.copies(tensor)):
+            return True
+        return not e.base.must_survive[tensor] and e.value_is_over(tensor)
+
+    again = True
+    while again:
+        again = False
+        for key in list(asked):
+            if key not in copies or spare(key):
+                asked.remove(key)
+                copies.discard(key)
+                again = True
+        waiting = {m.index for m in coming}
+        for move in list(coming):
+            running = move.index in e.lane_move
+            behind = move.trigger[0] == "move" and move.trigger[1] in waiting
+            if running or (not behind and move.source in copies and move.target not in copies):
+                coming.remove(move)
+                copies.add(move.target)
+                asked += [e.p.drops[d] for d in move.drops if e.p.drops[d] in copies]
+                again = True
+                break
+    return copies, asked
+
+
+def _check_settled(e: Engine) -> list[Violation]:
+    """The copies that remain once wrapped moves have arrived and all drops are done."""
+    copies, undone = _settle(e)
+    if undone:
+        return [_write_back_missing(e, key) for key in undone]
+    wrong = []
     may_be_left_out = {e.p.moves[i].target for i in e.p.wrapped}
     missing = e.start_copies - copies
     extra = copies - e.start_copies - may_be_left_out

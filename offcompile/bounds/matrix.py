@@ -1,0 +1,101 @@
+"""Columns and rows of a linear program `min c·x, A x ≤ b, lo ≤ x ≤ hi`, grown in blocks."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+from scipy.sparse import csr_matrix
+
+Ints = npt.NDArray[np.int64]
+Floats = npt.NDArray[np.float64]
+
+
+@dataclass(frozen=True)
+class Program:
+    """One LP, or MILP where `integral`. Every column is bounded on both sides."""
+
+    cost: Floats
+    matrix: csr_matrix
+    rhs: Floats
+    lo: Floats
+    hi: Floats
+    integral: npt.NDArray[np.bool_]
+
+    @property
+    def n_columns(self) -> int:
+        return len(self.cost)
+
+
+class Columns:
+    def __init__(self) -> None:
+        self._count = 0
+        self._blocks: list[tuple[int, float, float, float, bool]] = []
+
+    def new(
+        self, count: int, lo: float = 0.0, hi: float = 1.0, cost: float = 0.0, whole: bool = False
+    ) -> Ints:
+        """`count` columns side by side."""
+        first = self._count
+        self._count += count
+        self._blocks.append((count, lo, hi, cost, whole))
+        return np.arange(first, self._count)
+
+    def one(
+        self, lo: float = 0.0, hi: float = 1.0, cost: float = 0.0, whole: bool = False
+    ) -> int:
+        return int(self.new(1, lo, hi, cost, whole)[0])
+
+    def arrays(self) -> tuple[Floats, Floats, Floats, npt.NDArray[np.bool_]]:
+        """lo, hi, cost, whole."""
+        counts = np.array([b[0] for b in self._blocks])
+        lo, hi, cost = (
+            np.repeat(np.array([b[k] for b in self._blocks], dtype=float), counts)
+            for k in (1, 2, 3)
+        )
+        whole = np.repeat(np.array([b[4] for b in self._blocks], dtype=np.bool_), counts)
+        return lo, hi, cost, whole
+
+
+class Rows:
+    """Rows `Σ coefficient · column ≤ rhs`; entries of one place add up."""
+
+    def __init__(self) -> None:
+        self.rhs: list[float] = []
+        self._rows: list[Ints] = []
+        self._cols: list[Ints] = []
+        self._values: list[Floats] = []
+
+    def reserve(self, count: int, rhs: float = 0.0) -> Ints:
+        """Rows to be filled with `put`."""
+        first = len(self.rhs)
+        self.rhs.extend([rhs] * count)
+        return np.arange(first, first + count)
+
+    def put(self, rows: Ints | int, cols: Ints | int, value: float | Floats) -> None:
+        """Add `value` at each (row, column); single figures are spread over the longer side."""
+        r, c, v = np.broadcast_arrays(rows, cols, value)
+        self._rows.append(np.atleast_1d(r))
+        self._cols.append(np.atleast_1d(c))
+        self._values.append(np.atleast_1d(v).astype(float))
+
+    def add(self, rhs: float, *terms: tuple[int, float]) -> int:
+        """One row, spelt out."""
+        row = int(self.reserve(1, rhs)[0])
+        self.put(row, np.array([c for c, _ in terms]), np.array([v for _, v in terms], dtype=float))
+        return row
+
+    def program(self, columns: Columns) -> Program:
+        lo, hi, cost, whole = columns.arrays()
+        matrix = csr_matrix(
+            (
+                np.concatenate(self._values or [np.zeros(0)]),
+                (
+                    np.concatenate(self._rows or [np.zeros(0, dtype=np.int64)]),
+                    np.concatenate(self._cols or [np.zeros(0, dtype=np.int64)]),
+                ),
+            ),
+            shape=(len(self.rhs), len(cost)),
+        )
+        return Program(cost, matrix, np.array(self.rhs), lo, hi, whole)

@@ -1,0 +1,267 @@
+"""What a bound needs to know of a problem: exact times, and the gaps between accesses.
+
+Everything that a plan may choose (contract §2) is kept as a choice: direct access, host updates,
+recomputation, codecs, the lane of each move, and for steady problems the state a step starts in.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+import numpy as np
+import numpy.typing as npt
+
+from offcompile.ir import DEVICE, HOST, Lane, Machine, Op, Problem, Tensor
+from offcompile.ir.units import compressed_bytes, move_ns, round_ns
+
+Ints = npt.NDArray[np.int64]
+Bools = npt.NDArray[np.bool_]
+
+
+@dataclass(frozen=True)
+class Gap:
+    """The time of one tensor between two consecutive accesses, named by op indices.
+
+    `before` None: from the start of a problem that is not steady. `after` None: to the end of
+    the step. `kind`: *live* (the op after reads the value), *keep* (no one reads it but it must
+    survive), *late* (a host update may still be reading it).
+    """
+
+    tensor: str
+    before: int | None
+    after: int | None
+    kind: str
+    new_value: bool  # the op before writes the tensor
+    wraps: bool
+    free: bool  # may hold something else than the tensor on the device, whole, throughout
+
+
+@dataclass(frozen=True)
+class Survey:
+    """One problem on one machine, in nanoseconds and op indices."""
+
+    problem: Problem
+    machine: Machine
+    base_ns: tuple[int, ...]  # of each op, nothing accessed in place
+    host_ns: tuple[int | None, ...]  # as a host update; None: not allowed
+    #: (op, tensor) → what direct access of that operand adds; only choices that could help
+    direct_ns: Mapping[tuple[int, str], int]
+    #: op → least time of one recomputation
+    again_ns: Mapping[int, int]
+    #: tensor → ops that may be run again to write it
+    rewriters: Mapping[str, tuple[int, ...]]
+    gaps: Mapping[str, tuple[Gap, ...]]
+    crowded: Bools  # at which ops not everything that may be wanted fits at once
+    tiers: tuple[str, ...]  # those off the device that can matter
+    lanes: tuple[Lane, ...]
+    carry_ns: Mapping[tuple[str, str], int] = field(default_factory=dict)  # (tensor, lane)
+
+    @property
+    def n_ops(self) -> int:
+        return len(self.base_ns)
+
+    @property
+    def capacity(self) -> int | None:
+        return self.machine.tier[DEVICE].capacity_bytes
+
+    @property
+    def trivial(self) -> bool:
+        """Whether every op can run on the device at its own pace with no move ever needed."""
+        return (
+            not self.crowded.any()
+            and not self.direct_ns
+            and all(h is None for h in self.host_ns)
+            and not any(g.free for gaps in self.gaps.values() for g in gaps)
+        )
+
+    def optional(self, op: int, tensor: str) -> bool:
+        """Whether `op` can do without a device copy of `tensor`."""
+        return self.host_ns[op] is not None or (op, tensor) in self.direct_ns
+
+
+def survey(problem: Problem, machine: Machine) -> Survey:
+    base = tuple(round_ns(o.duration_us) for o in problem.ops)
+    has_host = HOST in machine.tier
+    host = tuple(
+        round_ns(o.host_duration_us)
+        if has_host and o.phase == "update" and o.host_duration_us is not None
+        else None
+        for o in problem.ops
+    )
+    direct = {
+        (i, t): round_ns(us) - base[i]
+        for i, o in enumerate(problem.ops)
+        for t, us in o.direct.items()
+        if has_host and t in o.operands
+    }
+    again = {
+        i: least_ns(base[i], o, direct, i) for i, o in enumerate(problem.ops) if o.recompute
+    }
+    rewriters: dict[str, tuple[int, ...]] = {}
+    for i in again:
+        for t in dict.fromkeys(problem.ops[i].writes):
+            rewriters[t] = (*rewriters.get(t, ()), i)
+
+    spans = {t.id: _spans(problem, t, host) for t in problem.tensors}
+    crowded = _crowded(problem, machine, spans)
+    if problem.steady:
+        direct = {k: d for k, d in direct.items() if d < 0 or _pressed(spans[k[1]], crowded)}
+    optional = {k for k in direct} | {
+        (i, t) for i, h in enumerate(host) if h is not None for t in problem.ops[i].operands
+    }
+    gaps = {t: _gaps(t, found, problem, optional, crowded) for t, found in spans.items()}
+    tiers, lanes = _reachable(problem, machine)
+    carry = {
+        (t.id, lane.name): whole_ns(t, lane, machine)
+        for t in problem.tensors
+        if any(g.free for g in gaps[t.id])
+        for lane in lanes
+    }
+    return Survey(
+        problem, machine, base, host, direct, again, rewriters, gaps, crowded, tiers, lanes, carry
+    )
+
+
+def least_ns(base: int, op: Op, direct: Mapping[tuple[int, str], int], index: int) -> int:
+    """The least an op can take on the compute lane: every direct access that shortens it."""
+    deltas = (direct.get((index, t), 0) for t in op.operands)
+    return max(0, base + sum(d for d in deltas if d < 0))
+
+
+def whole_ns(tensor: Tensor, lane: Lane, machine: Machine) -> int:
+    """The least time in which one move carries the tensor over the lane, whatever the codec."""
+    times = [move_ns(tensor.nbytes, lane.bytes_per_us, lane.latency_us)]
+    for name, ratio in tensor.ratios.items():
+        if name in machine.codec:
+            size = compressed_bytes(tensor.nbytes, ratio)
+            rate = machine.codec[name].bytes_per_us
+            times.append(
+                move_ns(size, lane.bytes_per_us, lane.latency_us, tensor.nbytes, rate)
+            )
+    return min(times)
+
+
+def least_bytes(tensor: Tensor, machine: Machine) -> int:
+    """The fewest bytes a copy off the device can take."""
+    sizes = [compressed_bytes(tensor.nbytes, r) for n, r in tensor.ratios.items() if n in machine.codec]
+    return min([tensor.nbytes, *sizes])
+
+
+#: (op before, op after, kind, new value, wraps, presence on the device may be wanted)
+_Span = tuple[int | None, int | None, str, bool, bool]
+
+
+def _spans(problem: Problem, tensor: Tensor, host_ns: tuple[int | None, ...]) -> list[_Span]:
+    """The gaps of one tensor, those at the head of a value first; dead ones left out."""
+    t, survives = tensor.id, problem.must_survive(tensor.id)
+    seen = [i for i, o in enumerate(problem.ops) if t in o.operands]
+    reads = {i for i in seen if t in problem.ops[i].reads}
+    writes = {i for i in seen if t in problem.ops[i].writes}
+
+    def kind(before: int | None, after: int | None) -> str | None:
+        if after in reads:
+            return "live"
+        if survives:
+            return "keep"
+        if before in reads and before not in writes and host_ns[before or 0] is not None:
+            return "late"
+        return None
+
+    pairs: list[tuple[int | None, int | None, bool]] = []
+    if problem.steady:
+        pairs += [(a, b, False) for a, b in zip(seen, seen[1:], strict=False)]
+        if seen:
+            pairs.append((seen[-1], seen[0], True))
+        heads = [k for k, (before, _, _) in enumerate(pairs) if before in writes]
+        if heads:
+            pairs = pairs[heads[0] :] + pairs[: heads[0]]
+    else:
+        chain: list[int | None] = [None, *seen, None]
+        pairs = [(a, b, False) for a, b in zip(chain, chain[1:], strict=False)]
+        if tensor.home is None:
+            pairs = pairs[1:]
+    found: list[_Span] = []
+    for before, after, wraps in pairs:
+        what = kind(before, after)
+        if what == "late" and wraps:
+            after, wraps = None, False
+        if what is not None:
+            found.append((before, after, what, before in writes, wraps))
+    return found
+
+
+def _inside(span: _Span, n: int) -> list[tuple[int, int]]:
+    """The ops strictly inside a gap, as half-open ranges."""
+    before, after, _, _, wraps = span
+    first = 0 if before is None else before + 1
+    last = n if after is None else after
+    return [(first, n), (0, last)] if wraps else [(first, last)]
+
+
+def _crowded(problem: Problem, machine: Machine, spans: Mapping[str, list[_Span]]) -> Bools:
+    n, capacity = len(problem.ops), machine.tier[DEVICE].capacity_bytes
+    if capacity is None:
+        return np.zeros(n, dtype=np.bool_)
+    size = problem.tensor
+    change = [0] * (n + 1)
+    for t, found in spans.items():
+        for span in found:
+            for first, last in _inside(span, n):
+                change[first] += size[t].nbytes
+                change[last] -= size[t].nbytes
+    wanted, crowded = 0, []
+    for op, delta in zip(problem.ops, change, strict=False):
+        wanted += delta
+        crowded.append(
+            wanted + op.workspace_bytes + sum(size[t].nbytes for t in op.operands) > capacity
+        )
+    return np.array(crowded, dtype=np.bool_)
+
+
+def _pressed(spans: list[_Span], crowded: Bools) -> bool:
+    """Whether the tensor, or an op that uses it, ever meets a crowded device."""
+    ends = (i for s in spans for i in s[:2] if i is not None)
+    return any(crowded[i] for i in ends) or any(
+        crowded[a:b].any() for s in spans for a, b in _inside(s, len(crowded))
+    )
+
+
+def _gaps(
+    tensor: str,
+    spans: list[_Span],
+    problem: Problem,
+    optional: set[tuple[int, str]],
+    crowded: Bools,
+) -> tuple[Gap, ...]:
+    home = problem.tensor[tensor].home
+    found = []
+    for span in spans:
+        before, after, kind, new_value, wraps = span
+        # a stay on the device that costs nobody anything is never worse than leaving
+        free = (
+            any(crowded[a:b].any() for a, b in _inside(span, len(crowded)))
+            or (before is None and home != DEVICE)
+            or (before is not None and (before, tensor) in optional)
+            or (after is not None and (after, tensor) in optional)
+        )
+        found.append(Gap(tensor, before, after, kind, new_value, wraps, free))
+    return tuple(found)
+
+
+def _reachable(problem: Problem, machine: Machine) -> tuple[tuple[str, ...], tuple[Lane, ...]]:
+    """Tiers off the device that can matter, and the lanes among them and the device."""
+    off = [t for t in machine.tiers if t.name != DEVICE]
+    roomy = any(t.name == HOST and t.capacity_bytes is None for t in off)
+    homes = set() if problem.steady else {t.home for t in problem.tensors}
+    touching = {e for lane in machine.lanes if DEVICE in (lane.source, lane.target)
+                for e in (lane.source, lane.target)}
+    tiers = tuple(
+        t.name for t in off
+        if t.name == HOST or not roomy or t.name in homes or t.name in touching
+    )
+    kept = {DEVICE, *tiers}
+    lanes = tuple(
+        x for x in machine.lanes if x.source in kept and x.target in kept and x.source != x.target
+    )
+    return tiers, lanes

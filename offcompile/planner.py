@@ -1,0 +1,123 @@
+"""From a problem to a plan that has been verified and timed, with a certificate beside it."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from offcompile.bounds import lower_bound
+from offcompile.ir import Infeasible, InvalidInput, Machine, Plan, Problem, Timeline, Violation
+from offcompile.ir.jsonio import check_homes
+from offcompile.ir.verify import check_structure, check_timeline
+from offcompile.passes.registry import make
+from offcompile.simulate import Simulator
+
+
+@dataclass(frozen=True)
+class PlanResult:
+    """A plan, what it does, and how far from a proven lower bound it stands."""
+
+    plan: Plan
+    timeline: Timeline
+    policy: str
+    seconds: float
+    lower_bound_us: float
+    bound_method: str
+
+    @property
+    def makespan_us(self) -> float:
+        return self.timeline.makespan_us
+
+    @property
+    def gap(self) -> float:
+        """Makespan over lower bound, less one."""
+        if self.lower_bound_us <= 0:
+            return 0.0 if self.makespan_us <= 0 else float("inf")
+        return max(0.0, self.makespan_us / self.lower_bound_us - 1)
+
+
+@dataclass(frozen=True)
+class CheckResult:
+    violations: tuple[Violation, ...]
+    timeline: Timeline | None
+
+    @property
+    def valid(self) -> bool:
+        return not self.violations
+
+
+def judge_for(problem: Problem, machine: Machine) -> Callable[[Problem, Machine, Plan], Timeline]:
+    """The simulator as passes see it: one compiled problem, many plans."""
+    simulator = Simulator(problem, machine)
+    others: dict[int, tuple[Problem, Machine, Simulator]] = {}
+
+    def judge(p: Problem, m: Machine, plan: Plan) -> Timeline:
+        if p is problem and m is machine:
+            return simulator.run(plan)
+        found = others.get(id(p))
+        if found is None or found[0] is not p or found[1] is not m:
+            found = others[id(p)] = (p, m, Simulator(p, m))
+        return found[2].run(plan)
+
+    return judge
+
+
+def plan_problem(
+    problem: Problem,
+    machine: Machine,
+    policy: str = "joint",
+    seconds: float = 15.0,
+    progress: Callable[[str], None] | None = None,
+) -> PlanResult:
+    """Plan, verify, simulate and bound. Raises `Infeasible` or `InvalidInput`."""
+    began = time.monotonic()
+    wrong = check_homes(problem, machine)
+    if wrong:
+        raise InvalidInput(wrong)
+    judge = judge_for(problem, machine)
+    chosen = make(policy, judge, seconds=0.7 * seconds, progress=progress)
+    plan = chosen.apply(problem, machine, Plan())
+    timeline = certify(problem, machine, plan, chosen.name)
+    if progress is not None:
+        progress("bounding")
+    left = max(1.0, seconds - (time.monotonic() - began))
+    bound = lower_bound(problem, machine, seconds=min(left, 0.3 * seconds + 1.0))
+    return PlanResult(
+        plan=plan,
+        timeline=timeline,
+        policy=policy,
+        seconds=time.monotonic() - began,
+        lower_bound_us=bound.us,
+        bound_method=bound.method,
+    )
+
+
+def certify(problem: Problem, machine: Machine, plan: Plan, who: str) -> Timeline:
+    """Verify and time a pass's plan. A plan that cannot go on is not handed out."""
+    broken = check_structure(problem, machine, plan)
+    if broken:
+        raise AssertionError(f"{who} made an unlawful plan: {broken[0]}")
+    timeline = Simulator(problem, machine).run(plan)
+    if timeline.violations:
+        first = timeline.violations[0]
+        raise Infeasible(
+            f"The plan of {who} cannot go on within the capacities given: {first.detail}.",
+            None,
+            "Raise the capacity of the tier named, or use the policy joint.",
+        )
+    audit = check_timeline(problem, machine, plan, timeline)
+    if audit:
+        raise AssertionError(f"{who}'s plan does not stand the audit: {audit[0]}")
+    return timeline
+
+
+def check_plan(problem: Problem, machine: Machine, plan: Plan) -> CheckResult:
+    """Is this plan lawful, and what does it do? For plans from any source."""
+    broken = check_structure(problem, machine, plan)
+    if broken:
+        return CheckResult(broken, None)
+    timeline = Simulator(problem, machine).run(plan)
+    if timeline.violations:
+        return CheckResult(timeline.violations, timeline)
+    return CheckResult(check_timeline(problem, machine, plan, timeline), timeline)
