@@ -42,6 +42,10 @@ class Builder:
         self.n = len(self.program.runs)
         self.kept_bytes = self._kept()
 
+    def lazy(self) -> Plan:
+        """Every load starts only when the run before its use has ended: no overlap at all."""
+        return self.at(Clock.unhindered(self.program), lazy=True)
+
     def best(self, judge: Judge | None) -> Plan:
         """The best of a few builds, each with the times that the one before really had."""
         clock = Clock.unhindered(self.program)
@@ -72,7 +76,7 @@ class Builder:
                 raise too_small(j, need, int(self.capacity), self.program, what)
         return kept
 
-    def at(self, clock: Clock) -> Plan:
+    def at(self, clock: Clock, lazy: bool = False) -> Plan:
         """The plan whose triggers suit these times."""
         routes = Routes(self.machine)
         outs = [routes.trip(j) for j in self.residency.outs]
@@ -80,7 +84,12 @@ class Builder:
         fill_forward(outs, clock, self.problem.steady)
         fill_backward(loads, clock, self.problem.steady)
         profile = self._with_lag(outs, clock)
-        self._place(loads, profile, clock)
+        if lazy:
+            for trip in loads:
+                trip.trigger = self._need(trip) - 1
+            loads.sort(key=self._need)
+        else:
+            self._place(loads, profile, clock)
         return self._emit(outs, loads)
 
     def _with_lag(self, outs: list[Trip], clock: Clock) -> list[int]:

@@ -316,6 +316,9 @@ class Run:
     def die(self) -> bool:
         for tensor, tier in self.held:
             if self.problem.tensor[tensor].kind in ("activation", "temporary"):
+                named = {n for n, op, _ in self.listed if tensor in op.reads + op.writes}
+                if not any(named & step["ended"] for step in self.steps):
+                    continue  # a value of the start that nobody has read has no last reader yet
                 busy = any(tensor in j["touches"] for j in self.running if not j["lane"])
                 if not busy and self.dead(tensor, "ended") and not self.in_use((tensor, tier)):
                     del self.held[tensor, tier]

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from offcompile.ir import (
+    KINDS,
     Codec,
     Direct,
     Drop,
@@ -33,7 +34,10 @@ SIZES = (1, 1, 2, 3, 4, 5, 7)
 def case(rng: Any) -> tuple[Problem, Machine, Plan]:
     """One problem, a machine without limits, and a plan, often legal."""
     steady = rng.random() < 0.7
-    problem = training_chain(rng, rng.randint(1, 3), steady)
+    if rng.random() < 0.6:
+        problem = training_chain(rng, rng.randint(1, 3), steady)
+    else:
+        problem = soup(rng, steady)
     machine = small_machine(rng)
     plan = Planner(rng, problem, machine).plan()
     for _ in range(rng.choice((0, 0, 0, 1, 1, 2))):
@@ -114,6 +118,34 @@ def training_chain(rng: Any, layers: int, steady: bool) -> Problem:
     return Problem(tuple(tensors), tuple(ops), steady)
 
 
+def soup(rng: Any, steady: bool) -> Problem:
+    """A few ops that read and write a few tensors of any kind, in no order of training."""
+    ids = [f"t{i}" for i in range(rng.randint(1, 4))]
+    homes = (None, "device", "host", "disk")
+    tensors = tuple(
+        Tensor(t, rng.choice(SIZES), rng.choice(KINDS), rng.choice(homes), {"half": 0.5})
+        for t in ids
+    )
+    ops = []
+    for i in range(rng.randint(1, 6)):
+        reads = [t for t in ids if rng.random() < 0.4]
+        writes = [t for t in ids if rng.random() < 0.35]
+        ops.append(
+            Op(
+                f"O{i}",
+                rng.choice(("forward", "backward", "update")),
+                rng.choice(DURATIONS),
+                tuple(reads),
+                tuple(writes),
+                rng.choice((0, 0, 1, 3)),
+                {t: rng.choice(DURATIONS) for t in reads + writes if rng.random() < 0.6},
+                rng.choice((None, *DURATIONS)),
+                rng.random() < 0.5,
+            )
+        )
+    return Problem(tensors, tuple(ops), steady)
+
+
 @dataclass
 class Planner:
     """Walks each tensor's accesses and makes them legal, with random detours."""
@@ -132,14 +164,17 @@ class Planner:
             Recompute(o.id, b.id)
             for i, o in enumerate(ops)
             for b in ops[i + 1 :]
-            if o.recompute and b.phase == "backward" and o.writes[0] in b.reads
+            if o.recompute and b.phase == "backward" and set(o.writes) & set(b.reads)
             if rng.random() < 0.15
         ]
         directs = [Direct(o.id, t) for o in ops for t in sorted(o.direct) if rng.random() < 0.15]
-        hosted = {
-            o.writes[0]: o.id for o in ops if o.host_duration_us is not None and rng.random() < 0.5
-        }
-        directs = [d for d in directs if d.op not in hosted.values()]
+        written = dict.fromkeys(t for o in ops if o.phase == "update" for t in o.writes[:1])
+        moved = [w for w in written if rng.random() < 0.5]
+        writers = {w: [o for o in ops if o.phase == "update" and w in o.writes] for w in moved}
+        moved = [w for w in moved if all(o.host_duration_us is not None for o in writers[w])]
+        hosted = {o.id for w in moved for o in writers[w]}
+        directs = [d for d in directs if d.op not in hosted]
+        recomputes = [r for r in recomputes if not {r.op, r.before} & hosted]
         direct = {(d.op, d.tensor) for d in directs}
         self.names: list[str] = []
         runs: list[tuple[str, Op]] = []
@@ -151,7 +186,7 @@ class Planner:
             accesses = []
             for at, (name, o) in enumerate(runs):
                 if t.id in o.operands:
-                    away = name in hosted.values() or (o.id, t.id) in direct
+                    away = name in hosted or (o.id, t.id) in direct
                     accesses.append((at, o, "host" if away else "device"))
             self.walk(t, accesses)
         self.moves.sort(key=lambda pair: pair[0])
@@ -161,7 +196,7 @@ class Planner:
             tuple(self.drops),
             tuple(directs),
             tuple(recomputes),
-            tuple(Update(w, "host") for w in hosted),
+            tuple(Update(w, "host") for w in moved),
         )
 
     def begins_on(self, t: Tensor, accesses: list[tuple[int, Op, str]]) -> set[str]:
@@ -173,6 +208,8 @@ class Planner:
             )
         if t.kind == "output" or (t.kind == "gradient" and t.id not in self.problem.read_ids):
             return {self.rng.choice(("device", "host"))} if accesses else set()
+        if accesses and t.id in accesses[0][1].reads:
+            return {self.rng.choice(("device", "host"))}
         return set()
 
     def walk(self, t: Tensor, accesses: list[tuple[int, Op, str]]) -> None:
@@ -206,7 +243,9 @@ class Planner:
                 away = "host" if tier == "device" else rng.choice(("device", "disk"))
                 after = name
                 if len(valid) == 1:
-                    after = rng.choice((self.bring(t, valid, away, at + 1, None, packs=packs), name))
+                    after = rng.choice(
+                        (self.bring(t, valid, away, at + 1, None, packs=packs), name)
+                    )
                 self.drops.append(Drop(t.id, tier, after))
                 valid.discard(tier)
         if not self.problem.steady or not valid:

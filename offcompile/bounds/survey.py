@@ -6,8 +6,9 @@ recomputation, codecs, the lane of each move, and for steady problems the state 
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
@@ -15,7 +16,7 @@ import numpy.typing as npt
 from offcompile.ir import DEVICE, HOST, Lane, Machine, Op, Problem, Tensor
 from offcompile.ir.units import compressed_bytes, move_ns, round_ns
 
-Ints = npt.NDArray[np.int64]
+Floats = npt.NDArray[np.float64]
 Bools = npt.NDArray[np.bool_]
 
 
@@ -52,10 +53,12 @@ class Survey:
     #: tensor → ops that may be run again to write it
     rewriters: Mapping[str, tuple[int, ...]]
     gaps: Mapping[str, tuple[Gap, ...]]
+    wanted: Floats  # bytes on the device, per op, if nothing ever left
     crowded: Bools  # at which ops not everything that may be wanted fits at once
     tiers: tuple[str, ...]  # those off the device that can matter
     lanes: tuple[Lane, ...]
-    carry_ns: Mapping[tuple[str, str], int] = field(default_factory=dict)  # (tensor, lane)
+    #: (tensor, lane) → least time of one move of a tensor that may leave
+    carry_ns: Mapping[tuple[str, str], int]
 
     @property
     def n_ops(self) -> int:
@@ -104,7 +107,8 @@ def survey(problem: Problem, machine: Machine) -> Survey:
             rewriters[t] = (*rewriters.get(t, ()), i)
 
     spans = {t.id: _spans(problem, t, host) for t in problem.tensors}
-    crowded = _crowded(problem, machine, spans)
+    wanted, capacity = _wanted(problem, spans), machine.tier[DEVICE].capacity_bytes
+    crowded = np.array([capacity is not None and w > capacity for w in wanted], dtype=np.bool_)
     if problem.steady:
         direct = {k: d for k, d in direct.items() if d < 0 or _pressed(spans[k[1]], crowded)}
     optional = {k for k in direct} | {
@@ -119,7 +123,19 @@ def survey(problem: Problem, machine: Machine) -> Survey:
         for lane in lanes
     }
     return Survey(
-        problem, machine, base, host, direct, again, rewriters, gaps, crowded, tiers, lanes, carry
+        problem=problem,
+        machine=machine,
+        base_ns=base,
+        host_ns=host,
+        direct_ns=direct,
+        again_ns=again,
+        rewriters=rewriters,
+        gaps=gaps,
+        wanted=np.array(wanted, dtype=float),
+        crowded=crowded,
+        tiers=tiers,
+        lanes=lanes,
+        carry_ns=carry,
     )
 
 
@@ -199,24 +215,20 @@ def _inside(span: _Span, n: int) -> list[tuple[int, int]]:
     return [(first, n), (0, last)] if wraps else [(first, last)]
 
 
-def _crowded(problem: Problem, machine: Machine, spans: Mapping[str, list[_Span]]) -> Bools:
-    n, capacity = len(problem.ops), machine.tier[DEVICE].capacity_bytes
-    if capacity is None:
-        return np.zeros(n, dtype=np.bool_)
-    size = problem.tensor
+def _wanted(problem: Problem, spans: Mapping[str, list[_Span]]) -> list[int]:
+    """Per op, the bytes on the device if nothing that may be wanted there ever left."""
+    n, size = len(problem.ops), problem.tensor
     change = [0] * (n + 1)
     for t, found in spans.items():
         for span in found:
             for first, last in _inside(span, n):
                 change[first] += size[t].nbytes
                 change[last] -= size[t].nbytes
-    wanted, crowded = 0, []
-    for op, delta in zip(problem.ops, change, strict=False):
-        wanted += delta
-        crowded.append(
-            wanted + op.workspace_bytes + sum(size[t].nbytes for t in op.operands) > capacity
-        )
-    return np.array(crowded, dtype=np.bool_)
+    resting = itertools.accumulate(change)
+    return [
+        rest + op.workspace_bytes + sum(size[t].nbytes for t in op.operands)
+        for op, rest in zip(problem.ops, resting, strict=False)
+    ]
 
 
 def _pressed(spans: list[_Span], crowded: Bools) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import zip_longest
 from typing import Any
 
 from offcompile.ir import (
@@ -135,9 +136,7 @@ class Traveller:
         elif not self.problem.steady and tensor.home is not None:
             trip.copies = {tensor.home: None}
         start = dict(trip.copies)
-        for (i, tier, reads, writes), following in zip(
-            accesses, [*accesses[1:], None], strict=True
-        ):
+        for (i, tier, reads, writes), following in zip_longest(accesses, accesses[1:]):
             if reads:
                 trip.fetch(tier, i)
             if writes:

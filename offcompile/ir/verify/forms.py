@@ -1,0 +1,76 @@
+"""Codec rules that hold whatever the timing: which forms a copy can possibly have."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from ..errors import Violation
+from ..model import DEVICE, HOST, Machine, Problem
+from ..plan import Move, Plan
+from .order import arrives_as, executed, start_codec
+
+Place = tuple[str, str]  # tensor, tier
+Forms = dict[Place, set[str | None]]
+
+
+def check_codecs(problem: Problem, machine: Machine, plan: Plan) -> Iterator[Violation]:
+    """Unknown codecs, missing ratios, and moves whose source can never have the needed form."""
+    known = True
+    for move in plan.moves:
+        if move.codec is None:
+            continue
+        where = f"move {move.id}"
+        if move.codec not in machine.codec:
+            known = False
+            listed = ", ".join(sorted(machine.codec)) or "none"
+            detail = f"no codec is named {move.codec!r}; there are: {listed}"
+            yield Violation("codec", where, detail)
+        elif move.codec not in problem.tensor[move.tensor].ratios:
+            known = False
+            detail = f"tensor {move.tensor} has no ratio for codec {move.codec}"
+            yield Violation("codec", where, detail)
+    if not known:
+        return
+    forms = _possible_forms(problem, plan)
+    for move in plan.moves:
+        held = forms.get((move.tensor, move.source), set())
+        where = f"move {move.id}"
+        if move.source == DEVICE:
+            continue
+        if move.codec is not None and move.codec not in held:
+            detail = (
+                f"codec {move.codec} on a move from {move.source}, where no copy of "
+                f"{move.tensor} is ever compressed with it; only a move off the {DEVICE} compresses"
+            )
+            yield Violation("codec", where, detail)
+        elif move.codec is None and held and None not in held:
+            detail = (
+                f"moves {move.tensor} plainly from {move.source}, where its copy is always "
+                f"compressed ({', '.join(sorted(str(f) for f in held))}): name the codec"
+            )
+            yield Violation("codec", where, detail)
+
+
+def _possible_forms(problem: Problem, plan: Plan) -> Forms:
+    """For each tensor and tier, every form a copy there may take: a superset of what happens."""
+    forms: Forms = {}
+    for entry in plan.start:
+        codec = start_codec(problem, plan, entry.tensor, entry.tier)
+        forms.setdefault((entry.tensor, entry.tier), set()).add(codec)
+    for run in executed(problem, plan):
+        for tensor in run.op.writes:
+            if run.tier_of(tensor) == HOST:
+                forms.setdefault((tensor, HOST), set()).add(None)
+    moves: tuple[Move, ...] = plan.moves
+    grew = True
+    while grew:
+        grew = False
+        for move in moves:
+            held = forms.get((move.tensor, move.source), set())
+            if move.source != DEVICE and move.codec not in held:
+                continue
+            there = forms.setdefault((move.tensor, move.target), set())
+            if arrives_as(move) not in there:
+                there.add(arrives_as(move))
+                grew = True
+    return forms

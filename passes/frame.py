@@ -1,0 +1,134 @@
+"""A frame: the choices that change the program itself, and the gaps that this leaves.
+
+Direct accesses, recomputations and host updates change which runs there are and what they need on
+the device; which gaps are then spent away is chosen within the frame (`cover`, `search`).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from functools import cached_property
+
+from offcompile.ir import DEVICE, HOST, Direct, Infeasible, Machine, Op, Problem, Recompute, Update
+
+from .cover import Cover
+from .decisions import Away, Decisions
+from .gaps import Gaps, find_gaps
+from .program import Program, too_small
+
+
+@dataclass(frozen=True)
+class Mode:
+    """Which ops depart from plain execution, as sets that are easy to change."""
+
+    directs: frozenset[tuple[str, str]] = frozenset()
+    recomputes: frozenset[tuple[str, str]] = frozenset()
+    hosted: frozenset[str] = frozenset()  # weights updated on the host
+
+    def decisions(self, problem: Problem, away: tuple[Away, ...] = ()) -> Decisions:
+        at = problem.op_index
+        return Decisions(
+            away=away,
+            directs=tuple(Direct(*d) for d in sorted(self.directs, key=lambda d: (at[d[0]], d[1]))),
+            recomputes=tuple(
+                Recompute(*r) for r in sorted(self.recomputes, key=lambda r: (at[r[1]], at[r[0]]))
+            ),
+            updates=tuple(Update(w, HOST) for w in sorted(self.hosted)),
+        )
+
+
+@dataclass
+class Frame:
+    """A mode with its program and gaps on one machine."""
+
+    problem: Problem
+    machine: Machine
+    mode: Mode
+    tier: str = HOST
+    lossy: bool = False
+    capacity: float = field(init=False)
+
+    def __post_init__(self) -> None:
+        capacity = self.machine.tier[DEVICE].capacity_bytes
+        self.capacity = float("inf") if capacity is None else capacity
+
+    @cached_property
+    def program(self) -> Program:
+        return Program(self.problem, self.mode.decisions(self.problem))
+
+    @cached_property
+    def gaps(self) -> Gaps:
+        return find_gaps(self.program, self.machine, self.tier, self.lossy)
+
+    @cached_property
+    def index_of(self) -> dict[tuple[str, str | None], int]:
+        return {(g.tensor.id, g.after): g.index for g in self.gaps.gaps}
+
+    def cover(self, away: set[tuple[str, str | None]]) -> Cover:
+        return Cover(self.gaps, (self.index_of[k] for k in away if k in self.index_of))
+
+    def decisions(self, cover: Cover) -> Decisions:
+        gaps = self.gaps.gaps
+        return self.mode.decisions(self.problem, tuple(gaps[i].away for i in sorted(cover.away)))
+
+    def check_floor(self) -> None:
+        """Raise if even with every gap spent away some run does not fit."""
+        floor = self.gaps.held(range(len(self.gaps.gaps)))
+        for j, need in enumerate(floor):
+            if need > self.capacity:
+                what = f"{self.program.op_bytes[j]:,} of its own, the rest cannot leave"
+                raise too_small(j, need, int(self.capacity), self.program, what)
+
+
+def forced_mode(problem: Problem, machine: Machine) -> Mode:
+    """The fewest direct accesses and host updates without which some op can never fit."""
+    capacity = machine.tier[DEVICE].capacity_bytes
+    if capacity is None:
+        return Mode()
+    directs: set[tuple[str, str]] = set()
+    hosted: set[str] = set()
+    for op in problem.ops:
+        over = _bytes_of(problem, op) - capacity
+        if over <= 0:
+            continue
+        if op.phase == "update" and op.host_duration_us is not None and HOST in machine.tier:
+            weight = next((t for t in op.writes if problem.tensor[t].kind == "weight"), None)
+            if weight is not None:
+                hosted.add(weight)
+                continue
+        operands = [t for t in op.operands if t in op.direct and HOST in machine.tier]
+        for t in _cheapest_cover(problem, op, operands, over):
+            directs.add((op.id, t))
+    return Mode(frozenset(directs), frozenset(), frozenset(hosted))
+
+
+def _bytes_of(problem: Problem, op: Op) -> int:
+    return op.workspace_bytes + sum(problem.tensor[t].nbytes for t in op.operands)
+
+
+def _cheapest_cover(problem: Problem, op: Op, operands: list[str], over: int) -> list[str]:
+    """Direct operands that free `over` bytes: best bytes per added time first, none to spare."""
+
+    def added(t: str) -> float:
+        return max(op.direct[t] - op.duration_us, 1e-9)
+
+    size = {t: problem.tensor[t].nbytes for t in operands}
+    chosen: list[str] = []
+    for t in sorted(operands, key=lambda t: (-min(size[t], over) / added(t), t)):
+        if over <= 0:
+            break
+        chosen.append(t)
+        over -= size[t]
+    for t in sorted(chosen, key=lambda t: (-added(t), t)):
+        if over + size[t] <= 0:
+            chosen.remove(t)
+            over += size[t]
+    return chosen
+
+
+def infeasible_host(reason: str) -> Infeasible:
+    return Infeasible(
+        reason,
+        None,
+        "Raise the capacity of the host tier, or give the machine a disk tier.",
+    )

@@ -1,0 +1,176 @@
+"""All tensor kinds decided together; the default.
+
+Floor first: if everything that can leave leaves and it still does not fit, say so. Then the best
+single policy, then greedy covers of the excess with different headroom, then local search against
+the simulator until the bound is met or the effort is spent. So it is never worse than any single
+policy, and tensors of all kinds trade places freely.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import ClassVar
+
+from offcompile.ir import DEVICE, HOST, Infeasible, Machine, Plan, Problem
+
+from .contract import Judge
+from .cover import Cover, Prices
+from .frame import Frame, Mode, forced_mode, infeasible_host
+from .lanes import Clock
+from .schedule import Builder
+from .search import Search, State, mode_of
+
+#: evaluations a second that the effort is reckoned at, per (run + move) of the problem
+EVALUATIONS_PER_SECOND = 15_000.0
+HEADROOMS = (0.0, 0.03, 0.08, 0.15, 0.25, 0.5)
+
+
+@dataclass(frozen=True)
+class Joint:
+    """Everything decided together. `seconds` bounds the search, `lossy` allows lossy codecs."""
+
+    name: ClassVar[str] = "joint"
+    seconds: float = 10.0
+    lossy: bool = False
+    judge: Judge | None = field(default=None, compare=False)
+    progress: Callable[[str], None] | None = field(default=None, compare=False)
+    #: (tensor, op before the gap) → how much of it a relaxation spends away
+    hints: Mapping[tuple[str, str | None], float] = field(default_factory=dict, compare=False)
+    #: no plan can be faster
+    floor_us: float = 0.0
+
+    def apply(self, problem: Problem, machine: Machine, plan: Plan) -> Plan:
+        if self.judge is None:
+            raise ValueError("joint needs the simulator: make it with a judge")
+        began = time.monotonic()
+        plain = self._plain(problem, machine)
+        if plain is not None:
+            return plain
+        search = self._search(problem, machine, began)
+        frame = self._frame(problem, machine, forced_mode(problem, machine))
+        blocked = self._floor(search, frame)
+        self._single_policies(search)
+        if search.best_plan is None and blocked is not None:
+            raise blocked
+        if not search.done:
+            self._improve(search, frame)
+        if search.best_plan is None:
+            raise infeasible_host(
+                "Everything that can leave the device fits it, but no schedule found gets it out"
+                " and back within the other tiers."
+            )
+        return search.best_plan
+
+    def _plain(self, problem: Problem, machine: Machine) -> Plan | None:
+        """When everything fits and nothing waits there is nothing to decide."""
+        assert self.judge is not None
+        try:
+            builder = Builder(problem, machine, Mode().decisions(problem))
+            plan = builder.best(self.judge)
+        except Infeasible:
+            return None
+        timeline = self.judge(problem, machine, plan)
+        compute_us = Clock.unhindered(builder.program).period
+        if timeline.valid and timeline.makespan_us <= max(compute_us, self.floor_us) + 1e-9:
+            return plan
+        return None
+
+    def _search(self, problem: Problem, machine: Machine, began: float) -> Search:
+        assert self.judge is not None
+        size = len(problem.ops) + len(problem.tensors) + 1
+        return Search(
+            problem,
+            machine,
+            self.judge,
+            evaluations=max(4, int(self.seconds * EVALUATIONS_PER_SECOND / size)),
+            deadline=began + self.seconds,
+            floor_us=self.floor_us,
+            progress=self.progress,
+        )
+
+    def _frame(self, problem: Problem, machine: Machine, mode: Mode, tier: str = HOST) -> Frame:
+        return Frame(problem, machine, mode, tier, self.lossy)
+
+    def _floor(self, search: Search, frame: Frame) -> Infeasible | None:
+        """Everything away: the plan of last resort, or the reason why nothing fits."""
+        try:
+            frame.check_floor()
+        except Infeasible as error:
+            return error
+        search.evaluate(frame, Cover(frame.gaps, range(len(frame.gaps.gaps))), rounds=1)
+        return None
+
+    def _single_policies(self, search: Search) -> None:
+        from .registry import POLICIES, make
+
+        for name in POLICIES:
+            if name == self.name or search.done:
+                continue
+            try:
+                plan = make(name, self.judge, lossy=self.lossy).apply(
+                    search.problem, search.machine, Plan()
+                )
+            except Infeasible:
+                continue
+            search.offer(plan, search.run_plan(plan))
+
+    def _improve(self, search: Search, frame: Frame) -> None:
+        states = self._starts(search, frame)
+        if search.best_plan is not None:
+            known = self._state_of(search, search.best_plan)
+            if known is not None:
+                states.append(known)
+        if not states:
+            return
+        states.sort(key=lambda s: s.cost)
+        # a short walk from the best few, then the rest of the effort from the best of those
+        share = max(1, search.left // 8)
+        walked = [search.walk(s, share) for s in states[:3]]
+        best = min(walked, key=lambda s: s.cost)
+        while not search.done:
+            best = search.walk(best, max(1, search.left // 2))
+            if search.left < 4:
+                break
+
+    def _starts(self, search: Search, frame: Frame) -> list[State]:
+        found = []
+        tiers = [HOST, *(t.name for t in search.machine.tiers if t.name not in (DEVICE, HOST))]
+        for tier in tiers if search.best_plan is None else tiers[:1]:
+            here = frame if tier == frame.tier else self._frame(
+                search.problem, search.machine, frame.mode, tier
+            )
+            covers: set[frozenset[int]] = set()
+            for headroom in HEADROOMS:
+                for hinted in (False, True) if self.hints else (False,):
+                    cover = self._greedy(here, headroom, hinted)
+                    if cover is None or frozenset(cover.away) in covers or search.done:
+                        continue
+                    covers.add(frozenset(cover.away))
+                    state = search.evaluate(here, cover, rounds=2)
+                    if state is not None:
+                        found.append(state)
+        return found
+
+    def _greedy(self, frame: Frame, headroom: float, hinted: bool) -> Cover | None:
+        cover = Cover(frame.gaps)
+        prices = Prices()
+        spare = headroom * max((g.tensor.nbytes for g in frame.gaps.gaps), default=0) * 2
+        hints = self.hints
+
+        def weight(gap: object) -> float:
+            key = (gap.tensor.id, gap.after)  # type: ignore[attr-defined]
+            return 0.05 + hints.get(key, 0.0) if hinted else 1.0
+
+        cover.repair(frame.capacity - spare, prices, weight)
+        if not cover.repair(frame.capacity, prices, weight):
+            return None
+        cover.prune(frame.capacity - spare, prices)
+        return cover
+
+    def _state_of(self, search: Search, plan: Plan) -> State | None:
+        """A plan of another policy as a state of this search."""
+        frame = self._frame(search.problem, search.machine, mode_of(plan))
+        away = {(d.tensor, d.after) for d in plan.drops if d.tier == DEVICE}
+        return search.evaluate(frame, frame.cover(away), rounds=2)
