@@ -223,8 +223,8 @@ def by_makespan(
             for o in c.options:
                 out = sum(lane == o.lane and c.release_ns >= since for lane, since in late_out)
                 back = sum(lane == o.lane and c.needed_ns <= until for lane, until in late_back)
-                spent = out * o.out_ns + back * o.back_ns + at * o.added_ns
-                row.append(spent + o.cost_ns * (1.0 if at == 0 else 0.01 * at))
+                spent = out * o.out_ns + back * o.back_ns + (at + 1) * o.added_ns
+                row.append(spent + 0.01 * (at + 1) * o.cost_ns)
             costs.append(row)
         choice = _cover(candidates, excess, costs, limits, rounds=2)
         if choice is None:

@@ -7,12 +7,13 @@ that an activation spends on the device if nothing moves. The figures come from
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
 from offcompile.ir import (
     DEVICE,
+    HOST,
     Infeasible,
     Machine,
     Plan,
@@ -21,8 +22,6 @@ from offcompile.ir import (
 )
 
 from .activation_selection import (
-    Candidate,
-    Choice,
     by_benefit,
     by_makespan,
     missing_bytes,
@@ -38,6 +37,8 @@ VARIANTS = ("benefit", "printed")
 TIERS = ("host+disk", "host", "disk")
 #: what is left over the budget is asked for again so often
 REPAIRS = 6
+#: rounds of `by_makespan` at first, and in each answer to the judge
+FULL, BRIEF = 24, 8
 
 
 @dataclass(frozen=True)
@@ -53,7 +54,7 @@ class ActivationSpill:
     #: whether an activation may be computed again instead
     recompute: bool = False
     #: how many further plans the judge is asked about
-    rounds: int = 10
+    rounds: int = 8
     judge: Judge | None = None
 
     def __post_init__(self) -> None:
@@ -119,6 +120,8 @@ class _Search:
             raise self._nothing_works()
         options = self.options
         tiers = [t for t in options.tiers.split("+") if t in self.machine.tier]
+        if options.variant == "printed":
+            tiers = tiers[-1:]  # one place for all: the SSD, where there is one
         args = (self.problem, self.machine, self.base, tiers, options.lossy)
         self.gaps = gaps_of(*args, recompute=options.recompute and options.variant == "benefit")
         self.candidates = [g.candidate for g in self.gaps]
@@ -157,22 +160,23 @@ class _Search:
                     choice[i] = option
                 missing = missing_bytes(self.candidates, tuple(choice), self.excess)
                 if missing == 0:
-                    self._attempt(tuple(choice))
+                    self.trials.attempt(decide(self.gaps, tuple(choice)))
                 if asked > total:
                     break
                 asked += max(missing, total // 16, 1)
 
     def _benefit(self) -> None:
-        forward_ns, backward_ns = self._turn()
+        """Least transfer and least time on the lanes; then room where the judge saw waiting.
 
-        def for_transfer(need: Sequence[int]) -> Choice | None:
-            return by_benefit(self.candidates, need, self.limits)
-
-        def for_makespan(need: Sequence[int]) -> Choice | None:
-            return by_makespan(self.candidates, need, forward_ns, backward_ns, self.limits)
-
-        for select in (for_transfer, for_makespan):
-            self._repaired(select, list(self.excess))
+        Recomputation joins once there is a plan without it to beat.
+        """
+        moves_only = [g.without_recompute() for g in self.gaps]
+        for gaps in (moves_only, self.gaps) if self.gaps != moves_only else (moves_only,):
+            best: dict[str, int] | None = None
+            for limits in self._limits():
+                if self._repaired(gaps, limits, self.excess, 0):
+                    best = limits
+            self._repaired(gaps, self.limits if best is None else best, self.excess, FULL)
         if self.options.judge is None:
             return
         need = list(self.excess)
@@ -181,23 +185,43 @@ class _Search:
             if timeline is None or not timeline.stalls:
                 break
             need = self._relieve(need, timeline)
-            select = for_makespan if at % 2 else for_transfer
-            if self._repaired(select, need):
+            gaps, limits = self.found
+            if self._repaired(gaps, limits, need, 0 if at % 2 == 0 else BRIEF):
                 need = list(self.excess)
 
+    def _limits(self) -> list[dict[str, int]]:
+        """What each tier may take in: all its room, or less where it is also a stop on the way."""
+        stop = max((g.candidate.nbytes for g in self.gaps), default=0)
+        room = self.limits.get(HOST)
+        if room is None or not any(g.over_host for g in self.gaps):
+            return [self.limits]
+        return [
+            self.limits | {HOST: max(0, room - reserve)} for reserve in (2 * stop, stop, 0, room)
+        ]
+
     def _repaired(
-        self, select: Callable[[Sequence[int]], Choice | None], need: list[int]
+        self, gaps: Sequence[Gap], limits: dict[str, int], wanted: Sequence[int], rounds: int
     ) -> bool:
-        """Select and build; what recomputation brings on top is asked for as well."""
-        need = [min(n, m) for n, m in zip(need, self.coverable, strict=True)]
-        for _ in range(REPAIRS if self.options.recompute else 1):
-            choice = select(need)
+        """Select and build; what recomputation brings on top is asked for as well.
+
+        `rounds` 0: for the least transfer; else so many for the least time on the lanes.
+        """
+        candidates = [g.candidate for g in gaps]
+        need = [min(n, m) for n, m in zip(wanted, self.coverable, strict=True)]
+        for _ in range(REPAIRS):
+            if rounds:
+                choice = by_makespan(candidates, need, *self._turn(), limits, rounds)
+            else:
+                choice = by_benefit(candidates, need, limits)
             if choice is None:
                 return False
-            decisions = decide(self.gaps, choice)
+            decisions = decide(gaps, choice)
             over = self._over(decisions)
             if max(over) <= 0:
-                return self.trials.attempt(decisions)
+                better = self.trials.attempt(decisions)
+                if better:
+                    self.found = (gaps, limits)
+                return better
             need = [
                 min(n + max(0, o), m) for n, o, m in zip(need, over, self.coverable, strict=True)
             ]
@@ -266,19 +290,13 @@ class _Search:
             " leave too (policy joint).",
         )
 
-    def _attempt(self, choice: Choice) -> bool:
-        return self.trials.attempt(decide(self.gaps, choice))
-
     def _everything(self) -> None:
-        """The last resort: all that can leave does, on one tier or the other."""
-        widths = [range(len(c.options)) for c in self.candidates]
-        for order in (1, -1):
-            self._attempt(
-                tuple(
-                    min(w, key=lambda o, c=c: (order * _tier_rank(c, o), c.options[o].moved_bytes))
-                    for c, w in zip(self.candidates, widths, strict=True)
-                )
-            )
+        """The last resort: all that can leave does."""
+        gaps = [g.without_recompute() for g in self.gaps]
+        for limits in [*self._limits(), {}]:
+            choice = by_benefit([g.candidate for g in gaps], self.coverable, limits)
+            if choice is not None and self.trials.attempt(decide(gaps, choice)):
+                break
 
     def _nothing_works(self) -> Infeasible:
         full = [t for t, room in room_beyond(self.machine, self.base).items() if room < 1 << 62]
@@ -290,13 +308,6 @@ class _Search:
             f"Raise the device budget by {missing:,} bytes (then nothing need move), or the budget"
             f" of the {names} tier.",
         )
-
-
-def _tier_rank(candidate: Candidate, option: int) -> int:
-    """Tiers in the order of their names; recomputation last."""
-    tiers = sorted({o.tier for o in candidate.options if o.tier})
-    tier = candidate.options[option].tier
-    return tiers.index(tier) if tier else len(tiers) * 2
 
 
 __all__ = ["ActivationSpill", "Gap", "Trials"]

@@ -18,7 +18,7 @@ class Prices:
 
 
 class Cover:
-    """A set of gaps spent away, with the bytes held at every run kept up to date."""
+    """A set of gaps spent away, with the bytes held in every cell kept up to date."""
 
     def __init__(self, gaps: Gaps, away: Iterable[int] = ()) -> None:
         self.gaps = gaps
@@ -39,14 +39,14 @@ class Cover:
         gap = self.gaps.gaps[index]
         self.away.add(index)
         self.values[gap.value] = self.values.get(gap.value, 0) + 1
-        for j in gap.positions:
+        for j in gap.cells:
             self.held[j] -= gap.tensor.nbytes
 
     def remove(self, index: int) -> None:
         gap = self.gaps.gaps[index]
         self.away.discard(index)
         self.values[gap.value] -= 1
-        for j in gap.positions:
+        for j in gap.cells:
             self.held[j] += gap.tensor.nbytes
 
     def cost(self, gap: Gap, prices: Prices) -> float:
@@ -70,7 +70,7 @@ class Cover:
         """Whether the gap could be spent on the device after all."""
         gap = self.gaps.gaps[index]
         room = capacity - gap.tensor.nbytes
-        return all(self.held[j] <= room for j in gap.positions)
+        return all(self.held[j] <= room for j in gap.cells)
 
     def repair(
         self,
@@ -104,7 +104,7 @@ class Cover:
                 continue
             before = self.values.get(gaps[i].value, 0)
             self.add(i)
-            for j in gaps[i].positions:
+            for j in gaps[i].cells:
                 if j in over:
                     left = self.held[j] - limit[j]
                     if left > 0:
@@ -137,7 +137,7 @@ class Cover:
         if gap.index in self.away:
             return 0.0
         size = gap.tensor.nbytes
-        freed = sum(min(over[j], size) for j in gap.positions if j in over)
+        freed = sum(min(over[j], size) for j in gap.cells if j in over)
         return weight(gap) * freed / self.cost(gap, prices)
 
     def prune(self, capacity: float, prices: Prices, rng: random.Random | None = None) -> None:

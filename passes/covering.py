@@ -54,12 +54,9 @@ def cover(
 
     `limits`: the bytes that a tier takes in altogether (tiers not named: any).
     """
-    greedy = _Cover(items, need, limits or {})
+    empty = _Cover(items, need, limits or {})
     best: _Cover | None = None
-    if greedy.take_greedily():
-        greedy.polish()
-        best = greedy
-    weights = {greedy.tightest(): 1} if greedy.need else {}
+    weights = {empty.tightest(): 1} if empty.need else {}
     for _ in range(rounds):
         state = _Cover(items, need, limits or {})
         state.take_knapsack(weights)
@@ -73,6 +70,10 @@ def cover(
         if done:
             break
         weights[at] = weights.get(at, 0) + 1
+    if (best is None or rounds >= ROUNDS) and empty.take_greedily():
+        empty.polish()
+        if best is None or empty.cost() < best.cost():
+            best = empty
     if rounds >= ROUNDS and prod(len(item.ways) + 1 for item in items) <= EXHAUSTIVE:
         return _Cover(items, need, limits or {}).exhaust(best)
     return None if best is None else tuple(best.choice)

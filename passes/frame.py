@@ -15,6 +15,7 @@ from .cover import Cover
 from .decisions import Away, Decisions
 from .gaps import Gaps, find_gaps
 from .program import Program, too_small
+from .schedule import Builder
 
 
 @dataclass(frozen=True)
@@ -73,7 +74,8 @@ class Frame:
 
     def check_floor(self) -> None:
         """Raise if even with every gap spent away some run does not fit."""
-        floor = self.gaps.held(range(len(self.gaps.gaps)))
+        kept = Builder(self.problem, self.machine, self.mode.decisions(self.problem), False)
+        floor = self.gaps.floor(kept.kept_bytes)
         for j, need in enumerate(floor):
             if need > self.capacity:
                 what = f"{self.program.op_bytes[j]:,} of its own, the rest cannot leave"

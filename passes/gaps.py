@@ -12,7 +12,11 @@ from offcompile.ir import DEVICE, HOST, SELF_ENDING_KINDS, Infeasible, Machine, 
 
 from .decisions import Away
 from .lanes import Routes
-from .program import Access, Program, span
+from .program import Access, Intervals, Program, span
+
+
+#: beyond so many runs neighbouring ones share a cell
+MOST_CELLS = 400
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,7 +26,9 @@ class Gap:
     index: int
     tensor: Tensor
     after: str | None
-    positions: tuple[int, ...]  # runs during which nobody uses the copy
+    first: int  # the access before the gap
+    last: int  # the access after it (at or below `first`: in the next step)
+    cells: tuple[int, ...]  # cells that lie wholly within the gap
     #: gaps with one value share its write-back: the second is cheaper (the discount rule)
     value: int
     dirty: bool
@@ -38,47 +44,63 @@ class Gap:
 
 @dataclass(slots=True)
 class Gaps:
-    """Every gap of a program, and the bytes held when all of them are spent on the device."""
+    """Every gap of a program, and the bytes held when all of them are spent on the device.
+
+    Bytes are kept per *cell*: one run of a short program, some neighbouring runs of a long one.
+    What a cell is said to hold is never less than what each of its runs holds.
+    """
 
     gaps: list[Gap] = field(default_factory=list)
-    #: bytes that stay whatever is decided: operands, outputs, workspace, copies with no way out
-    fixed: list[int] = field(default_factory=list)
-    at: list[list[int]] = field(default_factory=list)  # position → gaps over it
+    #: most bytes held in each cell with every gap spent on the device
+    full: list[int] = field(default_factory=list)
+    at: list[list[int]] = field(default_factory=list)  # cell → gaps over it
+    cell_of: list[int] = field(default_factory=list)  # run → cell
 
     def held(self, away: Iterable[int]) -> list[int]:
-        """Bytes per run when the gaps in `away` are spent elsewhere."""
-        gone = set(away)
-        held = list(self.fixed)
-        for gap in self.gaps:
-            if gap.index not in gone:
-                for j in gap.positions:
-                    held[j] += gap.tensor.nbytes
+        """Bytes per cell when the gaps in `away` are spent elsewhere."""
+        held = list(self.full)
+        for i in away:
+            for c in self.gaps[i].cells:
+                held[c] -= self.gaps[i].tensor.nbytes
         return held
+
+    def floor(self, runs: list[int]) -> list[int]:
+        """Bytes per run, exactly, when all gaps are spent away; `runs`: with all on the device."""
+        total = Intervals(len(runs))
+        for gap in self.gaps:
+            total.add(gap.first, gap.last, -gap.tensor.nbytes)
+        return [a + b for a, b in zip(runs, total.sums(), strict=True)]
 
 
 def find_gaps(
     program: Program, machine: Machine, tier: str = HOST, lossy: bool = False
 ) -> Gaps:
     """The gaps that may be spent on `tier`, with the codec that takes the lanes least time."""
-    result = Gaps(fixed=list(program.op_bytes), at=[[] for _ in program.runs])
+    n = len(program.runs)
+    width = max(1, -(-n // MOST_CELLS))
+    result = Gaps(cell_of=[j // width for j in range(n)])
+    cells = result.cell_of[-1] + 1 if n else 0
+    result.at = [[] for _ in range(cells)]
+    total = Intervals(n)
     ways = _Ways(machine, tier, lossy)
     values = 0
     for tensor in program.problem.tensors:
         accesses = program.accesses[tensor.id]
         if not accesses:
             continue
-        for after, positions, value, dirty in _stretches(program, tensor, accesses):
+        for after, first, last, value, dirty in _stretches(program, tensor, accesses):
+            total.add(first, last, tensor.nbytes)
             way = ways.of(tensor, dirty)
             if way is None or not tensor.nbytes:
-                for j in positions:
-                    result.fixed[j] += tensor.nbytes
                 continue
             out_us, in_us, codec = way
             gap = Gap(
                 index=len(result.gaps),
                 tensor=tensor,
                 after=after,
-                positions=positions,
+                first=first,
+                last=last,
+                cells=_cells_within(first, last, width, n),
                 value=values + value,
                 dirty=dirty,
                 out_us=out_us,
@@ -87,16 +109,36 @@ def find_gaps(
                 codec=codec,
             )
             result.gaps.append(gap)
-            for j in positions:
-                result.at[j].append(gap.index)
+            for c in gap.cells:
+                result.at[c].append(gap.index)
         values += len(accesses) + 1
+    result.full = [0] * cells
+    for j, (own, more) in enumerate(zip(program.op_bytes, total.sums(), strict=True)):
+        cell = result.cell_of[j]
+        result.full[cell] = max(result.full[cell], own + more)
     return result
+
+
+def _cells_within(first: int, last: int, width: int, n: int) -> tuple[int, ...]:
+    """Cells all of whose runs lie strictly between two positions of a ring."""
+
+    def between(low: int, high: int) -> range:  # both ends included
+        return range(-(-low // width), n // width if high == n - 1 else (high + 1) // width)
+
+    if width == 1:
+        return tuple(span(first, last, n))
+    if last > first:
+        return tuple(between(first + 1, last - 1))
+    cells = [*between(first + 1, n - 1), *between(0, last - 1)]
+    if n % width and first + 1 <= (n // width) * width:
+        cells.append(n // width)  # the last, short cell
+    return tuple(dict.fromkeys(cells))
 
 
 def _stretches(
     program: Program, tensor: Tensor, accesses: list[Access]
-) -> Iterable[tuple[str | None, tuple[int, ...], int, bool]]:
-    """(after, positions, number of the value, whether it must be written back) of each gap."""
+) -> Iterable[tuple[str | None, int, int, int, bool]]:
+    """(after, first, last, number of the value, whether it must be written back) of each gap."""
     n, steady = len(program.runs), program.problem.steady
     survives = program.problem.must_survive(tensor.id)
     ring = list(accesses)
@@ -115,15 +157,14 @@ def _stretches(
         dirty = last_write is not None and ring[last_write].tier == DEVICE
         value = -1 if last_write is None else last_write
         if reader is not None:
-            positions = tuple(span(a.position, reader.position, n))
+            end = reader.position
         elif survives and not any(b.reads for b in following[:1]):
             # the only copy of a value that must last: until the next write, or the end
             end = following[0].position if following else n
-            positions = tuple(span(a.position, end, n))
         else:
             continue
-        if positions:
-            yield a.name, positions, value + 1, dirty
+        if end - a.position != 1 and (end != 0 or a.position != n - 1):
+            yield a.name, a.position, end, value + 1, dirty
 
 
 def _next_device_read(following: list[Access]) -> Access | None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import accumulate
 
 from offcompile.ir import DEVICE, HOST, Infeasible, Op, Problem
 
@@ -98,6 +99,28 @@ def span(first: int, last: int, length: int) -> Iterable[int]:
     if last > first:
         return range(first + 1, last)
     return (*range(first + 1, length), *range(last))
+
+
+class Intervals:
+    """Sums over many open intervals (first, last) of a ring, in time linear in both."""
+
+    def __init__(self, n: int) -> None:
+        self.n = n
+        self.steps = [0] * (n + 1)
+
+    def add(self, first: int, last: int, amount: int) -> None:
+        steps, n = self.steps, self.n
+        if last > first:
+            steps[first + 1] += amount
+            steps[last] -= amount
+        else:
+            steps[first + 1] += amount
+            steps[n] -= amount
+            steps[0] += amount
+            steps[last] -= amount
+
+    def sums(self) -> list[int]:
+        return list(accumulate(self.steps[:-1]))
 
 
 def too_small(position: int, need: int, capacity: int, program: Program, what: str) -> Infeasible:

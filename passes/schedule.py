@@ -13,7 +13,7 @@ from offcompile.ir import DEVICE, HOST, Drop, Infeasible, Machine, Move, Plan, P
 from .contract import Judge
 from .decisions import Decisions
 from .lanes import Clock, Routes, Trip, fill_backward, fill_forward, last_run_by
-from .program import Program, span, too_small
+from .program import Intervals, Program, too_small
 from .residency import Residency, plan_residency
 
 #: how often the builder looks at the simulated times and places triggers anew
@@ -33,7 +33,9 @@ def build(
 class Builder:
     """One set of decisions, built for one or several estimates of the times."""
 
-    def __init__(self, problem: Problem, machine: Machine, decisions: Decisions) -> None:
+    def __init__(
+        self, problem: Problem, machine: Machine, decisions: Decisions, check: bool = True
+    ) -> None:
         self.problem, self.machine, self.decisions = problem, machine, decisions
         self.program = Program(problem, decisions)
         self.residency: Residency = plan_residency(self.program, decisions)
@@ -41,6 +43,8 @@ class Builder:
         self.capacity = float("inf") if capacity is None else capacity
         self.n = len(self.program.runs)
         self.kept_bytes = self._kept()
+        if check:
+            self._check_kept()
 
     def lazy(self) -> Plan:
         """Every load starts only when the run before its use has ended: no overlap at all."""
@@ -65,16 +69,17 @@ class Builder:
         return best
 
     def _kept(self) -> list[int]:
-        """Per run, the bytes that the decisions hold on the device; checked against its size."""
-        kept = list(self.program.op_bytes)
+        """Per run, the bytes that the decisions hold on the device."""
+        held = Intervals(self.n)
         for tensor, first, last in self.residency.held:
-            for j in span(first, last, self.n):
-                kept[j] += tensor.nbytes
-        for j, need in enumerate(kept):
+            held.add(first, last, tensor.nbytes)
+        return [a + b for a, b in zip(self.program.op_bytes, held.sums(), strict=True)]
+
+    def _check_kept(self) -> None:
+        for j, need in enumerate(self.kept_bytes):
             if need > self.capacity:
                 what = f"{self.program.op_bytes[j]:,} of its own and what stays beside it"
                 raise too_small(j, need, int(self.capacity), self.program, what)
-        return kept
 
     def at(self, clock: Clock, lazy: bool = False) -> Plan:
         """The plan whose triggers suit these times."""

@@ -185,8 +185,7 @@ class Search:
         def nearness(i: int) -> float:
             if at is None:
                 return 1.0
-            last = gaps[i].positions[-1] + 1
-            return 1.0 / (1.0 + ((at - last) % n) / max(4.0, n / 8))
+            return 1.0 / (1.0 + ((at - gaps[i].last) % n) / max(4.0, n / 8))
 
         weights = [(gaps[i].in_us + gaps[i].out_us + 1e-9) * nearness(i) ** 2 for i in away]
         gone = set(rng.choices(away, weights=weights, k=count))
@@ -207,7 +206,8 @@ class Search:
         n, rng = len(state.frame.program.runs), self.rng
         at = rng.randrange(n) if at is None else at
         over = (at - 1 - int(rng.random() ** 2 * n / 2)) % n
-        choices = [i for i in state.frame.gaps.at[over] if i not in cover.away]
+        gaps = state.frame.gaps
+        choices = [i for i in gaps.at[gaps.cell_of[over]] if i not in cover.away]
         if choices:
             cover.add(rng.choice(choices))
 
@@ -218,12 +218,12 @@ class Search:
     def _tightened(self, state: State, at: int | None) -> list[float]:
         """Capacity with room kept free over some runs before a stall."""
         n, rng, capacity = len(state.frame.program.runs), self.rng, state.frame.capacity
-        sizes = [g.tensor.nbytes for g in state.frame.gaps.gaps]
-        spare = rng.choice(sizes) if sizes else 0
-        limit = [capacity] * n
+        gaps = state.frame.gaps
+        spare = rng.choice(gaps.gaps).tensor.nbytes if gaps.gaps else 0
+        limit = [capacity] * len(gaps.full)
         at = rng.randrange(n) if at is None else at
         for k in range(1 + int(rng.random() * n / 4)):
-            limit[(at - 1 - k) % n] = capacity - spare
+            limit[gaps.cell_of[(at - 1 - k) % n]] = capacity - spare
         return limit
 
     def _other_frame(self, state: State) -> tuple[Frame, Cover] | None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from offcompile.ir import DEVICE, HOST, Lane, Machine, Op, Problem, Recompute, Tensor
 from offcompile.ir.units import compressed_bytes, move_ns
@@ -25,6 +25,20 @@ class Gap:
     #: whether it lies between the forward phase and a later one
     saved: bool
     decisions: tuple[Away | Recompute, ...]
+    #: whether an option goes over the host to a tier beyond
+    over_host: bool = False
+
+    def without_recompute(self) -> Gap:
+        """The same with moves alone."""
+        kept = [o for o, d in enumerate(self.decisions) if isinstance(d, Away)]
+        if len(kept) == len(self.decisions):
+            return self
+        options = tuple(self.candidate.options[o] for o in kept)
+        return replace(
+            self,
+            candidate=replace(self.candidate, options=options),
+            decisions=tuple(self.decisions[o] for o in kept),
+        )
 
 
 def gaps_of(
@@ -37,6 +51,7 @@ def gaps_of(
 ) -> list[Gap]:
     """Every gap in which an activation could leave, in the order of release."""
     runs, starts = base.program.runs, base.program.starts_us()
+    host_lanes = {x.name for x in machine.lanes_between(DEVICE, HOST)}
     gaps: list[Gap] = []
     for tensor, at, until in sorted(base.residency.held, key=lambda h: (h[1], h[0].id)):
         if tensor.kind != "activation" or tensor.nbytes <= 0 or until - at < 2 or at < 0:
@@ -65,7 +80,8 @@ def gaps_of(
             f"{tensor.id}@{runs[at].name}", tensor.nbytes, release, needed, tuple(options)
         )
         saved = runs[at].op.phase == "forward" and runs[until].op.phase != "forward"
-        gaps.append(Gap(candidate, at + 1, until - 1, saved, tuple(decided)))
+        over_host = any(o.tier not in ("", HOST) and o.lane in host_lanes for o in options)
+        gaps.append(Gap(candidate, at + 1, until - 1, saved, tuple(decided), over_host))
     return gaps
 
 

@@ -18,7 +18,7 @@ class Simulator:
     def run(self, plan: Plan, record: bool = True) -> Timeline:
         """The timeline of a plan whose structure is lawful.
 
-        Without `record` only makespan, peaks and violations are filled in.
+        Without `record` no freed copies are listed, and stalls do not say what they waited for.
         """
         base = self._base
         engine = None

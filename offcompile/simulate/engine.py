@@ -90,7 +90,8 @@ class Engine:
     def run(self) -> None:
         self._ask_drops(self.p.start_drops)
         self._free_asked()
-        lanes = range(len(self.p.lanes))
+        lanes = [i for i, queue in enumerate(self.p.lanes) if queue]
+        updates = bool(self.p.updates)
         while True:
             self._complete()
             if self._step_is_over():
@@ -99,16 +100,21 @@ class Engine:
                 continue
             if self.run_end < 0 and self._start_run():
                 continue
-            if self.update_end < 0 and self._start_update():
+            if updates and self.update_end < 0 and self._start_update():
                 continue
-            if any(self.lane_end[i] < 0 and self._start_move(i) for i in lanes):
-                continue
-            ends = [e for e in (self.run_end, self.update_end, *self.lane_end) if e >= 0]
-            if not ends:
-                from .diagnosis import explain_stuck  # only needed when something is wrong
+            for i in lanes:
+                if self.lane_end[i] < 0 and self._start_move(i):
+                    break
+            else:
+                self.now = self._next_end()
 
-                raise Halt(*explain_stuck(self))
-            self.now = min(ends)
+    def _next_end(self) -> int:
+        ends = [e for e in (self.run_end, self.update_end, *self.lane_end) if e >= 0]
+        if ends:
+            return min(ends)
+        from .diagnosis import explain_stuck  # only needed when something is wrong
+
+        raise Halt(*explain_stuck(self))
 
     def _complete(self) -> None:
         """Everything that ends now, then the drops that this sets free."""
@@ -246,11 +252,8 @@ class Engine:
 
                 self.waiting.update(dict.fromkeys(w.on for w in waits_of(self, run)))
             return False
-        if self.record:
-            self._note_stall(run.id)
-            self.spans.append(
-                Span(run.id, COMPUTE, self.step, self.now, self.now + run.duration_ns)
-            )
+        self._note_stall(run.id)
+        self.spans.append(Span(run.id, COMPUTE, self.step, self.now, self.now + run.duration_ns))
         self.window.starts.append((0, i, self.now - self.window.start_ns))
         self._begin_accesses(run, self.base.device)
         self.run_index += 1
@@ -264,10 +267,8 @@ class Engine:
         run = self.p.updates[i]
         if self.runs_done < run.other_lane_runs or not self._may_start(run):
             return False
-        if self.record:
-            self.spans.append(
-                Span(run.id, HOST_COMPUTE, self.step, self.now, self.now + run.duration_ns)
-            )
+        end = self.now + run.duration_ns
+        self.spans.append(Span(run.id, HOST_COMPUTE, self.step, self.now, end))
         self.window.starts.append((1, i, self.now - self.window.start_ns))
         self._begin_accesses(run, self.base.host)
         self.update_index += 1
@@ -396,11 +397,10 @@ class Engine:
         self.lane_end[lane] = self.now + move.duration_ns
         late = self.step - self.lane_step[lane]
         self.window.starts.append((2 + late, i, self.now - self.window.start_ns))
-        if self.record:
-            name = self.base.machine.lanes[lane].name
-            self.spans.append(
-                Span(move.id, name, self.lane_step[lane], self.now, self.lane_end[lane])
-            )
+        name = self.base.machine.lanes[lane].name
+        self.spans.append(
+            Span(move.id, name, self.lane_step[lane], self.now, self.lane_end[lane])
+        )
         return move.duration_ns == 0
 
     def _check_codec(self, move: Transfer) -> None:
@@ -429,8 +429,7 @@ class Engine:
         """Close the step; True when the simulation is over."""
         from .settle import check_end
 
-        if self.record:
-            self._note_stall("the end of the step")
+        self._note_stall("the end of the step")
         self.steps.append((self.window.start_ns, self.now))
         wrong = check_end(self)
         if wrong:

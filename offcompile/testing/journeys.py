@@ -143,6 +143,8 @@ class Traveller:
                 trip.copies = {tier: None}
             trip.last = i
             needed = following[2] if following else self.problem.steady and not born
+            if following and not needed and self.problem.must_survive(tensor.id):
+                continue  # a late write-back would meet the value that comes next
             trip.leave(tier, following[1] if following and needed else None, bool(needed))
         if self.problem.steady and not born:
             trip.return_to(start, self.visits[accesses[0][0]].name if accesses else None)

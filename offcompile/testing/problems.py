@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from offcompile.ir import (
@@ -243,3 +243,8 @@ def _any_ops(parts: _Parts, max_layers: int, steady: bool, readable: bool) -> No
         writes = sorted(draw(some))
         parts.op(f"o{i}", draw(st.sampled_from(PHASES)), reads, writes)
         alive.update(writes)
+    written = {t for op in parts.ops for t in op.writes}
+    for tensor in tuple(parts.tensors.values()):
+        # what must exist at the end and is never written can only have been there before
+        if readable and not steady and tensor.home is None and tensor.id not in written:
+            parts.tensors[tensor.id] = replace(tensor, home=parts.home())

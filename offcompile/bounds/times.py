@@ -1,0 +1,169 @@
+"""Slots and what fills them: ops, lanes, recomputations, and the lane of host updates."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+
+import numpy as np
+
+from offcompile.ir import DEVICE
+
+from .grid import Grid
+from .matrix import Columns, Ints, Rows
+from .survey import Survey
+
+Terms = list[tuple[int, float]]
+MOST_HOST_WINDOWS = 24  # each is a long row; a few say nearly all
+
+
+class Times:
+    """The columns for time. A slot is at least as long as its ops, and as each lane's work."""
+
+    def __init__(self, survey: Survey, grid: Grid) -> None:
+        s = self.survey = survey
+        self.grid = grid
+        self.cols, self.rows = Columns(), Rows()
+        self.zero, self.unity = self.cols.one(0, 0), self.cols.one(1, 1)
+        self.most_ns = _ample_ns(survey)
+        self.unit = max(1.0, self.most_ns / (100.0 * max(1, s.n_ops)))
+        self.optional = {op for op, _ in s.direct_ns} | {
+            i for i, h in enumerate(s.host_ns) if h is not None
+        }
+        most = self.scaled(self.most_ns)
+        self.fixed_ns = [
+            sum(s.base_ns[i] for i in grid.ops_of(k) if i not in self.optional)
+            for k in range(grid.n_slots)
+        ]
+        unused = {0} if grid.steady else set()
+        self.tau: Ints = np.array(
+            [
+                self.cols.one(0, 0) if k in unused else self.cols.one(self.scaled(f), most, 1.0)
+                for k, f in enumerate(self.fixed_ns)
+            ]
+        )
+        #: direct access, by (op, tensor); host update, by op
+        self.in_place = {key: self.cols.one() for key in s.direct_ns}
+        self.on_host = {i: self.cols.one() for i, h in enumerate(s.host_ns) if h is not None}
+        #: the duration of ops for which it is a choice
+        self.length = {i: self.cols.one(0, most) for i in sorted(self.optional)}
+        self._again: dict[tuple[int, int], int] = {}  # recomputations, by op and slot
+        self._fresh: dict[tuple[int, str], Terms] = defaultdict(list)
+        self._late: list[tuple[str, int]] = []
+        self._lane_rows: dict[str, Ints] = {}
+        for lane in s.lanes:
+            rows = self._lane_rows[lane.name] = self.rows.reserve(grid.n_slots)
+            self.rows.put(rows, self.tau, -1.0)
+
+    def scaled(self, ns: float) -> float:
+        return ns / self.unit
+
+    def absent(self, op: int, tensor: str) -> list[int]:
+        """Columns that add up to the part of an operand that needs no device copy."""
+        found = (self.in_place.get((op, tensor)), self.on_host.get(op))
+        return [c for c in found if c is not None]
+
+    def carry(self, tensor: str, lane: str, slots: Ints, fresh_from: int | None) -> Ints:
+        """One column per slot: the part of the tensor that the lane carries in it.
+
+        `fresh_from`: the op in the first slot before whose end there is nothing to carry.
+        """
+        cost = self.scaled(self.survey.carry_ns[tensor, lane])
+        flow = self.cols.new(len(slots))
+        self.rows.put(self._lane_rows[lane][slots], flow, cost)
+        if fresh_from is not None:
+            self._fresh[fresh_from, lane].append((int(flow[0]), cost))
+        return flow
+
+    def carry_late(self, tensor: str) -> int:
+        """A copy sent to the host at any time, for a host update that runs late."""
+        column = self.cols.one()
+        self._late.append((tensor, column))
+        return column
+
+    def again(self, op: int, slot: int) -> int:
+        """How often `op` is recomputed in the slot: at most once before each op."""
+        if (op, slot) not in self._again:
+            self._again[op, slot] = self.cols.one(0, max(1, len(self.grid.ops_of(slot))))
+        return self._again[op, slot]
+
+    # ---- rows that need everything else to be there ---------------------------------------
+
+    def close(self) -> None:
+        self._durations()
+        self._lengths()
+        for (op, _), terms in self._fresh.items():
+            # eq. (3) of the paper: a value leaves in what remains of the slot after its write
+            slot = self.grid.slot_of(op)
+            gone, chosen = self._until_end(op)
+            self.rows.add(-gone, (int(self.tau[slot]), -1.0), *chosen, *terms)
+        if self.on_host:
+            self._host_lane()
+
+    def _durations(self) -> None:
+        """Direct accesses change what an op takes, a host update takes it off the lane."""
+        s = self.survey
+        deltas: dict[int, Terms] = defaultdict(list)
+        for (op, t), delta in s.direct_ns.items():
+            deltas[op].append((self.in_place[op, t], self.scaled(delta)))
+        for op, column in self.length.items():
+            base = self.scaled(s.base_ns[op])
+            spared = [(self.on_host[op], -base)] if op in self.on_host else []
+            self.rows.add(-base, (column, -1.0), *deltas[op], *spared)
+
+    def _lengths(self) -> None:
+        again: dict[int, Terms] = defaultdict(list)
+        for (op, slot), column in self._again.items():
+            again[slot].append((column, self.scaled(self.survey.again_ns[op])))
+        for k in range(self.grid.n_slots):
+            chosen = [(self.length[i], 1.0) for i in self.grid.ops_of(k) if i in self.length]
+            if chosen or again[k]:
+                fixed = self.scaled(self.fixed_ns[k])
+                self.rows.add(-fixed, (int(self.tau[k]), -1.0), *chosen, *again[k])
+
+    def _until_end(self, op: int) -> tuple[float, Terms]:
+        """Compute time in the slot of `op` up to its end: a figure, and columns to add."""
+        gone, chosen = 0, []
+        for i in self.grid.ops_of(self.grid.slot_of(op)):
+            if i in self.length:
+                chosen.append((self.length[i], 1.0))
+            else:
+                gone += self.survey.base_ns[i]
+            if i == op:
+                break
+        return self.scaled(gone), chosen
+
+    def _host_lane(self) -> None:
+        """Host updates run one at a time, after the ops before that touch the same tensors."""
+        s, ops = self.survey, self.survey.problem.ops
+        after = {}
+        for j in self.on_host:
+            mine = set(ops[j].operands)
+            earlier = (i for i in range(j) if i not in self.on_host)
+            after[j] = max((i for i in earlier if not mine.isdisjoint(ops[i].operands)), default=-1)
+        starts = sorted(set(after.values()) - {-1})
+        if len(starts) > MOST_HOST_WINDOWS:
+            picked = range(MOST_HOST_WINDOWS)
+            starts = [starts[k * len(starts) // MOST_HOST_WINDOWS] for k in picked]
+        for first in [-1, *starts]:
+            work = [
+                (self.on_host[j], self.scaled(s.host_ns[j] or 0))
+                for j, i in after.items()
+                if i >= first
+            ]
+            # a steady grid's last slot holds the first ops of the next step: no window there
+            counted = first >= (int(self.grid.samples[0]) if self.grid.steady else 0)
+            gone, chosen = self._until_end(first) if counted else (0.0, [])
+            slot = self.grid.slot_of(first) if counted else 0
+            self.rows.add(-gone, *((int(c), -1.0) for c in self.tau[slot:]), *chosen, *work)
+        outward = [x for x in s.lanes if x.source == DEVICE]
+        if self._late and len(outward) == 1:
+            late = [(c, self.scaled(s.carry_ns[t, outward[0].name])) for t, c in self._late]
+            self.rows.add(0.0, *((int(c), -1.0) for c in self.tau), *late)
+
+
+def _ample_ns(s: Survey) -> float:
+    """A makespan beyond which the program need not look: bounds are capped there."""
+    compute = sum(s.base_ns) + sum(h or 0 for h in s.host_ns) + sum(s.again_ns.values())
+    slower = sum(max(0, d) for d in s.direct_ns.values())
+    carried = sum(ns * sum(g.free for g in s.gaps[t]) for (t, _), ns in s.carry_ns.items())
+    return float(2 * (compute + slower + 2 * carried) + 1000)

@@ -1,0 +1,299 @@
+"""Activations computed again instead of kept, so that the memory excess goes.
+
+`benefit` drops what frees most bytes over the step per nanosecond of added compute: the same
+covering problem as for moves, then checked with the memory that recomputation itself takes.
+`sqrt` keeps evenly spread checkpoints, as few as fit; `all` drops whatever can be computed again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import ClassVar
+
+from offcompile.ir import DEVICE, SELF_ENDING_KINDS, Infeasible, Machine, Op, Plan, Problem, Recompute
+
+from .activation_spill import Trials
+from .contract import Judge
+from .covering import Item, Way, cover
+from .decisions import Decisions
+from .pressure import pressure
+
+VARIANTS = ("benefit", "all", "sqrt")
+#: how often the memory that recomputation takes is asked for again
+REPAIRS = 8
+#: dropped ops that are tried one by one for being kept after all
+TRIMS = 150
+
+
+@dataclass(frozen=True)
+class Recomputation:
+    """Ops marked `recompute` run again where their outputs are read after a long gap."""
+
+    name: ClassVar[str] = "recompute"
+
+    variant: str = "benefit"
+    judge: Judge | None = None
+
+    def __post_init__(self) -> None:
+        if self.variant not in VARIANTS:
+            known = ", ".join(VARIANTS)
+            raise ValueError(f"variant is {self.variant!r}; it must be one of {known}")
+
+    def apply(self, problem: Problem, machine: Machine, plan: Plan) -> Plan:
+        trials = Trials(problem, machine, self.judge)
+        base = pressure(problem, Decisions())
+        droppable = droppable_ops(problem)
+        excess = max(base.excess(machine), default=0)
+        if excess <= 0:
+            sets: Iterable[Sequence[str]] = [()]
+        elif self.variant == "all":
+            sets = [[d.op for d in droppable]]
+        elif self.variant == "sqrt":
+            sets = _first_fitting(problem, machine, spread_sets([d.op for d in droppable]))
+        else:
+            sets = _benefit_sets(problem, machine, droppable)
+        for dropped in sets:
+            trials.attempt(Decisions(recomputes=recomputes_for(problem, droppable, dropped)))
+        if trials.best is None:
+            raise _does_not_fit(problem, machine, droppable, excess, trials.refused)
+        return trials.best
+
+
+@dataclass(frozen=True)
+class Droppable:
+    """An op that may run again, and the longest gap in which its outputs merely wait.
+
+    `first` and `last` are the positions, inclusive, where they are off the device.
+    """
+
+    op: str
+    position: int
+    first: int
+    last: int
+    nbytes: int
+    duration_ns: int
+
+
+def droppable_ops(problem: Problem) -> list[Droppable]:
+    """Ops marked `recompute` that write nothing but activations of their own, in order."""
+    accesses: dict[str, list[int]] = {}
+    writers: dict[str, list[str]] = {}
+    for at, op in enumerate(problem.ops):
+        for t in op.operands:
+            accesses.setdefault(t, []).append(at)
+        for t in op.writes:
+            writers.setdefault(t, []).append(op.id)
+    found = []
+    for at, op in enumerate(problem.ops):
+        if not op.recompute or not _own_outputs(problem, op, writers):
+            continue
+        uses = sorted({p for t in op.writes for p in accesses[t]})
+        start, end = max(
+            zip(uses, uses[1:], strict=False),
+            key=lambda gap: gap[1] - gap[0],
+            default=(at, at),
+        )
+        if end - start < 2:
+            continue
+        alive = [t for t in op.writes if accesses[t][-1] >= end]
+        nbytes = sum(problem.tensor[t].nbytes for t in alive)
+        if nbytes:
+            duration_ns = round(1000 * op.duration_us)
+            found.append(Droppable(op.id, at, start + 1, end - 1, nbytes, duration_ns))
+    return found
+
+
+def _own_outputs(problem: Problem, op: Op, writers: dict[str, list[str]]) -> bool:
+    """Whether running `op` again changes nothing but values that only it writes."""
+    return not set(op.reads) & set(op.writes) and all(
+        problem.tensor[t].kind in SELF_ENDING_KINDS
+        and problem.tensor[t].home is None
+        and writers[t] == [op.id]
+        for t in op.writes
+    )
+
+
+def recomputes_for(
+    problem: Problem, droppable: Sequence[Droppable], dropped: Iterable[str]
+) -> tuple[Recompute, ...]:
+    """Run each dropped op again before the first op that needs it, its inputs before it.
+
+    An input that is not dropped is simply kept until then. An op of which some input has been
+    overwritten since cannot run again: it stays, and so do those that would need it.
+    """
+    known = {d.op: d for d in droppable}
+    wanted = {name for name in dropped if name in known}
+    while True:
+        result, broken = _demand(problem, {n: known[n] for n in wanted})
+        if broken is None:
+            return tuple(result)
+        wanted.discard(broken)
+
+
+def _demand(
+    problem: Problem, dropped: dict[str, Droppable]
+) -> tuple[list[Recompute], str | None]:
+    producer = {t: d for d in dropped.values() for t in problem.op[d.op].writes}
+    last_write: dict[str, int] = {}
+    back: set[str] = set()
+    result: list[Recompute] = []
+
+    def bring(d: Droppable, before: str, at: int) -> str | None:
+        """Schedule `d` and what it needs; the op that cannot run again, if one cannot."""
+        stack = [d]
+        order: list[Droppable] = []
+        while stack:
+            x = stack.pop()
+            if x.op in back:
+                continue
+            back.add(x.op)
+            order.append(x)
+            for t in problem.op[x.op].reads:
+                if last_write.get(t, -1) > x.position:
+                    return x.op
+                source = producer.get(t)
+                if source is not None and source.first <= at:
+                    stack.append(source)
+        order.sort(key=lambda x: x.position)
+        result.extend(Recompute(x.op, before) for x in order)
+        return None
+
+    for at, op in enumerate(problem.ops):
+        for t in op.reads:
+            d = producer.get(t)
+            if d is not None and at > d.last and d.op not in back:
+                broken = bring(d, op.id, at)
+                if broken is not None:
+                    return [], broken
+        for t in op.writes:
+            last_write[t] = at
+    return result, None
+
+
+def spread_sets(ops: Sequence[str]) -> list[list[str]]:
+    """All but every k-th op, for k from 2 up; the square root of the count is among them."""
+    steps: list[int] = []
+    k = 2
+    while k < 2 * len(ops):
+        steps.append(k)
+        k += max(1, k // 4)
+    root = max(2, round(len(ops) ** 0.5))
+    return [
+        [op for i, op in enumerate(ops) if (i + 1) % k] for k in sorted({*steps, root})
+    ]
+
+
+def _excess(
+    problem: Problem, machine: Machine, recomputes: tuple[Recompute, ...]
+) -> tuple[list[int], int]:
+    """Excess at each op of the problem (its recomputations counted with it), and added time."""
+    state = pressure(problem, Decisions(recomputes=recomputes))
+    over = state.excess(machine)
+    at_ops = [over[0]] * len(problem.ops) if over else []
+    seen: set[int] = set()
+    place = 0
+    for run, extra in zip(state.program.runs, over, strict=True):
+        at_ops[place] = max(at_ops[place], extra) if place in seen else extra
+        seen.add(place)
+        place += run.name == problem.ops[place].id
+    added = sum(round(1000 * problem.op[r.op].duration_us) for r in recomputes)
+    return at_ops, added
+
+
+def _first_fitting(
+    problem: Problem, machine: Machine, sets: Sequence[Sequence[str]]
+) -> list[Sequence[str]]:
+    """Those sets that fit, the least added compute first; all of them if none does."""
+    droppable = droppable_ops(problem)
+    fitting = []
+    for i, dropped in enumerate(sets):
+        over, added = _excess(problem, machine, recomputes_for(problem, droppable, dropped))
+        if max(over, default=0) <= 0:
+            fitting.append((added, i))
+    return [sets[i] for _, i in sorted(fitting)[:2]] or list(sets[:1])
+
+
+def _benefit_sets(
+    problem: Problem, machine: Machine, droppable: Sequence[Droppable]
+) -> list[Sequence[str]]:
+    """What fits for the least added compute, each start freed of what need not be dropped."""
+    base, _ = _excess(problem, machine, ())
+    starts = _covering_starts(problem, machine, droppable, base)
+    names = [d.op for d in droppable]
+    starts += [*spread_sets(names), names]
+    scored = []
+    for i, dropped in enumerate(starts):
+        over, added = _excess(problem, machine, recomputes_for(problem, droppable, dropped))
+        if max(over, default=0) <= 0:
+            scored.append((added, i))
+    trimmed = [_trim(problem, machine, droppable, starts[i]) for _, i in sorted(scored)[:3]]
+    trimmed.sort(key=lambda x: x[0])
+    return [dropped for _, dropped in trimmed]
+
+
+def _covering_starts(
+    problem: Problem, machine: Machine, droppable: Sequence[Droppable], base: Sequence[int]
+) -> list[Sequence[str]]:
+    """Cover the excess; ask again for what the recomputations and their inputs bring on top."""
+    items = [
+        Item(d.nbytes, (Way(d.first, d.last, float(max(1, d.duration_ns))),)) for d in droppable
+    ]
+    coverable = [0] * len(base)
+    for d in droppable:
+        for at in range(d.first, d.last + 1):
+            coverable[at] += d.nbytes
+    need = [min(n, c) for n, c in zip(base, coverable, strict=True)]
+    found: list[Sequence[str]] = []
+    for _ in range(REPAIRS):
+        choice = cover(items, need)
+        if choice is None:
+            break
+        dropped = [d.op for d, way in zip(droppable, choice, strict=True) if way is not None]
+        found.append(dropped)
+        over, _ = _excess(problem, machine, recomputes_for(problem, droppable, dropped))
+        if max(over) <= 0:
+            break
+        more = [
+            min(n + max(0, o), c) for n, o, c in zip(need, over, coverable, strict=True)
+        ]
+        if more == need:
+            break
+        need = more
+    return found
+
+
+def _trim(
+    problem: Problem, machine: Machine, droppable: Sequence[Droppable], dropped: Sequence[str]
+) -> tuple[int, Sequence[str]]:
+    """Keep what can be kept after all, the dearest first."""
+    duration = {d.op: d.duration_ns for d in droppable}
+    kept = list(dropped)
+    _, best = _excess(problem, machine, recomputes_for(problem, droppable, kept))
+    for op in sorted(dropped, key=lambda x: (-duration[x], x))[:TRIMS]:
+        fewer = [x for x in kept if x != op]
+        over, added = _excess(problem, machine, recomputes_for(problem, droppable, fewer))
+        if max(over, default=0) <= 0 and added <= best:
+            kept, best = fewer, added
+    return best, kept
+
+
+def _does_not_fit(
+    problem: Problem,
+    machine: Machine,
+    droppable: Sequence[Droppable],
+    excess: int,
+    refused: str,
+) -> Infeasible:
+    missing = max(1, excess)
+    for dropped in [*spread_sets([d.op for d in droppable]), [d.op for d in droppable]]:
+        over, _ = _excess(problem, machine, recomputes_for(problem, droppable, dropped))
+        missing = min(missing, max(1, max(over, default=0)))
+    capacity = machine.tier[DEVICE].capacity_bytes or 0
+    return Infeasible(
+        f"Recomputation alone does not fit the device: {len(droppable)} ops can run again, and"
+        f" {missing:,} bytes are still missing over the budget of {capacity:,}. {refused}".strip(),
+        missing,
+        f"Raise the device budget to {capacity + missing:,} bytes, mark more ops for"
+        " recomputation, or let tensors move too (policy joint).",
+    )
