@@ -14,6 +14,10 @@ from offcompile.passes.registry import make
 from offcompile.simulate import Simulator
 
 
+#: how much of the time given goes into the proven bound (which also guides the search)
+BOUND_SHARE = 0.3
+
+
 @dataclass(frozen=True)
 class PlanResult:
     """A plan, what it does, and how far from a proven lower bound it stands."""
@@ -76,13 +80,20 @@ def plan_problem(
     if wrong:
         raise InvalidInput(wrong)
     judge = judge_for(problem, machine)
-    chosen = make(policy, judge, seconds=0.7 * seconds, progress=progress)
-    plan = chosen.apply(problem, machine, Plan())
-    timeline = certify(problem, machine, plan, chosen.name)
     if progress is not None:
         progress("bounding")
-    left = max(1.0, seconds - (time.monotonic() - began))
-    bound = lower_bound(problem, machine, seconds=min(left, 0.3 * seconds + 1.0))
+    bound = lower_bound(problem, machine, seconds=BOUND_SHARE * seconds)
+    left = seconds - (time.monotonic() - began)
+    chosen = make(
+        policy,
+        judge,
+        seconds=max(0.5, 0.95 * left),
+        progress=progress,
+        hints=bound.away_hints,
+        floor_us=bound.us,
+    )
+    plan = chosen.apply(problem, machine, Plan())
+    timeline = certify(problem, machine, plan, chosen.name)
     return PlanResult(
         plan=plan,
         timeline=timeline,

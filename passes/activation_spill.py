@@ -11,34 +11,20 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
-from offcompile.ir import (
-    DEVICE,
-    HOST,
-    Infeasible,
-    Machine,
-    Plan,
-    Problem,
-    Timeline,
-)
+from offcompile.ir import DEVICE, HOST, Infeasible, Machine, Plan, Problem, Recompute, Timeline
 
-from .activation_selection import (
-    by_benefit,
-    by_makespan,
-    missing_bytes,
-    printed,
-)
+from .activation_selection import by_benefit, by_makespan, missing_bytes, printed
 from .contract import Judge
 from .decisions import Decisions
-from .pressure import Pressure, pressure
-from .schedule import build
-from .spill_options import Gap, decide, gaps_of, room_beyond
+from .pressure import pressure
+from .recompute import partial_sets
+from .spill_options import decide, gaps_of, room_beyond
+from .trials import Trials
 
 VARIANTS = ("benefit", "printed")
 TIERS = ("host+disk", "host", "disk")
-#: what is left over the budget is asked for again so often
-REPAIRS = 6
-#: rounds of `by_makespan` at first, and in each answer to the judge
-FULL, BRIEF = 24, 8
+#: rounds of `by_makespan` at first, and in each answer to the judge (0: for least transfer)
+FULL, BRIEF, TRANSFER = 24, 8, 0
 
 
 @dataclass(frozen=True)
@@ -51,9 +37,9 @@ class ActivationSpill:
     tiers: str = "host+disk"
     #: whether codecs that lose precision may be used
     lossy: bool = False
-    #: whether an activation may be computed again instead
+    #: whether activations may be computed again instead
     recompute: bool = False
-    #: how many further plans the judge is asked about
+    #: how many further plans are made where the judge saw waiting
     rounds: int = 8
     judge: Judge | None = None
 
@@ -66,197 +52,149 @@ class ActivationSpill:
                 raise ValueError(f"{field} is {value!r}; it must be one of {', '.join(known)}")
 
     def apply(self, problem: Problem, machine: Machine, plan: Plan) -> Plan:
-        return _Search(self, problem, machine).run()
+        trials = Trials(problem, machine, self.judge)
+        moves = _Moves(self, trials, ())
+        if moves.missing <= 0 and max(moves.excess, default=0) <= 0:
+            trials.attempt(Decisions())
+        elif self.variant == "printed":
+            moves.check_floor()
+            moves.select_printed()
+        else:
+            ways = [moves]
+            if self.recompute:
+                sets = partial_sets(problem, machine)
+                ways += [_Moves(self, trials, again) for again in sets]
+            min(ways, key=lambda w: w.missing).check_floor()
+            self._search(trials, [w for w in ways if w.missing <= 0])
+        if trials.best is None:
+            raise moves.nothing_works()
+        return trials.best
+
+    def _search(self, trials: Trials, ways: Sequence[_Moves]) -> None:
+        """Each share of recomputation with the moves it leaves; the best one is then refined."""
+        best, best_us = ways[0], float("inf")
+        for way in ways:
+            way.select()
+            if trials.best_us < best_us:
+                best, best_us = way, trials.best_us
+        if trials.best is None:
+            for way in ways:
+                way.move_everything()
+        elif self.judge is not None:
+            best.refine(self.rounds)
 
 
-class Trials:
-    """Builds decisions, asks the judge, and keeps the best legal plan."""
+class _Moves:
+    """Which gaps to spend away, given what is recomputed."""
 
-    def __init__(self, problem: Problem, machine: Machine, judge: Judge | None) -> None:
-        self.problem, self.machine, self.judge = problem, machine, judge
-        self.best: Plan | None = None
-        self.best_us = float("inf")
-        self.best_timeline: Timeline | None = None
-        self.best_decisions = Decisions()
-        self.refused = ""
-        self.seen: set[Decisions] = set()
-
-    def attempt(self, decisions: Decisions) -> bool:
-        """Whether these decisions give a plan better than the best so far."""
-        if decisions in self.seen:
-            return False
-        self.seen.add(decisions)
-        try:
-            plan = build(self.problem, self.machine, decisions, self.judge)
-        except Infeasible as error:
-            self.refused = error.reason
-            return False
-        makespan_us, timeline = 0.0, None
-        if self.judge is not None:
-            timeline = self.judge(self.problem, self.machine, plan)
-            if not timeline.valid:
-                self.refused = f"The plan stops: {timeline.violations[0]}."
-                return False
-            makespan_us = timeline.makespan_us
-        if makespan_us >= self.best_us:
-            return False
-        self.best, self.best_us, self.best_timeline = plan, makespan_us, timeline
-        self.best_decisions = decisions
-        return True
-
-
-class _Search:
-    def __init__(self, options: ActivationSpill, problem: Problem, machine: Machine) -> None:
-        self.options, self.problem, self.machine = options, problem, machine
-        self.trials = Trials(problem, machine, options.judge)
-        self.base: Pressure = pressure(problem, Decisions())
-        self.excess = self.base.excess(machine)
-
-    def run(self) -> Plan:
-        if max(self.excess, default=0) <= 0:
-            self.trials.attempt(Decisions())
-            if self.trials.best is not None:
-                return self.trials.best
-            raise self._nothing_works()
-        options = self.options
+    def __init__(
+        self, options: ActivationSpill, trials: Trials, again: tuple[Recompute, ...]
+    ) -> None:
+        self.problem, self.machine, self.trials = trials.problem, trials.machine, trials
+        self.again = again
+        self.base = pressure(self.problem, Decisions(recomputes=again))
+        self.excess = self.base.excess(self.machine)
         tiers = [t for t in options.tiers.split("+") if t in self.machine.tier]
         if options.variant == "printed":
             tiers = tiers[-1:]  # one place for all: the SSD, where there is one
-        args = (self.problem, self.machine, self.base, tiers, options.lossy)
-        self.gaps = gaps_of(*args, recompute=options.recompute and options.variant == "benefit")
+        self.gaps = gaps_of(self.machine, self.base, tiers, options.lossy)
         self.candidates = [g.candidate for g in self.gaps]
-        self._check_floor()
-        self.limits = room_beyond(self.machine, self.base)
-        if options.variant == "printed":
-            self._printed()
-        else:
-            self._benefit()
-        if self.trials.best is None:
-            self._everything()
-        if self.trials.best is None:
-            raise self._nothing_works()
-        return self.trials.best
+        self.room = room_beyond(self.machine, self.base)
+        self.limits = self.room
+        #: bytes that could leave, per run, and what would be missing even then
+        self.coverable = [0] * len(self.excess)
+        for gap in self.gaps:
+            for at in range(gap.first, gap.last + 1):
+                self.coverable[at] += gap.candidate.nbytes
+        self.missing = max(
+            (e - c for e, c in zip(self.excess, self.coverable, strict=True)), default=0
+        )
 
-    # ---- the two variants ----------------------------------------------------------------
+    # ---- FlashNeuron's selection ---------------------------------------------------------
 
-    def _printed(self) -> None:
-        """Only what the forward pass saves, by sums (§3.3); asked for more until it fits.
+    def select_printed(self) -> None:
+        """What the forward pass saves, by sums (§3.3); more is asked for until it fits.
 
-        Where sums mislead and all of that is not enough, any gap is a candidate.
+        The paper stops where sums say that it fits. Where they mislead, and what forward saves
+        is not enough, every gap is a candidate, so that there is always a plan.
         """
         forward = [i for i, g in enumerate(self.gaps) if g.saved]
-        forward_ns = sum(
-            round(1000 * o.duration_us) for o in self.problem.ops if o.phase == "forward"
-        )
+        ops = self.problem.ops
+        forward_ns = sum(round(1000 * o.duration_us) for o in ops if o.phase == "forward")
         for pool in (forward, list(range(len(self.gaps)))):
             candidates = [self.candidates[i] for i in pool]
             total = sum(c.nbytes for c in candidates)
-            others = self._all_away(pool)
-            asked = max(1, total + max(others))
+            left = list(self.excess)
+            for i in pool:
+                for at in range(self.gaps[i].first, self.gaps[i].last + 1):
+                    left[at] -= self.gaps[i].candidate.nbytes
+            asked = max(1, total + max(left))
             while self.trials.best is None:
-                picked = printed(candidates, asked, forward_ns)
-                choice: list[int | None] = [None] * len(self.candidates)
-                for i, option in zip(pool, picked, strict=True):
-                    choice[i] = option
-                missing = missing_bytes(self.candidates, tuple(choice), self.excess)
+                picked = dict(zip(pool, printed(candidates, asked, forward_ns), strict=True))
+                choice = tuple(picked.get(i) for i in range(len(self.gaps)))
+                missing = missing_bytes(self.candidates, choice, self.excess)
                 if missing == 0:
-                    self.trials.attempt(decide(self.gaps, tuple(choice)))
+                    self._attempt(choice)
                 if asked > total:
                     break
                 asked += max(missing, total // 16, 1)
+        if self.trials.best is None:
+            self.move_everything()
 
-    def _benefit(self) -> None:
-        """Least transfer and least time on the lanes; then room where the judge saw waiting.
+    # ---- ours ----------------------------------------------------------------------------
 
-        Recomputation joins once there is a plan without it to beat.
-        """
-        moves_only = [g.without_recompute() for g in self.gaps]
-        for gaps in (moves_only, self.gaps) if self.gaps != moves_only else (moves_only,):
-            best: dict[str, int] | None = None
-            for limits in self._limits():
-                if self._repaired(gaps, limits, self.excess, 0):
-                    best = limits
-            self._repaired(gaps, self.limits if best is None else best, self.excess, FULL)
-        if self.options.judge is None:
-            return
+    def select(self) -> None:
+        """For the least transfer and for the least time on the lanes."""
+        for limits in self._limits():
+            if self._cover(self.excess, TRANSFER, limits):
+                self.limits = limits
+        self._cover(self.excess, FULL, self.limits)
+
+    def refine(self, rounds: int) -> None:
+        """Ask for more room where the plan waited, and select again."""
         need = list(self.excess)
-        for at in range(self.options.rounds):
+        for at in range(rounds):
             timeline = self.trials.best_timeline
-            if timeline is None or not timeline.stalls:
+            if timeline is None or not timeline.stalls or not self.gaps:
                 break
             need = self._relieve(need, timeline)
-            gaps, limits = self.found
-            if self._repaired(gaps, limits, need, 0 if at % 2 == 0 else BRIEF):
+            if self._cover(need, BRIEF if at % 2 else TRANSFER, self.limits):
                 need = list(self.excess)
 
-    def _limits(self) -> list[dict[str, int]]:
-        """What each tier may take in: all its room, or less where it is also a stop on the way."""
-        stop = max((g.candidate.nbytes for g in self.gaps), default=0)
-        room = self.limits.get(HOST)
-        if room is None or not any(g.over_host for g in self.gaps):
-            return [self.limits]
-        return [
-            self.limits | {HOST: max(0, room - reserve)} for reserve in (2 * stop, stop, 0, room)
-        ]
+    def move_everything(self) -> None:
+        """The last resort: all that can leave does."""
+        for limits in [*self._limits(), {}]:
+            if self._cover(self.coverable, TRANSFER, limits):
+                break
 
-    def _repaired(
-        self, gaps: Sequence[Gap], limits: dict[str, int], wanted: Sequence[int], rounds: int
-    ) -> bool:
-        """Select and build; what recomputation brings on top is asked for as well.
+    def _cover(self, wanted: Sequence[int], rounds: int, limits: dict[str, int]) -> bool:
+        need = [min(n, c) for n, c in zip(wanted, self.coverable, strict=True)]
+        if rounds == TRANSFER:
+            choice = by_benefit(self.candidates, need, limits)
+        else:
+            choice = by_makespan(self.candidates, need, *self._turn(), limits, rounds)
+        return choice is not None and self._attempt(choice)
 
-        `rounds` 0: for the least transfer; else so many for the least time on the lanes.
-        """
-        candidates = [g.candidate for g in gaps]
-        need = [min(n, m) for n, m in zip(wanted, self.coverable, strict=True)]
-        for _ in range(REPAIRS):
-            if rounds:
-                choice = by_makespan(candidates, need, *self._turn(), limits, rounds)
-            else:
-                choice = by_benefit(candidates, need, limits)
-            if choice is None:
-                return False
-            decisions = decide(gaps, choice)
-            over = self._over(decisions)
-            if max(over) <= 0:
-                better = self.trials.attempt(decisions)
-                if better:
-                    self.found = (gaps, limits)
-                return better
-            need = [
-                min(n + max(0, o), m) for n, o, m in zip(need, over, self.coverable, strict=True)
-            ]
-        return False
-
-    def _over(self, decisions: Decisions) -> list[int]:
-        """What is still over the budget, at each run of the problem as it is."""
-        if not decisions.recomputes:
-            return [0]
-        after = pressure(self.problem, decisions)
-        over = after.excess(self.machine)
-        at_ops = [0] * len(self.excess)
-        place = 0
-        for run, extra in zip(after.program.runs, over, strict=True):
-            at_ops[place] = max(at_ops[place], extra)
-            place += run.name == self.problem.ops[place].id
-        return at_ops
+    def _attempt(self, choice: Sequence[int | None]) -> bool:
+        return self.trials.attempt(decide(self.gaps, choice, self.again))
 
     def _relieve(self, need: list[int], timeline: Timeline) -> list[int]:
-        """Ask for more room where the plan waited longest: beside what was on the move there."""
-        moved = {m.id: m for m in (self.trials.best.moves if self.trials.best else ())}
+        """`need` with room beside what was waited for, where the plan waited longest."""
+        moved = {m.id: m.tensor for m in (self.trials.best.moves if self.trials.best else ())}
         position = self.base.program.position
         need = list(need)
         for stall in sorted(timeline.stalls, key=lambda s: -s.duration_ns)[:8]:
-            if stall.op not in position:
+            at = position.get(stall.op)
+            if at is None:
                 continue
-            tensors = {moved[w].tensor for w in stall.waited_for if w in moved}
+            tensors = {moved[w] for w in stall.waited_for if w in moved}
             nbytes = sum(self.problem.tensor[t].nbytes for t in tensors)
             nbytes = nbytes or max(c.nbytes for c in self.candidates)
-            at = position[stall.op]
             for p in range(max(0, at - 2), at + 1):
                 need[p] += nbytes
         return need
 
-    # ---- figures ------------------------------------------------------------------------
+    # ---- figures -------------------------------------------------------------------------
 
     def _turn(self) -> tuple[int, int]:
         """Compute time before and after the run where most must be away."""
@@ -265,49 +203,42 @@ class _Search:
         forward_ns = round(starts[at] * 1000)
         return forward_ns, round(starts[-1] * 1000) - forward_ns
 
-    def _all_away(self, pool: Sequence[int]) -> list[int]:
-        left = list(self.excess)
-        for i in pool:
-            for at in range(self.gaps[i].first, self.gaps[i].last + 1):
-                left[at] -= self.gaps[i].candidate.nbytes
-        return left
+    def _limits(self) -> list[dict[str, int]]:
+        """What each tier may take in: all its room, or less where it is also a stop on the way."""
+        stop = max((g.candidate.nbytes for g in self.gaps), default=0)
+        room = self.room.get(HOST)
+        if room is None or not any(g.over_host for g in self.gaps):
+            return [self.room]
+        reserves = (0, stop, 2 * stop, room)
+        return [self.room | {HOST: max(0, room - reserve)} for reserve in reserves]
 
-    def _check_floor(self) -> None:
-        everyone = range(len(self.gaps))
-        left = self._all_away(everyone)
-        self.coverable = [e - x for e, x in zip(self.excess, left, strict=True)]
-        missing = max(left)
-        if missing <= 0:
+    def check_floor(self) -> None:
+        """Raise if the device is too small even when all that can leave has left."""
+        if self.missing <= 0:
             return
-        run = self.base.program.runs[left.index(missing)]
+        left = [e - c for e, c in zip(self.excess, self.coverable, strict=True)]
+        run = self.base.program.runs[left.index(self.missing)]
         capacity = self.machine.tier[DEVICE].capacity_bytes or 0
+        needed = capacity + self.missing
         raise Infeasible(
-            f"{run.name} needs {capacity + missing:,} bytes on the device even when every"
-            f" activation that can leave has left ({len(self.gaps)} can), and the budget is"
-            f" {capacity:,}: {missing:,} are missing.",
-            missing,
-            f"Raise the device budget to {capacity + missing:,} bytes, or let weights and states"
-            " leave too (policy joint).",
+            f"{run.name} needs {needed:,} bytes on the device even when every activation that"
+            f" can leave has left ({len(self.gaps)} can), and the budget is {capacity:,}:"
+            f" {self.missing:,} are missing.",
+            self.missing,
+            f"Raise the device budget to {needed:,} bytes, or let weights and states leave too"
+            " (policy joint).",
         )
 
-    def _everything(self) -> None:
-        """The last resort: all that can leave does."""
-        gaps = [g.without_recompute() for g in self.gaps]
-        for limits in [*self._limits(), {}]:
-            choice = by_benefit([g.candidate for g in gaps], self.coverable, limits)
-            if choice is not None and self.trials.attempt(decide(gaps, choice)):
-                break
-
-    def _nothing_works(self) -> Infeasible:
-        full = [t for t, room in room_beyond(self.machine, self.base).items() if room < 1 << 62]
-        names = " and ".join(full) if full else "other"
-        missing = max(1, max(self.excess, default=0))
+    def nothing_works(self) -> Infeasible:
+        """The error where activations could leave, and yet no plan runs to its end."""
+        excess = max(self.excess, default=0)
+        change = "Raise the budgets of the other tiers"
+        if excess > 0:
+            change = f"Raise the device budget by {excess:,} bytes, so that nothing need leave"
+        full = ", ".join(f"{tier}: {room:,} bytes free" for tier, room in self.room.items())
         return Infeasible(
             f"No choice of activations gives a plan that runs to its end. {self.trials.refused}",
-            missing,
-            f"Raise the device budget by {missing:,} bytes (then nothing need move), or the budget"
-            f" of the {names} tier.",
+            excess if excess > 0 else None,
+            f"{change}{f', or make room elsewhere ({full})' if full else ''}; or let other"
+            " tensors move too (policy joint).",
         )
-
-
-__all__ = ["ActivationSpill", "Gap", "Trials"]

@@ -106,7 +106,7 @@ class Joint:
         from .registry import POLICIES, make
 
         for name in POLICIES:
-            if name == self.name or search.done:
+            if name == self.name or search.settled:
                 continue
             try:
                 plan = make(name, self.judge, lossy=self.lossy).apply(

@@ -13,17 +13,19 @@ from typing import ClassVar
 
 from offcompile.ir import DEVICE, SELF_ENDING_KINDS, Infeasible, Machine, Op, Plan, Problem, Recompute
 
-from .activation_spill import Trials
 from .contract import Judge
 from .covering import Item, Way, cover
 from .decisions import Decisions
 from .pressure import pressure
+from .trials import Trials
 
 VARIANTS = ("benefit", "all", "sqrt")
 #: how often the memory that recomputation takes is asked for again
 REPAIRS = 8
 #: dropped ops that are tried one by one for being kept after all
 TRIMS = 150
+#: parts of the excess that recomputation takes on when moves take the rest
+SHARES = (0.125, 0.25, 0.5, 0.75, 1.0)
 
 
 @dataclass(frozen=True)
@@ -46,7 +48,7 @@ class Recomputation:
         droppable = droppable_ops(problem)
         excess = max(base.excess(machine), default=0)
         if excess <= 0:
-            sets: Iterable[Sequence[str]] = [()]
+            sets: list[Sequence[str]] = [()]
         elif self.variant == "all":
             sets = [[d.op for d in droppable]]
         elif self.variant == "sqrt":
@@ -56,7 +58,7 @@ class Recomputation:
         for dropped in sets:
             trials.attempt(Decisions(recomputes=recomputes_for(problem, droppable, dropped)))
         if trials.best is None:
-            raise _does_not_fit(problem, machine, droppable, excess, trials.refused)
+            raise _does_not_fit(problem, machine, sets, excess, trials.refused)
         return trials.best
 
 
@@ -215,7 +217,7 @@ def _first_fitting(
 
 
 def _benefit_sets(
-    problem: Problem, machine: Machine, droppable: Sequence[Droppable]
+    problem: Problem, machine: Machine, droppable: Sequence[Droppable], trims: int = 3
 ) -> list[Sequence[str]]:
     """What fits for the least added compute, each start freed of what need not be dropped."""
     base, _ = _excess(problem, machine, ())
@@ -227,7 +229,7 @@ def _benefit_sets(
         over, added = _excess(problem, machine, recomputes_for(problem, droppable, dropped))
         if max(over, default=0) <= 0:
             scored.append((added, i))
-    trimmed = [_trim(problem, machine, droppable, starts[i]) for _, i in sorted(scored)[:3]]
+    trimmed = [_trim(problem, machine, droppable, starts[i]) for _, i in sorted(scored)[:trims]]
     trimmed.sort(key=lambda x: x[0])
     return [dropped for _, dropped in trimmed]
 
@@ -278,21 +280,43 @@ def _trim(
     return best, kept
 
 
+def partial_sets(problem: Problem, machine: Machine) -> list[tuple[Recompute, ...]]:
+    """Recomputations for parts of the excess, for a policy that sees to the rest, and for all."""
+    droppable = droppable_ops(problem)
+    base, _ = _excess(problem, machine, ())
+    sets: list[Sequence[str]] = []
+    for share in SHARES:
+        part = [int(share * x) if x > 0 else x for x in base]
+        sets += _covering_starts(problem, machine, droppable, part)[:1]
+    sets += _benefit_sets(problem, machine, droppable, trims=1)
+    found = [recomputes_for(problem, droppable, dropped) for dropped in sets]
+    return [again for again in dict.fromkeys(found) if again]
+
+
 def _does_not_fit(
     problem: Problem,
     machine: Machine,
-    droppable: Sequence[Droppable],
+    sets: Sequence[Sequence[str]],
     excess: int,
     refused: str,
 ) -> Infeasible:
-    missing = max(1, excess)
-    for dropped in [*spread_sets([d.op for d in droppable]), [d.op for d in droppable]]:
+    """With the bytes missing when recomputation has done what it can."""
+    droppable = droppable_ops(problem)
+    names = [d.op for d in droppable]
+    missing = excess
+    for dropped in sets or [*spread_sets(names), names]:
         over, _ = _excess(problem, machine, recomputes_for(problem, droppable, dropped))
-        missing = min(missing, max(1, max(over, default=0)))
-    capacity = machine.tier[DEVICE].capacity_bytes or 0
+        missing = min(missing, max(over, default=0))
+    capacity = machine.tier[DEVICE].capacity_bytes
+    if missing <= 0 or capacity is None:
+        return Infeasible(
+            f"The device is large enough, and yet the plan does not run. {refused}",
+            None,
+            "Raise the budgets of the other tiers, or let tensors move too (policy joint).",
+        )
     return Infeasible(
         f"Recomputation alone does not fit the device: {len(droppable)} ops can run again, and"
-        f" {missing:,} bytes are still missing over the budget of {capacity:,}. {refused}".strip(),
+        f" {missing:,} bytes are still missing over the budget of {capacity:,}.",
         missing,
         f"Raise the device budget to {capacity + missing:,} bytes, mark more ops for"
         " recomputation, or let tensors move too (policy joint).",

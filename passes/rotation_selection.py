@@ -109,7 +109,8 @@ class Congestion:
             self.out[b] += gap.out_us * share
 
 
-WINDOW = 4
+import os
+WINDOW = int(os.environ.get('WINDOW','2'))
 
 
 class Selection:

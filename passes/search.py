@@ -61,12 +61,13 @@ class Search:
     # ---- bookkeeping ---------------------------------------------------------------------
 
     @property
+    def settled(self) -> bool:
+        """Nothing is left to gain, or no time to gain it in."""
+        return self.best_us <= self.floor_us * (1 + 1e-9) or time.monotonic() > self.deadline
+
+    @property
     def done(self) -> bool:
-        return (
-            self.left <= 0
-            or self.best_us <= self.floor_us * (1 + 1e-9)
-            or time.monotonic() > self.deadline
-        )
+        return self.left <= 0 or self.settled
 
     def offer(self, plan: Plan, timeline: Timeline) -> None:
         """Remember a plan if it is the best so far (fewer moves break a tie)."""

@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
-from offcompile.ir import DEVICE, HOST, Lane, Machine, Op, Problem, Recompute, Tensor
+from offcompile.ir import DEVICE, HOST, Lane, Machine, Recompute, Tensor
 from offcompile.ir.units import compressed_bytes, move_ns
 
-from .activation_selection import Candidate, Choice, Option
+from .activation_selection import Candidate, Option
 from .decisions import Away, Decisions
 from .pressure import Pressure
-
-RECOMPUTE = "recompute"
 
 
 @dataclass(frozen=True)
@@ -20,35 +18,17 @@ class Gap:
     """An activation held from one access to the next, and the decision that each option means."""
 
     candidate: Candidate
+    #: the positions, inclusive, where it would be off the device
     first: int
     last: int
     #: whether it lies between the forward phase and a later one
     saved: bool
-    decisions: tuple[Away | Recompute, ...]
+    decisions: tuple[Away, ...]
     #: whether an option goes over the host to a tier beyond
-    over_host: bool = False
-
-    def without_recompute(self) -> Gap:
-        """The same with moves alone."""
-        kept = [o for o, d in enumerate(self.decisions) if isinstance(d, Away)]
-        if len(kept) == len(self.decisions):
-            return self
-        options = tuple(self.candidate.options[o] for o in kept)
-        return replace(
-            self,
-            candidate=replace(self.candidate, options=options),
-            decisions=tuple(self.decisions[o] for o in kept),
-        )
+    over_host: bool
 
 
-def gaps_of(
-    problem: Problem,
-    machine: Machine,
-    base: Pressure,
-    tiers: Sequence[str],
-    lossy: bool,
-    recompute: bool = False,
-) -> list[Gap]:
+def gaps_of(machine: Machine, base: Pressure, tiers: Sequence[str], lossy: bool) -> list[Gap]:
     """Every gap in which an activation could leave, in the order of release."""
     runs, starts = base.program.runs, base.program.starts_us()
     host_lanes = {x.name for x in machine.lanes_between(DEVICE, HOST)}
@@ -59,38 +39,33 @@ def gaps_of(
         if not any(a.position == until and a.reads for a in base.program.accesses[tensor.id]):
             continue
         options: list[Option] = []
-        decided: list[Away | Recompute] = []
+        decisions: list[Away] = []
         for tier in tiers:
             for codec in (None, *_codecs(machine, tensor, lossy)):
-                option = _move_option(machine, tensor, tier, codec, at + 1, until - 1)
+                option = _option(machine, tensor, tier, codec, at + 1, until - 1)
                 if option is not None:
                     options.append(option)
-                    decided.append(Away(tensor.id, runs[at].name, tier, codec))
-        again = _recomputable(problem, base, tensor, at, until) if recompute else None
-        if again is not None:
-            duration_ns = round(1000 * again.duration_us)
-            options.append(
-                Option(RECOMPUTE, "", RECOMPUTE, 0, 0, 0, at + 1, until - 1, duration_ns)
-            )
-            decided.append(Recompute(again.id, runs[until].name))
+                    decisions.append(Away(tensor.id, runs[at].name, tier, codec))
         if not options:
             continue
-        release, needed = round(1000 * starts[at + 1]), round(1000 * starts[until])
         candidate = Candidate(
-            f"{tensor.id}@{runs[at].name}", tensor.nbytes, release, needed, tuple(options)
+            id=f"{tensor.id}@{runs[at].name}",
+            nbytes=tensor.nbytes,
+            release_ns=round(1000 * starts[at + 1]),
+            needed_ns=round(1000 * starts[until]),
+            options=tuple(options),
         )
         saved = runs[at].op.phase == "forward" and runs[until].op.phase != "forward"
-        over_host = any(o.tier not in ("", HOST) and o.lane in host_lanes for o in options)
-        gaps.append(Gap(candidate, at + 1, until - 1, saved, tuple(decided), over_host))
+        over_host = any(o.tier != HOST and o.lane in host_lanes for o in options)
+        gaps.append(Gap(candidate, at + 1, until - 1, saved, tuple(decisions), over_host))
     return gaps
 
 
-def decide(gaps: Sequence[Gap], choice: Choice) -> Decisions:
-    taken = [g.decisions[o] for g, o in zip(gaps, choice, strict=True) if o is not None]
-    return Decisions(
-        away=tuple(d for d in taken if isinstance(d, Away)),
-        recomputes=tuple(d for d in taken if isinstance(d, Recompute)),
-    )
+def decide(
+    gaps: Sequence[Gap], choice: Sequence[int | None], again: tuple[Recompute, ...] = ()
+) -> Decisions:
+    away = [g.decisions[o] for g, o in zip(gaps, choice, strict=True) if o is not None]
+    return Decisions(away=tuple(away), recomputes=again)
 
 
 def room_beyond(machine: Machine, base: Pressure) -> dict[str, int]:
@@ -116,7 +91,7 @@ def _codecs(machine: Machine, tensor: Tensor, lossy: bool) -> list[str]:
     ]
 
 
-def _move_option(
+def _option(
     machine: Machine, tensor: Tensor, tier: str, codec: str | None, first: int, last: int
 ) -> Option | None:
     out, back = _route(machine, DEVICE, tier), _route(machine, tier, DEVICE)
@@ -132,17 +107,15 @@ def _move_option(
             move_ns(moved, x.bytes_per_us, x.latency_us, tensor.nbytes, rate) for x in route
         )
 
-    name = tier if codec is None else f"{tier}+{codec}"
     return Option(
-        name,
-        tier,
-        # tiers that share a way out share its time
-        out[0].name,
-        moved,
-        slowest_ns(out),
-        slowest_ns(back),
-        first,
-        last,
+        name=tier if codec is None else f"{tier}+{codec}",
+        tier=tier,
+        lane=out[0].name,  # tiers that share a way out share its time
+        moved_bytes=moved,
+        out_ns=slowest_ns(out),
+        back_ns=slowest_ns(back),
+        first=first,
+        last=last,
         compressed=moved < tensor.nbytes,
     )
 
@@ -153,25 +126,3 @@ def _route(machine: Machine, source: str, target: str) -> list[Lane]:
         return [max(direct, key=lambda x: x.bytes_per_us)]
     first, second = machine.lanes_between(source, HOST), machine.lanes_between(HOST, target)
     return [first[0], second[0]] if first and second else []
-
-
-def _recomputable(
-    problem: Problem, base: Pressure, tensor: Tensor, at: int, until: int
-) -> Op | None:
-    """The op that could write `tensor` again before the run `until`, from what is there then."""
-    runs, accesses = base.program.runs, base.program.accesses
-    writes = [a.position for a in accesses[tensor.id] if a.writes]
-    if len(writes) != 1 or writes[0] > at or tensor.home is not None:
-        return None
-    run = runs[writes[0]]
-    op = run.op
-    if not op.recompute or run.on_host or runs[until].on_host or op.writes != (tensor.id,):
-        return None
-    for read in op.reads:
-        if any(a.writes and writes[0] <= a.position < until for a in accesses[read]):
-            return None
-        source = problem.tensor[read]
-        ends = max(a.position for a in accesses[read])
-        if source.kind in ("activation", "temporary") and ends < until:
-            return None
-    return op

@@ -33,6 +33,8 @@ SIZES = (1, 1, 2, 3, 4, 5, 7)
 
 def case(rng: Any) -> tuple[Problem, Machine, Plan]:
     """One problem, a machine without limits, and a plan, often legal."""
+    if rng.random() < 0.1:
+        return tides(rng)
     steady = rng.random() < 0.7
     if rng.random() < 0.6:
         problem = training_chain(rng, rng.randint(1, 3), steady)
@@ -144,6 +146,28 @@ def soup(rng: Any, steady: bool) -> Problem:
             )
         )
     return Problem(tensors, tuple(ops), steady)
+
+
+def tides(rng: Any) -> tuple[Problem, Machine, Plan]:
+    """Chains of wrapped moves over several lanes: steps that settle late, by turns or never."""
+    count = rng.randint(2, 5)
+    ids = [f"x{i}" for i in range(count)]
+    tensors = tuple(Tensor(t, rng.choice(SIZES), "input") for t in ids)
+    ops = tuple(Op(f"O{i}", "forward", rng.choice(DURATIONS)) for i in range(rng.randint(1, 3)))
+    lanes = tuple(Lane(f"l{i}", "device", "host", rng.choice((0.5, 1, 1, 2))) for i in range(count))
+    moves: list[Move] = []
+    for i, t in enumerate(ids):
+        after = rng.choice([None, ops[0].id, *(m.id for m in moves[-1:] * 4)])
+        awaited = rng.choice([None, None, *(o.id for o in ops)])
+        lane = rng.choice(lanes[: i + 1]).name if rng.random() < 0.3 else f"l{i}"
+        wraps = rng.random() < 0.9
+        if not wraps:
+            awaited = None
+        moves.append(Move(f"m{i}", t, "device", "host", lane, after, awaited, wraps))
+    drops = tuple(Drop(m.tensor, "host", rng.choice((m.id, moves[-1].id))) for m in moves)
+    plan = Plan(tuple(Start(t, "device") for t in ids), tuple(moves), drops)
+    machine = Machine((Tier("device"), Tier("host"), Tier("disk")), lanes)
+    return Problem(tensors, ops, True), machine, plan
 
 
 @dataclass

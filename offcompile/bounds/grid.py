@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -40,7 +41,7 @@ class Grid:
     def _ops(self) -> list[list[int]]:
         found: list[list[int]] = [[] for _ in range(self.n_slots)]
         edges = [0, *self.samples.tolist(), self.n_ops]
-        for slot, (first, last) in enumerate(zip(edges, edges[1:], strict=False)):
+        for slot, (first, last) in enumerate(itertools.pairwise(edges)):
             found[slot] = list(range(first, last))
         if self.steady:
             found[-1] += found[0]

@@ -42,9 +42,7 @@ class Columns:
         self._blocks.append((count, lo, hi, cost, whole))
         return np.arange(first, self._count)
 
-    def one(
-        self, lo: float = 0.0, hi: float = 1.0, cost: float = 0.0, whole: bool = False
-    ) -> int:
+    def one(self, lo: float = 0.0, hi: float = 1.0, cost: float = 0.0, whole: bool = False) -> int:
         return int(self.new(1, lo, hi, cost, whole)[0])
 
     def arrays(self) -> tuple[Floats, Floats, Floats, npt.NDArray[np.bool_]]:

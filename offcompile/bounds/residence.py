@@ -11,7 +11,7 @@ import numpy.typing as npt
 
 from offcompile.ir import DEVICE, HOST
 
-from .matrix import Ints, Rows
+from .matrix import Ints
 from .survey import Gap, least_bytes
 from .times import Times
 
@@ -69,7 +69,7 @@ class Residence:
     def add(self, gaps: tuple[Gap, ...]) -> None:
         """One tensor: its gaps in order, a new value's first gap first."""
         for gap in gaps:
-            if not gap.free and gap.kind != "late":
+            if not gap.free:
                 for sample in self.grid.inside(gap):
                     if self.memory[sample] >= 0:
                         self.fix(int(sample), self.s.problem.tensor[gap.tensor].nbytes)
@@ -197,9 +197,7 @@ class Residence:
             self.rows.put(rows[group], flow, -1.0)
         return rows
 
-    def _sources(
-        self, stay: Stay, heads: Heads, flows: Mapping[str, Ints], group: Ints
-    ) -> None:
+    def _sources(self, stay: Stay, heads: Heads, flows: Mapping[str, Ints], group: Ints) -> None:
         """A lane carries no more from a tier than was there, or came within the same stretch.
 
         With one tier and no limit it is implied: what left the device is held there.
@@ -227,37 +225,102 @@ class Residence:
 
     def _exists(self, stay: Stay, marks: Ints) -> None:
         """At each crowded sample: the bytes on the device, and the value must be somewhere."""
-        gap, nbytes = stay.gap, self.s.problem.tensor[stay.gap.tensor].nbytes
-        share = self.share(nbytes)
+        gap, rows = stay.gap, self.rows
+        share = self.share(self.s.problem.tensor[gap.tensor].nbytes)
         at = np.flatnonzero(self.memory[marks] >= 0)
-        if not len(at):
-            return
         memory = self.memory[marks[at]]
-        for column in (np.full(len(at), stay.stays), stay.load[at]):
-            self.rows.put(memory, column, share)
+        rows.put(memory, stay.stays, share)
+        rows.put(memory, stay.load[at], share)
         if stay.redone is not None:
-            self.rows.put(memory, stay.redone[at], share)
-        places = [stay.kept.get(t, levels)[at] for t, levels in stay.held.items()]
-        if any(len(p) and (p == self.t.unity).all() for p in places):
-            return
+            rows.put(memory, stay.redone[at], share)
+        places = [stay.kept.get(tier, levels)[at] for tier, levels in stay.held.items()]
+        if any((p == self.t.unity).all() for p in places) or (gap.kind == "late" and self.limits):
+            return  # it is safe elsewhere, or may have gone once the host update was done
         not_gone = self.cols.new(len(at))
-        self.rows.put(memory, not_gone, share)
-        need, spared = self._need(gap)
+        rows.put(memory, not_gone, share)
+        redo = gap.kind == "live" and gap.tensor in self.s.rewriters
+        need = rows.reserve(len(at), 0.0 if redo or gap.kind == "late" else -1.0)
+        for columns in (not_gone, *places):
+            rows.put(need, columns, -1.0)
+        for spared in self._spared(gap):
+            rows.put(need, spared, -1.0)
         if gap.kind == "late":
-            if self.limits:  # it may have been dropped again, once the update was done
-                return
-        rows = self.rows.reserve(len(at), -need)
-        self.rows.put(rows, not_gone, -1.0)
-        for p in places:
-            self.rows.put(rows, p, -1.0)
-        if gap.kind == "late":
-            self.rows.put(rows, self.t.on_host[gap.before or 0], 1.0)
-        elif gap.tensor in self.s.rewriters and gap.kind == "live":
-            self.rows.put(rows, int(stay.load[-1]), 1.0)
-            self.rows.put(rows, stay.ever, -1.0)
+            rows.put(need, self.t.on_host[gap.before or 0], 1.0)
+        elif redo:
+            # what comes back by a load has been somewhere, unless it was made anew in between
+            rows.put(need, int(stay.load[-1]), 1.0)
+            rows.put(need, stay.ever, -1.0)
         else:
-            self.rows.put(rows, stay.stays, -1.0)
+            rows.put(need, stay.stays, -1.0)
             if self.limits:
-                self.rows.put(rows, stay.load[at], -1.0)
-        for column in spared:
-            self.rows.put(rows, column, -1.0)
+                rows.put(need, stay.load[at], -1.0)
+
+    def _spared(self, gap: Gap) -> list[int]:
+        """Host updates, run early or late, that excuse the value from being anywhere."""
+        found = []
+        after = None if gap.after is None else self.t.on_host.get(gap.after)
+        if after is not None and (self.limits or not self._reads(gap.after, gap.tensor)):
+            found.append(after)
+        before = None if gap.before is None else self.t.on_host.get(gap.before)
+        if before is not None and self.limits and gap.new_value:
+            found.append(before)
+        return found
+
+    def _reads(self, op: int | None, tensor: str) -> bool:
+        return op is not None and tensor in self.s.problem.ops[op].reads
+
+    def _writes(self, op: int | None, tensor: str) -> bool:
+        return op is not None and tensor in self.s.problem.ops[op].writes
+
+    def _ends(self, stay: Stay) -> None:
+        """The access after the gap: a device copy, or one on the host to be accessed there."""
+        gap, add = stay.gap, self.rows.add
+        remade = [(stay.ever, -1.0)] if self._redo_direct(gap.tensor) else []
+        off_device = [(int(levels[-1]), -1.0) for levels in stay.held.values()]
+        if gap.kind == "late":
+            return
+        if gap.kind == "live" and gap.after is not None:
+            there = [*stay.presence, *self.t.absent(gap.after, gap.tensor)]
+            add(-1.0, *((c, -1.0) for c in there))
+            in_place = self.t.in_place.get((gap.after, gap.tensor))
+            if in_place is not None:
+                on_host = stay.kept.get(HOST, stay.held[HOST])
+                add(0.0, (in_place, 1.0), (int(on_host[-1]), -1.0), *remade)
+        update = None if gap.after is None else self.t.on_host.get(gap.after)
+        reads = self._reads(gap.after, gap.tensor)
+        if gap.kind == "live" and gap.tensor in self.s.rewriters:
+            add(0.0, (int(stay.load[-1]), 1.0), *off_device, *remade)
+        else:
+            spared = [(update, -1.0)] if update is not None and not reads else []
+            add(-1.0, (stay.stays, -1.0), *off_device, *spared)
+        if update is not None and reads and self._writes(gap.after, gap.tensor):
+            late = self.t.carry_late(gap.tensor)
+            host = int(stay.held[HOST][-1])
+            add(0.0, (update, 1.0), (host, -1.0), (late, -1.0), *remade)
+
+    def _begins(self, stay: Stay) -> None:
+        """The access before the gap, if it may have done without a device copy."""
+        gap, add = stay.gap, self.rows.add
+        op = gap.before
+        if op is None or not self.s.optional(op, gap.tensor):
+            return
+        update = self.t.on_host.get(op)
+        before = self.ended.get((gap.tensor, op))
+        if gap.new_value:
+            in_place = self.t.in_place.get((op, gap.tensor))
+            terms = [] if in_place is None else [(in_place, 1.0)]
+            if update is not None and before is not None and before.gap.kind == "live":
+                # the host may have updated it early, and the new value been loaded since
+                terms += [(update, 1.0), (int(before.load[-1]), -1.0)]
+            add(1.0, (stay.stays, 1.0), *terms)
+            return
+        if before is not None:
+            add(0.0, (stay.stays, 1.0), *((c, -1.0) for c in before.presence))
+        if update is not None:
+            # read on the host before the next op that touches it, and within the step
+            last = len(stay.held[HOST]) - 1
+            if gap.wraps:
+                ahead = self.grid.inside(gap)[: self.grid.before_boundary(gap)]
+                last = int(self.marked[ahead].sum())
+            remade = [(stay.ever, -1.0)] if self._redo_direct(gap.tensor) else []
+            add(0.0, (update, 1.0), (int(stay.held[HOST][last]), -1.0), *remade)

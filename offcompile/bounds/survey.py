@@ -98,9 +98,7 @@ def survey(problem: Problem, machine: Machine) -> Survey:
         for t, us in o.direct.items()
         if has_host and t in o.operands
     }
-    again = {
-        i: least_ns(base[i], o, direct, i) for i, o in enumerate(problem.ops) if o.recompute
-    }
+    again = {i: least_ns(base[i], o, direct, i) for i, o in enumerate(problem.ops) if o.recompute}
     rewriters: dict[str, tuple[int, ...]] = {}
     for i in again:
         for t in dict.fromkeys(problem.ops[i].writes):
@@ -110,8 +108,12 @@ def survey(problem: Problem, machine: Machine) -> Survey:
     wanted, capacity = _wanted(problem, spans), machine.tier[DEVICE].capacity_bytes
     crowded = np.array([capacity is not None and w > capacity for w in wanted], dtype=np.bool_)
     if problem.steady:
-        direct = {k: d for k, d in direct.items() if d < 0 or _pressed(spans[k[1]], crowded)}
-    optional = {k for k in direct} | {
+        direct = {
+            (op, t): delta
+            for (op, t), delta in direct.items()
+            if delta < 0 or crowded[op] or _pressed(spans[t], crowded)
+        }
+    optional = set(direct) | {
         (i, t) for i, h in enumerate(host) if h is not None for t in problem.ops[i].operands
     }
     gaps = {t: _gaps(t, found, problem, optional, crowded) for t, found in spans.items()}
@@ -152,15 +154,15 @@ def whole_ns(tensor: Tensor, lane: Lane, machine: Machine) -> int:
         if name in machine.codec:
             size = compressed_bytes(tensor.nbytes, ratio)
             rate = machine.codec[name].bytes_per_us
-            times.append(
-                move_ns(size, lane.bytes_per_us, lane.latency_us, tensor.nbytes, rate)
-            )
+            times.append(move_ns(size, lane.bytes_per_us, lane.latency_us, tensor.nbytes, rate))
     return min(times)
 
 
 def least_bytes(tensor: Tensor, machine: Machine) -> int:
     """The fewest bytes a copy off the device can take."""
-    sizes = [compressed_bytes(tensor.nbytes, r) for n, r in tensor.ratios.items() if n in machine.codec]
+    sizes = [
+        compressed_bytes(tensor.nbytes, r) for n, r in tensor.ratios.items() if n in machine.codec
+    ]
     return min([tensor.nbytes, *sizes])
 
 
@@ -186,7 +188,7 @@ def _spans(problem: Problem, tensor: Tensor, host_ns: tuple[int | None, ...]) ->
 
     pairs: list[tuple[int | None, int | None, bool]] = []
     if problem.steady:
-        pairs += [(a, b, False) for a, b in zip(seen, seen[1:], strict=False)]
+        pairs += [(a, b, False) for a, b in itertools.pairwise(seen)]
         if seen:
             pairs.append((seen[-1], seen[0], True))
         heads = [k for k, (before, _, _) in enumerate(pairs) if before in writes]
@@ -194,7 +196,7 @@ def _spans(problem: Problem, tensor: Tensor, host_ns: tuple[int | None, ...]) ->
             pairs = pairs[heads[0] :] + pairs[: heads[0]]
     else:
         chain: list[int | None] = [None, *seen, None]
-        pairs = [(a, b, False) for a, b in zip(chain, chain[1:], strict=False)]
+        pairs = [(a, b, False) for a, b in itertools.pairwise(chain)]
         if tensor.home is None:
             pairs = pairs[1:]
     found: list[_Span] = []
@@ -266,11 +268,14 @@ def _reachable(problem: Problem, machine: Machine) -> tuple[tuple[str, ...], tup
     off = [t for t in machine.tiers if t.name != DEVICE]
     roomy = any(t.name == HOST and t.capacity_bytes is None for t in off)
     homes = set() if problem.steady else {t.home for t in problem.tensors}
-    touching = {e for lane in machine.lanes if DEVICE in (lane.source, lane.target)
-                for e in (lane.source, lane.target)}
+    touching = {
+        e
+        for lane in machine.lanes
+        if DEVICE in (lane.source, lane.target)
+        for e in (lane.source, lane.target)
+    }
     tiers = tuple(
-        t.name for t in off
-        if t.name == HOST or not roomy or t.name in homes or t.name in touching
+        t.name for t in off if t.name == HOST or not roomy or t.name in homes or t.name in touching
     )
     kept = {DEVICE, *tiers}
     lanes = tuple(

@@ -129,13 +129,15 @@ class Traveller:
             for i, v in enumerate(self.visits)
             if tensor.id in v.op.operands
         ]
-        trip = Trip(self, tensor, {tier for _, tier, _, _ in accesses})
+        trip = Trip(self, tensor)
         born = bool(accesses) and not accesses[0][2]  # written before it is read
         if self.problem.steady and not born and tensor.kind not in SELF_ENDING_KINDS:
             trip.copies = {self.draw(self.st.sampled_from(tuple(self.machine.tier))): None}
         elif not self.problem.steady and tensor.home is not None:
             trip.copies = {tensor.home: None}
         start = dict(trip.copies)
+        # compressed copies cannot be used in place, nor stand where the step begins with plain ones
+        trip.may_code = set(start) <= {DEVICE} and all(a[1] == DEVICE for a in accesses)
         for (i, tier, reads, writes), following in zip_longest(accesses, accesses[1:]):
             if reads:
                 trip.fetch(tier, i)
@@ -156,10 +158,10 @@ class Traveller:
 class Trip:
     """The valid copies of one tensor (tier → codec that holds it) as its step goes on."""
 
-    def __init__(self, plan: Traveller, tensor: Tensor, used: set[str]) -> None:
+    def __init__(self, plan: Traveller, tensor: Tensor) -> None:
         self.plan = plan
         self.tensor = tensor
-        self.used = used
+        self.may_code = False
         self.copies: dict[str, str | None] = {}
         self.last = -1  # the visit that touched it last
 
@@ -244,7 +246,7 @@ class Trip:
         if exits:
             lane = plan.draw(plan.st.sampled_from(exits))
             codecs = [c for c in tensor.ratios if c in plan.machine.codec]
-            coded = tier == DEVICE and self.used == {DEVICE}
+            coded = self.may_code and tier == DEVICE
             codec = plan.draw(plan.st.sampled_from([None, *codecs])) if coded else None
             self._drop(tier, self._move(lane, now, self.last, None, codec))
 

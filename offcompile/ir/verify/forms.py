@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from ..errors import Violation
-from ..model import DEVICE, HOST, Machine, Problem
-from ..plan import Move, Plan
-from .order import arrives_as, executed, start_codec
+from offcompile.ir.errors import Violation
+from offcompile.ir.model import DEVICE, HOST, Machine, Problem
+from offcompile.ir.plan import Plan
+from .order import arrives_as, executed, start_codecs
 
 Place = tuple[str, str]  # tensor, tier
 Forms = dict[Place, set[str | None]]
@@ -54,18 +54,16 @@ def check_codecs(problem: Problem, machine: Machine, plan: Plan) -> Iterator[Vio
 def _possible_forms(problem: Problem, plan: Plan) -> Forms:
     """For each tensor and tier, every form a copy there may take: a superset of what happens."""
     forms: Forms = {}
-    for entry in plan.start:
-        codec = start_codec(problem, plan, entry.tensor, entry.tier)
-        forms.setdefault((entry.tensor, entry.tier), set()).add(codec)
+    for place, codec in start_codecs(problem, plan).items():
+        forms.setdefault(place, set()).add(codec)
     for run in executed(problem, plan):
         for tensor in run.op.writes:
             if run.tier_of(tensor) == HOST:
                 forms.setdefault((tensor, HOST), set()).add(None)
-    moves: tuple[Move, ...] = plan.moves
     grew = True
     while grew:
         grew = False
-        for move in moves:
+        for move in plan.moves:
             held = forms.get((move.tensor, move.source), set())
             if move.source != DEVICE and move.codec not in held:
                 continue

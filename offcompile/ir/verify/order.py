@@ -11,9 +11,9 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from fractions import Fraction
 
-from ..model import DEVICE, HOST, Machine, Op, Problem
-from ..plan import COMPUTE, HOST_COMPUTE, Move, Plan
-from ..units import exact
+from offcompile.ir.model import DEVICE, HOST, Machine, Op, Problem
+from offcompile.ir.plan import COMPUTE, HOST_COMPUTE, Move, Plan
+from offcompile.ir.units import exact
 
 HALF = Fraction(1, 2)
 
@@ -101,10 +101,8 @@ def executed(problem: Problem, plan: Plan) -> tuple[Run, ...]:
     for op in problem.ops:
         for run_id, op_id in (*again.get(op.id, ()), (op.id, op.id)):
             named = frozenset(directs.get(op_id, ()))
-            order.append(
-                Run(run_id, problem.op[op_id], len(order), op_id in on_host and run_id == op_id,
-                    named)
-            )  # fmt: skip
+            here = op_id in on_host and run_id == op_id
+            order.append(Run(run_id, problem.op[op_id], len(order), here, named))
     return tuple(order)
 
 
@@ -117,21 +115,21 @@ def touches(runs: Iterable[Run]) -> Mapping[str, tuple[Touch, ...]]:
     return {tensor: tuple(several) for tensor, several in found.items()}
 
 
-def start_codec(problem: Problem, plan: Plan, tensor: str, tier: str) -> str | None:
-    """The codec of a start copy: what the last listed move into its tier leaves there.
+def start_codecs(problem: Problem, plan: Plan) -> dict[tuple[str, str], str | None]:
+    """The form of every start copy: what the last listed move into its tier leaves there.
 
     A problem that is not steady starts from its homes, which no move has touched: all plain.
     """
-    if not problem.steady or tier == DEVICE:
-        return None
-    into = [m for m in plan.moves if m.tensor == tensor and m.target == tier]
-    return into[-1].codec if into else None
+    last: dict[tuple[str, str], str | None] = {}
+    if problem.steady:
+        last = {(m.tensor, m.target): arrives_as(m) for m in plan.moves}
+    places = dict.fromkeys((s.tensor, s.tier) for s in plan.start)
+    return {place: last.get(place) for place in places}
 
 
 def start_bytes(problem: Problem, plan: Plan) -> dict[str, int]:
     """Bytes that the start copies take, per tier. Every codec named must have its ratio."""
     total: dict[str, int] = {}
-    for tensor, tier in dict.fromkeys((s.tensor, s.tier) for s in plan.start):
-        codec = start_codec(problem, plan, tensor, tier)
+    for (tensor, tier), codec in start_codecs(problem, plan).items():
         total[tier] = total.get(tier, 0) + held_bytes(problem, tensor, codec)
     return total

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from ..errors import Violation
-from ..plan import Move, Plan
+from offcompile.ir.errors import Violation
+from offcompile.ir.plan import Move, Plan
 from .order import Run, touches
 
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Hashable, Iterable, Iterator
 
-from ..errors import Violation
-from ..model import DEVICE, HOST, Machine, Problem
-from ..plan import Plan
-from ..units import show_bytes
+from offcompile.ir.errors import Violation
+from offcompile.ir.model import DEVICE, HOST, Machine, Problem
+from offcompile.ir.plan import Plan
+from offcompile.ir.units import show_bytes
 from .forms import check_codecs
 from .order import executed, host_ops, start_bytes
 from .reach import check_order

@@ -1,0 +1,87 @@
+"""HiGHS, and what its answers prove."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import numpy as np
+from scipy.optimize import Bounds, LinearConstraint, linprog, milp
+
+from .matrix import Floats, Program
+from .model import Model
+
+
+@dataclass(frozen=True)
+class Answer:
+    """`ns`: proven, None if nothing was. `away`: in the best solution seen, by gap."""
+
+    ns: float | None
+    away: Mapping[tuple[str, str | None], float]
+    finished: bool
+    infeasible: bool
+    seconds: float
+
+
+def solve_lp(model: Model, op_ids: tuple[str, ...], seconds: float) -> Answer:
+    """The linear program. Its bound is recomputed from the duals, whatever the tolerances."""
+    began, p = time.perf_counter(), model.program
+    try:
+        found = linprog(
+            p.cost,
+            A_ub=p.matrix,
+            b_ub=p.rhs,
+            bounds=np.column_stack([p.lo, p.hi]),
+            method="highs",
+            options={"time_limit": max(0.05, seconds)},
+        )
+    except (ValueError, RuntimeError, MemoryError):
+        return Answer(None, {}, False, False, time.perf_counter() - began)
+    spent = time.perf_counter() - began
+    if found.status != 0 or found.x is None:
+        return Answer(None, {}, found.status == 2, found.status == 2, spent)
+    bound = dual_bound(p, np.asarray(found.ineqlin.marginals))
+    ns = min(bound * model.unit_ns, model.most_ns)
+    return Answer(ns, _away(model, found.x, op_ids), True, False, spent)
+
+
+def dual_bound(p: Program, multipliers: Floats) -> float:
+    """A bound that any multipliers prove, since every column is bounded (weak duality).
+
+    min c·x ≥ y·b + Σ min over lo ≤ x ≤ hi of (c − Aᵀy)·x, for every y ≤ 0.
+    """
+    y = np.minimum(multipliers, 0.0)
+    reduced = p.cost - p.matrix.T @ y
+    return float(y @ p.rhs + np.minimum(reduced * p.lo, reduced * p.hi).sum())
+
+
+def solve_milp(model: Model, op_ids: tuple[str, ...], seconds: float) -> Answer:
+    """Whole tensors stay or leave. The solver's dual bound holds even when time runs out."""
+    began, p = time.perf_counter(), model.program
+    try:
+        found = milp(
+            p.cost,
+            integrality=p.integral.astype(int),
+            bounds=Bounds(p.lo, p.hi),
+            constraints=LinearConstraint(p.matrix, -np.inf, p.rhs),
+            options={"time_limit": max(0.05, seconds), "mip_rel_gap": 1e-5},
+        )
+    except (ValueError, RuntimeError, MemoryError):
+        return Answer(None, {}, False, False, time.perf_counter() - began)
+    spent = time.perf_counter() - began
+    bound = found.mip_dual_bound
+    proven = bound is not None and np.isfinite(bound) and found.status in (0, 1)
+    ns = min(float(bound) * model.unit_ns, model.most_ns) if proven else None
+    away = {} if found.x is None else _away(model, found.x, op_ids)
+    return Answer(ns, away, found.status in (0, 2), found.status == 2, spent)
+
+
+def _away(model: Model, x: Floats, op_ids: tuple[str, ...]) -> dict[tuple[str, str | None], float]:
+    return {
+        (stay.gap.tensor, None if stay.gap.before is None else op_ids[stay.gap.before]): float(
+            min(1.0, max(0.0, 1.0 - x[stay.stays]))
+        )
+        for stay in model.stays
+        if stay.gap.free
+    }

@@ -1,0 +1,177 @@
+"""Fewer, larger ops for the planner: neighbours between which no decision could act are merged.
+
+Two neighbouring ops become one when no movable tensor is born, first read, last read or written
+between them: then no move, drop or write could have found anything to do at that point. Short-
+lived tensors that live within a merged op become part of its workspace, which carries the peak of
+the ops inside. A plan for the coarse problem names only ends of merged ops and is a plan for the
+fine problem with the names put back.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from offcompile.ir import SELF_ENDING_KINDS, Drop, Move, Op, Plan, Problem, Recompute
+from offcompile.ir.units import round_ns
+
+
+@dataclass(frozen=True)
+class Coarse:
+    """A coarse problem, and for each of its ops the fine ops that it stands for."""
+
+    problem: Problem
+    groups: dict[str, tuple[str, ...]]
+
+    def expand(self, plan: Plan) -> Plan:
+        """The same plan for the fine problem."""
+        last = {name: ops[-1] for name, ops in self.groups.items()}
+        first = {name: ops[0] for name, ops in self.groups.items()}
+        for r in plan.recomputes:
+            before = first[r.before]
+            first[r.id] = f"{self.groups[r.op][0]}@{before}"
+            last[r.id] = f"{self.groups[r.op][-1]}@{before}"
+
+        def after(name: str | None) -> str | None:
+            return None if name is None else last.get(name, name)
+
+        moves = tuple(
+            Move(
+                m.id,
+                m.tensor,
+                m.source,
+                m.target,
+                m.lane,
+                after(m.start_after),
+                None if m.ready_before is None else first[m.ready_before],
+                m.wraps,
+                m.codec,
+            )
+            for m in plan.moves
+        )
+        return Plan(
+            start=plan.start,
+            moves=moves,
+            drops=tuple(Drop(d.tensor, d.tier, after(d.after)) for d in plan.drops),
+            directs=plan.directs,
+            recomputes=tuple(
+                Recompute(op, first[r.before]) for r in plan.recomputes for op in self.groups[r.op]
+            ),
+            updates=plan.updates,
+        )
+
+
+def coarsen(problem: Problem) -> Coarse:
+    """Merge what can be merged, exactly."""
+    movable = _movable(problem)
+    last_use: dict[str, int] = {}
+    first_use: dict[str, int] = {}
+    for i, op in enumerate(problem.ops):
+        for t in op.operands:
+            first_use.setdefault(t, i)
+            last_use[t] = i
+    groups: list[list[int]] = []
+    for i, op in enumerate(problem.ops):
+        if groups and _joins(problem, problem.ops[groups[-1][-1]], op, movable):
+            trial = [*groups[-1], i]
+            if _workspace(problem, trial, movable, first_use, last_use) >= 0:
+                groups[-1] = trial
+                continue
+        groups.append([i])
+    ops, names, gone = [], {}, set()
+    for group in groups:
+        merged, inner = _merge(problem, group, movable, first_use, last_use)
+        ops.append(merged)
+        names[merged.id] = tuple(problem.ops[i].id for i in group)
+        gone |= inner
+    tensors = tuple(t for t in problem.tensors if t.id not in gone)
+    return Coarse(Problem(tensors, tuple(ops), problem.steady), names)
+
+
+def _movable(problem: Problem) -> set[str]:
+    """Tensors that a plan could send away: all that last, and what waits between two uses."""
+    movable = {t.id for t in problem.tensors if t.kind not in SELF_ENDING_KINDS or t.home}
+    last: dict[str, int] = {}
+    written: set[str] = set()
+    for i, op in enumerate(problem.ops):
+        for t in op.operands:
+            if t in last and last[t] < i - 1:
+                movable.add(t)
+            if t not in last and t in op.reads:
+                movable.add(t)  # read before it is written: its value comes round the step's end
+            if t in op.writes and t in written:
+                movable.add(t)  # several values: leave them their own ops
+            last[t] = i
+        written.update(op.writes)
+    return movable
+
+
+def _joins(problem: Problem, a: Op, b: Op, movable: set[str]) -> bool:
+    """Whether nothing can happen between two neighbouring ops."""
+    if a.phase != b.phase or a.recompute != b.recompute:
+        return False
+    if a.direct or b.direct or a.host_duration_us is not None or b.host_duration_us is not None:
+        return False
+    mine, theirs = movable.intersection(a.operands), movable.intersection(b.operands)
+    return mine == theirs and not mine.intersection(a.writes + b.writes)
+
+
+def _held(
+    problem: Problem,
+    group: Sequence[int],
+    movable: set[str],
+    first_use: dict[str, int],
+    last_use: dict[str, int],
+) -> tuple[int, set[str], set[str]]:
+    """(peak of short-lived bytes and workspace inside, inner tensors, short-lived that cross)."""
+    low, high = group[0], group[-1]
+    short = {t for i in group for t in problem.ops[i].operands if t not in movable}
+    inner = {t for t in short if first_use[t] >= low and last_use[t] <= high}
+    peak = 0
+    for i in group:
+        live = sum(
+            problem.tensor[t].nbytes for t in short if first_use[t] <= i <= last_use[t]
+        )
+        peak = max(peak, live + problem.ops[i].workspace_bytes)
+    return peak, inner, short - inner
+
+
+def _workspace(
+    problem: Problem,
+    group: Sequence[int],
+    movable: set[str],
+    first_use: dict[str, int],
+    last_use: dict[str, int],
+) -> int:
+    """Workspace of the merged op; below 0: the merged op would hold more than its parts."""
+    peak, _, crossing = _held(problem, group, movable, first_use, last_use)
+    return peak - sum(problem.tensor[t].nbytes for t in crossing)
+
+
+def _merge(
+    problem: Problem,
+    group: Sequence[int],
+    movable: set[str],
+    first_use: dict[str, int],
+    last_use: dict[str, int],
+) -> tuple[Op, set[str]]:
+    ops = [problem.ops[i] for i in group]
+    if len(ops) == 1:
+        return ops[0], set()
+    _, inner, _ = _held(problem, group, movable, first_use, last_use)
+    written: set[str] = set()
+    reads: dict[str, None] = {}
+    for op in ops:
+        reads.update(dict.fromkeys(t for t in op.reads if t not in inner and t not in written))
+        written.update(op.writes)
+    writes = dict.fromkeys(t for op in ops for t in op.writes if t not in inner)
+    merged = Op(
+        id=ops[0].id,
+        phase=ops[0].phase,
+        duration_us=sum(round_ns(op.duration_us) for op in ops) / 1000,
+        reads=tuple(reads),
+        writes=tuple(writes),
+        workspace_bytes=_workspace(problem, group, movable, first_use, last_use),
+        recompute=ops[0].recompute,
+    )
+    return merged, inner
