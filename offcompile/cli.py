@@ -7,34 +7,36 @@ interrupted. Heavy modules are imported where they are used, so that `--help` is
 from __future__ import annotations
 
 import argparse
+import io
 import json
 import math
 import os
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from pathlib import Path
-from typing import NoReturn, TypeVar
+from typing import NoReturn
 
-from offcompile.ir import (
-    DEVICE,
-    HOST,
-    Infeasible,
-    InvalidInput,
-    Machine,
-    Plan,
-    Problem,
-    Timeline,
-    Violation,
+from offcompile.cli_files import (
+    BadPlan,
+    invalid,
+    open_output,
+    printable,
+    read_inputs,
+    read_plan,
+    write_plan,
 )
+from offcompile.ir import Infeasible, InvalidInput, Machine, Timeline, Violation
+from offcompile.ir.jsonio import plan_to_json
 
 DONE, VIOLATIONS, BAD_INPUT, INFEASIBLE, INTERRUPTED = 0, 1, 2, 3, 130
 
-_T = TypeVar("_T")
+COMPLAINTS_SHOWN = 20
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     arguments = list(sys.argv[1:] if argv is None else argv)
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="backslashreplace")  # a plain C locale has no "µ"
     try:
         options = _parser().parse_args(arguments)
         code: int = options.run(options)
@@ -52,8 +54,10 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _refuse(error: InvalidInput, as_json: bool) -> int:
-    for violation in error.violations:
+    for violation in error.violations[:COMPLAINTS_SHOWN]:
         _complain(f"{violation.where}: {violation.detail}")
+    if (more := len(error.violations) - COMPLAINTS_SHOWN) > 0:
+        _complain(f"… and {more} more (--json lists all)")
     if as_json:
         _print_json({"error": {"violations": _violations_json(error.violations)}})
     return BAD_INPUT
@@ -67,7 +71,7 @@ class _Parser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         hint = f"{message} (`{self.prog} --help` shows the options)"
-        raise _invalid("bad-value", "command line", hint)
+        raise invalid("bad-value", "command line", hint)
 
 
 def _parser() -> _Parser:
@@ -144,8 +148,8 @@ def _version() -> str:
 
 
 def _plan(options: argparse.Namespace) -> int:
-    problem, machine = _read_inputs(options)
-    output = None if options.output is None else _open_output(options.output)
+    problem, machine = read_inputs(options)
+    output = None if options.output is None else open_output(options.output)
     from offcompile.planner import plan_problem
 
     try:
@@ -154,10 +158,8 @@ def _plan(options: argparse.Namespace) -> int:
     except Infeasible as error:
         return _say_infeasible(error, options.json)
     if output is not None:
-        _write_plan(output, result.plan)
+        write_plan(output, result.plan)
     if options.json:
-        from offcompile.ir.jsonio import plan_to_json
-
         _print_json(
             {
                 "plan": plan_to_json(result.plan),
@@ -177,10 +179,10 @@ def _plan(options: argparse.Namespace) -> int:
 
 
 def _check(options: argparse.Namespace) -> int:
-    problem, machine = _read_inputs(options)
+    problem, machine = read_inputs(options)
     try:
-        plan = _read_plan(options.plan)
-    except _BadPlan as error:
+        plan = read_plan(options.plan)
+    except BadPlan as error:
         return _say_check(machine, error.violations, None, options.json)
     from offcompile.planner import check_plan
 
@@ -270,6 +272,4 @@ def _progress(doing: str) -> Iterator[Callable[[str], None] | None]:
 
 def _complain(text: str) -> None:
     """To stderr, with what could steer a terminal spelt out."""
-    from offcompile.cli_tables import printable
-
     print(f"offcompile: {printable(text)}", file=sys.stderr)

@@ -34,8 +34,14 @@ class BadPlan(Exception):
         self.violations = violations
 
 
-def read_inputs(options: argparse.Namespace) -> tuple[Problem, Machine]:
+def printable(text: str) -> str:
+    """The text with everything but plain characters and line ends spelt out."""
+    return "".join(
+        c if c.isprintable() or c == "\n" else c.encode("unicode_escape").decode() for c in text
+    )
 
+
+def read_inputs(options: argparse.Namespace) -> tuple[Problem, Machine]:
     def size(flag: str, text: str | None) -> int | None:
         return None if text is None else _named(flag, lambda: parse_bytes(text))
 
@@ -53,9 +59,8 @@ def _machine(
 ) -> Machine:
     if options.hardware is not None:
         return to_machine(load_profile(options.hardware), memory_bytes, host_bytes, options.disk)
-
     if options.disk:
-        raise _invalid("bad-value", "--disk", "goes with --hardware; a machine file has its tiers")
+        raise invalid("bad-value", "--disk", "goes with --hardware; a machine file has its tiers")
     forms = {".json": loads_machine, ".toml": machine_from_toml, ".txt": parse_machine}
     machine = _read(options.machine, "machine", forms)
     for flag, tier, budget in (
@@ -63,14 +68,13 @@ def _machine(
         ("--host-memory", HOST, host_bytes),
     ):
         if budget is not None and tier not in machine.tier:
-            raise _invalid("unknown-id", flag, f"{options.machine} has no tier named {tier!r}")
+            raise invalid("unknown-id", flag, f"{options.machine} has no tier named {tier!r}")
         if budget is not None:
             machine = machine.with_capacity(tier, budget)
     return machine
 
 
 def read_plan(path: str) -> Plan:
-
     def loads(text: str) -> Plan:
         try:
             return loads_plan(text)
@@ -83,8 +87,11 @@ def read_plan(path: str) -> Plan:
 
 
 def _is_json(text: str) -> bool:
+    def refuse(constant: str) -> None:
+        raise ValueError(f"{constant} is not JSON")
+
     try:
-        json.loads(text)
+        json.loads(text, parse_constant=refuse)
     except (ValueError, RecursionError):
         return False
     return True
@@ -96,7 +103,7 @@ def _read(path: str, noun: str, forms: Mapping[str, Callable[[str], _T]]) -> _T:
         text = Path(path).read_text("utf-8")
     except (OSError, ValueError) as error:
         reason = (isinstance(error, OSError) and error.strerror) or str(error)
-        raise _invalid("bad-value", path, f"the {noun} cannot be read: {reason}") from None
+        raise invalid("bad-value", path, f"the {noun} cannot be read: {reason}") from None
     parse = forms.get(Path(path).suffix.lower(), forms[".json"])
     return _named(path, lambda: parse(text))
 
@@ -113,7 +120,7 @@ def _in(path: str, violations: Sequence[Violation]) -> InvalidInput:
     return InvalidInput([Violation(v.rule, f"{path}: {v.where}", v.detail) for v in violations])
 
 
-def _invalid(rule: str, where: str, detail: str) -> InvalidInput:
+def invalid(rule: str, where: str, detail: str) -> InvalidInput:
     return InvalidInput([Violation(rule, where, detail)])
 
 
@@ -121,12 +128,11 @@ def open_output(path: str) -> Path:
     """Refused before the search, not after it."""
     target = Path(path)
     if target.is_dir() or not target.parent.is_dir():
-        raise _invalid("bad-value", path, "the plan cannot be written there; name a file")
+        raise invalid("bad-value", path, "the plan cannot be written there; name a file")
     return target
 
 
 def write_plan(target: Path, plan: Plan) -> None:
-
     if target.suffix.lower() == ".txt":
         text = print_plan(plan)
     else:
@@ -134,8 +140,6 @@ def write_plan(target: Path, plan: Plan) -> None:
     try:
         target.write_text(text, "utf-8")
     except OSError as error:
-        raise _invalid(
+        raise invalid(
             "bad-value", str(target), f"the plan cannot be written: {error.strerror}"
         ) from None
-
-

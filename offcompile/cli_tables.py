@@ -9,11 +9,12 @@ import sys
 from collections.abc import Iterable, Mapping, Sequence
 
 from rich import box
-from rich.console import Console, Group, RenderableType
+from rich.console import Console, Group, JustifyMethod, RenderableType
 from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
+from offcompile.cli_files import printable
 from offcompile.hardware import HardwareProfile
 from offcompile.ir import HOST_COMPUTE, Machine, Plan, Problem, Span, Timeline, Violation
 from offcompile.ir.units import compressed_bytes, show_us
@@ -25,13 +26,6 @@ VIOLATIONS_SHOWN = 20
 WIDTH_OFF_TERMINAL = 132
 
 
-def printable(text: str) -> str:
-    """The text with everything but plain characters and line ends spelt out."""
-    return "".join(
-        c if c.isprintable() or c == "\n" else c.encode("unicode_escape").decode() for c in text
-    )
-
-
 def show_plan(problem: Problem, machine: Machine, result: PlanResult) -> None:
     timeline, plan = result.timeline, result.plan
     waits = sum(stall.duration_ns for stall in timeline.stalls) / 1000
@@ -41,8 +35,10 @@ def show_plan(problem: Problem, machine: Machine, result: PlanResult) -> None:
         f"{size(sum(t.nbytes for t in problem.tensors))} in all",
         "makespan": show_us(timeline.makespan_us),
         "lower bound": f"{show_us(result.lower_bound_us)} ({result.bound_method})",
-        "gap": f"{100 * result.gap:.2f}%: no valid plan is more than that much faster",
-        "waiting": f"{show_us(waits)} before {len(timeline.stalls)} ops",
+        "gap": f"{100 * result.gap:.2f}% above the bound, which no valid plan can beat",
+        "waiting": f"{show_us(waits)} before {_count(len(timeline.stalls), 'op')}"
+        if timeline.stalls
+        else "no op waits",
         "plan": _census(plan),
     }
     _print(
@@ -68,19 +64,19 @@ def show_check(
             *_note(timeline),
         )
         return
-    count = f"  {len(violations)} violation{'' if len(violations) == 1 else 's'}"
     table = _table("", ("rule", "where", "what was found"))
     for violation in violations[:VIOLATIONS_SHOWN]:
         table.add_row(*_cells(violation.rule, violation.where, violation.detail))
     _print(
-        Text.assemble(("not valid", "bold red"), count),
+        Text.assemble(("not valid", "bold red"), f"  {_count(len(violations), 'violation')}\n"),
         table,
         *_more(len(violations) - VIOLATIONS_SHOWN, "--json"),
     )
 
 
 def show_profiles(profiles: Sequence[HardwareProfile]) -> None:
-    table = _table("", ("name", "device", "memory", "GB/s", "bf16 TFLOP/s", "host link GB/s"), 2)
+    figures = ("memory", "GB/s", "bf16 TFLOP/s", "host link GB/s")
+    table = _table("", ("name", "device", *figures), figures)
     for p in profiles:
         flops = p.matmul_tflops.get("bf16")
         link = f"{p.h2d_gbps:g} / {p.d2h_gbps:g}"
@@ -96,7 +92,7 @@ def show_profiles(profiles: Sequence[HardwareProfile]) -> None:
         )
     _print(
         table,
-        Text("Starting figures, from datasheets and published measurements; a .toml of your own"),
+        Text("\nStarting figures, from datasheets and published measurements; a .toml of your own"),
         Text('with the same keys (or `base = "rtx4090"` and what differs) goes wherever a name'),
         Text("does. The link is to the device / from the device."),
     )
@@ -106,7 +102,8 @@ def show_profiles(profiles: Sequence[HardwareProfile]) -> None:
 
 
 def _memory(machine: Machine, timeline: Timeline) -> RenderableType:
-    table = _table("memory", ("tier", "peak", "capacity", "used"), 1)
+    figures = ("peak", "capacity", "used")
+    table = _table("memory", ("tier", *figures), figures)
     for tier in machine.tiers:
         peak = timeline.peak_bytes.get(tier.name, 0)
         if tier.capacity_bytes is None:
@@ -120,7 +117,8 @@ def _memory(machine: Machine, timeline: Timeline) -> RenderableType:
 
 def _lanes(problem: Problem, machine: Machine, plan: Plan, timeline: Timeline) -> RenderableType:
     """What each lane does in one step: what the plan moves, and what ran where."""
-    table = _table("lanes, per step", ("lane", "moves", "bytes", "busy", "of the step"), 1)
+    figures = ("moves", "bytes", "busy", "of the step")
+    table = _table("lanes, per step", ("lane", *figures), figures)
     last = len(timeline.steps) - 1
     busy_ns: dict[str, int] = {}
     for span in _settled(timeline.spans, last):
@@ -146,7 +144,7 @@ def _moves(problem: Problem, plan: Plan, timeline: Timeline) -> RenderableType:
     if not plan.moves:
         return Text("nothing moves")
     headers = ("move", "tensor", "bytes", "way", "after", "ready before", "starts", "takes")
-    table = _table("moves, by start within the step", headers, 2)
+    table = _table("moves, by start within the step", headers, ("bytes", "starts", "takes"))
     last = len(timeline.steps) - 1
     span_of = {s.id: s for s in _settled(timeline.spans, last)}
     begin_of = {
@@ -176,8 +174,9 @@ def _moves(problem: Problem, plan: Plan, timeline: Timeline) -> RenderableType:
 
 def _stalls(timeline: Timeline) -> RenderableType:
     if not timeline.stalls:
-        return Text("no op waits")
-    table = _table("longest waits", ("before", "from", "for", "waited for"))
+        return Group()
+    headers = ("before", "from", "for", "waited for")
+    table = _table("longest waits", headers, ("from", "for"))
     begin_ns = timeline.steps[-1][0] if timeline.steps else 0
     longest = sorted(timeline.stalls, key=lambda s: -s.duration_ns)[:STALLS_SHOWN]
     for stall in longest:
@@ -205,12 +204,13 @@ def _census(plan: Plan) -> str:
         "recomputation": len(plan.recomputes),
         "host update": on_host,
     }
-    said = [f"{n} {what}{_plural(n, what)}" for what, n in counts.items() if n]
+    said = [_count(n, what) for what, n in counts.items() if n]
     return ", ".join(said) or "everything stays on the device"
 
 
-def _plural(count: int, noun: str) -> str:
-    return "" if count == 1 else "es" if noun.endswith("s") else "s"
+def _count(count: int, noun: str) -> str:
+    plural = "" if count == 1 else "es" if noun.endswith("s") else "s"
+    return f"{count} {noun}{plural}"
 
 
 def _settled(spans: Iterable[Span], last_step: int) -> list[Span]:
@@ -247,14 +247,19 @@ def _print(*parts: RenderableType) -> None:
         console.print(part)
 
 
-def _table(title: str, headers: Sequence[str], numbers_from: int | None = None) -> Table:
-    """A table whose columns are text up to `numbers_from`, and figures after it."""
+def _table(title: str, headers: Sequence[str], figures: Sequence[str] = ()) -> Table:
+    """A table of text, and of figures in the columns named twice."""
+    heading = f"\n{title}" if title else None
     table = Table(
-        title=title or None, title_justify="left", title_style="bold", box=box.SIMPLE_HEAD
+        title=heading,
+        title_justify="left",
+        title_style="bold",
+        box=box.SIMPLE_HEAD,
+        show_edge=False,
     )
-    for i, header in enumerate(headers):
-        figures = numbers_from is not None and i >= numbers_from
-        table.add_column(header, justify="right" if figures else "left", overflow="fold")
+    for header in headers:
+        justify: JustifyMethod = "right" if header in figures else "left"
+        table.add_column(header, justify=justify, overflow="fold")
     return table
 
 

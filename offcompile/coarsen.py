@@ -129,9 +129,7 @@ def _held(
     inner = {t for t in short if first_use[t] >= low and last_use[t] <= high}
     peak = 0
     for i in group:
-        live = sum(
-            problem.tensor[t].nbytes for t in short if first_use[t] <= i <= last_use[t]
-        )
+        live = sum(problem.tensor[t].nbytes for t in short if first_use[t] <= i <= last_use[t])
         peak = max(peak, live + problem.ops[i].workspace_bytes)
     return peak, inner, short - inner
 

@@ -13,7 +13,6 @@ from offcompile.ir.verify import check_structure, check_timeline
 from offcompile.passes.registry import make
 from offcompile.simulate import Simulator
 
-
 #: how much of the time given goes into the proven bound (which also guides the search)
 BOUND_SHARE = 0.3
 

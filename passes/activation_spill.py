@@ -72,15 +72,22 @@ class ActivationSpill:
 
     def _search(self, trials: Trials, ways: Sequence[_Moves]) -> None:
         """Each share of recomputation with the moves it leaves; the best one is then refined."""
+        refined: _Moves | None = None
         best, best_us = ways[0], float("inf")
         for way in ways:
             way.select()
             if trials.best_us < best_us:
-                best, best_us = way, trials.best_us
+                best = way
+            if way is ways[0] and best is way and trials.best is not None:
+                way.refine(self.rounds)
+                refined = way
+            best_us = trials.best_us
+            if best_us <= ways[0].compute_us:
+                return
         if trials.best is None:
             for way in ways:
                 way.move_everything()
-        elif self.judge is not None:
+        elif best is not refined:
             best.refine(self.rounds)
 
 
@@ -94,6 +101,7 @@ class _Moves:
         self.again = again
         self.base = pressure(self.problem, Decisions(recomputes=again))
         self.excess = self.base.excess(self.machine)
+        self.compute_us = self.base.program.starts_us()[-1]
         tiers = [t for t in options.tiers.split("+") if t in self.machine.tier]
         if options.variant == "printed":
             tiers = tiers[-1:]  # one place for all: the SSD, where there is one
@@ -156,7 +164,7 @@ class _Moves:
         for at in range(rounds):
             timeline = self.trials.best_timeline
             if timeline is None or not timeline.stalls or not self.gaps:
-                break
+                break  # without a judge, too: there is nothing to learn from
             need = self._relieve(need, timeline)
             if self._cover(need, BRIEF if at % 2 else TRANSFER, self.limits):
                 need = list(self.excess)

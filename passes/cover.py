@@ -1,7 +1,8 @@
-"""Choosing gaps until nothing is over capacity: greedy by bytes freed per lane time, then pruned."""
+"""Choosing gaps until nothing is over capacity: greedy by bytes per lane time, then pruned."""
 
 from __future__ import annotations
 
+import heapq
 import random
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -84,8 +85,6 @@ class Cover:
         gaps = self.gaps.gaps
         over = {j: h - limit[j] for j, h in enumerate(self.held) if h > limit[j]}
         # lazy greedy: a gap's profit only falls as others are chosen, so a stale top is re-priced
-        import heapq
-
         heap: list[tuple[float, int]] = []
         seen: set[int] = set()
         for j in over:
@@ -122,9 +121,7 @@ class Cover:
         gap = self.gaps.gaps[index]
         near = (index - 2, index - 1, index + 1, index + 2)
         return [
-            k
-            for k in near
-            if 0 <= k < len(self.gaps.gaps) and self.gaps.gaps[k].value == gap.value
+            k for k in near if 0 <= k < len(self.gaps.gaps) and self.gaps.gaps[k].value == gap.value
         ]
 
     def _profit(
@@ -143,8 +140,8 @@ class Cover:
     def prune(self, capacity: float, prices: Prices, rng: random.Random | None = None) -> None:
         """Bring back what need not be away, dearest first."""
         gaps = self.gaps.gaps
-        noise = (lambda: 1.0) if rng is None else (lambda: rng.uniform(0.7, 1.3))
-        order = sorted(self.away, key=lambda i: (-self.cost(gaps[i], prices) * noise(), i))
+        noise = {i: 1.0 if rng is None else rng.uniform(0.7, 1.3) for i in sorted(self.away)}
+        order = sorted(self.away, key=lambda i: (-self.cost(gaps[i], prices) * noise[i], i))
         for i in order:
             if self.fits(i, capacity):
                 self.remove(i)

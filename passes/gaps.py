@@ -14,7 +14,6 @@ from .decisions import Away
 from .lanes import Routes
 from .program import Access, Intervals, Program, span
 
-
 #: beyond so many runs neighbouring ones share a cell
 MOST_CELLS = 400
 
@@ -72,9 +71,7 @@ class Gaps:
         return [a + b for a, b in zip(runs, total.sums(), strict=True)]
 
 
-def find_gaps(
-    program: Program, machine: Machine, tier: str = HOST, lossy: bool = False
-) -> Gaps:
+def find_gaps(program: Program, machine: Machine, tier: str = HOST, lossy: bool = False) -> Gaps:
     """The gaps that may be spent on `tier`, with the codec that takes the lanes least time."""
     n = len(program.runs)
     width = max(1, -(-n // MOST_CELLS))

@@ -2,17 +2,158 @@
 
 MemFerry §IV-D: every gradient is first taken to be written in place on the host, and the
 reserve factor says how many bytes of them may be produced on the device after all. Choosing
-them is a 0/1 knapsack: the gain of a gradient is what its backward op saves.
+them is a 0/1 knapsack: the gain of a gradient is what its backward op saves. A gradient that
+cannot be written in place is written on the device and moved out at once.
+
+The paper limits the sum of the bytes. The true limit is a peak over time, so without a reserve
+factor the knapsack (which is safe) is followed by whatever else fits where it lives.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from collections.abc import Set as AbstractSet
+from dataclasses import dataclass, field
 from fractions import Fraction
+from typing import ClassVar
+
+from offcompile.ir import Machine, Plan, Problem, Tensor
+from offcompile.ir.units import exact, round_ns
+
+from .contract import Judge
+from .fitting import Fitting
+from .frame import Frame, Mode
+from .gaps import Gap
+from .program import Intervals
 
 #: cells of the dynamic program's table: they set its quantum unless one is given
 TABLE_CELLS = 4_000_000
+
+METHODS = ("dp", "ratio")
+
+
+@dataclass(frozen=True)
+class GradientReserve:
+    """Gradients go to the host, written in place where they can be, unless reserved a place.
+
+    `reserve` is the fraction of all gradient bytes that may be kept on the device (None: as much
+    as fits); `method` is `dp` (the paper's) or `ratio` (most gain per byte first).
+    """
+
+    name: ClassVar[str] = "gradient_reserve"
+
+    reserve: float | None = None
+    method: str = "dp"
+    judge: Judge | None = field(default=None, compare=False)
+
+    def __post_init__(self) -> None:
+        if self.method not in METHODS:
+            raise ValueError(f"method is {self.method!r}; it must be one of {', '.join(METHODS)}")
+        if self.reserve is not None and not 0 <= self.reserve <= 1:
+            raise ValueError(f"reserve is {self.reserve}; it must lie between 0 and 1, or be none")
+
+    def apply(self, problem: Problem, machine: Machine, plan: Plan) -> Plan:
+        fitting = Fitting(problem, machine, self.judge, plan, first="gradient")
+        gradients = _Gradients(problem, fitting)
+        kept = self._kept(gradients)
+        # where even the reserve asked for does not fit, none: the paper's default
+        for reserved in dict.fromkeys((kept, frozenset[str]())):
+            frame = fitting.frame(gradients.mode(reserved))
+            fitting.offer(frame, gradients.away(reserved))
+            if fitting.trials.best is not None:
+                break
+        return fitting.plan()
+
+    def _kept(self, gradients: _Gradients) -> frozenset[str]:
+        choose = reserve_dp if self.method == "dp" else reserve_ratio
+        sizes = [g.nbytes for g in gradients.all]
+        gains = [gradients.gain_ns(g) for g in gradients.all]
+        if self.reserve is None:
+            room = gradients.room()
+            chosen = choose(sizes, gains, min(sum(sizes), max(0, room)))
+            names = [gradients.all[n].id for n in chosen]
+            return gradients.extended(names, [gradients.all[n].id for n in _by_ratio(sizes, gains)])
+        chosen = choose(sizes, gains, int(exact(self.reserve) * sum(sizes)))
+        return frozenset(gradients.all[n].id for n in chosen)
+
+
+class _Gradients:
+    """The gradients of a problem: what each gains from a place on the device, and where it lies."""
+
+    def __init__(self, problem: Problem, fitting: Fitting) -> None:
+        self.problem, self.fitting = problem, fitting
+        self.plain: Frame = fitting.frame(fitting.base)
+        self.gaps: dict[str, list[Gap]] = {}
+        self.direct: dict[str, tuple[str, ...]] = {}  # gradient → ops that write it in place
+        self.all: list[Tensor] = []
+        if not fitting.host:
+            return
+        for gap in self.plain.gaps.gaps:
+            self.gaps.setdefault(gap.tensor.id, []).append(gap)
+        hosted = {r.name for r in self.plain.program.runs if r.on_host}
+        for tensor in problem.tensors:
+            g = tensor.id
+            writers = [o for o in problem.ops if g in o.writes and o.id not in hosted]
+            if tensor.kind != "gradient" or not writers:
+                continue
+            if all(g in o.direct for o in writers):
+                self.direct[g] = tuple(o.id for o in writers)
+            if g in self.direct or g in self.gaps:
+                self.all.append(tensor)
+
+    def gain_ns(self, tensor: Tensor) -> int:
+        """What a place on the device saves: slower writers, or else the way out and back."""
+        g = tensor.id
+        if g in self.direct:
+            ops = [self.problem.op[o] for o in self.direct[g]]
+            return sum(round_ns(o.direct[g]) - round_ns(o.duration_us) for o in ops)
+        return sum(round_ns(gap.out_us + gap.in_us) for gap in self.gaps[g])
+
+    def mode(self, reserved: frozenset[str]) -> Mode:
+        base = self.fitting.base
+        born = {(o, g) for g, ops in self.direct.items() if g not in reserved for o in ops}
+        return Mode(base.directs | born, base.recomputes, base.hosted)
+
+    def away(self, reserved: frozenset[str]) -> set[tuple[str, str | None]]:
+        """Gaps that gradients without a reserved place spend on the host."""
+        outside = [t.id for t in self.all if t.id not in reserved and t.id not in self.direct]
+        return {(g, gap.after) for g in outside for gap in self.gaps[g]}
+
+    def _held(self, reserved: frozenset[str]) -> list[int]:
+        """Bytes on the device run by run: with all of it in place, less what is not reserved."""
+        program = self.plain.program
+        total = Intervals(len(program.runs))
+        for gap in self.plain.gaps.gaps:
+            total.add(gap.first, gap.last, gap.tensor.nbytes)
+        for g in self._outside(reserved):
+            for gap in self.gaps.get(g, ()):
+                total.add(gap.first, gap.last, -gap.tensor.nbytes)
+        held = [a + b for a, b in zip(program.op_bytes, total.sums(), strict=True)]
+        for g in self._outside(reserved):
+            for op in self.direct.get(g, ()):
+                held[program.position[op]] -= self.problem.tensor[g].nbytes
+        return held
+
+    def _outside(self, reserved: frozenset[str]) -> list[str]:
+        return [t.id for t in self.all if t.id not in reserved]
+
+    def room(self) -> int:
+        """Bytes left at the worst run when no gradient is reserved: the sum that always fits."""
+        capacity = self.plain.capacity
+        if capacity == float("inf"):
+            return sum(t.nbytes for t in self.all)
+        return int(capacity) - max(self._held(frozenset()), default=0)
+
+    def extended(self, reserved: Sequence[str], order: Sequence[str]) -> frozenset[str]:
+        """`reserved`, and in this order what else fits beside it at every run."""
+        kept = frozenset(reserved)
+        capacity = self.plain.capacity
+        if capacity == float("inf"):
+            return kept
+        for g in order:
+            if g not in kept and max(self._held(kept | {g})) <= capacity:
+                kept |= {g}
+        return kept
 
 
 def _by_ratio(sizes: Sequence[int], gains: Sequence[int]) -> list[int]:
@@ -73,7 +214,8 @@ def reserve_dp(
 
     Sizes are rounded up to whole quanta, so the answer always fits, and what that leaves
     unused costs a little: `fill` hands the unused bytes to what still fits, with exchanges
-    (the paper does not). Without a quantum it is as fine as `TABLE_CELLS` allow: 20,000 columns for 200 items.
+    (the paper does not). Without a quantum it is as fine as `TABLE_CELLS` allow: 20,000
+    columns for 200 items.
     """
     items = [n for n in range(len(sizes)) if gains[n] > 0 and sizes[n] <= capacity]
     if sum(sizes[n] for n in items) <= capacity:
@@ -141,7 +283,7 @@ def reserve_exact(sizes: Sequence[int], gains: Sequence[int], capacity: int) -> 
         merged.sort(key=lambda p: (p[0], -p[1]))
         front, highest = [], -1
         for used, total, link, took in merged:
-            if total <= highest or bound(at + 1, used, total) <= best_gain and total <= best_gain:
+            if total <= highest or bound(at + 1, used, total) <= best_gain:
                 continue
             highest = total
             if took:

@@ -122,6 +122,8 @@ def repaired(layers: Sequence[LayerTimes]) -> Schedule:
             for i in range(n + 1):
                 if not loaded[i] or layers[i].direct_ns is None:
                     continue
+                if best.link_ns < best.end_ns - layer.compute_ns - layer.between_ns:
+                    break  # nothing waits for the newest load any more
                 loaded[i] = False
                 tried = evaluate(prefix, loaded)
                 if (tried.end_ns, tried.link_ns) < (best.end_ns, best.link_ns):
@@ -135,8 +137,11 @@ def repaired(layers: Sequence[LayerTimes]) -> Schedule:
 _Front = list[tuple[int, int, int]]  # sorted: first figure up, second down; then 2·parent + loaded
 
 
-def _prune(candidates: _Front, quantum_ns: int) -> _Front:
-    """The points that no other beats on both figures; of points within a quantum, one."""
+def _prune(candidates: _Front, quantum_ns: int, most: int | None) -> _Front:
+    """The points that no other beats on both figures; of points within a quantum, one.
+
+    Of more than `most`, as many spread evenly, the outermost two among them.
+    """
     candidates.sort()
     front: _Front = []
     lowest: int | None = None
@@ -144,6 +149,8 @@ def _prune(candidates: _Front, quantum_ns: int) -> _Front:
         if lowest is None or point[1] < lowest - quantum_ns:
             front.append(point)
             lowest = point[1]
+    if most is not None and len(front) > most:
+        front = [front[i * (len(front) - 1) // (most - 1)] for i in range(most)]
     return front
 
 
@@ -163,15 +170,17 @@ def exact(
     start_ns: int = 0,
     link_limit_ns: int | None = None,
     quantum_ns: int = 0,
+    most: int | None = None,
 ) -> Schedule | None:
     """The modes that end first, by Pareto programming.
 
     No load may end after `link_limit_ns`; None if the layers that must be loaded cannot hold
     that. A positive `quantum_ns` thins the fronts: the end is then late by at most one quantum
-    a layer. Two fronts, of prefixes from the left and of suffixes from the right, meet in the
-    middle: a suffix takes (link, end) to max(end + work, link + path), so its pair of figures
-    (work, path) is all there is to know of it, and two short fronts are much cheaper than
-    one long one.
+    a layer. `most` bounds their length, for nets so deep that exactness would take too long
+    (no guarantee then). Two fronts, of prefixes from the left and of suffixes from the right,
+    meet in the middle: a suffix takes (link, end) to max(end + work, link + path), so its pair
+    of figures (work, path) is all there is to know of it, and two short fronts are much cheaper
+    than one long one.
     """
     middle = len(layers) // 2 if link_limit_ns is None else len(layers)
     prefixes: list[_Front] = []
@@ -186,7 +195,7 @@ def exact(
         if layer.direct_ns is not None:
             direct = layer.direct_ns + layer.between_ns
             following += [(link, end + direct, 2 * n) for n, (link, end, _) in enumerate(front)]
-        front = _prune(following, quantum_ns)
+        front = _prune(following, quantum_ns, most)
         if not front:
             return None
         prefixes.append(front)
@@ -203,7 +212,7 @@ def exact(
         if layer.direct_ns is not None:
             direct = layer.direct_ns + layer.between_ns
             following += [(work + direct, path, 2 * n) for n, (work, path, _) in enumerate(back)]
-        back = _prune(following, quantum_ns)
+        back = _prune(following, quantum_ns, most)
         suffixes.append(back)
 
     chosen = min(

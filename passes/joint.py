@@ -138,8 +138,10 @@ class Joint:
         found = []
         tiers = [HOST, *(t.name for t in search.machine.tiers if t.name not in (DEVICE, HOST))]
         for tier in tiers if search.best_plan is None else tiers[:1]:
-            here = frame if tier == frame.tier else self._frame(
-                search.problem, search.machine, frame.mode, tier
+            here = (
+                frame
+                if tier == frame.tier
+                else self._frame(search.problem, search.machine, frame.mode, tier)
             )
             covers: set[frozenset[int]] = set()
             for headroom in HEADROOMS:

@@ -27,9 +27,7 @@ class Clock:
     @staticmethod
     def unhindered(program: Program) -> Clock:
         starts = program.starts_us()
-        ends = [
-            s + r.duration_us for s, r in zip(starts, program.runs, strict=False)
-        ]
+        ends = [s + r.duration_us for s, r in zip(starts, program.runs, strict=False)]
         return Clock(starts[:-1], ends, starts[-1])
 
     @staticmethod

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import accumulate
 
 from offcompile.ir import DEVICE, Machine, Problem
 
 from .decisions import Decisions
-from .program import Program, span
+from .program import Program
 from .residency import Residency, plan_residency
 
 
@@ -29,8 +30,12 @@ class Pressure:
 def pressure(problem: Problem, decisions: Decisions) -> Pressure:
     program = Program(problem, decisions)
     residency = plan_residency(program, decisions)
-    kept = list(program.op_bytes)
+    change = [0] * (len(program.runs) + 1)
     for tensor, first, last in residency.held:
-        for at in span(first, last, len(kept)):
-            kept[at] += tensor.nbytes
-    return Pressure(program, residency, tuple(kept))
+        change[first + 1] += tensor.nbytes
+        change[last] -= tensor.nbytes
+        if last <= first:  # around the end of the step
+            change[0] += tensor.nbytes
+    beside = accumulate(change[:-1])
+    kept = tuple(own + more for own, more in zip(program.op_bytes, beside, strict=True))
+    return Pressure(program, residency, kept)

@@ -11,7 +11,16 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
-from offcompile.ir import DEVICE, SELF_ENDING_KINDS, Infeasible, Machine, Op, Plan, Problem, Recompute
+from offcompile.ir import (
+    DEVICE,
+    SELF_ENDING_KINDS,
+    Infeasible,
+    Machine,
+    Op,
+    Plan,
+    Problem,
+    Recompute,
+)
 
 from .contract import Judge
 from .covering import Item, Way, cover
@@ -22,8 +31,8 @@ from .trials import Trials
 VARIANTS = ("benefit", "all", "sqrt")
 #: how often the memory that recomputation takes is asked for again
 REPAIRS = 8
-#: dropped ops that are tried one by one for being kept after all
-TRIMS = 150
+#: runs of ops looked at in trying what can be kept after all
+TRIM_WORK = 40_000
 #: parts of the excess that recomputation takes on when moves take the rest
 SHARES = (0.125, 0.25, 0.5, 0.75, 1.0)
 
@@ -270,13 +279,20 @@ def _trim(
 ) -> tuple[int, Sequence[str]]:
     """Keep what can be kept after all, the dearest first."""
     duration = {d.op: d.duration_ns for d in droppable}
-    kept = list(dropped)
+    kept = sorted(dropped, key=lambda x: (-duration[x], x))
     _, best = _excess(problem, machine, recomputes_for(problem, droppable, kept))
-    for op in sorted(dropped, key=lambda x: (-duration[x], x))[:TRIMS]:
-        fewer = [x for x in kept if x != op]
+    tries = max(16, TRIM_WORK // max(1, len(problem.ops)))
+    # half of them at once, and where that fails half of that half
+    groups = [kept[len(kept) // 2 :], kept[: len(kept) // 2]]
+    while groups and tries:
+        group = groups.pop()
+        fewer = [x for x in kept if x not in set(group)]
         over, added = _excess(problem, machine, recomputes_for(problem, droppable, fewer))
-        if max(over, default=0) <= 0 and added <= best:
+        tries -= 1
+        if group and max(over, default=0) <= 0 and added <= best:
             kept, best = fewer, added
+        elif len(group) > 1:
+            groups += [group[len(group) // 2 :], group[: len(group) // 2]]
     return best, kept
 
 

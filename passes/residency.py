@@ -178,12 +178,14 @@ class _Walk:
         """Copy the value to `target` from the best tier that has it."""
         if not self.valid:
             raise Infeasible(
-                f"{need.name if need else 'an op'} reads {self.tensor.id} before anything writes it.",
+                f"{self.tensor.id} is read (by {need.name if need else 'some op'})"
+                " before anything writes it.",
                 None,
                 f"Give {self.tensor.id} a home, or put the op that writes it first.",
             )
         # a copy further out serves before the device's: that one is on its way there already
-        order = (HOST, DEVICE) if target == DEVICE else (*sorted(set(self.valid) - {DEVICE}), DEVICE)
+        further = sorted(set(self.valid) - {DEVICE})
+        order = [HOST, DEVICE] if target == DEVICE else [*further, DEVICE]
         source = next((t for t in order if t in self.valid), next(iter(self.valid)))
         if source != DEVICE:
             codec = self.valid[source]

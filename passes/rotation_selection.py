@@ -12,9 +12,9 @@ from __future__ import annotations
 
 import heapq
 from bisect import bisect_left, bisect_right
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
-from itertools import accumulate, repeat
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
+from itertools import accumulate
 
 from .lanes import Clock
 
@@ -26,9 +26,11 @@ class Gap:
     tensor: str
     nbytes: int
     after: str | None  # the access before it
+    tier: str  # where it would wait
     first: int  # the position of that access
     last: int  # of the access after it; on a ring above `first`, perhaps beyond the end
-    #: gaps of one value share its write-back (§3, the discount); None: nothing to write back
+    #: (tensor, position of its write): gaps of one value share its write-back (§3, the discount);
+    #: None: a copy is out there already
     value: tuple[str, int] | None
     out_us: float
     back_us: float  # 0: nobody uses the tensor again
@@ -42,19 +44,31 @@ class Need:
     gaps: tuple[Gap, ...]
     steady: bool
 
+    def with_reserve(self, nbytes: int) -> Need:
+        """The same need in a budget smaller by `nbytes`, to leave room for copies under way."""
+        return replace(self, excess=tuple(x + nbytes for x in self.excess))
+
 
 #: per gap, the positions freed: from, to (exclusive), counted onwards past the end of the ring
 Coverage = Sequence[tuple[int, int]]
+#: microseconds that a gap adds to the lanes, or worse; told whether its write-back is still to pay
+Price = Callable[[Gap, bool], float]
+
+
+def lane_time(gap: Gap, writes: bool) -> float:
+    """§5's cost: the copy back, and the write-back unless another gap of the value pays for it."""
+    return gap.back_us + (gap.out_us if writes else 0.0)
 
 
 def plain_coverage(need: Need) -> Coverage:
-    """§5: everything between the two uses, whatever the copies take."""
+    """§5: everything between the two uses, whatever time the copies take."""
     return [(g.first + 1, g.last) for g in need.gaps]
 
 
 def aware_coverage(need: Need, clock: Clock) -> Coverage:
-    """Without the runs that overlap the weight's own write-back or its own prefetch."""
-    n, turns = len(need.excess), 3 if need.steady else 1
+    """Without the runs that overlap the weight's own write-back or its own prefetch: until the
+    one has ended, and from when the other must start, the bytes are taken all the same."""
+    turns = 3 if need.steady else 1
     starts = [t * clock.period + x for t in range(turns) for x in clock.starts]
     ends = [t * clock.period + x for t in range(turns) for x in clock.ends]
     covered = []
@@ -62,106 +76,111 @@ def aware_coverage(need: Need, clock: Clock) -> Coverage:
         low, high = g.first + 1, g.last
         if g.value is not None:
             written = g.value[1]
-            gone = (ends[written] if written >= 0 else 0.0) + g.out_us
+            gone_us = clock.end_of(written) + g.out_us
             if written > g.first:  # written in the step before
-                gone -= clock.period
-            low = max(low, bisect_left(starts, gone - 1e-9))
+                gone_us -= clock.period
+            low = max(low, bisect_left(starts, gone_us - 1e-9))
         if g.back_us:
-            due = starts[g.last] if g.last < len(starts) else clock.period
-            high = min(high, bisect_right(ends, due - g.back_us + 1e-9))
+            high = min(high, bisect_right(ends, starts[g.last] - g.back_us + 1e-9))
         covered.append((low, max(low, high)))
     return covered
 
 
 class Congestion:
-    """How busy each lane already is around the time of a copy: what spreads choices out."""
+    """Prices that rise where a lane is already busy, so that what is chosen spreads over the step.
 
-    def __init__(self, need: Need, clock: Clock, buckets: int, weight: float) -> None:
-        self.period, self.weight = max(clock.period, 1e-9), weight
-        self.buckets = buckets
-        self.out, self.back = [0.0] * buckets, [0.0] * buckets
+    Equal layers have gaps of nearly equal profit in a row; taken in a row, their copies crowd the
+    lanes at two moments of the step. Each lane's step is cut into stretches of about one copy;
+    a copy occupies the one it would run in and the one before (in) or after it (out).
+    """
+
+    STRETCHES = (8, 4096)  # least and most
+    SPAN = 2
+    WEIGHT = 20.0  # how much dearer a lane is where it is full
+
+    def __init__(self, need: Need, clock: Clock) -> None:
         self.clock, self.n = clock, len(need.excess)
+        self.period = max(clock.period, 1e-9)
+        mean_us = sum(g.back_us for g in need.gaps) / max(1, len(need.gaps))
+        least, most = self.STRETCHES
+        self.stretches = max(least, min(most, int(self.period / max(mean_us, 1e-9))))
+        self.out, self.back = [0.0] * self.stretches, [0.0] * self.stretches
 
-    def _spread(self, lane: list[float], at_us: float, step: int) -> Iterator[int]:
-        b = int(at_us / self.period * self.buckets)
-        for k in range(WINDOW):
-            yield (b + step * k) % self.buckets
+    def _places(self, at_us: float, step: int) -> list[int]:
+        here = int(at_us / self.period * self.stretches)
+        return [(here + step * k) % self.stretches for k in range(self.SPAN)]
 
-    def _places(self, gap: Gap) -> tuple[list[int], list[int]]:
-        clock = self.clock
-        gone = clock.end_of(gap.first % self.n if gap.first >= 0 else -1)
-        due = clock.starts[gap.last % self.n]
-        return list(self._spread(self.out, gone, 1)), list(self._spread(self.back, due, -1))
+    def _out(self, gap: Gap) -> list[int]:
+        return self._places(self.clock.end_of(gap.first), 1)
+
+    def _back(self, gap: Gap) -> list[int]:
+        return self._places(self.clock.starts[gap.last % self.n], -1)
 
     def price(self, gap: Gap, writes: bool) -> float:
-        out, back = self._places(gap)
-        price = gap.back_us * (1 + self.weight * sum(self.back[b] for b in back))
+        price = gap.back_us * (1 + self.WEIGHT * sum(self.back[b] for b in self._back(gap)))
         if writes:
-            price += gap.out_us * (1 + self.weight * sum(self.out[b] for b in out))
+            price += gap.out_us * (1 + self.WEIGHT * sum(self.out[b] for b in self._out(gap)))
         return price
 
-    def add(self, gap: Gap, writes: bool) -> None:
-        out, back = self._places(gap)
-        share = self.buckets / self.period / WINDOW / WINDOW
-        for b in back:
+    def take(self, gap: Gap, writes: bool) -> None:
+        share = self.stretches / self.period / self.SPAN**2
+        for b in self._back(gap):
             self.back[b] += gap.back_us * share
-        for b in out if writes else ():
+        for b in self._out(gap) if writes else ():
             self.out[b] += gap.out_us * share
 
 
-import os
-WINDOW = int(os.environ.get('WINDOW','2'))
-
-
 class Selection:
-    """Gaps chosen so far, and what is still open at each run."""
+    """Gaps chosen so far, and what is still over the budget at each run."""
 
-    def __init__(self, need: Need, coverage: Coverage) -> None:
-        self.need, self.coverage = need, coverage
-        self.n = len(need.excess)
+    def __init__(self, need: Need, coverage: Coverage, chosen: Iterable[int] = ()) -> None:
+        self.need, self.coverage, self.n = need, coverage, len(need.excess)
         self.left = list(need.excess)
         self.chosen: set[int] = set()
         self.values: dict[tuple[str, int], int] = {}  # value → how many of its gaps are chosen
         self._sums: dict[int, list[int]] = {}
+        for i in chosen:
+            self.add(i)
 
-    def _pieces(self, i: int) -> Iterable[tuple[int, int]]:
+    @property
+    def worst(self) -> int:
+        return max(self.left, default=0)
+
+    def _pieces(self, i: int) -> tuple[tuple[int, int], ...]:
         low, high = self.coverage[i]
         if low >= high:
             return ()
         low, high = low % self.n, low % self.n + high - low
         return ((low, high),) if high <= self.n else ((low, self.n), (0, high - self.n))
 
-    def _change(self, i: int, nbytes: int) -> None:
+    def _change(self, i: int, nbytes: int, count: int) -> None:
         for low, high in self._pieces(i):
             self.left[low:high] = [x + nbytes for x in self.left[low:high]]
         self._sums.clear()
-
-    def writes(self, i: int) -> bool:
-        """Whether the gap would add a write-back."""
         value = self.need.gaps[i].value
-        return value is not None and self.values.get(value, 0) - (i in self.chosen) == 0
+        if value is not None:
+            self.values[value] = self.values.get(value, 0) + count
 
     def add(self, i: int) -> None:
-        gap = self.need.gaps[i]
         self.chosen.add(i)
-        if gap.value is not None:
-            self.values[gap.value] = self.values.get(gap.value, 0) + 1
-        self._change(i, -gap.nbytes)
+        self._change(i, -self.need.gaps[i].nbytes, 1)
 
     def remove(self, i: int) -> None:
-        gap = self.need.gaps[i]
         self.chosen.discard(i)
-        if gap.value is not None:
-            self.values[gap.value] -= 1
-        self._change(i, gap.nbytes)
+        self._change(i, self.need.gaps[i].nbytes, -1)
+
+    def writes(self, i: int) -> bool:
+        """Whether this gap, besides the others chosen, brings about a write-back."""
+        value = self.need.gaps[i].value
+        return value is not None and self.values.get(value, 0) == (i in self.chosen)
 
     def gain(self, i: int) -> int:
-        """Bytes over budget that the gap would take away, summed over the runs it covers."""
+        """Bytes over the budget that the gap would take away, summed over the runs it covers."""
         size = self.need.gaps[i].nbytes
         sums = self._sums.get(size)
         if sums is None:
-            open_bytes = (min(x, size) if x > 0 else 0 for x in self.left)
-            sums = self._sums[size] = list(accumulate(open_bytes, initial=0))
+            still_over = (min(x, size) if x > 0 else 0 for x in self.left)
+            sums = self._sums[size] = list(accumulate(still_over, initial=0))
         return sum(sums[high] - sums[low] for low, high in self._pieces(i))
 
     def spare(self, i: int) -> bool:
@@ -171,45 +190,73 @@ class Selection:
 
 
 def greedy(
-    selection: Selection, price: Callable[[Gap, bool], float], discount: bool = True,
-    chosen: Callable[[Gap, bool], None] = lambda gap, writes: None,
+    selection: Selection,
+    price: Price = lane_time,
+    discount: bool = True,
+    take: Callable[[Gap, bool], None] | None = None,
 ) -> None:
-    """Algorithm 1: take the gap with most gain for its price until nothing is over the budget."""
-    gaps = selection.need.gaps
+    """Algorithm 1: take the gap with most gain for its price until nothing is over the budget.
+
+    `price` may only rise as gaps are taken; `take` hears of each.
+    """
+    gaps, chosen = selection.need.gaps, selection.chosen
     siblings: dict[tuple[str, int], list[int]] = {}
     for i, gap in enumerate(gaps):
         if gap.value is not None:
             siblings.setdefault(gap.value, []).append(i)
 
     def profit(i: int) -> float:
-        writes = gaps[i].value is not None if not discount else selection.writes(i)
-        return selection.gain(i) / max(price(gaps[i], writes), 1e-9)
+        gain = selection.gain(i)
+        if not gain:
+            return 0.0
+        writes = selection.writes(i) if discount else gaps[i].value is not None
+        return gain / max(price(gaps[i], writes), 1e-9)
 
-    heap = [(-profit(i), i) for i in range(len(gaps)) if i not in selection.chosen]
+    heap = [(-profit(i), i) for i in range(len(gaps)) if i not in chosen]
     heapq.heapify(heap)
-    while heap and max(selection.left) > 0:
+    while heap and selection.worst > 0:
         i = heapq.heappop(heap)[1]
-        if i in selection.chosen:
-            continue
-        now = profit(i)
+        now = 0.0 if i in chosen else profit(i)
         if now <= 0:
             continue
-        if heap and now < -heap[0][0] - 1e-12:
+        if heap and now < -heap[0][0] * (1 - 1e-12):
             heapq.heappush(heap, (-now, i))
             continue
-        writes = selection.writes(i)
-        chosen(gaps[i], writes)
+        gap, writes = gaps[i], selection.writes(i)
+        if take is not None:
+            take(gap, writes)
         selection.add(i)
-        if discount and writes:
-            for k in siblings[gaps[i].value]:  # type: ignore[index]
-                if k not in selection.chosen:
+        if discount and writes and gap.value is not None:
+            for k in siblings[gap.value]:  # the write-back is paid for: they are worth more now
+                if k not in chosen:
                     heapq.heappush(heap, (-profit(k), k))
 
 
-def prune(selection: Selection, price: Callable[[Gap, bool], float]) -> None:
+def prune(selection: Selection) -> None:
     """Keep on the device what need not leave, dearest first."""
     gaps = selection.need.gaps
-    cost = {i: price(gaps[i], selection.writes(i)) for i in selection.chosen}
+    cost = {i: lane_time(gaps[i], selection.writes(i)) for i in selection.chosen}
     for i in sorted(selection.chosen, key=lambda i: (-cost[i], i)):
         if selection.spare(i):
             selection.remove(i)
+
+
+def choose(need: Need, clock: Clock, variant: str) -> set[int]:
+    """The gaps that a variant of the policy spends off the device."""
+    if variant in ("l2l", "l2l_overlapped"):
+        return set(range(len(need.gaps)))
+    if variant in ("printed", "printed_once"):
+        selection = Selection(need, plain_coverage(need))
+        greedy(selection, discount=variant == "printed")
+        return selection.chosen
+    selection = Selection(need, aware_coverage(need, clock))
+    if variant == "spread":
+        congestion = Congestion(need, clock)
+        greedy(selection, congestion.price, take=congestion.take)
+    else:
+        greedy(selection)
+    prune(selection)
+    if selection.worst > 0:  # some copies will be waited for; but what must leave, must leave
+        selection = Selection(need, plain_coverage(need), sorted(selection.chosen))
+        greedy(selection)
+    return selection.chosen

@@ -13,6 +13,7 @@ import random
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import pairwise
 
 from offcompile.ir import Direct, Infeasible, Machine, Plan, Problem, Timeline
 
@@ -57,6 +58,7 @@ class Search:
         self.best_plan: Plan | None = None
         self.best_us = math.inf
         self.progress = progress
+        self.choices = mode_choices(problem)
 
     # ---- bookkeeping ---------------------------------------------------------------------
 
@@ -228,7 +230,7 @@ class Search:
         return limit
 
     def _other_frame(self, state: State) -> tuple[Frame, Cover] | None:
-        mode = change_mode(self.problem, state.frame.mode, self.rng, state.timeline)
+        mode = change_mode(self.choices, state.frame.mode, self.rng, state.timeline)
         if mode is None:
             return None
         frame = Frame(self.problem, self.machine, mode, state.frame.tier, state.frame.lossy)
@@ -257,7 +259,7 @@ def mode_choices(problem: Problem) -> dict[str, list[tuple[str, str]]]:
             continue
         for t in op.writes:
             readers = [j for j in first_reader.get(t, ()) if j > i]
-            for before, after in zip(readers, readers[1:], strict=False):
+            for before, after in pairwise(readers):
                 if after - before > 1:
                     recomputes.append((op.id, problem.ops[after].id))
     return {
@@ -274,10 +276,9 @@ def mode_choices(problem: Problem) -> dict[str, list[tuple[str, str]]]:
 
 
 def change_mode(
-    problem: Problem, mode: Mode, rng: random.Random, timeline: Timeline
+    choices: dict[str, list[tuple[str, str]]], mode: Mode, rng: random.Random, timeline: Timeline
 ) -> Mode | None:
     """One choice of the mode turned over, near a stall when there is one."""
-    choices = mode_choices(problem)
     kinds = [k for k, v in choices.items() if v]
     if not kinds:
         return None

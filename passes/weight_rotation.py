@@ -1,44 +1,50 @@
-"""Weights that take turns on the device (weight-offloading paper, hal-03580767 §3 to §5).
+"""Weights that take turns on the device (weight-offloading paper, hal-03580767, §3 to §5).
 
-Between two uses a weight may wait elsewhere; which gaps are spent so is chosen greedily until no
-run is over the budget. The paper's chain of forward and backward ops is one case: any tensor that
-outlives the step is looked at, whatever ops touch it, on the ring of a steady problem or not.
+Between two uses a weight may wait elsewhere; which gaps are spent so is chosen until no run is over
+the budget (`rotation_selection`). The paper's chain of forward and backward ops is one case: every
+weight or state is looked at, whatever ops touch it, on the ring of a steady problem or not.
+
+Departures from the paper: the current weight is counted once (eq. 1 and Alg. 1 together count it
+twice); Alg. 2, whose feasibility and cut points are not defined, is replaced by the one builder.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import statistics
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import ClassVar
 
 from offcompile.ir import DEVICE, HOST, Infeasible, Machine, Plan, Problem, Tensor
+from offcompile.ir.units import round_ns
 
 from .contract import Judge
 from .decisions import Away, Decisions
 from .lanes import Clock, Routes
 from .program import Program
 from .residency import Residency, plan_residency
-from .rotation_selection import (
-    Congestion,
-    Gap,
-    Need,
-    Selection,
-    aware_coverage,
-    greedy,
-    plain_coverage,
-    prune,
-)
+from .rotation_selection import Gap, Need, Selection, choose, plain_coverage
 from .schedule import Builder
 
 ROTATING = ("weight", "state")
 VARIANTS = ("best", "aware", "spread", "printed", "printed_once", "l2l", "l2l_overlapped")
-import os
-BUCKETS = float(os.environ.get("BUCKETS","1"))
-WEIGHT = float(os.environ.get("WEIGHT","20"))
+#: up to so many runs, selections for smaller budgets are tried too
+SMALL = 600
 
 
 @dataclass(frozen=True)
 class WeightRotation:
+    """One policy with the paper's versions beside ours.
+
+    - `best` (default): `aware` and `spread`, the better by the judge (without one: `spread`);
+    - `aware`: a gap frees nothing while the weight's own write-back or prefetch is under way;
+    - `spread`: `aware`, with gaps the dearer the busier the lanes are at that time of the step;
+    - `printed`: Algorithm 1; `printed_once`: Greedy* of Table 1, which prices each gap as if it
+      were the weight's only one (no discount for a second gap of the same value);
+    - `l2l`: everything leaves after each use and comes back only when needed, nothing overlapped;
+      `l2l_overlapped`: the same decisions with prefetches as early as there is room.
+    """
+
     name: ClassVar[str] = "weight_rotation"
     variant: str = "best"
     judge: Judge | None = None
@@ -48,98 +54,222 @@ class WeightRotation:
             raise ValueError(f"variant {self.variant!r} is not one of {', '.join(VARIANTS)}")
 
     def apply(self, problem: Problem, machine: Machine, plan: Plan) -> Plan:
-        base = Decisions((), plan.directs, plan.recomputes, plan.updates)
-        rotation = Rotation(problem, machine, base)
-        return rotation.build(self.variant, self.judge)
+        """Adds rotation to the directs, recomputations and updates that `plan` decides."""
+        rotation = Rotation(problem, machine, plan)
+        if self.variant != "best":
+            wishes = [(self.variant, 0.0)]
+        elif self.judge is None:
+            wishes = [("spread", 0.0)]
+        else:
+            # a reserve of about one weight helps where several copies are under way at once
+            wishes = [("aware", 0.0), ("spread", 0.0)]
+            if rotation.n <= SMALL:
+                wishes += [("aware", 1.0), ("spread", 1.0)]
+        return rotation.best(wishes, self.judge)
 
 
 class Rotation:
-    def __init__(self, problem: Problem, machine: Machine, base: Decisions) -> None:
-        self.problem, self.machine, self.base = problem, machine, base
+    """The gaps of a problem, and plans that spend some of them away."""
+
+    def __init__(self, problem: Problem, machine: Machine, plan: Plan) -> None:
+        self.problem, self.machine, self.given = problem, machine, plan
+        base = Decisions((), plan.directs, plan.recomputes, plan.updates)
         self.program = Program(problem, base)
         self.clock = Clock.unhindered(self.program)
         self.n = len(self.program.runs)
         residency = plan_residency(self.program, base)
         self.need = Need(self._excess(residency), tuple(self._gaps(residency)), problem.steady)
 
+    def best(self, wishes: Iterable[tuple[str, float]], judge: Judge | None) -> Plan:
+        """The best plan of several (variant, reserve in median weights)."""
+        self._check_floor()
+        best: tuple[float, Plan] | None = None
+        stuck: Plan | None = None
+        tried: set[frozenset[int]] = set()
+        for variant, reserve in wishes:
+            chosen = self.select(variant, reserve)
+            if frozenset(chosen) in tried:
+                continue
+            tried.add(frozenset(chosen))
+            plan = self.build(chosen, judge, lazy=variant == "l2l")
+            if judge is None:
+                return plan
+            timeline = judge(self.problem, self.machine, plan)
+            if not timeline.valid:
+                stuck = plan
+            elif best is None or timeline.makespan_us < best[0]:
+                best = (timeline.makespan_us, plan)
+                if timeline.makespan_us <= self._compute_us():
+                    break
+        if best is not None:
+            return best[1]
+        assert stuck is not None and judge is not None, "every wish gives a plan"
+        raise self._stuck(stuck, judge)
+
+    def _stuck(self, plan: Plan, judge: Judge) -> Infeasible:
+        """Why a plan that fits the device cannot go on: mostly another tier is too small."""
+        wide = self.machine
+        for tier in wide.tiers:
+            wide = wide.with_capacity(tier.name, None)
+        peaks = judge(self.problem, wide, plan).peak_bytes
+        for tier in sorted(self.machine.tiers, key=lambda t: t.name == DEVICE):
+            capacity, peak = tier.capacity_bytes, peaks[tier.name]
+            if capacity is not None and peak > capacity:
+                return Infeasible(
+                    f"With weights taking turns the {tier.name} tier must hold {peak:,} bytes and"
+                    f" its capacity is {capacity:,}: {peak - capacity:,} are missing.",
+                    peak - capacity,
+                    f"Raise the capacity of {tier.name} to {peak:,} bytes.",
+                )
+        detail = judge(self.problem, self.machine, plan).violations[0].detail
+        return Infeasible(
+            f"Weights cannot take turns within the capacities given: {detail}.",
+            None,
+            "Raise the capacity of the tier named, or use the policy joint.",
+        )
+
+    def select(self, variant: str, reserve: float = 0.0) -> set[int]:
+        """Indices of the gaps to spend away."""
+        need = self.need
+        if reserve and need.gaps:
+            need = need.with_reserve(int(reserve * statistics.median(g.nbytes for g in need.gaps)))
+        return choose(need, self.clock, variant)
+
+    def build(self, chosen: Iterable[int], judge: Judge | None, lazy: bool = False) -> Plan:
+        gaps = [self.need.gaps[i] for i in sorted(chosen)]
+        away = tuple(Away(g.tensor, g.after, g.tier) for g in gaps)
+        given = self.given
+        decisions = Decisions(away, given.directs, given.recomputes, given.updates)
+        builder = Builder(self.problem, self.machine, decisions)
+        return builder.lazy() if lazy else builder.best(judge)
+
+    def _compute_us(self) -> float:
+        return sum(round_ns(r.duration_us) for r in self.program.runs if not r.on_host) / 1000
+
+    def _check_floor(self) -> None:
+        """Raise if the step begins over a capacity, or if some run is over the budget even with
+        every gap spent away."""
+        problem, need = self.problem, self.need
+        for tier in self.machine.tiers if not problem.steady else ():
+            begins = sum(t.nbytes for t in problem.tensors if t.home == tier.name)
+            if tier.capacity_bytes is not None and begins > tier.capacity_bytes:
+                raise Infeasible(
+                    f"The tensors at home on {tier.name} take {begins:,} bytes and its capacity is"
+                    f" {tier.capacity_bytes:,}: {begins - tier.capacity_bytes:,} are missing.",
+                    begins - tier.capacity_bytes,
+                    f"Raise the capacity of {tier.name} to {begins:,} bytes, or give some of them"
+                    " another home.",
+                )
+        left = Selection(need, plain_coverage(need), range(len(need.gaps))).left
+        missing = max(left, default=0)
+        if missing > 0:
+            run = self.program.runs[left.index(missing)]
+            budget = self.machine.tier[DEVICE].capacity_bytes or 0
+            raise Infeasible(
+                f"With all weights and states away that can be, {run.name} still needs"
+                f" {budget + missing:,} bytes on the device and the budget is {budget:,}:"
+                f" {missing:,} are missing.",
+                missing,
+                f"Raise the device budget to {budget + missing:,} bytes, or use the policy joint,"
+                " which moves activations too.",
+            )
+
+    # ---- what could be away ----------------------------------------------------------------
+
     def _excess(self, residency: Residency) -> tuple[int, ...]:
         n = self.n
         change = [0] * (n + 1)
         for tensor, first, last in residency.held:
-            pieces = [(first + 1, last)] if last > first else [(first + 1, n), (0, last)]
-            for a, b in pieces:
-                if a < b:
-                    change[a] += tensor.nbytes
-                    change[b] -= tensor.nbytes
-        cap = self.machine.tier[DEVICE].capacity_bytes
-        kept, out = 0, []
-        for own, c in zip(self.program.op_bytes, change):
-            kept += c
-            out.append(kept + own)
-        limit = max(out, default=0) if cap is None else cap
-        return tuple(x - limit for x in out)
+            pieces = ((first + 1, last),) if last > first else ((first + 1, n), (0, last))
+            for low, high in pieces:
+                if low < high:
+                    change[low] += tensor.nbytes
+                    change[high] -= tensor.nbytes
+        kept, waiting = [], 0
+        for own, more in zip(self.program.op_bytes, change, strict=False):
+            waiting += more
+            kept.append(own + waiting)
+        capacity = self.machine.tier[DEVICE].capacity_bytes
+        limit = max(kept, default=0) if capacity is None else capacity
+        return tuple(x - limit for x in kept)
 
-    def _gaps(self, residency):
-        routes = Routes(self.machine)
+    def _gaps(self, residency: Residency) -> Iterator[Gap]:
+        routes = _Routes(self.problem, self.machine)
         for tensor, first, last in residency.held:
-            if tensor.kind not in ROTATING:
+            if tensor.kind not in ROTATING or not tensor.nbytes:
                 continue
-            end = last if last > first else last + self.n
-            acc = self.program.accesses[tensor.id]
-            writes = [a.position for a in acc if a.writes and a.position <= first]
-            if writes:
-                written = writes[-1]
-            elif self.problem.steady:
-                w = [a.position for a in acc if a.writes]
-                written = w[-1] if w else None
-            else:
-                written = -1 if tensor.home == DEVICE else None
-            out = sum(routes.move_us(tensor, l, None) for l in routes.lanes(DEVICE, HOST))
-            back = sum(routes.move_us(tensor, l, None) for l in routes.lanes(HOST, DEVICE))
-            if not self.problem.steady and last == self.n:
-                back = 0.0
-            yield Gap(tensor.id, tensor.nbytes, self.program.runs[first].name if first >= 0 else None, first, end,
-                      None if written is None else (tensor.id, written), out, back)
+            written = self._written(tensor, first)
+            tier = routes.refuge(tensor)
+            source = tensor.home if written is None and not self.problem.steady else tier
+            if tier is None or source is None:
+                continue
+            ends = not self.problem.steady and last == self.n
+            yield Gap(
+                tensor=tensor.id,
+                nbytes=tensor.nbytes,
+                after=None if first < 0 else self.program.runs[first].name,
+                tier=tier,
+                first=first,
+                last=last if last > first else last + self.n,
+                value=None if written is None else (tensor.id, written),
+                out_us=0.0 if written is None else routes.us(tensor, DEVICE, tier),
+                back_us=0.0 if ends else routes.us(tensor, source, DEVICE),
+            )
 
-    def select(self, variant):
-        need = self.need
-        def plain_price(gap, writes):
-            return gap.back_us + (gap.out_us if writes else 0.0)
-        if variant in ("l2l", "l2l_overlapped"):
-            return set(range(len(need.gaps)))
-        if variant in ("printed", "printed_once"):
-            s = Selection(need, plain_coverage(need))
-            greedy(s, plain_price, variant == "printed")
-            return s.chosen
-        s = Selection(need, aware_coverage(need, self.clock))
-        if variant == "aware":
-            greedy(s, plain_price)
-            prune(s, plain_price)
+    def _written(self, tensor: Tensor, first: int) -> int | None:
+        """The write whose value waits in the gap after `first`; None: a copy is elsewhere too."""
+        writes = [a for a in self.program.accesses[tensor.id] if a.writes]
+        before = [a for a in writes if a.position <= first]
+        if not before and not self.problem.steady:
+            return -1 if tensor.home == DEVICE else None
+        last = (before or writes)[-1:]
+        return last[0].position if last and last[0].tier == DEVICE else None
+
+
+class _Routes:
+    """Where each tensor would wait, and how long its ways take."""
+
+    def __init__(self, problem: Problem, machine: Machine) -> None:
+        self.machine, self.steady = machine, problem.steady
+        self.routes = Routes(machine)
+        self.room = {t.name: t.capacity_bytes for t in machine.tiers if t.name != DEVICE}
+        self.chosen: dict[str, str | None] = {}
+        for t in problem.tensors:
+            if not problem.steady and t.home is not None:
+                self._fill(t.home, t.nbytes)
+
+    def us(self, tensor: Tensor, source: str, target: str) -> float:
+        lanes = self.routes.lanes(source, target)
+        return sum(self.routes.move_us(tensor, lane, None) for lane in lanes)
+
+    def refuge(self, tensor: Tensor) -> str | None:
+        """The quickest tier with room, the host before others; a full one if none has any."""
+        if tensor.id in self.chosen:
+            return self.chosen[tensor.id]
+        reachable = []
+        for tier in self.room:
+            try:
+                both_us = self.us(tensor, DEVICE, tier) + self.us(tensor, tier, DEVICE)
+            except Infeasible:
+                continue
+            reachable.append((tier != HOST, both_us, tier))
+        reachable.sort()
+        names = [name for _, _, name in reachable]
+        if not self.steady and tensor.home in names:
+            found: str | None = tensor.home  # its bytes are taken there already
         else:
-            c = Congestion(need, self.clock, max(8,int(BUCKETS*self.clock.period/(1e-9+sum(g.back_us for g in need.gaps)/len(need.gaps)))), WEIGHT)
-            greedy(s, c.price, True, c.add)
-            prune(s, plain_price)
-        if max(s.left) > 0:
-            t = Selection(need, plain_coverage(need))
-            for i in s.chosen: t.add(i)
-            greedy(t, plain_price)
-            return t.chosen
-        return s.chosen
+            fitting = (t for t in names if self._has_room(t, tensor.nbytes))
+            found = next(fitting, names[0] if names else None)
+            if found is not None:
+                self._fill(found, tensor.nbytes)
+        self.chosen[tensor.id] = found
+        return found
 
-    def decisions(self, chosen):
-        g = self.need.gaps
-        return Decisions(tuple(Away(g[i].tensor, g[i].after, HOST) for i in sorted(chosen)), self.base.directs, self.base.recomputes, self.base.updates)
+    def _has_room(self, tier: str, nbytes: int) -> bool:
+        room = self.room[tier]
+        return room is None or room >= nbytes
 
-    def build(self, variant, judge):
-        if variant == "best":
-            best=None
-            for v in ("aware", "spread"):
-                plan = self.build(v, judge)
-                t = judge(self.problem, self.machine, plan)
-                if best is None or t.makespan_us < best[0]:
-                    best = (t.makespan_us, plan)
-            return best[1]
-        b = Builder(self.problem, self.machine, self.decisions(self.select(variant)))
-        if variant == "l2l":
-            return b.lazy()
-        return b.best(judge)
+    def _fill(self, tier: str, nbytes: int) -> None:
+        room = self.room.get(tier)
+        if room is not None:
+            self.room[tier] = room - nbytes

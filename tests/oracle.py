@@ -89,7 +89,10 @@ def static_rules(problem: Any, machine: Any, plan: Any) -> set[str]:
         hosted = [o for o in problem.ops if o.phase == "update" and u.weight in o.writes]
         if u.weight not in tensors:
             rules.add("unknown-id")
-        elif u.where == "host" and (not hosted or any(o.host_duration_us is None for o in hosted)):
+            continue
+        if problem.tensor[u.weight].kind != "weight":
+            rules.add("update")
+        if u.where == "host" and (not hosted or any(o.host_duration_us is None for o in hosted)):
             rules.add("update")
     for s in plan.start:
         if s.tensor not in tensors or s.tier not in machine.tier:

@@ -192,7 +192,8 @@ class Planner:
             if rng.random() < 0.15
         ]
         directs = [Direct(o.id, t) for o in ops for t in sorted(o.direct) if rng.random() < 0.15]
-        written = dict.fromkeys(t for o in ops if o.phase == "update" for t in o.writes[:1])
+        written = dict.fromkeys(t for o in ops if o.phase == "update" for t in o.writes)
+        written = [t for t in written if self.problem.tensor[t].kind == "weight"]
         moved = [w for w in written if rng.random() < 0.5]
         writers = {w: [o for o in ops if o.phase == "update" and w in o.writes] for w in moved}
         moved = [w for w in moved if all(o.host_duration_us is not None for o in writers[w])]

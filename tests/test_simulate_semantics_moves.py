@@ -410,12 +410,17 @@ def test_eight_steps_that_do_not_settle_end_with_a_note():
 
 
 def test_a_lane_busier_than_the_last_step_gives_the_makespan_of_what_does_not_settle():
-    w = T("w", 40, "input")
-    moves = [M("m", "w", "device>host", None, wraps=True)]
-    plan = {"moves": moves, "drops": [D("w@host", "m")]}
-    # one move per step and a step waits for the move before: settled at the lane's time
-    seen = see([w], [O("A", 1)], start="w@device", **plan)
-    assert seen.timeline.settled and seen.makespan_ns == 40000
+    w = T("w", 9, "input")
+    plan = {"moves": [M("m", "w", "device>host", wraps=True)], "drops": [D("w@host", "m")]}
+    # m takes 4.5 and a step 4: the k-th m (from 0) ends at 4.5k + 4.5, no later than its next
+    # step's end at 4k + 8 for the 8 steps that are tried, though the lane falls ever further behind
+    seen = see([w], [O("A", 4)], machine(d2h=2), start="w@device", **plan)
+    assert {end - begin for begin, end in seen.timeline.steps} == {4000}
+    assert len(seen.timeline.steps) == 8 and not seen.timeline.settled
+    assert seen.makespan_ns == 4500
+    # a lane that falls behind faster holds the steps up, and they settle at its pace
+    seen = see([w], [O("A", 1)], machine(d2h=2), start="w@device", **plan)
+    assert seen.timeline.settled and seen.makespan_ns == 4500
 
 
 def test_a_start_over_a_capacity():

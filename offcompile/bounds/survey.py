@@ -108,10 +108,14 @@ def survey(problem: Problem, machine: Machine) -> Survey:
     wanted, capacity = _wanted(problem, spans), machine.tier[DEVICE].capacity_bytes
     crowded = np.array([capacity is not None and w > capacity for w in wanted], dtype=np.bool_)
     if problem.steady:
+        # one that saves neither time nor room, of a tensor that has no other reason to be away
+        roaming = {t for (_, t), delta in direct.items() if delta < 0} | {
+            t for o, h in zip(problem.ops, host, strict=True) if h is not None for t in o.operands
+        }
         direct = {
             (op, t): delta
             for (op, t), delta in direct.items()
-            if delta < 0 or crowded[op] or _pressed(spans[t], crowded)
+            if t in roaming or crowded[op] or _pressed(spans[t], crowded)
         }
     optional = set(direct) | {
         (i, t) for i, h in enumerate(host) if h is not None for t in problem.ops[i].operands

@@ -19,6 +19,7 @@ HOST = "host"  # the tier whose copies may be accessed in place
 #: kinds whose every value ends by itself after its last reader
 SELF_ENDING_KINDS = frozenset({"activation", "temporary"})
 
+
 @dataclass(frozen=True)
 class Tensor:
     """One storage. `home` is the tier it lives on before the step (None: not before written)."""

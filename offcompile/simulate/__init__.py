@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from offcompile.ir import Machine, Plan, Problem, Timeline, Violation
+
 from .compiled import CompiledPlan, CompiledProblem
 from .engine import Engine, Halt
 

@@ -181,13 +181,13 @@ class CompiledPlan:
 
         self.drops = [base.key(d.tensor, d.tier) for d in plan.drops]
         self.start_drops: list[int] = []
-        for i, d in enumerate(plan.drops):
-            if d.after is None:
+        for i, drop in enumerate(plan.drops):
+            if drop.after is None:
                 self.start_drops.append(i)
-            elif d.after in self.where:
-                self._run_at(self.where[d.after]).drops.append(i)
+            elif drop.after in self.where:
+                self._run_at(self.where[drop.after]).drops.append(i)
             else:
-                self.moves[move_index[d.after]].drops.append(i)
+                self.moves[move_index[drop.after]].drops.append(i)
         self.start = self._start_copies()
 
     def _run_at(self, place: tuple[str, int]) -> Run:
@@ -230,9 +230,7 @@ class CompiledPlan:
 
 def _host_update_ops(problem: Problem, plan: Plan) -> set[str]:
     weights = {u.weight for u in plan.updates if u.where == HOST}
-    return {
-        o.id for o in problem.ops if o.phase == "update" and not weights.isdisjoint(o.writes)
-    }
+    return {o.id for o in problem.ops if o.phase == "update" and not weights.isdisjoint(o.writes)}
 
 
 def _run(

@@ -116,7 +116,7 @@ def move_waits(e: Engine, lane: int, move: Transfer) -> list[Wait]:
     waits = []
     if not e.triggered(move, e.lane_step[lane]):
         kind, index = move.trigger
-        name = {"run": e.p.runs, "update": e.p.updates}.get(kind, e.p.moves)[index].id  # type: ignore[index]
+        name = {"run": e.p.runs, "update": e.p.updates}.get(kind, e.p.moves)[index].id
         waits.append(Wait(name, f"{name} has not ended"))
     tensor, source = e.name_of(move.source)
     if e.status[move.source] != VALID and not waits:
@@ -168,7 +168,9 @@ def explain_stuck(e: Engine) -> list[Violation]:
                 causes[Violation("missing-copy", name, detail)] = None
     only_waiting = all(v.rule == "no-space" for v in causes)
     if only_waiting:
-        chain = "; ".join(f"{name} waits: {', '.join(w.detail for w in ws)}" for name, ws in blocked)
+        chain = "; ".join(
+            f"{name} waits: {', '.join(w.detail for w in waits)}" for name, waits in blocked
+        )
         where = blocked[0][0] if blocked else "the end of the step"
         return [Violation("deadlock", where, f"nothing can go on: {chain}"), *causes]
     return list(causes)

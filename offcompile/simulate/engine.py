@@ -398,9 +398,7 @@ class Engine:
         late = self.step - self.lane_step[lane]
         self.window.starts.append((2 + late, i, self.now - self.window.start_ns))
         name = self.base.machine.lanes[lane].name
-        self.spans.append(
-            Span(move.id, name, self.lane_step[lane], self.now, self.lane_end[lane])
-        )
+        self.spans.append(Span(move.id, name, self.lane_step[lane], self.now, self.lane_end[lane]))
         return move.duration_ns == 0
 
     def _check_codec(self, move: Transfer) -> None:

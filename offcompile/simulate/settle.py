@@ -1,4 +1,4 @@
-"""What must hold when a step ends: the settled state of a steady problem, nothing lost otherwise."""
+"""What must hold when a step ends: it settles where it began (steady), or nothing is lost."""
 
 from __future__ import annotations
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from offcompile.ir import (
@@ -21,7 +22,7 @@ from offcompile.ir import (
     Tier,
 )
 
-from .drawing import Draw, composite, durations, rates, strategies
+from .drawing import Draw, composite, durations, rates, some_of, strategies
 
 if TYPE_CHECKING:
     from hypothesis.strategies import SearchStrategy
@@ -81,17 +82,20 @@ def machines(
         links = [("h2d", HOST, DEVICE), ("d2h", DEVICE, HOST)]
         links += [("disk_read", "disk", HOST), ("disk_write", HOST, "disk")]
         links += [("device_to_disk", DEVICE, "disk"), ("d2h_second", DEVICE, HOST)]
-        extra = draw(st.sets(st.sampled_from([name for name, _, _ in links[4:]])))
+        extra = draw(some_of(st, [name for name, _, _ in links[4:]]))
         lanes = [
             Lane(name, source, target, draw(rates(st)), draw(durations(st)))
             for i, (name, source, target) in enumerate(links)
             if source in names and target in names and (i < 4 or name in extra)
         ]
-        coded = draw(st.lists(st.sampled_from(tuple(codecs)), unique=True)) if codecs else []
+        turn = draw(st.integers(0, len(lanes)))  # the order of lanes decides who goes first
         return Machine(
             tuple(Tier(name, draw(room)) for name in names),
-            tuple(draw(st.permutations(lanes))),
-            tuple(Codec(name, draw(st.booleans()), draw(rates(st))) for name in coded),
+            (*lanes[turn:], *lanes[:turn]),
+            tuple(
+                Codec(name, draw(st.booleans()), draw(rates(st)))
+                for name in draw(some_of(st, codecs))
+            ),
         )
 
     return composite(draw_machine)
@@ -124,6 +128,17 @@ def _footprint(problem: Problem, op: Op) -> int:
     return op.workspace_bytes + sum(problem.tensor[t].nbytes for t in op.operands)
 
 
+#: what an op may have besides, as it is drawn for one op
+_EXTRAS: tuple[tuple[str, ...], ...] = (
+    (),
+    (),
+    ("workspace",),
+    ("direct",),
+    ("host",),
+    ("direct", "host", "workspace"),
+)
+
+
 @dataclass
 class _Parts:
     """Tensors and ops as they are drawn."""
@@ -135,19 +150,20 @@ class _Parts:
     tensors: dict[str, Tensor] = field(default_factory=dict)
     ops: list[Op] = field(default_factory=list)
 
+    @cached_property
+    def ratios(self) -> list[dict[str, float]]:
+        """What a tensor may compress to: mostly nothing, or well, not at all, or worse."""
+        single = [{c: r} for c in self.codecs for r in (0.5, 0.41, 1.0)]
+        every = [dict.fromkeys(self.codecs, 1.1)] if self.codecs else []
+        return [{} for _ in range(2 * len(single) + 1)] + single + every
+
     def sometimes(self) -> bool:
         return bool(self.draw(self.st.integers(0, 3)) == 3)
 
     def tensor(self, name: str, kind: str, home: str | None = None) -> str:
         if name not in self.tensors:
             nbytes = self.draw(self.st.integers(0, 100))
-            coded = (
-                self.draw(self.st.sets(self.st.sampled_from(self.codecs)))
-                if (self.codecs and self.sometimes())
-                else set()
-            )
-            ratio = self.st.sampled_from((0.5, 0.41, 1.0, 1.1))
-            ratios = {c: self.draw(ratio) for c in self.codecs if c in coded}
+            ratios = self.draw(self.st.sampled_from(self.ratios))
             self.tensors[name] = Tensor(name, nbytes, kind, home, ratios)
         return name
 
@@ -155,24 +171,23 @@ class _Parts:
         return str(self.draw(self.st.sampled_from(self.tiers)))
 
     def op(self, name: str, phase: str, reads: Sequence[str], writes: Sequence[str]) -> None:
-        st = self.st
-        direct = {}
-        for operand in dict.fromkeys((*reads, *writes)):
-            if self.sometimes():
-                direct[operand] = self.draw(durations(st))
-        may_move = phase == "update" or self.sometimes()
-        in_place = set(reads) & set(writes)
+        extras = self.draw(self.st.sampled_from(_EXTRAS))
+        time = durations(self.st)
+        operands = tuple(dict.fromkeys((*reads, *writes)))
+        in_place = self.draw(some_of(self.st, operands)) if "direct" in extras else ()
+        on_host = phase == "update" or "host" in extras
+        pure = phase == "forward" and not set(reads) & set(writes)
         self.ops.append(
             Op(
                 name,
                 phase,
-                self.draw(durations(st)),
+                self.draw(time),
                 tuple(reads),
                 tuple(writes),
-                self.draw(st.integers(0, 20)) if self.sometimes() else 0,
-                direct,
-                self.draw(st.none() | durations(st)) if may_move else None,
-                phase == "forward" and not in_place and self.draw(st.booleans()),
+                self.draw(self.st.integers(0, 20)) if "workspace" in extras else 0,
+                {t: self.draw(time) for t in in_place},
+                self.draw(self.st.none() | time) if on_host else None,
+                pure and self.draw(self.st.booleans()),
             )
         )
 
@@ -238,10 +253,10 @@ def _any_ops(parts: _Parts, max_layers: int, steady: bool, readable: bool) -> No
         for t in parts.tensors.values()
         if not readable or (t.kind not in SELF_ENDING_KINDS if steady else t.home is not None)
     }
-    some = st.sets(st.sampled_from(sorted(parts.tensors)), max_size=3)
+    some = some_of(st, tuple(parts.tensors))
     for i in range(draw(st.integers(1, 2 * max_layers))):
-        reads = sorted(draw(some) & alive)
-        writes = sorted(draw(some))
+        reads = [t for t in draw(some) if t in alive]
+        writes = draw(some)
         parts.op(f"o{i}", draw(st.sampled_from(PHASES)), reads, writes)
         alive.update(writes)
     written = {t for op in parts.ops for t in op.writes}

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from offcompile.ir.errors import Violation
 from offcompile.ir.model import DEVICE, HOST, Machine, Problem
 from offcompile.ir.plan import Plan
+
 from .order import arrives_as, executed, start_codecs
 
 Place = tuple[str, str]  # tensor, tier

@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 
 from offcompile.ir.errors import Violation
 from offcompile.ir.plan import Move, Plan
+
 from .order import Run, touches
 
 

@@ -9,6 +9,7 @@ from offcompile.ir.errors import Violation
 from offcompile.ir.model import DEVICE, HOST, Machine, Problem
 from offcompile.ir.plan import Plan
 from offcompile.ir.units import show_bytes
+
 from .forms import check_codecs
 from .order import executed, host_ops, start_bytes
 from .reach import check_order
@@ -220,5 +221,3 @@ def _space(problem: Problem, machine: Machine, plan: Plan) -> Iterator[Violation
                 f"{show_bytes(nbytes - capacity)} too many"
             )
             yield Violation("no-space", f"start on {tier}", detail)
-
-

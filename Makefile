@@ -1,0 +1,56 @@
+# Every target makes what it needs from nothing; `make` alone explains them.
+SHELL := bash
+.DEFAULT_GOAL := help
+.DELETE_ON_ERROR:
+
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+READY := $(VENV)/ready
+#: more arguments for pytest, as in `make test ARGS='-k cli -x'`
+ARGS ?=
+BENCHMARKS = $(notdir $(basename $(filter-out benchmarks/_%,$(wildcard benchmarks/*.py))))
+
+.PHONY: help venv demo test lint format bench gpu clean
+
+help: ## this list
+	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-8s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+
+venv: $(READY) ## the environment in .venv, made again when pyproject.toml changes
+
+$(READY): pyproject.toml
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet -e '.[test,dev]'
+	@touch $@
+
+demo: $(READY) ## plan one training step of a GPT-like model in half the memory it takes
+	@echo "examples/plans/gpt.json: one training step of a GPT-like model that takes 12.3 GiB of"
+	@echo "device memory when nothing moves. Planning it for an RTX 4090 on which 6.1 GiB are free."
+	@echo "(This plans and proves; training by the plan arrives with the torch.compile backend.)"
+	@echo
+	@$(BIN)/offcompile plan --problem examples/plans/gpt.json --hardware rtx4090 --memory 6.1GiB
+
+test: $(READY) ## all tests; those that need a GPU are skipped without one
+	$(BIN)/python -m pytest -q $(ARGS)
+
+lint: $(READY) ## ruff (lint and format) and mypy
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+format: $(READY) ## let ruff mend what it can
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+bench: $(READY) ## run every benchmark again and write its table to benchmarks/results
+	@set -e; for name in $(BENCHMARKS); do echo "== $$name"; \
+	  $(BIN)/python -m benchmarks.$$name; done
+	@git --no-pager diff --stat -- benchmarks/results || true
+
+gpu: $(READY) ## the tests that need a GPU
+	@$(BIN)/python -m pytest -q -m gpu -rs $(ARGS) || { code=$$?; [ $$code -eq 5 ] || exit $$code; \
+	  echo "No test needs a GPU yet: all that stands so far is planning, which needs none."; }
+
+clean: ## remove the environment and what the tools left behind
+	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -1,0 +1,48 @@
+"""The audit of a recorded timeline against the contract."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from offcompile.ir.errors import Violation
+from offcompile.ir.model import Machine, Problem
+from offcompile.ir.plan import Plan, Timeline
+from offcompile.ir.units import show_bytes
+
+from .ending import check_settled
+from .ledger import Ledger
+from .record import check_makespan, check_record, queues
+from .replay import Replay
+
+
+def check_timeline(
+    problem: Problem, machine: Machine, plan: Plan, timeline: Timeline
+) -> tuple[Violation, ...]:
+    """Every law that `timeline`, taken for the run of `plan`, breaks.
+
+    The plan must be sound by `check_structure`. The copies are gone through only when the
+    record itself is whole: each span there once, as long as it must be, in its lane's order.
+    """
+    if not timeline.steps:
+        return (Violation("bad-value", "steps", "the timeline records no step"),)
+    todo = queues(problem, machine, plan, timeline)
+    found = list(check_record(problem, machine, plan, timeline, todo))
+    if not found:
+        replay = Replay(problem, machine, plan, timeline, todo)
+        replay.run()
+        found += replay.found
+        found += check_makespan(machine, timeline, todo)
+        found += check_settled(timeline, replay.states)
+        found += _peaks(machine, timeline, replay.books)
+    return tuple(found)
+
+
+def _peaks(machine: Machine, timeline: Timeline, books: Ledger) -> Iterator[Violation]:
+    for tier in machine.tiers:
+        peak, told = books.peak_bytes[tier.name], timeline.peak_bytes.get(tier.name, 0)
+        if tier.capacity_bytes is not None and peak > tier.capacity_bytes:
+            detail = f"{show_bytes(peak)} held at once; it has {show_bytes(tier.capacity_bytes)}"
+            yield Violation("no-space", f"tier {tier.name}", detail)
+        if peak != told:
+            detail = f"peak is {show_bytes(peak)}, not the recorded {show_bytes(told)}"
+            yield Violation("bad-value", f"peak_bytes of {tier.name}", detail)

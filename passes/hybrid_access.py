@@ -1,0 +1,249 @@
+"""MemFerry: weights live on the host; per weight, load it or compute on the host copy in place.
+
+MemFerry §IV-B names three modes. GFGB: loaded for the forward op and kept for backward. DHA:
+accessed in place both times. DFGB: in place forward, loaded for backward. `hybrid_modes` chooses
+on plain figures; the plan is the one builder's. What differs from the paper: lanes here are one
+way, so gradients leaving do not close the window in which DFGB weights are loaded (the variants
+after the paper keep its window), and memory is a limit: where GFGB weights cannot all stay from
+forward to backward, some leave in between.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field
+from typing import ClassVar
+
+from offcompile.ir import DEVICE, HOST, Infeasible, Machine, Op, Plan, Problem
+from offcompile.ir.units import round_ns
+
+from .contract import Judge
+from .fitting import Fitting, Key
+from .frame import Frame, Mode
+from .hybrid_modes import (
+    VARIANTS,
+    LayerTimes,
+    Schedule,
+    choose_dfgb,
+    choose_dfgb_exact,
+    exact,
+    zero_offload,
+)
+from .lanes import Routes
+
+#: up to so many layers the variant `exact` is exact; beyond, fronts are thinned
+EXACT_LAYERS = 200
+THINNED = 200_000  # points over all layers
+
+
+@dataclass(frozen=True)
+class HybridAccess:
+    """Per weight: load before use (GFGB), access in place (DHA), or in place and then load (DFGB).
+
+    `variant` says who chooses: `exact` (Pareto program; with a judge also all loaded and none
+    loaded for backward, and the best of them), `repaired` or `printed` (Algorithm 1), or
+    `zero_offload` (everything is loaded).
+    """
+
+    name: ClassVar[str] = "hybrid_access"
+
+    variant: str = "exact"
+    judge: Judge | None = field(default=None, compare=False)
+
+    def __post_init__(self) -> None:
+        if self.variant not in VARIANTS:
+            known = ", ".join(VARIANTS)
+            raise ValueError(f"variant is {self.variant!r}; it must be one of {known}")
+
+    def apply(self, problem: Problem, machine: Machine, plan: Plan) -> Plan:
+        fitting = Fitting(problem, machine, self.judge, plan, first="weight")
+        layers = _Layers(problem, machine, fitting.base)
+        for directs in self._choices(layers):
+            kept = frozenset(d for d in fitting.base.directs if not layers.decides(d))
+            forced = fitting.forced.directs & fitting.base.directs
+            mode = Mode(kept | forced | directs, fitting.base.recomputes, fitting.base.hosted)
+            frame = fitting.frame(mode)
+            fitting.offer(frame, _between_steps(frame, layers.weights))
+            if self.judge is None and fitting.trials.best is not None:
+                break
+        return fitting.plan()
+
+    def _choices(self, layers: _Layers) -> Iterator[frozenset[tuple[str, str]]]:
+        """Sets of direct accesses to try."""
+        if self.variant != "exact":
+            forward = layers.forward(VARIANTS[self.variant])
+            yield layers.directs(forward, layers.backward(forward, _windowed))
+            return
+        forward = layers.forward(_exact)
+        yield layers.directs(forward, layers.backward(forward, _unwindowed))
+        yield layers.directs(forward, frozenset())
+        yield layers.directs(layers.forward(zero_offload), frozenset())
+
+
+def _exact(layers: list[LayerTimes], link_ns: int = 0, start_ns: int = 0) -> Schedule:
+    deep = len(layers) > EXACT_LAYERS
+    most = max(500, THINNED // len(layers)) if deep else None
+    best = exact(layers, link_ns, start_ns, most=most)
+    return best or zero_offload(layers)
+
+
+def _windowed(layers: list[LayerTimes], link: int, start: int, window: int | None) -> Schedule:
+    return choose_dfgb(layers, link, start, window)
+
+
+def _unwindowed(layers: list[LayerTimes], link: int, start: int, window: int | None) -> Schedule:
+    if len(layers) > EXACT_LAYERS:
+        return _exact(layers, link, start)
+    return choose_dfgb_exact(layers, link, start)
+
+
+def _between_steps(frame: Frame, weights: Iterable[str]) -> set[Key]:
+    """The gaps of these weights around the end of the step: there they live on the host."""
+    mine = set(weights)
+    return {
+        (g.tensor.id, g.after) for g in frame.gaps.gaps if g.tensor.id in mine and g.last <= g.first
+    }
+
+
+@dataclass(frozen=True)
+class _Weight:
+    """A weight to be decided, the ops of each phase that touch it, and how long its load takes."""
+
+    id: str
+    load_ns: int
+    forward: tuple[Op, ...]
+    backward: tuple[Op, ...]
+
+    def extra_ns(self, ops: tuple[Op, ...]) -> int | None:
+        """What accessing it in place adds to these ops; None if one of them cannot."""
+        if any(self.id not in op.direct for op in ops):
+            return None
+        return sum(round_ns(op.direct[self.id]) - round_ns(op.duration_us) for op in ops)
+
+
+class _Layers:
+    """A problem as MemFerry sees it: one layer for each weight, in the order of first use.
+
+    A weight that several forward ops read (tied) is one layer where it is first read, and direct
+    only if all of them can access it so. An op with several weights gives a layer for each, the
+    computation going to the last.
+    """
+
+    def __init__(self, problem: Problem, machine: Machine, base: Mode) -> None:
+        self.problem, self.base = problem, base
+        self.hosted = {
+            o.id
+            for o in problem.ops
+            if o.phase == "update" and not base.hosted.isdisjoint(o.writes)
+        }
+        self.weights: dict[str, _Weight] = {}
+        if HOST not in machine.tier:
+            return
+        load_ns = _load_times(problem, machine)
+        for tensor in problem.tensors:
+            if tensor.kind != "weight" or not (problem.steady or tensor.home == HOST):
+                continue
+            ops = [o for o in problem.ops if tensor.id in o.operands]
+            forward = tuple(o for o in ops if o.phase == "forward")
+            backward = tuple(o for o in ops if o.phase == "backward")
+            if any(tensor.id in o.reads for o in forward):
+                load = load_ns(tensor.id)
+                self.weights[tensor.id] = _Weight(tensor.id, load, forward, backward)
+
+    def decides(self, direct: tuple[str, str]) -> bool:
+        """Whether this direct access is one that the modes decide."""
+        return direct[1] in self.weights and self.problem.op[direct[0]].phase != "update"
+
+    def forward(self, choose: Callable[[list[LayerTimes]], Schedule]) -> _Chosen:
+        ops = [o for o in self.problem.ops if o.phase == "forward"]
+        first = {w: x.forward for w, x in self.weights.items()}
+        layers, owners = self._times(ops, first)
+        schedule = choose(layers)
+        loaded = {w for w, load in zip(owners, schedule.loaded, strict=True) if w and load}
+        return _Chosen(frozenset(loaded), schedule.end_ns, schedule.link_ns)
+
+    def backward(
+        self,
+        forward: _Chosen,
+        choose: Callable[[list[LayerTimes], int, int, int | None], Schedule],
+    ) -> frozenset[str]:
+        """Which weights in place so far are accessed so backward too; the rest is loaded (DFGB)."""
+        ops = [o for o in self.problem.ops if o.phase != "forward" and o.id not in self.hosted]
+        open_weights = {
+            w: x.backward for w, x in self.weights.items() if w not in forward.loaded and x.backward
+        }
+        layers, owners = self._times(ops, open_weights)
+        window = self._first_gradient_ns(ops, forward.end_ns)
+        chosen = choose(layers, forward.link_ns, forward.end_ns, window)
+        return frozenset(w for w, load in zip(owners, chosen.loaded, strict=True) if w and not load)
+
+    def directs(self, forward: _Chosen, backward: frozenset[str]) -> frozenset[tuple[str, str]]:
+        """The direct accesses that these modes come to."""
+        found: set[tuple[str, str]] = set()
+        for w, weight in self.weights.items():
+            if w not in forward.loaded:
+                found |= {(op.id, w) for op in weight.forward}
+            if w in backward:
+                found |= {(op.id, w) for op in weight.backward}
+        return frozenset(found)
+
+    def _times(
+        self, ops: list[Op], uses: dict[str, tuple[Op, ...]]
+    ) -> tuple[list[LayerTimes], list[str | None]]:
+        """Layers and whose they are (None: computation before the first layer)."""
+        layers: list[LayerTimes] = []
+        owners: list[str | None] = []
+        for op in ops:
+            here = [w for w in op.operands if w in uses and uses[w][0].id == op.id]
+            # what must be loaded is waited for before anything in place is computed
+            here.sort(key=lambda w: self.weights[w].extra_ns(uses[w]) is not None)
+            duration = round_ns(op.duration_us)
+            if not here and layers:
+                last = layers[-1]
+                layers[-1] = LayerTimes(
+                    last.load_ns, last.compute_ns, last.direct_ns, last.between_ns + duration
+                )
+            elif not here:
+                layers.append(LayerTimes(0, duration, duration))
+                owners.append(None)
+            for n, w in enumerate(here):
+                own = duration if n == len(here) - 1 else 0
+                extra = self.weights[w].extra_ns(uses[w])
+                direct = None if extra is None else max(0, own + extra)
+                layers.append(LayerTimes(self.weights[w].load_ns, own, direct))
+                owners.append(w)
+        return layers, owners
+
+    def _first_gradient_ns(self, ops: list[Op], start_ns: int) -> int | None:
+        """When the first gradient is there to be sent: the end of the paper's idle window."""
+        for op in ops:
+            start_ns += round_ns(op.duration_us)
+            if any(self.problem.tensor[t].kind == "gradient" for t in op.writes):
+                return start_ns
+        return None
+
+
+@dataclass(frozen=True)
+class _Chosen:
+    """The forward modes: which weights are loaded, when compute ends and the link is free."""
+
+    loaded: frozenset[str]
+    end_ns: int
+    link_ns: int
+
+
+def _load_times(problem: Problem, machine: Machine) -> Callable[[str], int]:
+    """How long a weight holds the way from the host to the device; for ever if there is none."""
+    routes = Routes(machine)
+    try:
+        lanes = routes.lanes(HOST, DEVICE)
+    except Infeasible:
+        return lambda weight: 1 << 60
+    side_by_side = max(1, len(machine.lanes_between(HOST, DEVICE)))
+
+    def load_ns(weight: str) -> int:
+        tensor = problem.tensor[weight]
+        us = max(routes.move_us(tensor, lane, None) for lane in lanes)
+        return round_ns(us / side_by_side)
+
+    return load_ns

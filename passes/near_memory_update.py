@@ -1,0 +1,189 @@
+"""Updates run where the optimizer's states live: on the host, while backward still computes.
+
+Of the AXDIMM platform (§5.2) its software: a gradient leaves for the host as soon as it is
+produced, its place on the device is freed, and the update of that weight runs beside the states,
+overlapped with backward and with the other gradients on their way. Weights come back updated
+when the next forward pass wants them. The module's two channels (§3.2, §5.2) need no decision
+here: they make transfers and updates run at the same time, as the host lane and links do anyway.
+
+The platform puts every update on the host. The last gradients of a step then have nothing left
+to hide behind; `auto` leaves the updates of those on the device and looks for the balance.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import ClassVar
+
+from offcompile.ir import DEVICE, HOST, Infeasible, Lane, Machine, Op, Plan, Problem
+from offcompile.ir.units import round_ns
+
+from .contract import Judge
+from .fitting import Fitting, with_hosted
+from .frame import Mode
+from .lanes import Routes
+
+PLACES = ("auto", "host", "device")
+#: how many splits the judge is asked about, all and none on the host beside them
+ASKED = 4
+
+
+@dataclass(frozen=True)
+class NearMemoryUpdate:
+    """Which updates run on the host. `where`: `host` (all that may), `device` (none) or `auto`.
+
+    `auto` splits them in the order in which their gradients are ready, the first on the host,
+    where host lane, links and compute come out best.
+    """
+
+    name: ClassVar[str] = "near_memory_update"
+
+    where: str = "auto"
+    judge: Judge | None = field(default=None, compare=False)
+
+    def __post_init__(self) -> None:
+        if self.where not in PLACES:
+            known = ", ".join(PLACES)
+            raise ValueError(f"where is {self.where!r}; it must be one of {known}")
+
+    def apply(self, problem: Problem, machine: Machine, plan: Plan) -> Plan:
+        fitting = Fitting(problem, machine, self.judge, plan, first="state")
+        updates = host_updates(problem) if fitting.host else ()
+        balance = _Balance(problem, machine, updates)
+        for count in self._splits(updates, balance):
+            chosen = updates[:count]
+            hosted = {w for u in chosen for w in u.weights}
+            base = fitting.base
+            if self.where == "device":  # what an earlier plan put on the host comes back
+                base = Mode(base.directs, base.recomputes, fitting.forced.hosted)
+            mode = with_hosted(problem, base, hosted)
+            fitting.offer(fitting.frame(mode), ())
+            if self.judge is not None:
+                born = _written_in_place(problem, balance, chosen, mode)
+                if born:
+                    mode = Mode(mode.directs | born, mode.recomputes, mode.hosted)
+                    fitting.offer(fitting.frame(mode), ())
+            elif fitting.trials.best is not None:
+                break
+        return fitting.plan()
+
+    def _splits(self, updates: tuple[HostUpdate, ...], balance: _Balance) -> list[int]:
+        """How many updates to put on the host, the likeliest first."""
+        everything = len(updates)
+        if self.where != "auto":
+            return [everything if self.where == "host" else 0]
+        # of equal estimates the one with more on the host: it frees more of the device
+        ranked = sorted(range(everything + 1), key=lambda k: (balance.end_ns(k), -k))
+        return list(dict.fromkeys([*ranked[:ASKED], everything, 0]))
+
+
+@dataclass(frozen=True)
+class HostUpdate:
+    """Update ops that go to the host together, and the weights that they are named by."""
+
+    weights: tuple[str, ...]
+    ops: tuple[Op, ...]
+    #: index of the last op that writes something for them: their gradients are ready then
+    ready: int
+
+
+def host_updates(problem: Problem) -> tuple[HostUpdate, ...]:
+    """Every update that may run on the host, in the order in which the gradients are ready.
+
+    To name a weight is to move all update ops that write it, and with them their other weights.
+    """
+    group: dict[str, set[str]] = {}  # weight → the weights that go with it
+    ops = [o for o in problem.ops if o.phase == "update"]
+    for op in ops:
+        weights = [t for t in op.writes if problem.tensor[t].kind == "weight"]
+        together = set(weights).union(*(group.get(w, ()) for w in weights))
+        for w in together:
+            group[w] = together
+    found: list[HostUpdate] = []
+    for w, together in group.items():
+        mine = tuple(o for o in ops if not together.isdisjoint(o.writes))
+        if w != min(together) or any(o.host_duration_us is None for o in mine):
+            continue
+        ready = max(_ready(problem, o, mine) for o in mine)
+        found.append(HostUpdate(tuple(sorted(together)), mine, ready))
+    return tuple(sorted(found, key=lambda u: (u.ready, u.weights)))
+
+
+def _ready(problem: Problem, update: Op, own: Iterable[Op]) -> int:
+    """Index of the last op before `update` that writes one of its operands (−1: none does)."""
+    besides = {o.id for o in own}
+    operands = set(update.operands)
+    for i in range(problem.op_index[update.id] - 1, -1, -1):
+        op = problem.ops[i]
+        if op.id not in besides and not operands.isdisjoint(op.writes):
+            return i
+    return -1
+
+
+class _Balance:
+    """An estimate of the step's length when the first `k` updates run on the host."""
+
+    def __init__(self, problem: Problem, machine: Machine, updates: tuple[HostUpdate, ...]) -> None:
+        self.problem, self.updates = problem, updates
+        self.routes = Routes(machine)
+        self.out = self._lanes(DEVICE, HOST)
+        self.back = self._lanes(HOST, DEVICE)
+        hosted = {o.id for u in updates for o in u.ops}
+        written: set[str] = set()
+        for op in problem.ops:
+            if op.id not in hosted:
+                written.update(op.writes)
+        self.written = frozenset(written)
+        self.read = frozenset(t for o in problem.ops if o.id not in hosted for t in o.reads)
+
+    def _lanes(self, source: str, target: str) -> list[Lane]:
+        try:
+            return self.routes.lanes(source, target)
+        except Infeasible:
+            return []
+
+    def move_ns(self, tensor: str, lanes: list[Lane]) -> int:
+        if not lanes:
+            return 1 << 60
+        t = self.problem.tensor[tensor]
+        return round_ns(max(self.routes.move_us(t, lane, None) for lane in lanes))
+
+    def end_ns(self, count: int) -> int:
+        """Compute, both links and the host lane side by side; what ends last ends the step."""
+        on_host = {o.id for u in self.updates[:count] for o in u.ops}
+        now, ends = 0, []
+        for op in self.problem.ops:
+            now += 0 if op.id in on_host else round_ns(op.duration_us)
+            ends.append(now)
+        link = host = back = 0
+        for update in self.updates[:count]:
+            operands = {t for o in update.ops for t in o.operands}
+            link = max(link, ends[update.ready] if update.ready >= 0 else 0)
+            link += sum(self.move_ns(t, self.out) for t in operands & self.written)
+            host = max(host, link)
+            host += sum(round_ns(o.host_duration_us or 0.0) for o in update.ops)
+            changed = {t for o in update.ops for t in o.writes}
+            back += sum(self.move_ns(t, self.back) for t in changed & self.read)
+        return max(now, link, host, back)
+
+
+def _written_in_place(
+    problem: Problem, balance: _Balance, chosen: Iterable[HostUpdate], mode: Mode
+) -> frozenset[tuple[str, str]]:
+    """Gradients of host updates that are better written on the host than moved there."""
+    wanted = {t for u in chosen for o in u.ops for t in o.reads}
+    hosted = {o.id for u in chosen for o in u.ops}
+    found: set[tuple[str, str]] = set()
+    for g in sorted(wanted):
+        writers = [o for o in problem.ops if g in o.writes and o.id not in hosted]
+        if problem.tensor[g].kind != "gradient" or not writers:
+            continue
+        if all(g in o.direct for o in writers):
+            extra = sum(round_ns(o.direct[g]) - round_ns(o.duration_us) for o in writers)
+            if extra < balance.move_ns(g, balance.out):
+                found |= {(o.id, g) for o in writers}
+    on_host = {
+        o.id for o in problem.ops if o.phase == "update" and not mode.hosted.isdisjoint(o.writes)
+    }
+    return frozenset(d for d in found if d[0] not in on_host) - mode.directs

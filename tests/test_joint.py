@@ -1,0 +1,77 @@
+"""The default policy: untouched when all fits, never worse than the parts, honest when it cannot."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+from chains import bytes_range, chain, link, random_chain
+
+from offcompile.ir import Infeasible, Op, Problem, Tensor
+from offcompile.planner import check_plan, plan_problem
+
+
+def test_when_everything_fits_nothing_moves():
+    problem = chain([100] * 6, [10] * 7, [10.0] * 6)
+    result = plan_problem(problem, link(10_000, 50.0), "joint", seconds=2)
+    assert result.plan.moves == () and result.plan.recomputes == () and result.plan.drops == ()
+    assert result.makespan_us == 180.0 and result.gap == 0.0
+
+
+def test_zero_idle_where_the_link_is_no_limit():
+    rng = random.Random(1)
+    problem, machine = random_chain(rng, 8, 0.4, 0.5)
+    result = plan_problem(problem, machine, "joint", seconds=4)
+    assert result.makespan_us == sum(op.duration_us for op in problem.ops)
+
+
+def test_activations_trade_places_with_weights():
+    # large activations, small weights: to rotate weights alone cannot free enough
+    problem = chain([10] * 6, [100] * 7, [100.0] * 6)
+    low, high = bytes_range(problem, link(None, 50.0))
+    machine = link((low + high) // 2, 50.0)
+    result = plan_problem(problem, machine, "joint", seconds=3)
+    moved = {m.tensor for m in result.plan.moves}
+    assert any(t.startswith("a") for t in moved)
+    assert result.makespan_us == 1800.0
+
+
+def test_over_budget_says_by_how_much_and_what_would_help():
+    problem = chain([100] * 4, [10] * 5, [10.0] * 4)
+    low, _ = bytes_range(problem, link(None, 50.0))
+    with pytest.raises(Infeasible) as error:
+        plan_problem(problem, link(low - 7, 50.0), "joint", seconds=2)
+    assert error.value.needed_bytes == 7
+    assert f"{low:,}" in error.value.smallest_change
+    plan_problem(problem, link(low, 50.0), "joint", seconds=2)
+
+
+def test_an_op_that_is_too_large_is_helped_by_direct_access():
+    tensors = (
+        Tensor("table", 1000, "weight", "host"),
+        Tensor("x", 10, "input", "device"),
+        Tensor("y", 10, "output"),
+    )
+    op = Op("gather", "forward", 5.0, ("table", "x"), ("y",), direct={"table": 9.0})
+    problem = Problem(tensors, (op,), False)
+    result = plan_problem(problem, link(100, 50.0), "joint", seconds=1)
+    assert [d.tensor for d in result.plan.directs] == ["table"]
+    assert result.makespan_us == 9.0
+    assert result.timeline.peak_bytes["device"] <= 100
+
+
+def test_the_same_input_gives_the_same_plan():
+    problem, machine = random_chain(random.Random(5), 6, 0.3, 1.2)
+    first = plan_problem(problem, machine, "joint:seconds=2", seconds=60)
+    second = plan_problem(problem, machine, "joint:seconds=2", seconds=60)
+    assert first.plan == second.plan
+
+
+def test_spill_to_disk_when_the_host_is_small():
+    problem = chain([10] * 6, [100] * 7, [100.0] * 6)
+    machine = link(None, 50.0, disk=True).with_capacity("host", 160)
+    low, high = bytes_range(problem, machine)
+    machine = machine.with_capacity("device", (low + high) // 2)
+    result = plan_problem(problem, machine, "joint", seconds=3)
+    assert check_plan(problem, machine, result.plan).valid
+    assert result.timeline.peak_bytes["host"] <= 160
