@@ -9,7 +9,8 @@ BIN := $(VENV)/bin
 READY := $(VENV)/ready
 #: more arguments for pytest, as in `make test ARGS='-k cli -x'`
 ARGS ?=
-BENCHMARKS = $(notdir $(basename $(filter-out benchmarks/_%,$(wildcard benchmarks/*.py))))
+# those that can be run; the others are shared by them
+BENCHMARKS = $(notdir $(basename $(shell grep -l __main__ benchmarks/*.py)))
 
 .PHONY: help venv demo test lint format bench gpu clean
 

@@ -243,8 +243,11 @@ def size(nbytes: int) -> str:
 def _print(*parts: RenderableType) -> None:
     wide = None if sys.stdout.isatty() else WIDTH_OFF_TERMINAL
     console = Console(width=wide, highlight=False)
-    for part in parts:
-        console.print(part)
+    with console.capture() as shown:
+        for part in parts:
+            console.print(part)
+    # not rich's own printing, which ends the program when the pipe is closed
+    sys.stdout.write(shown.get())
 
 
 def _table(title: str, headers: Sequence[str], figures: Sequence[str] = ()) -> Table:
@@ -259,7 +262,7 @@ def _table(title: str, headers: Sequence[str], figures: Sequence[str] = ()) -> T
     )
     for header in headers:
         justify: JustifyMethod = "right" if header in figures else "left"
-        table.add_column(header, justify=justify, overflow="fold")
+        table.add_column(header, justify=justify, overflow="fold", no_wrap=header in figures)
     return table
 
 

@@ -216,7 +216,10 @@ def _flag(value: object, where: str) -> bool:
 
 def _size(value: object, where: str) -> int:
     if isinstance(value, str):
-        value = parse_bytes(value)
+        try:
+            value = parse_bytes(value)
+        except InvalidInput as error:
+            raise _invalid("bad-value", where, error.violations[0].detail) from None
     if isinstance(value, bool) or not isinstance(value, int) or value <= 0:
         raise _invalid(
             "bad-value", where, f"{value!r} is not a size; write whole bytes or text as in '80 GiB'"

@@ -11,7 +11,11 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from .covering import ROUNDS, Choice, Item, Way, cover
+from .cover_search import cover, improve
+from .covering import Choice, Cover, Item, Way
+
+#: tensors looked at in the search around the choice for makespan
+SEARCH_WORK = 400_000
 
 
 @dataclass(frozen=True)
@@ -58,14 +62,14 @@ class LaneTimes:
     late_back: tuple[str, int] | None
 
 
-def transfer_ns(candidates: Sequence[Candidate], choice: Choice) -> int:
+def transfer_ns(candidates: Sequence[Candidate], choice: Sequence[int | None]) -> int:
     """Total time of everything the choice adds: transfers both ways and recomputation."""
     taken = zip(candidates, choice, strict=True)
     return sum(c.options[o].cost_ns for c, o in taken if o is not None)
 
 
 def missing_bytes(
-    candidates: Sequence[Candidate], choice: Choice, excess: Sequence[int]
+    candidates: Sequence[Candidate], choice: Sequence[int | None], excess: Sequence[int]
 ) -> int:
     """Bytes still over the budget at the worst position."""
     left = list(excess)
@@ -78,7 +82,7 @@ def missing_bytes(
 
 
 def lane_times(
-    candidates: Sequence[Candidate], choice: Choice, forward_ns: int, backward_ns: int
+    candidates: Sequence[Candidate], choice: Sequence[int | None], forward_ns: int, backward_ns: int
 ) -> LaneTimes:
     """A plain model of one step: everything is out before backward begins, then comes back.
 
@@ -195,7 +199,7 @@ def by_benefit(
     `limits`: bytes that each tier can take in.
     """
     costs = [[float(o.cost_ns) for o in c.options] for c in candidates]
-    return _cover(candidates, excess, costs, limits)
+    return cover(_items(candidates, costs), excess, limits)
 
 
 def by_makespan(
@@ -216,8 +220,9 @@ def by_makespan(
     best_key = (0, 0)
     late_out: list[tuple[str, int]] = []
     late_back: list[tuple[str, int]] = []
+    costs: list[list[float]] = []
     for at in range(rounds):
-        costs: list[list[float]] = []
+        costs = []
         for c in candidates:
             row: list[float] = []
             for o in c.options:
@@ -226,9 +231,9 @@ def by_makespan(
                 spent = out * o.out_ns + back * o.back_ns + (at + 1) * o.added_ns
                 row.append(spent + 0.01 * (at + 1) * o.cost_ns)
             costs.append(row)
-        choice = _cover(candidates, excess, costs, limits, rounds=2)
+        choice = cover(_items(candidates, costs), excess, limits, rounds=2)
         if choice is None:
-            return best
+            break
         times = lane_times(candidates, choice, forward_ns, backward_ns)
         key = (times.makespan_ns, transfer_ns(candidates, choice))
         if best is None or key < best_key:
@@ -237,17 +242,23 @@ def by_makespan(
             break
         late_out += [times.late_out] if times.late_out else []
         late_back += [times.late_back] if times.late_back else []
-    return best
+    if best is None or best_key[0] <= forward_ns + backward_ns:
+        return best
+    state = Cover(_items(candidates, costs), excess, limits or {})
+    for i, way in enumerate(best):
+        state.put(i, way)
+
+    def worth(choice: Sequence[int | None]) -> float:
+        times = lane_times(candidates, choice, forward_ns, backward_ns)
+        return times.makespan_ns + 1e-6 * transfer_ns(candidates, choice)
+
+    nodes = SEARCH_WORK * rounds // (24 * max(1, len(candidates)))
+    improve(state, worth, 1.000002 * (forward_ns + backward_ns), nodes)
+    return tuple(state.choice)
 
 
-def _cover(
-    candidates: Sequence[Candidate],
-    excess: Sequence[int],
-    costs: Sequence[Sequence[float]],
-    limits: Mapping[str, int] | None,
-    rounds: int = ROUNDS,
-) -> Choice | None:
-    items = [
+def _items(candidates: Sequence[Candidate], costs: Sequence[Sequence[float]]) -> list[Item]:
+    return [
         Item(
             c.nbytes,
             tuple(
@@ -257,4 +268,3 @@ def _cover(
         )
         for c, row in zip(candidates, costs, strict=True)
     ]
-    return cover(items, excess, limits, rounds)

@@ -1,9 +1,8 @@
-"""Cover a need at every position with things that each cover a range of positions, cheaply.
+"""Covering a need at every position with things that each cover a range of positions.
 
 What freeing device memory comes to: the need is the excess over the budget op by op, a thing is
-a tensor that can be off the device for a while, and each of its ways has a cost. Two starts, one
-greedy by need met per cost and one exact at the worst position (within `TOLERANCE`), are each
-freed of what is redundant and improved by swaps; the cheaper one is the answer.
+a tensor that can be off the device for a while, and each of its ways has a cost. Here stand the
+nouns and a choice in the making; `cover_search.py` looks for the cheapest one.
 """
 
 from __future__ import annotations
@@ -12,17 +11,15 @@ import heapq
 from bisect import bisect_left
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from itertools import accumulate
-from math import prod
+from itertools import pairwise
+
+from .knapsack import knapsack
 
 #: for each item the index of the way taken; None: it is left alone
 Choice = tuple[int | None, ...]
 
-TOLERANCE = 5e-4  # relative; states of the knapsack that cannot gain more than this are given up
-MAX_STATES = 3000
 SWAP_ROUNDS = 3
-ROUNDS = 12
-EXHAUSTIVE = 50_000  # up to so many choices all are tried
+SWAP_WORK = 200_000  # with more pairs than this none is tried: there, swaps gain next to nothing
 
 
 @dataclass(frozen=True)
@@ -44,100 +41,7 @@ class Item:
     ways: tuple[Way, ...]
 
 
-def cover(
-    items: Sequence[Item],
-    need: Sequence[int],
-    limits: Mapping[str, int] | None = None,
-    rounds: int = ROUNDS,
-) -> Choice | None:
-    """The cheapest choice found that covers `need` everywhere; None if none was found.
-
-    `limits`: the bytes that a tier takes in altogether (tiers not named: any).
-    """
-    empty = _Cover(items, need, limits or {})
-    best: _Cover | None = None
-    weights = {empty.tightest(): 1} if empty.need else {}
-    for _ in range(rounds):
-        state = _Cover(items, need, limits or {})
-        state.take_knapsack(weights)
-        # a solution of the weighted sum that covers all positions is optimal for them all
-        done = state.worst() <= 0
-        at = state.tightest()
-        if state.take_at_the_worst():
-            state.polish()
-            if best is None or state.cost() < best.cost():
-                best = state
-        if done:
-            break
-        weights[at] = weights.get(at, 0) + 1
-    if (best is None or rounds >= ROUNDS) and empty.take_greedily():
-        empty.polish()
-        if best is None or empty.cost() < best.cost():
-            best = empty
-    if rounds >= ROUNDS and prod(len(item.ways) + 1 for item in items) <= EXHAUSTIVE:
-        return _Cover(items, need, limits or {}).exhaust(best)
-    return None if best is None else tuple(best.choice)
-
-
-def knapsack(sizes: Sequence[int], costs: Sequence[float], need: int) -> list[int]:
-    """Indices whose sizes reach `need` at the least cost, within `TOLERANCE`; all if none do.
-
-    States that no other beats in both size and cost, pruned by the fractional bound.
-    """
-    order = sorted(range(len(sizes)), key=lambda i: (costs[i] / sizes[i], i))
-    size_sum = list(accumulate((sizes[i] for i in order), initial=0))
-    cost_sum = list(accumulate((costs[i] for i in order), initial=0.0))
-    if size_sum[-1] < need:
-        return sorted(order)
-    count = len(order)
-
-    def completion(covered: int, at: int) -> int:
-        return bisect_left(size_sum, need - covered + size_sum[at], at)
-
-    # a state is (cost, covered, the items taken as a linked list)
-    start = completion(0, 0)
-    best_cost = cost_sum[start]
-    best: tuple[object, int, int] = (None, 0, start)  # taken, then all of order[from:to]
-    states: list[tuple[float, int, object]] = [(0.0, 0, None)]
-    for at in range(count):
-        i = order[at]
-        added = [(c + costs[i], s + sizes[i], (at, t)) for c, s, t in states]
-        kept: list[tuple[float, float, int, object]] = []
-        most = -1
-        for cost, covered, taken in heapq.merge(states, added, key=lambda x: (x[0], -x[1])):
-            if covered <= most:
-                continue
-            most = covered
-            if covered >= need:
-                if cost < best_cost:
-                    best_cost, best = cost, (taken, 0, 0)
-                break  # whatever is dearer need not be looked at
-            end = completion(covered, at + 1)
-            if end > count:
-                continue
-            full = cost + cost_sum[end] - cost_sum[at + 1]
-            if full < best_cost:
-                best_cost, best = full, (taken, at + 1, end)
-            step = size_sum[end] - size_sum[end - 1]
-            over = size_sum[end] - size_sum[at + 1] - (need - covered)
-            bound = full - (cost_sum[end] - cost_sum[end - 1]) * over / step
-            if bound < best_cost * (1 - TOLERANCE):
-                kept.append((bound, cost, covered, taken))
-        if len(kept) > MAX_STATES:
-            kept = heapq.nsmallest(MAX_STATES, kept, key=lambda x: (x[0], x[1]))
-            kept.sort(key=lambda x: (x[1], -x[2]))
-        states = [(cost, covered, taken) for _, cost, covered, taken in kept]
-        if not states:
-            break
-    link, begin, end = best
-    result = [order[at] for at in range(begin, end)]
-    while isinstance(link, tuple):
-        result.append(order[link[0]])
-        link = link[1]
-    return sorted(result)
-
-
-class _Cover:
+class Cover:
     """A choice in the making. `left[p]` is the need still open at `p`; below 0 it is slack."""
 
     def __init__(
@@ -254,35 +158,6 @@ class _Cover:
         lost = float("inf") if other is None else other.cost - first.cost
         return -lost / max(first.load_bytes, 1)
 
-    def exhaust(self, known: _Cover | None) -> Choice | None:
-        """The best of all choices, dearest items decided first; `known` is where to beat from."""
-        order = sorted(
-            (i for i, ways in enumerate(self.ways) if ways),
-            key=lambda i: -min(way.cost for way in self.ways[i]),
-        )
-        best: Choice | None = None if known is None else tuple(known.choice)
-        best_cost = float("inf") if known is None else known.cost()
-
-        def decide(at: int, cost: float) -> None:
-            nonlocal best, best_cost
-            if cost >= best_cost:
-                return
-            if self.worst() <= 0:
-                best, best_cost = tuple(self.choice), cost
-                return
-            if at == len(order) or self.worst() > sum(self.sizes[i] for i in order[at:]):
-                return
-            i = order[at]
-            decide(at + 1, cost)
-            for w in range(len(self.ways[i])):
-                if self.fits(i, w):
-                    self.put(i, w)
-                    decide(at + 1, cost + self.ways[i][w].cost)
-                    self.put(i, None)
-
-        decide(0, 0.0)
-        return best
-
     def polish(self) -> None:
         """Give back what is redundant and swap for what is cheaper, while that helps."""
         for _ in range(SWAP_ROUNDS):
@@ -291,7 +166,8 @@ class _Cover:
                 low, high = self.ranges[i][self.choice[i] or 0]
                 if max(self.left[low:high], default=-self.sizes[i]) + self.sizes[i] <= 0:
                     self.put(i, None)
-            for i in self._dearest_first():
+            taken = self._dearest_first()
+            for i in taken if len(taken) * len(self.ways) <= SWAP_WORK else ():
                 self._swap(i)
             if self.cost() >= before:
                 break
@@ -330,7 +206,7 @@ def _corners(items: Sequence[Item], need: Sequence[int]) -> list[int]:
             cuts |= {way.first, way.last + 1}
     edges = sorted(c for c in cuts if 0 <= c <= len(need))
     corners = []
-    for begin, end in zip(edges, edges[1:], strict=False):
+    for begin, end in pairwise(edges):
         at = max(range(begin, end), key=lambda p: need[p])
         if need[at] > 0:
             corners.append(at)

@@ -21,8 +21,17 @@ Key = tuple[str, str | None]
 
 
 def with_hosted(problem: Problem, mode: Mode, hosted: Iterable[str]) -> Mode:
-    """`mode` with these weights updated on the host too, where every operand is in place."""
-    weights = mode.hosted | frozenset(hosted)
+    """`mode` with these weights updated on the host too, where every operand is in place.
+
+    Those stay on the device that some op updates which cannot run on the host.
+    """
+    unable = {
+        t
+        for o in problem.ops
+        if o.phase == "update" and o.host_duration_us is None
+        for t in o.writes
+    }
+    weights = (mode.hosted | frozenset(hosted)) - unable
     ops = {o.id for o in problem.ops if o.phase == "update" and not weights.isdisjoint(o.writes)}
     directs = frozenset(d for d in mode.directs if d[0] not in ops)
     return Mode(directs, mode.recomputes, weights)
@@ -37,7 +46,7 @@ class Fitting:
         self.problem, self.machine = problem, machine
         self.first = first  # the kind of tensors that leave before any other
         self.trials = Trials(problem, machine, judge)
-        self.forced = forced_mode(problem, machine)
+        self.forced = with_hosted(problem, forced_mode(problem, machine), ())
         given = mode_of(plan)
         joined = Mode(given.directs | self.forced.directs, given.recomputes, given.hosted)
         #: what the plan before this policy does, and what no plan can do without

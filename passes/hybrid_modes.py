@@ -96,7 +96,7 @@ def as_printed(layers: Sequence[LayerTimes]) -> Schedule:
                 # line 29 adds to T_all and T_res what are totals, not increments
                 all_ns += base
                 reserved_ns += max(reserved - load, 0) + compute
-            loaded[n] = True  # line 14 undoes a flip of the layer itself
+            loaded[n] = True  # line 14: whatever the search said of the layer itself
         all_ns, reserved_ns = all_ns + layer.between_ns, reserved_ns + layer.between_ns
     return evaluate(layers, loaded)
 

@@ -7,24 +7,24 @@ covering problem as for moves, then checked with the memory that recomputation i
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
 from offcompile.ir import (
     DEVICE,
-    SELF_ENDING_KINDS,
     Infeasible,
     Machine,
-    Op,
     Plan,
     Problem,
     Recompute,
 )
 
 from .contract import Judge
-from .covering import Item, Way, cover
+from .cover_search import cover
+from .covering import Item, Way
 from .decisions import Decisions
+from .droppable import Droppable, droppable_ops, recomputes_for
 from .pressure import pressure
 from .trials import Trials
 
@@ -32,7 +32,7 @@ VARIANTS = ("benefit", "all", "sqrt")
 #: how often the memory that recomputation takes is asked for again
 REPAIRS = 8
 #: runs of ops looked at in trying what can be kept after all
-TRIM_WORK = 40_000
+TRIM_WORK = 20_000
 #: parts of the excess that recomputation takes on when moves take the rest
 SHARES = (0.125, 0.25, 0.5, 0.75, 1.0)
 
@@ -71,128 +71,15 @@ class Recomputation:
         return trials.best
 
 
-@dataclass(frozen=True)
-class Droppable:
-    """An op that may run again, and the longest gap in which its outputs merely wait.
-
-    `first` and `last` are the positions, inclusive, where they are off the device.
-    """
-
-    op: str
-    position: int
-    first: int
-    last: int
-    nbytes: int
-    duration_ns: int
-
-
-def droppable_ops(problem: Problem) -> list[Droppable]:
-    """Ops marked `recompute` that write nothing but activations of their own, in order."""
-    accesses: dict[str, list[int]] = {}
-    writers: dict[str, list[str]] = {}
-    for at, op in enumerate(problem.ops):
-        for t in op.operands:
-            accesses.setdefault(t, []).append(at)
-        for t in op.writes:
-            writers.setdefault(t, []).append(op.id)
-    found = []
-    for at, op in enumerate(problem.ops):
-        if not op.recompute or not _own_outputs(problem, op, writers):
-            continue
-        uses = sorted({p for t in op.writes for p in accesses[t]})
-        start, end = max(
-            zip(uses, uses[1:], strict=False),
-            key=lambda gap: gap[1] - gap[0],
-            default=(at, at),
-        )
-        if end - start < 2:
-            continue
-        alive = [t for t in op.writes if accesses[t][-1] >= end]
-        nbytes = sum(problem.tensor[t].nbytes for t in alive)
-        if nbytes:
-            duration_ns = round(1000 * op.duration_us)
-            found.append(Droppable(op.id, at, start + 1, end - 1, nbytes, duration_ns))
-    return found
-
-
-def _own_outputs(problem: Problem, op: Op, writers: dict[str, list[str]]) -> bool:
-    """Whether running `op` again changes nothing but values that only it writes."""
-    return not set(op.reads) & set(op.writes) and all(
-        problem.tensor[t].kind in SELF_ENDING_KINDS
-        and problem.tensor[t].home is None
-        and writers[t] == [op.id]
-        for t in op.writes
-    )
-
-
-def recomputes_for(
-    problem: Problem, droppable: Sequence[Droppable], dropped: Iterable[str]
-) -> tuple[Recompute, ...]:
-    """Run each dropped op again before the first op that needs it, its inputs before it.
-
-    An input that is not dropped is simply kept until then. An op of which some input has been
-    overwritten since cannot run again: it stays, and so do those that would need it.
-    """
-    known = {d.op: d for d in droppable}
-    wanted = {name for name in dropped if name in known}
-    while True:
-        result, broken = _demand(problem, {n: known[n] for n in wanted})
-        if broken is None:
-            return tuple(result)
-        wanted.discard(broken)
-
-
-def _demand(
-    problem: Problem, dropped: dict[str, Droppable]
-) -> tuple[list[Recompute], str | None]:
-    producer = {t: d for d in dropped.values() for t in problem.op[d.op].writes}
-    last_write: dict[str, int] = {}
-    back: set[str] = set()
-    result: list[Recompute] = []
-
-    def bring(d: Droppable, before: str, at: int) -> str | None:
-        """Schedule `d` and what it needs; the op that cannot run again, if one cannot."""
-        stack = [d]
-        order: list[Droppable] = []
-        while stack:
-            x = stack.pop()
-            if x.op in back:
-                continue
-            back.add(x.op)
-            order.append(x)
-            for t in problem.op[x.op].reads:
-                if last_write.get(t, -1) > x.position:
-                    return x.op
-                source = producer.get(t)
-                if source is not None and source.first <= at:
-                    stack.append(source)
-        order.sort(key=lambda x: x.position)
-        result.extend(Recompute(x.op, before) for x in order)
-        return None
-
-    for at, op in enumerate(problem.ops):
-        for t in op.reads:
-            d = producer.get(t)
-            if d is not None and at > d.last and d.op not in back:
-                broken = bring(d, op.id, at)
-                if broken is not None:
-                    return [], broken
-        for t in op.writes:
-            last_write[t] = at
-    return result, None
-
-
 def spread_sets(ops: Sequence[str]) -> list[list[str]]:
     """All but every k-th op, for k from 2 up; the square root of the count is among them."""
     steps: list[int] = []
     k = 2
     while k < 2 * len(ops):
         steps.append(k)
-        k += max(1, k // 4)
+        k += max(1, k // 3)
     root = max(2, round(len(ops) ** 0.5))
-    return [
-        [op for i, op in enumerate(ops) if (i + 1) % k] for k in sorted({*steps, root})
-    ]
+    return [[op for i, op in enumerate(ops) if (i + 1) % k] for k in sorted({*steps, root})]
 
 
 def _excess(
@@ -265,9 +152,7 @@ def _covering_starts(
         over, _ = _excess(problem, machine, recomputes_for(problem, droppable, dropped))
         if max(over) <= 0:
             break
-        more = [
-            min(n + max(0, o), c) for n, o, c in zip(need, over, coverable, strict=True)
-        ]
+        more = [min(n + max(0, o), c) for n, o, c in zip(need, over, coverable, strict=True)]
         if more == need:
             break
         need = more

@@ -3,9 +3,9 @@
 Pure: gaps, bytes and estimated times in, chosen gaps out. Positions are those of `Program`; on the
 ring of a steady problem a gap may run past the end of the step, so its end is counted onwards.
 
-Near linear: the gain of a gap is a difference of prefix sums, kept per weight size and made anew
-only when a choice changed what is still open; a gap's profit only falls as others are chosen (but
-for the discount, which is told), so a heap of stale profits gives the best one after few looks.
+Quick for deep nets: gains are summed block by block, and a gap's profit only falls as others are
+chosen (but for the discount, which is told), so a heap of stale profits gives the best one after
+few looks.
 """
 
 from __future__ import annotations
@@ -14,7 +14,6 @@ import heapq
 from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
-from itertools import accumulate
 
 from .lanes import Clock
 
@@ -131,20 +130,34 @@ class Congestion:
 
 
 class Selection:
-    """Gaps chosen so far, and what is still over the budget at each run."""
+    """Gaps chosen so far, and what is still over the budget at each run.
+
+    Runs are looked at in blocks whose least, greatest and summed excess are known.
+    """
+
+    BLOCK = 48
 
     def __init__(self, need: Need, coverage: Coverage, chosen: Iterable[int] = ()) -> None:
         self.need, self.coverage, self.n = need, coverage, len(need.excess)
         self.left = list(need.excess)
         self.chosen: set[int] = set()
         self.values: dict[tuple[str, int], int] = {}  # value → how many of its gaps are chosen
-        self._sums: dict[int, list[int]] = {}
+        count = -(-self.n // self.BLOCK)
+        self._least, self._most, self._over = [0] * count, [0] * count, [0] * count
+        self._survey(0, self.n)
         for i in chosen:
             self.add(i)
 
     @property
     def worst(self) -> int:
-        return max(self.left, default=0)
+        return max(self._most, default=0)
+
+    def _survey(self, low: int, high: int) -> None:
+        """Look again at the blocks that these positions touch."""
+        for b in range(low // self.BLOCK, -(-high // self.BLOCK)):
+            block = self.left[b * self.BLOCK : (b + 1) * self.BLOCK]
+            self._least[b], self._most[b] = min(block), max(block)
+            self._over[b] = sum(x for x in block if x > 0) if self._most[b] > 0 else 0
 
     def _pieces(self, i: int) -> tuple[tuple[int, int], ...]:
         low, high = self.coverage[i]
@@ -156,7 +169,7 @@ class Selection:
     def _change(self, i: int, nbytes: int, count: int) -> None:
         for low, high in self._pieces(i):
             self.left[low:high] = [x + nbytes for x in self.left[low:high]]
-        self._sums.clear()
+            self._survey(low, high)
         value = self.need.gaps[i].value
         if value is not None:
             self.values[value] = self.values.get(value, 0) + count
@@ -177,16 +190,31 @@ class Selection:
     def gain(self, i: int) -> int:
         """Bytes over the budget that the gap would take away, summed over the runs it covers."""
         size = self.need.gaps[i].nbytes
-        sums = self._sums.get(size)
-        if sums is None:
-            still_over = (min(x, size) if x > 0 else 0 for x in self.left)
-            sums = self._sums[size] = list(accumulate(still_over, initial=0))
-        return sum(sums[high] - sums[low] for low, high in self._pieces(i))
+        return sum(self._gain(low, high, size) for low, high in self._pieces(i))
+
+    def _gain(self, low: int, high: int, size: int) -> int:
+        first, last = -(-low // self.BLOCK), high // self.BLOCK
+        if first >= last:
+            return _within(self.left[low:high], size)
+        gain = _within(self.left[low : first * self.BLOCK], size)
+        gain += _within(self.left[last * self.BLOCK : high], size)
+        for b in range(first, last):
+            if self._least[b] >= size:
+                gain += size * self.BLOCK
+            elif self._most[b] <= size:
+                gain += self._over[b]
+            else:
+                gain += _within(self.left[b * self.BLOCK : (b + 1) * self.BLOCK], size)
+        return gain
 
     def spare(self, i: int) -> bool:
         """Whether the chosen gap could be spent on the device after all."""
         size = self.need.gaps[i].nbytes
         return all(max(self.left[low:high]) <= -size for low, high in self._pieces(i))
+
+
+def _within(excess: Sequence[int], size: int) -> int:
+    return sum([x if x < size else size for x in excess if x > 0])
 
 
 def greedy(

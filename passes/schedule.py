@@ -76,10 +76,27 @@ class Builder:
         return [a + b for a, b in zip(self.program.op_bytes, held.sums(), strict=True)]
 
     def _check_kept(self) -> None:
+        self._check_homes()
         for j, need in enumerate(self.kept_bytes):
             if need > self.capacity:
                 what = f"{self.program.op_bytes[j]:,} of its own and what stays beside it"
                 raise too_small(j, need, int(self.capacity), self.program, what)
+
+    def _check_homes(self) -> None:
+        """Where nothing can be moved before the step begins, homes must fit as they are."""
+        if self.problem.steady:
+            return
+        for tier in self.machine.tiers:
+            used = sum(t.nbytes for t in self.problem.tensors if t.home == tier.name)
+            if tier.capacity_bytes is not None and used > tier.capacity_bytes:
+                over = used - tier.capacity_bytes
+                raise Infeasible(
+                    f"Tensors at home on {tier.name} take {used:,} bytes and its capacity is"
+                    f" {tier.capacity_bytes:,}: {over:,} are missing.",
+                    over,
+                    f"Raise the capacity of {tier.name} to {used:,} bytes, or give some of them"
+                    " another home.",
+                )
 
     def at(self, clock: Clock, lazy: bool = False) -> Plan:
         """The plan whose triggers suit these times."""

@@ -103,9 +103,7 @@ def _option(
         rate = machine.codec[codec].bytes_per_us
 
     def slowest_ns(route: Sequence[Lane]) -> int:
-        return max(
-            move_ns(moved, x.bytes_per_us, x.latency_us, tensor.nbytes, rate) for x in route
-        )
+        return max(move_ns(moved, x.bytes_per_us, x.latency_us, tensor.nbytes, rate) for x in route)
 
     return Option(
         name=tier if codec is None else f"{tier}+{codec}",

@@ -28,8 +28,10 @@ from .schedule import Builder
 
 ROTATING = ("weight", "state")
 VARIANTS = ("best", "aware", "spread", "printed", "printed_once", "l2l", "l2l_overlapped")
-#: up to so many runs, selections for smaller budgets are tried too
+#: up to so many runs, selections for a smaller budget are tried too
 SMALL = 600
+#: beyond so many runs, `best` leaves out `aware`, which takes long to tell near ties apart
+LARGE = 2500
 
 
 @dataclass(frozen=True)
@@ -62,9 +64,9 @@ class WeightRotation:
             wishes = [("spread", 0.0)]
         else:
             # a reserve of about one weight helps where several copies are under way at once
-            wishes = [("aware", 0.0), ("spread", 0.0)]
-            if rotation.n <= SMALL:
-                wishes += [("aware", 1.0), ("spread", 1.0)]
+            wishes = [("spread", 0.0)]
+            wishes += [("aware", 0.0)] if rotation.n <= LARGE else []
+            wishes += [("spread", 1.0), ("aware", 1.0)] if rotation.n <= SMALL else []
         return rotation.best(wishes, self.judge)
 
 
@@ -147,19 +149,8 @@ class Rotation:
         return sum(round_ns(r.duration_us) for r in self.program.runs if not r.on_host) / 1000
 
     def _check_floor(self) -> None:
-        """Raise if the step begins over a capacity, or if some run is over the budget even with
-        every gap spent away."""
-        problem, need = self.problem, self.need
-        for tier in self.machine.tiers if not problem.steady else ():
-            begins = sum(t.nbytes for t in problem.tensors if t.home == tier.name)
-            if tier.capacity_bytes is not None and begins > tier.capacity_bytes:
-                raise Infeasible(
-                    f"The tensors at home on {tier.name} take {begins:,} bytes and its capacity is"
-                    f" {tier.capacity_bytes:,}: {begins - tier.capacity_bytes:,} are missing.",
-                    begins - tier.capacity_bytes,
-                    f"Raise the capacity of {tier.name} to {begins:,} bytes, or give some of them"
-                    " another home.",
-                )
+        """Raise if even with every gap spent away some run is over the budget."""
+        need = self.need
         left = Selection(need, plain_coverage(need), range(len(need.gaps))).left
         missing = max(left, default=0)
         if missing > 0:

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from offcompile.ir import InvalidInput, Machine, Op, Plan, Problem, Tensor, Tier
+from offcompile.ir import InvalidInput, Machine, Move, Op, Plan, Problem, Start, Tensor, Tier
 from offcompile.ir.jsonio import (
     check_homes,
     loads_machine,
@@ -22,6 +22,7 @@ from offcompile.ir.jsonio import (
     problem_from_json,
     problem_to_json,
 )
+from offcompile.simulate import simulate
 from offcompile.testing import plans, problems_with_machines
 
 EASY = settings(max_examples=40, deadline=None, suppress_health_check=list(HealthCheck))
@@ -155,22 +156,24 @@ def test_equal_values_are_written_alike():
 TENSOR, OP = ["tensors", 0], ["ops", 0]
 TIER, LANE, CODEC = ["tiers", 0], ["lanes", 0], ["codecs", 0]
 MOVE = ["moves", 0]
-T, O = "tensors[0] (w0)", "ops[0] (F0)"
+T, F = "tensors[0] (w0)", "ops[0] (F0)"
 L, C, M = "lanes[0] (h2d)", "codecs[0] (fp16)", "moves[0] (m0)"
+
+BIG = 10**3000
 
 #: noun, path, new value, rule, where, words that the detail must contain
 MALFORMED = [
     ("problem", ["stedy"], True, "unknown-key", "stedy", 'did you mean "steady"?'),
     ("problem", [*TENSOR, "nbyte"], 1, "unknown-key", f"{T}.nbyte", 'did you mean "nbytes"?'),
-    ("problem", [*OP, "qqq"], 1, "unknown-key", f"{O}.qqq", 'known: "id", "phase"'),
+    ("problem", [*OP, "qqq"], 1, "unknown-key", f"{F}.qqq", 'known: "id", "phase"'),
     ("machine", [*TIER, "bytes"], 1, "unknown-key", "tiers[0] (device).bytes", "capacity_bytes"),
     ("plan", [*MOVE, "start_afer"], 1, "unknown-key", f"{M}.start_afer", "start_after"),
     ("problem", [*TENSOR, "id"], "remove", "bad-value", "tensors[0].id", "missing"),
     ("problem", [*TENSOR, "nbytes"], "remove", "bad-value", f"{T}.nbytes", 'add "nbytes"'),
     ("problem", [*TENSOR, "kind"], "remove", "bad-value", f"{T}.kind", "missing"),
-    ("problem", [*OP, "reads"], "remove", "bad-value", f"{O}.reads", "missing"),
-    ("problem", [*OP, "writes"], "remove", "bad-value", f"{O}.writes", "missing"),
-    ("problem", [*OP, "duration_us"], "remove", "bad-value", f"{O}.duration_us", "missing"),
+    ("problem", [*OP, "reads"], "remove", "bad-value", f"{F}.reads", "missing"),
+    ("problem", [*OP, "writes"], "remove", "bad-value", f"{F}.writes", "missing"),
+    ("problem", [*OP, "duration_us"], "remove", "bad-value", f"{F}.duration_us", "missing"),
     ("machine", [*LANE, "bytes_per_us"], "remove", "bad-value", f"{L}.bytes_per_us", "missing"),
     ("machine", [*CODEC, "bytes_per_us"], "remove", "bad-value", f"{C}.bytes_per_us", "missing"),
     ("plan", [*MOVE, "start_after"], "remove", "bad-value", f"{M}.start_after", "or null"),
@@ -187,7 +190,7 @@ MALFORMED = [
     ("problem", [*TENSOR, "nbytes"], True, "bad-value", f"{T}.nbytes", "true is not a whole"),
     ("problem", [*TENSOR, "nbytes"], "4", "bad-value", f"{T}.nbytes", "without quotes"),
     ("problem", [*TENSOR, "nbytes"], math.inf, "bad-value", f"{T}.nbytes", "inf is not"),
-    ("problem", [*TENSOR, "nbytes"], 10**5000, "bad-value", f"{T}.nbytes", "16610 bits"),
+    ("problem", [*TENSOR, "nbytes"], BIG, "bad-value", f"{T}.nbytes", "9966 bits"),
     ("problem", [*TENSOR, "kind"], "wieght", "bad-value", f"{T}.kind", '"weight"'),
     ("problem", [*TENSOR, "kind"], [], "bad-value", f"{T}.kind", "a list is not one of"),
     ("problem", [*TENSOR, "home"], "", "bad-value", f"{T}.home", "non-empty"),
@@ -197,21 +200,21 @@ MALFORMED = [
     ("problem", [*TENSOR, "ratios", "fp16"], 0, "bad-value", f"{T}.ratios.fp16", "above 0"),
     ("problem", [*TENSOR, "ratios", "fp16"], None, "bad-value", f"{T}.ratios.fp16", "null is"),
     ("problem", [*TENSOR, "ratios"], {1: 0.5}, "bad-value", f"{T}.ratios", "1 is not a non-empty"),
-    ("problem", [*OP, "phase"], "forwards", "bad-value", f"{O}.phase", '"forward"'),
-    ("problem", [*OP, "duration_us"], math.nan, "bad-value", f"{O}.duration_us", "nan is not"),
-    ("problem", [*OP, "duration_us"], -1, "bad-value", f"{O}.duration_us", "from 0"),
-    ("problem", [*OP, "duration_us"], 10**400, "bad-value", f"{O}.duration_us", "finite"),
-    ("problem", [*OP, "duration_us"], None, "bad-value", f"{O}.duration_us", "null is not"),
-    ("problem", [*OP, "host_duration_us"], -1, "bad-value", f"{O}.host_duration_us", "or null"),
-    ("problem", [*OP, "workspace_bytes"], -1, "bad-value", f"{O}.workspace_bytes", "-1 is not"),
-    ("problem", [*OP, "recompute"], "yes", "bad-value", f"{O}.recompute", '"yes" is not true'),
-    ("problem", [*OP, "reads"], "w0", "bad-value", f"{O}.reads", "is not a list"),
-    ("problem", [*OP, "reads"], [["w0"]], "bad-value", f"{O}.reads[0]", "a list is not"),
-    ("problem", [*OP, "reads"], [], "bad-value", f"{O}.direct.w0", "neither read nor written"),
-    ("problem", [*OP, "direct", "w0"], -1, "bad-value", f"{O}.direct.w0", "-1 is not"),
-    ("problem", [*OP, "direct"], {"w1": 1}, "unknown-id", f"{O}.direct.w1", '"w0"'),
-    ("problem", [*OP, "reads"], ["w0", "w1"], "unknown-id", f"{O}.reads[1]", 'named "w1"'),
-    ("problem", [*OP, "writes"], ["b"], "unknown-id", f"{O}.writes[0]", 'known: "w0", "a0"'),
+    ("problem", [*OP, "phase"], "forwards", "bad-value", f"{F}.phase", '"forward"'),
+    ("problem", [*OP, "duration_us"], math.nan, "bad-value", f"{F}.duration_us", "nan is not"),
+    ("problem", [*OP, "duration_us"], -1, "bad-value", f"{F}.duration_us", "from 0"),
+    ("problem", [*OP, "duration_us"], 10**400, "bad-value", f"{F}.duration_us", "finite"),
+    ("problem", [*OP, "duration_us"], None, "bad-value", f"{F}.duration_us", "null is not"),
+    ("problem", [*OP, "host_duration_us"], -1, "bad-value", f"{F}.host_duration_us", "or null"),
+    ("problem", [*OP, "workspace_bytes"], -1, "bad-value", f"{F}.workspace_bytes", "-1 is not"),
+    ("problem", [*OP, "recompute"], "yes", "bad-value", f"{F}.recompute", '"yes" is not true'),
+    ("problem", [*OP, "reads"], "w0", "bad-value", f"{F}.reads", "is not a list"),
+    ("problem", [*OP, "reads"], [["w0"]], "bad-value", f"{F}.reads[0]", "a list is not"),
+    ("problem", [*OP, "reads"], [], "bad-value", f"{F}.direct.w0", "neither read nor written"),
+    ("problem", [*OP, "direct", "w0"], -1, "bad-value", f"{F}.direct.w0", "-1 is not"),
+    ("problem", [*OP, "direct"], {"w1": 1}, "unknown-id", f"{F}.direct.w1", '"w0"'),
+    ("problem", [*OP, "reads"], ["w0", "w1"], "unknown-id", f"{F}.reads[1]", 'named "w1"'),
+    ("problem", [*OP, "writes"], ["b"], "unknown-id", f"{F}.writes[0]", 'known: "w0", "a0"'),
     ("problem", [*TENSOR[:1], 1], PROBLEM["tensors"][0], "duplicate-id", "tensors[1] (w0).id", T),
     ("problem", ["ops"], PROBLEM["ops"] * 2, "duplicate-id", "ops[1] (F0).id", "rename"),
     ("machine", ["tiers"], [], "bad-value", "tiers", 'named "device"'),
@@ -261,8 +264,8 @@ def test_one_reading_finds_every_fault():
         ("bad-value", f"{T}.nbytes"),
         ("bad-value", f"{T}.kind"),
         ("unknown-key", f"{T}.color"),
-        ("unknown-id", f"{O}.reads[0]"),
-        ("bad-value", f"{O}.phase"),
+        ("unknown-id", f"{F}.reads[0]"),
+        ("bad-value", f"{F}.phase"),
     }
 
 
@@ -272,7 +275,7 @@ def test_the_text_must_be_strict_json():
     assert (rule, where) == ("bad-value", f"{T}.nbytes")
     assert 'key "nbytes" is written twice' in detail
     text = json.dumps(PROBLEM).replace('"w0": 1900.0', '"w0": 1, "w0": 2')
-    assert refusals(loads_problem, text)[0][1] == f"{O}.direct.w0"
+    assert refusals(loads_problem, text)[0][1] == f"{F}.direct.w0"
     for literal in ("NaN", "Infinity", "-Infinity", "1e999"):
         text = json.dumps(MACHINE).replace("12000.0", literal)
         [(rule, where, _)] = refusals(loads_machine, text)
@@ -312,7 +315,7 @@ def test_junk_anywhere_gives_nothing_worse_than_a_refusal(data):
     obj = copy.deepcopy(GOOD[noun])
     at = obj
     while True:
-        inner = [k for k in (at if isinstance(at, dict) else range(len(at)))]
+        inner = list(at) if isinstance(at, dict) else range(len(at))
         key = data.draw(st.sampled_from(inner))
         if not isinstance(at[key], (dict, list)) or not at[key] or data.draw(st.booleans()):
             break
@@ -360,3 +363,24 @@ def test_many_faults_stay_quick_and_readable():
         problem_from_json({"ops": [op], "tensors": []})
     assert len(caught.value.violations) == 3000
     assert str(caught.value).endswith("… and 2990 more")
+
+
+def test_the_largest_figures_that_are_read_can_be_simulated():
+    tensor = {"id": "w", "nbytes": 1e30, "kind": "weight", "home": "host", "ratios": {"c": 1e6}}
+    op = {"id": "o", "phase": "update", "duration_us": 1e30, "reads": [], "writes": ["w"]}
+    link = {"name": "d", "source": "device", "target": "host", "bytes_per_us": 1e-30}
+    machine = machine_from_json(
+        {
+            "tiers": [{"name": "device"}, {"name": "host"}],
+            "lanes": [link | {"latency_us": 1e30}],
+            "codecs": [{"name": "c", "bytes_per_us": 1e-30}],
+        }
+    )
+    problem = problem_from_json({"tensors": [tensor], "ops": [op]})
+    plan = Plan(
+        (Start("w", "host"),), (Move("m", "w", "device", "host", "d", "o", None, False, "c"),)
+    )
+    timeline = simulate(problem, machine, plan)
+    assert timeline.valid, timeline.violations
+    assert 1e66 <= timeline.makespan_us < 1.1e66
+    assert refusals(problem_from_json, {"ops": [op | {"duration_us": 1.1e30, "writes": []}]})

@@ -186,6 +186,11 @@ def test_invalid_copies_vanish_at_the_steps_end():
     assert seen.timeline.valid
     assert seen.at("m", 1) == (8000, 11000)
     assert seen.peak["host"] == 3
+    # and its space is there again for x, which every step sends through the host before w
+    moves = [M("mx", "x", "device>host"), M("m", "w", "device>host", "mx", "U")]
+    plan = {"start": "w@device x@device", "moves": moves, "drops": [D("x@host", "mx")]}
+    seen = see([w, T("x", 3)], [O("U", 5, "w", "w")], machine(host=3), **plan)
+    assert (seen.at("m"), seen.at("mx", 1)) == ((3000, 6000), (11000, 14000))
 
 
 def test_a_drop_after_a_wrapped_move_counts_as_done_in_its_own_step():

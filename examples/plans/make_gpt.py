@@ -26,7 +26,9 @@ def tensor(name: str, kind: str, nbytes: int, home: str | None = None) -> str:
     return name
 
 
-def op(name: str, phase: str, us: float, reads: list[str], writes: list[str], **more: object) -> None:
+def op(
+    name: str, phase: str, us: float, reads: list[str], writes: list[str], **more: object
+) -> None:
     row = {"id": name, "phase": phase, "duration_us": round(us, 1), "reads": reads}
     ops.append({**row, "writes": writes, **more})
 

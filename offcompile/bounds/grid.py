@@ -1,10 +1,11 @@
-"""Where memory is looked at: the starts of some ops cut the step into slots."""
+"""When memory is looked at: the starts, or starts and ends, of some ops cut the step into slots."""
 
 from __future__ import annotations
 
 import itertools
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Literal
 
 import numpy as np
 
@@ -14,10 +15,11 @@ from .survey import Gap, Survey
 
 @dataclass(frozen=True)
 class Grid:
-    """`samples` are op indices; slot k runs from sample k−1 to sample k.
+    """`samples` are instants: 2k is the start of op k, 2k + 1 the moment before it ends.
 
-    Slot 0 (before the first sample) exists only when the problem is not steady; when it is, the
-    last slot runs on to the first sample of the next step.
+    Slot k runs from sample k−1 to sample k. Slot 0 (before the first sample) exists only when
+    the problem is not steady; when it is, the last slot runs on to the first sample of the next
+    step.
     """
 
     n_ops: int
@@ -28,49 +30,69 @@ class Grid:
     def n_slots(self) -> int:
         return len(self.samples) + 1
 
-    def slot_of(self, op: int) -> int:
-        """The slot in which `op` runs."""
-        slot = int(np.searchsorted(self.samples, op, "right"))
+    def slot_after(self, op: int) -> int:
+        """The slot in which `op` ends."""
+        slot = int(np.searchsorted(self.samples, 2 * op + 1, "right"))
         return len(self.samples) if self.steady and slot == 0 else slot
 
     def ops_of(self, slot: int) -> list[int]:
-        """The ops that run in a slot, in order."""
+        """The ops whose time lies in a slot, in order."""
         return self._ops[slot]
 
     @cached_property
     def _ops(self) -> list[list[int]]:
-        found: list[list[int]] = [[] for _ in range(self.n_slots)]
-        edges = [0, *self.samples.tolist(), self.n_ops]
-        for slot, (first, last) in enumerate(itertools.pairwise(edges)):
-            found[slot] = list(range(first, last))
+        edges = [0, *self.samples.tolist(), 2 * self.n_ops]
+        found = [
+            list(range((first + 1) // 2, (last + 1) // 2))
+            for first, last in itertools.pairwise(edges)
+        ]
         if self.steady:
             found[-1] += found[0]
             found[0] = []
         return found
 
+    @cached_property
+    def busy(self) -> dict[int, int]:
+        """Slots that are exactly the time of one op → that op. No waiting lies in them."""
+        return {
+            slot + 1: int(first) // 2
+            for slot, (first, last) in enumerate(itertools.pairwise(self.samples))
+            if first % 2 == 0 and last == first + 1
+        }
+
     def inside(self, gap: Gap) -> Ints:
         """Positions in `samples` of those strictly inside the gap, in order of time."""
         count = len(self.samples)
-        lo = 0 if gap.before is None else int(np.searchsorted(self.samples, gap.before, "right"))
-        hi = count if gap.after is None else int(np.searchsorted(self.samples, gap.after, "left"))
+        lo = self._first(gap)
+        hi = count if gap.after is None else self._position(2 * gap.after, "left")
         if gap.wraps:
             return np.concatenate([np.arange(lo, count), np.arange(hi)])
         return np.arange(lo, hi)
 
     def slots(self, gap: Gap, inside: Ints) -> Ints:
         """The slots that the gap meets: one before each sample inside it, and one after."""
-        first = 0 if gap.before is None else self.slot_of(gap.before)
+        first = 0 if gap.before is None else self.slot_after(gap.before)
         return np.concatenate([[first], inside + 1])
 
     def before_boundary(self, gap: Gap) -> int:
         """How many samples inside a gap that wraps come before the step ends."""
-        assert gap.before is not None
-        return len(self.samples) - int(np.searchsorted(self.samples, gap.before, "right"))
+        return len(self.samples) - self._first(gap)
+
+    def _first(self, gap: Gap) -> int:
+        return 0 if gap.before is None else self._position(2 * gap.before + 1, "right")
+
+    def _position(self, instant: int, side: Literal["left", "right"]) -> int:
+        return int(np.searchsorted(self.samples, instant, side))
 
 
 def fine(survey: Survey) -> Grid:
-    """Every op is a sample."""
-    return Grid(survey.n_ops, survey.problem.steady, np.arange(survey.n_ops))
+    """The start of every op."""
+    return Grid(survey.n_ops, survey.problem.steady, 2 * np.arange(survey.n_ops))
+
+
+def full(survey: Survey) -> Grid:
+    """The start and the end of every op."""
+    return Grid(survey.n_ops, survey.problem.steady, np.arange(2 * survey.n_ops))
 
 
 def coarse(survey: Survey, count: int) -> Grid:
@@ -89,4 +111,4 @@ def coarse(survey: Survey, count: int) -> Grid:
         ops = np.flatnonzero(stretch == k)
         if len(ops):
             picked.append(int(ops[np.argmax(survey.wanted[ops])]))
-    return Grid(n, survey.problem.steady, np.array(picked))
+    return Grid(n, survey.problem.steady, 2 * np.array(picked))

@@ -39,7 +39,7 @@ class Model:
 
 def build(survey: Survey, grid: Grid) -> Model:
     times = Times(survey, grid)
-    crowded = np.flatnonzero(survey.crowded[grid.samples])
+    crowded = np.flatnonzero(survey.crowded[grid.samples // 2])
     memory = np.full(len(grid.samples), -1)
     memory[crowded] = times.rows.reserve(len(crowded), 1.0)
     limits = {
@@ -60,7 +60,7 @@ def build(survey: Survey, grid: Grid) -> Model:
 def _operands(r: Residence, sample: int) -> None:
     """What an op needs on the device as it starts: operands, outputs, workspace."""
     s, t = r.s, r.t
-    op, row = int(r.grid.samples[sample]), int(r.memory[sample])
+    op, row = int(r.grid.samples[sample]) // 2, int(r.memory[sample])
     workspace = s.problem.ops[op].workspace_bytes
     r.fix(sample, workspace)
     if op in t.on_host:

@@ -15,6 +15,8 @@ from .matrix import Ints
 from .survey import Gap, least_bytes
 from .times import Times
 
+WHOLE = False
+MONO = False
 Bools = npt.NDArray[np.bool_]
 
 
@@ -185,7 +187,7 @@ class Residence:
         if gap.after is not None:
             self.ended[tensor.id, gap.after] = stay
         if gap.free:
-            self._exists(stay, marks)
+            self._exists(stay, marks, inside, slots, flows)
         return stay
 
     def _grow(self, levels: Ints, start: int, flows: list[Ints], group: Ints) -> Ints:
@@ -223,21 +225,50 @@ class Residence:
                         flow = np.tile(flows[other.name][at], len(at))
                         self.rows.put(np.repeat(rows[at], len(at)), flow, -1.0)
 
-    def _exists(self, stay: Stay, marks: Ints) -> None:
+    def _exists(self, stay: Stay, marks: Ints, inside: Ints, slots: Ints, flows) -> None:
         """At each crowded sample: the bytes on the device, and the value must be somewhere."""
         gap, rows = stay.gap, self.rows
         share = self.share(self.s.problem.tensor[gap.tensor].nbytes)
         at = np.flatnonzero(self.memory[marks] >= 0)
         memory = self.memory[marks[at]]
         rows.put(memory, stay.stays, share)
-        rows.put(memory, stay.load[at], share)
+        reserved = stay.load[at]
+        busy = self.grid.busy
+        where = {int(m): k for k, m in enumerate(marks[at])}
+        if busy and gap.kind == "live":
+            reserved = self.cols.new(len(at), whole=WHOLE)
+            lim = rows.reserve(len(at))
+            rows.put(lim, stay.load[at], 1.0)
+            rows.put(lim, reserved, -1.0)
+            if MONO and len(at) > 1:
+                lim = rows.reserve(len(at) - 1)
+                rows.put(lim, reserved[:-1], 1.0)
+                rows.put(lim, reserved[1:], -1.0)
+            for lane in self.s.lanes:
+                if lane.target == DEVICE:
+                    c = self.s.carry_ns[gap.tensor, lane.name]
+                    for j, slot in enumerate(slots[:-1]):
+                        op = busy.get(int(slot))
+                        if op is not None and int(inside[j]) in where and c > 0:
+                            r = self.t.longest(op) / c
+                            rows.add(0.0, (int(flows[lane.name][j]), 1.0), (int(reserved[where[int(inside[j])]]), -r))
+        rows.put(memory, reserved, share)
         if stay.redone is not None:
             rows.put(memory, stay.redone[at], share)
         places = [stay.kept.get(tier, levels)[at] for tier, levels in stay.held.items()]
         if any((p == self.t.unity).all() for p in places) or (gap.kind == "late" and self.limits):
             return  # it is safe elsewhere, or may have gone once the host update was done
-        not_gone = self.cols.new(len(at))
+        not_gone = self.cols.new(len(at), whole=WHOLE)
         rows.put(memory, not_gone, share)
+        if busy and gap.tensor not in self.s.rewriters:
+            for lane in self.s.lanes:
+                if lane.source == DEVICE and lane.name in flows:
+                    c = self.s.carry_ns[gap.tensor, lane.name]
+                    for j, slot in enumerate(slots):
+                        op = busy.get(int(slot))
+                        if j and op is not None and int(inside[j - 1]) in where and c > 0:
+                            r, k = self.t.longest(op) / c, where[int(inside[j - 1])]
+                            rows.add(0.0, (int(flows[lane.name][j]), 1.0), (int(not_gone[k]), -r), (stay.stays, -r), (int(reserved[k]), -r))
         redo = gap.kind == "live" and gap.tensor in self.s.rewriters
         need = rows.reserve(len(at), 0.0 if redo or gap.kind == "late" else -1.0)
         for columns in (not_gone, *places):

@@ -34,10 +34,17 @@ class Times:
             sum(s.base_ns[i] for i in grid.ops_of(k) if i not in self.optional)
             for k in range(grid.n_slots)
         ]
+        fixed = set(range(s.n_ops)) - self.optional
         unused = {0} if grid.steady else set()
         self.tau: Ints = np.array(
             [
-                self.cols.one(0, 0) if k in unused else self.cols.one(self.scaled(f), most, 1.0)
+                self.cols.one(0, 0)
+                if k in unused
+                else self.cols.one(
+                    self.scaled(f),
+                    self.scaled(f) if grid.busy.get(k, -1) in fixed else most,
+                    1.0,
+                )
                 for k, f in enumerate(self.fixed_ns)
             ]
         )
@@ -74,6 +81,12 @@ class Times:
             self._fresh[fresh_from, lane].append((int(flow[0]), cost))
         return flow
 
+    def longest(self, op: int) -> int:
+        """The most an op can take, in ns."""
+        s = self.survey
+        slower = (s.direct_ns.get((op, t), 0) for t in s.problem.ops[op].operands)
+        return s.base_ns[op] + sum(d for d in slower if d > 0)
+
     def carry_late(self, tensor: str) -> int:
         """A copy sent to the host at any time, for a host update that runs late."""
         column = self.cols.one()
@@ -93,9 +106,10 @@ class Times:
         self._lengths()
         for (op, _), terms in self._fresh.items():
             # eq. (3) of the paper: a value leaves in what remains of the slot after its write
-            slot = self.grid.slot_of(op)
-            gone, chosen = self._until_end(op)
-            self.rows.add(-gone, (int(self.tau[slot]), -1.0), *chosen, *terms)
+            slot = self.grid.slot_after(op)
+            if op in self.grid.ops_of(slot):
+                gone, chosen = self._until_end(op)
+                self.rows.add(-gone, (int(self.tau[slot]), -1.0), *chosen, *terms)
         if self.on_host:
             self._host_lane()
 
@@ -123,7 +137,7 @@ class Times:
     def _until_end(self, op: int) -> tuple[float, Terms]:
         """Compute time in the slot of `op` up to its end: a figure, and columns to add."""
         gone, chosen = 0, []
-        for i in self.grid.ops_of(self.grid.slot_of(op)):
+        for i in self.grid.ops_of(self.grid.slot_after(op)):
             if i in self.length:
                 chosen.append((self.length[i], 1.0))
             else:
@@ -151,9 +165,9 @@ class Times:
                 if i >= first
             ]
             # a steady grid's last slot holds the first ops of the next step: no window there
-            counted = first >= (int(self.grid.samples[0]) if self.grid.steady else 0)
+            counted = 2 * first >= (int(self.grid.samples[0]) if self.grid.steady else 0)
             gone, chosen = self._until_end(first) if counted else (0.0, [])
-            slot = self.grid.slot_of(first) if counted else 0
+            slot = self.grid.slot_after(first) if counted else 0
             self.rows.add(-gone, *((int(c), -1.0) for c in self.tau[slot:]), *chosen, *work)
         outward = [x for x in s.lanes if x.source == DEVICE]
         if self._late and len(outward) == 1:

@@ -20,9 +20,12 @@ from .errors import InvalidInput, Violation
 T = TypeVar("T")
 D = TypeVar("D")
 
-#: Figures beyond this are refused, and rates below its inverse: their products and quotients
-#: would leave the range of floats in the middle of a simulation. No real figure comes near.
-LARGEST = 1e100
+#: Bytes and microseconds beyond this are refused, and rates below its inverse: sums and products
+#: of them would leave the range of floats, and of what counts as unlimited, in the middle of a
+#: simulation. No real figure comes near, and what stands for infinity (2**63, 1e18) still fits.
+LARGEST = 1e30
+_FASTEST = 1e100
+_WORST_RATIO = 1e6
 
 _SHOWN_CHARACTERS = 60
 _SUGGESTIONS = 20  # nearest names are looked up for the first faults only: it is slow work
@@ -99,8 +102,8 @@ class Report:
         """`nearest`, while there are few faults."""
         return nearest(word if len(self.violations) < _SUGGESTIONS else None, known)
 
-    def unique(self, named: Iterable[tuple[str, str]]) -> frozenset[str]:
-        """The ids of (place, id) pairs, each of which may stand only once."""
+    def unique(self, named: Iterable[tuple[str, str]]) -> dict[str, str]:
+        """Id → place of (place, id) pairs, in which each id may stand only once."""
         first: dict[str, str] = {}
         for where, name in named:
             if not name:
@@ -112,7 +115,7 @@ class Report:
                     f"{show(name)} already stands at {first[name]}; ids are unique: rename one",
                 )
             first.setdefault(name, where)
-        return frozenset(first)
+        return first
 
     def known(self, where: str, name: str | None, noun: str, known: Collection[str]) -> bool:
         """Whether `name` is one of the known ids; a stand-in or null is not judged."""
@@ -165,11 +168,11 @@ def figure(value: int | float) -> int | float:
     return as_float if as_float == value else value
 
 
-def _from(least: float) -> Callable[[object], float | None]:
+def _within(least: float, most: float) -> Callable[[object], float | None]:
     def read(value: object) -> float | None:
         if isinstance(value, bool) or not isinstance(value, (int, float)):
             return None
-        return figure(value) if least <= value <= LARGEST else None
+        return figure(value) if least <= value <= most else None
 
     return read
 
@@ -177,28 +180,28 @@ def _from(least: float) -> Callable[[object], float | None]:
 IDENT = Kind("a non-empty string of valid Unicode", 'write an id such as "w0"', "", _ident)
 FLAG = Kind("true or false", "write one of the two, without quotes", False, _flag)
 BYTES = Kind(
-    "a whole number of bytes from 0 to 1e100",
+    "a whole number of bytes from 0 to 1e30",
     "write a plain number such as 4096, without quotes, sign or unit",
     0,
     _whole,
 )
 MICROSECONDS = Kind(
-    "a finite number of microseconds from 0 to 1e100",
+    "a finite number of microseconds from 0 to 1e30",
     "write a plain number such as 1200.0, without quotes or unit",
     0.0,
-    _from(0.0),
+    _within(0.0, LARGEST),
 )
 RATE = Kind(
-    "a finite number of bytes per microsecond above 0 (1e-100 to 1e100)",
+    "a finite number of bytes per microsecond above 0 (1e-30 to 1e100)",
     "write a plain number such as 12000.0; a link or codec that cannot work is left out",
     1.0,
-    _from(1 / LARGEST),
+    _within(1 / LARGEST, _FASTEST),
 )
 RATIO = Kind(
-    "a finite number above 0, compressed size over raw size (1e-100 to 1e100)",
+    "a finite number above 0, compressed size over raw size (1e-30 to 1e6)",
     "write a plain number such as 0.5",
     1.0,
-    _from(1 / LARGEST),
+    _within(1 / LARGEST, _WORST_RATIO),
 )
 
 

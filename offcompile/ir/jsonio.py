@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import tomllib
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import fields
 from typing import Any
 
@@ -86,7 +86,7 @@ def _op(entry: Entry) -> Op:
     )
 
 
-def _check_operands(report: Report, entry: Entry, op: Op, known: frozenset[str]) -> None:
+def _check_operands(report: Report, entry: Entry, op: Op, known: Collection[str]) -> None:
     for key, names in (("reads", op.reads), ("writes", op.writes)):
         for i, name in enumerate(names):
             report.known(f"{entry.at(key)}[{i}]", name, "tensor", known)
@@ -128,7 +128,7 @@ def machine_from_json(obj: object) -> Machine:
         report.known(entry.at("source"), lane.source, "tier", known)
         report.known(entry.at("target"), lane.target, "tier", known)
     if not top.broken and DEVICE not in known:
-        found = listed(sorted(known)) or "none"
+        found = listed(known) or "none"
         report.add(
             "bad-value",
             "tiers",

@@ -149,4 +149,19 @@ class _AnyPlan:
             key = self.one(changeable) if changeable else None
             entry = replace(entry, **{key: self.one(values[key])}) if key else entry
             entries.insert(at, entry)
-        return replace(plan, **{part: tuple(entries)})
+        return _without_loose_ends(replace(plan, **{part: tuple(entries)}), self.problem)
+
+
+def _without_loose_ends(plan: Plan, problem: Problem) -> Plan:
+    """The plan with null for the names of what is no longer in it."""
+    names = {*problem.op, *(r.id for r in plan.recomputes), *(m.id for m in plan.moves)}
+
+    def there(name: str | None) -> str | None:
+        return name if name in names else None
+
+    moves = (
+        replace(m, start_after=there(m.start_after), ready_before=there(m.ready_before))
+        for m in plan.moves
+    )
+    drops = (replace(d, after=there(d.after)) for d in plan.drops)
+    return replace(plan, moves=tuple(moves), drops=tuple(drops))

@@ -1,0 +1,139 @@
+"""The cheapest choice that covers a need: knapsacks over weighted positions, then neighbours.
+
+A knapsack covers a weighted sum of the needs, which is a relaxation; where its answer leaves some
+position open, that position weighs more in the next one. Each answer is completed, freed of what
+is redundant and improved by swaps. The best is then searched around: a few things at a time are
+decided anew, by branch and bound, with the others as they are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from random import Random
+
+from .covering import Choice, Cover, Item
+
+ROUNDS = 12
+#: how many decisions the search around the best choice may look at
+NODES = 6000
+#: things decided anew at once; where there are no more than WHOLE, all of them
+WINDOW, WHOLE = 8, 14
+#: so many times in vain, and the search ends
+IDLE = 250
+
+#: the worth of a choice (less is better), which taking more things never lowers
+Objective = Callable[[Sequence[int | None]], float]
+
+
+def cover(
+    items: Sequence[Item],
+    need: Sequence[int],
+    limits: Mapping[str, int] | None = None,
+    rounds: int = ROUNDS,
+) -> Choice | None:
+    """The cheapest choice found that covers `need` everywhere; None if none was found.
+
+    `limits`: the bytes that a tier takes in altogether (tiers not named: any).
+    """
+    empty = Cover(items, need, limits or {})
+    best: Cover | None = None
+    weights = {empty.tightest(): 1} if empty.need else {}
+    for _ in range(rounds):
+        state = Cover(items, need, limits or {})
+        state.take_knapsack(weights)
+        # a solution of the weighted sum that covers all positions is optimal for them all
+        done = state.worst() <= 0
+        at = state.tightest()
+        if state.take_at_the_worst():
+            state.polish()
+            if best is None or state.cost() < best.cost():
+                best = state
+        if done:
+            break
+        weights[at] = weights.get(at, 0) + 1
+    if (best is None or rounds >= ROUNDS) and empty.take_greedily():
+        empty.polish()
+        if best is None or empty.cost() < best.cost():
+            best = empty
+    if best is not None and rounds >= ROUNDS:
+        improve(best)
+    return None if best is None else tuple(best.choice)
+
+
+def improve(
+    state: Cover, objective: Objective | None = None, lowest: float = 0.0, nodes: int = NODES
+) -> None:
+    """Decide a few things anew at a time while that betters `objective` (None: the cost).
+
+    The few are drawn, with a fixed seed, from those whose cost per size is near the margin
+    between taken and left, and from those on the wrong side of it. `lowest` ends the search.
+    """
+    count = len(state.choice)
+    usable = [i for i in range(count) if state.ways[i]]
+    search = _Neighbourhood(state, objective, nodes)
+    if len(usable) <= WHOLE:
+        search.nodes = nodes * 10
+        search.decide(usable)
+        return
+    density = {i: min(w.cost for w in state.ways[i]) / state.sizes[i] for i in usable}
+    ranked = sorted(usable, key=lambda i: (density[i], i))
+    rng = Random(0)
+    idle = 0
+    while search.nodes > 0 and search.best > lowest and idle < IDLE:
+        margin = sum(w is not None for w in state.choice)
+        reach = max(WINDOW, count // 4)
+        pool = [
+            i
+            for at, i in enumerate(ranked)
+            if abs(at - margin) <= reach or (at < margin) != (state.choice[i] is not None)
+        ]
+        window = rng.sample(pool, min(WINDOW, len(pool)))
+        idle = 0 if search.decide(window) else idle + 1
+
+
+class _Neighbourhood:
+    """Branch and bound over a few things; `nodes` is what may still be looked at."""
+
+    def __init__(self, state: Cover, objective: Objective | None, nodes: int) -> None:
+        self.state, self.objective, self.nodes = state, objective, nodes
+        self.best = self.worth()
+
+    def worth(self) -> float:
+        return self.state.cost() if self.objective is None else self.objective(self.state.choice)
+
+    def decide(self, window: Sequence[int]) -> bool:
+        """Whether some other ways of the things in `window` are better; they are taken if so."""
+        state = self.state
+        before = [state.choice[i] for i in window]
+        old_best = self.best
+        self.found = before
+        for i in window:
+            state.put(i, None)
+        self.order = sorted(window, key=lambda i: -state.sizes[i])
+        self.left_over = [0]
+        for i in reversed(self.order):
+            self.left_over.append(self.left_over[-1] + state.sizes[i])
+        self.window = window
+        self._branch(0, self.worth())
+        for i, way in zip(window, self.found, strict=True):
+            state.put(i, way)
+        return self.best < old_best
+
+    def _branch(self, at: int, worth: float) -> None:
+        state = self.state
+        self.nodes -= 1
+        if worth >= self.best * (1 - 1e-9) or self.nodes < 0:
+            return
+        worst = state.worst()
+        if worst <= 0:
+            self.best, self.found = worth, [state.choice[i] for i in self.window]
+            return
+        if worst > self.left_over[len(self.order) - at]:
+            return
+        i = self.order[at]
+        for w, way in enumerate(state.ways[i]):
+            if state.fits(i, w):
+                state.put(i, w)
+                self._branch(at + 1, worth + way.cost if self.objective is None else self.worth())
+                state.put(i, None)
+        self._branch(at + 1, worth)

@@ -1,0 +1,107 @@
+"""Laws that every registered policy keeps, on problems that hypothesis draws."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+from chains import random_chain
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from offcompile.bounds import lower_bound
+from offcompile.ir import Infeasible, Plan
+from offcompile.passes.registry import POLICIES, make
+from offcompile.planner import certify, judge_for
+from offcompile.testing import problems_with_machines
+
+#: every policy, with the variants that follow the papers
+SPECS = [
+    "joint:seconds=0.5",
+    "weight_rotation",
+    "weight_rotation:variant=printed",
+    "weight_rotation:variant=printed_once",
+    "weight_rotation:variant=l2l",
+    "weight_rotation:variant=spread",
+    "hybrid_access",
+    "hybrid_access:variant=printed",
+    "hybrid_access:variant=repaired",
+    "hybrid_access:variant=zero_offload",
+    "gradient_reserve",
+    "gradient_reserve:reserve=0.4,method=ratio",
+    "activation_spill",
+    "activation_spill:variant=printed",
+    "near_memory_update",
+    "recompute",
+    "recompute:variant=all",
+]
+
+
+def apply(spec, problem, machine):
+    """(plan, timeline), or None where the policy says that it cannot be done."""
+    try:
+        plan = make(spec, judge_for(problem, machine)).apply(problem, machine, Plan())
+    except Infeasible as error:
+        assert error.reason and error.smallest_change
+        assert error.needed_bytes is None or error.needed_bytes > 0
+        return None
+    try:
+        return plan, certify(problem, machine, plan, spec)
+    except Infeasible as error:
+        # only tiers beyond the device can surprise the builder
+        assert any(t.capacity_bytes is not None for t in machine.tiers[1:]), error
+        return None
+
+
+def test_every_policy_is_covered_here():
+    assert {spec.partition(":")[0] for spec in SPECS} == set(POLICIES)
+
+
+@pytest.mark.parametrize("spec", SPECS)
+@given(case=problems_with_machines())
+@settings(max_examples=40)
+def test_a_plan_is_lawful_and_fits_or_is_refused_with_figures(spec, case):
+    problem, machine = case
+    made = apply(spec, problem, machine)
+    if made is None:
+        return
+    plan, timeline = made
+    for tier in machine.tiers:
+        assert tier.capacity_bytes is None or (
+            timeline.peak_bytes[tier.name] <= tier.capacity_bytes
+        )
+    assert lower_bound(problem, machine, seconds=1.0).us <= timeline.makespan_us + 1e-9
+
+
+@pytest.mark.parametrize("spec", SPECS)
+def test_the_same_plan_twice(spec):
+    problem, machine = random_chain(random.Random(3), 5, 0.4, 1.0)
+    first, second = (apply(spec, problem, machine) for _ in range(2))
+    assert (first is None) == (second is None)
+    if first is not None:
+        assert first[0] == second[0]
+
+
+@given(st.integers(0, 10**6))
+@settings(max_examples=12)
+def test_joint_is_no_worse_than_any_single_policy(seed):
+    rng = random.Random(seed)
+    problem, machine = random_chain(rng, rng.randint(2, 6), rng.random(), rng.uniform(0.3, 1.5))
+    joint = apply("joint:seconds=0.5", problem, machine)
+    for spec in SPECS[1:]:
+        single = apply(spec, problem, machine)
+        if single is not None:
+            assert joint is not None
+            assert joint[1].makespan_us <= single[1].makespan_us, spec
+
+
+@given(st.integers(0, 10**6))
+@settings(max_examples=12)
+def test_more_memory_is_never_slower(seed):
+    rng = random.Random(seed)
+    problem, machine = random_chain(rng, rng.randint(2, 6), rng.uniform(0, 0.6), 1.2)
+    tight = apply("joint:seconds=1", problem, machine)
+    more = int(machine.tier["device"].capacity_bytes * rng.uniform(1.0, 1.3))
+    loose = apply("joint:seconds=1", problem, machine.with_capacity("device", more))
+    assert tight is not None and loose is not None
+    assert loose[1].makespan_us <= tight[1].makespan_us * 1.01
