@@ -11,11 +11,13 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from .cover_search import cover, improve
+from .cover_search import cover, great_ones, improve
 from .covering import Choice, Cover, Item, Way
 
 #: tensors looked at in the search around the choice for makespan
 SEARCH_WORK = 400_000
+#: a step within this of compute alone hides every transfer
+HIDDEN = 1.000002
 
 
 @dataclass(frozen=True)
@@ -214,47 +216,72 @@ def by_makespan(
 
     Only transfers of the last busy spell of a lane delay the step. Each round charges for the
     spells that the choices so far had (an averaged best response, which tends to the optimum
-    of the relaxed problem) and covers the excess again.
+    of the relaxed problem) and covers the excess again. The best choice is then searched around.
     """
-    best: Choice | None = None
-    best_key = (0, 0)
-    late_out: list[tuple[str, int]] = []
-    late_back: list[tuple[str, int]] = []
-    costs: list[list[float]] = []
-    for at in range(rounds):
-        costs = []
-        for c in candidates:
-            row: list[float] = []
-            for o in c.options:
-                out = sum(lane == o.lane and c.release_ns >= since for lane, since in late_out)
-                back = sum(lane == o.lane and c.needed_ns <= until for lane, until in late_back)
-                spent = out * o.out_ns + back * o.back_ns + (at + 1) * o.added_ns
-                row.append(spent + 0.01 * (at + 1) * o.cost_ns)
-            costs.append(row)
-        choice = cover(_items(candidates, costs), excess, limits, rounds=2)
-        if choice is None:
-            break
-        times = lane_times(candidates, choice, forward_ns, backward_ns)
-        key = (times.makespan_ns, transfer_ns(candidates, choice))
-        if best is None or key < best_key:
-            best, best_key = choice, key
-        if times.late_out is None and times.late_back is None:
-            break
-        late_out += [times.late_out] if times.late_out else []
-        late_back += [times.late_back] if times.late_back else []
-    if best is None or best_key[0] <= forward_ns + backward_ns:
-        return best
-    state = Cover(_items(candidates, costs), excess, limits or {})
-    for i, way in enumerate(best):
-        state.put(i, way)
+    ideal = forward_ns + backward_ns
 
     def worth(choice: Sequence[int | None]) -> float:
         times = lane_times(candidates, choice, forward_ns, backward_ns)
         return times.makespan_ns + 1e-6 * transfer_ns(candidates, choice)
 
+    def priced(without: int | None) -> tuple[Choice | None, list[Item]]:
+        best: Choice | None = None
+        items: list[Item] = []
+        late_out: list[tuple[str, int, int]] = []
+        late_back: list[tuple[str, int, int]] = []
+        for at in range(1, rounds + 1):
+            items = _items(candidates, _prices(candidates, late_out, late_back, at))
+            if without is not None:
+                items[without] = Item(items[without].nbytes, ())
+            choice = cover(items, excess, limits, rounds=2)
+            if choice is None:
+                break
+            if best is None or worth(choice) < worth(best):
+                best = choice
+            times = lane_times(candidates, choice, forward_ns, backward_ns)
+            if times.late_out is None and times.late_back is None:
+                break
+            late_out += [(*times.late_out, at)] if times.late_out else []
+            late_back += [(*times.late_back, at)] if times.late_back else []
+        return best, items
+
+    best, items = priced(None)
+    if best is None or worth(best) <= HIDDEN * ideal:
+        return best
+    for great in great_ones(items, best, excess):
+        other, _ = priced(great)
+        if other is not None and worth(other) < worth(best):
+            best = other
+    state = Cover(items, excess, limits or {})
+    for i, way in enumerate(best):
+        state.put(i, way)
     nodes = SEARCH_WORK * rounds // (24 * max(1, len(candidates)))
-    improve(state, worth, 1.000002 * (forward_ns + backward_ns), nodes)
+    improve(state, worth, HIDDEN * ideal, nodes)
     return tuple(state.choice)
+
+
+def _prices(
+    candidates: Sequence[Candidate],
+    late_out: Sequence[tuple[str, int, int]],
+    late_back: Sequence[tuple[str, int, int]],
+    at: int,
+) -> list[list[float]]:
+    """What each option would have cost in the late spells so far: (lane, since or until, weight).
+
+    Round k has the weight k, for later rounds know better. A hundredth of all transfer time is
+    charged in any case, so that what need not go stays.
+    """
+    weight = at * (at + 1) // 2
+    rows: list[list[float]] = []
+    for c in candidates:
+        row: list[float] = []
+        for o in c.options:
+            out = sum(x for lane, t, x in late_out if lane == o.lane and c.release_ns >= t)
+            back = sum(x for lane, t, x in late_back if lane == o.lane and c.needed_ns <= t)
+            spent = out * o.out_ns + back * o.back_ns + weight * o.added_ns
+            row.append(spent + 0.01 * weight * o.cost_ns)
+        rows.append(row)
+    return rows
 
 
 def _items(candidates: Sequence[Candidate], costs: Sequence[Sequence[float]]) -> list[Item]:

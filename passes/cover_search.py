@@ -15,11 +15,13 @@ from .covering import Choice, Cover, Item
 
 ROUNDS = 12
 #: how many decisions the search around the best choice may look at
-NODES = 6000
+NODES = 30_000
 #: things decided anew at once; where there are no more than WHOLE, all of them
-WINDOW, WHOLE = 8, 14
+WINDOW, WHOLE = 9, 14
 #: so many times in vain, and the search ends
 IDLE = 250
+#: so many things of at least this part of the need are done without on trial
+GREAT, GREAT_PART = 2, 0.08
 
 #: the worth of a choice (less is better), which taking more things never lowers
 Objective = Callable[[Sequence[int | None]], float]
@@ -56,8 +58,26 @@ def cover(
         if best is None or empty.cost() < best.cost():
             best = empty
     if best is not None and rounds >= ROUNDS:
+        for great in great_ones(items, best.choice, need):
+            others = [Item(x.nbytes, ()) if i == great else x for i, x in enumerate(items)]
+            choice = cover(others, need, limits, rounds // 2)
+            if choice is not None:
+                state = Cover(items, need, limits or {})
+                for i, way in enumerate(choice):
+                    state.put(i, way)
+                best = min(best, state, key=Cover.cost)
         improve(best)
     return None if best is None else tuple(best.choice)
+
+
+def great_ones(
+    items: Sequence[Item], choice: Sequence[int | None], need: Sequence[int]
+) -> list[int]:
+    """The greatest things taken, if they matter: one of them against many small ones is more than
+    the search around a choice can exchange, so it is worth looking for a choice without them."""
+    least = GREAT_PART * max(need, default=0)
+    taken = [i for i, w in enumerate(choice) if w is not None and items[i].nbytes > least]
+    return sorted(taken, key=lambda i: (-items[i].nbytes, i))[:GREAT]
 
 
 def improve(

@@ -27,13 +27,17 @@ class Mode:
     hosted: frozenset[str] = frozenset()  # weights updated on the host
 
     def decisions(self, problem: Problem, away: tuple[Away, ...] = ()) -> Decisions:
-        at = problem.op_index
+        at, op = problem.op_index, problem.op
+        # a host update has all its operands in place: nothing is left to access directly,
+        # and no device run of it to repeat
+        hosted = {o.id for o in problem.ops if o.phase == "update"} if self.hosted else set()
+        hosted = {o for o in hosted if not self.hosted.isdisjoint(op[o].writes)}
+        directs = sorted(self.directs, key=lambda d: (at[d[0]], d[1]))
+        recomputes = sorted(self.recomputes, key=lambda r: (at[r[1]], at[r[0]]))
         return Decisions(
             away=away,
-            directs=tuple(Direct(*d) for d in sorted(self.directs, key=lambda d: (at[d[0]], d[1]))),
-            recomputes=tuple(
-                Recompute(*r) for r in sorted(self.recomputes, key=lambda r: (at[r[1]], at[r[0]]))
-            ),
+            directs=tuple(Direct(*d) for d in directs if d[0] not in hosted),
+            recomputes=tuple(Recompute(*r) for r in recomputes if r[0] not in hosted),
             updates=tuple(Update(w, HOST) for w in sorted(self.hosted)),
         )
 

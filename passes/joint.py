@@ -144,13 +144,15 @@ class Joint:
                 else self._frame(search.problem, search.machine, frame.mode, tier)
             )
             covers: set[frozenset[int]] = set()
+            largest = 2 * max((g.tensor.nbytes for g in here.gaps.gaps), default=0)
             for headroom in HEADROOMS:
                 for hinted in (False, True) if self.hints else (False,):
                     cover = self._greedy(here, headroom, hinted)
                     if cover is None or frozenset(cover.away) in covers or search.done:
                         continue
                     covers.add(frozenset(cover.away))
-                    state = search.evaluate(here, cover, rounds=2)
+                    spare = headroom * largest
+                    state = search.evaluate(here, cover, rounds=2, reserve=spare)
                     if state is not None:
                         found.append(state)
         return found

@@ -46,6 +46,10 @@ class Builder:
         if check:
             self._check_kept()
 
+    def reserve(self, nbytes: float) -> None:
+        """Stay this far below capacity where loads are placed, as far as what is kept allows."""
+        self.capacity = max(self.capacity - nbytes, max(self.kept_bytes, default=0))
+
     def lazy(self) -> Plan:
         """Every load starts only when the run before its use has ended: no overlap at all."""
         return self.at(Clock.unhindered(self.program), lazy=True)

@@ -33,6 +33,8 @@ class State:
     plan: Plan
     timeline: Timeline
     us: float
+    #: how far below capacity the builder was told to stay: another set of triggers
+    reserve: float = 0.0
 
     @property
     def cost(self) -> tuple[float, float]:
@@ -91,13 +93,19 @@ class Search:
         return self.judge(self.problem, self.machine, plan)
 
     def evaluate(
-        self, frame: Frame, cover: Cover, clock: Clock | None = None, rounds: int = 1
+        self,
+        frame: Frame,
+        cover: Cover,
+        clock: Clock | None = None,
+        rounds: int = 1,
+        reserve: float = 0.0,
     ) -> State | None:
         """Build and judge; again with the times it really had while that helps."""
         try:
             builder = Builder(self.problem, self.machine, self._decisions(frame, cover))
         except Infeasible:
             return None
+        builder.reserve(reserve)
         best: State | None = None
         clock = clock or Clock.unhindered(builder.program)
         for _ in range(rounds + 1):
@@ -108,7 +116,7 @@ class Search:
             self.offer(plan, timeline)
             if best is not None and timeline.makespan_us >= best.us:
                 break
-            best = State(frame, cover, plan, timeline, timeline.makespan_us)
+            best = State(frame, cover, plan, timeline, timeline.makespan_us, reserve)
             if not timeline.stalls or self.done:
                 break
             clock = Clock.simulated(builder.program, timeline)
@@ -133,7 +141,8 @@ class Search:
             frame, cover = made
             same = frame is state.frame
             clock = Clock.simulated(frame.program, state.timeline) if same else None
-            found = self.evaluate(frame, cover, clock, rounds=0)
+            reserve = self._reserve(state)
+            found = self.evaluate(frame, cover, clock, rounds=0, reserve=reserve)
             if found is None:
                 continue
             worse = found.us - state.us
@@ -159,9 +168,14 @@ class Search:
             self._make_room(state, cover, at)
         else:
             self._ruin(state, cover, at, count=1 + int(self.rng.random() ** 2 * 4))
-        if cover.away == state.cover.away:
-            return None
         return state.frame, cover
+
+    def _reserve(self, state: State) -> float:
+        if self.rng.random() < 0.8 or not state.frame.gaps.gaps:
+            return state.reserve
+        if self.rng.random() < 0.4:
+            return 0.0
+        return self.rng.random() * self.rng.choice(state.frame.gaps.gaps).tensor.nbytes
 
     def _prices(self, state: State) -> Prices:
         """Lanes that carry more are dearer; a little noise keeps choices varied."""

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
+
 import pytest
-from hypothesis import HealthCheck, settings
+from hypothesis import HealthCheck, Phase, settings
 
 settings.register_profile(
     "offcompile",
@@ -12,7 +14,11 @@ settings.register_profile(
     print_blob=True,
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],
 )
-settings.load_profile("offcompile")
+# while working on a failure: shows it as found, at once
+settings.register_profile(
+    "quick", settings.get_profile("offcompile"), phases=[Phase.explicit, Phase.generate]
+)
+settings.load_profile(os.environ.get("OFFCOMPILE_HYPOTHESIS", "offcompile"))
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

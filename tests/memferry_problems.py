@@ -16,9 +16,7 @@ from offcompile.simulate import simulate
 RATE = 100.0  # bytes per microsecond
 
 
-def machine(
-    device: int | None = None, host: int | None = None, rate: float = RATE
-) -> Machine:
+def machine(device: int | None = None, host: int | None = None, rate: float = RATE) -> Machine:
     return Machine(
         (Tier(DEVICE, device), Tier(HOST, host)),
         (Lane("h2d", HOST, DEVICE, rate), Lane("d2h", DEVICE, HOST, rate)),

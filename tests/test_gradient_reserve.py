@@ -149,9 +149,7 @@ def test_places_are_shared_over_time():
 def test_a_gradient_that_cannot_be_written_in_place_is_moved_out():
     problem = step([1000, 1000], updates=False, steady=False)
     ops = tuple(
-        Op(o.id, o.phase, o.duration_us, o.reads, o.writes, direct={})
-        if o.id == "B1"
-        else o
+        Op(o.id, o.phase, o.duration_us, o.reads, o.writes, direct={}) if o.id == "B1" else o
         for o in problem.ops
     )
     problem = Problem(problem.tensors, ops)

@@ -96,9 +96,7 @@ def test_every_variant_is_a_schedule_no_better_than_exact(layers, quantum):
     for choose in VARIANTS.values():
         found = choose(layers)
         assert found.end_ns >= optimum
-        assert all(
-            m or x.direct_ns is not None for m, x in zip(found.loaded, layers, strict=True)
-        )
+        assert all(m or x.direct_ns is not None for m, x in zip(found.loaded, layers, strict=True))
     assert optimum <= exact(layers, quantum_ns=quantum).end_ns <= optimum + quantum * len(layers)
     assert optimum <= exact(layers, most=3).end_ns
 

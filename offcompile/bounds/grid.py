@@ -70,9 +70,17 @@ class Grid:
         return np.arange(lo, hi)
 
     def slots(self, gap: Gap, inside: Ints) -> Ints:
-        """The slots that the gap meets: one before each sample inside it, and one after."""
-        first = 0 if gap.before is None else self.slot_after(gap.before)
-        return np.concatenate([[first], inside + 1])
+        """The slots that the gap meets: one before each sample inside it, and one after.
+
+        While an op only reads the tensor, moves of it may run: then the slot of that op comes
+        first, where it is a slot of its own.
+        """
+        if gap.before is None:
+            return np.concatenate([[0], inside + 1])
+        slots = np.concatenate([[self.slot_after(gap.before)], inside + 1])
+        own = self._position(2 * gap.before + 1, "left")
+        cut = own < len(self.samples) and self.samples[own] == 2 * gap.before + 1
+        return np.concatenate([[own], slots]) if cut and not gap.new_value else slots
 
     def before_boundary(self, gap: Gap) -> int:
         """How many samples inside a gap that wraps come before the step ends."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Sequence
 
 import numpy as np
 
@@ -11,6 +12,7 @@ from offcompile.ir import DEVICE
 from .grid import Grid
 from .matrix import Columns, Ints, Rows
 from .survey import Survey
+from .windows import Tree
 
 Terms = list[tuple[int, float]]
 MOST_HOST_WINDOWS = 24  # each is a long row; a few say nearly all
@@ -21,7 +23,7 @@ class Times:
 
     def __init__(self, survey: Survey, grid: Grid) -> None:
         s = self.survey = survey
-        self.grid = grid
+        self.grid, self.tree = grid, Tree(grid.n_slots)
         self.cols, self.rows = Columns(), Rows()
         self.zero, self.unity = self.cols.one(0, 0), self.cols.one(1, 1)
         self.most_ns = _ample_ns(survey)
@@ -29,37 +31,30 @@ class Times:
         self.optional = {op for op, _ in s.direct_ns} | {
             i for i, h in enumerate(s.host_ns) if h is not None
         }
-        most = self.scaled(self.most_ns)
         self.fixed_ns = [
             sum(s.base_ns[i] for i in grid.ops_of(k) if i not in self.optional)
             for k in range(grid.n_slots)
         ]
-        fixed = set(range(s.n_ops)) - self.optional
-        unused = {0} if grid.steady else set()
-        self.tau: Ints = np.array(
-            [
-                self.cols.one(0, 0)
-                if k in unused
-                else self.cols.one(
-                    self.scaled(f),
-                    self.scaled(f) if grid.busy.get(k, -1) in fixed else most,
-                    1.0,
-                )
-                for k, f in enumerate(self.fixed_ns)
-            ]
-        )
+        self.tau: Ints = np.array([self._slot(k) for k in range(grid.n_slots)])
         #: direct access, by (op, tensor); host update, by op
         self.in_place = {key: self.cols.one() for key in s.direct_ns}
         self.on_host = {i: self.cols.one() for i, h in enumerate(s.host_ns) if h is not None}
         #: the duration of ops for which it is a choice
+        most = self.scaled(self.most_ns)
         self.length = {i: self.cols.one(0, most) for i in sorted(self.optional)}
         self._again: dict[tuple[int, int], int] = {}  # recomputations, by op and slot
-        self._fresh: dict[tuple[int, str], Terms] = defaultdict(list)
+        #: what lanes carry, by lane and node; what of it an op has only just written
+        self._booked: dict[tuple[str, int], Terms] = defaultdict(list)
+        self._fresh: dict[tuple[int, str, int], Terms] = defaultdict(list)
         self._late: list[tuple[str, int]] = []
-        self._lane_rows: dict[str, Ints] = {}
-        for lane in s.lanes:
-            rows = self._lane_rows[lane.name] = self.rows.reserve(grid.n_slots)
-            self.rows.put(rows, self.tau, -1.0)
+
+    def _slot(self, k: int) -> int:
+        if k == 0 and self.grid.steady:
+            return self.zero
+        least = self.scaled(self.fixed_ns[k])
+        # within an op there is no waiting
+        pinned = k in self.grid.busy and self.grid.busy[k] not in self.optional
+        return self.cols.one(least, least if pinned else self.scaled(self.most_ns), 1.0)
 
     def scaled(self, ns: float) -> float:
         return ns / self.unit
@@ -69,23 +64,20 @@ class Times:
         found = (self.in_place.get((op, tensor)), self.on_host.get(op))
         return [c for c in found if c is not None]
 
-    def carry(self, tensor: str, lane: str, slots: Ints, fresh_from: int | None) -> Ints:
-        """One column per slot: the part of the tensor that the lane carries in it.
+    def carry(
+        self, tensor: str, lane: str, nodes: Sequence[int], fresh_from: int | None
+    ) -> Ints:
+        """One column per node: the part of the tensor that the lane carries in its slots.
 
         `fresh_from`: the op in the first slot before whose end there is nothing to carry.
         """
         cost = self.scaled(self.survey.carry_ns[tensor, lane])
-        flow = self.cols.new(len(slots))
-        self.rows.put(self._lane_rows[lane][slots], flow, cost)
+        flow = self.cols.new(len(nodes))
+        for node, column in zip(nodes, flow.tolist(), strict=True):
+            self._booked[lane, node].append((column, cost))
         if fresh_from is not None:
-            self._fresh[fresh_from, lane].append((int(flow[0]), cost))
+            self._fresh[fresh_from, lane, nodes[0]].append((int(flow[0]), cost))
         return flow
-
-    def longest(self, op: int) -> int:
-        """The most an op can take, in ns."""
-        s = self.survey
-        slower = (s.direct_ns.get((op, t), 0) for t in s.problem.ops[op].operands)
-        return s.base_ns[op] + sum(d for d in slower if d > 0)
 
     def carry_late(self, tensor: str) -> int:
         """A copy sent to the host at any time, for a host update that runs late."""
@@ -96,22 +88,46 @@ class Times:
     def again(self, op: int, slot: int) -> int:
         """How often `op` is recomputed in the slot: at most once before each op."""
         if (op, slot) not in self._again:
-            self._again[op, slot] = self.cols.one(0, max(1, len(self.grid.ops_of(slot))))
+            most = max(1, len(self.grid.ops_of(slot))) if slot not in self.grid.busy else 0
+            self._again[op, slot] = self.cols.one(0, most)
         return self._again[op, slot]
+
+    def pace(self, tensor: str, lane: str, op: int) -> float | None:
+        """The most of the tensor that one move can carry while `op` runs."""
+        s = self.survey
+        whole = s.carry_ns[tensor, lane]
+        slower = (s.direct_ns.get((op, t), 0) for t in s.problem.ops[op].operands)
+        longest = s.base_ns[op] + sum(d for d in slower if d > 0)
+        return longest / whole if longest < whole else None
 
     # ---- rows that need everything else to be there ---------------------------------------
 
     def close(self) -> None:
         self._durations()
         self._lengths()
-        for (op, _), terms in self._fresh.items():
+        self._lanes()
+        for (op, _, node), terms in self._fresh.items():
             # eq. (3) of the paper: a value leaves in what remains of the slot after its write
-            slot = self.grid.slot_after(op)
-            if op in self.grid.ops_of(slot):
-                gone, chosen = self._until_end(op)
-                self.rows.add(-gone, (int(self.tau[slot]), -1.0), *chosen, *terms)
+            gone, chosen = self._until_end(op)
+            if gone or chosen:
+                self.rows.add(-gone, *self._length_of(node), *chosen, *terms)
         if self.on_host:
             self._host_lane()
+
+    def _length_of(self, node: int) -> Terms:
+        return [(int(self.tau[k]), -1.0) for k in self.tree.slots(node)]
+
+    def _lanes(self) -> None:
+        """What is booked on a node, and inside it, fits into its slots."""
+        below: dict[tuple[str, int], Terms] = defaultdict(list)
+        for (lane, node), terms in self._booked.items():
+            up = node
+            while up:
+                if (lane, up) in self._booked:
+                    below[lane, up] += terms
+                up //= 2
+        for (_, node), terms in below.items():
+            self.rows.add(0.0, *self._length_of(node), *terms)
 
     def _durations(self) -> None:
         """Direct accesses change what an op takes, a host update takes it off the lane."""
@@ -133,17 +149,18 @@ class Times:
             if chosen or again[k]:
                 fixed = self.scaled(self.fixed_ns[k])
                 self.rows.add(-fixed, (int(self.tau[k]), -1.0), *chosen, *again[k])
+            if k in self.grid.busy and chosen:
+                self.rows.add(0.0, (int(self.tau[k]), 1.0), *((c, -1.0) for c, _ in chosen))
 
     def _until_end(self, op: int) -> tuple[float, Terms]:
-        """Compute time in the slot of `op` up to its end: a figure, and columns to add."""
+        """Compute time in the slot where `op` ends, up to then: a figure, and columns to add."""
         gone, chosen = 0, []
-        for i in self.grid.ops_of(self.grid.slot_after(op)):
+        ops = self.grid.ops_of(self.grid.slot_after(op))
+        for i in ops[: ops.index(op) + 1] if op in ops else ():
             if i in self.length:
                 chosen.append((self.length[i], 1.0))
             else:
                 gone += self.survey.base_ns[i]
-            if i == op:
-                break
         return self.scaled(gone), chosen
 
     def _host_lane(self) -> None:
@@ -168,11 +185,13 @@ class Times:
             counted = 2 * first >= (int(self.grid.samples[0]) if self.grid.steady else 0)
             gone, chosen = self._until_end(first) if counted else (0.0, [])
             slot = self.grid.slot_after(first) if counted else 0
-            self.rows.add(-gone, *((int(c), -1.0) for c in self.tau[slot:]), *chosen, *work)
-        outward = [x for x in s.lanes if x.source == DEVICE]
+            rest: Terms = [(int(c), -1.0) for c in self.tau[slot:]]
+            self.rows.add(-gone, *rest, *chosen, *work)
+        outward = [x.name for x in s.lanes if x.source == DEVICE]
         if self._late and len(outward) == 1:
-            late = [(c, self.scaled(s.carry_ns[t, outward[0].name])) for t, c in self._late]
-            self.rows.add(0.0, *((int(c), -1.0) for c in self.tau), *late)
+            late = [(c, self.scaled(s.carry_ns[t, outward[0]])) for t, c in self._late]
+            booked = [x for (lane, _), terms in self._booked.items() if lane in outward for x in terms]
+            self.rows.add(0.0, *((int(c), -1.0) for c in self.tau), *late, *booked)
 
 
 def _ample_ns(s: Survey) -> float:

@@ -216,7 +216,9 @@ class CompiledPlan:
 
     def _start_copies(self) -> list[tuple[int, int, int]]:
         """(copy, bytes, codec) of the settled state; what a compressed move left is compressed."""
-        left_by = {t.target: t for t in self.moves if not t.to_device}
+        # only a steady step has one before it whose moves may have left a copy compressed
+        steady = self.base.problem.steady
+        left_by = {t.target: t for t in self.moves if steady and not t.to_device}
         copies = []
         for s in self.plan.start:
             key = self.base.key(s.tensor, s.tier)

@@ -1,0 +1,48 @@
+"""The columns that say where one tensor is in one gap."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from .matrix import Ints
+from .survey import Gap
+
+
+@dataclass(frozen=True)
+class Heads:
+    """What stands off the device as a gap begins, per tier: columns."""
+
+    held: Mapping[str, int]
+    kept: Mapping[str, int]  # on tiers with a limit
+    born: int  # part of a new value that the host wrote
+    remade: int  # part that a recomputation wrote on the host
+
+
+@dataclass(frozen=True)
+class Stay:
+    """One gap. Levels only grow: one column per mark, then the gap's end."""
+
+    gap: Gap
+    stays: int  # the part that is on the device throughout
+    load: Ints  # the part that its last load has brought back
+    redone: Ints | None  # the part that a recomputation has brought back
+    ever: int  # whether its value was recomputed at all
+    held: Mapping[str, Ints]  # per tier, what has been carried there since the value was written
+    kept: Mapping[str, Ints]  # per tier with a limit, what still stands there
+    samples: Ints  # of the marks of `held`, in order of time
+
+    @property
+    def presence(self) -> list[int]:
+        """Columns that add up to the device copy at the gap's end."""
+        redone = [] if self.redone is None else [int(self.redone[-1])]
+        return [self.stays, int(self.load[-1]), *redone]
+
+    def heads_of_next(self, zero: int, remade_on_host: bool) -> Heads:
+        """The same value as the next gap begins."""
+        return Heads(
+            {t: int(c[-1]) for t, c in self.held.items()},
+            {t: int(c[-1]) for t, c in self.kept.items()},
+            zero,
+            self.ever if remade_on_host else zero,
+        )
