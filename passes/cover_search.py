@@ -107,7 +107,8 @@ def improve(
             for at, i in enumerate(ranked)
             if abs(at - margin) <= reach or (at < margin) != (state.choice[i] is not None)
         ]
-        window = rng.sample(pool, min(WINDOW, len(pool)))
+        drawn_from = pool if idle % 2 == 0 else usable
+        window = rng.sample(drawn_from, min(WINDOW, len(drawn_from)))
         idle = 0 if search.decide(window) else idle + 1
 
 

@@ -1,0 +1,57 @@
+"""Three problems small enough to check every plan by hand."""
+
+from __future__ import annotations
+
+from chains import chain, link
+
+from offcompile.ir import Lane, Machine, Op, Problem, Tensor, Tier
+
+
+def rotation() -> tuple[Problem, Machine]:
+    """Three layers of 100 bytes, 10 bytes of activation; 10 µs forward, 20 µs backward.
+
+    All resident: 300 of weights, 40 of activations and input, 100 of workspace and the deltas.
+    The device has 380: some weight must be away while the others run. One move takes 2 µs.
+    """
+    return chain([100] * 3, [10] * 4, [10.0] * 3), link(380, 50.0)
+
+
+def spill() -> tuple[Problem, Machine]:
+    """One forward and backward pass, not steady: weights of 10 bytes, activations of 100.
+
+    B2 needs its weight, workspace, two activations and a delta beside what is saved; the device
+    has 460, so that an activation has to wait elsewhere or be computed again.
+    """
+    return (
+        chain([10] * 4, [100] * 5, [10.0] * 4, steady=False, recompute=True),
+        link(460, 50.0),
+    )
+
+
+def training() -> tuple[Problem, Machine]:
+    """Two layers with gradients, an optimizer state each, and updates that may run on the host."""
+    tensors = [Tensor("x", 10, "input", "device")]
+    for i in range(2):
+        tensors += [
+            Tensor(f"w{i}", 40, "weight", "host"),
+            Tensor(f"s{i}", 80, "state", "host"),
+            Tensor(f"g{i}", 40, "gradient"),
+            Tensor(f"a{i}", 10, "activation"),
+        ]
+    tensors.append(Tensor("d", 10, "temporary"))
+    ops = (
+        Op("F0", "forward", 10.0, ("w0", "x"), ("a0",), direct={"w0": 14.0}),
+        Op("F1", "forward", 10.0, ("w1", "a0"), ("a1",), direct={"w1": 14.0}),
+        Op("B1", "backward", 20.0, ("w1", "a0", "a1"), ("d", "g1"), direct={"g1": 23.0}),
+        Op("B0", "backward", 20.0, ("w0", "x", "d"), ("g0",), direct={"g0": 23.0}),
+        Op("U1", "update", 5.0, ("w1", "s1", "g1"), ("w1", "s1"), host_duration_us=15.0),
+        Op("U0", "update", 5.0, ("w0", "s0", "g0"), ("w0", "s0"), host_duration_us=15.0),
+    )
+    machine = Machine(
+        (Tier("device", 200), Tier("host")),
+        (Lane("h2d", "host", "device", 20.0), Lane("d2h", "device", "host", 20.0)),
+    )
+    return Problem(tuple(tensors), ops, True), machine
+
+
+PROBLEMS = {"rotation": rotation, "spill": spill, "training": training}
