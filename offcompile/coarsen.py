@@ -23,6 +23,11 @@ class Coarse:
     problem: Problem
     groups: dict[str, tuple[str, ...]]
 
+    @staticmethod
+    def same(problem: Problem) -> Coarse:
+        """Nothing merged."""
+        return Coarse(problem, {op.id: (op.id,) for op in problem.ops})
+
     def expand(self, plan: Plan) -> Plan:
         """The same plan for the fine problem."""
         last = {name: ops[-1] for name, ops in self.groups.items()}

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from offcompile.bounds import lower_bound
+from offcompile.coarsen import Coarse, coarsen
 from offcompile.ir import Infeasible, InvalidInput, Machine, Plan, Problem, Timeline, Violation
 from offcompile.ir.jsonio import check_homes
 from offcompile.ir.verify import check_structure, check_timeline
@@ -15,6 +16,8 @@ from offcompile.simulate import Simulator
 
 #: how much of the time given goes into the proven bound (which also guides the search)
 BOUND_SHARE = 0.3
+#: larger problems are planned on merged ops
+COARSEN_ABOVE_OPS = 1500
 
 
 @dataclass(frozen=True)
@@ -78,20 +81,20 @@ def plan_problem(
     wrong = check_homes(problem, machine)
     if wrong:
         raise InvalidInput(wrong)
-    judge = judge_for(problem, machine)
     if progress is not None:
         progress("bounding")
     bound = lower_bound(problem, machine, seconds=BOUND_SHARE * seconds)
     left = seconds - (time.monotonic() - began)
+    coarse = coarsen(problem) if len(problem.ops) > COARSEN_ABOVE_OPS else Coarse.same(problem)
     chosen = make(
         policy,
-        judge,
+        judge_for(coarse.problem, machine),
         seconds=max(0.5, 0.95 * left),
         progress=progress,
         hints=bound.away_hints,
         floor_us=bound.us,
     )
-    plan = chosen.apply(problem, machine, Plan())
+    plan = coarse.expand(chosen.apply(coarse.problem, machine, Plan()))
     timeline = certify(problem, machine, plan, chosen.name)
     return PlanResult(
         plan=plan,

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from .cover_search import cover, great_ones, improve
+from .cover_search import QUICK, ROUNDS, cover, great_ones, improve
 from .covering import Choice, Cover, Item, Way
 
 #: tensors looked at in the search around the choice for makespan
@@ -195,13 +195,14 @@ def by_benefit(
     candidates: Sequence[Candidate],
     excess: Sequence[int],
     limits: Mapping[str, int] | None = None,
+    quick: bool = False,
 ) -> Choice | None:
     """Cover `excess` at every position for the least transfer; None if no choice covers it.
 
-    `limits`: bytes that each tier can take in.
+    `limits`: bytes that each tier can take in. `quick`: without the search around the choice.
     """
     costs = [[float(o.cost_ns) for o in c.options] for c in candidates]
-    return cover(_items(candidates, costs), excess, limits)
+    return cover(_items(candidates, costs), excess, limits, QUICK if quick else ROUNDS)
 
 
 def by_makespan(

@@ -23,8 +23,8 @@ from .trials import Trials
 
 VARIANTS = ("benefit", "printed")
 TIERS = ("host+disk", "host", "disk")
-#: rounds of `by_makespan` at first, and in each answer to the judge (0: for least transfer)
-FULL, BRIEF, TRANSFER = 24, 8, 0
+#: rounds of `by_makespan` at first and in each answer to the judge; the others: least transfer
+FULL, BRIEF, TRANSFER, QUICK_TRANSFER = 24, 8, 0, -1
 
 
 @dataclass(frozen=True)
@@ -166,19 +166,20 @@ class _Moves:
             if timeline is None or not timeline.stalls or not self.gaps:
                 break  # without a judge, too: there is nothing to learn from
             need = self._relieve(need, timeline)
-            if self._cover(need, BRIEF if at % 2 else TRANSFER, self.limits):
+            if self._cover(need, BRIEF if at % 2 else QUICK_TRANSFER, self.limits):
                 need = list(self.excess)
 
     def move_everything(self) -> None:
         """The last resort: all that can leave does."""
         for limits in [*self._limits(), {}]:
-            if self._cover(self.coverable, TRANSFER, limits):
+            if self._cover(self.coverable, QUICK_TRANSFER, limits):
                 break
 
     def _cover(self, wanted: Sequence[int], rounds: int, limits: dict[str, int]) -> bool:
         need = [min(n, c) for n, c in zip(wanted, self.coverable, strict=True)]
-        if rounds == TRANSFER:
-            choice = by_benefit(self.candidates, need, limits)
+        if rounds <= TRANSFER:
+            quick = rounds == QUICK_TRANSFER
+            choice = by_benefit(self.candidates, need, limits, quick)
         else:
             choice = by_makespan(self.candidates, need, *self._turn(), limits, rounds)
         return choice is not None and self._attempt(choice)

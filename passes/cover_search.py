@@ -13,13 +13,14 @@ from random import Random
 
 from .covering import Choice, Cover, Item
 
-ROUNDS = 12
+#: knapsacks; with fewer than ROUNDS there is no search around the best choice either
+ROUNDS, QUICK = 12, 3
 #: how many decisions the search around the best choice may look at
-NODES = 30_000
+NODES = 60_000
 #: things decided anew at once; where there are no more than WHOLE, all of them
 WINDOW, WHOLE = 9, 14
 #: so many times in vain, and the search ends
-IDLE = 250
+IDLE = 500
 #: so many things of at least this part of the need are done without on trial
 GREAT, GREAT_PART = 2, 0.08
 
@@ -40,7 +41,7 @@ def cover(
     empty = Cover(items, need, limits or {})
     best: Cover | None = None
     weights = {empty.tightest(): 1} if empty.need else {}
-    for _ in range(rounds):
+    for number in range(2, rounds + 2):
         state = Cover(items, need, limits or {})
         state.take_knapsack(weights)
         # a solution of the weighted sum that covers all positions is optimal for them all
@@ -52,7 +53,7 @@ def cover(
                 best = state
         if done:
             break
-        weights[at] = weights.get(at, 0) + 1
+        weights[at] = weights.get(at, 0) + number
     if (best is None or rounds >= ROUNDS) and empty.take_greedily():
         empty.polish()
         if best is None or empty.cost() < best.cost():

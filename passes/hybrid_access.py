@@ -25,15 +25,14 @@ from .hybrid_modes import (
     LayerTimes,
     Schedule,
     choose_dfgb,
-    choose_dfgb_exact,
     exact,
     zero_offload,
 )
 from .lanes import Routes
 
-#: up to so many layers the variant `exact` is exact; beyond, fronts are thinned
-EXACT_LAYERS = 200
-THINNED = 200_000  # points over all layers
+#: points of the fronts over all layers: 4,000 each for 200 layers, which is exact on nets whose
+#: layers differ in kind; where direct access costs nearly the same per byte, fronts are thinned
+POINTS = 800_000
 
 
 @dataclass(frozen=True)
@@ -81,8 +80,7 @@ class HybridAccess:
 
 
 def _exact(layers: list[LayerTimes], link_ns: int = 0, start_ns: int = 0) -> Schedule:
-    deep = len(layers) > EXACT_LAYERS
-    most = max(500, THINNED // len(layers)) if deep else None
+    most = max(400, POINTS // max(1, len(layers)))
     best = exact(layers, link_ns, start_ns, most=most)
     return best or zero_offload(layers)
 
@@ -92,9 +90,7 @@ def _windowed(layers: list[LayerTimes], link: int, start: int, window: int | Non
 
 
 def _unwindowed(layers: list[LayerTimes], link: int, start: int, window: int | None) -> Schedule:
-    if len(layers) > EXACT_LAYERS:
-        return _exact(layers, link, start)
-    return choose_dfgb_exact(layers, link, start)
+    return _exact(layers, link, start)
 
 
 def _between_steps(frame: Frame, weights: Iterable[str]) -> set[Key]:

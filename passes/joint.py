@@ -50,10 +50,13 @@ class Joint:
             return plain
         search = self._search(problem, machine, began)
         frame = self._frame(problem, machine, forced_mode(problem, machine))
-        blocked = self._floor(search, frame)
+        blocked = self._floor(frame)
         self._single_policies(search)
-        if search.best_plan is None and blocked is not None:
-            raise blocked
+        if search.best_plan is None:
+            if blocked is not None:
+                raise blocked
+            # everything away: the plan of last resort
+            search.evaluate(frame, Cover(frame.gaps, range(len(frame.gaps.gaps))), rounds=1)
         if not search.done:
             self._improve(search, frame)
         if search.best_plan is None:
@@ -93,13 +96,12 @@ class Joint:
     def _frame(self, problem: Problem, machine: Machine, mode: Mode, tier: str = HOST) -> Frame:
         return Frame(problem, machine, mode, tier, self.lossy)
 
-    def _floor(self, search: Search, frame: Frame) -> Infeasible | None:
-        """Everything away: the plan of last resort, or the reason why nothing fits."""
+    def _floor(self, frame: Frame) -> Infeasible | None:
+        """Why nothing can fit, if with everything away it still does not."""
         try:
             frame.check_floor()
         except Infeasible as error:
             return error
-        search.evaluate(frame, Cover(frame.gaps, range(len(frame.gaps.gaps))), rounds=1)
         return None
 
     def _single_policies(self, search: Search) -> None:

@@ -25,8 +25,10 @@ from .frame import Mode
 from .lanes import Routes
 
 PLACES = ("auto", "host", "device")
-#: how many splits the judge is asked about, all and none on the host beside them
+#: how many splits the judge is asked about, all and none on the host beside them: fewer the
+#: longer the step, down to one
 ASKED = 4
+OPS_ASKED = 2400
 
 
 @dataclass(frozen=True)
@@ -51,7 +53,7 @@ class NearMemoryUpdate:
         fitting = Fitting(problem, machine, self.judge, plan, first="state")
         updates = host_updates(problem) if fitting.host else ()
         balance = _Balance(problem, machine, updates)
-        for count in self._splits(updates, balance):
+        for count in self._splits(updates, balance, self._patience(problem)):
             chosen = updates[:count]
             hosted = {w for u in chosen for w in u.weights}
             base = fitting.base
@@ -59,7 +61,7 @@ class NearMemoryUpdate:
                 base = Mode(base.directs, base.recomputes, fitting.forced.hosted)
             mode = with_hosted(problem, base, hosted)
             fitting.offer(fitting.frame(mode), ())
-            if self.judge is not None:
+            if self.judge is not None and self._patience(problem) > 1:
                 born = _written_in_place(problem, balance, chosen, mode)
                 if born:
                     mode = Mode(mode.directs | born, mode.recomputes, mode.hosted)
@@ -68,14 +70,19 @@ class NearMemoryUpdate:
                 break
         return fitting.plan()
 
-    def _splits(self, updates: tuple[HostUpdate, ...], balance: _Balance) -> list[int]:
+    def _patience(self, problem: Problem) -> int:
+        return max(1, min(ASKED, OPS_ASKED // max(1, len(problem.ops))))
+
+    def _splits(
+        self, updates: tuple[HostUpdate, ...], balance: _Balance, patience: int
+    ) -> list[int]:
         """How many updates to put on the host, the likeliest first."""
         everything = len(updates)
         if self.where != "auto":
             return [everything if self.where == "host" else 0]
         # of equal estimates the one with more on the host: it frees more of the device
         ranked = sorted(range(everything + 1), key=lambda k: (balance.end_ns(k), -k))
-        return list(dict.fromkeys([*ranked[:ASKED], everything, 0]))
+        return list(dict.fromkeys([*ranked[:patience], everything, 0]))
 
 
 @dataclass(frozen=True)

@@ -21,7 +21,7 @@ from offcompile.ir import (
 )
 
 from .contract import Judge
-from .cover_search import cover
+from .cover_search import QUICK, cover
 from .covering import Item, Way
 from .decisions import Decisions
 from .droppable import Droppable, droppable_ops, recomputes_for
@@ -144,7 +144,7 @@ def _covering_starts(
     need = [min(n, c) for n, c in zip(base, coverable, strict=True)]
     found: list[Sequence[str]] = []
     for _ in range(REPAIRS):
-        choice = cover(items, need)
+        choice = cover(items, need, rounds=QUICK)
         if choice is None:
             break
         dropped = [d.op for d, way in zip(droppable, choice, strict=True) if way is not None]

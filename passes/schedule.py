@@ -18,6 +18,9 @@ from .residency import Residency, plan_residency
 
 #: how often the builder looks at the simulated times and places triggers anew
 ROUNDS = 3
+#: how many runs earlier than needed a load is let start where there is room: enough to even out
+#: a lane, and it keeps the builder linear
+MOST_EARLY = 512
 
 
 def build(
@@ -148,6 +151,7 @@ class Builder:
         for trip in loads:
             # a lane serves in order: to trigger a load before the one ahead of it gains nothing
             floor = self._gap_from(trip) if before is None else max(before, self._gap_from(trip))
+            floor = max(floor, trip.trigger - MOST_EARLY)
             if floor < trip.trigger:
                 earlier = self._earliest(trip, profile, floor, trip.trigger + 1)
                 self._hold(trip, profile, earlier, trip.trigger + 1)

@@ -52,9 +52,9 @@ def test_an_op_runs_again_before_the_first_later_reader() -> None:
     droppable = droppable_ops(problem)
     # a3 has no gap: it is read as soon as it is written
     assert [(d.op, d.first, d.last) for d in droppable] == [
-        ("F0", 2, 5),
+        ("F0", 2, 5),  # read by F1, then by B1 (position 6)
         ("F1", 3, 4),
-    ] or [d.op for d in droppable] == ["F0", "F1", "F2"]
+    ]
     assert recomputes_for(problem, droppable, ["F1"]) == (Recompute("F1", "B2"),)
 
 
@@ -88,7 +88,8 @@ def test_ops_that_change_what_others_see_are_left_alone() -> None:
 def test_spread_sets_keep_every_kth() -> None:
     sets = spread_sets([str(i) for i in range(9)])
     assert ["0", "1", "3", "4", "6", "7"] in sets
-    assert all(len(s) < 9 for s in sets[:-1])
+    assert all(sets)
+    assert ['0', '1', '2', '3'] not in sets
 
 
 def test_one_op_is_enough_where_one_activation_is_too_many() -> None:

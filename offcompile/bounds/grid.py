@@ -35,6 +35,11 @@ class Grid:
         slot = int(np.searchsorted(self.samples, 2 * op + 1, "right"))
         return len(self.samples) if self.steady and slot == 0 else slot
 
+    def slot_before(self, op: int) -> int:
+        """The slot in which the wait for `op` lies."""
+        slot = self._position(2 * op, "left")
+        return len(self.samples) if self.steady and slot == 0 else slot
+
     def ops_of(self, slot: int) -> list[int]:
         """The ops whose time lies in a slot, in order."""
         return self._ops[slot]
@@ -50,15 +55,6 @@ class Grid:
             found[-1] += found[0]
             found[0] = []
         return found
-
-    @cached_property
-    def busy(self) -> dict[int, int]:
-        """Slots that are exactly the time of one op → that op. No waiting lies in them."""
-        return {
-            slot + 1: int(first) // 2
-            for slot, (first, last) in enumerate(itertools.pairwise(self.samples))
-            if first % 2 == 0 and last == first + 1
-        }
 
     def inside(self, gap: Gap) -> Ints:
         """Positions in `samples` of those strictly inside the gap, in order of time."""
@@ -101,6 +97,11 @@ def fine(survey: Survey) -> Grid:
 def full(survey: Survey) -> Grid:
     """The start and the end of every op."""
     return Grid(survey.n_ops, survey.problem.steady, np.arange(2 * survey.n_ops))
+
+
+def ends(survey: Survey) -> Grid:
+    """The end of every op."""
+    return Grid(survey.n_ops, survey.problem.steady, 2 * np.arange(survey.n_ops) + 1)
 
 
 def coarse(survey: Survey, count: int) -> Grid:

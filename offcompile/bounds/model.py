@@ -24,7 +24,8 @@ import numpy as np
 
 from .grid import Grid
 from .matrix import Program
-from .residence import Residence, Stay
+from .residence import Residence
+from .stay import Stay
 from .survey import Survey
 from .times import Times
 
@@ -37,7 +38,8 @@ class Model:
     stays: tuple[Stay, ...]
 
 
-def build(survey: Survey, grid: Grid) -> Model:
+def build(survey: Survey, grid: Grid, whole: bool = False) -> Model:
+    """The program of one grid. `whole`: in the MILP, space too is taken whole (dear)."""
     times = Times(survey, grid)
     crowded = np.flatnonzero(survey.crowded[grid.samples // 2])
     memory = np.full(len(grid.samples), -1)
@@ -47,7 +49,7 @@ def build(survey: Survey, grid: Grid) -> Model:
         for tier in survey.tiers
         if (capacity := survey.machine.tier[tier].capacity_bytes) is not None
     }
-    residence = Residence(times, memory, limits)
+    residence = Residence(times, memory, limits, whole)
     for gaps in survey.gaps.values():
         residence.add(gaps)
     for sample in crowded:
@@ -65,11 +67,14 @@ def _operands(r: Residence, sample: int) -> None:
     r.fix(sample, workspace)
     if op in t.on_host:
         r.rows.put(row, t.on_host[op], -r.share(workspace))
+    at_start = r.grid.samples[sample] % 2 == 0
     for tensor in s.problem.ops[op].operands:
         nbytes = s.problem.tensor[tensor].nbytes
         before = r.ended.get((tensor, op))
-        if s.optional(op, tensor) and tensor in s.problem.ops[op].reads:
-            for column in before.presence if before is not None else ():
+        reads = tensor in s.problem.ops[op].reads
+        if at_start and reads and before is not None and s.optional(op, tensor):
+            # it may be there and not be used: then it can go while the op runs
+            for column in before.presence:
                 r.rows.put(row, column, r.share(nbytes))
             continue
         r.fix(sample, nbytes)

@@ -11,7 +11,6 @@ import numpy as np
 from offcompile.ir import DEVICE, HOST, Lane
 
 from .access import begins, ends, remade_on_host, spared
-from .grid import Grid
 from .matrix import Ints
 from .stay import Heads, Stay
 from .survey import Gap, least_bytes
@@ -19,6 +18,7 @@ from .times import Times
 from .windows import Marks, marks
 
 
+MONO = True
 @dataclass
 class _Plan:
     """One gap being built: where it is looked at, and what is booked in it."""
@@ -109,7 +109,7 @@ class Residence:
     # ---- one gap -------------------------------------------------------------------------
 
     def _gap(self, gap: Gap, heads: Heads) -> Stay:
-        s, rows, t = self.s, self.rows, self.t
+        s, t = self.s, self.t
         tensor = s.problem.tensor[gap.tensor]
         inside = self.grid.inside(gap)
         slots = self.grid.slots(gap, inside)
@@ -155,7 +155,8 @@ class Residence:
             if (lane.target == DEVICE and not loads) or (full and lane.target not in self.limits):
                 continue
             fresh = gap.before if gap.new_value and lane.source == DEVICE else None
-            flow = self.t.carry(gap.tensor, lane.name, plan.marks_of(lane).nodes, fresh)
+            nodes = plan.marks_of(lane).nodes
+            flow = self.t.carry(gap.tensor, lane.name, nodes, fresh, gap.after)
             plan.flows[lane.name] = flow
             gained[lane.target].append(flow)
         return gained
@@ -263,8 +264,7 @@ class Residence:
         memory = self.memory[plan.inside[seen]]
         rows.put(memory, stay.stays, share)
         before = np.searchsorted(plan.back.at, seen, "right") - 1
-        reserved = self._reserved(plan, stay)
-        for levels in (reserved, stay.redone):
+        for levels in (self._reserved(stay), stay.redone):
             if levels is not None:
                 rows.put(memory[before >= 0], levels[before[before >= 0]], share)
         places = [stay.kept.get(tier, levels)[:-1] for tier, levels in stay.held.items()]
@@ -276,53 +276,20 @@ class Residence:
         rows.put(memory[there], not_gone[after[there]], share)
         loaded = np.searchsorted(plan.back.at, plan.out.at, "right") - 1
         self._exists(plan, stay, not_gone, places, loaded)
-        self._pace_out(plan, stay, not_gone, reserved, loaded)
 
-    def _reserved(self, plan: _Plan, stay: Stay) -> Ints:
-        """Space of a load, held from its start: no move carries more of it than time allows."""
-        if stay.gap.kind != "live":
+    def _reserved(self, stay: Stay) -> Ints:
+        """Space of a load. In the MILP it is held, whole, from the load's start."""
+        if not self.whole or stay.gap.kind != "live":
             return stay.load
-        reserved = self.cols.new(len(plan.back.at), whole=self.whole)
+        reserved = self.cols.new(len(stay.load) - 1, whole=True)
         rows = self.rows.reserve(len(reserved))
         self.rows.put(rows, stay.load[:-1], 1.0)
         self.rows.put(rows, reserved, -1.0)
-        for lane in self.s.lanes:
-            if lane.target == DEVICE:
-                for node, op, window in self._alone(plan.back):
-                    pace = self.t.pace(stay.gap.tensor, lane.name, op)
-                    if pace is not None and window < len(reserved):
-                        flow = int(plan.flows[lane.name][node])
-                        self.rows.add(0.0, (flow, 1.0), (int(reserved[window]), -pace))
+        if MONO and len(reserved) > 1:
+            rows = self.rows.reserve(len(reserved) - 1)
+            self.rows.put(rows, reserved[:-1], 1.0)
+            self.rows.put(rows, reserved[1:], -1.0)
         return reserved
-
-    def _alone(self, at: Marks) -> list[tuple[int, int, int]]:
-        """(place among the nodes, op, window) of the nodes that are the time of one op."""
-        leaves, busy = self.t.tree.size, self.grid.busy
-        return [
-            (k, busy[node - leaves], int(at.windows[k]))
-            for k, node in enumerate(at.nodes)
-            if node - leaves in busy
-        ]
-
-    def _pace_out(
-        self, plan: _Plan, stay: Stay, not_gone: Ints, reserved: Ints, loaded: Ints
-    ) -> None:
-        """What is being carried out is on the device, whole, until it is all out."""
-        if stay.gap.tensor in self.s.rewriters:
-            return
-        for lane in self.s.lanes:
-            if lane.source != DEVICE or lane.name not in plan.flows:
-                continue
-            for node, op, window in self._alone(plan.out):
-                pace = self.t.pace(stay.gap.tensor, lane.name, op)
-                if pace is None or not window:
-                    continue
-                if plan.inside[plan.out.at[window - 1]] != plan.out.nodes[node] - self.t.tree.size - 1:
-                    continue  # the mark before is not where this op starts
-                terms = [(int(not_gone[window - 1]), -pace), (stay.stays, -pace)]
-                if loaded[window - 1] >= 0:
-                    terms.append((int(reserved[loaded[window - 1]]), -pace))
-                self.rows.add(0.0, (int(plan.flows[lane.name][node]), 1.0), *terms)
 
     def _exists(
         self, plan: _Plan, stay: Stay, not_gone: Ints, places: list[Ints], loaded: Ints

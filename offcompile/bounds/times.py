@@ -43,18 +43,17 @@ class Times:
         most = self.scaled(self.most_ns)
         self.length = {i: self.cols.one(0, most) for i in sorted(self.optional)}
         self._again: dict[tuple[int, int], int] = {}  # recomputations, by op and slot
-        #: what lanes carry, by lane and node; what of it an op has only just written
+        #: what lanes carry, by lane and node; what of it an op has just written, or waits for
         self._booked: dict[tuple[str, int], Terms] = defaultdict(list)
         self._fresh: dict[tuple[int, str, int], Terms] = defaultdict(list)
+        self._due: dict[tuple[int, str, int], Terms] = defaultdict(list)
         self._late: list[tuple[str, int]] = []
 
     def _slot(self, k: int) -> int:
         if k == 0 and self.grid.steady:
             return self.zero
         least = self.scaled(self.fixed_ns[k])
-        # within an op there is no waiting
-        pinned = k in self.grid.busy and self.grid.busy[k] not in self.optional
-        return self.cols.one(least, least if pinned else self.scaled(self.most_ns), 1.0)
+        return self.cols.one(least, self.scaled(self.most_ns), 1.0)
 
     def scaled(self, ns: float) -> float:
         return ns / self.unit
@@ -65,11 +64,17 @@ class Times:
         return [c for c in found if c is not None]
 
     def carry(
-        self, tensor: str, lane: str, nodes: Sequence[int], fresh_from: int | None
+        self,
+        tensor: str,
+        lane: str,
+        nodes: Sequence[int],
+        fresh_from: int | None,
+        due_by: int | None,
     ) -> Ints:
         """One column per node: the part of the tensor that the lane carries in its slots.
 
-        `fresh_from`: the op in the first slot before whose end there is nothing to carry.
+        `fresh_from`: the op before whose end there is nothing to carry; `due_by`: the op by
+        whose start it must have been carried.
         """
         cost = self.scaled(self.survey.carry_ns[tensor, lane])
         flow = self.cols.new(len(nodes))
@@ -77,6 +82,8 @@ class Times:
             self._booked[lane, node].append((column, cost))
         if fresh_from is not None:
             self._fresh[fresh_from, lane, nodes[0]].append((int(flow[0]), cost))
+        if due_by is not None:
+            self._due[due_by, lane, nodes[-1]].append((int(flow[-1]), cost))
         return flow
 
     def carry_late(self, tensor: str) -> int:
@@ -88,17 +95,9 @@ class Times:
     def again(self, op: int, slot: int) -> int:
         """How often `op` is recomputed in the slot: at most once before each op."""
         if (op, slot) not in self._again:
-            most = max(1, len(self.grid.ops_of(slot))) if slot not in self.grid.busy else 0
-            self._again[op, slot] = self.cols.one(0, most)
+            # it may come before each op that starts in the slot, and before the next one
+            self._again[op, slot] = self.cols.one(0, len(self.grid.ops_of(slot)) + 1)
         return self._again[op, slot]
-
-    def pace(self, tensor: str, lane: str, op: int) -> float | None:
-        """The most of the tensor that one move can carry while `op` runs."""
-        s = self.survey
-        whole = s.carry_ns[tensor, lane]
-        slower = (s.direct_ns.get((op, t), 0) for t in s.problem.ops[op].operands)
-        longest = s.base_ns[op] + sum(d for d in slower if d > 0)
-        return longest / whole if longest < whole else None
 
     # ---- rows that need everything else to be there ---------------------------------------
 
@@ -109,6 +108,11 @@ class Times:
         for (op, _, node), terms in self._fresh.items():
             # eq. (3) of the paper: a value leaves in what remains of the slot after its write
             gone, chosen = self._until_end(op)
+            if gone or chosen:
+                self.rows.add(-gone, *self._length_of(node), *chosen, *terms)
+        for (op, _, node), terms in self._due.items():
+            # likewise, what an op waits for comes in what its slot holds before it
+            gone, chosen = self._from_start(op)
             if gone or chosen:
                 self.rows.add(-gone, *self._length_of(node), *chosen, *terms)
         if self.on_host:
@@ -149,19 +153,20 @@ class Times:
             if chosen or again[k]:
                 fixed = self.scaled(self.fixed_ns[k])
                 self.rows.add(-fixed, (int(self.tau[k]), -1.0), *chosen, *again[k])
-            if k in self.grid.busy and chosen:
-                self.rows.add(0.0, (int(self.tau[k]), 1.0), *((c, -1.0) for c, _ in chosen))
 
     def _until_end(self, op: int) -> tuple[float, Terms]:
         """Compute time in the slot where `op` ends, up to then: a figure, and columns to add."""
-        gone, chosen = 0, []
         ops = self.grid.ops_of(self.grid.slot_after(op))
-        for i in ops[: ops.index(op) + 1] if op in ops else ():
-            if i in self.length:
-                chosen.append((self.length[i], 1.0))
-            else:
-                gone += self.survey.base_ns[i]
-        return self.scaled(gone), chosen
+        return self._taken(ops[: ops.index(op) + 1] if op in ops else [])
+
+    def _from_start(self, op: int) -> tuple[float, Terms]:
+        """Compute time in the slot where `op` starts, from then on."""
+        ops = self.grid.ops_of(self.grid.slot_before(op))
+        return self._taken(ops[ops.index(op) :] if op in ops else [])
+
+    def _taken(self, ops: Sequence[int]) -> tuple[float, Terms]:
+        fixed = sum(self.survey.base_ns[i] for i in ops if i not in self.length)
+        return self.scaled(fixed), [(self.length[i], 1.0) for i in ops if i in self.length]
 
     def _host_lane(self) -> None:
         """Host updates run one at a time, after the ops before that touch the same tensors."""
@@ -190,7 +195,9 @@ class Times:
         outward = [x.name for x in s.lanes if x.source == DEVICE]
         if self._late and len(outward) == 1:
             late = [(c, self.scaled(s.carry_ns[t, outward[0]])) for t, c in self._late]
-            booked = [x for (lane, _), terms in self._booked.items() if lane in outward for x in terms]
+            booked = [
+                x for (lane, _), terms in self._booked.items() if lane in outward for x in terms
+            ]
             self.rows.add(0.0, *((int(c), -1.0) for c in self.tau), *late, *booked)
 
 

@@ -18,6 +18,7 @@ from .matrix import Ints
 #: marks that stand side by side before they spread, and how fast they do then
 CLOSE_MARKS = 14
 SPREAD = 4
+MAX_STEP = 4
 
 
 @dataclass(frozen=True)
@@ -30,9 +31,6 @@ class Tree:
     def size(self) -> int:
         return 1 << max(0, self.n_slots - 1).bit_length()
 
-    def leaf(self, slot: int) -> int:
-        return self.size + slot
-
     def slots(self, node: int) -> range:
         """The slots under a node."""
         first, last = node, node
@@ -42,7 +40,7 @@ class Tree:
 
     def cover(self, first: int, last: int) -> list[int]:
         """The fewest nodes whose slots are first..last, in order of time."""
-        a, b = self.leaf(first), self.leaf(last) + 1
+        a, b = self.size + first, self.size + last + 1
         left: list[int] = []
         right: list[int] = []
         while a < b:
@@ -75,7 +73,9 @@ class Marks:
         return len(self.at) + 1
 
 
-def marks(tree: Tree, slots: Ints, wanted: npt.NDArray[np.bool_], close_at_end: bool | None) -> Marks:
+def marks(
+    tree: Tree, slots: Ints, wanted: npt.NDArray[np.bool_], close_at_end: bool | None
+) -> Marks:
     """Marks at some of the `wanted` samples, close together at one end (None: everywhere)."""
     places = np.flatnonzero(wanted)
     if close_at_end is not None and len(places) > CLOSE_MARKS:
@@ -100,7 +100,7 @@ def _spread(order: Ints, slots_after: Ints) -> Ints:
     picked = list(order[:CLOSE_MARKS])
     k = CLOSE_MARKS
     while k < len(order):
-        step = 1 << int(np.log2(max(1, k // SPREAD)))
+        step = min(MAX_STEP, 1 << int(np.log2(max(1, k // SPREAD))))
         ahead = order[k : k + step]
         # a slot that is a multiple of the step begins a node of that width
         aligned = [p for p in ahead if slots_after[p] % step == 0]

@@ -36,7 +36,7 @@ def check_codecs(problem: Problem, machine: Machine, plan: Plan) -> Iterator[Vio
     for move in plan.moves:
         held = forms.get((move.tensor, move.source), set())
         where = f"move {move.id}"
-        if move.source == DEVICE:
+        if move.source == DEVICE or not held:  # no copy at all is not a matter of its form
             continue
         if move.codec is not None and move.codec not in held:
             detail = (
@@ -44,7 +44,7 @@ def check_codecs(problem: Problem, machine: Machine, plan: Plan) -> Iterator[Vio
                 f"{move.tensor} is ever compressed with it; only a move off the {DEVICE} compresses"
             )
             yield Violation("codec", where, detail)
-        elif move.codec is None and held and None not in held:
+        elif move.codec is None and None not in held:
             detail = (
                 f"moves {move.tensor} plainly from {move.source}, where its copy is always "
                 f"compressed ({', '.join(sorted(str(f) for f in held))}): name the codec"

@@ -12,11 +12,12 @@ from collections import deque
 from collections.abc import Iterator
 
 from offcompile.ir.errors import Violation
-from offcompile.ir.model import DEVICE, HOST, SELF_ENDING_KINDS, Machine, Problem
+from offcompile.ir.model import DEVICE, HOST, Machine, Problem
 from offcompile.ir.plan import Freed, Move, Plan, Timeline
 
 from .ending import Leftover, check_end
-from .ledger import Ledger, Place
+from .frees import Frees
+from .ledger import Ledger
 from .order import Run, arrives_as, executed, start_codecs, touches
 from .record import Key, Task
 from .waits import Waits
@@ -40,10 +41,6 @@ class Replay:
         self.states: list[object] = []  # at the end of each step
         self._lanes = {name: deque(tasks) for name, tasks in todo.items()}
         self._running: dict[str, Task] = {}  # by lane
-        self._touches = touches(executed(problem, plan))
-        self._touched: dict[str, int] = {}  # touches of each tensor started in this step
-        self._pending: dict[Place, None] = {}  # drops asked for, in order
-        self._dying: set[str] = set()  # self-ending tensors whose value nobody needs any more
         self._step = -1
         self._open: list[int] = [0] * (len(timeline.steps) + 1)  # what each step's end awaits
         for tasks in todo.values():
@@ -51,15 +48,14 @@ class Replay:
                 self._open[task.step + task.wraps] += 1
         self._arriving: dict[Key, Move] = {}  # wrapped moves of this step, not yet there
         self._wrapped = [m for m in plan.moves if m.wraps]
-        self._asks: dict[str | None, list[Place]] = {}
-        for drop in plan.drops:
-            self._asks.setdefault(drop.after, []).append((drop.tensor, drop.tier))
         self._freed: dict[int, list[Freed]] = {}
         for freed in timeline.freed:
             self._freed.setdefault(freed.time_ns, []).append(freed)
         self._noted: set[object] = set()
         self.books = Ledger(problem, machine)
-        self._waits = Waits(plan, self.books, self._touches, self._running)
+        touching = touches(executed(problem, plan))
+        self._frees = Frees(problem, plan, self.books, touching)
+        self._waits = Waits(plan, self.books, touching, self._running, self._frees.dropped)
         for place, codec in start_codecs(problem, plan).items():
             self.books.hold(place, codec, valid=True)
 
@@ -70,14 +66,14 @@ class Replay:
         self._begin_step()
         for now in sorted(times):
             self._instant(now)
-            for freed in self._freed.pop(now, ()):
-                self._fault(*self._why_kept(freed), freed)
-                if self.books.get((freed.tensor, freed.tier)) is not None:
-                    self._release((freed.tensor, freed.tier))
+            self._free_groundless(now)
             if self._over or len(self.found) >= ENOUGH:
                 break
+        if not self._over:
+            return
         for late in (f for several in self._freed.values() for f in several):
-            self._fault("bad-value", "freed after the last step has ended", late)
+            where = f"{late.tensor} on {late.tier}"
+            self._note("bad-value", where, f"freed at {late.time_ns} ns, after the last step")
 
     @property
     def _over(self) -> bool:
@@ -88,7 +84,7 @@ class Replay:
     def _instant(self, now: int) -> None:
         """Everything that happens at `now`, until nothing more does."""
         while not self._over and len(self.found) < ENOUGH:
-            if self._complete(now) or self._frees(now) or self._end_step(now):
+            if self._complete(now) or self._free_due(now) or self._end_step(now):
                 continue
             if not (self._start_ready(now) or self._start_forced(now)):
                 return
@@ -103,7 +99,7 @@ class Replay:
                 self._finish_run(task.run)
             elif task.move is not None:
                 self._finish_move(task.step, task.move)
-            self._ask(task.id)
+            self._frees.ask(task.id)
         return bool(ended)
 
     def _finish_run(self, run: Run) -> None:
@@ -113,9 +109,7 @@ class Replay:
                 copy.users -= 1
                 if tensor in run.op.writes:
                     copy.valid = True
-            kind = self.problem.tensor[tensor].kind
-            if kind in SELF_ENDING_KINDS and not self._read_again(tensor):
-                self._dying.add(tensor)
+        self._frees.end_run(run)
         self.books.take(HOST if run.on_host else DEVICE, -run.op.workspace_bytes)
 
     def _finish_move(self, step: int, move: Move) -> None:
@@ -126,97 +120,49 @@ class Replay:
                 copy.valid |= tier == move.target
         self._arriving.pop((step, move.id), None)
 
-    def _ask(self, after: str | None) -> None:
-        """The drops that `after` triggers; one of a copy that is not there does nothing."""
-        for place in self._asks.get(after, ()):
-            if self.books.get(place) is not None:
-                self._pending[place] = None
-
     # frees
 
-    def _read_again(self, tensor: str) -> bool:
-        """Whether an op that has not started reads `tensor` before one writes it anew."""
-        several = self._touches.get(tensor, ())
-        done = self._touched.get(tensor, 0)
-        if done < len(several):
-            return several[done].reads
-        return self.problem.steady and bool(several) and several[0].reads
-
-    def _spare(self, tensor: str) -> bool:
-        """Whether a drop may take the last valid copy: the second ground of the contract."""
-        return not self.problem.must_survive(tensor) and not self._read_again(tensor)
-
-    def _grounds(self, place: Place) -> set[str]:
-        """The causes for which the copy may be freed now."""
-        copy = self.books.get(place)
-        if copy is None or copy.users:
-            return set()
-        grounds = {"death"} if place[0] in self._dying else set()
-        if place in self._pending:
-            others = (c.valid for tier, c in self.books.of(place[0]).items() if tier != place[1])
-            if any(others) or self._spare(place[0]):
-                grounds.add("drop")
-        return grounds
-
-    def _frees(self, now: int) -> bool:
+    def _free_due(self, now: int) -> bool:
+        """Free the first copy that the record frees now with good cause."""
         recorded = self._freed.get(now, [])
         for freed in recorded:
             place = (freed.tensor, freed.tier)
-            if freed.cause in self._grounds(place):
+            if freed.cause in self._frees.grounds(place):
                 recorded.remove(freed)
-                self._release(place)
+                self._frees.release(place)
                 return True
-        dead = [(t, tier) for t in self._dying for tier in self.books.of(t)]
-        for place in (*self._pending, *dead):
-            grounds = self._grounds(place)
-            if grounds and place not in self._noted:
+        for place, grounds in self._frees.due().items():
+            if place not in self._noted:
                 self._noted.add(place)
                 detail = f"could be freed at {now} ns ({', '.join(sorted(grounds))}) and was not"
                 self._note("bad-value", f"{place[0]} on {place[1]}", detail)
         return False
 
-    def _release(self, place: Place) -> None:
-        self.books.free(place)
-        if not self.books.of(place[0]):
-            self._dying.discard(place[0])
-        by_drop = place in self._pending
-        self._pending.pop(place, None)
-        self._waits.dropped[place] = by_drop
-
-    def _why_kept(self, freed: Freed) -> tuple[str, str]:
-        """The rule that a free breaks which nothing here explains."""
-        place = (freed.tensor, freed.tier)
-        copy = self.books.get(place)
-        if copy is None:
-            return "bad-value", "freed, but no copy is there"
-        if copy.users:
-            return "read-after-drop", "freed while an op or a move uses it"
-        if freed.cause == "drop" and place in self._pending:
-            if self.problem.must_survive(freed.tensor):
-                return "missing-write-back", "dropped while no other valid copy is complete"
-            return "lost", "dropped while its value is still to be read and held nowhere else"
-        if freed.cause == "death" and self._read_again(freed.tensor):
-            return "read-after-drop", "died although an op still reads its value"
-        return "bad-value", f"freed as {freed.cause!r}, for which there is no ground"
+    def _free_groundless(self, now: int) -> None:
+        """What the record frees now and nothing explains: say why not, then do it."""
+        for freed in self._freed.pop(now, ()):
+            rule, detail = self._frees.why_kept(freed)
+            self._note(rule, f"{freed.tensor} on {freed.tier}", f"at {now} ns: {detail}")
+            if self.books.get((freed.tensor, freed.tier)) is not None:
+                self._frees.release((freed.tensor, freed.tier))
 
     # ends of steps
 
     def _begin_step(self) -> None:
         self._step += 1
         self._waits.step = self._step
-        self._touched.clear()
         if not self._over:
             self._arriving.update({(self._step, m.id): m for m in self._wrapped})
-            self._ask(None)
+            self._frees.begin_step()
 
     def _end_step(self, now: int) -> bool:
         if self._open[self._step]:
             return False
         left = Leftover(
             valid={p: c.codec for p, c in self.books.places() if c.valid},
-            pending=tuple(p for p in self._pending if self.books.get(p) is not None),
+            pending=tuple(p for p in self._frees.pending if self.books.get(p) is not None),
             arriving=tuple(self._arriving.values()),
-            spare=self._spare,
+            spare=self._frees.spare,
         )
         self.found += check_end(self.problem, self.plan, self._step, left)
         last = self._step + 1 == len(self.timeline.steps)
@@ -228,7 +174,7 @@ class Replay:
             elif not last:
                 detail = f"invalid, and not freed at the end of step {self._step}"
                 self._note("bad-value", f"{place[0]} on {place[1]}", detail)
-            self._release(place)
+            self._frees.release(place)
         self.states.append(self._state(now))
         self._begin_step()
         return True
@@ -240,7 +186,7 @@ class Replay:
         queued = {
             (name, t.id) for name, q in self._lanes.items() for t in q if t.step <= self._step
         }
-        return copies, set(self._pending), set(self._dying), on_the_way, queued
+        return copies, set(self._frees.pending), set(self._frees.dying), on_the_way, queued
 
     # starts
 
@@ -291,20 +237,19 @@ class Replay:
             self._start_move(task.move)
 
     def _start_run(self, task: Task, run: Run) -> None:
+        self._frees.begin_run(run)
         for tensor in run.op.operands:
             place = (tensor, run.tier_of(tensor))
-            if tensor in run.op.reads and place in self._pending:
+            if tensor in run.op.reads and place in self._frees.pending:
                 detail = f"reads {tensor} on {place[1]}, whose drop is pending"
                 self._note("read-after-drop", task.where, detail)
             if tensor in run.op.writes:
-                self._dying.discard(tensor)
                 for copy in self.books.of(tensor).values():
                     copy.valid = False
                 self.books.hold(place, None, valid=False)
             found = self.books.get(place)
             if found is not None:
                 found.users += 1
-            self._touched[tensor] = self._touched.get(tensor, 0) + 1
         self.books.take(HOST if run.on_host else DEVICE, run.op.workspace_bytes)
 
     def _start_move(self, move: Move) -> None:
@@ -315,10 +260,6 @@ class Replay:
         target.users += 1
 
     # findings
-
-    def _fault(self, rule: str, detail: str, freed: Freed) -> None:
-        where = f"{freed.tensor} on {freed.tier}"
-        self._note(rule, where, f"at {freed.time_ns} ns: {detail}")
 
     def _note(self, rule: str, where: str, detail: str) -> None:
         self.found.append(Violation(rule, where, detail))

@@ -24,8 +24,9 @@ class Waits:
         books: Ledger,
         touching: Mapping[str, tuple[Touch, ...]],
         running: Mapping[str, Task],
+        dropped: Mapping[Place, bool],
     ) -> None:
-        self._books, self._running = books, running
+        self._books, self._running, self._dropped = books, running, dropped
         # only where both lanes touch a tensor can the listed order be at stake
         self._shared = {
             tensor: several
@@ -38,7 +39,6 @@ class Waits:
                 self._awaited.setdefault(move.ready_before, []).append(move)
         self.step = 0
         self.ended: set[Key] = set()
-        self.dropped: dict[Place, bool] = {}  # copies that were freed: whether by a drop
 
     def of_run(self, step: int, run: Run) -> Iterator[Reason]:
         if step > self.step:
@@ -84,7 +84,7 @@ class Waits:
         place = (tensor, tier)
         copy = self._books.get(place)
         if copy is None:
-            if self.dropped.get(place):
+            if self._dropped.get(place):
                 yield "read-after-drop", f"the copy of {tensor} on {tier} has been dropped"
             else:
                 yield "missing-copy", f"there is no copy of {tensor} on {tier}"

@@ -1,0 +1,103 @@
+"""When a copy may go: drops that were asked for, and values that nobody needs any more."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from offcompile.ir.model import SELF_ENDING_KINDS, Problem
+from offcompile.ir.plan import Freed, Plan
+
+from .ledger import Ledger, Place
+from .order import Run, Touch
+
+
+class Frees:
+    """Which copies may be freed at this moment, and on what ground."""
+
+    def __init__(
+        self, problem: Problem, plan: Plan, books: Ledger, touching: Mapping[str, tuple[Touch, ...]]
+    ) -> None:
+        self._problem, self._books, self._touching = problem, books, touching
+        self._asks: dict[str | None, list[Place]] = {}
+        for drop in plan.drops:
+            self._asks.setdefault(drop.after, []).append((drop.tensor, drop.tier))
+        self._touched: dict[str, int] = {}  # touches of each tensor started in this step
+        self.pending: dict[Place, None] = {}  # drops asked for, in order
+        self.dying: set[str] = set()  # self-ending tensors whose value nobody needs any more
+        self.dropped: dict[Place, bool] = {}  # what was freed last: whether by a drop
+
+    def ask(self, after: str | None) -> None:
+        """Make the drops pending that `after` triggers; of a copy that is not there, nothing."""
+        for place in self._asks.get(after, ()):
+            if self._books.get(place) is not None:
+                self.pending[place] = None
+
+    def begin_step(self) -> None:
+        self._touched.clear()
+        self.ask(None)
+
+    def begin_run(self, run: Run) -> None:
+        for tensor in run.op.operands:
+            self._touched[tensor] = self._touched.get(tensor, 0) + 1
+        self.dying.difference_update(run.op.writes)
+
+    def end_run(self, run: Run) -> None:
+        """Values of which this was the last reader, or the writer that nobody reads, end."""
+        for tensor in run.op.operands:
+            kind = self._problem.tensor[tensor].kind
+            if kind in SELF_ENDING_KINDS and not self.read_again(tensor):
+                self.dying.add(tensor)
+
+    def read_again(self, tensor: str) -> bool:
+        """Whether an op that has not started reads `tensor` before one writes it anew."""
+        several = self._touching.get(tensor, ())
+        done = self._touched.get(tensor, 0)
+        if done < len(several):
+            return several[done].reads
+        return self._problem.steady and bool(several) and several[0].reads
+
+    def spare(self, tensor: str) -> bool:
+        """Whether a drop may take the last valid copy: the second ground of the contract."""
+        return not self._problem.must_survive(tensor) and not self.read_again(tensor)
+
+    def grounds(self, place: Place) -> set[str]:
+        """The causes for which the copy may be freed now."""
+        copy = self._books.get(place)
+        if copy is None or copy.users:
+            return set()
+        found = {"death"} if place[0] in self.dying else set()
+        if place in self.pending:
+            copies = self._books.of(place[0]).items()
+            others = any(c.valid for tier, c in copies if tier != place[1])
+            if others or self.spare(place[0]):
+                found.add("drop")
+        return found
+
+    def due(self) -> dict[Place, set[str]]:
+        """Every copy that may be freed now, with the causes."""
+        dead = [(t, tier) for t in self.dying for tier in self._books.of(t)]
+        found = {place: self.grounds(place) for place in (*self.pending, *dead)}
+        return {place: grounds for place, grounds in found.items() if grounds}
+
+    def release(self, place: Place) -> None:
+        self._books.free(place)
+        if not self._books.of(place[0]):
+            self.dying.discard(place[0])
+        self.dropped[place] = place in self.pending
+        self.pending.pop(place, None)
+
+    def why_kept(self, freed: Freed) -> tuple[str, str]:
+        """The rule that a free breaks which nothing explains, and how."""
+        place = (freed.tensor, freed.tier)
+        copy = self._books.get(place)
+        if copy is None:
+            return "bad-value", "freed, but no copy is there"
+        if copy.users:
+            return "read-after-drop", "freed while an op or a move uses it"
+        if freed.cause == "drop" and place in self.pending:
+            if self._problem.must_survive(freed.tensor):
+                return "missing-write-back", "dropped while no other valid copy is complete"
+            return "lost", "dropped while its value is still to be read and held nowhere else"
+        if freed.cause == "death" and self.read_again(freed.tensor):
+            return "read-after-drop", "died although an op still reads its value"
+        return "bad-value", f"freed as {freed.cause!r}, for which there is no ground"
