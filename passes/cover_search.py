@@ -14,7 +14,7 @@ from random import Random
 from .covering import Choice, Cover, Item
 
 #: knapsacks; with fewer than ROUNDS there is no search around the best choice either
-ROUNDS, QUICK = 12, 3
+ROUNDS, QUICK = 20, 3
 #: how many decisions the search around the best choice may look at
 NODES = 60_000
 #: things decided anew at once; where there are no more than WHOLE, all of them
