@@ -108,7 +108,8 @@ HEADER = """\
 
 Steady chains with random weights, activations and durations (`benchmarks/families.py`).
 Tightness 0: everything fits; 1: the least budget in which weights alone can make room. Link load:
-how long a lane takes to bring every weight in twice, over the compute time. Every plan was checked.
+how long a lane takes to bring every weight in twice, over the compute time. One instance for each
+combination; every plan was checked.
 The gap is the step over the larger of the bounds proven beside the policies, less one; the bound
 holds for every lawful plan, whatever moves. {seconds:.0f} s a plan at most.
 

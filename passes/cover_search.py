@@ -18,7 +18,7 @@ ROUNDS, QUICK = 20, 3
 #: how many decisions the search around the best choice may look at
 NODES = 60_000
 #: things decided anew at once; where there are no more than WHOLE, all of them
-WINDOW, WHOLE = 9, 14
+WINDOW, WIDE, WHOLE = 9, 13, 14
 #: so many times in vain, and the search ends
 IDLE = 500
 #: so many things of at least this part of the need are done without on trial
@@ -67,7 +67,7 @@ def cover(
                 for i, way in enumerate(choice):
                     state.put(i, way)
                 best = min(best, state, key=Cover.cost)
-        improve(best)
+        improve(best, weights=weights)
     return None if best is None else tuple(best.choice)
 
 
@@ -82,7 +82,11 @@ def great_ones(
 
 
 def improve(
-    state: Cover, objective: Objective | None = None, lowest: float = 0.0, nodes: int = NODES
+    state: Cover,
+    objective: Objective | None = None,
+    lowest: float = 0.0,
+    nodes: int = NODES,
+    weights: Mapping[int, int] | None = None,
 ) -> None:
     """Decide a few things anew at a time while that betters `objective` (None: the cost).
 
@@ -96,21 +100,36 @@ def improve(
         search.nodes = nodes * 10
         search.decide(usable)
         return
-    density = {i: min(w.cost for w in state.ways[i]) / state.sizes[i] for i in usable}
-    ranked = sorted(usable, key=lambda i: (density[i], i))
+    rankings = []
+    for prices in (weights or {}, {}):
+        density = {i: _density(state, i, prices) for i in usable}
+        rankings.append([i for _, i in sorted((density[i], i) for i in usable)])
     rng = Random(0)
-    idle = 0
+    idle = turn = 0
     while search.nodes > 0 and search.best > lowest and idle < IDLE:
         margin = sum(w is not None for w in state.choice)
         reach = max(WINDOW, count // 4)
+        turn = (turn + 1) % 3
         pool = [
             i
-            for at, i in enumerate(ranked)
-            if abs(at - margin) <= reach or (at < margin) != (state.choice[i] is not None)
+            for at, i in enumerate(rankings[turn % 2])
+            if turn == 2 or abs(at - margin) <= reach or (at < margin) != _taken(state, i)
         ]
-        drawn_from = pool if idle % 2 == 0 else usable
-        window = rng.sample(drawn_from, min(WINDOW, len(drawn_from)))
+        window = rng.sample(pool, min(WIDE if turn == 2 else WINDOW, len(pool)))
         idle = 0 if search.decide(window) else idle + 1
+
+
+def _taken(state: Cover, i: int) -> bool:
+    return state.choice[i] is not None
+
+
+def _density(state: Cover, i: int, weights: Mapping[int, int]) -> float:
+    """The least cost of thing `i` per weighted need that it covers."""
+    best = float("inf")
+    for way, (low, high) in zip(state.ways[i], state.ranges[i], strict=True):
+        covered = sum(x / state.need[p] for p, x in weights.items() if low <= p < high)
+        best = min(best, way.cost / (state.sizes[i] * (covered or 1e-9 if weights else 1.0)))
+    return best
 
 
 class _Neighbourhood:

@@ -27,7 +27,7 @@ from .gaps import Gap
 from .program import Intervals
 
 #: cells of the dynamic program's table: they set its quantum unless one is given
-TABLE_CELLS = 4_000_000
+TABLE_CELLS = 2_000_000
 
 METHODS = ("dp", "ratio")
 
@@ -214,7 +214,7 @@ def reserve_dp(
 
     Sizes are rounded up to whole quanta, so the answer always fits, and what that leaves
     unused costs a little: `fill` hands the unused bytes to what still fits, with exchanges
-    (the paper does not). Without a quantum it is as fine as `TABLE_CELLS` allow: 20,000
+    (the paper does not). Without a quantum it is as fine as `TABLE_CELLS` allow: 10,000
     columns for 200 items.
     """
     items = [n for n in range(len(sizes)) if gains[n] > 0 and sizes[n] <= capacity]

@@ -26,6 +26,7 @@ from .hybrid_modes import (
     Schedule,
     choose_dfgb,
     exact,
+    repaired,
     zero_offload,
 )
 from .lanes import Routes
@@ -33,15 +34,17 @@ from .lanes import Routes
 #: points of the fronts over all layers: 4,000 each for 200 layers, which is exact on nets whose
 #: layers differ in kind; where direct access costs nearly the same per byte, fronts are thinned
 POINTS = 800_000
+#: the judge is asked about every choice up to this many ops, then about fewer, down to one
+OPS_ASKED = 2400
 
 
 @dataclass(frozen=True)
 class HybridAccess:
     """Per weight: load before use (GFGB), access in place (DHA), or in place and then load (DFGB).
 
-    `variant` says who chooses: `exact` (Pareto program; with a judge also all loaded and none
-    loaded for backward, and the best of them), `repaired` or `printed` (Algorithm 1), or
-    `zero_offload` (everything is loaded).
+    `variant` says who chooses: `exact` (Pareto program; a judge is also asked about the repaired
+    choice, about loading all for backward, and all for both), `repaired` or `printed`
+    (Algorithm 1), or `zero_offload` (everything is loaded).
     """
 
     name: ClassVar[str] = "hybrid_access"
@@ -57,13 +60,14 @@ class HybridAccess:
     def apply(self, problem: Problem, machine: Machine, plan: Plan) -> Plan:
         fitting = Fitting(problem, machine, self.judge, plan, first="weight")
         layers = _Layers(problem, machine, fitting.base)
-        for directs in self._choices(layers):
+        patience = 1 if self.judge is None else max(1, OPS_ASKED // max(1, len(problem.ops)))
+        for asked, directs in enumerate(self._choices(layers), 1):
             kept = frozenset(d for d in fitting.base.directs if not layers.decides(d))
             forced = fitting.forced.directs & fitting.base.directs
             mode = Mode(kept | forced | directs, fitting.base.recomputes, fitting.base.hosted)
             frame = fitting.frame(mode)
             fitting.offer(frame, _between_steps(frame, layers.weights))
-            if self.judge is None and fitting.trials.best is not None:
+            if fitting.trials.best is not None and asked >= patience:
                 break
         return fitting.plan()
 
@@ -75,6 +79,8 @@ class HybridAccess:
             return
         forward = layers.forward(_exact)
         yield layers.directs(forward, layers.backward(forward, _unwindowed))
+        other = layers.forward(repaired)
+        yield layers.directs(other, layers.backward(other, _windowed))
         yield layers.directs(forward, frozenset())
         yield layers.directs(layers.forward(zero_offload), frozenset())
 

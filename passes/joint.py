@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import ClassVar
 
-from offcompile.ir import DEVICE, HOST, Infeasible, Machine, Plan, Problem
+from offcompile.ir import DEVICE, HOST, Infeasible, Machine, Plan, Problem, Timeline
 
 from .contract import Judge
 from .cover import Cover, Prices
@@ -25,6 +25,32 @@ from .search import Search, State, mode_of
 #: evaluations a second that the effort is reckoned at, per (run + move) of the problem
 EVALUATIONS_PER_SECOND = 15_000.0
 HEADROOMS = (0.0, 0.03, 0.08, 0.15, 0.25, 0.5)
+
+
+#: how much of the time the first covers may take
+START_SHARE = 0.3
+#: how much of the time the single policies may take together
+POLICY_SHARE = 0.5
+
+
+class _TimeIsUp(Exception):
+    """A single policy has had its share of the time; what it found is kept."""
+
+
+class _WithinTime:
+    """The judge as single policies see it: keeps the best plan they try, and stops them."""
+
+    def __init__(self, search: Search, deadline: float) -> None:
+        self.search, self.deadline = search, deadline
+
+    def __call__(self, problem: Problem, machine: Machine, plan: Plan) -> Timeline:
+        search = self.search
+        if time.monotonic() > self.deadline and search.best_plan is not None:
+            raise _TimeIsUp
+        timeline = search.judge(problem, machine, plan)
+        if problem is search.problem and machine is search.machine:
+            search.offer(plan, timeline)
+        return timeline
 
 
 @dataclass(frozen=True)
@@ -51,6 +77,7 @@ class Joint:
         search = self._search(problem, machine, began)
         frame = self._frame(problem, machine, forced_mode(problem, machine))
         blocked = self._floor(frame)
+        states = [] if blocked is not None else self._starts(search, frame)
         self._single_policies(search)
         if search.best_plan is None:
             if blocked is not None:
@@ -58,7 +85,7 @@ class Joint:
             # everything away: the plan of last resort
             search.evaluate(frame, Cover(frame.gaps, range(len(frame.gaps.gaps))), rounds=1)
         if not search.done:
-            self._improve(search, frame)
+            self._improve(search, states)
         if search.best_plan is None:
             raise infeasible_host(
                 "Everything that can leave the device fits it, but no schedule found gets it out"
@@ -107,19 +134,19 @@ class Joint:
     def _single_policies(self, search: Search) -> None:
         from .registry import POLICIES, make
 
+        judge = _WithinTime(search, time.monotonic() + POLICY_SHARE * self.seconds)
         for name in POLICIES:
             if name == self.name or search.settled:
                 continue
             try:
-                plan = make(name, self.judge, lossy=self.lossy).apply(
+                plan = make(name, judge, lossy=self.lossy).apply(
                     search.problem, search.machine, Plan()
                 )
-            except Infeasible:
+                judge(search.problem, search.machine, plan)
+            except (Infeasible, _TimeIsUp):
                 continue
-            search.offer(plan, search.run_plan(plan))
 
-    def _improve(self, search: Search, frame: Frame) -> None:
-        states = self._starts(search, frame)
+    def _improve(self, search: Search, states: list[State]) -> None:
         if search.best_plan is not None:
             known = self._state_of(search, search.best_plan)
             if known is not None:
@@ -137,7 +164,8 @@ class Joint:
                 break
 
     def _starts(self, search: Search, frame: Frame) -> list[State]:
-        found = []
+        found: list[State] = []
+        deadline = time.monotonic() + START_SHARE * self.seconds
         tiers = [HOST, *(t.name for t in search.machine.tiers if t.name not in (DEVICE, HOST))]
         for tier in tiers if search.best_plan is None else tiers[:1]:
             here = (
@@ -149,8 +177,10 @@ class Joint:
             largest = 2 * max((g.tensor.nbytes for g in here.gaps.gaps), default=0)
             for headroom in HEADROOMS:
                 for hinted in (False, True) if self.hints else (False,):
+                    if search.settled or (found and time.monotonic() > deadline):
+                        return found
                     cover = self._greedy(here, headroom, hinted)
-                    if cover is None or frozenset(cover.away) in covers or search.done:
+                    if cover is None or frozenset(cover.away) in covers:
                         continue
                     covers.add(frozenset(cover.away))
                     spare = headroom * largest

@@ -53,7 +53,10 @@ class NearMemoryUpdate:
         fitting = Fitting(problem, machine, self.judge, plan, first="state")
         updates = host_updates(problem) if fitting.host else ()
         balance = _Balance(problem, machine, updates)
-        for count in self._splits(updates, balance, self._patience(problem)):
+        patience = max(1, min(ASKED, OPS_ASKED // max(1, len(problem.ops))))
+        for asked, count in enumerate(self._splits(updates, balance, patience)):
+            if fitting.trials.best is not None and (self.judge is None or asked > 2 * patience):
+                break
             chosen = updates[:count]
             hosted = {w for u in chosen for w in u.weights}
             base = fitting.base
@@ -61,17 +64,11 @@ class NearMemoryUpdate:
                 base = Mode(base.directs, base.recomputes, fitting.forced.hosted)
             mode = with_hosted(problem, base, hosted)
             fitting.offer(fitting.frame(mode), ())
-            if self.judge is not None and self._patience(problem) > 1:
-                born = _written_in_place(problem, balance, chosen, mode)
-                if born:
-                    mode = Mode(mode.directs | born, mode.recomputes, mode.hosted)
-                    fitting.offer(fitting.frame(mode), ())
-            elif fitting.trials.best is not None:
-                break
+            born = _written_in_place(problem, balance, chosen, mode)
+            if self.judge is not None and born and patience > 1:
+                mode = Mode(mode.directs | born, mode.recomputes, mode.hosted)
+                fitting.offer(fitting.frame(mode), ())
         return fitting.plan()
-
-    def _patience(self, problem: Problem) -> int:
-        return max(1, min(ASKED, OPS_ASKED // max(1, len(problem.ops))))
 
     def _splits(
         self, updates: tuple[HostUpdate, ...], balance: _Balance, patience: int

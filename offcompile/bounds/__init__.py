@@ -22,11 +22,13 @@ from .survey import Survey, survey
 
 __all__ = ["Bound", "Floor", "floor_bytes", "lower_bound", "simple_lower_bound"]
 
-#: columns that an LP may have, per second allowed (measured on chains; see the tests)
-LP_COLUMNS_PER_SECOND = 4_000
-LP_MOST_COLUMNS = 60_000
-MILP_MOST_COLUMNS = 20_000
-QUICK_COLUMNS = 2_500
+#: an LP of so many columns takes about a second; the time grows with the square
+COLUMNS_OF_A_SECOND = 5_000
+QUICK_COLUMNS = 2_000
+MOST_COLUMNS = 60_000
+#: beyond this the MILP only decides which tensors leave, not which space is taken when
+WHOLE_COLUMNS = 4_000
+MILP_COLUMNS = 12_000
 
 
 @dataclass(frozen=True)
@@ -82,36 +84,51 @@ class _Search:
         return self.deadline - time.perf_counter()
 
     def run(self) -> Bound:
-        grid = fine(self.found)
-        size = columns_of(self.found, grid)
-        affordable = min(LP_MOST_COLUMNS, LP_COLUMNS_PER_SECOND * max(0.0, self.left()))
-        if size > affordable:
+        size = columns_of(self.found, fine(self.found))
+        if size > self._affordable(0.3):
+            self._lp(merged(self.found, QUICK_COLUMNS), "traffic")
+        if size > self._affordable(1.0):
             self.complete = False
-            for limit in (QUICK_COLUMNS, affordable):
-                smaller = merged(self.found, limit)
-                if self.left() > 0.05 * limit / LP_COLUMNS_PER_SECOND:
-                    self._lp(build(self.found, smaller), "traffic")
+            limit = self._affordable(0.5)
+            if limit > 2 * QUICK_COLUMNS:
+                self._lp(merged(self.found, limit), "traffic")
             return self._bound()
-        model = build(self.found, grid)
-        if not self._lp(model, "lp") or self.infeasible:
-            return self._bound()
-        if model.program.integral.any():
-            if model.program.n_columns <= MILP_MOST_COLUMNS and self.left() > 0.1:
-                self._take(solve_milp(model, self.ids, self.left()), "milp", 1e-6)
-            else:
-                self.complete = False
+        model = self._lp(fine(self.found), "lp")
+        if model is not None and model.program.integral.any():
+            self._milp(model)
         return self._bound()
 
-    def _lp(self, model: Model, name: str) -> bool:
+    def _affordable(self, part: float) -> float:
+        """Columns of an LP that should be done in that part of the time left."""
+        seconds = max(0.0, part * self.left())
+        return min(MOST_COLUMNS, COLUMNS_OF_A_SECOND * math.sqrt(seconds))
+
+    def _milp(self, model: Model) -> None:
+        """First who leaves, whole; then, if it is small, also the space that it takes."""
+        if model.program.n_columns > MILP_COLUMNS or self.left() < 0.1:
+            self.complete = False
+            return
+        small = model.program.n_columns <= WHOLE_COLUMNS
+        self._take(solve_milp(model, self.ids, self.left() * (0.5 if small else 1.0)), "milp", 1e-6)
+        if small and self.left() > 0.1:
+            whole = build(self.found, fine(self.found), whole=True)
+            self._take(solve_milp(whole, self.ids, self.left()), "milp", 1e-6)
+
+    def _lp(self, grid: Grid, name: str) -> Model | None:
+        """The model, if its LP has a solution; its bound is taken."""
+        if self.left() <= 0:
+            self.complete = False
+            return None
+        model = build(self.found, grid)
         answer = solve_lp(model, self.ids, self.left())
         self._take(answer, name, 1e-9)
-        return answer.ns is not None
+        return model if answer.ns is not None else None
 
     def _take(self, answer: Answer, name: str, margin: float) -> None:
         """Round down by what the arithmetic may have got wrong, and a nanosecond."""
         self.complete &= answer.finished
         self.infeasible |= answer.infeasible
-        if answer.away:
+        if answer.away and (answer.finished or not self.hints or name == "milp"):
             self.hints = answer.away
         if answer.ns is not None:
             ns = math.floor(answer.ns * (1 - margin) - 1)

@@ -75,10 +75,7 @@ def begins(times: Times, stay: Stay, ended: Mapping[tuple[str, int], Stay]) -> N
         add(0.0, (stay.stays, 1.0), *((c, -1.0) for c in before.presence))
     if update is not None:
         # read on the host before the next op that touches it, and within the step
-        last = len(stay.samples)
-        if gap.wraps:
-            ahead = times.grid.inside(gap)[: times.grid.before_boundary(gap)]
-            last = int(sum(sample in ahead for sample in stay.samples[: len(ahead)]))
+        last = stay.frame.before_boundary if gap.wraps else -1
         remade = [(stay.ever, -1.0)] if remade_on_host(times.survey, gap.tensor) else []
         add(0.0, (update, 1.0), (int(stay.held[HOST][last]), -1.0), *remade)
 

@@ -1,11 +1,10 @@
-"""When memory is looked at: the starts, or starts and ends, of some ops cut the step into slots."""
+"""When memory is looked at: the ends of some ops cut the step into slots."""
 
 from __future__ import annotations
 
 import itertools
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Literal
 
 import numpy as np
 
@@ -15,11 +14,12 @@ from .survey import Gap, Survey
 
 @dataclass(frozen=True)
 class Grid:
-    """`samples` are instants: 2k is the start of op k, 2k + 1 the moment before it ends.
+    """`samples` are ops; memory is looked at just before each of them ends.
 
-    Slot k runs from sample k−1 to sample k. Slot 0 (before the first sample) exists only when
-    the problem is not steady; when it is, the last slot runs on to the first sample of the next
-    step.
+    Then a load that the next op waits for is largely there while this op still holds what it
+    needs, which bounds more than looking when ops start ("Weight Offloading Strategies" §6).
+    Slot k runs from the end of sample k−1 to the end of sample k. When the problem is steady
+    there is no slot 0: the last slot runs on to the first sample of the next step.
     """
 
     n_ops: int
@@ -30,27 +30,19 @@ class Grid:
     def n_slots(self) -> int:
         return len(self.samples) + 1
 
-    def slot_after(self, op: int) -> int:
-        """The slot in which `op` ends."""
-        slot = int(np.searchsorted(self.samples, 2 * op + 1, "right"))
-        return len(self.samples) if self.steady and slot == 0 else slot
-
-    def slot_before(self, op: int) -> int:
-        """The slot in which the wait for `op` lies."""
-        slot = self._position(2 * op, "left")
+    def slot_of(self, op: int) -> int:
+        """The slot in which `op` runs, and the wait for it lies."""
+        slot = int(np.searchsorted(self.samples, op, "left"))
         return len(self.samples) if self.steady and slot == 0 else slot
 
     def ops_of(self, slot: int) -> list[int]:
-        """The ops whose time lies in a slot, in order."""
+        """The ops that run in a slot, in order."""
         return self._ops[slot]
 
     @cached_property
     def _ops(self) -> list[list[int]]:
-        edges = [0, *self.samples.tolist(), 2 * self.n_ops]
-        found = [
-            list(range((first + 1) // 2, (last + 1) // 2))
-            for first, last in itertools.pairwise(edges)
-        ]
+        edges = [0, *(self.samples + 1).tolist(), self.n_ops]
+        found = [list(range(first, last)) for first, last in itertools.pairwise(edges)]
         if self.steady:
             found[-1] += found[0]
             found[0] = []
@@ -59,49 +51,35 @@ class Grid:
     def inside(self, gap: Gap) -> Ints:
         """Positions in `samples` of those strictly inside the gap, in order of time."""
         count = len(self.samples)
-        lo = self._first(gap)
-        hi = count if gap.after is None else self._position(2 * gap.after, "left")
+        hi = count if gap.after is None else int(np.searchsorted(self.samples, gap.after, "left"))
         if gap.wraps:
-            return np.concatenate([np.arange(lo, count), np.arange(hi)])
-        return np.arange(lo, hi)
+            return np.concatenate([np.arange(self._first(gap), count), np.arange(hi)])
+        return np.arange(self._first(gap), hi)
+
+    def _first(self, gap: Gap) -> int:
+        """The first sample after the op before the gap."""
+        return 0 if gap.before is None else int(np.searchsorted(self.samples, gap.before, "right"))
 
     def slots(self, gap: Gap, inside: Ints) -> Ints:
-        """The slots that the gap meets: one before each sample inside it, and one after.
+        """The slots that the gap meets: at least one before the first sample inside it, one after.
 
-        While an op only reads the tensor, moves of it may run: then the slot of that op comes
-        first, where it is a slot of its own.
+        Moves of a tensor may run while an op only reads it, so that op's own slot comes first.
         """
-        if gap.before is None:
-            return np.concatenate([[0], inside + 1])
-        slots = np.concatenate([[self.slot_after(gap.before)], inside + 1])
-        own = self._position(2 * gap.before + 1, "left")
-        cut = own < len(self.samples) and self.samples[own] == 2 * gap.before + 1
-        return np.concatenate([[own], slots]) if cut and not gap.new_value else slots
+        start = self._first(gap)
+        first = len(self.samples) if self.steady and start == 0 else start
+        slots = np.concatenate([[first], inside + 1])
+        if gap.before is None or gap.new_value or self.slot_of(gap.before) == first:
+            return slots
+        return np.concatenate([[self.slot_of(gap.before)], slots])
 
     def before_boundary(self, gap: Gap) -> int:
         """How many samples inside a gap that wraps come before the step ends."""
         return len(self.samples) - self._first(gap)
 
-    def _first(self, gap: Gap) -> int:
-        return 0 if gap.before is None else self._position(2 * gap.before + 1, "right")
-
-    def _position(self, instant: int, side: Literal["left", "right"]) -> int:
-        return int(np.searchsorted(self.samples, instant, side))
-
 
 def fine(survey: Survey) -> Grid:
-    """The start of every op."""
-    return Grid(survey.n_ops, survey.problem.steady, 2 * np.arange(survey.n_ops))
-
-
-def full(survey: Survey) -> Grid:
-    """The start and the end of every op."""
-    return Grid(survey.n_ops, survey.problem.steady, np.arange(2 * survey.n_ops))
-
-
-def ends(survey: Survey) -> Grid:
-    """The end of every op."""
-    return Grid(survey.n_ops, survey.problem.steady, 2 * np.arange(survey.n_ops) + 1)
+    """Every op."""
+    return Grid(survey.n_ops, survey.problem.steady, np.arange(survey.n_ops))
 
 
 def coarse(survey: Survey, count: int) -> Grid:
@@ -120,4 +98,4 @@ def coarse(survey: Survey, count: int) -> Grid:
         ops = np.flatnonzero(stretch == k)
         if len(ops):
             picked.append(int(ops[np.argmax(survey.wanted[ops])]))
-    return Grid(n, survey.problem.steady, 2 * np.array(picked))
+    return Grid(n, survey.problem.steady, np.array(picked))

@@ -41,7 +41,7 @@ class Model:
 def build(survey: Survey, grid: Grid, whole: bool = False) -> Model:
     """The program of one grid. `whole`: in the MILP, space too is taken whole (dear)."""
     times = Times(survey, grid)
-    crowded = np.flatnonzero(survey.crowded[grid.samples // 2])
+    crowded = np.flatnonzero(survey.crowded[grid.samples])
     memory = np.full(len(grid.samples), -1)
     memory[crowded] = times.rows.reserve(len(crowded), 1.0)
     limits = {
@@ -60,23 +60,15 @@ def build(survey: Survey, grid: Grid, whole: bool = False) -> Model:
 
 
 def _operands(r: Residence, sample: int) -> None:
-    """What an op needs on the device as it starts: operands, outputs, workspace."""
+    """What an op holds on the device until it ends: operands, outputs, workspace."""
     s, t = r.s, r.t
-    op, row = int(r.grid.samples[sample]) // 2, int(r.memory[sample])
+    op, row = int(r.grid.samples[sample]), int(r.memory[sample])
     workspace = s.problem.ops[op].workspace_bytes
     r.fix(sample, workspace)
     if op in t.on_host:
         r.rows.put(row, t.on_host[op], -r.share(workspace))
-    at_start = r.grid.samples[sample] % 2 == 0
     for tensor in s.problem.ops[op].operands:
         nbytes = s.problem.tensor[tensor].nbytes
-        before = r.ended.get((tensor, op))
-        reads = tensor in s.problem.ops[op].reads
-        if at_start and reads and before is not None and s.optional(op, tensor):
-            # it may be there and not be used: then it can go while the op runs
-            for column in before.presence:
-                r.rows.put(row, column, r.share(nbytes))
-            continue
         r.fix(sample, nbytes)
         for column in t.absent(op, tensor):
             r.rows.put(row, column, -r.share(nbytes))

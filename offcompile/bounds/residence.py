@@ -4,35 +4,16 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Mapping
-from dataclasses import dataclass
 
 import numpy as np
 
-from offcompile.ir import DEVICE, HOST, Lane
+from offcompile.ir import DEVICE, HOST
 
 from .access import begins, ends, remade_on_host, spared
 from .matrix import Ints
-from .stay import Heads, Stay
+from .stay import Frame, Heads, Stay
 from .survey import Gap, least_bytes
 from .times import Times
-from .windows import Marks, marks
-
-
-MONO = True
-@dataclass
-class _Plan:
-    """One gap being built: where it is looked at, and what is booked in it."""
-
-    gap: Gap
-    heads: Heads
-    inside: Ints
-    slots: Ints
-    out: Marks  # close together where a copy leaves
-    back: Marks  # close together where it must be back
-    flows: dict[str, Ints]
-
-    def marks_of(self, lane: Lane) -> Marks:
-        return self.back if lane.target == DEVICE else self.out
 
 
 class Residence:
@@ -110,193 +91,151 @@ class Residence:
 
     def _gap(self, gap: Gap, heads: Heads) -> Stay:
         s, t = self.s, self.t
-        tensor = s.problem.tensor[gap.tensor]
-        inside = self.grid.inside(gap)
-        slots = self.grid.slots(gap, inside)
-        wanted = (self.memory[inside] >= 0) & gap.free
-        if self.limits:  # what stands on a tier with a limit may come and go at any time
-            wanted = np.ones(len(inside), dtype=np.bool_)
+        home = s.problem.tensor[gap.tensor].home
+        frame = self._frame(gap, heads)
         loads = gap.free and gap.kind == "live"
-        plan = _Plan(
-            gap,
-            heads,
-            inside,
-            slots,
-            marks(t.tree, slots, wanted, None if self.limits else False),
-            marks(t.tree, slots, wanted, None if self.limits else True),
-            {},
-        )
-        gained = self._book(plan, loads)
-        held, kept = self._levels(plan, gained)
+        flows, gained = self._book(frame, loads)
+        held, kept = self._levels(frame, gained)
         stays = t.unity
         if gap.free:
             # a copy in flight across an optional access is neither there nor away: not whole
             whole = gap.before is None or not s.optional(gap.before, gap.tensor)
-            elsewhere = gap.kind == "late" or (gap.before is None and tensor.home != DEVICE)
+            elsewhere = gap.kind == "late" or (gap.before is None and home != DEVICE)
             stays = t.zero if elsewhere else self.cols.one(whole=whole)
-        load = np.full(plan.back.count, t.zero)
+        load = np.full(frame.n_levels, t.zero)
         if loads:
-            load = self.cols.new(plan.back.count)
-            self._grow(load, t.zero, gained[DEVICE], plan.back)
-        redone, ever = self._redo(plan, loads)
-        stay = Stay(gap, stays, load, redone, ever, held, kept, plan.inside[plan.out.at])
-        self._sources(plan, stay)
+            load = self.cols.new(frame.n_levels)
+            self._grow(load, t.zero, gained[DEVICE], frame)
+        redone, ever = self._redo(frame, loads)
+        stay = Stay(frame, stays, load, redone, ever, held, kept)
+        self._sources(stay, flows)
         if gap.after is not None:
-            self.ended[tensor.id, gap.after] = stay
-        if gap.free and (self.memory[inside] >= 0).any():
-            self._space(plan, stay)
+            self.ended[gap.tensor, gap.after] = stay
+        if gap.free:
+            self._space(stay)
         return stay
 
-    def _book(self, plan: _Plan, loads: bool) -> dict[str, list[Ints]]:
-        """Columns for what each lane carries; per tier, those that arrive there."""
-        gap, gained = plan.gap, defaultdict(list)
+    def _frame(self, gap: Gap, heads: Heads) -> Frame:
+        """Marks stand where memory is short, or anywhere if other tiers may be short of it."""
+        inside = self.grid.inside(gap)
+        slots = self.grid.slots(gap, inside)
+        marked = (self.memory[inside] >= 0) & gap.free
+        if self.limits:
+            marked[:] = True
+        window = np.zeros(len(slots), dtype=np.int64)
+        window[len(slots) - len(inside) :] = np.cumsum(marked)
+        boundary = int(marked[: self.grid.before_boundary(gap)].sum()) if gap.wraps else 0
+        return Frame(gap, heads, slots, window, inside[marked], boundary)
+
+    def _book(self, frame: Frame, loads: bool) -> tuple[dict[str, Ints], dict[str, list[Ints]]]:
+        """Columns for what each lane carries, by lane, and by the tier where it arrives."""
+        gap, flows = frame.gap, {}
+        gained: dict[str, list[Ints]] = defaultdict(list)
         for lane in self.s.lanes:
-            full = plan.heads.held.get(lane.target) == self.t.unity
+            full = frame.heads.held.get(lane.target) == self.t.unity
             if (lane.target == DEVICE and not loads) or (full and lane.target not in self.limits):
                 continue
             fresh = gap.before if gap.new_value and lane.source == DEVICE else None
-            nodes = plan.marks_of(lane).nodes
-            flow = self.t.carry(gap.tensor, lane.name, nodes, fresh, gap.after)
-            plan.flows[lane.name] = flow
+            flow = self.t.carry(gap.tensor, lane.name, frame.slots, fresh, gap.after)
+            flows[lane.name] = flow
             gained[lane.target].append(flow)
-        return gained
+        return flows, gained
 
     def _levels(
-        self, plan: _Plan, gained: Mapping[str, list[Ints]]
+        self, frame: Frame, gained: Mapping[str, list[Ints]]
     ) -> tuple[dict[str, Ints], dict[str, Ints]]:
         """What has been carried to each tier, and what still stands on those with a limit."""
         held, kept = {}, {}
         for tier in self.s.tiers:
-            start = plan.heads.held[tier]
-            held[tier] = np.full(plan.out.count, self.t.unity)
+            start = frame.heads.held[tier]
+            held[tier] = np.full(frame.n_levels, self.t.unity)
             if start != self.t.unity:
-                held[tier] = self.cols.new(plan.out.count)
-                self._grow(held[tier], start, gained[tier], plan.out)
+                held[tier] = self.cols.new(frame.n_levels)
+                self._grow(held[tier], start, gained[tier], frame)
             if tier in self.limits:
                 capacity, tier_rows = self.limits[tier]
-                kept[tier] = self.cols.new(plan.out.count)
-                grown = self._grow(kept[tier], plan.heads.kept[tier], gained[tier], plan.out)
-                if tier == HOST and plan.gap.before in self.t.on_host:
-                    self.rows.put(grown, plan.heads.born, -1.0)  # the update may run late
-                tensor = self.s.problem.tensor[plan.gap.tensor]
+                kept[tier] = self.cols.new(frame.n_levels)
+                grown = self._grow(kept[tier], frame.heads.kept[tier], gained[tier], frame)
+                if tier == HOST and frame.gap.before in self.t.on_host:
+                    self.rows.put(grown, frame.heads.born, -1.0)  # the update may run late
+                tensor = self.s.problem.tensor[frame.gap.tensor]
                 share = least_bytes(tensor, self.s.machine) / max(1, capacity)
-                self.rows.put(tier_rows[plan.inside[plan.out.at]], kept[tier][:-1], share)
+                self.rows.put(tier_rows[frame.marks], kept[tier][:-1], share)
         return held, kept
 
-    def _grow(self, levels: Ints, start: int, flows: list[Ints], at: Marks) -> Ints:
+    def _grow(self, levels: Ints, start: int, flows: list[Ints], frame: Frame) -> Ints:
         """Each level is at most the one before and what flowed in since."""
         rows = self.rows.reserve(len(levels))
         self.rows.put(rows, levels, 1.0)
         self.rows.put(rows, np.concatenate([[start], levels[:-1]]), -1.0)
         for flow in flows:
-            self.rows.put(rows[at.windows], flow, -1.0)
+            self.rows.put(rows[frame.window], flow, -1.0)
         return rows
 
-    def _redo(self, plan: _Plan, loads: bool) -> tuple[Ints | None, int]:
+    def _redo(self, frame: Frame, loads: bool) -> tuple[Ints | None, int]:
         """What recomputations bring back, and whether there were any since the value's head."""
-        redoers = self.s.rewriters.get(plan.gap.tensor, ())
+        redoers = self.s.rewriters.get(frame.gap.tensor, ())
         if not redoers:
-            return None, plan.heads.remade
+            return None, frame.heads.remade
         ever = self.cols.one()
-        row = self.rows.add(0.0, (ever, 1.0), (plan.heads.remade, -1.0))
-        runs = [np.array([self.t.again(op, int(k)) for k in plan.slots]) for op in redoers]
+        row = self.rows.add(0.0, (ever, 1.0), (frame.heads.remade, -1.0))
+        runs = [np.array([self.t.again(op, int(k)) for k in frame.slots]) for op in redoers]
         for run in runs:
             self.rows.put(row, run, -1.0)
         if not loads:
             return None, ever
-        redone = self.cols.new(plan.back.count)
-        grown = self._grow(redone, self.t.zero, [], plan.back)
-        for run in runs:
-            self.rows.put(grown[plan.back.slot_window], run, -1.0)
+        redone = self.cols.new(frame.n_levels)
+        self._grow(redone, self.t.zero, runs, frame)
         return redone, ever
 
-    def _sources(self, plan: _Plan, stay: Stay) -> None:
-        """A lane carries no more from a tier than was there, or came within the same time.
+    def _sources(self, stay: Stay, flows: Mapping[str, Ints]) -> None:
+        """A lane carries no more from a tier than was there, or came between the same marks.
 
         With one tier and no limit it is implied: what left the device is held there.
         """
         if len(self.s.tiers) == 1 and not self.limits:
             return
-        tree = self.t.tree
+        heads, window = stay.frame.heads, stay.frame.window
         for lane in self.s.lanes:
-            if lane.source == DEVICE or lane.name not in plan.flows:
+            if lane.source == DEVICE or lane.name not in flows:
                 continue
             levels = stay.kept.get(lane.source, stay.held[lane.source])
-            start = plan.heads.kept.get(lane.source, plan.heads.held[lane.source])
-            rows = self.rows.reserve(len(plan.flows[lane.name]))
-            self.rows.put(rows, plan.flows[lane.name], 1.0)
-            # without care for when within the gap it came: the level that the gap ends with
-            if levels[-1] == start:
-                self.rows.put(rows, start, -1.0)
-                continue
-            at, mine = plan.out, plan.marks_of(lane)
-            for row, node, window in zip(rows, mine.nodes, mine.windows, strict=True):
-                first, last = self._span(plan, at, mine, int(window), tree.slots(node))
-                before = levels[first - 1] if first else start
-                self.rows.put(int(row), int(before), -1.0)
-                for other in self.s.lanes:
-                    if other.target == lane.source and other.name in plan.flows:
-                        inflow = plan.flows[other.name]
-                        within = (at.windows >= first) & (at.windows <= last)
-                        self.rows.put(int(row), inflow[within], -1.0)
-                if lane.source == HOST:
-                    self.rows.put(int(row), plan.heads.born, -1.0)
-                    if remade_on_host(self.s, plan.gap.tensor):
-                        self.rows.put(int(row), stay.ever, -1.0)
-
-    @staticmethod
-    def _span(plan: _Plan, at: Marks, mine: Marks, window: int, slots: range) -> tuple[int, int]:
-        """Of the windows of `at`, the first and last that meet one window of `mine`."""
-        met = at.slot_window[(mine.slot_window == window) & np.isin(plan.slots, slots)]
-        return int(met.min()), int(met.max())
+            start = heads.kept.get(lane.source, heads.held[lane.source])
+            rows = self.rows.reserve(len(window))
+            self.rows.put(rows, flows[lane.name], 1.0)
+            self.rows.put(rows, np.concatenate([[start], levels[:-1]])[window], -1.0)
+            if lane.source == HOST:
+                self.rows.put(rows, heads.born, -1.0)
+                if remade_on_host(self.s, stay.gap.tensor):
+                    self.rows.put(rows, stay.ever, -1.0)
+            for other in self.s.lanes:
+                if other.target == lane.source and other.name in flows:
+                    for g in range(stay.frame.n_levels):
+                        at = np.flatnonzero(window == g)
+                        flow = np.tile(flows[other.name][at], len(at))
+                        self.rows.put(np.repeat(rows[at], len(at)), flow, -1.0)
 
     # ---- memory --------------------------------------------------------------------------
 
-    def _space(self, plan: _Plan, stay: Stay) -> None:
-        """At each crowded sample the bytes on the device; at the marks, the value is somewhere.
-
-        Between marks a copy on its way back takes at least what it took at the mark before, one
-        on its way out at least what it takes at the mark after.
-        """
+    def _space(self, stay: Stay) -> None:
+        """At each crowded mark: the bytes on the device, and the value must be somewhere."""
         gap, rows = stay.gap, self.rows
         share = self.share(self.s.problem.tensor[gap.tensor].nbytes)
-        seen = np.flatnonzero(self.memory[plan.inside] >= 0)
-        memory = self.memory[plan.inside[seen]]
+        at = np.flatnonzero(self.memory[stay.frame.marks] >= 0)
+        if not len(at):
+            return
+        memory = self.memory[stay.frame.marks[at]]
         rows.put(memory, stay.stays, share)
-        before = np.searchsorted(plan.back.at, seen, "right") - 1
-        for levels in (self._reserved(stay), stay.redone):
-            if levels is not None:
-                rows.put(memory[before >= 0], levels[before[before >= 0]], share)
-        places = [stay.kept.get(tier, levels)[:-1] for tier, levels in stay.held.items()]
+        rows.put(memory, self._reserved(stay, at), share)
+        if stay.redone is not None:
+            rows.put(memory, stay.redone[at], share)
+        places = [stay.kept.get(tier, levels)[at] for tier, levels in stay.held.items()]
         if any((p == self.t.unity).all() for p in places) or (gap.kind == "late" and self.limits):
             return  # it is safe elsewhere, or may have gone once the host update was done
-        not_gone = self.cols.new(len(plan.out.at), whole=self.whole)
-        after = np.searchsorted(plan.out.at, seen, "left")
-        there = after < len(plan.out.at)
-        rows.put(memory[there], not_gone[after[there]], share)
-        loaded = np.searchsorted(plan.back.at, plan.out.at, "right") - 1
-        self._exists(plan, stay, not_gone, places, loaded)
-
-    def _reserved(self, stay: Stay) -> Ints:
-        """Space of a load. In the MILP it is held, whole, from the load's start."""
-        if not self.whole or stay.gap.kind != "live":
-            return stay.load
-        reserved = self.cols.new(len(stay.load) - 1, whole=True)
-        rows = self.rows.reserve(len(reserved))
-        self.rows.put(rows, stay.load[:-1], 1.0)
-        self.rows.put(rows, reserved, -1.0)
-        if MONO and len(reserved) > 1:
-            rows = self.rows.reserve(len(reserved) - 1)
-            self.rows.put(rows, reserved[:-1], 1.0)
-            self.rows.put(rows, reserved[1:], -1.0)
-        return reserved
-
-    def _exists(
-        self, plan: _Plan, stay: Stay, not_gone: Ints, places: list[Ints], loaded: Ints
-    ) -> None:
-        gap, rows = stay.gap, self.rows
+        not_gone = self.cols.new(len(at), whole=self.whole)
+        rows.put(memory, not_gone, share)
         redo = gap.kind == "live" and gap.tensor in self.s.rewriters
-        need = rows.reserve(len(not_gone), 0.0 if redo or gap.kind == "late" else -1.0)
+        need = rows.reserve(len(at), 0.0 if redo or gap.kind == "late" else -1.0)
         for columns in (not_gone, *places):
             rows.put(need, columns, -1.0)
         for column in spared(self.t, gap, bool(self.limits)):
@@ -310,4 +249,17 @@ class Residence:
         else:
             rows.put(need, stay.stays, -1.0)
             if self.limits:
-                rows.put(need[loaded >= 0], stay.load[loaded[loaded >= 0]], -1.0)
+                rows.put(need, stay.load[at], -1.0)
+
+    def _reserved(self, stay: Stay, at: Ints) -> Ints:
+        """Space of a load at some marks. In the MILP it is held, whole, from the load's start."""
+        if not self.whole or stay.gap.kind != "live":
+            return stay.load[at]
+        reserved = self.cols.new(len(at), whole=True)
+        rows = self.rows.reserve(2 * len(at) - 1)
+        here, later = rows[: len(at)], rows[len(at) :]
+        self.rows.put(here, stay.load[at], 1.0)
+        self.rows.put(here, reserved, -1.0)
+        self.rows.put(later, reserved[:-1], 1.0)
+        self.rows.put(later, reserved[1:], -1.0)
+        return reserved

@@ -20,17 +20,36 @@ class Heads:
 
 
 @dataclass(frozen=True)
-class Stay:
-    """One gap. Levels only grow: one column per mark, then the gap's end."""
+class Frame:
+    """When a gap is looked at: at its marks, which are samples, and at its end."""
 
     gap: Gap
+    heads: Heads
+    slots: Ints  # that the gap meets, in order of time
+    window: Ints  # of each slot: how many marks come before it
+    marks: Ints  # samples
+    before_boundary: int  # marks before the step ends, in a gap that wraps
+
+    @property
+    def n_levels(self) -> int:
+        return len(self.marks) + 1
+
+
+@dataclass(frozen=True)
+class Stay:
+    """One gap. Each array has a column per mark, then one for the gap's end."""
+
+    frame: Frame
     stays: int  # the part that is on the device throughout
     load: Ints  # the part that its last load has brought back
     redone: Ints | None  # the part that a recomputation has brought back
     ever: int  # whether its value was recomputed at all
     held: Mapping[str, Ints]  # per tier, what has been carried there since the value was written
     kept: Mapping[str, Ints]  # per tier with a limit, what still stands there
-    samples: Ints  # of the marks of `held`, in order of time
+
+    @property
+    def gap(self) -> Gap:
+        return self.frame.gap
 
     @property
     def presence(self) -> list[int]:

@@ -104,7 +104,11 @@ def survey(problem: Problem, machine: Machine) -> Survey:
         for t in dict.fromkeys(problem.ops[i].writes):
             rewriters[t] = (*rewriters.get(t, ()), i)
 
-    spans = {t.id: _spans(problem, t, host) for t in problem.tensors}
+    seen: dict[str, list[int]] = {t.id: [] for t in problem.tensors}
+    for i, o in enumerate(problem.ops):
+        for name in o.operands:
+            seen[name].append(i)
+    spans = {t.id: _spans(problem, t, seen[t.id], host) for t in problem.tensors}
     wanted, capacity = _wanted(problem, spans), machine.tier[DEVICE].capacity_bytes
     crowded = np.array([capacity is not None and w > capacity for w in wanted], dtype=np.bool_)
     if problem.steady:
@@ -174,10 +178,11 @@ def least_bytes(tensor: Tensor, machine: Machine) -> int:
 _Span = tuple[int | None, int | None, str, bool, bool]
 
 
-def _spans(problem: Problem, tensor: Tensor, host_ns: tuple[int | None, ...]) -> list[_Span]:
+def _spans(
+    problem: Problem, tensor: Tensor, seen: list[int], host_ns: tuple[int | None, ...]
+) -> list[_Span]:
     """The gaps of one tensor, those at the head of a value first; dead ones left out."""
     t, survives = tensor.id, problem.must_survive(tensor.id)
-    seen = [i for i, o in enumerate(problem.ops) if t in o.operands]
     reads = {i for i in seen if t in problem.ops[i].reads}
     writes = {i for i in seen if t in problem.ops[i].writes}
 

@@ -93,6 +93,10 @@ def check_settled(timeline: Timeline, states: Sequence[object]) -> Iterator[Viol
         shown = "; ".join(f"{name} at {ns} ns" for name, ns in sorted(differing)[:3])
         detail = f"called settled, but its last two steps differ: {shown} in one of them only"
         yield Violation("steady", "settled", detail)
+    lengths = [end - begin for begin, end in timeline.steps[-2:]]
+    if lengths[0] != lengths[1]:
+        detail = f"called settled, but its last two steps last {lengths[0]} and {lengths[1]} ns"
+        yield Violation("steady", "settled", detail)
     elif len(states) > 1 and states[-1] != states[-2]:
         detail = "called settled, but its last two steps end in different states"
         yield Violation("steady", "settled", detail)

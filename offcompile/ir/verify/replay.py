@@ -51,6 +51,7 @@ class Replay:
         self._freed: dict[int, list[Freed]] = {}
         for freed in timeline.freed:
             self._freed.setdefault(freed.time_ns, []).append(freed)
+        self._doubts: dict[Freed, tuple[str, str]] = {}
         self._noted: set[object] = set()
         self.books = Ledger(problem, machine)
         touching = touches(executed(problem, plan))
@@ -66,11 +67,11 @@ class Replay:
         self._begin_step()
         for now in sorted(times):
             self._instant(now)
+            if len(self.found) >= ENOUGH:
+                return
             self._free_groundless(now)
-            if self._over or len(self.found) >= ENOUGH:
+            if self._over:
                 break
-        if not self._over:
-            return
         for late in (f for several in self._freed.values() for f in several):
             where = f"{late.tensor} on {late.tier}"
             self._note("bad-value", where, f"freed at {late.time_ns} ns, after the last step")
@@ -84,9 +85,10 @@ class Replay:
     def _instant(self, now: int) -> None:
         """Everything that happens at `now`, until nothing more does."""
         while not self._over and len(self.found) < ENOUGH:
-            if self._complete(now) or self._free_due(now) or self._end_step(now):
+            if self._complete(now) or self._free_due(now):
                 continue
-            if not (self._start_ready(now) or self._start_forced(now)):
+            self._doubt(now)
+            if not (self._end_step(now) or self._start_ready(now) or self._start_forced(now)):
                 return
 
     def _complete(self, now: int) -> bool:
@@ -138,10 +140,16 @@ class Replay:
                 self._note("bad-value", f"{place[0]} on {place[1]}", detail)
         return False
 
+    def _doubt(self, now: int) -> None:
+        """What speaks against the frees still open, before anything starts at this instant."""
+        for freed in self._freed.get(now, ()):
+            if freed not in self._doubts:
+                self._doubts[freed] = self._frees.why_kept(freed)
+
     def _free_groundless(self, now: int) -> None:
         """What the record frees now and nothing explains: say why not, then do it."""
         for freed in self._freed.pop(now, ()):
-            rule, detail = self._frees.why_kept(freed)
+            rule, detail = self._doubts[freed]
             self._note(rule, f"{freed.tensor} on {freed.tier}", f"at {now} ns: {detail}")
             if self.books.get((freed.tensor, freed.tier)) is not None:
                 self._frees.release((freed.tensor, freed.tier))
