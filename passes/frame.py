@@ -86,6 +86,21 @@ class Frame:
                 raise too_small(j, need, int(self.capacity), self.program, what)
 
 
+def hostable(problem: Problem) -> dict[str, tuple[str, ...]]:
+    """Weights all of whose update ops may run on the host, with those ops."""
+    updates: dict[str, list[Op]] = {}
+    for op in problem.ops:
+        if op.phase == "update":
+            for t in op.writes:
+                if problem.tensor[t].kind == "weight":
+                    updates.setdefault(t, []).append(op)
+    return {
+        weight: tuple(op.id for op in ops)
+        for weight, ops in updates.items()
+        if all(op.host_duration_us is not None for op in ops)
+    }
+
+
 def forced_mode(problem: Problem, machine: Machine) -> Mode:
     """The fewest direct accesses and host updates without which some op can never fit."""
     capacity = machine.tier[DEVICE].capacity_bytes
@@ -93,15 +108,15 @@ def forced_mode(problem: Problem, machine: Machine) -> Mode:
         return Mode()
     directs: set[tuple[str, str]] = set()
     hosted: set[str] = set()
+    may_host = hostable(problem) if HOST in machine.tier else {}
     for op in problem.ops:
         over = _bytes_of(problem, op) - capacity
         if over <= 0:
             continue
-        if op.phase == "update" and op.host_duration_us is not None and HOST in machine.tier:
-            weight = next((t for t in op.writes if problem.tensor[t].kind == "weight"), None)
-            if weight is not None:
-                hosted.add(weight)
-                continue
+        weight = next((t for t in op.writes if t in may_host and op.phase == "update"), None)
+        if weight is not None:
+            hosted.add(weight)
+            continue
         operands = [t for t in op.operands if t in op.direct and HOST in machine.tier]
         for t in _cheapest_cover(problem, op, operands, over):
             directs.add((op.id, t))

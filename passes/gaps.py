@@ -15,7 +15,7 @@ from .lanes import Routes
 from .program import Access, Intervals, Program, span
 
 #: beyond so many runs neighbouring ones share a cell
-MOST_CELLS = 400
+MOST_CELLS = 256
 
 
 @dataclass(frozen=True, slots=True)

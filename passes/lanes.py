@@ -65,6 +65,8 @@ class Trip:
     hops: list[Hop]
     #: the ring position after which it may start (below -1: in the step before)
     trigger: int = 0
+    #: the host update that makes the value: only its end is sure to come after it
+    after_update: str | None = None
     order: float = 0.0
 
 

@@ -8,7 +8,18 @@ out have gone, and nothing can wait in a circle. Timing only decides how early t
 
 from __future__ import annotations
 
-from offcompile.ir import DEVICE, HOST, Drop, Infeasible, Machine, Move, Plan, Problem, Start
+from offcompile.ir import (
+    DEVICE,
+    HOST,
+    SELF_ENDING_KINDS,
+    Drop,
+    Infeasible,
+    Machine,
+    Move,
+    Plan,
+    Problem,
+    Start,
+)
 
 from .contract import Judge
 from .decisions import Decisions
@@ -44,7 +55,12 @@ class Builder:
         self.residency: Residency = plan_residency(self.program, decisions)
         capacity = machine.tier[DEVICE].capacity_bytes
         self.capacity = float("inf") if capacity is None else capacity
-        self.n = len(self.program.runs)
+        self.runs = self.program.runs
+        self.n = len(self.runs)
+        self.dropped_after: dict[tuple[str, str], list[str]] = {}
+        for drop in self.residency.drops:
+            if drop.after is not None:
+                self.dropped_after.setdefault((drop.tensor, drop.tier), []).append(drop.after)
         self.kept_bytes = self._kept()
         if check:
             self._check_kept()
@@ -142,6 +158,8 @@ class Builder:
         """Choose triggers: first as late as harms nobody, then earlier where there is room."""
         loads.sort(key=lambda t: t.job.need.position if t.job.need else self.n)
         for trip in loads:
+            if self._waits_for_update(trip, profile):
+                continue
             # over two lanes the device space is held from the first hop on: the second starts
             # when the first has ended, and no trigger of its own could hold it back safely
             latest = last_run_by(clock, trip.hops[0].start_us, self.problem.steady)
@@ -152,7 +170,7 @@ class Builder:
             # a lane serves in order: to trigger a load before the one ahead of it gains nothing
             floor = self._gap_from(trip) if before is None else max(before, self._gap_from(trip))
             floor = max(floor, trip.trigger - MOST_EARLY)
-            if floor < trip.trigger:
+            if floor < trip.trigger and trip.after_update is None:
                 earlier = self._earliest(trip, profile, floor, trip.trigger + 1)
                 self._hold(trip, profile, earlier, trip.trigger + 1)
                 trip.trigger = earlier
@@ -164,7 +182,50 @@ class Builder:
     def _gap_from(self, trip: Trip) -> int:
         """The earliest trigger in ring coordinates: below -1 in the step before the need."""
         start = trip.job.gap_from
-        return start if start < self._need(trip) else start - self.n
+        if start < self._need(trip):
+            return start
+        # what a host update writes is not there before the step has ended: ops do not wait for it
+        return -1 if self._made_by_update(trip) else start - self.n
+
+    def _made_by_update(self, trip: Trip) -> bool:
+        release = trip.job.release
+        return release.writes and release.name is not None and self.runs[release.position].on_host
+
+    def _waits_for_update(self, trip: Trip, profile: list[int]) -> bool:
+        """Trigger a load by the host update that makes its value, where there is room for that.
+
+        The update keeps its own time: it may run as soon as the ops before it that touch its
+        tensors have ended, so the load is held from there on. Where that does not fit, a load for
+        the next step may still start with that step.
+        """
+        if not self._made_by_update(trip):
+            return False
+        release, need = trip.job.release, self._need(trip)
+        before = [
+            a.position
+            for t in self.runs[release.position].op.operands
+            for a in self.program.accesses[t]
+            if a.position < release.position and not self.runs[a.position].on_host
+        ]
+        earliest = max(before, default=-1)
+        wraps = release.position >= need
+        trigger = earliest - self.n if wraps else earliest
+        room = self.capacity - trip.job.tensor.nbytes
+        to_device = trip.job.target == DEVICE
+        if to_device and any(profile[j % self.n] > room for j in range(trigger + 1, need)):
+            if wraps:
+                return False
+            position = max(range(trigger + 1, need), key=lambda j: profile[j])
+            raise too_small(
+                position,
+                int(profile[position] + trip.job.tensor.nbytes),
+                int(self.capacity),
+                self.program,
+                f"with {trip.job.tensor.id} fetched after its update {release.name}",
+            )
+        trip.trigger, trip.after_update = trigger, release.name
+        self._hold(trip, profile, trigger, need)
+        return True
 
     def _earliest(self, trip: Trip, profile: list[int], wish: int, until: int | None = None) -> int:
         """The earliest trigger from `wish` on such that every run up to the need has room."""
@@ -200,9 +261,9 @@ class Builder:
             self._add_out(trip, wraps, moves, drops)
             if wraps:
                 start.setdefault(job.tensor.id, set()).add(job.target)
-        for trip in sorted(loads, key=lambda t: t.trigger < -1):
+        for trip in sorted(loads, key=self._wraps):
             self._add_load(trip, moves, drops)
-            if trip.trigger < -1:
+            if self._wraps(trip):
                 start.setdefault(trip.job.tensor.id, set()).add(trip.job.target)
         return Plan(
             start=self._start(start),
@@ -220,13 +281,21 @@ class Builder:
         )
 
     def _ends_in_step(self, trip: Trip) -> bool:
-        return trip.job.tensor.kind in ("activation", "temporary")
+        """Whether the copy made is dropped or outdated before the step ends, or dies by itself."""
+        job, position = trip.job, self.program.position
+        if job.tensor.kind in SELF_ENDING_KINDS:
+            return True
+        made = job.release.position
+        dropped = self.dropped_after.get((job.tensor.id, job.target), ())
+        return any(position[name] > made for name in dropped) or any(
+            a.writes and a.position > made for a in self.program.accesses[job.tensor.id]
+        )
 
     def _trigger_name(self, position: int) -> str | None:
         """The op after which a move starts; host updates keep their own time and do not serve."""
         if position == -1:
             return None
-        runs = self.program.runs
+        runs = self.runs
         at = position % self.n
         for j in range(at, -1, -1):
             if not runs[j].on_host:
@@ -254,7 +323,7 @@ class Builder:
             after, source = move.id, hop.lane.target
 
     def _add_load(self, trip: Trip, moves: list[Move], drops: list[Drop]) -> None:
-        job, after = trip.job, self._trigger_name(trip.trigger)
+        job, after = trip.job, trip.after_update or self._trigger_name(trip.trigger)
         need = job.need.name if job.need else None
         for i, hop in enumerate(trip.hops):
             last = i == len(trip.hops) - 1
@@ -267,13 +336,18 @@ class Builder:
                 lane=hop.lane.name,
                 start_after=after,
                 ready_before=need if last else None,
-                wraps=trip.trigger < -1,
+                wraps=self._wraps(trip),
                 codec=job.codec,
             )
             moves.append(move)
             if i:
                 drops.append(Drop(job.tensor.id, hop.lane.source, move.id))
             after = move.id
+
+    def _wraps(self, trip: Trip) -> bool:
+        if trip.after_update is not None:
+            return trip.job.release.position >= self._need(trip)
+        return trip.trigger < -1
 
     def _unique(self, name: str) -> str:
         return name if name not in self.program.position else f"move {name}"

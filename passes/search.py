@@ -20,7 +20,7 @@ from offcompile.ir import Direct, Infeasible, Machine, Plan, Problem, Timeline
 from .contract import Judge
 from .cover import Cover, Prices
 from .decisions import Decisions
-from .frame import Frame, Mode
+from .frame import Frame, Mode, hostable
 from .gaps import Gap
 from .lanes import Clock
 from .schedule import Builder
@@ -279,13 +279,7 @@ def mode_choices(problem: Problem) -> dict[str, list[tuple[str, str]]]:
     return {
         "direct": [(op.id, t) for op in problem.ops for t in op.direct if t in op.operands],
         "recompute": list(dict.fromkeys(recomputes)),
-        "hosted": [
-            (t, op.id)
-            for op in problem.ops
-            if op.phase == "update" and op.host_duration_us is not None
-            for t in op.writes
-            if problem.tensor[t].kind == "weight"
-        ],
+        "hosted": [(weight, ops[0]) for weight, ops in hostable(problem).items()],
     }
 
 
@@ -306,8 +300,7 @@ def change_mode(
         return Mode(mode.directs ^ {pick}, mode.recomputes, mode.hosted)
     if kind == "recompute":
         return Mode(mode.directs, mode.recomputes ^ {pick}, mode.hosted)
-    freed = frozenset(d for d in mode.directs if d[0] != pick[1])
-    return Mode(freed, mode.recomputes, mode.hosted ^ {pick[0]})
+    return Mode(mode.directs, mode.recomputes, mode.hosted ^ {pick[0]})
 
 
 def mode_of(plan: Plan) -> Mode:

@@ -89,9 +89,9 @@ def bytes_range(problem: Problem, machine: Machine) -> tuple[int, int]:
     return max(gaps.floor(builder.kept_bytes), default=0), max(builder.kept_bytes, default=0)
 
 
-def random_chain(rng: random.Random, layers: int, tightness: float, load: float) -> tuple[
-    Problem, Machine
-]:
+def random_chain(
+    rng: random.Random, layers: int, tightness: float, load: float
+) -> tuple[Problem, Machine]:
     """A steady chain; `load`: link time of moving every weight in twice, over compute time."""
     weights = [rng.randint(20, 100) for _ in range(layers)]
     acts = [rng.randint(5, 60) for _ in range(layers + 1)]

@@ -86,9 +86,7 @@ def test_without_a_budget_nothing_differs():
     coarse = coarsen(problem)
     assert len(coarse.problem.ops) < len(problem.ops)
     machine = link(None, 50.0)
-    plan = make("joint", judge_for(coarse.problem, machine)).apply(
-        coarse.problem, machine, Plan()
-    )
+    plan = make("joint", judge_for(coarse.problem, machine)).apply(coarse.problem, machine, Plan())
     wide = Simulator(coarse.problem, machine).run(plan)
     fine = Simulator(problem, machine).run(coarse.expand(plan))
     assert (fine.makespan_us, fine.peak_bytes) == (wide.makespan_us, wide.peak_bytes)

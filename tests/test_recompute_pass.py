@@ -89,7 +89,7 @@ def test_spread_sets_keep_every_kth() -> None:
     sets = spread_sets([str(i) for i in range(9)])
     assert ["0", "1", "3", "4", "6", "7"] in sets
     assert all(sets)
-    assert ['0', '1', '2', '3'] not in sets
+    assert ["0", "1", "2", "3"] not in sets
 
 
 def test_one_op_is_enough_where_one_activation_is_too_many() -> None:

@@ -16,6 +16,7 @@ from offcompile.ir import Machine, Problem
 
 from .compute import Floor, compute_ns, floor_bytes
 from .grid import Grid, coarse, fine
+from .merge import MERGED, merged_tensors
 from .model import Model, build
 from .solve import Answer, solve_lp, solve_milp
 from .survey import Survey, survey
@@ -24,8 +25,7 @@ __all__ = ["Bound", "Floor", "floor_bytes", "lower_bound", "simple_lower_bound"]
 
 #: an LP of so many columns takes about a second; the time grows with the square
 COLUMNS_OF_A_SECOND = 5_000
-QUICK_COLUMNS = 2_000
-MOST_COLUMNS = 60_000
+FIRST_SLOTS = 16
 #: beyond this the MILP only decides which tensors leave, not which space is taken when
 WHOLE_COLUMNS = 4_000
 MILP_COLUMNS = 12_000
@@ -79,29 +79,38 @@ class _Search:
         self.parts = {"compute": compute / 1000}
         self.hints: Mapping[tuple[str, str | None], float] = {}
         self.complete, self.infeasible = True, False
+        self.columns_of_a_second = float(COLUMNS_OF_A_SECOND)
 
     def left(self) -> float:
         return self.deadline - time.perf_counter()
 
     def run(self) -> Bound:
-        size = columns_of(self.found, fine(self.found))
-        if size > self._affordable(0.3):
-            self._lp(merged(self.found, QUICK_COLUMNS), "traffic")
-        if size > self._affordable(1.0):
+        whole = fine(self.found)
+        if self._seconds(columns_of(self.found, whole)) > 0.3 * self.left():
+            self._ladder()
+        if self._seconds(columns_of(self.found, whole)) > self.left():
             self.complete = False
-            limit = self._affordable(0.5)
-            if limit > 2 * QUICK_COLUMNS:
-                self._lp(merged(self.found, limit), "traffic")
             return self._bound()
-        model = self._lp(fine(self.found), "lp")
+        model = self._lp(self.found, whole, "lp")
         if model is not None and model.program.integral.any():
             self._milp(model)
         return self._bound()
 
-    def _affordable(self, part: float) -> float:
-        """Columns of an LP that should be done in that part of the time left."""
-        seconds = max(0.0, part * self.left())
-        return min(MOST_COLUMNS, COLUMNS_OF_A_SECOND * math.sqrt(seconds))
+    def _seconds(self, columns: int) -> float:
+        """About what an LP takes: from the last one if it said more than the rule of thumb."""
+        return (columns / self.columns_of_a_second) ** 2
+
+    def _ladder(self) -> None:
+        """Merged slots, finer and finer, while the next is sure to be done in time."""
+        count = FIRST_SLOTS
+        while count < self.found.n_ops:
+            grid = coarse(self.found, count)
+            merged = merged_tensors(self.found, grid)
+            if self._seconds(columns_of(merged, grid)) > 0.3 * self.left():
+                return
+            if self._lp(merged, grid, "traffic") is None:
+                return
+            count *= 2
 
     def _milp(self, model: Model) -> None:
         """First who leaves, whole; then, if it is small, also the space that it takes."""
@@ -114,14 +123,16 @@ class _Search:
             whole = build(self.found, fine(self.found), whole=True)
             self._take(solve_milp(whole, self.ids, self.left()), "milp", 1e-6)
 
-    def _lp(self, grid: Grid, name: str) -> Model | None:
+    def _lp(self, found: Survey, grid: Grid, name: str) -> Model | None:
         """The model, if its LP has a solution; its bound is taken."""
         if self.left() <= 0:
             self.complete = False
             return None
-        model = build(self.found, grid)
+        model = build(found, grid)
         answer = solve_lp(model, self.ids, self.left())
         self._take(answer, name, 1e-9)
+        seen = model.program.n_columns / math.sqrt(max(answer.seconds, 0.01))
+        self.columns_of_a_second = max(COLUMNS_OF_A_SECOND / 2, 0.7 * seen)
         return model if answer.ns is not None else None
 
     def _take(self, answer: Answer, name: str, margin: float) -> None:
@@ -129,7 +140,7 @@ class _Search:
         self.complete &= answer.finished
         self.infeasible |= answer.infeasible
         if answer.away and (answer.finished or not self.hints or name == "milp"):
-            self.hints = answer.away
+            self.hints = {k: v for k, v in answer.away.items() if not k[0].startswith(MERGED)}
         if answer.ns is not None:
             ns = math.floor(answer.ns * (1 - margin) - 1)
             self.parts[name] = max(ns / 1000, self.parts.get(name, 0.0))
@@ -152,12 +163,3 @@ def columns_of(found: Survey, grid: Grid) -> int:
     per_slot = len(found.lanes) + 2 + len(found.tiers)
     inside = (grid.inside(g) for gaps in found.gaps.values() for g in gaps if g.free)
     return sum((len(i) + 1) * per_slot for i in inside)
-
-
-def merged(found: Survey, limit: float) -> Grid:
-    """The finest grid of merged slots whose program has about `limit` columns."""
-    whole = columns_of(found, fine(found))
-    gaps = sum(g.free for gaps in found.gaps.values() for g in gaps)
-    per_gap = gaps * (len(found.lanes) + 2 + len(found.tiers))
-    count = found.n_ops * max(0.0, limit - per_gap) / max(1, whole - per_gap)
-    return coarse(found, max(2, int(count)))

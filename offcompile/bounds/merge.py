@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping
 from dataclasses import replace
 from fractions import Fraction
 
@@ -11,6 +10,9 @@ from offcompile.ir import Tensor
 
 from .grid import Grid
 from .survey import Gap, Survey
+
+#: begins the names of tensors taken together; no id in a problem does
+MERGED = "\0merged "
 
 
 def merged_tensors(survey: Survey, grid: Grid) -> Survey:
@@ -33,7 +35,7 @@ def merged_tensors(survey: Survey, grid: Grid) -> Survey:
     carry: dict[tuple[str, str], int] = dict(survey.carry_ns)
     extra = []
     for number, members in enumerate(m for m in groups.values() if len(m) > 1):
-        name = f"merged {number}: {members[0]} …"
+        name = f"{MERGED}{number}"
         total = sum(survey.problem.tensor[t].nbytes for t in members)
         first = survey.problem.tensor[members[0]]
         extra.append(Tensor(name, total, first.kind, first.home))
@@ -45,12 +47,10 @@ def merged_tensors(survey: Survey, grid: Grid) -> Survey:
         )
         for t in members:
             del gaps_of[t]
+            for lane in survey.lanes:
+                del carry[t, lane.name]
     problem = replace(survey.problem, tensors=survey.problem.tensors + tuple(extra))
-    return replace(survey, problem=problem, gaps=_ordered(gaps_of), carry_ns=carry)
-
-
-def _ordered(gaps: Mapping[str, tuple[Gap, ...]]) -> Mapping[str, tuple[Gap, ...]]:
-    return dict(sorted(gaps.items()))
+    return replace(survey, problem=problem, gaps=gaps_of, carry_ns=carry)
 
 
 def _optional(survey: Survey, gap: Gap) -> bool:
