@@ -21,7 +21,7 @@ from offcompile.ir import (
 )
 
 from .contract import Judge
-from .cover_search import QUICK, cover
+from .cover_search import QUICK, ROUNDS, cover
 from .covering import Item, Way
 from .decisions import Decisions
 from .droppable import Droppable, droppable_ops, recomputes_for
@@ -31,6 +31,8 @@ from .trials import Trials
 VARIANTS = ("benefit", "all", "sqrt")
 #: how often the memory that recomputation takes is asked for again
 REPAIRS = 8
+#: with more ops than this to choose from the choice is a quicker one
+THOROUGH = 120
 #: runs of ops looked at in trying what can be kept after all
 TRIM_WORK = 20_000
 #: parts of the excess that recomputation takes on when moves take the rest
@@ -144,7 +146,7 @@ def _covering_starts(
     need = [min(n, c) for n, c in zip(base, coverable, strict=True)]
     found: list[Sequence[str]] = []
     for _ in range(REPAIRS):
-        choice = cover(items, need, rounds=QUICK)
+        choice = cover(items, need, rounds=ROUNDS if len(items) <= THOROUGH else QUICK)
         if choice is None:
             break
         dropped = [d.op for d, way in zip(droppable, choice, strict=True) if way is not None]

@@ -23,15 +23,13 @@ from offcompile.ir import (
 
 from .contract import Judge
 from .decisions import Decisions
-from .lanes import Clock, Routes, Trip, fill_backward, fill_forward, last_run_by
+from .lanes import Clock, Routes, Trip, fill_backward, fill_forward
+from .placement import Placement
 from .program import Intervals, Program, too_small
 from .residency import Residency, plan_residency
 
 #: how often the builder looks at the simulated times and places triggers anew
 ROUNDS = 3
-#: how many runs earlier than needed a load is let start where there is room: enough to even out
-#: a lane, and it keeps the builder linear
-MOST_EARLY = 512
 
 
 def build(
@@ -128,121 +126,14 @@ class Builder:
         loads = [routes.trip(j) for j in self.residency.loads]
         fill_forward(outs, clock, self.problem.steady)
         fill_backward(loads, clock, self.problem.steady)
-        profile = self._with_lag(outs, clock)
+        placement = Placement(self.program, self.capacity, self.kept_bytes, outs, clock)
+        loads.sort(key=placement.need)
         if lazy:
             for trip in loads:
-                trip.trigger = self._need(trip) - 1
-            loads.sort(key=self._need)
+                trip.trigger = placement.need(trip) - 1
         else:
-            self._place(loads, profile, clock)
+            placement.place(loads)
         return self._emit(outs, loads)
-
-    def _with_lag(self, outs: list[Trip], clock: Clock) -> list[int]:
-        """Bytes held per run, copies still being written out included."""
-        profile = list(self.kept_bytes)
-        n, steady = self.n, self.problem.steady
-        for trip in outs:
-            done, leave = trip.hops[0].end_us, trip.job.leave.position
-            if leave < trip.job.release.position:  # written in one step, leaves in the next
-                done -= clock.period
-            for j in range(leave + 1, leave + n if steady else n):
-                start = clock.starts[j % n] + (clock.period if j >= n else 0.0)
-                if start >= done - 1e-9:
-                    break
-                profile[j % n] += trip.job.tensor.nbytes
-        return profile
-
-    # ---- where loads may start -----------------------------------------------------------
-
-    def _place(self, loads: list[Trip], profile: list[int], clock: Clock) -> None:
-        """Choose triggers: first as late as harms nobody, then earlier where there is room."""
-        loads.sort(key=lambda t: t.job.need.position if t.job.need else self.n)
-        for trip in loads:
-            if self._waits_for_update(trip, profile):
-                continue
-            # over two lanes the device space is held from the first hop on: the second starts
-            # when the first has ended, and no trigger of its own could hold it back safely
-            latest = last_run_by(clock, trip.hops[0].start_us, self.problem.steady)
-            trip.trigger = self._earliest(trip, profile, latest)
-            self._hold(trip, profile, trip.trigger, self._need(trip))
-        before: int | None = None
-        for trip in loads:
-            # a lane serves in order: to trigger a load before the one ahead of it gains nothing
-            floor = self._gap_from(trip) if before is None else max(before, self._gap_from(trip))
-            floor = max(floor, trip.trigger - MOST_EARLY)
-            if floor < trip.trigger and trip.after_update is None:
-                earlier = self._earliest(trip, profile, floor, trip.trigger + 1)
-                self._hold(trip, profile, earlier, trip.trigger + 1)
-                trip.trigger = earlier
-            before = trip.trigger if before is None else max(before, trip.trigger)
-
-    def _need(self, trip: Trip) -> int:
-        return trip.job.need.position if trip.job.need else self.n
-
-    def _gap_from(self, trip: Trip) -> int:
-        """The earliest trigger in ring coordinates: below -1 in the step before the need."""
-        start = trip.job.gap_from
-        if start < self._need(trip):
-            return start
-        # what a host update writes is not there before the step has ended: ops do not wait for it
-        return -1 if self._made_by_update(trip) else start - self.n
-
-    def _made_by_update(self, trip: Trip) -> bool:
-        release = trip.job.release
-        return release.writes and release.name is not None and self.runs[release.position].on_host
-
-    def _waits_for_update(self, trip: Trip, profile: list[int]) -> bool:
-        """Trigger a load by the host update that makes its value, where there is room for that.
-
-        The update keeps its own time: it may run as soon as the ops before it that touch its
-        tensors have ended, so the load is held from there on. Where that does not fit, a load for
-        the next step may still start with that step.
-        """
-        if not self._made_by_update(trip):
-            return False
-        release, need = trip.job.release, self._need(trip)
-        before = [
-            a.position
-            for t in self.runs[release.position].op.operands
-            for a in self.program.accesses[t]
-            if a.position < release.position and not self.runs[a.position].on_host
-        ]
-        earliest = max(before, default=-1)
-        wraps = release.position >= need
-        trigger = earliest - self.n if wraps else earliest
-        room = self.capacity - trip.job.tensor.nbytes
-        to_device = trip.job.target == DEVICE
-        if to_device and any(profile[j % self.n] > room for j in range(trigger + 1, need)):
-            if wraps:
-                return False
-            position = max(range(trigger + 1, need), key=lambda j: profile[j])
-            raise too_small(
-                position,
-                int(profile[position] + trip.job.tensor.nbytes),
-                int(self.capacity),
-                self.program,
-                f"with {trip.job.tensor.id} fetched after its update {release.name}",
-            )
-        trip.trigger, trip.after_update = trigger, release.name
-        self._hold(trip, profile, trigger, need)
-        return True
-
-    def _earliest(self, trip: Trip, profile: list[int], wish: int, until: int | None = None) -> int:
-        """The earliest trigger from `wish` on such that every run up to the need has room."""
-        end = self._need(trip) if until is None else until
-        first = max(wish, self._gap_from(trip))
-        if trip.job.target != DEVICE:
-            return min(first, end - 1)
-        room = self.capacity - trip.job.tensor.nbytes
-        for j in range(end - 1, first, -1):
-            if profile[j % self.n] > room:
-                return j
-        return min(first, end - 1)
-
-    def _hold(self, trip: Trip, profile: list[int], trigger: int, until: int) -> None:
-        if trip.job.target == DEVICE:
-            for j in range(trigger + 1, until):
-                profile[j % self.n] += trip.job.tensor.nbytes
 
     # ---- the plan ------------------------------------------------------------------------
 
@@ -346,7 +237,7 @@ class Builder:
 
     def _wraps(self, trip: Trip) -> bool:
         if trip.after_update is not None:
-            return trip.job.release.position >= self._need(trip)
+            return trip.job.need is None or trip.job.release.position >= trip.job.need.position
         return trip.trigger < -1
 
     def _unique(self, name: str) -> str:

@@ -106,7 +106,7 @@ class _Search:
         while count < self.found.n_ops:
             grid = coarse(self.found, count)
             merged = merged_tensors(self.found, grid)
-            if self._seconds(columns_of(merged, grid)) > 0.3 * self.left():
+            if self._seconds(columns_of(merged, grid)) > 0.5 * self.left():
                 return
             if self._lp(merged, grid, "traffic") is None:
                 return
