@@ -55,10 +55,16 @@ class _WithinTime:
 
 @dataclass(frozen=True)
 class Joint:
-    """Everything decided together. `seconds` bounds the search, `lossy` allows lossy codecs."""
+    """Everything decided together. `seconds` bounds the search, `lossy` allows lossy codecs.
+
+    The search is counted in plans tried, so that a run can be repeated exactly; the clock only
+    cuts it off on a machine much slower than was reckoned with.
+    """
 
     name: ClassVar[str] = "joint"
     seconds: float = 10.0
+    #: how many plans the search may try; None: as many as `seconds` should allow for
+    evaluations: int | None = None
     lossy: bool = False
     judge: Judge | None = field(default=None, compare=False)
     progress: Callable[[str], None] | None = field(default=None, compare=False)
@@ -114,7 +120,9 @@ class Joint:
             problem,
             machine,
             self.judge,
-            evaluations=max(4, int(self.seconds * EVALUATIONS_PER_SECOND / size)),
+            evaluations=max(
+                4, self.evaluations or int(self.seconds * EVALUATIONS_PER_SECOND / size)
+            ),
             deadline=began + self.seconds,
             floor_us=self.floor_us,
             progress=self.progress,

@@ -17,15 +17,25 @@ def rotation() -> tuple[Problem, Machine]:
 
 
 def spill() -> tuple[Problem, Machine]:
-    """One forward and backward pass, not steady: weights of 10 bytes, activations of 100.
+    """One forward and backward pass, not steady: weights of 20 bytes, activations of 100.
 
-    B2 needs its weight, workspace, two activations and a delta beside what is saved; the device
-    has 460, so that an activation has to wait elsewhere or be computed again.
+    With everything on the device 700 bytes; there are 650. An activation waits on the host (5 µs
+    each way), a weight leaves, or an op runs again.
     """
-    return (
-        chain([10] * 4, [100] * 5, [10.0] * 4, steady=False, recompute=True),
-        link(460, 50.0),
-    )
+    problem = chain([20] * 4, [100] * 5, [10.0] * 4, steady=False, recompute=True, direct=1.4)
+    return problem, link(650, 20.0)
+
+
+def mixed() -> tuple[Problem, Machine]:
+    """Four layers, weights as large as activations (60 bytes, 3 µs): 566 bytes of 620."""
+    problem = chain([60] * 4, [60] * 5, [10.0] * 4, workspace=[20] * 4, recompute=True, direct=1.4)
+    return problem, link(566, 20.0)
+
+
+def stack() -> tuple[Problem, Machine]:
+    """Five layers of small weights and large activations on a slow link (8 µs an activation)."""
+    problem = chain([30] * 5, [80] * 6, [10.0] * 5, recompute=True, direct=1.2)
+    return problem, link(660, 10.0)
 
 
 def training() -> tuple[Problem, Machine]:
@@ -54,4 +64,10 @@ def training() -> tuple[Problem, Machine]:
     return Problem(tuple(tensors), ops, True), machine
 
 
-PROBLEMS = {"rotation": rotation, "spill": spill, "training": training}
+PROBLEMS = {
+    "rotation": rotation,
+    "spill": spill,
+    "mixed": mixed,
+    "stack": stack,
+    "training": training,
+}

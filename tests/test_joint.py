@@ -1,4 +1,4 @@
-"""The default policy: untouched when all fits, never worse than the parts, honest when it cannot."""
+"""The default policy: untouched when all fits, never worse than the parts, honest in refusal."""
 
 from __future__ import annotations
 
@@ -62,8 +62,8 @@ def test_an_op_that_is_too_large_is_helped_by_direct_access():
 
 def test_the_same_input_gives_the_same_plan():
     problem, machine = random_chain(random.Random(5), 6, 0.3, 1.2)
-    first = plan_problem(problem, machine, "joint:seconds=2", seconds=60)
-    second = plan_problem(problem, machine, "joint:seconds=2", seconds=60)
+    first = plan_problem(problem, machine, "joint:evaluations=300,seconds=60", seconds=60)
+    second = plan_problem(problem, machine, "joint:evaluations=300,seconds=60", seconds=60)
     assert first.plan == second.plan
 
 

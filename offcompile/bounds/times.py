@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 
@@ -47,6 +47,7 @@ class Times:
         self._fresh: dict[tuple[int, str], Terms] = defaultdict(list)
         self._due: dict[tuple[int, str], Terms] = defaultdict(list)
         self._late: list[tuple[str, int]] = []
+        self.cut = set(grid.samples.tolist())
         self._lane_rows: dict[str, Ints] = {}
         for lane in s.lanes:
             rows = self._lane_rows[lane.name] = self.rows.reserve(grid.n_slots)
@@ -94,20 +95,27 @@ class Times:
     def close(self) -> None:
         self._durations()
         self._lengths()
-        for (op, _), terms in self._fresh.items():
-            # eq. (3) of the paper: a value leaves in what remains of its slot after its write;
-            # where the slots are cut right there, all of it remains
-            if op not in self.grid.samples:
-                slot = self.grid.slot_of(op)
-                ops = self.grid.ops_of(slot)
-                self._rest(slot, ops[: ops.index(op) + 1], terms)
-        for (op, _), terms in self._due.items():
-            # likewise, what an op waits for comes in what its slot holds before it
-            slot = self.grid.slot_of(op)
-            ops = self.grid.ops_of(slot)
-            self._rest(slot, ops[ops.index(op) :], terms)
+        self._crossings(self._fresh, after=True)
+        self._crossings(self._due, after=False)
         if self.on_host:
             self._host_lane()
+
+    def _crossings(self, found: Mapping[tuple[int, str], Terms], after: bool) -> None:
+        """A value leaves in what remains of its slot after its write (eq. (3) of the paper).
+
+        Likewise, what an op waits for comes in what its slot holds before it. Several ops in a
+        slot share its lanes: what the later ones wrote fits beside the ops up to the first.
+        """
+        by_slot: dict[tuple[int, str], list[tuple[int, Terms]]] = defaultdict(list)
+        for (op, lane), terms in found.items():
+            if not after or op not in self.cut:  # where slots are cut right there, all remains
+                slot = self.grid.slot_of(op)
+                by_slot[slot, lane].append((self.grid.ops_of(slot).index(op), terms))
+        for (slot, _), group in by_slot.items():
+            ops, shared = self.grid.ops_of(slot), []
+            for place, terms in sorted(group, key=lambda g: g[0], reverse=after):
+                shared += terms
+                self._rest(slot, ops[: place + 1] if after else ops[place:], shared)
 
     def _rest(self, slot: int, ops: Sequence[int], terms: Terms) -> None:
         """`terms` fit into a slot beside these of its ops."""
