@@ -154,8 +154,9 @@ class _Moves:
     def select(self) -> None:
         """For the least transfer and for the least time on the lanes."""
         for limits in self._limits():
-            if self._cover(self.excess, TRANSFER, limits):
+            if self._cover(self.excess, QUICK_TRANSFER, limits):
                 self.limits = limits
+        self._cover(self.excess, TRANSFER, self.limits)
         self._cover(self.excess, FULL, self.limits)
 
     def refine(self, rounds: int) -> None:
@@ -241,6 +242,8 @@ class _Moves:
     def nothing_works(self) -> Infeasible:
         """The error where activations could leave, and yet no plan runs to its end."""
         excess = max(self.excess, default=0)
+        if excess <= 0 and self.trials.error is not None:
+            return self.trials.error  # nothing to do with activations
         change = "Raise the budgets of the other tiers"
         if excess > 0:
             change = f"Raise the device budget by {excess:,} bytes, so that nothing need leave"

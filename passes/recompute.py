@@ -69,6 +69,8 @@ class Recomputation:
         for dropped in sets:
             trials.attempt(Decisions(recomputes=recomputes_for(problem, droppable, dropped)))
         if trials.best is None:
+            if excess <= 0 and trials.error is not None:
+                raise trials.error  # nothing to do with activations
             raise _does_not_fit(problem, machine, sets, excess, trials.refused)
         return trials.best
 

@@ -17,8 +17,9 @@ class Trials:
         self.best: Plan | None = None
         self.best_us = float("inf")
         self.best_timeline: Timeline | None = None
-        #: why the last refused decisions were refused
+        #: why the last refused decisions were refused, in words and as the builder said it
         self.refused = ""
+        self.error: Infeasible | None = None
         self._seen: set[Decisions] = set()
 
     def attempt(self, decisions: Decisions) -> bool:
@@ -29,7 +30,7 @@ class Trials:
         try:
             plan = build(self.problem, self.machine, decisions, self.judge)
         except Infeasible as error:
-            self.refused = error.reason
+            self.refused, self.error = error.reason, error
             return False
         makespan_us, timeline = 0.0, None
         if self.judge is not None:

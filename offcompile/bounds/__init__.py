@@ -26,9 +26,9 @@ __all__ = ["Bound", "Floor", "floor_bytes", "lower_bound", "simple_lower_bound"]
 #: an LP of so many columns takes about a second; the time grows with the square
 COLUMNS_OF_A_SECOND = 5_000
 FIRST_SLOTS = 16
-#: beyond this the MILP only decides which tensors leave, not which space is taken when
-WHOLE_COLUMNS = 4_000
-MILP_COLUMNS = 12_000
+#: beyond this no MILP is tried
+MILP_COLUMNS = 25_000
+WHOLE_SLOTS = 8
 
 
 @dataclass(frozen=True)
@@ -113,15 +113,20 @@ class _Search:
             count *= 2
 
     def _milp(self, model: Model) -> None:
-        """First who leaves, whole; then, if it is small, also the space that it takes."""
+        """First who leaves, whole; then also the space that it takes, in finer and finer slots."""
         if model.program.n_columns > MILP_COLUMNS or self.left() < 0.1:
             self.complete = False
             return
-        small = model.program.n_columns <= WHOLE_COLUMNS
-        self._take(solve_milp(model, self.ids, self.left() * (0.5 if small else 1.0)), "milp", 1e-6)
-        if small and self.left() > 0.1:
-            whole = build(self.found, fine(self.found), whole=True)
-            self._take(solve_milp(whole, self.ids, self.left()), "milp", 1e-6)
+        self._take(solve_milp(model, self.ids, self.left() / 4), "milp", 1e-6)
+        count, n = WHOLE_SLOTS, self.found.n_ops
+        while self.left() > 0.1:
+            grid = coarse(self.found, n if 3 * count > 2 * n else count)
+            answer = solve_milp(build(self.found, grid, whole=True), self.ids, self.left())
+            self._take(answer, "milp", 1e-6)
+            if not answer.finished or len(grid.samples) == n:
+                return
+            count = count * 3 // 2
+        self.complete = False
 
     def _lp(self, found: Survey, grid: Grid, name: str) -> Model | None:
         """The model, if its LP has a solution; its bound is taken."""
