@@ -26,8 +26,9 @@ __all__ = ["Bound", "Floor", "floor_bytes", "lower_bound", "simple_lower_bound"]
 #: an LP of so many columns takes about a second; the time grows with the square
 COLUMNS_OF_A_SECOND = 5_000
 FIRST_SLOTS = 16
-#: beyond this no MILP is tried
-MILP_COLUMNS = 25_000
+#: beyond these no MILP is tried; none in which space too is taken whole
+MILP_COLUMNS = 12_000
+WHOLE_COLUMNS = 4_000
 WHOLE_SLOTS = 8
 
 
@@ -106,27 +107,29 @@ class _Search:
         while count < self.found.n_ops:
             grid = coarse(self.found, count)
             merged = merged_tensors(self.found, grid)
-            if self._seconds(columns_of(merged, grid)) > 0.5 * self.left():
+            if self._seconds(columns_of(merged, grid)) > 0.6 * self.left():
                 return
             if self._lp(merged, grid, "traffic") is None:
                 return
-            count *= 2
+            count = count * 3 // 2
 
     def _milp(self, model: Model) -> None:
         """First who leaves, whole; then also the space that it takes, in finer and finer slots."""
-        if model.program.n_columns > MILP_COLUMNS or self.left() < 0.1:
+        columns, n = model.program.n_columns, self.found.n_ops
+        if columns > MILP_COLUMNS or self.left() < 0.1:
             self.complete = False
             return
         self._take(solve_milp(model, self.ids, self.left() / 4), "milp", 1e-6)
-        count, n = WHOLE_SLOTS, self.found.n_ops
-        while self.left() > 0.1:
+        count = WHOLE_SLOTS
+        while columns <= WHOLE_COLUMNS and self.left() > 0.1:
             grid = coarse(self.found, n if 3 * count > 2 * n else count)
+            finest = len(grid.samples) == n
             answer = solve_milp(build(self.found, grid, whole=True), self.ids, self.left())
-            self._take(answer, "milp", 1e-6)
-            if not answer.finished or len(grid.samples) == n:
+            self._take(answer, "milp", 1e-6, hints=finest and answer.finished)
+            if not answer.finished or finest:
                 return
             count = count * 3 // 2
-        self.complete = False
+        self.complete &= columns > WHOLE_COLUMNS
 
     def _lp(self, found: Survey, grid: Grid, name: str) -> Model | None:
         """The model, if its LP has a solution; its bound is taken."""
@@ -140,11 +143,11 @@ class _Search:
         self.columns_of_a_second = max(COLUMNS_OF_A_SECOND / 2, 0.7 * seen)
         return model if answer.ns is not None else None
 
-    def _take(self, answer: Answer, name: str, margin: float) -> None:
+    def _take(self, answer: Answer, name: str, margin: float, hints: bool = True) -> None:
         """Round down by what the arithmetic may have got wrong, and a nanosecond."""
         self.complete &= answer.finished
         self.infeasible |= answer.infeasible
-        if answer.away and (answer.finished or not self.hints or name == "milp"):
+        if answer.away and hints:
             self.hints = {k: v for k, v in answer.away.items() if not k[0].startswith(MERGED)}
         if answer.ns is not None:
             ns = math.floor(answer.ns * (1 - margin) - 1)

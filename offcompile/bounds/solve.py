@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import ctypes
+import os
+import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import numpy as np
@@ -60,13 +64,14 @@ def solve_milp(model: Model, op_ids: tuple[str, ...], seconds: float) -> Answer:
     """Whole tensors stay or leave. The solver's dual bound holds even when time runs out."""
     began, p = time.perf_counter(), model.program
     try:
-        found = milp(
-            p.cost,
-            integrality=p.integral.astype(int),
-            bounds=Bounds(p.lo, p.hi),
-            constraints=LinearConstraint(p.matrix, -np.inf, p.rhs),
-            options={"time_limit": max(0.05, seconds), "mip_rel_gap": 1e-5},
-        )
+        with _stdout_kept_clean():
+            found = milp(
+                p.cost,
+                integrality=p.integral.astype(int),
+                bounds=Bounds(p.lo, p.hi),
+                constraints=LinearConstraint(p.matrix, -np.inf, p.rhs),
+                options={"time_limit": max(0.05, 0.9 * seconds), "mip_rel_gap": 1e-5},
+            )
     except (ValueError, RuntimeError, MemoryError):
         return Answer(None, {}, False, False, time.perf_counter() - began)
     spent = time.perf_counter() - began
@@ -75,6 +80,29 @@ def solve_milp(model: Model, op_ids: tuple[str, ...], seconds: float) -> Answer:
     ns = min(float(bound) * model.unit_ns, model.most_ns) if proven else None
     away = {} if found.x is None else _away(model, found.x, op_ids)
     return Answer(ns, away, found.status in (0, 2), found.status == 2, spent)
+
+
+@contextmanager
+def _stdout_kept_clean() -> Iterator[None]:
+    """HiGHS 1.12 prints a line of its own now and then; `--json` must print JSON and no more.
+
+    For the time of the solve, what this process prints goes to the standard error.
+    """
+    flush_c = ctypes.CDLL(None).fflush
+    sys.stdout.flush()
+    try:
+        kept = os.dup(1)
+    except OSError:  # there is no standard output to keep clean
+        yield
+        return
+    try:
+        flush_c(None)
+        os.dup2(2, 1)
+        yield
+    finally:
+        flush_c(None)
+        os.dup2(kept, 1)
+        os.close(kept)
 
 
 def _away(model: Model, x: Floats, op_ids: tuple[str, ...]) -> dict[tuple[str, str | None], float]:

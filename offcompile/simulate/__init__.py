@@ -5,7 +5,8 @@ from __future__ import annotations
 from offcompile.ir import Machine, Plan, Problem, Timeline, Violation
 
 from .compiled import CompiledPlan, CompiledProblem
-from .engine import Engine, Halt
+from .copies import Halt
+from .engine import Engine
 
 __all__ = ["Simulator", "simulate"]
 

@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from offcompile.ir import Violation
 
 from .compiled import Run, Transfer
-from .engine import FILLING, NONE, VALID, Engine
+from .copies import FILLING, NONE, VALID
+from .engine import Engine
 
 
 @dataclass(frozen=True)

@@ -8,20 +8,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from offcompile.ir import COMPUTE, HOST_COMPUTE, Freed, Span, Stall, Violation
+from offcompile.ir import COMPUTE, HOST_COMPUTE, Span, Stall, Violation
 
 from .compiled import CompiledPlan, Run, Transfer
+from .copies import FILLING, STALE, VALID, Copies, Halt
 
-NONE, STALE, VALID, FILLING = 0, 1, 2, 3  # FILLING: held, not complete (moved or written into)
 MAX_STEPS = 8
-
-
-class Halt(Exception):
-    """The plan broke a law in a way that ends the simulation."""
-
-    def __init__(self, *violations: Violation) -> None:
-        self.violations = violations
-        super().__init__(str(violations))
 
 
 @dataclass(slots=True)
@@ -33,26 +25,12 @@ class Window:
     stalls: list[Stall] = field(default_factory=list)
 
 
-class Engine:
+class Engine(Copies):
     """One simulation of one compiled plan. State is public: `diagnosis` reads it when stuck."""
 
     def __init__(self, plan: CompiledPlan, record: bool) -> None:
-        base = plan.base
-        self.p, self.base, self.record = plan, base, record
-        n_copies = len(base.nbytes) * base.n_tiers
-        self.status = [NONE] * n_copies
-        self.size = [0] * n_copies
-        self.codec = [0] * n_copies
-        self.users = [0] * n_copies
-        self.drop_asked = [False] * n_copies
-        self.dropped_by: dict[int, str] = {}  # copy → what freed it, for messages
-        self.asked: list[int] = []
-        self.used = [0] * base.n_tiers
-        self.peak = [0] * base.n_tiers
-        self.moving = [0] * len(base.nbytes)
-        self.next_access = [0] * len(base.nbytes)
-        self.ending: set[int] = set()  # self-ending tensors whose value is over
-        self.now = self.step = 0
+        super().__init__(plan, record)
+        self.step = 0
         self.run_index = self.update_index = 0  # how many have started in this step
         self.run_end = self.update_end = -1  # -1: idle
         self.runs_done = self.updates_done = 0
@@ -67,23 +45,7 @@ class Engine:
         self.previous: Window | None = None
         self.steps: list[tuple[int, int]] = []
         self.spans: list[Span] = []
-        self.freed: list[Freed] = []
         self.settled = True
-        for key, nbytes, codec in plan.start:
-            self.status[key], self.codec[key] = VALID, codec
-            self._hold(key, nbytes)
-        self.start_copies = {key for key, _, _ in plan.start}
-        over = [
-            Violation(
-                "no-space",
-                "start",
-                f"start puts {used:,} bytes on {name}, {used - cap:,} over its {cap:,}",
-            )
-            for used, cap, name in zip(self.used, base.capacity, base.tier_names, strict=True)
-            if used > cap
-        ]
-        if over:
-            raise Halt(*over)
 
     # ---- the loop ------------------------------------------------------------------------
 
@@ -145,41 +107,7 @@ class Engine:
         if self.asked:
             self._free_asked()
 
-    # ---- copies --------------------------------------------------------------------------
-
-    def _hold(self, key: int, nbytes: int) -> None:
-        tier = key % self.base.n_tiers
-        self.used[tier] += nbytes - self.size[key]
-        self.size[key] = nbytes
-        if self.used[tier] > self.peak[tier]:
-            self.peak[tier] = self.used[tier]
-
-    def _free(self, key: int, cause: str) -> None:
-        self.status[key] = NONE
-        self.codec[key] = 0
-        self._hold(key, 0)
-        if self.drop_asked[key]:
-            self.drop_asked[key] = False
-            self.asked.remove(key)
-        if self.record:
-            tensor, tier = self.name_of(key)
-            self.freed.append(Freed(tensor, tier, self.now, cause))
-
-    def name_of(self, key: int) -> tuple[str, str]:
-        tensor, tier = divmod(key, self.base.n_tiers)
-        return self.base.problem.tensors[tensor].id, self.base.tier_names[tier]
-
-    def copies(self, tensor: int) -> range:
-        return range(tensor * self.base.n_tiers, (tensor + 1) * self.base.n_tiers)
-
-    def value_is_over(self, tensor: int) -> bool:
-        """Whether no op reads the tensor again before its next write."""
-        accesses, i = self.p.accesses[tensor], self.next_access[tensor]
-        if i < len(accesses):
-            return accesses[i]
-        if not self.base.problem.steady:
-            return True
-        return not accesses or accesses[0]
+    # ---- what ends ---------------------------------------------------------------------------
 
     def _end_accesses(self, run: Run) -> None:
         for key in run.reads:
@@ -202,41 +130,6 @@ class Engine:
         self.users[move.source] -= 1
         self.users[move.target] -= 1
         self.moving[move.tensor] -= 1
-
-    def _free_ended(self) -> None:
-        for tensor in sorted(self.ending):
-            held = False
-            for key in self.copies(tensor):
-                if self.status[key] != NONE:
-                    if self.users[key]:
-                        held = True
-                    else:
-                        self._free(key, "death")
-            if not held:
-                self.ending.discard(tensor)
-
-    def _ask_drops(self, indices: list[int]) -> None:
-        for i in indices:
-            key = self.p.drops[i]
-            if self.status[key] != NONE and not self.drop_asked[key]:
-                self.drop_asked[key] = True
-                self.asked.append(key)
-                self.dropped_by[key] = self.p.plan.drops[i].after or "the step's start"
-
-    def _free_asked(self) -> None:
-        again = True
-        while again:
-            again = False
-            for key in tuple(self.asked):
-                if not self.users[key] and self.may_go(key):
-                    self._free(key, "drop")
-                    again = True
-
-    def may_go(self, key: int) -> bool:
-        tensor = key // self.base.n_tiers
-        if any(k != key and self.status[k] == VALID for k in self.copies(tensor)):
-            return True
-        return not self.base.must_survive[tensor] and self.value_is_over(tensor)
 
     # ---- ops and host updates ------------------------------------------------------------
 

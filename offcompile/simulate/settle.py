@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from offcompile.ir import Violation
 
-from .engine import VALID, Engine
+from .copies import VALID
+from .engine import Engine
 
 
 def check_end(e: Engine) -> list[Violation]:
