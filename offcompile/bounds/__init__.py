@@ -24,7 +24,7 @@ from .survey import Survey, survey
 __all__ = ["Bound", "Floor", "floor_bytes", "lower_bound", "simple_lower_bound"]
 
 #: an LP of so many columns takes about a second; the time grows with the square
-COLUMNS_OF_A_SECOND = 5_000
+COLUMNS_OF_A_SECOND = 6_500
 FIRST_SLOTS = 16
 #: beyond these no MILP is tried; none in which space too is taken whole
 MILP_COLUMNS = 12_000
@@ -107,7 +107,7 @@ class _Search:
         while count < self.found.n_ops:
             grid = coarse(self.found, count)
             merged = merged_tensors(self.found, grid)
-            if self._seconds(columns_of(merged, grid)) > 0.6 * self.left():
+            if self._seconds(columns_of(merged, grid)) > 0.8 * self.left():
                 return
             if self._lp(merged, grid, "traffic") is None:
                 return
@@ -140,7 +140,7 @@ class _Search:
         answer = solve_lp(model, self.ids, self.left())
         self._take(answer, name, 1e-9)
         seen = model.program.n_columns / math.sqrt(max(answer.seconds, 0.01))
-        self.columns_of_a_second = max(COLUMNS_OF_A_SECOND / 2, 0.7 * seen)
+        self.columns_of_a_second = max(COLUMNS_OF_A_SECOND / 2, 0.8 * seen)
         return model if answer.ns is not None else None
 
     def _take(self, answer: Answer, name: str, margin: float, hints: bool = True) -> None:

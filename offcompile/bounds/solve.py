@@ -92,7 +92,8 @@ def _stdout_kept_clean() -> Iterator[None]:
     sys.stdout.flush()
     try:
         kept = os.dup(1)
-    except OSError:  # there is no standard output to keep clean
+        os.fstat(2)
+    except OSError:  # a closed stream: nothing to keep clean, or nowhere else to print
         yield
         return
     try:
