@@ -1,10 +1,11 @@
-"""When memory is looked at: the ends of some ops cut the step into slots."""
+"""When memory is looked at: starts and ends of ops cut the step into slots."""
 
 from __future__ import annotations
 
 import itertools
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Literal
 
 import numpy as np
 
@@ -14,12 +15,14 @@ from .survey import Gap, Survey
 
 @dataclass(frozen=True)
 class Grid:
-    """`samples` are ops; memory is looked at just before each of them ends.
+    """`samples` are instants: 2k is the start of op k, 2k + 1 the moment before it ends.
 
-    Then a load that the next op waits for is largely there while this op still holds what it
-    needs, which bounds more than looking when ops start ("Weight Offloading Strategies" §6).
-    Slot k runs from the end of sample k−1 to the end of sample k. When the problem is steady
-    there is no slot 0: the last slot runs on to the first sample of the next step.
+    Looking when ops end bounds the loads: what the next op waits for is largely there while this
+    one still holds what it needs. Looking when they start ("Weight Offloading Strategies" §6)
+    bounds what is carried out.
+
+    Slot k runs from sample k−1 to sample k. When the problem is steady there is no slot 0: the
+    last slot runs on to the first sample of the next step.
     """
 
     n_ops: int
@@ -30,10 +33,19 @@ class Grid:
     def n_slots(self) -> int:
         return len(self.samples) + 1
 
-    def slot_of(self, op: int) -> int:
-        """The slot in which `op` runs, and the wait for it lies."""
-        slot = int(np.searchsorted(self.samples, op, "left"))
-        return len(self.samples) if self.steady and slot == 0 else slot
+    def slot_before(self, op: int) -> int:
+        """The slot that leads up to the start of `op`."""
+        return self._slot(self._position(2 * op, "left"))
+
+    def slot_after(self, op: int) -> int:
+        """The slot that begins when `op` has ended, or in which it ends."""
+        return self._slot(self._position(2 * op + 1, "right"))
+
+    def _slot(self, position: int) -> int:
+        return len(self.samples) if self.steady and position == 0 else position
+
+    def _position(self, instant: int, side: Literal["left", "right"]) -> int:
+        return int(np.searchsorted(self.samples, instant, side))
 
     def ops_of(self, slot: int) -> list[int]:
         """The ops that run in a slot, in order."""
@@ -41,45 +53,57 @@ class Grid:
 
     @cached_property
     def _ops(self) -> list[list[int]]:
-        edges = [0, *(self.samples + 1).tolist(), self.n_ops]
+        edges = [0, *((self.samples + 1) // 2).tolist(), self.n_ops]
         found = [list(range(first, last)) for first, last in itertools.pairwise(edges)]
         if self.steady:
             found[-1] += found[0]
             found[0] = []
         return found
 
+    def is_one_op(self, slot: int) -> bool:
+        """Whether the slot is exactly the time of one op: then no waiting lies in it."""
+        if not 0 < slot < len(self.samples):
+            return False
+        first, last = self.samples[slot - 1 : slot + 1].tolist()
+        return bool(first % 2 == 0 and last == first + 1)
+
     def inside(self, gap: Gap) -> Ints:
         """Positions in `samples` of those strictly inside the gap, in order of time."""
         count = len(self.samples)
-        hi = count if gap.after is None else int(np.searchsorted(self.samples, gap.after, "left"))
+        hi = count if gap.after is None else self._position(2 * gap.after, "left")
         if gap.wraps:
             return np.concatenate([np.arange(self._first(gap), count), np.arange(hi)])
         return np.arange(self._first(gap), hi)
 
     def _first(self, gap: Gap) -> int:
         """The first sample after the op before the gap."""
-        return 0 if gap.before is None else int(np.searchsorted(self.samples, gap.before, "right"))
+        return 0 if gap.before is None else self._position(2 * gap.before + 1, "right")
 
     def slots(self, gap: Gap, inside: Ints) -> Ints:
         """The slots that the gap meets: at least one before the first sample inside it, one after.
 
         Moves of a tensor may run while an op only reads it, so that op's own slot comes first.
         """
-        start = self._first(gap)
-        first = len(self.samples) if self.steady and start == 0 else start
+        first = self._slot(self._first(gap))
         slots = np.concatenate([[first], inside + 1])
-        if gap.before is None or gap.new_value or self.slot_of(gap.before) == first:
+        if gap.before is None or gap.new_value:
             return slots
-        return np.concatenate([[self.slot_of(gap.before)], slots])
+        own = self._slot(self._position(2 * gap.before + 1, "left"))
+        return slots if own == first else np.concatenate([[own], slots])
 
     def before_boundary(self, gap: Gap) -> int:
         """How many samples inside a gap that wraps come before the step ends."""
         return len(self.samples) - self._first(gap)
 
 
+def full(survey: Survey) -> Grid:
+    """The start and the end of every op."""
+    return Grid(survey.n_ops, survey.problem.steady, np.arange(2 * survey.n_ops))
+
+
 def fine(survey: Survey) -> Grid:
-    """Every op."""
-    return Grid(survey.n_ops, survey.problem.steady, np.arange(survey.n_ops))
+    """The end of every op."""
+    return Grid(survey.n_ops, survey.problem.steady, 2 * np.arange(survey.n_ops) + 1)
 
 
 def coarse(survey: Survey, count: int) -> Grid:
@@ -98,4 +122,4 @@ def coarse(survey: Survey, count: int) -> Grid:
         ops = np.flatnonzero(stretch == k)
         if len(ops):
             picked.append(int(ops[np.argmax(survey.wanted[ops])]))
-    return Grid(n, survey.problem.steady, np.array(picked))
+    return Grid(n, survey.problem.steady, 2 * np.array(picked) + 1)

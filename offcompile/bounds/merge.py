@@ -62,8 +62,8 @@ def _seen(grid: Grid, gap: Gap) -> tuple[object, ...]:
     """All that a program sees of a gap."""
     inside = grid.inside(gap)
     slots = grid.slots(gap, inside)
-    ends = tuple(None if i is None else grid.slot_of(i) for i in (gap.before, gap.after))
-    place = (len(inside), *inside[:1].tolist(), len(slots), *slots[:1].tolist(), *ends)
+    last = None if gap.after is None else grid.slot_before(gap.after)
+    place = (len(inside), *inside[:1].tolist(), len(slots), *slots[:1].tolist(), last)
     return (gap.kind, gap.new_value, gap.wraps, gap.free, *place)
 
 

@@ -41,7 +41,7 @@ class Model:
 def build(survey: Survey, grid: Grid, whole: bool = False) -> Model:
     """The program of one grid. `whole`: in the MILP, space too is taken whole (dear)."""
     times = Times(survey, grid)
-    crowded = np.flatnonzero(survey.crowded[grid.samples])
+    crowded = np.flatnonzero(survey.crowded[grid.samples // 2])
     memory = np.full(len(grid.samples), -1)
     memory[crowded] = times.rows.reserve(len(crowded), 1.0)
     limits = {
@@ -62,7 +62,7 @@ def build(survey: Survey, grid: Grid, whole: bool = False) -> Model:
 def _operands(r: Residence, sample: int) -> None:
     """What an op holds on the device until it ends: operands, outputs, workspace."""
     s, t = r.s, r.t
-    op, row = int(r.grid.samples[sample]), int(r.memory[sample])
+    op, row = int(r.grid.samples[sample]) // 2, int(r.memory[sample])
     workspace = s.problem.ops[op].workspace_bytes
     r.fix(sample, workspace)
     if op in t.on_host:

@@ -31,12 +31,7 @@ class Times:
             i for i, h in enumerate(s.host_ns) if h is not None
         }
         most = self.scaled(self.most_ns)
-        self.tau: Ints = np.array(
-            [
-                self.zero if grid.steady and k == 0 else self.cols.one(0, most, 1.0)
-                for k in range(grid.n_slots)
-            ]
-        )
+        self.tau: Ints = np.array([self._slot(k) for k in range(grid.n_slots)])
         #: direct access, by (op, tensor); host update, by op
         self.in_place = {key: self.cols.one() for key in s.direct_ns}
         self.on_host = {i: self.cols.one() for i, h in enumerate(s.host_ns) if h is not None}
@@ -47,11 +42,18 @@ class Times:
         self._fresh: dict[tuple[int, str], Terms] = defaultdict(list)
         self._due: dict[tuple[int, str], Terms] = defaultdict(list)
         self._late: list[tuple[str, int]] = []
-        self.cut = set(grid.samples.tolist())
         self._lane_rows: dict[str, Ints] = {}
         for lane in s.lanes:
             rows = self._lane_rows[lane.name] = self.rows.reserve(grid.n_slots)
             self.rows.put(rows, self.tau, -1.0)
+
+    def _slot(self, k: int) -> int:
+        if self.grid.steady and k == 0:
+            return self.zero
+        ops, most = self.grid.ops_of(k), self.scaled(self.most_ns)
+        if self.grid.is_one_op(k) and ops[0] not in self.optional:
+            most = self.scaled(self.survey.base_ns[ops[0]])
+        return self.cols.one(0, most, 1.0)
 
     def scaled(self, ns: float) -> float:
         return ns / self.unit
@@ -108,8 +110,8 @@ class Times:
         """
         by_slot: dict[tuple[int, str], list[tuple[int, Terms]]] = defaultdict(list)
         for (op, lane), terms in found.items():
-            if not after or op not in self.cut:  # where slots are cut right there, all remains
-                slot = self.grid.slot_of(op)
+            slot = self.grid.slot_after(op) if after else self.grid.slot_before(op)
+            if op in self.grid.ops_of(slot):  # else slots are cut right there: all of it remains
                 by_slot[slot, lane].append((self.grid.ops_of(slot).index(op), terms))
         for (slot, _), group in by_slot.items():
             ops, shared = self.grid.ops_of(slot), []
@@ -166,10 +168,11 @@ class Times:
             ]
             # from the end of the op to the end of the step; what belongs to the next step, in
             # the last slot of a steady grid, is counted in
-            in_step = first > (int(self.grid.samples[0]) if self.grid.steady else -1)
-            slot = self.grid.slot_of(first) if in_step else 0
+            in_step = 2 * first + 1 > (int(self.grid.samples[0]) if self.grid.steady else -1)
+            slot = self.grid.slot_after(first) if in_step else 0
             mine_ops = self.grid.ops_of(slot) if in_step else []
-            gone, chosen = self._taken(mine_ops[: mine_ops.index(first) + 1] if in_step else [])
+            spent = mine_ops[: mine_ops.index(first) + 1] if first in mine_ops else []
+            gone, chosen = self._taken(spent)
             rest: Terms = [(int(c), -1.0) for c in self.tau[slot:]]
             self.rows.add(-gone, *rest, *chosen, *work)
         outward = [x.name for x in s.lanes if x.source == DEVICE]
