@@ -25,7 +25,7 @@ from offcompile.cli_files import (
     read_plan,
     write_plan,
 )
-from offcompile.ir import Infeasible, InvalidInput, Machine, Timeline, Violation
+from offcompile.ir import BrokenPlan, Infeasible, InvalidInput, Machine, Timeline, Violation
 from offcompile.ir.jsonio import plan_to_json
 
 DONE, VIOLATIONS, BAD_INPUT, INFEASIBLE, INTERRUPTED = 0, 1, 2, 3, 130
@@ -43,6 +43,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         sys.stdout.flush()
     except InvalidInput as error:
         return _refuse(error, as_json="--json" in arguments)
+    except BrokenPlan as error:
+        _complain(str(error))
+        return BAD_INPUT
     except KeyboardInterrupt:
         print("offcompile: interrupted", file=sys.stderr)
         return INTERRUPTED

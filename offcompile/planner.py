@@ -8,7 +8,16 @@ from dataclasses import dataclass
 
 from offcompile.bounds import lower_bound
 from offcompile.coarsen import Coarse, coarsen
-from offcompile.ir import Infeasible, InvalidInput, Machine, Plan, Problem, Timeline, Violation
+from offcompile.ir import (
+    BrokenPlan,
+    Infeasible,
+    InvalidInput,
+    Machine,
+    Plan,
+    Problem,
+    Timeline,
+    Violation,
+)
 from offcompile.ir.jsonio import check_homes
 from offcompile.ir.verify import check_structure, check_timeline
 from offcompile.passes.registry import make
@@ -81,6 +90,7 @@ def plan_problem(
     wrong = check_homes(problem, machine)
     if wrong:
         raise InvalidInput(wrong)
+    _check_made(problem)
     if progress is not None:
         progress("bounding")
     bound = lower_bound(problem, machine, seconds=BOUND_SHARE * seconds)
@@ -106,11 +116,26 @@ def plan_problem(
     )
 
 
+def _check_made(problem: Problem) -> None:
+    """What must be there at the end must come from somewhere."""
+    if problem.steady:
+        return
+    written = {t for op in problem.ops for t in op.writes}
+    for tensor in problem.tensors:
+        if problem.must_survive(tensor.id) and tensor.home is None and tensor.id not in written:
+            raise Infeasible(
+                f"The {tensor.kind} {tensor.id} must be there at the end of the step, but it has"
+                " no home and no op writes it.",
+                None,
+                f"Give {tensor.id} a home, let an op write it, or leave it out.",
+            )
+
+
 def certify(problem: Problem, machine: Machine, plan: Plan, who: str) -> Timeline:
     """Verify and time a pass's plan. A plan that cannot go on is not handed out."""
     broken = check_structure(problem, machine, plan)
     if broken:
-        raise AssertionError(f"{who} made an unlawful plan: {broken[0]}")
+        raise BrokenPlan(f"{who} made an unlawful plan: {broken[0]}. Please report this problem.")
     timeline = Simulator(problem, machine).run(plan)
     if timeline.violations:
         first = timeline.violations[0]
@@ -121,7 +146,9 @@ def certify(problem: Problem, machine: Machine, plan: Plan, who: str) -> Timelin
         )
     audit = check_timeline(problem, machine, plan, timeline)
     if audit:
-        raise AssertionError(f"{who}'s plan does not stand the audit: {audit[0]}")
+        raise BrokenPlan(
+            f"the plan of {who} does not stand its audit: {audit[0]}. Please report this problem."
+        )
     return timeline
 
 

@@ -9,7 +9,18 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from functools import cached_property
 
-from offcompile.ir import DEVICE, HOST, Direct, Infeasible, Machine, Op, Problem, Recompute, Update
+from offcompile.ir import (
+    DEVICE,
+    HOST,
+    SELF_ENDING_KINDS,
+    Direct,
+    Infeasible,
+    Machine,
+    Op,
+    Problem,
+    Recompute,
+    Update,
+)
 
 from .cover import Cover
 from .decisions import Away, Decisions
@@ -80,10 +91,10 @@ class Frame:
         """Raise if even with every gap spent away some run does not fit."""
         kept = Builder(self.problem, self.machine, self.mode.decisions(self.problem), False)
         floor = self.gaps.floor(kept.kept_bytes)
-        for j, need in enumerate(floor):
-            if need > self.capacity:
-                what = f"{self.program.op_bytes[j]:,} of its own, the rest cannot leave"
-                raise too_small(j, need, int(self.capacity), self.program, what)
+        j = max(range(len(floor)), key=floor.__getitem__, default=0)
+        if floor and floor[j] > self.capacity:
+            what = f"{self.program.op_bytes[j]:,} of its own and what has no way out and back"
+            raise too_small(j, floor[j], int(self.capacity), self.program, what)
 
 
 def hostable(problem: Problem) -> dict[str, tuple[str, ...]]:
@@ -121,6 +132,46 @@ def forced_mode(problem: Problem, machine: Machine) -> Mode:
         for t in _cheapest_cover(problem, op, operands, over):
             directs.add((op.id, t))
     return Mode(frozenset(directs), frozenset(), frozenset(hosted))
+
+
+#: beyond so many repeated runs recomputing everything is no way out
+MOST_RECOMPUTED = 4000
+
+
+def recompute_everything(problem: Problem) -> frozenset[tuple[str, str]]:
+    """Run again, right before each op, all that made what it reads and did not stay in use.
+
+    Values whose inputs are gone as well are recomputed from further back, as often as needed: the
+    least memory that recomputation can do with, at up to the square of the compute.
+    """
+    writer: dict[str, int] = {}
+    touched: dict[str, int] = {}
+    found: set[tuple[str, str]] = set()
+
+    def source_of(t: str) -> Op | None:
+        made = problem.ops[writer[t]] if t in writer else None
+        if made is None or not made.recompute or problem.tensor[t].kind not in SELF_ENDING_KINDS:
+            return None
+        return made
+
+    for b, op in enumerate(problem.ops):
+        gone = [t for t in op.reads if source_of(t) and touched[t] < b - 1]
+        # once a chain is made anew, what else it leads to need not have been kept beside it
+        wanted = [
+            t for t in op.reads if (made := source_of(t)) and gone and made.phase != op.phase
+        ] + gone
+        while wanted and len(found) <= MOST_RECOMPUTED:
+            t = wanted.pop()
+            made = source_of(t)
+            if made is None or (made.id, op.id) in found:
+                continue
+            found.add((made.id, op.id))
+            # what only leads to it is gone again afterwards: it is not marked as touched
+            wanted += [u for u in made.reads if touched.get(u, b) < b - 1 or u in op.reads]
+        for t in op.operands:
+            touched[t] = b
+        writer.update(dict.fromkeys(op.writes, b))
+    return frozenset(found) if len(found) <= MOST_RECOMPUTED else frozenset()
 
 
 def _bytes_of(problem: Problem, op: Op) -> int:

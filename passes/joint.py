@@ -17,7 +17,7 @@ from offcompile.ir import DEVICE, HOST, Infeasible, Machine, Plan, Problem, Time
 
 from .contract import Judge
 from .cover import Cover, Prices
-from .frame import Frame, Mode, forced_mode, infeasible_host
+from .frame import Frame, Mode, forced_mode, infeasible_host, recompute_everything
 from .lanes import Clock
 from .schedule import Builder
 from .search import Search, State, mode_of
@@ -41,15 +41,20 @@ class _WithinTime:
     """The judge as single policies see it: keeps the best plan they try, and stops them."""
 
     def __init__(self, search: Search, deadline: float) -> None:
-        self.search, self.deadline = search, deadline
+        self.search, self.deadline, self.last = search, deadline, deadline
+        self.tried = 0  # valid plans of the policy at work
 
     def __call__(self, problem: Problem, machine: Machine, plan: Plan) -> Timeline:
         search = self.search
-        if time.monotonic() > self.deadline and search.best_plan is not None:
+        now = time.monotonic()
+        if search.best_plan is not None and (
+            now > self.last or (self.tried and now > self.deadline)
+        ):
             raise _TimeIsUp
         timeline = search.judge(problem, machine, plan)
         if problem is search.problem and machine is search.machine:
             search.offer(plan, timeline)
+            self.tried += timeline.valid
         return timeline
 
 
@@ -86,10 +91,9 @@ class Joint:
         states = [] if blocked is not None else self._starts(search, frame)
         self._single_policies(search)
         if search.best_plan is None:
-            if blocked is not None:
+            blocked = self._last_resorts(search, frame, blocked, states)
+            if search.best_plan is None and blocked is not None:
                 raise blocked
-            # everything away: the plan of last resort
-            search.evaluate(frame, Cover(frame.gaps, range(len(frame.gaps.gaps))), rounds=1)
         if not search.done:
             self._improve(search, states)
         if search.best_plan is None:
@@ -139,13 +143,35 @@ class Joint:
             return error
         return None
 
+    def _last_resorts(
+        self, search: Search, frame: Frame, blocked: Infeasible | None, states: list[State]
+    ) -> Infeasible | None:
+        """Everything away, then everything computed again as well; why neither fits, if so."""
+        again = recompute_everything(search.problem)
+        mode = Mode(frame.mode.directs, again, frame.mode.hosted)
+        for resort in [frame, self._frame(search.problem, search.machine, mode)][: 1 + bool(again)]:
+            reason = self._floor(resort)
+            if reason is None:
+                for away in (range(0), range(len(resort.gaps.gaps))):
+                    cover = Cover(resort.gaps, away)
+                    if cover.repair(resort.capacity, Prices()):
+                        state = search.evaluate(resort, cover, rounds=1)
+                        states += [] if state is None else [state]
+            elif blocked is not None and (reason.needed_bytes or 0) < (blocked.needed_bytes or 0):
+                blocked = reason
+            if reason is None and resort is not frame:
+                blocked = None
+        return blocked
+
     def _single_policies(self, search: Search) -> None:
         from .registry import POLICIES, make
 
         judge = _WithinTime(search, time.monotonic() + POLICY_SHARE * self.seconds)
+        judge.last = search.deadline
         for name in POLICIES:
             if name == self.name or search.settled:
                 continue
+            judge.tried = 0
             try:
                 plan = make(name, judge, lossy=self.lossy).apply(
                     search.problem, search.machine, Plan()

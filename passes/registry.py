@@ -19,10 +19,10 @@ POLICIES: Mapping[str, str] = types.MappingProxyType(
     {
         "joint": "joint:Joint",
         "weight_rotation": "weight_rotation:WeightRotation",
+        "near_memory_update": "near_memory_update:NearMemoryUpdate",
         "hybrid_access": "hybrid_access:HybridAccess",
         "gradient_reserve": "gradient_reserve:GradientReserve",
         "activation_spill": "activation_spill:ActivationSpill",
-        "near_memory_update": "near_memory_update:NearMemoryUpdate",
         "recompute": "recompute:Recomputation",
     }
 )
@@ -34,7 +34,7 @@ def _bad(where: str, detail: str) -> InvalidInput:
 
 def _nearest(word: str, known: typing.Iterable[str]) -> str:
     near = difflib.get_close_matches(word, list(known), n=1, cutoff=0.4)
-    return f"; did you mean {near[0]!r}?" if near else ""
+    return f"; did you mean {near[0]!r}?" if near else "."
 
 
 def policy_class(name: str) -> type[Any]:
@@ -50,7 +50,7 @@ def policy_class(name: str) -> type[Any]:
 def options(cls: type[Any]) -> dict[str, Any]:
     """The options that a person may set: name → type."""
     hints = typing.get_type_hints(cls)
-    hidden = ("judge", "progress")
+    hidden = ("judge", "progress", "hints", "floor_us")
     return {f.name: hints[f.name] for f in dataclasses.fields(cls) if f.name not in hidden}
 
 

@@ -94,14 +94,27 @@ class Builder:
         held = Intervals(self.n)
         for tensor, first, last in self.residency.held:
             held.add(first, last, tensor.nbytes)
-        return [a + b for a, b in zip(self.program.op_bytes, held.sums(), strict=True)]
+        idle = self._idle_bytes()
+        return [a + b + idle for a, b in zip(self.program.op_bytes, held.sums(), strict=True)]
+
+    def _idle_bytes(self) -> int:
+        """What no op touches stands on its home tier, or on the device where that is missing."""
+        if not self.problem.steady:
+            return 0  # homes are given, and held as residency says
+        return sum(
+            t.nbytes
+            for t in self.problem.tensors
+            if not self.program.accesses[t.id]
+            and any(tier not in self.machine.tier for tier in self.residency.start.get(t.id, ()))
+        )
 
     def _check_kept(self) -> None:
         self._check_homes()
-        for j, need in enumerate(self.kept_bytes):
-            if need > self.capacity:
-                what = f"{self.program.op_bytes[j]:,} of its own and what stays beside it"
-                raise too_small(j, need, int(self.capacity), self.program, what)
+        kept = self.kept_bytes
+        j = max(range(self.n), key=kept.__getitem__, default=0)
+        if kept and kept[j] > self.capacity:
+            what = f"{self.program.op_bytes[j]:,} of its own and what stays beside it"
+            raise too_small(j, kept[j], int(self.capacity), self.program, what)
 
     def _check_homes(self) -> None:
         """Where nothing can be moved before the step begins, homes must fit as they are."""

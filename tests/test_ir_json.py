@@ -178,7 +178,7 @@ MALFORMED = [
     ("machine", [*CODEC, "bytes_per_us"], "remove", "bad-value", f"{C}.bytes_per_us", "missing"),
     ("plan", [*MOVE, "start_after"], "remove", "bad-value", f"{M}.start_after", "or null"),
     ("plan", [*MOVE, "ready_before"], "remove", "bad-value", f"{M}.ready_before", "or null"),
-    ("plan", ["drops", 0, "after"], "remove", "bad-value", "drops[0] (w0).after", "missing"),
+    ("plan", ["drops", 0, "tier"], "remove", "bad-value", "drops[0] (w0).tier", "missing"),
     ("plan", ["directs", 0, "op"], "remove", "bad-value", "directs[0].op", "missing"),
     ("plan", ["start", 0, "tier"], "remove", "bad-value", "start[0] (w0).tier", "missing"),
     ("problem", ["steady"], 1, "bad-value", "steady", "1 is not true or false"),

@@ -7,7 +7,7 @@ import random
 import pytest
 from chains import bytes_range, chain, link, random_chain
 
-from offcompile.ir import Infeasible, Op, Problem, Tensor
+from offcompile.ir import Infeasible, Machine, Op, Problem, Tensor, Tier
 from offcompile.planner import check_plan, plan_problem
 
 
@@ -75,3 +75,58 @@ def test_spill_to_disk_when_the_host_is_small():
     result = plan_problem(problem, machine, "joint", seconds=3)
     assert check_plan(problem, machine, result.plan).valid
     assert result.timeline.peak_bytes["host"] <= 160
+
+
+def chain_of_recomputations(layers: int) -> Problem:
+    """Forward ops that may run again, and backward ops that read their own and the one before."""
+    tensors = [Tensor("x", 10, "input", "device")]
+    tensors += [Tensor(f"a{i}", 100, "activation") for i in range(layers)]
+    forward = [
+        Op(
+            f"F{i}",
+            "forward",
+            1.0,
+            ("x",) if i == 0 else (f"a{i - 1}",),
+            (f"a{i}",),
+            recompute=True,
+        )
+        for i in range(layers)
+    ]
+    backward = [
+        Op(f"B{i}", "backward", 2.0, (f"a{i}", *([f"a{i - 1}"] if i else [])))
+        for i in reversed(range(layers))
+    ]
+    return Problem(tuple(tensors), (*forward, *backward), False)
+
+
+@pytest.mark.parametrize("layers", [3, 4, 6])
+def test_chains_of_recomputation_are_the_way_out_where_nothing_can_leave(layers):
+    # two activations and the input: 210 bytes, whatever the depth
+    problem = chain_of_recomputations(layers)
+    machine = Machine((Tier("device", 210),))
+    result = plan_problem(problem, machine, "joint", seconds=1)
+    assert result.timeline.peak_bytes["device"] == 210
+    with pytest.raises(Infeasible):
+        plan_problem(problem, Machine((Tier("device", 209),)), "joint", seconds=1)
+
+
+def test_the_largest_need_is_the_one_reported():
+    tensors = (Tensor("a", 100, "input", "host"), Tensor("b", 300, "input", "host"))
+    ops = (Op("A", "forward", 1.0, ("a",)), Op("B", "forward", 1.0, ("b",)))
+    with pytest.raises(Infeasible) as error:
+        plan_problem(Problem(tensors, ops, False), link(0, 10.0), "joint", seconds=1)
+    assert error.value.needed_bytes == 300
+    assert plan_problem(Problem(tensors, ops, False), link(300, 10.0), "joint", seconds=1)
+
+
+def test_an_output_that_nobody_writes_is_named():
+    problem = Problem((Tensor("y", 10, "output"),), (), False)
+    with pytest.raises(Infeasible, match="output y must be there") as error:
+        plan_problem(problem, link(None, 10.0), "joint", seconds=1)
+    assert "home" in error.value.smallest_change
+
+
+def test_durations_beyond_exact_floats_stand_the_audit():
+    problem = Problem((), (Op("F", "forward", 8.9e12 + 0.125),), False)
+    result = plan_problem(problem, link(None, 10.0), "joint", seconds=1)
+    assert check_plan(problem, link(None, 10.0), result.plan).valid

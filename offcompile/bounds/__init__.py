@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from offcompile.ir import Machine, Problem
 
 from .compute import Floor, compute_ns, floor_bytes
-from .grid import Grid, coarse, fine
+from .grid import Grid, coarse, fine, full
 from .merge import MERGED, merged_tensors
 from .model import Model, build
 from .solve import Answer, solve_lp, solve_milp
@@ -28,7 +28,7 @@ COLUMNS_OF_A_SECOND = 6_500
 FIRST_SLOTS = 16
 #: beyond these no MILP is tried; none in which space too is taken whole
 MILP_COLUMNS = 12_000
-WHOLE_COLUMNS = 4_000
+WHOLE_COLUMNS = 5_000
 WHOLE_SLOTS = 8
 
 
@@ -86,7 +86,9 @@ class _Search:
         return self.deadline - time.perf_counter()
 
     def run(self) -> Bound:
-        whole = fine(self.found)
+        whole = full(self.found)
+        if columns_of(self.found, whole) > WHOLE_COLUMNS:
+            whole = fine(self.found)
         if self._seconds(columns_of(self.found, whole)) > 0.3 * self.left():
             self._ladder()
         if self._seconds(columns_of(self.found, whole)) > self.left():
@@ -94,7 +96,7 @@ class _Search:
             return self._bound()
         model = self._lp(self.found, whole, "lp")
         if model is not None and model.program.integral.any():
-            self._milp(model)
+            self._milp(model, whole)
         return self._bound()
 
     def _seconds(self, columns: int) -> float:
@@ -113,7 +115,7 @@ class _Search:
                 return
             count = count * 3 // 2
 
-    def _milp(self, model: Model) -> None:
+    def _milp(self, model: Model, finest: Grid) -> None:
         """First who leaves, whole; then also the space that it takes, in finer and finer slots."""
         columns, n = model.program.n_columns, self.found.n_ops
         if columns > MILP_COLUMNS or self.left() < 0.1:
@@ -122,11 +124,10 @@ class _Search:
         self._take(solve_milp(model, self.ids, self.left() / 4), "milp", 1e-6)
         count = WHOLE_SLOTS
         while columns <= WHOLE_COLUMNS and self.left() > 0.1:
-            grid = coarse(self.found, n if 3 * count > 2 * n else count)
-            finest = len(grid.samples) == n
+            grid = finest if 3 * count > 2 * n else coarse(self.found, count)
             answer = solve_milp(build(self.found, grid, whole=True), self.ids, self.left())
-            self._take(answer, "milp", 1e-6, hints=finest and answer.finished)
-            if not answer.finished or finest:
+            self._take(answer, "milp", 1e-6, hints=grid is finest and answer.finished)
+            if not answer.finished or grid is finest:
                 return
             count = count * 3 // 2
         self.complete &= columns > WHOLE_COLUMNS

@@ -1,6 +1,6 @@
 """The nouns and the laws. Standard library only."""
 
-from .errors import RULES, Infeasible, InvalidInput, OffloadError, Violation
+from .errors import RULES, BrokenPlan, Infeasible, InvalidInput, OffloadError, Violation
 from .model import (
     DEVICE,
     HOST,
@@ -40,6 +40,7 @@ __all__ = [
     "PHASES",
     "RULES",
     "SELF_ENDING_KINDS",
+    "BrokenPlan",
     "Codec",
     "Direct",
     "Drop",

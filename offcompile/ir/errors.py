@@ -58,6 +58,10 @@ class InvalidInput(OffloadError):
         super().__init__("\n".join(shown))
 
 
+class BrokenPlan(OffloadError):
+    """A policy of ours made a plan that does not stand its own check: a defect to be reported."""
+
+
 class Infeasible(OffloadError):
     """No plan of the asked kind fits: by how much, and the smallest change that would help."""
 

@@ -168,7 +168,11 @@ def plan_from_json(obj: object) -> Plan:
     moves = tuple(_move(e) for e in move_entries)
     report.unique((e.at("id"), m.id) for e, m in zip(move_entries, moves, strict=True))
     drops = tuple(
-        Drop(e.required("tensor", IDENT), e.required("tier", IDENT), _trigger(e, "after"))
+        Drop(
+            e.required("tensor", IDENT),
+            e.required("tier", IDENT),
+            e.optional("after", IDENT, None),
+        )
         for e in top.entries("drops", "drop", _keys(Drop))
     )
     directs = tuple(
