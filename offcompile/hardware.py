@@ -75,7 +75,12 @@ def parse_bytes(text: str) -> int:
         raise _invalid(
             "bad-value", "size", f"{text!r} is not a size; write bytes, or a unit as in '8GiB'"
         )
-    return math.floor(Fraction(match[1]) * _UNIT_BYTES[unit])
+    nbytes = math.floor(Fraction(match[1]) * _UNIT_BYTES[unit])
+    if nbytes == 0 and Fraction(match[1]) > 0:
+        raise _invalid(
+            "bad-value", "size", f"{text!r} is less than one byte; write a unit, as in '8GiB'"
+        )
+    return nbytes
 
 
 def list_profiles() -> tuple[str, ...]:

@@ -177,14 +177,14 @@ class Residence:
         redoers = self.s.rewriters.get(frame.gap.tensor, ())
         if not redoers:
             return None, frame.heads.remade
-        ever = self.cols.one()
+        ever = self.cols.one(whole=True)
         row = self.rows.add(0.0, (ever, 1.0), (frame.heads.remade, -1.0))
         runs = [np.array([self.t.again(op, int(k)) for k in frame.slots]) for op in redoers]
         for run in runs:
             self.rows.put(row, run, -1.0)
         if not loads:
             return None, ever
-        redone = self.cols.new(frame.n_levels)
+        redone = self.cols.new(frame.n_levels, whole=True)
         self._grow(redone, self.t.zero, runs, frame)
         return redone, ever
 
