@@ -21,7 +21,7 @@ def test_when_everything_fits_nothing_moves():
 def test_zero_idle_where_the_link_is_no_limit():
     rng = random.Random(1)
     problem, machine = random_chain(rng, 8, 0.4, 0.5)
-    result = plan_problem(problem, machine, "joint", seconds=4)
+    result = plan_problem(problem, machine, "joint:evaluations=600,seconds=60", seconds=60)
     assert result.makespan_us == sum(op.duration_us for op in problem.ops)
 
 
@@ -30,7 +30,7 @@ def test_activations_trade_places_with_weights():
     problem = chain([10] * 6, [100] * 7, [100.0] * 6)
     low, high = bytes_range(problem, link(None, 50.0))
     machine = link((low + high) // 2, 50.0)
-    result = plan_problem(problem, machine, "joint", seconds=3)
+    result = plan_problem(problem, machine, "joint:evaluations=400,seconds=60", seconds=60)
     moved = {m.tensor for m in result.plan.moves}
     assert any(t.startswith("a") for t in moved)
     assert result.makespan_us == 1800.0
@@ -72,7 +72,7 @@ def test_spill_to_disk_when_the_host_is_small():
     machine = link(None, 50.0, disk=True).with_capacity("host", 160)
     low, high = bytes_range(problem, machine)
     machine = machine.with_capacity("device", (low + high) // 2)
-    result = plan_problem(problem, machine, "joint", seconds=3)
+    result = plan_problem(problem, machine, "joint:evaluations=400,seconds=60", seconds=60)
     assert check_plan(problem, machine, result.plan).valid
     assert result.timeline.peak_bytes["host"] <= 160
 
