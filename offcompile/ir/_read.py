@@ -229,7 +229,8 @@ class Entry:
             if key not in keys:
                 name = label(key) if isinstance(key, str) else show(key)
                 near = report.nearest(key, keys)
-                detail = f"a {noun} has no key {show(key)} ({near}); rename or remove it"
+                article = "an" if noun[0] in "aeiou" else "a"
+                detail = f"{article} {noun} has no key {show(key)} ({near}); rename or remove it"
                 report.add("unknown-key", self.at(name), detail)
         for key in raw.repeated if isinstance(raw, JsonObject) else ():
             report.add(

@@ -261,7 +261,7 @@ def _unreadable(noun: str, form: str, error: Exception) -> InvalidInput:
     if isinstance(error, json.JSONDecodeError):
         where, reason = f"line {error.lineno} column {error.colno}", error.msg
     elif isinstance(error, RecursionError):
-        reason = f"nested too deeply; a {noun} is at most 4 levels deep"
+        reason = f"nested too deeply: {noun} files are at most 4 levels deep"
     detail = f"this {noun} is not {form}: {reason}; mend the text there"
     return InvalidInput([Violation("bad-value", where, detail)])
 
