@@ -18,6 +18,7 @@ from offcompile.ir import DEVICE, HOST, Infeasible, Machine, Plan, Problem, Time
 from .contract import Judge
 from .cover import Cover, Prices
 from .frame import Frame, Mode, forced_mode, infeasible_host, recompute_everything
+from .gaps import Gap
 from .lanes import Clock
 from .schedule import Builder
 from .search import Search, State, mode_of
@@ -38,18 +39,20 @@ class _TimeIsUp(Exception):
 
 
 class _WithinTime:
-    """The judge as single policies see it: keeps the best plan they try, and stops them."""
+    """The judge as single policies see it: keeps the best plan they try, and stops them.
+
+    Past their common share of the time each may still finish its first plan; past the search's
+    own deadline none may.
+    """
 
     def __init__(self, search: Search, deadline: float) -> None:
-        self.search, self.deadline, self.last = search, deadline, deadline
+        self.search, self.deadline = search, deadline
         self.tried = 0  # valid plans of the policy at work
 
     def __call__(self, problem: Problem, machine: Machine, plan: Plan) -> Timeline:
         search = self.search
-        now = time.monotonic()
-        if search.best_plan is not None and (
-            now > self.last or (self.tried and now > self.deadline)
-        ):
+        now, last = time.monotonic(), search.deadline
+        if search.best_plan is not None and (now > last or (self.tried and now > self.deadline)):
             raise _TimeIsUp
         timeline = search.judge(problem, machine, plan)
         if problem is search.problem and machine is search.machine:
@@ -147,27 +150,28 @@ class Joint:
         self, search: Search, frame: Frame, blocked: Infeasible | None, states: list[State]
     ) -> Infeasible | None:
         """Everything away, then everything computed again as well; why neither fits, if so."""
-        again = recompute_everything(search.problem)
-        mode = Mode(frame.mode.directs, again, frame.mode.hosted)
-        for resort in [frame, self._frame(search.problem, search.machine, mode)][: 1 + bool(again)]:
+        frames = [frame]
+        if again := recompute_everything(search.problem):
+            mode = Mode(frame.mode.directs, again, frame.mode.hosted)
+            frames.append(self._frame(search.problem, search.machine, mode))
+        for resort in frames:
             reason = self._floor(resort)
-            if reason is None:
-                for away in (range(0), range(len(resort.gaps.gaps))):
-                    cover = Cover(resort.gaps, away)
-                    if cover.repair(resort.capacity, Prices()):
-                        state = search.evaluate(resort, cover, rounds=1)
-                        states += [] if state is None else [state]
-            elif blocked is not None and (reason.needed_bytes or 0) < (blocked.needed_bytes or 0):
-                blocked = reason
-            if reason is None and resort is not frame:
-                blocked = None
+            if reason is not None:
+                if blocked is not None and (reason.needed_bytes or 0) < (blocked.needed_bytes or 0):
+                    blocked = reason
+                continue
+            blocked = None
+            for away in (range(0), range(len(resort.gaps.gaps))):
+                cover = Cover(resort.gaps, away)
+                if cover.repair(resort.capacity, Prices()):
+                    state = search.evaluate(resort, cover, rounds=1)
+                    states += [] if state is None else [state]
         return blocked
 
     def _single_policies(self, search: Search) -> None:
         from .registry import POLICIES, make
 
         judge = _WithinTime(search, time.monotonic() + POLICY_SHARE * self.seconds)
-        judge.last = search.deadline
         for name in POLICIES:
             if name == self.name or search.settled:
                 continue
@@ -229,9 +233,8 @@ class Joint:
         spare = headroom * max((g.tensor.nbytes for g in frame.gaps.gaps), default=0) * 2
         hints = self.hints
 
-        def weight(gap: object) -> float:
-            key = (gap.tensor.id, gap.after)  # type: ignore[attr-defined]
-            return 0.05 + hints.get(key, 0.0) if hinted else 1.0
+        def weight(gap: Gap) -> float:
+            return 0.05 + hints.get((gap.tensor.id, gap.after), 0.0) if hinted else 1.0
 
         cover.repair(frame.capacity - spare, prices, weight)
         if not cover.repair(frame.capacity, prices, weight):

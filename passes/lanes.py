@@ -7,7 +7,7 @@ plan is legal never depends on them.
 from __future__ import annotations
 
 import heapq
-from bisect import bisect_left, bisect_right
+from bisect import bisect_right
 from dataclasses import dataclass
 
 from offcompile.ir import Infeasible, Lane, Machine, Tensor, Timeline
@@ -167,8 +167,3 @@ def last_run_by(clock: Clock, time_us: float, steady: bool) -> int:
     steps = int(-time_us // clock.period) + 1
     within = time_us + steps * clock.period
     return max(bisect_right(clock.ends, within + 1e-9) - 1 - steps * n, -2 * n)
-
-
-def first_run_from(clock: Clock, time_us: float) -> int:
-    """The first position whose run starts at or after `time_us`."""
-    return bisect_left(clock.starts, time_us - 1e-9)

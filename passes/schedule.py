@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from offcompile.ir import (
     DEVICE,
-    HOST,
     SELF_ENDING_KINDS,
     Drop,
     Infeasible,
@@ -263,11 +262,3 @@ class Builder:
             for tier in sorted(start.get(tensor.id, ()), key=lambda x: (x not in order, x)):
                 copies.append(Start(tensor.id, tier if tier in order else DEVICE))
         return tuple(dict.fromkeys(copies))
-
-
-def plain_plan(problem: Problem, machine: Machine) -> Plan:
-    """Everything on the device, nothing moved that need not be. Raises if it does not fit."""
-    return build(problem, machine, Decisions())
-
-
-__all__ = ["HOST", "Builder", "Infeasible", "build", "plain_plan"]
