@@ -1,6 +1,28 @@
 """Train models that do not fit their device. Importing this imports no torch."""
 
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
 from offcompile.ir import Infeasible, OffloadError
 
-__all__ = ["Infeasible", "OffloadError", "__version__"]
+if TYPE_CHECKING:
+    from offcompile.report import PlanReport, reports
+    from offcompile.runtime.counters import counters
+
+__all__ = ["Infeasible", "OffloadError", "PlanReport", "__version__", "counters", "reports"]
 __version__ = "0.1.0"
+
+#: what brings torch along is imported when it is first asked for
+_LATER = {
+    "PlanReport": "offcompile.report",
+    "counters": "offcompile.runtime.counters",
+    "reports": "offcompile.report",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _LATER:
+        raise AttributeError(f"module 'offcompile' has no attribute {name!r}")
+    return getattr(import_module(_LATER[name]), name)

@@ -1,7 +1,8 @@
 """Fewer, larger ops for the planner: neighbours between which no decision could act are merged.
 
 Two neighbouring ops become one when no movable tensor is born, first read, last read or written
-between them: then no move, drop or write could have found anything to do at that point. Short-
+between them: then no move, drop or write could have found anything to do at that point. Pinned
+tensors do not move, so that they mostly stand in nobody's way. Short-
 lived tensors that live within a merged op become part of its workspace, which carries the peak of
 the ops inside. A plan for the coarse problem names only ends of merged ops and is a plan for the
 fine problem with the names put back.
@@ -12,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from offcompile.ir import SELF_ENDING_KINDS, Drop, Move, Op, Plan, Problem, Recompute
+from offcompile.ir import DEVICE, SELF_ENDING_KINDS, Drop, Move, Op, Plan, Problem, Recompute
 from offcompile.ir.units import round_ns
 
 
@@ -68,13 +69,16 @@ class Coarse:
 
 def coarsen(problem: Problem) -> Coarse:
     """Merge what can be merged, exactly."""
-    movable = _movable(problem)
+    fixed = _fixed(problem)
+    movable = _movable(problem) - fixed
     last_use: dict[str, int] = {}
-    first_use: dict[str, int] = {}
+    # what is fixed from the start on is there before the first op, and stays after the last
+    first_use = {t: -1 for t in fixed if problem.steady or problem.tensor[t].home is not None}
     for i, op in enumerate(problem.ops):
         for t in op.operands:
             first_use.setdefault(t, i)
             last_use[t] = i
+    last_use |= {t: len(problem.ops) for t in fixed if problem.stays_put(t)}
     groups: list[list[int]] = []
     for i, op in enumerate(problem.ops):
         if groups and _joins(problem, problem.ops[groups[-1][-1]], op, movable):
@@ -109,6 +113,32 @@ def _movable(problem: Problem) -> set[str]:
             last[t] = i
         written.update(op.writes)
     return movable
+
+
+def _fixed(problem: Problem) -> set[str]:
+    """Pinned tensors about which there is nothing to decide: merging ops hides no choice.
+
+    Those that stay to the end, and those that die by themselves after their one value, unless an
+    op may make it again. What a host update may touch keeps the order of the ops around it.
+    """
+    hosted = {t for o in problem.ops if o.host_duration_us is not None for t in o.operands}
+    again = {t for o in problem.ops if o.recompute for t in o.writes}
+    written: set[str] = set()
+    several: set[str] = set()
+    early: set[str] = set()
+    for op in problem.ops:
+        several |= written.intersection(op.writes)
+        early |= set(op.reads) - written
+        written.update(op.writes)
+    one_value = {t.id for t in problem.tensors if t.home is None} - several - early - again
+    return {
+        t.id
+        for t in problem.tensors
+        if t.pinned
+        and t.id not in hosted
+        and t.home in (None, DEVICE)
+        and (problem.stays_put(t.id) or t.id in one_value)
+    }
 
 
 def _joins(problem: Problem, a: Op, b: Op, movable: set[str]) -> bool:

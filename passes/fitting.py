@@ -12,7 +12,7 @@ from offcompile.ir import DEVICE, HOST, Infeasible, Machine, Plan, Problem
 
 from .contract import Judge
 from .cover import Cover, Prices
-from .frame import Frame, Mode, forced_mode, infeasible_host
+from .frame import Frame, Mode, forced_mode, infeasible_host, may_run_on_host
 from .search import mode_of
 from .trials import Trials
 
@@ -28,7 +28,7 @@ def with_hosted(problem: Problem, mode: Mode, hosted: Iterable[str]) -> Mode:
     unable = {
         t
         for o in problem.ops
-        if o.phase == "update" and o.host_duration_us is None
+        if o.phase == "update" and not may_run_on_host(problem, o)
         for t in o.writes
     }
     weights = (mode.hosted | frozenset(hosted)) - unable

@@ -108,8 +108,15 @@ def hostable(problem: Problem) -> dict[str, tuple[str, ...]]:
     return {
         weight: tuple(op.id for op in ops)
         for weight, ops in updates.items()
-        if all(op.host_duration_us is not None for op in ops)
+        if all(may_run_on_host(problem, op) for op in ops)
     }
+
+
+def may_run_on_host(problem: Problem, op: Op) -> bool:
+    """Whether an update may run there: it has a figure, and nothing it touches is pinned away."""
+    return op.host_duration_us is not None and not any(
+        t.pinned and t.home != HOST for t in map(problem.tensor.__getitem__, op.operands)
+    )
 
 
 def forced_mode(problem: Problem, machine: Machine) -> Mode:
@@ -128,10 +135,15 @@ def forced_mode(problem: Problem, machine: Machine) -> Mode:
         if weight is not None:
             hosted.add(weight)
             continue
-        operands = [t for t in op.operands if t in op.direct and HOST in machine.tier]
+        operands = [t for t in may_access(problem, op) if HOST in machine.tier]
         for t in _cheapest_cover(problem, op, operands, over):
             directs.add((op.id, t))
     return Mode(frozenset(directs), frozenset(), frozenset(hosted))
+
+
+def may_access(problem: Problem, op: Op) -> list[str]:
+    """Operands that the op may access in place."""
+    return [t for t in op.direct if t in op.operands and not problem.tensor[t].pinned]
 
 
 #: beyond so many repeated runs recomputing everything is no way out

@@ -83,12 +83,14 @@ def find_gaps(program: Program, machine: Machine, tier: str = HOST, lossy: bool 
     values = 0
     for tensor in program.problem.tensors:
         accesses = program.accesses[tensor.id]
-        if not accesses:
+        if not accesses and not tensor.pinned:
             continue
+        if not accesses and program.problem.steady and tensor.home == DEVICE:
+            total.add(-1, n, tensor.nbytes)
         for after, first, last, value, dirty in _stretches(program, tensor, accesses):
             total.add(first, last, tensor.nbytes)
             way = ways.of(tensor, dirty)
-            if way is None or not tensor.nbytes:
+            if way is None or not tensor.nbytes or tensor.pinned:
                 continue
             out_us, in_us, codec = way
             gap = Gap(
@@ -137,7 +139,8 @@ def _stretches(
 ) -> Iterable[tuple[str | None, int, int, int, bool]]:
     """(after, first, last, number of the value, whether it must be written back) of each gap."""
     n, steady = len(program.runs), program.problem.steady
-    survives = program.problem.must_survive(tensor.id)
+    problem = program.problem
+    survives = problem.must_survive(tensor.id) or problem.stays_put(tensor.id)
     ring = list(accesses)
     if not steady and tensor.home is not None:
         ring.insert(0, Access(-1, None, tensor.home, False, True))
@@ -155,7 +158,9 @@ def _stretches(
         value = -1 if last_write is None else last_write
         if reader is not None:
             end = reader.position
-        elif survives and not any(b.reads for b in following[:1]):
+        elif (survives or (tensor.pinned and a.name is None)) and not any(
+            b.reads for b in following[:1]
+        ):
             # the only copy of a value that must last: until the next write, or the end
             end = following[0].position if following else n
         else:

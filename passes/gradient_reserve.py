@@ -94,7 +94,7 @@ class _Gradients:
         for tensor in problem.tensors:
             g = tensor.id
             writers = [o for o in problem.ops if g in o.writes and o.id not in hosted]
-            if tensor.kind != "gradient" or not writers:
+            if tensor.kind != "gradient" or tensor.pinned or not writers:
                 continue
             if all(g in o.direct for o in writers):
                 self.direct[g] = tuple(o.id for o in writers)

@@ -145,6 +145,8 @@ class _Layers:
         for tensor in problem.tensors:
             if tensor.kind != "weight" or not (problem.steady or tensor.home == HOST):
                 continue
+            if tensor.pinned:
+                continue
             ops = [o for o in problem.ops if tensor.id in o.operands]
             forward = tuple(o for o in ops if o.phase == "forward")
             backward = tuple(o for o in ops if o.phase == "backward")

@@ -21,7 +21,7 @@ from offcompile.ir.units import round_ns
 
 from .contract import Judge
 from .fitting import Fitting, with_hosted
-from .frame import Mode
+from .frame import Mode, may_run_on_host
 from .lanes import Routes
 
 PLACES = ("auto", "host", "device")
@@ -107,7 +107,7 @@ def host_updates(problem: Problem) -> tuple[HostUpdate, ...]:
     found: list[HostUpdate] = []
     for w, together in group.items():
         mine = tuple(o for o in ops if not together.isdisjoint(o.writes))
-        if w != min(together) or any(o.host_duration_us is None for o in mine):
+        if w != min(together) or not all(may_run_on_host(problem, o) for o in mine):
             continue
         ready = max(_ready(problem, o, mine) for o in mine)
         found.append(HostUpdate(tuple(sorted(together)), mine, ready))
@@ -181,7 +181,8 @@ def _written_in_place(
     found: set[tuple[str, str]] = set()
     for g in sorted(wanted):
         writers = [o for o in problem.ops if g in o.writes and o.id not in hosted]
-        if problem.tensor[g].kind != "gradient" or not writers:
+        tensor = problem.tensor[g]
+        if tensor.kind != "gradient" or tensor.pinned or not writers:
             continue
         if all(g in o.direct for o in writers):
             extra = sum(round_ns(o.direct[g]) - round_ns(o.duration_us) for o in writers)

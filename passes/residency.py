@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from offcompile.ir import DEVICE, HOST, SELF_ENDING_KINDS, Drop, Infeasible, Problem, Tensor
+from offcompile.ir import DEVICE, HOST, SELF_ENDING_KINDS, Drop, Infeasible, Tensor
 
 from .decisions import Away, Decisions
 from .program import Access, Program
@@ -57,10 +57,10 @@ class _Walk:
     def __init__(
         self, program: Program, tensor: Tensor, away: dict[str | None, Away], out: Residency
     ) -> None:
-        problem: Problem = program.problem
+        self.problem = problem = program.problem
         self.tensor, self.away, self.out = tensor, away, out
         self.n, self.steady = len(program.runs), problem.steady
-        self.survives = problem.must_survive(tensor.id)
+        self.survives = problem.must_survive(tensor.id) or problem.stays_put(tensor.id)
         self.self_ending = tensor.kind in SELF_ENDING_KINDS
         self.accesses = list(program.accesses[tensor.id])
         if not self.steady and tensor.home is not None:
@@ -75,6 +75,7 @@ class _Walk:
         if not self.accesses:
             if self.steady and (self.survives or tensor.home is not None):
                 home = HOST if tensor.home in (None, DEVICE) else tensor.home
+                home = tensor.home if tensor.pinned and tensor.home else home
                 out.start[tensor.id] = {str(home)}
             return
         if self.steady:
@@ -89,7 +90,8 @@ class _Walk:
         """Go round the ring once in silence, to know what the step begins with."""
         self.emit = False
         first = self.accesses[0]
-        self.valid = {first.tier: None} if first.reads else {}
+        pinned_to = self.tensor.home if self.problem.stays_put(self.tensor.id) else None
+        self.valid = {pinned_to or first.tier: None} if first.reads or pinned_to else {}
         self.written = self.accesses[-1]
         for _ in range(2):
             for i in range(len(self.accesses)):
@@ -108,8 +110,13 @@ class _Walk:
                 self._after_device_access(i, a)
         elif a.tier == DEVICE:
             raise AssertionError(f"{self.tensor.id}: an access on the device left no copy there")
-        if self._value_is_over(i) and not self.survives:
+        if self._value_is_over(i) and not self._stays(a):
             self._end_value(a)
+
+    def _stays(self, a: Access) -> bool:
+        """Whether the copy that `a` leaves outlasts its value; what a step begins with is dropped
+        unless it is pinned."""
+        return self.survives or (self.tensor.pinned and a.name is None)
 
     def _after_device_access(self, i: int, a: Access) -> None:
         reader, host_reader = self._next_readers(i)
@@ -119,7 +126,7 @@ class _Walk:
         if reader is not None and away is None:
             self._hold(a, reader)
             return
-        if reader is None and host_reader is None and not self.survives:
+        if reader is None and host_reader is None and not self._stays(a):
             return  # the value is over
         if away is not None and len(self.valid) == 1:
             self._bring(away.tier, away.codec, a, a, None)
@@ -182,6 +189,13 @@ class _Walk:
                 " before anything writes it.",
                 None,
                 f"Give {self.tensor.id} a home, or put the op that writes it first.",
+            )
+        if self.tensor.pinned:
+            raise Infeasible(
+                f"{self.tensor.id} is pinned to {', '.join(self.valid)}, but"
+                f" {need.name if need else 'the plan'} needs it on {target}.",
+                None,
+                f"Do not pin {self.tensor.id}, or give it {target} as its home.",
             )
         # a copy further out serves before the device's: that one is on its way there already
         further = sorted(set(self.valid) - {DEVICE})

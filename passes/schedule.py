@@ -97,14 +97,20 @@ class Builder:
         return [a + b + idle for a, b in zip(self.program.op_bytes, held.sums(), strict=True)]
 
     def _idle_bytes(self) -> int:
-        """What no op touches stands on its home tier, or on the device where that is missing."""
+        """What no op touches stands on its home tier, or on the device where that is missing.
+
+        What is pinned to the device stands there.
+        """
         if not self.problem.steady:
             return 0  # homes are given, and held as residency says
         return sum(
             t.nbytes
             for t in self.problem.tensors
             if not self.program.accesses[t.id]
-            and any(tier not in self.machine.tier for tier in self.residency.start.get(t.id, ()))
+            and any(
+                tier == DEVICE or tier not in self.machine.tier
+                for tier in self.residency.start.get(t.id, ())
+            )
         )
 
     def _check_kept(self) -> None:

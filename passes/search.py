@@ -20,7 +20,7 @@ from offcompile.ir import Direct, Infeasible, Machine, Plan, Problem, Timeline
 from .contract import Judge
 from .cover import Cover, Prices
 from .decisions import Decisions
-from .frame import Frame, Mode, hostable
+from .frame import Frame, Mode, hostable, may_access
 from .gaps import Gap
 from .lanes import Clock
 from .schedule import Builder
@@ -278,7 +278,7 @@ def mode_choices(problem: Problem) -> dict[str, list[tuple[str, str]]]:
                 if after - before > 1:
                     recomputes.append((op.id, problem.ops[after].id))
     return {
-        "direct": [(op.id, t) for op in problem.ops for t in op.direct if t in op.operands],
+        "direct": [(op.id, t) for op in problem.ops for t in may_access(problem, op)],
         "recompute": list(dict.fromkeys(recomputes)),
         "hosted": [(weight, ops[0]) for weight, ops in hostable(problem).items()],
     }

@@ -34,7 +34,9 @@ def gaps_of(machine: Machine, base: Pressure, tiers: Sequence[str], lossy: bool)
     host_lanes = {x.name for x in machine.lanes_between(DEVICE, HOST)}
     gaps: list[Gap] = []
     for tensor, at, until in sorted(base.residency.held, key=lambda h: (h[1], h[0].id)):
-        if tensor.kind != "activation" or tensor.nbytes <= 0 or until - at < 2 or at < 0:
+        if tensor.kind != "activation" or tensor.pinned or tensor.nbytes <= 0:
+            continue
+        if until - at < 2 or at < 0:
             continue
         if not any(a.position == until and a.reads for a in base.program.accesses[tensor.id]):
             continue

@@ -187,7 +187,7 @@ class Rotation:
     def _gaps(self, residency: Residency) -> Iterator[Gap]:
         routes = _Routes(self.problem, self.machine)
         for tensor, first, last in residency.held:
-            if tensor.kind not in ROTATING or not tensor.nbytes:
+            if tensor.kind not in ROTATING or not tensor.nbytes or tensor.pinned:
                 continue
             written = self._written(tensor, first)
             tier = routes.refuge(tensor)

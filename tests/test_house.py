@@ -38,6 +38,9 @@ ROOMS = (
     Room("offcompile/simulate", "offcompile.simulate", JUDGES),
     Room("offcompile/bounds", "offcompile.bounds", JUDGES),
     Room("offcompile/coarsen.py", "offcompile.coarsen", JUDGES),
+    Room("offcompile/order.py", "offcompile.order", ("offcompile.ir",)),
+    Room("offcompile/order_ledger.py", "offcompile.order_ledger", ("offcompile.ir",)),
+    Room("offcompile/presence.py", "offcompile.presence", ("offcompile.ir",)),
     Room("offcompile/hardware.py", "offcompile.hardware", JUDGES),
     Room(
         "offcompile/planner.py",

@@ -96,7 +96,7 @@ def survey(problem: Problem, machine: Machine) -> Survey:
         (i, t): round_ns(us) - base[i]
         for i, o in enumerate(problem.ops)
         for t, us in o.direct.items()
-        if has_host and t in o.operands
+        if has_host and t in o.operands and not problem.tensor[t].pinned
     }
     again = {i: least_ns(base[i], o, direct, i) for i, o in enumerate(problem.ops) if o.recompute}
     rewriters: dict[str, tuple[int, ...]] = {}
@@ -108,7 +108,8 @@ def survey(problem: Problem, machine: Machine) -> Survey:
     for i, o in enumerate(problem.ops):
         for name in o.operands:
             seen[name].append(i)
-    spans = {t.id: _spans(problem, t, seen[t.id], host) for t in problem.tensors}
+    there = _always_there(problem, host, rewriters)
+    spans = {t.id: _spans(problem, t, seen[t.id], host, t.id in there) for t in problem.tensors}
     wanted, capacity = _wanted(problem, spans), machine.tier[DEVICE].capacity_bytes
     crowded = np.array([capacity is not None and w > capacity for w in wanted], dtype=np.bool_)
     if problem.steady:
@@ -124,7 +125,9 @@ def survey(problem: Problem, machine: Machine) -> Survey:
     optional = set(direct) | {
         (i, t) for i, h in enumerate(host) if h is not None for t in problem.ops[i].operands
     }
-    gaps = {t: _gaps(t, found, problem, optional, crowded) for t, found in spans.items()}
+    gaps = {
+        t: _gaps(t, found, problem, optional, crowded, t in there) for t, found in spans.items()
+    }
     tiers, lanes = _reachable(problem, machine)
     carry = {
         (t.id, lane.name): whole_ns(t, lane, machine)
@@ -174,15 +177,35 @@ def least_bytes(tensor: Tensor, machine: Machine) -> int:
     return min([tensor.nbytes, *sizes])
 
 
+def _always_there(
+    problem: Problem,
+    host_ns: tuple[int | None, ...],
+    rewriters: Mapping[str, tuple[int, ...]],
+) -> frozenset[str]:
+    """Pinned tensors that are on the device throughout every gap, whatever the plan.
+
+    Not those that a host update may touch, nor those that may die and be computed again.
+    """
+    hosted = {
+        t for o, h in zip(problem.ops, host_ns, strict=True) if h is not None for t in o.operands
+    }
+    return frozenset(
+        t.id
+        for t in problem.tensors
+        if t.pinned and t.home in (None, DEVICE) and t.id not in hosted and t.id not in rewriters
+    )
+
+
 #: (op before, op after, kind, new value, wraps, presence on the device may be wanted)
 _Span = tuple[int | None, int | None, str, bool, bool]
 
 
 def _spans(
-    problem: Problem, tensor: Tensor, seen: list[int], host_ns: tuple[int | None, ...]
+    problem: Problem, tensor: Tensor, seen: list[int], host_ns: tuple[int | None, ...], there: bool
 ) -> list[_Span]:
     """The gaps of one tensor, those at the head of a value first; dead ones left out."""
-    t, survives = tensor.id, problem.must_survive(tensor.id)
+    t = tensor.id
+    survives = problem.must_survive(t) or (there and problem.stays_put(t))
     reads = {i for i in seen if t in problem.ops[i].reads}
     writes = {i for i in seen if t in problem.ops[i].writes}
 
@@ -256,13 +279,14 @@ def _gaps(
     problem: Problem,
     optional: set[tuple[int, str]],
     crowded: Bools,
+    there: bool,
 ) -> tuple[Gap, ...]:
     home = problem.tensor[tensor].home
     found = []
     for span in spans:
         before, after, kind, new_value, wraps = span
         # a stay on the device that costs nobody anything is never worse than leaving
-        free = (
+        free = not there and (
             any(crowded[a:b].any() for a, b in _inside(span, len(crowded)))
             or (before is None and home != DEVICE)
             or (before is not None and (before, tensor) in optional)

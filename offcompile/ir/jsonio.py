@@ -2,7 +2,8 @@
 
 Readers take parsed JSON (`*_from_json`) or its text (`loads_*`) and raise `InvalidInput` with
 every violation found. Writers give plain dicts in the contract's order with all keys, the same
-for equal values.
+for equal values; only `pinned`, which the contract's first readers do not know, is left out
+where it is false.
 """
 
 from __future__ import annotations
@@ -69,6 +70,7 @@ def _tensor(entry: Entry) -> Tensor:
         entry.required("kind", _KIND),
         entry.optional("home", IDENT, None),
         entry.figures("ratios", RATIO),
+        entry.optional("pinned", FLAG, False),
     )
 
 
@@ -287,7 +289,10 @@ def plan_to_json(plan: Plan) -> dict[str, Any]:
 
 def _row(thing: Any) -> dict[str, Any]:
     """One noun as a dict; its fields stand in the contract's order."""
-    return {f.name: _plain(getattr(thing, f.name), "float" in f.type) for f in fields(thing)}
+    row = {f.name: _plain(getattr(thing, f.name), "float" in f.type) for f in fields(thing)}
+    if row.get("pinned") is False:
+        del row["pinned"]
+    return row
 
 
 def _plain(value: Any, measured: bool) -> Any:

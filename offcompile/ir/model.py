@@ -30,6 +30,8 @@ class Tensor:
     home: str | None = None
     #: codec name → compressed size over raw size
     ratios: Mapping[str, float] = field(default_factory=dict, hash=False)
+    #: it stays where it is: no move, no drop, no direct access. It counts, and may be recomputed
+    pinned: bool = False
 
 
 @dataclass(frozen=True)
@@ -79,6 +81,11 @@ class Problem:
     def read_ids(self) -> frozenset[str]:
         """Tensors that some op reads."""
         return frozenset(t for o in self.ops for t in o.reads)
+
+    def stays_put(self, tensor_id: str) -> bool:
+        """Whether a copy, once there, is there to the end: pinned, and not ending by itself."""
+        tensor = self.tensor[tensor_id]
+        return tensor.pinned and tensor.kind not in SELF_ENDING_KINDS
 
     def must_survive(self, tensor_id: str) -> bool:
         """Whether a value may only leave a tier when another tier holds it.

@@ -1,7 +1,7 @@
 """Problems, machines and plans as lines of text, for people, goldens and diffs.
 
     steady
-    tensor w0 453000000 weight home host ratio fp16 0.5
+    tensor w0 453000000 weight home host ratio fp16 0.5 pinned
     op F0 forward 1200.0 reads w0 x writes a0 workspace 10 direct w0 1900.0 host 12.0 recompute
 
     tier host unlimited
@@ -68,7 +68,7 @@ _NAMED_VALUES: dict[str, dict[str, bool | None]] = {
     "capacity_bytes": {"unlimited": None},
     "lossless": {"lossless": True, "lossy": False},
 }
-_FLAGS = frozenset(("recompute", "wraps"))
+_FLAGS = frozenset(("recompute", "wraps", "pinned"))
 _LISTS = frozenset(("reads", "writes"))
 _FIGURES = frozenset(("ratios", "direct"))
 
@@ -86,8 +86,9 @@ _MOVE_OPTIONS = {
     "wraps": "wraps",
     "codec": "codec",
 }
+_TENSOR_OPTIONS = {"home": "home", "ratio": "ratios", "pinned": "pinned"}
 _PROBLEM = {
-    "tensor": _Line("tensors", ("id", "nbytes", "kind"), {"home": "home", "ratio": "ratios"}),
+    "tensor": _Line("tensors", ("id", "nbytes", "kind"), _TENSOR_OPTIONS),
     "op": _Line("ops", ("id", "phase", "duration_us"), _OP_OPTIONS),
 }
 _MACHINE = {
@@ -139,7 +140,7 @@ def _words(row: dict[str, Any], line: _Line) -> Iterator[str]:
     for key in line.fixed:
         yield key[1:] if key[0] == "=" else _word(key, row[key], keywords)
     for word, key in line.options.items():
-        value = row[key]
+        value = row.get(key, False)  # JSON leaves a flag out that is false
         if key in _LISTS:
             yield from (word, *(_word(key, name, keywords) for name in value)) if value else ()
         elif key in _FIGURES:

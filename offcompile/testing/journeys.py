@@ -82,7 +82,7 @@ class Traveller:
             if op.phase == "update" and on_host & set(op.writes):
                 in_place[op.id] = frozenset(op.operands)
             else:
-                taken = [t for t in op.direct if HOST in self.machine.tier and self.chance()]
+                taken = [t for t in op.direct if self._may_access(t) and self.chance()]
                 self.directs += [Direct(op.id, t) for t in taken]
                 in_place[op.id] = frozenset(taken)
         for i, op in enumerate(self.problem.ops):
@@ -93,6 +93,10 @@ class Traveller:
                     yield Visit(recompute.id, again, in_place[again.id])
             yield Visit(op.id, op, in_place[op.id])
 
+    def _may_access(self, tensor: str) -> bool:
+        """Whether it may be used in place on the host."""
+        return HOST in self.machine.tier and not self.problem.tensor[tensor].pinned
+
     def _draw_updates(self) -> None:
         for tensor in self.problem.tensors:
             writers = [o for o in self.problem.ops if o.phase == "update" and tensor.id in o.writes]
@@ -100,6 +104,7 @@ class Traveller:
                 continue
             taken = {u.weight for u in self.updates}
             free = writers[0].host_duration_us is not None and not taken & set(writers[0].writes)
+            free = free and all(map(self._may_access, writers[0].operands))
             if free and self.chance():
                 self.updates.append(Update(tensor.id, HOST))
 
@@ -132,7 +137,9 @@ class Traveller:
         trip = Trip(self, tensor)
         born = bool(accesses) and not accesses[0][2]  # written before it is read
         if self.problem.steady and not born and tensor.kind not in SELF_ENDING_KINDS:
-            trip.copies = {self.draw(self.st.sampled_from(tuple(self.machine.tier))): None}
+            anywhere = DEVICE if tensor.pinned else None
+            anywhere = anywhere or self.draw(self.st.sampled_from(tuple(self.machine.tier)))
+            trip.copies = {anywhere: None}
         elif not self.problem.steady and tensor.home is not None:
             trip.copies = {tensor.home: None}
         start = dict(trip.copies)
@@ -229,7 +236,7 @@ class Trip:
         plan, tensor = self.plan, self.tensor
         kept = needed or plan.problem.must_survive(tensor.id)
         dies = tensor.kind in SELF_ENDING_KINDS and not needed
-        if dies or tier not in self.copies or not plan.chance():
+        if dies or tensor.pinned or tier not in self.copies or not plan.chance():
             return
         now = plan.visits[self.last].name
         if not kept or len(self.copies) > 1:

@@ -44,7 +44,8 @@ def problems(
 
     `family` "training" has forward, backward and update ops in layers (tied, frozen, rotating or
     accumulating); "any" has ops that touch whatever they like. None draws either. `readable`:
-    no op reads a tensor that has no value then (of family "any"; training is always so).
+    no op reads a tensor that has no value then (of family "any"; training is always so). Some
+    tensors are pinned, those at home on the device or nowhere.
     """
     if family not in (None, *FAMILIES):
         raise ValueError(f"family {family!r} is not one of {', '.join(FAMILIES)} or None")
@@ -151,11 +152,13 @@ class _Parts:
     ops: list[Op] = field(default_factory=list)
 
     @cached_property
-    def ratios(self) -> list[dict[str, float]]:
-        """What a tensor may compress to: mostly nothing, or well, not at all, or worse."""
+    def ratios(self) -> list[tuple[dict[str, float], bool]]:
+        """What a tensor may compress to, mostly nothing, or well, not at all, or worse; pinned?"""
         single = [{c: r} for c in self.codecs for r in (0.5, 0.41, 1.0)]
         every = [dict.fromkeys(self.codecs, 1.1)] if self.codecs else []
-        return [{} for _ in range(2 * len(single) + 1)] + single + every
+        plain: list[dict[str, float]] = [{} for _ in range(2 * len(single) + 1)]
+        anywhere = [(r, False) for r in (*plain, *single, *every)]
+        return anywhere + [({}, True)] * (1 + len(plain) // 6)
 
     def sometimes(self) -> bool:
         return bool(self.draw(self.st.integers(0, 3)) == 3)
@@ -163,8 +166,10 @@ class _Parts:
     def tensor(self, name: str, kind: str, home: str | None = None) -> str:
         if name not in self.tensors:
             nbytes = self.draw(self.st.integers(0, 100))
-            ratios = self.draw(self.st.sampled_from(self.ratios))
-            self.tensors[name] = Tensor(name, nbytes, kind, home, ratios)
+            ratios, pinned = self.draw(self.st.sampled_from(self.ratios))
+            # what is pinned away from the device no op could use
+            pinned &= home in (None, DEVICE)
+            self.tensors[name] = Tensor(name, nbytes, kind, home, ratios, pinned)
         return name
 
     def home(self) -> str:
@@ -263,4 +268,5 @@ def _any_ops(parts: _Parts, max_layers: int, steady: bool, readable: bool) -> No
     for tensor in tuple(parts.tensors.values()):
         # what must exist at the end and is never written can only have been there before
         if readable and not steady and tensor.home is None and tensor.id not in written:
-            parts.tensors[tensor.id] = replace(tensor, home=parts.home())
+            home = DEVICE if tensor.pinned else parts.home()
+            parts.tensors[tensor.id] = replace(tensor, home=home)

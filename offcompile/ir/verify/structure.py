@@ -26,6 +26,7 @@ def check_structure(problem: Problem, machine: Machine, plan: Plan) -> tuple[Vio
         *_names(problem, machine, plan),
         *_lanes(machine, plan),
         *_values(problem, plan),
+        *_pinned(problem, plan),
         *_directs(problem, machine, plan),
         *_recomputes(problem, plan),
         *_updates(problem, machine, plan),
@@ -152,6 +153,26 @@ def _values(problem: Problem, plan: Plan) -> Iterator[Violation]:
             home = problem.tensor[tensor].home
             detail = f"a copy on {tier}, but the problem is not steady and its home is {home}"
             yield Violation("bad-value", f"start of {tensor}", detail)
+
+
+def _pinned(problem: Problem, plan: Plan) -> Iterator[Violation]:
+    pinned = {t.id: t.home for t in problem.tensors if t.pinned}
+    if not pinned:
+        return
+    asked = [
+        *((m.tensor, f"move {m.id}", "moved") for m in plan.moves),
+        *((d.tensor, f"drop of {d.tensor} from {d.tier}", "dropped") for d in plan.drops),
+        *((d.tensor, f"direct {d.op}, {d.tensor}", "accessed in place") for d in plan.directs),
+    ]
+    for tensor, where, what in asked:
+        if tensor in pinned:
+            yield Violation("bad-value", where, f"{tensor} is pinned: it cannot be {what}")
+    for start in plan.start:
+        home = pinned.get(start.tensor)
+        # a problem that is not steady says the same of every tensor (`_values`)
+        if problem.steady and home is not None and start.tier != home:
+            detail = f"a copy on {start.tier}, but {start.tensor} is pinned to its home {home}"
+            yield Violation("bad-value", f"start of {start.tensor}", detail)
 
 
 def _directs(problem: Problem, machine: Machine, plan: Plan) -> Iterator[Violation]:

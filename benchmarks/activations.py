@@ -1,0 +1,227 @@
+"""Saved activations within a budget: offcompile beside what PyTorch has for the same end.
+
+Run `python -m benchmarks.activations` (`--quick`: small models, print only) for the table in
+`results/`. Every variant is a process of its own; the parent lets them run one step each in turn,
+so that whatever the machine does between minutes hits all alike. Compare ratios, not seconds.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import statistics
+import subprocess
+import sys
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+RESULT = Path(__file__).parent / "results" / "activations.md"
+MIB = 1 << 20
+LOWERINGS = ("aot_eager", "inductor")
+
+# Beside the tensors, a process holds compiled code, small blocks and packed operands; so much is
+# taken off checkpointing's measured memory to make the budget that should come to the same.
+OVERHEAD_BYTES = 32 * MIB
+
+
+@dataclass
+class Child:
+    """One variant, warmed up and waiting."""
+
+    name: str
+    task: dict[str, Any]
+    steps: list[dict[str, Any]] = field(default_factory=list)
+    facts: dict[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        command = [sys.executable, "-m", "benchmarks.activations", "--child", json.dumps(self.task)]
+        self.process = subprocess.Popen(
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        )
+        warm = self.ask("warm")
+        self.losses: list[float] = warm["losses"]
+        self.warm_seconds: float = warm["seconds"]
+
+    def ask(self, what: str) -> dict[str, Any]:
+        assert self.process.stdin is not None and self.process.stdout is not None
+        self.process.stdin.write(what + "\n")
+        self.process.stdin.flush()
+        line = self.process.stdout.readline()
+        if not line:
+            raise RuntimeError(f"{self.name} stopped with exit code {self.process.wait()}")
+        answer: dict[str, Any] = json.loads(line)
+        return answer
+
+    def step(self) -> None:
+        self.steps.append(self.ask("step"))
+
+    def end(self) -> None:
+        assert self.process.stdin is not None
+        self.process.stdin.close()
+        self.process.wait()
+
+    @property
+    def kind(self) -> str:
+        return str(self.task["kind"])
+
+    @property
+    def seconds(self) -> list[float]:
+        return [step["seconds"] for step in self.steps]
+
+    @property
+    def all_losses(self) -> list[float]:
+        return [*self.losses, *(step["loss"] for step in self.steps)]
+
+
+def measure(case: str, lowering: str, asked: argparse.Namespace) -> list[Child]:
+    """All variants of one model and lowering, warmed up one by one and then run in turn."""
+    children: list[Child] = []
+
+    def start(name: str, kind: str, memory: int | None = None) -> Child:
+        task = {
+            "case": case,
+            "kind": kind,
+            "lowering": lowering,
+            "memory": memory,
+            "spill": asked.spill,
+            "quick": asked.quick,
+            "returns_freed": asked.returns_freed,
+        }
+        child = Child(name, task)
+        children.append(child)
+        print(f"  {name}: ready after {child.warm_seconds:.0f} s", file=sys.stderr, flush=True)
+        return child
+
+    try:
+        start("plain", "plain")
+        checkpoint = start("checkpoint per block", "checkpoint")
+        start("activation_memory_budget", "torch budget")
+        checkpoint.ask("step")
+        found = checkpoint.ask("facts")
+        same = found["peak_bytes"] - OVERHEAD_BYTES
+        fixed = 2 * found["weight_bytes"]
+        start("ours, checkpoint's memory", "ours", same)
+        start("ours, half its activations", "ours", fixed + (same - fixed) // 2)
+        for turn in range(asked.rounds):
+            for child in children if turn % 2 == 0 else reversed(children):
+                child.step()
+        for child in children:
+            child.facts = child.ask("facts")
+    finally:
+        for child in children:
+            child.end()
+    return children
+
+
+def table(children: list[Child]) -> list[str]:
+    plain, checkpoint = children[:2]
+    heads = ("variant", "step, s", "× plain", "× checkpoint", "peak, MiB", "of plain")
+    rows = ["| " + " | ".join((*heads, "out, MiB", "planned")) + " |", "|---" * 8 + "|"]
+    for child in children:
+        fact, median, moved, planned = child.facts, statistics.median(child.seconds), "", ""
+        if child.kind == "ours":
+            moved = f"{fact['bytes_out'] / len(child.all_losses) / MIB:,.0f}"
+            planned = f"{fact['planned_us'] / 1e6 / median:.2f} ×"
+        rows.append(
+            f"| {child.name} | {median:.2f} | {ratio(child, plain):.3f} |"
+            f" {ratio(child, checkpoint):.3f} | {fact['peak_bytes'] / MIB:,.0f} |"
+            f" {fact['peak_bytes'] / plain.facts['peak_bytes']:.0%} | {moved} | {planned} |"
+        )
+    return rows
+
+
+def ratio(child: Child, other: Child) -> float:
+    """Median over the rounds of one step over the other's in the same round."""
+    return statistics.median(a / b for a, b in zip(child.seconds, other.seconds, strict=True))
+
+
+def loss_line(children: list[Child]) -> str:
+    plain = children[0].all_losses
+    far = max(
+        abs(a - b) / abs(b)
+        for child in children
+        if child.kind == "ours"
+        for a, b in zip(child.all_losses, plain, strict=False)
+    )
+    if far == 0:
+        return "Losses of ours: those of plain, to the last bit."
+    return f"Losses of ours: within {far:.1e} of plain's."
+
+
+def cpu() -> str:
+    for line in Path("/proc/cpuinfo").read_text().splitlines():
+        if line.startswith("model name"):
+            return line.partition(":")[2].strip()
+    return platform.processor()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--quick", action="store_true", help="small models, print only")
+    parser.add_argument("--case", choices=["gpt", "resnet"], action="append")
+    parser.add_argument("--lowering", choices=LOWERINGS, action="append")
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--spill", help="directory on a disk (default: the temporary directory)")
+    parser.add_argument(
+        "--returns-freed",
+        action="store_true",
+        help="have malloc of the peers give freed tensors back to the system, as ours does",
+    )
+    parser.add_argument("--child", help=argparse.SUPPRESS)
+    asked = parser.parse_args()
+    # the child's module imports torch and the models, which the parent does without
+    from benchmarks import activations_child
+
+    if asked.child:
+        activations_child.serve(json.loads(asked.child))
+        return
+    cases = activations_child.QUICK_CASES if asked.quick else activations_child.CASES
+    sections = []
+    for case in asked.case or cases:
+        for lowering in asked.lowering or LOWERINGS:
+            title = f"{cases[case].title}; {lowering}"
+            print(title, file=sys.stderr, flush=True)
+            children = measure(case, lowering, asked)
+            sections += [f"## {title}", "", *table(children), "", loss_line(children), ""]
+    import torch
+
+    text = TEXT.format(
+        rounds=asked.rounds,
+        overhead=OVERHEAD_BYTES // MIB,
+        malloc="gives freed tensors back at once" if asked.returns_freed else "is the default",
+        sections="\n".join(sections),
+        machine=f"{cpu()}, {os.cpu_count()} cores, torch {torch.__version__}, "
+        f"CPython {platform.python_version()}",
+    )
+    print(text)
+    if not asked.quick:
+        RESULT.write_text(text)
+
+
+TEXT = """\
+# Activations
+
+Training steps (forward, backward, plain SGD) with saved activations kept, recomputed or moved to
+disk. Each variant is a process of its own; the variants of a table run one step each in turn,
+{rounds} rounds. Ratios are medians over the rounds of two steps of the same round. Peak memory is
+what the operating system measured over these steps, less what the process held before the model.
+
+- checkpoint per block: `torch.utils.checkpoint` (not reentrant) around every block, compiled.
+- `activation_memory_budget`: `torch._functorch.config`, the share that comes to about
+  checkpointing's memory.
+- ours, checkpoint's memory: `options={{"memory": …}}` is checkpointing's measured peak less
+  {overhead} MiB for what a process holds beside tensors.
+- ours, half its activations: weights and gradients as before, and half of the rest of that budget.
+
+glibc's malloc {malloc} for the three peers (offcompile sets it to give freed tensors back).
+"out": bytes that left per step. "planned": the plan's step time over the measured one.
+
+{sections}
+Machine: {machine}.
+"""
+
+if __name__ == "__main__":
+    main()

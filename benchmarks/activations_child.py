@@ -1,0 +1,200 @@
+"""What `benchmarks.activations` measures: the models, and one variant of training one of them.
+
+Each variant lives in a process of its own, which waits, runs a step when the parent asks for one,
+and tells how long it took and what it held at most.
+"""
+
+from __future__ import annotations
+
+import gc
+import json
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+import offcompile
+from offcompile.runtime import memory
+
+
+class Attention(nn.Module):
+    """A GPT block: causal attention and an MLP, each behind its norm."""
+
+    def __init__(self, width: int, head: int = 64) -> None:
+        super().__init__()
+        self.norm1, self.norm2 = nn.LayerNorm(width), nn.LayerNorm(width)
+        self.qkv, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
+        self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+        self.head = min(head, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        parts = self.qkv(self.norm1(x)).unflatten(-1, (3, -1, self.head))
+        query, key, value = parts.permute(2, 0, 3, 1, 4).unbind(0)
+        mixed = F.scaled_dot_product_attention(query, key, value, is_causal=True)
+        x = x + self.out(mixed.transpose(1, 2).flatten(-2))
+        return x + self.down(F.gelu(self.up(self.norm2(x))))
+
+
+class Residual(nn.Module):
+    """A ResNet block; with more channels than it gets, it also halves the image."""
+
+    def __init__(self, before: int, channels: int) -> None:
+        super().__init__()
+        stride = 1 if before == channels else 2
+        self.conv1 = nn.Conv2d(before, channels, 3, stride, 1, bias=False)
+        self.conv2 = nn.Conv2d(channels, channels, 3, 1, 1, bias=False)
+        self.norm1, self.norm2 = nn.BatchNorm2d(channels), nn.BatchNorm2d(channels)
+        self.short = nn.Identity() if stride == 1 else nn.Conv2d(before, channels, 1, 2, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = F.relu(self.norm1(self.conv1(x)))
+        return F.relu(self.norm2(self.conv2(y)) + self.short(x))
+
+
+class Stack(nn.Module):
+    """Stem, blocks, head; `again` runs each block again in backward, as checkpointing does."""
+
+    def __init__(self, stem: nn.Module, blocks: list[nn.Module], head: nn.Module) -> None:
+        super().__init__()
+        self.stem, self.blocks, self.head = stem, nn.ModuleList(blocks), head
+        self.again = False
+
+    def forward(self, inputs: Tensor, targets: Tensor) -> Tensor:
+        x = self.stem(inputs)
+        for block in self.blocks:
+            x = checkpoint(block, x, use_reentrant=False) if self.again else block(x)
+        return F.cross_entropy(self.head(x).flatten(0, -2), targets.flatten())
+
+
+class Embed(nn.Module):
+    def __init__(self, vocabulary: int, width: int, length: int) -> None:
+        super().__init__()
+        self.token, self.place = nn.Embedding(vocabulary, width), nn.Embedding(length, width)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return self.token(tokens) + self.place(torch.arange(tokens.shape[1]))
+
+
+@dataclass(frozen=True)
+class Case:
+    """A model with its batch. `torch_budget` is the share that comes to checkpointing's memory."""
+
+    title: str
+    build: Callable[[], Stack]
+    batch: Callable[[torch.Generator], tuple[Tensor, Tensor]]
+    torch_budget: float
+
+
+def gpt(width: int, layers: int, batch: int, length: int, torch_budget: float) -> Case:
+    vocabulary = 1000
+
+    def build() -> Stack:
+        head = nn.Sequential(nn.LayerNorm(width), nn.Linear(width, vocabulary, bias=False))
+        blocks: list[nn.Module] = [Attention(width) for _ in range(layers)]
+        return Stack(Embed(vocabulary, width, length), blocks, head)
+
+    def draw(random: torch.Generator) -> tuple[Tensor, Tensor]:
+        tokens = torch.randint(vocabulary, (batch, length + 1), generator=random)
+        return tokens[:, :-1], tokens[:, 1:]
+
+    title = f"GPT, width {width}, {layers} layers, batch {batch} × {length}"
+    return Case(title, build, draw, torch_budget)
+
+
+def resnet(channels: list[int], side: int, batch: int, torch_budget: float) -> Case:
+    def build() -> Stack:
+        stem = nn.Conv2d(3, channels[0], 3, 1, 1)
+        pairs = zip([channels[0], *channels], channels, strict=False)
+        blocks: list[nn.Module] = [Residual(a, b) for a, b in pairs]
+        head = nn.Sequential(
+            nn.AdaptiveAvgPool2d(4), nn.Flatten(), nn.Linear(16 * channels[-1], 100)
+        )
+        return Stack(stem, blocks, head)
+
+    def draw(random: torch.Generator) -> tuple[Tensor, Tensor]:
+        images = torch.randn(batch, 3, side, side, generator=random)
+        return images, torch.randint(100, (batch,), generator=random)
+
+    title = f"ResNet, {len(channels)} blocks, batch {batch} × {side} × {side}"
+    return Case(title, build, draw, torch_budget)
+
+
+CASES = {
+    "gpt": gpt(768, 8, 4, 512, 0.3),
+    "resnet": resnet([64, 64, 64, 128, 128, 128, 256, 256], 64, 24, 0.3),
+}
+QUICK_CASES = {
+    "gpt": gpt(128, 3, 4, 128, 0.3),
+    "resnet": resnet([16, 16, 32, 32], 32, 16, 0.3),
+}
+
+
+def compiled(model: Any, task: dict[str, Any], memory_bytes: int | str | None) -> Any:
+    if task["kind"] == "ours":
+        options = {"memory": memory_bytes, "lowering": task["lowering"], "spill": task["spill"]}
+        return torch.compile(model, backend="offcompile", options=options)
+    return torch.compile(model, backend=task["lowering"])
+
+
+def serve(task: dict[str, Any]) -> None:
+    """Build and warm up, then answer each line from the parent with one line of JSON."""
+    if task["returns_freed"]:
+        memory.return_freed_memory()
+    case = (QUICK_CASES if task["quick"] else CASES)[task["case"]]
+    if task["kind"] == "torch budget":
+        import torch._functorch.config as functorch
+
+        functorch.activation_memory_budget = task.get("torch_budget", case.torch_budget)
+    # brings in the compiler and the runtime, whose own memory is not the model's
+    small = gpt(16, 1, 2, 16, 0.0)
+    compiled(small.build(), task, "minimum")(*small.batch(torch.Generator())).backward()
+    torch._dynamo.reset()
+    gc.collect()
+    before = sum(memory.resident())
+
+    torch.manual_seed(0)
+    model = case.build()
+    model.again = task["kind"] == "checkpoint"
+    weights = [p for p in model.parameters() if p.requires_grad]
+    forward = compiled(model, task, task["memory"])
+    random = torch.Generator().manual_seed(0)
+
+    def step() -> dict[str, Any]:
+        inputs = case.batch(random)
+        began = time.perf_counter()
+        loss = forward(*inputs)
+        loss.backward()
+        with torch.no_grad():
+            for weight in weights:
+                assert weight.grad is not None
+                weight.sub_(weight.grad, alpha=0.01)
+                weight.grad = None
+        return {"seconds": time.perf_counter() - began, "loss": float(loss.detach())}
+
+    def facts() -> dict[str, Any]:
+        found: dict[str, Any] = {"peak_bytes": memory.peak_bytes() - before}
+        found["weight_bytes"] = sum(w.untyped_storage().nbytes() for w in weights)
+        if task["kind"] == "ours":
+            report = offcompile.reports()[-1]
+            found["planned_us"] = report.planned_us
+            found["planned_peak_bytes"] = report.planned_peak_bytes
+            found["bytes_out"] = offcompile.counters()["bytes_out"]
+        return found
+
+    began = time.perf_counter()
+    losses = [step()["loss"], step()["loss"]]
+    gc.collect()
+    memory.reset_peak()
+    answers: dict[str, Callable[[], dict[str, Any]]] = {
+        "step": step,
+        "facts": facts,
+        "warm": lambda: {"losses": losses, "seconds": time.perf_counter() - began},
+    }
+    for line in sys.stdin:
+        print(json.dumps(answers[line.strip()]()), flush=True)

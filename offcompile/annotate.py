@@ -1,0 +1,291 @@
+"""From graphs to a Problem: every storage with its size, kind and lifetime, every op with its cost.
+
+What autograd saves is often a view; storages are what takes memory and what moves. A storage is
+named after the node that made it, an op after its node (a node of backward whose name forward has
+too gets `.bw`). What cannot move (inputs, outputs, weights, gradients, what is written in place,
+what is too small to bother) is pinned.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+import torch
+from torch import fx
+
+from offcompile.ir import DEVICE, Op, Problem, Tensor
+
+from .costs import OpCost
+from .graphs import (
+    BACKWARD,
+    FORWARD,
+    Graphs,
+    Hint,
+    aliased_input,
+    covers_its_storage,
+    is_getitem,
+    is_parameter,
+    may_repeat,
+    mutated_inputs,
+    outputs_of,
+    storage_bytes,
+    storage_key,
+    tensors_in,
+)
+
+Place = tuple[str, str]  # (phase, node name)
+
+
+@dataclass
+class Storage:
+    """One allocation, made by one node."""
+
+    id: str
+    nbytes: int
+    kind: str
+    #: the node that made it: its value spans the whole storage if the storage may move
+    base: Place
+    pinned: bool = False
+    home: str | None = None
+
+
+@dataclass(frozen=True)
+class Annotated:
+    problem: Problem
+    #: (phase, node name) → id of the storage that the node's value lives in
+    storage_of: Mapping[Place, str]
+    #: storage id → where it is made
+    base_of: Mapping[str, Place]
+    #: op id → the node that it is
+    node_of: Mapping[str, Place]
+    #: tensor or op id → module path and shape, for people
+    labels: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def op_at(self) -> dict[Place, str]:
+        return {place: op for op, place in self.node_of.items()}
+
+
+Costs = Mapping[Place, OpCost]
+
+
+def annotate(graphs: Graphs, costs: Costs, hint: Hint, min_move_bytes: int = 4096) -> Annotated:
+    """One Problem for the whole step. `hint` says for which sizes."""
+    work = _Work(graphs, costs, hint, min_move_bytes)
+    for phase, module in graphs:
+        for node in module.graph.nodes:
+            work.visit(phase, node)
+    work.mark_outputs()
+    return work.result()
+
+
+class _Work:
+    def __init__(self, graphs: Graphs, costs: Costs, hint: Hint, min_move_bytes: int) -> None:
+        self.graphs, self.costs, self.hint = graphs, costs, hint
+        self.min_move_bytes = min_move_bytes
+        self.storages: dict[str, Storage] = {}
+        self.storage_of: dict[Place, str] = {}
+        self.ops: list[Op] = []
+        self.node_of: dict[str, Place] = {}
+        self.labels: dict[str, str] = {}
+        self.inputs: dict[int, str] = {}  # storage key of a placeholder → storage id
+        self.forward_names = {n.name for n in graphs.forward.graph.nodes}
+
+    # --- nodes ------------------------------------------------------------------------------
+
+    def visit(self, phase: str, node: fx.Node) -> None:
+        if node.op in ("placeholder", "get_attr"):
+            self.placeholder(phase, node)
+        elif node.op == "call_function" and is_getitem(node):
+            self.part(phase, node)
+        elif node.op == "call_function":
+            value = node.meta.get("val")
+            source = aliased_input(node)
+            if source is not None and not mutated_inputs(node):
+                self.alias(phase, node, source)
+            elif tensors_in(value) or any(tensors_in(n.meta.get("val")) for n in self.read(node)):
+                self.op(phase, node)
+
+    def read(self, node: fx.Node) -> list[fx.Node]:
+        return node.all_input_nodes
+
+    def placeholder(self, phase: str, node: fx.Node) -> None:
+        value = node.meta.get("val")
+        if not isinstance(value, torch.Tensor):
+            return
+        if phase == BACKWARD and (FORWARD, node.name) in self.storage_of:
+            self.storage_of[phase, node.name] = self.storage_of[FORWARD, node.name]
+            return
+        key = storage_key(value)
+        if key is not None and key in self.inputs:
+            self.storage_of[phase, node.name] = self.inputs[key]
+            return
+        kind = "weight" if is_parameter(node, self.graphs) else "input"
+        made = self.make(phase, node, value, kind)
+        made.pinned, made.home = True, DEVICE
+        if key is not None:
+            self.inputs[key] = made.id
+
+    def alias(self, phase: str, node: fx.Node, source: fx.Node) -> None:
+        place = (phase, source.name)
+        if place in self.storage_of:
+            self.storage_of[phase, node.name] = self.storage_of[place]
+
+    def part(self, phase: str, node: fx.Node) -> None:
+        """One of several outputs: registered with its op; a part of a split is an alias."""
+        if (phase, node.name) in self.storage_of:
+            return
+        source = aliased_input(node)
+        if source is not None:
+            self.alias(phase, node, source)
+
+    def op(self, phase: str, node: fx.Node) -> None:
+        name = self.name(phase, node)
+        cost = self.costs.get((phase, node.name), OpCost(0.0, 0))
+        mutated = [self.storage_of.get((phase, n.name)) for n in mutated_inputs(node)]
+        for storage in filter(None, mutated):
+            self.storages[storage].pinned = True
+        reads = dict.fromkeys(
+            self.storage_of[phase, n.name]
+            for n in self.read(node)
+            if (phase, n.name) in self.storage_of
+        )
+        writes = dict.fromkeys(filter(None, mutated))
+        if writes and isinstance(node.meta.get("val"), torch.Tensor):
+            self.storage_of[phase, node.name] = next(iter(writes))
+        workspace = cost.workspace_bytes
+        for value, part in self.outputs(node):
+            if part is None:  # returned and never looked at
+                workspace += storage_bytes(value, self.hint)
+                continue
+            made = self.make(phase, part, value, "activation", materialises=cost.materialises)
+            writes[made.id] = None
+        self.node_of[name] = (phase, node.name)
+        self.ops.append(
+            Op(
+                id=name,
+                phase=phase,
+                duration_us=round(cost.duration_us, 3),
+                reads=tuple(reads),
+                writes=tuple(writes),
+                workspace_bytes=workspace,
+                recompute=phase == FORWARD and not any(mutated) and may_repeat(node),
+            )
+        )
+        self.labels[name] = _label(node)
+
+    def outputs(self, node: fx.Node) -> list[tuple[torch.Tensor, fx.Node | None]]:
+        """Each tensor that the op makes, with the node that holds it."""
+        value = node.meta.get("val")
+        if isinstance(value, torch.Tensor):
+            return [] if storage_key(value) in self.keys_in(node) else [(value, node)]
+        if not isinstance(value, tuple | list):
+            return []
+        parts = {u.args[1]: u for u in node.users if is_getitem(u)}
+        return [
+            (v, parts.get(i))
+            for i, v in enumerate(value)
+            if isinstance(v, torch.Tensor) and storage_key(v) not in self.keys_in(node)
+        ]
+
+    def keys_in(self, node: fx.Node) -> set[int | None]:
+        values = [t for n in self.read(node) for t in tensors_in(n.meta.get("val"))]
+        return {storage_key(t) for t in values} - {None}
+
+    def make(
+        self,
+        phase: str,
+        node: fx.Node,
+        value: torch.Tensor,
+        kind: str,
+        materialises: bool = True,
+    ) -> Storage:
+        name = self.name(phase, node)
+        nbytes = storage_bytes(value, self.hint) if materialises else 0
+        may_move = (
+            nbytes >= self.min_move_bytes
+            and storage_key(value) is not None
+            and covers_its_storage(value, self.hint)
+        )
+        made = Storage(name, nbytes, kind, (phase, node.name), pinned=not may_move)
+        self.storages[name] = made
+        self.storage_of[phase, node.name] = name
+        self.labels[name] = _label(node)
+        return made
+
+    def name(self, phase: str, node: fx.Node) -> str:
+        if phase == BACKWARD and node.name in self.forward_names:
+            return f"{node.name}.bw"
+        return node.name
+
+    # --- what leaves the graphs -----------------------------------------------------------------
+
+    def mark_outputs(self) -> None:
+        seen = outputs_of(self.graphs.forward)[: self.graphs.num_outputs]
+        self.keep(FORWARD, seen, "output")
+        if self.graphs.backward is not None:
+            self.keep(BACKWARD, outputs_of(self.graphs.backward), "gradient")
+
+    def keep(self, phase: str, outputs: list[object], kind: str) -> None:
+        for out in outputs:
+            if not isinstance(out, fx.Node):
+                continue
+            storage = self.storages.get(self.storage_of.get((phase, out.name), ""))
+            if storage is not None:
+                storage.pinned = True
+                if storage.home is None:
+                    storage.kind = kind
+
+    def result(self) -> Annotated:
+        self.pin_mixed_types()
+        used = {t for op in self.ops for t in op.operands}
+        tensors = tuple(
+            Tensor(s.id, s.nbytes, s.kind, s.home, pinned=s.pinned)
+            for s in self.storages.values()
+            if s.id in used or s.home is not None
+        )
+        return Annotated(
+            problem=Problem(tensors, tuple(self.ops), steady=False),
+            storage_of=self.storage_of,
+            base_of={s.id: s.base for s in self.storages.values()},
+            node_of=self.node_of,
+            labels=self.labels,
+        )
+
+    def pin_mixed_types(self) -> None:
+        """Storages looked at as another type, or on another device, stay where they are."""
+        for phase, module in self.graphs:
+            for node in module.graph.nodes:
+                storage = self.storages.get(self.storage_of.get((phase, node.name), ""))
+                value = node.meta.get("val")
+                if storage is None or not isinstance(value, torch.Tensor):
+                    continue
+                base_phase, base_name = storage.base
+                base = self.value_of(base_phase, base_name)
+                if base is not None and (base.dtype != value.dtype or base.is_complex()):
+                    storage.pinned = True
+
+    def value_of(self, phase: str, name: str) -> torch.Tensor | None:
+        if not hasattr(self, "_values"):
+            self._values = {
+                (p, n.name): n.meta.get("val") for p, m in self.graphs for n in m.graph.nodes
+            }
+        found = self._values.get((phase, name))
+        return found if isinstance(found, torch.Tensor) else None
+
+
+def _label(node: fx.Node) -> str:
+    """Where in the user's model a node comes from, and what shape it has."""
+    stack = node.meta.get("nn_module_stack") or {}
+    path = ""
+    for entry in stack.values():
+        path = str(entry[0]) or path
+    value = node.meta.get("val")
+    shape = ""
+    if isinstance(value, torch.Tensor):
+        shape = (
+            "×".join(str(s) for s in value.shape) + f" {str(value.dtype).removeprefix('torch.')}"
+        )
+    path = path.removeprefix("L['self'].").replace("L['self']", "model")
+    return " ".join(filter(None, (path, shape)))

@@ -1,0 +1,203 @@
+"""`torch.compile(model, backend="offcompile", options={…})`: what Dynamo calls."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import sympy
+import torch
+from torch import fx
+from torch._guards import TracingContext, tracing
+
+from offcompile.ir import InvalidInput, OffloadError, Violation
+
+from .books import Books, Entry, books_of
+from .lower import lower
+from .options import Options
+from .pipeline import Pipeline
+from .target import Target, target_for
+
+_numbers = itertools.count()
+
+#: more plans than this for one graph point at sizes that never settle
+MOST_VARIANTS = 16
+
+
+def compile_graph(
+    gm: fx.GraphModule,
+    example_inputs: Sequence[Any],
+    *,
+    options: Mapping[str, object] | None = None,
+    mode: str | None = None,
+) -> Callable[..., Any]:
+    """The backend. `options` are those of `torch.compile`; see `Options`."""
+    try:
+        return _compile(gm, example_inputs, options, mode)
+    except OffloadError as error:
+        # Dynamo would wrap it; raised by the call, it reaches the user as it is
+        return _refusal(error)
+
+
+def _refusal(error: OffloadError) -> Callable[..., Any]:
+    def refuse(*args: Any) -> Any:
+        raise error.with_traceback(None)
+
+    return refuse
+
+
+def _compile(
+    gm: fx.GraphModule,
+    example_inputs: Sequence[Any],
+    options: Mapping[str, object] | None,
+    mode: str | None,
+) -> Callable[..., Any]:
+    if mode not in (None, "default"):
+        raise InvalidInput(
+            [
+                Violation(
+                    "bad-value",
+                    "mode",
+                    f"mode={mode!r} is not for this backend; leave it out, and say what you want"
+                    " with options={'memory': …}",
+                )
+            ]
+        )
+    settings = Options.read(options)
+    target = target_for(settings)
+    compiled = Compiled(gm, example_inputs, settings, target, books_of(options))
+    compiled.first(example_inputs)
+    return compiled
+
+
+@dataclass
+class Variant:
+    """One compilation of the graph, for some sizes and something held beside it."""
+
+    pipeline: Pipeline
+    run: Callable[..., Any]
+    #: symbol values → peak bytes under this plan
+    peaks: dict[tuple[int, ...], int] = field(default_factory=dict)
+
+
+class Compiled:
+    """A captured graph with as many plans as its sizes and its surroundings have asked for."""
+
+    def __init__(
+        self,
+        gm: fx.GraphModule,
+        example_inputs: Sequence[Any],
+        options: Options,
+        target: Target,
+        books: Books,
+    ) -> None:
+        self.gm = gm
+        #: as traced; holding the real ones would keep a batch alive
+        self.traced = [n.meta["example_value"] for n in gm.graph.find_nodes(op="placeholder")]
+        self.options, self.target, self.books = options, target, books
+        self.name = f"graph {next(_numbers)}"
+        self.entry = Entry()
+        books.entries.append(self.entry)
+        self.context = TracingContext.try_get()
+        self.parameters = frozenset(
+            i for i, x in enumerate(example_inputs) if isinstance(x, torch.nn.Parameter)
+        )
+        #: positions of the arguments that are symbols
+        self.symbols = _symbols(example_inputs)
+        self.budget = options.memory_bytes(target.device_bytes)
+        self.variants: list[Variant] = []
+
+    def __call__(self, *args: Any) -> Any:
+        variant = self.variant_for(args)
+        outputs = variant.run(*args)
+        self.entry.begin(outputs)
+        return outputs
+
+    def first(self, example_inputs: Sequence[Any]) -> None:
+        """Compile while Dynamo does, for the sizes that it traced."""
+        mine = self.entry.see(example_inputs)
+        self._make(self.books.held_beside(self.entry, mine), (), example_inputs)
+
+    def variant_for(self, args: Sequence[Any]) -> Variant:
+        """The newest plan that is within the budget for these arguments, made if need be."""
+        mine = self.entry.see(args)
+        held = self.books.held_beside(self.entry, mine)
+        values = tuple(int(args[i]) for i, _ in self.symbols)
+        for variant in reversed(self.variants):
+            if self._within(variant, held, values):
+                return variant
+        return self._make(held, values)
+
+    def _within(self, variant: Variant, held: int, values: tuple[int, ...]) -> bool:
+        if self.budget is None:
+            return True
+        peak = variant.peaks.get(values)
+        if peak is None:
+            peak = variant.peaks[values] = self._peak(variant, values)
+        return peak + held <= self.budget
+
+    def _peak(self, variant: Variant, values: tuple[int, ...]) -> int:
+        pipeline = variant.pipeline
+        if pipeline.report is None:
+            return 0
+        if not self.symbols:
+            return pipeline.report.planned_peak_bytes
+        return pipeline.peak_at(self._sizes(values))
+
+    def _sizes(self, values: tuple[int, ...]) -> dict[sympy.Symbol, int]:
+        return {symbol: v for (_, symbol), v in zip(self.symbols, values, strict=True)}
+
+    def _make(
+        self,
+        held: int,
+        values: tuple[int, ...],
+        first_inputs: Sequence[Any] | None = None,
+    ) -> Variant:
+        if len(self.variants) >= MOST_VARIANTS:
+            raise OffloadError(
+                f"{self.name} has been planned {MOST_VARIANTS} times, and again its sizes, or what"
+                " is held beside it, do not fit. Give a larger budget, pad inputs to fewer"
+                " lengths, or use memory='minimum'."
+            )
+        sizes = self._sizes(values) if values else {}
+        pipeline = Pipeline(
+            self.options,
+            self.target,
+            self._variant_name(),
+            self.entry,
+            self.parameters,
+            held,
+            sizes,
+        )
+        # lowering takes the graph it is given for its own
+        graph, self.gm = self.gm, _copy(self.gm)
+        if first_inputs is not None:
+            run = lower(graph, first_inputs, self.options.lowering, pipeline)
+        else:
+            with tracing(self.context):
+                run = lower(graph, self.traced, self.options.lowering, pipeline)
+        variant = Variant(pipeline, run)
+        self.variants.append(variant)
+        return variant
+
+    def _variant_name(self) -> str:
+        return self.name if not self.variants else f"{self.name}, plan {len(self.variants) + 1}"
+
+
+def _copy(gm: fx.GraphModule) -> fx.GraphModule:
+    """The same graph over the same attributes."""
+    graph = fx.Graph()
+    graph.output(graph.graph_copy(gm.graph, {}))
+    made = fx.GraphModule(gm, graph)
+    made.meta.update(gm.meta)
+    return made
+
+
+def _symbols(example_inputs: Sequence[Any]) -> list[tuple[int, sympy.Symbol]]:
+    found = []
+    for i, value in enumerate(example_inputs):
+        if isinstance(value, torch.SymInt) and value.node.expr.is_symbol:
+            found.append((i, value.node.expr))
+    return found

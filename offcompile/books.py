@@ -1,0 +1,121 @@
+"""Who holds device memory between calls: the graphs of one `torch.compile` share its budget.
+
+A model with graph breaks is several compiled graphs. While one runs, the others hold their
+weights, the activations that wait for their backward, and gradients. What a graph may use is the
+budget less all that; the books are read at every call, and a plan that no longer fits is made
+again (`backend`).
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+
+import torch
+
+
+class Pass:
+    """One forward run that waits for its backward; dies with the autograd graph."""
+
+    __slots__ = ("__weakref__", "waiting")
+
+    def __init__(self) -> None:
+        self.waiting = True
+
+
+@dataclass
+class Entry:
+    """One compiled graph: what it holds when it is not running."""
+
+    #: parameters that it has been called with, by id
+    parameters: dict[int, weakref.ref[torch.Tensor]] = field(default_factory=dict)
+    #: whether its backward makes gradients for them
+    trains: bool = False
+    #: bytes that each forward leaves on the device for its backward
+    kept_bytes: int = 0
+    passes: weakref.WeakSet[Pass] = field(default_factory=weakref.WeakSet)
+
+    def see(self, arguments: Iterable[object]) -> set[int]:
+        """The parameters of one call, by id; new ones are noted."""
+        mine = set()
+        for p in arguments:
+            if isinstance(p, torch.nn.Parameter):
+                mine.add(id(p))
+                if id(p) not in self.parameters:
+                    self.parameters[id(p)] = weakref.ref(p)
+        return mine
+
+    def waiting_bytes(self) -> int:
+        return self.kept_bytes * sum(p.waiting for p in self.passes)
+
+    def begin(self, outputs: object) -> None:
+        """A forward has run: until its backward, what it kept stays."""
+        node = _autograd_node(outputs)
+        if node is not None and self.kept_bytes:
+            one = Pass()
+            node.metadata.setdefault("offcompile", []).append(one)
+            self.passes.add(one)
+
+    def end(self) -> None:
+        """A backward has run: what one forward kept is given back."""
+        for one in self.passes:
+            if one.waiting:
+                one.waiting = False
+                return
+
+
+def _autograd_node(outputs: object) -> torch.autograd.graph.Node | None:
+    several: Sequence[object] = outputs if isinstance(outputs, tuple | list) else (outputs,)
+    for out in several:
+        if isinstance(out, torch.Tensor) and out.grad_fn is not None:
+            return out.grad_fn
+    return None
+
+
+@dataclass
+class Books:
+    """The entries of all graphs that share one budget, in the order of their first run."""
+
+    entries: list[Entry] = field(default_factory=list)
+
+    def held_beside(self, entry: Entry, mine: set[int]) -> int:
+        """Bytes on the device that are not this graph's own, at any time of its step.
+
+        `mine`: the parameters of the call, which the graph's own plan counts, with the gradients
+        that it makes. Gradients that stand already come on top: new ones are added to them.
+        """
+        held = 0
+        seen: set[int] = set()
+        later = False
+        for other in self.entries:
+            held += other.waiting_bytes()
+            for key, ref in list(other.parameters.items()):
+                p = ref()
+                if p is None:
+                    del other.parameters[key]
+                    continue
+                if key in seen:
+                    continue
+                seen.add(key)
+                standing = 0 if p.grad is None else p.grad.untyped_storage().nbytes()
+                weight = p.untyped_storage().nbytes()
+                if key in mine:
+                    held += standing
+                    continue
+                # the backward of a later graph runs first: its gradients stand during this one's
+                coming = weight if later and other.trains and p.requires_grad else 0
+                held += weight + max(standing, coming)
+            later = later or other is entry
+        return held
+
+
+_all_books: dict[int, tuple[object, Books]] = {}
+
+
+def books_of(asked: object) -> Books:
+    """The books of one `torch.compile` call, known by the options object that it passes on."""
+    found = _all_books.get(id(asked))
+    if found is None or found[0] is not asked:
+        found = _all_books[id(asked)] = (asked, Books())
+    return found[1]

@@ -1,0 +1,174 @@
+"""What was measured on a machine, kept as JSON in the user's cache folder.
+
+A document says of which machine and versions it tells (its identity); one that is broken, or
+that tells of another, counts as absent and is replaced. A folder that cannot be written is no
+failure: what was measured then lives as long as the process.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import os
+import tempfile
+import warnings
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+FORMAT = 1
+#: more than this and the oldest go: thousands of shapes, a few hundred kilobytes
+MOST_ENTRIES = 20_000
+MOST_TRIES = 3
+
+Identity = Mapping[str, str | int | bool]
+
+_warned: set[str] = set()
+measured_here: dict[Path, set[str]] = {}
+
+
+def cache_folder() -> Path:
+    """$OFFCOMPILE_CACHE_DIR, or else `offcompile` in the user's cache folder."""
+    if own := os.environ.get("OFFCOMPILE_CACHE_DIR"):
+        return Path(own).expanduser()
+    if shared := os.environ.get("XDG_CACHE_HOME"):
+        return Path(shared) / "offcompile"
+    try:
+        return Path.home() / ".cache" / "offcompile"
+    except RuntimeError:  # no home: a folder that cannot be made, and then the one warning
+        return Path("/nonexistent/offcompile")
+
+
+def document_path(kind: str, identity: Identity) -> Path:
+    text = json.dumps([FORMAT, dict(identity)], sort_keys=True)
+    return cache_folder() / f"{kind}-{hashlib.sha256(text.encode()).hexdigest()[:16]}.json"
+
+
+def read_document(kind: str, identity: Identity) -> dict[str, object] | None:
+    """The content stored for this identity; None if there is none that can be trusted."""
+    try:
+        found = json.loads(document_path(kind, identity).read_text("utf-8"))
+    except (OSError, ValueError, RecursionError):
+        return None
+    if not isinstance(found, dict) or found.get("format") != FORMAT:
+        return None
+    content = found.get("content")
+    if found.get("identity") != dict(identity) or not isinstance(content, dict):
+        return None
+    return content
+
+
+def write_document(kind: str, identity: Identity, content: Mapping[str, object]) -> bool:
+    """Replaces the document in one step; False, after one warning, if the folder refuses."""
+    path = document_path(kind, identity)
+    whole = {"format": FORMAT, "identity": dict(identity), "content": dict(content)}
+    temporary: str | None = None
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        handle, temporary = tempfile.mkstemp(prefix=f".{kind}-", dir=path.parent)
+        with os.fdopen(handle, "w", encoding="utf-8") as file:
+            json.dump(whole, file, indent=0, sort_keys=True)
+        os.replace(temporary, path)
+    except OSError as error:
+        if temporary is not None:
+            Path(temporary).unlink(missing_ok=True)
+        _warn_once(path.parent, error)
+        return False
+    return True
+
+
+def _warn_once(folder: Path, error: OSError) -> None:
+    if str(folder) not in _warned:
+        _warned.add(str(folder))
+        warnings.warn(
+            f"measurements cannot be kept in {folder} ({error.strerror or error}): they are "
+            "repeated in every process; set OFFCOMPILE_CACHE_DIR to a folder that can be written",
+            stacklevel=3,
+        )
+
+
+def positive_number(value: object) -> float | None:
+    """The value if it is a finite number above 0."""
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return None
+    return float(value) if math.isfinite(value) and value > 0 else None
+
+
+@dataclass(frozen=True)
+class Entry:
+    duration_us: float
+    workspace_bytes: int
+    #: how often it was measured while other work held the processor; 0: it was undisturbed
+    disturbed: int = 0
+
+
+class CostCache:
+    """Measured ops of one machine: key → (duration_us, workspace_bytes).
+
+    What was measured while the machine was busy is measured again by later processes, the least
+    counts, until it was measured undisturbed once or disturbed `MOST_TRIES` times. Without an
+    identity nothing is kept beyond the object.
+    """
+
+    def __init__(self, identity: Identity | None = None) -> None:
+        self.identity = identity
+        self._entries: dict[str, Entry] = {}
+        self._new: dict[str, Entry] = {}  # to be written
+        self._saved: set[str] = set()
+        if identity is not None:
+            self._entries = _entries(read_document("costs", identity))
+        where = None if identity is None else document_path("costs", identity)
+        #: the keys measured in this process: not twice in one
+        self._here = set() if where is None else measured_here.setdefault(where, set())
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+    def get(self, key: str) -> tuple[float, int] | None:
+        entry = self._entries.get(key)
+        return None if entry is None else (entry.duration_us, entry.workspace_bytes)
+
+    def settled(self, key: str) -> bool:
+        """Whether it need not be measured (again) in this process."""
+        entry = self._entries.get(key)
+        return entry is not None and (key in self._here or not 0 < entry.disturbed < MOST_TRIES)
+
+    def put(
+        self, key: str, duration_us: float, workspace_bytes: int = 0, disturbed: bool = False
+    ) -> None:
+        entry, before = Entry(duration_us, workspace_bytes), self._entries.get(key)
+        if disturbed and before is not None:
+            entry = Entry(
+                min(duration_us, before.duration_us),
+                min(workspace_bytes, before.workspace_bytes),
+                before.disturbed + 1,
+            )
+        elif disturbed:
+            entry = replace(entry, disturbed=1)
+        self._entries[key] = self._new[key] = entry
+        self._here.add(key)
+
+    def save(self) -> None:
+        """Writes what is new; what other processes wrote meanwhile stays."""
+        if self.identity is None or self._new.keys() <= self._saved:
+            return
+        merged = _entries(read_document("costs", self.identity)) | self._new
+        kept = list(merged.items())[-MOST_ENTRIES:]
+        rows = [[k, e.duration_us, e.workspace_bytes, e.disturbed] for k, e in kept]
+        write_document("costs", self.identity, {"ops": rows})
+        self._saved = set(self._new)
+
+
+def _entries(content: Mapping[str, object] | None) -> dict[str, Entry]:
+    """The entries that make sense; anything else is left out, and so measured again."""
+    rows = (content or {}).get("ops")
+    found: dict[str, Entry] = {}
+    for row in rows if isinstance(rows, list) else ():
+        if not isinstance(row, list) or len(row) != 4 or not isinstance(row[0], str):
+            continue
+        duration_us, (workspace, disturbed) = positive_number(row[1]), row[2:]
+        counts = isinstance(workspace, int) and isinstance(disturbed, int)
+        if duration_us is not None and counts and workspace >= 0 and disturbed >= 0:
+            found[row[0]] = Entry(duration_us, workspace, disturbed)
+    return found

@@ -1,0 +1,160 @@
+"""Under a budget: does the step fit as it is, and if not, which plan makes it fit?"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from offcompile.ir import DEVICE, Infeasible, Machine, Plan, Problem, Start
+from offcompile.ir.units import show_bytes
+from offcompile.passes.frame import Frame, Mode
+from offcompile.passes.schedule import Builder
+from offcompile.planner import PlanResult, plan_problem
+from offcompile.simulate import Simulator
+
+from .order import Order, static_order
+
+#: planning time: this much, and more for each op, within bounds
+BASE_SECONDS, SECONDS_PER_OP, MOST_SECONDS = 0.5, 0.004, 6.0
+#: how often the floor is raised when no schedule is found exactly at it
+MOST_RAISES = 8
+
+
+@dataclass(frozen=True)
+class Decided:
+    """What was decided, on which machine, and the order in which it will run."""
+
+    result: PlanResult
+    machine: Machine
+    order: Order
+    #: whether nothing needs to move, so that the graphs stay as they are
+    fits: bool
+
+
+def plain_plan(problem: Problem) -> Plan:
+    """Everything stays where it is."""
+    return Plan(start=tuple(Start(t.id, t.home) for t in problem.tensors if t.home is not None))
+
+
+def decide(
+    problem: Problem,
+    machine_for: Callable[[int], Machine],
+    budget_bytes: int | None,
+    reserve_for: Callable[[int], int],
+    policy: str,
+    seconds: float | None = None,
+    progress: Callable[[str], None] | None = None,
+) -> Decided:
+    """A plan within the budget (None: the floor). Raises `Infeasible` with figures.
+
+    `machine_for` gives the machine whose device holds so many bytes, `reserve_for` what the
+    runtime itself takes of a budget once anything moves.
+    """
+    plain = plain_plan(problem)
+    unlimited = machine_for(_total_bytes(problem))
+    timeline = Simulator(problem, unlimited).run(plain)
+    peak = timeline.peak_bytes[DEVICE]
+    capacity = budget_bytes if budget_bytes is not None else floor_of(problem, machine_for)
+    if peak <= capacity:
+        machine = machine_for(max(peak, budget_bytes or peak))
+        compute_us = timeline.makespan_us
+        result = PlanResult(plain, timeline, "none", 0.0, compute_us, "compute")
+        return Decided(result, machine, static_order(problem, machine, plain, timeline), True)
+    if budget_bytes is not None:
+        capacity = budget_bytes - reserve_for(budget_bytes)
+    spend = seconds or min(MOST_SECONDS, BASE_SECONDS + SECONDS_PER_OP * len(problem.ops))
+    for _ in range(MOST_RAISES):
+        machine = machine_for(max(1, capacity))
+        try:
+            result = plan_problem(problem, machine, policy, spend, progress)
+            break
+        except Infeasible as error:
+            if budget_bytes is not None:
+                raise _with_budget(problem, machine_for, error, budget_bytes, reserve_for) from None
+            capacity += max(error.needed_bytes or 0, capacity // 64, 4096)
+    else:
+        raise Infeasible(
+            f"No schedule was found within {show_bytes(capacity)}, a little above the floor.",
+            None,
+            "Give a budget in bytes instead of 'minimum'.",
+        )
+    order = static_order(problem, machine, result.plan, result.timeline)
+    return Decided(result, machine, order, False)
+
+
+def floor_of(problem: Problem, machine_for: Callable[[int], Machine]) -> int:
+    """The most that the device must hold at one op when whatever can leave has left."""
+    return max(_floor_per_op(problem, machine_for)[1], default=0)
+
+
+def _floor_per_op(
+    problem: Problem, machine_for: Callable[[int], Machine]
+) -> tuple[Frame, list[int]]:
+    frame = Frame(problem, machine_for(1), Mode())
+    kept = Builder(problem, frame.machine, frame.mode.decisions(problem), False).kept_bytes
+    return frame, frame.gaps.floor(kept)
+
+
+def _with_budget(
+    problem: Problem,
+    machine_for: Callable[[int], Machine],
+    error: Infeasible,
+    budget_bytes: int,
+    reserve_for: Callable[[int], int],
+) -> Infeasible:
+    """The planner's refusal, told in terms of the budget that the user gave."""
+    frame, floors = _floor_per_op(problem, machine_for)
+    worst = max(range(len(floors)), key=floors.__getitem__)
+    needed = floors[worst]
+    if error.needed_bytes is not None:
+        needed = budget_bytes - reserve_for(budget_bytes) + error.needed_bytes
+    total = needed + reserve_for(needed)
+    while total - reserve_for(total) < needed:
+        total += needed - (total - reserve_for(total))
+    run = frame.program.runs[worst]
+    parts = _held_at(problem, run.op.id, worst, frame)
+    reserve = total - needed
+    own = f", and the runtime {show_bytes(reserve)} of buffers" if reserve else ""
+    return Infeasible(
+        f"The budget of {show_bytes(budget_bytes)} is below the floor of {show_bytes(total)}:"
+        f" at {run.name} the device must hold {parts}{own}.",
+        total - budget_bytes,
+        f"Set memory to '{_round_up(total)}' or more, or make the batch smaller.",
+    )
+
+
+def _held_at(problem: Problem, op_id: str, position: int, frame: Frame) -> str:
+    """What makes the floor at one op, largest first."""
+    op = problem.op[op_id]
+    own = [problem.tensor[t] for t in op.operands]
+    ids = {t.id for t in own}
+    fixed: dict[str, int] = {}
+    for tensor in problem.tensors:
+        if tensor.id in ids:
+            continue
+        begun = tensor.home is not None or any(
+            a.position <= position for a in frame.program.accesses[tensor.id]
+        )
+        if begun and tensor.kind in ("weight", "gradient", "input", "output"):
+            fixed[tensor.kind] = fixed.get(tensor.kind, 0) + tensor.nbytes
+    found = [(n, f"{show_bytes(n)} of {kind}s") for kind, n in fixed.items() if n]
+    found += [(t.nbytes, f"{t.id} ({show_bytes(t.nbytes)})") for t in own if t.nbytes]
+    if op.workspace_bytes:
+        found.append((op.workspace_bytes, f"workspace ({show_bytes(op.workspace_bytes)})"))
+    found.sort(key=lambda f: -f[0])
+    return ", ".join(text for _, text in found[:8]) + (", …" if len(found) > 8 else "")
+
+
+def _round_up(nbytes: int) -> str:
+    """A size to type in: three digits, never less than what is needed."""
+    for unit, name in ((2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB")):
+        if nbytes >= unit:
+            digits = 2 if nbytes < 10 * unit else 1 if nbytes < 100 * unit else 0
+            return f"{math.ceil(nbytes / unit * 10**digits) / 10**digits:.{digits}f}{name}"
+    return str(nbytes)
+
+
+def _total_bytes(problem: Problem) -> int:
+    work = max((o.workspace_bytes for o in problem.ops), default=0)
+    return max(1, work + sum(t.nbytes for t in problem.tensors))

@@ -1,0 +1,172 @@
+"""The two halves of a captured graph, and what each of their nodes is.
+
+A node is an *op* (it computes), an *alias* (a view: it costs nothing and shares the storage of
+one of its inputs), a *part* (one output of an op that returns several), or none of our business
+(sizes, constants). Everything else about graphs is told in terms of these.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import fx
+from torch._subclasses.fake_tensor import FakeTensor
+
+Size = int | torch.SymInt
+#: a size as a number: what the plan is made for
+Hint = Callable[[Size], int]
+
+FORWARD, BACKWARD = "forward", "backward"
+
+
+@dataclass(frozen=True)
+class Graphs:
+    """Forward and backward graph of one compiled function; inference has no backward."""
+
+    forward: fx.GraphModule
+    backward: fx.GraphModule | None
+    #: how many of forward's outputs the user sees; the rest is saved for backward
+    num_outputs: int
+    #: which of the captured function's arguments are parameters
+    parameters: frozenset[int] = frozenset()
+
+    def __iter__(self) -> Iterator[tuple[str, fx.GraphModule]]:
+        yield FORWARD, self.forward
+        if self.backward is not None:
+            yield BACKWARD, self.backward
+
+
+def is_parameter(node: fx.Node, graphs: Graphs) -> bool:
+    """Whether a placeholder is a parameter: AOTAutograd notes which argument it stands for."""
+    return getattr(node.meta.get("desc"), "idx", None) in graphs.parameters
+
+
+def outputs_of(module: fx.GraphModule) -> list[object]:
+    (node,) = module.graph.find_nodes(op="output")
+    return list(node.args[0])
+
+
+def is_tensor(value: object) -> bool:
+    return isinstance(value, torch.Tensor)
+
+
+def tensors_in(value: object) -> list[torch.Tensor]:
+    """The tensors of a node's value: itself, or the elements of a tuple or list."""
+    if isinstance(value, torch.Tensor):
+        return [value]
+    if isinstance(value, tuple | list):
+        return [t for v in value for t in tensors_in(v)]
+    return []
+
+
+def storage_key(value: torch.Tensor) -> int | None:
+    """What tensors of one storage have in common; None where there is no plain storage."""
+    if value.layout is not torch.strided or not isinstance(value, FakeTensor | torch.Tensor):
+        return None
+    try:
+        return int(value.untyped_storage()._cdata)
+    except (NotImplementedError, RuntimeError):
+        return None
+
+
+def is_getitem(node: fx.Node) -> bool:
+    return (
+        node.op == "call_function"
+        and getattr(node.target, "__name__", "") == "getitem"
+        and isinstance(node.args[0], fx.Node)
+        and isinstance(node.args[0].meta.get("val"), tuple | list)
+    )
+
+
+def aliased_input(node: fx.Node) -> fx.Node | None:
+    """The input whose storage the node's value shares; None: the value is its own."""
+    if node.op != "call_function":
+        return None
+    value = node.meta.get("val")
+    if is_getitem(node):
+        source = node.args[0]
+        assert isinstance(source, fx.Node)
+        return _shared(value, source.all_input_nodes) or _by_schema(source)
+    if isinstance(value, tuple | list) and tensors_in(value):
+        return _shared(tensors_in(value)[0], node.all_input_nodes) or _by_schema(node)
+    return _shared(value, node.all_input_nodes) or _by_schema(node)
+
+
+def _shared(value: object, inputs: list[fx.Node]) -> fx.Node | None:
+    if not isinstance(value, torch.Tensor) or (key := storage_key(value)) is None:
+        return None
+    for node in inputs:
+        theirs = node.meta.get("val")
+        if isinstance(theirs, torch.Tensor) and storage_key(theirs) == key:
+            return node
+    return None
+
+
+def _by_schema(node: fx.Node) -> fx.Node | None:
+    """The input that the op's schema says is returned as a view."""
+    schema = getattr(node.target, "_schema", None)
+    if schema is None:
+        return None
+    returned = {
+        name
+        for result in schema.returns
+        if result.alias_info is not None
+        for name in result.alias_info.before_set | result.alias_info.after_set
+    }
+    for argument, given in zip(schema.arguments, node.args, strict=False):
+        info = argument.alias_info
+        if info is not None and returned & info.before_set and isinstance(given, fx.Node):
+            return given
+    return None
+
+
+def mutated_inputs(node: fx.Node) -> list[fx.Node]:
+    """Inputs that the node writes to in place."""
+    schema = getattr(node.target, "_schema", None)
+    if schema is None or not schema.is_mutable:
+        return []
+    found = []
+    for i, argument in enumerate(schema.arguments):
+        if argument.alias_info is None or not argument.alias_info.is_write:
+            continue
+        given = node.args[i] if i < len(node.args) else node.kwargs.get(argument.name)
+        several = given if isinstance(given, tuple | list) else [given]
+        found += [g for g in several if isinstance(g, fx.Node)]
+    return found
+
+
+def may_repeat(node: fx.Node) -> bool:
+    """Whether running the op again gives the same bits and has no other effect."""
+    target = node.target
+    if not isinstance(target, torch._ops.OpOverload) or target._schema.is_mutable:
+        return False
+    if torch.Tag.nondeterministic_seeded in target.tags:
+        return False
+    return target.namespace in ("aten", "prims") and not node.is_impure()
+
+
+def covers_its_storage(value: torch.Tensor, hint: Hint) -> bool:
+    """Whether the tensor is dense and holds every byte of its storage."""
+    if value.storage_offset() != 0:
+        return False
+    if hint(value.untyped_storage().nbytes()) != hint(value.numel()) * value.element_size():
+        return False
+    # dense: sorted by stride, each stride is the product of the sizes below it
+    expected = 1
+    dims = sorted((hint(st), hint(s)) for s, st in zip(value.shape, value.stride(), strict=True))
+    for stride, size in dims:
+        if size == 1:
+            continue
+        if stride != expected:
+            return False
+        expected *= size
+    return True
+
+
+def storage_bytes(value: torch.Tensor, hint: Hint) -> int:
+    """Bytes of the value's storage; 0 for what has none in plain memory."""
+    if storage_key(value) is None:
+        return 0
+    return hint(value.untyped_storage().nbytes())

@@ -1,0 +1,328 @@
+"""Inductor keeps no order but that of data, so the order that memory rests on becomes data.
+
+Two kinds of movement node hold the budget: `wait_out` (an op behind it may allocate what it frees)
+and `start_load` (it allocates, once the ops before it have freed theirs). At each of them
+`pin_order` draws a line across the graph, in the order in which the nodes stand:
+
+    a = f(x)                          a = f(x)
+    sent = wait_out(ticket, x)        t = barrier(ticket, [a]); sent = wait_out(t, x)
+    b = g(w)                          w_1 = barrier(w, [sent]); b = g(w_1)
+    c = h(a, b)                       c = h(a, b)
+
+Everything computed before the line that is still needed behind it is handed to the movement node,
+so it exists by then, as memory of its own: Inductor neither computes it later nor keeps its
+operands in its place. Behind the line, an op none of whose operands comes from behind it has one
+operand passed through a `barrier`; the others follow by their data. Movement nodes are chained in
+their order the same way. Within a line's bounds Inductor fuses as it likes.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterator
+from dataclasses import dataclass, field, fields
+from typing import Any
+
+import torch
+from torch import fx
+
+aten = torch.ops.aten
+
+#: views to Inductor, whatever their schemas say
+_SILENT_VIEWS = {aten._unsafe_view.default, aten.alias.default}
+#: ops that look at an operand's shape only, and so do not wait for its data
+_SHAPE_ONLY = {
+    aten.full_like, aten.zeros_like, aten.ones_like, aten.empty_like, aten.rand_like,
+    aten.randn_like, aten.new_empty, aten.new_zeros, aten.new_ones, aten.new_full,
+    aten.new_empty_strided,
+}  # fmt: skip
+#: one op to fx, several kernels to Inductor, of which some read one operand only
+_IN_PIECES = {
+    aten.cat, aten.stack, aten.index_put, aten._unsafe_index_put, aten.scatter, aten.scatter_add,
+    aten.scatter_reduce, aten.select_scatter, aten.slice_scatter,
+}  # fmt: skip
+#: what never fuses into its readers: handing it on costs nothing
+_EXTERN = {
+    aten.mm, aten.addmm, aten.bmm, aten.baddbmm, aten.convolution, aten.convolution_backward,
+}  # fmt: skip
+#: the operand that stays with the main kernel when such an op is taken apart
+_MAIN_OPERAND = {aten.addmm: 1, aten.baddbmm: 1}
+
+
+@dataclass(frozen=True)
+class MovementOps:
+    """The movement ops, as overloads. `barrier` takes (y, tokens) and returns y."""
+
+    start_out: Any
+    wait_out: Any
+    start_load: Any
+    wait_load: Any
+    barrier: Any
+
+    @classmethod
+    def of(cls, namespace: str) -> MovementOps:
+        """The ops that are registered under a namespace."""
+        packets = getattr(torch.ops, namespace)
+        return cls(**{f.name: getattr(packets, f.name).default for f in fields(cls)})
+
+    def among(self, node: fx.Node) -> bool:
+        return node.target in (self.start_out, self.wait_out, self.start_load, self.wait_load)
+
+
+def pin_order(module: fx.GraphModule, ops: MovementOps | None = None) -> int:
+    """Add edges so that Inductor runs `module`'s movement nodes where they stand.
+
+    Changes the graph in place and returns how many barriers it took. For aot_eager, which runs
+    nodes as they stand, there is no need of it. `ops` are offcompile's own unless given.
+    """
+    ops = MovementOps.of("offcompile") if ops is None else ops
+    if not any(ops.among(n) for n in module.graph.nodes):
+        return 0
+    _gather_parts(module.graph)
+    walk = _Walk(module.graph, ops, _last_uses(module.graph))
+    for node in list(module.graph.nodes):
+        if node.op == "call_function":
+            walk.at(node)
+    module.graph.lint()
+    module.recompile()
+    return walk.barriers
+
+
+@dataclass
+class _Walk:
+    graph: fx.Graph
+    ops: MovementOps
+    last_use: dict[fx.Node, int]
+    #: position of the node at hand
+    now: int = 0
+    #: the last line, and the last movement node of any kind
+    line: fx.Node | None = None
+    last: fx.Node | None = None
+    #: computed since the line, in order
+    since: list[fx.Node] = field(default_factory=list)
+    #: known to run behind the line
+    behind: set[fx.Node] = field(default_factory=set)
+    #: what was passed through a barrier since the line
+    passed: dict[fx.Node, fx.Node] = field(default_factory=dict)
+    #: start_out → what it copies from
+    leaving: dict[fx.Node, fx.Node] = field(default_factory=dict)
+    #: made from nothing, or from such: costs no memory that is ours to time
+    free: set[fx.Node] = field(default_factory=set)
+    barriers: int = 0
+
+    def __post_init__(self) -> None:
+        self.position = {n: i for i, n in enumerate(self.graph.nodes)}
+
+    def at(self, node: fx.Node) -> None:
+        self.now = self.position[node]
+        ops = self.ops
+        if node.target is ops.start_out:
+            self._fix(node)
+        elif node.target is ops.wait_load:
+            self._hold(node, 1, self._done_anyway())
+        elif node.target is ops.wait_out:
+            if node.args[1] is not None:
+                node.update_arg(1, self.leaving[_root(node.args[0])])
+            self._hold(node, 0, self._alive())
+            self._draw(node)
+        elif node.target is ops.start_load:
+            # its schema has a place for what it comes after
+            after = [*_nodes(node.args[6]), *self._alive(), *self._chain()]
+            node.update_arg(6, list(dict.fromkeys(after)))
+            self._draw(node)
+        elif not is_view(node):
+            self._compute(node)
+        if ops.among(node):
+            self.last = self._tensor(node)
+            self.behind.add(node)
+
+    def _compute(self, node: fx.Node) -> None:
+        if not _makes_tensor(node):
+            return
+        operands = [n for n in node.all_input_nodes if _is_tensor(n)]
+        packet = _packet(node)
+        real = [n for n in operands if _root(n) not in self.free]
+        if not real or packet in _SHAPE_ONLY:
+            self.free.add(node)
+            return
+        self.since.append(node)
+        if self.line is None:
+            return
+        loose = [n for n in real if not self._is_behind(n)]
+        if packet in _IN_PIECES:
+            for operand in loose:
+                self._pass(node, operand)
+        elif len(loose) == len(real):
+            self._pass(node, self._choose(node, loose))
+        self.behind.add(node)
+
+    def _is_behind(self, node: fx.Node) -> bool:
+        while node not in self.behind:
+            if not _passes_on(node):
+                return False
+            node = node.all_input_nodes[0]
+        return True
+
+    def _choose(self, node: fx.Node, operands: list[fx.Node]) -> fx.Node:
+        """What is passed already, else an input of the graph, else any; never what is written."""
+        written = set(_written(node))
+        fit = [n for n in operands if n not in written] or operands
+        main = _MAIN_OPERAND.get(_packet(node))
+        if main is not None:
+            return node.args[main]  # type: ignore[return-value]
+        return min(fit, key=lambda n: (n not in self.passed, _root(n).op != "placeholder"))
+
+    def _pass(self, node: fx.Node, operand: fx.Node) -> None:
+        assert self.line is not None
+        through = self.passed.get(operand)
+        if through is None:
+            through = self._barrier(node, operand, [self.line])
+            self.passed[operand] = through
+            self.behind.add(through)
+        node.replace_input_with(operand, through)
+
+    def _hold(self, node: fx.Node, index: int, tokens: list[fx.Node]) -> None:
+        """Run `node` after `tokens` and the movement node before it."""
+        tokens = [*tokens, *self._chain()]
+        held = node.args[index]
+        assert isinstance(held, fx.Node)
+        tokens = [t for t in dict.fromkeys(tokens) if t is not held]
+        if tokens:
+            node.update_arg(index, self._barrier(node, held, tokens))
+
+    def _fix(self, start_out: fx.Node) -> None:
+        """Have Inductor hand over the tensor in the strides that were traced, by which backward
+        rebuilds its views. If it laid the tensor out otherwise it makes a copy; the wait keeps
+        alive what is being copied, so it has to be given the same."""
+        held = start_out.args[0]
+        assert isinstance(held, fx.Node)
+        tokens = [] if self.last is None else [self.last]
+        fixed = self._barrier(start_out, held, tokens)
+        # Of an op's tag for exact strides Inductor takes notice only beside this entry.
+        values = fx.node.map_arg(fixed.args, lambda n: n.meta["val"])
+        fixed.meta["eager_input_vals"] = (values, {})
+        start_out.update_arg(0, fixed)
+        self.leaving[start_out] = fixed
+
+    def _barrier(self, before: fx.Node, held: fx.Node, tokens: list[fx.Node]) -> fx.Node:
+        with self.graph.inserting_before(before):
+            made = self.graph.call_function(self.ops.barrier, (held, tokens))
+        made.meta["val"] = held.meta["val"]
+        self.barriers += 1
+        return made
+
+    def _draw(self, node: fx.Node) -> None:
+        self.line = self._tensor(node)
+        self.since.clear()
+        self.behind.clear()
+        self.passed.clear()
+
+    def _tensor(self, node: fx.Node) -> fx.Node:
+        """What stands for a movement node that others come after."""
+        if node.target is not self.ops.start_load:
+            return node
+        for user in node.users:
+            if user.args[1] == 1:
+                return user
+        with self.graph.inserting_after(node):
+            part = self.graph.call_function(operator.getitem, (node, 1))
+        part.meta["val"] = node.meta["val"][1]
+        return part
+
+    def _chain(self) -> list[fx.Node]:
+        return [] if self.last is None else [self.last]
+
+    def _alive(self) -> list[fx.Node]:
+        """What was computed since the line and is needed later."""
+        return [part for node in self.since for part in self._needed(node)]
+
+    def _needed(self, node: fx.Node) -> Iterator[fx.Node]:
+        if _is_tensor(node):
+            if self.last_use[node] > self.now:
+                yield node
+            return
+        for user in node.users:
+            if _is_tensor(user) and self.last_use[user] > self.now:
+                yield user
+
+    def _done_anyway(self) -> list[fx.Node]:
+        """What to put before a wait so that it does not stall ops that stand before it: results
+        that exist as memory in any case; if none is left of the last such op, what followed it."""
+        extern = [i for i, n in enumerate(self.since) if _is_extern(n)]
+        if not extern:
+            return []
+        tokens = [t for i in extern for t in self._needed(self.since[i])]
+        if not any(True for _ in self._needed(self.since[extern[-1]])):
+            tokens += [t for n in self.since[extern[-1] + 1 :] for t in self._needed(n)]
+        return tokens
+
+
+def _gather_parts(graph: fx.Graph) -> None:
+    """Take the results of each op that returns several right behind it."""
+    for node in list(graph.nodes):
+        if node.target is operator.getitem:
+            node.args[0].append(node)
+
+
+def is_view(node: fx.Node) -> bool:
+    """Whether a node only looks at memory that another has made (or takes it out of a tuple)."""
+    if node.target is operator.getitem or node.target in _SILENT_VIEWS:
+        return True
+    if not isinstance(node.target, torch._ops.OpOverload):
+        return False
+    schema = node.target._schema
+    if schema.is_mutable:
+        return False
+    return any(r.alias_info is not None for r in schema.returns)
+
+
+def _root(node: fx.Node) -> fx.Node:
+    while _passes_on(node):
+        node = node.all_input_nodes[0]
+    return node
+
+
+def _last_uses(graph: fx.Graph) -> dict[fx.Node, int]:
+    """Position of the last node that needs a node's memory, be it through views."""
+    position = {n: i for i, n in enumerate(graph.nodes)}
+    last: dict[fx.Node, int] = {}
+    for node in reversed(graph.nodes):
+        uses = (last[u] if _passes_on(u) else position[u] for u in node.users)
+        last[node] = max(uses, default=position[node])
+    return last
+
+
+def _passes_on(node: fx.Node) -> bool:
+    return node.op == "call_function" and is_view(node)
+
+
+def _is_tensor(node: fx.Node) -> bool:
+    return isinstance(node.meta.get("val"), torch.Tensor)
+
+
+def _makes_tensor(node: fx.Node) -> bool:
+    value = node.meta.get("val")
+    return isinstance(value, torch.Tensor) or (
+        isinstance(value, tuple | list) and any(isinstance(v, torch.Tensor) for v in value)
+    )
+
+
+def _packet(node: fx.Node) -> Any:
+    return getattr(node.target, "overloadpacket", None)
+
+
+def _is_extern(node: fx.Node) -> bool:
+    packet = _packet(node)
+    return packet in _EXTERN or "scaled_dot_product" in str(packet)
+
+
+def _nodes(value: Any) -> list[fx.Node]:
+    return [v for v in value if isinstance(v, fx.Node)]
+
+
+def _written(node: fx.Node) -> Iterator[fx.Node]:
+    if isinstance(node.target, torch._ops.OpOverload):
+        for spec, arg in zip(node.target._schema.arguments, node.args, strict=False):
+            alias = spec.alias_info
+            if alias is not None and alias.is_write and isinstance(arg, fx.Node):
+                yield arg

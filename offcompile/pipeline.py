@@ -1,0 +1,227 @@
+"""From a captured graph to a running one: annotate → decide → order → rewrite, then lowering.
+
+One `Pipeline` is one compilation of one graph for given sizes and for what others hold; `backend`
+makes another when its plan no longer fits.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import sympy
+import torch
+from torch import fx
+
+from offcompile.ir import DEVICE, Infeasible, OffloadError, Problem, Timeline
+from offcompile.ir.units import show_bytes
+from offcompile.runtime.memory import return_freed_memory
+from offcompile.runtime.registry import runtime_for
+
+from .annotate import Annotated, annotate
+from .books import Entry
+from .costs import CostModel, costs_of_graph, open_cost_cache
+from .decide import Decided, decide
+from .dump import Compiled as Compilation
+from .dump import dump
+from .graphs import BACKWARD, FORWARD, Graphs, outputs_of
+from .log import log_compiled
+from .lower import Compiled, Halves, Phase
+from .lower_order import pin_order
+from .options import Options
+from .progress import Progress
+from .replay import worst_case
+from .report import PlanReport, remember
+from .rewrite import rewrite
+from .sizes import hint_of
+from .target import Target, reserve_bytes
+
+#: storages below this share of the largest are not worth a move
+SMALL_SHARE = 1 / 2048
+LEAST_MOVE_BYTES = 4096
+
+
+@dataclass
+class Pipeline:
+    """The hooks of one lowering. `sizes`: symbol → value that the plan is made for."""
+
+    options: Options
+    target: Target
+    name: str
+    entry: Entry
+    #: which arguments of the captured function are parameters
+    parameters: frozenset[int]
+    held_bytes: int = 0
+    sizes: Mapping[sympy.Symbol, int] = field(default_factory=dict)
+    report: PlanReport | None = None
+    _graphs: Graphs | None = None
+    _decided: Decided | None = None
+
+    # --- hooks of the lowering ----------------------------------------------------------------
+
+    def training(
+        self, forward: fx.GraphModule, backward: fx.GraphModule, num_outputs: int, inputs: Any
+    ) -> Halves | None:
+        """New graphs for forward and backward; None: they stay as they are."""
+        made = self._plan(Graphs(forward, backward, num_outputs, self.parameters))
+        if made is None:
+            return None
+        assert made.backward is not None
+        return made.forward, made.backward
+
+    def inference(self, graph: fx.GraphModule, inputs: Sequence[Any]) -> fx.GraphModule | None:
+        made = self._plan(Graphs(graph, None, len(outputs_of(graph)), self.parameters))
+        return None if made is None else made.forward
+
+    def ready(self, phase: Phase, compiled: Compiled) -> Compiled:
+        """Time each run of a compiled graph."""
+        report = self.report
+        if report is None:
+            return compiled
+        label = FORWARD if phase == "inference" else phase
+
+        def timed(arguments: list[Any]) -> Any:
+            began = time.perf_counter()
+            result = compiled(arguments)
+            report.observe(label, (time.perf_counter() - began) * 1e6)
+            if phase == BACKWARD:
+                self.entry.end()
+            return result
+
+        return timed
+
+    # --- the plan -----------------------------------------------------------------------------
+
+    def _plan(self, graphs: Graphs) -> Graphs | None:
+        options, target = self.options, self.target
+        budget = options.memory_bytes(target.device_bytes)
+        if budget is not None:
+            budget -= self.held_bytes
+            if budget <= 0:
+                raise Infeasible(
+                    f"{self.name}: other graphs of this model hold {show_bytes(self.held_bytes)},"
+                    " which is the whole budget.",
+                    -budget,
+                    f"Set memory to more than {show_bytes(self.held_bytes)}.",
+                )
+        with Progress(self.name) as progress:
+            annotated = self._annotate(graphs, progress)
+            decided = decide(
+                annotated.problem,
+                target.machine,
+                budget,
+                reserve_bytes,
+                options.policy,
+                options.seconds,
+                progress,
+            )
+        reserve = 0 if decided.fits else reserve_bytes(budget or decided.order.peak_bytes)
+        self.report = PlanReport(
+            name=self.name,
+            problem=annotated.problem,
+            machine=decided.machine,
+            result=decided.result,
+            budget_bytes=budget if budget is not None else decided.order.peak_bytes + reserve,
+            reserve_bytes=reserve,
+            worst_peak_bytes=decided.order.peak_bytes,
+            labels=annotated.labels,
+        )
+        self._graphs, self._decided = graphs, decided
+        self.entry.kept_bytes = kept_at_turn(annotated.problem, decided.result.timeline)
+        self.entry.trains = graphs.backward is not None
+        made = None if decided.fits else self._rewrite(graphs, annotated, decided, reserve)
+        remember(self.report)
+        said = Compilation(
+            self.report,
+            dict(graphs),
+            {} if made is None else dict(made),
+            "\n".join(map(str, decided.order.steps)),
+        )
+        log_compiled(said)
+        if options.dump is not None:
+            dump(options.dump, self.name, said)
+        return made
+
+    def _annotate(self, graphs: Graphs, progress: Callable[[str], None]) -> Annotated:
+        hint = hint_of(self.sizes)
+        measure = self.options.hardware is None
+        model = CostModel(
+            self.target.profile,
+            measure=measure,
+            lowering=self.options.lowering,
+            cache=open_cost_cache() if measure else None,
+            progress=progress,
+        )
+        costs = {
+            (phase, name): cost
+            for phase, module in graphs
+            for name, cost in costs_of_graph(module.graph, model, hint).items()
+        }
+        self._costs = costs
+        self._min_move = LEAST_MOVE_BYTES
+        found = annotate(graphs, costs, hint, LEAST_MOVE_BYTES)
+        largest = max((t.nbytes for t in found.problem.tensors if not t.pinned), default=0)
+        if largest * SMALL_SHARE > LEAST_MOVE_BYTES:
+            self._min_move = int(largest * SMALL_SHARE)
+            found = annotate(graphs, costs, hint, self._min_move)
+        return found
+
+    def _rewrite(
+        self, graphs: Graphs, annotated: Annotated, decided: Decided, reserve: int
+    ) -> Graphs:
+        foreign = _foreign_device(graphs)
+        if foreign is not None:
+            raise OffloadError(
+                f"{self.name} runs on {foreign}, and its activations would have to move to stay"
+                f" within {show_bytes(decided.machine.tier[DEVICE].capacity_bytes or 0)}; so far"
+                " only CPU graphs can move. Set memory to None, or run on the CPU."
+            )
+        return_freed_memory()
+        settings = self.target.runtime(reserve)
+        runtime_for(settings.key)  # opens the spill files: what is wrong with them shows now
+        made = rewrite(graphs, annotated, decided.result.plan, decided.order, settings.key)
+        if self.options.lowering == "inductor":
+            for _, module in made.graphs:
+                pin_order(module)
+        return made.graphs
+
+    # --- later sizes --------------------------------------------------------------------------
+
+    def peak_at(self, sizes: Mapping[sympy.Symbol, int]) -> int:
+        """What the same order would hold at other sizes."""
+        assert self._graphs is not None and self._decided is not None
+        found = annotate(self._graphs, self._costs, hint_of(sizes), self._min_move)
+        reserve = self.report.reserve_bytes if self.report else 0
+        return (
+            worst_case(found.problem, self._decided.result.plan, self._decided.order.steps)
+            + reserve
+        )
+
+
+def kept_at_turn(problem: Problem, timeline: Timeline) -> int:
+    """Bytes that forward leaves on the device for backward; weights and inputs not counted."""
+    phases = {op.id: op.phase for op in problem.ops}
+    backward = [s.start_ns for s in timeline.spans if phases.get(s.id) == BACKWARD]
+    if not backward:
+        return 0
+    turn = min(backward)
+    made = {t for s in timeline.spans if s.start_ns < turn for t in _written_by(problem, s.id)}
+    gone = {f.tensor for f in timeline.freed if f.tier == DEVICE and f.time_ns <= turn}
+    homeless = (t for t in problem.tensors if t.home is None)
+    return sum(t.nbytes for t in homeless if t.id in made and t.id not in gone)
+
+
+def _written_by(problem: Problem, span: str) -> tuple[str, ...]:
+    op = problem.op.get(span)
+    return op.writes if op is not None else ()
+
+
+def _foreign_device(graphs: Graphs) -> str | None:
+    for _, module in graphs:
+        for node in module.graph.nodes:
+            value = node.meta.get("val")
+            if isinstance(value, torch.Tensor) and value.device.type != "cpu":
+                return str(value.device)
+    return None

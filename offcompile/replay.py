@@ -1,0 +1,62 @@
+"""What an order holds at most, reckoned from its steps alone: for sizes it was not made for."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from offcompile.ir import DEVICE, Plan, Problem
+
+from .order import ProgramStep, Run, Start
+
+
+@dataclass
+class _Stay:
+    """One stretch of a tensor on the device, by places in the order."""
+
+    begin: int
+    last: int
+    moves: set[str] = field(default_factory=set)
+
+
+def worst_case(problem: Problem, plan: Plan, steps: Sequence[ProgramStep]) -> int:
+    """Most device bytes at any step, if every copy out takes until it is waited for.
+
+    `problem` may have other sizes than the one that the order was made for, but the same ops.
+    """
+    moves = {m.id: m for m in plan.moves}
+    waited = {s.move: i for i, s in enumerate(steps) if not isinstance(s, Run | Start)}
+    stays: dict[str, list[_Stay]] = {
+        t.id: [_Stay(0, 0)] for t in problem.tensors if t.home == DEVICE
+    }
+    for i, step in enumerate(steps):
+        if isinstance(step, Run):
+            op = problem.op[step.name.partition("@")[0]]
+            for t in op.writes:
+                if t not in op.reads and problem.tensor[t].home is None:
+                    stays.setdefault(t, []).append(_Stay(i, i))
+            for t in op.operands:
+                stays[t][-1].last = i
+        elif isinstance(step, Start):
+            move = moves[step.move]
+            if move.target == DEVICE:
+                stays.setdefault(move.tensor, []).append(_Stay(i, i))
+            elif move.source == DEVICE:
+                stays[move.tensor][-1].moves.add(move.id)
+    change = [0] * (len(steps) + 2)
+    for t, several in stays.items():
+        tensor = problem.tensor[t]
+        for stay in several:
+            end = max([stay.last, *(waited.get(m, len(steps)) for m in stay.moves)])
+            if problem.must_survive(t) or tensor.home is not None:
+                end = len(steps)
+            change[stay.begin] += tensor.nbytes
+            change[end + 1] -= tensor.nbytes
+    held = most = 0
+    for i, step in enumerate(steps):
+        held += change[i]
+        own = 0
+        if isinstance(step, Run):
+            own = problem.op[step.name.partition("@")[0]].workspace_bytes
+        most = max(most, held + own)
+    return most

@@ -1,0 +1,285 @@
+"""What a compiled graph was planned to do, and what it did: the record people read."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from offcompile.cli_tables import size
+from offcompile.decide import floor_of
+from offcompile.explain import Fate, fates, print_fate
+from offcompile.ir import DEVICE, PHASES, Machine, OffloadError, Plan, Problem, Timeline
+from offcompile.ir.jsonio import machine_to_json, plan_to_json, problem_to_json
+from offcompile.ir.units import show_bytes, show_us
+from offcompile.planner import PlanResult
+from offcompile.timelines import moved_bytes, settled_spans, timeline_to_json, to_trace
+
+#: steps per phase that the measured time is the median of
+STEPS_REMEMBERED = 512
+
+
+@dataclass(frozen=True, eq=False)
+class PlanReport:
+    """One compiled graph: its problem, its plan, the certificate, and the steps measured so far.
+
+    `machine` has what the plan may use of the device: the budget less `reserve_bytes`.
+    """
+
+    name: str
+    problem: Problem
+    machine: Machine
+    result: PlanResult
+    budget_bytes: int
+    #: what the runtime itself takes of the budget
+    reserve_bytes: int = 0
+    #: most the plan's bytes reach in the order that runs, however fast the lanes are;
+    #: None: take the timeline's peak
+    worst_peak_bytes: int | None = None
+    #: tensor or op id → what people know it by (module path, shape)
+    labels: Mapping[str, str] = field(default_factory=dict, repr=False)
+    _steps_us: dict[str, list[float]] = field(default_factory=dict, init=False, repr=False)
+
+    # --- planned ----------------------------------------------------------------------------
+
+    @property
+    def plan(self) -> Plan:
+        return self.result.plan
+
+    @property
+    def timeline(self) -> Timeline:
+        return self.result.timeline
+
+    @property
+    def policy(self) -> str:
+        return self.result.policy
+
+    @property
+    def lower_bound_us(self) -> float:
+        return self.result.lower_bound_us
+
+    @property
+    def gap(self) -> float:
+        """Planned time over the lower bound, less one."""
+        return self.result.gap
+
+    @property
+    def planned_us(self) -> float:
+        return self.result.makespan_us
+
+    @property
+    def planned_peak_bytes(self) -> int:
+        """Most of the device held at once, the runtime's reserve included."""
+        peak = self.worst_peak_bytes
+        if peak is None:
+            peak = self.timeline.peak_bytes.get(DEVICE, 0)
+        return peak + self.reserve_bytes
+
+    @cached_property
+    def floor_bytes(self) -> int:
+        """What the device holds at the least when whatever can move has moved."""
+        return floor_of(self.problem, self._machine_for) + self.reserve_bytes
+
+    def _machine_for(self, device_bytes: int) -> Machine:
+        return self.machine.with_capacity(DEVICE, device_bytes)
+
+    @property
+    def fits(self) -> bool:
+        """Whether everything stays on the device, so that the graphs are untouched."""
+        plan = self.plan
+        on_host = any(update.where != DEVICE for update in plan.updates)
+        return not (plan.moves or plan.directs or plan.recomputes or on_host)
+
+    # --- measured ---------------------------------------------------------------------------
+
+    def observe(self, phase: str, us: float) -> None:
+        """One run of a phase took so long."""
+        if phase not in PHASES:
+            raise ValueError(f"{phase!r} is no phase; there are {', '.join(PHASES)}")
+        runs_us = self._steps_us.setdefault(phase, [])
+        runs_us.append(us)
+        if len(runs_us) > STEPS_REMEMBERED:
+            del runs_us[: STEPS_REMEMBERED // 2]
+
+    @property
+    def measured_us(self) -> float | None:
+        """The median step: of each phase, added up. None until every phase has run."""
+        needed = {op.phase for op in self.problem.ops}
+        if not needed or not all(self._steps_us.get(phase) for phase in needed):
+            return None
+        return sum(median(list(self._steps_us[phase])) for phase in needed)
+
+    @property
+    def measured_over_planned(self) -> float | None:
+        measured_us = self.measured_us
+        if measured_us is None or self.planned_us <= 0:
+            return None
+        return measured_us / self.planned_us
+
+    # --- said -------------------------------------------------------------------------------
+
+    def summary(self) -> str:
+        """The certificate in one line."""
+        bound = f"bound {show_us(self.lower_bound_us)}, gap {100 * self.gap:.2f}%"
+        peak = f"peak {size(self.planned_peak_bytes)} of {size(self.budget_bytes)}"
+        if self.fits:
+            return f"{self.name}: fits, nothing moves; {show_us(self.planned_us)}, {bound}; {peak}"
+        out, back = self._moved_bytes(DEVICE, None), self._moved_bytes(None, DEVICE)
+        again = (
+            f", {_count(len(self.plan.recomputes), 'op')} recomputed"
+            if self.plan.recomputes
+            else ""
+        )
+        return (
+            f"{self.name}: planned {show_us(self.planned_us)}, {bound}; {peak}; per step "
+            f"{size(out)} out, {size(back)} in{again} ({self.policy})"
+        )
+
+    def to_text(self) -> str:
+        facts = list(self._facts())
+        width = max(len(name) for name, _ in facts)
+        lines = [self.name, *(f"  {name:{width}}  {value}" for name, value in facts)]
+        if self.plan.moves:
+            lines += ["", "  what moves, per step", *(f"    {row}" for row in self._traffic())]
+        return "\n".join(lines)
+
+    __str__ = to_text
+
+    def fates(self) -> tuple[Fate, ...]:
+        """What becomes of each tensor; those that cost the step most first."""
+        return fates(self.problem, self.machine, self.plan, self.timeline)
+
+    def explain(self, limit: int | None = None) -> str:
+        """For each tensor where it lives, when it goes and returns, and why; the dearest first."""
+        every = self.fates()
+        shown = every if limit is None else every[:limit]
+        said = [print_fate(fate, self.labels.get(fate.tensor.id, "")) for fate in shown]
+        if len(shown) < len(every):
+            said.append(f"… and {len(every) - len(shown)} more")
+        return "\n".join(said) if said else "no tensors"
+
+    def to_json(self) -> dict[str, Any]:
+        """All of it, as plain values."""
+        return {
+            "name": self.name,
+            "policy": self.policy,
+            "fits": self.fits,
+            "budget_bytes": self.budget_bytes,
+            "reserve_bytes": self.reserve_bytes,
+            "floor_bytes": self.floor_bytes,
+            "planned_peak_bytes": self.planned_peak_bytes,
+            "planned_us": self.planned_us,
+            "lower_bound_us": self.lower_bound_us,
+            "bound_method": self.result.bound_method,
+            "gap": self.gap,
+            "measured_us": self.measured_us,
+            "measured_over_planned": self.measured_over_planned,
+            "planning_seconds": self.result.seconds,
+            "labels": dict(self.labels),
+            "problem": problem_to_json(self.problem),
+            "machine": machine_to_json(self.machine),
+            "plan": plan_to_json(self.plan),
+            "timeline": timeline_to_json(self.timeline),
+        }
+
+    def save_trace(self, path: str | Path) -> None:
+        """The planned lanes, as JSON that Perfetto (ui.perfetto.dev) and Chrome open."""
+        trace = to_trace(self.problem, self.plan, self.timeline)
+        try:
+            Path(path).write_text(json.dumps(trace), "utf-8")
+        except OSError as error:
+            raise OffloadError(f"The trace cannot be written: {error}") from error
+
+    # --- parts ------------------------------------------------------------------------------
+
+    def _facts(self) -> Iterator[tuple[str, str]]:
+        yield "budget", show_bytes(self.budget_bytes)
+        if self.reserve_bytes:
+            yield "", f"of which the runtime takes {show_bytes(self.reserve_bytes)}"
+        yield "planned peak", show_bytes(self.planned_peak_bytes)
+        yield "floor", f"{show_bytes(self.floor_bytes)}; moving cannot do with less"
+        yield "plan", self._census()
+        yield "policy", f"{self.policy}, planned in {self.result.seconds:.1f} s"
+        yield (
+            "planned step",
+            f"{show_us(self.planned_us)}, {100 * self.gap:.2f}% above the bound of "
+            f"{show_us(self.lower_bound_us)} that no plan can beat",
+        )
+        measured_us, ratio = self.measured_us, self.measured_over_planned
+        if measured_us is None:
+            yield "measured step", "not yet run"
+        else:
+            times = "" if ratio is None else f", {ratio:.2f} × planned"
+            runs = min(len(self._steps_us[p]) for p in {op.phase for op in self.problem.ops})
+            yield "measured step", f"{show_us(measured_us)}{times} (median of {runs})"
+
+    def _census(self) -> str:
+        if self.fits:
+            return "everything fits; nothing moves and the graphs are untouched"
+        spans = settled_spans(self.timeline)
+        plan = self.plan
+        again_us = sum(
+            (spans[r.id].end_ns - spans[r.id].start_ns) / 1000
+            for r in plan.recomputes
+            if r.id in spans
+        )
+        on_host = sum(update.where != DEVICE for update in plan.updates)
+        moving = len({move.tensor for move in plan.moves})
+        parts = {
+            f"moving: {_count(moving, 'tensor')}": moving,
+            f"run again: {_count(len(plan.recomputes), 'op')}, {show_us(again_us)}": len(
+                plan.recomputes
+            ),
+            f"accessed in place: {_count(len(plan.directs), 'operand')}": len(plan.directs),
+            f"run on the host: {_count(on_host, 'update')}": on_host,
+        }
+        return "; ".join(said for said, there_is in parts.items() if there_is)
+
+    def _traffic(self) -> Iterator[str]:
+        """Bytes per step by kind and way."""
+        nbytes: Counter[tuple[str, str, str]] = Counter()
+        moves: Counter[tuple[str, str, str]] = Counter()
+        for move in self.plan.moves:
+            key = (self.problem.tensor[move.tensor].kind, move.source, move.target)
+            nbytes[key] += moved_bytes(self.problem, move.tensor, move.codec)
+            moves[key] += 1
+        rows = [
+            (kind, f"{source} → {target}", _count(moves[key], "move"), size(nbytes[key]))
+            for key in sorted(nbytes)
+            for kind, source, target in [key]
+        ]
+        widths = [max(len(row[i]) for row in rows) for i in range(4)]
+        for kind, way, count, total in rows:
+            yield (
+                f"{kind:{widths[0]}}  {way:{widths[1]}}  {count:>{widths[2]}}  {total:>{widths[3]}}"
+            )
+
+    def _moved_bytes(self, source: str | None, target: str | None) -> int:
+        """Bytes per step that leave `source` or reach `target`."""
+        return sum(
+            moved_bytes(self.problem, move.tensor, move.codec)
+            for move in self.plan.moves
+            if source in (None, move.source) and target in (None, move.target)
+        )
+
+
+def _count(count: int, noun: str) -> str:
+    return f"{count} {noun}{'' if count == 1 else 's'}"
+
+
+_remembered: list[PlanReport] = []
+
+
+def remember(report: PlanReport) -> None:
+    """Keep the report of a graph that was compiled in this process."""
+    _remembered.append(report)
+
+
+def reports() -> list[PlanReport]:
+    """Of every graph compiled in this process, in order."""
+    return list(_remembered)

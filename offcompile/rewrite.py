@@ -1,0 +1,308 @@
+"""Movement written into the graphs: the static order of a plan becomes nodes.
+
+Both graphs are built anew by walking the order. Before → after, for an activation `x` that
+forward makes, backward needs, and the plan sends to the host in between:
+
+    forward    x = op(a)            x = op(a)
+               return y, x          ticket = start_out(x); …; sent = wait_out(ticket, x)
+                                    return y, sent
+    backward   (x)                  (sent)
+               g = op_b(x)          buffer, load = start_load(sent); …
+                                    x_1 = wait_load(buffer, load); g = op_b(x_1)
+
+Views travel with their storage: they are made again from what comes back. An op that the plan
+runs again is copied to where it runs again.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+import torch
+from torch import fx
+
+from offcompile.ir import DEVICE, BrokenPlan, Move, Plan
+from offcompile.runtime import ops
+
+from .annotate import Annotated, Place
+from .graphs import BACKWARD, FORWARD, Graphs, aliased_input, is_getitem
+from .order import Order, ProgramStep, Run, Start
+from .resave import Saved, finish_backward, finish_forward, new_placeholder
+from .sizes import SizeMaker
+
+
+@dataclass(frozen=True)
+class Rewritten:
+    """The new graphs, and which node of which graph each step of the order became."""
+
+    graphs: Graphs
+    nodes: Mapping[ProgramStep, Place]
+
+
+def rewrite(
+    graphs: Graphs, annotated: Annotated, plan: Plan, order: Order, runtime: str
+) -> Rewritten:
+    """New graphs for the plan's order. The given ones are left as they are.
+
+    `runtime` names the runtime that the movement nodes will run on.
+    """
+    tables = _Tables(graphs, annotated, {m.id: m for m in plan.moves}, runtime)
+    forward = _Half(tables, FORWARD, graphs.forward, None)
+    forward.walk(order.forward())
+    if graphs.backward is None:
+        forward.walk(order.backward())
+        module = finish_forward(forward, graphs, None)
+        return Rewritten(Graphs(module, None, graphs.num_outputs), forward.nodes)
+    backward = _Half(tables, BACKWARD, graphs.backward, forward)
+    backward.walk(order.backward())
+    module_b = finish_backward(backward)
+    module_f = finish_forward(forward, graphs, backward)
+    nodes = {**forward.nodes, **backward.nodes}
+    return Rewritten(Graphs(module_f, module_b, graphs.num_outputs), nodes)
+
+
+@dataclass
+class _Tables:
+    graphs: Graphs
+    annotated: Annotated
+    moves: Mapping[str, Move]
+    runtime: str
+    #: (phase, storage) → names of the nodes that look at it
+    viewers: dict[tuple[str, str], list[str]] = field(default_factory=dict)
+    old: dict[str, dict[str, fx.Node]] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        for (phase, name), storage in self.annotated.storage_of.items():
+            self.viewers.setdefault((phase, storage), []).append(name)
+        self.old = {p: {n.name: n for n in m.graph.nodes} for p, m in self.graphs}
+
+    def base(self, storage: str) -> fx.Node:
+        """The old node that made the storage."""
+        phase, name = self.annotated.base_of[storage]
+        return self.old[phase][name]
+
+
+class _Half:
+    """One graph under construction. `old` nodes are those of the graph as it was."""
+
+    def __init__(
+        self, tables: _Tables, phase: str, module: fx.GraphModule, forward: _Half | None
+    ) -> None:
+        self.tables, self.phase, self.module, self.forward = tables, phase, module, forward
+        self.old = tables.old[phase]
+        self.graph = fx.Graph()
+        self.sizes = SizeMaker(self.graph)
+        self.nodes: dict[ProgramStep, Place] = {}
+        #: old node of this graph → its node as things stand
+        self.new: dict[str, fx.Node] = {}
+        #: old node of forward → its value made again in backward
+        self.again: dict[str, fx.Node] = {}
+        #: storage → the node that spans it as things stand
+        self.base: dict[str, fx.Node] = {}
+        #: (storage, tier) → what stands for the bytes there
+        self.tickets: dict[tuple[str, str], fx.Node] = {}
+        self.loads: dict[str, tuple[fx.Node, fx.Node]] = {}
+        #: placeholders of backward that forward must fill → with what
+        self.saved: dict[fx.Node, Saved] = {}
+        for node in module.graph.find_nodes(op="placeholder"):
+            self.placeholder(node)
+
+    def placeholder(self, node: fx.Node) -> None:
+        new = self.graph.node_copy(node)
+        self.new[node.name] = new
+        self.sizes.learn(new)
+        storage = self.tables.annotated.storage_of.get((self.phase, node.name))
+        if storage is not None and self.tables.annotated.base_of[storage][1] == node.name:
+            self.base[storage] = new
+        if self.forward is not None and node.name in self.forward.old:
+            self.saved[new] = Saved(node=node.name)
+
+    def walk(self, steps: tuple[ProgramStep, ...]) -> None:
+        for step in steps:
+            if isinstance(step, Run):
+                made = self.run(step.name)
+            else:
+                move = self.tables.moves[step.move]
+                begins = isinstance(step, Start)
+                if move.source == DEVICE:
+                    made = self.start_out(move) if begins else self.wait_out(move)
+                elif move.target == DEVICE:
+                    made = self.start_load(move) if begins else self.wait_load(move)
+                else:
+                    raise BrokenPlan(
+                        f"move {move.id} goes from {move.source} to {move.target}, which the"
+                        " runtime cannot do in one step. Please report this plan."
+                    )
+            self.nodes[step] = (self.phase, made.name)
+
+    # --- values ---------------------------------------------------------------------------------
+
+    def value(self, node: fx.Node) -> fx.Node:
+        """The new node for an old one of this graph, as things stand."""
+        found = self.new.get(node.name)
+        if found is not None:
+            return found
+        if node.op == "placeholder":  # its storage has been brought back, or made again
+            storage = self.tables.annotated.storage_of[self.phase, node.name]
+            new = self.view(node, storage)
+        else:
+            new = self.copy(node)
+        self.new[node.name] = new
+        return new
+
+    def copy(self, node: fx.Node) -> fx.Node:
+        new = self.graph.node_copy(node, self.value)
+        self.sizes.learn(new)
+        return new
+
+    def view(self, like: fx.Node, storage: str) -> fx.Node:
+        """What `like` looked at, seen through the node that spans its storage now."""
+        base = self.base[storage]
+        value, whole = like.meta["val"], base.meta["val"]
+        if _same_place(value, whole):
+            return base
+        size, stride = self.sizes.make(value.shape), self.sizes.make(value.stride())
+        offset = self.sizes.node(value.storage_offset())
+        new = self.graph.call_function(
+            torch.ops.aten.as_strided.default, (base, size, stride, offset)
+        )
+        new.meta = {k: v for k, v in like.meta.items() if k in ("val", "tensor_meta")}
+        return new
+
+    def rebase(self, storage: str, base: fx.Node) -> None:
+        """From here on `base` spans the storage; what looked at it before is made anew."""
+        for name in self.tables.viewers.get((self.phase, storage), ()):
+            self.new.pop(name, None)
+        for name in self.tables.viewers.get((FORWARD, storage), ()):
+            self.again.pop(name, None)
+        self.base[storage] = base
+        phase, name = self.tables.annotated.base_of[storage]
+        (self.new if phase == self.phase else self.again)[name] = base
+
+    def span(self, storage: str) -> fx.Node:
+        """The node that spans a storage which is on the device."""
+        if storage not in self.base:
+            phase, name = self.tables.annotated.base_of[storage]
+            if phase == self.phase:
+                self.base[storage] = self.value(self.old[name])
+            else:
+                self.base[storage] = self.take(Saved(node=name), self.tables.base(storage))
+        return self.base[storage]
+
+    def take(self, what: Saved, like: fx.Node) -> fx.Node:
+        """A placeholder of backward for something that forward will hand over."""
+        for new, known in self.saved.items():
+            if known == what:
+                return new
+        new = new_placeholder(self.graph, what.name, like.meta["val"])
+        self.saved[new] = what
+        return new
+
+    # --- ops ------------------------------------------------------------------------------------
+
+    def run(self, name: str) -> fx.Node:
+        op = name.partition("@")[0]
+        phase, node_name = self.tables.annotated.node_of[op]
+        node = self.tables.old[phase][node_name]
+        if phase == self.phase:
+            new = self.copy(node)
+            self.new[node.name] = new
+        else:
+            new = self.graph.node_copy(node, self.from_forward)
+            self.again[node.name] = new
+        for made in _made_by(node):
+            storage = self.tables.annotated.storage_of.get((phase, made.name))
+            if storage is None or self.tables.annotated.base_of[storage] != (phase, made.name):
+                continue
+            self.rebase(storage, new if made is node else self.graph.node_copy(made, lambda _: new))
+        return new
+
+    def from_forward(self, node: fx.Node) -> fx.Node:
+        """A value of forward, wanted in backward."""
+        found = self.again.get(node.name)
+        if found is not None:
+            return found
+        value = node.meta.get("val")
+        if isinstance(value, torch.SymInt):
+            new = self.sizes.node(value)
+            if isinstance(new, fx.Node):
+                return new
+        storage = self.tables.annotated.storage_of.get((FORWARD, node.name))
+        if storage is None:
+            raise BrokenPlan(
+                f"the plan computes again what needs {node.name}, which has no storage."
+                " Please report this model."
+            )
+        self.span(storage)
+        self.again[node.name] = self.view(node, storage)
+        return self.again[node.name]
+
+    # --- moves ----------------------------------------------------------------------------------
+
+    def start_out(self, move: Move) -> fx.Node:
+        source = self.span(move.tensor)
+        args = (source, move.id, move.target, move.lane, self.tables.runtime)
+        ticket = self.graph.call_function(ops.start_out, args)
+        ticket.meta["val"] = _like_ticket(source.meta["val"])
+        self.tickets[move.tensor, move.target] = ticket
+        return ticket
+
+    def wait_out(self, move: Move) -> fx.Node:
+        ticket = self.ticket(move.tensor, move.target)
+        # begun in forward and awaited in backward: there the lane alone keeps the source
+        begun_here = ticket.op != "placeholder"
+        args = (ticket, self.span(move.tensor) if begun_here else None)
+        waited = self.graph.call_function(ops.wait_out, args)
+        waited.meta["val"] = ticket.meta["val"]
+        self.tickets[move.tensor, move.target] = waited
+        return waited
+
+    def ticket(self, storage: str, tier: str) -> fx.Node:
+        found = self.tickets.get((storage, tier))
+        if found is None:
+            assert self.forward is not None, f"{storage} never went to {tier}"
+            like = self.forward.tickets[storage, tier]
+            found = self.take(Saved(ticket_of=storage, tier=tier), like)
+            self.tickets[storage, tier] = found
+        return found
+
+    def start_load(self, move: Move) -> fx.Node:
+        ticket = self.ticket(move.tensor, move.source)
+        like = self.tables.base(move.tensor).meta["val"]
+        size, stride = self.sizes.make(like.shape), self.sizes.make(like.stride())
+        args = (ticket, size, stride, like.dtype, move.id, move.lane, [])
+        both = self.graph.call_function(ops.start_load, args)
+        buffer = self.graph.call_function(operator.getitem, (both, 0))
+        load = self.graph.call_function(operator.getitem, (both, 1))
+        buffer.meta["val"] = like.new_empty_strided(like.shape, like.stride())
+        load.meta["val"] = _like_ticket(like)
+        both.meta["val"] = (buffer.meta["val"], load.meta["val"])
+        self.loads[move.id] = (buffer, load)
+        return both
+
+    def wait_load(self, move: Move) -> fx.Node:
+        args = self.loads.pop(move.id)
+        here = self.graph.call_function(ops.wait_load, args)
+        here.meta["val"] = args[0].meta["val"]
+        self.rebase(move.tensor, here)
+        return here
+
+
+def _made_by(node: fx.Node) -> list[fx.Node]:
+    """The nodes that hold what an op makes: its parts, or itself."""
+    parts = [u for u in node.users if is_getitem(u) and aliased_input(u) is None]
+    return parts or [node]
+
+
+def _like_ticket(like: torch.Tensor) -> torch.Tensor:
+    """A ticket as the graph's fake tensors are."""
+    with like.fake_mode:
+        return torch.empty((1,), dtype=torch.int64, device="cpu")
+
+
+def _same_place(a: torch.Tensor, b: torch.Tensor) -> bool:
+    return (
+        a.shape == b.shape and a.stride() == b.stride() and a.storage_offset() == b.storage_offset()
+    )

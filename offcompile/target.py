@@ -1,0 +1,75 @@
+"""What a graph will run on: which device, how much of it, over which links, with which runtime."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+
+from offcompile.hardware import HardwareProfile, load_profile
+from offcompile.ir import DEVICE, Machine
+from offcompile.runtime.directories import check_directory, default_directory
+from offcompile.runtime.memory import machine_memory_bytes
+from offcompile.runtime.registry import RuntimeSettings
+
+from .options import Options, default_spill
+from .this_machine import this_machine, to_cpu_machine
+
+KIB, MIB = 1 << 10, 1 << 20
+#: what the runtime takes of a budget for its own: staging for two lanes, two chunks each, and
+#: reload buffers that stay mapped between steps (first touch is slower than the disk)
+RESERVE_SHARE, LEAST_RESERVE, MOST_RESERVE = 24, 512 * KIB, 64 * MIB
+CHUNK_SHARE, LEAST_CHUNK, MOST_CHUNK = 8, 64 * KIB, 4 * MIB
+
+
+@dataclass(frozen=True)
+class Target:
+    """The CPU target: the device is a budget of RAM, the slow tiers are files."""
+
+    profile: HardwareProfile
+    directories: tuple[Path, ...]
+    device_bytes: int
+    host_bytes: int | None
+
+    def machine(self, device_bytes: int) -> Machine:
+        whole = to_cpu_machine(self.profile, None, self.host_bytes)
+        return whole.with_capacity(DEVICE, device_bytes)
+
+    def runtime(self, reserve: int) -> RuntimeSettings:
+        """The runtime whose buffers take `reserve` bytes."""
+        chunk = reserve // CHUNK_SHARE // LEAST_CHUNK * LEAST_CHUNK
+        return RuntimeSettings(
+            target="cpu",
+            directories=tuple(str(d) for d in self.directories),
+            host_bytes=self.host_bytes,
+            arena_bytes=reserve,
+            chunk_bytes=min(max(chunk, LEAST_CHUNK), MOST_CHUNK),
+        )
+
+
+def reserve_bytes(budget_bytes: int) -> int:
+    """What the runtime's arena takes of a budget: a power of two, so that models share arenas."""
+    share = 1 << max(0, (budget_bytes // RESERVE_SHARE).bit_length() - 1)
+    return min(max(share, LEAST_RESERVE), MOST_RESERVE)
+
+
+def target_for(options: Options, progress: Callable[[str], None] | None = None) -> Target:
+    """Checks the spill directories and measures the machine, unless a profile is named."""
+    directories = options.spill
+    if directories == default_spill():
+        directories = (default_directory(),)
+    for directory in directories:
+        check_directory(directory)
+    if options.hardware is not None:
+        profile = load_profile(options.hardware)
+    else:
+        profile = _measured(directories, progress)
+    return Target(profile, directories, machine_memory_bytes(), options.host_memory)
+
+
+@cache
+def _measured(
+    directories: tuple[Path, ...], progress: Callable[[str], None] | None
+) -> HardwareProfile:
+    return this_machine(directories, progress=progress)

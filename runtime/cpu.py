@@ -1,0 +1,207 @@
+"""The CPU as a device: memory is a budget of RAM, slots lie in spill files, lanes are threads.
+
+Nothing is staged where it can be helped. Direct I/O wants pages; a tensor begins somewhere inside
+one. So a slot keeps the tensor at the place within its first page that it had in memory: the
+whole pages in its middle go straight from the tensor to the file, only its ragged first and last
+page pass through staging, and a load puts the file's pages into pages as they are, with the
+buffer beginning inside the first.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+
+import numpy as np
+import torch
+
+from offcompile.ir import OffloadError
+
+from .arena import Arena, Block
+from .device import Copy, Device, Label, Point, Slot, Waited
+from .lanes import Job, Lanes
+from .spill import Extent, SpillFull, SpillStore
+from .tickets import telling
+
+PAGE_BYTES = 4096
+#: smaller tensors are staged as a whole: one write instead of three
+STAGED_BYTES = 256 << 10
+#: generated kernels expect at least this of a buffer
+ALIGNMENT_BYTES = 16
+_WRITABLE = 0x200
+
+_memory = ctypes.pythonapi.PyMemoryView_FromMemory
+_memory.restype = ctypes.py_object
+_memory.argtypes = (ctypes.c_void_p, ctypes.c_ssize_t, ctypes.c_int)
+
+
+def _pages(nbytes: int) -> int:
+    return -(-nbytes // PAGE_BYTES) * PAGE_BYTES
+
+
+class CpuSlot(Slot):
+    """An extent of a spill store; the tensor begins `skew_bytes` into its first page."""
+
+    __slots__ = ("extent", "nbytes", "padded_bytes", "skew_bytes", "store", "tier")
+
+    def __init__(self, store: SpillStore, tier: str, nbytes: int, skew_bytes: int) -> None:
+        self.store = store
+        self.tier = tier
+        self.nbytes = nbytes
+        self.skew_bytes = skew_bytes
+        self.padded_bytes = _pages(max(skew_bytes + nbytes, 1))
+        self.extent: Extent = store.allocate(self.padded_bytes)
+
+    @property
+    def where(self) -> str:
+        return ", ".join(str(directory) for directory in self.store.directories)
+
+    def free(self) -> None:
+        self.store.release(self.extent)
+
+
+class CpuDevice(Device):
+    """stores: the store of each tier, fastest first; a tier that is full yields to the next.
+
+    chunk_bytes: most that one system call reads or writes.
+    """
+
+    name = "cpu"
+
+    def __init__(
+        self, arena: Arena, stores: Mapping[str, SpillStore], chunk_bytes: int = 8 << 20
+    ) -> None:
+        if chunk_bytes < PAGE_BYTES:
+            raise OffloadError(f"chunk_bytes is {chunk_bytes}: it must be at least {PAGE_BYTES}.")
+        self.arena = arena
+        self.stores = dict(stores)
+        self.lanes = Lanes("cpu")
+        self._chunk_bytes = chunk_bytes // PAGE_BYTES * PAGE_BYTES
+        self._staging: dict[str, Block] = {}
+
+    @property
+    def staging_bytes(self) -> int:
+        return len(self._staging) * STAGED_BYTES
+
+    def slot(self, source: torch.Tensor, tier: str) -> CpuSlot:
+        nbytes = source.numel() * source.element_size()
+        tiers = tuple(self.stores)
+        if tier not in self.stores:
+            known = ", ".join(tiers) or "none"
+            raise OffloadError(f"There is no tier {tier!r} to move to; this runtime has: {known}.")
+        skew_bytes = _skew_bytes(source.data_ptr(), nbytes)
+        slower = tiers[tiers.index(tier) :]
+        for last, name in enumerate(slower, start=1 - len(slower)):
+            try:
+                return CpuSlot(self.stores[name], name, nbytes, skew_bytes)
+            except SpillFull:
+                if last == 0:
+                    raise
+        raise AssertionError("the last tier has either taken it or raised")
+
+    def allocate(self, slot: Slot, freed: Callable[[], None]) -> torch.Tensor:
+        assert isinstance(slot, CpuSlot)
+        block = self.arena.block(slot.padded_bytes)
+        # a storage of its own that begins where the tensor does: views are rebuilt by offsets
+        # from the start of the storage
+        array = np.frombuffer(block.view, np.uint8, slot.nbytes, slot.skew_bytes)
+        return telling(array, freed)
+
+    def mark(self) -> None:
+        """Compute runs on the caller's thread: what it did is done."""
+
+    def copy_out(
+        self,
+        lane: str,
+        source: torch.Tensor,
+        slot: Slot,
+        after: Sequence[Point],
+        label: Label,
+        on_end: Callable[[Copy], None],
+    ) -> Copy:
+        assert isinstance(slot, CpuSlot)
+        work = partial(self._write, lane, source.data_ptr(), slot)
+        return self.lanes.submit(lane, work, _jobs(after), label, on_end, keep=source)
+
+    def copy_in(
+        self,
+        lane: str,
+        slot: Slot,
+        target: torch.Tensor,
+        after: Sequence[Point],
+        label: Label,
+        on_end: Callable[[Copy], None],
+    ) -> Copy:
+        assert isinstance(slot, CpuSlot)
+        work = partial(self._read, target.data_ptr(), slot)
+        return self.lanes.submit(lane, work, _jobs(after), label, on_end, keep=target)
+
+    def wait(self, copy: Copy) -> Waited:
+        assert isinstance(copy, Job)
+        return self.lanes.wait(copy)
+
+    def cancel(self, copy: Copy) -> bool:
+        assert isinstance(copy, Job)
+        return self.lanes.cancel(copy)
+
+    def before_copies(self, hook: Callable[[], None]) -> None:
+        self.lanes.before = hook
+
+    def drain(self) -> None:
+        self.lanes.drain()
+
+    def close(self) -> None:
+        self.lanes.close()
+        self._staging.clear()
+
+    # -- on a lane's thread ----------------------------------------------------------------------
+
+    def _write(self, lane: str, address: int, slot: CpuSlot) -> None:
+        staging = self._staging.get(lane)
+        if staging is None:
+            staging = self._staging[lane] = self.arena.block(STAGED_BYTES)
+        done = 0
+        if slot.nbytes > STAGED_BYTES and address % PAGE_BYTES == slot.skew_bytes:
+            head = -slot.skew_bytes % PAGE_BYTES
+            body = (slot.nbytes - head) // PAGE_BYTES * PAGE_BYTES
+            if head:
+                _stage_write(slot, staging, address, 0, head)
+            view = _memory(address + head, body, _WRITABLE)
+            at = slot.skew_bytes + head
+            for start in range(0, body, self._chunk_bytes):
+                chunk = view[start : start + self._chunk_bytes]
+                slot.store.write(slot.extent, at + start, chunk)
+            done = head + body
+        while done < slot.nbytes:
+            size = min(STAGED_BYTES, slot.nbytes - done)
+            _stage_write(slot, staging, address, done, size)
+            done += size
+
+    def _read(self, address: int, slot: CpuSlot) -> None:
+        view = _memory(address - slot.skew_bytes, slot.padded_bytes, _WRITABLE)
+        for start in range(0, slot.padded_bytes, self._chunk_bytes):
+            slot.store.read(slot.extent, start, view[start : start + self._chunk_bytes])
+
+
+def _skew_bytes(address: int, nbytes: int) -> int:
+    """Where in its first page a tensor at `address` is to stand in its slot."""
+    skew_bytes = address % PAGE_BYTES
+    return 0 if nbytes <= STAGED_BYTES or skew_bytes % ALIGNMENT_BYTES else skew_bytes
+
+
+def _stage_write(slot: CpuSlot, staging: Block, address: int, start: int, size: int) -> None:
+    """Write bytes [start, start + size) of the tensor, which begin or end within a page."""
+    at = slot.skew_bytes + start
+    inside = at % PAGE_BYTES
+    view = staging.view
+    ctypes.memmove(_address(view) + inside, address + start, size)
+    slot.store.write(slot.extent, at - inside, view[: _pages(inside + size)])
+
+
+def _address(view: memoryview) -> int:
+    return ctypes.addressof(ctypes.c_char.from_buffer(view))
+
+
+def _jobs(after: Sequence[Point]) -> list[Job]:
+    return [point for point in after if isinstance(point, Job)]

@@ -1,0 +1,144 @@
+"""What the mover needs of a device: memory, slots, copies on lanes, and waiting for them.
+
+Two kinds of device fit. On a synchronous one (`cpu`) compute runs on the caller's thread and a
+wait blocks that thread. On an asynchronous one (`simulated`, and CUDA streams) compute is queued
+too: `mark` stands for a recorded event, `wait` for a stream that waits, and both return at once.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from enum import Enum
+
+import torch
+
+
+class How(Enum):
+    """In what state a wait found its copy."""
+
+    READY = "ready"
+    LATE = "late"
+    PROMOTED = "promoted"
+
+
+@dataclass(frozen=True)
+class Waited:
+    how: How
+    duration_ns: int
+
+
+@dataclass(frozen=True)
+class Label:
+    """What a copy is called in messages and recordings; `direction` is `out` or `load`."""
+
+    direction: str
+    tag: str
+
+
+class Point:
+    """Something that copies can be ordered after: a copy, or a mark in compute."""
+
+
+class Copy(Point, ABC):
+    """A copy that was issued. `error` is set, once it has ended, if it failed."""
+
+    error: BaseException | None = None
+
+    @property
+    @abstractmethod
+    def ended(self) -> bool:
+        """True once the copy is over, well or badly, as far as the host can see."""
+
+
+class Slot(ABC):
+    """Room for one tensor's bytes away from the device."""
+
+    nbytes: int
+    tier: str
+
+    @property
+    @abstractmethod
+    def where(self) -> str:
+        """The place, for messages: a directory, or a kind of memory."""
+
+    @abstractmethod
+    def free(self) -> None:
+        """Give the room back. Called once, when no copy that uses the slot is unfinished."""
+
+
+class Device(ABC):
+    name: str
+
+    @property
+    @abstractmethod
+    def staging_bytes(self) -> int:
+        """Device memory that the lanes hold for themselves at the moment."""
+
+    @abstractmethod
+    def slot(self, source: torch.Tensor, tier: str) -> Slot:
+        """Room for all bytes of `source` on `tier` or, where that is full, on a slower one.
+
+        SpillFull if there is none.
+        """
+
+    @abstractmethod
+    def allocate(self, slot: Slot, freed: Callable[[], None]) -> torch.Tensor:
+        """A flat uint8 tensor of `slot.nbytes` for a load from `slot`, at offset 0 of its storage.
+
+        When the storage dies its memory goes back, after `freed` was called. `freed` runs inside
+        a finalizer, on any thread: it must neither block nor take a lock.
+        """
+
+    @abstractmethod
+    def mark(self) -> Point | None:
+        """The point that compute has been given work up to; None where compute is synchronous."""
+
+    @abstractmethod
+    def copy_out(
+        self,
+        lane: str,
+        source: torch.Tensor,
+        slot: Slot,
+        after: Sequence[Point],
+        label: Label,
+        on_end: Callable[[Copy], None],
+    ) -> Copy:
+        """Begin copying all bytes of `source` (dense) into `slot`, once `after` is reached.
+
+        The source is kept alive until the copy has ended or compute has waited for it. `on_end`
+        is called once, before any wait returns, from any thread; not if the copy is cancelled.
+        """
+
+    @abstractmethod
+    def copy_in(
+        self,
+        lane: str,
+        slot: Slot,
+        target: torch.Tensor,
+        after: Sequence[Point],
+        label: Label,
+        on_end: Callable[[Copy], None],
+    ) -> Copy:
+        """Begin filling `target` (from `allocate(slot)`) with what `slot` holds; see `copy_out`."""
+
+    @abstractmethod
+    def wait(self, copy: Copy) -> Waited:
+        """Let compute go on only when `copy` has ended. A queued copy goes to the front."""
+
+    @abstractmethod
+    def cancel(self, copy: Copy) -> bool:
+        """Take a copy that has not begun out of its queue; False if it is too late for that."""
+
+    @abstractmethod
+    def before_copies(self, hook: Callable[[], None]) -> None:
+        """Have `hook` called, with no lock held, before each queued copy begins."""
+
+    @abstractmethod
+    def drain(self) -> None:
+        """Block the caller until no copy is queued or running."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Cancel what is queued, finish what runs, end the threads."""

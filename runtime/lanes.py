@@ -1,0 +1,262 @@
+"""Lanes: queues of jobs, each worked off in order by one thread that lives for ever.
+
+Orders that hold: a job runs after the jobs that it `needs` (a lane whose first job may not start
+yet waits for it, nothing overtakes by itself); apart from that jobs of a lane run as submitted.
+`hurry` changes the second, never the first: it brings a job and whatever it needs to the front of
+their lanes. That cannot deadlock: there is always one order of all unfinished jobs in which each
+stands behind what it needs and of which every queue is a part (at first the order of submission;
+hurrying puts a job and everything it needs, in that order, before all the rest).
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from enum import Enum
+
+from offcompile.ir import OffloadError
+
+from .counters import note, now_ns
+from .device import Copy, How, Label, Waited
+
+
+class State(Enum):
+    QUEUED = 0
+    RUNNING = 1
+    ENDED = 2
+
+
+class Needed(OffloadError):
+    """A job was not run because one that it needs had failed."""
+
+
+class Job(Copy):
+    """One piece of work on a lane. `keep` is held alive until the job ends or is let go."""
+
+    __slots__ = ("error", "keep", "label", "lane", "needs", "on_end", "seq", "state", "work")
+
+    def __init__(
+        self,
+        lane: Lane,
+        seq: int,
+        work: Callable[[], None],
+        needs: Sequence[Job],
+        label: Label,
+        on_end: Callable[[Copy], None] | None,
+        keep: object,
+    ) -> None:
+        self.lane = lane
+        self.seq = seq
+        self.work: Callable[[], None] | None = work
+        self.needs = tuple(needs)
+        self.label = label
+        self.on_end = on_end
+        self.keep = keep
+        self.state = State.QUEUED
+        self.error: BaseException | None = None
+
+    @property
+    def ended(self) -> bool:
+        return self.state is State.ENDED
+
+
+class Lane:
+    """A queue and the condition that its thread sleeps on. A strict lane is never reordered."""
+
+    def __init__(self, name: str, lock: threading.Lock, strict: bool) -> None:
+        self.name = name
+        self.strict = strict
+        self.queue: deque[Job] = deque()
+        self.wake = threading.Condition(lock)
+        self.thread: threading.Thread | None = None
+
+    def ready(self) -> bool:
+        return bool(self.queue) and all(need.ended for need in self.queue[0].needs)
+
+
+class Lanes:
+    """All lanes of one device. Threads are daemons and start with the first job of their lane.
+
+    `before` runs on a lane's thread, with no lock held, before it takes a job: what has died
+    meanwhile can still be cancelled there. `delay_s` gives a pause before each job (simulation).
+    """
+
+    def __init__(
+        self,
+        owner: str,
+        before: Callable[[], None] | None = None,
+        delay_s: Callable[[], float] | None = None,
+    ) -> None:
+        self._owner = owner
+        self._lock = threading.Lock()
+        self._ended = threading.Condition(self._lock)
+        self._lanes: dict[str, Lane] = {}
+        self._seq = 0
+        self._unfinished = 0
+        self._closed = False
+        self._delay_s = delay_s
+        self.before = before
+
+    def submit(
+        self,
+        lane: str,
+        work: Callable[[], None],
+        needs: Sequence[Job],
+        label: Label,
+        on_end: Callable[[Copy], None] | None = None,
+        keep: object = None,
+        strict: bool = False,
+    ) -> Job:
+        with self._lock:
+            if self._closed:
+                raise OffloadError(f"The {self._owner} runtime is closed: {label.tag} cannot move.")
+            line = self._lanes.get(lane)
+            if line is None:
+                line = self._lanes[lane] = Lane(lane, self._lock, strict)
+            self._seq += 1
+            job = Job(line, self._seq, work, needs, label, on_end, keep)
+            line.queue.append(job)
+            self._unfinished += 1
+            if line.thread is None:
+                line.thread = threading.Thread(
+                    target=self._run, args=(line,), name=f"offcompile-{lane}", daemon=True
+                )
+                line.thread.start()
+            elif line.queue[0] is job:
+                line.wake.notify()
+        return job
+
+    def wait(self, job: Job) -> Waited:
+        """Block until `job` has ended, hurrying it if it is queued. An error stays on the job."""
+        if job.state is State.ENDED:
+            return Waited(How.READY, 0)
+        began_ns = now_ns()
+        with self._lock:
+            how = How.PROMOTED if job.state is State.QUEUED else How.LATE
+            if job.state is State.QUEUED:
+                self._hurry(job)
+            while not job.ended:
+                self._ended.wait()
+        return Waited(how, now_ns() - began_ns)
+
+    def hurry(self, job: Job) -> bool:
+        """Bring a queued job, and what it needs, to the front; False if it is not queued."""
+        with self._lock:
+            if job.state is not State.QUEUED:
+                return False
+            self._hurry(job)
+            return True
+
+    def _hurry(self, job: Job) -> None:
+        wanted: dict[int, Job] = {}
+        stack = [job]
+        while stack:
+            one = stack.pop()
+            if one.state is State.QUEUED and one.seq not in wanted:
+                wanted[one.seq] = one
+                stack.extend(one.needs)
+        for seq in sorted(wanted, reverse=True):
+            one = wanted[seq]
+            if not one.lane.strict and one.lane.queue[0] is not one:
+                one.lane.queue.remove(one)
+                one.lane.queue.appendleft(one)
+            one.lane.wake.notify()
+
+    def cancel(self, job: Job) -> bool:
+        """Take a queued job out and drop what it holds; `on_end` is not called for it."""
+        with self._lock:
+            if job.state is not State.QUEUED:
+                return False
+            job.lane.queue.remove(job)
+            job.error = OffloadError(f"The copy of {job.label.tag} was cancelled.")
+            # dropped below, outside the lock: it may be the last reference to a tensor
+            dropped = (job.work, job.keep)
+            job.work = job.on_end = job.keep = None
+            self._end(job)
+        del dropped
+        return True
+
+    def drain(self) -> None:
+        with self._lock:
+            while self._unfinished:
+                self._ended.wait()
+
+    def close(self) -> None:
+        """Cancel what is queued, let what runs finish, and end the threads."""
+        with self._lock:
+            self._closed = True
+            queued = [job for lane in self._lanes.values() for job in lane.queue]
+        for job in queued:
+            self.cancel(job)
+        with self._lock:
+            threads = [lane.thread for lane in self._lanes.values() if lane.thread]
+            for lane in self._lanes.values():
+                lane.wake.notify_all()
+        for thread in threads:
+            if thread is not threading.current_thread():
+                thread.join()
+
+    # -- the lane's own thread -----------------------------------------------------------------
+
+    def _run(self, lane: Lane) -> None:
+        while True:
+            with self._lock:
+                while not lane.ready():
+                    if self._closed and not lane.queue:
+                        return
+                    lane.wake.wait()
+            if self.before is not None:
+                self.before()
+            if self._delay_s is not None:
+                time.sleep(self._delay_s())
+            with self._lock:
+                if not lane.ready():
+                    continue
+                job = lane.queue.popleft()
+                job.state = State.RUNNING
+            self._work(job)
+            # the last job must not be held until the next one comes
+            del job
+
+    def _work(self, job: Job) -> None:
+        label, lane = job.label, job.lane.name
+        began_ns = now_ns()
+        note(f"begin_{label.direction}", label.tag, lane, began_ns)
+        failed = next((need for need in job.needs if need.error is not None), None)
+        if failed is not None:
+            job.error = Needed(f"{failed.label.tag}: {failed.error}")
+            job.error.__cause__ = failed.error
+        else:
+            try:
+                assert job.work is not None
+                job.work()
+            except BaseException as error:
+                job.error = _bare(error)
+        ended_ns = now_ns()
+        note(f"end_{label.direction}", label.tag, lane, ended_ns, ended_ns - began_ns)
+        on_end, job.on_end = job.on_end, None
+        job.work = job.keep = None
+        if on_end is not None:
+            on_end(job)
+        with self._lock:
+            self._end(job)
+
+    def _end(self, job: Job) -> None:
+        job.needs = ()
+        job.state = State.ENDED
+        self._unfinished -= 1
+        self._ended.notify_all()
+        for lane in self._lanes.values():
+            if lane.queue:
+                lane.wake.notify()
+
+
+def _bare(error: BaseException) -> BaseException:
+    """The error without its frames: they would keep tensors alive."""
+    seen: BaseException | None = error
+    while seen is not None:
+        seen.__traceback__ = None
+        seen = seen.__cause__ or seen.__context__
+    return error

@@ -1,0 +1,282 @@
+"""The four movement ops, written against the Device interface alone."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import TypeVar
+
+import torch
+
+from offcompile.ir import OffloadError
+
+from . import tickets
+from .counters import add_gauges, new_tally, note, now_ns
+from .device import Copy, Device, How, Label, Point, Slot
+from .failures import failure
+from .ledger import Ledger
+
+
+@dataclass(eq=False)
+class Saved:
+    """A tensor that left. Its slot is freed when nothing uses it: ticket, out copy, loads."""
+
+    mover: Mover
+    tag: str
+    lane: str
+    slot: Slot
+    users: int = 1  # the ticket; then the copy out, and loads
+    number: int = 0
+    ticket_alive: bool = True
+    awaited: bool = False  # compute may be queued behind the copy: it can no longer be cancelled
+    copy: Copy | None = None
+
+
+@dataclass(eq=False)
+class Load:
+    """A tensor on its way back, into a buffer of its own."""
+
+    mover: Mover
+    tag: str
+    lane: str
+    saved: Saved
+    number: int = 0
+    awaited: bool = False
+    copy: Copy | None = None
+
+
+_Entry = TypeVar("_Entry", Saved, Load)
+
+
+class Mover:
+    """Moves tensors out of and into the memory of one device.
+
+    in_flight_bytes bounds sources of unfinished copies out, reload buffers and staging together:
+    a caller that would exceed it waits until copies out have drained, and no longer (what only
+    the caller itself can free is never waited for). Safe to call from several threads.
+    """
+
+    def __init__(self, device: Device, in_flight_bytes: int | None = None) -> None:
+        self.device = device
+        self.tally = new_tally()
+        self._pid = os.getpid()
+        self._lock = threading.Lock()
+        self._ledger = Ledger(in_flight_bytes, self._lock, self.tally, lambda: device.staging_bytes)
+        self._live_tickets = 0
+        # filled by finalizers, which may run between any two lines and take no lock
+        self._deaths: deque[Callable[[], None]] = deque()
+        device.before_copies(self.sweep)
+        self._forget_gauges = add_gauges(self._gauges)
+
+    # -- the ops -------------------------------------------------------------------------------
+
+    def start_out(self, x: torch.Tensor, tag: str, tier: str, lane: str) -> torch.Tensor:
+        """Begin copying x, which is dense and covers its storage, to `tier`; returns its ticket.
+
+        SpillFull if there is no room. x must not change before `wait_out`.
+        """
+        began_ns = now_ns()
+        self._enter()
+        _check_dense(x, tag)
+        saved = Saved(self, tag, lane, self.device.slot(x, tier))
+        # from here on the ticket's death undoes everything, also when something is raised
+        ticket = self._issue(saved, self._saved_died)
+        nbytes = saved.slot.nbytes
+        self._ledger.reserve(nbytes)
+        try:
+            saved.users += 1
+            saved.copy = self.device.copy_out(
+                lane,
+                x,
+                saved.slot,
+                self._after(self.device.mark()),
+                Label("out", tag),
+                partial(self._out_ended, saved),
+            )
+        except BaseException:
+            saved.users -= 1
+            self._ledger.release(nbytes, drained=True)
+            raise
+        note("start_out", tag, lane, began_ns, now_ns() - began_ns)
+        return ticket
+
+    def wait_out(self, saved: Saved) -> None:
+        """Return when the copy is complete (or compute is made to wait for it): x may go."""
+        began_ns = now_ns()
+        self._enter()
+        assert saved.copy is not None
+        saved.awaited = True
+        self._wait(saved.copy, load=False)
+        note("wait_out", saved.tag, saved.lane, began_ns, now_ns() - began_ns)
+        if saved.copy.error is not None:
+            raise failure(saved.copy.error, "out", saved.tag, saved.slot)
+
+    def start_load(self, saved: Saved, tag: str, lane: str) -> tuple[torch.Tensor, torch.Tensor]:
+        """Begin loading what was saved into a new buffer: (flat uint8 buffer, load ticket).
+
+        The buffer must not be touched before `wait_load`. Any number of loads of one ticket,
+        which must be alive.
+        """
+        began_ns = now_ns()
+        self._enter()
+        load = Load(self, tag, lane, saved)
+        ticket = self._issue(load, self._load_died)
+        nbytes = saved.slot.nbytes
+        self._ledger.reserve(nbytes, drains=False)
+        try:
+            gone = partial(self._deaths.append, partial(self._ledger.release, nbytes))
+            buffer = self.device.allocate(saved.slot, gone)
+        except BaseException:
+            self._ledger.release(nbytes)
+            raise
+        with self._lock:
+            saved.users += 1
+        try:
+            load.copy = self.device.copy_in(
+                lane,
+                saved.slot,
+                buffer,
+                self._after(self.device.mark(), saved.copy),
+                Label("load", tag),
+                partial(self._load_ended, load),
+            )
+        except BaseException:
+            with self._lock:
+                self._drop_user(saved)
+            raise
+        note("start_load", tag, lane, began_ns, now_ns() - began_ns)
+        return buffer, ticket
+
+    def wait_load(self, load: Load) -> None:
+        """Return when the buffer holds the data (or compute is made to wait for it)."""
+        began_ns = now_ns()
+        self._enter()
+        assert load.copy is not None
+        load.awaited = True
+        self._wait(load.copy, load=True)
+        note("wait_load", load.tag, load.lane, began_ns, now_ns() - began_ns)
+        if load.copy.error is not None:
+            raise failure(load.copy.error, "load", load.tag, load.saved.slot)
+
+    # -- orders and waits: what a subclass in a test takes away ----------------------------------
+
+    def _after(self, mark: Point | None, out: Copy | None = None) -> Sequence[Point]:
+        """What a copy starts after: compute up to here and, for a load, the copy out."""
+        return [point for point in (mark, out) if point is not None]
+
+    def _wait(self, copy: Copy, load: bool) -> None:
+        waited = self.device.wait(copy)
+        with self._lock:
+            tally = self.tally
+            tally.wait_us += waited.duration_ns / 1000
+            tally.late += waited.how is not How.READY
+            if load:
+                tally.prefetch_hits += waited.how is How.READY
+                tally.demand_misses += waited.how is How.PROMOTED
+
+    # -- ends and deaths -------------------------------------------------------------------------
+
+    def sweep(self) -> None:
+        """Give back what has died since the last time. Called at every op and before every job."""
+        while self._deaths:
+            try:
+                died = self._deaths.popleft()
+            except IndexError:  # another thread was faster
+                return
+            died()
+
+    def _issue(self, entry: _Entry, died: Callable[[_Entry], None]) -> torch.Tensor:
+        entry.number, ticket = tickets.issue(
+            entry, partial(self._deaths.append, partial(died, entry))
+        )
+        with self._lock:
+            self._live_tickets += 1
+        return ticket
+
+    def _out_ended(self, saved: Saved, copy: Copy) -> None:
+        with self._lock:
+            if copy.error is None:
+                self.tally.moves += 1
+                self.tally.bytes_out += saved.slot.nbytes
+            self._out_over(saved)
+
+    def _out_over(self, saved: Saved) -> None:
+        self._ledger.release_locked(saved.slot.nbytes, drained=True)
+        self._drop_user(saved)
+
+    def _load_ended(self, load: Load, copy: Copy) -> None:
+        with self._lock:
+            if copy.error is None:
+                self.tally.moves += 1
+                self.tally.bytes_in += load.saved.slot.nbytes
+            self._drop_user(load.saved)
+
+    def _saved_died(self, saved: Saved) -> None:
+        tickets.retire(saved.number)
+        with self._lock:
+            self._live_tickets -= 1
+            saved.ticket_alive = False
+            self._drop_user(saved)
+        self._cancel_if_unwanted(saved)
+
+    def _load_died(self, load: Load) -> None:
+        tickets.retire(load.number)
+        with self._lock:
+            self._live_tickets -= 1
+        # nobody can wait for it any more: not begun, it need not begin
+        if load.copy is not None and not load.awaited and self.device.cancel(load.copy):
+            with self._lock:
+                self._drop_user(load.saved)
+            self._cancel_if_unwanted(load.saved)
+
+    def _cancel_if_unwanted(self, saved: Saved) -> None:
+        with self._lock:
+            unwanted = not (saved.ticket_alive or saved.awaited) and saved.users == 1
+        if unwanted and saved.copy is not None and self.device.cancel(saved.copy):
+            with self._lock:
+                self._out_over(saved)
+
+    def _drop_user(self, saved: Saved) -> None:
+        saved.users -= 1
+        if not saved.users:
+            saved.slot.free()
+
+    # -- the rest --------------------------------------------------------------------------------
+
+    def _enter(self) -> None:
+        if os.getpid() != self._pid:
+            raise OffloadError(
+                "This tensor was moved by the parent process before fork(): what copies it did not "
+                "come along. Run the compiled step wholly in one process, or start the workers "
+                "with the `spawn` method."
+            )
+        if self._deaths:
+            self.sweep()
+
+    def _gauges(self) -> dict[str, int]:
+        self.sweep()
+        return {
+            "live_tickets": self._live_tickets,
+            "in_flight_bytes": self._ledger.held_bytes,
+        }
+
+    def close(self) -> None:
+        """Stop. Waits and loads of what was not there yet fail from now on."""
+        self._forget_gauges()
+        self.device.close()
+        self._ledger.close()
+
+
+def _check_dense(x: torch.Tensor, tag: str) -> None:
+    if x.is_contiguous():
+        return
+    last = sum((size - 1) * stride for size, stride in zip(x.shape, x.stride(), strict=True))
+    if x.numel() and last + 1 != x.numel():
+        raise OffloadError(
+            f"{tag} cannot move: a tensor of size {tuple(x.shape)} and stride {x.stride()} does "
+            "not fill its memory. Move the storage, as one dense tensor, and rebuild the view."
+        )

@@ -1,0 +1,130 @@
+"""The movement ops, as torch operators that graphs after AOTAutograd can hold.
+
+Their order is that of the data edges alone: `wait_out` hands the ticket on, `wait_load` the
+buffer, and `after` and `barrier` carry edges that no data needs. They are marked as having side
+effects, so none is dropped or merged with its like, and they ask to get their tensors in exactly
+the strides that were traced. Importing this module defines them; importing it again does nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch.fx.node import has_side_effect
+
+from offcompile.ir import OffloadError
+
+from . import tickets
+from .mover import Load, Saved
+from .registry import runtime_for
+
+NAMESPACE = "offcompile"
+# torch gives it no types
+_library: Any = torch.library.Library(NAMESPACE, "FRAGMENT")  # type: ignore[no-untyped-call]
+
+SCHEMAS = {
+    "start_out": "(Tensor x, str tag, str tier, str lane, str runtime) -> Tensor",
+    "wait_out": "(Tensor(a) ticket, Tensor? x) -> Tensor(a)",
+    "start_load": "(Tensor ticket, SymInt[] size, SymInt[] stride, ScalarType dtype, str tag, "
+    "str lane, Tensor[] after) -> (Tensor, Tensor)",
+    "wait_load": "(Tensor(a) buffer, Tensor load) -> Tensor(a)",
+    "barrier": "(Tensor(a) y, Tensor[] tokens) -> Tensor(a)",
+}
+
+
+def _start_out(x: torch.Tensor, tag: str, tier: str, lane: str, runtime: str) -> torch.Tensor:
+    return runtime_for(runtime).mover.start_out(x, tag, tier, lane)
+
+
+def _wait_out(ticket: torch.Tensor, x: torch.Tensor | None) -> torch.Tensor:
+    saved = tickets.find(ticket, Saved)
+    saved.mover.wait_out(saved)
+    return ticket
+
+
+def _start_load(
+    ticket: torch.Tensor,
+    size: Sequence[int],
+    stride: Sequence[int],
+    dtype: torch.dtype,
+    tag: str,
+    lane: str,
+    after: Sequence[torch.Tensor],
+) -> tuple[torch.Tensor, torch.Tensor]:
+    saved = tickets.find(ticket, Saved)
+    nbytes = dtype.itemsize
+    for length in size:
+        nbytes *= length
+    if nbytes != saved.slot.nbytes:
+        raise OffloadError(
+            f"{tag} cannot be loaded as {dtype} of size {tuple(size)}, {nbytes} bytes: "
+            f"{saved.slot.nbytes} bytes were saved. Load it as it was saved."
+        )
+    buffer, load = saved.mover.start_load(saved, tag, lane)
+    return buffer.view(dtype).as_strided(size, stride), load
+
+
+def _wait_load(buffer: torch.Tensor, load: torch.Tensor) -> torch.Tensor:
+    entry = tickets.find(load, Load)
+    entry.mover.wait_load(entry)
+    return buffer
+
+
+def _barrier(y: torch.Tensor, tokens: Sequence[torch.Tensor]) -> torch.Tensor:
+    return y
+
+
+def _fake_ticket() -> torch.Tensor:
+    return torch.empty((1,), dtype=torch.int64, device="cpu")
+
+
+def _fake_start_out(x: torch.Tensor, tag: str, tier: str, lane: str, runtime: str) -> torch.Tensor:
+    return _fake_ticket()
+
+
+def _fake_start_load(
+    ticket: torch.Tensor,
+    size: Sequence[int],
+    stride: Sequence[int],
+    dtype: torch.dtype,
+    tag: str,
+    lane: str,
+    after: Sequence[torch.Tensor],
+) -> tuple[torch.Tensor, torch.Tensor]:
+    return torch.empty_strided(size, stride, dtype=dtype, device="cpu"), _fake_ticket()
+
+
+def _fake_first(y: torch.Tensor, other: Any) -> torch.Tensor:
+    alias: torch.Tensor = torch.ops.aten.alias.default(y)
+    return alias
+
+
+_KERNELS: dict[str, tuple[Callable[..., Any], Callable[..., Any]]] = {
+    "start_out": (_start_out, _fake_start_out),
+    "wait_out": (_wait_out, _fake_first),
+    "start_load": (_start_load, _fake_start_load),
+    "wait_load": (_wait_load, _fake_first),
+    "barrier": (_barrier, _fake_first),
+}
+
+
+def _define() -> None:
+    for name, schema in SCHEMAS.items():
+        kernel, fake = _KERNELS[name]
+        _library.define(name + schema, tags=(torch.Tag.needs_exact_strides,))
+        # one kernel whatever the device of the tensors; no gradients pass through here
+        _library.impl(name, kernel, "CompositeExplicitAutograd")
+        _library.impl(name, torch.library.fallthrough_kernel, "Autograd")
+        torch.library.register_fake(f"{NAMESPACE}::{name}", fake, lib=_library)
+        has_side_effect(getattr(getattr(torch.ops, NAMESPACE), name).default)
+
+
+_define()
+
+start_out = torch.ops.offcompile.start_out.default
+wait_out = torch.ops.offcompile.wait_out.default
+start_load = torch.ops.offcompile.start_load.default
+wait_load = torch.ops.offcompile.wait_load.default
+barrier = torch.ops.offcompile.barrier.default

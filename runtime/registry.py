@@ -1,0 +1,156 @@
+"""One runtime for each set of settings in a process, found by a key that graphs can carry."""
+
+from __future__ import annotations
+
+import atexit
+import json
+import os
+import threading
+from dataclasses import asdict, dataclass, fields
+from functools import cached_property
+
+from offcompile.ir import OffloadError
+
+from .arena import Arena
+from .counters import add_gauges, forget_parent
+from .cpu import CpuDevice
+from .device import Device
+from .directories import default_directory
+from .mover import Mover
+from .spill import SpillStore
+
+TARGETS = ("cpu",)
+
+
+@dataclass(frozen=True)
+class RuntimeSettings:
+    """What a runtime is made of. Models with equal settings share one.
+
+    directories: where spill files go; none: the system's temporary directory.
+    host_bytes, disk_bytes: most that each tier holds; None: no bound, 0: there is no such tier.
+    arena_bytes: memory made ready at the start (the arena grows where it does not suffice).
+    in_flight_bytes: bound on what moves hold of the device; None: no bound.
+    """
+
+    target: str = "cpu"
+    directories: tuple[str, ...] = ()
+    host_bytes: int | None = None
+    disk_bytes: int | None = None
+    arena_bytes: int = 0
+    chunk_bytes: int = 8 << 20
+    in_flight_bytes: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.target not in TARGETS:
+            raise OffloadError(
+                f"There is no runtime for the target {self.target!r}: choose one of {TARGETS}."
+            )
+        object.__setattr__(self, "directories", tuple(os.fspath(d) for d in self.directories))
+        for name in ("host_bytes", "disk_bytes", "arena_bytes", "in_flight_bytes"):
+            value = getattr(self, name)
+            if value is not None and value < 0:
+                raise OffloadError(f"{name} is {value}: it must not be negative.")
+        if self.host_bytes == 0 and self.disk_bytes == 0:
+            raise OffloadError("host_bytes and disk_bytes are both 0: nothing could move anywhere.")
+
+    @cached_property
+    def key(self) -> str:
+        """The settings as canonical JSON: equal settings have equal keys."""
+        return json.dumps(asdict(self), sort_keys=True, separators=(",", ":"))
+
+    @classmethod
+    def from_key(cls, key: str) -> RuntimeSettings:
+        try:
+            found = json.loads(key)
+        except ValueError:
+            found = None
+        if not isinstance(found, dict):
+            raise OffloadError(f"{key!r} is not the key of a runtime (JSON of its settings).")
+        known = {f.name for f in fields(cls)}
+        if unknown := sorted(set(found) - known):
+            raise OffloadError(f"The runtime key has unknown settings: {', '.join(unknown)}.")
+        found["directories"] = tuple(found.get("directories", ()))
+        return cls(**found)
+
+
+class Runtime:
+    """Arena, spill files, lanes and mover of one set of settings; stays until closed."""
+
+    def __init__(self, settings: RuntimeSettings) -> None:
+        self.settings = settings
+        directories = settings.directories or (str(default_directory()),)
+        capacities = {"host": settings.host_bytes, "disk": settings.disk_bytes}
+        self.stores: dict[str, SpillStore] = {}
+        try:
+            for tier, capacity in capacities.items():
+                if capacity != 0:
+                    self.stores[tier] = SpillStore(directories, capacity)
+            self.arena = Arena(settings.arena_bytes)
+            self.device: Device = CpuDevice(self.arena, self.stores, settings.chunk_bytes)
+        except BaseException:
+            self._close_stores()
+            raise
+        self.mover = Mover(self.device, settings.in_flight_bytes)
+        self._forget_gauges = add_gauges(self._gauges)
+
+    def _gauges(self) -> dict[str, int]:
+        used = {tier: store.used_bytes for tier, store in self.stores.items()}
+        return {
+            "spill_bytes": sum(used.values()),
+            "host_bytes": used.get("host", 0),
+            "spill_bytes_written": sum(s.bytes_written for s in self.stores.values()),
+            "arena_bytes": self.arena.capacity_bytes + self.arena.overflow_bytes,
+        }
+
+    def _close_stores(self) -> None:
+        for store in self.stores.values():
+            store.close()
+
+    def close(self) -> None:
+        """End the lanes and give the files back; tensors that are still out are lost."""
+        self._forget_gauges()
+        self.mover.close()
+        self._close_stores()
+
+
+_lock = threading.Lock()
+_runtimes: dict[str, Runtime] = {}
+
+
+def runtime_for(key: str) -> Runtime:
+    """The runtime of this key (`RuntimeSettings.key`), made at the first call."""
+    runtime = _runtimes.get(key)
+    if runtime is None:
+        settings = RuntimeSettings.from_key(key)
+        with _lock:
+            runtime = _runtimes.get(key)
+            if runtime is None:
+                runtime = _runtimes[key] = Runtime(settings)
+    return runtime
+
+
+def runtimes() -> tuple[Runtime, ...]:
+    """Those that are open."""
+    return tuple(_runtimes.values())
+
+
+def close_all() -> None:
+    """Close every runtime of this process; the next use of a key makes a fresh one."""
+    with _lock:
+        closing = tuple(_runtimes.values())
+        _runtimes.clear()
+    for runtime in closing:
+        runtime.close()
+
+
+def _forget_parents() -> None:
+    # threads and locks of the parent mean nothing here: the child starts with none of it
+    global _lock
+    _lock = threading.Lock()
+    _runtimes.clear()
+    forget_parent()
+
+
+atexit.register(close_all)
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_forget_parents)

@@ -1,0 +1,352 @@
+"""The slow tier: extents in unlinked files, striped over directories, written as a log."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import threading
+from collections import deque
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+
+from offcompile.ir import OffloadError
+
+from . import forks
+from .mapping import PAGE_BYTES, page_multiple
+from .spill_file import Files, SpillFile
+
+_LEAST_STEP_BYTES = 64 << 20
+_MOST_STEP_BYTES = 1 << 30
+#: one system call moves at most this much, so that a fork waits for little
+_CHUNK_BYTES = 8 << 20
+
+
+class SpillFull(OffloadError):
+    """No room for an extent: the message says where, how much, and what would help."""
+
+
+@dataclass(frozen=True)
+class Piece:
+    """A range of one of the files."""
+
+    file: int
+    offset: int
+    nbytes: int
+
+
+@dataclass(frozen=True)
+class Extent:
+    """Room for `nbytes` in a store: whole pages, in as many pieces as it took."""
+
+    nbytes: int
+    pieces: tuple[Piece, ...] = field(repr=False)
+    number: int
+
+    @property
+    def padded_nbytes(self) -> int:
+        return sum(piece.nbytes for piece in self.pieces)
+
+
+class SpillStore:
+    """Files that hold what left memory; gone with the store. Any thread may call anything.
+
+    capacity_bytes: most that the files may take together (None: what the disks give).
+    stripe_bytes: how much goes to one directory before the next has its turn.
+    reserve_bytes: what is left free on every file system.
+    direct: all files pass the page cache by.
+    A forked child has no part in the store: there every call but `release` and `close` is an error.
+    """
+
+    def __init__(
+        self,
+        directories: Sequence[str | os.PathLike[str]],
+        capacity_bytes: int | None = None,
+        stripe_bytes: int = 8 << 20,
+        reserve_bytes: int = 512 << 20,
+        files: Files | None = None,
+    ) -> None:
+        if not directories:
+            raise OffloadError("a spill store needs a directory: none was named")
+        if stripe_bytes <= 0 or stripe_bytes % PAGE_BYTES:
+            raise OffloadError(f"stripe_bytes={stripe_bytes}: give a positive multiple of 4096")
+        calls = files or Files()
+        self.directories = tuple(Path(directory) for directory in directories)
+        self._files = [SpillFile(place, calls, reserve_bytes) for place in self.directories]
+        self.direct = all(file.direct for file in self._files)
+        self.capacity_bytes = capacity_bytes
+        self._stripe_bytes = stripe_bytes
+        self._reserve_bytes = reserve_bytes
+        self._turn = 0
+        self._numbers = itertools.count()
+        self._live: dict[int, Extent] = {}
+        # releases come from dying tickets too, inside of any line of ours: a note needs no lock
+        self._released: deque[Extent] = deque()
+        self._used_bytes = self._peak_bytes = 0
+        self._bytes_written = self._bytes_read = 0
+        self._running = 0
+        self._settled = threading.Condition(threading.Lock())
+        self._owner = os.getpid()
+        self._is_open = True
+        forks.watch(self)
+
+    @property
+    def used_bytes(self) -> int:
+        """Bytes of extents that are allocated, in whole pages."""
+        with self._settled:
+            self._take_back()
+            return self._used_bytes
+
+    @property
+    def peak_bytes(self) -> int:
+        return self._peak_bytes
+
+    @property
+    def file_bytes(self) -> int:
+        """What the files take of the disks: the peak, rounded up to steps of growth."""
+        return sum(file.size_bytes for file in self._files)
+
+    @property
+    def bytes_written(self) -> int:
+        return self._bytes_written
+
+    @property
+    def bytes_read(self) -> int:
+        return self._bytes_read
+
+    def allocate(self, nbytes: int) -> Extent:
+        """Room for `nbytes`; raises SpillFull. What it holds before it is written means nothing."""
+        if nbytes <= 0:
+            raise OffloadError(f"an extent of {nbytes} bytes is not possible: give 1 or more")
+        padded = page_multiple(nbytes, PAGE_BYTES)
+        with self._settled:
+            self._check()
+            self._take_back()
+            if padded > self._available_bytes(padded):
+                raise self._full(nbytes)
+            pieces: list[Piece] = []
+            try:
+                self._take(padded, pieces)
+                if sum(piece.nbytes for piece in pieces) < padded:
+                    raise self._full(nbytes)
+            except OffloadError:
+                self._add_free(pieces)
+                raise
+            extent = Extent(nbytes, tuple(pieces), next(self._numbers))
+            self._live[extent.number] = extent
+            self._used_bytes += padded
+            self._peak_bytes = max(self._peak_bytes, self._used_bytes)
+        return extent
+
+    def release(self, extent: Extent) -> None:
+        """Give the room back, once, while no move of it runs. Never waits: for finalizers too."""
+        known = self._live.get(extent.number) is extent
+        if not known or self._live.pop(extent.number, None) is None:
+            raise OffloadError(
+                f"extent {extent.number} of {extent.nbytes} bytes is not allocated here: "
+                "release each one once, on the store that made it"
+            )
+        self._released.append(extent)
+
+    def write(self, extent: Extent, offset: int, buffer: memoryview) -> None:
+        """Put `buffer` at `offset` of `extent`; returns when the disk has it. All whole pages."""
+        self._move(extent, offset, buffer, writing=True)
+
+    def read(self, extent: Extent, offset: int, buffer: memoryview) -> None:
+        """Fill `buffer` from `offset` of `extent`. All whole pages."""
+        self._move(extent, offset, buffer, writing=False)
+
+    def flush(self) -> None:
+        """Have all of it on the disks and out of the page cache (for files that are not direct)."""
+        with self._settled:
+            self._check()
+            for file in self._files:
+                file.flush()
+
+    def close(self) -> None:
+        """Wait for what is running, then give files and room back; the store is of no more use."""
+        with self._settled:
+            while self._running:
+                self._settled.wait()
+            self._is_open = False
+            for file in self._files:
+                file.close()
+
+    def __enter__(self) -> SpillStore:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
+
+    def _available_bytes(self, enough_bytes: int) -> int:
+        """What there is to have, at most: files do not grow for what cannot be had in the end."""
+        within = sum(file.free.total for file in self._files)
+        if within >= enough_bytes:
+            return within
+        # directories of one file system share its room
+        rooms: dict[int, int] = {}
+        for file in self._files:
+            rooms[file.device] = max(rooms.get(file.device, 0), file.room_bytes())
+        room = sum(rooms.values())
+        if self.capacity_bytes is not None:
+            left = max(0, self.capacity_bytes - self.file_bytes)
+            room = min(room, left - left % PAGE_BYTES)
+        return within + room
+
+    def _take(self, padded: int, pieces: list[Piece]) -> None:
+        """Fill `pieces` up to `padded` bytes, or as far as it goes."""
+        left = padded
+        while left:
+            striped = left if len(self._files) == 1 else min(left, self._stripe_bytes)
+            piece = self._whole_piece(striped) or self._part_piece(striped)
+            if piece is None:
+                return
+            pieces.append(piece)
+            left -= piece.nbytes
+
+    def _whole_piece(self, nbytes: int) -> Piece | None:
+        """One range of `nbytes` in the file whose turn it is, or in the next that has room."""
+        count = len(self._files)
+        for at in (*range(self._turn, count), *range(self._turn)):
+            file = self._files[at]
+            start = file.take(nbytes)
+            if start is None and self._grow(file, nbytes):
+                start = file.take(nbytes)
+            if start is not None:
+                self._turn = (at + 1) % count
+                return Piece(at, start, nbytes)
+        return None
+
+    def _part_piece(self, nbytes: int) -> Piece | None:
+        """The largest range that is left: room in pieces is room all the same."""
+        for file in self._files:
+            self._grow(file, PAGE_BYTES, wished_bytes=nbytes)
+        at = max(range(len(self._files)), key=lambda i: self._files[i].free.largest())
+        taken = self._files[at].free.take_largest(nbytes)
+        return None if taken is None else Piece(at, *taken)
+
+    def _grow(self, file: SpillFile, at_least_bytes: int, wished_bytes: int | None = None) -> bool:
+        """In steps that grow with the file, and with the capacity shared between the files."""
+        step = min(max(file.size_bytes, _LEAST_STEP_BYTES), _MOST_STEP_BYTES)
+        if self.capacity_bytes is not None:
+            left = self.capacity_bytes - self.file_bytes
+            left -= left % PAGE_BYTES
+            if left < at_least_bytes:
+                return False
+            share = page_multiple(left // len(self._files), PAGE_BYTES)
+            step = min(left, max(at_least_bytes, min(step, share)))
+            wished_bytes = min(left, wished_bytes or step)
+        return file.grow(at_least_bytes, max(at_least_bytes, wished_bytes or step))
+
+    def _full(self, nbytes: int) -> SpillFull:
+        within = sum(file.free.total for file in self._files)
+        places = ", ".join(
+            f"{file.directory} ({file.room_bytes()} bytes can still be taken there, "
+            f"{self._reserve_bytes} are left alone)"
+            for file in self._files
+        )
+        bound = "no bound" if self.capacity_bytes is None else f"{self.capacity_bytes} bytes"
+        return SpillFull(
+            f"no room for {nbytes} bytes in {places}: {self._used_bytes} bytes are in use and "
+            f"{within} free in its files, capacity: {bound}. Free space there, raise the capacity, "
+            'or name more directories with options={"spill": [...]}'
+        )
+
+    def _take_back(self) -> None:
+        while self._released:
+            extent = self._released.popleft()
+            self._used_bytes -= extent.padded_nbytes
+            self._add_free(extent.pieces)
+
+    def _add_free(self, pieces: Sequence[Piece]) -> None:
+        for piece in pieces:
+            self._files[piece.file].free.add(piece.offset, piece.nbytes)
+
+    def _checked(self, extent: Extent, offset: int, buffer: memoryview) -> memoryview:
+        view = memoryview(buffer).cast("B")
+        if self._live.get(extent.number) is not extent:
+            raise OffloadError(f"extent {extent.number} is not allocated here, or was released")
+        end = offset + len(view)
+        if offset < 0 or offset % PAGE_BYTES or len(view) % PAGE_BYTES or not len(view):
+            raise OffloadError(
+                f"{len(view)} bytes at {offset} cannot be moved directly: both have to be "
+                f"multiples of {PAGE_BYTES}"
+            )
+        if end > extent.padded_nbytes:
+            raise OffloadError(
+                f"{len(view)} bytes at {offset} do not lie in an extent of {extent.padded_nbytes}"
+            )
+        address = np.frombuffer(view, np.uint8).ctypes.data
+        if address % PAGE_BYTES:
+            raise OffloadError(
+                f"a buffer at address {address:#x} does not suit direct I/O: it has to lie at a "
+                f"multiple of {PAGE_BYTES}, as blocks of the arena do"
+            )
+        return view
+
+    def _move(self, extent: Extent, offset: int, buffer: memoryview, writing: bool) -> None:
+        view = self._checked(extent, offset, buffer)
+        for piece, within, part in _pieces_of(extent, offset, view):
+            file = self._files[piece.file]
+            call = file.write if writing else file.read
+            for at in range(0, len(part), _CHUNK_BYTES):
+                chunk = part[at : at + _CHUNK_BYTES]
+                self._begin()
+                moved = 0
+                try:
+                    call(piece.offset + within + at, chunk)
+                    moved = len(chunk)
+                finally:
+                    self._end(moved, writing)
+
+    def _begin(self) -> None:
+        with self._settled:
+            self._check()
+            self._running += 1
+
+    def _end(self, moved: int, writing: bool) -> None:
+        with self._settled:
+            self._running -= 1
+            if writing:
+                self._bytes_written += moved
+            else:
+                self._bytes_read += moved
+            if not self._running:
+                self._settled.notify_all()
+
+    def _check(self) -> None:
+        if os.getpid() != self._owner:
+            raise OffloadError(
+                f"the spill store of process {self._owner} was used in {os.getpid()}, forked from "
+                "it: make a store, or compile the model, in the process that runs it"
+            )
+        if not self._is_open:
+            raise OffloadError("the spill store is closed: make another one")
+
+    def before_fork(self) -> None:
+        # a page that the disk is filling while it becomes copy-on-write would be lost to one side
+        self._settled.acquire()
+        while self._running:
+            self._settled.wait()
+
+    def after_fork(self, in_child: bool) -> None:
+        if in_child:
+            # else the child would hold the disk space of files that its parent has closed
+            for file in self._files:
+                file.close()
+        self._settled.release()
+
+
+def _pieces_of(
+    extent: Extent, offset: int, view: memoryview
+) -> Iterator[tuple[Piece, int, memoryview]]:
+    """(piece, where in it, the part of `view` that goes there), in order."""
+    start, end = offset, offset + len(view)
+    at = 0
+    for piece in extent.pieces:
+        low, high = max(start, at), min(end, at + piece.nbytes)
+        if low < high:
+            yield piece, low - at, view[low - start : high - start]
+        at += piece.nbytes

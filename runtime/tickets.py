@@ -1,0 +1,68 @@
+"""Tickets: one-element int64 tensors whose storage owns something, found again by its number.
+
+Autograd keeps a ticket for as long as it may need what was saved, so the storage's death is the
+one moment at which a slot is no longer wanted: after backward, after a dropped loss, after an
+exception; not before the second backward of `retain_graph`.
+"""
+
+from __future__ import annotations
+
+import itertools
+import weakref
+from collections.abc import Callable
+from typing import TypeVar
+
+import numpy as np
+import torch
+
+from offcompile.ir import OffloadError
+
+Entry = TypeVar("Entry")
+
+
+class _Watched(np.ndarray[tuple[int], np.dtype[np.generic]]):
+    """An array whose death can be watched, unlike that of a plain one."""
+
+
+def telling(
+    array: np.ndarray[tuple[int], np.dtype[np.generic]], died: Callable[[], None]
+) -> torch.Tensor:
+    """A tensor on the array's memory, keeping it alive; `died` is called when its storage dies.
+
+    `died` runs inside a finalizer, on whatever thread dropped the last reference and possibly
+    between any two lines of ours: it must not take a lock. At interpreter exit it does not run.
+    """
+    owner = array.view(_Watched)
+    weakref.finalize(owner, died).atexit = False
+    return torch.from_numpy(owner)
+
+
+_numbers = itertools.count(1)
+_entries: dict[int, object] = {}
+
+
+def issue(entry: object, died: Callable[[], None]) -> tuple[int, torch.Tensor]:
+    """A new ticket for `entry`, which can be found until `retire`; no number comes twice."""
+    number = next(_numbers)
+    ticket = telling(np.array([number], dtype=np.int64), died)
+    _entries[number] = entry
+    return number, ticket
+
+
+def retire(number: int) -> None:
+    """Forget a ticket whose storage has died."""
+    _entries.pop(number, None)
+
+
+def find(ticket: torch.Tensor, kind: type[Entry]) -> Entry:
+    """What the ticket stands for; OffloadError if it is none of ours, or of another kind."""
+    number = int(ticket.item())
+    entry = _entries.get(number)
+    if not isinstance(entry, kind):
+        found = "nothing" if entry is None else f"a {type(entry).__name__}"
+        raise OffloadError(
+            f"Ticket {number} stands for {found}, not for a {kind.__name__}. Tickets live as long "
+            "as their storage, in the process that made them: copies, saved files and other "
+            "processes do not have what they stand for."
+        )
+    return entry

@@ -1,0 +1,618 @@
+"""The static order: what it may hold, and that no lane, however slow, gets it wrong."""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+
+import pytest
+from chains import bytes_range, chain, link
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from oracle_cases import case
+
+from offcompile.ir import (
+    DEVICE,
+    HOST,
+    SELF_ENDING_KINDS,
+    Drop,
+    Infeasible,
+    InvalidInput,
+    Machine,
+    Move,
+    OffloadError,
+    Op,
+    Plan,
+    Problem,
+    Tensor,
+    Timeline,
+    Update,
+)
+from offcompile.ir import Start as Begins
+from offcompile.order import Order, Run, Wait, static_order
+from offcompile.order import Start as Begin
+from offcompile.passes.registry import make
+from offcompile.planner import judge_for
+from offcompile.simulate import simulate
+from offcompile.testing import plans, problems_with_machines
+
+# ---- a program that knows nothing of the module under test ---------------------------------
+
+
+class Rig:
+    """Executes an order by the contract's own rules for copies, with lanes of any speed.
+
+    A move is *done* when its lane gets round to it, which a Wait forces. What the program knows to
+    be done (waited for, or behind something that is) decides what may be freed, so that the bytes
+    counted are the most there can be. Off the device nothing is freed.
+    """
+
+    def __init__(
+        self,
+        problem: Problem,
+        machine: Machine,
+        plan: Plan,
+        timeline: Timeline,
+        order: Order,
+        rng: random.Random,
+        eager: float,
+    ) -> None:
+        self.problem, self.machine, self.plan, self.order = problem, machine, plan, order
+        self.rng, self.eager = rng, eager
+        self.moves = {m.id: m for m in plan.moves}
+        self.span = {s.id: s for s in timeline.spans}
+        self.place = {s.id: i for i, s in enumerate(timeline.spans)}
+        self.on_host = {
+            o.id
+            for o in problem.ops
+            if o.phase == "update"
+            and {u.weight for u in plan.updates if u.where == HOST} & set(o.writes)
+        }
+        self.directs = {(d.op, d.tensor) for d in plan.directs}
+        self.queues: dict[str, list[str]] = {x.name: [] for x in machine.lanes}
+        self.done: set[str] = set()
+        self.waited: set[str] = set()
+        self.known: set[str] = set()
+        self.begun: set[str] = set()
+        self.ran: list[str] = []
+        # (tensor, tier) → what filled it last: a move's id, or None for a run or the start
+        self.copies: dict[tuple[str, str], str | None] = {}
+        self.valid: set[tuple[str, str]] = set()
+        self.source: dict[str, str | None] = {}  # move → the move that its source comes from
+        self.using: dict[str, set[str]] = {}  # tensor → moves at its device copy
+        self.asked: set[str] = set()
+        self.born: dict[str, str] = {}  # tensor → the run or move that its device copy came with
+        self.used = self.peak = 0
+        self.accesses: dict[str, list[bool]] = {t.id: [] for t in problem.tensors}
+        again = Counter(r.before for r in plan.recomputes)
+        for op in problem.ops:
+            before = [r.op for r in plan.recomputes if r.before == op.id] if again[op.id] else []
+            for name in (*before, op.id):
+                for t in problem.op[name].operands:
+                    self.accesses[t].append(t not in problem.op[name].reads)
+        self.touched = Counter[str]()
+        runs = [s.id for s in timeline.spans if s.id not in self.moves]
+        self.writers = {
+            t.id: [x for x in runs if t.id in op_of(problem, x).writes] for t in problem.tensors
+        }
+        for s in plan.start:
+            self.hold(s.tensor, s.tier, None)
+            self.valid.add((s.tensor, s.tier))
+        self.ask(None)
+        self.sweep()
+
+    # copies
+
+    def tier_of(self, run: str, tensor: str) -> str:
+        op = op_of(self.problem, run)
+        direct = run in self.on_host or (op.id, tensor) in self.directs
+        return HOST if direct else DEVICE
+
+    def take(self, nbytes: int) -> None:
+        self.used += nbytes
+        self.peak = max(self.peak, self.used)
+        capacity = self.machine.tier[DEVICE].capacity_bytes
+        assert capacity is None or self.used <= capacity
+
+    def hold(self, tensor: str, tier: str, by: str | None, event: str = "") -> None:
+        if tier == DEVICE and (tensor, tier) not in self.copies:
+            self.take(self.problem.tensor[tensor].nbytes)
+            self.born[tensor] = event
+        self.copies[tensor, tier] = by
+
+    def over(self, tensor: str) -> bool:
+        rest = self.accesses[tensor][self.touched[tensor] :]
+        return not rest or rest[0]
+
+    def ask(self, after: str | None) -> None:
+        for d in self.plan.drops:
+            if d.tier != DEVICE or d.after != after:
+                continue
+            # the copy that was there, or was coming, when the simulation asked for the drop
+            coming = [m.id for m in self.plan.moves if m.tensor == d.tensor and m.target == DEVICE]
+            event = self.born.get(d.tensor) if (d.tensor, DEVICE) in self.copies else None
+            events = [event] if event is not None else [m for m in coming if m not in self.begun]
+            if any(self.earlier(x, after) for x in events):
+                self.asked.add(d.tensor)
+
+    def earlier(self, event: str, ended: str | None) -> bool:
+        """Whether the event started before the other ended, in the simulation."""
+        if not event or ended is None:
+            return not event
+        first, second = self.span[event], self.span[ended]
+        return first.start_ns < second.end_ns or self.place[event] <= self.place[ended]
+
+    def next_is_out(self, tensor: str) -> bool:
+        """Whether a move to come reads this copy: drops off the device, which might otherwise
+        have been what kept the copy so long, are not followed here."""
+        comes: list[tuple[int, bool]] = []
+        for m in self.plan.moves:
+            if m.tensor == tensor and DEVICE in (m.source, m.target) and m.id not in self.begun:
+                comes.append((self.place[m.id], m.source == DEVICE))
+        for name in self.writers[tensor]:
+            if name not in self.ran:
+                comes.append((self.place[name], False))
+        return min(comes, default=(0, False))[1]
+
+    def knows(self, place: tuple[str, str]) -> bool:
+        by = self.copies.get(place)
+        return place in self.valid and (by is None or by in self.known)
+
+    def sweep(self) -> None:
+        """Free what the program knows to be spare."""
+        for tensor in [t for t, tier in self.copies if tier == DEVICE]:
+            place = (tensor, DEVICE)
+            if self.using.get(tensor, set()) - self.waited or self.next_is_out(tensor):
+                continue
+            dead = self.problem.tensor[tensor].kind in SELF_ENDING_KINDS
+            dead = dead and self.touched[tensor] > 0 and self.over(tensor)
+            spare = any(self.knows(p) for p in self.copies if p[0] == tensor and p != place)
+            spare |= not self.problem.must_survive(tensor) and self.over(tensor)
+            if dead or (tensor in self.asked and spare):
+                del self.copies[place]
+                self.valid.discard(place)
+                self.using.pop(tensor, None)
+                self.asked.discard(tensor)
+                self.used -= self.problem.tensor[tensor].nbytes
+
+    # steps
+
+    def run(self) -> None:
+        for step in self.order.steps:
+            while self.rng.random() < self.eager and self.finish_one():
+                pass
+            if isinstance(step, Run):
+                self.execute(step.name)
+            elif isinstance(step, Begin):
+                self.begin(self.moves[step.move])
+            else:
+                self.wait(step.move)
+        while self.finish_one():
+            pass
+        assert self.done == set(self.moves)
+
+    def execute(self, name: str) -> None:
+        op, done = op_of(self.problem, name), self.done
+        for t in op.operands:
+            self.touched[t] += 1
+        for t in op.reads:
+            place = (t, self.tier_of(name, t))
+            assert place in self.valid, f"{name} reads {place}, which is not there"
+            by = self.copies[place]
+            assert by is None or by in self.waited, f"{name} reads {place} before it has come"
+        for t in op.writes:
+            under_way = [m for m in self.begun - done if self.moves[m].tensor == t]
+            assert not [m for m in under_way if m not in self.waited], f"{name} writes {t} too soon"
+        for t in op.writes:
+            self.valid -= {p for p in self.copies if p[0] == t}
+            self.hold(t, self.tier_of(name, t), None, name)
+        workspace = 0 if name in self.on_host else op.workspace_bytes
+        self.take(workspace)
+        assert self.used <= self.order.device_bytes[len(self.ran)]
+        self.used -= workspace
+        for t in op.writes:
+            self.valid.add((t, self.tier_of(name, t)))
+        self.ran.append(name)
+        self.ask(name)
+        self.sweep()
+
+    def begin(self, move: Move) -> None:
+        source, target = (move.tensor, move.source), (move.tensor, move.target)
+        assert source in self.valid, f"{move.id} has nothing to move"
+        if move.target == DEVICE:
+            assert target not in self.valid, f"{move.id} brings what is there"
+        after = move.start_after
+        assert after is None or after in self.ran or after in self.begun
+        self.begun.add(move.id)
+        self.queues[move.lane].append(move.id)
+        self.source[move.id] = self.copies[source]
+        self.hold(move.tensor, move.target, move.id, move.id)
+        self.valid.add(target)  # what needs it waits for the move
+        if DEVICE in (move.source, move.target):
+            self.using.setdefault(move.tensor, set()).add(move.id)
+
+    def behind(self, move: str) -> Iterator[str]:
+        """What must be done before the move."""
+        after, source = self.moves[move].start_after, self.source[move]
+        yield from (x for x in (after, source) if x in self.moves and x is not None)
+
+    def finish_one(self) -> bool:
+        heads = [q[0] for q in self.queues.values() if q]
+        ready = [m for m in heads if all(b in self.done for b in self.behind(m))]
+        if not ready:
+            return False
+        move = self.rng.choice(ready)
+        self.queues[self.moves[move].lane].pop(0)
+        self.done.add(move)
+        return True
+
+    def wait(self, move: str) -> None:
+        assert move in self.begun and move not in self.waited
+        while move not in self.done:
+            assert self.finish_one(), f"the lanes stand still before {move}"
+        self.waited.add(move)
+        self.learn(move)
+        self.sweep()
+        self.ask(move)
+        self.sweep()
+
+    def learn(self, move: str) -> None:
+        todo = [move]
+        while todo:
+            x = todo.pop()
+            if x not in self.known:
+                self.known.add(x)
+                todo += self.behind(x)
+
+
+def check(problem: Problem, machine: Machine, plan: Plan, timeline: Timeline) -> Order:
+    """Every law, on one plan; the order."""
+    order = static_order(problem, machine, plan, timeline)
+    assert order == static_order(problem, machine, plan, timeline)
+    laws_of_steps(problem, machine, plan, timeline, order)
+    for seed, eager in enumerate((0.0, 0.0, 0.4, 0.8, 1.0)):
+        rig = Rig(problem, machine, plan, timeline, order, random.Random(seed), eager)
+        rig.run()
+        assert rig.peak <= order.peak_bytes
+    return order
+
+
+# ---- what the steps themselves must be -----------------------------------------------------
+
+
+def laws_of_steps(
+    problem: Problem, machine: Machine, plan: Plan, timeline: Timeline, order: Order
+) -> None:
+    span = {s.id: s for s in timeline.spans}
+    moves = {m.id: m for m in plan.moves}
+    runs = [s.id for s in timeline.spans if s.id not in moves]
+    steps = order.steps
+    assert [s.name for s in steps if isinstance(s, Run)] == runs
+    assert order.forward() + order.backward() == steps
+    starts = {s.move: i for i, s in enumerate(steps) if isinstance(s, Begin)}
+    waits = {s.move: i for i, s in enumerate(steps) if isinstance(s, Wait)}
+    ran = {s.name: i for i, s in enumerate(steps) if isinstance(s, Run)}
+    assert len(starts) + len(waits) + len(ran) == len(steps)
+    assert starts.keys() == moves.keys()
+    assert all(starts[m] < waits[m] for m in waits)
+
+    # how many runs stand before each step, and before each move in the simulation
+    before = [0]
+    for s in steps:
+        before.append(before[-1] + isinstance(s, Run))
+    place = {s.id: i for i, s in enumerate(timeline.spans)}
+    late = only_backward(problem, plan, timeline, runs)
+    for m in plan.moves:
+        after = m.start_after
+        assert after is None or (ran | starts)[after] < starts[m.id]
+        writers = [
+            r for r in runs if place[r] < place[m.id] and m.tensor in op_of(problem, r).writes
+        ]
+        readers = [  # of a copy that was on the target before
+            r for r in runs if place[r] < place[m.id] and m.tensor in op_of(problem, r).operands
+        ]
+        assert all(ran[r] < starts[m.id] for r in writers)
+        if m.target == DEVICE:
+            simulated = sum(place[r] < place[m.id] for r in runs)
+            assert simulated - 1 <= before[starts[m.id]]
+            if m.id in late:
+                assert starts[m.id] >= len(order.forward())
+            else:
+                assert before[starts[m.id]] <= simulated or starts[m.id] >= len(order.forward())
+        elif after in ran:
+            # nothing but other starts since its trigger, or since its lane or tensor was free
+            enabled = [
+                ran[after],
+                *(ran[r] for r in readers if m.target == HOST),
+                *(ran[r] for r in writers),
+            ]
+            enabled += [
+                starts[x.id]
+                for x in plan.moves
+                if starts[x.id] < starts[m.id] and (x.lane == m.lane or x.tensor == m.tensor)
+            ]
+            assert all(isinstance(s, Begin) for s in steps[max(enabled) + 1 : starts[m.id]])
+        if m.ready_before is not None:
+            assert waits[m.id] < ran[m.ready_before]
+    for lane in machine.lanes:
+        for part in (order.forward(), order.backward()):
+            here = {s.move for s in part if isinstance(s, Begin)}
+            listed = [m.id for m in plan.moves if m.lane == lane.name and m.id in here]
+            assert listed == sorted(listed, key=starts.__getitem__)
+
+    # where lanes keep to their times no wait costs any
+    for m, at in waits.items():
+        following = next((s.name for s in steps[at:] if isinstance(s, Run)), None)
+        assert following is None or span[m].end_ns <= span[following].start_ns
+    capacity = machine.tier[DEVICE].capacity_bytes
+    if capacity is None:
+        for m, at in waits.items():
+            assert wanted_next(problem, moves, m, steps[at + 1 :])
+    assert capacity is None or order.peak_bytes <= capacity
+    assert order.peak_bytes >= max(order.device_bytes, default=0)
+    assert len(order.device_bytes) == len(runs)
+    for tier in machine.tiers[1:]:
+        assert order.tier_bytes[tier.name] >= timeline.peak_bytes[tier.name]
+
+
+def op_of(problem: Problem, run: str) -> Op:
+    return problem.op[run if run in problem.op else run.rpartition("@")[0]]
+
+
+def wanted_next(
+    problem: Problem, moves: dict[str, Move], move: str, rest: Sequence[object]
+) -> bool:
+    """Whether what follows directly needs the move complete, space aside: the next run uses its
+    tensor or is named, or the next start brings the tensor back."""
+    tensor = moves[move].tensor
+    for s in rest:
+        if isinstance(s, Run):
+            return tensor in op_of(problem, s.name).operands or moves[move].ready_before == s.name
+        if isinstance(s, Begin):
+            return moves[s.move].tensor == tensor
+    return False
+
+
+def only_backward(problem: Problem, plan: Plan, timeline: Timeline, runs: list[str]) -> set[str]:
+    """Loads that no forward run has a use for, and nothing in the plan waits for by name."""
+    forward = [r for r in runs if r in problem.op and problem.op[r].phase == "forward"]
+    if not forward or forward[-1] == runs[-1]:
+        return set()
+    place = {s.id: i for i, s in enumerate(timeline.spans)}
+    ahead = runs[: runs.index(forward[-1]) + 1]
+    named = {m.start_after for m in plan.moves} | {d.after for d in plan.drops}
+    found = set()
+    for m in plan.moves:
+        touched = [
+            r for r in ahead if place[r] > place[m.id] and m.tensor in op_of(problem, r).operands
+        ]
+        moved = [x for x in plan.moves if x.tensor == m.tensor and place[x.id] > place[m.id]]
+        dropped = [
+            d
+            for d in plan.drops
+            if d.tensor == m.tensor
+            and d.tier == DEVICE
+            and d.after in ahead
+            and timeline_end(timeline, d.after) >= timeline_start(timeline, m.id)
+        ]
+        awaited = m.id in named or m.ready_before in ahead
+        if m.target == DEVICE and not (awaited or touched or moved or dropped):
+            found.add(m.id)
+    return found
+
+
+def timeline_end(timeline: Timeline, name: str) -> int:
+    return next(s.end_ns for s in timeline.spans if s.id == name)
+
+
+def timeline_start(timeline: Timeline, name: str) -> int:
+    return next(s.start_ns for s in timeline.spans if s.id == name)
+
+
+# ---- on plans of every kind ----------------------------------------------------------------
+
+
+def check_tightened(problem: Problem, machine: Machine, plan: Plan) -> int:
+    """On the machine given, and with less and less device memory while the plan is valid."""
+    checked = 0
+    while True:
+        timeline = simulate(problem, machine, plan)
+        if not timeline.valid:
+            return checked
+        check(problem, machine, plan, timeline)
+        checked += 1
+        peak = timeline.peak_bytes[DEVICE]
+        capacity = machine.tier[DEVICE].capacity_bytes
+        if checked == 4 or not peak:
+            return checked
+        machine = machine.with_capacity(DEVICE, peak if capacity != peak else peak - 1)
+
+
+@settings(max_examples=150)
+@given(st.data())
+def test_plans_as_hypothesis_draws_them(data):
+    problem, machine = data.draw(problems_with_machines(steady=False))
+    check_tightened(problem, machine, data.draw(plans(problem, machine)))
+
+
+def test_plans_as_the_oracle_s_cases_have_them():
+    checked = 0
+    for seed in range(400):
+        problem, machine, plan = case(random.Random(seed))
+        if not problem.steady:
+            checked += check_tightened(problem, machine, plan)
+    assert checked > 60
+
+
+POLICIES = (
+    "joint:evaluations=12,seconds=20",
+    "activation_spill",
+    "activation_spill:recompute=true",
+    "recompute",
+    "weight_rotation",
+)
+
+
+def training(rng: random.Random, layers: int, disk: bool) -> tuple[Problem, Machine]:
+    problem = chain(
+        [rng.randint(20, 100) for _ in range(layers)],
+        [rng.randint(5, 90) for _ in range(layers + 1)],
+        [float(rng.randint(2, 20)) for _ in range(layers)],
+        steady=False,
+        recompute=rng.random() < 0.5,
+    )
+    machine = link(
+        None, rng.choice([3.0, 10.0, 40.0]), latency_us=rng.choice([0.0, 1.5]), disk=disk
+    )
+    low, high = bytes_range(problem, machine)
+    return problem, machine.with_capacity(DEVICE, int(low + rng.random() * (high - low)))
+
+
+@pytest.mark.parametrize("spec", POLICIES)
+def test_plans_of_policies(spec):
+    checked = 0
+    for seed in range(25):
+        rng = random.Random(seed)
+        problem, machine = training(rng, rng.randint(2, 7), rng.random() < 0.3)
+        try:
+            plan = make(spec, judge_for(problem, machine)).apply(problem, machine, Plan())
+        except Infeasible:
+            continue
+        checked += check_tightened(problem, machine, plan)
+    assert checked > (2 if spec == "recompute" else 10)  # where weights stay little fits
+
+
+def test_the_rig_would_notice():
+    """An order without its waits, or with a load too early, does not pass."""
+    unsafe = early = 0
+    for seed in range(12):
+        problem, machine = training(random.Random(seed), 5, False)
+        try:
+            judge = judge_for(problem, machine)
+            plan = make("joint:evaluations=4", judge).apply(problem, machine, Plan())
+        except Infeasible:
+            continue
+        timeline = simulate(problem, machine, plan)
+        order = static_order(problem, machine, plan, timeline)
+        loads = [s for s in order.steps if isinstance(s, Begin) and s.move.startswith("in:")]
+        without = tuple(s for s in order.steps if not isinstance(s, Wait))
+        at_once = (*loads, *(s for s in order.steps if s not in loads))
+        for steps in (without, at_once) if loads else ():
+            rig_args = (problem, machine, plan, timeline, replace(order, steps=steps))
+            with pytest.raises(AssertionError):
+                Rig(*rig_args, random.Random(0), 0.0).run()
+            unsafe, early = unsafe + (steps is without), early + (steps is at_once)
+    assert unsafe > 4 and early > 4
+
+
+# ---- by hand -------------------------------------------------------------------------------
+
+
+def two_activations(trigger: str, ready: str | None = "B0") -> tuple[Problem, Plan]:
+    """F0 and F1 write 40 bytes each, M wants 60 beside them, B1 and B0 read them again."""
+    tensors = (Tensor("a", 40, "activation"), Tensor("b", 40, "activation"))
+    problem = Problem(
+        tensors,
+        (
+            Op("F0", "forward", 10, (), ("a",)),
+            Op("F1", "forward", 10, (), ("b",)),
+            Op("M", "forward", 10, (), (), workspace_bytes=60),
+            Op("B1", "backward", 10, ("b",)),
+            Op("B0", "backward", 10, ("a",)),
+        ),
+    )
+    moves = (
+        Move("out", "a", DEVICE, HOST, "d2h", "F0"),
+        Move("in", "a", HOST, DEVICE, "h2d", trigger, ready),
+    )
+    return problem, Plan(moves=moves, drops=(Drop("a", DEVICE, "out"),))
+
+
+def steps_of(problem: Problem, machine: Machine, plan: Plan) -> tuple[str, str]:
+    timeline = simulate(problem, machine, plan)
+    assert timeline.valid
+    order = check(problem, machine, plan, timeline)
+    return tuple(  # type: ignore[return-value]
+        " ".join(s.name if isinstance(s, Run) else f"{type(s).__name__}({s.move})" for s in part)
+        for part in (order.forward(), order.backward())
+    )
+
+
+def test_a_wait_stands_where_the_space_is_needed_and_a_load_before_the_op_in_whose_time_it_starts():
+    problem, plan = two_activations("B1")
+    assert steps_of(problem, link(100, 10.0), plan) == (
+        "F0 Start(out) F1 Wait(out) M",
+        "B1 Start(in) Wait(in) B0",
+    )
+    problem, plan = two_activations("F1")  # there is room only when M has ended
+    assert steps_of(problem, link(100, 10.0), plan) == (
+        "F0 Start(out) F1 Wait(out) M",
+        "Start(in) B1 Wait(in) B0",
+    )
+
+
+def test_a_load_for_backward_waits_for_the_backward_program_and_one_that_forward_awaits_does_not():
+    problem, plan = two_activations("F1")  # with room enough it starts beside M
+    assert steps_of(problem, link(200, 10.0), plan) == (
+        "F0 Start(out) F1 M",
+        "Wait(out) Start(in) B1 Wait(in) B0",
+    )
+    problem, plan = two_activations("F1", ready="M")
+    assert steps_of(problem, link(200, 10.0), plan) == (
+        "F0 Start(out) F1 Wait(out) Start(in) Wait(in) M",
+        "B1 B0",
+    )
+
+
+def test_a_load_whose_room_comes_free_within_an_op_starts_before_the_next():
+    problem, plan = two_activations("F0")
+    ops = tuple(replace(o, phase="backward") for o in problem.ops)
+    problem = Problem((*problem.tensors, Tensor("c", 20, "activation")), ops)
+    # `out` ends within F1, and the copy that it leaves is then brought back at once
+    assert steps_of(problem, link(200, 10.0), plan) == (
+        "",
+        "F0 Start(out) F1 Wait(out) Start(in) M B1 Wait(in) B0",
+    )
+
+
+def test_figures_of_the_worst_case():
+    problem, plan = two_activations("B1")
+    timeline = simulate(problem, link(100, 10.0), plan)
+    order = static_order(problem, link(100, 10.0), plan, timeline)
+    assert order.device_bytes == (40, 80, 100, 40, 40)
+    assert (order.peak_bytes, dict(order.tier_bytes)) == (100, {HOST: 40})
+
+
+def test_host_updates_run_where_they_were_simulated():
+    tensors = (Tensor("w", 10, "weight", HOST), Tensor("g", 10, "gradient"))
+    ops = (
+        Op("B", "backward", 4, (), ("g",)),
+        Op("U", "update", 4, ("w", "g"), ("w",), host_duration_us=6),
+        Op("X", "backward", 9),
+    )
+    plan = Plan(
+        (Begins("w", HOST),),
+        (Move("out", "g", DEVICE, HOST, "d2h", "B"),),
+        updates=(Update("w", HOST),),
+    )
+    machine = link(50, 10.0)
+    assert steps_of(Problem(tensors, ops), machine, plan) == ("", "B Start(out) X Wait(out) U")
+
+
+def test_what_has_no_order():
+    problem, plan = two_activations("B1")
+    machine = link(100, 10.0)
+    timeline = simulate(problem, machine, plan)
+    with pytest.raises(InvalidInput, match="steady"):
+        static_order(replace(problem, steady=True), machine, plan, timeline)
+    with pytest.raises(InvalidInput, match="not that of a valid plan"):
+        static_order(problem, machine, plan, simulate(problem, link(50, 10.0), plan))
+    with pytest.raises(OffloadError, match="budget is 99"):
+        static_order(problem, link(99, 10.0), plan, timeline)
+
+
+def test_nothing_moves_nothing_waits():
+    problem, _ = two_activations("B1")
+    assert steps_of(problem, link(None, 1.0), Plan()) == ("F0 F1 M", "B1 B0")

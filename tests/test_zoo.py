@@ -1,0 +1,286 @@
+"""Training with movement gives what training without it gives: bitwise with `aot_eager`."""
+
+from __future__ import annotations
+
+import functools
+import gc
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from zoo import BY_NAME, ZOO, Specimen, Trace, train
+
+import offcompile
+
+Memory = int | str | None
+DOUBLED = {name: BY_NAME[name].double() for name in ("mlp", "conv", "gpt")}
+
+
+def ours(memory: Memory, lowering: str = "aot_eager") -> Callable[[nn.Module], Any]:
+    options = {"memory": memory, "lowering": lowering}
+    return lambda model: torch.compile(model, backend="offcompile", options=options)
+
+
+def plain(lowering: str = "aot_eager") -> Callable[[nn.Module], Any]:
+    return lambda model: torch.compile(model, backend=lowering)
+
+
+@functools.cache
+def eager_run(specimen: Specimen) -> Trace:
+    return train(specimen)
+
+
+@functools.cache
+def plain_run(specimen: Specimen, lowering: str = "aot_eager") -> Trace:
+    return train(specimen, plain(lowering))
+
+
+@dataclass(frozen=True)
+class Run:
+    """A trace with the largest planned peak of its graphs and the bytes that left the device."""
+
+    trace: Trace
+    planned_peak_bytes: int
+    moved_bytes: int
+
+
+@functools.cache
+def our_run(specimen: Specimen, memory: Memory, lowering: str = "aot_eager") -> Run:
+    known = len(offcompile.reports())
+    before = offcompile.counters()["bytes_out"]
+    trace = train(specimen, ours(memory, lowering))
+    reports = offcompile.reports()[known:]
+    assert reports, "nothing was compiled"
+    peak = max(report.planned_peak_bytes for report in reports)
+    return Run(trace, peak, offcompile.counters()["bytes_out"] - before)
+
+
+def budget(specimen: Specimen, share: float, lowering: str = "aot_eager") -> int:
+    """Bytes at `share` of the way from the floor to what the step takes with no limit."""
+    floor = our_run(specimen, "minimum", lowering).planned_peak_bytes
+    ample = our_run(specimen, None, lowering).planned_peak_bytes
+    return floor + int(share * (ample - floor))
+
+
+@pytest.fixture(autouse=True)
+def no_ticket_stays() -> Iterator[None]:
+    """Whatever a test did, no slot of a spill file outlives its graph."""
+    yield
+    gc.collect()
+    assert offcompile.counters()["live_tickets"] == 0
+
+
+@pytest.mark.parametrize("specimen", ZOO, ids=str)
+def test_training_is_bitwise_the_plain_run_at_every_budget(specimen: Specimen) -> None:
+    expected = plain_run(specimen)
+    for memory in (None, budget(specimen, 0.7), budget(specimen, 0.5), "minimum"):
+        found = our_run(specimen, memory)
+        assert not found.trace.differences(expected), f"at {memory}"
+        if isinstance(memory, int):
+            assert found.planned_peak_bytes <= memory
+    if not expected.differences(eager_run(specimen)):
+        assert not our_run(specimen, "minimum").trace.differences(eager_run(specimen))
+
+
+@pytest.mark.parametrize("specimen", ZOO, ids=str)
+def test_the_minimum_moves_and_ample_memory_does_not(specimen: Specimen) -> None:
+    ample, least = our_run(specimen, None), our_run(specimen, "minimum")
+    assert ample.moved_bytes == 0
+    assert least.planned_peak_bytes <= ample.planned_peak_bytes
+    if least.planned_peak_bytes < ample.planned_peak_bytes:
+        assert least.moved_bytes > 0
+
+
+# Inductor adds in another order than eager. In float32 such an error can flip a ReLU, which is
+# visible in the gradient; in float64 three steps stay within this share of each tensor's largest
+# value, with Inductor alone as with us before it.
+INDUCTOR_TOLERANCE = 1e-9
+
+
+@pytest.mark.parametrize("name", DOUBLED)
+def test_inductor_within_its_own_tolerance(name: str) -> None:
+    specimen = DOUBLED[name]
+    eager, alone = eager_run(specimen), plain_run(specimen, "inductor")
+    assert alone.distance(eager) < INDUCTOR_TOLERANCE
+    for memory in (None, budget(specimen, 0.5, "inductor"), "minimum"):
+        found = our_run(specimen, memory, "inductor").trace
+        assert found.distance(eager) < INDUCTOR_TOLERANCE, f"at {memory}"
+        assert found.distance(alone) < INDUCTOR_TOLERANCE, f"at {memory}"
+
+
+Steps = Callable[[nn.Module, Callable[..., Tensor]], Any]
+MLP, TOKENS = BY_NAME["mlp"], BY_NAME["gpt"]
+
+
+def same(steps: Steps, specimen: Specimen = MLP) -> None:
+    """`steps(model, loss of a seed)` leaves the same gradients, weights and results as plain."""
+    found = []
+    for compiler in (plain(), ours("minimum")):
+        torch._dynamo.reset()
+        model = specimen.fresh()
+        forward = compiler(model)
+        loss = functools.partial(_loss, specimen, forward)
+        result = steps(model, loss)
+        gradients = {n: p.grad for n, p in model.named_parameters()}
+        found.append((result, gradients, model.state_dict()))
+    (result, gradients, weights), (our_result, our_gradients, our_weights) = found
+    torch.testing.assert_close(our_result, result, rtol=0, atol=0)
+    torch.testing.assert_close(our_gradients, gradients, rtol=0, atol=0)
+    torch.testing.assert_close(our_weights, weights, rtol=0, atol=0)
+
+
+def _loss(specimen: Specimen, forward: Callable[..., Any], seed: int) -> Tensor:
+    return specimen.loss(forward(*specimen.inputs(seed)))
+
+
+def live_tickets() -> int:
+    gc.collect()
+    return int(offcompile.counters()["live_tickets"])
+
+
+def test_a_retained_graph_runs_backward_twice() -> None:
+    def steps(model: nn.Module, loss: Callable[[int], Tensor]) -> None:
+        kept = loss(0)
+        kept.backward(retain_graph=True)
+        kept.backward()
+
+    same(steps)
+
+
+@pytest.mark.parametrize("order", [(0, 1), (1, 0)])
+def test_two_forwards_before_a_backward(order: tuple[int, int]) -> None:
+    def steps(model: nn.Module, loss: Callable[[int], Tensor]) -> list[Tensor]:
+        losses = [loss(0), loss(1)]
+        for n in order:
+            losses[n].backward()
+        return [value.detach() for value in losses]
+
+    same(steps)
+
+
+def test_a_sum_of_losses_takes_both_backwards_at_once() -> None:
+    def steps(model: nn.Module, loss: Callable[[int], Tensor]) -> None:
+        (loss(0) + 2 * loss(1)).backward()
+
+    same(steps)
+
+
+def test_a_dropped_loss_frees_its_slots() -> None:
+    def steps(model: nn.Module, loss: Callable[[int], Tensor]) -> None:
+        loss(0)
+        assert live_tickets() == 0
+        loss(1).backward()
+
+    same(steps)
+
+
+def test_a_kept_loss_keeps_its_slots_and_no_longer() -> None:
+    torch._dynamo.reset()
+    model = MLP.fresh()
+    kept = _loss(MLP, ours("minimum")(model), 0)
+    assert live_tickets() > 0
+    del kept
+    assert live_tickets() == 0
+
+
+@pytest.mark.parametrize("guard", [torch.no_grad, torch.inference_mode])
+def test_inference_between_training_steps(guard: Callable[[], Any]) -> None:
+    def steps(model: nn.Module, loss: Callable[[int], Tensor]) -> Tensor:
+        loss(0).backward()
+        with guard():
+            score = loss(1)
+        assert live_tickets() == 0
+        loss(2).backward()
+        return score.clone()
+
+    same(steps)
+
+
+@pytest.mark.parametrize("name", ["conv", "encoder"])
+def test_eval_between_training_steps(name: str) -> None:
+    def steps(model: nn.Module, loss: Callable[[int], Tensor]) -> Tensor:
+        torch.manual_seed(1)
+        loss(0).backward()
+        model.eval()
+        score = loss(1)
+        score.backward()
+        model.train()
+        loss(2).backward()
+        return score.detach()
+
+    same(steps, BY_NAME[name])
+
+
+@pytest.mark.parametrize("to_none", [True, False])
+def test_accumulation_over_different_batches(to_none: bool) -> None:
+    def steps(model: nn.Module, loss: Callable[[int], Tensor]) -> list[Tensor]:
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+        losses = []
+        for step in range(2):
+            optimizer.zero_grad(set_to_none=to_none)
+            for micro in range(3):
+                losses.append(loss(10 * step + micro) / 3)
+                losses[-1].backward()
+            nn.utils.clip_grad_norm_(model.parameters(), 0.01)
+            optimizer.step()
+        return [value.detach() for value in losses]
+
+    same(steps, TOKENS)
+
+
+def test_frozen_parameters_get_no_gradient() -> None:
+    def steps(model: nn.Module, loss: Callable[[int], Tensor]) -> None:
+        for name, parameter in model.named_parameters():
+            parameter.requires_grad_("bias" in name)
+        loss(0).backward()
+
+    same(steps)
+
+
+class Interrupted(Exception):
+    pass
+
+
+def interrupt(gradient: Tensor) -> None:
+    raise Interrupted
+
+
+def test_an_exception_in_a_gradient_hook_leaves_nothing_behind() -> None:
+    def steps(model: nn.Module, loss: Callable[[int], Tensor]) -> None:
+        handle = next(model.parameters()).register_hook(interrupt)
+        with pytest.raises(Interrupted):
+            loss(0).backward()
+        handle.remove()
+        assert live_tickets() == 0
+        model.zero_grad()
+        loss(1).backward()
+
+    same(steps)
+
+
+def chain(compiler: Callable[[nn.Module], Any]) -> tuple[Any, Any]:
+    torch._dynamo.reset()
+    return compiler(MLP.fresh()), compiler(MLP.fresh())
+
+
+def test_an_exception_between_two_compiled_models_frees_both() -> None:
+    first, second = chain(ours("minimum"))
+    middle = first(*MLP.inputs(0))
+    middle.register_hook(interrupt)
+    with pytest.raises(Interrupted):
+        MLP.loss(second(middle)).backward()
+    del middle
+    assert live_tickets() == 0
+
+
+def test_two_models_in_one_process() -> None:
+    found = []
+    for compiler in (plain(), ours("minimum")):
+        first, second = chain(compiler)
+        for seed in range(2):
+            MLP.loss(second(first(*MLP.inputs(seed)))).backward()
+        found.append([p.grad for model in (first, second) for p in model.parameters()])
+    torch.testing.assert_close(found[1], found[0], rtol=0, atol=0)
