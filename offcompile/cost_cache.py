@@ -115,7 +115,6 @@ class CostCache:
         self.identity = identity
         self._entries: dict[str, Entry] = {}
         self._new: dict[str, Entry] = {}  # to be written
-        self._saved: set[str] = set()
         if identity is not None:
             self._entries = _entries(read_document("costs", identity))
         where = None if identity is None else document_path("costs", identity)
@@ -151,13 +150,13 @@ class CostCache:
 
     def save(self) -> None:
         """Writes what is new; what other processes wrote meanwhile stays."""
-        if self.identity is None or self._new.keys() <= self._saved:
+        if self.identity is None or not self._new:
             return
         merged = _entries(read_document("costs", self.identity)) | self._new
         kept = list(merged.items())[-MOST_ENTRIES:]
         rows = [[k, e.duration_us, e.workspace_bytes, e.disturbed] for k, e in kept]
         write_document("costs", self.identity, {"ops": rows})
-        self._saved = set(self._new)
+        self._new.clear()
 
 
 def _entries(content: Mapping[str, object] | None) -> dict[str, Entry]:

@@ -12,9 +12,10 @@ from collections.abc import Callable
 import torch
 from torch import fx
 
+from offcompile.runtime.heap import heap
 from offcompile.runtime.measure import Overheads, Watch, machine_identity, measure_overheads
 from offcompile.runtime.measure_op import Call, Operands, measure_call
-from offcompile.runtime.memory import machine_memory_bytes, return_freed_memory
+from offcompile.runtime.memory import machine_memory_bytes
 
 from .cost_cache import CostCache
 from .costs_calls import call_of, has_tensors, is_view, value_bytes
@@ -140,7 +141,7 @@ class CostModel:
     def _overheads(self) -> Overheads:
         keys = [f"overheads.{name}" for name in _OVERHEADS]
         if not all(map(self.cache.settled, keys)):
-            return_freed_memory()
+            heap().prepare()
             with Watch() as watch:
                 found = measure_overheads()
             for key, name in zip(keys, _OVERHEADS, strict=True):

@@ -145,10 +145,10 @@ def _aot_eager(graph: fx.GraphModule, inputs: Sequence[Any], job: _Job) -> Calla
         partition_fn=functools.partial(job.partition, min_cut_rematerialization_partition),
         keep_inference_input_mutations=True,
     )
-    return cast(Callable[..., Any], backend(graph, inputs))
+    return backend(graph, inputs)
 
 
-class _Partitioner(CustomPartitionerFn):  # type: ignore[misc]
+class _Partitioner(CustomPartitionerFn):
     """Our partitioner as Inductor takes it."""
 
     def __init__(self, job: _Job, given: CustomPartitionerFn | None) -> None:
@@ -198,4 +198,5 @@ def _inductor(graph: fx.GraphModule, inputs: Sequence[Any], job: _Job) -> Callab
         return job.after(phase, compiled)
 
     with inductor_config.patch(custom_partitioner_fn=ours):
-        return cast(Callable[..., Any], compile_fx(graph, inputs, inner_compile=compile_half))
+        compiled = compile_fx(graph, inputs, inner_compile=compile_half)
+        return cast(Callable[..., Any], compiled)

@@ -196,8 +196,7 @@ class _Walk:
         alive what is being copied, so it has to be given the same."""
         held = start_out.args[0]
         assert isinstance(held, fx.Node)
-        tokens = [] if self.last is None else [self.last]
-        fixed = self._barrier(start_out, held, tokens)
+        fixed = self._barrier(start_out, held, self._chain())
         # Of an op's tag for exact strides Inductor takes notice only beside this entry.
         values = fx.node.map_arg(fixed.args, lambda n: n.meta["val"])
         fixed.meta["eager_input_vals"] = (values, {})
@@ -230,7 +229,12 @@ class _Walk:
         return part
 
     def _chain(self) -> list[fx.Node]:
-        return [] if self.last is None else [self.last]
+        """The movement node before, or what stands for it: never a tensor past its last use."""
+        if self.last is None:
+            return []
+        if self.last.target is self.ops.wait_load and self.last_use[self.last] <= self.now:
+            return [self.last.args[1]]  # type: ignore[list-item]
+        return [self.last]
 
     def _alive(self) -> list[fx.Node]:
         """What was computed since the line and is needed later."""

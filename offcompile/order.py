@@ -154,15 +154,15 @@ class _Writer:
                 self.loads = deque(sorted((*self.late, *self.loads), key=lambda a: a.position))
             while self.loads and self.loads[0].runs_before <= j:
                 self._load(self.loads.popleft(), step)
-            ledger.wait(step.awaits)
             new = [s for s in step.stays if ledger.there.get(s.tensor) is not s]
-            for stay in new:
-                ledger.clear(stay.tensor)
             workspace = 0 if step.run.on_host else step.run.op.workspace_bytes
             room = workspace + sum(s.nbytes for s in new)
+            self._loads_before(step, room, waiting=False)
+            ledger.wait(step.awaits)
+            for stay in new:
+                ledger.clear(stay.tensor)
             ledger.make_room(room, step)
-            while self.loads and self._may_go_before(self.loads[0], step, room):
-                self._load(self.loads.popleft(), step, room)
+            self._loads_before(step, room, waiting=True)
             for stay in new:
                 ledger.begin(stay)
             self.steps.append(Run(step.run.id))
@@ -183,12 +183,16 @@ class _Writer:
         self._start(load.move.id)
         self._start_outs()
 
-    def _may_go_before(self, load: Arrival, step: Step, beside_bytes: int) -> bool:
-        """Whether a load that was simulated to start in the time of `step` fits before it."""
-        in_its_time = load.in_a_run and load.runs_before == self.ledger.runs_done + 1
-        if not in_its_time or load.stay is None or not self._ready(load):
-            return False
-        return self.ledger.could_begin(load.stay, beside_bytes, step)
+    def _loads_before(self, step: Step, beside_bytes: int, waiting: bool) -> None:
+        """Start loads that were simulated to start in the time of `step` and fit before it."""
+        loads, ledger = self.loads, self.ledger
+        while loads and loads[0].in_a_run and loads[0].runs_before == ledger.runs_done + 1:
+            stay = loads[0].stay
+            if stay is None or not self._ready(loads[0]):
+                return
+            if not ledger.could_begin(stay, beside_bytes, step if waiting else None):
+                return
+            self._load(loads.popleft(), step, beside_bytes)
 
     def _start_outs(self) -> None:
         """Every move off the device, or between other tiers, that may start by now."""

@@ -104,14 +104,17 @@ class Ledger:
                 " Simulate the plan on it and try again."
             )
 
-    def could_begin(self, stay: Stay, beside_bytes: int, step: Step) -> bool:
-        """Whether waits that cost nothing before `step` make room for the stay and what else."""
+    def could_begin(self, stay: Stay, beside_bytes: int, step: Step | None) -> bool:
+        """Whether there is room for the stay and what else, after waits that cost nothing before
+        `step` (None: without any)."""
         old = self.there.get(stay.tensor)
         if old is stay:
             return True
+        missing = self.used + beside_bytes + stay.nbytes - self.capacity
+        if step is None:
+            return missing <= 0 and old is None
         if old is not None and not self._may_end(old, step):
             return False
-        missing = self.used + beside_bytes + stay.nbytes - self.capacity
         for _, _, other in self._leaving:
             if missing <= 0:
                 break

@@ -17,7 +17,7 @@ from torch import fx
 
 from offcompile.ir import DEVICE, Infeasible, OffloadError, Problem, Timeline
 from offcompile.ir.units import show_bytes
-from offcompile.runtime.memory import return_freed_memory
+from offcompile.runtime.heap import heap
 from offcompile.runtime.registry import runtime_for
 
 from .annotate import Annotated, annotate
@@ -81,8 +81,12 @@ class Pipeline:
         if report is None:
             return compiled
         label = FORWARD if phase == "inference" else phase
+        moves = not report.fits
+        standing = sum(t.nbytes for t in report.problem.tensors if t.home == DEVICE)
 
         def timed(arguments: list[Any]) -> Any:
+            if moves and phase != BACKWARD:
+                heap().begin(standing, report.budget_bytes)
             began = time.perf_counter()
             result = compiled(arguments)
             report.observe(label, (time.perf_counter() - began) * 1e6)
@@ -131,7 +135,7 @@ class Pipeline:
         self._graphs, self._decided = graphs, decided
         self.entry.kept_bytes = kept_at_turn(annotated.problem, decided.result.timeline)
         self.entry.trains = graphs.backward is not None
-        made = None if decided.fits else self._rewrite(graphs, annotated, decided, reserve)
+        made = None if decided.fits else self._rewrite(graphs, annotated, decided)
         remember(self.report)
         said = Compilation(
             self.report,
@@ -168,9 +172,7 @@ class Pipeline:
             found = annotate(graphs, costs, hint, self._min_move)
         return found
 
-    def _rewrite(
-        self, graphs: Graphs, annotated: Annotated, decided: Decided, reserve: int
-    ) -> Graphs:
+    def _rewrite(self, graphs: Graphs, annotated: Annotated, decided: Decided) -> Graphs:
         foreign = _foreign_device(graphs)
         if foreign is not None:
             raise OffloadError(
@@ -178,8 +180,8 @@ class Pipeline:
                 f" within {show_bytes(decided.machine.tier[DEVICE].capacity_bytes or 0)}; so far"
                 " only CPU graphs can move. Set memory to None, or run on the CPU."
             )
-        return_freed_memory()
-        settings = self.target.runtime(reserve)
+        heap().prepare()
+        settings = self.target.runtime
         runtime_for(settings.key)  # opens the spill files: what is wrong with them shows now
         made = rewrite(graphs, annotated, decided.result.plan, decided.order, settings.key)
         if self.options.lowering == "inductor":

@@ -17,10 +17,12 @@ from .options import Options, default_spill
 from .this_machine import this_machine, to_cpu_machine
 
 KIB, MIB = 1 << 10, 1 << 20
-#: what the runtime takes of a budget for its own: staging for two lanes, two chunks each, and
-#: reload buffers that stay mapped between steps (first touch is slower than the disk)
-RESERVE_SHARE, LEAST_RESERVE, MOST_RESERVE = 24, 512 * KIB, 64 * MIB
-CHUNK_SHARE, LEAST_CHUNK, MOST_CHUNK = 8, 64 * KIB, 4 * MIB
+#: what the runtime takes of a budget for its own: staging, and holes too small to be reused
+RESERVE_SHARE, LEAST_RESERVE, MOST_RESERVE = 64, 512 * KIB, 32 * MIB
+#: staging: one block per lane that writes
+ARENA_BYTES = 512 * KIB
+#: most that one system call moves: large, since each one's end waits for Python's lock
+CHUNK_BYTES = 8 * MIB
 
 
 @dataclass(frozen=True)
@@ -36,22 +38,20 @@ class Target:
         whole = to_cpu_machine(self.profile, None, self.host_bytes)
         return whole.with_capacity(DEVICE, device_bytes)
 
-    def runtime(self, reserve: int) -> RuntimeSettings:
-        """The runtime whose buffers take `reserve` bytes."""
-        chunk = reserve // CHUNK_SHARE // LEAST_CHUNK * LEAST_CHUNK
+    @property
+    def runtime(self) -> RuntimeSettings:
         return RuntimeSettings(
             target="cpu",
             directories=tuple(str(d) for d in self.directories),
             host_bytes=self.host_bytes,
-            arena_bytes=reserve,
-            chunk_bytes=min(max(chunk, LEAST_CHUNK), MOST_CHUNK),
+            arena_bytes=ARENA_BYTES,
+            chunk_bytes=CHUNK_BYTES,
         )
 
 
 def reserve_bytes(budget_bytes: int) -> int:
-    """What the runtime's arena takes of a budget: a power of two, so that models share arenas."""
-    share = 1 << max(0, (budget_bytes // RESERVE_SHARE).bit_length() - 1)
-    return min(max(share, LEAST_RESERVE), MOST_RESERVE)
+    """What the runtime takes of a budget."""
+    return min(max(budget_bytes // RESERVE_SHARE, LEAST_RESERVE), MOST_RESERVE)
 
 
 def target_for(options: Options, progress: Callable[[str], None] | None = None) -> Target:

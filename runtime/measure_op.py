@@ -14,6 +14,7 @@ from dataclasses import dataclass
 import torch
 
 from . import memory
+from .heap import heap
 from .measure import Watch, time_us, undisturbed
 
 log = logging.getLogger(__name__)
@@ -232,7 +233,6 @@ def measure_call(call: Call, operands: Operands, seconds: float = 0.03) -> Measu
 
     None if the op does not run by itself. `seconds`: see `measure.time_us`.
     """
-    memory.return_freed_memory()  # as in a step that runs by plan
     try:
         with undisturbed():
             args, kwargs = operands.make(call)
@@ -240,7 +240,9 @@ def measure_call(call: Call, operands: Operands, seconds: float = 0.03) -> Measu
             def run() -> None:
                 call.target(*args, **kwargs)
 
+            memory.return_freed_memory()  # so that what the op takes and frees can be seen
             workspace_bytes = _workspace_bytes(lambda: call.target(*args, **kwargs), operands)
+            heap().prepare()  # as in a step that runs by plan
             with Watch() as watch:
                 duration_us = time_us(run, seconds)
         return Measured(duration_us, workspace_bytes, watch.disturbed)

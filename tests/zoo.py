@@ -254,7 +254,7 @@ def _mean_square(outputs: Any) -> Tensor:
 
 def _shifted(seed: int) -> tuple[Tensor, ...]:
     """Rows whose mean changes sign with the seed, so that the branch is taken both ways."""
-    return (_noise(seed, 256, 128) + (0.5 if seed % 2 else -0.5),)
+    return (_noise(seed, 1024, 128) + (0.5 if seed % 2 else -0.5),)
 
 
 def _dictionary_loss(outputs: dict[str, Any]) -> Tensor:
@@ -265,18 +265,18 @@ def _dictionary_loss(outputs: dict[str, Any]) -> Tensor:
 
 
 ZOO = (
-    Specimen("mlp", lambda: MLP(256, 8), lambda s: (_noise(s, 512, 256),), _mean_square),
+    Specimen("mlp", lambda: MLP(128, 8), lambda s: (_noise(s, 1024, 128),), _mean_square),
     Specimen("conv", lambda: ConvNet(16, 3), lambda s: (_noise(s, 8, 3, 32, 32),), _mean_square),
     Specimen("gpt", lambda: GPT(96, 64, 3, 4, 128), _tokens, lambda loss: loss),
     Specimen("encoder", lambda: Encoder(64, 2, 4), lambda s: (_noise(s, 4, 96, 64),), _mean_square),
-    Specimen("lstm", lambda: LSTM(64), lambda s: (_noise(s, 64, 12, 64),), _mean_square),
+    Specimen("lstm", lambda: LSTM(64), lambda s: (_noise(s, 128, 8, 64),), _mean_square),
     Specimen(
-        "fused_lstm", lambda: FusedLSTM(64), lambda s: (_noise(s, 32, 24, 64),), _mean_square, True
+        "fused_lstm", lambda: FusedLSTM(64), lambda s: (_noise(s, 64, 64, 64),), _mean_square, True
     ),
     Specimen("mixture", lambda: Mixture(128), _shifted, _mean_square, True),
-    Specimen("routed", lambda: Routed(64, 3), lambda s: (_noise(s, 512, 64),), _mean_square, True),
+    Specimen("routed", lambda: Routed(64, 3), lambda s: (_noise(s, 2048, 64),), _mean_square, True),
     Specimen(
-        "dictionary", lambda: Dictionary(128), lambda s: (_noise(s, 256, 128),), _dictionary_loss
+        "dictionary", lambda: Dictionary(128), lambda s: (_noise(s, 1024, 128),), _dictionary_loss
     ),
     Specimen("tied", lambda: GPT(96, 64, 2, 4, 128, tied=True), _tokens, lambda loss: loss),
 )

@@ -1,0 +1,130 @@
+"""The CPU target's memory is malloc's: what is freed is kept for reuse while the budget allows.
+
+A step frees and takes large blocks all the time. Giving each back to the system would cost a first
+touch for the next one (some 5% of a step); keeping all of them lets holes pile up that a program
+which moves its tensors out cannot afford. So blocks are kept, and when what the process holds
+reaches what the budget allows, the pages of free blocks are given back in one go. Under a limit on
+address space (RLIMIT_DATA, RLIMIT_AS) holes count even without pages: there each large block is
+returned at once.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import resource
+import threading
+
+from .memory import return_freed_memory
+
+_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # malloc.h of glibc
+#: the most that glibc lets blocks of its heap be; larger ones have mappings of their own
+KEPT_BYTES = 32 << 20
+NEVER_BYTES = 1 << 40
+_PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
+
+
+class _Info(ctypes.Structure):
+    """struct mallinfo2"""
+
+    _fields_ = [
+        (name, ctypes.c_size_t)
+        for name in (
+            "arena",
+            "ordblks",
+            "smblks",
+            "hblks",
+            "hblkhd",
+            "usmblks",
+            "fsmblks",
+            "uordblks",
+            "fordblks",
+            "keepcost",
+        )
+    ]
+
+
+def address_space_is_limited() -> bool:
+    """Whether memory counts when it is mapped, and not only once it has pages."""
+    limits = (resource.RLIMIT_DATA, resource.RLIMIT_AS)
+    return any(resource.getrlimit(which)[0] != resource.RLIM_INFINITY for which in limits)
+
+
+class Heap:
+    """glibc's malloc, kept within what a budget allows; other allocators are left alone."""
+
+    def __init__(self) -> None:
+        process = ctypes.CDLL(None)
+        known = all(hasattr(process, f) for f in ("mallinfo2", "malloc_trim", "mallopt"))
+        self._process = process if known and os.path.exists("/proc/self/statm") else None
+        if self._process is not None:
+            process.mallinfo2.restype = _Info
+            self._statm = os.open("/proc/self/statm", os.O_RDONLY | os.O_CLOEXEC)
+        self._pid = os.getpid()
+        self._other_bytes: int | None = None
+        self._limit_bytes: int | None = None
+        self.trims = 0
+
+    def prepare(self) -> None:
+        """Choose how freed blocks are dealt with; call it before a step that moves tensors."""
+        if self._process is None or address_space_is_limited():
+            return_freed_memory()
+            self._limit_bytes = None
+        else:
+            self._process.mallopt(_M_MMAP_THRESHOLD, KEPT_BYTES)
+            self._process.mallopt(_M_TRIM_THRESHOLD, NEVER_BYTES)
+
+    def begin(self, planned_bytes: int, budget_bytes: int) -> None:
+        """A step begins: of its budget, `planned_bytes` stand already."""
+        if self._process is None or address_space_is_limited():
+            self._limit_bytes = None
+            return
+        live = self.live_bytes()
+        if self._other_bytes is None:
+            self.trim()
+            self._other_bytes = self.resident_bytes() - live
+        self._limit_bytes = live + self._other_bytes + budget_bytes - planned_bytes
+
+    def check(self) -> None:
+        """Give free blocks back if the process holds more than the budget allows."""
+        if self._limit_bytes is None or os.getpid() != self._pid:
+            return
+        held = self.resident_bytes()
+        if held <= self._limit_bytes:
+            return
+        self.trim()
+        left = self.resident_bytes()
+        # what trimming cannot take is none of the step's: do not try for it again
+        if left > self._limit_bytes:
+            assert self._other_bytes is not None
+            self._other_bytes += left - self._limit_bytes
+            self._limit_bytes = left
+
+    def trim(self) -> None:
+        if self._process is not None:
+            self.trims += 1
+            self._process.malloc_trim(0)
+
+    def live_bytes(self) -> int:
+        """What malloc has handed out and not got back."""
+        assert self._process is not None
+        info = self._process.mallinfo2()
+        return int(info.uordblks + info.hblkhd)
+
+    def resident_bytes(self) -> int:
+        """Pages of the process's own."""
+        _, resident, shared, *_ = os.pread(self._statm, 128, 0).split()
+        return (int(resident) - int(shared)) * _PAGE_BYTES
+
+
+_lock = threading.Lock()
+_heap: Heap | None = None
+
+
+def heap() -> Heap:
+    """The process's one heap."""
+    global _heap
+    with _lock:
+        if _heap is None:
+            _heap = Heap()
+        return _heap
