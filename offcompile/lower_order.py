@@ -121,8 +121,10 @@ class _Walk:
         elif node.target is ops.wait_load:
             self._hold(node, 1, self._done_anyway())
         elif node.target is ops.wait_out:
+            ticket = node.args[0]
+            assert isinstance(ticket, fx.Node)
             if node.args[1] is not None:
-                node.update_arg(1, self.leaving[_root(node.args[0])])
+                node.update_arg(1, self.leaving[_root(ticket)])
             self._hold(node, 0, self._alive())
             self._draw(node)
         elif node.target is ops.start_load:
@@ -291,13 +293,16 @@ def _last_uses(graph: fx.Graph) -> dict[fx.Node, int]:
     position = {n: i for i, n in enumerate(graph.nodes)}
     last: dict[fx.Node, int] = {}
     for node in reversed(graph.nodes):
-        uses = (last[u] if _passes_on(u) else position[u] for u in node.users)
+        uses = (last[u] if _passes_on(u, node) else position[u] for u in node.users)
         last[node] = max(uses, default=position[node])
     return last
 
 
-def _passes_on(node: fx.Node) -> bool:
-    return node.op == "call_function" and is_view(node)
+def _passes_on(node: fx.Node, memory_of: fx.Node | None = None) -> bool:
+    """Whether a node hands on the memory of another (of its first operand, if it is a view)."""
+    if node.op != "call_function" or not is_view(node):
+        return False
+    return memory_of is None or node.all_input_nodes[0] is memory_of
 
 
 def _is_tensor(node: fx.Node) -> bool:

@@ -92,6 +92,8 @@ class Pipeline:
             report.observe(label, (time.perf_counter() - began) * 1e6)
             if phase == BACKWARD:
                 self.entry.end()
+            if moves and phase != FORWARD:
+                heap().end()
             return result
 
         return timed

@@ -19,7 +19,6 @@ from offcompile.ir import OffloadError
 
 from .arena import Arena, Block
 from .device import Copy, Device, Label, Point, Slot, Waited
-from .heap import heap
 from .lanes import Job, Lanes
 from .spill import Extent, SpillFull, SpillStore
 from .tickets import telling
@@ -76,7 +75,6 @@ class CpuDevice(Device):
             raise OffloadError(f"chunk_bytes is {chunk_bytes}: it must be at least {PAGE_BYTES}.")
         self.arena = arena
         self.stores = dict(stores)
-        self.heap = heap()
         self.lanes = Lanes("cpu")
         self._chunk_bytes = chunk_bytes // PAGE_BYTES * PAGE_BYTES
         self._staging: dict[str, Block] = {}
@@ -86,7 +84,6 @@ class CpuDevice(Device):
         return len(self._staging) * STAGED_BYTES
 
     def slot(self, source: torch.Tensor, tier: str) -> CpuSlot:
-        self.heap.check()
         nbytes = source.numel() * source.element_size()
         tiers = tuple(self.stores)
         if tier not in self.stores:
@@ -104,7 +101,6 @@ class CpuDevice(Device):
 
     def allocate(self, slot: Slot, freed: Callable[[], None]) -> torch.Tensor:
         assert isinstance(slot, CpuSlot)
-        self.heap.check()
         # from the same heap as everything else: what has been sent out has left holes there
         room = torch.empty(slot.padded_bytes + PAGE_BYTES, dtype=torch.uint8, device="cpu")
         begin = -room.data_ptr() % PAGE_BYTES + slot.skew_bytes

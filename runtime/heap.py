@@ -14,6 +14,7 @@ import ctypes
 import os
 import resource
 import threading
+import time
 
 from .memory import return_freed_memory
 
@@ -22,6 +23,11 @@ _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # malloc.h of glibc
 KEPT_BYTES = 32 << 20
 NEVER_BYTES = 1 << 40
 _PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
+#: no process touches new pages faster than this
+FASTEST_BYTES_PER_S = 4e9
+SHORTEST_LOOK_S, LONGEST_LOOK_S = 0.002, 0.1
+#: how far below the limit pages are given back
+MARGIN_BYTES = 4 << 20
 
 
 class _Info(ctypes.Structure):
@@ -63,7 +69,10 @@ class Heap:
         self._pid = os.getpid()
         self._other_bytes: int | None = None
         self._limit_bytes: int | None = None
+        self._left_bytes = 0
         self.trims = 0
+        self._changed = threading.Event()
+        self._thread: threading.Thread | None = None
 
     def prepare(self) -> None:
         """Choose how freed blocks are dealt with; call it before a step that moves tensors."""
@@ -83,22 +92,49 @@ class Heap:
         if self._other_bytes is None:
             self.trim()
             self._other_bytes = self.resident_bytes() - live
+        self._left_bytes = 0
         self._limit_bytes = live + self._other_bytes + budget_bytes - planned_bytes
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._watch, name="offcompile-heap", daemon=True)
+            self._thread.start()
+        self._changed.set()
 
-    def check(self) -> None:
-        """Give free blocks back if the process holds more than the budget allows."""
-        if self._limit_bytes is None or os.getpid() != self._pid:
-            return
+    def end(self) -> None:
+        """The step is over: what is held now is no matter of its budget."""
+        self._limit_bytes = None
+
+    def check(self) -> float:
+        """Give free blocks back if the process is about to hold more than the budget allows.
+
+        Returns how many bytes are left until then; infinity where there is no limit.
+        """
+        limit = self._limit_bytes
+        if limit is None or os.getpid() != self._pid:
+            return float("inf")
         held = self.resident_bytes()
-        if held <= self._limit_bytes:
-            return
+        # when little has come since the last time, there is little to take again
+        worth = max(limit - MARGIN_BYTES, self._left_bytes + MARGIN_BYTES)
+        if held <= worth:
+            return worth - held
         self.trim()
-        left = self.resident_bytes()
+        self._left_bytes = left = self.resident_bytes()
         # what trimming cannot take is none of the step's: do not try for it again
-        if left > self._limit_bytes:
+        if left > limit and self._limit_bytes == limit:
             assert self._other_bytes is not None
-            self._other_bytes += left - self._limit_bytes
+            self._other_bytes += left - limit
             self._limit_bytes = left
+        return 0.0
+
+    def _watch(self) -> None:
+        while True:
+            self._changed.wait()
+            room = self.check()
+            if room == float("inf"):
+                self._changed.clear()
+                if self._limit_bytes is not None:  # set again meanwhile
+                    self._changed.set()
+                continue
+            time.sleep(min(max(room / FASTEST_BYTES_PER_S, SHORTEST_LOOK_S), LONGEST_LOOK_S))
 
     def trim(self) -> None:
         if self._process is not None:

@@ -271,7 +271,7 @@ ZOO = (
     Specimen("encoder", lambda: Encoder(64, 2, 4), lambda s: (_noise(s, 4, 96, 64),), _mean_square),
     Specimen("lstm", lambda: LSTM(64), lambda s: (_noise(s, 128, 8, 64),), _mean_square),
     Specimen(
-        "fused_lstm", lambda: FusedLSTM(64), lambda s: (_noise(s, 64, 64, 64),), _mean_square, True
+        "fused_lstm", lambda: FusedLSTM(64), lambda s: (_noise(s, 256, 16, 64),), _mean_square, True
     ),
     Specimen("mixture", lambda: Mixture(128), _shifted, _mean_square, True),
     Specimen("routed", lambda: Routed(64, 3), lambda s: (_noise(s, 2048, 64),), _mean_square, True),
