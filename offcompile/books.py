@@ -11,6 +11,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from typing import cast
 
 import torch
 
@@ -54,7 +55,8 @@ class Entry:
         node = _autograd_node(outputs)
         if node is not None and self.kept_bytes:
             one = Pass()
-            node.metadata.setdefault("offcompile", []).append(one)
+            metadata = cast("dict[str, list[Pass]]", node.metadata)
+            metadata.setdefault("offcompile", []).append(one)
             self.passes.add(one)
 
     def end(self) -> None:

@@ -93,7 +93,9 @@ def _floor_per_op(
 ) -> tuple[Frame, list[int]]:
     frame = Frame(problem, machine_for(1), Mode())
     kept = Builder(problem, frame.machine, frame.mode.decisions(problem), False).kept_bytes
-    return frame, frame.gaps.floor(kept)
+    # what the builder does not hold over a gap anyway must not be taken off a second time
+    floor = zip(frame.gaps.floor(kept), frame.program.op_bytes, strict=True)
+    return frame, [max(both) for both in floor]
 
 
 def _with_budget(

@@ -8,7 +8,7 @@ which keeps every later rule (unchecked versions last, opaque objects after tens
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import fx
@@ -119,7 +119,9 @@ def _describe(half: Half, old: list[object], outputs: list[object], seen: int) -
     known = node.meta.get("desc")
     if known is None:
         return
-    kind_of = {id(half.new.get(o.name)): type(d) for o, d in _nodes(old[seen:], known[seen:])}
+    kind_of: dict[int, Any] = {
+        id(half.new.get(o.name)): type(d) for o, d in _nodes(old[seen:], known[seen:])
+    }
     node.meta["desc"] = [
         *known[:seen],
         *(kind_of.get(id(o), SavedForBackwardsAOTOutput)(i) for i, o in enumerate(outputs[seen:])),

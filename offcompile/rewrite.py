@@ -19,9 +19,11 @@ from __future__ import annotations
 import operator
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import fx
+from torch._subclasses.fake_tensor import FakeTensor
 
 from offcompile.ir import DEVICE, BrokenPlan, Move, Plan
 from offcompile.runtime import ops
@@ -272,7 +274,7 @@ class _Half:
         ticket = self.ticket(move.tensor, move.source)
         like = self.tables.base(move.tensor).meta["val"]
         size, stride = self.sizes.make(like.shape), self.sizes.make(like.stride())
-        args = (ticket, size, stride, like.dtype, move.id, move.lane, [])
+        args: tuple[Any, ...] = (ticket, size, stride, like.dtype, move.id, move.lane, [])
         both = self.graph.call_function(ops.start_load, args)
         buffer = self.graph.call_function(operator.getitem, (both, 0))
         load = self.graph.call_function(operator.getitem, (both, 1))
@@ -298,6 +300,7 @@ def _made_by(node: fx.Node) -> list[fx.Node]:
 
 def _like_ticket(like: torch.Tensor) -> torch.Tensor:
     """A ticket as the graph's fake tensors are."""
+    assert isinstance(like, FakeTensor)
     with like.fake_mode:
         return torch.empty((1,), dtype=torch.int64, device="cpu")
 

@@ -58,15 +58,17 @@ def our_run(specimen: Specimen, memory: Memory, lowering: str = "aot_eager") -> 
     return Run(trace, peaks, offcompile.counters()["bytes_out"] - before)
 
 
-def budget(specimen: Specimen, share: float, lowering: str = "aot_eager") -> int:
+def budget(specimen: Specimen, share: float) -> int:
     """Bytes at `share` of the way from the floor to what the step takes with no limit.
+
+    Of the graphs that aot_eager gets; those of Inductor take about as much.
 
     The graphs of a model that Dynamo cuts share a budget: while one runs, the others hold what
     they kept. All their peaks together are then more than enough.
     """
     over = sum if specimen.breaks else max
-    floor = over(our_run(specimen, "minimum", lowering).peaks)
-    ample = over(our_run(specimen, None, lowering).peaks)
+    floor = over(our_run(specimen, "minimum").peaks)
+    ample = over(our_run(specimen, None).peaks)
     return floor + int(share * (ample - floor))
 
 
@@ -103,7 +105,7 @@ def test_training_is_bitwise_the_plain_run_at_every_budget(specimen: Specimen) -
 def test_the_minimum_moves_and_ample_memory_does_not(specimen: Specimen) -> None:
     ample, least = our_run(specimen, None), our_run(specimen, "minimum")
     assert ample.moved_bytes == 0
-    assert specimen.breaks or sum(least.peaks) < sum(ample.peaks)
+    assert sum(least.peaks) < sum(ample.peaks)
     assert least.moved_bytes > 0
 
 
@@ -113,15 +115,19 @@ def test_the_minimum_moves_and_ample_memory_does_not(specimen: Specimen) -> None
 INDUCTOR_TOLERANCE = 1e-9
 
 
-@pytest.mark.parametrize("name", DOUBLED)
-def test_inductor_within_its_own_tolerance(name: str) -> None:
+# compiling C++ takes seconds for each
+@pytest.mark.parametrize(
+    ("name", "share"), [("mlp", None), ("mlp", 0.5), ("conv", 0.0), ("conv", 0.5), ("gpt", 0.3)]
+)
+def test_inductor_within_its_own_tolerance(name: str, share: float | None) -> None:
     specimen = DOUBLED[name]
     eager, alone = eager_run(specimen), plain_run(specimen, "inductor")
     assert alone.distance(eager) < INDUCTOR_TOLERANCE
-    for memory in (None, budget(specimen, 0.5, "inductor"), "minimum"):
-        found = our_run(specimen, memory, "inductor").trace
-        assert found.distance(eager) < INDUCTOR_TOLERANCE, f"at {memory}"
-        assert found.distance(alone) < INDUCTOR_TOLERANCE, f"at {memory}"
+    memory = None if share is None else "minimum" if share == 0 else budget(specimen, share)
+    found = our_run(specimen, memory, "inductor")
+    assert found.trace.distance(eager) < INDUCTOR_TOLERANCE
+    assert found.trace.distance(alone) < INDUCTOR_TOLERANCE
+    assert (found.moved_bytes > 0) == (share is not None)
 
 
 Steps = Callable[[nn.Module, Callable[..., Tensor]], Any]

@@ -205,7 +205,10 @@ class Routed(nn.Module):
         super().__init__()
         self.gate = nn.Linear(width, experts)
         self.experts = nn.ModuleList(
-            nn.Sequential(nn.Linear(width, 2 * width), nn.GELU(), nn.Linear(2 * width, width))
+            nn.Sequential(
+                *(nn.Linear(width, width), nn.GELU(), nn.Linear(width, width), nn.GELU()),
+                *(nn.Linear(width, width), nn.GELU(), nn.Linear(width, width)),
+            )
             for _ in range(experts)
         )
 
@@ -274,7 +277,7 @@ ZOO = (
         "fused_lstm", lambda: FusedLSTM(64), lambda s: (_noise(s, 256, 16, 64),), _mean_square, True
     ),
     Specimen("mixture", lambda: Mixture(128), _shifted, _mean_square, True),
-    Specimen("routed", lambda: Routed(64, 3), lambda s: (_noise(s, 2048, 64),), _mean_square, True),
+    Specimen("routed", lambda: Routed(64, 2), lambda s: (_noise(s, 2048, 64),), _mean_square, True),
     Specimen(
         "dictionary", lambda: Dictionary(128), lambda s: (_noise(s, 1024, 128),), _dictionary_loss
     ),
