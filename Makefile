@@ -24,12 +24,8 @@ $(READY): pyproject.toml
 	$(BIN)/python -m pip install --quiet -e '.[test,dev]'
 	@touch $@
 
-demo: $(READY) ## plan one training step of a GPT-like model in half the memory it takes
-	@echo "examples/plans/gpt.json: one training step of a GPT-like model that takes 12.3 GiB of"
-	@echo "device memory when nothing moves. Planning it for an RTX 4090 on which 6.1 GiB are free."
-	@echo "(This plans and proves; training by the plan arrives with the torch.compile backend.)"
-	@echo
-	@$(BIN)/offcompile plan --problem examples/plans/gpt.json --hardware rtx4090 --memory 6.1GiB
+demo: $(READY) ## train a small GPT in about half the memory it takes, beside the plain run
+	@$(BIN)/python examples/train_gpt.py $(ARGS)
 
 test: $(READY) ## all tests; those that need a GPU are skipped without one
 	$(BIN)/python -m pytest -q $(ARGS)

@@ -74,11 +74,11 @@ def batches(batch: int, length: int) -> Iterator[Any]:
 
     folder = Path(os.__file__).parent
     text = b"".join(path.read_bytes() for path in sorted(folder.glob("*.py")))[: 4 * MIB]
-    data = torch.frombuffer(bytearray(text), dtype=torch.uint8).long()
+    data = torch.frombuffer(bytearray(text), dtype=torch.uint8)
     random = torch.Generator().manual_seed(SEED)
     while True:
         starts = torch.randint(len(data) - length - 1, (batch,), generator=random)
-        yield torch.stack([data[int(s) : int(s) + length + 1] for s in starts])
+        yield torch.stack([data[int(s) : int(s) + length + 1] for s in starts]).long()
 
 
 # --- one run, in a process of its own ---------------------------------------------------------
@@ -241,9 +241,9 @@ def main() -> None:
     console.print(agreement(plain["losses"], ours["losses"]))
     budget = memory if isinstance(memory, str) else show_bytes(memory)
     console.print(
-        f"Peak memory is what the operating system measured after the first step, less what the "
-        f"process\nheld before the model. Budget of the compiled step: {budget}; "
-        f"{show_bytes(ours['out_bytes'])} left the device per step."
+        "Peak memory is what the operating system measured after the first step, less what the "
+        f"process held before the model. The compiled step had a budget of {budget}; per step "
+        f"{show_bytes(ours['out_bytes'])} left the device."
     )
     console.print(f"\nThe plan that ran:\n{ours['text']}", markup=False, highlight=False)
 

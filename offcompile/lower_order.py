@@ -12,8 +12,8 @@ and `start_load` (it allocates, once the ops before it have freed theirs). At ea
 Everything computed before the line that is still needed behind it is handed to the movement node,
 so it exists by then, as memory of its own: Inductor neither computes it later nor keeps its
 operands in its place. Behind the line, an op none of whose operands comes from behind it has one
-operand passed through a `barrier`; the others follow by their data. Movement nodes are chained in
-their order the same way. Within a line's bounds Inductor fuses as it likes.
+operand passed through a `barrier`; the others follow by their data. Starts are chained in their
+order the same way. Between two lines Inductor fuses as it likes.
 """
 
 from __future__ import annotations
@@ -95,9 +95,10 @@ class _Walk:
     last_use: dict[fx.Node, int]
     #: position of the node at hand
     now: int = 0
-    #: the last line, and the last movement node of any kind
-    line: fx.Node | None = None
-    last: fx.Node | None = None
+    #: the last line: what is behind it runs after these
+    line: list[fx.Node] = field(default_factory=list)
+    #: the last move that was started, as a chain of one
+    started: list[fx.Node] = field(default_factory=list)
     #: computed since the line, in order
     since: list[fx.Node] = field(default_factory=list)
     #: known to run behind the line
@@ -118,24 +119,36 @@ class _Walk:
         ops = self.ops
         if node.target is ops.start_out:
             self._fix(node)
-        elif node.target is ops.wait_load:
-            self._hold(node, 1, self._done_anyway())
-        elif node.target is ops.wait_out:
-            ticket = node.args[0]
-            assert isinstance(ticket, fx.Node)
-            if node.args[1] is not None:
-                node.update_arg(1, self.leaving[_root(ticket)])
-            self._hold(node, 0, self._alive())
-            self._draw(node)
+            self.started = [node]
         elif node.target is ops.start_load:
             # its schema has a place for what it comes after
-            after = [*_nodes(node.args[6]), *self._alive(), *self._chain()]
+            after = [*_nodes(node.args[6]), *self._alive(), *self.line, *self.started]
             node.update_arg(6, list(dict.fromkeys(after)))
-            self._draw(node)
+            self.started = [self._token(node)]
+            self._draw(self.started)
+        elif node.target is ops.wait_out:
+            self._wait_out(node)
+        elif node.target is ops.wait_load:
+            self._wait_load(node)
         elif not is_view(node):
             self._compute(node)
-        if ops.among(node):
-            self.last = self._tensor(node)
+
+    def _wait_out(self, node: fx.Node) -> None:
+        ticket = node.args[0]
+        assert isinstance(ticket, fx.Node)
+        if node.args[1] is not None:
+            node.update_arg(1, self.leaving[_root(ticket)])
+        if self.since:
+            self._hold(node, 0, [*self._alive(), *self.line])
+            self._draw([node])
+        else:
+            self._draw([*self.line, node])
+
+    def _wait_load(self, node: fx.Node) -> None:
+        load = node.args[1]
+        if self.since:
+            self._hold(node, 1, [*self._done_anyway(), *self.line])
+        if self.since or set(self.line) <= {load}:
             self.behind.add(node)
 
     def _compute(self, node: fx.Node) -> None:
@@ -148,7 +161,7 @@ class _Walk:
             self.free.add(node)
             return
         self.since.append(node)
-        if self.line is None:
+        if not self.line:
             return
         loose = [n for n in real if not self._is_behind(n)]
         if packet in _IN_PIECES:
@@ -175,17 +188,15 @@ class _Walk:
         return min(fit, key=lambda n: (n not in self.passed, _root(n).op != "placeholder"))
 
     def _pass(self, node: fx.Node, operand: fx.Node) -> None:
-        assert self.line is not None
         through = self.passed.get(operand)
         if through is None:
-            through = self._barrier(node, operand, [self.line])
+            through = self._barrier(node, operand, self.line)
             self.passed[operand] = through
             self.behind.add(through)
         node.replace_input_with(operand, through)
 
     def _hold(self, node: fx.Node, index: int, tokens: list[fx.Node]) -> None:
-        """Run `node` after `tokens` and the movement node before it."""
-        tokens = [*tokens, *self._chain()]
+        """Run `node` after `tokens`."""
         held = node.args[index]
         assert isinstance(held, fx.Node)
         tokens = [t for t in dict.fromkeys(tokens) if t is not held]
@@ -198,7 +209,7 @@ class _Walk:
         alive what is being copied, so it has to be given the same."""
         held = start_out.args[0]
         assert isinstance(held, fx.Node)
-        fixed = self._barrier(start_out, held, self._chain())
+        fixed = self._barrier(start_out, held, self.started)
         # Of an op's tag for exact strides Inductor takes notice only beside this entry.
         values = fx.node.map_arg(fixed.args, lambda n: n.meta["val"])
         fixed.meta["eager_input_vals"] = (values, {})
@@ -207,36 +218,26 @@ class _Walk:
 
     def _barrier(self, before: fx.Node, held: fx.Node, tokens: list[fx.Node]) -> fx.Node:
         with self.graph.inserting_before(before):
-            made = self.graph.call_function(self.ops.barrier, (held, tokens))
+            made = self.graph.call_function(self.ops.barrier, (held, list(tokens)))
         made.meta["val"] = held.meta["val"]
         self.barriers += 1
         return made
 
-    def _draw(self, node: fx.Node) -> None:
-        self.line = self._tensor(node)
+    def _draw(self, line: list[fx.Node]) -> None:
+        self.line = line
         self.since.clear()
         self.behind.clear()
         self.passed.clear()
 
-    def _tensor(self, node: fx.Node) -> fx.Node:
-        """What stands for a movement node that others come after."""
-        if node.target is not self.ops.start_load:
-            return node
-        for user in node.users:
+    def _token(self, start_load: fx.Node) -> fx.Node:
+        """The small one of a load's two results: it stands for the load without holding memory."""
+        for user in start_load.users:
             if user.args[1] == 1:
                 return user
-        with self.graph.inserting_after(node):
-            part = self.graph.call_function(operator.getitem, (node, 1))
-        part.meta["val"] = node.meta["val"][1]
+        with self.graph.inserting_after(start_load):
+            part = self.graph.call_function(operator.getitem, (start_load, 1))
+        part.meta["val"] = start_load.meta["val"][1]
         return part
-
-    def _chain(self) -> list[fx.Node]:
-        """The movement node before, or what stands for it: never a tensor past its last use."""
-        if self.last is None:
-            return []
-        if self.last.target is self.ops.wait_load and self.last_use[self.last] <= self.now:
-            return [self.last.args[1]]  # type: ignore[list-item]
-        return [self.last]
 
     def _alive(self) -> list[fx.Node]:
         """What was computed since the line and is needed later."""

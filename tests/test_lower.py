@@ -487,7 +487,7 @@ def test_edges_in_print() -> None:
         "%barrier_default_2 = barrier(args = (%w, [%wait_out_default]))",
         "%mm_default_1 = aten.mm.default(args = (%barrier_default_2, %barrier_default_2))",
         "%start_load_default = start_load(args = (%t, [2, 2], [2, 1], torch.float32, l, h2d, "
-        "[%mm_default_1, %wait_out_default]))",
+        "[%mm_default_1, %wait_out_default, %start_out_default]))",
         "%getitem_1 = operator.getitem(args = (%start_load_default, 1))",
         "%getitem = operator.getitem(args = (%start_load_default, 0))",
         "%wait_load_default = wait_load(args = (%getitem, %getitem_1))",
