@@ -6,8 +6,9 @@ makes another when its plan no longer fits.
 
 from __future__ import annotations
 
+import gc
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -26,7 +27,7 @@ from .costs import CostModel, costs_of_graph, open_cost_cache
 from .decide import Decided, decide
 from .dump import Compiled as Compilation
 from .dump import dump
-from .graphs import BACKWARD, FORWARD, Graphs, outputs_of
+from .graphs import BACKWARD, FORWARD, Graphs, outputs_of, storage_bytes
 from .log import log_compiled
 from .lower import Compiled, Halves, Phase
 from .lower_order import pin_order
@@ -41,6 +42,8 @@ from .target import Target, reserve_bytes
 #: storages below this share of the largest are not worth a move
 SMALL_SHARE = 1 / 2048
 LEAST_MOVE_BYTES = 4096
+#: ops that need less than this to run are measured whatever the budget
+LEAST_ROOM_BYTES = 16 << 20
 
 
 @dataclass
@@ -84,8 +87,15 @@ class Pipeline:
         moves = not report.fits
         standing = sum(t.nbytes for t in report.problem.tensors if t.home == DEVICE)
 
+        first = True
+
         def timed(arguments: list[Any]) -> Any:
+            nonlocal first
             if moves and phase != BACKWARD:
+                if first:  # what compiling left behind is not the step's
+                    gc.collect()
+                    heap().settle()
+                    first = False
                 heap().begin(standing, report.budget_bytes)
             began = time.perf_counter()
             result = compiled(arguments)
@@ -113,7 +123,7 @@ class Pipeline:
                     f"Set memory to more than {show_bytes(self.held_bytes)}.",
                 )
         with Progress(self.name) as progress:
-            annotated = self._annotate(graphs, progress)
+            annotated = self._annotate(graphs, budget, progress)
             decided = decide(
                 annotated.problem,
                 target.machine,
@@ -134,7 +144,9 @@ class Pipeline:
             worst_peak_bytes=decided.order.peak_bytes,
             labels=annotated.labels,
         )
-        self._graphs, self._decided = graphs, decided
+        self._decided = decided
+        if any(isinstance(v, torch.SymInt) for v in _values(graphs)):
+            self._graphs = graphs  # other sizes will be reckoned on them
         self.entry.kept_bytes = kept_at_turn(annotated.problem, decided.result.timeline)
         self.entry.trains = graphs.backward is not None
         made = None if decided.fits else self._rewrite(graphs, annotated, decided)
@@ -150,8 +162,13 @@ class Pipeline:
             dump(options.dump, self.name, said)
         return made
 
-    def _annotate(self, graphs: Graphs, progress: Callable[[str], None]) -> Annotated:
+    def _annotate(
+        self, graphs: Graphs, budget: int | None, progress: Callable[[str], None]
+    ) -> Annotated:
         hint = hint_of(self.sizes)
+        standing = sum(
+            storage_bytes(v, hint) for v in _values(graphs) if isinstance(v, torch.Tensor)
+        )
         measure = self.options.hardware is None
         model = CostModel(
             self.target.profile,
@@ -159,6 +176,8 @@ class Pipeline:
             lowering=self.options.lowering,
             cache=open_cost_cache() if measure else None,
             progress=progress,
+            # measuring an op must keep the budget too
+            room_bytes=None if budget is None else max(budget - standing, LEAST_ROOM_BYTES),
         )
         costs = {
             (phase, name): cost
@@ -195,9 +214,11 @@ class Pipeline:
 
     def peak_at(self, sizes: Mapping[sympy.Symbol, int]) -> int:
         """What the same order would hold at other sizes."""
-        assert self._graphs is not None and self._decided is not None
+        assert self._decided is not None and self.report is not None
+        if self._graphs is None:
+            return self.report.planned_peak_bytes
         found = annotate(self._graphs, self._costs, hint_of(sizes), self._min_move)
-        reserve = self.report.reserve_bytes if self.report else 0
+        reserve = self.report.reserve_bytes
         return (
             worst_case(found.problem, self._decided.result.plan, self._decided.order.steps)
             + reserve
@@ -220,6 +241,10 @@ def kept_at_turn(problem: Problem, timeline: Timeline) -> int:
 def _written_by(problem: Problem, span: str) -> tuple[str, ...]:
     op = problem.op.get(span)
     return op.writes if op is not None else ()
+
+
+def _values(graphs: Graphs) -> Iterator[object]:
+    return (n.meta.get("val") for _, m in graphs for n in m.graph.find_nodes(op="placeholder"))
 
 
 def _foreign_device(graphs: Graphs) -> str | None:

@@ -83,6 +83,10 @@ class Heap:
             self._process.mallopt(_M_MMAP_THRESHOLD, KEPT_BYTES)
             self._process.mallopt(_M_TRIM_THRESHOLD, NEVER_BYTES)
 
+    def settle(self) -> None:
+        """Measure anew, at the next step, what the process holds beside its blocks."""
+        self._other_bytes = None
+
     def begin(self, planned_bytes: int, budget_bytes: int) -> None:
         """A step begins: of its budget, `planned_bytes` stand already."""
         if self._process is None or address_space_is_limited():
