@@ -57,14 +57,10 @@ class Annotated:
     storage_of: Mapping[Place, str]
     #: storage id → where it is made
     base_of: Mapping[str, Place]
-    #: op id → the node that it is
-    node_of: Mapping[str, Place]
+    #: op id → the node that it is, or the nodes of one kernel
+    node_of: Mapping[str, tuple[Place, ...]]
     #: tensor or op id → module path and shape, for people
     labels: Mapping[str, str] = field(default_factory=dict)
-
-    @property
-    def op_at(self) -> dict[Place, str]:
-        return {place: op for op, place in self.node_of.items()}
 
 
 Costs = Mapping[Place, OpCost]
@@ -87,7 +83,7 @@ class _Work:
         self.storages: dict[str, Storage] = {}
         self.storage_of: dict[Place, str] = {}
         self.ops: list[Op] = []
-        self.node_of: dict[str, Place] = {}
+        self.node_of: dict[str, tuple[Place, ...]] = {}
         self.labels: dict[str, str] = {}
         self.inputs: dict[int, str] = {}  # storage key of a placeholder → storage id
         self.forward_names = {n.name for n in graphs.forward.graph.nodes}
@@ -161,7 +157,7 @@ class _Work:
                 continue
             made = self.make(phase, part, value, "activation", materialises=cost.materialises)
             writes[made.id] = None
-        self.node_of[name] = (phase, node.name)
+        self.node_of[name] = ((phase, node.name),)
         self.ops.append(
             Op(
                 id=name,

@@ -24,10 +24,12 @@ from offcompile.runtime.registry import runtime_for
 from .annotate import Annotated, annotate
 from .books import Entry
 from .costs import CostModel, costs_of_graph, open_cost_cache
+from .costs_fusion import is_extern
 from .decide import Decided, decide
 from .dump import Compiled as Compilation
 from .dump import dump
-from .graphs import BACKWARD, FORWARD, Graphs, outputs_of, storage_bytes
+from .graphs import BACKWARD, FORWARD, Graphs, Hint, outputs_of, storage_bytes
+from .kernels import merge_kernels
 from .log import log_compiled
 from .lower import Compiled, Halves, Phase
 from .lower_order import pin_order
@@ -185,12 +187,15 @@ class Pipeline:
             for name, cost in costs_of_graph(module.graph, model, hint).items()
         }
         self._costs = costs
-        self._min_move = LEAST_MOVE_BYTES
         found = annotate(graphs, costs, hint, LEAST_MOVE_BYTES)
         largest = max((t.nbytes for t in found.problem.tensors if not t.pinned), default=0)
-        if largest * SMALL_SHARE > LEAST_MOVE_BYTES:
-            self._min_move = int(largest * SMALL_SHARE)
-            found = annotate(graphs, costs, hint, self._min_move)
+        self._min_move = max(LEAST_MOVE_BYTES, int(largest * SMALL_SHARE))
+        return self._problem(graphs, hint)
+
+    def _problem(self, graphs: Graphs, hint: Hint) -> Annotated:
+        found = annotate(graphs, self._costs, hint, self._min_move)
+        if self.options.lowering == "inductor":
+            return merge_kernels(found, graphs, lambda node: not is_extern(node))
         return found
 
     def _rewrite(self, graphs: Graphs, annotated: Annotated, decided: Decided) -> Graphs:
@@ -217,7 +222,7 @@ class Pipeline:
         assert self._decided is not None and self.report is not None
         if self._graphs is None:
             return self.report.planned_peak_bytes
-        found = annotate(self._graphs, self._costs, hint_of(sizes), self._min_move)
+        found = self._problem(self._graphs, hint_of(sizes))
         reserve = self.report.reserve_bytes
         return (
             worst_case(found.problem, self._decided.result.plan, self._decided.order.steps)

@@ -205,9 +205,13 @@ class _Half:
     # --- ops ------------------------------------------------------------------------------------
 
     def run(self, name: str) -> fx.Node:
-        op = name.partition("@")[0]
-        phase, node_name = self.tables.annotated.node_of[op]
-        node = self.tables.old[phase][node_name]
+        made = [
+            self.run_node(phase, self.tables.old[phase][node])
+            for phase, node in self.tables.annotated.node_of[name.partition("@")[0]]
+        ]
+        return made[-1]
+
+    def run_node(self, phase: str, node: fx.Node) -> fx.Node:
         if phase == self.phase:
             new = self.copy(node)
             self.new[node.name] = new

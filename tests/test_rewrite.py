@@ -167,8 +167,8 @@ def expected(steps: Sequence[ProgramStep], hooks: Moving) -> list[tuple[str, str
     found = []
     for step in steps:
         if isinstance(step, Run):
-            node = nodes[hooks.annotated.node_of[step.name.partition("@")[0]]]
-            found.append(("run", str(node.target)))
+            of = hooks.annotated.node_of[step.name.partition("@")[0]]
+            found += [("run", str(nodes[place].target)) for place in of]
         else:
             found.append(("start" if isinstance(step, Start) else "wait", step.move))
     return found

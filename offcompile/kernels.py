@@ -1,0 +1,94 @@
+"""Ops that Inductor fuses, as one op of the Problem.
+
+Between two library calls Inductor fuses what it can, and a movement node in the middle would tear a
+kernel apart. So a run of fusible ops between library calls is planned as one op: nothing starts or
+is awaited inside of it, what lives only within it becomes its workspace, and it is computed again
+as a whole.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+from torch import fx
+
+from offcompile.ir import Op, Problem
+
+from .annotate import Annotated, Place
+from .graphs import Graphs
+
+#: longer runs are cut: where nothing but fusible ops stands, something must be able to move
+MOST_OPS = 32
+
+
+def merge_kernels(
+    annotated: Annotated, graphs: Graphs, fuses: Callable[[fx.Node], bool]
+) -> Annotated:
+    """The same step with runs of ops for which `fuses` holds merged."""
+    nodes = {(p, n.name): n for p, m in graphs for n in m.graph.nodes}
+
+    def fusible(op: Op) -> bool:
+        return all(fuses(nodes[place]) for place in annotated.node_of[op.id])
+
+    groups: list[list[Op]] = []
+    for op in annotated.problem.ops:
+        last = groups[-1] if groups else []
+        joins = last and len(last) < MOST_OPS and last[-1].phase == op.phase
+        if joins and fusible(op) and fusible(last[-1]):
+            last.append(op)
+        else:
+            groups.append([op])
+    return _merged(annotated, groups)
+
+
+def _merged(annotated: Annotated, groups: list[list[Op]]) -> Annotated:
+    problem = annotated.problem
+    users: dict[str, set[int]] = {}
+    for i, group in enumerate(groups):
+        for op in group:
+            for t in op.operands:
+                users.setdefault(t, set()).add(i)
+    gone: set[str] = set()
+    ops: list[Op] = []
+    node_of: dict[str, tuple[Place, ...]] = {}
+    for group in groups:
+        written = {t for op in group for t in op.writes}
+        inner = {t for t in written if len(users[t]) == 1 and _ends_by_itself(problem, t)}
+        gone |= inner
+        merged = group[0] if len(group) == 1 and not inner else _one_op(problem, group, inner)
+        ops.append(merged)
+        node_of[merged.id] = tuple(p for op in group for p in annotated.node_of[op.id])
+    tensors = tuple(t for t in problem.tensors if t.id not in gone)
+    merged_problem = Problem(tensors, tuple(ops), problem.steady)
+    return replace(annotated, problem=merged_problem, node_of=node_of)
+
+
+def _ends_by_itself(problem: Problem, tensor_id: str) -> bool:
+    tensor = problem.tensor[tensor_id]
+    return tensor.home is None and tensor.kind == "activation"
+
+
+def _one_op(problem: Problem, group: list[Op], inner: set[str]) -> Op:
+    last = {t: i for i, op in enumerate(group) for t in op.operands if t in inner}
+    first: dict[str, int] = {}
+    reads: dict[str, None] = {}
+    writes: dict[str, None] = {}
+    for i, op in enumerate(group):
+        reads.update(dict.fromkeys(t for t in op.reads if t not in writes and t not in inner))
+        writes.update(dict.fromkeys(t for t in op.writes if t not in inner))
+        for t in op.operands:
+            first.setdefault(t, i)
+    workspace = 0
+    for i, op in enumerate(group):
+        live = sum(problem.tensor[t].nbytes for t in last if first[t] <= i <= last[t])
+        workspace = max(workspace, live + op.workspace_bytes)
+    return Op(
+        id=group[0].id,
+        phase=group[0].phase,
+        duration_us=round(sum(op.duration_us for op in group), 3),
+        reads=tuple(reads),
+        writes=tuple(writes),
+        workspace_bytes=workspace,
+        recompute=all(op.recompute for op in group),
+    )
