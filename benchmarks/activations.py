@@ -80,7 +80,7 @@ def measure(case: str, lowering: str, asked: argparse.Namespace) -> list[Child]:
     """All variants of one model and lowering, warmed up one by one and then run in turn."""
     children: list[Child] = []
 
-    def start(name: str, kind: str, memory: int | None = None) -> Child:
+    def start(name: str, kind: str, memory: int | None = None, lean: bool = False) -> Child:
         task = {
             "case": case,
             "kind": kind,
@@ -88,7 +88,7 @@ def measure(case: str, lowering: str, asked: argparse.Namespace) -> list[Child]:
             "memory": memory,
             "spill": asked.spill,
             "quick": asked.quick,
-            "returns_freed": asked.returns_freed,
+            "returns_freed": lean,
         }
         child = Child(name, task)
         children.append(child)
@@ -97,11 +97,12 @@ def measure(case: str, lowering: str, asked: argparse.Namespace) -> list[Child]:
 
     try:
         start("plain", "plain")
-        checkpoint = start("checkpoint per block", "checkpoint")
+        start("checkpoint per block", "checkpoint")
         start("activation_memory_budget", "torch budget")
-        checkpoint.ask("step")
-        found = checkpoint.ask("facts")
-        same = found["peak_bytes"] - OVERHEAD_BYTES
+        lean = start("checkpoint per block, lean", "checkpoint", lean=True)
+        lean.ask("step")
+        found = lean.ask("facts")
+        same = found["peak_bytes"] - (0 if asked.quick else OVERHEAD_BYTES)
         fixed = 2 * found["weight_bytes"]
         start("ours, checkpoint's memory", "ours", same)
         start("ours, half its activations", "ours", fixed + (same - fixed) // 2)
@@ -118,16 +119,18 @@ def measure(case: str, lowering: str, asked: argparse.Namespace) -> list[Child]:
 
 def table(children: list[Child]) -> list[str]:
     plain, checkpoint = children[:2]
-    heads = ("variant", "step, s", "× plain", "× checkpoint", "peak, MiB", "of plain")
-    rows = ["| " + " | ".join((*heads, "out, MiB", "planned")) + " |", "|---" * 8 + "|"]
+    heads = ("variant", "step, s", "× plain", "× checkpoint", "budget", "peak, MiB", "of plain")
+    rows = ["| " + " | ".join((*heads, "out, MiB", "planned")) + " |", "|---" * 9 + "|"]
     for child in children:
-        fact, median, moved, planned = child.facts, statistics.median(child.seconds), "", ""
+        fact, median = child.facts, statistics.median(child.seconds)
+        moved = planned = budget = ""
         if child.kind == "ours":
+            budget = f"{fact['budget_bytes'] / MIB:,.0f}{' (floor)' if fact['at_floor'] else ''}"
             moved = f"{fact['bytes_out'] / len(child.all_losses) / MIB:,.0f}"
             planned = f"{fact['planned_us'] / 1e6 / median:.2f} ×"
         rows.append(
             f"| {child.name} | {median:.2f} | {ratio(child, plain):.3f} |"
-            f" {ratio(child, checkpoint):.3f} | {fact['peak_bytes'] / MIB:,.0f} |"
+            f" {ratio(child, checkpoint):.3f} | {budget} | {fact['peak_bytes'] / MIB:,.0f} |"
             f" {fact['peak_bytes'] / plain.facts['peak_bytes']:.0%} | {moved} | {planned} |"
         )
     return rows
@@ -165,11 +168,6 @@ def main() -> None:
     parser.add_argument("--lowering", choices=LOWERINGS, action="append")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--spill", help="directory on a disk (default: the temporary directory)")
-    parser.add_argument(
-        "--returns-freed",
-        action="store_true",
-        help="have malloc of the peers give freed tensors back to the system, as ours does",
-    )
     parser.add_argument("--child", help=argparse.SUPPRESS)
     asked = parser.parse_args()
     # the child's module imports torch and the models, which the parent does without
@@ -191,7 +189,6 @@ def main() -> None:
     text = TEXT.format(
         rounds=asked.rounds,
         overhead=OVERHEAD_BYTES // MIB,
-        malloc="gives freed tensors back at once" if asked.returns_freed else "is the default",
         sections="\n".join(sections),
         machine=f"{cpu()}, {os.cpu_count()} cores, torch {torch.__version__}, "
         f"CPython {platform.python_version()}",
@@ -210,14 +207,16 @@ disk. Each variant is a process of its own; the variants of a table run one step
 what the operating system measured over these steps, less what the process held before the model.
 
 - checkpoint per block: `torch.utils.checkpoint` (not reentrant) around every block, compiled.
-- `activation_memory_budget`: `torch._functorch.config`, the share that comes to about
+- `activation_memory_budget`: `torch._functorch.config`, the share that comes nearest to
   checkpointing's memory.
-- ours, checkpoint's memory: `options={{"memory": …}}` is checkpointing's measured peak less
-  {overhead} MiB for what a process holds beside tensors.
-- ours, half its activations: weights and gradients as before, and half of the rest of that budget.
+- lean: malloc gives freed tensors back at once. glibc's default, which the other peers have, is
+  faster and holds more, in holes between blocks; offcompile keeps freed memory within its budget.
+- ours, checkpoint's memory: `options={{"memory": …}}` is the measured peak of the lean
+  checkpointing less {overhead} MiB for what a process holds beside tensors.
+- ours, half its activations: weights and gradients, and half of the rest of that budget; the
+  floor, if no plan can do with so little.
 
-glibc's malloc {malloc} for the three peers (offcompile sets it to give freed tensors back).
-"out": bytes that left per step. "planned": the plan's step time over the measured one.
+"budget", "out": MiB given, and MiB that left per step. "planned": the plan's step time over the measured one.
 
 {sections}
 Machine: {machine}.

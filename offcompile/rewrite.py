@@ -138,6 +138,7 @@ class _Half:
                         " runtime cannot do in one step. Please report this plan."
                     )
             self.nodes[step] = (self.phase, made.name)
+        self.hold_unawaited()
 
     # --- values ---------------------------------------------------------------------------------
 
@@ -264,6 +265,15 @@ class _Half:
         waited.meta["val"] = ticket.meta["val"]
         self.tickets[move.tensor, move.target] = waited
         return waited
+
+    def hold_unawaited(self) -> None:
+        """Keep to the graph's end what copies out still read there: awaited later or never, it
+        would look free to a compiler that reuses memory."""
+        for (storage, tier), ticket in self.tickets.items():
+            if ticket.target is ops.start_out:
+                held = self.graph.call_function(ops.barrier, (ticket, [ticket.args[0]]))
+                held.meta["val"] = ticket.meta["val"]
+                self.tickets[storage, tier] = held
 
     def ticket(self, storage: str, tier: str) -> fx.Node:
         found = self.tickets.get((storage, tier))

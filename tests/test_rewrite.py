@@ -156,6 +156,8 @@ def steps_of(graphs: Graphs, hooks: Moving) -> list[tuple[str, str]]:
                 of = node.args[0] if kind == "wait_out" else node.args[1].args[0]
                 tag_of[node] = tag_of[of]
                 found.append(("wait", tag_of[of]))
+            elif kind == "barrier":
+                continue  # it only keeps what a lane still reads
             elif not is_getitem(node) and aliased_input(node) is None:
                 found.append(("run", str(node.target)))
     return found
@@ -236,3 +238,21 @@ def test_the_graphs_given_are_left_as_they_are(runtime: str) -> None:
     hooks.plan = watch  # type: ignore[method-assign]
     moved(Perceptron(64, 3), hooks, [torch.randn(512, 64)])
     assert seen[0] == seen[1]
+
+
+def test_what_a_lane_still_reads_when_forward_ends_is_held_until_then(runtime: str) -> None:
+    hooks = Moving(runtime, 0.9)
+    moved(Perceptron(64, 6), hooks, [torch.randn(512, 64)])
+    assert hooks.made is not None and hooks.decided is not None
+    order = hooks.decided.order
+    begun = {s.move for s in order.forward() if isinstance(s, Start)}
+    awaited = {s.move for s in order.forward() if isinstance(s, Wait)}
+    forward = hooks.made.graphs.forward.graph
+    barriers = forward.find_nodes(op="call_function", target=torch.ops.offcompile.barrier.default)
+    assert begun - awaited, "the plan leaves nothing under way: choose another share"
+    assert len(barriers) == len(begun - awaited)
+    (out,) = forward.find_nodes(op="output")
+    for barrier in barriers:
+        (source,) = barrier.args[1]
+        assert barrier.args[0].args[0] is source
+        assert barrier in out.all_input_nodes
