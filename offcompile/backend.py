@@ -112,27 +112,33 @@ class Compiled:
     def __call__(self, *args: Any) -> Any:
         variant = self.variant_for(args)
         outputs = variant.run(*args)
-        self.entry.begin(outputs)
+        if self.budget is not None:
+            self.entry.begin(outputs)
         return outputs
 
     def first(self, example_inputs: Sequence[Any]) -> None:
         """Compile while Dynamo does, for the sizes that it traced."""
-        mine = self.entry.see(example_inputs)
+        mine = self.entry.see(example_inputs[i] for i in self.parameters)
         self._make(self.books.held_beside(self.entry, mine), (), example_inputs)
 
     def variant_for(self, args: Sequence[Any]) -> Variant:
         """The newest plan that is within the budget for these arguments, made if need be."""
-        mine = self.entry.see(args)
-        held = self.books.held_beside(self.entry, mine)
+        newest = self.variants[-1]
+        if self.budget is None:
+            return newest
         values = tuple(int(args[i]) for i, _ in self.symbols)
+        peak = newest.peaks.get(values)
+        if peak is not None and peak + self.books.most_held() <= self.budget:
+            return newest
+        mine = self.entry.see(args[i] for i in self.parameters)
+        held = self.books.held_beside(self.entry, mine)
         for variant in reversed(self.variants):
             if self._within(variant, held, values):
                 return variant
         return self._make(held, values)
 
     def _within(self, variant: Variant, held: int, values: tuple[int, ...]) -> bool:
-        if self.budget is None:
-            return True
+        assert self.budget is not None
         peak = variant.peaks.get(values)
         if peak is None:
             peak = variant.peaks[values] = self._peak(variant, values)

@@ -36,15 +36,17 @@ class Entry:
     #: bytes that each forward leaves on the device for its backward
     kept_bytes: int = 0
     passes: weakref.WeakSet[Pass] = field(default_factory=weakref.WeakSet)
+    #: bytes of all parameters ever seen
+    seen_bytes: int = 0
 
-    def see(self, arguments: Iterable[object]) -> set[int]:
+    def see(self, parameters: Iterable[torch.Tensor]) -> set[int]:
         """The parameters of one call, by id; new ones are noted."""
         mine = set()
-        for p in arguments:
-            if isinstance(p, torch.nn.Parameter):
-                mine.add(id(p))
-                if id(p) not in self.parameters:
-                    self.parameters[id(p)] = weakref.ref(p)
+        for p in parameters:
+            mine.add(id(p))
+            if id(p) not in self.parameters:
+                self.parameters[id(p)] = weakref.ref(p)
+                self.seen_bytes += p.untyped_storage().nbytes()
         return mine
 
     def waiting_bytes(self) -> int:
@@ -80,6 +82,11 @@ class Books:
     """The entries of all graphs that share one budget, in the order of their first run."""
 
     entries: list[Entry] = field(default_factory=list)
+
+    def most_held(self) -> int:
+        """No less than `held_beside` can be; quick to reckon."""
+        # weights, and two sets of gradients: those that stand and those that come
+        return sum(3 * e.seen_bytes + e.kept_bytes * len(e.passes) for e in self.entries)
 
     def held_beside(self, entry: Entry, mine: set[int]) -> int:
         """Bytes on the device that are not this graph's own, at any time of its step.
