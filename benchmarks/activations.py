@@ -97,15 +97,13 @@ def measure(case: str, lowering: str, asked: argparse.Namespace) -> list[Child]:
 
     try:
         start("plain", "plain")
-        start("checkpoint per block", "checkpoint")
+        fast = start("checkpoint per block", "checkpoint")
         start("activation_memory_budget", "torch budget")
         lean = start("checkpoint per block, lean", "checkpoint", lean=True)
-        lean.ask("step")
-        found = lean.ask("facts")
-        same = found["peak_bytes"] - (0 if asked.quick else OVERHEAD_BYTES)
-        fixed = 2 * found["weight_bytes"]
+        same, fixed = memory_of(fast, asked.quick)
         start("ours, checkpoint's memory", "ours", same)
         start("ours, half its activations", "ours", fixed + (same - fixed) // 2)
+        start("ours, lean checkpoint's memory", "ours", memory_of(lean, asked.quick)[0])
         for turn in range(asked.rounds):
             for child in children if turn % 2 == 0 else reversed(children):
                 child.step()
@@ -117,22 +115,40 @@ def measure(case: str, lowering: str, asked: argparse.Namespace) -> list[Child]:
     return children
 
 
+def memory_of(checkpoint: Child, quick: bool) -> tuple[int, int]:
+    """The budget that comes to what checkpointing takes, and the weights and gradients in it."""
+    checkpoint.ask("step")
+    found = checkpoint.ask("facts")
+    return found["peak_bytes"] - (0 if quick else OVERHEAD_BYTES), 2 * found["weight_bytes"]
+
+
 def table(children: list[Child]) -> list[str]:
     plain, checkpoint = children[:2]
-    heads = ("variant", "step, s", "× plain", "× checkpoint", "budget", "peak, MiB", "of plain")
-    rows = ["| " + " | ".join((*heads, "out, MiB", "planned")) + " |", "|---" * 9 + "|"]
+    heads = (
+        *("variant", "step, s", "× plain", "× checkpoint", "budget", "peak, MiB", "of plain"),
+        *("out; again", "waited, s", "planned"),
+    )
+    rows = ["| " + " | ".join(heads) + " |", "|---" * len(heads) + "|"]
     for child in children:
         fact, median = child.facts, statistics.median(child.seconds)
-        moved = planned = budget = ""
+        moved = waited = planned = budget = ""
         if child.kind == "ours":
             budget = f"{fact['budget_bytes'] / MIB:,.0f}{' (floor)' if fact['at_floor'] else ''}"
-            moved = f"{fact['bytes_out'] / len(child.all_losses) / MIB:,.0f}"
+            out = fact["bytes_out"] / len(child.all_losses) / MIB
+            moved = f"{out:,.0f}; {fact['ops_again']}"
+            waited = f"{fact['wait_us'] / len(child.all_losses) / 1e6:.2f}"
             planned = f"{fact['planned_us'] / 1e6 / median:.2f} ×"
-        rows.append(
-            f"| {child.name} | {median:.2f} | {ratio(child, plain):.3f} |"
-            f" {ratio(child, checkpoint):.3f} | {budget} | {fact['peak_bytes'] / MIB:,.0f} |"
-            f" {fact['peak_bytes'] / plain.facts['peak_bytes']:.0%} | {moved} | {planned} |"
+        cells = (
+            child.name,
+            f"{median:.2f}",
+            f"{ratio(child, plain):.3f}",
+            f"{ratio(child, checkpoint):.3f}",
+            budget,
+            f"{fact['peak_bytes'] / MIB:,.0f}",
+            f"{fact['peak_bytes'] / plain.facts['peak_bytes']:.0%}",
+            *(moved, waited, planned),
         )
+        rows.append("| " + " | ".join(cells) + " |")
     return rows
 
 
@@ -209,14 +225,15 @@ what the operating system measured over these steps, less what the process held 
 - checkpoint per block: `torch.utils.checkpoint` (not reentrant) around every block, compiled.
 - `activation_memory_budget`: `torch._functorch.config`, the share that comes nearest to
   checkpointing's memory.
-- lean: malloc gives freed tensors back at once. glibc's default, which the other peers have, is
-  faster and holds more, in holes between blocks; offcompile keeps freed memory within its budget.
-- ours, checkpoint's memory: `options={{"memory": …}}` is the measured peak of the lean
-  checkpointing less {overhead} MiB for what a process holds beside tensors.
-- ours, half its activations: weights and gradients, and half of the rest of that budget; the
-  floor, if no plan can do with so little.
+- lean: malloc gives freed tensors back at once. For the other peers it keeps them, as offcompile
+  has it do within its budget: faster, and more is held, in holes between blocks.
+- ours, checkpoint's memory: `options={{"memory": …}}` is the measured peak of checkpointing less
+  {overhead} MiB for what a process holds beside tensors; likewise for the lean checkpointing.
+- ours, half its activations: weights and gradients, and half of the rest of that budget.
+  Where no plan can do with the budget, it is the floor.
 
-"budget", "out": MiB given, and MiB that left per step. "planned": the plan's step time over the measured one.
+"budget": MiB. "out; again": MiB that left per step, and ops that ran twice. "waited": for lanes,
+per step. "planned": the plan's step time over the measured one.
 
 {sections}
 Machine: {machine}.

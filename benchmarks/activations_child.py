@@ -21,6 +21,7 @@ from torch.utils.checkpoint import checkpoint
 
 import offcompile
 from offcompile.runtime import memory
+from offcompile.runtime.heap import heap
 
 
 class Attention(nn.Module):
@@ -150,6 +151,8 @@ def serve(task: dict[str, Any]) -> None:
     """Build and warm up, then answer each line from the parent with one line of JSON."""
     if task["returns_freed"]:
         memory.return_freed_memory()
+    else:
+        heap().prepare()  # freed memory is kept for reuse, for the peers as for ours
     case = (QUICK_CASES if task["quick"] else CASES)[task["case"]]
     if task["kind"] == "torch budget":
         import torch._functorch.config as functorch
@@ -190,7 +193,9 @@ def serve(task: dict[str, Any]) -> None:
             found["budget_bytes"] = report.budget_bytes
             found["planned_us"] = report.planned_us
             found["planned_peak_bytes"] = report.planned_peak_bytes
-            found["bytes_out"] = offcompile.counters()["bytes_out"]
+            found["ops_again"] = len(report.plan.recomputes)
+            counters = offcompile.counters()
+            found |= {"bytes_out": counters["bytes_out"], "wait_us": counters["wait_us"]}
         return found
 
     began = time.perf_counter()
