@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 
 import torch
 from torch import fx
@@ -100,11 +101,10 @@ class _Work:
             source = aliased_input(node)
             if source is not None and not mutated_inputs(node):
                 self.alias(phase, node, source)
-            elif tensors_in(value) or any(tensors_in(n.meta.get("val")) for n in self.read(node)):
+            elif tensors_in(value) or any(
+                tensors_in(n.meta.get("val")) for n in node.all_input_nodes
+            ):
                 self.op(phase, node)
-
-    def read(self, node: fx.Node) -> list[fx.Node]:
-        return node.all_input_nodes
 
     def placeholder(self, phase: str, node: fx.Node) -> None:
         value = node.meta.get("val")
@@ -144,7 +144,7 @@ class _Work:
             self.storages[storage].pinned = True
         reads = dict.fromkeys(
             self.storage_of[phase, n.name]
-            for n in self.read(node)
+            for n in node.all_input_nodes
             if (phase, n.name) in self.storage_of
         )
         writes = dict.fromkeys(filter(None, mutated))
@@ -186,7 +186,7 @@ class _Work:
         ]
 
     def keys_in(self, node: fx.Node) -> set[int | None]:
-        values = [t for n in self.read(node) for t in tensors_in(n.meta.get("val"))]
+        values = [t for n in node.all_input_nodes for t in tensors_in(n.meta.get("val"))]
         return {storage_key(t) for t in values} - {None}
 
     def make(
@@ -257,18 +257,14 @@ class _Work:
                 value = node.meta.get("val")
                 if storage is None or not isinstance(value, torch.Tensor):
                     continue
-                base_phase, base_name = storage.base
-                base = self.value_of(base_phase, base_name)
-                if base is not None and (base.dtype != value.dtype or base.is_complex()):
+                base = self.values[storage.base]
+                assert isinstance(base, torch.Tensor)
+                if base.dtype != value.dtype or base.is_complex():
                     storage.pinned = True
 
-    def value_of(self, phase: str, name: str) -> torch.Tensor | None:
-        if not hasattr(self, "_values"):
-            self._values = {
-                (p, n.name): n.meta.get("val") for p, m in self.graphs for n in m.graph.nodes
-            }
-        found = self._values.get((phase, name))
-        return found if isinstance(found, torch.Tensor) else None
+    @cached_property
+    def values(self) -> dict[Place, object]:
+        return {(p, n.name): n.meta.get("val") for p, m in self.graphs for n in m.graph.nodes}
 
 
 def _label(node: fx.Node) -> str:

@@ -45,11 +45,13 @@ def decide(
     policy: str,
     seconds: float | None = None,
     progress: Callable[[str], None] | None = None,
+    held_bytes: int = 0,
 ) -> Decided:
     """A plan within the budget (None: the floor). Raises `Infeasible` with figures.
 
     `machine_for` gives the machine whose device holds so many bytes, `reserve_for` what the
-    runtime itself takes of a budget once anything moves.
+    runtime itself takes of a budget once anything moves; `held_bytes` of what the user gave are
+    other graphs' and are not in `budget_bytes`.
     """
     plain = plain_plan(problem)
     unlimited = machine_for(_total_bytes(problem))
@@ -71,7 +73,9 @@ def decide(
             break
         except Infeasible as error:
             if budget_bytes is not None:
-                raise _with_budget(problem, machine_for, error, budget_bytes, reserve_for) from None
+                raise _with_budget(
+                    problem, machine_for, error, budget_bytes, reserve_for, held_bytes
+                ) from None
             capacity += max(error.needed_bytes or 0, capacity // 64, 4096)
     else:
         raise Infeasible(
@@ -104,6 +108,7 @@ def _with_budget(
     error: Infeasible,
     budget_bytes: int,
     reserve_for: Callable[[int], int],
+    held_bytes: int,
 ) -> Infeasible:
     """The planner's refusal, told in terms of the budget that the user gave."""
     frame, floors = _floor_per_op(problem, machine_for)
@@ -118,11 +123,14 @@ def _with_budget(
     parts = _held_at(problem, run.op.id, worst, frame)
     reserve = total - needed
     own = f", and the runtime {show_bytes(reserve)} of buffers" if reserve else ""
+    beside = ""
+    if held_bytes:
+        beside = f" (what is left beside {show_bytes(held_bytes)} of other graphs and runs)"
     return Infeasible(
-        f"The budget of {show_bytes(budget_bytes)} is below the floor of {show_bytes(total)}:"
-        f" at {run.name} the device must hold {parts}{own}.",
+        f"The budget of {show_bytes(budget_bytes)}{beside} is below the floor of"
+        f" {show_bytes(total)}: at {run.name} the device must hold {parts}{own}.",
         total - budget_bytes,
-        f"Set memory to '{_round_up(total)}' or more, or make the batch smaller.",
+        f"Set memory to '{_round_up(total + held_bytes)}' or more, or make the batch smaller.",
     )
 
 

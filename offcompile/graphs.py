@@ -12,7 +12,6 @@ from dataclasses import dataclass
 
 import torch
 from torch import fx
-from torch._subclasses.fake_tensor import FakeTensor
 
 Size = int | torch.SymInt
 #: a size as a number: what the plan is made for
@@ -63,11 +62,11 @@ def tensors_in(value: object) -> list[torch.Tensor]:
 
 def storage_key(value: torch.Tensor) -> int | None:
     """What tensors of one storage have in common; None where there is no plain storage."""
-    if value.layout is not torch.strided or not isinstance(value, FakeTensor | torch.Tensor):
+    if value.layout is not torch.strided:
         return None
     try:
         return int(value.untyped_storage()._cdata)
-    except (NotImplementedError, RuntimeError):
+    except RuntimeError:  # how torch says that a wrapper of some kind has no storage of its own
         return None
 
 

@@ -21,9 +21,9 @@ from offcompile.ir.units import show_bytes
 from offcompile.runtime.heap import heap
 from offcompile.runtime.registry import runtime_for
 
-from .annotate import Annotated, annotate
+from .annotate import Annotated, Place, annotate
 from .books import Entry
-from .costs import CostModel, costs_of_graph, open_cost_cache
+from .costs import CostModel, OpCost, costs_of_graph, open_cost_cache
 from .costs_fusion import is_extern
 from .decide import Decided, decide
 from .dump import Compiled as Compilation
@@ -62,6 +62,8 @@ class Pipeline:
     sizes: Mapping[sympy.Symbol, int] = field(default_factory=dict)
     report: PlanReport | None = None
     _graphs: Graphs | None = None
+    _costs: dict[Place, OpCost] = field(default_factory=dict)
+    _min_move: int = LEAST_MOVE_BYTES
     _decided: Decided | None = None
 
     # --- hooks of the lowering ----------------------------------------------------------------
@@ -134,6 +136,7 @@ class Pipeline:
                 options.policy,
                 options.seconds,
                 progress,
+                self.held_bytes,
             )
         reserve = 0 if decided.fits else reserve_bytes(budget or decided.order.peak_bytes)
         self.report = PlanReport(
@@ -181,13 +184,12 @@ class Pipeline:
             # measuring an op must keep the budget too
             room_bytes=None if budget is None else max(budget - standing, LEAST_ROOM_BYTES),
         )
-        costs = {
+        self._costs = {
             (phase, name): cost
             for phase, module in graphs
             for name, cost in costs_of_graph(module.graph, model, hint).items()
         }
-        self._costs = costs
-        found = annotate(graphs, costs, hint, LEAST_MOVE_BYTES)
+        found = annotate(graphs, self._costs, hint, LEAST_MOVE_BYTES)
         largest = max((t.nbytes for t in found.problem.tensors if not t.pinned), default=0)
         self._min_move = max(LEAST_MOVE_BYTES, int(largest * SMALL_SHARE))
         return self._problem(graphs, hint)

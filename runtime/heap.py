@@ -66,7 +66,7 @@ class Heap:
         if self._process is not None:
             process.mallinfo2.restype = _Info
             self._statm = os.open("/proc/self/statm", os.O_RDONLY | os.O_CLOEXEC)
-        self._pid = os.getpid()
+        self.pid = os.getpid()
         self._other_bytes: int | None = None
         self._limit_bytes: int | None = None
         self._left_bytes = 0
@@ -113,7 +113,7 @@ class Heap:
         Returns how many bytes are left until then; infinity where there is no limit.
         """
         limit = self._limit_bytes
-        if limit is None or os.getpid() != self._pid:
+        if limit is None or os.getpid() != self.pid:
             return float("inf")
         held = self.resident_bytes()
         # when little has come since the last time, there is little to take again
@@ -165,6 +165,7 @@ def heap() -> Heap:
     """The process's one heap."""
     global _heap
     with _lock:
-        if _heap is None:
+        # a forked child has another process's figures, and no thread
+        if _heap is None or _heap.pid != os.getpid():
             _heap = Heap()
         return _heap

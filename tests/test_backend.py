@@ -13,6 +13,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import offcompile
+from offcompile.hardware import parse_bytes
 from offcompile.ir import InvalidInput, OffloadError
 from offcompile.report import PlanReport
 
@@ -201,6 +202,17 @@ def test_the_graphs_of_a_model_share_its_budget(tmp_path: Path) -> None:
     assert reports[0].budget_bytes == alone
     # the second graph finds the first one's weights and what it keeps for backward
     assert reports[1].budget_bytes < alone - 4 * 64 * 64 * 4
+
+
+def test_a_refusal_counts_what_other_graphs_hold(tmp_path: Path) -> None:
+    model, x = Broken(), torch.randn(1024, 64)
+    given = 2300 << 10  # enough for the first graph by itself
+    compiled = torch.compile(model, backend="offcompile", options=options(tmp_path, memory=given))
+    with pytest.raises(offcompile.Infeasible, match="other graphs") as refused:
+        compiled(x)
+    # what is left is not what was given, and what would do is more than was given
+    asked = str(refused.value).split("Set memory to '")[1].split("'")[0]
+    assert parse_bytes(asked) > given
 
 
 def test_two_forwards_before_a_backward_and_one_that_is_dropped(tmp_path: Path) -> None:

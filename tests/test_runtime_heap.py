@@ -1,0 +1,95 @@
+"""Freed memory is kept for reuse, and goes back when the budget wants it."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import textwrap
+
+import pytest
+
+from offcompile.runtime.heap import address_space_is_limited, heap
+
+MIB = 1 << 20
+
+
+def in_a_process(text: str) -> list[int]:
+    """Numbers that a fresh process prints: its heap holds nothing of other tests."""
+    body = textwrap.dedent(text)
+    done = subprocess.run([sys.executable, "-c", body], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    return [int(word) for word in done.stdout.split()]
+
+
+SETUP = """
+import time, torch
+from offcompile.runtime.heap import heap
+h = heap()
+h.prepare()
+def take(n): return [torch.ones(8 << 18) for _ in range(n)]  # 8 MiB each
+"""
+
+
+@pytest.fixture(autouse=True)
+def glibc() -> None:
+    if heap()._process is None or address_space_is_limited():
+        pytest.skip("this allocator is left as it is")
+
+
+def test_freed_blocks_are_kept_while_there_is_no_limit() -> None:
+    before, full, freed, trimmed = in_a_process(
+        SETUP
+        + """
+first = h.resident_bytes()
+several = take(16); keep = take(1); full = h.resident_bytes()
+del several
+freed = h.resident_bytes(); h.trim()
+print(first, full, freed, h.resident_bytes())
+"""
+    )
+    assert full - before >= 128 * MIB
+    assert freed >= full - 8 * MIB
+    assert trimmed <= freed - 100 * MIB
+
+
+def test_within_a_step_the_pages_of_free_blocks_go_back_at_the_limit() -> None:
+    start, peak, trims = in_a_process(
+        SETUP
+        + """
+h.begin(0, 64 << 20)
+start = h.resident_bytes()
+peak = 0
+for _ in range(6):
+    several = take(6); keep = torch.ones(1 << 18)  # 48 MiB, then a hole that is too small to reuse
+    kept = [keep]
+    del several
+    time.sleep(0.05)
+    peak = max(peak, h.resident_bytes())
+    wide = torch.ones(12 << 18); del wide
+print(start, peak, h.trims)
+"""
+    )
+    assert peak - start <= 72 * MIB
+    assert trims >= 1
+
+
+def test_what_trimming_cannot_take_is_not_tried_for_again() -> None:
+    (trims,) = in_a_process(
+        SETUP
+        + """
+h.begin(0, 8 << 20)
+live = take(8)
+time.sleep(0.5)
+print(h.trims)
+"""
+    )
+    assert trims <= 20  # one per few MiB that came, and then silence
+
+
+def test_a_forked_child_has_a_heap_of_its_own() -> None:
+    mine = heap()
+    child = os.fork()
+    if child == 0:
+        os._exit(0 if heap() is not mine and heap().pid == os.getpid() else 1)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
