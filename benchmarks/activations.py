@@ -18,6 +18,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from offcompile.launch import environment
+
 RESULT = Path(__file__).parent / "results" / "activations.md"
 MIB = 1 << 20
 LOWERINGS = ("aot_eager", "inductor")
@@ -33,13 +35,18 @@ class Child:
 
     name: str
     task: dict[str, Any]
+    bare: bool = False
     steps: list[dict[str, Any]] = field(default_factory=list)
     facts: dict[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         command = [sys.executable, "-m", "benchmarks.activations", "--child", json.dumps(self.task)]
         self.process = subprocess.Popen(
-            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+            command,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            env=None if self.bare else environment(os.environ),
         )
         warm = self.ask("warm")
         self.losses: list[float] = warm["losses"]
@@ -80,7 +87,9 @@ def measure(case: str, lowering: str, asked: argparse.Namespace) -> list[Child]:
     """All variants of one model and lowering, warmed up one by one and then run in turn."""
     children: list[Child] = []
 
-    def start(name: str, kind: str, memory: int | None = None, lean: bool = False) -> Child:
+    def start(
+        name: str, kind: str, memory: int | None = None, lean: bool = False, bare: bool = False
+    ) -> Child:
         task = {
             "case": case,
             "kind": kind,
@@ -90,7 +99,7 @@ def measure(case: str, lowering: str, asked: argparse.Namespace) -> list[Child]:
             "quick": asked.quick,
             "returns_freed": lean,
         }
-        child = Child(name, task)
+        child = Child(name, task, bare)
         children.append(child)
         print(f"  {name}: ready after {child.warm_seconds:.0f} s", file=sys.stderr, flush=True)
         return child
@@ -102,6 +111,7 @@ def measure(case: str, lowering: str, asked: argparse.Namespace) -> list[Child]:
         lean = start("checkpoint per block, lean", "checkpoint", lean=True)
         same, fixed = memory_of(fast, asked.quick)
         start("ours, checkpoint's memory", "ours", same)
+        start("the same, bare", "ours", same, bare=True)
         start("ours, half its activations", "ours", fixed + (same - fixed) // 2)
         start("ours, lean checkpoint's memory", "ours", memory_of(lean, asked.quick)[0])
         for turn in range(asked.rounds):
@@ -225,6 +235,8 @@ what the operating system measured over these steps, less what the process held 
 - checkpoint per block: `torch.utils.checkpoint` (not reentrant) around every block, compiled.
 - `activation_memory_budget`: `torch._functorch.config`, the share that comes nearest to
   checkpointing's memory.
+- Every process is started as `offcompile run` starts it, that is with malloc's cache for small
+  blocks off, the peers too; "bare": as Python starts.
 - lean: malloc gives freed tensors back at once. For the other peers it keeps them, as offcompile
   has it do within its budget: faster, and more is held, in holes between blocks.
 - ours, checkpoint's memory: `options={{"memory": …}}` is the measured peak of checkpointing less

@@ -26,6 +26,8 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
+from offcompile.launch import environment
+
 SEED = 0
 MIB = 1 << 20
 
@@ -144,8 +146,12 @@ def child(task: dict[str, Any]) -> None:
 
 def run(console: Console, name: str, task: dict[str, Any]) -> dict[str, Any]:
     """Start a child, show what it does, and gather what it tells."""
+    # both as `offcompile run` would start them
     process = subprocess.Popen(
-        [sys.executable, __file__, "--child", json.dumps(task)], stdout=subprocess.PIPE, text=True
+        [sys.executable, __file__, "--child", json.dumps(task)],
+        stdout=subprocess.PIPE,
+        text=True,
+        env=environment(os.environ),
     )
     assert process.stdout is not None
     steps: list[dict[str, Any]] = []

@@ -149,7 +149,7 @@ class Compiled:
         if pipeline.report is None:
             return 0
         if not self.symbols:
-            return pipeline.report.planned_peak_bytes
+            return pipeline.report.needed_peak_bytes
         return pipeline.peak_at(self._sizes(values))
 
     def _sizes(self, values: tuple[int, ...]) -> dict[sympy.Symbol, int]:

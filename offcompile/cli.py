@@ -1,4 +1,4 @@
-"""The command line: `offcompile plan`, `offcompile check`, `offcompile hardware`.
+"""The command line: `offcompile plan`, `check`, `hardware` and `run`.
 
 Exit codes: 0 done; 1 `check` found violations; 2 bad input or usage; 3 no plan fits; 130
 interrupted. Heavy modules are imported where they are used, so that `--help` is instant.
@@ -112,6 +112,14 @@ def _parser() -> _Parser:
 
     hardware = commands.add_parser("hardware", help="list the hardware profiles")
     hardware.set_defaults(run=_hardware)
+
+    run = commands.add_parser(
+        "run", help="start a Python script with malloc set up for moving tensors"
+    )
+    run.add_argument("-m", dest="module", action="store_true", help="SCRIPT is a module")
+    run.add_argument("script", metavar="SCRIPT", help="what to run, as after `python`")
+    run.add_argument("arguments", nargs=argparse.REMAINDER, metavar="…", help="its arguments")
+    run.set_defaults(run=_run)
     return parser
 
 
@@ -227,6 +235,14 @@ def _say_infeasible(error: Infeasible, as_json: bool) -> int:
         if error.smallest_change:
             _complain(f"what would help: {error.smallest_change}")
     return INFEASIBLE
+
+
+def _run(options: argparse.Namespace) -> int:
+    from offcompile.launch import start
+
+    if not options.module and not os.path.exists(options.script):
+        raise invalid("bad-value", options.script, "there is no such script")
+    start([*(["-m"] if options.module else []), options.script, *options.arguments])
 
 
 def _hardware(_: argparse.Namespace) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -19,6 +20,9 @@ from .order import Order, static_order
 BASE_SECONDS, SECONDS_PER_OP, MOST_SECONDS = 0.5, 0.004, 6.0
 #: how often the floor is raised when no schedule is found exactly at it
 MOST_RAISES = 8
+#: room for holes is worth this much of a step's time (measured: docs/backend.md); a plan that loses
+#: no more than the smaller share is not compared with another
+HOLES_COST, NO_LOSS = 0.02, 0.005
 
 
 @dataclass(frozen=True)
@@ -30,6 +34,8 @@ class Decided:
     order: Order
     #: whether nothing needs to move, so that the graphs stay as they are
     fits: bool
+    #: of the budget, beside the runtime's reserve, what the plan leaves to holes between tensors
+    holes_bytes: int = 0
 
 
 def plain_plan(problem: Problem) -> Plan:
@@ -46,12 +52,13 @@ def decide(
     seconds: float | None = None,
     progress: Callable[[str], None] | None = None,
     held_bytes: int = 0,
+    holes_for: Callable[[int], int] | None = None,
 ) -> Decided:
     """A plan within the budget (None: the floor). Raises `Infeasible` with figures.
 
     `machine_for` gives the machine whose device holds so many bytes, `reserve_for` what the
-    runtime itself takes of a budget once anything moves; `held_bytes` of what the user gave are
-    other graphs' and are not in `budget_bytes`.
+    runtime itself takes of a budget once anything moves and `holes_for` what it would have beside
+    that; `held_bytes` of what the user gave are other graphs' and are not in `budget_bytes`.
     """
     plain = plain_plan(problem)
     unlimited = machine_for(_total_bytes(problem))
@@ -63,28 +70,53 @@ def decide(
         compute_us = timeline.makespan_us
         result = PlanResult(plain, timeline, "none", 0.0, compute_us, "compute")
         return Decided(result, machine, static_order(problem, machine, plain, timeline), True)
-    if budget_bytes is not None:
-        capacity = budget_bytes - reserve_for(budget_bytes)
     spend = seconds or min(MOST_SECONDS, BASE_SECONDS + SECONDS_PER_OP * len(problem.ops))
-    for _ in range(MOST_RAISES):
+
+    def planned(capacity: int) -> tuple[Machine, PlanResult]:
         machine = machine_for(max(1, capacity))
-        try:
-            result = plan_problem(problem, machine, policy, spend, progress)
-            break
-        except Infeasible as error:
-            if budget_bytes is not None:
+        return machine, plan_problem(problem, machine, policy, spend, progress)
+
+    holes = 0
+    if budget_bytes is None:
+        machine, result = _near_floor(planned, capacity)
+    else:
+        capacity = budget_bytes - reserve_for(budget_bytes)
+        holes = 0 if holes_for is None else holes_for(budget_bytes)
+        roomy = None
+        if holes and floor_of(problem, machine_for) <= capacity - holes:
+            with contextlib.suppress(Infeasible):  # then there is no room to spare
+                roomy = planned(capacity - holes)
+        if roomy is not None and roomy[1].makespan_us <= timeline.makespan_us * (1 + NO_LOSS):
+            machine, result = roomy
+        else:
+            try:
+                machine, result = planned(capacity)
+            except Infeasible as error:
                 raise _with_budget(
                     problem, machine_for, error, budget_bytes, reserve_for, held_bytes
                 ) from None
-            capacity += max(error.needed_bytes or 0, capacity // 64, 4096)
-    else:
-        raise Infeasible(
-            f"No schedule was found within {show_bytes(capacity)}, a little above the floor.",
-            None,
-            "Give a budget in bytes instead of 'minimum'.",
-        )
+            if roomy and roomy[1].makespan_us <= result.makespan_us * (1 + HOLES_COST):
+                machine, result = roomy
+            else:
+                holes = 0
     order = static_order(problem, machine, result.plan, result.timeline)
-    return Decided(result, machine, order, False)
+    return Decided(result, machine, order, False, holes)
+
+
+def _near_floor(
+    planned: Callable[[int], tuple[Machine, PlanResult]], capacity: int
+) -> tuple[Machine, PlanResult]:
+    """The plan with the least capacity at which a schedule is found."""
+    for _ in range(MOST_RAISES):
+        try:
+            return planned(capacity)
+        except Infeasible as error:
+            capacity += max(error.needed_bytes or 0, capacity // 64, 4096)
+    raise Infeasible(
+        f"No schedule was found within {show_bytes(capacity)}, a little above the floor.",
+        None,
+        "Give a budget in bytes instead of 'minimum'.",
+    )
 
 
 def floor_of(problem: Problem, machine_for: Callable[[int], Machine]) -> int:

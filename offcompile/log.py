@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import logging
 from collections.abc import Callable
+from functools import cache
 
 from offcompile.dump import Compiled, readable
 from offcompile.ir.textio import print_plan, print_problem
@@ -27,6 +28,11 @@ def log_compiled(compiled: Compiled) -> None:
     trace_artifact(f"offcompile_{report.name}_summary", report.to_text)
     trace_artifact(f"offcompile_{report.name}_explained", report.explain)
     trace_artifact(f"offcompile_{report.name}", lambda: json.dumps(report.to_json()), "json")
+
+
+@cache
+def tell_once(text: str) -> None:
+    LOGGER.info("%s", text, stacklevel=3)
 
 
 def _parts(compiled: Compiled) -> list[tuple[str, str]]:

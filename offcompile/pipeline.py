@@ -7,6 +7,7 @@ makes another when its plan no longer fits.
 from __future__ import annotations
 
 import gc
+import os
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -30,7 +31,8 @@ from .dump import Compiled as Compilation
 from .dump import dump
 from .graphs import BACKWARD, FORWARD, Graphs, Hint, outputs_of, storage_bytes
 from .kernels import merge_kernels
-from .log import log_compiled
+from .launch import LAUNCH_HINT, malloc_leaves_holes
+from .log import log_compiled, tell_once
 from .lower import Compiled, Halves, Phase
 from .lower_order import pin_order
 from .options import Options
@@ -39,7 +41,7 @@ from .replay import worst_case
 from .report import PlanReport, remember
 from .rewrite import rewrite
 from .sizes import hint_of
-from .target import Target, reserve_bytes
+from .target import Target, holes_bytes, reserve_bytes
 
 #: storages below this share of the largest are not worth a move
 SMALL_SHARE = 1 / 2048
@@ -137,6 +139,7 @@ class Pipeline:
                 options.seconds,
                 progress,
                 self.held_bytes,
+                holes_bytes,
             )
         reserve = 0 if decided.fits else reserve_bytes(budget or decided.order.peak_bytes)
         self.report = PlanReport(
@@ -146,6 +149,7 @@ class Pipeline:
             result=decided.result,
             budget_bytes=budget if budget is not None else decided.order.peak_bytes + reserve,
             reserve_bytes=reserve,
+            holes_bytes=decided.holes_bytes,
             worst_peak_bytes=decided.order.peak_bytes,
             labels=annotated.labels,
         )
@@ -209,6 +213,8 @@ class Pipeline:
                 " only CPU graphs can move. Set memory to None, or run on the CPU."
             )
         heap().prepare()
+        if malloc_leaves_holes(os.environ):
+            tell_once("malloc of this glibc leaves holes between tensors: " + LAUNCH_HINT)
         settings = self.target.runtime
         runtime_for(settings.key)  # opens the spill files: what is wrong with them shows now
         made = rewrite(graphs, annotated, decided.result.plan, decided.order, settings.key)
@@ -223,7 +229,7 @@ class Pipeline:
         """What the same order would hold at other sizes."""
         assert self._decided is not None and self.report is not None
         if self._graphs is None:
-            return self.report.planned_peak_bytes
+            return self.report.needed_peak_bytes
         found = self._problem(self._graphs, hint_of(sizes))
         reserve = self.report.reserve_bytes
         return (

@@ -28,7 +28,8 @@ STEPS_REMEMBERED = 512
 class PlanReport:
     """One compiled graph: its problem, its plan, the certificate, and the steps measured so far.
 
-    `machine` has what the plan may use of the device: the budget less `reserve_bytes`.
+    `machine` has what the plan may use of the device: the budget less `reserve_bytes` and
+    `holes_bytes`.
     """
 
     name: str
@@ -38,6 +39,8 @@ class PlanReport:
     budget_bytes: int
     #: what the runtime itself takes of the budget
     reserve_bytes: int = 0
+    #: what the plan leaves of the budget beside that, for holes between tensors
+    holes_bytes: int = 0
     #: most the plan's bytes reach in the order that runs, however fast the lanes are;
     #: None: take the timeline's peak
     worst_peak_bytes: int | None = None
@@ -74,7 +77,12 @@ class PlanReport:
 
     @property
     def planned_peak_bytes(self) -> int:
-        """Most of the device held at once, the runtime's reserve included."""
+        """Most of the device held at once, the runtime's reserve and the holes included."""
+        return self.needed_peak_bytes + self.holes_bytes
+
+    @property
+    def needed_peak_bytes(self) -> int:
+        """The same without holes: they can be given back."""
         peak = self.worst_peak_bytes
         if peak is None:
             peak = self.timeline.peak_bytes.get(DEVICE, 0)
@@ -171,6 +179,7 @@ class PlanReport:
             "fits": self.fits,
             "budget_bytes": self.budget_bytes,
             "reserve_bytes": self.reserve_bytes,
+            "holes_bytes": self.holes_bytes,
             "floor_bytes": self.floor_bytes,
             "planned_peak_bytes": self.planned_peak_bytes,
             "planned_us": self.planned_us,
@@ -201,6 +210,8 @@ class PlanReport:
         yield "budget", show_bytes(self.budget_bytes)
         if self.reserve_bytes:
             yield "", f"of which the runtime takes {show_bytes(self.reserve_bytes)}"
+        if self.holes_bytes:
+            yield "", f"and {show_bytes(self.holes_bytes)} are left to holes between tensors"
         yield "planned peak", show_bytes(self.planned_peak_bytes)
         yield "floor", f"{show_bytes(self.floor_bytes)}; moving cannot do with less"
         yield "plan", self._census()

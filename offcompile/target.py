@@ -19,6 +19,8 @@ from .this_machine import this_machine, to_cpu_machine
 KIB, MIB = 1 << 10, 1 << 20
 #: what the runtime takes of a budget for its own: staging, and holes too small to be reused
 RESERVE_SHARE, LEAST_RESERVE, MOST_RESERVE = 64, 512 * KIB, 32 * MIB
+#: the share of a budget that is left to holes between tensors where moving more costs nothing
+HOLES_SHARE = 4
 #: staging: one block per lane that writes
 ARENA_BYTES = 512 * KIB
 #: most that one system call moves: large, since each one's end waits for Python's lock
@@ -52,6 +54,11 @@ class Target:
 def reserve_bytes(budget_bytes: int) -> int:
     """What the runtime takes of a budget."""
     return min(max(budget_bytes // RESERVE_SHARE, LEAST_RESERVE), MOST_RESERVE)
+
+
+def holes_bytes(budget_bytes: int) -> int:
+    """What the runtime would have beside its reserve, so that freed blocks need not go back."""
+    return budget_bytes // HOLES_SHARE
 
 
 def target_for(options: Options, progress: Callable[[str], None] | None = None) -> Target:

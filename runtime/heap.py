@@ -6,6 +6,9 @@ which moves its tensors out cannot afford. So blocks are kept, and when what the
 reaches what the budget allows, the pages of free blocks are given back in one go. Under a limit on
 address space (RLIMIT_DATA, RLIMIT_AS) holes count even without pages: there each large block is
 returned at once.
+
+What was given back has to be touched again, so the heap asks for huge pages: one fault then brings
+2 MiB instead of 4 KiB.
 """
 
 from __future__ import annotations
@@ -18,10 +21,15 @@ import time
 
 from .memory import return_freed_memory
 
-_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # malloc.h of glibc
+# malloc.h of glibc
+_M_MXFAST, _M_TRIM_THRESHOLD, _M_TOP_PAD, _M_MMAP_THRESHOLD = 1, -1, -2, -3
+_MADV_HUGEPAGE = 14  # mman.h of Linux
+_HUGE_PAGE_BYTES = 2 << 20
 #: the most that glibc lets blocks of its heap be; larger ones have mappings of their own
 KEPT_BYTES = 32 << 20
 NEVER_BYTES = 1 << 40
+#: how much the heap grows by at least; untouched pages cost nothing
+GROWTH_BYTES = 64 << 20
 _PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
 #: no process touches new pages faster than this
 FASTEST_BYTES_PER_S = 4e9
@@ -65,11 +73,14 @@ class Heap:
         self._process = process if known and os.path.exists("/proc/self/statm") else None
         if self._process is not None:
             process.mallinfo2.restype = _Info
+            process.sbrk.restype = ctypes.c_void_p
+            process.madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
             self._statm = os.open("/proc/self/statm", os.O_RDONLY | os.O_CLOEXEC)
         self.pid = os.getpid()
         self._other_bytes: int | None = None
         self._limit_bytes: int | None = None
         self._left_bytes = 0
+        self._huge_from = self._huge_until = 0
         self.trims = 0
         self._changed = threading.Event()
         self._thread: threading.Thread | None = None
@@ -82,6 +93,11 @@ class Heap:
         else:
             self._process.mallopt(_M_MMAP_THRESHOLD, KEPT_BYTES)
             self._process.mallopt(_M_TRIM_THRESHOLD, NEVER_BYTES)
+            self._process.mallopt(_M_TOP_PAD, GROWTH_BYTES)
+            self._process.mallopt(_M_MXFAST, 0)  # small free blocks merge with large ones
+            if not self._huge_from:
+                self._huge_from = self._huge_until = _start_of_heap()
+            self._use_huge_pages()
 
     def settle(self) -> None:
         """Measure anew, at the next step, what the process holds beside its blocks."""
@@ -129,9 +145,18 @@ class Heap:
             self._limit_bytes = left
         return 0.0
 
+    def _use_huge_pages(self) -> None:
+        """Ask for them where the heap has grown; a system without them may refuse."""
+        assert self._process is not None
+        end = (self._process.sbrk(0) or 0) // _HUGE_PAGE_BYTES * _HUGE_PAGE_BYTES
+        if self._huge_from and end > self._huge_until:
+            self._process.madvise(self._huge_from, end - self._huge_from, _MADV_HUGEPAGE)
+            self._huge_until = end
+
     def _watch(self) -> None:
         while True:
             self._changed.wait()
+            self._use_huge_pages()
             room = self.check()
             if room == float("inf"):
                 self._changed.clear()
@@ -155,6 +180,16 @@ class Heap:
         """Pages of the process's own."""
         _, resident, shared, *_ = os.pread(self._statm, 128, 0).split()
         return (int(resident) - int(shared)) * _PAGE_BYTES
+
+
+def _start_of_heap() -> int:
+    """The first huge page within malloc's own heap; 0 when there is none."""
+    with open("/proc/self/maps") as maps:
+        for line in maps:
+            if line.rstrip().endswith("[heap]"):
+                begin = int(line.partition("-")[0], 16)
+                return -(-begin // _HUGE_PAGE_BYTES) * _HUGE_PAGE_BYTES
+    return 0
 
 
 _lock = threading.Lock()
