@@ -1,0 +1,78 @@
+"""The budget, the runtime's share of it, and room for holes where that costs nothing."""
+
+from __future__ import annotations
+
+import pytest
+
+from offcompile.decide import Decided, decide, floor_of
+from offcompile.ir import Infeasible, Lane, Machine, Op, Problem, Tensor, Tier
+
+MIB = 1 << 20
+LAYERS = 8
+
+
+def chain() -> Problem:
+    """Every layer leaves 4 MiB for backward; an op takes 1 ms."""
+    saved = tuple(Tensor(f"a{i}", 4 * MIB, "activation") for i in range(LAYERS))
+    ops = [
+        Op(f"f{i}", "forward", 1000, (f"a{i - 1}",) if i else (), (f"a{i}",)) for i in range(LAYERS)
+    ]
+    ops += [Op(f"b{i}", "backward", 1000, (f"a{i}",), ()) for i in reversed(range(LAYERS))]
+    return Problem(saved, tuple(ops))
+
+
+def machine(bytes_per_us: float) -> object:
+    def of(capacity: int) -> Machine:
+        return Machine(
+            (Tier("device", capacity), Tier("host")),
+            (
+                Lane("d2h", "device", "host", bytes_per_us),
+                Lane("h2d", "host", "device", bytes_per_us),
+            ),
+        )
+
+    return of
+
+
+def decided(budget: int | None, bytes_per_us: float, holes: int | None = 4 * MIB) -> Decided:
+    return decide(
+        chain(),
+        machine(bytes_per_us),  # type: ignore[arg-type]
+        budget,
+        lambda _: MIB,
+        "joint",
+        1.0,
+        holes_for=None if holes is None else lambda _: holes,
+    )
+
+
+FAST, SLOW = 100 * MIB / 1000, 0.25 * MIB / 1000
+
+
+def test_room_is_left_to_holes_where_moving_more_is_free() -> None:
+    found = decided(20 * MIB, FAST)
+    assert found.holes_bytes == 4 * MIB
+    assert found.machine.tier["device"].capacity_bytes == 15 * MIB
+    assert found.order.peak_bytes <= 15 * MIB
+    assert found.result.timeline.makespan_us <= 1.02 * 2 * LAYERS * 1000
+
+
+def test_where_moving_more_costs_time_the_plan_has_the_room() -> None:
+    tight = decided(25 * MIB, SLOW)
+    assert tight.holes_bytes == 0
+    assert tight.result.timeline.makespan_us == pytest.approx(
+        decided(25 * MIB, SLOW, holes=None).result.timeline.makespan_us
+    )
+
+
+def test_holes_never_make_a_budget_infeasible() -> None:
+    floor = floor_of(chain(), machine(FAST))  # type: ignore[arg-type]
+    assert decided(floor + MIB, FAST).holes_bytes == 0
+    with pytest.raises(Infeasible, match="below the floor"):
+        decided(floor, FAST)
+
+
+def test_the_floor_and_what_fits_leave_no_holes() -> None:
+    assert decided(None, FAST).holes_bytes == 0
+    everything = decided(LAYERS * 4 * MIB, FAST)
+    assert everything.fits and everything.holes_bytes == 0
