@@ -289,6 +289,8 @@ class _Half:
         like = self.tables.base(move.tensor).meta["val"]
         size, stride = self.sizes.make(like.shape), self.sizes.make(like.stride())
         args: tuple[Any, ...] = (ticket, size, stride, like.dtype, move.id, move.lane, [])
+        if like.device.type != "cpu":
+            args += (str(like.device),)
         both = self.graph.call_function(ops.start_load, args)
         buffer = self.graph.call_function(operator.getitem, (both, 0))
         load = self.graph.call_function(operator.getitem, (both, 1))

@@ -28,7 +28,7 @@ SCHEMAS = {
     "start_out": "(Tensor x, str tag, str tier, str lane, str runtime) -> Tensor",
     "wait_out": "(Tensor(a) ticket, Tensor? x) -> Tensor(a)",
     "start_load": "(Tensor ticket, SymInt[] size, SymInt[] stride, ScalarType dtype, str tag, "
-    "str lane, Tensor[] after) -> (Tensor, Tensor)",
+    "str lane, Tensor[] after, str device='cpu') -> (Tensor, Tensor)",
     "wait_load": "(Tensor(a) buffer, Tensor load) -> Tensor(a)",
     "barrier": "(Tensor(a) y, Tensor[] tokens) -> Tensor(a)",
 }
@@ -52,6 +52,7 @@ def _start_load(
     tag: str,
     lane: str,
     after: Sequence[torch.Tensor],
+    device: str = "cpu",
 ) -> tuple[torch.Tensor, torch.Tensor]:
     saved = tickets.find(ticket, Saved)
     nbytes = dtype.itemsize
@@ -92,8 +93,9 @@ def _fake_start_load(
     tag: str,
     lane: str,
     after: Sequence[torch.Tensor],
+    device: str = "cpu",
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    return torch.empty_strided(size, stride, dtype=dtype, device="cpu"), _fake_ticket()
+    return torch.empty_strided(size, stride, dtype=dtype, device=device), _fake_ticket()
 
 
 def _fake_first(y: torch.Tensor, other: Any) -> torch.Tensor:
