@@ -153,7 +153,8 @@ class _Work:
         workspace = cost.workspace_bytes
         for value, part in self.outputs(node):
             if part is None:  # returned and never looked at
-                workspace += storage_bytes(value, self.hint)
+                if value.device.type == self.graphs.device:
+                    workspace += storage_bytes(value, self.hint)
                 continue
             made = self.make(phase, part, value, "activation", materialises=cost.materialises)
             writes[made.id] = None
@@ -198,7 +199,8 @@ class _Work:
         materialises: bool = True,
     ) -> Storage:
         name = self.name(phase, node)
-        nbytes = storage_bytes(value, self.hint) if materialises else 0
+        here = materialises and value.device.type == self.graphs.device
+        nbytes = storage_bytes(value, self.hint) if here else 0
         may_move = (
             nbytes >= self.min_move_bytes
             and storage_key(value) is not None

@@ -66,10 +66,19 @@ def _compile(
             ]
         )
     settings = Options.read(options)
-    target = target_for(settings)
+    target = target_for(settings, _device_of(gm))
     compiled = Compiled(gm, example_inputs, settings, target, books_of(options))
     compiled.first(example_inputs)
     return compiled
+
+
+def _device_of(gm: fx.GraphModule) -> torch.device | None:
+    """The accelerator that a graph computes on; None where there is none in it."""
+    for node in gm.graph.nodes:
+        value = node.meta.get("example_value")
+        if isinstance(value, torch.Tensor) and value.device.type not in ("cpu", "meta"):
+            return value.device
+    return None
 
 
 @dataclass

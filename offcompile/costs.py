@@ -12,6 +12,7 @@ from collections.abc import Callable
 import torch
 from torch import fx
 
+from offcompile.runtime.cuda_facts import cuda_identity, cuda_index
 from offcompile.runtime.heap import heap
 from offcompile.runtime.measure import Overheads, Watch, machine_identity, measure_overheads
 from offcompile.runtime.measure_op import Call, Operands, measure_call
@@ -21,6 +22,7 @@ from .cost_cache import CostCache
 from .costs_calls import call_of, has_tensors, is_view, value_bytes
 from .costs_fusion import calls_library, spread_over_groups
 from .costs_roofline import (
+    CUDA_OVERHEADS,
     USUAL_OVERHEADS,
     OpCost,
     Work,
@@ -54,7 +56,8 @@ class CostModel:
     `lowering` is "aot_eager" (every node runs as its own kernel) or "inductor" (what fuses is
     estimated, the rest measured). `room_bytes` bounds what measuring an op may take: larger ops
     are estimated; None: half of the machine's memory. Without `measure`, nothing runs and the same
-    graph always costs the same; with it, the same as long as `cache` has every op.
+    graph always costs the same; with it, the same as long as `cache` has every op. `device` is
+    where measuring runs; ops on another kind of device are estimated.
     """
 
     def __init__(
@@ -66,14 +69,16 @@ class CostModel:
         progress: Callable[[str], None] | None = None,
         room_bytes: int | None = None,
         seconds: float = MOST_SECONDS,
+        device: torch.device | None = None,
     ) -> None:
+        self.device = device or torch.device("cpu")
         self.profile, self.measure, self.lowering = profile, measure, lowering
         self.cache = CostCache() if cache is None else cache
         self.progress = progress or (lambda text: None)
         self.room_bytes = machine_memory_bytes() // 2 if room_bytes is None else room_bytes
-        self.overheads = self._overheads() if measure else USUAL_OVERHEADS
+        self.overheads = self._overheads()
         self._seconds_left = seconds
-        self._operands = Operands()
+        self._operands = Operands(self.device)
 
     def cost(self, node: fx.Node, hint: Hint) -> OpCost:
         """What one node costs as a kernel of its own; `hint` turns symbolic sizes into numbers."""
@@ -119,10 +124,12 @@ class CostModel:
     def close(self) -> None:
         """Keeps what was measured and gives back the memory that measuring took."""
         self.cache.save()
-        self._operands = Operands()
+        self._operands = Operands(self.device)
+        if self.measure and self.device.type == "cuda":
+            torch.cuda.empty_cache()  # what measuring took is the step's now
 
     def _worth_measuring(self, node: fx.Node, call: Call, estimate_us: float) -> bool:
-        if estimate_us < WORTH_MEASURING_US or not _can_run_alone(call):
+        if estimate_us < WORTH_MEASURING_US or not _can_run_alone(call, self.device.type):
             return False
         return self.lowering == "aot_eager" or calls_library(node)
 
@@ -139,6 +146,10 @@ class CostModel:
             self.cache.put(call.key, duration_us, found.workspace_bytes, found.disturbed)
 
     def _overheads(self) -> Overheads:
+        if self.device.type == "cuda":
+            return CUDA_OVERHEADS
+        if not self.measure:
+            return USUAL_OVERHEADS
         keys = [f"overheads.{name}" for name in _OVERHEADS]
         if not all(map(self.cache.settled, keys)):
             heap().prepare()
@@ -150,8 +161,10 @@ class CostModel:
         return Overheads(*(value for value, _ in entries))
 
 
-def open_cost_cache() -> CostCache:
-    """What was measured before on this machine, with these versions and threads."""
+def open_cost_cache(device: torch.device | None = None) -> CostCache:
+    """What was measured before on this device, with these versions and threads."""
+    if device is not None and device.type == "cuda":
+        return CostCache(cuda_identity(cuda_index(device)))
     return CostCache(machine_identity())
 
 
@@ -194,11 +207,11 @@ def _with_subgraphs(node: fx.Node, model: CostModel, hint: Hint) -> OpCost:
     return OpCost(max(inner), cost.workspace_bytes)
 
 
-def _can_run_alone(call: Call) -> bool:
+def _can_run_alone(call: Call, kind: str) -> bool:
     if call.target.namespace != "aten" or op_name(call) in _NOT_MEASURED:
         return False
     if any(tag in call.target.tags for tag in _UNPREDICTABLE):
         return False
-    if any(spec.device != "cpu" for spec in call.inputs + call.outputs):
+    if any(spec.device != kind for spec in call.inputs + call.outputs):
         return False
-    return torch.device(str(call.kwargs.get("device") or "cpu")).type == "cpu"
+    return torch.device(str(call.kwargs.get("device") or kind)).type == kind

@@ -21,6 +21,8 @@ FLOP_PER_US_PER_TFLOPS = 1e6
 
 #: for machines on which nothing is measured
 USUAL_OVERHEADS = Overheads(op_us=4.0, view_us=1.5, fresh_us_per_mib=0.0)
+#: a kernel that does nothing takes about this on the device; views are the host's business
+CUDA_OVERHEADS = Overheads(op_us=3.0, view_us=0.0, fresh_us_per_mib=0.0)
 
 _DTYPE_NAMES = {
     torch.float64: "fp64",

@@ -30,6 +30,8 @@ class Graphs:
     num_outputs: int
     #: which of the captured function's arguments are parameters
     parameters: frozenset[int] = frozenset()
+    #: the kind of device that is planned for: storages elsewhere take nothing of it and stay
+    device: str = "cpu"
 
     def __iter__(self) -> Iterator[tuple[str, fx.GraphModule]]:
         yield FORWARD, self.forward

@@ -31,6 +31,12 @@ CODECS: Mapping[str, tuple[bool, float]] = {
     "bf16": (False, 0.6),
 }
 
+#: ways in which a kernel reaches host memory in place: whole, in rows with gaps, rows by index
+DIRECT_WAYS = ("read", "read_strided", "read_gather", "write", "write_strided")
+ATTENTION = ("forward", "backward")
+#: AdamW on float32 reads weight, gradient and two moments, and writes all but the gradient
+ADAM_BYTES_PER_PARAMETER = 28
+
 BYTES_PER_US_PER_GBPS = 1000.0  # 1 GB/s is 1,000 bytes per microsecond
 
 _UNIT_BYTES: Mapping[str, int] = {
@@ -65,6 +71,31 @@ class HardwareProfile:
     codec_gbps: Mapping[str, float] = field(default_factory=dict, hash=False)
     #: whether the figures were taken on the machine itself
     measured: bool = False
+
+    # What `offcompile doctor` measures besides; None or a missing key: not known.
+    #: the link's rate of each way while both run
+    h2d_both_gbps: float | None = None
+    d2h_both_gbps: float | None = None
+    #: way of `DIRECT_WAYS` → useful bytes of host memory that a kernel on the device moves
+    direct_gbps: Mapping[str, float] = field(default_factory=dict, hash=False)
+    #: direction of `ATTENTION` → rate in bf16 (on the CPU target: fp32), without a mask
+    attention_tflops: Mapping[str, float] = field(default_factory=dict, hash=False)
+    #: what a kernel that has next to nothing to do takes, one after the other
+    launch_us: float | None = None
+    #: making memory that was touched known to the device, so that copies need no staging
+    pin_us_per_gib: float | None = None
+    #: bytes read plus bytes written by a copy in the host's memory, all threads
+    host_memory_gbps: float | None = None
+    #: bytes copied by one thread of the host
+    host_copy_gbps: float | None = None
+    #: bytes read plus bytes written by AdamW on the host: `ADAM_BYTES_PER_PARAMETER` each
+    host_adam_gbps: float | None = None
+    #: the disk's rate of each way while both run
+    disk_read_both_gbps: float | None = None
+    disk_write_both_gbps: float | None = None
+    #: through the page cache, until the disk has it, and from the disk
+    disk_read_buffered_gbps: float | None = None
+    disk_write_buffered_gbps: float | None = None
 
 
 def parse_bytes(text: str) -> int:
@@ -273,4 +304,17 @@ _READERS: Mapping[str, Callable[[object, str], object]] = {
     "matmul_tflops": _rates(DTYPES),
     "codec_gbps": _rates(tuple(CODECS)),
     "measured": _flag,
+    "h2d_both_gbps": _rate,
+    "d2h_both_gbps": _rate,
+    "direct_gbps": _rates(DIRECT_WAYS),
+    "attention_tflops": _rates(ATTENTION),
+    "launch_us": _number,
+    "pin_us_per_gib": _number,
+    "host_memory_gbps": _rate,
+    "host_copy_gbps": _rate,
+    "host_adam_gbps": _rate,
+    "disk_read_both_gbps": _rate,
+    "disk_write_both_gbps": _rate,
+    "disk_read_buffered_gbps": _rate,
+    "disk_write_buffered_gbps": _rate,
 }

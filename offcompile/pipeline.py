@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import gc
 import os
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property, partial
 from typing import Any
 
 import sympy
@@ -19,6 +19,7 @@ from torch import fx
 
 from offcompile.ir import DEVICE, Infeasible, OffloadError, Problem, Timeline
 from offcompile.ir.units import show_bytes
+from offcompile.runtime.clock import Clock, clock_for
 from offcompile.runtime.heap import heap
 from offcompile.runtime.registry import runtime_for
 
@@ -41,7 +42,7 @@ from .replay import worst_case
 from .report import PlanReport, remember
 from .rewrite import rewrite
 from .sizes import hint_of
-from .target import Target, holes_bytes, reserve_bytes
+from .target import Target
 
 #: storages below this share of the largest are not worth a move
 SMALL_SHARE = 1 / 2048
@@ -74,14 +75,15 @@ class Pipeline:
         self, forward: fx.GraphModule, backward: fx.GraphModule, num_outputs: int, inputs: Any
     ) -> Halves | None:
         """New graphs for forward and backward; None: they stay as they are."""
-        made = self._plan(Graphs(forward, backward, num_outputs, self.parameters))
+        made = self._plan(Graphs(forward, backward, num_outputs, self.parameters, self._kind))
         if made is None:
             return None
         assert made.backward is not None
         return made.forward, made.backward
 
     def inference(self, graph: fx.GraphModule, inputs: Sequence[Any]) -> fx.GraphModule | None:
-        made = self._plan(Graphs(graph, None, len(outputs_of(graph)), self.parameters))
+        outputs = len(outputs_of(graph))
+        made = self._plan(Graphs(graph, None, outputs, self.parameters, self._kind))
         return None if made is None else made.forward
 
     def ready(self, phase: Phase, compiled: Compiled) -> Compiled:
@@ -89,30 +91,39 @@ class Pipeline:
         report = self.report
         if report is None:
             return compiled
-        label = FORWARD if phase == "inference" else phase
-        moves = not report.fits
+        observe = partial(report.observe, FORWARD if phase == "inference" else phase)
+        clock = self._clock
+        watched = not report.fits and self._kind == "cpu"
         standing = sum(t.nbytes for t in report.problem.tensors if t.home == DEVICE)
 
         first = True
 
         def timed(arguments: list[Any]) -> Any:
             nonlocal first
-            if moves and phase != BACKWARD:
+            if watched and phase != BACKWARD:
                 if first:  # what compiling left behind is not the step's
                     gc.collect()
                     heap().settle()
                     first = False
                 heap().begin(standing, report.budget_bytes)
-            began = time.perf_counter()
+            started = clock.start()
             result = compiled(arguments)
-            report.observe(label, (time.perf_counter() - began) * 1e6)
+            clock.stop(started, observe)
             if phase == BACKWARD:
                 self.entry.end()
-            if moves and phase != FORWARD:
+            if watched and phase != FORWARD:
                 heap().end()
             return result
 
         return timed
+
+    @property
+    def _kind(self) -> str:
+        return self.target.device.type
+
+    @cached_property
+    def _clock(self) -> Clock:
+        return clock_for(self.target.device)
 
     # --- the plan -----------------------------------------------------------------------------
 
@@ -134,14 +145,14 @@ class Pipeline:
                 annotated.problem,
                 target.machine,
                 budget,
-                reserve_bytes,
+                target.reserve_bytes,
                 options.policy,
                 options.seconds,
                 progress,
                 self.held_bytes,
-                holes_bytes,
+                target.holes_bytes,
             )
-        reserve = 0 if decided.fits else reserve_bytes(budget or decided.order.peak_bytes)
+        reserve = 0 if decided.fits else target.reserve_bytes(budget or decided.order.peak_bytes)
         self.report = PlanReport(
             name=self.name,
             problem=annotated.problem,
@@ -152,6 +163,7 @@ class Pipeline:
             holes_bytes=decided.holes_bytes,
             worst_peak_bytes=decided.order.peak_bytes,
             labels=annotated.labels,
+            settle=self._clock.settle,
         )
         self._decided = decided
         if any(isinstance(v, torch.SymInt) for v in _values(graphs)):
@@ -176,17 +188,20 @@ class Pipeline:
     ) -> Annotated:
         hint = hint_of(self.sizes)
         standing = sum(
-            storage_bytes(v, hint) for v in _values(graphs) if isinstance(v, torch.Tensor)
+            storage_bytes(v, hint)
+            for v in _values(graphs)
+            if isinstance(v, torch.Tensor) and v.device.type == self._kind
         )
         measure = self.options.hardware is None
         model = CostModel(
             self.target.profile,
             measure=measure,
             lowering=self.options.lowering,
-            cache=open_cost_cache() if measure else None,
+            cache=open_cost_cache(self.target.device) if measure else None,
             progress=progress,
             # measuring an op must keep the budget too
             room_bytes=None if budget is None else max(budget - standing, LEAST_ROOM_BYTES),
+            device=self.target.device,
         )
         self._costs = {
             (phase, name): cost
@@ -205,16 +220,11 @@ class Pipeline:
         return found
 
     def _rewrite(self, graphs: Graphs, annotated: Annotated, decided: Decided) -> Graphs:
-        foreign = _foreign_device(graphs)
-        if foreign is not None:
-            raise OffloadError(
-                f"{self.name} runs on {foreign}, and its activations would have to move to stay"
-                f" within {show_bytes(decided.machine.tier[DEVICE].capacity_bytes or 0)}; so far"
-                " only CPU graphs can move. Set memory to None, or run on the CPU."
-            )
-        heap().prepare()
-        if malloc_leaves_holes(os.environ):
-            tell_once("malloc of this glibc leaves holes between tensors: " + LAUNCH_HINT)
+        _check_one_device(self.name, graphs, self.target.device)
+        if self._kind == "cpu":
+            heap().prepare()
+            if malloc_leaves_holes(os.environ):
+                tell_once("malloc of this glibc leaves holes between tensors: " + LAUNCH_HINT)
         settings = self.target.runtime
         runtime_for(settings.key)  # opens the spill files: what is wrong with them shows now
         made = rewrite(graphs, annotated, decided.result.plan, decided.order, settings.key)
@@ -260,10 +270,16 @@ def _values(graphs: Graphs) -> Iterator[object]:
     return (n.meta.get("val") for _, m in graphs for n in m.graph.find_nodes(op="placeholder"))
 
 
-def _foreign_device(graphs: Graphs) -> str | None:
+def _check_one_device(name: str, graphs: Graphs, device: torch.device) -> None:
+    """OffloadError for a graph on several accelerators, or on one that nothing can move from."""
     for _, module in graphs:
         for node in module.graph.nodes:
             value = node.meta.get("val")
-            if isinstance(value, torch.Tensor) and value.device.type != "cpu":
-                return str(value.device)
-    return None
+            if not isinstance(value, torch.Tensor) or value.device.type in ("cpu", "meta"):
+                continue
+            if value.device != device:
+                raise OffloadError(
+                    f"{name} computes on {device} and has {node.name} on {value.device}; tensors"
+                    " can only move from one device of a graph. Put each device's part of the"
+                    " model into a compiled function of its own, or set memory to None."
+                )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -46,6 +46,8 @@ class PlanReport:
     worst_peak_bytes: int | None = None
     #: tensor or op id → what people know it by (module path, shape)
     labels: Mapping[str, str] = field(default_factory=dict, repr=False)
+    #: passes on what has been measured behind the caller's back
+    settle: Callable[[], None] | None = field(default=None, repr=False)
     _steps_us: dict[str, list[float]] = field(default_factory=dict, init=False, repr=False)
 
     # --- planned ----------------------------------------------------------------------------
@@ -117,6 +119,8 @@ class PlanReport:
     @property
     def measured_us(self) -> float | None:
         """The median step: of each phase, added up. None until every phase has run."""
+        if self.settle is not None:
+            self.settle()
         needed = {op.phase for op in self.problem.ops}
         if not needed or not all(self._steps_us.get(phase) for phase in needed):
             return None

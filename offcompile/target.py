@@ -1,19 +1,29 @@
-"""What a graph will run on: which device, how much of it, over which links, with which runtime."""
+"""What a graph will run on: which device, how much of it, over which links, with which runtime.
+
+Two targets. On the CPU the device is a budget of RAM and the slow tiers are files. On CUDA the
+device is the card, the host tier pinned memory, and the disk a third tier for who names a
+directory or bounds the host.
+"""
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
+import torch
+
 from offcompile.hardware import HardwareProfile, load_profile
-from offcompile.ir import DEVICE, Machine
+from offcompile.ir import DEVICE, Machine, OffloadError
+from offcompile.runtime.cuda_facts import cuda_index, library_bytes, usable_bytes
 from offcompile.runtime.directories import check_directory, default_directory
 from offcompile.runtime.memory import machine_memory_bytes
 from offcompile.runtime.registry import RuntimeSettings
 
 from .options import Options, default_spill
+from .this_gpu import this_gpu, to_cuda_machine
 from .this_machine import this_machine, to_cpu_machine
 
 KIB, MIB = 1 << 10, 1 << 20
@@ -21,20 +31,59 @@ KIB, MIB = 1 << 10, 1 << 20
 RESERVE_SHARE, LEAST_RESERVE, MOST_RESERVE = 64, 512 * KIB, 32 * MIB
 #: the share of a budget that is left to holes between tensors where moving more costs nothing
 HOLES_SHARE = 4
+#: on CUDA: rounding to the allocator's blocks, beside what the libraries take
+LEAST_CUDA_RESERVE = 1 * MIB
+#: on CUDA torch's allocator splits and keeps blocks by itself; so much is left to it
+CUDA_HOLES_SHARE = 16
 #: staging: one block per lane that writes
 ARENA_BYTES = 512 * KIB
 #: most that one system call moves: large, since each one's end waits for Python's lock
 CHUNK_BYTES = 8 * MIB
 
 
+class Target(ABC):
+    """A device with all that planning and running on it asks for."""
+
+    profile: HardwareProfile
+    directories: tuple[Path, ...]
+    #: all that a budget may be
+    device_bytes: int
+    #: bound of the host tier; None: none
+    host_bytes: int | None
+
+    @property
+    @abstractmethod
+    def device(self) -> torch.device: ...
+
+    @abstractmethod
+    def machine(self, device_bytes: int) -> Machine:
+        """The machine whose device holds so many bytes."""
+
+    @property
+    @abstractmethod
+    def runtime(self) -> RuntimeSettings: ...
+
+    @abstractmethod
+    def reserve_bytes(self, budget_bytes: int) -> int:
+        """What the runtime takes of a budget."""
+
+    @abstractmethod
+    def holes_bytes(self, budget_bytes: int) -> int:
+        """What the runtime would have beside its reserve, so that freed blocks need not go back."""
+
+
 @dataclass(frozen=True)
-class Target:
-    """The CPU target: the device is a budget of RAM, the slow tiers are files."""
+class CpuTarget(Target):
+    """The device is a budget of RAM, the slow tiers are files."""
 
     profile: HardwareProfile
     directories: tuple[Path, ...]
     device_bytes: int
     host_bytes: int | None
+
+    @property
+    def device(self) -> torch.device:
+        return torch.device("cpu")
 
     def machine(self, device_bytes: int) -> Machine:
         whole = to_cpu_machine(self.profile, None, self.host_bytes)
@@ -50,19 +99,66 @@ class Target:
             chunk_bytes=CHUNK_BYTES,
         )
 
+    def reserve_bytes(self, budget_bytes: int) -> int:
+        return min(max(budget_bytes // RESERVE_SHARE, LEAST_RESERVE), MOST_RESERVE)
 
-def reserve_bytes(budget_bytes: int) -> int:
-    """What the runtime takes of a budget."""
-    return min(max(budget_bytes // RESERVE_SHARE, LEAST_RESERVE), MOST_RESERVE)
-
-
-def holes_bytes(budget_bytes: int) -> int:
-    """What the runtime would have beside its reserve, so that freed blocks need not go back."""
-    return budget_bytes // HOLES_SHARE
+    def holes_bytes(self, budget_bytes: int) -> int:
+        return budget_bytes // HOLES_SHARE
 
 
-def target_for(options: Options, progress: Callable[[str], None] | None = None) -> Target:
+@dataclass(frozen=True)
+class CudaTarget(Target):
+    """The device is one card. `library_bytes`: what matrix libraries hold of it for good.
+
+    `directories` may be empty: then there is no disk tier.
+    """
+
+    profile: HardwareProfile
+    directories: tuple[Path, ...]
+    device_bytes: int
+    host_bytes: int | None
+    index: int = 0
+    library_bytes: int = 0
+
+    @property
+    def device(self) -> torch.device:
+        return torch.device("cuda", self.index)
+
+    def machine(self, device_bytes: int) -> Machine:
+        whole = to_cuda_machine(self.profile, self.host_bytes, bool(self.directories))
+        return whole.with_capacity(DEVICE, device_bytes)
+
+    @property
+    def runtime(self) -> RuntimeSettings:
+        return RuntimeSettings(
+            target=str(self.device),
+            directories=tuple(str(d) for d in self.directories),
+            host_bytes=self.host_bytes,
+        )
+
+    def reserve_bytes(self, budget_bytes: int) -> int:
+        rounding = min(max(budget_bytes // RESERVE_SHARE, LEAST_CUDA_RESERVE), MOST_RESERVE)
+        return self.library_bytes + rounding
+
+    def holes_bytes(self, budget_bytes: int) -> int:
+        # only a budget that is nearly the whole card meets what the allocator keeps
+        whole = budget_bytes > self.device_bytes * (1 - 1 / CUDA_HOLES_SHARE)
+        return budget_bytes // CUDA_HOLES_SHARE if whole else 0
+
+
+def target_for(
+    options: Options,
+    device: torch.device | None = None,
+    progress: Callable[[str], None] | None = None,
+) -> Target:
     """Checks the spill directories and measures the machine, unless a profile is named."""
+    if device is not None and device.type == "cuda":
+        return _cuda_target(options, device, progress)
+    if device is not None and device.type != "cpu":
+        raise OffloadError(
+            f"This graph computes on {device}; offcompile moves tensors of the CPU and of CUDA"
+            " devices so far. Compile it with backend='inductor'."
+        )
     directories = options.spill
     if directories == default_spill():
         directories = (default_directory(),)
@@ -72,7 +168,32 @@ def target_for(options: Options, progress: Callable[[str], None] | None = None) 
         profile = load_profile(options.hardware)
     else:
         profile = _measured(directories, progress)
-    return Target(profile, directories, machine_memory_bytes(), options.host_memory)
+    return CpuTarget(profile, directories, machine_memory_bytes(), options.host_memory)
+
+
+def _cuda_target(
+    options: Options, device: torch.device, progress: Callable[[str], None] | None
+) -> CudaTarget:
+    index = cuda_index(device)
+    asked_for_disk = options.spill != default_spill() or options.host_memory is not None
+    directories: tuple[Path, ...] = ()
+    if asked_for_disk:
+        own = options.spill != default_spill()
+        directories = options.spill if own else (default_directory(),)
+        for directory in directories:
+            check_directory(directory)
+    if options.hardware is not None:
+        profile = load_profile(options.hardware)
+    else:
+        profile = this_gpu(index, directories, progress=progress)
+    return CudaTarget(
+        profile,
+        directories,
+        usable_bytes(index),
+        options.host_memory,
+        index,
+        library_bytes(index),
+    )
 
 
 @cache

@@ -31,15 +31,19 @@ DISTURBED_SHARE = 0.05
 
 
 @contextmanager
-def undisturbed() -> Iterator[None]:
-    """Real tensors and plain kernels inside, whatever is being traced or differentiated outside."""
+def undisturbed(device: torch.device | None = None) -> Iterator[None]:
+    """Real tensors and plain kernels inside, whatever is being traced or differentiated outside.
+
+    The random numbers of the CPU, and of a CUDA `device`, go on afterwards as they were.
+    """
+    devices = [device] if device is not None and device.type == "cuda" else []
     with ExitStack() as stack:
         stack.enter_context(_disable_current_modes())
         stack.enter_context(torch._C._DisableFuncTorch())
         stack.enter_context(torch._C.DisableTorchFunction())
         stack.enter_context(torch._C._DisableAutocast())
         stack.enter_context(torch.no_grad())
-        stack.enter_context(torch.random.fork_rng(devices=[]))
+        stack.enter_context(torch.random.fork_rng(devices=devices))
         yield
 
 

@@ -16,6 +16,7 @@ import torch
 from . import memory
 from .heap import heap
 from .measure import Watch, time_us, undisturbed
+from .measure_op_cuda import cuda_time_us, cuda_workspace_bytes
 
 log = logging.getLogger(__name__)
 
@@ -164,8 +165,9 @@ _BOUNDS: Mapping[str, Callable[[Call], Bounds]] = {
 class Operands:
     """Made-up inputs, all in one buffer; those of the last call are void at the next."""
 
-    def __init__(self) -> None:
-        self._pool = torch.empty(0, dtype=torch.uint8, device="cpu")
+    def __init__(self, device: torch.device | None = None) -> None:
+        self.device = device or torch.device("cpu")
+        self._pool = torch.empty(0, dtype=torch.uint8, device="cpu")  # touches no device yet
         self._used = 0
 
     @property
@@ -176,8 +178,8 @@ class Operands:
         """Arguments to call the op with. Raises what torch raises when memory is short."""
         needed = PAGE_BYTES + sum(_room(spec) for spec in call.inputs)  # and room to align
         if needed > self._pool.numel():
-            self._pool = torch.empty(0, dtype=torch.uint8, device="cpu")  # first give back
-            self._pool = torch.empty(needed, dtype=torch.uint8, device="cpu")
+            self._pool = torch.empty(0, dtype=torch.uint8, device=self.device)  # first give back
+            self._pool = torch.empty(needed, dtype=torch.uint8, device=self.device)
         self._used = -self._pool.data_ptr() % PAGE_BYTES
         generator = torch.Generator(device="cpu").manual_seed(0)
         name = call.target._schema.name.removeprefix("aten::").removesuffix("_")
@@ -220,6 +222,7 @@ def _fill(flat: torch.Tensor, bound: int | None, generator: torch.Generator) -> 
         flat.zero_()  # valid wherever an index or a count is meant
         return
     tile = tile.to(dtype)
+    tile = tile.to(flat.device)
     whole = flat.numel() // TILE * TILE
     flat[:whole].view(-1, TILE).copy_(tile)
     flat[whole:].copy_(tile[: flat.numel() - whole])
@@ -233,6 +236,8 @@ def measure_call(call: Call, operands: Operands, seconds: float = 0.03) -> Measu
 
     None if the op does not run by itself. `seconds`: see `measure.time_us`.
     """
+    if operands.device.type == "cuda":
+        return _measure_on_cuda(call, operands, seconds)
     try:
         with undisturbed():
             args, kwargs = operands.make(call)
@@ -251,6 +256,23 @@ def measure_call(call: Call, operands: Operands, seconds: float = 0.03) -> Measu
         return None
 
 
+def _measure_on_cuda(call: Call, operands: Operands, seconds: float) -> Measured | None:
+    try:
+        with undisturbed(operands.device), torch.cuda.device(operands.device):
+            args, kwargs = operands.make(call)
+
+            def run() -> object:
+                return call.target(*args, **kwargs)
+
+            workspace_bytes = cuda_workspace_bytes(
+                run, operands.device, lambda made: _made_bytes(made, operands)
+            )
+            return Measured(cuda_time_us(run, operands.device, seconds), workspace_bytes)
+    except Exception as error:  # as above; what CUDA allocated for it has died with its frames
+        log.debug("%s does not run by itself: %s", call.key, error)
+        return None
+
+
 def _workspace_bytes(run: Callable[[], object], operands: Operands) -> int:
     """Memory that a warm run takes beyond its inputs and outputs, as the system counts it.
 
@@ -258,18 +280,24 @@ def _workspace_bytes(run: Callable[[], object], operands: Operands) -> int:
     where the system does not tell.
     """
     begun = time.perf_counter()
-    made = {_storage(t)._cdata: _storage(t).nbytes() for t in _tensors(run())}
+    made_bytes = _made_bytes(run(), operands)
     runs = 1 if time.perf_counter() - begun > SLOW_SECONDS else 2
-    made.pop(operands.storage._cdata, None)  # written in place
     beyond = []
     for _ in range(runs):
         if not memory.reset_peak():
             return 0
         before = sum(memory.resident())
         run()
-        beyond.append(memory.peak_bytes() - before - sum(made.values()))
+        beyond.append(memory.peak_bytes() - before - made_bytes)
     least = min(beyond)
     return 0 if least < LEAST_WORKSPACE_BYTES else -(-least // PAGE_BYTES) * PAGE_BYTES
+
+
+def _made_bytes(result: object, operands: Operands) -> int:
+    """Bytes that an op has returned; what it wrote in place is none of them."""
+    made = {_storage(t)._cdata: _storage(t).nbytes() for t in _tensors(result)}
+    made.pop(operands.storage._cdata, None)
+    return sum(made.values())
 
 
 def _storage(tensor: torch.Tensor) -> torch.UntypedStorage:

@@ -5,9 +5,13 @@ from __future__ import annotations
 import atexit
 import json
 import os
+import re
 import threading
 from dataclasses import asdict, dataclass, fields
 from functools import cached_property
+from typing import TYPE_CHECKING
+
+import torch
 
 from offcompile.ir import OffloadError
 
@@ -19,14 +23,20 @@ from .directories import default_directory
 from .mover import Mover
 from .spill import SpillStore
 
-TARGETS = ("cpu",)
+if TYPE_CHECKING:
+    from .host_arena import HostArena
+
+TARGETS = ("cpu", "cuda:0, cuda:1, …")
+_TARGET = re.compile(r"cpu|cuda:\d+")
 
 
 @dataclass(frozen=True)
 class RuntimeSettings:
     """What a runtime is made of. Models with equal settings share one.
 
-    directories: where spill files go; none: the system's temporary directory.
+    target: `cpu`, or one CUDA device. On the CPU both tiers are files; on CUDA the host tier is
+    pinned memory, and there is a disk tier where directories are named.
+    directories: where spill files go; none: on the CPU the system's temporary directory.
     host_bytes, disk_bytes: most that each tier holds; None: no bound, 0: there is no such tier.
     arena_bytes: memory made ready at the start (the arena grows where it does not suffice).
     in_flight_bytes: bound on what moves hold of the device; None: no bound.
@@ -41,7 +51,7 @@ class RuntimeSettings:
     in_flight_bytes: int | None = None
 
     def __post_init__(self) -> None:
-        if self.target not in TARGETS:
+        if not _TARGET.fullmatch(self.target):
             raise OffloadError(
                 f"There is no runtime for the target {self.target!r}: choose one of {TARGETS}."
             )
@@ -78,28 +88,58 @@ class Runtime:
 
     def __init__(self, settings: RuntimeSettings) -> None:
         self.settings = settings
-        directories = settings.directories or (str(default_directory()),)
-        capacities = {"host": settings.host_bytes, "disk": settings.disk_bytes}
         self.stores: dict[str, SpillStore] = {}
+        #: pinned memory on CUDA, staging on the CPU
+        self.arena: Arena | HostArena
+        self.device: Device
         try:
-            for tier, capacity in capacities.items():
-                if capacity != 0:
-                    self.stores[tier] = SpillStore(directories, capacity)
-            self.arena = Arena(settings.arena_bytes)
-            self.device: Device = CpuDevice(self.arena, self.stores, settings.chunk_bytes)
+            if settings.target == "cpu":
+                self._on_cpu()
+            else:
+                self._on_cuda()
         except BaseException:
             self._close_stores()
             raise
         self.mover = Mover(self.device, settings.in_flight_bytes)
         self._forget_gauges = add_gauges(self._gauges)
 
+    def _on_cpu(self) -> None:
+        settings = self.settings
+        self._open_stores({"host": settings.host_bytes, "disk": settings.disk_bytes})
+        self.arena = Arena(settings.arena_bytes)
+        self.device = CpuDevice(self.arena, self.stores, settings.chunk_bytes)
+
+    def _on_cuda(self) -> None:
+        # a process that computes on the CPU has no use for these
+        from .cuda import CudaDevice
+        from .host_arena import HostArena
+        from .streams import TorchStreams
+
+        settings = self.settings
+        if settings.directories:
+            self._open_stores({"disk": settings.disk_bytes})
+        self.arena = HostArena(settings.host_bytes, settings.arena_bytes)
+        streams = TorchStreams(torch.device(settings.target))
+        self.device = CudaDevice(streams, self.arena, self.stores)
+
+    def _open_stores(self, capacities: dict[str, int | None]) -> None:
+        directories = self.settings.directories or (str(default_directory()),)
+        for tier, capacity in capacities.items():
+            if capacity != 0:
+                self.stores[tier] = SpillStore(directories, capacity)
+
     def _gauges(self) -> dict[str, int]:
         used = {tier: store.used_bytes for tier, store in self.stores.items()}
+        host_bytes, arena_bytes = used.get("host", 0), self.arena.capacity_bytes
+        if isinstance(self.arena, Arena):
+            arena_bytes += self.arena.overflow_bytes
+        else:
+            host_bytes = self.arena.used_bytes
         return {
             "spill_bytes": sum(used.values()),
-            "host_bytes": used.get("host", 0),
+            "host_bytes": host_bytes,
             "spill_bytes_written": sum(s.bytes_written for s in self.stores.values()),
-            "arena_bytes": self.arena.capacity_bytes + self.arena.overflow_bytes,
+            "arena_bytes": arena_bytes,
         }
 
     def _close_stores(self) -> None:
@@ -111,6 +151,8 @@ class Runtime:
         self._forget_gauges()
         self.mover.close()
         self._close_stores()
+        if not isinstance(self.arena, Arena):
+            self.arena.close()
 
 
 _lock = threading.Lock()

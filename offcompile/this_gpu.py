@@ -1,0 +1,61 @@
+"""The CUDA card that this process uses, as a hardware profile and as a machine to plan for."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from offcompile.ir import DEVICE, Lane, Machine, Tier
+
+from .hardware import DISK, HardwareProfile, to_machine
+
+Progress = Callable[[str], None]
+
+
+def to_cuda_machine(
+    profile: HardwareProfile,
+    host_bytes: int | None = None,
+    disk: bool = False,
+    disk_bytes: int | None = None,
+) -> Machine:
+    """`device` is the card, `host` pinned memory, `disk` (where wanted) files.
+
+    The disk is reached from the card directly: what passes through the host on its way takes a
+    few blocks of staging there, which no plan needs to know. Its lanes are as slow as the slower
+    of drive and link; that they share the link with `h2d` and `d2h` is not reckoned, so a plan
+    that uses both at once is a little too hopeful about time (never about memory).
+    """
+    machine = to_machine(profile, None, host_bytes)
+    if not disk:
+        return machine
+    inwards, outwards = machine.lane["h2d"], machine.lane["d2h"]
+    with_disk = to_machine(profile, None, host_bytes, disk=True)
+    read, write = with_disk.lane["disk_read"], with_disk.lane["disk_write"]
+    lanes = (
+        Lane(
+            "disk_to_device",
+            DISK,
+            DEVICE,
+            min(read.bytes_per_us, inwards.bytes_per_us),
+            read.latency_us + inwards.latency_us,
+        ),
+        Lane(
+            "device_to_disk",
+            DEVICE,
+            DISK,
+            min(write.bytes_per_us, outwards.bytes_per_us),
+            write.latency_us + outwards.latency_us,
+        ),
+    )
+    tiers = (*machine.tiers, Tier(DISK, disk_bytes))
+    return Machine(tiers, machine.lanes + lanes, machine.codecs)
+
+
+def this_gpu(
+    index: int,
+    directories: Sequence[Path] = (),
+    refresh: bool = False,
+    progress: Progress | None = None,
+) -> HardwareProfile:
+    """What the card `cuda:index` and its links can do, from the cache or measured now."""
+    raise NotImplementedError
