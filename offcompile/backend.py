@@ -15,6 +15,7 @@ from torch._guards import TracingContext, tracing
 from offcompile.ir import InvalidInput, OffloadError, Violation
 
 from .books import Books, Entry, books_of
+from .dump import check_dump_directory
 from .lower import lower
 from .options import Options
 from .pipeline import Pipeline
@@ -66,6 +67,8 @@ def _compile(
             ]
         )
     settings = Options.read(options)
+    if settings.dump is not None:
+        check_dump_directory(settings.dump)
     target = target_for(settings, _device_of(gm))
     compiled = Compiled(gm, example_inputs, settings, target, books_of(options))
     compiled.first(example_inputs)

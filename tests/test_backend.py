@@ -316,3 +316,12 @@ def test_dump_writes_graphs_problem_and_plan(tmp_path: Path) -> None:
     assert "start_out" not in (folder / "forward_before.py").read_text()
     assert "wait_load" in (folder / "backward.svg").read_text()
     assert (folder / "order.txt").read_text().count("Start") == 2 * len(newest().plan.moves) / 2
+
+
+def test_a_dump_that_cannot_be_written_is_refused_before_anything_runs(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    model = torch.compile(
+        nn.Linear(4, 4), backend="offcompile", options=options(tmp_path, dump=tmp_path / "file")
+    )
+    with pytest.raises(offcompile.InvalidInput, match="option dump"):
+        model(torch.ones(2, 4))
