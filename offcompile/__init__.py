@@ -5,13 +5,21 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from offcompile.ir import Infeasible, OffloadError
+from offcompile.ir import Infeasible, InvalidInput, OffloadError
 
 if TYPE_CHECKING:
     from offcompile.report import PlanReport, reports
     from offcompile.runtime.counters import counters
 
-__all__ = ["Infeasible", "OffloadError", "PlanReport", "__version__", "counters", "reports"]
+__all__ = [
+    "Infeasible",
+    "InvalidInput",
+    "OffloadError",
+    "PlanReport",
+    "__version__",
+    "counters",
+    "reports",
+]
 __version__ = "0.1.0"
 
 #: what brings torch along is imported when it is first asked for
