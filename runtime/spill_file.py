@@ -59,7 +59,7 @@ class SpillFile:
         self._head = 0
         self._files = files
         self._reserve_bytes = reserve_bytes
-        self._descriptor = _open_unlinked(directory)
+        self._descriptor = open_unlinked(directory)
         self.device = os.fstat(self._descriptor).st_dev
         self._closed = weakref.finalize(self, os.close, self._descriptor)
         self._closed.atexit = False
@@ -154,7 +154,7 @@ class SpillFile:
         self._closed()
 
 
-def _open_unlinked(directory: Path) -> int:
+def open_unlinked(directory: Path) -> int:
     """A descriptor of a file that has no name any more, or never had one."""
     try:
         if _O_TMPFILE:

@@ -1,0 +1,152 @@
+"""Host memory of the CPU target that ops can use in place: files, mapped.
+
+What lies there takes no memory of the process's own: its pages belong to the page cache, which the
+system keeps while it has room and drops when it has none. Copies to and from it go by reads and
+writes of the file, so that they touch no page of the mapping and never wait for one.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import threading
+from collections import deque
+from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from offcompile.ir import OffloadError
+
+from .device import Slot
+from .directories import check_directory, free_bytes
+from .mapping import PAGE_BYTES, page_multiple
+from .spill_file import open_unlinked
+from .tickets import telling
+
+
+class MappedSlot(Slot):
+    """Room of one tensor within a mapped file, which lives as long as any slot of it."""
+
+    __slots__ = ("_file", "nbytes", "offset", "tier")
+
+    def __init__(self, file: MappedFile, offset: int, nbytes: int, tier: str) -> None:
+        self._file = file
+        self.offset, self.nbytes, self.tier = offset, nbytes, tier
+
+    @property
+    def where(self) -> str:
+        return str(self._file.directory)
+
+    def array(self) -> np.ndarray[tuple[int], np.dtype[np.generic]]:
+        """The memory itself; keeps the file."""
+        return np.frombuffer(self._file.memory, np.uint8, self.nbytes, self.offset)
+
+    def free(self) -> None:
+        """The room goes with the tensor on it."""
+
+    def read(self, start: int, view: memoryview) -> None:
+        """Fill `view` with the tensor's bytes from `start` on."""
+        self._file.transfer(os.preadv, self.offset + start, view)
+
+    def write(self, start: int, view: memoryview) -> None:
+        self._file.transfer(os.pwritev, self.offset + start, view)
+
+
+class MappedFile:
+    """One unlinked file, all of it mapped and shared between the mapping and its descriptor."""
+
+    def __init__(self, directory: Path, nbytes: int) -> None:
+        check_directory(directory)
+        self.directory = directory
+        size = max(PAGE_BYTES, page_multiple(nbytes))
+        if free_bytes(directory) < size:
+            raise OffloadError(
+                f"{size} bytes are needed in {directory} for what stays outside of the device, and"
+                f" {free_bytes(directory)} are free there: free space, or name another directory"
+                ' with options={"spill": "/path"}'
+            )
+        self._descriptor = open_unlinked(directory)
+        try:
+            # taken now: a mapping of space that is missing kills the process when it is touched
+            os.posix_fallocate(self._descriptor, 0, size)
+            self.memory = mmap.mmap(self._descriptor, size)
+        except OSError as error:
+            os.close(self._descriptor)
+            raise OffloadError(
+                f"a file of {size} bytes in {directory} cannot be mapped ({error.strerror}): free"
+                ' space there, or name another directory with options={"spill": "/path"}'
+            ) from error
+
+    def transfer(
+        self, call: Callable[[int, Sequence[memoryview], int], int], at: int, view: memoryview
+    ) -> None:
+        done = 0
+        while done < len(view):
+            try:
+                moved = call(self._descriptor, [view[done:]], at + done)
+            except OSError as error:
+                raise self._failed(at + done, error.strerror or str(error)) from error
+            if not moved:
+                raise self._failed(at + done, "nothing was moved")
+            done += moved
+
+    def _failed(self, at: int, why: str) -> OffloadError:
+        return OffloadError(
+            f"the file of weights and gradients in {self.directory} failed at byte {at} ({why}):"
+            ' check that disk, or name another directory with options={"spill": "/path"}'
+        )
+
+    def __del__(self) -> None:
+        descriptor = getattr(self, "_descriptor", None)
+        if descriptor is not None:
+            os.close(descriptor)
+
+
+class MappedStore:
+    """Makes slots that ops can use in place, and knows them by their addresses."""
+
+    def __init__(self, directory: Path, tier: str = "host") -> None:
+        self.directory, self.tier = directory, tier
+        self._lock = threading.Lock()
+        self._slots: dict[int, MappedSlot] = {}
+        self.used_bytes = 0
+        self._dead: deque[int] = deque()
+
+    def tensors(self, sizes: Sequence[int]) -> list[torch.Tensor]:
+        """Flat uint8 tensors of these sizes, one behind the other in one file.
+
+        `find` knows each, and all that shares its storage, for as long as it lives.
+        """
+        offsets, end = [], 0
+        for nbytes in sizes:
+            offsets.append(end)
+            end += page_multiple(max(nbytes, 1))
+        file = MappedFile(self.directory, end)
+        with self._lock:
+            self._sweep()
+            return [
+                self._made(MappedSlot(file, offset, nbytes, self.tier))
+                for offset, nbytes in zip(offsets, sizes, strict=True)
+            ]
+
+    def _made(self, slot: MappedSlot) -> torch.Tensor:
+        array = slot.array()
+        address = array.ctypes.data
+        # runs inside a finalizer: no lock
+        tensor = telling(array, partial(self._dead.append, address))
+        self._slots[address] = slot
+        self.used_bytes += slot.nbytes
+        return tensor
+
+    def find(self, tensor: torch.Tensor) -> MappedSlot | None:
+        """The slot on whose memory the tensor's storage lies."""
+        with self._lock:
+            self._sweep()
+            return self._slots.get(tensor.untyped_storage().data_ptr())
+
+    def _sweep(self) -> None:
+        while self._dead:
+            self.used_bytes -= self._slots.pop(self._dead.popleft()).nbytes
