@@ -20,6 +20,7 @@ from offcompile.ir import OffloadError
 from .arena import Arena, Block
 from .device import Copy, Device, Label, Point, Slot, Waited
 from .lanes import Job, Lanes
+from .mapped import MappedSlot, MappedStore
 from .spill import Extent, SpillFull, SpillStore
 from .tickets import telling
 
@@ -63,18 +64,24 @@ class CpuSlot(Slot):
 class CpuDevice(Device):
     """stores: the store of each tier, fastest first; a tier that is full yields to the next.
 
+    mapped: makes the host memory that ops can use in place.
     chunk_bytes: most that one system call reads or writes.
     """
 
     name = "cpu"
 
     def __init__(
-        self, arena: Arena, stores: Mapping[str, SpillStore], chunk_bytes: int = 8 << 20
+        self,
+        arena: Arena,
+        stores: Mapping[str, SpillStore],
+        chunk_bytes: int = 8 << 20,
+        mapped: MappedStore | None = None,
     ) -> None:
         if chunk_bytes < PAGE_BYTES:
             raise OffloadError(f"chunk_bytes is {chunk_bytes}: it must be at least {PAGE_BYTES}.")
         self.arena = arena
         self.stores = dict(stores)
+        self.mapped = mapped
         self.lanes = Lanes("cpu")
         self._chunk_bytes = chunk_bytes // PAGE_BYTES * PAGE_BYTES
         self._staging: dict[str, Block] = {}
@@ -99,7 +106,15 @@ class CpuDevice(Device):
                     raise
         raise AssertionError("the last tier has either taken it or raised")
 
+    def addressable(self, sizes: Sequence[int]) -> list[torch.Tensor]:
+        return super().addressable(sizes) if self.mapped is None else self.mapped.tensors(sizes)
+
+    def slot_of(self, tensor: torch.Tensor) -> Slot | None:
+        return None if self.mapped is None else self.mapped.slot_of(tensor)
+
     def allocate(self, slot: Slot, freed: Callable[[], None]) -> torch.Tensor:
+        if isinstance(slot, MappedSlot):
+            return telling(torch.empty(slot.nbytes, dtype=torch.uint8, device="cpu").numpy(), freed)
         assert isinstance(slot, CpuSlot)
         # from the same heap as everything else: what has been sent out has left holes there
         room = torch.empty(slot.padded_bytes + PAGE_BYTES, dtype=torch.uint8, device="cpu")
@@ -120,7 +135,7 @@ class CpuDevice(Device):
         label: Label,
         on_end: Callable[[Copy], None],
     ) -> Copy:
-        assert isinstance(slot, CpuSlot)
+        assert isinstance(slot, CpuSlot | MappedSlot)
         work = partial(self._write, lane, source.data_ptr(), slot)
         return self.lanes.submit(lane, work, _jobs(after), label, on_end, keep=source)
 
@@ -133,7 +148,7 @@ class CpuDevice(Device):
         label: Label,
         on_end: Callable[[Copy], None],
     ) -> Copy:
-        assert isinstance(slot, CpuSlot)
+        assert isinstance(slot, CpuSlot | MappedSlot)
         work = partial(self._read, target.data_ptr(), slot)
         return self.lanes.submit(lane, work, _jobs(after), label, on_end, keep=target)
 
@@ -157,7 +172,12 @@ class CpuDevice(Device):
 
     # -- on a lane's thread ----------------------------------------------------------------------
 
-    def _write(self, lane: str, address: int, slot: CpuSlot) -> None:
+    def _write(self, lane: str, address: int, slot: CpuSlot | MappedSlot) -> None:
+        if isinstance(slot, MappedSlot):
+            view = _memory(address, slot.nbytes, _WRITABLE)
+            for start in range(0, slot.nbytes, self._chunk_bytes):
+                slot.write(start, view[start : start + self._chunk_bytes])
+            return
         staging = self._staging.get(lane)
         if staging is None:
             staging = self._staging[lane] = self.arena.block(STAGED_BYTES)
@@ -178,7 +198,12 @@ class CpuDevice(Device):
             _stage_write(slot, staging, address, done, size)
             done += size
 
-    def _read(self, address: int, slot: CpuSlot) -> None:
+    def _read(self, address: int, slot: CpuSlot | MappedSlot) -> None:
+        if isinstance(slot, MappedSlot):
+            view = _memory(address, slot.nbytes, _WRITABLE)
+            for start in range(0, slot.nbytes, self._chunk_bytes):
+                slot.read(start, view[start : start + self._chunk_bytes])
+            return
         view = _memory(address - slot.skew_bytes, slot.padded_bytes, _WRITABLE)
         for start in range(0, slot.padded_bytes, self._chunk_bytes):
             slot.store.read(slot.extent, start, view[start : start + self._chunk_bytes])

@@ -14,6 +14,8 @@ from enum import Enum
 
 import torch
 
+from offcompile.ir import OffloadError
+
 
 class How(Enum):
     """In what state a wait found its copy."""
@@ -90,6 +92,17 @@ class Device(ABC):
         When the storage dies its memory goes back, after `freed` was called. `freed` runs inside
         a finalizer, on any thread: it must neither block nor take a lock.
         """
+
+    def addressable(self, sizes: Sequence[int]) -> list[torch.Tensor]:
+        """Flat uint8 tensors on the host tier that ops of the device can use in place.
+
+        Their content is undefined. New ones lie one behind the other, in the order given.
+        """
+        raise OffloadError(f"The {self.name} device has no host memory that ops can use in place.")
+
+    def slot_of(self, tensor: torch.Tensor) -> Slot | None:
+        """The slot that is the memory of an `addressable` tensor's storage; None: another's."""
+        return None
 
     @abstractmethod
     def mark(self) -> Point | None:

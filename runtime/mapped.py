@@ -106,31 +106,48 @@ class MappedFile:
 
 
 class MappedStore:
-    """Makes slots that ops can use in place, and knows them by their addresses."""
+    """Makes slots that ops can use in place, and knows them by their addresses.
+
+    Room of a tensor that died is kept for the next one of its size (gradients come again with
+    every step), as long as that is not more than what is in use.
+    """
 
     def __init__(self, directory: Path, tier: str = "host") -> None:
         self.directory, self.tier = directory, tier
+        self.used_bytes = self.spare_bytes = 0
         self._lock = threading.Lock()
         self._slots: dict[int, MappedSlot] = {}
-        self.used_bytes = 0
+        self._spare: dict[int, list[MappedSlot]] = {}  # by size
         self._dead: deque[int] = deque()
 
     def tensors(self, sizes: Sequence[int]) -> list[torch.Tensor]:
-        """Flat uint8 tensors of these sizes, one behind the other in one file.
+        """Flat uint8 tensors of these sizes, new ones one behind the other in one file.
 
-        `find` knows each, and all that shares its storage, for as long as it lives.
+        What they hold is undefined. `slot_of` knows each, and all that shares its storage, for as
+        long as it lives.
         """
+        with self._lock:
+            self._sweep()
+            found = [self._take(nbytes) for nbytes in sizes]
+            missing = [n for n, slot in zip(sizes, found, strict=True) if slot is None]
+            new = iter(self._new(missing) if missing else ())
+            return [self._made(slot or next(new)) for slot in found]
+
+    def _take(self, nbytes: int) -> MappedSlot | None:
+        spare = self._spare.get(nbytes)
+        if not spare:
+            return None
+        self.spare_bytes -= nbytes
+        return spare.pop()
+
+    def _new(self, sizes: Sequence[int]) -> list[MappedSlot]:
         offsets, end = [], 0
         for nbytes in sizes:
             offsets.append(end)
             end += page_multiple(max(nbytes, 1))
         file = MappedFile(self.directory, end)
-        with self._lock:
-            self._sweep()
-            return [
-                self._made(MappedSlot(file, offset, nbytes, self.tier))
-                for offset, nbytes in zip(offsets, sizes, strict=True)
-            ]
+        pairs = zip(offsets, sizes, strict=True)
+        return [MappedSlot(file, offset, nbytes, self.tier) for offset, nbytes in pairs]
 
     def _made(self, slot: MappedSlot) -> torch.Tensor:
         array = slot.array()
@@ -141,7 +158,7 @@ class MappedStore:
         self.used_bytes += slot.nbytes
         return tensor
 
-    def find(self, tensor: torch.Tensor) -> MappedSlot | None:
+    def slot_of(self, tensor: torch.Tensor) -> MappedSlot | None:
         """The slot on whose memory the tensor's storage lies."""
         with self._lock:
             self._sweep()
@@ -149,4 +166,11 @@ class MappedStore:
 
     def _sweep(self) -> None:
         while self._dead:
-            self.used_bytes -= self._slots.pop(self._dead.popleft()).nbytes
+            slot = self._slots.pop(self._dead.popleft())
+            self.used_bytes -= slot.nbytes
+            self.spare_bytes += slot.nbytes
+            self._spare.setdefault(slot.nbytes, []).append(slot)
+        while self.spare_bytes > self.used_bytes:
+            size = max(size for size, slots in self._spare.items() if slots)
+            self._spare[size].pop()
+            self.spare_bytes -= size

@@ -34,6 +34,8 @@ class Saved:
     ticket_alive: bool = True
     awaited: bool = False  # compute may be queued behind the copy: it can no longer be cancelled
     copy: Copy | None = None
+    #: on host memory that ops can use in place: that memory, as a flat uint8 tensor
+    host: torch.Tensor | None = None
 
 
 @dataclass(eq=False)
@@ -82,7 +84,24 @@ class Mover:
         began_ns = now_ns()
         self._enter()
         _check_dense(x, tag)
-        saved = Saved(self, tag, lane, self.device.slot(x, tier))
+        return self._start_out(x, Saved(self, tag, lane, self.device.slot(x, tier)), began_ns)
+
+    def start_store(self, x: torch.Tensor, tag: str, lane: str) -> torch.Tensor:
+        """As `start_out`, to host memory that ops can use in place: `host_of` gives it.
+
+        The copy is made whatever becomes of the ticket: somebody may hold that memory.
+        """
+        began_ns = now_ns()
+        self._enter()
+        _check_dense(x, tag)
+        (host,) = self.device.addressable([x.numel() * x.element_size()])
+        slot = self.device.slot_of(host)
+        assert slot is not None, "the device does not know its own memory"
+        saved = Saved(self, tag, lane, slot, awaited=True, host=host)
+        return self._start_out(x, saved, began_ns)
+
+    def _start_out(self, x: torch.Tensor, saved: Saved, began_ns: int) -> torch.Tensor:
+        tag, lane = saved.tag, saved.lane
         # from here on the ticket's death undoes everything, also when something is raised
         ticket = self._issue(saved, self._saved_died)
         nbytes = saved.slot.nbytes
@@ -114,6 +133,22 @@ class Mover:
         note("wait_out", saved.tag, saved.lane, began_ns, now_ns() - began_ns)
         if saved.copy.error is not None:
             raise failure(saved.copy.error, "out", saved.tag, saved.slot)
+
+    def start_fetch(
+        self, host: torch.Tensor, tag: str, lane: str
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Begin loading what stands on `addressable` memory into a new buffer; see `start_load`.
+
+        What compute has been given to write there before comes along.
+        """
+        slot = self.device.slot_of(host)
+        if slot is None:
+            raise OffloadError(
+                f"{tag} cannot be fetched: its {host.untyped_storage().nbytes()} bytes do not lie"
+                " on the host tier. They were replaced while the compiled step ran; change"
+                " parameters between steps only."
+            )
+        return self.start_load(Saved(self, tag, lane, slot, users=0), tag, lane)
 
     def start_load(self, saved: Saved, tag: str, lane: str) -> tuple[torch.Tensor, torch.Tensor]:
         """Begin loading what was saved into a new buffer: (flat uint8 buffer, load ticket).

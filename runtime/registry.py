@@ -9,6 +9,7 @@ import re
 import threading
 from dataclasses import asdict, dataclass, fields
 from functools import cached_property
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
@@ -20,6 +21,7 @@ from .counters import add_gauges, forget_parent
 from .cpu import CpuDevice
 from .device import Device
 from .directories import default_directory
+from .mapped import MappedStore
 from .mover import Mover
 from .spill import SpillStore
 
@@ -107,7 +109,9 @@ class Runtime:
         settings = self.settings
         self._open_stores({"host": settings.host_bytes, "disk": settings.disk_bytes})
         self.arena = Arena(settings.arena_bytes)
-        self.device = CpuDevice(self.arena, self.stores, settings.chunk_bytes)
+        self.device = CpuDevice(
+            self.arena, self.stores, settings.chunk_bytes, MappedStore(self._directories[0])
+        )
 
     def _on_cuda(self) -> None:
         # a process that computes on the CPU has no use for these
@@ -122,8 +126,13 @@ class Runtime:
         streams = TorchStreams(torch.device(settings.target))
         self.device = CudaDevice(streams, self.arena, self.stores)
 
+    @cached_property
+    def _directories(self) -> tuple[Path, ...]:
+        named = self.settings.directories
+        return tuple(map(Path, named)) if named else (default_directory(),)
+
     def _open_stores(self, capacities: dict[str, int | None]) -> None:
-        directories = self.settings.directories or (str(default_directory()),)
+        directories = self._directories
         for tier, capacity in capacities.items():
             if capacity != 0:
                 self.stores[tier] = SpillStore(directories, capacity)

@@ -28,7 +28,7 @@ def test_a_tensor_and_its_file_are_one(tmp_path: Path) -> None:
     first, second = (t.view(torch.float32) for t in store.tensors([4000, 8192]))
     first.copy_(torch.arange(1000.0))
     second.fill_(7.0)
-    found = store.find(first.view(10, 100)[3])
+    found = store.slot_of(first.view(10, 100)[3])
     assert found is not None and found.nbytes == 4000
     read = bytearray(400)
     found.read(400, memoryview(read))
@@ -41,8 +41,8 @@ def test_a_tensor_and_its_file_are_one(tmp_path: Path) -> None:
 def test_other_memory_is_not_found(tmp_path: Path) -> None:
     store = MappedStore(tmp_path)
     (mine,) = store.tensors([64])
-    assert store.find(torch.ones(3)) is None
-    assert store.find(mine.clone()) is None
+    assert store.slot_of(torch.ones(3)) is None
+    assert store.slot_of(mine.clone()) is None
 
 
 def test_the_last_tensor_takes_the_file_along(tmp_path: Path) -> None:
@@ -51,20 +51,34 @@ def test_the_last_tensor_takes_the_file_along(tmp_path: Path) -> None:
     tensors = store.tensors([MIB, MIB])
     assert open_files() > before and store.used_bytes == 2 * MIB
     view = tensors[0].view(torch.float32)[5:]
-    slot = store.find(view)
+    slot = store.slot_of(view)
     tensors.clear()
     gc.collect()
-    assert store.find(torch.ones(1)) is None and store.used_bytes == MIB
+    assert store.slot_of(torch.ones(1)) is None and store.used_bytes == MIB
     view.fill_(3.0)  # still mapped
     del view
     gc.collect()
-    assert store.find(torch.ones(1)) is None and store.used_bytes == 0
+    assert store.slot_of(torch.ones(1)) is None and store.used_bytes == 0
     assert slot is not None
     read = bytearray(4)
     slot.read(20, memoryview(read))  # a copy that still needs the slot has the file
     assert np.frombuffer(read, np.float32).tolist() == [3.0]
     del slot
     assert open_files() == before
+
+
+def test_room_is_kept_for_the_next_of_its_size_while_as_much_is_in_use(tmp_path: Path) -> None:
+    store = MappedStore(tmp_path)
+    weight, gradient = store.tensors([2 * MIB, MIB])
+    address = gradient.data_ptr()
+    del gradient
+    gc.collect()
+    (again,) = store.tensors([MIB])
+    assert again.data_ptr() == address and store.spare_bytes == 0
+    del weight, again
+    gc.collect()
+    assert store.slot_of(torch.ones(1)) is None
+    assert store.used_bytes == store.spare_bytes == 0
 
 
 def test_what_lies_there_is_not_the_process_s_own(tmp_path: Path) -> None:
@@ -78,7 +92,7 @@ def test_what_lies_there_is_not_the_process_s_own(tmp_path: Path) -> None:
 def test_the_file_has_no_name_and_is_the_user_s_alone(tmp_path: Path) -> None:
     store = MappedStore(tmp_path)
     (tensor,) = store.tensors([4096])
-    slot = store.find(tensor)
+    slot = store.slot_of(tensor)
     assert slot is not None and list(tmp_path.iterdir()) == []
     told = os.fstat(slot._file._descriptor)
     assert told.st_nlink == 0 and stat.S_IMODE(told.st_mode) == 0o600
@@ -95,7 +109,7 @@ def test_a_disk_without_room_is_named_beforehand(
 def test_a_failing_disk_is_named(tmp_path: Path) -> None:
     store = MappedStore(tmp_path)
     (tensor,) = store.tensors([4096])
-    slot = store.find(tensor)
+    slot = store.slot_of(tensor)
     assert slot is not None
 
     def nothing(*asked: object) -> int:
