@@ -7,10 +7,11 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/ready
-#: more arguments for pytest, as in `make test ARGS='-k cli -x'`
+#: more arguments for what is run, as in `make test ARGS='-k cli -x'`
 ARGS ?=
 # those that can be run; the others are shared by them
-BENCHMARKS = $(notdir $(basename $(shell grep -l __main__ benchmarks/*.py)))
+BENCHMARKS = $(filter-out gpu_run gpu_table,\
+  $(notdir $(basename $(shell grep -l __main__ benchmarks/*.py))))
 
 .PHONY: help venv demo test lint format bench gpu clean
 
@@ -44,9 +45,8 @@ bench: $(READY) ## run every benchmark again and write its table to benchmarks/r
 	  $(BIN)/python -m benchmarks.$$name; done
 	@git --no-pager diff --stat -- benchmarks/results || true
 
-gpu: $(READY) ## the tests that need a GPU
-	@$(BIN)/python -m pytest -q -m gpu -rs $(ARGS) || { code=$$?; [ $$code -eq 5 ] || exit $$code; \
-	  echo "No test needs a GPU yet: all that stands so far is planning, which needs none."; }
+gpu: ## tests and benchmark on a GPU, in 8 minutes; nothing is installed or fetched for it
+	@python=$(BIN)/python; [ -x $$python ] || python=$(PYTHON); $$python -m benchmarks.gpu_run $(ARGS)
 
 clean: ## remove the environment and what the tools left behind
 	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

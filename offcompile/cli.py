@@ -1,4 +1,4 @@
-"""The command line: `offcompile plan`, `check`, `hardware` and `run`.
+"""The command line: `offcompile plan`, `check`, `hardware`, `doctor` and `run`.
 
 Exit codes: 0 done; 1 `check` found violations; 2 bad input or usage; 3 no plan fits; 130
 interrupted. Heavy modules are imported where they are used, so that `--help` is instant.
@@ -25,7 +25,16 @@ from offcompile.cli_files import (
     read_plan,
     write_plan,
 )
-from offcompile.ir import BrokenPlan, Infeasible, InvalidInput, Machine, Timeline, Violation
+from offcompile.hardware_toml import write_profile
+from offcompile.ir import (
+    BrokenPlan,
+    Infeasible,
+    InvalidInput,
+    Machine,
+    OffloadError,
+    Timeline,
+    Violation,
+)
 from offcompile.ir.jsonio import plan_to_json
 
 DONE, VIOLATIONS, BAD_INPUT, INFEASIBLE, INTERRUPTED = 0, 1, 2, 3, 130
@@ -112,6 +121,24 @@ def _parser() -> _Parser:
 
     hardware = commands.add_parser("hardware", help="list the hardware profiles")
     hardware.set_defaults(run=_hardware)
+
+    doctor = commands.add_parser(
+        "doctor", help="measure this machine for planning, and say what limits it"
+    )
+    doctor.add_argument(
+        "--spill",
+        action="append",
+        default=[],
+        metavar="DIR",
+        help="a directory that tensors may move to; may be given again (default: as in training)",
+    )
+    doctor.add_argument("--quick", action="store_true", help="measure each figure more briefly")
+    doctor.add_argument("--refresh", action="store_true", help="measure again what is known")
+    doctor.add_argument(
+        "--output", metavar="FILE.toml", help="also write the profile, for `--hardware`"
+    )
+    doctor.add_argument("--json", action="store_true", help="print one JSON object")
+    doctor.set_defaults(run=_doctor)
 
     run = commands.add_parser(
         "run", help="start a Python script with malloc set up for moving tensors"
@@ -250,6 +277,30 @@ def _hardware(_: argparse.Namespace) -> int:
     from offcompile.hardware import list_profiles, load_profile
 
     show_profiles([load_profile(name) for name in list_profiles()])
+    return DONE
+
+
+def _doctor(options: argparse.Namespace) -> int:
+    from offcompile import doctor
+
+    output = None if options.output is None else doctor.open_output(options.output)
+    directories = doctor.spill_directories(options.spill)
+    try:
+        with _progress("examining this machine") as say:
+            found = doctor.examine(
+                directories, options.quick, options.refresh, say or (lambda text: None)
+            )
+    except OffloadError as error:
+        raise invalid("bad-value", "doctor", str(error)) from None
+    paths = {} if output is None else doctor.output_paths(found, output)
+    for path, profile in paths.items():
+        write_profile(profile, path)
+    if options.json:
+        _print_json(doctor.to_json(found, list(paths)))
+    else:
+        from offcompile.doctor_tables import show_examination
+
+        show_examination(found, list(paths))
     return DONE
 
 

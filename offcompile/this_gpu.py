@@ -58,4 +58,6 @@ def this_gpu(
     progress: Progress | None = None,
 ) -> HardwareProfile:
     """What the card `cuda:index` and its links can do, from the cache or measured now."""
-    raise NotImplementedError
+    from .gpu_figures import gpu_profile
+
+    return gpu_profile(index, tuple(directories), refresh, progress)

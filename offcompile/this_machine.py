@@ -7,8 +7,8 @@ directories, so the link between them is the disk.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -34,11 +34,23 @@ from .cost_cache import (
     read_document,
     write_document,
 )
-from .hardware import BYTES_PER_US_PER_GBPS, DISK, HardwareProfile, to_machine
+from .hardware import (
+    ADAM_BYTES_PER_PARAMETER,
+    ATTENTION,
+    BYTES_PER_US_PER_GBPS,
+    DISK,
+    HardwareProfile,
+    to_machine,
+)
+from .more_figures import kept_more
 
 Progress = Callable[[str], None]
 
 DISK_SECONDS = 1.0
+#: documents of what the doctor measures besides
+MORE_OF_MACHINE, MORE_OF_DISK = "machine-more", "disk-more"
+#: in the order of `Disks`
+MORE_DISK_FIGURES = ("read_both", "write_both", "read_buffered", "write_buffered")
 FLOP_PER_US_PER_TFLOPS = 1e6
 MATMUL_DTYPES = {
     "fp64": torch.float64,
@@ -55,6 +67,7 @@ def this_machine(
 
     Directories on different file systems are taken to be different disks, whose rates add up.
     Takes about two seconds and one per disk, the first time or with `refresh`; `progress` is told.
+    What the doctor measured besides is there if it was run.
     Raises `OffloadError` for a directory that cannot hold spill files.
     """
     if not directories:
@@ -63,26 +76,96 @@ def this_machine(
         )
     tell = progress or (lambda text: None)
     rates = _compute_rates(refresh, tell)
-    disks = [_disk(directory, refresh, tell) for directory in _one_per_disk(directories)]
-    read_gbps = sum(disk["read"] for disk in disks) / BYTES_PER_US_PER_GBPS
-    write_gbps = sum(disk["write"] for disk in disks) / BYTES_PER_US_PER_GBPS
-    latency_us = max(disk["latency"] for disk in disks)
-    return HardwareProfile(
+    disks = disks_profile(directories, refresh, tell)
+    more = kept_more(MORE_OF_MACHINE, machine_identity())
+    profile = HardwareProfile(
         name="this-machine",
         title=f"{cpu_model()}, {torch.get_num_threads()} threads",
         device_memory_bytes=machine_memory_bytes(),
         memory_gbps=rates["memory"] / BYTES_PER_US_PER_GBPS,
-        h2d_gbps=read_gbps,
-        d2h_gbps=write_gbps,
+        h2d_gbps=disks.read_gbps,
+        d2h_gbps=disks.write_gbps,
         source=f"measured here with torch {torch.__version__}; the link is the disk of "
         + ", ".join(map(str, directories)),
         matmul_tflops={name: rates[name] / FLOP_PER_US_PER_TFLOPS for name in MATMUL_DTYPES},
-        latency_us=latency_us,
-        disk_read_gbps=read_gbps,
-        disk_write_gbps=write_gbps,
-        disk_latency_us=latency_us,
+        latency_us=disks.latency_us,
         measured=True,
+        h2d_both_gbps=disks.read_both_gbps,
+        d2h_both_gbps=disks.write_both_gbps,
+        attention_tflops=attention_tflops(more),
     )
+    return with_host(with_disks(profile, disks))
+
+
+@dataclass(frozen=True)
+class Disks:
+    """The spill directories together; None: the doctor has not measured them all."""
+
+    read_gbps: float
+    write_gbps: float
+    latency_us: float
+    read_both_gbps: float | None = None
+    write_both_gbps: float | None = None
+    read_buffered_gbps: float | None = None
+    write_buffered_gbps: float | None = None
+
+
+def disks_profile(
+    directories: Sequence[Path], refresh: bool = False, tell: Progress = lambda text: None
+) -> Disks:
+    """Directories on different file systems are different disks, whose rates add up."""
+    places = one_per_disk(directories)
+    disks = [disk_figures(place, refresh, tell) for place in places]
+    more = [kept_more(MORE_OF_DISK, disk_identity(place)) for place in places]
+
+    def together(name: str) -> float | None:
+        if not all(name in figures for figures in more):
+            return None
+        return sum(figures[name] for figures in more) / BYTES_PER_US_PER_GBPS
+
+    return Disks(
+        sum(disk["read"] for disk in disks) / BYTES_PER_US_PER_GBPS,
+        sum(disk["write"] for disk in disks) / BYTES_PER_US_PER_GBPS,
+        max(disk["latency"] for disk in disks),
+        *(together(name) for name in MORE_DISK_FIGURES),
+    )
+
+
+def with_disks(profile: HardwareProfile, disks: Disks) -> HardwareProfile:
+    return replace(
+        profile,
+        disk_read_gbps=disks.read_gbps,
+        disk_write_gbps=disks.write_gbps,
+        disk_latency_us=disks.latency_us,
+        disk_read_both_gbps=disks.read_both_gbps,
+        disk_write_both_gbps=disks.write_both_gbps,
+        disk_read_buffered_gbps=disks.read_buffered_gbps,
+        disk_write_buffered_gbps=disks.write_buffered_gbps,
+    )
+
+
+def with_host(profile: HardwareProfile) -> HardwareProfile:
+    """With what is known of the processor beside the device."""
+    base = read_document("machine", machine_identity())
+    more = kept_more(MORE_OF_MACHINE, machine_identity())
+    memory, adam = positive_number((base or {}).get("memory")), more.get("adam")
+    copy = more.get("copy")
+    return replace(
+        profile,
+        host_memory_gbps=None if memory is None else memory / BYTES_PER_US_PER_GBPS,
+        host_copy_gbps=None if copy is None else copy / BYTES_PER_US_PER_GBPS,
+        host_adam_gbps=None
+        if adam is None
+        else adam * ADAM_BYTES_PER_PARAMETER / BYTES_PER_US_PER_GBPS,
+    )
+
+
+def attention_tflops(more: Mapping[str, float]) -> dict[str, float]:
+    return {
+        way: more[f"attention_{way}"] / FLOP_PER_US_PER_TFLOPS
+        for way in ATTENTION
+        if f"attention_{way}" in more
+    }
 
 
 def to_cpu_machine(
@@ -125,10 +208,10 @@ def _compute_rates(refresh: bool, tell: Progress) -> dict[str, float]:
             rates[name] = matmul_flop_per_us(dtype)
         return rates
 
-    return _figures("machine", machine_identity(), ("memory", *MATMUL_DTYPES), measure, refresh)
+    return figures_of("machine", machine_identity(), ("memory", *MATMUL_DTYPES), measure, refresh)
 
 
-def _disk(directory: Path, refresh: bool, tell: Progress) -> dict[str, float]:
+def disk_figures(directory: Path, refresh: bool, tell: Progress) -> dict[str, float]:
     """`read` and `write` in bytes per microsecond, and `latency` in microseconds."""
 
     def measure() -> dict[str, float]:
@@ -138,10 +221,10 @@ def _disk(directory: Path, refresh: bool, tell: Progress) -> dict[str, float]:
         rates = (speed.read_bytes_per_us, speed.write_bytes_per_us, speed.latency_us)
         return dict(zip(_DISK_FIGURES, rates, strict=True))
 
-    return _figures("disk", _disk_identity(directory), _DISK_FIGURES, measure, refresh)
+    return figures_of("disk", disk_identity(directory), _DISK_FIGURES, measure, refresh)
 
 
-def _figures(
+def figures_of(
     kind: str,
     identity: Identity,
     names: Sequence[str],
@@ -177,7 +260,7 @@ _settled: set[tuple[str, Path]] = set()
 _DISK_FIGURES = ("read", "write", "latency")
 
 
-def _disk_identity(directory: Path) -> Identity:
+def disk_identity(directory: Path) -> Identity:
     """A file system on a machine: how many threads torch has does not matter to it."""
     device = _device(directory)
     return {
@@ -194,7 +277,7 @@ def _device(directory: Path) -> int:
     return os.stat(directory).st_dev
 
 
-def _one_per_disk(directories: Sequence[Path]) -> list[Path]:
+def one_per_disk(directories: Sequence[Path]) -> list[Path]:
     found: dict[int, Path] = {}
     for directory in directories:
         check_directory(directory)

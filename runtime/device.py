@@ -44,7 +44,11 @@ class Point:
 
 
 class Copy(Point, ABC):
-    """A copy that was issued. `error` is set, once it has ended, if it failed."""
+    """A copy that was issued. `error` is set, once it has ended, if it failed.
+
+    Where waits do not block, compute may have been let past a load that fails later: then the
+    device raises that, naming the load, at its next wait.
+    """
 
     error: BaseException | None = None
 
@@ -122,6 +126,7 @@ class Device(ABC):
 
         The source is kept alive until the copy has ended or compute has waited for it. `on_end`
         is called once, before any wait returns, from any thread; not if the copy is cancelled.
+        Where waits do not block, it comes after them: when the host has seen the copy end.
         """
 
     @abstractmethod

@@ -144,7 +144,7 @@ def test_no_directory_and_a_missing_one_are_refused(tmp_path: Path) -> None:
     with pytest.raises(InvalidInput, match="no directory is given"):
         this_machine([])
     with pytest.raises(OffloadError, match="does not exist"):
-        module._one_per_disk([tmp_path / "missing"])
+        module.one_per_disk([tmp_path / "missing"])
 
 
 def test_the_cpu_target_has_files_behind_a_budget_of_ram() -> None:

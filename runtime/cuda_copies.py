@@ -1,0 +1,118 @@
+"""What the CUDA device hands out: points in compute, slots in host memory, copies."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from typing import Protocol
+
+import torch
+
+from .counters import now_ns
+from .device import Copy, Label, Point, Slot
+from .lanes import Job, Needed
+from .streams import Event, Stream, flat_bytes
+
+
+class Block(Protocol):
+    """What the device needs of a block of host memory (`host_arena.HostBlock`)."""
+
+    @property
+    def tensor(self) -> torch.Tensor: ...
+
+    def free(self) -> None: ...
+
+
+class Blocks(Protocol):
+    """What the device needs of `host_arena.HostArena`."""
+
+    @property
+    def pinned(self) -> bool: ...
+
+    def block(self, nbytes: int, align_bytes: int = 256) -> Block: ...
+
+
+class Mark(Point):
+    """A point in compute."""
+
+    def __init__(self, event: Event) -> None:
+        self.event = event
+
+
+class HostSlot(Slot):
+    """A block of host memory."""
+
+    tier = "host"
+
+    def __init__(self, block: Block, nbytes: int, pinned: bool) -> None:
+        self.nbytes = nbytes
+        self.block = block
+        self._pinned = pinned
+
+    @property
+    def where(self) -> str:
+        return "pinned host memory" if self._pinned else "host memory"
+
+    def free(self) -> None:
+        self.block.free()
+
+
+class CudaCopy(Copy):
+    """A copy; `keep` is its tensor on the device, `home` the compute stream it was issued from.
+
+    event: behind what the GPU was given of it so far, all of it once `issued` is set.
+    """
+
+    def __init__(
+        self,
+        lane: str,
+        label: Label,
+        slot: Slot,
+        keep: torch.Tensor,
+        home: Stream,
+        needs: tuple[CudaCopy, ...],
+        on_end: Callable[[Copy], None],
+    ) -> None:
+        self.lane = lane
+        self.label = label
+        self.slot = slot
+        self.keep: torch.Tensor | None = keep
+        self.home = home
+        self.needs = needs
+        self.on_end: Callable[[Copy], None] | None = on_end
+        self.event: Event | None = None
+        self.began: Event | None = None
+        self.began_ns = now_ns()
+        self.issued = threading.Event()
+        self.job: Job | None = None
+        self.awaited = False
+        self.over = False
+
+    @property
+    def ended(self) -> bool:
+        return self.over
+
+    def part(self, start: int, size: int) -> torch.Tensor:
+        assert self.keep is not None
+        return flat_bytes(self.keep)[start : start + size]
+
+
+def check_needs(copy: CudaCopy) -> None:
+    for need in copy.needs:
+        if need.error is not None:
+            raise needed(need, need.error)
+
+
+def needed(need: CudaCopy, error: BaseException) -> Needed:
+    told = Needed(f"{need.label.tag}: {error}")
+    told.__cause__ = error
+    return told
+
+
+def bare(error: BaseException) -> BaseException:
+    """The error without its frames: they would keep tensors alive."""
+    seen: BaseException | None = error
+    while seen is not None:
+        seen.__traceback__ = None
+        seen = seen.__cause__ or seen.__context__
+    return error

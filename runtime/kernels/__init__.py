@@ -1,0 +1,33 @@
+"""Device code, in Triton where there is Triton and a device that it knows, and in torch elsewhere.
+
+Each operation comes three times: `x_torch`, which says what it means; `x_launch`, the kernel for
+these very tensors as a value; and the plain name, which runs the kernel if it can and torch if it
+cannot. Importing this imports no Triton.
+"""
+
+from .copying import copy_into, copy_launch, copy_torch
+from .gates import AMD_ARCHITECTURES, Architecture, refusal
+from .gathering import gather_launch, gather_rows, gather_torch
+from .launch import Launch, has_triton, load_kernel, why_not
+from .tuning import CANDIDATES, Config, config_for, device_time_us, fastest
+
+__all__ = [
+    "AMD_ARCHITECTURES",
+    "CANDIDATES",
+    "Architecture",
+    "Config",
+    "Launch",
+    "config_for",
+    "copy_into",
+    "copy_launch",
+    "copy_torch",
+    "device_time_us",
+    "fastest",
+    "gather_launch",
+    "gather_rows",
+    "gather_torch",
+    "has_triton",
+    "load_kernel",
+    "refusal",
+    "why_not",
+]

@@ -1,0 +1,119 @@
+"""One launch of one kernel, as a value: what it would be called with can be read, compiled, run."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
+from functools import cache
+from importlib import import_module
+from importlib.util import find_spec
+from typing import Any
+
+import torch
+
+from offcompile.ir import OffloadError
+
+from .gates import Architecture, refusal
+
+INSTALL = (
+    'kernels need Triton: pip install "offcompile[cuda]" '
+    "(PyTorch for CUDA or ROCm brings its own; beside PyTorch for CPU: pip install triton)"
+)
+#: A grid's x axis may be longer on CUDA; ROCm counts threads, of which 2**32 - 1 are allowed.
+#: Programs take several tiles where there are more.
+MOST_PROGRAMS = 2**22
+
+
+@cache
+def has_triton() -> bool:
+    return find_spec("triton") is not None
+
+
+def load_kernel(name: str) -> Any:
+    """The kernel called `module:function` in `code/`; OffloadError without Triton."""
+    if not has_triton():
+        raise OffloadError(INSTALL)
+    module, function = name.split(":")
+    try:
+        code = import_module(f"{__package__}.code.{module}")
+    except ImportError as error:
+        raise OffloadError(f"{INSTALL}. It is there, but cannot be imported: {error}") from error
+    return getattr(code, function)
+
+
+def why_not(device: torch.device, *dtypes: torch.dtype) -> str | None:
+    """Why kernels over tensors of these types do not run on `device`; None if they do."""
+    if device.type != "cuda":
+        return f"kernels run on CUDA devices, and this is {device.type}"
+    if not has_triton():
+        return INSTALL
+    return refusal(Architecture.of(device), *dtypes)
+
+
+def interpreted(kernel: Any) -> bool:
+    """True if the kernel runs in Triton's interpreter, on CPU tensors (TRITON_INTERPRET=1)."""
+    return type(kernel).__name__ == "InterpretedFunction"
+
+
+@dataclass(frozen=True)
+class Launch:
+    """A kernel (`module:function` in `code/`) and its arguments by name.
+
+    `tiles` is handed to the kernel too: program p takes the tiles p, p + programs, … below it.
+    `constants` are compiled in; so are `options`, the compiler's own.
+    """
+
+    kernel: str
+    tensors: Mapping[str, torch.Tensor]
+    numbers: Mapping[str, int]
+    tiles: int
+    warps: int
+    constants: Mapping[str, int] = field(default_factory=dict)
+    options: Mapping[str, bool] = field(default_factory=dict)
+
+    @property
+    def device(self) -> torch.device:
+        devices = {t.device for t in self.tensors.values()}
+        if len(devices) != 1:
+            named = ", ".join(f"{name} on {t.device}" for name, t in self.tensors.items())
+            raise OffloadError(
+                f"{self.kernel} needs all tensors on one device, got {named}: "
+                "host memory takes part through its alias on the device"
+            )
+        return devices.pop()
+
+    def why_not(self) -> str | None:
+        """Why it cannot run compiled where its tensors are; None if it can."""
+        return why_not(self.device, *(t.dtype for t in self.tensors.values()))
+
+    def run(self, most_programs: int | None = None) -> None:
+        """Queue it on the current stream of its tensors' device; autograd is told nothing.
+
+        `most_programs` bounds how much of the device it can take at once.
+        """
+        if most_programs is not None and most_programs < 1:
+            raise OffloadError(f"{most_programs} programs run nothing: give 1 or more, or None")
+        kernel, device = load_kernel(self.kernel), self.device
+        if not interpreted(kernel) and (reason := self.why_not()):
+            raise OffloadError(f"{self.kernel} cannot run: {reason}")
+        if not self.tiles:
+            return
+        programs = min(self.tiles, most_programs or MOST_PROGRAMS, MOST_PROGRAMS)
+        # Triton launches on torch's current device and that device's current stream
+        guard: AbstractContextManager[object] = (
+            torch.cuda.device(device) if device.type == "cuda" else nullcontext()
+        )
+        with guard:
+            kernel[(programs,)](**self.arguments())
+
+    def arguments(self) -> dict[str, Any]:
+        """What the kernel is called with."""
+        return {
+            **self.tensors,
+            **self.numbers,
+            "tiles": self.tiles,
+            **self.constants,
+            "num_warps": self.warps,
+            **self.options,
+        }

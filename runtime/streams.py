@@ -1,0 +1,189 @@
+"""The thin layer between the CUDA device and torch.cuda: streams, events, copies, memory.
+
+Everything the runtime asks of a GPU goes through `Streams`, so that the same code runs on a
+simulation that finds races (`simulated_streams`).
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import weakref
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+import torch
+
+#: what only the layer that made them looks into; streams can be compared with `==`
+Stream: TypeAlias = Any
+Event: TypeAlias = Any
+
+
+@dataclass(frozen=True)
+class MemoryUse:
+    """What the device's allocator has handed out, and what it holds; peaks since `reset_peak`."""
+
+    allocated_bytes: int
+    peak_allocated_bytes: int
+    reserved_bytes: int
+    peak_reserved_bytes: int
+
+
+class Streams(ABC):
+    """Streams of one device. Any thread may call anything, whatever its current device is."""
+
+    #: for messages
+    name: str
+
+    @abstractmethod
+    def compute(self) -> Stream:
+        """The stream that the calling thread's work for this device goes to, now."""
+
+    @abstractmethod
+    def stream(self, name: str) -> Stream:
+        """The lane stream of this name: one in a process, for ever."""
+
+    @abstractmethod
+    def record(self, stream: Stream, timing: bool = False) -> Event:
+        """A point behind everything given to `stream` so far."""
+
+    @abstractmethod
+    def wait(self, stream: Stream, event: Event) -> None:
+        """What is given to `stream` from now on runs after `event`; the host does not wait."""
+
+    @abstractmethod
+    def ended(self, event: Event) -> bool:
+        """Whether the device has passed `event`; raises what went wrong before it."""
+
+    @abstractmethod
+    def synchronize(self, event: Event) -> None:
+        """Block the host, other threads going on, until `ended`."""
+
+    @abstractmethod
+    def copy(self, stream: Stream, target: torch.Tensor, source: torch.Tensor) -> None:
+        """Queue a copy between flat uint8 tensors of equal size, one of them on the host.
+
+        Both have to live, and the host's to stay as it is, until the copy has ended.
+        """
+
+    @abstractmethod
+    def empty(self, nbytes: int) -> torch.Tensor:
+        """A flat uint8 tensor for use on `compute()`; torch.OutOfMemoryError if there is no room.
+
+        Work that was queued there before may still be using the same memory.
+        """
+
+    @abstractmethod
+    def elapsed_us(self, begin: Event, end: Event) -> float:
+        """Device time between two events that have ended and were recorded with `timing`."""
+
+    @abstractmethod
+    def memory(self) -> MemoryUse:
+        """The allocator's own figures."""
+
+    @abstractmethod
+    def reset_peak(self) -> None:
+        """Let the peaks of `memory` count from now."""
+
+    def let_go(self, tensor: torch.Tensor) -> None:  # noqa: B027
+        """The calling thread is about to drop a reference, and saw its copies end before.
+
+        Only race detectors have a use for this: the last reference may die on another thread.
+        """
+
+
+_made: dict[tuple[int, str], torch.cuda.Stream] = {}
+_making = threading.Lock()
+
+
+def _forget_parents() -> None:
+    # CUDA does not survive a fork: what the parent made means nothing in the child
+    global _making
+    _making = threading.Lock()
+    _made.clear()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_forget_parents)
+
+
+class TorchStreams(Streams):
+    """A CUDA device by way of torch.cuda. Nothing here relies on the current device."""
+
+    def __init__(self, device: torch.device) -> None:
+        index = torch.cuda.current_device() if device.index is None else device.index
+        self.device = torch.device("cuda", index)
+        self.name = str(self.device)
+        self._index = index
+
+    def compute(self) -> torch.cuda.Stream:
+        return torch.cuda.current_stream(self.device)
+
+    def stream(self, name: str) -> torch.cuda.Stream:
+        key = (self._index, name)
+        made = _made.get(key)
+        if made is None:
+            with _making:
+                made = _made.get(key)
+                if made is None:
+                    made = _made[key] = torch.cuda.Stream(self.device)  # type: ignore[no-untyped-call]
+        return made
+
+    def record(self, stream: torch.cuda.Stream, timing: bool = False) -> torch.cuda.Event:
+        # blocking: threads that wait for it sleep, where they would spin on a core
+        event: torch.cuda.Event
+        event = torch.cuda.Event(enable_timing=timing, blocking=True)  # type: ignore[no-untyped-call]
+        event.record(stream)
+        return event
+
+    def wait(self, stream: torch.cuda.Stream, event: torch.cuda.Event) -> None:
+        stream.wait_event(event)
+
+    def ended(self, event: torch.cuda.Event) -> bool:
+        return bool(event.query())  # type: ignore[no-untyped-call]
+
+    def synchronize(self, event: torch.cuda.Event) -> None:
+        event.synchronize()
+
+    def copy(self, stream: torch.cuda.Stream, target: torch.Tensor, source: torch.Tensor) -> None:
+        # makes the stream's device current as well, and puts both back
+        with torch.cuda.stream(stream):
+            target.copy_(source, non_blocking=True)
+
+    def empty(self, nbytes: int) -> torch.Tensor:
+        with torch.cuda.device(self.device):
+            return torch.empty(nbytes, dtype=torch.uint8, device=self.device)
+
+    def elapsed_us(self, begin: torch.cuda.Event, end: torch.cuda.Event) -> float:
+        return float(begin.elapsed_time(end)) * 1e3
+
+    def memory(self) -> MemoryUse:
+        told = torch.cuda.memory_stats(self.device)
+        return MemoryUse(
+            told.get("allocated_bytes.all.current", 0),
+            told.get("allocated_bytes.all.peak", 0),
+            told.get("reserved_bytes.all.current", 0),
+            told.get("reserved_bytes.all.peak", 0),
+        )
+
+    def reset_peak(self) -> None:
+        torch.cuda.reset_peak_memory_stats(self.device)
+
+
+def flat_bytes(tensor: torch.Tensor) -> torch.Tensor:
+    """All bytes of a dense tensor, in the order in which they lie in memory; shares its storage."""
+    nbytes = tensor.numel() * tensor.element_size()
+    start = tensor.storage_offset() * tensor.element_size()
+    flat = torch.empty(0, dtype=torch.uint8, device=tensor.device)
+    return flat.set_(tensor.untyped_storage(), start, (nbytes,), (1,))
+
+
+def when_storage_dies(tensor: torch.Tensor, died: Callable[[], None]) -> None:
+    """Have `died` called when the last tensor on this storage is gone, whoever holds it.
+
+    It runs inside a finalizer, on any thread: it must not take a lock. Not at interpreter exit.
+    """
+    # torch keeps the storage's Python object for as long as anything, also in C++, holds it
+    weakref.finalize(tensor.untyped_storage(), died).atexit = False
