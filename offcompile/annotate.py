@@ -2,20 +2,21 @@
 
 What autograd saves is often a view; storages are what takes memory and what moves. A storage is
 named after the node that made it, an op after its node (a node of backward whose name forward has
-too gets `.bw`). What cannot move (inputs, outputs, weights, gradients, what is written in place,
-what is too small to bother) is pinned.
+too gets `.bw`). What cannot move (inputs, outputs, what is written in place, what is too small to
+bother) is pinned; so are weights and their gradients, unless the step is annotated as one whose
+weights live on the host.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 import torch
 from torch import fx
 
-from offcompile.ir import DEVICE, Op, Problem, Tensor
+from offcompile.ir import DEVICE, HOST, Op, Problem, Tensor
 
 from .costs import OpCost
 from .graphs import (
@@ -67,9 +68,22 @@ class Annotated:
 Costs = Mapping[Place, OpCost]
 
 
-def annotate(graphs: Graphs, costs: Costs, hint: Hint, min_move_bytes: int = 4096) -> Annotated:
-    """One Problem for the whole step. `hint` says for which sizes."""
-    work = _Work(graphs, costs, hint, min_move_bytes)
+#: duration of an op, bytes of an operand → duration when the operand is used in place on the host
+InPlace = Callable[[float, int], float]
+
+
+def annotate(
+    graphs: Graphs,
+    costs: Costs,
+    hint: Hint,
+    min_move_bytes: int = 4096,
+    in_place: InPlace | None = None,
+) -> Annotated:
+    """One Problem for the whole step. `hint` says for which sizes.
+
+    With `in_place`, weights live on the host, and their gradients may leave for it.
+    """
+    work = _Work(graphs, costs, hint, min_move_bytes, in_place)
     for phase, module in graphs:
         for node in module.graph.nodes:
             work.visit(phase, node)
@@ -78,9 +92,16 @@ def annotate(graphs: Graphs, costs: Costs, hint: Hint, min_move_bytes: int = 409
 
 
 class _Work:
-    def __init__(self, graphs: Graphs, costs: Costs, hint: Hint, min_move_bytes: int) -> None:
+    def __init__(
+        self,
+        graphs: Graphs,
+        costs: Costs,
+        hint: Hint,
+        min_move_bytes: int,
+        in_place: InPlace | None,
+    ) -> None:
         self.graphs, self.costs, self.hint = graphs, costs, hint
-        self.min_move_bytes = min_move_bytes
+        self.min_move_bytes, self.in_place = min_move_bytes, in_place
         self.storages: dict[str, Storage] = {}
         self.storage_of: dict[Place, str] = {}
         self.ops: list[Op] = []
@@ -115,11 +136,15 @@ class _Work:
             return
         key = storage_key(value)
         if key is not None and key in self.inputs:
-            self.storage_of[phase, node.name] = self.inputs[key]
+            shared = self.storages[self.inputs[key]]
+            self.storage_of[phase, node.name] = shared.id
+            if phase == FORWARD:  # two arguments on one storage
+                shared.pinned = True
             return
         kind = "weight" if is_parameter(node, self.graphs) else "input"
         made = self.make(phase, node, value, kind)
-        made.pinned, made.home = True, DEVICE
+        made.pinned |= kind != "weight" or self.in_place is None or phase != FORWARD
+        made.home = DEVICE
         if key is not None:
             self.inputs[key] = made.id
 
@@ -167,10 +192,18 @@ class _Work:
                 reads=tuple(reads),
                 writes=tuple(writes),
                 workspace_bytes=workspace,
+                direct=self.direct(cost.duration_us, [t for t in reads if t not in writes]),
                 recompute=phase == FORWARD and not any(mutated) and may_repeat(node),
             )
         )
         self.labels[name] = _label(node)
+
+    def direct(self, duration_us: float, reads: list[str]) -> dict[str, float]:
+        """What the op takes with each weight used in place; settled ones are sorted out later."""
+        if self.in_place is None:
+            return {}
+        weights = (self.storages[t] for t in reads if self.storages[t].kind == "weight")
+        return {w.id: round(self.in_place(duration_us, w.nbytes), 3) for w in weights}
 
     def outputs(self, node: fx.Node) -> list[tuple[torch.Tensor, fx.Node | None]]:
         """Each tensor that the op makes, with the node that holds it."""
@@ -224,6 +257,8 @@ class _Work:
         self.keep(FORWARD, seen, "output")
         if self.graphs.backward is not None:
             self.keep(BACKWARD, outputs_of(self.graphs.backward), "gradient")
+            if self.in_place is not None:
+                self.release_gradients()
 
     def keep(self, phase: str, outputs: list[object], kind: str) -> None:
         for out in outputs:
@@ -235,8 +270,29 @@ class _Work:
                 if storage.home is None:
                     storage.kind = kind
 
+    def release_gradients(self) -> None:
+        """Gradients of weights may leave: each the only output on its storage, read by no op."""
+        assert self.graphs.backward is not None
+        outputs = outputs_of(self.graphs.backward)
+        names = [o.name if isinstance(o, fx.Node) else "" for o in outputs]
+        stored = [self.storage_of.get((BACKWARD, name), "") for name in names]
+        read = {t for op in self.ops for t in op.reads}
+        wanted = list(self.graphs.forward.graph.find_nodes(op="placeholder"))
+        for of, name in zip(wanted, stored, strict=False):
+            storage = self.storages.get(name)
+            if storage is None or not is_parameter(of, self.graphs):
+                continue
+            if stored.count(name) == 1 and storage.home is None and name not in read:
+                storage.pinned = not self.may_move(storage)
+
+    def may_move(self, storage: Storage) -> bool:
+        value = self.values[storage.base]
+        assert isinstance(value, torch.Tensor)
+        return storage.nbytes >= self.min_move_bytes and covers_its_storage(value, self.hint)
+
     def result(self) -> Annotated:
         self.pin_mixed_types()
+        self.settle_weights()
         used = {t for op in self.ops for t in op.operands}
         tensors = tuple(
             Tensor(s.id, s.nbytes, s.kind, s.home, pinned=s.pinned)
@@ -250,6 +306,20 @@ class _Work:
             node_of=self.node_of,
             labels=self.labels,
         )
+
+    def settle_weights(self) -> None:
+        """Weights that may move live on the host; only they are used in place."""
+        for storage in self.storages.values():
+            if storage.kind == "weight" and not storage.pinned:
+                storage.home = HOST
+        if self.in_place is not None:
+            self.ops = [
+                replace(op, direct={t: us for t, us in op.direct.items() if self.on_host(t)})
+                for op in self.ops
+            ]
+
+    def on_host(self, storage: str) -> bool:
+        return self.storages[storage].home == HOST
 
     def pin_mixed_types(self) -> None:
         """Storages looked at as another type, or on another device, stay where they are."""

@@ -123,6 +123,7 @@ class Compiled:
 
     def __call__(self, *args: Any) -> Any:
         variant = self.variant_for(args)
+        variant.pipeline.place_weights(args)
         outputs = variant.run(*args)
         if self.budget is not None:
             self.entry.begin(outputs)

@@ -15,6 +15,8 @@ from typing import cast
 
 import torch
 
+from offcompile.runtime.weights import is_on_host
+
 
 class Pass:
     """One forward run that waits for its backward; dies with the autograd graph."""
@@ -107,8 +109,8 @@ class Books:
                 if key in seen:
                     continue
                 seen.add(key)
-                standing = 0 if p.grad is None else p.grad.untyped_storage().nbytes()
-                weight = p.untyped_storage().nbytes()
+                standing = 0 if p.grad is None else _bytes_on_device(p.grad)
+                weight = _bytes_on_device(p)
                 if key in mine:
                     held += standing
                     continue
@@ -117,6 +119,10 @@ class Books:
                 held += weight + max(standing, coming)
             later = later or other is entry
         return held
+
+
+def _bytes_on_device(tensor: torch.Tensor) -> int:
+    return 0 if is_on_host(tensor) else tensor.untyped_storage().nbytes()
 
 
 _all_books: dict[int, tuple[object, Books]] = {}

@@ -53,23 +53,21 @@ def decide(
     progress: Callable[[str], None] | None = None,
     held_bytes: int = 0,
     holes_for: Callable[[int], int] | None = None,
+    may_fit: bool = True,
 ) -> Decided:
     """A plan within the budget (None: the floor). Raises `Infeasible` with figures.
 
     `machine_for` gives the machine whose device holds so many bytes, `reserve_for` what the
     runtime itself takes of a budget once anything moves and `holes_for` what it would have beside
     that; `held_bytes` of what the user gave are other graphs' and are not in `budget_bytes`.
+    Without `may_fit`, something has to move anyway (weights live on the host).
     """
-    plain = plain_plan(problem)
-    unlimited = machine_for(_total_bytes(problem))
-    timeline = Simulator(problem, unlimited).run(plain)
-    peak = timeline.peak_bytes[DEVICE]
     capacity = budget_bytes if budget_bytes is not None else floor_of(problem, machine_for)
-    if peak <= capacity:
-        machine = machine_for(max(peak, budget_bytes or peak))
-        compute_us = timeline.makespan_us
-        result = PlanResult(plain, timeline, "none", 0.0, compute_us, "compute")
-        return Decided(result, machine, static_order(problem, machine, plain, timeline), True)
+    if may_fit:
+        fitting = _as_it_is(problem, machine_for, capacity, budget_bytes)
+        if fitting is not None:
+            return fitting
+    compute_us = sum(op.duration_us for op in problem.ops)
     spend = seconds or min(MOST_SECONDS, BASE_SECONDS + SECONDS_PER_OP * len(problem.ops))
 
     def planned(capacity: int) -> tuple[Machine, PlanResult]:
@@ -86,7 +84,7 @@ def decide(
         if holes and floor_of(problem, machine_for) <= capacity - holes:
             with contextlib.suppress(Infeasible):  # then there is no room to spare
                 roomy = planned(capacity - holes)
-        if roomy is not None and roomy[1].makespan_us <= timeline.makespan_us * (1 + NO_LOSS):
+        if roomy is not None and roomy[1].makespan_us <= compute_us * (1 + NO_LOSS):
             machine, result = roomy
         else:
             try:
@@ -101,6 +99,23 @@ def decide(
                 holes = 0
     order = static_order(problem, machine, result.plan, result.timeline)
     return Decided(result, machine, order, False, holes)
+
+
+def _as_it_is(
+    problem: Problem,
+    machine_for: Callable[[int], Machine],
+    capacity: int,
+    budget_bytes: int | None,
+) -> Decided | None:
+    """The step in which nothing moves, if that is within the capacity."""
+    plain = plain_plan(problem)
+    timeline = Simulator(problem, machine_for(_total_bytes(problem))).run(plain)
+    peak = timeline.peak_bytes[DEVICE]
+    if peak > capacity:
+        return None
+    machine = machine_for(max(peak, budget_bytes or peak))
+    result = PlanResult(plain, timeline, "none", 0.0, timeline.makespan_us, "compute")
+    return Decided(result, machine, static_order(problem, machine, plain, timeline), True)
 
 
 def _near_floor(

@@ -90,5 +90,19 @@ def _one_op(problem: Problem, group: list[Op], inner: set[str]) -> Op:
         reads=tuple(reads),
         writes=tuple(writes),
         workspace_bytes=workspace,
+        direct=_in_place(group),
         recompute=all(op.recompute for op in group),
     )
+
+
+def _in_place(group: list[Op]) -> dict[str, float]:
+    """Time of all ops together if one operand is used in place by those that read it; only for
+    operands that each of these may use so."""
+    total = sum(op.duration_us for op in group)
+    found: dict[str, float] = {}
+    for t in dict.fromkeys(t for op in group for t in op.direct):
+        users = [op for op in group if t in op.operands]
+        if all(t in op.direct for op in users):
+            more = sum(op.direct[t] - op.duration_us for op in users)
+            found[t] = round(total + more, 3)
+    return found

@@ -58,15 +58,29 @@ class MovementOps:
     start_load: Any
     wait_load: Any
     barrier: Any
+    #: as start_out and start_load, to and from host memory that ops use in place
+    start_store: Any = None
+    start_fetch: Any = None
 
     @classmethod
     def of(cls, namespace: str) -> MovementOps:
         """The ops that are registered under a namespace."""
         packets = getattr(torch.ops, namespace)
-        return cls(**{f.name: getattr(packets, f.name).default for f in fields(cls)})
+        found = {f.name: getattr(packets, f.name, None) for f in fields(cls)}
+        return cls(**{name: packet.default for name, packet in found.items() if packet})
 
     def among(self, node: fx.Node) -> bool:
-        return node.target in (self.start_out, self.wait_out, self.start_load, self.wait_load)
+        return node.op == "call_function" and (
+            node.target in (self.wait_out, self.wait_load) or self.leaves(node) or self.comes(node)
+        )
+
+    def leaves(self, node: fx.Node) -> bool:
+        """Whether the node starts a copy off the device."""
+        return node.target in (self.start_out, self.start_store)
+
+    def comes(self, node: fx.Node) -> bool:
+        """Whether the node starts a copy onto the device."""
+        return node.target in (self.start_load, self.start_fetch)
 
 
 def pin_order(module: fx.GraphModule, ops: MovementOps | None = None) -> int:
@@ -117,10 +131,10 @@ class _Walk:
     def at(self, node: fx.Node) -> None:
         self.now = self.position[node]
         ops = self.ops
-        if node.target is ops.start_out:
+        if ops.leaves(node):
             self._fix(node)
             self.started = [node]
-        elif node.target is ops.start_load:
+        elif ops.comes(node):
             # its schema has a place for what it comes after
             after = [*_nodes(node.args[6]), *self._alive(), *self.line, *self.started]
             node.update_arg(6, list(dict.fromkeys(after)))

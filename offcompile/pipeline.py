@@ -17,13 +17,14 @@ import sympy
 import torch
 from torch import fx
 
-from offcompile.ir import DEVICE, Infeasible, OffloadError, Problem, Timeline
+from offcompile.ir import DEVICE, HOST, Infeasible, OffloadError, Problem, Timeline
 from offcompile.ir.units import show_bytes
 from offcompile.runtime.clock import Clock, clock_for
 from offcompile.runtime.heap import heap
 from offcompile.runtime.registry import runtime_for
+from offcompile.runtime.weights import live_on_host
 
-from .annotate import Annotated, Place, annotate
+from .annotate import Annotated, InPlace, Place, annotate
 from .books import Entry
 from .costs import CostModel, OpCost, costs_of_graph, open_cost_cache
 from .costs_fusion import is_extern
@@ -47,6 +48,8 @@ from .target import Target
 #: storages below this share of the largest are not worth a move
 SMALL_SHARE = 1 / 2048
 LEAST_MOVE_BYTES = 4096
+#: weights leave for the host where a step gains more than this
+WORTH_LEAVING = 0.02
 #: ops that need less than this to run are measured whatever the budget
 LEAST_ROOM_BYTES = 16 << 20
 
@@ -67,6 +70,9 @@ class Pipeline:
     _graphs: Graphs | None = None
     _costs: dict[Place, OpCost] = field(default_factory=dict)
     _min_move: int = LEAST_MOVE_BYTES
+    _in_place: InPlace | None = None
+    #: which arguments of the captured function are to live on the host, in the order of their use
+    _hosted: tuple[int, ...] = ()
     _decided: Decided | None = None
 
     # --- hooks of the lowering ----------------------------------------------------------------
@@ -141,17 +147,7 @@ class Pipeline:
                 )
         with Progress(self.name) as progress:
             annotated = self._annotate(graphs, budget, progress)
-            decided = decide(
-                annotated.problem,
-                target.machine,
-                budget,
-                target.reserve_bytes,
-                options.policy,
-                options.seconds,
-                progress,
-                self.held_bytes,
-                target.holes_bytes,
-            )
+            annotated, decided = self._choose(graphs, annotated, budget, progress)
         reserve = 0 if decided.fits else target.reserve_bytes(budget or decided.order.peak_bytes)
         self.report = PlanReport(
             name=self.name,
@@ -183,6 +179,65 @@ class Pipeline:
             dump(options.dump, self.name, said)
         return made
 
+    def _choose(
+        self,
+        graphs: Graphs,
+        annotated: Annotated,
+        budget: int | None,
+        progress: Callable[[str], None],
+    ) -> tuple[Annotated, Decided]:
+        """The plan for weights that stay, or for weights on the host: the faster one that fits.
+
+        For the floor, the one that does with less.
+        """
+
+        def decided(found: Annotated, weights_stay: bool) -> Decided:
+            return decide(
+                found.problem,
+                self.target.machine,
+                budget,
+                self.target.reserve_bytes,
+                self.options.policy,
+                self.options.seconds,
+                progress,
+                self.held_bytes,
+                self.target.holes_bytes,
+                weights_stay,
+            )
+
+        refused: Infeasible | None = None
+        stay: Decided | None = None
+        try:
+            stay = decided(annotated, True)
+        except Infeasible as error:
+            refused = error
+        compute_us = sum(op.duration_us for op in annotated.problem.ops)
+        good = stay is not None and stay.result.makespan_us <= compute_us * (1 + WORTH_LEAVING)
+        if stay is not None and budget is not None and (stay.fits or good):
+            return annotated, stay
+        weights = [t.nbytes for t in annotated.problem.tensors if t.kind == "weight"]
+        in_place = self.target.in_place(2 * sum(weights))  # gradients too
+        on_host = None if in_place is None else self._on_host(graphs, in_place)
+        leave: Decided | None = None
+        if on_host is not None:
+            try:
+                leave = decided(on_host, False)
+            except Infeasible as error:
+                refused = error
+        if leave is None and stay is None:
+            assert refused is not None
+            raise refused
+        if on_host is not None and leave is not None and _better(leave, stay, budget):
+            self._in_place = in_place
+            return on_host, leave
+        assert stay is not None
+        return annotated, stay
+
+    def _on_host(self, graphs: Graphs, in_place: InPlace) -> Annotated | None:
+        """The same step with its weights on the host; None where none is worth a move."""
+        found = self._problem(graphs, hint_of(self.sizes), in_place)
+        return found if any(t.home == HOST for t in found.problem.tensors) else None
+
     def _annotate(
         self, graphs: Graphs, budget: int | None, progress: Callable[[str], None]
     ) -> Annotated:
@@ -213,8 +268,8 @@ class Pipeline:
         self._min_move = max(LEAST_MOVE_BYTES, int(largest * SMALL_SHARE))
         return self._problem(graphs, hint)
 
-    def _problem(self, graphs: Graphs, hint: Hint) -> Annotated:
-        found = annotate(graphs, self._costs, hint, self._min_move)
+    def _problem(self, graphs: Graphs, hint: Hint, in_place: InPlace | None = None) -> Annotated:
+        found = annotate(graphs, self._costs, hint, self._min_move, in_place)
         if self.options.lowering == "inductor":
             return merge_kernels(found, graphs, lambda node: not is_extern(node))
         return found
@@ -227,11 +282,18 @@ class Pipeline:
                 tell_once("malloc of this glibc leaves holes between tensors: " + LAUNCH_HINT)
         settings = self.target.runtime
         runtime_for(settings.key)  # opens the spill files: what is wrong with them shows now
+        self._hosted = _hosted_arguments(graphs, annotated)
         made = rewrite(graphs, annotated, decided.result.plan, decided.order, settings.key)
         if self.options.lowering == "inductor":
             for _, module in made.graphs:
                 pin_order(module)
         return made.graphs
+
+    def place_weights(self, arguments: Sequence[Any]) -> None:
+        """Before a call: give weights that the plan has on the host their memory there."""
+        if self._hosted:
+            device = runtime_for(self.target.runtime.key).device
+            live_on_host(device, [arguments[i] for i in self._hosted])
 
     # --- later sizes --------------------------------------------------------------------------
 
@@ -240,12 +302,31 @@ class Pipeline:
         assert self._decided is not None and self.report is not None
         if self._graphs is None:
             return self.report.needed_peak_bytes
-        found = self._problem(self._graphs, hint_of(sizes))
+        found = self._problem(self._graphs, hint_of(sizes), self._in_place)
         reserve = self.report.reserve_bytes
         return (
             worst_case(found.problem, self._decided.result.plan, self._decided.order.steps)
             + reserve
         )
+
+
+def _hosted_arguments(graphs: Graphs, annotated: Annotated) -> tuple[int, ...]:
+    hosted = {t.id for t in annotated.problem.tensors if t.home == HOST}
+    order = dict.fromkeys(t for op in annotated.problem.ops for t in op.reads if t in hosted)
+    index = {
+        annotated.storage_of[FORWARD, node.name]: node.meta["desc"].idx
+        for node in graphs.forward.graph.find_nodes(op="placeholder")
+        if annotated.storage_of.get((FORWARD, node.name)) in hosted
+    }
+    return tuple(index[t] for t in order)
+
+
+def _better(leave: Decided, stay: Decided | None, budget: int | None) -> bool:
+    if stay is None:
+        return True
+    if budget is None:
+        return leave.order.peak_bytes < stay.order.peak_bytes
+    return leave.result.makespan_us < stay.result.makespan_us * (1 - WORTH_LEAVING)
 
 
 def kept_at_turn(problem: Problem, timeline: Timeline) -> int:

@@ -25,6 +25,7 @@ def worst_case(problem: Problem, plan: Plan, steps: Sequence[ProgramStep]) -> in
     `problem` may have other sizes than the one that the order was made for, but the same ops.
     """
     moves = {m.id: m for m in plan.moves}
+    leaving = {d.tensor for d in plan.drops if d.tier == DEVICE}
     waited = {s.move: i for i, s in enumerate(steps) if not isinstance(s, Run | Start)}
     stays: dict[str, list[_Stay]] = {
         t.id: [_Stay(0, 0)] for t in problem.tensors if t.home == DEVICE
@@ -48,7 +49,7 @@ def worst_case(problem: Problem, plan: Plan, steps: Sequence[ProgramStep]) -> in
         tensor = problem.tensor[t]
         for stay in several:
             end = max([stay.last, *(waited.get(m, len(steps)) for m in stay.moves)])
-            if problem.must_survive(t) or tensor.home is not None:
+            if t not in leaving and (problem.must_survive(t) or tensor.home == DEVICE):
                 end = len(steps)
             change[stay.begin] += tensor.nbytes
             change[end + 1] -= tensor.nbytes

@@ -19,14 +19,18 @@ from .graphs import Graphs, outputs_of
 
 @dataclass(frozen=True)
 class Saved:
-    """What a placeholder of backward stands for: a node of forward, or a storage's ticket."""
+    """What a placeholder of backward stands for: a node of forward, a storage's ticket, or a
+    weight's copy on the device."""
 
     node: str | None = None
+    copy_of: str | None = None
     ticket_of: str | None = None
     tier: str | None = None
 
     @property
     def name(self) -> str:
+        if self.copy_of is not None:
+            return f"copy_{self.copy_of}"
         return self.node if self.node is not None else f"ticket_{self.ticket_of}"
 
 
@@ -39,6 +43,7 @@ class Half(Protocol):
     old: dict[str, fx.Node]
     saved: dict[fx.Node, Saved]
     tickets: dict[tuple[str, str], fx.Node]
+    device: dict[str, fx.Node]
 
     def value(self, node: fx.Node) -> fx.Node: ...
     def span(self, storage: str) -> fx.Node: ...
@@ -92,6 +97,8 @@ def _saved(half: Half, what: Saved) -> fx.Node:
     if what.ticket_of is not None:
         assert what.tier is not None
         return half.tickets[what.ticket_of, what.tier]
+    if what.copy_of is not None:
+        return half.device[what.copy_of]
     assert what.node is not None
     return half.value(half.old[what.node])
 

@@ -12,6 +12,10 @@ forward makes, backward needs, and the plan sends to the host in between:
 
 Views travel with their storage: they are made again from what comes back. An op that the plan
 runs again is copied to where it runs again.
+
+A weight that lives on the host enters as what it is there: an op that uses it in place gets just
+that, others what `start_fetch` brings. A gradient that leaves is returned as the host memory that
+`start_store` filled.
 """
 
 from __future__ import annotations
@@ -25,7 +29,7 @@ import torch
 from torch import fx
 from torch._subclasses.fake_tensor import FakeTensor
 
-from offcompile.ir import DEVICE, BrokenPlan, Move, Plan
+from offcompile.ir import DEVICE, HOST, BrokenPlan, Move, Plan
 from offcompile.runtime import ops
 
 from .annotate import Annotated, Place
@@ -50,7 +54,9 @@ def rewrite(
 
     `runtime` names the runtime that the movement nodes will run on.
     """
-    tables = _Tables(graphs, annotated, {m.id: m for m in plan.moves}, runtime)
+    moves = {m.id: m for m in plan.moves}
+    directs = frozenset((d.op, d.tensor) for d in plan.directs)
+    tables = _Tables(graphs, annotated, moves, runtime, directs)
     forward = _Half(tables, FORWARD, graphs.forward, None)
     forward.walk(order.forward())
     if graphs.backward is None:
@@ -71,6 +77,10 @@ class _Tables:
     annotated: Annotated
     moves: Mapping[str, Move]
     runtime: str
+    #: (op, weight) that the op uses in place on the host
+    directs: frozenset[tuple[str, str]] = frozenset()
+    #: weights that live there
+    hosted: frozenset[str] = frozenset()
     #: (phase, storage) → names of the nodes that look at it
     viewers: dict[tuple[str, str], list[str]] = field(default_factory=dict)
     old: dict[str, dict[str, fx.Node]] = field(default_factory=dict)
@@ -79,6 +89,8 @@ class _Tables:
         for (phase, name), storage in self.annotated.storage_of.items():
             self.viewers.setdefault((phase, storage), []).append(name)
         self.old = {p: {n.name: n for n in m.graph.nodes} for p, m in self.graphs}
+        tensors = self.annotated.problem.tensors
+        self.hosted = frozenset(t.id for t in tensors if t.home == HOST)
 
     def base(self, storage: str) -> fx.Node:
         """The old node that made the storage."""
@@ -106,6 +118,9 @@ class _Half:
         #: (storage, tier) → what stands for the bytes there
         self.tickets: dict[tuple[str, str], fx.Node] = {}
         self.loads: dict[str, tuple[fx.Node, fx.Node]] = {}
+        #: weight → what it is on the host, and its copy on the device
+        self.host: dict[str, fx.Node] = {}
+        self.device: dict[str, fx.Node] = {}
         #: placeholders of backward that forward must fill → with what
         self.saved: dict[fx.Node, Saved] = {}
         for node in module.graph.find_nodes(op="placeholder"):
@@ -118,6 +133,8 @@ class _Half:
         storage = self.tables.annotated.storage_of.get((self.phase, node.name))
         if storage is not None and self.tables.annotated.base_of[storage][1] == node.name:
             self.base[storage] = new
+            if storage in self.tables.hosted:
+                self.host[storage] = new
         if self.forward is not None and node.name in self.forward.old:
             self.saved[new] = Saved(node=node.name)
 
@@ -138,7 +155,10 @@ class _Half:
                         " runtime cannot do in one step. Please report this plan."
                     )
             self.nodes[step] = (self.phase, made.name)
+        self.finish_stores()
         self.hold_unawaited()
+        for storage in self.host:  # what is handed on is the weight itself
+            self.look_at(storage, self.host[storage])
 
     # --- values ---------------------------------------------------------------------------------
 
@@ -203,12 +223,58 @@ class _Half:
         self.saved[new] = what
         return new
 
+    # --- weights on the host --------------------------------------------------------------------
+
+    def on_host(self, storage: str) -> fx.Node:
+        if storage not in self.host:
+            name = self.tables.annotated.base_of[storage][1]
+            self.host[storage] = self.take(Saved(node=name), self.tables.base(storage))
+        return self.host[storage]
+
+    def on_device(self, storage: str) -> fx.Node:
+        """The weight's copy there, forward's if this graph has fetched none."""
+        if storage not in self.device:
+            self.device[storage] = self.take(Saved(copy_of=storage), self.tables.base(storage))
+        return self.device[storage]
+
+    def look_at(self, storage: str, node: fx.Node) -> None:
+        if self.base.get(storage) is not node:
+            self.rebase(storage, node)
+
+    def finish_stores(self) -> None:
+        """Gradients that left are from here on what they are on the host."""
+        for (storage, tier), ticket in list(self.tickets.items()):
+            start = ticket
+            while start.target is ops.wait_out:
+                start = start.args[0]  # type: ignore[assignment]
+            if start.target is not ops.start_store:
+                continue
+            if ticket is start:
+                ticket = self.graph.call_function(ops.wait_out, (start, start.args[0]))
+                ticket.meta["val"] = start.meta["val"]
+                self.tickets[storage, tier] = ticket
+            like = self.tables.base(storage).meta["val"]
+            args: tuple[Any, ...] = (ticket, *self.laid_out(like))
+            kept = self.graph.call_function(ops.host_of, args)
+            kept.meta["val"] = like.new_empty_strided(like.shape, like.stride())
+            self.rebase(storage, kept)
+
+    def laid_out(self, like: torch.Tensor) -> tuple[Any, ...]:
+        size, stride = self.sizes.make(like.shape), self.sizes.make(like.stride())
+        return size, stride, like.dtype
+
     # --- ops ------------------------------------------------------------------------------------
 
     def run(self, name: str) -> fx.Node:
+        op = name.partition("@")[0]
+        for storage in self.tables.annotated.problem.op[op].operands:
+            if storage in self.tables.hosted:
+                in_place = (op, storage) in self.tables.directs
+                used = self.on_host(storage) if in_place else self.on_device(storage)
+                self.look_at(storage, used)
         made = [
             self.run_node(phase, self.tables.old[phase][node])
-            for phase, node in self.tables.annotated.node_of[name.partition("@")[0]]
+            for phase, node in self.tables.annotated.node_of[op]
         ]
         return made[-1]
 
@@ -251,7 +317,8 @@ class _Half:
     def start_out(self, move: Move) -> fx.Node:
         source = self.span(move.tensor)
         args = (source, move.id, move.target, move.lane, self.tables.runtime)
-        ticket = self.graph.call_function(ops.start_out, args)
+        stays = self.tables.annotated.problem.tensor[move.tensor].kind == "gradient"
+        ticket = self.graph.call_function(ops.start_store if stays else ops.start_out, args)
         ticket.meta["val"] = _like_ticket(source.meta["val"])
         self.tickets[move.tensor, move.target] = ticket
         return ticket
@@ -285,13 +352,16 @@ class _Half:
         return found
 
     def start_load(self, move: Move) -> fx.Node:
-        ticket = self.ticket(move.tensor, move.source)
         like = self.tables.base(move.tensor).meta["val"]
-        size, stride = self.sizes.make(like.shape), self.sizes.make(like.stride())
-        args: tuple[Any, ...] = (ticket, size, stride, like.dtype, move.id, move.lane, [])
+        hosted = move.tensor in self.tables.hosted
+        ticket = None if hosted else self.ticket(move.tensor, move.source)
+        source = self.on_host(move.tensor) if ticket is None else ticket
+        args: tuple[Any, ...] = (source, *self.laid_out(like), move.id, move.lane, [])
+        if hosted:
+            args += (self.tables.runtime,)
         if like.device.type != "cpu":
             args += (str(like.device),)
-        both = self.graph.call_function(ops.start_load, args)
+        both = self.graph.call_function(ops.start_fetch if hosted else ops.start_load, args)
         buffer = self.graph.call_function(operator.getitem, (both, 0))
         load = self.graph.call_function(operator.getitem, (both, 1))
         buffer.meta["val"] = like.new_empty_strided(like.shape, like.stride())
@@ -304,7 +374,10 @@ class _Half:
         args = self.loads.pop(move.id)
         here = self.graph.call_function(ops.wait_load, args)
         here.meta["val"] = args[0].meta["val"]
-        self.rebase(move.tensor, here)
+        if move.tensor in self.tables.hosted:
+            self.device[move.tensor] = here
+        else:
+            self.rebase(move.tensor, here)
         return here
 
 

@@ -15,13 +15,14 @@ from pathlib import Path
 
 import torch
 
-from offcompile.hardware import HardwareProfile, load_profile
+from offcompile.hardware import BYTES_PER_US_PER_GBPS, HardwareProfile, load_profile
 from offcompile.ir import DEVICE, Machine, OffloadError
 from offcompile.runtime.cuda_facts import cuda_index, library_bytes, usable_bytes
 from offcompile.runtime.directories import check_directory, default_directory
 from offcompile.runtime.memory import machine_memory_bytes
 from offcompile.runtime.registry import RuntimeSettings
 
+from .annotate import InPlace
 from .options import Options, default_spill
 from .this_gpu import this_gpu, to_cuda_machine
 from .this_machine import this_machine, to_cpu_machine
@@ -35,6 +36,8 @@ HOLES_SHARE = 4
 LEAST_CUDA_RESERVE = 1 * MIB
 #: on CUDA torch's allocator splits and keeps blocks by itself; so much is left to it
 CUDA_HOLES_SHARE = 16
+#: files up to this part of the machine's memory are taken to stay in its page cache
+CACHED_SHARE = 2
 #: staging: one block per lane that writes
 ARENA_BYTES = 512 * KIB
 #: most that one system call moves: large, since each one's end waits for Python's lock
@@ -62,6 +65,11 @@ class Target(ABC):
     @property
     @abstractmethod
     def runtime(self) -> RuntimeSettings: ...
+
+    def in_place(self, host_bytes: int) -> InPlace | None:
+        """What an op takes with an operand used in place on the host, if weights and gradients of
+        so many bytes live there; None: the runtime cannot have them there."""
+        return None
 
     @abstractmethod
     def reserve_bytes(self, budget_bytes: int) -> int:
@@ -98,6 +106,18 @@ class CpuTarget(Target):
             arena_bytes=ARENA_BYTES,
             chunk_bytes=CHUNK_BYTES,
         )
+
+    def in_place(self, host_bytes: int) -> InPlace | None:
+        read = self.profile.h2d_gbps * BYTES_PER_US_PER_GBPS
+
+        def cached(duration_us: float, nbytes: int) -> float:
+            return duration_us
+
+        def from_disk(duration_us: float, nbytes: int) -> float:
+            # pages come as they are touched, not ahead, half as fast as a copy (docs/backend.md)
+            return duration_us + 2 * nbytes / read
+
+        return cached if host_bytes <= self.device_bytes // CACHED_SHARE else from_disk
 
     def reserve_bytes(self, budget_bytes: int) -> int:
         return min(max(budget_bytes // RESERVE_SHARE, LEAST_RESERVE), MOST_RESERVE)
