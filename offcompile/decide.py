@@ -190,8 +190,9 @@ def _held_at(problem: Problem, op_id: str, position: int, frame: Frame) -> str:
     for tensor in problem.tensors:
         if tensor.id in ids:
             continue
-        begun = tensor.home is not None or any(
-            a.position <= position for a in frame.program.accesses[tensor.id]
+        begun = tensor.home == DEVICE or (
+            tensor.home is None
+            and any(a.position <= position for a in frame.program.accesses[tensor.id])
         )
         if begun and tensor.kind in ("weight", "gradient", "input", "output"):
             fixed[tensor.kind] = fixed.get(tensor.kind, 0) + tensor.nbytes

@@ -29,7 +29,7 @@ _HUGE_PAGE_BYTES = 2 << 20
 KEPT_BYTES = 32 << 20
 NEVER_BYTES = 1 << 40
 #: how much the heap grows by at least; untouched pages cost nothing
-GROWTH_BYTES = 64 << 20
+GROWTH_BYTES, USUAL_GROWTH_BYTES = 64 << 20, 128 << 10
 _PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
 #: no process touches new pages faster than this
 FASTEST_BYTES_PER_S = 4e9
@@ -89,6 +89,9 @@ class Heap:
         """Choose how freed blocks are dealt with; call it before a step that moves tensors."""
         if self._process is None or address_space_is_limited():
             return_freed_memory()
+            if self._process is not None:  # growth ahead of need would count
+                self._process.mallopt(_M_TOP_PAD, USUAL_GROWTH_BYTES)
+                self.trim()
             self._limit_bytes = None
         else:
             self._process.mallopt(_M_MMAP_THRESHOLD, KEPT_BYTES)

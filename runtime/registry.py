@@ -28,6 +28,8 @@ from .spill import SpillStore
 if TYPE_CHECKING:
     from .host_arena import HostArena
 
+#: on CUDA: pinned memory of each lane between the device and a disk
+DISK_LANES, STAGING_BYTES = 2, 16 << 20
 TARGETS = ("cpu", "cuda:0, cuda:1, …")
 _TARGET = re.compile(r"cpu|cuda:\d+")
 
@@ -122,9 +124,13 @@ class Runtime:
         settings = self.settings
         if settings.directories:
             self._open_stores({"disk": settings.disk_bytes})
-        self.arena = HostArena(settings.host_bytes, settings.arena_bytes)
-        streams = TorchStreams(torch.device(settings.target))
-        self.device = CudaDevice(streams, self.arena, self.stores)
+        device = torch.device(settings.target)
+        limit_bytes = settings.host_bytes
+        if limit_bytes is not None and self.stores:
+            limit_bytes += DISK_LANES * STAGING_BYTES  # what passes through is no tensor's
+        with torch.cuda.device(device):  # registering puts a context on the current one
+            self.arena = HostArena(limit_bytes, settings.arena_bytes)
+        self.device = CudaDevice(TorchStreams(device), self.arena, self.stores, STAGING_BYTES)
 
     @cached_property
     def _directories(self) -> tuple[Path, ...]:

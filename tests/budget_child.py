@@ -17,6 +17,7 @@ from zoo import GPT, MLP, Specimen
 
 import offcompile
 from offcompile.runtime import memory
+from offcompile.runtime.heap import heap
 
 STEPS = 3
 
@@ -85,6 +86,7 @@ def main() -> None:
     torch._dynamo.reset()
     known = len(offcompile.reports())
     if task["limit"] is not None:
+        heap().trim()  # no slack from before
         allowed = memory.data_bytes() + task["limit"]
         resource.setrlimit(resource.RLIMIT_DATA, (allowed, allowed))
     before = sum(memory.resident())

@@ -84,7 +84,7 @@ def test_memory_minimum_takes_the_least_there_is(tmp_path: Path) -> None:
         below(x)
     text = str(refused.value)
     assert f"{least // 2:,} bytes" in text and "Set memory to" in text
-    assert "of weights" in text and "tanh" in text
+    assert "of inputs" in text and "mul" in text  # weights can leave
     # what the message says to do is enough
     asked = text.split("Set memory to '")[1].split("'")[0]
     torch._dynamo.reset()
