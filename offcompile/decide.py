@@ -194,7 +194,7 @@ def _held_at(problem: Problem, op_id: str, position: int, frame: Frame) -> str:
             tensor.home is None
             and any(a.position <= position for a in frame.program.accesses[tensor.id])
         )
-        if begun and tensor.kind in ("weight", "gradient", "input", "output"):
+        if begun and tensor.pinned and tensor.kind in ("weight", "gradient", "input", "output"):
             fixed[tensor.kind] = fixed.get(tensor.kind, 0) + tensor.nbytes
     found = [(n, f"{show_bytes(n)} of {kind}s") for kind, n in fixed.items() if n]
     found += [(t.nbytes, f"{t.id} ({show_bytes(t.nbytes)})") for t in own if t.nbytes]
