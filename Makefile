@@ -9,6 +9,8 @@ BIN := $(VENV)/bin
 READY := $(VENV)/ready
 #: more arguments for what is run, as in `make test ARGS='-k cli -x'`
 ARGS ?=
+# as many tests at once as there are cores, each on one of them; -n0 in ARGS: one by one
+SHARED_OUT = -n auto --maxprocesses=8 --dist worksteal
 # those that can be run; the others are shared by them
 BENCHMARKS = $(filter-out gpu_run gpu_table,\
   $(notdir $(basename $(shell grep -l __main__ benchmarks/*.py))))
@@ -29,7 +31,7 @@ demo: $(READY) ## train a small GPT in about half the memory it takes, beside th
 	@$(BIN)/python examples/train_gpt.py $(ARGS)
 
 test: $(READY) ## all tests; those that need a GPU are skipped without one
-	$(BIN)/python -m pytest -q $(ARGS)
+	$(BIN)/python -m pytest -q $(SHARED_OUT) $(ARGS)
 
 lint: $(READY) ## ruff (lint and format) and mypy
 	$(BIN)/ruff check .

@@ -8,8 +8,10 @@ from typing import TYPE_CHECKING, Any
 from offcompile.ir import Infeasible, InvalidInput, OffloadError
 
 if TYPE_CHECKING:
+    from offcompile.born_on_host import host_init
     from offcompile.report import PlanReport, reports
     from offcompile.runtime.counters import counters
+    from offcompile.runtime.host_loading import load_weights
 
 __all__ = [
     "Infeasible",
@@ -18,6 +20,8 @@ __all__ = [
     "PlanReport",
     "__version__",
     "counters",
+    "host_init",
+    "load_weights",
     "reports",
 ]
 __version__ = "0.1.0"
@@ -26,6 +30,8 @@ __version__ = "0.1.0"
 _LATER = {
     "PlanReport": "offcompile.report",
     "counters": "offcompile.runtime.counters",
+    "host_init": "offcompile.born_on_host",
+    "load_weights": "offcompile.runtime.host_loading",
     "reports": "offcompile.report",
 }
 

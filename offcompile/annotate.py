@@ -9,6 +9,7 @@ weights live on the host.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -19,6 +20,7 @@ from torch import fx
 from offcompile.ir import DEVICE, HOST, Op, Problem, Tensor
 
 from .costs import OpCost
+from .direct_ops import touched_bytes, workspace_of, write_of
 from .graphs import (
     BACKWARD,
     FORWARD,
@@ -31,10 +33,12 @@ from .graphs import (
     may_repeat,
     mutated_inputs,
     outputs_of,
+    root_of,
     storage_bytes,
     storage_key,
     tensors_in,
 )
+from .names import tensor_names
 
 Place = tuple[str, str]  # (phase, node name)
 
@@ -63,6 +67,8 @@ class Annotated:
     node_of: Mapping[str, tuple[Place, ...]]
     #: tensor or op id → module path and shape, for people
     labels: Mapping[str, str] = field(default_factory=dict)
+    #: weight, input or gradient → what people call the argument that it is, or is the gradient of
+    names: Mapping[str, str] = field(default_factory=dict)
 
 
 Costs = Mapping[Place, OpCost]
@@ -78,12 +84,14 @@ def annotate(
     hint: Hint,
     min_move_bytes: int = 4096,
     in_place: InPlace | None = None,
+    stays: frozenset[str] = frozenset(),
 ) -> Annotated:
     """One Problem for the whole step. `hint` says for which sizes.
 
-    With `in_place`, weights live on the host, and their gradients may leave for it.
+    With `in_place`, weights live on the host but for those in `stays`, and the gradients of all may
+    leave for it.
     """
-    work = _Work(graphs, costs, hint, min_move_bytes, in_place)
+    work = _Work(graphs, costs, hint, min_move_bytes, in_place, stays)
     for phase, module in graphs:
         for node in module.graph.nodes:
             work.visit(phase, node)
@@ -99,9 +107,10 @@ class _Work:
         hint: Hint,
         min_move_bytes: int,
         in_place: InPlace | None,
+        stays: frozenset[str],
     ) -> None:
         self.graphs, self.costs, self.hint = graphs, costs, hint
-        self.min_move_bytes, self.in_place = min_move_bytes, in_place
+        self.min_move_bytes, self.in_place, self.stays = min_move_bytes, in_place, stays
         self.storages: dict[str, Storage] = {}
         self.storage_of: dict[Place, str] = {}
         self.ops: list[Op] = []
@@ -192,18 +201,34 @@ class _Work:
                 reads=tuple(reads),
                 writes=tuple(writes),
                 workspace_bytes=workspace,
-                direct=self.direct(cost.duration_us, [t for t in reads if t not in writes]),
+                direct=self.direct(
+                    phase, node, cost.duration_us, [t for t in reads if t not in writes]
+                ),
                 recompute=phase == FORWARD and not any(mutated) and may_repeat(node),
             )
         )
         self.labels[name] = _label(node)
 
-    def direct(self, duration_us: float, reads: list[str]) -> dict[str, float]:
+    def direct(
+        self, phase: str, node: fx.Node, duration_us: float, reads: list[str]
+    ) -> dict[str, float]:
         """What the op takes with each weight used in place; settled ones are sorted out later."""
+        found: dict[str, float] = {}
         if self.in_place is None:
-            return {}
-        weights = (self.storages[t] for t in reads if self.storages[t].kind == "weight")
-        return {w.id: round(self.in_place(duration_us, w.nbytes), 3) for w in weights}
+            return found
+        for operand in node.all_input_nodes:
+            storage = self.storages.get(self.storage_of.get((phase, operand.name), ""))
+            if storage is not None and storage.kind == "weight" and storage.id in reads:
+                nbytes = touched_bytes(node, operand, storage.nbytes, self.hint)
+                took = self.time_in_place((phase, node.name), storage.id, duration_us, nbytes)
+                found[storage.id] = max(took, found.get(storage.id, took))
+        return found
+
+    def time_in_place(self, place: Place, storage: str, duration_us: float, nbytes: int) -> float:
+        """By the model of the way to the host, and as measured with all of it in memory there."""
+        assert self.in_place is not None
+        measured = self.costs.get(place, OpCost(0.0)).in_place.get(storage, 0.0)
+        return round(max(self.in_place(duration_us, nbytes), measured), 3)
 
     def outputs(self, node: fx.Node) -> list[tuple[torch.Tensor, fx.Node | None]]:
         """Each tensor that the op makes, with the node that holds it."""
@@ -284,6 +309,24 @@ class _Work:
                 continue
             if stored.count(name) == 1 and storage.home is None and name not in read:
                 storage.pinned = not self.may_move(storage)
+                self.write_in_place(storage)
+
+    def write_in_place(self, storage: Storage) -> None:
+        """Have the op that makes a gradient say what it takes to make it on the host."""
+        place = storage.base
+        inputs = [root_of(n) for n in self.nodes[place].all_input_nodes]
+        # what only exists within a fused kernel cannot be handed to another
+        apart = all(self.costs.get((place[0], n.name), OpCost(0.0)).materialises for n in inputs)
+        if not apart or write_of(self.nodes[place]) is None:
+            return
+        (at,) = (i for i, op in enumerate(self.ops) if self.node_of[op.id] == (place,))
+        op, more = self.ops[at], workspace_of(self.nodes[place], self.hint)
+        duration_us = self.time_in_place(place, storage.id, op.duration_us, storage.nbytes)
+        self.ops[at] = replace(
+            op,
+            direct={**op.direct, storage.id: duration_us},
+            workspace_bytes=max(op.workspace_bytes, min(more, storage.nbytes)),
+        )
 
     def may_move(self, storage: Storage) -> bool:
         value = self.values[storage.base]
@@ -299,27 +342,36 @@ class _Work:
             for s in self.storages.values()
             if s.id in used or s.home is not None
         )
+        names = tensor_names(self.graphs, self.storage_of)
+        for t, name in names.items():
+            about = f"{name} {_shape(self.values[self.storages[t].base])}"
+            gradient = self.storages[t].kind == "gradient"
+            self.labels[t] = f"gradient of {about}" if gradient else about
         return Annotated(
             problem=Problem(tensors, tuple(self.ops), steady=False),
             storage_of=self.storage_of,
             base_of={s.id: s.base for s in self.storages.values()},
             node_of=self.node_of,
             labels=self.labels,
+            names=names,
         )
 
     def settle_weights(self) -> None:
         """Weights that may move live on the host; only they are used in place."""
         for storage in self.storages.values():
             if storage.kind == "weight" and not storage.pinned:
-                storage.home = HOST
+                storage.pinned = storage.id in self.stays
+                storage.home = DEVICE if storage.pinned else HOST
         if self.in_place is not None:
             self.ops = [
-                replace(op, direct={t: us for t, us in op.direct.items() if self.on_host(t)})
+                replace(op, direct={t: us for t, us in op.direct.items() if self.may_be_used(t)})
                 for op in self.ops
             ]
 
-    def on_host(self, storage: str) -> bool:
-        return self.storages[storage].home == HOST
+    def may_be_used(self, storage: str) -> bool:
+        """Whether a storage may be on the host, for ops to use there."""
+        found = self.storages[storage]
+        return found.home == HOST or (found.home is None and not found.pinned)
 
     def pin_mixed_types(self) -> None:
         """Storages looked at as another type, or on another device, stay where they are."""
@@ -335,8 +387,12 @@ class _Work:
                     storage.pinned = True
 
     @cached_property
+    def nodes(self) -> dict[Place, fx.Node]:
+        return {(p, n.name): n for p, m in self.graphs for n in m.graph.nodes}
+
+    @cached_property
     def values(self) -> dict[Place, object]:
-        return {(p, n.name): n.meta.get("val") for p, m in self.graphs for n in m.graph.nodes}
+        return {place: n.meta.get("val") for place, n in self.nodes.items()}
 
 
 def _label(node: fx.Node) -> str:
@@ -345,11 +401,12 @@ def _label(node: fx.Node) -> str:
     path = ""
     for entry in stack.values():
         path = str(entry[0]) or path
-    value = node.meta.get("val")
-    shape = ""
-    if isinstance(value, torch.Tensor):
-        shape = (
-            "×".join(str(s) for s in value.shape) + f" {str(value.dtype).removeprefix('torch.')}"
-        )
-    path = path.removeprefix("L['self'].").replace("L['self']", "model")
-    return " ".join(filter(None, (path, shape)))
+    path = re.sub(r"^L\['\w+'\](\.(?=.)|$)", "", path) or ("model" if path else "")
+    return " ".join(filter(None, (path, _shape(node.meta.get("val")))))
+
+
+def _shape(value: object) -> str:
+    if not isinstance(value, torch.Tensor):
+        return ""
+    sizes = "×".join(str(s) for s in value.shape)
+    return f"{sizes} {str(value.dtype).removeprefix('torch.')}"

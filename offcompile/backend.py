@@ -17,6 +17,7 @@ from offcompile.ir import InvalidInput, OffloadError, Violation
 from .books import Books, Entry, books_of
 from .dump import check_dump_directory
 from .lower import lower
+from .names import argument_names
 from .options import Options
 from .pipeline import Pipeline
 from .target import Target, target_for
@@ -108,6 +109,7 @@ class Compiled:
         self.gm = gm
         #: as traced; holding the real ones would keep a batch alive
         self.traced = [n.meta["example_value"] for n in gm.graph.find_nodes(op="placeholder")]
+        self.names = argument_names(gm)
         self.options, self.target, self.books = options, target, books
         self.name = f"graph {next(_numbers)}"
         self.entry = Entry()
@@ -189,6 +191,7 @@ class Compiled:
             self.parameters,
             held,
             sizes,
+            self.names,
         )
         # lowering takes the graph it is given for its own
         graph, self.gm = self.gm, _copy(self.gm)

@@ -105,13 +105,17 @@ class CostModel:
 
     def to_measure(self, node: fx.Node, hint: Hint) -> Call | None:
         """The call that `price` would run now."""
+        call = self.measurable(node, hint)
+        return None if call is None or self.cache.settled(call.key) else call
+
+    def measurable(self, node: fx.Node, hint: Hint) -> Call | None:
+        """The call, if it is one to measure rather than to estimate."""
         if not self.measure or node.op != "call_function" or not has_tensors(node):
             return None
         if is_getitem(node) or is_view(node) or (call := call_of(node, hint)) is None:
             return None
         estimate = roofline_us(work_of(call), self.profile, self.overheads)
-        worth = self._worth_measuring(node, call, estimate)
-        return call if worth and not self.cache.settled(call.key) else None
+        return call if self._worth_measuring(node, call, estimate) else None
 
     def work(self, node: fx.Node, hint: Hint) -> Work:
         """Reads and writes of any node at all, whatever it does with them."""

@@ -7,7 +7,7 @@ that is not there.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 
@@ -49,6 +49,8 @@ class OpCost:
     workspace_bytes: int = 0
     #: False: the value only ever exists inside a fused kernel
     materialises: bool = True
+    #: storage → what the op takes with that operand on the host, in memory there, as measured
+    in_place: Mapping[str, float] = field(default_factory=dict, hash=False)
 
 
 @dataclass(frozen=True)

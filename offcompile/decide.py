@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from offcompile.ir import DEVICE, Infeasible, Machine, Plan, Problem, Start
 from offcompile.ir.units import show_bytes
-from offcompile.passes.frame import Frame, Mode
+from offcompile.passes.frame import Frame, Mode, direct_mode
 from offcompile.passes.schedule import Builder
 from offcompile.planner import PlanResult, plan_problem
 from offcompile.simulate import Simulator
@@ -43,6 +43,11 @@ def plain_plan(problem: Problem) -> Plan:
     return Plan(start=tuple(Start(t.id, t.home) for t in problem.tensors if t.home is not None))
 
 
+def planning_seconds(problem: Problem) -> float:
+    """How long to search unless the user says."""
+    return min(MOST_SECONDS, BASE_SECONDS + SECONDS_PER_OP * len(problem.ops))
+
+
 def decide(
     problem: Problem,
     machine_for: Callable[[int], Machine],
@@ -68,7 +73,7 @@ def decide(
         if fitting is not None:
             return fitting
     compute_us = sum(op.duration_us for op in problem.ops)
-    spend = seconds or min(MOST_SECONDS, BASE_SECONDS + SECONDS_PER_OP * len(problem.ops))
+    spend = seconds or planning_seconds(problem)
 
     def planned(capacity: int) -> tuple[Machine, PlanResult]:
         machine = machine_for(max(1, capacity))
@@ -90,9 +95,12 @@ def decide(
             try:
                 machine, result = planned(capacity)
             except Infeasible as error:
-                raise _with_budget(
+                refusal = _with_budget(
                     problem, machine_for, error, budget_bytes, reserve_for, held_bytes
-                ) from None
+                )
+                if refusal is None:
+                    refusal = _no_schedule(planned, capacity, budget_bytes, reserve_for, held_bytes)
+                raise refusal from None
             if roomy and roomy[1].makespan_us <= result.makespan_us * (1 + HOLES_COST):
                 machine, result = roomy
             else:
@@ -142,10 +150,16 @@ def floor_of(problem: Problem, machine_for: Callable[[int], Machine]) -> int:
 def _floor_per_op(
     problem: Problem, machine_for: Callable[[int], Machine]
 ) -> tuple[Frame, list[int]]:
-    frame = Frame(problem, machine_for(1), Mode())
-    kept = Builder(problem, frame.machine, frame.mode.decisions(problem), False).kept_bytes
+    machine = machine_for(1)
+    copied, in_place = Mode(), direct_mode(problem, machine)
+    found = [_floor_in(Frame(problem, machine, m)) for m in dict.fromkeys((copied, in_place))]
+    return min(found, key=lambda f: max(f[1], default=0))
+
+
+def _floor_in(frame: Frame) -> tuple[Frame, list[int]]:
+    kept = Builder(frame.problem, frame.machine, frame.mode.decisions(frame.problem), False)
     # what the builder does not hold over a gap anyway must not be taken off a second time
-    floor = zip(frame.gaps.floor(kept), frame.program.op_bytes, strict=True)
+    floor = zip(frame.gaps.floor(kept.kept_bytes), frame.program.op_bytes, strict=True)
     return frame, [max(both) for both in floor]
 
 
@@ -156,16 +170,17 @@ def _with_budget(
     budget_bytes: int,
     reserve_for: Callable[[int], int],
     held_bytes: int,
-) -> Infeasible:
-    """The planner's refusal, told in terms of the budget that the user gave."""
+) -> Infeasible | None:
+    """The planner's refusal, told in terms of the budget that the user gave; None: its floor is not
+    what forbids it."""
     frame, floors = _floor_per_op(problem, machine_for)
     worst = max(range(len(floors)), key=floors.__getitem__)
     needed = floors[worst]
     if error.needed_bytes is not None:
         needed = budget_bytes - reserve_for(budget_bytes) + error.needed_bytes
-    total = needed + reserve_for(needed)
-    while total - reserve_for(total) < needed:
-        total += needed - (total - reserve_for(total))
+    total = _with_reserve(needed, reserve_for)
+    if total <= budget_bytes:
+        return None
     run = frame.program.runs[worst]
     parts = _held_at(problem, run.op.id, worst, frame)
     reserve = total - needed
@@ -179,6 +194,32 @@ def _with_budget(
         total - budget_bytes,
         f"Set memory to '{_round_up(total + held_bytes)}' or more, or make the batch smaller.",
     )
+
+
+def _no_schedule(
+    planned: Callable[[int], tuple[Machine, PlanResult]],
+    capacity: int,
+    budget_bytes: int,
+    reserve_for: Callable[[int], int],
+    held_bytes: int,
+) -> Infeasible:
+    """The refusal of a budget above the floor, at which no order of moves was found."""
+    machine, _ = _near_floor(planned, capacity + max(capacity // 64, 4096))
+    total = _with_reserve(machine.tier[DEVICE].capacity_bytes or capacity, reserve_for)
+    return Infeasible(
+        f"The budget of {show_bytes(budget_bytes)} is above the floor, but no order of moves was"
+        f" found within it; within {show_bytes(total)} there is one.",
+        total - budget_bytes,
+        f"Set memory to '{_round_up(total + held_bytes)}' or more, or make the batch smaller.",
+    )
+
+
+def _with_reserve(needed: int, reserve_for: Callable[[int], int]) -> int:
+    """The budget that leaves so much beside the runtime's reserve."""
+    total = needed + reserve_for(needed)
+    while total - reserve_for(total) < needed:
+        total += needed - (total - reserve_for(total))
+    return total
 
 
 def _held_at(problem: Problem, op_id: str, position: int, frame: Frame) -> str:

@@ -7,8 +7,8 @@ one of its inputs), a *part* (one output of an op that returns several), or none
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
 
 import torch
 from torch import fx
@@ -32,6 +32,8 @@ class Graphs:
     parameters: frozenset[int] = frozenset()
     #: the kind of device that is planned for: storages elsewhere take nothing of it and stay
     device: str = "cpu"
+    #: argument of the captured function → what people call it
+    names: Mapping[int, str] = field(default_factory=dict)
 
     def __iter__(self) -> Iterator[tuple[str, fx.GraphModule]]:
         yield FORWARD, self.forward
@@ -42,6 +44,11 @@ class Graphs:
 def is_parameter(node: fx.Node, graphs: Graphs) -> bool:
     """Whether a placeholder is a parameter: AOTAutograd notes which argument it stands for."""
     return getattr(node.meta.get("desc"), "idx", None) in graphs.parameters
+
+
+def argument_name(node: fx.Node, graphs: Graphs) -> str:
+    """What people call the argument that a placeholder stands for; "" where nothing is known."""
+    return graphs.names.get(getattr(node.meta.get("desc"), "idx", -1), "")
 
 
 def outputs_of(module: fx.GraphModule) -> list[object]:
@@ -93,6 +100,13 @@ def aliased_input(node: fx.Node) -> fx.Node | None:
     if isinstance(value, tuple | list) and tensors_in(value):
         return _shared(tensors_in(value)[0], node.all_input_nodes) or _by_schema(node)
     return _shared(value, node.all_input_nodes) or _by_schema(node)
+
+
+def root_of(node: fx.Node) -> fx.Node:
+    """The node whose storage a view, or a view of a view, looks at."""
+    while (source := aliased_input(node)) is not None:
+        node = source
+    return node
 
 
 def _shared(value: object, inputs: list[fx.Node]) -> fx.Node | None:

@@ -45,6 +45,8 @@ _IN_PIECES = {
 _EXTERN = {
     aten.mm, aten.addmm, aten.bmm, aten.baddbmm, aten.convolution, aten.convolution_backward,
 }  # fmt: skip
+#: likewise: what makes a gradient on the host
+_STORES = "offcompile.store_"
 #: the operand that stays with the main kernel when such an op is taken apart
 _MAIN_OPERAND = {aten.addmm: 1, aten.baddbmm: 1}
 
@@ -337,7 +339,8 @@ def _packet(node: fx.Node) -> Any:
 
 def _is_extern(node: fx.Node) -> bool:
     packet = _packet(node)
-    return packet in _EXTERN or "scaled_dot_product" in str(packet)
+    name = str(packet)
+    return packet in _EXTERN or "scaled_dot_product" in name or name.startswith(_STORES)
 
 
 def _nodes(value: Any) -> list[fx.Node]:

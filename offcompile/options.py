@@ -65,6 +65,9 @@ class Options:
     dump: Path | None = None
     #: planning time; None: chosen from the size of the problem
     seconds: float | None = None
+    #: share of the gradients' bytes that may stay on the device, the others being written to the
+    #: host; None: the policy chooses
+    gradient_reserve: float | None = None
 
     @classmethod
     def read(
@@ -95,9 +98,22 @@ class Options:
                 values[key] = _READERS[key](value, where)
             except InvalidInput as error:
                 wrong += (Violation(v.rule, where, v.detail) for v in error.violations)
+        if values.get("gradient_reserve") is not None and values.get("policy", "joint") != "joint":
+            detail = (
+                f"gradient_reserve={values['gradient_reserve']} plans by the policy of that name,"
+                f" not by {values['policy']!r}; leave out one of the two"
+            )
+            wrong.append(_bad(asked["gradient_reserve"][0], detail))
         if wrong:
             raise InvalidInput(wrong)
         return cls(**values)  # type: ignore[arg-type]  # each value came from its reader
+
+    @property
+    def whole_policy(self) -> str:
+        """The policy that plans, with what other options say to it."""
+        if self.gradient_reserve is None:
+            return self.policy
+        return f"gradient_reserve:reserve={self.gradient_reserve}"
 
     @property
     def minimum(self) -> bool:
@@ -158,7 +174,7 @@ def _unwritten(option: str, text: str) -> object:
         return text.split(os.pathsep)
     if text.lower() == "none" and option not in ("policy", "lowering"):
         return None
-    return float(text) if option == "seconds" else text
+    return float(text) if option in ("seconds", "gradient_reserve") else text
 
 
 # --- values --------------------------------------------------------------------------------
@@ -281,6 +297,19 @@ def _seconds(value: object, where: str) -> float | None:
     return seconds
 
 
+def _gradient_reserve(value: object, where: str) -> float | None:
+    if value is None:
+        return None
+    number = isinstance(value, numbers.Real) and not isinstance(value, bool)
+    share = float(value) if number else math.nan  # type: ignore[arg-type]
+    if not 0 <= share <= 1:
+        raise _refusal(
+            where,
+            f"{_show(value)} is no share of the gradients; write a number from 0 to 1, or None",
+        )
+    return share
+
+
 _READERS: Mapping[str, Callable[[object, str], object]] = {
     "memory": _memory,
     "host_memory": _host_memory,
@@ -291,6 +320,7 @@ _READERS: Mapping[str, Callable[[object, str], object]] = {
     "hardware": _hardware,
     "dump": _dump,
     "seconds": _seconds,
+    "gradient_reserve": _gradient_reserve,
 }
 assert tuple(_READERS) == tuple(f.name for f in fields(Options))
 

@@ -22,13 +22,16 @@ from offcompile.ir.units import show_bytes
 from offcompile.runtime.clock import Clock, clock_for
 from offcompile.runtime.heap import heap
 from offcompile.runtime.registry import runtime_for
-from offcompile.runtime.weights import live_on_host
+from offcompile.runtime.weights import live_on_device, live_on_host
 
 from .annotate import Annotated, InPlace, Place, annotate
 from .books import Entry
+from .choose import Choice, choose
 from .costs import CostModel, OpCost, costs_of_graph, open_cost_cache
 from .costs_fusion import is_extern
-from .decide import Decided, decide
+from .costs_in_place import with_in_place
+from .decide import Decided, decide, planning_seconds
+from .direct_ops import scattered_reads
 from .dump import Compiled as Compilation
 from .dump import dump
 from .graphs import BACKWARD, FORWARD, Graphs, Hint, outputs_of, storage_bytes
@@ -48,8 +51,8 @@ from .target import Target
 #: storages below this share of the largest are not worth a move
 SMALL_SHARE = 1 / 2048
 LEAST_MOVE_BYTES = 4096
-#: weights leave for the host where a step gains more than this
-WORTH_LEAVING = 0.02
+#: what of the user's may leave for the host beside activations
+LEAVING = ("weight", "gradient")
 #: ops that need less than this to run are measured whatever the budget
 LEAST_ROOM_BYTES = 16 << 20
 
@@ -66,13 +69,22 @@ class Pipeline:
     parameters: frozenset[int]
     held_bytes: int = 0
     sizes: Mapping[sympy.Symbol, int] = field(default_factory=dict)
+    #: argument → what people call it
+    names: Mapping[int, str] = field(default_factory=dict)
     report: PlanReport | None = None
     _graphs: Graphs | None = None
     _costs: dict[Place, OpCost] = field(default_factory=dict)
     _min_move: int = LEAST_MOVE_BYTES
     _in_place: InPlace | None = None
+    #: what has measured the costs, until it has measured them on the host too
+    _unmeasured: CostModel | None = None
+    #: weights that stay on the device although others are on the host
+    _stays: frozenset[str] = frozenset()
     #: which arguments of the captured function are to live on the host, in the order of their use
     _hosted: tuple[int, ...] = ()
+    #: those of them of which only rows here and there are read
+    _scattered: frozenset[int] = frozenset()
+    _placed: bool = False
     _decided: Decided | None = None
 
     # --- hooks of the lowering ----------------------------------------------------------------
@@ -81,7 +93,7 @@ class Pipeline:
         self, forward: fx.GraphModule, backward: fx.GraphModule, num_outputs: int, inputs: Any
     ) -> Halves | None:
         """New graphs for forward and backward; None: they stay as they are."""
-        made = self._plan(Graphs(forward, backward, num_outputs, self.parameters, self._kind))
+        made = self._plan(self._pair(forward, backward, num_outputs))
         if made is None:
             return None
         assert made.backward is not None
@@ -89,7 +101,7 @@ class Pipeline:
 
     def inference(self, graph: fx.GraphModule, inputs: Sequence[Any]) -> fx.GraphModule | None:
         outputs = len(outputs_of(graph))
-        made = self._plan(Graphs(graph, None, outputs, self.parameters, self._kind))
+        made = self._plan(self._pair(graph, None, outputs))
         return None if made is None else made.forward
 
     def ready(self, phase: Phase, compiled: Compiled) -> Compiled:
@@ -123,6 +135,11 @@ class Pipeline:
 
         return timed
 
+    def _pair(
+        self, forward: fx.GraphModule, backward: fx.GraphModule | None, outputs: int
+    ) -> Graphs:
+        return Graphs(forward, backward, outputs, self.parameters, self._kind, self.names)
+
     @property
     def _kind(self) -> str:
         return self.target.device.type
@@ -147,7 +164,8 @@ class Pipeline:
                 )
         with Progress(self.name) as progress:
             annotated = self._annotate(graphs, budget, progress)
-            annotated, decided = self._choose(graphs, annotated, budget, progress)
+            choice = self._choose(graphs, annotated, budget, progress)
+            annotated, decided = choice.annotated, choice.decided
         reserve = 0 if decided.fits else target.reserve_bytes(budget or decided.order.peak_bytes)
         self.report = PlanReport(
             name=self.name,
@@ -159,6 +177,7 @@ class Pipeline:
             holes_bytes=decided.holes_bytes,
             worst_peak_bytes=decided.order.peak_bytes,
             labels=annotated.labels,
+            names=annotated.names,
             settle=self._clock.settle,
         )
         self._decided = decided
@@ -185,58 +204,39 @@ class Pipeline:
         annotated: Annotated,
         budget: int | None,
         progress: Callable[[str], None],
-    ) -> tuple[Annotated, Decided]:
-        """The plan for weights that stay, or for weights on the host: the faster one that fits.
+    ) -> Choice:
+        options, target = self.options, self.target
 
-        For the floor, the one that does with less.
-        """
-
-        def decided(found: Annotated, weights_stay: bool) -> Decided:
+        def decided(found: Annotated, *, may_fit: bool, share: float = 1.0) -> Decided:
             return decide(
                 found.problem,
-                self.target.machine,
+                target.machine,
                 budget,
-                self.target.reserve_bytes,
-                self.options.policy,
-                self.options.seconds,
+                target.reserve_bytes,
+                options.whole_policy,
+                share * (options.seconds or planning_seconds(found.problem)),
                 progress,
                 self.held_bytes,
-                self.target.holes_bytes,
-                weights_stay,
+                target.holes_bytes,
+                may_fit,
             )
 
-        refused: Infeasible | None = None
-        stay: Decided | None = None
-        try:
-            stay = decided(annotated, True)
-        except Infeasible as error:
-            refused = error
-        compute_us = sum(op.duration_us for op in annotated.problem.ops)
-        good = stay is not None and stay.result.makespan_us <= compute_us * (1 + WORTH_LEAVING)
-        if stay is not None and budget is not None and (stay.fits or good):
-            return annotated, stay
         weights = [t.nbytes for t in annotated.problem.tensors if t.kind == "weight"]
-        in_place = self.target.in_place(2 * sum(weights))  # gradients too
-        on_host = None if in_place is None else self._on_host(graphs, in_place)
-        leave: Decided | None = None
-        if on_host is not None:
-            try:
-                leave = decided(on_host, False)
-            except Infeasible as error:
-                refused = error
-        if leave is None and stay is None:
-            assert refused is not None
-            raise refused
-        if on_host is not None and leave is not None and _better(leave, stay, budget):
-            self._in_place = in_place
-            return on_host, leave
-        assert stay is not None
-        return annotated, stay
+        in_place = target.in_place(2 * sum(weights))  # gradients too
 
-    def _on_host(self, graphs: Graphs, in_place: InPlace) -> Annotated | None:
-        """The same step with its weights on the host; None where none is worth a move."""
-        found = self._problem(graphs, hint_of(self.sizes), in_place)
-        return found if any(t.home == HOST for t in found.problem.tensors) else None
+        def on_host(stays: frozenset[str]) -> Annotated | None:
+            if in_place is None:
+                return None
+            self._measure_in_place(graphs, in_place)
+            found = self._problem(graphs, hint_of(self.sizes), in_place, stays)
+            leaves = any(not t.pinned for t in found.problem.tensors if t.kind in LEAVING)
+            return found if leaves else None
+
+        reserved = options.gradient_reserve is not None
+        found = choose(annotated, on_host, decided, budget is None, reserved)
+        if found.stays is not None:
+            self._in_place, self._stays = in_place, found.stays
+        return found
 
     def _annotate(
         self, graphs: Graphs, budget: int | None, progress: Callable[[str], None]
@@ -258,6 +258,7 @@ class Pipeline:
             room_bytes=None if budget is None else max(budget - standing, LEAST_ROOM_BYTES),
             device=self.target.device,
         )
+        self._unmeasured = model
         self._costs = {
             (phase, name): cost
             for phase, module in graphs
@@ -268,8 +269,31 @@ class Pipeline:
         self._min_move = max(LEAST_MOVE_BYTES, int(largest * SMALL_SHARE))
         return self._problem(graphs, hint)
 
-    def _problem(self, graphs: Graphs, hint: Hint, in_place: InPlace | None = None) -> Annotated:
-        found = annotate(graphs, self._costs, hint, self._min_move, in_place)
+    def _measure_in_place(self, graphs: Graphs, in_place: InPlace) -> None:
+        """Have the costs say what ops take with weights and gradients on the host."""
+        model, self._unmeasured = self._unmeasured, None
+        if model is None or not model.measure:
+            return
+        hint, key = hint_of(self.sizes), self.target.runtime.key
+        asked = annotate(graphs, self._costs, hint, self._min_move, in_place)
+        self._costs = with_in_place(
+            self._costs,
+            graphs,
+            asked,
+            model,
+            hint,
+            lambda nbytes: runtime_for(key).device.addressable([nbytes])[0],
+            key,
+        )
+
+    def _problem(
+        self,
+        graphs: Graphs,
+        hint: Hint,
+        in_place: InPlace | None = None,
+        stays: frozenset[str] = frozenset(),
+    ) -> Annotated:
+        found = annotate(graphs, self._costs, hint, self._min_move, in_place, stays)
         if self.options.lowering == "inductor":
             return merge_kernels(found, graphs, lambda node: not is_extern(node))
         return found
@@ -282,7 +306,10 @@ class Pipeline:
                 tell_once("malloc of this glibc leaves holes between tensors: " + LAUNCH_HINT)
         settings = self.target.runtime
         runtime_for(settings.key)  # opens the spill files: what is wrong with them shows now
-        self._hosted = _hosted_arguments(graphs, annotated)
+        hosted = _hosted_arguments(graphs, annotated)
+        rows_only = scattered_reads(graphs, annotated)
+        self._hosted = tuple(hosted.values())
+        self._scattered = frozenset(i for t, i in hosted.items() if t in rows_only)
         made = rewrite(graphs, annotated, decided.result.plan, decided.order, settings.key)
         if self.options.lowering == "inductor":
             for _, module in made.graphs:
@@ -290,10 +317,17 @@ class Pipeline:
         return made.graphs
 
     def place_weights(self, arguments: Sequence[Any]) -> None:
-        """Before a call: give weights that the plan has on the host their memory there."""
+        """Before a call: weights that the plan has on the host get memory there, others that were
+        born there come to the device."""
         if self._hosted:
             device = runtime_for(self.target.runtime.key).device
             live_on_host(device, [arguments[i] for i in self._hosted])
+            for i in self._hosted:
+                device.expect_scattered(arguments[i], i in self._scattered)
+        if not self._placed:
+            self._placed = True
+            others = self.parameters.difference(self._hosted)
+            live_on_device([arguments[i] for i in sorted(others)])
 
     # --- later sizes --------------------------------------------------------------------------
 
@@ -302,7 +336,7 @@ class Pipeline:
         assert self._decided is not None and self.report is not None
         if self._graphs is None:
             return self.report.needed_peak_bytes
-        found = self._problem(self._graphs, hint_of(sizes), self._in_place)
+        found = self._problem(self._graphs, hint_of(sizes), self._in_place, self._stays)
         reserve = self.report.reserve_bytes
         return (
             worst_case(found.problem, self._decided.result.plan, self._decided.order.steps)
@@ -310,7 +344,8 @@ class Pipeline:
         )
 
 
-def _hosted_arguments(graphs: Graphs, annotated: Annotated) -> tuple[int, ...]:
+def _hosted_arguments(graphs: Graphs, annotated: Annotated) -> dict[str, int]:
+    """Weight on the host → which argument it is, in the order of use."""
     hosted = {t.id for t in annotated.problem.tensors if t.home == HOST}
     order = dict.fromkeys(t for op in annotated.problem.ops for t in op.reads if t in hosted)
     index = {
@@ -318,15 +353,7 @@ def _hosted_arguments(graphs: Graphs, annotated: Annotated) -> tuple[int, ...]:
         for node in graphs.forward.graph.find_nodes(op="placeholder")
         if annotated.storage_of.get((FORWARD, node.name)) in hosted
     }
-    return tuple(index[t] for t in order)
-
-
-def _better(leave: Decided, stay: Decided | None, budget: int | None) -> bool:
-    if stay is None:
-        return True
-    if budget is None:
-        return leave.order.peak_bytes < stay.order.peak_bytes
-    return leave.result.makespan_us < stay.result.makespan_us * (1 - WORTH_LEAVING)
+    return {t: index[t] for t in order}
 
 
 def kept_at_turn(problem: Problem, timeline: Timeline) -> int:

@@ -25,6 +25,7 @@ def worst_case(problem: Problem, plan: Plan, steps: Sequence[ProgramStep]) -> in
     `problem` may have other sizes than the one that the order was made for, but the same ops.
     """
     moves = {m.id: m for m in plan.moves}
+    directs = {(d.op, d.tensor) for d in plan.directs}
     leaving = {d.tensor for d in plan.drops if d.tier == DEVICE}
     waited = {s.move: i for i, s in enumerate(steps) if not isinstance(s, Run | Start)}
     stays: dict[str, list[_Stay]] = {
@@ -33,10 +34,10 @@ def worst_case(problem: Problem, plan: Plan, steps: Sequence[ProgramStep]) -> in
     for i, step in enumerate(steps):
         if isinstance(step, Run):
             op = problem.op[step.name.partition("@")[0]]
-            for t in op.writes:
-                if t not in op.reads and problem.tensor[t].home is None:
+            here = [t for t in op.operands if (op.id, t) not in directs]
+            for t in here:
+                if t in op.writes and t not in op.reads and problem.tensor[t].home is None:
                     stays.setdefault(t, []).append(_Stay(i, i))
-            for t in op.operands:
                 stays[t][-1].last = i
         elif isinstance(step, Start):
             move = moves[step.move]

@@ -17,6 +17,7 @@ from offcompile.explain import Fate, fates, print_fate
 from offcompile.ir import DEVICE, PHASES, Machine, OffloadError, Plan, Problem, Timeline
 from offcompile.ir.jsonio import machine_to_json, plan_to_json, problem_to_json
 from offcompile.ir.units import show_bytes, show_us
+from offcompile.modes import modes, module_of, module_rows
 from offcompile.planner import PlanResult
 from offcompile.timelines import moved_bytes, settled_spans, timeline_to_json, to_trace
 
@@ -46,6 +47,8 @@ class PlanReport:
     worst_peak_bytes: int | None = None
     #: tensor or op id → what people know it by (module path, shape)
     labels: Mapping[str, str] = field(default_factory=dict, repr=False)
+    #: weight or gradient → the parameter's name
+    names: Mapping[str, str] = field(default_factory=dict, repr=False)
     #: passes on what has been measured behind the caller's back
     settle: Callable[[], None] | None = field(default=None, repr=False)
     _steps_us: dict[str, list[float]] = field(default_factory=dict, init=False, repr=False)
@@ -166,8 +169,22 @@ class PlanReport:
         """What becomes of each tensor; those that cost the step most first."""
         return fates(self.problem, self.machine, self.plan, self.timeline)
 
+    def modules(self) -> str:
+        """For each module how its weights and gradients are treated, and what decided."""
+        found = modes(self.problem, self.plan, {fate.tensor.id: fate for fate in self.fates()})
+        rows = list(module_rows(found, {t: module_of(name) for t, name in self.names.items()}))
+        widths = [max((len(row[i]) for row in rows), default=0) for i in range(5)]
+        lines = ("  ".join(f"{v:{w}}" for v, w in zip(r, widths, strict=True)) for r in rows)
+        return "\n".join(line.rstrip() for line in lines)
+
     def explain(self, limit: int | None = None) -> str:
-        """For each tensor where it lives, when it goes and returns, and why; the dearest first."""
+        """Each module's treatment, then for each tensor where it lives, when it goes and returns,
+        and why; the dearest first."""
+        told = self.modules()
+        tensors = self._explain_tensors(limit)
+        return f"{told}\n\n{tensors}" if told else tensors
+
+    def _explain_tensors(self, limit: int | None) -> str:
         every = self.fates()
         shown = every if limit is None else every[:limit]
         said = [print_fate(fate, self.labels.get(fate.tensor.id, "")) for fate in shown]

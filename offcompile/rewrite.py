@@ -15,7 +15,7 @@ runs again is copied to where it runs again.
 
 A weight that lives on the host enters as what it is there: an op that uses it in place gets just
 that, others what `start_fetch` brings. A gradient that leaves is returned as the host memory that
-`start_store` filled.
+`start_store` filled; one that is written there to begin with, as what the stand-in of its op did.
 """
 
 from __future__ import annotations
@@ -33,6 +33,7 @@ from offcompile.ir import DEVICE, HOST, BrokenPlan, Move, Plan
 from offcompile.runtime import ops
 
 from .annotate import Annotated, Place
+from .direct_ops import is_store, reader_of, write_of
 from .graphs import BACKWARD, FORWARD, Graphs, aliased_input, is_getitem
 from .order import Order, ProgramStep, Run, Start
 from .resave import Saved, finish_backward, finish_forward, new_placeholder
@@ -77,7 +78,7 @@ class _Tables:
     annotated: Annotated
     moves: Mapping[str, Move]
     runtime: str
-    #: (op, weight) that the op uses in place on the host
+    #: (op, storage) that the op uses, or makes, in place on the host
     directs: frozenset[tuple[str, str]] = frozenset()
     #: weights that live there
     hosted: frozenset[str] = frozenset()
@@ -247,9 +248,10 @@ class _Half:
             start = ticket
             while start.target is ops.wait_out:
                 start = start.args[0]  # type: ignore[assignment]
-            if start.target is not ops.start_store:
+            stored = is_store(start)
+            if start.target is not ops.start_store and not stored:
                 continue
-            if ticket is start:
+            if ticket is start and not stored:
                 ticket = self.graph.call_function(ops.wait_out, (start, start.args[0]))
                 ticket.meta["val"] = start.meta["val"]
                 self.tickets[storage, tier] = ticket
@@ -273,24 +275,51 @@ class _Half:
                 used = self.on_host(storage) if in_place else self.on_device(storage)
                 self.look_at(storage, used)
         made = [
-            self.run_node(phase, self.tables.old[phase][node])
+            self.run_node(op, phase, self.tables.old[phase][node])
             for phase, node in self.tables.annotated.node_of[op]
         ]
         return made[-1]
 
-    def run_node(self, phase: str, node: fx.Node) -> fx.Node:
+    def run_node(self, op: str, phase: str, node: fx.Node) -> fx.Node:
+        made_there = self.tables.annotated.storage_of.get((phase, node.name), "")
+        is_base = self.tables.annotated.base_of.get(made_there) == (phase, node.name)
+        if is_base and (op, made_there) in self.tables.directs:
+            return self.store(made_there, node)
         if phase == self.phase:
             new = self.copy(node)
             self.new[node.name] = new
         else:
             new = self.graph.node_copy(node, self.from_forward)
             self.again[node.name] = new
+        new.target = self.reader(op, phase, node) or node.target
         for made in _made_by(node):
             storage = self.tables.annotated.storage_of.get((phase, made.name))
             if storage is None or self.tables.annotated.base_of[storage] != (phase, made.name):
                 continue
             self.rebase(storage, new if made is node else self.graph.node_copy(made, lambda _: new))
         return new
+
+    def reader(self, op: str, phase: str, node: fx.Node) -> Any:
+        """What reads better in place, if the op has something there."""
+        storage_of, directs = self.tables.annotated.storage_of, self.tables.directs
+        hosted = frozenset(
+            i
+            for i, given in enumerate(node.args)
+            if isinstance(given, fx.Node) and (op, storage_of.get((phase, given.name))) in directs
+        )
+        return reader_of(node, hosted, self.tables.graphs.device) if hosted else None
+
+    def store(self, storage: str, node: fx.Node) -> fx.Node:
+        """The op that makes the storage on the host."""
+        write = write_of(node)
+        assert write is not None, f"{node.name} cannot write in place"
+        like = self.tables.base(storage).meta["val"]
+        args = fx.node.map_arg(write.args, self.value)
+        args += (*self.laid_out(like), storage, self.tables.runtime)
+        ticket = self.graph.call_function(write.target, args)
+        ticket.meta["val"] = _like_ticket(like)
+        self.tickets[storage, HOST] = ticket
+        return ticket
 
     def from_forward(self, node: fx.Node) -> fx.Node:
         """A value of forward, wanted in backward."""

@@ -17,7 +17,7 @@ import torch
 
 from offcompile.hardware import BYTES_PER_US_PER_GBPS, HardwareProfile, load_profile
 from offcompile.ir import DEVICE, Machine, OffloadError
-from offcompile.runtime.cuda_facts import cuda_index, library_bytes, usable_bytes
+from offcompile.runtime.cuda_facts import cuda_index, library_bytes, reaches_host, usable_bytes
 from offcompile.runtime.directories import check_directory, default_directory
 from offcompile.runtime.memory import machine_memory_bytes
 from offcompile.runtime.registry import RuntimeSettings
@@ -36,6 +36,8 @@ HOLES_SHARE = 4
 LEAST_CUDA_RESERVE = 1 * MIB
 #: on CUDA torch's allocator splits and keeps blocks by itself; so much is left to it
 CUDA_HOLES_SHARE = 16
+#: on CUDA: how much slower than a copy direct access is taken to be where nobody measured it
+UNMEASURED_DIRECT = 2
 #: files up to this part of the machine's memory are taken to stay in its page cache
 CACHED_SHARE = 2
 #: staging: one block per lane that writes
@@ -99,13 +101,7 @@ class CpuTarget(Target):
 
     @property
     def runtime(self) -> RuntimeSettings:
-        return RuntimeSettings(
-            target="cpu",
-            directories=tuple(str(d) for d in self.directories),
-            host_bytes=self.host_bytes,
-            arena_bytes=ARENA_BYTES,
-            chunk_bytes=CHUNK_BYTES,
-        )
+        return _cpu_runtime(self.directories, self.host_bytes)
 
     def in_place(self, host_bytes: int) -> InPlace | None:
         read = self.profile.h2d_gbps * BYTES_PER_US_PER_GBPS
@@ -130,6 +126,7 @@ class CpuTarget(Target):
 class CudaTarget(Target):
     """The device is one card. `library_bytes`: what matrix libraries hold of it for good.
 
+    reaches_host: whether kernels can use pinned memory in place, as weights that leave ask for.
     `directories` may be empty: then there is no disk tier.
     """
 
@@ -139,6 +136,7 @@ class CudaTarget(Target):
     host_bytes: int | None
     index: int = 0
     library_bytes: int = 0
+    reaches_host: bool = True
 
     @property
     def device(self) -> torch.device:
@@ -150,11 +148,21 @@ class CudaTarget(Target):
 
     @property
     def runtime(self) -> RuntimeSettings:
-        return RuntimeSettings(
-            target=str(self.device),
-            directories=tuple(str(d) for d in self.directories),
-            host_bytes=self.host_bytes,
-        )
+        return _cuda_runtime(self.index, self.directories, self.host_bytes)
+
+    def in_place(self, host_bytes: int) -> InPlace | None:
+        if not self.reaches_host:
+            return None
+        profile = self.profile
+        known = [profile.direct_gbps[w] for w in ("read", "write") if w in profile.direct_gbps]
+        link = min(profile.h2d_gbps, profile.d2h_gbps)
+        rate = min(known, default=link / UNMEASURED_DIRECT) * BYTES_PER_US_PER_GBPS
+
+        def over_the_link(duration_us: float, nbytes: int) -> float:
+            # ordinary kernels ask for what they need when they need it: nothing of it overlaps
+            return duration_us + nbytes / rate
+
+        return over_the_link
 
     def reserve_bytes(self, budget_bytes: int) -> int:
         rounding = min(max(budget_bytes // RESERVE_SHARE, LEAST_CUDA_RESERVE), MOST_RESERVE)
@@ -179,11 +187,7 @@ def target_for(
             f"This graph computes on {device}; offcompile moves tensors of the CPU and of CUDA"
             " devices so far. Compile it with backend='inductor'."
         )
-    directories = options.spill
-    if directories == default_spill():
-        directories = (default_directory(),)
-    for directory in directories:
-        check_directory(directory)
+    directories = _cpu_directories(options)
     if options.hardware is not None:
         profile = load_profile(options.hardware)
     else:
@@ -195,13 +199,7 @@ def _cuda_target(
     options: Options, device: torch.device, progress: Callable[[str], None] | None
 ) -> CudaTarget:
     index = cuda_index(device)
-    asked_for_disk = options.spill != default_spill() or options.host_memory is not None
-    directories: tuple[Path, ...] = ()
-    if asked_for_disk:
-        own = options.spill != default_spill()
-        directories = options.spill if own else (default_directory(),)
-        for directory in directories:
-            check_directory(directory)
+    directories = _cuda_directories(options)
     if options.hardware is not None:
         profile = load_profile(options.hardware)
     else:
@@ -213,7 +211,52 @@ def _cuda_target(
         options.host_memory,
         index,
         library_bytes(index),
+        reaches_host(index),
     )
+
+
+def runtime_settings(options: Options, device: torch.device) -> RuntimeSettings:
+    """Those that a graph gets which is compiled with these options for this device."""
+    if device.type == "cuda":
+        index = cuda_index(device)
+        return _cuda_runtime(index, _cuda_directories(options), options.host_memory)
+    return _cpu_runtime(_cpu_directories(options), options.host_memory)
+
+
+def _cpu_runtime(directories: tuple[Path, ...], host_bytes: int | None) -> RuntimeSettings:
+    return RuntimeSettings(
+        target="cpu",
+        directories=tuple(str(d) for d in directories),
+        host_bytes=host_bytes,
+        arena_bytes=ARENA_BYTES,
+        chunk_bytes=CHUNK_BYTES,
+    )
+
+
+def _cuda_runtime(
+    index: int, directories: tuple[Path, ...], host_bytes: int | None
+) -> RuntimeSettings:
+    return RuntimeSettings(
+        target=f"cuda:{index}",
+        directories=tuple(str(d) for d in directories),
+        host_bytes=host_bytes,
+    )
+
+
+def _cpu_directories(options: Options) -> tuple[Path, ...]:
+    directories = options.spill
+    if directories == default_spill():
+        directories = (default_directory(),)
+    for directory in directories:
+        check_directory(directory)
+    return directories
+
+
+def _cuda_directories(options: Options) -> tuple[Path, ...]:
+    """None unless a disk was asked for, or the host is bounded."""
+    if options.spill == default_spill() and options.host_memory is None:
+        return ()
+    return _cpu_directories(options)
 
 
 @cache

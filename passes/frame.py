@@ -146,6 +146,20 @@ def may_access(problem: Problem, op: Op) -> list[str]:
     return [t for t in op.direct if t in op.operands and not problem.tensor[t].pinned]
 
 
+def direct_mode(problem: Problem, machine: Machine, only_free: bool = False) -> Mode:
+    """Everything in place that may be; `only_free`: that costs no time there."""
+    if HOST not in machine.tier:
+        return Mode()
+    return Mode(
+        frozenset(
+            (op.id, t)
+            for op in problem.ops
+            for t in may_access(problem, op)
+            if not only_free or op.direct[t] <= op.duration_us
+        )
+    )
+
+
 #: beyond so many repeated runs recomputing everything is no way out
 MOST_RECOMPUTED = 4000
 

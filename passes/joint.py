@@ -17,7 +17,14 @@ from offcompile.ir import DEVICE, HOST, Infeasible, Machine, Plan, Problem, Time
 
 from .contract import Judge
 from .cover import Cover, Prices
-from .frame import Frame, Mode, forced_mode, infeasible_host, recompute_everything
+from .frame import (
+    Frame,
+    Mode,
+    direct_mode,
+    forced_mode,
+    infeasible_host,
+    recompute_everything,
+)
 from .gaps import Gap
 from .lanes import Clock
 from .schedule import Builder
@@ -89,9 +96,16 @@ class Joint:
         if plain is not None:
             return plain
         search = self._search(problem, machine, began)
-        frame = self._frame(problem, machine, forced_mode(problem, machine))
+        forced = forced_mode(problem, machine)
+        frame = self._frame(problem, machine, forced)
         blocked = self._floor(frame)
         states = [] if blocked is not None else self._starts(search, frame)
+        free = direct_mode(problem, machine, only_free=True).directs
+        if not free <= forced.directs:
+            in_place = self._frame(
+                problem, machine, Mode(forced.directs | free, forced.recomputes, forced.hosted)
+            )
+            states += [] if self._floor(in_place) is not None else self._starts(search, in_place)
         self._single_policies(search)
         if search.best_plan is None:
             blocked = self._last_resorts(search, frame, blocked, states)
@@ -149,10 +163,14 @@ class Joint:
     def _last_resorts(
         self, search: Search, frame: Frame, blocked: Infeasible | None, states: list[State]
     ) -> Infeasible | None:
-        """Everything away, then everything computed again as well; why neither fits, if so."""
+        """Everything away, then everything computed again as well, then everything in place that
+        may be; why none fits, if so."""
         frames = [frame]
         if again := recompute_everything(search.problem):
             mode = Mode(frame.mode.directs, again, frame.mode.hosted)
+            frames.append(self._frame(search.problem, search.machine, mode))
+        if directs := direct_mode(search.problem, search.machine).directs - frame.mode.directs:
+            mode = Mode(frame.mode.directs | directs, frozenset(), frame.mode.hosted)
             frames.append(self._frame(search.problem, search.machine, mode))
         for resort in frames:
             reason = self._floor(resort)

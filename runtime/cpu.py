@@ -109,8 +109,17 @@ class CpuDevice(Device):
     def addressable(self, sizes: Sequence[int]) -> list[torch.Tensor]:
         return super().addressable(sizes) if self.mapped is None else self.mapped.tensors(sizes)
 
-    def slot_of(self, tensor: torch.Tensor) -> Slot | None:
+    def slot_of(self, tensor: torch.Tensor) -> MappedSlot | None:
         return None if self.mapped is None else self.mapped.slot_of(tensor)
+
+    def clear(self, host: torch.Tensor) -> None:
+        slot = self.slot_of(host)
+        if slot is None or not slot.clear_absent():
+            super().clear(host)
+
+    def expect_scattered(self, host: torch.Tensor, scattered: bool) -> bool:
+        slot = self.slot_of(host)
+        return slot is not None and slot.expect_scattered(scattered)
 
     def allocate(self, slot: Slot, freed: Callable[[], None]) -> torch.Tensor:
         if isinstance(slot, MappedSlot):

@@ -33,11 +33,12 @@ from offcompile.ir import OffloadError
 from .completions import Completions
 from .counters import note, now_ns
 from .cpu import PAGE_BYTES, CpuSlot
-from .cuda_copies import Blocks, CudaCopy, HostSlot, Mark, bare, check_needs, needed
+from .cuda_copies import Block, Blocks, CudaCopy, HostSlot, Mark, bare, check_needs, needed
 from .device import Copy, Device, How, Label, Point, Slot, Waited
 from .failures import failure
 from .host_arena import HostFull
 from .lanes import Lanes
+from .shadows import Shadows, ShadowSlot
 from .spill import SpillFull, SpillStore
 from .staging import CHUNKS, Ring
 from .streams import Event, Stream, Streams, when_storage_dies
@@ -77,6 +78,7 @@ class CudaDevice(Device):
             )
         self.streams = streams
         self.arena = arena
+        self.shadows = Shadows(streams, arena)
         self.stores = dict(stores)
         self.timed = timed
         self._chunk_bytes = staging_bytes // CHUNKS // PAGE_BYTES * PAGE_BYTES
@@ -104,7 +106,7 @@ class CudaDevice(Device):
         nbytes = source.numel() * source.element_size()
         if tier == "host":
             try:
-                return HostSlot(self.arena.block(nbytes), nbytes, self.arena.pinned)
+                return HostSlot(self._block(nbytes), nbytes, self.arena.pinned)
             except HostFull as full:
                 if not self.stores:
                     raise SpillFull(str(full)) from full
@@ -112,6 +114,21 @@ class CudaDevice(Device):
             known = ", ".join(("host", *self.stores))
             raise OffloadError(f"There is no tier {tier!r} to move to; this runtime has: {known}.")
         return CpuSlot(self.stores["disk"], "disk", nbytes, skew_bytes=0)
+
+    def _block(self, nbytes: int) -> Block:
+        try:
+            return self.arena.block(nbytes)
+        except HostFull:
+            if not self.shadows.spare_bytes:
+                raise
+            self.shadows.release()
+            return self.arena.block(nbytes)
+
+    def addressable(self, sizes: Sequence[int]) -> list[torch.Tensor]:
+        return self.shadows.tensors(sizes)
+
+    def slot_of(self, tensor: torch.Tensor) -> Slot | None:
+        return self.shadows.slot_of(tensor)
 
     def allocate(self, slot: Slot, freed: Callable[[], None]) -> torch.Tensor:
         try:
@@ -246,6 +263,8 @@ class CudaDevice(Device):
                     target, source = (host, device) if outward else (device, host)
                     self.streams.copy(stream, target, source)
                 copy.event = self.streams.record(stream, timing=timed)
+                if isinstance(slot, ShadowSlot):
+                    slot.points[stream] = copy.event
             except Exception as error:
                 copy.error = bare(error)
             self._ending(copy)
@@ -329,6 +348,8 @@ class CudaDevice(Device):
         copy.needs = ()
         if on_end is not None:
             on_end(copy)
+            # whoever drains finds that what it kept alive is gone
+            on_end = None
         with self._over:
             copy.over = True
             self._unfinished.discard(copy)

@@ -9,6 +9,8 @@ import torch
 
 from offcompile.ir import OffloadError
 
+from .alias import check_alias
+
 #: of what is free on the card, so much is left to the driver and to blocks between tensors
 LEFT_SHARE = 32
 SMALL_SIDE = 64
@@ -77,6 +79,19 @@ def usable_bytes(index: int) -> int:
     reserved_bytes = torch.cuda.memory_reserved(index)
     whole = int(free_bytes) + int(reserved_bytes)
     return whole - whole // LEFT_SHARE
+
+
+@cache
+def reaches_host(index: int) -> bool:
+    """Whether kernels of the card can use pinned host memory in place; also False where CUDA pins
+    none."""
+    if not torch.cuda.is_available():
+        return False
+    try:
+        check_alias(torch.device("cuda", index))
+    except OffloadError:
+        return False
+    return True
 
 
 @cache

@@ -63,6 +63,8 @@ class Slot(ABC):
 
     nbytes: int
     tier: str
+    #: whether a plan wants what is here to stay here
+    planned: bool = False
 
     @property
     @abstractmethod
@@ -107,6 +109,17 @@ class Device(ABC):
     def slot_of(self, tensor: torch.Tensor) -> Slot | None:
         """The slot that is the memory of an `addressable` tensor's storage; None: another's."""
         return None
+
+    def clear(self, host: torch.Tensor) -> None:
+        """Make all of an `addressable` tensor zero, in compute's order."""
+        host.zero_()
+
+    def expect_scattered(self, host: torch.Tensor, scattered: bool) -> bool:
+        """Say whether only rows here and there of an `addressable` tensor will be read in place.
+
+        Returns whether that made a difference.
+        """
+        return False
 
     @abstractmethod
     def mark(self) -> Point | None:

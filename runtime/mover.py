@@ -100,6 +100,22 @@ class Mover:
         saved = Saved(self, tag, lane, slot, awaited=True, host=host)
         return self._start_out(x, saved, began_ns)
 
+    def store_in_place(
+        self, nbytes: int, tag: str, zeroed: bool = False
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Host memory, flat, that an op is about to write in place, and the ticket for it.
+
+        What the memory holds is undefined, unless `zeroed`.
+        """
+        self._enter()
+        (host,) = self.device.addressable([nbytes])
+        slot = self.device.slot_of(host)
+        assert slot is not None, "the device does not know its own memory"
+        if zeroed:
+            self.device.clear(host)
+        saved = Saved(self, tag, "", slot, awaited=True, host=host)
+        return host, self._issue(saved, self._saved_died)
+
     def _start_out(self, x: torch.Tensor, saved: Saved, began_ns: int) -> torch.Tensor:
         tag, lane = saved.tag, saved.lane
         # from here on the ticket's death undoes everything, also when something is raised
@@ -148,7 +164,7 @@ class Mover:
                 " on the host tier. They were replaced while the compiled step ran; change"
                 " parameters between steps only."
             )
-        return self.start_load(Saved(self, tag, lane, slot, users=0), tag, lane)
+        return self.start_load(Saved(self, tag, lane, slot, users=0, host=host), tag, lane)
 
     def start_load(self, saved: Saved, tag: str, lane: str) -> tuple[torch.Tensor, torch.Tensor]:
         """Begin loading what was saved into a new buffer: (flat uint8 buffer, load ticket).

@@ -37,6 +37,8 @@ class Memory:
     writer: Job | None = None
     readers: list[Job] = field(default_factory=list)
     after: int = 0
+    #: on the host, where compute uses it in place
+    shadow: bool = False
 
 
 @dataclass(frozen=True)
@@ -49,10 +51,12 @@ class Race:
 
 
 class SimulatedSlot(Slot):
-    def __init__(self, nbytes: int, tier: str) -> None:
+    """shadow: the memory of an `addressable` tensor, which goes with that."""
+
+    def __init__(self, nbytes: int, tier: str, shadow: Memory | None = None) -> None:
         self.nbytes = nbytes
         self.tier = tier
-        self.memory = Memory(np.zeros(nbytes, np.uint8))
+        self.memory = shadow or Memory(np.zeros(nbytes, np.uint8))
 
     @property
     def where(self) -> str:
@@ -60,7 +64,8 @@ class SimulatedSlot(Slot):
 
     def free(self) -> None:
         # whoever still reads it finds this, not what it wants
-        self.memory.data[:] = 0xDD
+        if not self.memory.shadow:
+            self.memory.data[:] = 0xDD
 
 
 class SimulatedDevice(Device):
@@ -94,15 +99,26 @@ class SimulatedDevice(Device):
     def allocate(self, slot: Slot, freed: Callable[[], None]) -> torch.Tensor:
         return self.empty(slot.nbytes, freed)
 
-    def empty(self, nbytes: int, freed: Callable[[], None] | None = None) -> torch.Tensor:
+    def addressable(self, sizes: Sequence[int]) -> list[torch.Tensor]:
+        return [self.empty(nbytes, shadow=True) for nbytes in sizes]
+
+    def slot_of(self, tensor: torch.Tensor) -> SimulatedSlot | None:
+        memory = self._held.get(tensor.untyped_storage().data_ptr())
+        if memory is None or not memory.shadow:
+            return None
+        return SimulatedSlot(memory.data.size, "host", memory)
+
+    def empty(
+        self, nbytes: int, freed: Callable[[], None] | None = None, shadow: bool = False
+    ) -> torch.Tensor:
         """Memory for compute, as it comes: what died last is handed out first, at once.
 
         As with a caching allocator, kernels that were queued before may still be using it.
         """
         with self._lock:
             self._collect()
-            fitting = [m for m in self._spare if m.data.size == nbytes]
-            memory = fitting[-1] if fitting else Memory(np.zeros(nbytes, np.uint8))
+            fitting = [m for m in self._spare if m.data.size == nbytes and m.shadow == shadow]
+            memory = fitting[-1] if fitting else Memory(np.zeros(nbytes, np.uint8), shadow=shadow)
             if fitting:
                 self._spare.remove(memory)
             self._compute_clock |= memory.after
@@ -236,6 +252,8 @@ class SimulatedDevice(Device):
         clock = self._compute_clock if computing else 0
         for need in needs:
             clock |= self._clocks[need]
+        for memory in (*reads, *writes):
+            clock |= memory.after
         self._issued += 1
         clock |= 1 << self._issued
         # the job's memory may only die where its thread says that it has ended

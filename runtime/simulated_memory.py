@@ -98,10 +98,18 @@ class Watch:
         return memory
 
     def give(self, memory: Memory) -> None:
+        self._join(memory)
         memory.after |= self.known
         # whoever still reads it finds this, not what it wants
         memory.data[:] = 0xDD
         self._spare.append(memory)
+
+    def _join(self, memory: Memory) -> None:
+        """What used parts of it under addresses of their own used it; the parts are no more."""
+        start = memory.data.ctypes.data
+        for address in [a for a in self._held if start < a < start + memory.data.size]:
+            part = self._held.pop(address)
+            memory.readers += [*part.readers, *([part.writer] if part.writer else ())]
 
     def let_go(self, tensor: torch.Tensor) -> None:
         """What the calling thread knows goes with the memory, whoever drops it last."""

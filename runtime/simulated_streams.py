@@ -207,6 +207,13 @@ class SimulatedStreams(Streams):
                 raise torch.OutOfMemoryError(f"Tried to allocate {nbytes} bytes (planted)")
             return self._watch.device_tensor(nbytes, self.compute())
 
+    def alias(self, host: torch.Tensor) -> torch.Tensor:
+        with self._moved:
+            # known by what keeps it, before its first use: the alias itself must be free to die
+            self._watch.of(host)
+        # another storage, at the same address
+        return torch.from_numpy(host.numpy()[:])
+
     def memory(self) -> MemoryUse:
         with self._moved:
             return self._watch.use()

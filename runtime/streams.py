@@ -16,6 +16,8 @@ from typing import Any, TypeAlias
 
 import torch
 
+from .alias import cuda_alias
+
 #: what only the layer that made them looks into; streams can be compared with `==`
 Stream: TypeAlias = Any
 Event: TypeAlias = Any
@@ -73,6 +75,13 @@ class Streams(ABC):
         """A flat uint8 tensor for use on `compute()`; torch.OutOfMemoryError if there is no room.
 
         Work that was queued there before may still be using the same memory.
+        """
+
+    @abstractmethod
+    def alias(self, host: torch.Tensor) -> torch.Tensor:
+        """A flat uint8 tensor of the device on the memory of `host`, whose storage keeps `host`.
+
+        host: flat uint8 on the host. OffloadError where the device cannot use it in place.
         """
 
     @abstractmethod
@@ -155,6 +164,9 @@ class TorchStreams(Streams):
     def empty(self, nbytes: int) -> torch.Tensor:
         with torch.cuda.device(self.device):
             return torch.empty(nbytes, dtype=torch.uint8, device=self.device)
+
+    def alias(self, host: torch.Tensor) -> torch.Tensor:
+        return cuda_alias(host, self.device, torch.uint8, host.shape)
 
     def elapsed_us(self, begin: torch.cuda.Event, end: torch.cuda.Event) -> float:
         return float(begin.elapsed_time(end)) * 1e3

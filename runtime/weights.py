@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 
 import torch
 
-from .device import Device
+from .device import Device, Slot
 from .registry import runtimes
 
 
@@ -15,19 +16,55 @@ def live_on_host(device: Device, parameters: Sequence[torch.Tensor]) -> int:
 
     Those that have it stay as they are. Each covers its storage. Returns how many were moved.
     """
-    moving = [p for p in parameters if device.slot_of(p) is None]
+    moving = []
+    for parameter in parameters:
+        slot = device.slot_of(parameter)
+        if slot is None:
+            moving.append(parameter)
+        else:
+            slot.planned = True
     if not moving:
         return 0
     sizes = [p.untyped_storage().nbytes() for p in moving]
-    with torch.no_grad():
+    # what is made in inference mode could not be trained later
+    with torch.inference_mode(False), torch.no_grad():
         for parameter, flat in zip(moving, device.addressable(sizes), strict=True):
             host = flat.view(parameter.dtype).as_strided(parameter.size(), parameter.stride())
             host.copy_(parameter.detach())
             # what stood on the device goes with its last user
             parameter.data = host
+            slot = device.slot_of(parameter)
+            assert slot is not None
+            slot.planned = True
     return len(moving)
+
+
+def live_on_device(parameters: Sequence[torch.Tensor]) -> int:
+    """Bring parameters that were born on the host to the device; returns how many.
+
+    Those that another plan wants on the host stay there, and so do those that share their memory,
+    which would not share it afterwards.
+    """
+    users = Counter(p.untyped_storage().data_ptr() for p in parameters)
+    moved = 0
+    with torch.inference_mode(False), torch.no_grad():
+        for parameter in parameters:
+            slot = _slot_of(parameter)
+            if slot is None or slot.planned or users[parameter.untyped_storage().data_ptr()] > 1:
+                continue
+            here = torch.empty_strided(
+                parameter.size(), parameter.stride(), dtype=parameter.dtype, device=parameter.device
+            )
+            parameter.data = here.copy_(parameter.detach())
+            moved += 1
+    return moved
 
 
 def is_on_host(tensor: torch.Tensor) -> bool:
     """Whether the tensor's memory is the host tier's, of whichever runtime."""
-    return any(runtime.device.slot_of(tensor) is not None for runtime in runtimes())
+    return _slot_of(tensor) is not None
+
+
+def _slot_of(tensor: torch.Tensor) -> Slot | None:
+    found = (runtime.device.slot_of(tensor) for runtime in runtimes())
+    return next((slot for slot in found if slot is not None), None)

@@ -4,6 +4,10 @@ from __future__ import annotations
 
 import os
 
+# several workers of pytest-xdist share the cores: one thread each, said before torch is imported
+if "PYTEST_XDIST_WORKER" in os.environ:
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+
 import pytest
 from hypothesis import HealthCheck, Phase, settings
 

@@ -8,15 +8,26 @@ from __future__ import annotations
 import mmap
 from contextlib import ExitStack
 from dataclasses import replace
+from typing import Any
 from unittest import mock
 
 import interpreter_rounding
+import numpy as np
 import torch
-from kernel_cases import CASES, Case, assert_same, random_bits, run_all
+from kernel_cases import (
+    CASES,
+    TILES,
+    Case,
+    assert_product,
+    assert_same,
+    drawn,
+    random_bits,
+    run_all,
+)
 from triton.runtime.interpreter import interpreter_builder
 
 from offcompile.runtime import kernels
-from offcompile.runtime.kernels import copying, gathering
+from offcompile.runtime.kernels import copying, gathering, streaming
 from offcompile.runtime.kernels import launch as launching
 
 assert interpreter_rounding.KNOWN
@@ -110,6 +121,79 @@ def plain_names_run_kernels(device: torch.device) -> None:
     assert ran == ["movement:copy_blocks", "movement:copy_pitched", "movement:gather_pitched"]
 
 
+def each_weight_is_read_once(device: torch.device) -> None:
+    """By the addresses of all loads: whatever the rows, the way it lies, and the programs."""
+    for rows in (1, 32, 100):
+        for turned in (True, False):
+            for most in (None, 3):
+                _count_reads(rows, turned, most)
+
+
+def _count_reads(rows: int, turned: bool, most: int | None) -> None:
+    a = drawn(torch.float32, rows, 70)
+    b = drawn(torch.float32, 41, 70).t() if turned else drawn(torch.float32, 70, 41)
+    out = torch.zeros(rows, 41)
+    tiles = replace(TILES, inner=64)
+    launch = kernels.stream_launch(out, a, b, None, tiles)
+    tile = (tiles.inner, tiles.columns)
+    seen: list[np.ndarray] = []
+    load = interpreter_builder.create_masked_load
+
+    def counted(pointers: Any, mask: Any, *rest: Any) -> Any:
+        # tiles of no other operand are of this shape
+        if pointers.data.shape == tile:
+            seen.append(pointers.data[mask.data])
+        return load(pointers, mask, *rest)
+
+    with mock.patch.object(interpreter_builder, "create_masked_load", counted):
+        launch.run(most)
+    assert_product(out, a, b, None)
+    addresses, times = np.unique(np.concatenate(seen), return_counts=True)
+    assert (len(addresses), times.max()) == (b.numel(), 1), (rows, turned, most)
+    assert addresses[-1] - addresses[0] == 4 * (b.numel() - 1)
+
+
+def each_gradient_is_written_once(device: torch.device) -> None:
+    a, b = drawn(torch.float32, 40, 70).t(), drawn(torch.float32, 40, 41)
+    out = torch.zeros(70, 41)
+    seen: list[np.ndarray] = []
+    store = interpreter_builder.create_masked_store
+
+    def counted(pointers: Any, value: Any, mask: Any, *rest: Any) -> Any:
+        seen.append(pointers.data[mask.data])
+        return store(pointers, value, mask, *rest)
+
+    with mock.patch.object(interpreter_builder, "create_masked_store", counted):
+        kernels.write_launch(out, a, b, TILES).run(3)
+    addresses, times = np.unique(np.concatenate(seen), return_counts=True)
+    assert (len(addresses), times.max()) == (out.numel(), 1)
+
+
+def products_run_kernels(device: torch.device) -> None:
+    """`stream_matmul` and `write_matmul` take the kernel where the device is one that runs it."""
+    x, weight = drawn(torch.bfloat16, 5, 40), drawn(torch.bfloat16, 24, 40)
+    bias, dy = drawn(torch.bfloat16, 1, 24)[0], drawn(torch.bfloat16, 5, 24)
+    gradient = torch.zeros_like(weight)
+    ran: list[str] = []
+
+    def run(launch: kernels.Launch, most_programs: int | None = None) -> None:
+        ran.append(launch.kernel)
+        really(launch, most_programs)
+
+    really = kernels.Launch.run
+    with ExitStack() as stack:
+        for module in (launching, streaming):
+            stack.enter_context(mock.patch.object(module, "why_not", lambda *asked: None))
+        stack.enter_context(mock.patch.object(kernels.Launch, "run", run))
+        assert_product(kernels.stream_matmul(x, weight.t(), bias), x, weight.t(), bias)
+        assert_product(kernels.stream_matmul(dy, weight), dy, weight, None)
+        kernels.write_matmul(gradient, dy.t(), x)
+        # no kernel for rows that overlap, or for two types
+        kernels.stream_matmul(x, weight[0].expand(24, 40).t())
+    assert_product(gradient, dy.t(), x, None)
+    assert ran == ["streaming:stream_few"] * 2 + ["streaming:write_product"]
+
+
 ALL: dict[str, Case] = {
     **CASES,
     "beyond-31-bits-copied": beyond_31_bits_copied,
@@ -117,6 +201,9 @@ ALL: dict[str, Case] = {
     "bad-indices-stop": bad_indices_stop,
     "bad-indices-read-nothing": bad_indices_read_nothing,
     "plain-names-run-kernels": plain_names_run_kernels,
+    "each-weight-is-read-once": each_weight_is_read_once,
+    "each-gradient-is-written-once": each_gradient_is_written_once,
+    "products-run-kernels": products_run_kernels,
 }
 
 

@@ -1,6 +1,7 @@
-"""Importing this makes Triton's interpreter round casts as devices do; for tests alone.
+"""Importing this makes Triton's interpreter round and multiply as devices do; for tests alone.
 
-Left to itself it cuts the low bits off on the way to bfloat16 and the 8-bit types.
+Left to itself it cuts the low bits off on the way to bfloat16 and the 8-bit types, and multiplies
+matrices of bfloat16 as if their bits were integers.
 """
 
 from __future__ import annotations
@@ -36,3 +37,19 @@ def _convert(values: Any, source: Any, target: Any, rounding_mode: Any) -> Any:
 
 
 interpreter._convert_float = _convert
+
+_multiply = interpreter.InterpreterBuilder.create_dot
+
+
+def _widened(handle: Any) -> Any:
+    if handle.dtype.scalar != tl.bfloat16:
+        return handle
+    wide = _convert(handle.data, tl.bfloat16, tl.float32, None).view(np.float32)
+    return interpreter.TensorHandle(wide, tl.float32)
+
+
+def _dot(self: Any, a: Any, b: Any, d: Any, precision: Any, imprecise: Any) -> Any:
+    return _multiply(self, _widened(a), _widened(b), d, precision, imprecise)
+
+
+interpreter.InterpreterBuilder.create_dot = _dot

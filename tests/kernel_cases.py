@@ -16,7 +16,7 @@ from functools import partial
 import torch
 
 from offcompile.runtime import kernels
-from offcompile.runtime.kernels import Config
+from offcompile.runtime.kernels import Blocks, Config
 
 Case = Callable[[torch.device], None]
 CASTS = (torch.float32, torch.float16, torch.bfloat16)
@@ -184,6 +184,59 @@ def gather(
         assert_same(target, expected, exactly=target_type == source_type)
 
 
+#: few rows in a tile: both kernels are met with little, and so are all edges
+TILES = Blocks(rows=32, inner=32, columns=16, warps=1)
+
+
+def assert_product(
+    found: torch.Tensor, a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None
+) -> None:
+    """Within one rounding of the result, and float32 sums in any order."""
+    wide_a, wide_b = a.cpu().double(), b.cpu().double()
+    expected, size = wide_a @ wide_b, wide_a.abs() @ wide_b.abs()
+    if bias is not None:
+        expected, size = expected + bias.cpu().double(), size + bias.cpu().double().abs()
+    allowed = torch.finfo(found.dtype).eps * expected.abs() + 2.0**-21 * size
+    wrong = (found.cpu().double() - expected).abs() - allowed
+    assert found.numel() == 0 or float(wrong.max()) <= 0, f"{float(wrong.max())} too far"
+
+
+def drawn(dtype: torch.dtype, rows: int, columns: int, gap: int = 0) -> torch.Tensor:
+    """A matrix with rows `gap` elements apart, which are no numbers."""
+    generator = torch.Generator().manual_seed(rows * 1000 + columns)
+    whole = torch.full((rows, columns + gap), float("nan"))
+    whole[:, :columns] = torch.randn(rows, columns, generator=generator)
+    return whole.to(dtype)
+
+
+def stream(
+    rows: int, inner: int, columns: int, turned: bool, dtype: torch.dtype, device: torch.device
+) -> None:
+    for gap, biased, most in ((0, True, None), (5, False, 2)):
+        a = drawn(dtype, rows, inner, gap).to(device)[:, :inner]
+        if turned:
+            b = drawn(dtype, columns, inner, gap).to(device)[:, :inner].t()
+        else:
+            b = drawn(dtype, inner, columns, gap).to(device)[:, :columns]
+        bias = drawn(dtype, 1, columns)[0].to(device) if biased else None
+        out = torch.full((rows, columns), float("nan"), dtype=dtype, device=device)
+        launch = kernels.stream_launch(out, a, b, bias, TILES)
+        assert launch.kernel.endswith("few" if rows <= TILES.rows else "many")
+        launch.run(most)
+        assert_product(out, a, b, bias)
+
+
+def write(rows: int, inner: int, columns: int, dtype: torch.dtype, device: torch.device) -> None:
+    """As gradients of weights come: dy transposed, times x."""
+    for gap, most in ((0, None), (8, 2)):
+        a = drawn(dtype, inner, rows, gap).to(device)[:, :rows].t()
+        b = drawn(dtype, inner, columns).to(device)
+        whole = torch.full((rows, columns + gap), 7.0, dtype=dtype, device=device)
+        kernels.write_launch(whole[:, :columns], a, b, TILES).run(most)
+        assert_product(whole[:, :columns], a, b, None)
+        assert bool((whole[:, columns:] == 7).all()), "something was written between the rows"
+
+
 def _cases() -> dict[str, Case]:
     cases: dict[str, Case] = {}
     for s in CASTS:
@@ -211,6 +264,13 @@ def _cases() -> dict[str, Case]:
             for index in (torch.int32, torch.int64):
                 name = f"gather-{rows}x{columns}-{named(s)}-{named(t)}-{named(index)}"
                 cases[name] = partial(gather, rows, columns, t, s, index)
+    # the last two are tall: many rows, and a matrix that is narrow one way or the other
+    for m, k, n in ((1, 1, 1), (1, 96, 40), (32, 70, 33), (33, 64, 16), (150, 40, 8), (150, 8, 40)):
+        for dtype in CASTS:
+            for turned in (True, False):
+                name = f"stream-{m}x{k}x{n}-{'turned' if turned else 'straight'}-{named(dtype)}"
+                cases[name] = partial(stream, m, k, n, turned, dtype)
+            cases[f"write-{n}x{m}x{k}-{named(dtype)}"] = partial(write, n, m, k, dtype)
     return cases
 
 

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from torch._functorch._aot_autograd.descriptors import PlainAOTInput
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 
@@ -17,7 +19,7 @@ from offcompile.costs import CostModel, OpCost, costs_of_graph
 from offcompile.decide import decide
 from offcompile.graphs import FORWARD, Graphs
 from offcompile.hardware import load_profile
-from offcompile.ir import DEVICE, OffloadError
+from offcompile.ir import DEVICE, HOST, OffloadError
 from offcompile.options import Options
 from offcompile.pipeline import _check_one_device
 from offcompile.rewrite import rewrite
@@ -120,8 +122,6 @@ def test_the_disk_is_a_tier_for_who_asks_for_it(tmp_path: Path) -> None:
 
 
 def test_a_lane_through_a_slow_link_is_as_slow_as_the_link() -> None:
-    from dataclasses import replace
-
     slow = replace(CARD, d2h_gbps=1.0, disk_write_gbps=5.0)
     lane = to_cuda_machine(slow, None, disk=True).lane["device_to_disk"]
     assert lane.bytes_per_us == 1000.0
@@ -139,6 +139,7 @@ def one_card(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(targets, "cuda_index", lambda device: device.index or 0)
     monkeypatch.setattr(targets, "usable_bytes", lambda index: 20 << 30)
     monkeypatch.setattr(targets, "library_bytes", lambda index: 8 * MIB)
+    monkeypatch.setattr(targets, "reaches_host", lambda index: True)
 
 
 @pytest.mark.usefixtures("one_card")
@@ -221,3 +222,54 @@ def test_the_wall_clock_tells_at_once() -> None:
     tell: Callable[[float], None] = told.append
     timer.stop(timer.start(), tell)
     assert len(told) == 1 and told[0] >= 0
+
+
+# --- weights on the host --------------------------------------------------------------------------
+
+
+def test_direct_access_is_as_fast_as_it_was_measured() -> None:
+    in_place = card().in_place(MIB)
+    assert in_place is not None
+    link = min(CARD.h2d_gbps, CARD.d2h_gbps) * 1000
+    assert in_place(5.0, MIB) == pytest.approx(5.0 + 2 * MIB / link)
+    measured = replace(CARD, direct_gbps={"read": 20.0, "write": 16.0, "read_strided": 1.0})
+    known = replace(card(), profile=measured).in_place(MIB)
+    assert known is not None and known(5.0, 16_000) == pytest.approx(6.0)
+
+
+def test_a_card_that_does_not_reach_the_host_has_no_weights_there() -> None:
+    assert replace(card(), reaches_host=False).in_place(MIB) is None
+    if not torch.cuda.is_available():
+        assert not cuda_facts.reaches_host(0)
+
+
+def test_a_plan_for_the_card_has_its_weight_on_the_host() -> None:
+    """The weight alone is more than the budget leaves: it is fetched, or used where it lies."""
+    graphs = replace(captured(), parameters=frozenset([1]))
+    for node in graphs.forward.graph.find_nodes(op="placeholder"):
+        node.meta["desc"] = PlainAOTInput(["x_1", "weight_1", "scale_1"].index(node.name))
+    costs = {(FORWARD, n.name): OpCost(1000.0) for n in graphs.forward.graph.nodes}
+    target = card()
+    annotated = annotate(graphs, costs, hint, in_place=target.in_place(2 * MIB))
+    assert annotated.problem.tensor["weight_1"].home == HOST
+    found = decide(
+        annotated.problem,
+        target.machine,
+        6 * MIB,
+        target.reserve_bytes,
+        "joint",
+        1.0,
+        may_fit=False,
+    )
+    made = rewrite(graphs, annotated, found.result.plan, found.order, target.runtime.key)
+    plan = found.result.plan
+    fetched = [n for n in made.graphs.forward.graph.nodes if n.target is ops.start_fetch]
+    assert plan.directs or fetched
+    for node in fetched:
+        assert node.args[-1] == "cuda:0" and node.args[-2] == target.runtime.key
+        assert node.meta["val"][0].device == torch.device("cuda:0")
+
+
+def test_the_host_s_bound_holds_for_weights_too() -> None:
+    bounded = replace(card(), host_bytes=MIB // 2)
+    assert bounded.machine(8 * MIB).tier["host"].capacity_bytes == MIB // 2

@@ -73,6 +73,65 @@ LAUNCHES: dict[str, Wanted] = {
 }
 
 
+def streamed(dtype: torch.dtype, rows: int, turned: bool) -> Callable[[], Launch]:
+    def launch() -> Launch:
+        weight = torch.empty(256, 512, dtype=dtype)
+        b = weight.t() if turned else weight
+        a = torch.empty(rows, b.shape[0], dtype=dtype)
+        bias = torch.empty(b.shape[1], dtype=dtype)
+        return kernels.stream_launch(torch.empty(rows, b.shape[1], dtype=dtype), a, b, bias)
+
+    return launch
+
+
+def written(dtype: torch.dtype) -> Callable[[], Launch]:
+    def launch() -> Launch:
+        dy, x = torch.empty(300, 256, dtype=dtype), torch.empty(300, 512, dtype=dtype)
+        return kernels.write_launch(torch.empty(256, 512, dtype=dtype), dy.t(), x)
+
+    return launch
+
+
+#: products of one weight with few and many rows, forward and for the input; and gradients of it
+PRODUCTS: dict[str, Callable[[], Launch]] = {
+    "stream-few-forward": streamed(BF16, 16, True),
+    "stream-few-input": streamed(F16, 100, False),
+    "stream-few-float32": streamed(F32, 64, True),
+    "stream-many-forward": streamed(BF16, 1000, True),
+    "stream-many-input": streamed(BF16, 1000, False),
+    "stream-many-float32": streamed(F32, 1000, False),
+    "write-bfloat16": written(BF16),
+    "write-float32": written(F32),
+}
+
+
+@pytest.mark.parametrize("target", TARGETS)
+@pytest.mark.parametrize("name", [n for n in PRODUCTS if "float32" not in n])
+def test_products_compile_and_cross_the_bus_in_wide_accesses(
+    name: str, target: str, cache: Path
+) -> None:
+    made = compile_launch(PRODUCTS[name](), target, cache)
+    # AMD joins what neighbours write to whole lines whatever the width
+    assert made.store_bits() >= (128 if target.startswith("sm_") else 64)
+    assert made.load_bits() == 128
+    if "few" in name:
+        # the next tiles of the weight are under way while one is multiplied
+        assert set(made.pipelined_bits()) <= {128}
+        assert made.pipelined_bits() or target in ("sm_100", "gfx942")
+    if "many" in name and target.startswith("sm_"):
+        streamed = re.findall(r"ld\.global\S*evict_first\S*", made.assembly)
+        assert streamed
+        assert [load for load in streamed if not load.endswith("v4.b32")] == []
+
+
+@pytest.mark.parametrize("target", ["sm_90", "gfx942"])
+@pytest.mark.parametrize("name", [n for n in PRODUCTS if "float32" in n])
+def test_products_of_float32_compile(name: str, target: str, cache: Path) -> None:
+    made = compile_launch(PRODUCTS[name](), target, cache)
+    assert made.load_bits() == made.store_bits() == 128
+    assert "tf32" not in made.assembly
+
+
 @pytest.fixture(scope="module")
 def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("triton")
@@ -143,13 +202,14 @@ def test_every_amd_architecture_that_is_let_through_compiles(name: str, cache: P
 def test_no_kernel_is_left_out() -> None:
     from triton.runtime.jit import JITFunction
 
-    written = set()
+    defined = set()
     for file in CODE.glob("[!_]*.py"):
         module = __import__(f"offcompile.runtime.kernels.code.{file.stem}", fromlist=["_"])
         for name, value in vars(module).items():
             if isinstance(value, JITFunction) and not name.startswith("_"):
-                written.add(f"{file.stem}:{name}")
-    assert {launch().kernel for launch, _, _ in LAUNCHES.values()} == written
+                defined.add(f"{file.stem}:{name}")
+    known = [launch for launch, _, _ in LAUNCHES.values()] + list(PRODUCTS.values())
+    assert {launch().kernel for launch in known} == defined
 
 
 class Pretended:

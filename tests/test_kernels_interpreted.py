@@ -23,6 +23,9 @@ ONLY_INTERPRETED = (
     "bad-indices-stop",
     "bad-indices-read-nothing",
     "plain-names-run-kernels",
+    "each-weight-is-read-once",
+    "each-gradient-is-written-once",
+    "products-run-kernels",
 )
 
 

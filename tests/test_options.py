@@ -15,6 +15,7 @@ import pytest
 
 from offcompile.ir import InvalidInput, OffloadError
 from offcompile.options import Options
+from offcompile.passes.registry import make
 
 GIB = 1 << 30
 
@@ -197,6 +198,7 @@ def test_every_option_has_its_variable() -> None:
         "OFFCOMPILE_HARDWARE": "h200",
         "OFFCOMPILE_DUMP": "/dumps",
         "OFFCOMPILE_SECONDS": "2.5",
+        "OFFCOMPILE_GRADIENT_RESERVE": "none",
     }
     assert set(environ) == {f"OFFCOMPILE_{f.name.upper()}" for f in fields(Options)}
     assert Options.read(None, environ) == Options(
@@ -210,6 +212,25 @@ def test_every_option_has_its_variable() -> None:
         Path("/dumps"),
         2.5,
     )
+
+
+@pytest.mark.parametrize("given", [0, 0.4, 1])
+def test_a_reserve_for_gradients_is_a_policy(given: float) -> None:
+    read = Options.read({"gradient_reserve": given, "policy": "joint"}, {})
+    assert read.whole_policy == f"gradient_reserve:reserve={float(given)}"
+    assert make(read.whole_policy).reserve == given
+    assert Options.read({}, {}).whole_policy == "joint"
+
+
+@pytest.mark.parametrize("given", [-0.1, 1.5, "much", math.nan, True])
+def test_a_reserve_is_a_share(given: object) -> None:
+    with pytest.raises(InvalidInput, match=r"gradient_reserve: .* from 0 to 1"):
+        Options.read({"gradient_reserve": given}, {})
+
+
+def test_a_reserve_and_another_policy_contradict_each_other() -> None:
+    with pytest.raises(InvalidInput, match=r"gradient_reserve=0.4 .*'recompute'; leave out"):
+        Options.read({"policy": "recompute"}, {"OFFCOMPILE_GRADIENT_RESERVE": "0.4"})
 
 
 def test_code_wins_over_variables_also_where_it_says_none() -> None:

@@ -41,6 +41,7 @@ POINTERS = {
 }
 _PTX_NAMES = {"load": "ld", "store": "st"}
 _PTX = r"{}\.global[\w.:]*?(?:\.v(?P<count>\d))?\.[busf](?P<bits>\d+)\s"
+_PTX_PIPELINED = r"cp\.async\.c[ag]\.shared\.global\s+\[[^]]*\],\s*\[[^]]*\],\s*0x([0-9a-f]+)"
 _AMD = r"(?:global|buffer|flat)_{}_(?:dwordx(?P<dwords>\d)|[us]?(?P<name>dword|short|byte|b\d+))"
 _AMD_BITS = {"dword": 32, "short": 16, "byte": 8}
 
@@ -58,6 +59,10 @@ class Compiled:
     def store_bits(self) -> int:
         return max(self._widths("store"), default=0)
 
+    def pipelined_bits(self) -> list[int]:
+        """Bits of each load that goes past the registers, on NVIDIA."""
+        return [8 * int(found, 16) for found in re.findall(_PTX_PIPELINED, self.assembly)]
+
     @property
     def stops_on_assertions(self) -> bool:
         return ("__assertfail" if self.target.startswith("sm_") else "s_trap") in self.assembly
@@ -66,6 +71,8 @@ class Compiled:
         if self.target.startswith("sm_"):
             for found in re.finditer(_PTX.format(_PTX_NAMES[access]), self.assembly):
                 yield int(found["count"] or 1) * int(found["bits"])
+            if access == "load":
+                yield from self.pipelined_bits()
             return
         for found in re.finditer(_AMD.format(access), self.assembly):
             if found["dwords"]:

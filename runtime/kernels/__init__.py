@@ -9,12 +9,22 @@ from .copying import copy_into, copy_launch, copy_torch
 from .gates import AMD_ARCHITECTURES, Architecture, refusal
 from .gathering import gather_launch, gather_rows, gather_torch
 from .launch import Launch, has_triton, load_kernel, why_not
+from .streaming import (
+    Blocks,
+    stream_launch,
+    stream_matmul,
+    stream_torch,
+    write_launch,
+    write_matmul,
+    write_torch,
+)
 from .tuning import CANDIDATES, Config, config_for, device_time_us, fastest
 
 __all__ = [
     "AMD_ARCHITECTURES",
     "CANDIDATES",
     "Architecture",
+    "Blocks",
     "Config",
     "Launch",
     "config_for",
@@ -29,5 +39,11 @@ __all__ = [
     "has_triton",
     "load_kernel",
     "refusal",
+    "stream_launch",
+    "stream_matmul",
+    "stream_torch",
     "why_not",
+    "write_launch",
+    "write_matmul",
+    "write_torch",
 ]

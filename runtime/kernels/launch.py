@@ -70,7 +70,7 @@ class Launch:
     tiles: int
     warps: int
     constants: Mapping[str, int] = field(default_factory=dict)
-    options: Mapping[str, bool] = field(default_factory=dict)
+    options: Mapping[str, int] = field(default_factory=dict)
 
     @property
     def device(self) -> torch.device:

@@ -1,0 +1,123 @@
+"""Where weights and their gradients live: on the device, on the host, or some here and some there.
+
+Three kinds of plan compete: everything at home on the device, so that only activations move; all
+weights on the host; and some of them there, the others staying for good. The simplest one that
+costs no more than `WORTH_LEAVING` is taken.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from fractions import Fraction
+from typing import Protocol
+
+from offcompile.ir import HOST, Infeasible, Problem
+from offcompile.passes.residents import best_share, spread
+
+from .annotate import Annotated
+from .decide import Decided
+
+#: weights leave for the host, and some of them stay after all, where a step gains more than this
+WORTH_LEAVING = 0.02
+#: plans that are only compared are searched for a shorter while
+TRIAL_SHARE = 1 / 3
+
+
+class Decide(Protocol):
+    """A plan for a step as annotated; raises Infeasible. `share` is of the usual planning time."""
+
+    def __call__(self, found: Annotated, *, may_fit: bool, share: float = 1.0) -> Decided: ...
+
+
+@dataclass(frozen=True)
+class Choice:
+    annotated: Annotated
+    decided: Decided
+    #: weights that stay on the device although others are on the host; None: no weight leaves
+    stays: frozenset[str] | None = None
+
+
+def choose(
+    at_home: Annotated,
+    on_host: Callable[[frozenset[str]], Annotated | None],
+    decide: Decide,
+    to_floor: bool,
+    must_leave: bool = False,
+) -> Choice:
+    """The fastest plan that fits; `to_floor`: the one that does with least.
+
+    `on_host` annotates the step with weights on the host but for those given; None where that
+    cannot be, or where no weight is worth a move. `must_leave`: gradients are to leave whatever it
+    gains, unless everything fits as it is.
+    """
+    stay = refused = None
+    try:
+        stay = decide(at_home, may_fit=True)
+    except Infeasible as error:
+        refused = error
+    good = stay is not None and (stay.fits or (_hides(stay, at_home.problem) and not must_leave))
+    if stay is not None and good and not to_floor:
+        return Choice(at_home, stay)
+    all_there = on_host(frozenset())
+    leave: Choice | None = None
+    if all_there is not None:
+        try:
+            leave = Choice(all_there, decide(all_there, may_fit=False), frozenset())
+        except Infeasible as error:
+            refused = error
+    if leave is None:
+        if stay is None:
+            assert refused is not None
+            raise refused
+        return Choice(at_home, stay)
+    if not to_floor and not _hides(leave.decided, leave.annotated.problem):
+        leave = _with_some_here(leave, on_host, decide)
+    if stay is None or must_leave or _better(leave.decided, stay, to_floor):
+        return leave
+    return Choice(at_home, stay)
+
+
+def _with_some_here(
+    leave: Choice, on_host: Callable[[frozenset[str]], Annotated | None], decide: Decide
+) -> Choice:
+    """As many weights on the device as make the step fastest."""
+    sizes = weights_in_use_order(leave.annotated.problem)
+    found: dict[Fraction, Choice] = {}
+
+    def cost(share: Fraction) -> float | None:
+        stays = spread(sizes, share)
+        annotated = on_host(stays)
+        if annotated is None:
+            return None
+        try:
+            decided = decide(annotated, may_fit=False, share=TRIAL_SHARE)
+        except Infeasible:
+            return None
+        found[share] = Choice(annotated, decided, stays)
+        return decided.result.makespan_us
+
+    share = best_share(cost, leave.decided.result.makespan_us)
+    if share == 0 or not _better(found[share].decided, leave.decided, False):
+        return leave
+    best = found[share]
+    longer = Choice(best.annotated, decide(best.annotated, may_fit=False), best.stays)
+    return min(longer, best, key=lambda c: c.decided.result.makespan_us)
+
+
+def weights_in_use_order(problem: Problem) -> list[tuple[str, int]]:
+    hosted = {t.id: t.nbytes for t in problem.tensors if t.kind == "weight" and t.home == HOST}
+    order = dict.fromkeys(t for op in problem.ops for t in op.reads if t in hosted)
+    return [(t, hosted[t]) for t in order]
+
+
+def _hides(decided: Decided, problem: Problem) -> bool:
+    """Whether moving costs next to nothing."""
+    compute_us = sum(op.duration_us for op in problem.ops)
+    return decided.result.makespan_us <= compute_us * (1 + WORTH_LEAVING)
+
+
+def _better(leave: Decided, stay: Decided, to_floor: bool) -> bool:
+    if to_floor:
+        return leave.order.peak_bytes < stay.order.peak_bytes
+    return leave.result.makespan_us < stay.result.makespan_us * (1 - WORTH_LEAVING)

@@ -1,0 +1,108 @@
+"""How each module's weights and gradients are treated, and the figures that decided."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+from offcompile.cli_tables import size
+from offcompile.explain import Fate
+from offcompile.ir import DEVICE, HOST, Plan, Problem
+from offcompile.ir.units import show_us
+
+FORWARD = "forward"
+#: this share of a duration is not worth telling
+NOTHING = 0.005
+
+STAYS = "stays on the device"
+IN_PLACE = "in place on the host (DHA)"
+MIXED = "in place in forward, loaded for backward (DFGB)"
+MIXED_BACK = "loaded for forward, in place in backward"
+LOADED = "loaded"
+LOADED_ONCE = "loaded for forward, kept for backward (GFGB)"
+LOADED_TWICE = "loaded for forward and again for backward (GFGB)"
+WRITTEN = "written on the host"
+SENT = "made on the device, sent to the host"
+
+
+@dataclass(frozen=True)
+class Mode:
+    """The treatment of one weight or gradient."""
+
+    tensor: str
+    nbytes: int
+    kind: str
+    what: str
+    why: str
+
+
+def module_of(path: str) -> str:
+    """The module that a parameter of this path belongs to."""
+    return path.rpartition(".")[0] or "(the model)"
+
+
+def modes(problem: Problem, plan: Plan, fates: Mapping[str, Fate]) -> tuple[Mode, ...]:
+    """Of every weight and gradient, in the problem's order."""
+    directs = {(d.op, d.tensor) for d in plan.directs}
+    loads: dict[str, int] = {}
+    left = {m.tensor for m in plan.moves if m.source == DEVICE}
+    for move in plan.moves:
+        if move.target == DEVICE:
+            loads[move.tensor] = loads.get(move.tensor, 0) + 1
+    found = []
+    for tensor in problem.tensors:
+        if tensor.kind == "weight":
+            uses = [o for o in problem.ops if tensor.id in o.reads]
+            ways = {(op.phase == FORWARD, (op.id, tensor.id) in directs) for op in uses}
+            what = STAYS if tensor.home != HOST else _way(ways, loads.get(tensor.id, 0))
+        elif tensor.kind == "gradient":
+            written = any(d.tensor == tensor.id for d in plan.directs)
+            what = WRITTEN if written else SENT if tensor.id in left else STAYS
+        else:
+            continue
+        why = _why(problem, tensor.id, fates[tensor.id])
+        found.append(Mode(tensor.id, tensor.nbytes, tensor.kind, what, why))
+    return tuple(found)
+
+
+def _way(ways: set[tuple[bool, bool]], loads: int) -> str:
+    """`ways`: (in forward, in place) of each use."""
+    forward = {direct for ahead, direct in ways if ahead}
+    backward = {direct for ahead, direct in ways if not ahead}
+    if forward | backward == {True}:
+        return IN_PLACE
+    if not backward:
+        return LOADED
+    if forward == {True}:
+        return MIXED
+    if backward == {True}:
+        return MIXED_BACK
+    return LOADED_ONCE if loads < 2 else LOADED_TWICE
+
+
+def _why(problem: Problem, tensor: str, fate: Fate) -> str:
+    users = [op for op in problem.ops if tensor in op.direct]
+    slower_us = sum(max(0.0, op.direct[tensor] - op.duration_us) for op in users)
+    parts = []
+    if users and slower_us <= NOTHING * sum(op.duration_us for op in users):
+        parts.append("in place as fast as on the device")
+    elif users:
+        parts.append(f"in place everywhere {show_us(slower_us)} slower")
+    if fate.lane_us:
+        parts.append(f"moves for {show_us(fate.lane_us)}, {show_us(fate.waiting_us)} of it waited")
+    return ", ".join(parts)
+
+
+def module_rows(
+    found: tuple[Mode, ...], module: Mapping[str, str]
+) -> Iterator[tuple[str, str, str, str, str]]:
+    """(module, kind, bytes, mode, why) of each module and treatment; `module`: tensor → its module.
+
+    Tensors of one module treated alike share a row, with the figures of the largest of them.
+    """
+    groups: dict[tuple[str, str, str], list[Mode]] = {}
+    for mode in found:
+        groups.setdefault((module.get(mode.tensor, ""), mode.kind, mode.what), []).append(mode)
+    for (name, kind, what), same in groups.items():
+        largest = max(same, key=lambda m: m.nbytes)
+        yield name, kind, size(sum(m.nbytes for m in same)), what, largest.why

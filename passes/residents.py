@@ -1,0 +1,55 @@
+"""Which of the weights that live on the host stay on the device all the same, for good.
+
+A weight that stays is never loaded and takes its bytes all through the step. What a byte of it
+saves is much the same for each, so what counts is where the lane is given rest: the chosen ones
+are spread evenly over the order of use. The first one used is always among them, since its load
+has nothing to hide behind.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from fractions import Fraction
+
+#: shares tried beside none and all, and how finely the best of them is looked at
+FIRST_SHARES = (Fraction(1), Fraction(1, 2))
+LEAST_STEP = Fraction(1, 8)
+
+
+def spread(sizes: Sequence[tuple[str, int]], share: Fraction) -> frozenset[str]:
+    """About `share` of all bytes, evenly over the order given, the first one included."""
+    if share <= 0:
+        return frozenset()
+    chosen: list[str] = []
+    owed = Fraction(0)
+    for name, nbytes in sizes:
+        owed += nbytes * share
+        if not chosen or 2 * owed >= nbytes:
+            chosen.append(name)
+            owed -= nbytes
+    return frozenset(chosen)
+
+
+def best_share(cost_of: Callable[[Fraction], float | None], none: float) -> Fraction:
+    """The cheapest share found; `cost_of` gives None where there is no plan, `none` is the cost of
+    staying at none.
+
+    All, a half, and then halves of the interval around the best so far: enough, since cost falls
+    with each byte that stays until the device is too full, and rises from there.
+    """
+    costs: dict[Fraction, float | None] = {Fraction(0): none}
+    for share in FIRST_SHARES:
+        costs[share] = cost_of(share)
+    step = FIRST_SHARES[-1] / 2
+    while step >= LEAST_STEP:
+        middle = _cheapest(costs)
+        for share in (middle - step, middle + step):
+            if 0 < share < 1 and share not in costs:
+                costs[share] = cost_of(share)
+        step /= 2
+    return _cheapest(costs)
+
+
+def _cheapest(costs: dict[Fraction, float | None]) -> Fraction:
+    found = [(cost, share) for share, cost in costs.items() if cost is not None]
+    return min(found)[1]

@@ -1,0 +1,214 @@
+"""Files of weights, read tensor by tensor: safetensors, and what `torch.save` wrote.
+
+A safetensors file is eight bytes with the length of a JSON header, that header, and the tensors'
+bytes one behind the other; it is read by plain reads into a small buffer, never mapped.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from offcompile.ir import OffloadError
+
+#: most that is read at once
+CHUNK_BYTES = 8 << 20
+_MOST_HEADER_BYTES = 100 << 20
+_DTYPES = {
+    "BOOL": torch.bool,
+    "U8": torch.uint8,
+    "I8": torch.int8,
+    "I16": torch.int16,
+    "U16": torch.uint16,
+    "I32": torch.int32,
+    "U32": torch.uint32,
+    "I64": torch.int64,
+    "U64": torch.uint64,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E5M2": torch.float8_e5m2,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "F32": torch.float32,
+    "F64": torch.float64,
+    "C64": torch.complex64,
+}
+_INDEX = ".index.json"
+
+
+class Entry(ABC):
+    """One tensor of a file."""
+
+    shape: tuple[int, ...]
+
+    @abstractmethod
+    def copy_to(self, target: torch.Tensor) -> None:
+        """Fill `target`, of the same shape, converting to its type."""
+
+
+@dataclass(frozen=True)
+class _Saved(Entry):
+    tensor: torch.Tensor
+
+    @property
+    def shape(self) -> tuple[int, ...]:  # type: ignore[override]
+        return tuple(self.tensor.shape)
+
+    def copy_to(self, target: torch.Tensor) -> None:
+        target.copy_(self.tensor)
+
+
+@dataclass(frozen=True)
+class _Raw(Entry):
+    path: Path
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    offset: int
+
+    def copy_to(self, target: torch.Tensor) -> None:
+        # by rows; what lies in one piece is one long row of elements
+        rows = target.view(-1) if target.is_contiguous() else target
+        row_bytes = math.prod(rows.shape[1:]) * self.dtype.itemsize
+        if not rows.numel():
+            return
+        at_once = min(max(1, CHUNK_BYTES // row_bytes), len(rows))
+        buffer = torch.empty(at_once * row_bytes, dtype=torch.uint8, device="cpu")
+        with open(self.path, "rb", buffering=0) as file:
+            file.seek(self.offset)
+            for start in range(0, len(rows), at_once):
+                part = rows[start : start + at_once]
+                raw = buffer[: len(part) * row_bytes]
+                self._fill(file.fileno(), raw.numpy().data)
+                part.copy_(raw.view(self.dtype).view(part.shape))
+
+    def _fill(self, descriptor: int, view: memoryview) -> None:
+        done = 0
+        while done < len(view):
+            count = os.readv(descriptor, [view[done:]])
+            if not count:
+                raise OffloadError(f"{self.path} became shorter while it was read.")
+            done += count
+
+
+def entries(path: str | os.PathLike[str]) -> dict[str, Entry]:
+    """The tensors of a file, or of a folder's files, by name; nothing of them is read yet.
+
+    A folder has an index (`*.index.json`, with a `weight_map`), or one file of weights.
+    """
+    place = Path(path)
+    if place.is_dir():
+        return _folder(place)
+    if place.name.endswith(_INDEX):
+        return _indexed(place)
+    return _file(place)
+
+
+def _folder(place: Path) -> dict[str, Entry]:
+    for pattern in ("*.safetensors", "*.bin", "*.pt", "*.pth"):
+        indices = sorted(place.glob(pattern + _INDEX))
+        found = indices or sorted(place.glob(pattern))
+        if len(found) > 1:
+            names = ", ".join(f.name for f in found[:5])
+            raise OffloadError(
+                f"{place} has {len(found)} files of weights ({names}) and no index that says what"
+                " is where: name one of them."
+            )
+        if found:
+            return entries(found[0])
+    raise OffloadError(f"{place} has no weights: no .safetensors, .bin, .pt or .pth file.")
+
+
+def _indexed(index: Path) -> dict[str, Entry]:
+    parsed = _json(index.read_bytes(), f"the index {index}")
+    where = parsed.get("weight_map")
+    if not isinstance(where, dict):
+        raise OffloadError(f'{index} has no "weight_map", so it is no index of weights.')
+    files: dict[str, dict[str, Entry]] = {}
+    for name in where.values():
+        if not isinstance(name, str) or Path(name).name != name:
+            raise OffloadError(f"{index} names {name!r}, which is no file beside it.")
+        if name not in files:
+            files[name] = _file(index.parent / name)
+    missing = [key for key, name in where.items() if key not in files[name]]
+    if missing:
+        key = missing[0]
+        raise OffloadError(
+            f"{index} says that {where[key]} holds {key!r}, and it does not (nor {len(missing) - 1}"
+            " others): fetch the files again."
+        )
+    return {key: files[name][key] for key, name in where.items()}
+
+
+def _file(path: Path) -> dict[str, Entry]:
+    if not path.is_file():
+        raise OffloadError(f"{path} is no file: name a file or folder of weights.")
+    return _safetensors(path) if path.suffix == ".safetensors" else _torch_file(path)
+
+
+def _torch_file(path: Path) -> dict[str, Entry]:
+    try:
+        loaded = torch.load(path, map_location="cpu", mmap=True, weights_only=True)
+    except Exception as error:  # pickle, zip and torch raise all kinds
+        raise OffloadError(
+            f"{path} cannot be read tensor by tensor ({error}): save it again with"
+            " torch.save(model.state_dict(), path), or as .safetensors."
+        ) from error
+    if not isinstance(loaded, Mapping) or not loaded:
+        raise OffloadError(f"{path} holds a {type(loaded).__name__}, not a state_dict.")
+    strange = [k for k, v in loaded.items() if not isinstance(v, torch.Tensor)]
+    if strange:
+        raise OffloadError(
+            f"{path} is not a state_dict: {strange[0]!r} is a {type(loaded[strange[0]]).__name__},"
+            " not a tensor. Save model.state_dict() on its own."
+        )
+    return {str(k): _Saved(v) for k, v in loaded.items()}
+
+
+def _safetensors(path: Path) -> dict[str, Entry]:
+    size = path.stat().st_size
+    with open(path, "rb") as file:
+        length = int.from_bytes(file.read(8), "little")
+        if size < 8 or length > min(_MOST_HEADER_BYTES, size - 8):
+            raise _broken(path, f"its header would be {length} bytes of {size}")
+        header = _json(file.read(length), f"the header of {path}")
+    header.pop("__metadata__", None)
+    return {name: _raw(path, 8 + length, size, name, told) for name, told in header.items()}
+
+
+def _raw(path: Path, base: int, size: int, name: str, told: Any) -> _Raw:
+    try:
+        dtype, shape = _DTYPES.get(told["dtype"]), tuple(map(int, told["shape"]))
+        start, end = map(int, told["data_offsets"])
+    except (KeyError, TypeError, ValueError) as error:
+        raise _broken(path, f"{name!r} is described as {told!r}") from error
+    if dtype is None:
+        raise OffloadError(
+            f"{path}: {name!r} is of type {told['dtype']}, which is not read here; known are"
+            f" {', '.join(_DTYPES)}."
+        )
+    if min(shape, default=0) < 0 or not 0 <= start <= end <= size - base:
+        raise _broken(path, f"{name!r} would lie at {start} to {end} of {size - base} bytes")
+    if end - start != math.prod(shape) * dtype.itemsize:
+        raise _broken(path, f"{name!r} has {end - start} bytes for {shape} of {told['dtype']}")
+    return _Raw(path, shape, dtype, base + start)
+
+
+def _json(text: bytes, what: str) -> dict[str, Any]:
+    try:
+        parsed = json.loads(text)
+    except ValueError as error:
+        raise OffloadError(f"{what} is no JSON ({error}): fetch the file again.") from error
+    if not isinstance(parsed, dict):
+        raise OffloadError(f"{what} is a JSON {type(parsed).__name__}, not an object.")
+    return parsed
+
+
+def _broken(path: Path, why: str) -> OffloadError:
+    return OffloadError(f"{path} is no whole safetensors file: {why}. Fetch it again.")

@@ -1,0 +1,112 @@
+"""How much longer an op takes with one operand on the host, used in place, than with all here."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from .heap import heap
+from .measure import Watch, time_us, undisturbed
+from .measure_op import Call, Operands, TensorSpec
+from .measure_op_cuda import cuda_time_us
+
+log = logging.getLogger(__name__)
+
+#: the two ways are timed in turn, so that a machine that slows down slows both
+ROUNDS = 3
+
+
+@dataclass(frozen=True)
+class InPlaceCall:
+    """A call, and the same with one operand on the host.
+
+    `target` runs in its stead; it gets the same arguments with argument `index` on the host, or,
+    if that is None, the first `count` of them and then `more`, and writes its output there.
+    """
+
+    call: Call
+    target: Any
+    index: int | None = None
+    count: int = 0
+    more: tuple[object, ...] = ()
+
+    @property
+    def key(self) -> str:
+        what = "out" if self.index is None else self.index
+        return f"in place {what} {self.target}: {self.call.key}"
+
+    @property
+    def operand(self) -> TensorSpec:
+        spec = self.call.outputs[0] if self.index is None else self.call.args[self.index]
+        assert isinstance(spec, TensorSpec)
+        return spec
+
+
+@dataclass(frozen=True)
+class Slowdown:
+    ratio: float
+    disturbed: bool
+
+
+def measure_in_place(
+    what: InPlaceCall,
+    operands: Operands,
+    addressable: Callable[[int], torch.Tensor],
+    seconds: float = 0.02,
+) -> Slowdown | None:
+    """Time in place by time without, both with everything in memory; None: it does not run.
+
+    `addressable` gives flat uint8 host memory that ops can use. `seconds`: see `time_us`.
+    """
+    call = what.call
+    try:
+        with undisturbed(operands.device):
+            args, kwargs = operands.make(call)
+            # beside an operand: what is written in place is kept from one run to the next only as
+            # long as as much is in use
+            host = addressable(what.operand.extent * what.operand.dtype.itemsize)
+            changed = [*args[: what.count], *what.more]
+            named: dict[str, object] = {}
+            if what.index is not None:
+                changed, named = list(args), kwargs
+                changed[what.index] = _on_host(args[what.index], what.operand, host)
+            heap().prepare()
+            with Watch() as watch:
+                plain, in_place = [], []
+                for _ in range(ROUNDS):
+                    plain.append(_time_us(call.target, args, kwargs, operands, seconds))
+                    in_place.append(_time_us(what.target, changed, named, operands, seconds))
+        return Slowdown(min(in_place) / min(plain), watch.disturbed)
+    except Exception as error:  # whatever an op may raise on made-up data: then it is a model's
+        log.debug("%s does not run by itself: %s", what.key, error)
+        return None
+
+
+def _on_host(here: object, spec: TensorSpec, host: torch.Tensor) -> torch.Tensor:
+    assert isinstance(here, torch.Tensor)
+    flat = host.view(spec.dtype)
+    flat.copy_(here.as_strided((spec.extent,), (1,)))
+    return flat.as_strided(spec.size, spec.stride)
+
+
+def _time_us(
+    target: Any,
+    args: list[object],
+    kwargs: dict[str, object],
+    operands: Operands,
+    seconds: float,
+) -> float:
+    def run() -> object:
+        return target(*args, **kwargs)
+
+    if operands.device.type == "cuda":
+        return cuda_time_us(run, operands.device, seconds)
+
+    def on_cpu() -> None:
+        run()
+
+    return time_us(on_cpu, seconds)

@@ -1,0 +1,139 @@
+"""Where weights live: the simplest plan that costs next to nothing, or else the fastest."""
+
+from __future__ import annotations
+
+import pytest
+
+from offcompile.annotate import Annotated
+from offcompile.choose import Choice, Decide, choose, weights_in_use_order
+from offcompile.decide import Decided, decide, planning_seconds
+from offcompile.explain import fates
+from offcompile.ir import DEVICE, HOST, Infeasible, Lane, Machine, Op, Problem, Tensor, Tier
+from offcompile.modes import modes, module_rows
+
+LAYERS, WEIGHT_BYTES, OP_US = 12, 1_000_000, 1000.0
+
+
+def machine_for(device_bytes: int) -> Machine:
+    """A copy of a weight takes as long as three ops."""
+    rate = WEIGHT_BYTES / (3 * OP_US)
+    return Machine(
+        (Tier(DEVICE, device_bytes), Tier(HOST, None)),
+        (Lane("h2d", HOST, DEVICE, rate), Lane("d2h", DEVICE, HOST, rate)),
+    )
+
+
+def tower(hosted: bool, stays: frozenset[str] = frozenset(), direct_us: float = 6000) -> Annotated:
+    """A step of layers whose weights are too slow to load, and slower in place."""
+    weights, ops, gradients = [], [], []
+    for i in range(LAYERS):
+        away = hosted and f"w{i}" not in stays
+        home = HOST if away else DEVICE
+        weights.append(Tensor(f"w{i}", WEIGHT_BYTES, "weight", home, pinned=not away))
+        gradients.append(Tensor(f"g{i}", WEIGHT_BYTES // 100, "gradient", None, pinned=True))
+    acts = [Tensor(f"a{i}", 1000, "activation", None) for i in range(LAYERS + 1)]
+    for i in range(LAYERS):
+        direct = {f"w{i}": direct_us} if hosted and f"w{i}" not in stays else {}
+        reads = (f"w{i}", f"a{i}")
+        ops.append(Op(f"F{i}", "forward", OP_US, reads, (f"a{i + 1}",), direct=direct))
+    for i in reversed(range(LAYERS)):
+        direct = {f"w{i}": direct_us} if hosted and f"w{i}" not in stays else {}
+        reads = (f"w{i}", f"a{i}")
+        ops.append(Op(f"B{i}", "backward", OP_US, reads, (f"g{i}",), direct=direct))
+    first = Op("in", "forward", 1.0, (), ("a0",))
+    tensors = (*weights, *gradients, *acts)
+    return Annotated(Problem(tensors, (first, *ops), steady=False), {}, {}, {})
+
+
+def at(budget: int | None, policy: str = "joint") -> Decide:
+    def planned(found: Annotated, *, may_fit: bool, share: float = 1.0) -> Decided:
+        return decide(
+            found.problem,
+            machine_for,
+            budget,
+            lambda budget_bytes: 0,
+            policy,
+            share * planning_seconds(found.problem),
+            may_fit=may_fit,
+        )
+
+    return planned
+
+
+def on_host(stays: frozenset[str]) -> Annotated:
+    return tower(True, stays)
+
+
+def chosen(budget: int | None) -> Choice:
+    return choose(tower(False), on_host, at(budget), budget is None)
+
+
+def test_what_fits_stays() -> None:
+    found = chosen(LAYERS * WEIGHT_BYTES * 2)
+    assert found.stays is None and found.decided.fits
+
+
+def test_some_weights_stay_where_loading_them_all_is_slow() -> None:
+    budget = LAYERS * WEIGHT_BYTES * 3 // 4
+    everything = at(budget)(on_host(frozenset()), may_fit=False)
+    found = chosen(budget)
+    assert found.stays and len(found.stays) < LAYERS
+    assert "w0" in found.stays
+    assert found.decided.result.makespan_us < 0.9 * everything.result.makespan_us
+    assert found.decided.order.peak_bytes <= budget
+
+
+def test_the_floor_has_all_of_them_on_the_host() -> None:
+    found = chosen(None)
+    assert found.stays == frozenset()
+    assert found.decided.order.peak_bytes < 3 * WEIGHT_BYTES
+
+
+def test_weights_that_are_as_fast_in_place_all_leave() -> None:
+    found = choose(
+        tower(False),
+        lambda stays: tower(True, stays, direct_us=OP_US),
+        at(2 * WEIGHT_BYTES),
+        False,
+    )
+    assert found.stays == frozenset()
+    plan = found.decided.result.plan
+    assert len(plan.directs) == 2 * LAYERS and not plan.moves
+
+
+def test_a_budget_that_nothing_fits_is_refused_with_the_least_that_does() -> None:
+    with pytest.raises(Infeasible, match="below the floor"):
+        chosen(WEIGHT_BYTES // 1000)
+
+
+def test_where_weights_cannot_leave_the_refusal_is_that_of_the_plain_step() -> None:
+    with pytest.raises(Infeasible, match="11,000,000 bytes"):
+        choose(tower(False), lambda stays: None, at(5 * WEIGHT_BYTES), False)
+
+
+def test_the_order_of_use() -> None:
+    order = [name for name, _ in weights_in_use_order(on_host(frozenset({"w3"})).problem)]
+    assert order == [f"w{i}" for i in range(LAYERS) if i != 3]
+
+
+def test_modules_are_told_apart_by_how_they_are_treated() -> None:
+    found = chosen(LAYERS * WEIGHT_BYTES * 3 // 4)
+    problem, result = found.annotated.problem, found.decided.result
+    told = {
+        fate.tensor.id: fate
+        for fate in fates(problem, found.decided.machine, result.plan, result.timeline)
+    }
+    every = modes(problem, result.plan, told)
+    assert {m.tensor for m in every} == {f"{k}{i}" for k in "wg" for i in range(LAYERS)}
+    by_id = {m.tensor: m for m in every}
+    for i in range(LAYERS):
+        stays = f"w{i}" in (found.stays or ())
+        assert (by_id[f"w{i}"].what == "stays on the device") == stays
+        assert by_id[f"g{i}"].what == "stays on the device"
+    loaded = [m for m in every if m.what.startswith("loaded")]
+    assert loaded and all(
+        "in place everywhere 10.000 ms slower, moves for" in m.why for m in loaded
+    )
+    rows = list(module_rows(every, {m.tensor: f"layer {m.tensor[1:]}" for m in every}))
+    assert len(rows) == 2 * LAYERS
+    assert rows[0][:3] == ("layer 0", "weight", "976.56 KiB")
