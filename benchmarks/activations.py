@@ -36,11 +36,13 @@ class Child:
     name: str
     task: dict[str, Any]
     bare: bool = False
+    #: whose `--child` it is
+    module: str = "benchmarks.activations"
     steps: list[dict[str, Any]] = field(default_factory=list)
     facts: dict[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        command = [sys.executable, "-m", "benchmarks.activations", "--child", json.dumps(self.task)]
+        command = [sys.executable, "-m", self.module, "--child", json.dumps(self.task)]
         self.process = subprocess.Popen(
             command,
             stdin=subprocess.PIPE,
@@ -51,6 +53,7 @@ class Child:
         warm = self.ask("warm")
         self.losses: list[float] = warm["losses"]
         self.warm_seconds: float = warm["seconds"]
+        self.warm_facts = warm
 
     def ask(self, what: str) -> dict[str, Any]:
         assert self.process.stdin is not None and self.process.stdout is not None

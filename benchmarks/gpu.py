@@ -24,7 +24,7 @@ from benchmarks.gpu_table import text_of
 
 RESULTS = Path(__file__).parent / "results"
 #: parts in their order, and how the time is shared out among those that are left
-PARTS = {"gpt-1.3b": 4, "resnet": 2, "gpt-124m": 2, "largest": 2}
+PARTS = {"gpt-1.3b": 4, "weights": 2, "resnet": 2, "gpt-124m": 2, "largest": 2}
 CASES = tuple(PARTS)[:-1]
 GIB = 1 << 30
 #: steps on end that are timed together, and what they take at least
@@ -58,6 +58,25 @@ VARIANTS = (
     Variant("torch offload", "torch offload", host_share=2.0),
     Variant("activation_memory_budget 0.2", "torch budget", 0.2),
 )
+LOAD_ALL = "hybrid_access:variant=load_all"
+
+
+def on_host(share: float, load_all: bool = False) -> Variant:
+    """Budgets below what weights and gradients take."""
+    name, policy = ("load all, then compute", LOAD_ALL) if load_all else ("ours", None)
+    return Variant(f"{name}, {share:.0%}", "ours", share, share + 0.1, 1.5, policy)
+
+
+#: of the case whose weights and gradients are nearly all there is
+WEIGHT_VARIANTS = (
+    on_host(0.4),
+    on_host(0.4, load_all=True),
+    on_host(0.2),
+    on_host(0.2, load_all=True),
+    Variant("torchao, gradients and optimizer", "torchao", host_share=2.0),
+    Variant("DeepSpeed ZeRO-3, all offloaded", "deepspeed", host_share=4.0),
+)
+NAMES = tuple(v.name for v in (*VARIANTS, *WEIGHT_VARIANTS))
 
 
 @dataclass
@@ -90,7 +109,8 @@ class Measurement:
         return self.rows
 
     def chosen(self) -> list[Variant]:
-        return [v for v in VARIANTS if not self.asked.variant or v.name in self.asked.variant]
+        known = WEIGHT_VARIANTS if self.case == "weights" else VARIANTS
+        return [v for v in known if not self.asked.variant or v.name in self.asked.variant]
 
     def steps_on_end(self, plain: Child) -> int:
         found = plain.ask("steps 2", self.deadline)
@@ -112,10 +132,17 @@ class Measurement:
             "lowering": "aot_eager" if self.asked.cpu_check else "inductor",
             "spill": self.asked.spill,
             "hardware": self.asked.hardware,
-            "policy": "activation_spill" if self.asked.cpu_check else None,  # plans at once
+            "policy": variant.policy or self.quick_policy,
             "host_memory": int(HOST_SHARE * self.asked.host_gib * GIB) or None,
         }
         return Child(variant, task, self.env)
+
+    @property
+    def quick_policy(self) -> str | None:
+        """Where figures mean nothing, one that plans at once."""
+        if not self.asked.cpu_check:
+            return None
+        return "hybrid_access" if self.case == "weights" else "activation_spill"
 
     def blocks(self, variants: Iterable[Variant], facts: dict[str, Any]) -> Iterator[list[Variant]]:
         """Variants that fit together beside plain; a row that comes first is measured first."""
@@ -310,7 +337,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--quick", action="store_true", help="tiny models, print only")
     parser.add_argument("--cpu-check", action="store_true", help="tiny models on the CPU target")
     parser.add_argument("--case", choices=CASES, action="append")
-    parser.add_argument("--variant", choices=[v.name for v in VARIANTS], action="append")
+    parser.add_argument("--variant", choices=NAMES, action="append")
     parser.add_argument("--no-search", action="store_true", help="no search for the largest batch")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--seconds", type=float, default=300.0, help="for everything (default 300)")

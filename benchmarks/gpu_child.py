@@ -21,6 +21,7 @@ import torch
 from torch import Tensor, fx, nn
 
 from benchmarks.activations_child import Attention, Residual, Stack
+from benchmarks.gpu_peers import PEERS, Peer, peer
 
 #: below this a saved tensor is not worth torch's own offload
 LEAST_OFFLOAD_BYTES = 1 << 20
@@ -84,12 +85,15 @@ def resnet(name: str, stages: list[tuple[int, int]], side: int, batch: int) -> C
 
 
 CASES = {
+    # what takes memory, and time on the bus, are weights and gradients
+    "weights": gpt("GPT 1.3B, few tokens", 2048, 24, 50304, 1, 512),
     "gpt-124m": gpt("GPT 124M", 768, 12, 50304, 16, 1024),
     "gpt-1.3b": gpt("GPT 1.3B", 2048, 24, 50304, 8, 2048),
     "resnet": resnet("ResNet", [(64, 16), (128, 16), (256, 16)], 128, 256),
 }
 #: the same code in seconds; large enough that something has to move
 TINY_CASES = {
+    "weights": gpt("GPT, tiny, few tokens", 64, 4, 96, 1, 16),
     "gpt-124m": gpt("GPT, tiny", 64, 2, 96, 8, 64),
     "gpt-1.3b": gpt("GPT, tiny and deep", 64, 6, 96, 4, 64),
     "resnet": resnet("ResNet, tiny", [(16, 2), (32, 2)], 32, 16),
@@ -118,6 +122,7 @@ class Variant:
         self.on_gpu = self.device.type == "cuda"
         self.case = (TINY_CASES if task["tiny"] else CASES)[task["case"]]
         self.at_floor = False
+        self.peer: Peer | None = None
         self.set_up()
 
     def set_up(self) -> None:
@@ -152,7 +157,8 @@ class Variant:
             inputs = inputs.to(torch.bfloat16)
         # one batch again and again: fetching others is not what is compared
         self.inputs = inputs.to(self.device), targets.to(self.device)
-        self.forward = self.compiled(memory)
+        self.peer = peer(self.kind, self.model) if self.kind in PEERS else None
+        self.forward = self.peer.forward if self.peer is not None else self.compiled(memory)
 
     def compiled(self, memory: int | str | None) -> Callable[..., Tensor]:
         lowering = self.task["lowering"]
@@ -167,6 +173,9 @@ class Variant:
     def step(self) -> Tensor:
         with self.around():
             loss = self.forward(*self.inputs)
+        if self.peer is not None:
+            self.peer.learn(loss)
+            return loss.detach()
         loss.backward()
         with torch.no_grad():
             gradients = [w.grad for w in self.weights]
@@ -256,6 +265,7 @@ class Variant:
     # --- memory -----------------------------------------------------------------------------------
 
     def clear(self) -> None:
+        self.peer = None
         self.model = self.forward = self.weights = self.inputs = None  # type: ignore[assignment]
         torch._dynamo.reset()
         gc.collect()

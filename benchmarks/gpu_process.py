@@ -23,6 +23,8 @@ class Variant:
     share: float = 1.0
     device_share: float = 0.9
     host_share: float = 0.0
+    #: of ours, where it is not the usual one
+    policy: str | None = None
 
 
 class Failed(Exception):

@@ -127,6 +127,9 @@ run; the first of ours measures ops, alone, the rest compile side by side.
 - torch offload: `torch._functorch.config.enable_activation_offloading` with every saved tensor of
   1 MiB and more marked; streams: with its separate stream, sunk waits and prefetching too.
 - `save_on_cpu(pin_memory=True)` around the compiled forward; it takes saved weights along.
+- `weights` is a model of which weights and gradients are nearly all: budgets are below them, so
+  they live in pinned host memory. "load all, then compute" is our runtime under the schedule of
+  ZeRO-Offload: no op starts before all weights are there. SGD works on them where they lie.
 - checkpoint per block: `torch.utils.checkpoint`, not reentrant, compiled.
 
 {sections}

@@ -44,12 +44,13 @@ def choose(
     decide: Decide,
     to_floor: bool,
     must_leave: bool = False,
+    may_split: bool = True,
 ) -> Choice:
     """The fastest plan that fits; `to_floor`: the one that does with least.
 
     `on_host` annotates the step with weights on the host but for those given; None where that
     cannot be, or where no weight is worth a move. `must_leave`: gradients are to leave whatever it
-    gains, unless everything fits as it is.
+    gains, unless everything fits as it is. `may_split`: some weights may stay while others leave.
     """
     stay = refused = None
     try:
@@ -71,7 +72,8 @@ def choose(
             assert refused is not None
             raise refused
         return Choice(at_home, stay)
-    if not to_floor and not _hides(leave.decided, leave.annotated.problem):
+    hidden = _hides(leave.decided, leave.annotated.problem)
+    if may_split and not to_floor and not hidden:
         leave = _with_some_here(leave, on_host, decide)
     if stay is None or must_leave or _better(leave.decided, stay, to_floor):
         return leave

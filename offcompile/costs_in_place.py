@@ -19,7 +19,7 @@ from offcompile.runtime.measure_op import Operands
 
 from .annotate import Annotated, Place
 from .costs import CostModel, OpCost
-from .direct_ops import reader_of, write_of
+from .direct_ops import does_less, reader_of, write_of
 from .graphs import Graphs, Hint
 
 #: an op that is slower by less is taken to be as fast: measurements differ by so much
@@ -42,9 +42,9 @@ def with_in_place(
 
     `addressable` gives host memory of the runtime that `runtime` names.
     """
-    found = dict(costs)
+    found, nodes = dict(costs), {(p, n.name): n for p, m in graphs for n in m.graph.nodes}
     operands, until = Operands(model.device), time.monotonic() + seconds
-    for place, tensor, what in _candidates(graphs, annotated, model, hint, runtime):
+    for place, tensor, what in _candidates(nodes, annotated, model, hint, runtime):
         if not model.cache.settled(what.key) and time.monotonic() < until:
             needed = sum(s.nbytes for s in what.call.inputs + what.call.outputs)
             if needed <= model.room_bytes:
@@ -54,7 +54,9 @@ def with_in_place(
                     model.cache.put(what.key, round(slower.ratio, 4), 0, slower.disturbed)
         known = model.cache.get(what.key)
         if known is not None:
-            ratio = known[0] if known[0] >= LEAST_SLOWDOWN else 1.0
+            # faster by itself is only what does less
+            least = 0.0 if does_less(nodes[place]) else 1.0
+            ratio = known[0] if known[0] >= LEAST_SLOWDOWN else min(1.0, max(known[0], least))
             cost = found[place]
             durations = {**cost.in_place, tensor: cost.duration_us * ratio}
             found[place] = replace(cost, in_place=durations)
@@ -63,10 +65,13 @@ def with_in_place(
 
 
 def _candidates(
-    graphs: Graphs, annotated: Annotated, model: CostModel, hint: Hint, runtime: str
+    nodes: Mapping[Place, fx.Node],
+    annotated: Annotated,
+    model: CostModel,
+    hint: Hint,
+    runtime: str,
 ) -> Iterator[tuple[Place, str, InPlaceCall]]:
     """(op, operand, what to run) for each operand that the op may use in place."""
-    nodes = {(p, n.name): n for p, m in graphs for n in m.graph.nodes}
     for op in annotated.problem.ops:
         if not op.direct:
             continue
@@ -105,5 +110,6 @@ def _in_place(
     ]
     if len(places) != 1:
         return None
-    target = reader_of(node, frozenset(places), model.device.type) or node.target
+    exact = model.lowering != "inductor"
+    target = reader_of(node, frozenset(places), model.device.type, exact) or node.target
     return InPlaceCall(call, target, places[0])

@@ -17,6 +17,7 @@ from torch import fx
 from offcompile.runtime import direct_ops
 
 from .graphs import FORWARD, Graphs, Hint, aliased_input, outputs_of, tensors_in
+from .stream_products import stream_addmm, stream_mm
 
 if TYPE_CHECKING:
     from .annotate import Annotated
@@ -26,7 +27,9 @@ aten = torch.ops.aten
 #: a node, and which of its arguments lie on the host → the op of the same arguments to run
 Reader = Callable[[fx.Node, frozenset[int]], Any]
 #: kind of device → op → what chooses its stand-in; None: the op itself
-IN_PLACE: dict[str, dict[Any, Reader]] = {}
+IN_PLACE: dict[str, dict[Any, Reader]] = {
+    "cuda": {aten.mm.default: stream_mm, aten.addmm.default: stream_addmm}
+}
 
 
 @dataclass(frozen=True)
@@ -38,9 +41,12 @@ class Write:
     args: tuple[Any, ...]
 
 
-def reader_of(node: fx.Node, hosted: frozenset[int], kind: str) -> Any:
-    """The op to run instead, with the node's own arguments; None: as it stands."""
-    choose = IN_PLACE.get(kind, {}).get(node.target)
+def reader_of(node: fx.Node, hosted: frozenset[int], kind: str, exact: bool = True) -> Any:
+    """The op to run instead, with the node's own arguments; None: as it stands.
+
+    exact: the result has to be the node's own to the last bit, which no stand-in's is.
+    """
+    choose = None if exact else IN_PLACE.get(kind, {}).get(node.target)
     return None if choose is None else choose(node, hosted)
 
 
@@ -58,12 +64,17 @@ def write_of(node: fx.Node) -> Write | None:
 
 def workspace_of(node: fx.Node, hint: Hint) -> int:
     """Device memory that writing the node's value in place takes, beside the operands."""
-    if node.target is not aten.embedding_dense_backward.default:
+    if not does_less(node):
         return 0
     gradient, indices = (n.meta["val"] for n in node.all_input_nodes[:2])
     rows: int = hint(gradient.numel()) * gradient.element_size()  # every row another one
     # and to find that out: the indices sorted, and their places
     return rows + 4 * hint(indices.numel()) * torch.int64.itemsize
+
+
+def does_less(node: fx.Node) -> bool:
+    """Whether making the value in place is less work: of a table's gradient, rows alone are made."""
+    return bool(node.target is aten.embedding_dense_backward.default)
 
 
 def is_store(node: fx.Node) -> bool:

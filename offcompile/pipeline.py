@@ -232,8 +232,15 @@ class Pipeline:
             leaves = any(not t.pinned for t in found.problem.tensors if t.kind in LEAVING)
             return found if leaves else None
 
-        reserved = options.gradient_reserve is not None
-        found = choose(annotated, on_host, decided, budget is None, reserved)
+        found = choose(
+            annotated,
+            on_host,
+            decided,
+            to_floor=budget is None,
+            must_leave=options.gradient_reserve is not None,
+            # other policies are the papers', which do not know of it
+            may_split=options.policy.partition(":")[0] == "joint",
+        )
         if found.stays is not None:
             self._in_place, self._stays = in_place, found.stays
         return found
@@ -310,8 +317,9 @@ class Pipeline:
         rows_only = scattered_reads(graphs, annotated)
         self._hosted = tuple(hosted.values())
         self._scattered = frozenset(i for t, i in hosted.items() if t in rows_only)
-        made = rewrite(graphs, annotated, decided.result.plan, decided.order, settings.key)
-        if self.options.lowering == "inductor":
+        plan, exact = decided.result.plan, self.options.lowering != "inductor"
+        made = rewrite(graphs, annotated, plan, decided.order, settings.key, exact)
+        if not exact:
             for _, module in made.graphs:
                 pin_order(module)
         return made.graphs

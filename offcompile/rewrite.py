@@ -49,15 +49,21 @@ class Rewritten:
 
 
 def rewrite(
-    graphs: Graphs, annotated: Annotated, plan: Plan, order: Order, runtime: str
+    graphs: Graphs,
+    annotated: Annotated,
+    plan: Plan,
+    order: Order,
+    runtime: str,
+    exact: bool = True,
 ) -> Rewritten:
     """New graphs for the plan's order. The given ones are left as they are.
 
-    `runtime` names the runtime that the movement nodes will run on.
+    `runtime` names the runtime that the movement nodes will run on. `exact`: results are to stay
+    as they are to the last bit.
     """
     moves = {m.id: m for m in plan.moves}
     directs = frozenset((d.op, d.tensor) for d in plan.directs)
-    tables = _Tables(graphs, annotated, moves, runtime, directs)
+    tables = _Tables(graphs, annotated, moves, runtime, directs, exact)
     forward = _Half(tables, FORWARD, graphs.forward, None)
     forward.walk(order.forward())
     if graphs.backward is None:
@@ -80,6 +86,7 @@ class _Tables:
     runtime: str
     #: (op, storage) that the op uses, or makes, in place on the host
     directs: frozenset[tuple[str, str]] = frozenset()
+    exact: bool = True
     #: weights that live there
     hosted: frozenset[str] = frozenset()
     #: (phase, storage) → names of the nodes that look at it
@@ -257,6 +264,8 @@ class _Half:
                 self.tickets[storage, tier] = ticket
             like = self.tables.base(storage).meta["val"]
             args: tuple[Any, ...] = (ticket, *self.laid_out(like))
+            if like.device.type != "cpu":
+                args += (str(like.device),)
             kept = self.graph.call_function(ops.host_of, args)
             kept.meta["val"] = like.new_empty_strided(like.shape, like.stride())
             self.rebase(storage, kept)
@@ -307,7 +316,9 @@ class _Half:
             for i, given in enumerate(node.args)
             if isinstance(given, fx.Node) and (op, storage_of.get((phase, given.name))) in directs
         )
-        return reader_of(node, hosted, self.tables.graphs.device) if hosted else None
+        if not hosted:
+            return None
+        return reader_of(node, hosted, self.tables.graphs.device, self.tables.exact)
 
     def store(self, storage: str, node: fx.Node) -> fx.Node:
         """The op that makes the storage on the host."""

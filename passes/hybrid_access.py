@@ -11,10 +11,10 @@ forward to backward, some leave in between.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import ClassVar
 
-from offcompile.ir import DEVICE, HOST, Infeasible, Machine, Op, Plan, Problem
+from offcompile.ir import DEVICE, HOST, Infeasible, Machine, Move, Op, Plan, Problem
 from offcompile.ir.units import round_ns
 
 from .contract import Judge
@@ -44,7 +44,8 @@ class HybridAccess:
 
     `variant` says who chooses: `exact` (Pareto program; a judge is also asked about the repaired
     choice, about loading all for backward, and all for both), `repaired` or `printed`
-    (Algorithm 1), or `zero_offload` (everything is loaded).
+    (Algorithm 1), `zero_offload` (everything is loaded), or `load_all` (the same, and no op starts
+    before all of it is there: the schedule that others are measured against).
     """
 
     name: ClassVar[str] = "hybrid_access"
@@ -69,7 +70,12 @@ class HybridAccess:
             fitting.offer(frame, _between_steps(frame, layers.weights))
             if fitting.trials.best is not None and asked >= patience:
                 break
-        return fitting.plan()
+        made = fitting.plan()
+        return _all_loaded_first(problem, machine, made, self.judge) if self._waits else made
+
+    @property
+    def _waits(self) -> bool:
+        return self.variant == "load_all"
 
     def _choices(self, layers: _Layers) -> Iterator[frozenset[tuple[str, str]]]:
         """Sets of direct accesses to try."""
@@ -97,6 +103,32 @@ def _windowed(layers: list[LayerTimes], link: int, start: int, window: int | Non
 
 def _unwindowed(layers: list[LayerTimes], link: int, start: int, window: int | None) -> Schedule:
     return _exact(layers, link, start)
+
+
+def _all_loaded_first(problem: Problem, machine: Machine, plan: Plan, judge: Judge | None) -> Plan:
+    """The plan with each weight's first load at the start, and nothing that reads one before all.
+
+    Infeasible where the device does not hold them all at once.
+    """
+    first: dict[str, Move] = {}
+    for move in plan.moves:
+        if move.target == DEVICE and problem.tensor[move.tensor].kind == "weight":
+            first.setdefault(move.tensor, move)
+    reader = next((o.id for o in problem.ops if not first.keys().isdisjoint(o.reads)), None)
+    if reader is None:
+        return plan
+    ids = {m.id for m in first.values()}
+    early = [replace(m, start_after=None, ready_before=reader) for m in first.values()]
+    made = replace(plan, moves=(*early, *(m for m in plan.moves if m.id not in ids)))
+    if judge is not None and not judge(problem, machine, made).valid:
+        total = sum(problem.tensor[t].nbytes for t in first)
+        raise Infeasible(
+            f"The weights that are to be loaded before anything else take {total:,} bytes, for"
+            " which the device has no room.",
+            None,
+            "Use another variant, which loads them one after the other.",
+        )
+    return made
 
 
 def _between_steps(frame: Frame, weights: Iterable[str]) -> set[Key]:

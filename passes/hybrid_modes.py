@@ -294,4 +294,5 @@ VARIANTS: dict[str, Callable[[Sequence[LayerTimes]], Schedule]] = {
     "repaired": repaired,
     "printed": as_printed,
     "zero_offload": zero_offload,
+    "load_all": zero_offload,
 }

@@ -19,6 +19,8 @@ from offcompile.report import PlanReport
 from offcompile.runtime import direct_ops, ops
 from offcompile.runtime.mapped import MappedSlot
 from offcompile.runtime.mapping import PAGE_BYTES
+from offcompile.runtime.measure_in_place import InPlaceCall, Slowdown, measure_in_place
+from offcompile.runtime.measure_op import Call, Operands, TensorSpec
 from offcompile.runtime.registry import Runtime, RuntimeSettings, close_all, runtime_for
 from offcompile.runtime.residency import resident_pages
 from offcompile.runtime.weights import is_on_host
@@ -269,3 +271,62 @@ def test_a_table_that_is_trained_is_read_ahead(tmp_path: Path, clean: None) -> N
     runtimes = offcompile.runtime.registry.runtimes()
     slots = [r.device.slot_of(p) for r in runtimes for p in model.parameters()]
     assert not any(s.scattered for s in slots if isinstance(s, MappedSlot))
+
+
+# --- what it takes ---------------------------------------------------------------------------
+
+
+def spec(
+    *size: int, stride: tuple[int, ...] = (), dtype: torch.dtype = torch.float32
+) -> TensorSpec:
+    return TensorSpec(dtype, size, stride or (*size[1:], 1))
+
+
+def test_reading_and_writing_in_place_are_measured(key: str, runtime: Runtime) -> None:
+    a, b, out = spec(64, 32, stride=(1, 64)), spec(32, 48), spec(64, 48)
+    call = Call(aten.mm.default, (a, b), {}, (out,))
+    place = ([64, 48], [48, 1], torch.float32, "g", key)
+    reads = InPlaceCall(call, aten.mm.default, 0)
+    writes = InPlaceCall(call, direct_ops.store_mm, None, 2, place)
+    assert reads.operand is a and writes.operand is out and reads.key != writes.key
+    for what in (reads, writes):
+        seen: list[torch.Tensor] = []
+
+        def addressable(nbytes: int, seen: list[torch.Tensor] = seen) -> torch.Tensor:
+            seen += runtime.device.addressable([nbytes])
+            return seen[-1]
+
+        found = measure_in_place(what, Operands(), addressable, seconds=0.0)
+        assert found is not None and found.ratio > 0
+        # what was read there is what stands elsewhere for the plain op
+        made = 0 if what.index is None else int(seen[0].count_nonzero())
+        assert len(seen) == 1 and (made > 0) == (what is reads)
+
+
+def test_what_does_not_run_on_made_up_data_is_left_to_the_model(runtime: Runtime) -> None:
+    call = Call(aten.mm.default, (spec(2, 3), spec(2, 3)), {}, (spec(2, 3),))
+    addressable = runtime.device.addressable
+    what = InPlaceCall(call, aten.mm.default, 0)
+    assert measure_in_place(what, Operands(), lambda n: addressable([n])[0]) is None
+
+
+@pytest.mark.parametrize(("ratio", "expected"), [(3.0, 3.0), (1.02, 1.0), (0.2, 1.0)])
+def test_a_plan_goes_by_what_was_measured(
+    ratio: float, expected: float, tmp_path: Path, clean: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("OFFCOMPILE_CACHE_DIR", str(tmp_path / "costs"))
+    asked: list[str] = []
+
+    def slowdown(what: InPlaceCall, *_: object) -> Slowdown:
+        asked.append(what.key)
+        return Slowdown(ratio, False)
+
+    monkeypatch.setattr("offcompile.costs_in_place.measure_in_place", slowdown)
+    model = nn.Sequential(nn.Linear(256, 512), nn.ReLU(), nn.Linear(512, 256))
+    compiled(model, tmp_path)(torch.randn(64, 256)).sum().backward()
+    report: PlanReport = offcompile.reports()[-1]
+    products = [op for op in report.problem.ops if op.id.startswith(("mm", "addmm"))]
+    figures = [us / op.duration_us for op in products for us in op.direct.values()]
+    assert len(set(asked)) == len(asked) > 0
+    assert figures == pytest.approx([expected] * len(figures), rel=1e-3)
+    assert len(figures) == 5  # two read forward, one backward, two gradients

@@ -27,6 +27,7 @@ SPECS = [
     "hybrid_access:variant=printed",
     "hybrid_access:variant=repaired",
     "hybrid_access:variant=zero_offload",
+    "hybrid_access:variant=load_all",
     "gradient_reserve",
     "gradient_reserve:reserve=0.4,method=ratio",
     "activation_spill",

@@ -39,9 +39,9 @@ def plain(model: nn.Module) -> Any:
     return torch.compile(model, backend="aot_eager")
 
 
-def ours(model: nn.Module, policy: str) -> Any:
-    options = {"memory": "minimum", "lowering": "aot_eager", "hardware": "cpu"}
-    options |= {"policy": policy, "seconds": 0.2}
+def ours(model: nn.Module, policy: str, memory: int | str = "minimum") -> Any:
+    options = {"memory": memory, "lowering": "aot_eager", "hardware": "cpu"}
+    options |= {"policy": policy, "seconds": 0.1}
     return torch.compile(model, backend="offcompile", options=options)
 
 
@@ -71,10 +71,10 @@ def trained(
     return model, seen
 
 
-def check_same(specimen: Specimen, policy: str) -> nn.Module:
+def check_same(specimen: Specimen, policy: str, memory: int | str = "minimum") -> nn.Module:
     """Ours, trained just as the plain model; all weights that may move are on the host."""
     model, expected = trained(specimen, plain)
-    mine, found = trained(specimen, lambda m: ours(m, policy))
+    mine, found = trained(specimen, lambda m: ours(m, policy, memory))
     assert [name for name, _ in found] == [name for name, _ in expected]
     wrong = [
         name
@@ -126,9 +126,18 @@ def gpt2() -> nn.Module:
     from transformers import GPT2Config, GPT2LMHeadModel
 
     config = GPT2Config(
-        vocab_size=WORDS, n_positions=32, n_embd=WIDTH, n_layer=2, n_head=4, use_cache=False
+        vocab_size=WORDS,
+        n_positions=32,
+        n_embd=WIDTH,
+        n_layer=2,
+        n_head=4,
+        bos_token_id=1,
+        eos_token_id=1,
+        use_cache=False,
     )
-    return WithLabels(GPT2LMHeadModel(config))
+    model = GPT2LMHeadModel(config)
+    model.loss_type = "ForCausalLM"  # its class is none that the library knows a loss for
+    return WithLabels(model)
 
 
 def bert() -> nn.Module:
@@ -153,7 +162,7 @@ def t5() -> nn.Module:
         d_model=WIDTH,
         d_kv=16,
         d_ff=2 * WIDTH,
-        num_layers=2,
+        num_layers=1,
         num_heads=4,
         decoder_start_token_id=0,
     )
@@ -191,11 +200,15 @@ def test_hugging_face_models_train_as_ever(build: Callable[[], nn.Module], polic
 
 #: parameters that stay: those of layers that Dynamo does not trace
 UNCOMPILED = {"fused_lstm": ("lstm.",)}
+#: not the floor, where no schedule is found for weights on the host: a little below the least that
+#: weights on the device need
+MEMORY = {"lstm": (512 << 10) + 980_000}
 
 
 @pytest.mark.parametrize("number", range(len(ZOO)), ids=[s.name for s in ZOO])
 def test_the_zoo_trains_as_ever_with_its_weights_on_the_host(number: int) -> None:
     specimen = ZOO[number]
-    model = check_same(specimen, ("joint", "gradient_reserve")[number % 2])
+    policy = ("gradient_reserve", "joint")[number % 2]
+    model = check_same(specimen, policy, MEMORY.get(specimen.name, "minimum"))
     stays = UNCOMPILED.get(specimen.name, ())
     assert not [n for n in left_behind(model) if not n.startswith(stays or "-")]

@@ -215,11 +215,17 @@ def _unit(matrix: torch.Tensor, width: int, pitch: int) -> int:
     return unit_of(most, width, pitch, start)
 
 
-def _streams(a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None) -> bool:
+def streamable(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """Whether a kernel takes `a @ b`, by types and layouts alone."""
     dense = any(has_rows(m) and rows_apart(m) for m in (b, b.t()))
-    one_type = {a.dtype, b.dtype} | (set() if bias is None else {bias.dtype})
-    beside = bias is None or (bias.device == a.device and bias.is_contiguous())
-    return dense and len(one_type) == 1 and a.dtype in CASTS and beside
+    return dense and a.dtype == b.dtype and a.dtype in CASTS
+
+
+def _streams(a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None) -> bool:
+    if bias is None:
+        return streamable(a, b)
+    beside = bias.device == a.device and bias.is_contiguous() and bias.dtype == a.dtype
+    return beside and streamable(a, b)
 
 
 def _writes(out: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> bool:

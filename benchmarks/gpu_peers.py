@@ -1,0 +1,67 @@
+"""What others have for weights and gradients that leave the card, where it is installed."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+RATE = 0.01
+PEERS = ("torchao", "deepspeed")
+
+
+@dataclass(frozen=True)
+class Peer:
+    """How to run one model: forward to a loss, then backward and update."""
+
+    forward: Callable[..., Tensor]
+    learn: Callable[[Tensor], None]
+
+
+def peer(kind: str, model: nn.Module) -> Peer:
+    """ImportError where the package is not installed, which the row then says."""
+    return _torchao(model) if kind == "torchao" else _deepspeed(model)
+
+
+def _torchao(model: nn.Module) -> Peer:
+    """Gradients and the optimizer leave; weights stay."""
+    from torchao.optim import CPUOffloadOptimizer
+
+    weights = [p for p in model.parameters() if p.requires_grad]
+    optimizer = CPUOffloadOptimizer(weights, torch.optim.SGD, offload_gradients=True, lr=RATE)
+
+    def learn(loss: Tensor) -> None:
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    return Peer(torch.compile(model, backend="inductor", dynamic=False), learn)
+
+
+def _deepspeed(model: nn.Module) -> Peer:
+    """ZeRO-3 of one rank with parameters and optimizer on the CPU."""
+    import deepspeed
+
+    for name, value in {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29517"}.items():
+        os.environ.setdefault(name, value)
+    os.environ |= {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1"}
+    away = {"device": "cpu", "pin_memory": True}
+    settings: dict[str, Any] = {
+        "train_micro_batch_size_per_gpu": 1,
+        "bf16": {"enabled": True},
+        "zero_optimization": {"stage": 3, "offload_param": away, "offload_optimizer": away},
+        "zero_allow_untested_optimizer": True,
+        "zero_force_ds_cpu_optimizer": False,
+    }
+    optimizer = torch.optim.SGD(model.parameters(), lr=RATE)
+    engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=settings)
+
+    def learn(loss: Tensor) -> None:
+        engine.backward(loss)
+        engine.step()
+
+    return Peer(engine, learn)
