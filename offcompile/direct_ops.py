@@ -73,7 +73,7 @@ def workspace_of(node: fx.Node, hint: Hint) -> int:
 
 
 def does_less(node: fx.Node) -> bool:
-    """Whether making the value in place is less work: of a table's gradient, rows alone are made."""
+    """Whether making the value in place is less work: of a gradient's table, a few rows."""
     return bool(node.target is aten.embedding_dense_backward.default)
 
 

@@ -188,7 +188,9 @@ def products_run_kernels(device: torch.device) -> None:
         assert_product(kernels.stream_matmul(x, weight.t(), bias), x, weight.t(), bias)
         assert_product(kernels.stream_matmul(dy, weight), dy, weight, None)
         kernels.write_matmul(gradient, dy.t(), x)
-        # no kernel for rows that overlap, or for two types
+        # no kernel where scratch is too large, or rows overlap
+        with mock.patch.object(streaming, "MOST_SCRATCH_BYTES", 200 * 24 * 4 - 1):
+            kernels.stream_matmul(drawn(torch.bfloat16, 200, 40), weight.t())
         kernels.stream_matmul(x, weight[0].expand(24, 40).t())
     assert_product(gradient, dy.t(), x, None)
     assert ran == ["streaming:stream_few"] * 2 + ["streaming:write_product"]

@@ -6,16 +6,15 @@ holds activations too.
 
 from __future__ import annotations
 
-import gc
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
+from weights_runs import clean_slate
 from zoo import ZOO, Specimen
 
-import offcompile
 from offcompile.runtime.weights import is_on_host
 
 STEPS, WORDS, WIDTH = 5, 160, 64
@@ -25,14 +24,7 @@ LEAST_BYTES = 4096
 
 @pytest.fixture(autouse=True)
 def clean() -> Iterator[None]:
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    torch._dynamo.reset()
-    yield
-    torch._dynamo.reset()
-    gc.collect()
-    assert offcompile.counters()["live_tickets"] == 0
-    torch.set_num_threads(threads)
+    yield from clean_slate()
 
 
 def plain(model: nn.Module) -> Any:

@@ -56,7 +56,10 @@ class Anonymous:
 def build(width: int, depth: int) -> nn.Module:
     torch.manual_seed(0)
     layers = ((nn.Linear(width, width, bias=False), nn.ReLU()) for _ in range(depth))
-    return nn.Sequential(*(part for pair in layers for part in pair))
+    model = nn.Sequential(*(part for pair in layers for part in pair))
+    for parameter in model.parameters():
+        nn.init.kaiming_normal_(parameter)
+    return model
 
 
 def compiled(model: nn.Module, task: dict[str, Any], asked: int | str) -> Any:

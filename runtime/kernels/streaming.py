@@ -11,6 +11,8 @@ from offcompile.ir import OffloadError
 from .launch import Launch, why_not
 from .shapes import ACCESS_BYTES, CASTS, has_rows, next_power_of_two, rows_apart, unit_of
 
+#: as much as the libraries that it stands in for have for themselves
+MOST_SCRATCH_BYTES = 32 << 20
 #: the least side of a tile that is multiplied
 LEAST_SIDE = 16
 
@@ -50,12 +52,14 @@ def stream_matmul(
     """`a @ b + bias` with `b` in host memory: a weight, or its transpose; by a kernel or by torch.
 
     Each byte of `b` crosses the bus once, however many rows `a` has. Sums are float32 and begin at
-    another end than torch's own: results differ in the last bits. Beside few rows it takes a
-    float32 copy of the result as scratch, on the device. Autograd is told nothing.
+    another end than torch's own: results differ in the last bits. For many rows of 16-bit types it
+    takes scratch on the device, `scratch_bytes`, that no plan knows of: torch does it where that is
+    more than `MOST_SCRATCH_BYTES`. Autograd is told nothing.
     """
     _check(a, b, bias)
     near = a.device == b.device and why_not(a.device) is None
-    if near and _streams(a, b, bias):
+    fits = scratch_bytes(a, b) <= MOST_SCRATCH_BYTES
+    if near and fits and _streams(a, b, bias):
         out = a.new_empty((a.shape[0], b.shape[1]))
         launch = stream_launch(out, a, b, bias)
         if launch.why_not() is None:
@@ -101,7 +105,9 @@ def stream_launch(
     row_block = _block(rows, blocks.rows)
     tensors = {"out": out, "a": a.detach(), "b": b.detach(), "bias": a if bias is None else bias}
     if not few:
-        tensors["sums"] = out.new_empty(out.shape, dtype=torch.float32)
+        # float32 sums can wait where they will stand
+        own = out.dtype == torch.float32
+        tensors["sums"] = out if own else out.new_empty(out.shape, dtype=torch.float32)
     inner_block = _block(inner, blocks.inner)
     return Launch(
         "streaming:stream_few" if few else "streaming:stream_many",
@@ -213,6 +219,13 @@ def _unit(matrix: torch.Tensor, width: int, pitch: int) -> int:
     most = ACCESS_BYTES // matrix.itemsize
     start = matrix.data_ptr() // matrix.itemsize
     return unit_of(most, width, pitch, start)
+
+
+def scratch_bytes(a: torch.Tensor, b: torch.Tensor, blocks: Blocks = STREAM) -> int:
+    """What `a @ b` takes of the device beside its result."""
+    if a.shape[0] <= blocks.rows or a.dtype == torch.float32:
+        return 0
+    return 4 * a.shape[0] * b.shape[1]
 
 
 def streamable(a: torch.Tensor, b: torch.Tensor) -> bool:
