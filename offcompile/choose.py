@@ -43,6 +43,7 @@ def choose(
     on_host: Callable[[frozenset[str]], Annotated | None],
     decide: Decide,
     to_floor: bool,
+    floor_of: Callable[[Problem], int],
     must_leave: bool = False,
     may_split: bool = True,
 ) -> Choice:
@@ -52,13 +53,14 @@ def choose(
     cannot be, or where no weight is worth a move. `must_leave`: gradients are to leave whatever it
     gains, unless everything fits as it is. `may_split`: some weights may stay while others leave.
     """
+    if to_floor:
+        return _least(at_home, on_host(frozenset()), decide, floor_of)
     stay = refused = None
     try:
         stay = decide(at_home, may_fit=True)
     except Infeasible as error:
         refused = error
-    good = stay is not None and (stay.fits or (_hides(stay, at_home.problem) and not must_leave))
-    if stay is not None and good and not to_floor:
+    if stay is not None and (stay.fits or (_hides(stay, at_home.problem) and not must_leave)):
         return Choice(at_home, stay)
     all_there = on_host(frozenset())
     leave: Choice | None = None
@@ -72,12 +74,27 @@ def choose(
             assert refused is not None
             raise refused
         return Choice(at_home, stay)
-    hidden = _hides(leave.decided, leave.annotated.problem)
-    if may_split and not to_floor and not hidden:
+    if may_split and not _hides(leave.decided, leave.annotated.problem):
         leave = _with_some_here(leave, on_host, decide)
-    if stay is None or must_leave or _better(leave.decided, stay, to_floor):
+    if stay is None or must_leave or _faster(leave.decided, stay):
         return leave
     return Choice(at_home, stay)
+
+
+def _least(
+    at_home: Annotated,
+    on_host: Annotated | None,
+    decide: Decide,
+    floor_of: Callable[[Problem], int],
+) -> Choice:
+    """The plan that does with least; one whose floor is above another's peak is not made."""
+    if on_host is None:
+        return Choice(at_home, decide(at_home, may_fit=True))
+    leave = Choice(on_host, decide(on_host, may_fit=False), frozenset())
+    if floor_of(at_home.problem) >= leave.decided.order.peak_bytes:
+        return leave
+    stay = Choice(at_home, decide(at_home, may_fit=True))
+    return min(stay, leave, key=lambda c: c.decided.order.peak_bytes)
 
 
 def _with_some_here(
@@ -100,7 +117,7 @@ def _with_some_here(
         return decided.result.makespan_us
 
     share = best_share(cost, leave.decided.result.makespan_us)
-    if share == 0 or not _better(found[share].decided, leave.decided, False):
+    if share == 0 or not _faster(found[share].decided, leave.decided):
         return leave
     best = found[share]
     longer = Choice(best.annotated, decide(best.annotated, may_fit=False), best.stays)
@@ -119,7 +136,5 @@ def _hides(decided: Decided, problem: Problem) -> bool:
     return decided.result.makespan_us <= compute_us * (1 + WORTH_LEAVING)
 
 
-def _better(leave: Decided, stay: Decided, to_floor: bool) -> bool:
-    if to_floor:
-        return leave.order.peak_bytes < stay.order.peak_bytes
+def _faster(leave: Decided, stay: Decided) -> bool:
     return leave.result.makespan_us < stay.result.makespan_us * (1 - WORTH_LEAVING)

@@ -23,6 +23,8 @@ MOST_RAISES = 8
 #: room for holes is worth this much of a step's time (measured: docs/backend.md); a plan that loses
 #: no more than the smaller share is not compared with another
 HOLES_COST, NO_LOSS = 0.02, 0.005
+#: a floor above the capacity by this factor is not brought down by computing small tensors again
+HOPELESS = 1.25
 
 
 @dataclass(frozen=True)
@@ -86,18 +88,20 @@ def decide(
         capacity = budget_bytes - reserve_for(budget_bytes)
         holes = 0 if holes_for is None else holes_for(budget_bytes)
         roomy = None
-        if holes and floor_of(problem, machine_for) <= capacity - holes:
+        floor = floor_of(problem, machine_for)
+        if holes and floor <= capacity - holes:
             with contextlib.suppress(Infeasible):  # then there is no room to spare
                 roomy = planned(capacity - holes)
         if roomy is not None and roomy[1].makespan_us <= compute_us * (1 + NO_LOSS):
             machine, result = roomy
         else:
+            refusing = (problem, machine_for, budget_bytes, reserve_for, held_bytes)
+            if floor > capacity * HOPELESS and (refusal := _with_budget(None, *refusing)):
+                raise refusal
             try:
                 machine, result = planned(capacity)
             except Infeasible as error:
-                refusal = _with_budget(
-                    problem, machine_for, error, budget_bytes, reserve_for, held_bytes
-                )
+                refusal = _with_budget(error.needed_bytes, *refusing)
                 if refusal is None:
                     refusal = _no_schedule(planned, capacity, budget_bytes, reserve_for, held_bytes)
                 raise refusal from None
@@ -130,11 +134,11 @@ def _near_floor(
     planned: Callable[[int], tuple[Machine, PlanResult]], capacity: int
 ) -> tuple[Machine, PlanResult]:
     """The plan with the least capacity at which a schedule is found."""
-    for _ in range(MOST_RAISES):
+    for attempt in range(MOST_RAISES):
         try:
             return planned(capacity)
         except Infeasible as error:
-            capacity += max(error.needed_bytes or 0, capacity // 64, 4096)
+            capacity += max(error.needed_bytes or 0, (capacity // 64) << attempt, 4096)
     raise Infeasible(
         f"No schedule was found within {show_bytes(capacity)}, a little above the floor.",
         None,
@@ -164,20 +168,22 @@ def _floor_in(frame: Frame) -> tuple[Frame, list[int]]:
 
 
 def _with_budget(
+    missing_bytes: int | None,
     problem: Problem,
     machine_for: Callable[[int], Machine],
-    error: Infeasible,
     budget_bytes: int,
     reserve_for: Callable[[int], int],
     held_bytes: int,
 ) -> Infeasible | None:
-    """The planner's refusal, told in terms of the budget that the user gave; None: its floor is not
-    what forbids it."""
+    """The refusal in terms of the budget that the user gave; None: the floor does not forbid it.
+
+    `missing_bytes` is what the planner said is missing, if it did.
+    """
     frame, floors = _floor_per_op(problem, machine_for)
     worst = max(range(len(floors)), key=floors.__getitem__)
     needed = floors[worst]
-    if error.needed_bytes is not None:
-        needed = budget_bytes - reserve_for(budget_bytes) + error.needed_bytes
+    if missing_bytes is not None:
+        needed = budget_bytes - reserve_for(budget_bytes) + missing_bytes
     total = _with_reserve(needed, reserve_for)
     if total <= budget_bytes:
         return None

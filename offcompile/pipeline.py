@@ -17,7 +17,7 @@ import sympy
 import torch
 from torch import fx
 
-from offcompile.ir import DEVICE, HOST, Infeasible, OffloadError, Problem, Timeline
+from offcompile.ir import DEVICE, HOST, Infeasible, OffloadError, Plan, Problem, Timeline
 from offcompile.ir.units import show_bytes
 from offcompile.runtime.clock import Clock, clock_for
 from offcompile.runtime.heap import heap
@@ -30,7 +30,7 @@ from .choose import Choice, choose
 from .costs import CostModel, OpCost, costs_of_graph, open_cost_cache
 from .costs_fusion import is_extern
 from .costs_in_place import with_in_place
-from .decide import Decided, decide, planning_seconds
+from .decide import Decided, decide, floor_of, planning_seconds
 from .direct_ops import scattered_reads
 from .dump import Compiled as Compilation
 from .dump import dump
@@ -57,7 +57,7 @@ LEAVING = ("weight", "gradient")
 LEAST_ROOM_BYTES = 16 << 20
 
 
-@dataclass
+@dataclass(eq=False)
 class Pipeline:
     """The hooks of one lowering. `sizes`: symbol → value that the plan is made for."""
 
@@ -237,6 +237,7 @@ class Pipeline:
             on_host,
             decided,
             to_floor=budget is None,
+            floor_of=partial(floor_of, machine_for=target.machine),
             must_leave=options.gradient_reserve is not None,
             # other policies are the papers', which do not know of it
             may_split=options.policy.partition(":")[0] == "joint",
@@ -312,7 +313,9 @@ class Pipeline:
             if malloc_leaves_holes(os.environ):
                 tell_once("malloc of this glibc leaves holes between tensors: " + LAUNCH_HINT)
         settings = self.target.runtime
-        runtime_for(settings.key)  # opens the spill files: what is wrong with them shows now
+        # opens the spill files: what is wrong with them shows now
+        device = runtime_for(settings.key).device
+        device.keep_room(self, _gradient_bytes_on_host(annotated.problem, decided.result.plan))
         hosted = _hosted_arguments(graphs, annotated)
         rows_only = scattered_reads(graphs, annotated)
         self._hosted = tuple(hosted.values())
@@ -350,6 +353,13 @@ class Pipeline:
             worst_case(found.problem, self._decided.result.plan, self._decided.order.steps)
             + reserve
         )
+
+
+def _gradient_bytes_on_host(problem: Problem, plan: Plan) -> int:
+    """What a step's gradients take there; they come again with every step."""
+    leaving = {d.tensor for d in plan.directs} | {m.tensor for m in plan.moves}
+    gradients = (t for t in problem.tensors if t.kind == "gradient")
+    return sum(t.nbytes for t in gradients if t.id in leaving)
 
 
 def _hosted_arguments(graphs: Graphs, annotated: Annotated) -> dict[str, int]:

@@ -117,6 +117,11 @@ class CpuDevice(Device):
         if slot is None or not slot.clear_absent():
             super().clear(host)
 
+    def keep_room(self, owner: object, nbytes: int) -> bool:
+        if self.mapped is not None:
+            self.mapped.keep_room(owner, nbytes)
+        return self.mapped is not None
+
     def expect_scattered(self, host: torch.Tensor, scattered: bool) -> bool:
         slot = self.slot_of(host)
         return slot is not None and slot.expect_scattered(scattered)

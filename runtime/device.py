@@ -121,6 +121,11 @@ class Device(ABC):
         """
         return False
 
+    def keep_room(self, owner: object, nbytes: int) -> bool:
+        """As long as `owner` lives, keep so much of the memory of `addressable` tensors that died
+        for those that come; a second call replaces the first. Returns whether the device does."""
+        return False
+
     @abstractmethod
     def mark(self) -> Point | None:
         """The point that compute has been given work up to; None where compute is synchronous."""

@@ -14,6 +14,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
+from weakref import WeakKeyDictionary
 
 import numpy as np
 import torch
@@ -145,12 +146,13 @@ class MappedStore:
     """Makes slots that ops can use in place, and knows them by their addresses.
 
     Room of a tensor that died is kept for the next one of its size (gradients come again with
-    every step), as long as that is not more than what is in use.
+    every step), as long as that is not more than what is in use, or is kept for someone.
     """
 
     def __init__(self, directory: Path, tier: str = "host") -> None:
         self.directory, self.tier = directory, tier
         self.used_bytes = self.spare_bytes = 0
+        self._kept_for: WeakKeyDictionary[object, int] = WeakKeyDictionary()
         self._lock = threading.Lock()
         self._slots: dict[int, MappedSlot] = {}
         self._spare: dict[int, list[MappedSlot]] = {}  # by size
@@ -204,6 +206,11 @@ class MappedStore:
         self.used_bytes += slot.nbytes
         return tensor
 
+    def keep_room(self, owner: object, nbytes: int) -> None:
+        """As long as `owner` lives, keep so much room of tensors that died."""
+        with self._lock:
+            self._kept_for[owner] = nbytes
+
     def slot_of(self, tensor: torch.Tensor) -> MappedSlot | None:
         """The slot on whose memory the tensor's storage lies."""
         with self._lock:
@@ -218,7 +225,8 @@ class MappedStore:
             self.used_bytes -= slot.nbytes
             self.spare_bytes += slot.nbytes
             self._spare.setdefault(slot.nbytes, []).append(slot)
-        while self.spare_bytes > self.used_bytes:
+        kept_bytes = max(self.used_bytes, sum(self._kept_for.values()))
+        while self.spare_bytes > kept_bytes:
             size = max(size for size, slots in self._spare.items() if slots)
             self._spare[size].pop()
             self.spare_bytes -= size

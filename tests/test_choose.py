@@ -6,7 +6,7 @@ import pytest
 
 from offcompile.annotate import Annotated
 from offcompile.choose import Choice, Decide, choose, weights_in_use_order
-from offcompile.decide import Decided, decide, planning_seconds
+from offcompile.decide import Decided, decide, floor_of, planning_seconds
 from offcompile.explain import fates
 from offcompile.ir import DEVICE, HOST, Infeasible, Lane, Machine, Op, Problem, Tensor, Tier
 from offcompile.modes import modes, module_rows
@@ -60,12 +60,16 @@ def at(budget: int | None, policy: str = "joint") -> Decide:
     return planned
 
 
+def least(problem: Problem) -> int:
+    return floor_of(problem, machine_for)
+
+
 def on_host(stays: frozenset[str]) -> Annotated:
     return tower(True, stays)
 
 
 def chosen(budget: int | None) -> Choice:
-    return choose(tower(False), on_host, at(budget), budget is None)
+    return choose(tower(False), on_host, at(budget), budget is None, least)
 
 
 def test_what_fits_stays() -> None:
@@ -95,6 +99,7 @@ def test_weights_that_are_as_fast_in_place_all_leave() -> None:
         lambda stays: tower(True, stays, direct_us=OP_US),
         at(2 * WEIGHT_BYTES),
         False,
+        least,
     )
     assert found.stays == frozenset()
     plan = found.decided.result.plan
@@ -108,7 +113,7 @@ def test_a_budget_that_nothing_fits_is_refused_with_the_least_that_does() -> Non
 
 def test_where_weights_cannot_leave_the_refusal_is_that_of_the_plain_step() -> None:
     with pytest.raises(Infeasible, match="11,000,000 bytes"):
-        choose(tower(False), lambda stays: None, at(5 * WEIGHT_BYTES), False)
+        choose(tower(False), lambda stays: None, at(5 * WEIGHT_BYTES), False, least)
 
 
 def test_the_order_of_use() -> None:

@@ -81,6 +81,25 @@ def test_room_is_kept_for_the_next_of_its_size_while_as_much_is_in_use(tmp_path:
     assert store.used_bytes == store.spare_bytes == 0
 
 
+def test_room_is_kept_for_an_owner_though_nothing_is_in_use(tmp_path: Path) -> None:
+    class Owner:
+        """Of a step whose gradients alone are here."""
+
+    store, owner = MappedStore(tmp_path), Owner()
+    store.keep_room(owner, 2 * MIB)
+    gradients = store.tensors([MIB, MIB, MIB])
+    addresses = {t.data_ptr() for t in gradients}
+    gradients.clear()
+    gc.collect()
+    assert store.slot_of(torch.ones(1)) is None
+    assert (store.used_bytes, store.spare_bytes) == (0, 2 * MIB)
+    assert {t.data_ptr() for t in store.tensors([MIB, MIB])} < addresses
+    del owner
+    gc.collect()
+    assert store.slot_of(torch.ones(1)) is None
+    assert store.used_bytes == store.spare_bytes == 0
+
+
 def test_what_lies_there_is_not_the_process_s_own(tmp_path: Path) -> None:
     store = MappedStore(tmp_path)
     before = memory.resident().anon_bytes
