@@ -10,7 +10,7 @@ weights live on the host.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
@@ -74,8 +74,16 @@ class Annotated:
 Costs = Mapping[Place, OpCost]
 
 
-#: duration of an op, bytes of an operand → duration when the operand is used in place on the host
-InPlace = Callable[[float, int], float]
+@dataclass(frozen=True)
+class InPlace:
+    """What each byte of an operand adds to an op that uses it in place on the host."""
+
+    read_us_per_byte: float = 0.0
+    write_us_per_byte: float = 0.0
+
+    def us(self, duration_us: float, nbytes: int, writes: bool = False) -> float:
+        """Of an op that takes `duration_us` otherwise."""
+        return duration_us + nbytes * (self.write_us_per_byte if writes else self.read_us_per_byte)
 
 
 def annotate(
@@ -224,11 +232,13 @@ class _Work:
                 found[storage.id] = max(took, found.get(storage.id, took))
         return found
 
-    def time_in_place(self, place: Place, storage: str, duration_us: float, nbytes: int) -> float:
+    def time_in_place(
+        self, place: Place, storage: str, duration_us: float, nbytes: int, writes: bool = False
+    ) -> float:
         """By the model of the way to the host, and as measured with all of it in memory there."""
         assert self.in_place is not None
         measured = self.costs.get(place, OpCost(0.0)).in_place.get(storage, 0.0)
-        return round(max(self.in_place(duration_us, nbytes), measured), 3)
+        return round(max(self.in_place.us(duration_us, nbytes, writes), measured), 3)
 
     def outputs(self, node: fx.Node) -> list[tuple[torch.Tensor, fx.Node | None]]:
         """Each tensor that the op makes, with the node that holds it."""
@@ -321,7 +331,7 @@ class _Work:
             return
         (at,) = (i for i, op in enumerate(self.ops) if self.node_of[op.id] == (place,))
         op, more = self.ops[at], workspace_of(self.nodes[place], self.hint)
-        duration_us = self.time_in_place(place, storage.id, op.duration_us, storage.nbytes)
+        duration_us = self.time_in_place(place, storage.id, op.duration_us, storage.nbytes, True)
         self.ops[at] = replace(
             op,
             direct={**op.direct, storage.id: duration_us},

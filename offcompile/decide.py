@@ -95,16 +95,19 @@ def decide(
         if roomy is not None and roomy[1].makespan_us <= compute_us * (1 + NO_LOSS):
             machine, result = roomy
         else:
-            refusing = (problem, machine_for, budget_bytes, reserve_for, held_bytes)
+            refusing = (problem, machine_for, policy, budget_bytes, reserve_for, held_bytes)
             if floor > capacity * HOPELESS and (refusal := _with_budget(None, *refusing)):
                 raise refusal
             try:
                 machine, result = planned(capacity)
             except Infeasible as error:
                 refusal = _with_budget(error.needed_bytes, *refusing)
-                if refusal is None:
-                    refusal = _no_schedule(planned, capacity, budget_bytes, reserve_for, held_bytes)
-                raise refusal from None
+                raise refusal or Infeasible(
+                    f"The budget of {show_bytes(budget_bytes)} is above the floor, but no order of"
+                    " moves was found within it.",
+                    None,
+                    "Set memory to 'minimum', or to a little more.",
+                ) from None
             if roomy and roomy[1].makespan_us <= result.makespan_us * (1 + HOLES_COST):
                 machine, result = roomy
             else:
@@ -171,6 +174,7 @@ def _with_budget(
     missing_bytes: int | None,
     problem: Problem,
     machine_for: Callable[[int], Machine],
+    policy: str,
     budget_bytes: int,
     reserve_for: Callable[[int], int],
     held_bytes: int,
@@ -184,9 +188,18 @@ def _with_budget(
     needed = floors[worst]
     if missing_bytes is not None:
         needed = budget_bytes - reserve_for(budget_bytes) + missing_bytes
-    total = _with_reserve(needed, reserve_for)
+    total = with_reserve(needed, reserve_for)
     if total <= budget_bytes:
         return None
+    if needed > floors[worst] and policy.partition(":")[0] != "joint":
+        least = with_reserve(floors[worst], reserve_for)
+        return Infeasible(
+            f"The budget of {show_bytes(budget_bytes)} is not enough for {policy}, which needs"
+            f" {show_bytes(total)}; the floor is {show_bytes(least)}.",
+            total - budget_bytes,
+            f"Set memory to '{round_up(total + held_bytes)}' or more, use the policy joint, or"
+            " make the batch smaller.",
+        )
     run = frame.program.runs[worst]
     parts = _held_at(problem, run.op.id, worst, frame)
     reserve = total - needed
@@ -198,34 +211,27 @@ def _with_budget(
         f"The budget of {show_bytes(budget_bytes)}{beside} is below the floor of"
         f" {show_bytes(total)}: at {run.name} the device must hold {parts}{own}.",
         total - budget_bytes,
-        f"Set memory to '{_round_up(total + held_bytes)}' or more, or make the batch smaller.",
+        f"Set memory to '{round_up(total + held_bytes)}' or more, or make the batch smaller.",
     )
 
 
-def _no_schedule(
-    planned: Callable[[int], tuple[Machine, PlanResult]],
-    capacity: int,
-    budget_bytes: int,
-    reserve_for: Callable[[int], int],
-    held_bytes: int,
-) -> Infeasible:
-    """The refusal of a budget above the floor, at which no order of moves was found."""
-    machine, _ = _near_floor(planned, capacity + max(capacity // 64, 4096))
-    total = _with_reserve(machine.tier[DEVICE].capacity_bytes or capacity, reserve_for)
-    return Infeasible(
-        f"The budget of {show_bytes(budget_bytes)} is above the floor, but no order of moves was"
-        f" found within it; within {show_bytes(total)} there is one.",
-        total - budget_bytes,
-        f"Set memory to '{_round_up(total + held_bytes)}' or more, or make the batch smaller.",
-    )
-
-
-def _with_reserve(needed: int, reserve_for: Callable[[int], int]) -> int:
+def with_reserve(needed: int, reserve_for: Callable[[int], int]) -> int:
     """The budget that leaves so much beside the runtime's reserve."""
     total = needed + reserve_for(needed)
     while total - reserve_for(total) < needed:
         total += needed - (total - reserve_for(total))
     return total
+
+
+def with_figure(error: Infeasible, total_bytes: int, budget_bytes: int) -> Infeasible:
+    """The same refusal with a budget for which there is a plan, if it names less."""
+    if error.needed_bytes is not None and budget_bytes + error.needed_bytes >= total_bytes:
+        return error
+    return Infeasible(
+        error.reason,
+        total_bytes - budget_bytes,
+        f"Set memory to '{round_up(total_bytes)}' or more, or make the batch smaller.",
+    )
 
 
 def _held_at(problem: Problem, op_id: str, position: int, frame: Frame) -> str:
@@ -251,7 +257,7 @@ def _held_at(problem: Problem, op_id: str, position: int, frame: Frame) -> str:
     return ", ".join(text for _, text in found[:8]) + (", …" if len(found) > 8 else "")
 
 
-def _round_up(nbytes: int) -> str:
+def round_up(nbytes: int) -> str:
     """A size to type in: three digits, never less than what is needed."""
     for unit, name in ((2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB")):
         if nbytes >= unit:

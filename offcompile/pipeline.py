@@ -30,7 +30,7 @@ from .choose import Choice, choose
 from .costs import CostModel, OpCost, costs_of_graph, open_cost_cache
 from .costs_fusion import is_extern
 from .costs_in_place import with_in_place
-from .decide import Decided, decide, floor_of, planning_seconds
+from .decide import Decided, decide, floor_of, planning_seconds, with_figure, with_reserve
 from .direct_ops import scattered_reads
 from .dump import Compiled as Compilation
 from .dump import dump
@@ -207,11 +207,13 @@ class Pipeline:
     ) -> Choice:
         options, target = self.options, self.target
 
-        def decided(found: Annotated, *, may_fit: bool, share: float = 1.0) -> Decided:
+        def decided(
+            found: Annotated, *, may_fit: bool, share: float = 1.0, to_floor: bool = False
+        ) -> Decided:
             return decide(
                 found.problem,
                 target.machine,
-                budget,
+                None if to_floor else budget,
                 target.reserve_bytes,
                 options.whole_policy,
                 share * (options.seconds or planning_seconds(found.problem)),
@@ -232,16 +234,30 @@ class Pipeline:
             leaves = any(not t.pinned for t in found.problem.tensors if t.kind in LEAVING)
             return found if leaves else None
 
-        found = choose(
-            annotated,
-            on_host,
-            decided,
-            to_floor=budget is None,
-            floor_of=partial(floor_of, machine_for=target.machine),
-            must_leave=options.gradient_reserve is not None,
-            # other policies are the papers', which do not know of it
-            may_split=options.policy.partition(":")[0] == "joint",
-        )
+        def chosen(to_floor: bool) -> Choice:
+            return choose(
+                annotated,
+                on_host,
+                partial(decided, to_floor=to_floor),
+                to_floor=to_floor,
+                floor_of=partial(floor_of, machine_for=target.machine),
+                must_leave=options.gradient_reserve is not None,
+                # other policies are the papers', which do not know of it
+                may_split=options.policy.partition(":")[0] == "joint",
+            )
+
+        try:
+            found = chosen(budget is None)
+        except Infeasible as error:
+            if budget is None:
+                raise
+            try:  # what the refusal says to do shall be enough
+                least = chosen(True).decided.machine.tier[DEVICE].capacity_bytes
+            except Infeasible:
+                raise error from None
+            assert least is not None
+            total = with_reserve(least, target.reserve_bytes) + self.held_bytes
+            raise with_figure(error, total, budget + self.held_bytes) from None
         if found.stays is not None:
             self._in_place, self._stays = in_place, found.stays
         return found

@@ -104,16 +104,11 @@ class CpuTarget(Target):
         return _cpu_runtime(self.directories, self.host_bytes)
 
     def in_place(self, host_bytes: int) -> InPlace | None:
-        read = self.profile.h2d_gbps * BYTES_PER_US_PER_GBPS
-
-        def cached(duration_us: float, nbytes: int) -> float:
-            return duration_us
-
-        def from_disk(duration_us: float, nbytes: int) -> float:
-            # pages come as they are touched, not ahead, half as fast as a copy (docs/backend.md)
-            return duration_us + 2 * nbytes / read
-
-        return cached if host_bytes <= self.device_bytes // CACHED_SHARE else from_disk
+        if host_bytes <= self.device_bytes // CACHED_SHARE:
+            return InPlace()
+        # pages come as they are touched, not ahead, half as fast as a copy (docs/backend.md)
+        touching = 2 / (self.profile.h2d_gbps * BYTES_PER_US_PER_GBPS)
+        return InPlace(touching, touching)
 
     def reserve_bytes(self, budget_bytes: int) -> int:
         return min(max(budget_bytes // RESERVE_SHARE, LEAST_RESERVE), MOST_RESERVE)
@@ -153,16 +148,12 @@ class CudaTarget(Target):
     def in_place(self, host_bytes: int) -> InPlace | None:
         if not self.reaches_host:
             return None
-        profile = self.profile
-        known = [profile.direct_gbps[w] for w in ("read", "write") if w in profile.direct_gbps]
-        link = min(profile.h2d_gbps, profile.d2h_gbps)
-        rate = min(known, default=link / UNMEASURED_DIRECT) * BYTES_PER_US_PER_GBPS
-
-        def over_the_link(duration_us: float, nbytes: int) -> float:
-            # ordinary kernels ask for what they need when they need it: nothing of it overlaps
-            return duration_us + nbytes / rate
-
-        return over_the_link
+        direct, profile = self.profile.direct_gbps, self.profile
+        link = min(profile.h2d_gbps, profile.d2h_gbps) / UNMEASURED_DIRECT
+        # ordinary kernels ask for what they need when they need it: nothing of it overlaps
+        return InPlace(
+            *(1 / (direct.get(way, link) * BYTES_PER_US_PER_GBPS) for way in ("read", "write"))
+        )
 
     def reserve_bytes(self, budget_bytes: int) -> int:
         rounding = min(max(budget_bytes // RESERVE_SHARE, LEAST_CUDA_RESERVE), MOST_RESERVE)

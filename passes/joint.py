@@ -26,6 +26,7 @@ from .frame import (
     recompute_everything,
 )
 from .gaps import Gap
+from .homecoming import brought_home
 from .lanes import Clock
 from .schedule import Builder
 from .search import Search, State, mode_of
@@ -118,7 +119,7 @@ class Joint:
                 "Everything that can leave the device fits it, but no schedule found gets it out"
                 " and back within the other tiers."
             )
-        return search.best_plan
+        return brought_home(problem, machine, search.best_plan, self.judge)
 
     def _plain(self, problem: Problem, machine: Machine) -> Plan | None:
         """When everything fits and nothing waits there is nothing to decide."""

@@ -231,10 +231,11 @@ def test_direct_access_is_as_fast_as_it_was_measured() -> None:
     in_place = card().in_place(MIB)
     assert in_place is not None
     link = min(CARD.h2d_gbps, CARD.d2h_gbps) * 1000
-    assert in_place(5.0, MIB) == pytest.approx(5.0 + 2 * MIB / link)
+    assert in_place.us(5.0, MIB) == pytest.approx(5.0 + 2 * MIB / link)
     measured = replace(CARD, direct_gbps={"read": 20.0, "write": 16.0, "read_strided": 1.0})
     known = replace(card(), profile=measured).in_place(MIB)
-    assert known is not None and known(5.0, 16_000) == pytest.approx(6.0)
+    assert known is not None
+    assert known.us(5.0, 20_000) == known.us(5.0, 16_000, writes=True) == pytest.approx(6.0)
 
 
 def test_a_card_that_does_not_reach_the_host_has_no_weights_there() -> None:

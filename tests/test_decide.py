@@ -76,3 +76,9 @@ def test_the_floor_and_what_fits_leave_no_holes() -> None:
     assert decided(None, FAST).holes_bytes == 0
     everything = decided(LAYERS * 4 * MIB, FAST)
     assert everything.fits and everything.holes_bytes == 0
+
+
+def test_a_policy_that_needs_more_than_the_floor_says_so() -> None:
+    with pytest.raises(Infeasible, match=r"not enough for weight_rotation.*policy joint") as caught:
+        decide(chain(), machine(FAST), 12 * MIB, lambda _: 0, "weight_rotation", 1.0)  # type: ignore[arg-type]
+    assert "the floor is 8,388,608 bytes" in str(caught.value)
