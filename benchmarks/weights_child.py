@@ -145,6 +145,8 @@ def serve(task: dict[str, Any]) -> None:
             found["planned_us"] = report.planned_us
             found["planned_peak_bytes"] = report.planned_peak_bytes
             found["direct"] = len(report.plan.directs)
+            rates = [la.bytes_per_us for la in report.machine.lanes if la.target == "device"]
+            found["lane_gbps"] = max(rates) / 1000
             counters = offcompile.counters()
             keys = ("bytes_out", "bytes_in", "wait_us")
             found |= {key: counters[key] for key in keys}
