@@ -213,8 +213,8 @@ The file is in the page cache, as it is while there is memory to spare; "copied"
 
 {sections}
 Training: forward and backward (`aot_eager`), then plain SGD outside of the time. Each variant is a
-process of its own, which runs {rounds} steps in turn with the plain one; ratios are medians over the
-rounds of two steps of the same round. "budget", "peak" (most anonymous memory, by
+process of its own, which runs {rounds} steps in turn with the plain one; ratios are medians over
+the rounds of two steps of the same round. "budget", "peak" (most anonymous memory, by
 the operating system, less what the process held before the model), "in", "out" (per step): MiB.
 "in place": operands that ops use on the host. Every schedule is a plan of the same planner run by
 the same runtime.
