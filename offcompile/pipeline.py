@@ -348,7 +348,9 @@ class Pipeline:
         born there come to the device."""
         if self._hosted:
             device = runtime_for(self.target.runtime.key).device
-            live_on_host(device, [arguments[i] for i in self._hosted])
+            moved = live_on_host(device, [arguments[i] for i in self._hosted])
+            if moved and self._kind == "cpu":
+                heap().trim()  # where they stood
             for i in self._hosted:
                 device.expect_scattered(arguments[i], i in self._scattered)
         if not self._placed:

@@ -91,6 +91,7 @@ class Heap:
             return_freed_memory()
             if self._process is not None:  # growth ahead of need would count
                 self._process.mallopt(_M_TOP_PAD, USUAL_GROWTH_BYTES)
+                self._process.mallopt(_M_TRIM_THRESHOLD, USUAL_GROWTH_BYTES)
                 self.trim()
             self._limit_bytes = None
         else:

@@ -245,7 +245,6 @@ def measure_call(call: Call, operands: Operands, seconds: float = 0.03) -> Measu
             def run() -> None:
                 call.target(*args, **kwargs)
 
-            memory.return_freed_memory()  # so that what the op takes and frees can be seen
             workspace_bytes = _workspace_bytes(lambda: call.target(*args, **kwargs), operands)
             heap().prepare()  # as in a step that runs by plan
             with Watch() as watch:
@@ -284,6 +283,8 @@ def _workspace_bytes(run: Callable[[], object], operands: Operands) -> int:
     runs = 1 if time.perf_counter() - begun > SLOW_SECONDS else 2
     beyond = []
     for _ in range(runs):
+        # what lies free would serve the op, and nobody would see it
+        memory.return_freed_memory()
         if not memory.reset_peak():
             return 0
         before = sum(memory.resident())
