@@ -18,6 +18,7 @@ import torch
 from torch import fx
 
 from offcompile.ir import DEVICE, HOST, Op, Problem, Tensor
+from offcompile.runtime import update_ops
 
 from .costs import OpCost
 from .direct_ops import touched_bytes, workspace_of, write_of
@@ -200,6 +201,9 @@ class _Work:
                 continue
             made = self.make(phase, part, value, "activation", materialises=cost.materialises)
             writes[made.id] = None
+        if node.target is update_ops.offer:
+            gradient = node.all_input_nodes[1]
+            self.storages[self.storage_of[phase, gradient.name]].kind = "gradient"
         self.node_of[name] = ((phase, node.name),)
         self.ops.append(
             Op(

@@ -13,6 +13,8 @@ from torch import fx
 from torch._guards import TracingContext, tracing
 
 from offcompile.ir import InvalidInput, OffloadError, Violation
+from offcompile.runtime.update_ops import calling
+from offcompile.runtime.updates import updater_of
 
 from .books import Books, Entry, books_of
 from .dump import check_dump_directory
@@ -122,11 +124,17 @@ class Compiled:
         self.symbols = _symbols(example_inputs)
         self.budget = options.memory_bytes(target.device_bytes)
         self.variants: list[Variant] = []
+        #: arguments that an optimizer updates during backward
+        self.updated: frozenset[int] = frozenset()
 
     def __call__(self, *args: Any) -> Any:
         variant = self.variant_for(args)
         variant.pipeline.place_weights(args)
-        outputs = variant.run(*args)
+        if variant.pipeline.offers is None:
+            outputs = variant.run(*args)
+        else:
+            with calling(self.name, args):
+                outputs = variant.run(*args)
         if self.budget is not None:
             self.entry.begin(outputs)
         return outputs
@@ -134,6 +142,7 @@ class Compiled:
     def first(self, example_inputs: Sequence[Any]) -> None:
         """Compile while Dynamo does, for the sizes that it traced."""
         mine = self.entry.see(example_inputs[i] for i in self.parameters)
+        self._look_for_updaters(example_inputs)
         self._make(self.books.held_beside(self.entry, mine), (), example_inputs)
 
     def variant_for(self, args: Sequence[Any]) -> Variant:
@@ -150,7 +159,11 @@ class Compiled:
         for variant in reversed(self.variants):
             if self._within(variant, held, values):
                 return variant
+        self._look_for_updaters(args)
         return self._make(held, values)
+
+    def _look_for_updaters(self, args: Sequence[Any]) -> None:
+        self.updated = frozenset(i for i in self.parameters if updater_of(args[i]) is not None)
 
     def _within(self, variant: Variant, held: int, values: tuple[int, ...]) -> bool:
         assert self.budget is not None
@@ -192,6 +205,7 @@ class Compiled:
             held,
             sizes,
             self.names,
+            self.updated,
         )
         # lowering takes the graph it is given for its own
         graph, self.gm = self.gm, _copy(self.gm)

@@ -15,6 +15,7 @@ from typing import cast
 
 import torch
 
+from offcompile.runtime.updates import all_held_bytes, updaters_of
 from offcompile.runtime.weights import is_on_host
 
 
@@ -88,15 +89,17 @@ class Books:
     def most_held(self) -> int:
         """No less than `held_beside` can be; quick to reckon."""
         # weights, and two sets of gradients: those that stand and those that come
-        return sum(3 * e.seen_bytes + e.kept_bytes * len(e.passes) for e in self.entries)
+        mine = sum(3 * e.seen_bytes + e.kept_bytes * len(e.passes) for e in self.entries)
+        return mine + all_held_bytes()
 
     def held_beside(self, entry: Entry, mine: set[int]) -> int:
         """Bytes on the device that are not this graph's own, at any time of its step.
 
         `mine`: the parameters of the call, which the graph's own plan counts, with the gradients
-        that it makes. Gradients that stand already come on top: new ones are added to them.
+        that it makes. Gradients that stand already come on top: new ones are added to them; so does
+        what our optimizers hold.
         """
-        held = 0
+        held = sum(u.held_bytes() for u in updaters_of(self._parameters()))
         seen: set[int] = set()
         later = False
         for other in self.entries:
@@ -119,6 +122,10 @@ class Books:
                 held += weight + max(standing, coming)
             later = later or other is entry
         return held
+
+    def _parameters(self) -> list[torch.Tensor]:
+        found = (ref() for e in self.entries for ref in e.parameters.values())
+        return [p for p in found if p is not None]
 
 
 def _bytes_on_device(tensor: torch.Tensor) -> int:

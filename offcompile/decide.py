@@ -116,6 +116,13 @@ def decide(
     return Decided(result, machine, order, False, holes)
 
 
+def fits_as_it_is(
+    problem: Problem, machine_for: Callable[[int], Machine], budget_bytes: int
+) -> bool:
+    """Whether the step is within the budget with nothing moved."""
+    return _as_it_is(problem, machine_for, budget_bytes, budget_bytes) is not None
+
+
 def _as_it_is(
     problem: Problem,
     machine_for: Callable[[int], Machine],

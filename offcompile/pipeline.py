@@ -22,6 +22,7 @@ from offcompile.ir.units import show_bytes
 from offcompile.runtime.clock import Clock, clock_for
 from offcompile.runtime.heap import heap
 from offcompile.runtime.registry import runtime_for
+from offcompile.runtime.update_ops import taken_or_kept
 from offcompile.runtime.weights import live_on_device, live_on_host
 
 from .annotate import Annotated, InPlace, Place, annotate
@@ -30,16 +31,26 @@ from .choose import Choice, choose
 from .costs import CostModel, OpCost, costs_of_graph, open_cost_cache
 from .costs_fusion import is_extern
 from .costs_in_place import with_in_place
-from .decide import Decided, decide, floor_of, planning_seconds, with_figure, with_reserve
+from .decide import (
+    Decided,
+    decide,
+    fits_as_it_is,
+    floor_of,
+    planning_seconds,
+    with_figure,
+    with_reserve,
+)
 from .direct_ops import scattered_reads
 from .dump import Compiled as Compilation
 from .dump import dump
 from .graphs import BACKWARD, FORWARD, Graphs, Hint, outputs_of, storage_bytes
+from .hardware import BYTES_PER_US_PER_GBPS
 from .kernels import merge_kernels
 from .launch import LAUNCH_HINT, malloc_leaves_holes
 from .log import log_compiled, tell_once
 from .lower import Compiled, Halves, Phase
 from .lower_order import pin_order
+from .offers import Offers, costs_of_offers, read_after_update, with_offers
 from .options import Options
 from .progress import Progress
 from .replay import worst_case
@@ -71,7 +82,11 @@ class Pipeline:
     sizes: Mapping[sympy.Symbol, int] = field(default_factory=dict)
     #: argument → what people call it
     names: Mapping[int, str] = field(default_factory=dict)
+    #: which arguments have an optimizer that updates them during backward
+    updated: frozenset[int] = frozenset()
     report: PlanReport | None = None
+    #: what of that is done from inside of the graphs
+    offers: Offers | None = None
     _graphs: Graphs | None = None
     _costs: dict[Place, OpCost] = field(default_factory=dict)
     _min_move: int = LEAST_MOVE_BYTES
@@ -114,6 +129,7 @@ class Pipeline:
         watched = not report.fits and self._kind == "cpu"
         standing = sum(t.nbytes for t in report.problem.tensors if t.home == DEVICE)
 
+        offered = self.offers.outputs if self.offers is not None and phase == BACKWARD else ()
         first = True
 
         def timed(arguments: list[Any]) -> Any:
@@ -127,6 +143,10 @@ class Pipeline:
             started = clock.start()
             result = compiled(arguments)
             clock.stop(started, observe)
+            if offered:
+                result = list(result)
+                for i in offered:
+                    result[i] = taken_or_kept(result[i])
             if phase == BACKWARD:
                 self.entry.end()
             if watched and phase != FORWARD:
@@ -163,8 +183,7 @@ class Pipeline:
                     f"Set memory to more than {show_bytes(self.held_bytes)}.",
                 )
         with Progress(self.name) as progress:
-            annotated = self._annotate(graphs, budget, progress)
-            choice = self._choose(graphs, annotated, budget, progress)
+            graphs, choice = self._settle(graphs, budget, progress)
             annotated, decided = choice.annotated, choice.decided
         reserve = 0 if decided.fits else target.reserve_bytes(budget or decided.order.peak_bytes)
         self.report = PlanReport(
@@ -185,7 +204,11 @@ class Pipeline:
             self._graphs = graphs  # other sizes will be reckoned on them
         self.entry.kept_bytes = kept_at_turn(annotated.problem, decided.result.timeline)
         self.entry.trains = graphs.backward is not None
-        made = None if decided.fits else self._rewrite(graphs, annotated, decided)
+        made: Graphs | None
+        if not decided.fits:
+            made = self._rewrite(graphs, annotated, decided)
+        else:
+            made = None if self.offers is None else graphs
         remember(self.report)
         said = Compilation(
             self.report,
@@ -196,6 +219,38 @@ class Pipeline:
         log_compiled(said)
         if options.dump is not None:
             dump(options.dump, self.name, said)
+        return made
+
+    def _settle(
+        self, graphs: Graphs, budget: int | None, progress: Callable[[str], None]
+    ) -> tuple[Graphs, Choice]:
+        """The graphs to plan, and the plan. Where not everything fits, gradients are offered to
+        the optimizer that updates during backward, if there is one."""
+        plain = self._annotate(graphs, budget, progress)
+        fits = budget is not None and fits_as_it_is(plain.problem, self.target.machine, budget)
+        without: frozenset[str] = frozenset()
+        # on CUDA the host runs ahead of compute, and updates overlap it when backward has returned
+        while self.updated and self._kind == "cpu" and not fits:
+            offers = self._with_offers(graphs, plain, without)
+            if offers is None:
+                break
+            annotated = self._problem(offers.graphs, hint_of(self.sizes))
+            choice = self._choose(offers.graphs, annotated, budget, progress)
+            late = read_after_update(offers, choice.annotated, choice.decided.order)
+            if not late:
+                self.offers = offers
+                return offers.graphs, choice
+            without |= late
+        return graphs, self._choose(graphs, plain, budget, progress)
+
+    def _with_offers(
+        self, graphs: Graphs, plain: Annotated, without: frozenset[str]
+    ) -> Offers | None:
+        hint, key = hint_of(self.sizes), self.target.runtime.key
+        made = with_offers(graphs, plain, self.updated, hint, self._min_move, key, without)
+        if made is not None:
+            bytes_per_us = self.target.profile.memory_gbps * BYTES_PER_US_PER_GBPS
+            self._costs = {**self._costs, **costs_of_offers(made, hint, bytes_per_us)}
         return made
 
     def _choose(

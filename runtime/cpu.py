@@ -19,6 +19,7 @@ from offcompile.ir import OffloadError
 
 from .arena import Arena, Block
 from .device import Copy, Device, Label, Point, Slot, Waited
+from .failures import not_arrived
 from .lanes import Job, Lanes
 from .mapped import MappedSlot, MappedStore
 from .spill import Extent, SpillFull, SpillStore
@@ -169,6 +170,12 @@ class CpuDevice(Device):
     def wait(self, copy: Copy) -> Waited:
         assert isinstance(copy, Job)
         return self.lanes.wait(copy)
+
+    def reached(self, point: Point) -> None:
+        assert isinstance(point, Job)
+        self.lanes.wait(point)
+        if point.error is not None:
+            raise not_arrived(point.label, point.error)
 
     def cancel(self, copy: Copy) -> bool:
         assert isinstance(copy, Job)

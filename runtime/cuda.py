@@ -35,7 +35,7 @@ from .counters import note, now_ns
 from .cpu import PAGE_BYTES, CpuSlot
 from .cuda_copies import Block, Blocks, CudaCopy, HostSlot, Mark, bare, check_needs, needed
 from .device import Copy, Device, How, Label, Point, Slot, Waited
-from .failures import failure
+from .failures import failure, not_arrived
 from .host_arena import HostFull
 from .lanes import Lanes
 from .shadows import Shadows, ShadowSlot
@@ -153,6 +153,34 @@ class CudaDevice(Device):
             room = torch.empty(self._chunk_bytes + PAGE_BYTES, dtype=torch.uint8, device="cpu")
             start = -room.data_ptr() % PAGE_BYTES
             return room[start : start + self._chunk_bytes]
+
+    # -- the host itself ---------------------------------------------------------------------------
+
+    def on_host(self, tensor: torch.Tensor) -> torch.Tensor:
+        slot = self._slot(tensor)
+        assert isinstance(slot, ShadowSlot)
+        # what the arena gave, at the address that the device uses too
+        host = slot.block.tensor[: slot.nbytes].view(tensor.dtype)
+        return host.as_strided(tensor.size(), tensor.stride(), tensor.storage_offset())
+
+    def reached(self, point: Point) -> None:
+        assert isinstance(point, CudaCopy | Mark)
+        if isinstance(point, CudaCopy):
+            point.issued.wait()
+        try:
+            if point.event is not None:
+                self.streams.synchronize(point.event)
+        except Exception as error:
+            if isinstance(point, Mark):
+                raise
+            point.error = point.error or bare(error)
+        if isinstance(point, CudaCopy) and point.error is not None:
+            raise not_arrived(point.label, point.error)
+
+    def _users(self, slot: Slot) -> Sequence[Point | None]:
+        assert isinstance(slot, ShadowSlot)
+        # lanes may still read for a load that nobody waited for
+        return [*super()._users(slot), *map(Mark, tuple(slot.points.values()))]
 
     # -- orders ----------------------------------------------------------------------------------
 

@@ -11,6 +11,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import Enum
+from functools import partial
 
 import torch
 
@@ -58,6 +59,14 @@ class Copy(Point, ABC):
         """True once the copy is over, well or badly, as far as the host can see."""
 
 
+@dataclass(frozen=True)
+class Filled:
+    """Behind `point` memory holds what was sent there; `version`: autograd's count of changes."""
+
+    point: Point
+    version: int
+
+
 class Slot(ABC):
     """Room for one tensor's bytes away from the device."""
 
@@ -65,6 +74,10 @@ class Slot(ABC):
     tier: str
     #: whether a plan wants what is here to stay here
     planned: bool = False
+    #: what was sent here last; see `Device.await_on_host`
+    filled: Filled | None = None
+    #: what has to return before this is used next; see `Device.hold`
+    holds: tuple[Callable[[], None], ...] = ()
 
     @property
     @abstractmethod
@@ -74,6 +87,10 @@ class Slot(ABC):
     @abstractmethod
     def free(self) -> None:
         """Give the room back. Called once, when no copy that uses the slot is unfinished."""
+
+    def forget(self) -> None:
+        """The memory has a new holder, who has nothing to do with what was there."""
+        self.planned, self.filled, self.holds = False, None, ()
 
 
 class Device(ABC):
@@ -125,6 +142,77 @@ class Device(ABC):
         """As long as `owner` lives, keep so much of the memory of `addressable` tensors that died
         for those that come; a second call replaces the first. Returns whether the device does."""
         return False
+
+    # -- the host itself reads and writes what is `addressable` ------------------------------------
+
+    def on_host(self, tensor: torch.Tensor) -> torch.Tensor:
+        """An `addressable` tensor as one of the processor: the same memory, shape and strides."""
+        if tensor.device.type != "cpu":
+            raise OffloadError(f"The {self.name} device has no host memory that lies on it.")
+        return tensor.detach()
+
+    def sent(self, host: torch.Tensor, point: Point | None) -> None:
+        """Note that behind `point` an `addressable` tensor holds what it is to hold."""
+        slot = self.slot_of(host)
+        if slot is not None:
+            slot.filled = None if point is None else Filled(point, _version(host))
+
+    def await_on_host(
+        self, read: Sequence[torch.Tensor], written: Sequence[torch.Tensor] = ()
+    ) -> Callable[[], None]:
+        """A function that blocks its caller, on any thread, until the host may touch these.
+
+        read: what was sent to it has arrived. If that is all that changed its tensor, compute may
+        go on meanwhile; otherwise all has ended that compute was given before this call.
+        written: nothing uses it any more of what was given before this call to compute or lanes.
+        All are `addressable`. The function raises what went wrong on the way.
+        """
+        points: list[Point | None] = []
+        for tensor in read:
+            filled = self._slot(tensor).filled
+            points.append(None if filled is None else filled.point)
+            if filled is None or filled.version != _version(tensor):
+                points.append(self.mark())
+        for tensor in written:
+            points.extend(self._users(self._slot(tensor)))
+        return partial(self._reach, tuple(point for point in points if point is not None))
+
+    def _reach(self, points: Sequence[Point]) -> None:
+        for point in points:
+            self.reached(point)
+
+    def _users(self, slot: Slot) -> Sequence[Point | None]:
+        """Points behind all that uses the memory of an `addressable` tensor so far."""
+        return [self.mark()]
+
+    def reached(self, point: Point) -> None:
+        """Block the calling thread until `point` is; OffloadError if a copy failed there."""
+        raise OffloadError(f"The {self.name} device has no points that the host could wait for.")
+
+    def hold(self, host: torch.Tensor, until: Callable[[], None]) -> None:
+        """The next who uses an `addressable` tensor has to `claim` it, and that calls `until`.
+
+        Fetches claim what they fetch; others, kernels in place and the host, have to ask for it.
+        """
+        slot = self._slot(host)
+        slot.holds = (*slot.holds, until)
+
+    def claim(self, host: torch.Tensor) -> None:
+        """Return when nothing holds the tensor any more. What `until` raises leaves it held."""
+        slot = self.slot_of(host)
+        while slot is not None and slot.holds:
+            until = slot.holds[0]
+            until()
+            slot.holds = tuple(hold for hold in slot.holds if hold is not until)
+
+    def _slot(self, host: torch.Tensor) -> Slot:
+        slot = self.slot_of(host)
+        if slot is None:
+            raise OffloadError(
+                f"A tensor of shape {tuple(host.shape)} on {host.device} does not lie on the host"
+                f" tier of the {self.name} device. Send it there first (`start_store`)."
+            )
+        return slot
 
     @abstractmethod
     def mark(self) -> Point | None:
@@ -178,3 +266,8 @@ class Device(ABC):
     @abstractmethod
     def close(self) -> None:
         """Cancel what is queued, finish what runs, end the threads."""
+
+
+def _version(tensor: torch.Tensor) -> int:
+    """How often autograd saw the tensor's memory change; views share the count."""
+    return -1 if tensor.is_inference() else tensor._version

@@ -7,17 +7,14 @@ this module defines them.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch.fx.node import has_side_effect
 
-from .ops import NAMESPACE
+from .define import define
 from .registry import runtime_for
 
-# torch gives it no types
-_library: Any = torch.library.Library(NAMESPACE, "FRAGMENT")  # type: ignore[no-untyped-call]
 aten = torch.ops.aten
 
 #: after the op's own arguments: how the gradient lies in its storage, and where that comes from
@@ -44,6 +41,7 @@ def _kernel(fill: Callable[..., None], zeroed: bool = False) -> Callable[..., to
         flat, ticket = mover.store_in_place(numel * dtype.itemsize, tag, zeroed)
         with torch.no_grad():
             fill(flat.view(dtype).as_strided(size, stride), *own)
+        mover.stored(flat)
         return ticket
 
     return store
@@ -98,19 +96,7 @@ _FILLS: dict[str, tuple[Callable[..., None], bool]] = {
 }
 
 
-def _define() -> Sequence[Any]:
-    made = []
-    for name, schema in SCHEMAS.items():
-        text = f"{name}{schema.format(_PLACE)} -> Tensor"
-        _library.define(text, tags=(torch.Tag.needs_exact_strides,))
-        # one kernel whatever the device of the tensors; no gradients pass through here
-        _library.impl(name, _kernel(*_FILLS[name]), "CompositeExplicitAutograd")
-        _library.impl(name, torch.library.fallthrough_kernel, "Autograd")
-        torch.library.register_fake(f"{NAMESPACE}::{name}", _fake, lib=_library)
-        op = getattr(getattr(torch.ops, NAMESPACE), name).default
-        has_side_effect(op)
-        made.append(op)
-    return made
-
-
-store_mm, store_bmm, store_add, store_copy, store_embedding = STORES = tuple(_define())
+store_mm, store_bmm, store_add, store_copy, store_embedding = STORES = tuple(
+    define(name, f"{schema.format(_PLACE)} -> Tensor", _kernel(*_FILLS[name]), _fake)
+    for name, schema in SCHEMAS.items()
+)

@@ -6,7 +6,7 @@ import errno
 
 from offcompile.ir import OffloadError
 
-from .device import Slot
+from .device import Label, Slot
 from .lanes import Needed
 
 _ADVICE = {
@@ -34,5 +34,12 @@ def failure(error: BaseException, direction: str, tag: str, slot: Slot) -> Offlo
         f"{why or type(root).__name__}. The parameters were not touched by this copy; to go on, "
         f"{advice}."
     )
+    told.__cause__ = error
+    return told
+
+
+def not_arrived(label: Label, error: BaseException) -> OffloadError:
+    """The error for whoever, on the host, waited for a copy that failed."""
+    told = OffloadError(f"{label.tag} did not arrive on the host: {error or type(error).__name__}")
     told.__cause__ = error
     return told

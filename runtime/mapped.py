@@ -221,7 +221,7 @@ class MappedStore:
         while self._dead:
             slot = self._slots.pop(self._dead.popleft())
             slot.expect_scattered(False)
-            slot.planned = False
+            slot.forget()
             self.used_bytes -= slot.nbytes
             self.spare_bytes += slot.nbytes
             self._spare.setdefault(slot.nbytes, []).append(slot)

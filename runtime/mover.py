@@ -98,7 +98,9 @@ class Mover:
         slot = self.device.slot_of(host)
         assert slot is not None, "the device does not know its own memory"
         saved = Saved(self, tag, lane, slot, awaited=True, host=host)
-        return self._start_out(x, saved, began_ns)
+        ticket = self._start_out(x, saved, began_ns)
+        self.device.sent(host, saved.copy)
+        return ticket
 
     def store_in_place(
         self, nbytes: int, tag: str, zeroed: bool = False
@@ -115,6 +117,10 @@ class Mover:
             self.device.clear(host)
         saved = Saved(self, tag, "", slot, awaited=True, host=host)
         return host, self._issue(saved, self._saved_died)
+
+    def stored(self, host: torch.Tensor) -> None:
+        """The op that writes what `store_in_place` gave was given to compute."""
+        self.device.sent(host, self.device.mark())
 
     def _start_out(self, x: torch.Tensor, saved: Saved, began_ns: int) -> torch.Tensor:
         tag, lane = saved.tag, saved.lane
@@ -155,8 +161,10 @@ class Mover:
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Begin loading what stands on `addressable` memory into a new buffer; see `start_load`.
 
-        What compute has been given to write there before comes along.
+        What compute has been given to write there before comes along; what holds that memory
+        (`Device.hold`) is waited for first.
         """
+        self.device.claim(host)
         slot = self.device.slot_of(host)
         if slot is None:
             raise OffloadError(

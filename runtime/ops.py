@@ -12,17 +12,13 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from torch.fx.node import has_side_effect
 
 from offcompile.ir import OffloadError
 
 from . import tickets
+from .define import define
 from .mover import Load, Saved
 from .registry import runtime_for
-
-NAMESPACE = "offcompile"
-# torch gives it no types
-_library: Any = torch.library.Library(NAMESPACE, "FRAGMENT")  # type: ignore[no-untyped-call]
 
 SCHEMAS = {
     "start_out": "(Tensor x, str tag, str tier, str lane, str runtime) -> Tensor",
@@ -176,18 +172,8 @@ _KERNELS: dict[str, tuple[Callable[..., Any], Callable[..., Any]]] = {
 }
 
 
-def _define() -> None:
-    for name, schema in SCHEMAS.items():
-        kernel, fake = _KERNELS[name]
-        _library.define(name + schema, tags=(torch.Tag.needs_exact_strides,))
-        # one kernel whatever the device of the tensors; no gradients pass through here
-        _library.impl(name, kernel, "CompositeExplicitAutograd")
-        _library.impl(name, torch.library.fallthrough_kernel, "Autograd")
-        torch.library.register_fake(f"{NAMESPACE}::{name}", fake, lib=_library)
-        has_side_effect(getattr(getattr(torch.ops, NAMESPACE), name).default)
-
-
-_define()
+for _name, _schema in SCHEMAS.items():
+    define(_name, _schema, *_KERNELS[_name])
 
 start_out = torch.ops.offcompile.start_out.default
 wait_out = torch.ops.offcompile.wait_out.default

@@ -117,7 +117,7 @@ class Shadows:
         self.spare_bytes -= nbytes
         self._follow(home, slot)
         slot.home = home
-        slot.planned = False
+        self.streams.taken(slot.block.tensor)
         return slot
 
     def _follow(self, home: Stream, slot: ShadowSlot) -> None:
@@ -166,6 +166,7 @@ class Shadows:
         """Slots without a tensor: kernels on their home, or on these streams, may use them."""
         events = {stream: self.streams.record(stream) for stream in streams}
         for slot in slots:
+            slot.forget()
             if slot.home not in events:
                 events[slot.home] = self.streams.record(slot.home)
             slot.points |= events

@@ -6,15 +6,10 @@ in the last bits. Importing this module defines them.
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 
 from . import kernels
-from .ops import NAMESPACE
-
-# torch gives it no types
-_library: Any = torch.library.Library(NAMESPACE, "FRAGMENT")  # type: ignore[no-untyped-call]
+from .define import define
 
 
 def _mm(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
@@ -33,17 +28,7 @@ def _fake_addmm(bias: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> torch.T
     return _fake_mm(a, b)
 
 
-def _define(schema: str, kernel: Any, fake: Any) -> Any:
-    name = schema.partition("(")[0]
-    _library.define(schema, tags=(torch.Tag.needs_exact_strides,))
-    # autograd has its own backward: these stand in graphs that are differentiated already
-    _library.impl(name, kernel, "CompositeExplicitAutograd")
-    _library.impl(name, torch.library.fallthrough_kernel, "Autograd")
-    torch.library.register_fake(f"{NAMESPACE}::{name}", fake, lib=_library)
-    return getattr(getattr(torch.ops, NAMESPACE), name).default
-
-
-stream_mm = _define("stream_mm(Tensor a, Tensor b) -> Tensor", _mm, _fake_mm)
-stream_addmm = _define(
-    "stream_addmm(Tensor bias, Tensor a, Tensor b) -> Tensor", _addmm, _fake_addmm
+stream_mm = define("stream_mm", "(Tensor a, Tensor b) -> Tensor", _mm, _fake_mm, effect=False)
+stream_addmm = define(
+    "stream_addmm", "(Tensor bias, Tensor a, Tensor b) -> Tensor", _addmm, _fake_addmm, effect=False
 )

@@ -102,6 +102,9 @@ class Streams(ABC):
         Only race detectors have a use for this: the last reference may die on another thread.
         """
 
+    def taken(self, tensor: torch.Tensor) -> None:  # noqa: B027
+        """The calling thread was handed memory that others let go before; see `let_go`."""
+
 
 _made: dict[tuple[int, str], torch.cuda.Stream] = {}
 _making = threading.Lock()

@@ -27,11 +27,11 @@ from offcompile.ir.textio import parse_plan, parse_problem
 from offcompile.log import log_compiled
 from offcompile.planner import plan_problem
 from offcompile.report import PlanReport
-from offcompile.runtime import ops as movement_ops  # defines torch.ops.offcompile
+from offcompile.runtime import ops as _ops  # noqa: F401  (defines torch.ops.offcompile)
 from offcompile.svg import to_svg
 
 ROOT = Path(__file__).parent.parent
-MOVE = getattr(torch.ops, movement_ops.NAMESPACE)
+MOVE = torch.ops.offcompile
 ATEN = torch.ops.aten
 LANES = ("h2d", "d2h")
 

@@ -1,0 +1,111 @@
+"""What a person asks of an optimizer besides torch's own arguments, checked once."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from os import PathLike
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+
+from offcompile.hardware import parse_bytes
+from offcompile.ir import InvalidInput, Violation
+
+StatesAt = Literal["auto", "device", "host", "disk"]
+Directory = str | PathLike[str] | Sequence[str | PathLike[str]]
+
+PLACES = ("auto", "device", "host", "disk")
+
+
+@dataclass(frozen=True)
+class Settings:
+    """Made by `Settings.read`, which says everything that is wrong at once."""
+
+    states: StatesAt = "auto"
+    overlap: bool = False
+    accumulate: int = 1
+    max_norm: float | None = None
+    #: whether a GradScaler was named
+    scaled: bool = False
+    #: what states may take on the host; None: half of the machine's memory that is free then
+    host_bytes: int | None = None
+    directories: tuple[Path, ...] = ()
+    state_dtype: torch.dtype | None = None
+    master: bool | None = None
+    #: None: for parameters of an asynchronous device
+    channels: bool | Literal["measure"] | None = None
+
+    @property
+    def deferred(self) -> bool:
+        """Whether updates wait for all gradients of the step."""
+        return self.max_norm is not None or self.scaled
+
+    @classmethod
+    def read(
+        cls,
+        states: object = "auto",
+        overlap: bool = False,
+        accumulate: object = 1,
+        max_norm: object = None,
+        scaler: Any = None,
+        host_memory: int | str | None = None,
+        directory: Directory | None = None,
+        state_dtype: object = None,
+        master: bool | None = None,
+        channels: object = None,
+    ) -> Settings:
+        wrong: list[Violation] = []
+
+        def refuse(name: str, value: object, says: str) -> None:
+            wrong.append(Violation("bad-value", name, f"{name}={value!r} is not possible: {says}"))
+
+        if states not in PLACES:
+            refuse("states", states, f"give one of {', '.join(map(repr, PLACES))}")
+        if not isinstance(accumulate, int) or isinstance(accumulate, bool) or accumulate < 1:
+            refuse("accumulate", accumulate, "give the number of backward passes per step, 1 or more")
+        elif accumulate > 1 and not overlap:
+            refuse("accumulate", accumulate, "it counts for overlap=True only; leave it out")
+        if max_norm is not None and not _is_norm(max_norm):
+            refuse("max_norm", max_norm, "give a positive number, or None")
+        nbytes = host_memory
+        if isinstance(host_memory, str):
+            try:
+                nbytes = parse_bytes(host_memory)
+            except InvalidInput as error:
+                wrong += (Violation(v.rule, "host_memory", v.detail) for v in error.violations)
+        elif host_memory is not None and (isinstance(host_memory, bool) or host_memory < 0):
+            refuse("host_memory", host_memory, "give bytes, or text as in '8GiB'")
+        if state_dtype not in (None, "bf16"):
+            refuse("state_dtype", state_dtype, "give 'bf16' (lossy), or None for exact states")
+        if channels not in (None, True, False, "measure"):
+            refuse("channels", channels, "give True, False, 'measure' or None")
+        if wrong:
+            raise InvalidInput(wrong)
+        return cls(
+            states=states,  # type: ignore[arg-type]  # checked above, as those below
+            overlap=bool(overlap),
+            accumulate=accumulate,  # type: ignore[arg-type]
+            max_norm=None if max_norm is None else float(max_norm),  # type: ignore[arg-type]
+            scaled=scaler is not None and scaler is not False,
+            host_bytes=nbytes,  # type: ignore[arg-type]
+            directories=_paths(directory),
+            state_dtype=torch.bfloat16 if state_dtype == "bf16" else None,
+            master=master,
+            channels=channels,  # type: ignore[arg-type]
+        )
+
+
+def _is_norm(value: object) -> bool:
+    number = isinstance(value, int | float) and not isinstance(value, bool)
+    return number and value > 0 and not math.isnan(value)  # type: ignore[operator,arg-type]
+
+
+def _paths(directory: Directory | None) -> tuple[Path, ...]:
+    if directory is None:
+        return ()
+    if isinstance(directory, str | PathLike):
+        return (Path(directory),)
+    return tuple(map(Path, directory))

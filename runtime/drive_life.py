@@ -1,0 +1,117 @@
+"""How long a drive lasts that takes so many bytes with every step."""
+
+from __future__ import annotations
+
+import os
+import warnings
+from dataclasses import dataclass
+
+from offcompile.ir import OffloadError
+
+#: Writes that makers of consumer drives grant: 600 TB for each TB of capacity.
+WRITES_PER_CAPACITY = 600
+#: Below it, people are warned.
+HORIZON_YEARS = 1.0
+
+_YEAR_S = 365.25 * 24 * 3600
+_TB = 1e12
+
+
+@dataclass(frozen=True)
+class DriveLife:
+    """What training without a pause does to a drive that `endurance_bytes` may be written to."""
+
+    written_bytes_per_step: int
+    step_s: float
+    endurance_bytes: float
+
+    @property
+    def years(self) -> float:
+        """Infinite where nothing is written."""
+        if not self.written_bytes_per_step:
+            return float("inf")
+        return self.endurance_bytes / self.written_bytes_per_step * self.step_s / _YEAR_S
+
+    @property
+    def steps(self) -> float:
+        if not self.written_bytes_per_step:
+            return float("inf")
+        return self.endurance_bytes / self.written_bytes_per_step
+
+    def words(self) -> str:
+        """A line for people."""
+        if not self.written_bytes_per_step:
+            return "optimizer states: nothing is written to disk"
+        return (
+            f"optimizer states: {self.written_bytes_per_step / 1e9:.3g} GB written per step of "
+            f"{self.step_s:.3g} s; a drive rated for {self.endurance_bytes / _TB:.4g} TB written "
+            f"lasts {_span(self.years)} at this rate, without a pause"
+        )
+
+
+def _span(years: float) -> str:
+    if years >= 2:
+        return f"{years:.3g} years"
+    days = years * 365.25
+    return f"{days:.3g} days" if days >= 2 else f"{days * 24:.3g} hours"
+
+
+def drive_life(
+    written_bytes_per_step: int,
+    step_s: float,
+    capacity_bytes: int,
+    endurance_bytes: float | None = None,
+) -> DriveLife:
+    """Of a drive of `capacity_bytes`; `endurance_bytes`: what its maker grants, where known."""
+    if written_bytes_per_step < 0 or step_s <= 0 or capacity_bytes <= 0:
+        raise OffloadError(
+            f"no life of a drive follows from {written_bytes_per_step} bytes per step, steps of "
+            f"{step_s} s and a capacity of {capacity_bytes} bytes: bytes per step may be 0, the "
+            "others have to be positive"
+        )
+    if endurance_bytes is None:
+        endurance_bytes = float(capacity_bytes) * WRITES_PER_CAPACITY
+    return DriveLife(written_bytes_per_step, step_s, endurance_bytes)
+
+
+def capacity_bytes(directories: tuple[str | os.PathLike[str], ...]) -> int:
+    """Of the file systems that hold `directories`, each counted once."""
+    found = {}
+    for directory in directories:
+        told = os.statvfs(directory)
+        found[os.stat(directory).st_dev] = told.f_blocks * told.f_frsize
+    return sum(found.values())
+
+
+class DriveWarning(UserWarning):
+    """A drive would be worn out soon."""
+
+
+class DriveWatch:
+    """Warns once when the rate that was measured would wear the drive out before the horizon."""
+
+    def __init__(
+        self,
+        capacity_bytes: int,
+        endurance_bytes: float | None = None,
+        horizon_years: float = HORIZON_YEARS,
+    ) -> None:
+        self._capacity_bytes = capacity_bytes
+        self._endurance_bytes = endurance_bytes
+        self._horizon_years = horizon_years
+        self._has_warned = False
+
+    def look(self, written_bytes_per_step: int, step_s: float) -> DriveLife:
+        """To be called with what was measured over some steps."""
+        life = drive_life(
+            written_bytes_per_step, step_s, self._capacity_bytes, self._endurance_bytes
+        )
+        if life.years < self._horizon_years and not self._has_warned:
+            self._has_warned = True
+            warnings.warn(
+                f"{life.words()}. Give the states more host memory (host_memory=), store them in "
+                'bf16 (state_dtype="bf16", lossy), or name a drive with a higher rating',
+                DriveWarning,
+                stacklevel=2,
+            )
+        return life
