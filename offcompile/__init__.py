@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from offcompile.report import PlanReport, reports
     from offcompile.runtime.counters import counters
     from offcompile.runtime.host_loading import load_weights
+    from offcompile.saving import save
 
 __all__ = [
     "Infeasible",
@@ -23,6 +24,7 @@ __all__ = [
     "host_init",
     "load_weights",
     "reports",
+    "save",
 ]
 __version__ = "0.1.0"
 
@@ -33,6 +35,7 @@ _LATER = {
     "host_init": "offcompile.born_on_host",
     "load_weights": "offcompile.runtime.host_loading",
     "reports": "offcompile.report",
+    "save": "offcompile.saving",
 }
 
 

@@ -33,9 +33,9 @@ from offcompile.ir import OffloadError
 from .completions import Completions
 from .counters import note, now_ns
 from .cpu import PAGE_BYTES, CpuSlot
-from .cuda_copies import Block, Blocks, CudaCopy, HostSlot, Mark, bare, check_needs, needed
+from .cuda_copies import Block, Blocks, CudaCopy, HostSlot, Mark, bare, check_needs, needed, reach
 from .device import Copy, Device, How, Label, Point, Slot, Waited
-from .failures import failure, not_arrived
+from .failures import failure
 from .host_arena import HostFull
 from .lanes import Lanes
 from .shadows import Shadows, ShadowSlot
@@ -164,18 +164,7 @@ class CudaDevice(Device):
         return host.as_strided(tensor.size(), tensor.stride(), tensor.storage_offset())
 
     def reached(self, point: Point) -> None:
-        assert isinstance(point, CudaCopy | Mark)
-        if isinstance(point, CudaCopy):
-            point.issued.wait()
-        try:
-            if point.event is not None:
-                self.streams.synchronize(point.event)
-        except Exception as error:
-            if isinstance(point, Mark):
-                raise
-            point.error = point.error or bare(error)
-        if isinstance(point, CudaCopy) and point.error is not None:
-            raise not_arrived(point.label, point.error)
+        reach(self.streams, point)
 
     def _users(self, slot: Slot) -> Sequence[Point | None]:
         assert isinstance(slot, ShadowSlot)

@@ -10,8 +10,9 @@ import torch
 
 from .counters import now_ns
 from .device import Copy, Label, Point, Slot
+from .failures import not_arrived
 from .lanes import Job, Needed
-from .streams import Event, Stream, flat_bytes
+from .streams import Event, Stream, Streams, flat_bytes
 
 
 class Block(Protocol):
@@ -95,6 +96,21 @@ class CudaCopy(Copy):
     def part(self, start: int, size: int) -> torch.Tensor:
         assert self.keep is not None
         return flat_bytes(self.keep)[start : start + size]
+
+
+def reach(streams: Streams, point: Point) -> None:
+    """Block the calling thread until the GPU has passed a mark or a copy; raise what failed."""
+    assert isinstance(point, CudaCopy | Mark)
+    if isinstance(point, Mark):
+        return streams.synchronize(point.event)
+    point.issued.wait()
+    try:
+        if point.event is not None:
+            streams.synchronize(point.event)
+    except Exception as error:
+        point.error = point.error or bare(error)
+    if point.error is not None:
+        raise not_arrived(point.label, point.error)
 
 
 def check_needs(copy: CudaCopy) -> None:

@@ -14,7 +14,8 @@ from offcompile.ir import OffloadError
 _MEMORY_FILESYSTEMS = frozenset({"tmpfs", "ramfs", "devtmpfs", "hugetlbfs"})
 _MOUNTS = Path("/proc/self/mountinfo")
 
-_ELSEWHERE = 'name a directory on a disk with options={"spill": "/path"}'
+#: what to do about a directory that does not serve
+ELSEWHERE = 'name a directory on a disk with options={"spill": "/path"}'
 
 
 def filesystem_type(path: str | os.PathLike[str], mounts: Path = _MOUNTS) -> str | None:
@@ -49,40 +50,40 @@ def free_bytes(path: str | os.PathLike[str]) -> int:
         told = os.statvfs(path)
     except OSError as error:
         raise OffloadError(
-            f"the free space of {os.fspath(path)} cannot be read ({error.strerror}): {_ELSEWHERE}"
+            f"the free space of {os.fspath(path)} cannot be read ({error.strerror}): {ELSEWHERE}"
         ) from error
     return told.f_bavail * told.f_frsize
 
 
-def check_directory(path: str | os.PathLike[str]) -> None:
+def check_directory(path: str | os.PathLike[str], elsewhere: str = ELSEWHERE) -> None:
     """Raise an OffloadError that names `path` and the fix, unless spill files can be kept there."""
     shown = f"the spill directory {os.fspath(path)}"
     try:
         told = os.stat(path)
     except FileNotFoundError:
-        raise OffloadError(f"{shown} does not exist: create it, or {_ELSEWHERE}") from None
+        raise OffloadError(f"{shown} does not exist: create it, or {elsewhere}") from None
     except OSError as error:
-        raise OffloadError(f"{shown} cannot be used ({error.strerror}): {_ELSEWHERE}") from error
+        raise OffloadError(f"{shown} cannot be used ({error.strerror}): {elsewhere}") from error
     if not stat.S_ISDIR(told.st_mode):
-        raise OffloadError(f"{shown} is not a directory: {_ELSEWHERE}")
+        raise OffloadError(f"{shown} is not a directory: {elsewhere}")
     kind = filesystem_type(path)
     if kind in _MEMORY_FILESYSTEMS:
         raise OffloadError(
             f"{shown} is on {kind}, which keeps files in RAM, so that moving tensors there frees "
-            f"nothing: {_ELSEWHERE}"
+            f"nothing: {elsewhere}"
         )
     open_to_all = told.st_mode & stat.S_IWOTH and not told.st_mode & stat.S_ISVTX
     if told.st_uid != os.geteuid() and open_to_all:
         raise OffloadError(
             f"{shown} belongs to another user (uid {told.st_uid}) and anyone may write to it: "
-            f"`chmod +t` it, or {_ELSEWHERE}"
+            f"`chmod +t` it, or {elsewhere}"
         )
     try:
         # permission bits do not tell of read-only mounts, quotas or the rights of root
         tempfile.TemporaryFile(dir=path).close()
     except OSError as error:
         raise OffloadError(
-            f"{shown} is not writable ({error.strerror}): make it so, or {_ELSEWHERE}"
+            f"{shown} is not writable ({error.strerror}): make it so, or {elsewhere}"
         ) from error
 
 

@@ -21,6 +21,7 @@ from .states import Range, StatesFacts
 BUFFERS = 6
 #: parameters whose states are smaller stay in memory: moving them takes longer than it saves
 SMALL_BYTES = 64 << 10
+_ELSEWHERE = 'name directories on other disks for the optimizer\'s states with directory="/path"'
 
 
 @dataclass(frozen=True)
@@ -64,7 +65,7 @@ class DiskStates:
                 "0 or more bytes of host memory, a positive block size, and 3 buffers or more"
             )
         self._block_bytes, self._small_bytes = block_bytes, small_bytes
-        self._store = SpillStore(directories, capacity_bytes, files=files)
+        self._store = SpillStore(directories, capacity_bytes, files=files, elsewhere=_ELSEWHERE)
         self.directories = self._store.directories
         self._frames = Frames(block_bytes, block_bytes * buffers + host_bytes)
         self._flow = Flow(self._store, self._frames, host_bytes, buffers // 2, self._upcoming)

@@ -19,6 +19,7 @@ import numpy as np
 import torch
 
 from .device import Copy, Device, How, Label, Point, Slot, Waited
+from .failures import not_arrived
 from .lanes import Job, Lanes, Needed
 from .tickets import telling
 
@@ -39,6 +40,7 @@ class Memory:
     after: int = 0
     #: on the host, where compute uses it in place
     shadow: bool = False
+    slot: SimulatedSlot | None = None
 
 
 @dataclass(frozen=True)
@@ -86,6 +88,7 @@ class SimulatedDevice(Device):
         self._spare: list[Memory] = []
         self._died: list[tuple[Memory, int]] = []
         self._ending = threading.local()
+        self._host = threading.local()
 
     @property
     def staging_bytes(self) -> int:
@@ -106,7 +109,9 @@ class SimulatedDevice(Device):
         memory = self._held.get(tensor.untyped_storage().data_ptr())
         if memory is None or not memory.shadow:
             return None
-        return SimulatedSlot(memory.data.size, "host", memory)
+        if memory.slot is None:
+            memory.slot = SimulatedSlot(memory.data.size, "host", memory)
+        return memory.slot
 
     def empty(
         self, nbytes: int, freed: Callable[[], None] | None = None, shadow: bool = False
@@ -135,6 +140,7 @@ class SimulatedDevice(Device):
         while self._died:
             memory, clock = self._died.pop(0)
             memory.after |= clock
+            memory.slot = None
             self._spare.append(memory)
 
     def _memory(self, tensor: torch.Tensor) -> Memory:
@@ -155,6 +161,43 @@ class SimulatedDevice(Device):
             read, written = [self._memory(t) for t in reads], [self._memory(t) for t in writes]
             arrays = [memory.data for memory in (*read, *written)]
             self._issue(COMPUTE, partial(work, *arrays), (), read, written, Label("compute", tag))
+
+    # -- the host --------------------------------------------------------------------------------
+
+    @property
+    def known(self) -> int:
+        """What is certain to come before anything that the calling thread does now."""
+        clock: int = getattr(self._host, "clock", 0)
+        return clock
+
+    @known.setter
+    def known(self, clock: int) -> None:
+        self._host.clock = clock
+
+    def reached(self, point: Point) -> None:
+        assert isinstance(point, Job)
+        self.lanes.wait(point)
+        with self._lock:
+            self.known |= self._clocks[point]
+        if point.error is not None:
+            raise not_arrived(point.label, point.error)
+
+    def touch(
+        self,
+        work: Callable[..., None],
+        reads: Sequence[torch.Tensor] = (),
+        writes: Sequence[torch.Tensor] = (),
+        tag: str = "host",
+    ) -> None:
+        """`work(*read arrays, *written arrays)` by the calling thread itself, now."""
+        with self._lock:
+            read, written = [self._memory(t) for t in reads], [self._memory(t) for t in writes]
+            arrays = [memory.data for memory in (*read, *written)]
+            lane = f"host {threading.get_ident()}"
+            job = self._issue(lane, partial(work, *arrays), (), read, written, Label("host", tag))
+        self.reached(job)
+
+    # -- orders ----------------------------------------------------------------------------------
 
     def mark(self) -> Point | None:
         return self._last_compute
@@ -249,7 +292,7 @@ class SimulatedDevice(Device):
         computing = lane == COMPUTE
         if computing and self._last_compute is not None:
             needs.append(self._last_compute)
-        clock = self._compute_clock if computing else 0
+        clock = self.known | (self._compute_clock if computing else 0)
         for need in needs:
             clock |= self._clocks[need]
         for memory in (*reads, *writes):

@@ -115,6 +115,10 @@ class Watch:
         """What the calling thread knows goes with the memory, whoever drops it last."""
         self.of(tensor).after |= self.known
 
+    def taken(self, tensor: torch.Tensor) -> None:
+        """What those knew who let go of the memory comes with it."""
+        self.known |= self.of(tensor).after
+
     def _collect(self) -> None:
         while self._died:
             memory, clock = self._died.popleft()

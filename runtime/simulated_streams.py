@@ -226,6 +226,10 @@ class SimulatedStreams(Streams):
         with self._moved:
             self._watch.let_go(tensor)
 
+    def taken(self, tensor: torch.Tensor) -> None:
+        with self._moved:
+            self._watch.taken(tensor)
+
     def arena(self, limit_bytes: int = 1 << 30, pinned: bool = True) -> SimulatedArena:
         """Host memory that the detector watches going round."""
         return SimulatedArena(self._watch, self._moved, limit_bytes, pinned)

@@ -15,6 +15,7 @@ import numpy as np
 from offcompile.ir import OffloadError
 
 from . import forks
+from .directories import ELSEWHERE
 from .mapping import PAGE_BYTES, page_multiple
 from .spill_file import Files, SpillFile
 
@@ -56,7 +57,7 @@ class SpillStore:
     capacity_bytes: most that the files may take together (None: what the disks give).
     stripe_bytes: how much goes to one directory before the next has its turn.
     reserve_bytes: what is left free on every file system.
-    direct: all files pass the page cache by.
+    direct: all files pass the page cache by. elsewhere: what errors say to name other directories.
     A forked child has no part in the store: there every call but `release` and `close` is an error.
     """
 
@@ -67,6 +68,7 @@ class SpillStore:
         stripe_bytes: int = 8 << 20,
         reserve_bytes: int = 512 << 20,
         files: Files | None = None,
+        elsewhere: str = ELSEWHERE,
     ) -> None:
         if not directories:
             raise OffloadError("a spill store needs a directory: none was named")
@@ -74,11 +76,14 @@ class SpillStore:
             raise OffloadError(f"stripe_bytes={stripe_bytes}: give a positive multiple of 4096")
         calls = files or Files()
         self.directories = tuple(Path(directory) for directory in directories)
-        self._files = [SpillFile(place, calls, reserve_bytes) for place in self.directories]
+        self._files = [
+            SpillFile(place, calls, reserve_bytes, elsewhere) for place in self.directories
+        ]
         self.direct = all(file.direct for file in self._files)
         self.capacity_bytes = capacity_bytes
         self._stripe_bytes = stripe_bytes
         self._reserve_bytes = reserve_bytes
+        self._elsewhere = elsewhere
         self._turn = 0
         self._numbers = itertools.count()
         self._live: dict[int, Extent] = {}
@@ -251,7 +256,7 @@ class SpillStore:
         return SpillFull(
             f"no room for {nbytes} bytes in {places}: {self._used_bytes} bytes are in use and "
             f"{within} free in its files, capacity: {bound}. Free space there, raise the capacity, "
-            'or name more directories with options={"spill": [...]}'
+            f"or {self._elsewhere}"
         )
 
     def _take_back(self) -> None:

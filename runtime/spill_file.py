@@ -13,7 +13,7 @@ from pathlib import Path
 
 from offcompile.ir import OffloadError
 
-from .directories import check_directory
+from .directories import ELSEWHERE, check_directory
 from .extents import FreeRanges
 from .mapping import PAGE_BYTES, Mapping
 
@@ -51,15 +51,18 @@ class SpillFile:
     Ranges are not guarded: the store that owns the file holds its lock.
     """
 
-    def __init__(self, directory: Path, files: Files, reserve_bytes: int) -> None:
-        check_directory(directory)
+    def __init__(
+        self, directory: Path, files: Files, reserve_bytes: int, elsewhere: str = ELSEWHERE
+    ) -> None:
+        check_directory(directory, elsewhere)
         self.directory = directory
         self.size_bytes = 0
         self.free = FreeRanges()
         self._head = 0
         self._files = files
         self._reserve_bytes = reserve_bytes
-        self._descriptor = open_unlinked(directory)
+        self._elsewhere = elsewhere
+        self._descriptor = open_unlinked(directory, elsewhere)
         self.device = os.fstat(self._descriptor).st_dev
         self._closed = weakref.finalize(self, os.close, self._descriptor)
         self._closed.atexit = False
@@ -141,7 +144,7 @@ class SpillFile:
                 fix = "free space there"
         return OffloadError(
             f"{doing} {nbytes} bytes at {at} of the spill file in {self.directory} failed "
-            f'({found}): {fix}, or name another directory with options={{"spill": "/path"}}'
+            f"({found}): {fix}, or {self._elsewhere}"
         )
 
     def flush(self) -> None:
@@ -154,7 +157,7 @@ class SpillFile:
         self._closed()
 
 
-def open_unlinked(directory: Path) -> int:
+def open_unlinked(directory: Path, elsewhere: str = ELSEWHERE) -> int:
     """A descriptor of a file that has no name any more, or never had one."""
     try:
         if _O_TMPFILE:
@@ -168,7 +171,7 @@ def open_unlinked(directory: Path) -> int:
     except OSError as error:
         raise OffloadError(
             f"no spill file can be made in {directory} ({error.strerror}): make it writable, or "
-            'name another directory with options={"spill": "/path"}'
+            f"{elsewhere}"
         ) from error
     return descriptor
 

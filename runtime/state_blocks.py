@@ -41,7 +41,7 @@ class Frame:
         memory = (ctypes.c_uint8 * nbytes).from_address(mapping.address)
         memory.mapping = mapping  # type: ignore[attr-defined]
         with torch.inference_mode(False):
-            self.flat = torch.from_numpy(np.frombuffer(memory, np.uint8))
+            self.flat = torch.from_numpy(np.frombuffer(memoryview(memory).cast("B"), np.uint8))
         self.view = mapping.view(0, nbytes)
 
 

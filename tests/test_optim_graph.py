@@ -114,3 +114,247 @@ def test_gradients_are_taken_from_the_second_step_on(lowering: str) -> None:
             assert torch.equal(ours, theirs)
         else:
             torch.testing.assert_close(ours, theirs)
+
+
+def warmed(memory: object = "minimum") -> tuple[nn.Sequential, nn.Module, Descent, torch.Tensor]:
+    """A compiled model whose gradients are being taken."""
+    model = mlp()
+    optimizer = Descent(model.parameters())
+    run = compiled(model, memory)
+    (x,) = batches(1)
+    run(x).square().mean().backward()
+    optimizer.step()
+    return model, run, optimizer, x
+
+
+def large(optimizer: Descent) -> list[int]:
+    """Parameters whose gradients are worth an offer: biases are not."""
+    return [i for i, p in enumerate(optimizer.parameters) if p.dim() > 1]
+
+
+def test_only_large_gradients_are_taken() -> None:
+    _, run, optimizer, x = warmed()
+    run(x).square().mean().backward()
+    assert sorted(optimizer.taken) == large(optimizer)
+
+
+def test_last_layers_come_first_and_each_after_its_weight_was_read() -> None:
+    _, run, optimizer, x = warmed()
+    run(x).square().mean().backward()
+    assert optimizer.taken == sorted(optimizer.taken, reverse=True)
+
+
+def test_when_everything_fits_graphs_stay_as_they_are() -> None:
+    _, run, optimizer, x = warmed(memory=None)
+    run(x).square().mean().backward()
+    assert optimizer.taken == []
+    assert sorted(optimizer.brought) == list(range(8))
+
+
+def test_an_unwilling_optimizer_gets_gradients_in_grad() -> None:
+    model, run, optimizer, x = warmed()
+    reference = copy.deepcopy(model)
+    optimizer.willing = False
+    run(x).square().mean().backward()
+    reference(x).square().mean().backward()
+    assert optimizer.taken == []
+    for ours, theirs in zip(model.parameters(), reference.parameters(), strict=True):
+        assert ours.grad is not None and theirs.grad is not None
+        assert torch.equal(ours.grad, theirs.grad)
+
+
+def test_without_its_optimizer_a_graph_gives_gradients_as_ever() -> None:
+    model, run, optimizer, x = warmed()
+    updates.unregister(model.parameters(), optimizer)
+    optimizer.willing = False
+    run(x).square().mean().backward()
+    assert all(p.grad is not None for p in model.parameters())
+
+
+def test_grad_of_a_loss_updates_nothing() -> None:
+    model, run, optimizer, x = warmed()
+    before = [p.detach().clone() for p in model.parameters()]
+    found = torch.autograd.grad(run(x).square().mean(), list(model.parameters()))
+    assert optimizer.taken == []
+    reference = copy.deepcopy(model)
+    wanted = torch.autograd.grad(reference(x).square().mean(), list(reference.parameters()))
+    for mine, theirs, p, old in zip(found, wanted, model.parameters(), before, strict=True):
+        assert torch.equal(mine, theirs)
+        assert torch.equal(p, old)
+
+
+def test_backward_for_some_inputs_updates_those() -> None:
+    model, run, optimizer, x = warmed()
+    wanted = model[2].weight
+    run(x).square().mean().backward(inputs=[wanted])
+    assert optimizer.taken == [optimizer.index(wanted)]
+    assert optimizer.brought == []
+
+
+def test_two_forwards_before_a_backward_are_summed_by_autograd() -> None:
+    model, run, optimizer, x = warmed()
+    reference = copy.deepcopy(model)
+    for m in (run, reference):
+        (m(x).square().mean() + m(x + 1).square().mean()).backward()
+    assert optimizer.taken == []
+    with torch.no_grad():
+        for p in reference.parameters():
+            p.add_(p.grad, alpha=-optimizer.lr)
+    for ours, theirs in zip(model.parameters(), reference.parameters(), strict=True):
+        assert torch.equal(ours, theirs)
+
+
+def test_a_forward_that_was_dropped_does_not_count() -> None:
+    _, run, optimizer, x = warmed()
+    run(x)  # lost at once
+    run(x).square().mean().backward()
+    assert sorted(optimizer.taken) == large(optimizer)
+
+
+def test_a_penalty_outside_of_the_graph_from_the_start_is_added_before_the_update() -> None:
+    model, reference = mlp(), mlp()
+    optimizer = Descent(model.parameters())
+    run = compiled(model)
+    descent = torch.optim.SGD(reference.parameters(), lr=0.1)
+    for x in batches(3):
+        penalty = model[0].weight.square().sum()
+        (run(x).square().mean() + penalty).backward()
+        assert optimizer.index(model[0].weight) not in optimizer.taken
+        optimizer.step()
+        (reference(x).square().mean() + reference[0].weight.square().sum()).backward()
+        descent.step()
+        descent.zero_grad()
+    for ours, theirs in zip(model.parameters(), reference.parameters(), strict=True):
+        assert torch.equal(ours, theirs)
+
+
+def test_a_penalty_that_comes_later_is_an_error() -> None:
+    model, run, _, x = warmed()
+    with pytest.raises(OffloadError, match=r"second gradient.*overlap=False"):
+        (run(x).square().mean() + model[0].weight.square().sum()).backward()
+
+
+def test_the_graph_may_be_kept_and_run_again() -> None:
+    model, run, optimizer, x = warmed()
+    reference = copy.deepcopy(model)
+    optimizer.willing = False
+    loss = run(x).square().mean()
+    loss.backward(retain_graph=True)
+    loss.backward()
+    plain = reference(x).square().mean()
+    plain.backward(retain_graph=True)
+    plain.backward()
+    for ours, theirs in zip(model.parameters(), reference.parameters(), strict=True):
+        assert ours.grad is not None and theirs.grad is not None
+        assert torch.equal(ours.grad, theirs.grad)
+
+
+class Tied(nn.Module):
+    """The first and the last matrix are one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.table = nn.Embedding(100, WIDTH)
+        self.middle = nn.Linear(WIDTH, WIDTH)
+        self.head = nn.Linear(WIDTH, 100, bias=False)
+        self.head.weight = self.table.weight
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        found: torch.Tensor = self.head(self.middle(self.table(tokens)).relu())
+        return found
+
+
+def test_tied_weights_get_one_gradient() -> None:
+    torch.manual_seed(2)
+    tokens = torch.randint(0, 100, (3, 4, 16))
+    model, reference = Tied(), Tied()
+    optimizer = Descent(model.parameters())
+    run = compiled(model)
+    descent = torch.optim.SGD(reference.parameters(), lr=0.1)
+    for i in range(3):
+        run(tokens[i]).square().mean().backward()
+        assert (optimizer.index(model.table.weight) in optimizer.taken) == (i > 0)
+        optimizer.step()
+        reference(tokens[i]).square().mean().backward()
+        descent.step()
+        descent.zero_grad()
+    for ours, theirs in zip(model.parameters(), reference.parameters(), strict=True):
+        assert torch.equal(ours, theirs)
+
+
+def test_a_weight_of_two_graphs_waits_for_both_gradients() -> None:
+    class Broken(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            torch.manual_seed(0)
+            self.shared, self.own = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            x = self.own(self.shared(x).relu())
+            torch._dynamo.graph_break()
+            found: torch.Tensor = self.shared(x).relu()
+            return found
+
+    model, reference = Broken(), Broken()
+    optimizer = Descent(model.parameters())
+    run = compiled(model)
+    descent = torch.optim.SGD(reference.parameters(), lr=0.1)
+    for i, x in enumerate(batches(4)):
+        run(x).square().mean().backward()
+        assert optimizer.index(model.shared.weight) not in optimizer.taken
+        assert (optimizer.index(model.own.weight) in optimizer.taken) == (i > 0)
+        optimizer.step()
+        reference(x).square().mean().backward()
+        descent.step()
+        descent.zero_grad()
+    for ours, theirs in zip(model.parameters(), reference.parameters(), strict=True):
+        assert torch.equal(ours, theirs)
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        found: torch.Tensor = self.inner(x).relu()
+        return found
+
+
+def blocks() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(*(Block() for _ in range(4)))
+
+
+def test_one_artefact_for_several_layers_updates_the_layer_that_was_called() -> None:
+    model, reference = blocks(), blocks()
+    optimizer = Descent(model.parameters())
+    torch._dynamo.reset()
+    options = {"memory": "minimum", "lowering": "aot_eager"}
+    for layer in model:
+        layer.compile(backend="offcompile", options=options)
+    wanted = plain_steps(reference, batches(3))
+    for i, x in enumerate(batches(3)):
+        loss = model(x).square().mean()
+        loss.backward()
+        assert sorted(optimizer.taken) == (large(optimizer) if i else [])
+        optimizer.step()
+        assert loss.item() == wanted[i]
+    for ours, theirs in zip(model.parameters(), reference.parameters(), strict=True):
+        assert torch.equal(ours, theirs)
+
+
+def test_gradients_that_are_taken_are_not_held() -> None:
+    """A gradient that is written on the host leaves out even the one that is being made."""
+    plain, taking = mlp(8), mlp(8)
+    (x,) = batches(1)
+    compiled(plain, "minimum")(x).square().mean().backward()
+    left = offcompile.reports()[-1]
+    optimizer = Descent(taking.parameters())
+    compiled(taking, "minimum")(x).square().mean().backward()
+    taken = offcompile.reports()[-1]
+    assert taken.worst_peak_bytes <= left.worst_peak_bytes + 4 * WIDTH**2
+    kinds = {t.id: t.kind for t in taken.problem.tensors}
+    assert not any(kinds[m.tensor] == "gradient" for m in taken.plan.moves)
+    assert len(optimizer.brought) == 16

@@ -1,0 +1,225 @@
+"""The overlap: gradients are applied as they arrive, while backward goes on."""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from offcompile.ir import OffloadError
+from offcompile.runtime import updates
+
+from .clipping import norm
+from .core import Core, Entry
+from .layout import flat_like, room_like, shaped_like
+from .rules import Hyper
+from .ways import Ways
+
+
+@dataclass
+class Arrival:
+    """What has come of one parameter's gradient in the step under way."""
+
+    passes: int = 0
+    #: what the group said when the parameter was updated; None: it was not
+    hyper: Hyper | None = None
+    #: the norm of the gradient in `.grad`, and the version of that gradient
+    norm: tuple[torch.Tensor, torch.Tensor, int] | None = None
+
+
+@dataclass
+class Tally:
+    """Parameters that were updated in the last whole step: how."""
+
+    in_backward: int = 0
+    from_graphs: int = 0
+    in_step: int = 0
+
+
+@dataclass(eq=False)
+class Arrivals:
+    """Of one optimizer; an `updates.Updater`. Hooks and compiled graphs know it weakly."""
+
+    core: Core
+    ways: Ways
+    arrived: dict[Entry, Arrival] = field(default_factory=dict)
+    tally: Tally = field(default_factory=Tally)
+    last: Tally = field(default_factory=Tally)
+    has_stepped: bool = False
+    _hooks: dict[Entry, Any] = field(default_factory=dict)
+    _lock: Any = field(default_factory=threading.RLock)
+
+    def watch(self) -> None:
+        """Have a hook on every parameter that can get a gradient."""
+        mine = weakref.ref(self)
+        for parameter, entry in self.core.entries.items():
+            if entry not in self._hooks and parameter.requires_grad:
+                handle = parameter.register_post_accumulate_grad_hook(_hook(mine))
+                self._hooks[entry] = handle
+                updates.register([parameter], self)
+                weakref.finalize(self, handle.remove).atexit = False
+
+    def unwatch(self) -> None:
+        """Take the hooks away."""
+        for entry, handle in self._hooks.items():
+            handle.remove()
+            updates.unregister([entry.parameter], self)
+        self._hooks.clear()
+
+    # -- gradients by way of autograd ------------------------------------------------------------
+
+    def came(self, parameter: torch.Tensor) -> None:
+        """Autograd has added to `parameter.grad`."""
+        entry = self.core.entries[parameter]
+        with self._lock:
+            arrival = self._arrival(entry)
+            gradient = parameter.grad
+            if gradient is None or arrival.passes < self.core.settings.accumulate:
+                return
+            if self.core.settings.deferred:
+                self.core.check(entry, gradient)
+                self.measure(entry, gradient)
+            elif self._is_last_hook(entry):
+                self._apply(entry, arrival, gradient)
+
+    def _arrival(self, entry: Entry) -> Arrival:
+        arrival = self.arrived.setdefault(entry, Arrival())
+        if arrival.hyper is not None:
+            accumulate = self.core.settings.accumulate
+            raise OffloadError(
+                f"{entry.label} got another gradient after it had been updated in this step:"
+                f" accumulate={accumulate} says that every {accumulate}. backward pass is followed"
+                " by step(). Give the number of backward passes per step, or overlap=False; after"
+                " a backward pass that was given up, call discard() on the optimizer first"
+            )
+        arrival.passes += 1
+        return arrival
+
+    def _is_last_hook(self, entry: Entry) -> bool:
+        """Whether no hook of the user's is still to see the gradient."""
+        hooks = entry.parameter._post_accumulate_grad_hooks
+        return not hooks or next(reversed(hooks)) == self._hooks[entry].id
+
+    def _apply(self, entry: Entry, arrival: Arrival, gradient: torch.Tensor) -> None:
+        hyper = self.core.rule.hyper(entry.group)
+        self.ways.update(entry, gradient, hyper)
+        entry.parameter.grad = None
+        arrival.hyper = hyper
+        self.tally.in_backward += 1
+
+    def measure(self, entry: Entry, gradient: torch.Tensor) -> torch.Tensor:
+        """The norm of `.grad`, computed anew if that is not what was measured before."""
+        arrival = self.arrived.setdefault(entry, Arrival())
+        known = arrival.norm
+        if known is None or known[1] is not gradient or known[2] != gradient._version:
+            if self.core.settings.max_norm is None:
+                return torch.zeros(())
+            known = arrival.norm = (norm(gradient), gradient, gradient._version)
+        return known[0]
+
+    # -- gradients straight from a compiled graph ------------------------------------------------
+
+    def takes(self, parameter: torch.Tensor) -> bool:
+        """See `updates.Updater`."""
+        entry = self.core.entries.get(parameter)
+        if entry is None or entry not in self._hooks or not parameter.requires_grad:
+            return False
+        others = parameter._backward_hooks or len(parameter._post_accumulate_grad_hooks or ()) != 1
+        before = self.arrived.get(entry)
+        held = parameter.grad
+        plain = held is None or (held.layout == torch.strided and not held.requires_grad)
+        return plain and not others and (before is None or before.hyper is None)
+
+    @torch.no_grad()
+    def take(self, parameter: torch.Tensor, gradient: torch.Tensor) -> None:
+        """See `updates.Updater`."""
+        entry = self.core.entries[parameter]
+        with self._lock:
+            arrival = self._arrival(entry)
+            is_due = arrival.passes >= self.core.settings.accumulate
+            self.tally.from_graphs += 1
+            if is_due and parameter.grad is None and not self.core.settings.deferred:
+                hyper = self.core.rule.hyper(entry.group)
+                self.ways.update(entry, gradient, hyper, borrowed=True)
+                arrival.hyper = hyper
+                self.tally.in_backward += 1
+                return
+            if parameter.grad is None:
+                room = room_like(parameter)
+                room.copy_(shaped_like(flat_like(gradient, parameter), parameter))
+                parameter.grad = room
+            else:
+                parameter.grad += gradient
+            held = parameter.grad
+            assert held is not None
+            if is_due and self.core.settings.deferred:
+                self.measure(entry, held)
+            elif is_due:
+                self._apply(entry, arrival, held)
+
+    # -- the end of a step -----------------------------------------------------------------------
+
+    def settle(self) -> None:
+        """All updates under way are made; raises what failed."""
+        self.ways.settle()
+
+    def check(self, hypers: dict[int, Hyper]) -> None:
+        """OffloadError if what was done during backward is not what step() is to do."""
+        if not self.arrived and self.has_stepped and self._has_no_gradient():
+            raise OffloadError(
+                "step() was called without a gradient since the last one: with overlap=True"
+                " a step uses its gradients up, so that it cannot be made twice. Call it once"
+                " after backward, or make the optimizer with overlap=False"
+            )
+        for entry, arrival in self.arrived.items():
+            if arrival.hyper is None:
+                continue
+            now = hypers[id(entry.group)]
+            changed = [k for k, v in arrival.hyper.items() if now[k] != v]
+            if changed:
+                told = ", ".join(f"{k} from {arrival.hyper[k]} to {now[k]}" for k in changed)
+                raise OffloadError(
+                    f"{entry.label} was updated during backward, and then its group changed {told}"
+                    " before step(): change it before backward or after step(), or make the"
+                    " optimizer with overlap=False"
+                )
+            if entry.parameter.grad is not None:
+                raise OffloadError(
+                    f"{entry.label} was updated during backward, and has a new gradient before"
+                    " step(): leave .grad alone between the two, or make the optimizer with"
+                    " overlap=False"
+                )
+
+    def _has_no_gradient(self) -> bool:
+        return all(p.grad is None for p in self.core.entries)
+
+    def began(self) -> bool:
+        """Whether a parameter was updated in the step under way."""
+        return any(a.hyper is not None for a in self.arrived.values())
+
+    def over(self, in_step: int) -> None:
+        """The step is made, the last `in_step` parameters in it."""
+        self.tally.in_step = in_step
+        self.last, self.tally = self.tally, Tally()
+        self.arrived.clear()
+        self.has_stepped = True
+        self.ways.step_over()
+
+    def forget(self) -> None:
+        """Nothing has arrived."""
+        self.arrived.clear()
+        self.tally = Tally()
+
+
+def _hook(mine: weakref.ref[Arrivals]) -> Callable[[torch.Tensor], None]:
+    def arrived(parameter: torch.Tensor) -> None:
+        updates.arrived(parameter)
+        arrivals = mine()
+        if arrivals is not None:
+            arrivals.came(parameter)
+
+    return arrived

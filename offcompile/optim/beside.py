@@ -1,0 +1,269 @@
+"""What the optimizers here have in common: torch's classes, with the updates made elsewhere."""
+
+from __future__ import annotations
+
+import weakref
+from collections import OrderedDict, defaultdict
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+
+from offcompile.ir import OffloadError
+from offcompile.runtime.states import StatesFacts
+
+from . import checkpoints, clipping
+from .arrivals import Arrivals
+from .core import Core, Entry
+from .places import Places
+from .rules import Hyper, Rule
+from .settings import Settings
+from .ways import Ways
+
+
+@dataclass(frozen=True)
+class OptimizerFacts:
+    """What an optimizer has done, and where its states are.
+
+    stores: by place. updated_in_backward, taken_from_graphs, updated_in_step: parameters, in the
+    last step. channels: whether updates run beside backward; None: not known yet.
+    """
+
+    stores: dict[str, StatesFacts]
+    updated_in_backward: int
+    taken_from_graphs: int
+    updated_in_step: int
+    channels: bool | None
+
+
+class Beside(torch.optim.Optimizer):
+    """To be inherited before one of torch's optimizers, whose fused kernel is `rule`."""
+
+    rule: ClassVar[Rule]
+
+    #: with a GradScaler step() is called whatever it found: see there
+    _step_supports_amp_scaling: bool
+    #: norm of all gradients in the last step, if max_norm is given
+    last_norm: torch.Tensor | None
+
+    def _begin(self, settings: Settings) -> None:
+        """The part of `__init__` that comes before torch's."""
+        self.settings = settings
+
+    def _ready(self) -> None:
+        """The part of `__init__` that comes after torch's."""
+        self._step_supports_amp_scaling = True
+        self.last_norm = None
+        places = Places(self.settings)
+        core = self._core = Core(self.rule, self.settings, places, self.state)
+        ways = Ways(core)
+        self._arrivals = Arrivals(core, ways)
+        core.know(self.param_groups)
+        self._watch()
+        weakref.finalize(self, _end, ways, places).atexit = False
+
+    def _watch(self) -> None:
+        if self.settings.overlap:
+            self._arrivals.watch()
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        super().add_param_group(param_group)
+        if "_core" in self.__dict__:
+            self._core.know(self.param_groups)
+            self._watch()
+
+    # -- a step --------------------------------------------------------------------------------
+
+    @torch._disable_dynamo
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
+        """One step with the gradients that there are; see torch's class.
+
+        With overlap it applies those that were not applied during backward, and frees them.
+        """
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        with torch.no_grad():
+            self._step()
+        return loss
+
+    def _step(self) -> None:
+        arrivals, overlap = self._arrivals, self.settings.overlap
+        grad_scale, found_inf = self._amp()
+        self._core.state = self.state
+        arrivals.settle()
+        hypers = {id(g): self.rule.hyper(g) for g in self.param_groups}
+        if overlap:
+            arrivals.check(hypers)
+        waiting = self._waiting()
+        if not found_inf:
+            self._apply(waiting, hypers, grad_scale)
+        if overlap:
+            for entry, _ in waiting:
+                entry.parameter.grad = None
+            self._arrivals.watch()
+        arrivals.over(0 if found_inf else len(waiting))
+        for store in self._core.places.stores().values():
+            getattr(store, "step_over", _nothing)()
+
+    def _amp(self) -> tuple[torch.Tensor | None, bool]:
+        """What a GradScaler has left for this step: the scale, if it is still in the gradients,
+        and whether it found one that is not finite."""
+        found_inf = getattr(self, "found_inf", None)
+        if found_inf is None:
+            return None, False
+        if self.settings.overlap and not self.settings.scaled:
+            raise OffloadError(
+                "A GradScaler cannot unscale gradients that were applied during backward: make"
+                f" {type(self).__name__}(…, overlap=True, scaler=scaler), or leave out overlap"
+            )
+        return getattr(self, "grad_scale", None), bool(float(found_inf) != 0)
+
+    def _waiting(self) -> list[tuple[Entry, torch.Tensor]]:
+        """Gradients that are still to be applied, in the order of the groups."""
+        entries = self._core.entries
+        order = (p for g in self.param_groups for p in g["params"])
+        return [(entries[p], p.grad) for p in order if p.grad is not None]
+
+    def _apply(
+        self,
+        waiting: list[tuple[Entry, torch.Tensor]],
+        hypers: dict[int, Hyper],
+        grad_scale: torch.Tensor | None,
+    ) -> None:
+        coefficient = None
+        if self.settings.max_norm is not None:
+            if grad_scale is not None:
+                _unscale([g for _, g in waiting], grad_scale)
+                grad_scale = None
+            coefficient = self._clip(waiting)
+        if coefficient is None:
+            self._core.update_together(waiting, hypers, grad_scale)
+            return
+        for entry, gradient in waiting:
+            self._core.update(entry, gradient, hypers[id(entry.group)], coefficient)
+
+    def _clip(self, waiting: list[tuple[Entry, torch.Tensor]]) -> torch.Tensor | None:
+        assert self.settings.max_norm is not None
+        for entry, gradient in waiting:
+            self._core.check(entry, gradient)
+        norms = [self._arrivals.measure(entry, gradient) for entry, gradient in waiting]
+        self.last_norm = clipping.total_norm([g for _, g in waiting], norms)
+        return clipping.coefficient(self.settings.max_norm, self.last_norm)
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """As torch's. In the middle of a step that has begun during backward it is an error."""
+        if "_arrivals" in self.__dict__:
+            if self._arrivals.began():
+                raise OffloadError(
+                    "zero_grad() was called between backward and step(), but with overlap=True"
+                    " parameters were updated during backward already: call step() first, or"
+                    " discard() if the backward pass was given up (what was updated stays so)"
+                )
+            self._arrivals.forget()
+        super().zero_grad(set_to_none)
+
+    def discard(self) -> None:
+        """Give up the step under way: gradients are forgotten, parameters that backward has
+        already updated stay updated."""
+        try:
+            self._arrivals.settle()
+        finally:
+            self._arrivals.forget()
+            for parameter in self._core.entries:
+                parameter.grad = None
+
+    # -- what is kept --------------------------------------------------------------------------
+
+    def settle(self) -> None:
+        """Return when everything that was begun is done and written; raises what failed."""
+        self._arrivals.settle()
+        for store in self._core.places.stores().values():
+            store.settle()
+
+    def state_dict(self) -> dict[str, Any]:
+        """As torch's, which loads it. States on disk are copied to a file without a name that the
+        tensors lie on, not to memory."""
+        self.settle()
+        live = self.state
+        self.state = checkpoints.whole_state(self._core)
+        try:
+            return super().state_dict()
+        finally:
+            self.state = live
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """As torch's, and from torch's; states are streamed to where they live."""
+        self.discard()
+        state_dict = dict(state_dict)
+        for before in self._optimizer_load_state_dict_pre_hooks.values():
+            changed = before(self, state_dict)
+            state_dict = state_dict if changed is None else changed
+        saved = state_dict["state"]
+        hooks = self._optimizer_load_state_dict_pre_hooks, self._optimizer_load_state_dict_post_hooks
+        none: OrderedDict[int, Any] = OrderedDict()
+        self._optimizer_load_state_dict_pre_hooks = none
+        self._optimizer_load_state_dict_post_hooks = none.copy()
+        try:
+            super().load_state_dict(state_dict | {"state": {}})
+        finally:
+            self._optimizer_load_state_dict_pre_hooks = hooks[0]
+            self._optimizer_load_state_dict_post_hooks = hooks[1]
+        numbers = [n for g in state_dict["param_groups"] for n in g["params"]]
+        parameters = [p for g in self.param_groups for p in g["params"]]
+        checkpoints.load(self._core, self.state, dict(zip(numbers, parameters, strict=True)), saved)
+        for after in self._optimizer_load_state_dict_post_hooks.values():
+            after(self)
+
+    def __getstate__(self) -> dict[str, Any]:
+        if "disk" in self._core.places.stores():
+            raise OffloadError(
+                "An optimizer with states on disk cannot be copied or pickled: save its"
+                " state_dict() and load that into a new one"
+            )
+        return super().__getstate__() | {"settings": self.settings}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        if "_core" in self.__dict__:
+            self._core.state = self.state
+            self._core.know(self.param_groups)
+            return
+        saved, self.state = self.state, defaultdict(dict)
+        self._ready()
+        checkpoints.load(self._core, self.state, {p: p for p in self._core.entries}, saved)
+
+    def facts(self) -> OptimizerFacts:
+        """Where states are, what was moved, how the last step was made."""
+        last = self._arrivals.last
+        return OptimizerFacts(
+            {name: store.facts() for name, store in self._core.places.stores().items()},
+            last.in_backward,
+            last.from_graphs,
+            last.in_step,
+            self._arrivals.ways.chosen,
+        )
+
+
+def _unscale(gradients: list[torch.Tensor], scale: torch.Tensor) -> None:
+    """As `GradScaler.unscale_` does it."""
+    inverse = scale.double().reciprocal().float()
+    for gradient in gradients:
+        found = torch.zeros((), device=gradient.device)
+        torch._amp_foreach_non_finite_check_and_unscale_(
+            [gradient], found, inverse.to(gradient.device)
+        )
+
+
+def _nothing() -> None:
+    """For stores that do not ask for it."""
+
+
+def _end(ways: Ways, places: Places) -> None:
+    """The optimizer is gone. Memory goes with its last tensor; files and threads now."""
+    ways.close()
+    disk = places.stores().get("disk")
+    if disk is not None:
+        disk.close()

@@ -1,0 +1,99 @@
+"""`state_dict()` and its counterpart, for states wherever they are."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from offcompile.ir import OffloadError
+from offcompile.runtime.directories import default_directory
+from offcompile.runtime.mapped import MappedStore
+from offcompile.runtime.states import MemoryStates
+
+from .core import MASTER, Core, Entry
+from .layout import flat_like, shaped_like
+
+
+def whole_state(core: Core) -> defaultdict[torch.Tensor, Any]:
+    """The optimizer's state with what is on disk in it, on tensors that lie in a file."""
+    found: defaultdict[torch.Tensor, Any] = defaultdict(dict, core.state)
+    room: MappedStore | None = None
+    for parameter, entry in core.entries.items():
+        if entry.store is None or isinstance(entry.store, MemoryStates):
+            continue
+        if room is None:
+            directories = core.settings.directories or (default_directory(),)
+            room = MappedStore(directories[0])
+        found[parameter] = {**core.state[parameter], **_copied(core, entry, room)}
+    return found
+
+
+def _copied(core: Core, entry: Entry, room: MappedStore) -> dict[str, torch.Tensor]:
+    layout, numel = core.layout(entry), entry.parameter.numel()
+    dtypes = [layout[name] for name in entry.names]
+    flats = [
+        memory.view(dtype)
+        for memory, dtype in zip(
+            room.tensors([numel * d.itemsize for d in dtypes]), dtypes, strict=True
+        )
+    ]
+    assert entry.store is not None
+    for r in entry.store.visit(entry.key, write=False):
+        for whole, part in zip(flats, r.parts, strict=True):
+            whole[r.start : r.stop].copy_(part)
+    kept = {}
+    for name, whole in zip(entry.names, flats, strict=True):
+        if name == "momentum_buffer" and entry.is_first:
+            continue
+        if name != MASTER or core.keeps_master(entry):
+            kept[name] = shaped_like(whole, entry.parameter)
+    return kept
+
+
+def load(
+    core: Core,
+    state: defaultdict[torch.Tensor, Any],
+    parameters: Mapping[Any, torch.Tensor],
+    saved: Mapping[Any, Any],
+) -> None:
+    """Fill the empty `state` and the stores from what a `state_dict` has, by its keys."""
+    core.state = state
+    for entry in core.entries.values():
+        core.forget(entry)
+    for key, values in saved.items():
+        parameter = parameters.get(key)
+        if parameter is None:
+            state[key] = values
+        elif values:
+            _load_one(core, core.entries[parameter], values)
+
+
+@torch.no_grad()
+def _load_one(core: Core, entry: Entry, saved: Mapping[str, Any]) -> None:
+    parameter = entry.parameter
+    names = (MASTER, *core.rule.names(entry.group))
+    core.start(entry)
+    if entry.step is not None and "step" in saved:
+        entry.step.fill_(float(saved["step"]))
+    flats = {}
+    for name in names:
+        value = saved.get(name)
+        if name not in entry.names or value is None:
+            continue
+        if value.shape != parameter.shape:
+            raise OffloadError(
+                f"{name} of {entry.label} has shape {tuple(value.shape)} in what is loaded, not"
+                f" {tuple(parameter.shape)}: this checkpoint is of another model"
+            )
+        flats[name] = flat_like(value.detach(), parameter)
+    core.write(entry, flats)
+    if MASTER in flats:
+        entry.agreed = parameter._version
+    if "momentum_buffer" in flats:
+        entry.is_first = False
+        core.show(entry)
+    known = {*names, "step"}
+    core.state[parameter].update({k: v for k, v in saved.items() if k not in known})

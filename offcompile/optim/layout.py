@@ -1,0 +1,82 @@
+"""Tensors as flat ranges of memory, whatever their strides."""
+
+from __future__ import annotations
+
+import torch
+
+from offcompile.runtime.registry import runtimes
+
+
+def is_dense(tensor: torch.Tensor) -> bool:
+    """Whether its elements lie one beside the other, in any order of dimensions, each once."""
+    if tensor.is_contiguous():
+        return True
+    end = 1
+    for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
+        if size == 1:
+            continue
+        if stride != end:
+            return False
+        end *= size
+    return True
+
+
+def flat(tensor: torch.Tensor) -> torch.Tensor:
+    """A dense tensor's memory as one dimension."""
+    return tensor.as_strided((tensor.numel(),), (1,), tensor.storage_offset())
+
+
+def flat_like(tensor: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
+    """The tensor's elements in the order in which the parameter's lie, or of its `contiguous()`
+    where those are not dense; a view if they lie so already."""
+    if tensor.shape != parameter.shape:
+        tensor = tensor.reshape(parameter.shape)
+    wanted = parameter.stride() if is_dense(parameter) else _contiguous(parameter)
+    sizes = tensor.shape
+    lies_so = all(
+        size == 1 or a == b for size, a, b in zip(sizes, tensor.stride(), wanted, strict=True)
+    )
+    if not lies_so:
+        moved = torch.empty_strided(sizes, wanted, dtype=tensor.dtype, device=tensor.device)
+        tensor = moved.copy_(tensor)
+    return flat(tensor)
+
+
+def shaped_like(flat_state: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
+    """A flat tensor with the parameter's shape and, where it is dense, its strides."""
+    strides = parameter.stride() if is_dense(parameter) else _contiguous(parameter)
+    return flat_state.as_strided(parameter.shape, strides)
+
+
+def on_host(tensor: torch.Tensor) -> torch.Tensor | None:
+    """A CPU tensor on the same memory; None: the memory is the device's own."""
+    if tensor.device.type == "cpu":
+        return tensor.detach()
+    for runtime in runtimes():
+        slot = runtime.device.slot_of(tensor)
+        memory: torch.Tensor | None = getattr(getattr(slot, "block", None), "tensor", None)
+        if memory is not None:
+            typed = memory[: slot.nbytes].view(tensor.dtype) if slot is not None else memory
+            return typed.as_strided(tensor.shape, tensor.stride(), tensor.storage_offset())
+    return None
+
+
+def room_like(parameter: torch.Tensor) -> torch.Tensor:
+    """Memory for a gradient, beside the parameter: on the host if that is where it lives."""
+    strides = parameter.stride() if is_dense(parameter) else _contiguous(parameter)
+    nbytes = parameter.numel() * parameter.element_size()
+    for runtime in runtimes():
+        if runtime.device.slot_of(parameter) is not None:
+            (memory,) = runtime.device.addressable([nbytes])
+            return memory.view(parameter.dtype).as_strided(parameter.shape, strides)
+    return torch.empty_strided(
+        parameter.shape, strides, dtype=parameter.dtype, device=parameter.device
+    )
+
+
+def _contiguous(tensor: torch.Tensor) -> tuple[int, ...]:
+    strides, step = [], 1
+    for size in reversed(tensor.shape):
+        strides.append(step)
+        step *= max(size, 1)
+    return tuple(reversed(strides))

@@ -1,0 +1,107 @@
+"""Where the update of an arrived gradient is made: at once, or by channels beside backward."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from time import perf_counter_ns
+from typing import Literal
+
+import torch
+
+from offcompile.runtime.channels import Channels
+
+from .core import Core, Entry
+from .layout import on_host
+from .rules import Hyper
+
+#: steps of each way that are compared; what comes before makes states and compiles
+TRIALS, WARM_STEPS = 3, 2
+
+
+class Ways:
+    """Inline where the processor computes anyway; channels beside a device that computes alone.
+
+    chosen: None while that is measured.
+    """
+
+    def __init__(self, core: Core) -> None:
+        self.core = core
+        asked = core.settings.channels
+        self.chosen: bool | None = asked if isinstance(asked, bool) else None
+        self._measures = asked == "measure"
+        self._channels: Channels | None = None
+        self._steps = 0
+        self._best_ns: dict[bool, int] = {}
+        self._since_ns = 0
+
+    def update(self, entry: Entry, gradient: torch.Tensor, hyper: Hyper, borrowed: bool = False) -> None:
+        """Apply a gradient now or soon. borrowed: its memory is another's when this returns."""
+        beside = self._beside(entry)
+        if borrowed and on_host(gradient) is not None:
+            beside = False
+        if not beside:
+            self.core.update(entry, gradient, hyper)
+            return
+        self.core.check(entry, gradient)
+        arrived, there = _send(gradient)
+        self.core.start(entry)
+        if self._channels is None:
+            self._channels = Channels()
+        self._channels.submit(there, lambda: self.core.update(entry, arrived, hyper), entry.label)
+
+    def _beside(self, entry: Entry) -> bool:
+        if self._measures and self.chosen is None:
+            return self._tried()
+        if self.chosen is not None:
+            return self.chosen
+        self.core.place()
+        on_device = (entry.place or "").startswith("device")
+        return entry.parameter.device.type != "cpu" and not on_device
+
+    def _tried(self) -> bool:
+        return self._steps % 2 == 1
+
+    def settle(self) -> None:
+        if self._channels is not None:
+            self._channels.settle()
+
+    def step_over(self) -> None:
+        """While it is measured: the steps take turns."""
+        if not self._measures or self.chosen is not None:
+            return
+        now_ns = perf_counter_ns()
+        if self._steps >= WARM_STEPS:
+            way, took_ns = self._tried(), now_ns - self._since_ns
+            self._best_ns[way] = min(took_ns, self._best_ns.get(way, took_ns))
+        self._since_ns = now_ns
+        self._steps += 1
+        if self._steps >= WARM_STEPS + 2 * TRIALS:
+            self.chosen = self._best_ns[True] < self._best_ns[False]
+
+    def close(self) -> None:
+        if self._channels is not None:
+            self._channels.close()
+            self._channels = None
+
+
+def _send(gradient: torch.Tensor) -> tuple[torch.Tensor, Callable[[], None]]:
+    """The gradient on the host, and what blocks until it is there."""
+    gradient = gradient.detach()
+    if gradient.device.type == "cpu":
+        return gradient, _nothing
+    here = on_host(gradient)
+    if here is None:
+        here = torch.empty_strided(
+            gradient.shape, gradient.stride(), dtype=gradient.dtype, pin_memory=True
+        )
+        here.copy_(gradient, non_blocking=True)
+    event = torch.cuda.Event()
+    event.record(torch.cuda.current_stream(gradient.device))
+    return here, event.synchronize
+
+
+def _nothing() -> None:
+    """A gradient on the host is there."""
+
+
+Chosen = Literal["inline", "channels", "not yet"]

@@ -1,0 +1,164 @@
+"""Gradients to the host and weights back, for an optimizer beside a device that runs on its own.
+
+A weight is updated where the host keeps it: in its own memory where that is the host tier's, else
+in a pinned copy that is sent to the device after each update. A gradient crosses once. Nothing here
+blocks the host but what `bring` returns, and compute waits for weights that come back, at `finish`.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, MutableMapping
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+from torch.utils.weak import WeakIdKeyDictionary
+
+from . import tickets
+from .device import Copy, Label, Point
+from .mover import Mover, Saved
+from .registry import RuntimeSettings, runtime_for, runtimes
+
+OUT, BACK = "d2h", "h2d"
+
+
+@dataclass(frozen=True)
+class Brought:
+    """A gradient on its way. `gradient`: where it will be, on the processor, once `arrive()`
+    returns; then the host's copy of its weight (`Carrier.place`) may be overwritten, too."""
+
+    gradient: torch.Tensor
+    arrive: Callable[[], None]
+
+
+@dataclass(eq=False)
+class _Copied:
+    """A weight that stays on the device: its copy on the host, and who uses the two."""
+
+    home: torch.Tensor
+    #: compute may read the weight itself up to there
+    used: Point | None = None
+    #: the copy's last way back, which reads it
+    back: Copy | None = None
+
+
+class Carrier:
+    """Of one device. `bring` and `finish` belong to threads that give work to compute."""
+
+    def __init__(self, mover: Mover) -> None:
+        self.mover, self.device = mover, mover.device
+        # parameter → _Copied
+        self._copies: MutableMapping[torch.Tensor, _Copied] = WeakIdKeyDictionary()
+        self._lock = threading.Lock()
+        self._returning: list[Copy] = []
+
+    def place(self, parameter: torch.Tensor) -> torch.Tensor:
+        """The parameter for the host to update, a tensor of the processor; see `updated`.
+
+        A copy is made at the first call, or with whatever the parameter holds by then.
+        """
+        copied = self._copied(parameter)
+        return self.device.on_host(parameter if copied is None else copied.home)
+
+    def _copied(self, parameter: torch.Tensor) -> _Copied | None:
+        """None: the parameter itself lies on the host tier."""
+        if self.device.slot_of(parameter) is not None:
+            return None
+        copied = self._copies.get(parameter)
+        if copied is None:
+            home = self._send(parameter.detach(), "a weight")
+            self.device.await_on_host([home])()
+            copied = self._copies[parameter] = _Copied(home)
+        return copied
+
+    def refresh(self, parameter: torch.Tensor) -> None:
+        """Somebody else has changed the parameter: forget its copy on the host."""
+        if parameter in self._copies:
+            del self._copies[parameter]
+
+    def bring(
+        self, parameter: torch.Tensor, gradient: torch.Tensor, label: str, lent: bool = False
+    ) -> Brought:
+        """Begin to bring a gradient of the parameter to the host.
+
+        lent: its memory may be written again once this returns, otherwise not before it dies.
+        """
+        copied, host = self._copied(parameter), gradient.detach()
+        if self.device.slot_of(host) is None:
+            host = self._send(self._duplicate(host) if lent else host, label)
+        back = None
+        if copied is not None:
+            copied.used, back = self.device.mark(), copied.back
+        arrive = self.device.await_on_host([host], [parameter] if copied is None else [])
+        return Brought(self.device.on_host(host), partial(self._arrive, arrive, host, back))
+
+    def _arrive(self, arrive: Callable[[], None], host: torch.Tensor, back: Copy | None) -> None:
+        """`host`: the gradient's memory, which stays for as long as this function does."""
+        arrive()
+        if back is not None:
+            self.device.reached(back)
+
+    def _send(self, tensor: torch.Tensor, label: str) -> torch.Tensor:
+        ticket = self.mover.start_store(tensor, label, OUT)
+        flat = tickets.find(ticket, Saved).host
+        assert flat is not None
+        # the copy holds its source until its end was seen: nobody has to wait for it
+        return flat.view(tensor.dtype).as_strided(tensor.size(), tensor.stride())
+
+    def _duplicate(self, tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.clone()
+
+    def updated(self, parameter: torch.Tensor, label: str) -> None:
+        """On any thread: `place(parameter)` was written. It goes to the device, if it is a copy."""
+        copied = self._copied(parameter)
+        if copied is None:
+            return
+        slot = self.device.slot_of(copied.home)
+        assert slot is not None
+        after = [] if copied.used is None else [copied.used]
+        target = parameter.detach()
+        back = self.device.copy_in(BACK, slot, target, after, Label("load", label), _nothing)
+        with self._lock:
+            copied.back = back
+            self._returning.append(back)
+
+    def finish(self) -> None:
+        """What compute is given from now on sees the weights that `updated` was called for."""
+        with self._lock:
+            returning, self._returning = self._returning, []
+        failed = None
+        for back in returning:
+            self.device.wait(back)
+            failed = failed or back.error
+        if failed is not None:
+            raise failed
+
+
+def _nothing(copy: Copy) -> None:
+    """Who waits for it asks the copy itself."""
+
+
+_carriers: dict[int, tuple[Mover, Carrier]] = {}
+
+
+def carrier_of(parameter: torch.Tensor) -> Carrier | None:
+    """The one for a parameter; None on the processor, where compute is over when it returns."""
+    if parameter.device.type == "cpu":
+        return None
+    device = parameter.device
+    if device.index is None:
+        device = torch.device(device.type, torch.cuda.current_device())
+    for runtime in runtimes():
+        if runtime.device.slot_of(parameter) is not None:
+            return _carrier(runtime.mover)
+    mine = [r for r in runtimes() if r.settings.target == str(device)]
+    runtime = mine[0] if mine else runtime_for(RuntimeSettings(target=str(device)).key)
+    return _carrier(runtime.mover)
+
+
+def _carrier(mover: Mover) -> Carrier:
+    found = _carriers.get(id(mover))
+    if found is None or found[0] is not mover:
+        found = _carriers[id(mover)] = (mover, Carrier(mover))
+    return found[1]
