@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 from offcompile.ir import Infeasible, InvalidInput, OffloadError
 
 if TYPE_CHECKING:
+    from offcompile import optim
     from offcompile.born_on_host import host_init
     from offcompile.report import PlanReport, reports
     from offcompile.runtime.counters import counters
@@ -23,6 +24,7 @@ __all__ = [
     "counters",
     "host_init",
     "load_weights",
+    "optim",
     "reports",
     "save",
 ]
@@ -40,6 +42,8 @@ _LATER = {
 
 
 def __getattr__(name: str) -> Any:
+    if name == "optim":
+        return import_module("offcompile.optim")
     if name not in _LATER:
         raise AttributeError(f"module 'offcompile' has no attribute {name!r}")
     return getattr(import_module(_LATER[name]), name)

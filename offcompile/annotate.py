@@ -306,7 +306,7 @@ class _Work:
             storage = self.storages.get(self.storage_of.get((phase, out.name), ""))
             if storage is not None:
                 storage.pinned = True
-                if storage.home is None:
+                if storage.home is None and out.target is not update_ops.offer:
                     storage.kind = kind
 
     def release_gradients(self) -> None:

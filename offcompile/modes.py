@@ -23,6 +23,7 @@ LOADED_ONCE = "loaded for forward, kept for backward (GFGB)"
 LOADED_TWICE = "loaded for forward and again for backward (GFGB)"
 WRITTEN = "written on the host"
 SENT = "made on the device, sent to the host"
+TAKEN = "updates its weight at once, and is gone"
 
 
 @dataclass(frozen=True)
@@ -45,6 +46,7 @@ def modes(problem: Problem, plan: Plan, fates: Mapping[str, Fate]) -> tuple[Mode
     """Of every weight and gradient, in the problem's order."""
     directs = {(d.op, d.tensor) for d in plan.directs}
     loads: dict[str, int] = {}
+    read = {t for o in problem.ops for t in o.reads}
     left = {m.tensor for m in plan.moves if m.source == DEVICE}
     for move in plan.moves:
         if move.target == DEVICE:
@@ -57,7 +59,8 @@ def modes(problem: Problem, plan: Plan, fates: Mapping[str, Fate]) -> tuple[Mode
             what = STAYS if tensor.home != HOST else _way(ways, loads.get(tensor.id, 0))
         elif tensor.kind == "gradient":
             written = any(d.tensor == tensor.id for d in plan.directs)
-            what = WRITTEN if written else SENT if tensor.id in left else STAYS
+            taken = tensor.id in read and not tensor.pinned
+            what = TAKEN if taken else WRITTEN if written else SENT if tensor.id in left else STAYS
         else:
             continue
         why = _why(problem, tensor.id, fates[tensor.id])

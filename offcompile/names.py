@@ -9,6 +9,8 @@ from types import MappingProxyType
 
 from torch import fx
 
+from offcompile.runtime import update_ops
+
 from .graphs import BACKWARD, FORWARD, Graphs, argument_name, outputs_of
 
 #: one step of the path in Dynamo's words: `._modules['up']`, `._parameters['weight']`, `['x']`
@@ -50,6 +52,8 @@ def tensor_names(graphs: Graphs, storage_of: Mapping[tuple[str, str], str]) -> d
             continue
         found[storage_of.get((FORWARD, argument.name), "")] = name
         if isinstance(gradient, fx.Node):
+            if gradient.target is update_ops.offer:
+                gradient = gradient.all_input_nodes[1]
             found.setdefault(storage_of.get((BACKWARD, gradient.name), ""), name)
     found.pop("", None)
     return found

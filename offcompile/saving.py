@@ -60,8 +60,8 @@ def save(obj: object, path: str | os.PathLike[str], *, calls: Calls | None = Non
         _sync_directory(target.parent, how)
     except OSError as error:
         raise OffloadError(
-            f"{target} is saved and in place ({writer.nbytes} bytes), but {target.parent} could not "
-            f"be synced ({error.strerror or error}): after a power cut the file that was there "
+            f"{target} is saved and in place ({writer.nbytes} bytes), but {target.parent} could "
+            f"not be synced ({error.strerror or error}): after a power cut the file that was there "
             "before may be back. Check that disk (`dmesg`)"
         ) from error
 

@@ -23,6 +23,7 @@ from .contract import Judge
 from .fitting import Fitting, with_hosted
 from .frame import Mode, may_run_on_host
 from .lanes import Routes
+from .update_share import HostRun, host_ends_ns
 
 PLACES = ("auto", "host", "device")
 #: how many splits the judge is asked about, all and none on the host beside them: fewer the
@@ -160,16 +161,18 @@ class _Balance:
         for op in self.problem.ops:
             now += 0 if op.id in on_host else round_ns(op.duration_us)
             ends.append(now)
-        link = host = back = 0
-        for update in self.updates[:count]:
-            operands = {t for o in update.ops for t in o.operands}
-            link = max(link, ends[update.ready] if update.ready >= 0 else 0)
-            link += sum(self.move_ns(t, self.out) for t in operands & self.written)
-            host = max(host, link)
-            host += sum(round_ns(o.host_duration_us or 0.0) for o in update.ops)
-            changed = {t for o in update.ops for t in o.writes}
-            back += sum(self.move_ns(t, self.back) for t in changed & self.read)
-        return max(now, link, host, back)
+        runs = [self._run(u, ends[u.ready] if u.ready >= 0 else 0) for u in self.updates[:count]]
+        return max(now, host_ends_ns(runs)[-1])
+
+    def _run(self, update: HostUpdate, ready_ns: int) -> HostRun:
+        operands = {t for o in update.ops for t in o.operands}
+        changed = {t for o in update.ops for t in o.writes}
+        return HostRun(
+            ready_ns,
+            out_ns=sum(self.move_ns(t, self.out) for t in operands & self.written),
+            host_ns=sum(round_ns(o.host_duration_us or 0.0) for o in update.ops),
+            back_ns=sum(self.move_ns(t, self.back) for t in changed & self.read),
+        )
 
 
 def _written_in_place(

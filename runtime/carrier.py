@@ -25,11 +25,15 @@ OUT, BACK = "d2h", "h2d"
 
 @dataclass(frozen=True)
 class Brought:
-    """A gradient on its way. `gradient`: where it will be, on the processor, once `arrive()`
-    returns; then the host's copy of its weight (`Carrier.place`) may be overwritten, too."""
+    """A gradient on its way, to be kept until it was used: its memory goes with this.
+
+    gradient: where it will be, on the processor, once `arrive()` returns. Then what
+    `Carrier.place` gives for its weight may be overwritten, too.
+    """
 
     gradient: torch.Tensor
     arrive: Callable[[], None]
+    held: torch.Tensor
 
 
 @dataclass(eq=False)
@@ -91,10 +95,9 @@ class Carrier:
         if copied is not None:
             copied.used, back = self.device.mark(), copied.back
         arrive = self.device.await_on_host([host], [parameter] if copied is None else [])
-        return Brought(self.device.on_host(host), partial(self._arrive, arrive, host, back))
+        return Brought(self.device.on_host(host), partial(self._arrive, arrive, back), host)
 
-    def _arrive(self, arrive: Callable[[], None], host: torch.Tensor, back: Copy | None) -> None:
-        """`host`: the gradient's memory, which stays for as long as this function does."""
+    def _arrive(self, arrive: Callable[[], None], back: Copy | None) -> None:
         arrive()
         if back is not None:
             self.device.reached(back)
@@ -139,7 +142,7 @@ def _nothing(copy: Copy) -> None:
     """Who waits for it asks the copy itself."""
 
 
-_carriers: dict[int, tuple[Mover, Carrier]] = {}
+_carriers: dict[Mover, Carrier] = {}
 
 
 def carrier_of(parameter: torch.Tensor) -> Carrier | None:
@@ -158,7 +161,8 @@ def carrier_of(parameter: torch.Tensor) -> Carrier | None:
 
 
 def _carrier(mover: Mover) -> Carrier:
-    found = _carriers.get(id(mover))
-    if found is None or found[0] is not mover:
-        found = _carriers[id(mover)] = (mover, Carrier(mover))
-    return found[1]
+    if mover not in _carriers:
+        for closed in set(_carriers) - {runtime.mover for runtime in runtimes()}:
+            del _carriers[closed]
+        _carriers[mover] = Carrier(mover)
+    return _carriers[mover]

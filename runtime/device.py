@@ -146,7 +146,10 @@ class Device(ABC):
     # -- the host itself reads and writes what is `addressable` ------------------------------------
 
     def on_host(self, tensor: torch.Tensor) -> torch.Tensor:
-        """An `addressable` tensor as one of the processor: the same memory, shape and strides."""
+        """An `addressable` tensor as one of the processor: the same memory, shape and strides.
+
+        It does not keep that memory: keep `tensor` as long.
+        """
         if tensor.device.type != "cpu":
             raise OffloadError(f"The {self.name} device has no host memory that lies on it.")
         return tensor.detach()

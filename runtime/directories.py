@@ -15,7 +15,7 @@ _MEMORY_FILESYSTEMS = frozenset({"tmpfs", "ramfs", "devtmpfs", "hugetlbfs"})
 _MOUNTS = Path("/proc/self/mountinfo")
 
 #: what to do about a directory that does not serve
-ELSEWHERE = 'name a directory on a disk with options={"spill": "/path"}'
+ELSEWHERE = 'name a directory on another disk with options={"spill": "/path"}'
 
 
 def filesystem_type(path: str | os.PathLike[str], mounts: Path = _MOUNTS) -> str | None:

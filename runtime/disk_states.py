@@ -21,7 +21,7 @@ from .states import Range, StatesFacts
 BUFFERS = 6
 #: parameters whose states are smaller stay in memory: moving them takes longer than it saves
 SMALL_BYTES = 64 << 10
-_ELSEWHERE = 'name directories on other disks for the optimizer\'s states with directory="/path"'
+_ELSEWHERE = 'name a directory on another disk for optimizer states with directory="/path"'
 
 
 @dataclass(frozen=True)
@@ -185,10 +185,10 @@ class DiskStates:
     def close(self) -> None:
         """Give files and memory back and end the threads; open visits fail at their next range."""
         self._is_open = False
-        if os.getpid() == self._owner:
-            self._flow.close()
-        else:
+        if os.getpid() != self._owner:
             self._flow.drop()
+        elif not self._flow.close():
+            return  # files go with the last reference
         self._store.close()
         self._small.clear()
         self._blocks.clear()

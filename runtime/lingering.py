@@ -38,10 +38,16 @@ class Lingering(Generic[Item]):
             self._thread.start()
         self._changed.notify_all()
 
-    def close(self) -> None:
-        """Let it finish what it is at, and end it; without the lock."""
+    def end(self) -> None:
+        """Have it end after what it is at; needs no lock, and takes none."""
+        self._is_open = False
+
+    def is_this_thread(self) -> bool:
+        return self._thread is threading.current_thread()
+
+    def join(self) -> None:
+        """Wait until it has ended; without the lock."""
         with self._changed:
-            self._is_open = False
             thread = self._thread
             self._changed.notify_all()
         if thread is not None:

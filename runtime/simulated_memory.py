@@ -110,6 +110,7 @@ class Watch:
         for address in [a for a in self._held if start < a < start + memory.data.size]:
             part = self._held.pop(address)
             memory.readers += [*part.readers, *([part.writer] if part.writer else ())]
+            memory.after |= part.after
 
     def let_go(self, tensor: torch.Tensor) -> None:
         """What the calling thread knows goes with the memory, whoever drops it last."""

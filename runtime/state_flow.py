@@ -21,6 +21,8 @@ from .state_blocks import Block, Frame, Frames, Phase
 
 #: how many of the coming blocks are looked at
 _LOOK_AHEAD = 16
+#: nobody else holds the lock for so long: who cannot have it holds it
+_INSIDE_S = 1.0
 
 
 class Flow:
@@ -138,13 +140,24 @@ class Flow:
                 self._changed.wait()
             self.raise_failure()
 
-    def close(self) -> None:
-        """End the threads and drop all frames."""
-        with self.lock:
-            self._is_open = False
-        self._reader.close()
-        self._writer.close()
+    def close(self) -> bool:
+        """End the threads and drop all frames.
+
+        False: they end later, and frames go with them. So it is when garbage collection closes
+        the store from inside of one of the store's own lines.
+        """
+        self._is_open = False
+        self._reader.end()
+        self._writer.end()
+        if self._reader.is_this_thread() or self._writer.is_this_thread():
+            return False
+        if not self.lock.acquire(timeout=_INSIDE_S):
+            return False
+        self.lock.release()
+        self._reader.join()
+        self._writer.join()
         self.drop()
+        return True
 
     def drop(self) -> None:
         """Let go of everything, without a lock: for a forked child, which has no threads."""

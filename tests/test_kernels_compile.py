@@ -209,7 +209,8 @@ def test_no_kernel_is_left_out() -> None:
             if isinstance(value, JITFunction) and not name.startswith("_"):
                 defined.add(f"{file.stem}:{name}")
     known = [launch for launch, _, _ in LAUNCHES.values()] + list(PRODUCTS.values())
-    assert {launch().kernel for launch in known} == defined
+    # test_kernels_adamw.py compiles that one
+    assert {launch().kernel for launch in known} | {"updates:adam_blocks"} == defined
 
 
 class Pretended:

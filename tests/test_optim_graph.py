@@ -11,6 +11,7 @@ from torch import nn
 
 import offcompile
 from offcompile import OffloadError
+from offcompile.modes import TAKEN
 from offcompile.runtime import updates
 
 WIDTH = 64
@@ -72,7 +73,9 @@ def batches(count: int) -> list[torch.Tensor]:
     return [torch.randn(32, WIDTH) for _ in range(count)]
 
 
-def compiled(model: nn.Module, memory: object = "minimum", lowering: str = "aot_eager") -> nn.Module:
+def compiled(
+    model: nn.Module, memory: object = "minimum", lowering: str = "aot_eager"
+) -> nn.Module:
     torch._dynamo.reset()
     found: nn.Module = torch.compile(
         model, backend="offcompile", options={"memory": memory, "lowering": lowering}
@@ -358,3 +361,4 @@ def test_gradients_that_are_taken_are_not_held() -> None:
     kinds = {t.id: t.kind for t in taken.problem.tensors}
     assert not any(kinds[m.tensor] == "gradient" for m in taken.plan.moves)
     assert len(optimizer.brought) == 16
+    assert TAKEN in taken.modules()

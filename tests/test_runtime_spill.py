@@ -367,7 +367,7 @@ def test_errors_of_the_disk_name_the_place_and_the_fix(
         with pytest.raises(OffloadError, match=f"reading 1048576 bytes at 0 .*{told}") as caught:
             store.read(extent, 0, view)
         assert str(tmp_path) in str(caught.value)
-        with pytest.raises(OffloadError, match=f"writing .*{told}.*another directory"):
+        with pytest.raises(OffloadError, match=f"writing .*{told}.*another disk"):
             store.write(extent, 0, view)
         assert (store.bytes_written, store.bytes_read) == (0, 0)
         assert store.used_bytes == MIB

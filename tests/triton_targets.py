@@ -105,6 +105,9 @@ def compile_launch(launch: Launch, target: str, cache: Path) -> Compiled:
             aligned = tensor.data_ptr() % 16 == 0
         elif name in numbers:
             value = numbers[name]
+            if isinstance(value, float):
+                signature[name] = "fp32"
+                continue
             special = not parameter.do_not_specialize
             if special and value == 1:
                 signature[name], constants[(i,)] = "constexpr", 1

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -58,7 +58,8 @@ class Arrivals:
         mine = weakref.ref(self)
         for parameter, entry in self.core.entries.items():
             if entry not in self._hooks and parameter.requires_grad:
-                handle = parameter.register_post_accumulate_grad_hook(_hook(mine))
+                register: Any = parameter.register_post_accumulate_grad_hook
+                handle = register(_hook(mine))
                 self._hooks[entry] = handle
                 updates.register([parameter], self)
                 weakref.finalize(self, handle.remove).atexit = False
@@ -161,13 +162,17 @@ class Arrivals:
             elif is_due:
                 self._apply(entry, arrival, held)
 
+    def held_bytes(self) -> int:
+        """See `updates.Updater`."""
+        return self.core.held_bytes()
+
     # -- the end of a step -----------------------------------------------------------------------
 
     def settle(self) -> None:
         """All updates under way are made; raises what failed."""
         self.ways.settle()
 
-    def check(self, hypers: dict[int, Hyper]) -> None:
+    def check(self, hypers: Mapping[int, Hyper]) -> None:
         """OffloadError if what was done during backward is not what step() is to do."""
         if not self.arrived and self.has_stepped and self._has_no_gradient():
             raise OffloadError(
@@ -217,9 +222,9 @@ class Arrivals:
 
 def _hook(mine: weakref.ref[Arrivals]) -> Callable[[torch.Tensor], None]:
     def arrived(parameter: torch.Tensor) -> None:
-        updates.arrived(parameter)
+        brought = updates.arrived(parameter)
         arrivals = mine()
-        if arrivals is not None:
+        if arrivals is not None and brought:
             arrivals.came(parameter)
 
     return arrived

@@ -4,21 +4,22 @@ from __future__ import annotations
 
 import weakref
 from collections import OrderedDict, defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
+from torch._compile import _disable_dynamo
 
 from offcompile.ir import OffloadError
 from offcompile.runtime.states import StatesFacts
 
-from . import checkpoints, clipping
+from . import apply, checkpoints, clipping
 from .arrivals import Arrivals
-from .core import Core, Entry
+from .core import Core, Entry, refuse_flags
 from .places import Places
 from .rules import Hyper, Rule
-from .settings import Settings
+from .settings import Asked, Settings
 from .ways import Ways
 
 
@@ -47,9 +48,10 @@ class Beside(torch.optim.Optimizer):
     #: norm of all gradients in the last step, if max_norm is given
     last_norm: torch.Tensor | None
 
-    def _begin(self, settings: Settings) -> None:
+    def _begin(self, asked: Asked, differentiable: bool, capturable: bool = False) -> None:
         """The part of `__init__` that comes before torch's."""
-        self.settings = settings
+        refuse_flags({"differentiable": differentiable, "capturable": capturable})
+        self.settings = Settings.read(**asked)
 
     def _ready(self) -> None:
         """The part of `__init__` that comes after torch's."""
@@ -75,8 +77,8 @@ class Beside(torch.optim.Optimizer):
 
     # -- a step --------------------------------------------------------------------------------
 
-    @torch._disable_dynamo
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
+    @_disable_dynamo
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """One step with the gradients that there are; see torch's class.
 
         With overlap it applies those that were not applied during backward, and frees them.
@@ -94,7 +96,7 @@ class Beside(torch.optim.Optimizer):
         grad_scale, found_inf = self._amp()
         self._core.state = self.state
         arrivals.settle()
-        hypers = {id(g): self.rule.hyper(g) for g in self.param_groups}
+        hypers: dict[int, Hyper] = {id(g): self.rule.hyper(g) for g in self.param_groups}
         if overlap:
             arrivals.check(hypers)
         waiting = self._waiting()
@@ -105,8 +107,7 @@ class Beside(torch.optim.Optimizer):
                 entry.parameter.grad = None
             self._arrivals.watch()
         arrivals.over(0 if found_inf else len(waiting))
-        for store in self._core.places.stores().values():
-            getattr(store, "step_over", _nothing)()
+        self._core.step_over()
 
     def _amp(self) -> tuple[torch.Tensor | None, bool]:
         """What a GradScaler has left for this step: the scale, if it is still in the gradients,
@@ -130,7 +131,7 @@ class Beside(torch.optim.Optimizer):
     def _apply(
         self,
         waiting: list[tuple[Entry, torch.Tensor]],
-        hypers: dict[int, Hyper],
+        hypers: Mapping[int, Hyper],
         grad_scale: torch.Tensor | None,
     ) -> None:
         coefficient = None
@@ -139,11 +140,7 @@ class Beside(torch.optim.Optimizer):
                 _unscale([g for _, g in waiting], grad_scale)
                 grad_scale = None
             coefficient = self._clip(waiting)
-        if coefficient is None:
-            self._core.update_together(waiting, hypers, grad_scale)
-            return
-        for entry, gradient in waiting:
-            self._core.update(entry, gradient, hypers[id(entry.group)], coefficient)
+        apply.update_together(self._core, waiting, hypers, coefficient, grad_scale)
 
     def _clip(self, waiting: list[tuple[Entry, torch.Tensor]]) -> torch.Tensor | None:
         assert self.settings.max_norm is not None
@@ -202,7 +199,10 @@ class Beside(torch.optim.Optimizer):
             changed = before(self, state_dict)
             state_dict = state_dict if changed is None else changed
         saved = state_dict["state"]
-        hooks = self._optimizer_load_state_dict_pre_hooks, self._optimizer_load_state_dict_post_hooks
+        hooks = (
+            self._optimizer_load_state_dict_pre_hooks,
+            self._optimizer_load_state_dict_post_hooks,
+        )
         none: OrderedDict[int, Any] = OrderedDict()
         self._optimizer_load_state_dict_pre_hooks = none
         self._optimizer_load_state_dict_post_hooks = none.copy()
@@ -247,6 +247,11 @@ class Beside(torch.optim.Optimizer):
         )
 
 
+def as_fused(foreach: bool | None, fused: bool | None) -> bool | None:
+    """What groups are to say, so that torch computes as this does if it goes on from here."""
+    return fused if foreach or fused is not None else True
+
+
 def _unscale(gradients: list[torch.Tensor], scale: torch.Tensor) -> None:
     """As `GradScaler.unscale_` does it."""
     inverse = scale.double().reciprocal().float()
@@ -255,10 +260,6 @@ def _unscale(gradients: list[torch.Tensor], scale: torch.Tensor) -> None:
         torch._amp_foreach_non_finite_check_and_unscale_(
             [gradient], found, inverse.to(gradient.device)
         )
-
-
-def _nothing() -> None:
-    """For stores that do not ask for it."""
 
 
 def _end(ways: Ways, places: Places) -> None:

@@ -32,8 +32,7 @@ def whole_state(core: Core) -> defaultdict[torch.Tensor, Any]:
 
 
 def _copied(core: Core, entry: Entry, room: MappedStore) -> dict[str, torch.Tensor]:
-    layout, numel = core.layout(entry), entry.parameter.numel()
-    dtypes = [layout[name] for name in entry.names]
+    numel, dtypes = entry.parameter.numel(), entry.dtypes
     flats = [
         memory.view(dtype)
         for memory, dtype in zip(

@@ -60,7 +60,9 @@ class Places:
     def _make(self, place: str) -> States:
         if place.startswith("device "):
             device = place.removeprefix("device ")
-            return MemoryStates(lambda nbytes: torch.zeros(nbytes, dtype=torch.uint8, device=device))
+            return MemoryStates(
+                lambda nbytes: torch.zeros(nbytes, dtype=torch.uint8, device=device)
+            )
         if place == "memory":
             return HostStates(None)
         directories = self.settings.directories or (default_directory(),)

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from os import PathLike
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TypedDict
 
 import torch
 
@@ -16,6 +16,24 @@ from offcompile.ir import InvalidInput, Violation
 
 StatesAt = Literal["auto", "device", "host", "disk"]
 Directory = str | PathLike[str] | Sequence[str | PathLike[str]]
+
+Channels = bool | Literal["measure"] | None
+
+
+class Asked(TypedDict, total=False):
+    """The arguments that torch's optimizers do not have; docs/optim.md tells what they mean."""
+
+    states: StatesAt
+    overlap: bool
+    accumulate: int
+    max_norm: float | None
+    scaler: Any
+    host_memory: int | str | None
+    directory: Directory | None
+    state_dtype: Literal["bf16"] | None
+    master: bool | None
+    channels: Channels
+
 
 PLACES = ("auto", "device", "host", "disk")
 
@@ -36,7 +54,7 @@ class Settings:
     state_dtype: torch.dtype | None = None
     master: bool | None = None
     #: None: for parameters of an asynchronous device
-    channels: bool | Literal["measure"] | None = None
+    channels: Channels = None
 
     @property
     def deferred(self) -> bool:
@@ -65,7 +83,9 @@ class Settings:
         if states not in PLACES:
             refuse("states", states, f"give one of {', '.join(map(repr, PLACES))}")
         if not isinstance(accumulate, int) or isinstance(accumulate, bool) or accumulate < 1:
-            refuse("accumulate", accumulate, "give the number of backward passes per step, 1 or more")
+            refuse(
+                "accumulate", accumulate, "give the number of backward passes per step, 1 or more"
+            )
         elif accumulate > 1 and not overlap:
             refuse("accumulate", accumulate, "it counts for overlap=True only; leave it out")
         if max_norm is not None and not _is_norm(max_norm):

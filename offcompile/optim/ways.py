@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from time import perf_counter_ns
-from typing import Literal
+from typing import Any
 
 import torch
 
 from offcompile.runtime.channels import Channels
 
+from . import apply
 from .core import Core, Entry
 from .layout import on_host
 from .rules import Hyper
@@ -34,20 +35,24 @@ class Ways:
         self._best_ns: dict[bool, int] = {}
         self._since_ns = 0
 
-    def update(self, entry: Entry, gradient: torch.Tensor, hyper: Hyper, borrowed: bool = False) -> None:
+    def update(
+        self, entry: Entry, gradient: torch.Tensor, hyper: Hyper, borrowed: bool = False
+    ) -> None:
         """Apply a gradient now or soon. borrowed: its memory is another's when this returns."""
         beside = self._beside(entry)
         if borrowed and on_host(gradient) is not None:
             beside = False
         if not beside:
-            self.core.update(entry, gradient, hyper)
+            apply.update(self.core, entry, gradient, hyper)
             return
         self.core.check(entry, gradient)
         arrived, there = _send(gradient)
         self.core.start(entry)
         if self._channels is None:
             self._channels = Channels()
-        self._channels.submit(there, lambda: self.core.update(entry, arrived, hyper), entry.label)
+        self._channels.submit(
+            there, lambda: apply.update(self.core, entry, arrived, hyper), entry.label
+        )
 
     def _beside(self, entry: Entry) -> bool:
         if self._measures and self.chosen is None:
@@ -95,13 +100,11 @@ def _send(gradient: torch.Tensor) -> tuple[torch.Tensor, Callable[[], None]]:
             gradient.shape, gradient.stride(), dtype=gradient.dtype, pin_memory=True
         )
         here.copy_(gradient, non_blocking=True)
-    event = torch.cuda.Event()
+    make: Any = torch.cuda.Event
+    event = make()
     event.record(torch.cuda.current_stream(gradient.device))
     return here, event.synchronize
 
 
 def _nothing() -> None:
     """A gradient on the host is there."""
-
-
-Chosen = Literal["inline", "channels", "not yet"]

@@ -5,6 +5,7 @@ these very tensors as a value; and the plain name, which runs the kernel if it c
 cannot. Importing this imports no Triton.
 """
 
+from .adamw import AdamStep, AdamTensors, adam_launch, adam_torch, adam_update
 from .copying import copy_into, copy_launch, copy_torch
 from .gates import AMD_ARCHITECTURES, Architecture, refusal
 from .gathering import gather_launch, gather_rows, gather_torch
@@ -24,10 +25,15 @@ from .tuning import CANDIDATES, Config, config_for, device_time_us, fastest
 __all__ = [
     "AMD_ARCHITECTURES",
     "CANDIDATES",
+    "AdamStep",
+    "AdamTensors",
     "Architecture",
     "Blocks",
     "Config",
     "Launch",
+    "adam_launch",
+    "adam_torch",
+    "adam_update",
     "config_for",
     "copy_into",
     "copy_launch",

@@ -66,7 +66,7 @@ class Launch:
 
     kernel: str
     tensors: Mapping[str, torch.Tensor]
-    numbers: Mapping[str, int]
+    numbers: Mapping[str, int | float]
     tiles: int
     warps: int
     constants: Mapping[str, int] = field(default_factory=dict)

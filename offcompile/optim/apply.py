@@ -1,0 +1,212 @@
+"""Updates of parameters beside their states, range by range."""
+
+from __future__ import annotations
+
+import threading
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from offcompile.runtime.states import MemoryStates
+
+from .core import MASTER, Core, Entry
+from .layout import flat, flat_like, is_dense, on_host
+from .rules import Hyper
+
+#: elements that are worked on at once where that takes more than one pass: they stay in the cache
+TILE_ELEMENTS = 1 << 18
+
+
+@torch.no_grad()
+def update(
+    core: Core,
+    entry: Entry,
+    gradient: torch.Tensor,
+    hyper: Hyper,
+    coefficient: torch.Tensor | None = None,
+    grad_scale: torch.Tensor | None = None,
+) -> None:
+    """One step of one parameter. The gradient is multiplied by `coefficient` in place first.
+
+    If that fails half way, parts of the parameter are those of the new step.
+    """
+    core.check(entry, gradient)
+    core.start(entry)
+    parameter = entry.parameter.detach()
+    near = on_host(parameter) if core.is_beside(entry) else parameter
+    if core.is_beside(entry):
+        near_gradient = on_host(gradient)
+        gradient = gradient.detach().cpu() if near_gradient is None else near_gradient
+    weight = parameter if near is None else near
+    dense = is_dense(weight)
+    weights = flat(weight) if dense else weight.contiguous().view(-1)
+    gradients = flat_like(gradient.detach(), weight)
+    if coefficient is not None:
+        coefficient = coefficient.to(gradients.device)
+    grad_scale = _sent(grad_scale, gradients.device)
+    if entry.step is not None:
+        entry.step += 1
+    if entry.place == "disk":
+        core.visited.append(entry.key)
+    # the version goes up with every range that is written
+    disagrees = MASTER in entry.names and entry.agreed != parameter._version
+    for start, stop, parts in _ranges(core, entry, coefficient is not None):
+        work = gradients[start:stop]
+        if coefficient is not None:
+            work.mul_(coefficient)
+        if disagrees:
+            _agree(parts[MASTER], weights[start:stop], entry.agreed is None)
+        _update_tile(core, entry, weights[start:stop], work, parts, hyper, grad_scale)
+    if not dense:
+        weight.copy_(weights.view(weight.shape))
+    if weight.data_ptr() == parameter.data_ptr() and weight is not parameter:
+        torch.autograd.graph.increment_version(entry.parameter)
+    core.updated(entry)
+
+
+def _ranges(
+    core: Core, entry: Entry, scaled: bool
+) -> Iterator[tuple[int, int, dict[str, torch.Tensor]]]:
+    if entry.store is None:
+        visits: Iterator[tuple[int, int, tuple[torch.Tensor, ...]]] = iter(
+            [(0, entry.parameter.numel(), ())]
+        )
+    else:
+        visits = ((r.start, r.stop, r.parts) for r in entry.store.visit(entry.key))
+    compute = core.compute_dtype(entry)
+    casts = MASTER in entry.names or any(d != compute for d in entry.dtypes)
+    for start, stop, parts in visits:
+        tile = TILE_ELEMENTS if (scaled or casts) else max(stop - start, 1)
+        for begin in range(start, stop, tile):
+            end = min(begin + tile, stop)
+            here = slice(begin - start, end - start)
+            yield begin, end, dict(zip(entry.names, (p[here] for p in parts), strict=True))
+
+
+def _update_tile(
+    core: Core,
+    entry: Entry,
+    weight: torch.Tensor,
+    gradient: torch.Tensor,
+    parts: dict[str, torch.Tensor],
+    hyper: Hyper,
+    grad_scale: torch.Tensor | None,
+) -> None:
+    master = parts.pop(MASTER, None)
+    work = weight if master is None else master
+    wide = {name: _cast(part, work.dtype, name) for name, part in parts.items()}
+    core.rule.update(
+        [work],
+        [_cast(gradient, work.dtype, "gradient")],
+        {name: [part] for name, part in wide.items()},
+        [] if entry.step is None else [entry.step],
+        hyper,
+        entry.is_first,
+        grad_scale,
+    )
+    for name, part in parts.items():
+        if wide[name] is not part:
+            part.copy_(wide[name])
+    if master is not None:
+        weight.copy_(master)
+
+
+@torch.no_grad()
+def update_together(
+    core: Core,
+    pairs: Sequence[tuple[Entry, torch.Tensor]],
+    hypers: Mapping[int, Hyper],
+    coefficient: torch.Tensor | None,
+    grad_scale: torch.Tensor | None,
+) -> None:
+    """One step of many: in few calls of the kernel where they are small and plain.
+
+    hypers: by the identity of the group.
+    """
+    calls: dict[Any, list[tuple[Entry, torch.Tensor]]] = {}
+    for entry, gradient in pairs:
+        core.check(entry, gradient)
+        core.start(entry)
+        tiled = coefficient is not None and gradient.numel() > TILE_ELEMENTS
+        if not tiled and _is_plain(core, entry, gradient):
+            p = entry.parameter
+            like = (id(entry.group), p.device, p.dtype, entry.is_first)
+            calls.setdefault(like, []).append((entry, gradient))
+        else:
+            hyper = hypers[id(entry.group)]
+            update(core, entry, gradient, hyper, coefficient, grad_scale)
+    for (group, device, _, is_first), call in calls.items():
+        if coefficient is not None:
+            torch._foreach_mul_([gradient for _, gradient in call], coefficient.to(device))
+        _update_call(core, call, hypers[group], is_first, _sent(grad_scale, device))
+
+
+def _is_plain(core: Core, entry: Entry, gradient: torch.Tensor) -> bool:
+    parameter = entry.parameter
+    if entry.store is not None and not isinstance(entry.store, MemoryStates):
+        return False
+    if parameter.device.type != "cpu" and core.is_beside(entry):
+        return False
+    dtype = parameter.dtype
+    if MASTER in entry.names or gradient.dtype != dtype or any(d != dtype for d in entry.dtypes):
+        return False
+    return parameter.stride() == gradient.stride() and is_dense(parameter)
+
+
+def _update_call(
+    core: Core,
+    call: Sequence[tuple[Entry, torch.Tensor]],
+    hyper: Hyper,
+    is_first: bool,
+    grad_scale: torch.Tensor | None,
+) -> None:
+    steps = [entry.step for entry, _ in call if entry.step is not None]
+    parts: dict[str, list[torch.Tensor]] = defaultdict(list)
+    for entry, _ in call:
+        if isinstance(entry.store, MemoryStates):
+            for name, part in zip(entry.names, entry.store.tensors(entry.key), strict=True):
+                parts[name].append(part)
+    if steps:
+        torch._foreach_add_(steps, 1)
+    weights = [flat(entry.parameter.detach()) for entry, _ in call]
+    gradients = [flat(gradient.detach()) for _, gradient in call]
+    core.rule.update(weights, gradients, parts, steps, hyper, is_first, grad_scale)
+    for entry, _ in call:
+        core.updated(entry)
+
+
+def _agree(master: torch.Tensor, weight: torch.Tensor, from_nothing: bool) -> None:
+    """Let the master follow what somebody else wrote to the weight, and nothing else."""
+    here = weight.to(master.device)
+    if from_nothing:
+        master.copy_(here)
+    else:
+        kept = master.to(weight.dtype) == here
+        master.copy_(torch.where(kept, master, here.to(master.dtype)))
+
+
+class _Scratch(threading.local):
+    def __init__(self) -> None:
+        self.rooms: dict[tuple[str, torch.dtype], torch.Tensor] = {}
+
+
+#: of each thread that updates: fresh memory would cost more than the update
+_scratch = _Scratch()
+
+
+def _cast(tile: torch.Tensor, dtype: torch.dtype, name: str) -> torch.Tensor:
+    """The tile as it is, or in `dtype`, until the next cast of that name on this thread."""
+    if tile.dtype == dtype:
+        return tile
+    if tile.device.type != "cpu" or tile.numel() > TILE_ELEMENTS:
+        return tile.to(dtype)
+    room = _scratch.rooms.get((name, dtype))
+    if room is None:
+        room = _scratch.rooms[name, dtype] = torch.empty(TILE_ELEMENTS, dtype=dtype)
+    return room[: tile.numel()].copy_(tile)
+
+
+def _sent(tensor: torch.Tensor | None, device: torch.device) -> torch.Tensor | None:
+    return None if tensor is None else tensor.to(device)

@@ -1,0 +1,71 @@
+"""Which updates the device makes itself, where the others run on the host beside backward.
+
+The host takes the gradients that are ready first: they have all of backward to hide behind. The
+last ones have nothing left, and the device, which is done by then, updates those.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class HostRun:
+    """An update on the host: when its operands are ready, and how long each part takes.
+
+    out_ns: what it needs crosses to the host. back_ns: what it has changed returns.
+    """
+
+    ready_ns: int
+    out_ns: int
+    host_ns: int
+    back_ns: int
+
+
+@dataclass(frozen=True)
+class Update:
+    """One weight's update. device_ns: on the device; device_bytes: what its states take there."""
+
+    weight: str
+    host: HostRun
+    device_ns: int
+    device_bytes: int = 0
+
+
+def host_ends_ns(runs: Iterable[HostRun]) -> list[int]:
+    """When the host and both links are done with none, one, two, … of the runs, in that order.
+
+    Each works on its own. Weights return when the next forward pass wants them: of the way back
+    only the total counts.
+    """
+    ends, link, host, back = [0], 0, 0, 0
+    for run in runs:
+        link = max(link, run.ready_ns) + run.out_ns
+        host = max(host, link) + run.host_ns
+        back += run.back_ns
+        ends.append(max(link, host, back))
+    return ends
+
+
+def device_share(
+    updates: Sequence[Update], compute_ns: int, room_bytes: int | None = None
+) -> tuple[str, ...]:
+    """The weights that the device updates: the last ones, in the order of their gradients.
+
+    Of all such shares whose states fit `room_bytes` (None: all do) the one that ends first, the
+    device making its updates after `compute_ns`; of equals the one that leaves most to the host.
+    """
+    ordered = sorted(updates, key=lambda u: u.host.ready_ns)
+    device_ns, device_bytes = compute_ns, 0
+    host_ends = host_ends_ns(update.host for update in ordered)
+    best, best_ns = len(ordered), max(device_ns, host_ends[-1])
+    for count in reversed(range(len(ordered))):
+        device_ns += ordered[count].device_ns
+        device_bytes += ordered[count].device_bytes
+        if room_bytes is not None and device_bytes > room_bytes:
+            break
+        end_ns = max(device_ns, host_ends[count])
+        if end_ns < best_ns:
+            best, best_ns = count, end_ns
+    return tuple(update.weight for update in ordered[best:])
