@@ -91,6 +91,10 @@ def test_a_balance_by_hand() -> None:
     made = [Update(f"w{n}", HostRun(10 * n + 10, 5, 15, 5), 4) for n in range(8)]
     # all on the host: it is done 5 + 8 × 15 = 125 after the first; the device idles from 80 on
     assert end_ns(made, set(), 80) == 135
-    assert device_share(made, 80) == ("w6", "w7")
     assert end_ns(made, {"w6", "w7"}, 80) == 105
+    assert device_share(made, 80) == ("w5", "w6", "w7")
     assert end_ns(made, {"w5", "w6", "w7"}, 80) == 92
+    assert end_ns(made, {"w4", "w5", "w6", "w7"}, 80) == 96
+    # without room for the states of three
+    made = [replace(u, device_bytes=8) for u in made]
+    assert device_share(made, 80, room_bytes=16) == ("w6", "w7")

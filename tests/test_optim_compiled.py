@@ -1,0 +1,109 @@
+"""Our optimizers on compiled models at the smallest budget, against torch's on the plain ones."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from offcompile import optim
+
+WIDTH, WORDS, STEPS, MICRO = 48, 160, 10, 3
+
+Make = Callable[[list[dict[str, Any]]], torch.optim.Optimizer]
+
+
+class Words(nn.Module):
+    """Embedding and head are one matrix, one layer is frozen."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.table = nn.Embedding(WORDS, WIDTH)
+        self.frozen, self.up = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, 4 * WIDTH)
+        self.down, self.norm = nn.Linear(4 * WIDTH, WIDTH), nn.LayerNorm(WIDTH)
+        self.head = nn.Linear(WIDTH, WORDS, bias=False)
+        self.head.weight = self.table.weight
+        self.frozen.requires_grad_(False)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        x = self.table(tokens)
+        x = x + self.frozen(x).relu()
+        x = x + self.down(F.gelu(self.up(self.norm(x))))
+        return F.cross_entropy(self.head(x).flatten(0, 1), tokens.roll(1, 1).flatten())
+
+
+def groups(model: nn.Module) -> list[dict[str, Any]]:
+    decays = [p for p in model.parameters() if p.requires_grad and p.dim() > 1]
+    others = [p for p in model.parameters() if p.requires_grad and p.dim() < 2]
+    return [
+        {"params": decays, "weight_decay": 0.1},
+        {"params": others, "weight_decay": 0.0, "lr": 3e-3},
+    ]
+
+
+def train(
+    run: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    micro: int,
+    max_norm: float | None,
+) -> list[float]:
+    schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, STEPS)
+    generator = torch.Generator().manual_seed(1)
+    losses = []
+    for _ in range(STEPS):
+        for _ in range(micro):
+            tokens = torch.randint(0, WORDS, (4, 32), generator=generator)
+            loss = run(tokens) / micro
+            loss.backward()
+            losses.append(loss.item())
+        if max_norm is not None:
+            # norms are summed up in the optimizer's order
+            mine = [p for group in optimizer.param_groups for p in group["params"]]
+            assert nn.utils.clip_grad_norm_(mine, max_norm) > max_norm
+        optimizer.step()
+        schedule.step()
+        optimizer.zero_grad()
+    return losses
+
+
+CLASSES: dict[str, tuple[Any, Any, dict[str, Any]]] = {
+    "AdamW": (optim.AdamW, torch.optim.AdamW, {"lr": 1e-2}),
+    "Adam": (optim.Adam, torch.optim.Adam, {"lr": 1e-2, "amsgrad": True}),
+    "SGD": (optim.SGD, torch.optim.SGD, {"lr": 0.05, "momentum": 0.9, "nesterov": True}),
+}
+
+
+@pytest.mark.parametrize("name", CLASSES)
+@pytest.mark.parametrize("states", ["host", "disk"])
+@pytest.mark.parametrize(
+    ("micro", "max_norm"), [(1, None), (MICRO, None), (1, 0.05), (MICRO, 0.05)]
+)
+def test_ten_steps_with_overlap_are_torch_s(
+    name: str, states: str, micro: int, max_norm: float | None, tmp_path: Path
+) -> None:
+    ours, theirs, how = CLASSES[name]
+    model, reference = Words(), Words()
+    torch._dynamo.reset()
+    options = {"memory": "minimum", "lowering": "aot_eager", "spill": str(tmp_path)}
+    run: Any = torch.compile(model, backend="offcompile", options=options)
+    mine = ours(
+        groups(model),
+        **how,
+        overlap=True,
+        accumulate=micro,
+        max_norm=max_norm,
+        states=states,
+        directory=tmp_path,
+    )
+    losses = train(run, mine, micro, None)
+    wanted = train(reference, theirs(groups(reference), **how, fused=True), micro, max_norm)
+    assert losses == wanted
+    for a, b in zip(model.parameters(), reference.parameters(), strict=True):
+        assert torch.equal(a, b)
+    assert mine.facts().taken_from_graphs > 0
