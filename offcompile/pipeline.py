@@ -130,6 +130,8 @@ class Pipeline:
         standing = sum(t.nbytes for t in report.problem.tensors if t.home == DEVICE)
 
         offered = self.offers.outputs if self.offers is not None and phase == BACKWARD else ()
+        direct_reads = self._direct_reads(phase)
+        mover = runtime_for(self.target.runtime.key).mover if direct_reads else None
         first = True
 
         def timed(arguments: list[Any]) -> Any:
@@ -143,6 +145,8 @@ class Pipeline:
             started = clock.start()
             result = compiled(arguments)
             clock.stop(started, observe)
+            if mover is not None:
+                mover.read_in_place(direct_reads)
             if offered:
                 result = list(result)
                 for i in offered:
@@ -154,6 +158,13 @@ class Pipeline:
             return result
 
         return timed
+
+    def _direct_reads(self, phase: Phase) -> int:
+        """How many operands on the host the ops of this half use there."""
+        assert self.report is not None
+        ops, half = self.report.problem.op, FORWARD if phase == "inference" else phase
+        reads = (d for d in self.report.plan.directs if d.tensor in ops[d.op].reads)
+        return sum((ops[d.op].phase == BACKWARD) == (half == BACKWARD) for d in reads)
 
     def _pair(
         self, forward: fx.GraphModule, backward: fx.GraphModule | None, outputs: int

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import fcntl
 import os
 import secrets
 import stat
@@ -112,9 +113,11 @@ def _write(obj: object, writer: _Writer) -> None:
 def _beside(target: Path, calls: Calls) -> Iterator[int]:
     """A new file, which takes the place of `target` if all goes well, and else leaves nothing."""
     mode = _mode_of(target)
+    _sweep(target)
     part = target.with_name(f".{target.name[:200]}.{secrets.token_hex(4)}.part")
     descriptor, has_name = _open(target.parent, part)
     try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX)
         yield descriptor
         if mode is not None:
             os.fchmod(descriptor, mode)
@@ -140,6 +143,17 @@ def _open(directory: Path, part: Path) -> tuple[int, bool]:
                 raise
     flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
     return os.open(part, flags, 0o666), True
+
+
+def _sweep(target: Path) -> None:
+    """Remove what killed processes left: parts that nobody who lives has locked."""
+    prefix = f".{target.name[:200]}."
+    for found in target.parent.iterdir():
+        name = found.name
+        if name.startswith(prefix) and name.endswith(".part") and len(name) == len(prefix) + 13:
+            with suppress(OSError), found.open("rb") as part:
+                fcntl.flock(part, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                found.unlink()
 
 
 def _name(descriptor: int, part: Path) -> None:

@@ -41,6 +41,8 @@ class _Copied:
     """A weight that stays on the device: its copy on the host, and who uses the two."""
 
     home: torch.Tensor
+    #: autograd's count of the weight's changes, when the two were equal
+    version: int
     #: compute may read the weight itself up to there
     used: Point | None = None
     #: the copy's last way back, which reads it
@@ -60,7 +62,7 @@ class Carrier:
     def place(self, parameter: torch.Tensor) -> torch.Tensor:
         """The parameter for the host to update, a tensor of the processor; see `updated`.
 
-        A copy is made at the first call, or with whatever the parameter holds by then.
+        A copy is made at the first call, and anew when autograd has seen the weight change.
         """
         copied = self._copied(parameter)
         return self.device.on_host(parameter if copied is None else copied.home)
@@ -69,17 +71,12 @@ class Carrier:
         """None: the parameter itself lies on the host tier."""
         if self.device.slot_of(parameter) is not None:
             return None
-        copied = self._copies.get(parameter)
-        if copied is None:
+        copied, version = self._copies.get(parameter), parameter._version
+        if copied is None or copied.version != version:
             home = self._send(parameter.detach(), "a weight")
             self.device.await_on_host([home])()
-            copied = self._copies[parameter] = _Copied(home)
+            copied = self._copies[parameter] = _Copied(home, version)
         return copied
-
-    def refresh(self, parameter: torch.Tensor) -> None:
-        """Somebody else has changed the parameter: forget its copy on the host."""
-        if parameter in self._copies:
-            del self._copies[parameter]
 
     def bring(
         self, parameter: torch.Tensor, gradient: torch.Tensor, label: str, lent: bool = False
@@ -113,10 +110,15 @@ class Carrier:
         return tensor.clone()
 
     def updated(self, parameter: torch.Tensor, label: str) -> None:
-        """On any thread: `place(parameter)` was written. It goes to the device, if it is a copy."""
-        copied = self._copied(parameter)
-        if copied is None:
+        """On any thread: `place(parameter)` was written. A copy goes to the device.
+
+        Autograd counts that the weight has changed.
+        """
+        torch.autograd.graph.increment_version(parameter)
+        if self.device.slot_of(parameter) is not None:
             return
+        copied = self._copies[parameter]
+        copied.version = parameter._version
         slot = self.device.slot_of(copied.home)
         assert slot is not None
         after = [] if copied.used is None else [copied.used]

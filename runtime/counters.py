@@ -39,7 +39,10 @@ GAUGES = (
     "host_bytes",
     "arena_bytes",
     "in_flight_bytes",
+    "device_peak_bytes",
 )
+#: of these the largest of all runtimes is reported: those of one device look at the same memory
+_LARGEST = {"device_peak_bytes"}
 
 _lock = threading.Lock()
 _tallies: list[Tally] = []
@@ -71,7 +74,9 @@ def counters() -> dict[str, int | float]:
     """Everything the runtimes of this process have done since the start or the last reset.
 
     `spill_bytes_written` is per open runtime and is not reset; `live_tickets`, `spill_bytes`,
-    `host_bytes`, `arena_bytes` and `in_flight_bytes` say what stands now.
+    `host_bytes`, `arena_bytes` and `in_flight_bytes` say what stands now. `device_peak_bytes` is
+    the most that has been seen of the device: on CUDA by torch's allocator, on the CPU what a
+    compiled step that moves had of its budget, looked at as it ran.
     """
     with _lock:
         tallies, gauges = tuple(_tallies), tuple(_gauges)
@@ -83,7 +88,7 @@ def counters() -> dict[str, int | float]:
         report[name] = 0
     for read in gauges:
         for name, value in read().items():
-            report[name] += value
+            report[name] = max(report[name], value) if name in _LARGEST else report[name] + value
     return report
 
 

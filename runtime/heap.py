@@ -80,6 +80,9 @@ class Heap:
         self._other_bytes: int | None = None
         self._limit_bytes: int | None = None
         self._left_bytes = 0
+        self._budget_bytes = 0
+        #: most of a step's budget that was seen to be held
+        self.peak_bytes = 0
         self._huge_from = self._huge_until = 0
         self.trims = 0
         self._changed = threading.Event()
@@ -117,6 +120,7 @@ class Heap:
             self.trim()
             self._other_bytes = self.resident_bytes() - live
         self._left_bytes = 0
+        self._budget_bytes = budget_bytes
         self._limit_bytes = live + self._other_bytes + budget_bytes - planned_bytes
         if self._thread is None:
             self._thread = threading.Thread(target=self._watch, name="offcompile-heap", daemon=True)
@@ -125,6 +129,7 @@ class Heap:
 
     def end(self) -> None:
         """The step is over: what is held now is no matter of its budget."""
+        self.check()
         self._limit_bytes = None
 
     def check(self) -> float:
@@ -136,6 +141,7 @@ class Heap:
         if limit is None or os.getpid() != self.pid:
             return float("inf")
         held = self.resident_bytes()
+        self.peak_bytes = max(self.peak_bytes, self._budget_bytes - (limit - held))
         # when little has come since the last time, there is little to take again
         worth = max(limit - MARGIN_BYTES, self._left_bytes + MARGIN_BYTES)
         if held <= worth:

@@ -7,6 +7,8 @@ import time
 from collections.abc import Callable
 from typing import Generic, TypeVar
 
+from offcompile.ir import OffloadError
+
 _LINGER_S = 0.2
 
 Item = TypeVar("Item")
@@ -34,8 +36,15 @@ class Lingering(Generic[Item]):
     def wake(self) -> None:
         """There may be something to take; with the lock held."""
         if self._thread is None and self._is_open:
-            self._thread = threading.Thread(target=self._run, name=self._name, daemon=True)
-            self._thread.start()
+            thread = threading.Thread(target=self._run, name=self._name, daemon=True)
+            try:
+                thread.start()
+            except RuntimeError as error:
+                raise OffloadError(
+                    f"the thread {self._name} cannot be started ({error}): raise what bounds this "
+                    "process (ulimit -u, ulimit -d, ulimit -s)"
+                ) from error
+            self._thread = thread
         self._changed.notify_all()
 
     def end(self) -> None:

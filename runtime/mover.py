@@ -221,6 +221,11 @@ class Mover:
         if load.copy.error is not None:
             raise failure(load.copy.error, "load", load.tag, load.saved.slot)
 
+    def read_in_place(self, count: int) -> None:
+        """Note that ops have used so many operands on the host."""
+        with self._lock:
+            self.tally.direct_reads += count
+
     # -- orders and waits: what a subclass in a test takes away ----------------------------------
 
     def _after(self, mark: Point | None, out: Copy | None = None) -> Sequence[Point]:

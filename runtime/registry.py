@@ -21,6 +21,7 @@ from .counters import add_gauges, forget_parent
 from .cpu import CpuDevice
 from .device import Device
 from .directories import default_directory
+from .heap import heap
 from .mapped import MappedStore
 from .mover import Mover
 from .spill import SpillStore
@@ -155,7 +156,13 @@ class Runtime:
             "host_bytes": host_bytes,
             "spill_bytes_written": sum(s.bytes_written for s in self.stores.values()),
             "arena_bytes": arena_bytes,
+            "device_peak_bytes": self._device_peak_bytes(),
         }
+
+    def _device_peak_bytes(self) -> int:
+        if self.settings.target == "cpu":
+            return heap().peak_bytes
+        return int(torch.cuda.max_memory_allocated(torch.device(self.settings.target)))
 
     def _close_stores(self) -> None:
         for store in self.stores.values():

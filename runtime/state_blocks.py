@@ -46,7 +46,10 @@ class Frame:
 
 
 class Frames:
-    """Frames of a few sizes, together at most `limit_bytes` unless more is asked for. No lock."""
+    """Frames of a few sizes, together at most `limit_bytes` unless more is asked for. No lock.
+
+    The limit sinks to what there is when the operating system refuses more.
+    """
 
     def __init__(self, block_bytes: int, limit_bytes: int) -> None:
         self._block_bytes = block_bytes
@@ -73,7 +76,14 @@ class Frames:
             self.nbytes -= self._free.popleft().nbytes
         if self.nbytes + size > self.limit_bytes and not beyond_limit:
             return None
-        frame = Frame(size)
+        try:
+            frame = Frame(size)
+        except OffloadError:
+            if beyond_limit or not self.nbytes:
+                raise
+            # the system gives no more: those that there are have to do
+            self.limit_bytes = self.nbytes
+            return None
         self.nbytes += size
         self.peak_bytes = max(self.peak_bytes, self.nbytes)
         return frame

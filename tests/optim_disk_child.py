@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch._dynamo  # else every child would import it, at its first step
 
 from offcompile.optim import AdamW, places
 from offcompile.runtime.disk_states import DiskStates
@@ -113,7 +114,7 @@ def main(folder: Path) -> None:
         ("update", 51),
         ("read", 20),
         ("write", 11),
-        ("write", 100),
+        ("write", 60),
         ("save", 3),
         ("save", 40),
         ("save-sync", 0),

@@ -18,6 +18,8 @@ KINDS: dict[str, dict[str, Any]] = {
     "SGD": {"lr": 5e-2, "momentum": 0.9, "nesterov": True},
 }
 MAX_NORM = 0.05
+#: parameters that get gradients: one of the others is never used, two are frozen
+TRAINED = 5
 
 
 class Model(nn.Module):

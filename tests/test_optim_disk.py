@@ -180,7 +180,8 @@ def test_after_a_kill_at_any_moment_the_last_checkpoint_resumes_to_the_same_loss
     tmp_path: Path,
 ) -> None:
     found = json.loads(child("optim_disk_child.py", tmp_path))
-    assert found["left"] == []
+    # killed with the file beside, whole: the next save of that name clears it away
+    assert all(name.startswith(".save-name") for name in found["left"])
     for overlap in (False, True):
         wanted = found["runs"][f"-0-{overlap}"]
         assert wanted["codes"] == [0]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import fcntl
 import io
 import os
 import signal
@@ -167,6 +168,18 @@ def fatal(real):
 save({"number": 2, "a": torch.ones(1000)}, path,
      calls=Calls(fatal(os.write), fatal(os.fsync), fatal(os.replace)))
 """
+
+
+def test_what_a_kill_left_is_cleared_away_by_the_next_save(tmp_path: Path) -> None:
+    path, other = tmp_path / "model.pt", tmp_path / ".model.pt.0123.part"
+    left, busy = tmp_path / ".model.pt.01234567.part", tmp_path / ".model.pt.89abcdef.part"
+    for file in (left, busy, other):
+        file.write_bytes(b"part")
+    with busy.open("rb") as held:
+        fcntl.flock(held, fcntl.LOCK_EX)
+        offcompile.save(checkpoint(1), path)
+    assert not left.exists() and busy.exists() and other.exists()
+    assert equal(torch.load(path), checkpoint(1))
 
 
 @pytest.mark.parametrize("at", [0, 5, 1000])

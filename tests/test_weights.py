@@ -267,3 +267,14 @@ def test_inductor_trains_within_its_tolerance(tmp_path: Path) -> None:
     assert any(is_on_host(p) for p in ours.parameters())
     for mine, theirs in zip(everything(ours), everything(plain), strict=True):
         torch.testing.assert_close(mine, theirs, rtol=1e-9, atol=1e-12)
+
+
+def test_counters_say_what_was_used_in_place_and_held(tmp_path: Path) -> None:
+    run = compiled(tower(), tmp_path)
+    before = offcompile.counters()["direct_reads"]
+    run(batch(0)).backward()
+    report = offcompile.reports()[-1]
+    reads = [d for d in report.plan.directs if d.tensor in report.problem.op[d.op].reads]
+    assert reads
+    assert offcompile.counters()["direct_reads"] - before == len(reads)
+    assert offcompile.counters()["device_peak_bytes"] > 0

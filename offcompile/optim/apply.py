@@ -12,7 +12,7 @@ import torch
 from offcompile.runtime.states import MemoryStates
 
 from .core import MASTER, Core, Entry
-from .layout import flat, flat_like, is_dense, on_host
+from .layout import flat, flat_like, is_dense
 from .rules import Hyper
 
 #: elements that are worked on at once where that takes more than one pass: they stay in the cache
@@ -35,11 +35,13 @@ def update(
     core.check(entry, gradient)
     core.start(entry)
     parameter = entry.parameter.detach()
-    near = on_host(parameter) if core.is_beside(entry) else parameter
-    if core.is_beside(entry):
-        near_gradient = on_host(gradient)
-        gradient = gradient.detach().cpu() if near_gradient is None else near_gradient
-    weight = parameter if near is None else near
+    carrier, brought = core.carrier(entry), None
+    if carrier is not None and gradient.device.type != "cpu":
+        # its memory goes with `brought`
+        brought = carrier.bring(entry.parameter, gradient, entry.label)
+        brought.arrive()
+        gradient = brought.gradient
+    weight = parameter if carrier is None else carrier.place(entry.parameter)
     dense = is_dense(weight)
     weights = flat(weight) if dense else weight.contiguous().view(-1)
     gradients = flat_like(gradient.detach(), weight)
@@ -61,8 +63,8 @@ def update(
         _update_tile(core, entry, weights[start:stop], work, parts, hyper, grad_scale)
     if not dense:
         weight.copy_(weights.view(weight.shape))
-    if weight.data_ptr() == parameter.data_ptr() and weight is not parameter:
-        torch.autograd.graph.increment_version(entry.parameter)
+    if carrier is not None:
+        carrier.updated(entry.parameter, entry.label)
     core.updated(entry)
 
 

@@ -82,8 +82,7 @@ class Arrivals:
             if gradient is None or arrival.passes < self.core.settings.accumulate:
                 return
             if self.core.settings.deferred:
-                self.core.check(entry, gradient)
-                self.measure(entry, gradient)
+                self._hold(entry, gradient)
             elif self._is_last_hook(entry):
                 self._apply(entry, arrival, gradient)
 
@@ -112,13 +111,19 @@ class Arrivals:
         arrival.hyper = hyper
         self.tally.in_backward += 1
 
+    def _hold(self, entry: Entry, gradient: torch.Tensor) -> None:
+        """It is whole, and step() will apply it."""
+        self.core.check(entry, gradient)
+        if not self.core.settings.scaled:
+            self.measure(entry, gradient)
+
     def measure(self, entry: Entry, gradient: torch.Tensor) -> torch.Tensor:
         """The norm of `.grad`, computed anew if that is not what was measured before."""
         arrival = self.arrived.setdefault(entry, Arrival())
         known = arrival.norm
-        if known is None or known[1] is not gradient or known[2] != gradient._version:
-            if self.core.settings.max_norm is None:
-                return torch.zeros(())
+        # a scaler changes gradients without a trace
+        stale = known is None or known[1] is not gradient or known[2] != gradient._version
+        if known is None or stale or self.core.settings.scaled:
             known = arrival.norm = (norm(gradient), gradient, gradient._version)
         return known[0]
 
@@ -158,7 +163,7 @@ class Arrivals:
             held = parameter.grad
             assert held is not None
             if is_due and self.core.settings.deferred:
-                self.measure(entry, held)
+                self._hold(entry, held)
             elif is_due:
                 self._apply(entry, arrival, held)
 

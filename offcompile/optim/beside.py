@@ -70,6 +70,7 @@ class Beside(torch.optim.Optimizer):
             self._arrivals.watch()
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
+        refuse_flags(param_group)
         super().add_param_group(param_group)
         if "_core" in self.__dict__:
             self._core.know(self.param_groups)
@@ -193,7 +194,8 @@ class Beside(torch.optim.Optimizer):
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """As torch's, and from torch's; states are streamed to where they live."""
-        self.discard()
+        self._arrivals.settle()
+        self._arrivals.forget()
         state_dict = dict(state_dict)
         for before in self._optimizer_load_state_dict_pre_hooks.values():
             changed = before(self, state_dict)

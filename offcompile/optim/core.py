@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -10,10 +11,11 @@ from typing import Any
 import torch
 
 from offcompile.ir import OffloadError
+from offcompile.runtime.carrier import Carrier, carrier_of
 from offcompile.runtime.disk_states import DiskStates
 from offcompile.runtime.states import MemoryStates, States
 
-from .layout import on_host, shaped_like
+from .layout import shaped_like
 from .places import Places
 from .rules import Rule
 from .settings import Settings
@@ -64,6 +66,7 @@ class Core:
     #: those on disk that were visited in this step, and in the last one
     visited: list[int] = field(default_factory=list)
     _expected: list[int] = field(default_factory=list)
+    _carriers: weakref.WeakSet[Carrier] = field(default_factory=weakref.WeakSet)
     _next_key: int = 0
 
     def know(self, groups: Sequence[dict[str, Any]]) -> None:
@@ -96,12 +99,19 @@ class Core:
     # -- states --------------------------------------------------------------------------------
 
     def has_master(self, entry: Entry) -> bool:
-        half = entry.parameter.dtype in _HALVES and self.settings.master is not False
-        return half or self.is_far(entry)
+        return entry.parameter.dtype in _HALVES and self.settings.master is not False
 
-    def is_far(self, entry: Entry) -> bool:
-        """Whether the weight's memory is out of reach for who updates it."""
-        return self.is_beside(entry) and on_host(entry.parameter) is None
+    def carrier(self, entry: Entry) -> Carrier | None:
+        """Who brings gradients to where it is updated, if that is not where they are made."""
+        found = carrier_of(entry.parameter) if self.is_beside(entry) else None
+        if found is not None:
+            self._carriers.add(found)
+        return found
+
+    def finish(self) -> None:
+        """What compute is given from now on sees the weights that were updated."""
+        for carrier in tuple(self._carriers):
+            carrier.finish()
 
     def compute_dtype(self, entry: Entry) -> torch.dtype:
         dtype = entry.parameter.dtype

@@ -48,19 +48,6 @@ def shaped_like(flat_state: torch.Tensor, parameter: torch.Tensor) -> torch.Tens
     return flat_state.as_strided(parameter.shape, strides)
 
 
-def on_host(tensor: torch.Tensor) -> torch.Tensor | None:
-    """A CPU tensor on the same memory; None: the memory is the device's own."""
-    if tensor.device.type == "cpu":
-        return tensor.detach()
-    for runtime in runtimes():
-        slot = runtime.device.slot_of(tensor)
-        memory: torch.Tensor | None = getattr(getattr(slot, "block", None), "tensor", None)
-        if memory is not None:
-            typed = memory[: slot.nbytes].view(tensor.dtype) if slot is not None else memory
-            return typed.as_strided(tensor.shape, tensor.stride(), tensor.storage_offset())
-    return None
-
-
 def room_like(parameter: torch.Tensor) -> torch.Tensor:
     """Memory for a gradient, beside the parameter: on the host if that is where it lives."""
     strides = parameter.stride() if is_dense(parameter) else _contiguous(parameter)

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from time import perf_counter_ns
-from typing import Any
 
 import torch
 
+from offcompile.runtime.carrier import Brought
 from offcompile.runtime.channels import Channels
 
 from . import apply
 from .core import Core, Entry
-from .layout import on_host
 from .rules import Hyper
 
 #: steps of each way that are compared; what comes before makes states and compiles
@@ -39,19 +37,26 @@ class Ways:
         self, entry: Entry, gradient: torch.Tensor, hyper: Hyper, borrowed: bool = False
     ) -> None:
         """Apply a gradient now or soon. borrowed: its memory is another's when this returns."""
+        self.core.place()
         beside = self._beside(entry)
-        if borrowed and on_host(gradient) is not None:
+        carrier = self.core.carrier(entry)
+        if carrier is None and (borrowed or entry.parameter.device.type != "cpu"):
             beside = False
         if not beside:
             apply.update(self.core, entry, gradient, hyper)
             return
         self.core.check(entry, gradient)
-        arrived, there = _send(gradient)
         self.core.start(entry)
+        if carrier is None:
+            brought = Brought(gradient.detach(), _nothing, gradient)
+        else:
+            brought = carrier.bring(entry.parameter, gradient, entry.label, lent=borrowed)
         if self._channels is None:
             self._channels = Channels()
         self._channels.submit(
-            there, lambda: apply.update(self.core, entry, arrived, hyper), entry.label
+            brought.arrive,
+            lambda: apply.update(self.core, entry, brought.gradient, hyper),
+            entry.label,
         )
 
     def _beside(self, entry: Entry) -> bool:
@@ -59,7 +64,6 @@ class Ways:
             return self._tried()
         if self.chosen is not None:
             return self.chosen
-        self.core.place()
         on_device = (entry.place or "").startswith("device")
         return entry.parameter.device.type != "cpu" and not on_device
 
@@ -69,9 +73,11 @@ class Ways:
     def settle(self) -> None:
         if self._channels is not None:
             self._channels.settle()
+        self.core.finish()
 
     def step_over(self) -> None:
         """While it is measured: the steps take turns."""
+        self.core.finish()
         if not self._measures or self.chosen is not None:
             return
         now_ns = perf_counter_ns()
@@ -87,23 +93,6 @@ class Ways:
         if self._channels is not None:
             self._channels.close()
             self._channels = None
-
-
-def _send(gradient: torch.Tensor) -> tuple[torch.Tensor, Callable[[], None]]:
-    """The gradient on the host, and what blocks until it is there."""
-    gradient = gradient.detach()
-    if gradient.device.type == "cpu":
-        return gradient, _nothing
-    here = on_host(gradient)
-    if here is None:
-        here = torch.empty_strided(
-            gradient.shape, gradient.stride(), dtype=gradient.dtype, pin_memory=True
-        )
-        here.copy_(gradient, non_blocking=True)
-    make: Any = torch.cuda.Event
-    event = make()
-    event.record(torch.cuda.current_stream(gradient.device))
-    return here, event.synchronize
 
 
 def _nothing() -> None:
