@@ -24,7 +24,7 @@ from benchmarks.gpu_table import text_of
 
 RESULTS = Path(__file__).parent / "results"
 #: parts in their order, and how the time is shared out among those that are left
-PARTS = {"gpt-1.3b": 4, "weights": 2, "resnet": 2, "gpt-124m": 2, "largest": 2}
+PARTS = {"gpt-1.3b": 4, "optimizer": 3, "weights": 2, "resnet": 2, "gpt-124m": 2, "largest": 2}
 CASES = tuple(PARTS)[:-1]
 GIB = 1 << 30
 #: steps on end that are timed together, and what they take at least
@@ -76,7 +76,17 @@ WEIGHT_VARIANTS = (
     Variant("torchao, gradients and optimizer", "torchao", host_share=2.0),
     Variant("DeepSpeed ZeRO-3, all offloaded", "deepspeed", host_share=4.0),
 )
-NAMES = tuple(v.name for v in (*VARIANTS, *WEIGHT_VARIANTS))
+#: of the case with AdamW: gradients and states on the host, the update beside backward. Plain
+#: graphs bring their gradients when they are over; ours, with a budget to keep, one by one
+OPTIMIZER_VARIANTS = (
+    Variant("our optimizer, 60%", "ours", 0.6, 0.7, 2.0),
+    Variant("our optimizer, plain graphs", "optimizer", host_share=1.5),
+    Variant("torchao, AdamW and gradients", "torchao, AdamW", host_share=2.0),
+    Variant("our optimizer, 40%", "ours", 0.4, 0.5, 2.0),
+    Variant("our optimizer, 60%, masters", "ours", 0.6, 0.7, 2.0, masters=True),
+)
+OF_CASE = {"weights": WEIGHT_VARIANTS, "optimizer": OPTIMIZER_VARIANTS}
+NAMES = tuple(v.name for v in (*VARIANTS, *WEIGHT_VARIANTS, *OPTIMIZER_VARIANTS))
 
 
 @dataclass
@@ -109,7 +119,7 @@ class Measurement:
         return self.rows
 
     def chosen(self) -> list[Variant]:
-        known = WEIGHT_VARIANTS if self.case == "weights" else VARIANTS
+        known = OF_CASE.get(self.case, VARIANTS)
         return [v for v in known if not self.asked.variant or v.name in self.asked.variant]
 
     def steps_on_end(self, plain: Child) -> int:
@@ -133,6 +143,7 @@ class Measurement:
             "spill": self.asked.spill,
             "hardware": self.asked.hardware,
             "policy": variant.policy or self.quick_policy,
+            "masters": variant.masters,
             "host_memory": int(HOST_SHARE * self.asked.host_gib * GIB) or None,
         }
         return Child(variant, task, self.env)
@@ -142,7 +153,7 @@ class Measurement:
         """Where figures mean nothing, one that plans at once."""
         if not self.asked.cpu_check:
             return None
-        return "hybrid_access" if self.case == "weights" else "activation_spill"
+        return "hybrid_access" if self.case in OF_CASE else "activation_spill"
 
     def blocks(self, variants: Iterable[Variant], facts: dict[str, Any]) -> Iterator[list[Variant]]:
         """Variants that fit together beside plain; a row that comes first is measured first."""

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, fx, nn
 
 from benchmarks.activations_child import Attention, Residual, Stack
-from benchmarks.gpu_peers import PEERS, Peer, peer
+from benchmarks.gpu_peers import PEERS, RATE, Peer, peer
 
 #: below this a saved tensor is not worth torch's own offload
 LEAST_OFFLOAD_BYTES = 1 << 20
@@ -87,6 +87,8 @@ def resnet(name: str, stages: list[tuple[int, int]], side: int, batch: int) -> C
 CASES = {
     # what takes memory, and time on the bus, are weights and gradients
     "weights": gpt("GPT 1.3B, few tokens", 2048, 24, 50304, 1, 512),
+    # enough tokens that an update on the host has something to hide behind
+    "optimizer": gpt("GPT 1.3B, AdamW", 2048, 24, 50304, 16, 2048),
     "gpt-124m": gpt("GPT 124M", 768, 12, 50304, 16, 1024),
     "gpt-1.3b": gpt("GPT 1.3B", 2048, 24, 50304, 8, 2048),
     "resnet": resnet("ResNet", [(64, 16), (128, 16), (256, 16)], 128, 256),
@@ -94,6 +96,7 @@ CASES = {
 #: the same code in seconds; large enough that something has to move
 TINY_CASES = {
     "weights": gpt("GPT, tiny, few tokens", 64, 4, 96, 1, 16),
+    "optimizer": gpt("GPT, tiny, AdamW", 64, 4, 96, 4, 32),
     "gpt-124m": gpt("GPT, tiny", 64, 2, 96, 8, 64),
     "gpt-1.3b": gpt("GPT, tiny and deep", 64, 6, 96, 4, 64),
     "resnet": resnet("ResNet, tiny", [(16, 2), (32, 2)], 32, 16),
@@ -123,6 +126,7 @@ class Variant:
         self.case = (TINY_CASES if task["tiny"] else CASES)[task["case"]]
         self.at_floor = False
         self.peer: Peer | None = None
+        self.optimizer: torch.optim.Optimizer | None = None
         self.set_up()
 
     def set_up(self) -> None:
@@ -158,7 +162,21 @@ class Variant:
         # one batch again and again: fetching others is not what is compared
         self.inputs = inputs.to(self.device), targets.to(self.device)
         self.peer = peer(self.kind, self.model) if self.kind in PEERS else None
+        # before anything is compiled: graphs offer gradients to whom they find
+        self.optimizer = self.adamw() if self.task["case"] == "optimizer" else None
         self.forward = self.peer.forward if self.peer is not None else self.compiled(memory)
+
+    def adamw(self) -> torch.optim.Optimizer | None:
+        """torch's on the device, or ours with states on the host; None: the peer has its own."""
+        if self.kind == "plain":
+            return torch.optim.AdamW(self.weights, RATE, fused=True)
+        if self.peer is not None:
+            return None
+        from offcompile import optim
+
+        # without masters it computes what torch's does
+        masters = self.task.get("masters", False)
+        return optim.AdamW(self.weights, RATE, states="host", overlap=True, master=masters)
 
     def compiled(self, memory: int | str | None) -> Callable[..., Tensor]:
         lowering = self.task["lowering"]
@@ -177,6 +195,10 @@ class Variant:
             self.peer.learn(loss)
             return loss.detach()
         loss.backward()
+        if self.optimizer is not None:
+            self.optimizer.step()
+            self.optimizer.zero_grad()
+            return loss.detach()
         with torch.no_grad():
             gradients = [w.grad for w in self.weights]
             torch._foreach_add_(self.weights, gradients, alpha=-0.01)
@@ -265,7 +287,7 @@ class Variant:
     # --- memory -----------------------------------------------------------------------------------
 
     def clear(self) -> None:
-        self.peer = None
+        self.peer = self.optimizer = None
         self.model = self.forward = self.weights = self.inputs = None  # type: ignore[assignment]
         torch._dynamo.reset()
         gc.collect()

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 RATE = 0.01
-PEERS = ("torchao", "deepspeed")
+PEERS = ("torchao", "torchao, AdamW", "deepspeed")
 
 
 @dataclass(frozen=True)
@@ -24,15 +24,20 @@ class Peer:
 
 def peer(kind: str, model: nn.Module) -> Peer:
     """ImportError where the package is not installed, which the row then says."""
-    return _torchao(model) if kind == "torchao" else _deepspeed(model)
+    if kind == "deepspeed":
+        return _deepspeed(model)
+    return _torchao(model, adamw=kind != "torchao")
 
 
-def _torchao(model: nn.Module) -> Peer:
+def _torchao(model: nn.Module, adamw: bool) -> Peer:
     """Gradients and the optimizer leave; weights stay."""
     from torchao.optim import CPUOffloadOptimizer
 
     weights = [p for p in model.parameters() if p.requires_grad]
-    optimizer = CPUOffloadOptimizer(weights, torch.optim.SGD, offload_gradients=True, lr=RATE)
+    made: tuple[Any, dict[str, Any]] = (torch.optim.SGD, {})
+    if adamw:
+        made = (torch.optim.AdamW, {"fused": True})
+    optimizer = CPUOffloadOptimizer(weights, made[0], offload_gradients=True, lr=RATE, **made[1])
 
     def learn(loss: Tensor) -> None:
         loss.backward()

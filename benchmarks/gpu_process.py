@@ -25,6 +25,8 @@ class Variant:
     host_share: float = 0.0
     #: of ours, where it is not the usual one
     policy: str | None = None
+    #: whether our optimizer keeps float32 masters of bfloat16 weights
+    masters: bool = False
 
 
 class Failed(Exception):

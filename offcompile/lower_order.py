@@ -1,8 +1,8 @@
 """Inductor keeps no order but that of data, so the order that memory rests on becomes data.
 
 Two kinds of movement node hold the budget: `wait_out` (an op behind it may allocate what it frees)
-and `start_load` (it allocates, once the ops before it have freed theirs). At each of them
-`pin_order` draws a line across the graph, in the order in which the nodes stand:
+and `start_load` (it allocates, once the ops before it have freed theirs). A third, `offer`, frees a
+gradient and writes to a weight that ops before it have read. At each of them `pin_order` draws a line across the graph, in the order in which the nodes stand:
 
     a = f(x)                          a = f(x)
     sent = wait_out(ticket, x)        t = barrier(ticket, [a]); sent = wait_out(t, x)
@@ -63,6 +63,8 @@ class MovementOps:
     #: as start_out and start_load, to and from host memory that ops use in place
     start_store: Any = None
     start_fetch: Any = None
+    #: uses a gradient up, and writes to its weight
+    offer: Any = None
 
     @classmethod
     def of(cls, namespace: str) -> MovementOps:
@@ -73,7 +75,9 @@ class MovementOps:
 
     def among(self, node: fx.Node) -> bool:
         return node.op == "call_function" and (
-            node.target in (self.wait_out, self.wait_load) or self.leaves(node) or self.comes(node)
+            node.target in (self.wait_out, self.wait_load, self.offer)
+            or self.leaves(node)
+            or self.comes(node)
         )
 
     def leaves(self, node: fx.Node) -> bool:
@@ -146,6 +150,9 @@ class _Walk:
             self._wait_out(node)
         elif node.target is ops.wait_load:
             self._wait_load(node)
+        elif node.target is ops.offer:
+            self._hold(node, 1, [*self._alive(), *self.line])
+            self._draw([node])
         elif not is_view(node):
             self._compute(node)
 

@@ -231,14 +231,23 @@ class Flow:
                 if frame is None and not other.waiting:
                     self._leave(other)
                     frame = self._frames.take(block.nbytes)
-            is_writing = self._failure is None and (self._leaving or self._writing)
-            if frame is None and not is_writing:
+            # there may be less memory than was agreed: then what could stay goes too
+            while frame is None and not self._is_writing() and self._idle_that_can_go():
+                self._leave(self._needed_last())
+                frame = self._frames.take(block.nbytes)
+            if frame is None and not self._is_writing():
                 frame = self._frames.take(block.nbytes, beyond_limit=True)
             return frame
         except OffloadError as error:
             block.error = error
             self._changed.notify_all()
             return None
+
+    def _is_writing(self) -> bool:
+        return self._failure is None and bool(self._leaving or self._writing)
+
+    def _idle_that_can_go(self) -> bool:
+        return bool(self._idle) and (self._failure is None or not self._needed_last().is_dirty)
 
     def _next_ahead(self) -> Block | None:
         coming = list(islice(self._upcoming(), _LOOK_AHEAD))

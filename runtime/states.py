@@ -95,7 +95,7 @@ class MemoryStates:
         flat = self._room(end)
         self._nbytes[key] = end
         self._parts[key] = tuple(
-            flat[start : start + numel * dtype.itemsize].view(dtype)
+            _part(flat, start, numel * dtype.itemsize).view(dtype)
             for start, dtype in zip(starts, dtypes, strict=True)
         )
 
@@ -145,6 +145,13 @@ class _MappedRoom:
         if slot is None or not slot.clear_absent():
             flat.zero_()
         return flat
+
+
+def _part(flat: torch.Tensor, start: int, nbytes: int) -> torch.Tensor:
+    """Part of the memory, with a storage of its own: one of several types cannot be saved."""
+    if flat.device.type != "cpu":
+        return flat[start : start + nbytes].clone()
+    return torch.from_numpy(flat.numpy()[start : start + nbytes])
 
 
 def _zeros(nbytes: int) -> torch.Tensor:

@@ -116,8 +116,8 @@ def main(folder: Path) -> None:
         ("write", 11),
         ("write", 60),
         ("save", 3),
-        ("save", 40),
-        ("save-sync", 0),
+        ("save", 100),
+        ("save-sync", 2),
         ("save-name", 1),
     ]
     found = {}

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from offcompile.ir import OffloadError
-from offcompile.runtime import directories
+from offcompile.runtime import directories, state_blocks
 from offcompile.runtime.disk_states import DiskStates
 from offcompile.runtime.spill import SpillFull
 from offcompile.runtime.spill_file import Files
@@ -339,3 +339,57 @@ def tries(work: Callable[[], object]) -> bool:
     except OffloadError:
         return False
     return True
+
+
+def test_with_less_memory_than_agreed_it_makes_do(
+    opened: Callable[..., DiskStates], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real, given = state_blocks.Frame, 0
+
+    def few(nbytes: int) -> state_blocks.Frame:
+        nonlocal given
+        given += 1
+        if given > 2:
+            raise OffloadError("the operating system refused")
+        return real(nbytes)
+
+    monkeypatch.setattr(state_blocks, "Frame", few)
+    states = opened(Disk(), kept=4, buffers=6)
+    assert in_time(lambda: isinstance(train(states), list)) is True
+    assert states.facts().limit_bytes <= 2 * BLOCK
+    monkeypatch.setattr(state_blocks, "Frame", real)
+    wanted = train(opened(Disk()))
+    found = [p.clone() for k in SIZES for r in states.visit(k, write=False) for p in r.parts]
+    assert all(torch.equal(a, b) for a, b in zip(found, wanted[len(SIZES) :], strict=True))
+
+
+def test_without_any_memory_it_is_an_error(
+    opened: Callable[..., DiskStates], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def none(nbytes: int) -> state_blocks.Frame:
+        raise OffloadError("the operating system refused")
+
+    states = opened(Disk())
+    states.add(0, GRAIN, [F32, F32])
+    with monkeypatch.context() as patch:
+        patch.setattr(state_blocks, "Frame", none)
+        found = in_time(lambda: fill(states, 0, 1))
+        assert isinstance(found, OffloadError) and "refused" in str(found)
+    fill(states, 0, 1)
+    assert value(states, 0) == 1
+
+
+def test_without_threads_it_is_an_error(
+    opened: Callable[..., DiskStates], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(thread: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    states = opened(Disk())
+    states.add(0, GRAIN, [F32, F32])
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", refuse)
+        with pytest.raises(OffloadError, match=r"cannot be started .*ulimit"):
+            fill(states, 0, 1)
+    fill(states, 0, 1)
+    assert value(states, 0) == 1

@@ -93,6 +93,21 @@ def test_masters_are_kept_in_checkpoints(states: str, model_first: bool) -> None
         assert torch.equal(p, q)
 
 
+@pytest.mark.parametrize("states", PLACES)
+def test_states_of_several_types_can_be_saved(states: str) -> None:
+    whole, _ = bf16_run(4, state_dtype="bf16")
+    model, begun = bf16_run(2, states=states, state_dtype="bf16")
+    file = io.BytesIO()
+    torch.save(begun.state_dict(), file)
+    file.seek(0)
+    ours = optim.AdamW(model.parameters(), 1e-3, states=states, state_dtype="bf16")
+    ours.load_state_dict(torch.load(file))
+    go_on(model, ours, range(2, 4))
+    assert ours.state_dict()["state"][0]["exp_avg"].dtype == torch.bfloat16
+    for p, q in zip(model.parameters(), whole.parameters(), strict=True):
+        assert torch.equal(p, q)
+
+
 def test_torch_takes_a_checkpoint_with_masters_and_gives_one_without() -> None:
     model, ours = bf16_run(2)
     torchs = torch.optim.AdamW(model.parameters(), 1e-3, fused=True)

@@ -268,6 +268,62 @@ class Tied(nn.Module):
         return found
 
 
+class Poisoner(Descent):
+    """Leaves no weight readable between its update and the step."""
+
+    def __init__(self, parameters: Iterable[torch.Tensor]) -> None:
+        super().__init__(parameters)
+        self.updated: list[tuple[torch.Tensor, torch.Tensor]] = []
+
+    @torch.no_grad()
+    def take(self, parameter: torch.Tensor, gradient: torch.Tensor) -> None:
+        super().take(parameter, gradient)
+        self.updated.append((parameter, parameter.detach().clone()))
+        parameter.fill_(float("nan"))
+
+    @torch.no_grad()
+    def step(self) -> None:
+        for parameter, value in self.updated:
+            parameter.copy_(value)
+        self.updated.clear()
+        super().step()
+
+
+class Attending(nn.Module):
+    """Norms, attention and a gate: weights that fused kernels read too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.norm = nn.LayerNorm(WIDTH)
+        self.qkv, self.out = nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.gate = nn.Parameter(torch.randn(32, WIDTH))
+        self.scale = nn.Parameter(torch.randn(32, WIDTH))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        q, k, v = self.qkv(self.norm(x * self.scale)).chunk(3, -1)
+        x = x + self.out(nn.functional.scaled_dot_product_attention(q, k, v))
+        found: torch.Tensor = x * torch.sigmoid(self.gate) + self.gate
+        return found
+
+
+@pytest.mark.parametrize("lowering", ["aot_eager", "inductor"])
+def test_no_op_reads_a_weight_that_was_updated(lowering: str) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(Attending(), Attending(), Attending())
+    reference = copy.deepcopy(model)
+    optimizer = Poisoner(model.parameters())
+    run = compiled(model, lowering=lowering)
+    inputs = [torch.randn(4, 32, WIDTH) for _ in range(3)]
+    for x in inputs:
+        run(x).square().mean().backward()
+        optimizer.step()
+    plain_steps(reference, inputs)
+    assert all(p.isfinite().all() for p in model.parameters())
+    for ours, theirs in zip(model.parameters(), reference.parameters(), strict=True):
+        torch.testing.assert_close(ours, theirs)
+
+
 def test_tied_weights_get_one_gradient() -> None:
     torch.manual_seed(2)
     tokens = torch.randint(0, 100, (3, 4, 16))

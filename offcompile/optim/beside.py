@@ -28,7 +28,8 @@ class OptimizerFacts:
     """What an optimizer has done, and where its states are.
 
     stores: by place. updated_in_backward, taken_from_graphs, updated_in_step: parameters, in the
-    last step. channels: whether updates run beside backward; None: not known yet.
+    last step. channels: whether updates run beside backward; None: where the device is not the CPU,
+    or it is not measured yet.
     """
 
     stores: dict[str, StatesFacts]

@@ -47,8 +47,7 @@ def _copied(core: Core, entry: Entry, room: MappedStore) -> dict[str, torch.Tens
     for name, whole in zip(entry.names, flats, strict=True):
         if name == "momentum_buffer" and entry.is_first:
             continue
-        if name != MASTER or core.keeps_master(entry):
-            kept[name] = shaped_like(whole, entry.parameter)
+        kept[name] = shaped_like(whole, entry.parameter)
     return kept
 
 

@@ -178,10 +178,6 @@ class Core:
             self.write(entry, kept)
         self.show(entry)
 
-    def keeps_master(self, entry: Entry) -> bool:
-        """Whether its master says more than the parameter does."""
-        return entry.parameter.dtype in _HALVES
-
     def show(self, entry: Entry) -> None:
         """Put states that lie in memory into the optimizer's state."""
         if not isinstance(entry.store, MemoryStates):
@@ -189,8 +185,6 @@ class Core:
             return
         shown = self.state[entry.parameter]
         for name, part in zip(entry.names, entry.store.tensors(entry.key), strict=True):
-            if name == MASTER and not self.keeps_master(entry):
-                continue
             if name == "momentum_buffer" and entry.is_first:
                 continue
             shown[name] = shaped_like(part, entry.parameter)
@@ -233,7 +227,9 @@ class Core:
         return not (entry.place or "").startswith("device")
 
     def updated(self, entry: Entry) -> None:
-        """Its states now mean something."""
+        """The weight was written, and its states now mean something."""
+        # the kernels do not say so themselves: who still needs the old weight is to be told
+        torch.autograd.graph.increment_version(entry.parameter)
         if entry.is_first:
             entry.is_first = False
             if "momentum_buffer" in entry.names:
