@@ -2,7 +2,8 @@
 
 Two kinds of movement node hold the budget: `wait_out` (an op behind it may allocate what it frees)
 and `start_load` (it allocates, once the ops before it have freed theirs). A third, `offer`, frees a
-gradient and writes to a weight that ops before it have read. At each of them `pin_order` draws a line across the graph, in the order in which the nodes stand:
+gradient and writes to a weight that ops before it have read. At each of them `pin_order` draws a
+line across the graph, in the order in which the nodes stand:
 
     a = f(x)                          a = f(x)
     sent = wait_out(ticket, x)        t = barrier(ticket, [a]); sent = wait_out(t, x)
