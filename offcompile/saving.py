@@ -117,7 +117,9 @@ def _beside(target: Path, calls: Calls) -> Iterator[int]:
     part = target.with_name(f".{target.name[:200]}.{secrets.token_hex(4)}.part")
     descriptor, has_name = _open(target.parent, part)
     try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX)
+        # so that another process does not clear it away; some file systems have no locks
+        with suppress(OSError):
+            fcntl.flock(descriptor, fcntl.LOCK_EX)
         yield descriptor
         if mode is not None:
             os.fchmod(descriptor, mode)
@@ -148,12 +150,16 @@ def _open(directory: Path, part: Path) -> tuple[int, bool]:
 def _sweep(target: Path) -> None:
     """Remove what killed processes left: parts that nobody who lives has locked."""
     prefix = f".{target.name[:200]}."
-    for found in target.parent.iterdir():
-        name = found.name
+    try:
+        names = os.listdir(target.parent)
+    except PermissionError:
+        return  # one may write to a directory that one may not list
+    for name in names:
         if name.startswith(prefix) and name.endswith(".part") and len(name) == len(prefix) + 13:
-            with suppress(OSError), found.open("rb") as part:
+            left = target.with_name(name)
+            with suppress(OSError), left.open("rb") as part:
                 fcntl.flock(part, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                found.unlink()
+                left.unlink()
 
 
 def _name(descriptor: int, part: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice
@@ -11,6 +12,7 @@ import torch
 
 from offcompile.ir import OffloadError
 
+from .drive_life import DriveLife, DriveWatch, capacity_of
 from .spill import SpillStore
 from .spill_file import Files
 from .state_blocks import BLOCK_BYTES, Block, Frames, cut, padded_bytes
@@ -36,6 +38,8 @@ class DiskFacts(StatesFacts):
     frame_bytes: int = 0
     peak_frame_bytes: int = 0
     limit_bytes: int = 0
+    #: what the rate of writing means for the drive; None: not measured for long enough
+    drive: DriveLife | None = None
 
 
 class DiskStates:
@@ -76,6 +80,7 @@ class DiskStates:
         self._place: dict[int, int] = {}
         self._last_visit: tuple[int, int] | None = None  # key, number of the block
         self._marks = self._step_bytes = (0, 0)
+        self._drive = DriveWatch(capacity_of(self.directories))
         self._owner = os.getpid()
         self._is_open = True
 
@@ -163,6 +168,7 @@ class DiskStates:
             now = (self._store.bytes_read, self._store.bytes_written)
             self._step_bytes = (now[0] - self._marks[0], now[1] - self._marks[1])
             self._marks = now
+        self._drive.step_over(now[1], time.monotonic())
 
     def facts(self) -> DiskFacts:
         self._check()
@@ -180,6 +186,7 @@ class DiskStates:
                 frame_bytes=self._frames.nbytes,
                 peak_frame_bytes=self._frames.peak_bytes,
                 limit_bytes=self._frames.limit_bytes,
+                drive=self._drive.life,
             )
 
     def close(self) -> None:

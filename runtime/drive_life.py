@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import warnings
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from offcompile.ir import OffloadError
@@ -12,6 +13,8 @@ from offcompile.ir import OffloadError
 WRITES_PER_CAPACITY = 600
 #: Below it, people are warned.
 HORIZON_YEARS = 1.0
+#: A rate that was measured over less says nothing.
+LEAST_S = 60.0
 
 _YEAR_S = 365.25 * 24 * 3600
 _TB = 1e12
@@ -74,8 +77,8 @@ def drive_life(
     return DriveLife(written_bytes_per_step, step_s, endurance_bytes)
 
 
-def capacity_bytes(directories: tuple[str | os.PathLike[str], ...]) -> int:
-    """Of the file systems that hold `directories`, each counted once."""
+def capacity_of(directories: Sequence[str | os.PathLike[str]]) -> int:
+    """Bytes of the file systems that hold `directories`, each counted once."""
     found = {}
     for directory in directories:
         told = os.statvfs(directory)
@@ -88,7 +91,10 @@ class DriveWarning(UserWarning):
 
 
 class DriveWatch:
-    """Warns once when the rate that was measured would wear the drive out before the horizon."""
+    """The life of a drive at the rate measured so far; warns once if it ends before the horizon.
+
+    The rate is that of all steps but the first, and means nothing before LEAST_S have passed.
+    """
 
     def __init__(
         self,
@@ -99,19 +105,29 @@ class DriveWatch:
         self._capacity_bytes = capacity_bytes
         self._endurance_bytes = endurance_bytes
         self._horizon_years = horizon_years
+        self._first: tuple[int, float] | None = None
+        self._steps = 0
         self._has_warned = False
+        self.life: DriveLife | None = None
 
-    def look(self, written_bytes_per_step: int, step_s: float) -> DriveLife:
-        """To be called with what was measured over some steps."""
-        life = drive_life(
-            written_bytes_per_step, step_s, self._capacity_bytes, self._endurance_bytes
+    def step_over(self, written_bytes: int, now_s: float) -> None:
+        """A step ended at `now_s`, and until then so many bytes were written in all."""
+        if self._first is None:
+            self._first = (written_bytes, now_s)
+            return
+        self._steps += 1
+        passed_s = now_s - self._first[1]
+        if passed_s < LEAST_S:
+            return
+        per_step = (written_bytes - self._first[0]) // self._steps
+        self.life = drive_life(
+            per_step, passed_s / self._steps, self._capacity_bytes, self._endurance_bytes
         )
-        if life.years < self._horizon_years and not self._has_warned:
+        if self.life.years < self._horizon_years and not self._has_warned:
             self._has_warned = True
             warnings.warn(
-                f"{life.words()}. Give the states more host memory (host_memory=), store them in "
-                'bf16 (state_dtype="bf16", lossy), or name a drive with a higher rating',
+                f"{self.life.words()}. Give the states more host memory (host_memory=), store them "
+                'in bf16 (state_dtype="bf16", lossy), or name a drive with a higher rating',
                 DriveWarning,
                 stacklevel=2,
             )
-        return life

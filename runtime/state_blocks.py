@@ -122,9 +122,8 @@ class Block:
     #: the disk has had all of it at least once
     is_written: bool = False
     is_removed: bool = False
-    #: when it was let go of last: the step, and a number that grows
+    #: in which it was visited last
     step: int = -1
-    turn: int = 0
     error: BaseException | None = None
 
     @property

@@ -47,7 +47,7 @@ class Flow:
         self._changed = threading.Condition(self.lock)
         self._demands: deque[Block] = deque()
         self._ahead: list[Block] = []  # in memory, for a visit to come
-        self._idle: dict[Block, None] = {}  # in memory, visited before
+        self._idle: dict[Block, None] = {}  # in memory, in the order in which they were visited
         self._leaving: deque[Block] = deque()
         self._writing: Block | None = None
         #: why nothing is written any more, until someone was told
@@ -55,7 +55,7 @@ class Flow:
         states = "offcompile-states"
         self._reader = Lingering(f"{states}-in", self._changed, self._next_read, self._read)
         self._writer = Lingering(f"{states}-out", self._changed, self._next_write, self._write)
-        self._step = self._turn = 0
+        self._step = 0
         self._is_open = True
 
     # -- for visits; `raise_failure`, `look_ahead`, `step_over` and `forget` need the lock ---------
@@ -99,8 +99,7 @@ class Flow:
             block.is_dirty |= write
             if block.pins or not self._is_open:
                 return
-            self._turn += 1
-            block.turn, block.step = self._turn, self._step
+            block.step = self._step
             self._idle[block] = None
             assert block.frame is not None
             self.idle_bytes += block.frame.nbytes
@@ -171,10 +170,8 @@ class Flow:
 
     def _needed_last(self) -> Block:
         """What this step has visited already, the latest first; else what lay idle the longest."""
-        seen = [block for block in self._idle if block.step == self._step]
-        if seen:
-            return max(seen, key=lambda block: block.turn)
-        return min(self._idle, key=lambda block: block.turn)
+        latest = next(reversed(self._idle))
+        return latest if latest.step == self._step else next(iter(self._idle))
 
     def _leave(self, block: Block) -> None:
         """Have the frame free, now or when what it holds has been written."""

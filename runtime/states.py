@@ -149,7 +149,7 @@ class _MappedRoom:
 
 def _part(flat: torch.Tensor, start: int, nbytes: int) -> torch.Tensor:
     """Part of the memory, with a storage of its own: one of several types cannot be saved."""
-    if flat.device.type != "cpu":
+    if flat.device.type != "cpu" or not nbytes:
         return flat[start : start + nbytes].clone()
     return torch.from_numpy(flat.numpy()[start : start + nbytes])
 

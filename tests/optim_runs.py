@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -17,6 +18,7 @@ KINDS: dict[str, dict[str, Any]] = {
     "Adam": {"lr": 1e-2, "amsgrad": True},
     "SGD": {"lr": 5e-2, "momentum": 0.9, "nesterov": True},
 }
+PLACES = ("device", "host", "disk")
 MAX_NORM = 0.05
 #: parameters that get gradients: one of the others is never used, two are frozen
 TRAINED = 5
@@ -48,6 +50,17 @@ class Model(nn.Module):
             {"params": [p for n, p in named if p.dim() > 1], "weight_decay": 0.1},
             {"params": [p for n, p in named if p.dim() < 2] + [*self.frozen.parameters()]},
         ]
+
+
+@contextmanager
+def one_thread() -> Iterator[None]:
+    """Threads that wait for one another take longer than these small updates."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
 
 
 def batch(number: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -140,4 +153,20 @@ def assert_same_states(ours: dict[str, Any], torchs: dict[str, Any]) -> None:
             assert torch.equal(mine[name], value), (number, name)
 
 
-Maker = Callable[..., torch.optim.Optimizer]
+def scaled_steps(run: Run, ways: str, scale: float, **scaler_of: Any) -> list[float]:
+    scaler, scales = torch.amp.GradScaler("cpu", scale, growth_interval=2), []
+    if "set" in scaler_of:
+        scaler_of["set"](scaler)
+    for number in range(6):
+        loss = loss_of(run.model, number)
+        loss = loss * float("inf") if number == 2 else loss
+        scaler.scale(loss).backward()
+        if ways == "unscaled":
+            scaler.unscale_(run.optimizer)
+            ordered = [p for g in run.optimizer.param_groups for p in g["params"]]
+            nn.utils.clip_grad_norm_(ordered, 0.05)
+        scaler.step(run.optimizer)
+        scaler.update()
+        run.optimizer.zero_grad()
+        scales.append(scaler.get_scale())
+    return scales

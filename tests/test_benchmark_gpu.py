@@ -113,6 +113,13 @@ def test_only_the_variants_that_were_asked_for_are_run() -> None:
     assert [v.name for v in measurement(variant=["ours, 50%"]).chosen()] == ["ours, 50%"]
 
 
+@pytest.mark.parametrize("case", gpu.CASES)
+def test_each_case_has_models_and_variants(case: str) -> None:
+    run = gpu.Measurement(case, asked(), dict(os.environ), 0.0)
+    assert {case} <= set(gpu_child.CASES) & set(gpu_child.TINY_CASES)
+    assert run.chosen() == list(gpu.OF_CASE.get(case, gpu.VARIANTS))
+
+
 class Counted:
     """Fits up to a batch."""
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from offcompile.ir import OffloadError
-from offcompile.runtime.drive_life import DriveWarning, DriveWatch, capacity_bytes, drive_life
+from offcompile.runtime.drive_life import DriveWarning, DriveWatch, capacity_of, drive_life
 
 TB = 10**12
 YEAR_S = 365.25 * 24 * 3600
@@ -36,22 +36,34 @@ def test_what_writes_nothing_lasts() -> None:
     assert life.words() == "optimizer states: nothing is written to disk"
 
 
-def test_a_short_life_is_told_once() -> None:
+def test_a_short_life_is_told_once_when_it_was_measured_for_long_enough() -> None:
     watch = DriveWatch(TB, horizon_years=1.0)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        assert watch.look(10**6, 10.0).years > 1
+        for step in range(6):  # the first one writes what was never there
+            watch.step_over(50 * 10**9 + step * 12 * 10**9, 100.0 + step * 10.0)
+        assert watch.life is None
     with pytest.warns(DriveWarning, match=r"lasts 5.79 days .*host_memory=.*lossy"):
-        watch.look(12 * 10**9, 10.0)
+        watch.step_over(50 * 10**9 + 6 * 12 * 10**9, 160.0)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        assert watch.look(12 * 10**9, 10.0).years < 1
+        watch.step_over(50 * 10**9 + 7 * 12 * 10**9, 170.0)
+    assert watch.life == drive_life(12 * 10**9, 10.0, TB)
+
+
+def test_a_long_life_is_not_worth_a_word() -> None:
+    watch = DriveWatch(TB)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for step in range(8):
+            watch.step_over(step * 10**6, step * 10.0)
+    assert watch.life is not None and watch.life.years > 1
 
 
 def test_directories_of_one_file_system_are_one_drive(tmp_path: Path) -> None:
     told = os.statvfs(tmp_path)
     (tmp_path / "a").mkdir()
-    assert capacity_bytes((tmp_path, tmp_path / "a")) == told.f_blocks * told.f_frsize
+    assert capacity_of((tmp_path, tmp_path / "a")) == told.f_blocks * told.f_frsize
 
 
 @pytest.mark.parametrize("given", [(-1, 1.0, TB), (1, 0.0, TB), (1, 1.0, 0)])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import io
 import pickle
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +15,23 @@ from torch import nn
 
 from offcompile import OffloadError, optim
 from offcompile.runtime.states import HostStates
-from tests.optim_runs import KINDS, TRAINED, Run, assert_equal, loss_of, our_run, torch_run
-from tests.test_optim import PLACES
+from tests.optim_runs import (
+    KINDS,
+    PLACES,
+    TRAINED,
+    Run,
+    assert_equal,
+    loss_of,
+    one_thread,
+    our_run,
+    torch_run,
+)
+
+
+@pytest.fixture(autouse=True)
+def _one_thread() -> Iterator[None]:
+    with one_thread():
+        yield
 
 
 def moved(source: Run, target: Run, through_a_file: bool = False) -> Run:

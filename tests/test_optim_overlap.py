@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -14,6 +14,7 @@ from offcompile.optim.ways import TRIALS, WARM_STEPS
 from offcompile.runtime import updates
 from tests.optim_runs import (
     KINDS,
+    PLACES,
     TRAINED,
     Model,
     Run,
@@ -21,10 +22,17 @@ from tests.optim_runs import (
     assert_same_states,
     batch,
     loss_of,
+    one_thread,
     our_run,
+    scaled_steps,
     torch_run,
 )
-from tests.test_optim import PLACES, scaled_steps
+
+
+@pytest.fixture(autouse=True)
+def _one_thread() -> Iterator[None]:
+    with one_thread():
+        yield
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -300,7 +308,7 @@ def test_states_on_the_device_count_and_those_on_the_host_do_not() -> None:
         updater: updates.Updater = our_run("AdamW", overlap=True, **beside).optimizer._arrivals
         return updater.held_bytes()
 
-    nbytes = sum(p.numel() * 8 for p in Model().parameters())
+    nbytes = sum(p.numel() * 8 for p in Model().parameters() if p.requires_grad)
     assert held(states="device") == nbytes and held(states="host") == 0
     assert held(states="disk") > 0
 

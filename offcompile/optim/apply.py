@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import threading
-from collections import defaultdict
+from collections import defaultdict, deque
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 
+from offcompile.runtime.carrier import Brought
 from offcompile.runtime.states import MemoryStates
 
 from .core import MASTER, Core, Entry
@@ -17,6 +18,8 @@ from .rules import Hyper
 
 #: elements that are worked on at once where that takes more than one pass: they stay in the cache
 TILE_ELEMENTS = 1 << 18
+#: gradients that cross to the host while another is applied
+AHEAD = 2
 
 
 @torch.no_grad()
@@ -27,18 +30,20 @@ def update(
     hyper: Hyper,
     coefficient: torch.Tensor | None = None,
     grad_scale: torch.Tensor | None = None,
+    brought: Brought | None = None,
 ) -> None:
     """One step of one parameter. The gradient is multiplied by `coefficient` in place first.
+    brought: the gradient, where it is on its way from a device to the host already.
 
     If that fails half way, parts of the parameter are those of the new step.
     """
     core.check(entry, gradient)
     core.start(entry)
     parameter = entry.parameter.detach()
-    carrier, brought = core.carrier(entry), None
-    if carrier is not None and gradient.device.type != "cpu":
+    carrier = core.carrier(entry)
+    if carrier is not None:
         # its memory goes with `brought`
-        brought = carrier.bring(entry.parameter, gradient, entry.label)
+        brought = brought or carrier.bring(entry.parameter, gradient, entry.label)
         brought.arrive()
         gradient = brought.gradient
     weight = parameter if carrier is None else carrier.place(entry.parameter)
@@ -128,6 +133,7 @@ def update_together(
     hypers: by the identity of the group.
     """
     calls: dict[Any, list[tuple[Entry, torch.Tensor]]] = {}
+    far: list[tuple[Entry, torch.Tensor]] = []
     for entry, gradient in pairs:
         core.check(entry, gradient)
         core.start(entry)
@@ -136,20 +142,39 @@ def update_together(
             p = entry.parameter
             like = (id(entry.group), p.device, p.dtype, entry.is_first)
             calls.setdefault(like, []).append((entry, gradient))
+        elif core.carrier(entry) is not None:
+            far.append((entry, gradient))
         else:
             hyper = hypers[id(entry.group)]
             update(core, entry, gradient, hyper, coefficient, grad_scale)
+    for entry, gradient, brought in _brought(core, far):
+        hyper = hypers[id(entry.group)]
+        update(core, entry, gradient, hyper, coefficient, grad_scale, brought)
     for (group, device, _, is_first), call in calls.items():
         if coefficient is not None:
             torch._foreach_mul_([gradient for _, gradient in call], coefficient.to(device))
         _update_call(core, call, hypers[group], is_first, _sent(grad_scale, device))
 
 
+def _brought(
+    core: Core, far: Sequence[tuple[Entry, torch.Tensor]]
+) -> Iterator[tuple[Entry, torch.Tensor, Brought]]:
+    """Gradients on their way to the host: some cross while one is applied."""
+    under_way: deque[tuple[Entry, torch.Tensor, Brought]] = deque()
+    for entry, gradient in far:
+        carrier = core.carrier(entry)
+        assert carrier is not None
+        under_way.append((entry, gradient, carrier.bring(entry.parameter, gradient, entry.label)))
+        if len(under_way) > AHEAD:
+            yield under_way.popleft()
+    yield from under_way
+
+
 def _is_plain(core: Core, entry: Entry, gradient: torch.Tensor) -> bool:
     parameter = entry.parameter
     if entry.store is not None and not isinstance(entry.store, MemoryStates):
         return False
-    if parameter.device.type != "cpu" and core.is_beside(entry):
+    if core.carrier(entry) is not None:
         return False
     dtype = parameter.dtype
     if MASTER in entry.names or gradient.dtype != dtype or any(d != dtype for d in entry.dtypes):

@@ -152,6 +152,7 @@ class Beside(torch.optim.Optimizer):
         self.last_norm = clipping.total_norm([g for _, g in waiting], norms)
         return clipping.coefficient(self.settings.max_norm, self.last_norm)
 
+    @_disable_dynamo
     def zero_grad(self, set_to_none: bool = True) -> None:
         """As torch's. In the middle of a step that has begun during backward it is an error."""
         if "_arrivals" in self.__dict__:
@@ -182,6 +183,7 @@ class Beside(torch.optim.Optimizer):
         for store in self._core.places.stores().values():
             store.settle()
 
+    @_disable_dynamo
     def state_dict(self) -> dict[str, Any]:
         """As torch's, which loads it. States on disk are copied to a file without a name that the
         tensors lie on, not to memory."""
@@ -193,6 +195,7 @@ class Beside(torch.optim.Optimizer):
         finally:
             self.state = live
 
+    @_disable_dynamo
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """As torch's, and from torch's; states are streamed to where they live."""
         self._arrivals.settle()

@@ -126,9 +126,13 @@ class Core:
         names.update(dict.fromkeys(self.rule.names(entry.group)))
         return found | dict.fromkeys(names, lossy or compute)
 
-    def place(self) -> None:
-        """Settle where the states of those go that have no place yet."""
-        new = [e for e in self.entries.values() if e.place is None]
+    def place(self, needed: Entry | None = None) -> None:
+        """Settle where the states of those go that have no place yet, frozen ones left aside."""
+        new = [
+            e
+            for e in self.entries.values()
+            if e.place is None and (e.parameter.requires_grad or e is needed)
+        ]
         if not new:
             return
         chosen = self.places.choose((e.parameter, self._nbytes(e)) for e in new)
@@ -154,10 +158,15 @@ class Core:
         ruled, has_state = self.rule.names(entry.group), entry.parameter in self.state
         if entry.ruled == ruled and (has_state or not entry.names):
             return
-        if entry.names and not has_state:
+        # what is made in inference mode could not be changed later
+        with torch.inference_mode(False):
+            self._start(entry, ruled)
+
+    def _start(self, entry: Entry, ruled: tuple[str, ...]) -> None:
+        if entry.names and entry.parameter not in self.state:
             self.forget(entry)  # somebody has emptied the optimizer's state
         if self.rule.counts and entry.step is None:
-            self.place()
+            self.place(entry)
             device = (entry.place or "").removeprefix("device ")
             far = device == entry.place
             entry.step = torch.zeros((), device="cpu" if far else device)
@@ -166,7 +175,7 @@ class Core:
         if tuple(layout) == entry.names:
             entry.ruled = ruled
             return
-        self.place()
+        self.place(entry)
         kept = dict(self.read(entry)) if entry.names else {}
         if entry.store is not None:
             entry.store.remove(entry.key)

@@ -55,7 +55,7 @@ class Ways:
             self._channels = Channels()
         self._channels.submit(
             brought.arrive,
-            lambda: apply.update(self.core, entry, brought.gradient, hyper),
+            lambda: apply.update(self.core, entry, brought.gradient, hyper, brought=brought),
             entry.label,
         )
 
