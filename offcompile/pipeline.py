@@ -23,7 +23,7 @@ from offcompile.runtime.clock import Clock, clock_for
 from offcompile.runtime.heap import heap
 from offcompile.runtime.registry import runtime_for
 from offcompile.runtime.update_ops import taken_or_kept
-from offcompile.runtime.weights import live_on_device, live_on_host
+from offcompile.runtime.weights import claim, live_on_device, live_on_host
 
 from .annotate import Annotated, InPlace, Place, annotate
 from .books import Entry
@@ -99,6 +99,8 @@ class Pipeline:
     _hosted: tuple[int, ...] = ()
     #: those of them of which only rows here and there are read
     _scattered: frozenset[int] = frozenset()
+    #: those that are nowhere used in place: their fetches wait for updates under way
+    _fetched: frozenset[int] = frozenset()
     _placed: bool = False
     _decided: Decided | None = None
 
@@ -403,6 +405,8 @@ class Pipeline:
         self._hosted = tuple(hosted.values())
         self._scattered = frozenset(i for t, i in hosted.items() if t in rows_only)
         plan, exact = decided.result.plan, self.options.lowering != "inductor"
+        in_place = {d.tensor for d in plan.directs}
+        self._fetched = frozenset(i for t, i in hosted.items() if t not in in_place)
         made = rewrite(graphs, annotated, plan, decided.order, settings.key, exact)
         if not exact:
             for _, module in made.graphs:
@@ -412,6 +416,7 @@ class Pipeline:
     def place_weights(self, arguments: Sequence[Any]) -> None:
         """Before a call: weights that the plan has on the host get memory there, others that were
         born there come to the device."""
+        claim(arguments[i] for i in self.parameters.difference(self._fetched))
         if self._hosted:
             device = runtime_for(self.target.runtime.key).device
             moved = live_on_host(device, [arguments[i] for i in self._hosted])

@@ -192,12 +192,16 @@ class Device(ABC):
         """Block the calling thread until `point` is; OffloadError if a copy failed there."""
         raise OffloadError(f"The {self.name} device has no points that the host could wait for.")
 
+    #: whether `hold` was ever called
+    ever_held = False
+
     def hold(self, host: torch.Tensor, until: Callable[[], None]) -> None:
         """The next who uses an `addressable` tensor has to `claim` it, and that calls `until`.
 
         Fetches claim what they fetch; others, kernels in place and the host, have to ask for it.
         """
         slot = self._slot(host)
+        self.ever_held = True
         slot.holds = (*slot.holds, until)
 
     def claim(self, host: torch.Tensor) -> None:

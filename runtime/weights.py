@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import torch
 
@@ -63,6 +63,21 @@ def live_on_device(parameters: Sequence[torch.Tensor]) -> int:
 def is_on_host(tensor: torch.Tensor) -> bool:
     """Whether the tensor's memory is the host tier's, of whichever runtime."""
     return _slot_of(tensor) is not None
+
+
+def device_of(tensor: torch.Tensor) -> Device | None:
+    """The device whose host tier the tensor's memory is."""
+    devices = (runtime.device for runtime in runtimes())
+    return next((d for d in devices if d.slot_of(tensor) is not None), None)
+
+
+def claim(parameters: Iterable[torch.Tensor]) -> None:
+    """Return when nothing holds the memory of these any more (`Device.hold`)."""
+    devices = [r.device for r in runtimes() if r.device.ever_held]
+    if devices:
+        for parameter in parameters:
+            for device in devices:
+                device.claim(parameter)
 
 
 def _slot_of(tensor: torch.Tensor) -> Slot | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from offcompile import optim
+from offcompile.optim import apply
 
 WIDTH, WORDS, STEPS, MICRO = 48, 160, 10, 3
 
@@ -107,3 +109,60 @@ def test_ten_steps_with_overlap_are_torch_s(
     for a, b in zip(model.parameters(), reference.parameters(), strict=True):
         assert torch.equal(a, b)
     assert mine.facts().taken_from_graphs > 0
+
+
+@pytest.mark.parametrize("policy", ["joint", "hybrid_access:variant=zero_offload"])
+@pytest.mark.parametrize("max_norm", [None, 0.05])
+def test_updates_that_run_into_the_next_forward(
+    policy: str, max_norm: float | None, tmp_path: Path
+) -> None:
+    model, reference = Words(), Words()
+    torch._dynamo.reset()
+    options = {"memory": 900_000, "policy": policy, "lowering": "aot_eager", "spill": str(tmp_path)}
+    run: Any = torch.compile(model, backend="offcompile", options=options)
+    mine = optim.AdamW(
+        groups(model), lr=1e-2, overlap="forward", max_norm=max_norm, channels=True, states="host"
+    )
+    losses = train(run, mine, 1, None)
+    mine.settle()
+    wanted = train(
+        reference, torch.optim.AdamW(groups(reference), lr=1e-2, fused=True), 1, max_norm
+    )
+    assert losses == wanted
+    for a, b in zip(model.parameters(), reference.parameters(), strict=True):
+        assert torch.equal(a, b)
+
+
+def test_a_forward_waits_for_the_updates_that_its_weights_need(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, reference = Words(), Words()
+    torch._dynamo.reset()
+    options = {"memory": "minimum", "lowering": "aot_eager", "spill": str(tmp_path)}
+    run: Any = torch.compile(model, backend="offcompile", options=options)
+    mine = optim.AdamW(groups(model), lr=1e-2, overlap="forward", max_norm=0.05, states="host")
+    theirs = torch.optim.AdamW(groups(reference), lr=1e-2, fused=True)
+    tokens = torch.randint(0, WORDS, (4, 32), generator=torch.Generator().manual_seed(1))
+    may_go, update = threading.Event(), apply.update
+
+    def late(*given: Any) -> None:
+        may_go.wait()
+        update(*given)
+
+    for optimizer, forward in ((mine, run), (theirs, reference)):
+        forward(tokens).backward()
+        if optimizer is theirs:
+            ordered = [p for group in theirs.param_groups for p in group["params"]]
+            nn.utils.clip_grad_norm_(ordered, 0.05)
+    before = model.up.weight.detach().clone()
+    monkeypatch.setattr(apply, "update", late)
+    mine.step()
+    theirs.step()
+    assert torch.equal(model.up.weight, before)
+    ended: list[float] = []
+    forward_pass = threading.Thread(target=lambda: ended.append(run(tokens).item()))
+    forward_pass.start()
+    may_go.set()
+    forward_pass.join()
+    assert ended == [reference(tokens).item()]
+    assert not torch.equal(model.up.weight, before)

@@ -97,7 +97,7 @@ class Beside(torch.optim.Optimizer):
         arrivals, overlap = self._arrivals, self.settings.overlap
         grad_scale, found_inf = self._amp()
         self._core.state = self.state
-        arrivals.settle()
+        arrivals.ways.settle_due()
         hypers: dict[int, Hyper] = {id(g): self.rule.hyper(g) for g in self.param_groups}
         if overlap:
             arrivals.check(hypers)
@@ -142,6 +142,13 @@ class Beside(torch.optim.Optimizer):
                 _unscale([g for _, g in waiting], grad_scale)
                 grad_scale = None
             coefficient = self._clip(waiting)
+        if self.settings.tail:
+            later = self._arrivals.ways.later
+            waiting = [
+                (entry, gradient)
+                for entry, gradient in waiting
+                if not later(entry, gradient, hypers[id(entry.group)], coefficient, grad_scale)
+            ]
         apply.update_together(self._core, waiting, hypers, coefficient, grad_scale)
 
     def _clip(self, waiting: list[tuple[Entry, torch.Tensor]]) -> torch.Tensor | None:

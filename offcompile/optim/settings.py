@@ -18,13 +18,14 @@ StatesAt = Literal["auto", "device", "host", "disk"]
 Directory = str | PathLike[str] | Sequence[str | PathLike[str]]
 
 Channels = bool | Literal["measure"] | None
+Overlap = bool | Literal["forward"]
 
 
 class Asked(TypedDict, total=False):
     """The arguments that torch's optimizers do not have; docs/optim.md tells what they mean."""
 
     states: StatesAt
-    overlap: bool
+    overlap: Overlap
     accumulate: int
     max_norm: float | None
     scaler: Any
@@ -44,6 +45,8 @@ class Settings:
 
     states: StatesAt = "auto"
     overlap: bool = False
+    #: whether updates may run into the next forward pass, too
+    tail: bool = False
     accumulate: int = 1
     max_norm: float | None = None
     #: whether a GradScaler was named
@@ -65,7 +68,7 @@ class Settings:
     def read(
         cls,
         states: object = "auto",
-        overlap: bool = False,
+        overlap: object = False,
         accumulate: object = 1,
         max_norm: object = None,
         scaler: Any = None,
@@ -82,6 +85,8 @@ class Settings:
 
         if states not in PLACES:
             refuse("states", states, f"give one of {', '.join(map(repr, PLACES))}")
+        if overlap not in (True, False, "forward"):
+            refuse("overlap", overlap, "give True, False or 'forward'")
         if not isinstance(accumulate, int) or isinstance(accumulate, bool) or accumulate < 1:
             refuse(
                 "accumulate", accumulate, "give the number of backward passes per step, 1 or more"
@@ -107,6 +112,7 @@ class Settings:
         return cls(
             states=states,  # type: ignore[arg-type]  # checked above, as those below
             overlap=bool(overlap),
+            tail=overlap == "forward",
             accumulate=accumulate,  # type: ignore[arg-type]
             max_norm=None if max_norm is None else float(max_norm),  # type: ignore[arg-type]
             scaled=scaler is not None and scaler is not False,

@@ -7,7 +7,9 @@ from time import perf_counter_ns
 import torch
 
 from offcompile.runtime.carrier import Brought
-from offcompile.runtime.channels import Channels
+from offcompile.runtime.channels import Channels, Job
+from offcompile.runtime.device import Device
+from offcompile.runtime.weights import device_of
 
 from . import apply
 from .core import Core, Entry
@@ -32,11 +34,16 @@ class Ways:
         self._steps = 0
         self._best_ns: dict[bool, int] = {}
         self._since_ns = 0
+        #: updates that may run into the next forward pass: who fetches the weight waits for them
+        self._held: dict[Entry, Job] = {}
+        #: those of the step under way that may not
+        self._due: list[Job] = []
 
     def update(
         self, entry: Entry, gradient: torch.Tensor, hyper: Hyper, borrowed: bool = False
     ) -> None:
         """Apply a gradient now or soon. borrowed: its memory is another's when this returns."""
+        self._await(entry)
         self.core.place()
         beside = self._beside(entry)
         carrier = self.core.carrier(entry)
@@ -51,13 +58,64 @@ class Ways:
             brought = Brought(gradient.detach(), _nothing, gradient)
         else:
             brought = carrier.bring(entry.parameter, gradient, entry.label, lent=borrowed)
+        job = self._submit(entry, brought, hyper)
+        device = device_of(entry.parameter) if self.core.settings.tail else None
+        if device is None or entry.place == "disk":
+            self._due.append(job)
+        else:
+            self._hold(entry, device, job)
+
+    def later(
+        self,
+        entry: Entry,
+        gradient: torch.Tensor,
+        hyper: Hyper,
+        coefficient: torch.Tensor | None,
+        grad_scale: torch.Tensor | None,
+    ) -> bool:
+        """Apply a gradient in a channel, and hold the weight until that is done.
+
+        False: it is to be applied at once, since fetches of this weight do not wait.
+        """
+        device = device_of(entry.parameter)
+        if device is None or entry.place == "disk":
+            return False
+        self._await(entry)
+        self.core.check(entry, gradient)
+        self.core.start(entry)
+        carrier = self.core.carrier(entry)
+        if carrier is None:
+            brought = Brought(gradient.detach(), _nothing, gradient)
+        else:
+            brought = carrier.bring(entry.parameter, gradient, entry.label)
+        job = self._submit(entry, brought, hyper, coefficient, grad_scale)
+        self._hold(entry, device, job)
+        return True
+
+    def _hold(self, entry: Entry, device: Device, job: Job) -> None:
+        device.hold(entry.parameter, job.wait)
+        self._held[entry] = job
+
+    def _await(self, entry: Entry) -> None:
+        before = self._held.pop(entry, None)
+        if before is not None:
+            before.wait()
+
+    def _submit(
+        self,
+        entry: Entry,
+        brought: Brought,
+        hyper: Hyper,
+        coefficient: torch.Tensor | None = None,
+        grad_scale: torch.Tensor | None = None,
+    ) -> Job:
+        def work() -> None:
+            gradient = brought.gradient
+            apply.update(self.core, entry, gradient, hyper, coefficient, grad_scale, brought)
+
         if self._channels is None:
             self._channels = Channels()
-        self._channels.submit(
-            brought.arrive,
-            lambda: apply.update(self.core, entry, brought.gradient, hyper, brought=brought),
-            entry.label,
-        )
+        return self._channels.submit(brought.arrive, work, entry.label)
 
     def _beside(self, entry: Entry) -> bool:
         if self._measures and self.chosen is None:
@@ -70,7 +128,19 @@ class Ways:
     def _tried(self) -> bool:
         return self._steps % 2 == 1
 
+    def settle_due(self) -> None:
+        """Updates that are not to outlast the step are made; raises what failed of them."""
+        if not self.core.settings.tail:
+            self.settle()
+            return
+        due, self._due = self._due, []
+        for job in due:
+            job.wait()
+        self.core.finish()
+
     def settle(self) -> None:
+        self._held.clear()
+        self._due.clear()
         if self._channels is not None:
             self._channels.settle()
         self.core.finish()
