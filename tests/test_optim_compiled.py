@@ -14,6 +14,7 @@ from torch import nn
 
 from offcompile import optim
 from offcompile.optim import apply
+from offcompile.runtime.weights import is_on_host
 
 WIDTH, WORDS, STEPS, MICRO = 48, 160, 10, 3
 
@@ -124,6 +125,7 @@ def test_updates_that_run_into_the_next_forward(
         groups(model), lr=1e-2, overlap="forward", max_norm=max_norm, channels=True, states="host"
     )
     losses = train(run, mine, 1, None)
+    assert is_on_host(model.up.weight)
     mine.settle()
     wanted = train(
         reference, torch.optim.AdamW(groups(reference), lr=1e-2, fused=True), 1, max_norm
