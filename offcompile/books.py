@@ -15,7 +15,7 @@ from typing import cast
 
 import torch
 
-from offcompile.runtime.updates import all_held_bytes, updaters_of
+from offcompile.runtime.updates import all_held_bytes, held_bytes
 from offcompile.runtime.weights import is_on_host
 
 
@@ -99,7 +99,7 @@ class Books:
         that it makes. Gradients that stand already come on top: new ones are added to them; so does
         what our optimizers hold.
         """
-        held = sum(u.held_bytes() for u in updaters_of(self._parameters()))
+        held = held_bytes(self._parameters())
         seen: set[int] = set()
         later = False
         for other in self.entries:

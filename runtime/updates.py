@@ -23,8 +23,15 @@ from torch.utils.weak import WeakIdKeyDictionary
 from offcompile.ir import OffloadError
 
 
-class Updater(Protocol):
-    """What an optimizer is to a compiled graph."""
+class Holder(Protocol):
+    """Something of an optimizer that takes memory of its parameters' device."""
+
+    def held_bytes(self) -> int:
+        """What states and buffers take there, or are going to take."""
+
+
+class Updater(Holder, Protocol):
+    """What an optimizer that updates during backward is to a compiled graph."""
 
     def takes(self, parameter: torch.Tensor) -> bool:
         """Whether the gradient that is being made for it now may be given to `take`."""
@@ -34,10 +41,6 @@ class Updater(Protocol):
 
         When it returns, the gradient's memory may be used again; the parameter may have changed.
         """
-
-    def held_bytes(self) -> int:
-        """Memory of the parameters' device that states and buffers take, or are going to take."""
-
 
 class Call:
     """One run of a compiled forward that may be followed by its backward."""
@@ -56,6 +59,7 @@ class _Known:
     """What is known of a parameter."""
 
     updater: weakref.ref[Updater] | None = None
+    holders: weakref.WeakSet[Holder] = field(default_factory=weakref.WeakSet)
     #: calls that may still run their backward
     calls: weakref.WeakSet[Call] = field(default_factory=weakref.WeakSet)
     #: backward pass in which its gradient was taken last, and `.grad` as it was left then
@@ -68,7 +72,7 @@ class _Known:
 
 
 _parameters: Any = WeakIdKeyDictionary()
-_updaters: weakref.WeakSet[Updater] = weakref.WeakSet()
+_holders: weakref.WeakSet[Holder] = weakref.WeakSet()
 
 
 def _find(parameter: torch.Tensor) -> _Known | None:
@@ -85,7 +89,6 @@ def _known(parameter: torch.Tensor) -> _Known:
 
 def register(parameters: Iterable[torch.Tensor], updater: Updater) -> None:
     """From now on gradients of these are offered to `updater`, as long as it lives."""
-    _updaters.add(updater)
     for parameter in parameters:
         _known(parameter).updater = weakref.ref(updater)
 
@@ -104,15 +107,23 @@ def updater_of(parameter: torch.Tensor) -> Updater | None:
     return None if found is None or found.updater is None else found.updater()
 
 
-def updaters_of(parameters: Iterable[torch.Tensor]) -> list[Updater]:
-    """Each updater of any of these, once."""
-    found = (updater_of(p) for p in parameters)
-    return list({id(u): u for u in found if u is not None}.values())
+def count(parameters: Iterable[torch.Tensor], holder: Holder) -> None:
+    """From now on what `holder` holds counts beside the graphs that use one of these."""
+    _holders.add(holder)
+    for parameter in parameters:
+        _known(parameter).holders.add(holder)
+
+
+def held_bytes(parameters: Iterable[torch.Tensor]) -> int:
+    """What is held for any of these."""
+    known = (_find(p) for p in parameters)
+    holders = {id(h): h for k in known if k is not None for h in k.holders}
+    return sum(h.held_bytes() for h in holders.values())
 
 
 def all_held_bytes() -> int:
-    """Of every updater in the process."""
-    return sum(u.held_bytes() for u in _updaters)
+    """Of every holder in the process."""
+    return sum(h.held_bytes() for h in tuple(_holders))
 
 
 def offer(call: Call, position: int, gradient: torch.Tensor) -> bool:

@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+import offcompile
 from offcompile import optim
 from offcompile.optim import apply
 from offcompile.runtime.weights import is_on_host
@@ -168,3 +169,15 @@ def test_a_forward_waits_for_the_updates_that_its_weights_need(
     forward_pass.join()
     assert ended == [reference(tokens).item()]
     assert not torch.equal(model.up.weight, before)
+
+
+def test_states_on_the_device_count_in_the_budget(tmp_path: Path) -> None:
+    torch._dynamo.reset()
+    model = Words()
+    states = 8 * sum(p.numel() for p in model.parameters() if p.requires_grad)
+    options = {"memory": "4MiB", "lowering": "aot_eager", "spill": str(tmp_path)}
+    run: Any = torch.compile(model, backend="offcompile", options=options)
+    optimizer = optim.AdamW(groups(model), states="device")
+    run(torch.zeros(4, 32, dtype=torch.int64)).backward()
+    assert offcompile.reports()[-1].budget_bytes == (4 << 20) - states
+    optimizer.step()

@@ -12,6 +12,7 @@ import torch
 from torch._compile import _disable_dynamo
 
 from offcompile.ir import OffloadError
+from offcompile.runtime import updates
 from offcompile.runtime.states import StatesFacts
 
 from . import apply, checkpoints, clipping
@@ -67,6 +68,7 @@ class Beside(torch.optim.Optimizer):
         weakref.finalize(self, _end, ways, places).atexit = False
 
     def _watch(self) -> None:
+        updates.count(self._core.entries, self._arrivals)
         if self.settings.overlap:
             self._arrivals.watch()
 

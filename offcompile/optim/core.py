@@ -68,9 +68,12 @@ class Core:
     _expected: list[int] = field(default_factory=list)
     _carriers: weakref.WeakSet[Carrier] = field(default_factory=weakref.WeakSet)
     _next_key: int = 0
+    #: what `held_bytes` said, until something changes
+    _held_bytes: int | None = None
 
     def know(self, groups: Sequence[dict[str, Any]]) -> None:
         """From now on these are the groups."""
+        self._held_bytes = None
         for group in groups:
             refuse_flags(group)
             for parameter in group["params"]:
@@ -135,6 +138,7 @@ class Core:
         ]
         if not new:
             return
+        self._held_bytes = None
         chosen = self.places.choose((e.parameter, self._nbytes(e)) for e in new)
         for position, entry in enumerate(new):
             entry.place = chosen[position]
@@ -145,12 +149,15 @@ class Core:
     def held_bytes(self) -> int:
         """Memory of the parameters' device that states take, or are going to take."""
         self.place()
+        if self._held_bytes is not None:
+            return self._held_bytes
         on_device = [e for e in self.entries.values() if not self.is_beside(e)]
         nbytes = sum(map(self._nbytes, on_device))
         if any(
             e.place == "disk" and e.parameter.device.type == "cpu" for e in self.entries.values()
         ):
             nbytes += getattr(self.places.named("disk").facts(), "limit_bytes", 0)
+        self._held_bytes = nbytes
         return nbytes
 
     def start(self, entry: Entry) -> None:
@@ -171,6 +178,7 @@ class Core:
             far = device == entry.place
             entry.step = torch.zeros((), device="cpu" if far else device)
             self.state[entry.parameter]["step"] = entry.step
+        self._held_bytes = None
         layout = self.layout(entry)
         if tuple(layout) == entry.names:
             entry.ruled = ruled
