@@ -87,12 +87,13 @@ def test_ten_steps_equal_torch(kind: str, overlap: bool, kept: int, tmp_path: Pa
     )
     assert steps(a, plain, 0, 10) == steps(b, disk, 0, 10)
     assert same(a, b)
+    disk.settle()  # type: ignore[attr-defined]
     facts = disk.facts().stores["disk"]  # type: ignore[attr-defined]
     assert isinstance(facts, DiskFacts)
     assert facts.bytes_read > 0 and facts.bytes_written > 0
     assert facts.peak_frame_bytes <= 6 * BLOCK + kept
-    if kept:
-        assert facts.step_bytes_written < facts.disk_bytes
+    if kept:  # which step a write belongs to depends on the lanes; how many there are does not
+        assert facts.bytes_written < 10 * facts.disk_bytes
 
 
 @pytest.mark.usefixtures("tiny_blocks")
