@@ -41,9 +41,30 @@ def test_host_states_lie_in_a_mapped_file_and_device_states_do_not() -> None:
 
 def test_auto_goes_to_disk_where_the_host_has_too_little() -> None:
     assert set(our_run("AdamW").steps(1).optimizer.facts().stores) == {"host"}
-    small = our_run("AdamW", host_memory="1kB").steps(1)
-    assert set(small.optimizer.facts().stores) == {"disk"}
+    none = our_run("AdamW", host_memory=0).steps(1)
+    assert set(none.optimizer.facts().stores) == {"disk"}
     assert set(our_run("AdamW", host_memory=1 << 30).steps(1).optimizer.facts().stores) == {"host"}
+
+
+def test_auto_shares_between_host_and_disk_in_turn() -> None:
+    ps = [nn.Parameter(torch.ones(1000)) for _ in range(8)]
+    ours = optim.AdamW(ps, host_memory=4 * 8000)
+    places = [ours._core.entries[p].place for p in placed(ours, ps)]
+    assert places == ["disk", "host"] * 4
+
+
+def test_the_device_keeps_states_of_the_first_parameters() -> None:
+    ps = [nn.Parameter(torch.ones(1000)) for _ in range(4)]
+    ours = optim.AdamW(ps, states="host", device_memory=2 * 8000 + 1)
+    places = [ours._core.entries[p].place for p in placed(ours, ps)]
+    assert places == ["device cpu"] * 2 + ["host"] * 2
+
+
+def placed(ours: optim.AdamW, ps: list[nn.Parameter]) -> list[nn.Parameter]:
+    for p in ps:
+        p.grad = torch.ones(1000)
+    ours.step()
+    return ps
 
 
 def test_frozen_parameters_take_no_room_on_the_host() -> None:

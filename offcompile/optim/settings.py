@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from os import PathLike
@@ -30,6 +31,7 @@ class Asked(TypedDict, total=False):
     max_norm: float | None
     scaler: Any
     host_memory: int | str | None
+    device_memory: int | str
     directory: Directory | None
     state_dtype: Literal["bf16"] | None
     master: bool | None
@@ -53,6 +55,8 @@ class Settings:
     scaled: bool = False
     #: what states may take on the host; None: half of the machine's memory that is free then
     host_bytes: int | None = None
+    #: what states may take on the device, of the parameters whose gradients come last
+    device_bytes: int = 0
     directories: tuple[Path, ...] = ()
     state_dtype: torch.dtype | None = None
     master: bool | None = None
@@ -73,6 +77,7 @@ class Settings:
         max_norm: object = None,
         scaler: Any = None,
         host_memory: int | str | None = None,
+        device_memory: int | str = 0,
         directory: Directory | None = None,
         state_dtype: object = None,
         master: bool | None = None,
@@ -95,14 +100,19 @@ class Settings:
             refuse("accumulate", accumulate, "it counts for overlap=True only; leave it out")
         if max_norm is not None and not _is_norm(max_norm):
             refuse("max_norm", max_norm, "give a positive number, or None")
-        nbytes = host_memory
-        if isinstance(host_memory, str):
-            try:
-                nbytes = parse_bytes(host_memory)
-            except InvalidInput as error:
-                wrong += (Violation(v.rule, "host_memory", v.detail) for v in error.violations)
-        elif host_memory is not None and (isinstance(host_memory, bool) or host_memory < 0):
-            refuse("host_memory", host_memory, "give bytes, or text as in '8GiB'")
+
+        def size(name: str, value: int | str | None) -> int | None:
+            if isinstance(value, str):
+                try:
+                    return parse_bytes(value)
+                except InvalidInput as error:
+                    wrong.extend(Violation(v.rule, name, v.detail) for v in error.violations)
+            elif value is not None and (isinstance(value, bool) or value < 0):
+                refuse(name, value, "give bytes, or text as in '8GiB'")
+            return value if isinstance(value, int) else None
+
+        host_bytes = size("host_memory", host_memory)
+        device_bytes = size("device_memory", device_memory) or 0
         if state_dtype not in (None, "bf16"):
             refuse("state_dtype", state_dtype, "give 'bf16' (lossy), or None for exact states")
         if channels not in (None, True, False, "measure"):
@@ -116,7 +126,8 @@ class Settings:
             accumulate=accumulate,  # type: ignore[arg-type]
             max_norm=None if max_norm is None else float(max_norm),  # type: ignore[arg-type]
             scaled=scaler is not None and scaler is not False,
-            host_bytes=nbytes,  # type: ignore[arg-type]
+            host_bytes=host_bytes,
+            device_bytes=sys.maxsize if states == "device" else device_bytes,
             directories=_paths(directory),
             state_dtype=torch.bfloat16 if state_dtype == "bf16" else None,
             master=master,
