@@ -21,12 +21,14 @@ import resource
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import torch
 import torch.nn.functional as F
 from torch import nn
 
 import offcompile
+from offcompile.this_machine import this_machine
 
 GIB = 1 << 30
 VOCABULARY = 50257
@@ -155,11 +157,21 @@ def train(asked: argparse.Namespace) -> None:
                 f" held by the process: {most / GIB:.2f} GiB"
             )
     if asked.told and ours:
-        report = offcompile.reports()[-1]
-        tell(f"planned step without the optimizer's disk: {report.planned_us / 1e6:.1f} s")
-        facts = optimizer.facts()
-        tell(f"optimizer: {facts}")
+        limits(asked, read, written)
     print(json.dumps(losses))
+
+
+def limits(asked: argparse.Namespace, read_bytes: int, written_bytes: int) -> None:
+    """What a step cannot be faster than."""
+    report = offcompile.reports()[-1]
+    disk = this_machine((Path(asked.spill),))
+    read, write = disk.h2d_gbps, disk.d2h_gbps
+    reading, writing = read_bytes / read / 1e9, written_bytes / write / 1e9
+    tell(f"compute, as planned: {report.planned_us / 1e6:.1f} s a step")
+    tell(
+        f"the disk reads {read:.1f} GB/s and writes {write:.1f} GB/s, by turns:"
+        f" {reading:.1f} s and {writing:.1f} s a step at best"
+    )
 
 
 def run(asked: argparse.Namespace, **changed: object) -> list[float]:

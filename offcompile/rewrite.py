@@ -356,8 +356,15 @@ class _Half:
 
     def start_out(self, move: Move) -> fx.Node:
         source = self.span(move.tensor)
-        args = (source, move.id, move.target, move.lane, self.tables.runtime)
+        args: tuple[Any, ...] = (source, move.id, move.target, move.lane, self.tables.runtime)
         stays = self.tables.annotated.problem.tensor[move.tensor].kind == "gradient"
+        if move.codec is not None:
+            if stays:
+                raise BrokenPlan(
+                    f"move {move.id} packs the gradient {move.tensor} with {move.codec}: a gradient"
+                    " on the host is used in place there. Please report this plan."
+                )
+            args += (move.codec,)
         ticket = self.graph.call_function(ops.start_store if stays else ops.start_out, args)
         ticket.meta["val"] = _like_ticket(source.meta["val"])
         self.tickets[move.tensor, move.target] = ticket

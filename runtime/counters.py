@@ -17,12 +17,15 @@ class Tally:
 
     Every wait for a load is one of: `prefetch_hits` (the data was there), or late. `late` counts
     waits of both directions that had to wait; `demand_misses` are those of them that found the
-    copy still queued and moved it to the front.
+    copy still queued and moved it to the front. `bytes_out` and `bytes_in` are what crossed,
+    packed by a codec or not; `raw_bytes_*` what it is on the device.
     """
 
     moves: int = 0
     bytes_out: int = 0
     bytes_in: int = 0
+    raw_bytes_out: int = 0
+    raw_bytes_in: int = 0
     direct_reads: int = 0
     demand_misses: int = 0
     prefetch_hits: int = 0

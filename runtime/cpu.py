@@ -17,12 +17,15 @@ import torch
 
 from offcompile.ir import OffloadError
 
+from . import packing
 from .arena import Arena, Block
 from .device import Copy, Device, Label, Point, Slot, Waited
 from .failures import not_arrived
 from .lanes import Job, Lanes
 from .mapped import MappedSlot, MappedStore
+from .packing import PackedSlot
 from .spill import Extent, SpillFull, SpillStore
+from .streams import flat_elements
 from .tickets import telling
 
 PAGE_BYTES = 4096
@@ -86,12 +89,16 @@ class CpuDevice(Device):
         self.lanes = Lanes("cpu")
         self._chunk_bytes = chunk_bytes // PAGE_BYTES * PAGE_BYTES
         self._staging: dict[str, Block] = {}
+        self._packing: dict[str, Block] = {}
 
     @property
     def staging_bytes(self) -> int:
-        return len(self._staging) * STAGED_BYTES
+        packing_bytes = sum(block.nbytes for block in tuple(self._packing.values()))
+        return len(self._staging) * STAGED_BYTES + packing_bytes
 
-    def slot(self, source: torch.Tensor, tier: str) -> CpuSlot:
+    def slot(
+        self, source: torch.Tensor, tier: str, codec: str | None = None
+    ) -> CpuSlot | PackedSlot:
         nbytes = source.numel() * source.element_size()
         tiers = tuple(self.stores)
         if tier not in self.stores:
@@ -101,6 +108,10 @@ class CpuDevice(Device):
         slower = tiers[tiers.index(tier) :]
         for last, name in enumerate(slower, start=1 - len(slower)):
             try:
+                if codec is not None:
+                    from . import codecs
+
+                    return PackedSlot(self.stores[name], name, source, codecs.codec(codec))
                 return CpuSlot(self.stores[name], name, nbytes, skew_bytes)
             except SpillFull:
                 if last == 0:
@@ -128,7 +139,7 @@ class CpuDevice(Device):
         return slot is not None and slot.expect_scattered(scattered)
 
     def allocate(self, slot: Slot, freed: Callable[[], None]) -> torch.Tensor:
-        if isinstance(slot, MappedSlot):
+        if isinstance(slot, MappedSlot | PackedSlot):
             return telling(torch.empty(slot.nbytes, dtype=torch.uint8, device="cpu").numpy(), freed)
         assert isinstance(slot, CpuSlot)
         # from the same heap as everything else: what has been sent out has left holes there
@@ -150,8 +161,11 @@ class CpuDevice(Device):
         label: Label,
         on_end: Callable[[Copy], None],
     ) -> Copy:
-        assert isinstance(slot, CpuSlot | MappedSlot)
-        work = partial(self._write, lane, source.data_ptr(), slot)
+        if isinstance(slot, PackedSlot):
+            work = partial(self._pack, lane, flat_elements(source), slot)
+        else:
+            assert isinstance(slot, CpuSlot | MappedSlot)
+            work = partial(self._write, lane, source.data_ptr(), slot)
         return self.lanes.submit(lane, work, _jobs(after), label, on_end, keep=source)
 
     def copy_in(
@@ -163,8 +177,11 @@ class CpuDevice(Device):
         label: Label,
         on_end: Callable[[Copy], None],
     ) -> Copy:
-        assert isinstance(slot, CpuSlot | MappedSlot)
-        work = partial(self._read, target.data_ptr(), slot)
+        if isinstance(slot, PackedSlot):
+            work = partial(self._unpack, lane, target.view(slot.dtype), slot)
+        else:
+            assert isinstance(slot, CpuSlot | MappedSlot)
+            work = partial(self._read, target.data_ptr(), slot)
         return self.lanes.submit(lane, work, _jobs(after), label, on_end, keep=target)
 
     def wait(self, copy: Copy) -> Waited:
@@ -190,6 +207,7 @@ class CpuDevice(Device):
     def close(self) -> None:
         self.lanes.close()
         self._staging.clear()
+        self._packing.clear()
 
     # -- on a lane's thread ----------------------------------------------------------------------
 
@@ -218,6 +236,21 @@ class CpuDevice(Device):
             size = min(STAGED_BYTES, slot.nbytes - done)
             _stage_write(slot, staging, address, done, size)
             done += size
+
+    def _pack(self, lane: str, flat: torch.Tensor, slot: PackedSlot) -> None:
+        packing.write(slot, flat, self._packing_room(lane, slot))
+
+    def _unpack(self, lane: str, flat: torch.Tensor, slot: PackedSlot) -> None:
+        packing.read(slot, flat, self._packing_room(lane, slot))
+
+    def _packing_room(self, lane: str, slot: PackedSlot) -> Block:
+        wanted = packing.staging_bytes_for(slot)
+        block = self._packing.get(lane)
+        if block is None or block.nbytes < wanted:
+            block = None
+            self._packing.pop(lane, None)  # before there is another
+            block = self._packing[lane] = self.arena.block(wanted)
+        return block
 
     def _read(self, address: int, slot: CpuSlot | MappedSlot) -> None:
         if isinstance(slot, MappedSlot):

@@ -84,6 +84,11 @@ class Slot(ABC):
     def where(self) -> str:
         """The place, for messages: a directory, or a kind of memory."""
 
+    @property
+    def crossed_bytes(self) -> int:
+        """What the last copy took on its way: less than `nbytes` where a codec packed it."""
+        return self.nbytes
+
     @abstractmethod
     def free(self) -> None:
         """Give the room back. Called once, when no copy that uses the slot is unfinished."""
@@ -102,10 +107,11 @@ class Device(ABC):
         """Device memory that the lanes hold for themselves at the moment."""
 
     @abstractmethod
-    def slot(self, source: torch.Tensor, tier: str) -> Slot:
+    def slot(self, source: torch.Tensor, tier: str, codec: str | None = None) -> Slot:
         """Room for all bytes of `source` on `tier` or, where that is full, on a slower one.
 
-        SpillFull if there is none.
+        With a codec, room for what that makes of the worst input; copies to and from the slot
+        pack and unpack. SpillFull if there is none.
         """
 
     @abstractmethod

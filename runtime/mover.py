@@ -76,15 +76,19 @@ class Mover:
 
     # -- the ops -------------------------------------------------------------------------------
 
-    def start_out(self, x: torch.Tensor, tag: str, tier: str, lane: str) -> torch.Tensor:
+    def start_out(
+        self, x: torch.Tensor, tag: str, tier: str, lane: str, codec: str | None = None
+    ) -> torch.Tensor:
         """Begin copying x, which is dense and covers its storage, to `tier`; returns its ticket.
 
-        SpillFull if there is no room. x must not change before `wait_out`.
+        `codec` packs it on its way; loads of the ticket unpack it. SpillFull if there is no room.
+        x must not change before `wait_out`.
         """
         began_ns = now_ns()
         self._enter()
         _check_dense(x, tag)
-        return self._start_out(x, Saved(self, tag, lane, self.device.slot(x, tier)), began_ns)
+        slot = self.device.slot(x, tier, codec)
+        return self._start_out(x, Saved(self, tag, lane, slot), began_ns)
 
     def start_store(self, x: torch.Tensor, tag: str, lane: str) -> torch.Tensor:
         """As `start_out`, to host memory that ops can use in place: `host_of` gives it.
@@ -265,7 +269,8 @@ class Mover:
         with self._lock:
             if copy.error is None:
                 self.tally.moves += 1
-                self.tally.bytes_out += saved.slot.nbytes
+                self.tally.bytes_out += saved.slot.crossed_bytes
+                self.tally.raw_bytes_out += saved.slot.nbytes
             self._out_over(saved)
 
     def _out_over(self, saved: Saved) -> None:
@@ -276,7 +281,8 @@ class Mover:
         with self._lock:
             if copy.error is None:
                 self.tally.moves += 1
-                self.tally.bytes_in += load.saved.slot.nbytes
+                self.tally.bytes_in += load.saved.slot.crossed_bytes
+                self.tally.raw_bytes_in += load.saved.slot.nbytes
             self._drop_user(load.saved)
 
     def _saved_died(self, saved: Saved) -> None:

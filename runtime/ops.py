@@ -21,7 +21,7 @@ from .mover import Load, Saved
 from .registry import runtime_for
 
 SCHEMAS = {
-    "start_out": "(Tensor x, str tag, str tier, str lane, str runtime) -> Tensor",
+    "start_out": "(Tensor x, str tag, str tier, str lane, str runtime, str? codec=None) -> Tensor",
     "wait_out": "(Tensor(a) ticket, Tensor? x) -> Tensor(a)",
     "start_load": "(Tensor ticket, SymInt[] size, SymInt[] stride, ScalarType dtype, str tag, "
     "str lane, Tensor[] after, str device='cpu') -> (Tensor, Tensor)",
@@ -35,8 +35,10 @@ SCHEMAS = {
 }
 
 
-def _start_out(x: torch.Tensor, tag: str, tier: str, lane: str, runtime: str) -> torch.Tensor:
-    return runtime_for(runtime).mover.start_out(x, tag, tier, lane)
+def _start_out(
+    x: torch.Tensor, tag: str, tier: str, lane: str, runtime: str, codec: str | None = None
+) -> torch.Tensor:
+    return runtime_for(runtime).mover.start_out(x, tag, tier, lane, codec)
 
 
 def _wait_out(ticket: torch.Tensor, x: torch.Tensor | None) -> torch.Tensor:
@@ -114,7 +116,9 @@ def _fake_ticket() -> torch.Tensor:
     return torch.empty((1,), dtype=torch.int64, device="cpu")
 
 
-def _fake_start_out(x: torch.Tensor, tag: str, tier: str, lane: str, runtime: str) -> torch.Tensor:
+def _fake_start_out(
+    x: torch.Tensor, tag: str, tier: str, lane: str, runtime: str, codec: str | None = None
+) -> torch.Tensor:
     return _fake_ticket()
 
 

@@ -13,14 +13,17 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 
 from .arena import Block
-from .codecs import Codec
 from .device import Slot
 from .mapping import PAGE_BYTES, page_multiple
 from .spill import Extent, SpillStore
+
+if TYPE_CHECKING:
+    from .codecs import Codec
 
 #: elements that codecs take together
 ROW = 128

@@ -195,6 +195,19 @@ def flat_bytes(tensor: torch.Tensor) -> torch.Tensor:
     return flat.set_(tensor.untyped_storage(), start, (nbytes,), (1,))
 
 
+def flat_elements(tensor: torch.Tensor) -> torch.Tensor:
+    """All elements of a dense tensor, in the order in which they lie in memory; shares its storage.
+
+    Of its type, which is real: what is complex comes as pairs.
+    """
+    whole = tensor.detach()
+    if whole.is_complex():
+        whole = torch.view_as_real(whole)
+    start = whole.storage_offset()
+    flat = torch.empty(0, dtype=whole.dtype, device=whole.device)
+    return flat.set_(whole.untyped_storage(), start, (whole.numel(),), (1,))
+
+
 def when_storage_dies(tensor: torch.Tensor, died: Callable[[], None]) -> None:
     """Have `died` called when the last tensor on this storage is gone, whoever holds it.
 
