@@ -14,7 +14,7 @@ from offcompile.runtime.states import MemoryStates
 
 from .core import MASTER, Core, Entry
 from .layout import flat, flat_like, is_dense
-from .rules import Hyper
+from .rules import Hyper, OnePass
 
 #: elements that are worked on at once where that takes more than one pass: they stay in the cache
 TILE_ELEMENTS = 1 << 18
@@ -53,8 +53,7 @@ def update(
     if coefficient is not None:
         coefficient = coefficient.to(gradients.device)
     grad_scale = _sent(grad_scale, gradients.device)
-    if entry.step is not None:
-        entry.step += 1
+    entry.count_up()
     if entry.place == "disk":
         core.visited.append(entry.key)
     # the version goes up with every range that is written
@@ -84,6 +83,7 @@ def _ranges(
         visits = ((r.start, r.stop, r.parts) for r in entry.store.visit(entry.key))
     compute = core.compute_dtype(entry)
     casts = MASTER in entry.names or any(d != compute for d in entry.dtypes)
+    casts = casts and one_pass(core, entry) is None
     for start, stop, parts in visits:
         tile = TILE_ELEMENTS if (scaled or casts) else max(stop - start, 1)
         for begin in range(start, stop, tile):
@@ -102,6 +102,10 @@ def _update_tile(
     grad_scale: torch.Tensor | None,
 ) -> None:
     master = parts.pop(MASTER, None)
+    at_once = one_pass(core, entry)
+    if at_once is not None:
+        at_once(weight, master, gradient, parts, entry.count(), hyper, grad_scale)
+        return
     work = weight if master is None else master
     wide = {name: _cast(part, work.dtype, name) for name, part in parts.items()}
     core.rule.update(
@@ -118,6 +122,20 @@ def _update_tile(
             part.copy_(wide[name])
     if master is not None:
         weight.copy_(master)
+
+
+def one_pass(core: Core, entry: Entry) -> OnePass | None:
+    """What takes mixed types at once, on a device that kernels of ours run on."""
+    dtype = entry.parameter.dtype
+    mixed = MASTER in entry.names or any(d != dtype for d in entry.dtypes)
+    if not mixed or not by_kernel(entry.parameter) or core.is_beside(entry):
+        return None
+    return core.rule.one_pass(entry.group)
+
+
+def by_kernel(parameter: torch.Tensor) -> bool:
+    """Whether kernels of ours run where the parameter is."""
+    return parameter.device.type == "cuda"
 
 
 @torch.no_grad()

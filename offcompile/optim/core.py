@@ -39,10 +39,28 @@ class Entry:
     ruled: tuple[str, ...] | None = None
     #: steps made, where the rule counts them
     step: torch.Tensor | None = None
+    #: the number in `step`, and the version of `step` when it was looked at
+    counted: tuple[int, int] | None = None
     #: momentum means nothing yet
     is_first: bool = True
     #: the version of the parameter that the master agrees with; None: the master means nothing yet
     agreed: int | None = None
+
+    def count(self) -> int:
+        """The number of steps made, without asking the device for it each time."""
+        assert self.step is not None
+        known = self.counted
+        if known is None or known[1] != self.step._version:
+            known = self.counted = int(self.step.item()), self.step._version
+        return known[0]
+
+    def count_up(self) -> None:
+        """One more step."""
+        if self.step is not None:
+            known = self.counted
+            fresh = known is not None and known[1] == self.step._version
+            self.step += 1
+            self.counted = (known[0] + 1, self.step._version) if known and fresh else None
 
     @property
     def label(self) -> str:

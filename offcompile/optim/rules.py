@@ -13,9 +13,28 @@ from typing import Any, Protocol
 
 import torch
 
+from offcompile.runtime.kernels.adamw import AdamStep, AdamTensors, adam_update
+
 Group = Mapping[str, Any]
 Parts = Mapping[str, Sequence[torch.Tensor]]
 Hyper = Mapping[str, Any]
+
+
+class OnePass(Protocol):
+    """Updates one range of a parameter, within rounding of what `Rule.update` gives."""
+
+    def __call__(
+        self,
+        weight: torch.Tensor,
+        master: torch.Tensor | None,
+        gradient: torch.Tensor,
+        parts: Mapping[str, torch.Tensor],
+        step: int,
+        hyper: Hyper,
+        grad_scale: torch.Tensor | None,
+    ) -> None:
+        """step: the number of this step, from 1. With a `master`, that is updated and the weight
+        made from it."""
 
 
 class Rule(Protocol):
@@ -29,6 +48,9 @@ class Rule(Protocol):
 
     def hyper(self, group: Group) -> dict[str, Any]:
         """What the group says now, as plain numbers: equal if nothing was changed."""
+
+    def one_pass(self, group: Group) -> OnePass | None:
+        """What updates a range on a device whatever the types, if there is something."""
 
     def update(
         self,
@@ -90,9 +112,37 @@ class AdamRule:
             **values,
         )
 
+    def one_pass(self, group: Group) -> OnePass | None:
+        return None if group["amsgrad"] else _adam_in_one_pass
+
+
+def _adam_in_one_pass(
+    weight: torch.Tensor,
+    master: torch.Tensor | None,
+    gradient: torch.Tensor,
+    parts: Mapping[str, torch.Tensor],
+    step: int,
+    hyper: Hyper,
+    grad_scale: torch.Tensor | None,
+) -> None:
+    tensors = AdamTensors(
+        weight=weight if master is None else master,
+        gradient=gradient,
+        exp_avg=parts["exp_avg"],
+        exp_avg_sq=parts["exp_avg_sq"],
+        low=None if master is None else weight,
+        coefficient=None if grad_scale is None else grad_scale.reciprocal(),
+    )
+    numbers = ("lr", "beta1", "beta2", "eps", "weight_decay", "decoupled")
+    sign = -1.0 if hyper["maximize"] else 1.0
+    adam_update(tensors, AdamStep(step, scale=sign, **{name: hyper[name] for name in numbers}))
+
 
 class SGDRule:
     counts = False
+
+    def one_pass(self, group: Group) -> OnePass | None:
+        return None
 
     def names(self, group: Group) -> tuple[str, ...]:
         return ("momentum_buffer",) if group["momentum"] != 0 else ()
