@@ -195,7 +195,8 @@ def serve(task: dict[str, Any]) -> None:
             found["planned_peak_bytes"] = report.planned_peak_bytes
             found["ops_again"] = len(report.plan.recomputes)
             counters = offcompile.counters()
-            found |= {"bytes_out": counters["bytes_out"], "wait_us": counters["wait_us"]}
+            told = ("bytes_out", "raw_bytes_out", "wait_us")
+            found |= {name: counters[name] for name in told}
         return found
 
     began = time.perf_counter()

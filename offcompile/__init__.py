@@ -9,6 +9,7 @@ from offcompile.ir import Infeasible, InvalidInput, OffloadError
 
 if TYPE_CHECKING:
     from offcompile import optim
+    from offcompile.batch_search import max_batch
     from offcompile.born_on_host import host_init
     from offcompile.report import PlanReport, reports
     from offcompile.runtime.counters import counters
@@ -24,6 +25,7 @@ __all__ = [
     "counters",
     "host_init",
     "load_weights",
+    "max_batch",
     "optim",
     "reports",
     "save",
@@ -36,6 +38,7 @@ _LATER = {
     "counters": "offcompile.runtime.counters",
     "host_init": "offcompile.born_on_host",
     "load_weights": "offcompile.runtime.host_loading",
+    "max_batch": "offcompile.batch_search",
     "reports": "offcompile.report",
     "save": "offcompile.saving",
 }

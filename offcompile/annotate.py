@@ -70,6 +70,8 @@ class Annotated:
     labels: Mapping[str, str] = field(default_factory=dict)
     #: weight, input or gradient → what people call the argument that it is, or is the gradient of
     names: Mapping[str, str] = field(default_factory=dict)
+    #: storage → the type of its elements
+    dtypes: Mapping[str, torch.dtype] = field(default_factory=dict)
 
 
 Costs = Mapping[Place, OpCost]
@@ -368,6 +370,11 @@ class _Work:
             node_of=self.node_of,
             labels=self.labels,
             names=names,
+            dtypes={
+                s.id: value.dtype
+                for s in self.storages.values()
+                if isinstance(value := self.values[s.base], torch.Tensor)
+            },
         )
 
     def settle_weights(self) -> None:

@@ -22,6 +22,7 @@ from .lower import lower
 from .names import argument_names
 from .options import Options
 from .pipeline import Pipeline
+from .profiling import Profile, Settled
 from .target import Target, target_for
 
 _numbers = itertools.count()
@@ -126,9 +127,13 @@ class Compiled:
         self.variants: list[Variant] = []
         #: arguments that an optimizer updates during backward
         self.updated: frozenset[int] = frozenset()
+        self.profile = Profile()
 
     def __call__(self, *args: Any) -> Any:
         variant = self.variant_for(args)
+        if self.profile.due():
+            variant = self._reconsidered(variant, args)
+        self.profile.begin_step()
         variant.pipeline.place_weights(args)
         if variant.pipeline.offers is None:
             outputs = variant.run(*args)
@@ -162,6 +167,16 @@ class Compiled:
         self._look_for_updaters(args)
         return self._make(held, values)
 
+    def _reconsidered(self, variant: Variant, args: Sequence[Any]) -> Variant:
+        """A plan for what the steps so far have shown, if that is worth it."""
+        mine = self.entry.see(args[i] for i in self.parameters)
+        held = self.books.held_beside(self.entry, mine)
+        settled = variant.pipeline.reconsider(held)
+        if settled is None:
+            return variant
+        self._look_for_updaters(args)
+        return self._make(held, tuple(int(args[i]) for i, _ in self.symbols), settled=settled)
+
     def _look_for_updaters(self, args: Sequence[Any]) -> None:
         self.updated = frozenset(i for i in self.parameters if updater_of(args[i]) is not None)
 
@@ -188,8 +203,9 @@ class Compiled:
         held: int,
         values: tuple[int, ...],
         first_inputs: Sequence[Any] | None = None,
+        settled: Settled | None = None,
     ) -> Variant:
-        if len(self.variants) >= MOST_VARIANTS:
+        if len(self.variants) >= MOST_VARIANTS + self.profile.replans:
             raise OffloadError(
                 f"{self.name} has been planned {MOST_VARIANTS} times, and again its sizes, or what"
                 " is held beside it, do not fit. Give a larger budget, pad inputs to fewer"
@@ -206,6 +222,8 @@ class Compiled:
             sizes,
             self.names,
             self.updated,
+            profile=self.profile,
+            settled=settled,
         )
         # lowering takes the graph it is given for its own
         graph, self.gm = self.gm, _copy(self.gm)

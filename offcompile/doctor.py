@@ -35,6 +35,7 @@ from offcompile.runtime.measure_host import (
 
 from .doctor_figures import Examination, Gpu, Spill
 from .doctor_words import findings
+from .endurance import daily_bytes
 from .gpu_figures import gpu_profile, measure_card
 from .hardware import BYTES_PER_US_PER_GBPS, HardwareProfile
 from .launch import glibc_version, malloc_leaves_holes
@@ -220,6 +221,7 @@ def _spill(directory: Path, more: Mapping[str, float], tell: Progress) -> Spill:
         write_both_gbps=gbps("write_both"),
         read_buffered_gbps=gbps("read_buffered"),
         write_buffered_gbps=gbps("write_buffered"),
+        daily_bytes=daily_bytes(directory),
     )
 
 

@@ -28,6 +28,8 @@ class Spill:
     write_both_gbps: float | None = None
     read_buffered_gbps: float | None = None
     write_buffered_gbps: float | None = None
+    #: what may be written each day if the drive is to last five years, by its size
+    daily_bytes: float | None = None
 
 
 @dataclass(frozen=True)

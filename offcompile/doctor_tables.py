@@ -97,7 +97,8 @@ def _cpu(found: Examination) -> Iterator[tuple[str, str]]:
 
 
 def _spills(spills: Sequence[Spill]) -> Table:
-    figures = ("free", "read", "write", "both read", "both write", "cached read", "cached write")
+    speeds = ("read", "write", "both read", "both write", "cached read", "cached write")
+    figures = ("free", "writes a day", *speeds)
     table = _table(
         "spill directories, GB/s",
         ("directory", "file system", "direct I/O", "small read", *figures),
@@ -115,6 +116,7 @@ def _spills(spills: Sequence[Spill]) -> Table:
                 "yes" if s.direct_io else "no",
                 show_us(s.latency_us),
                 size(s.free_bytes),
+                NOTHING if s.daily_bytes is None else size(int(s.daily_bytes)),
                 *(NOTHING if rate is None else f"{rate:.3g}" for rate in rates),
             )
         )

@@ -185,7 +185,9 @@ def _movement_label(node: fx.Node) -> str:
     name = movement_name(node) or ""
     start = started_by(node) or node
     tag, tier = argument(start, "tag"), argument(start, "tier")
+    codec = argument(start, "codec")
     to = f" → {tier}" if isinstance(tier, str) else ""
+    to += f" as {codec}" if isinstance(codec, str) and start is node else ""
     # a wait for what another graph started has only the ticket to name
     given = node.all_input_nodes[0].name if node.all_input_nodes else node.name
     return f"{name} {tag if isinstance(tag, str) else given}{to}"

@@ -30,6 +30,10 @@ def log_compiled(compiled: Compiled) -> None:
     trace_artifact(f"offcompile_{report.name}", lambda: json.dumps(report.to_json()), "json")
 
 
+def log_decision(name: str, text: str) -> None:
+    LOGGER.info("%s: %s", name, text, stacklevel=2)
+
+
 @cache
 def tell_once(text: str) -> None:
     LOGGER.info("%s", text, stacklevel=3)

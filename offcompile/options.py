@@ -19,7 +19,8 @@ from typing import Literal
 from offcompile.hardware import load_profile, parse_bytes
 from offcompile.ir import InvalidInput, Violation
 from offcompile.ir.units import show_bytes
-from offcompile.passes.registry import make
+from offcompile.passes.registry import make, policy_class
+from offcompile.passes.registry import options as policy_options
 
 LOSSY = ("fp16", "bf16")
 LOWERINGS = ("inductor", "aot_eager")
@@ -54,7 +55,7 @@ class Options:
     host_memory: int | None = None
     #: where the slow tiers keep their files
     spill: tuple[Path, ...] = field(default_factory=default_spill)
-    #: half-precision stash of saved activations; None: everything exact
+    #: saved activations may be rounded to this type while they are away; None: everything exact
     lossy: Literal["fp16", "bf16"] | None = None
     lowering: Literal["inductor", "aot_eager"] = "inductor"
     #: `NAME` or `NAME:key=value,…`
@@ -111,9 +112,12 @@ class Options:
     @property
     def whole_policy(self) -> str:
         """The policy that plans, with what other options say to it."""
-        if self.gradient_reserve is None:
-            return self.policy
-        return f"gradient_reserve:reserve={self.gradient_reserve}"
+        policy = self.policy
+        if self.gradient_reserve is not None:
+            policy = f"gradient_reserve:reserve={self.gradient_reserve}"
+        if self.lossy is not None and _may_be_lossy(policy):
+            policy += f"{',' if ':' in policy else ':'}lossy=true"
+        return policy
 
     @property
     def minimum(self) -> bool:
@@ -138,6 +142,12 @@ class Options:
                 f"{show_bytes(device_total)}; ask for that much or less",
             )
         return self.memory
+
+
+def _may_be_lossy(policy: str) -> bool:
+    """Whether a policy can be told so, and was not told anything."""
+    name, _, rest = policy.partition(":")
+    return "lossy" in policy_options(policy_class(name)) and "lossy=" not in rest
 
 
 # --- the environment -----------------------------------------------------------------------

@@ -9,7 +9,7 @@ from __future__ import annotations
 import gc
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from typing import Any
 
@@ -17,7 +17,16 @@ import sympy
 import torch
 from torch import fx
 
-from offcompile.ir import DEVICE, HOST, Infeasible, OffloadError, Plan, Problem, Timeline
+from offcompile.ir import (
+    DEVICE,
+    HOST,
+    Infeasible,
+    Machine,
+    OffloadError,
+    Plan,
+    Problem,
+    Timeline,
+)
 from offcompile.ir.units import show_bytes
 from offcompile.runtime.clock import Clock, clock_for
 from offcompile.runtime.heap import heap
@@ -43,25 +52,30 @@ from .decide import (
 from .direct_ops import scattered_reads
 from .dump import Compiled as Compilation
 from .dump import dump
+from .endurance import planned_life, spilled_bytes, watch_for
 from .graphs import BACKWARD, FORWARD, Graphs, Hint, outputs_of, storage_bytes
 from .hardware import BYTES_PER_US_PER_GBPS
 from .kernels import merge_kernels
 from .launch import LAUNCH_HINT, malloc_leaves_holes
-from .log import log_compiled, tell_once
+from .log import log_compiled, log_decision, tell_once
 from .lower import Compiled, Halves, Phase
 from .lower_order import pin_order
 from .offers import Offers, costs_of_offers, read_after_update, with_offers
 from .options import Options
+from .profiling import WORTH, Profile, Settled, reconsider
 from .progress import Progress
 from .replay import worst_case
 from .report import PlanReport, remember
 from .rewrite import rewrite
 from .sizes import hint_of
+from .sparsity import with_combinations, with_ratios
 from .target import Target
 
 #: storages below this share of the largest are not worth a move
 SMALL_SHARE = 1 / 2048
 LEAST_MOVE_BYTES = 4096
+#: of the runtime's reserve, what each lane may take to pack in: at most four do
+PACKING_SHARE = 4
 #: what of the user's may leave for the host beside activations
 LEAVING = ("weight", "gradient")
 #: ops that need less than this to run are measured whatever the budget
@@ -87,6 +101,14 @@ class Pipeline:
     report: PlanReport | None = None
     #: what of that is done from inside of the graphs
     offers: Offers | None = None
+    #: what runs of the graph have shown of its tensors
+    profile: Profile = field(default_factory=Profile)
+    #: a plan to use if the problem turns out to be the one that it was made for
+    settled: Settled | None = None
+    #: the kind of device that the graph was traced on, where it is not the target's
+    traced_on: str | None = None
+    #: whether a refusal is to name a budget for which there is a plan, which takes another search
+    explains: bool = True
     _graphs: Graphs | None = None
     _costs: dict[Place, OpCost] = field(default_factory=dict)
     _min_move: int = LEAST_MOVE_BYTES
@@ -103,6 +125,21 @@ class Pipeline:
     _fetched: frozenset[int] = frozenset()
     _placed: bool = False
     _decided: Decided | None = None
+    _codecs_known: bool = False
+    _dtypes: Mapping[str, torch.dtype] = field(default_factory=dict)
+    #: storages that codecs may be used for
+    _packable: frozenset[str] = frozenset()
+    #: storages that forward saves on the device for backward, output by output
+    _saved: tuple[str | None, ...] = ()
+
+    def __post_init__(self) -> None:
+        self._learn_codecs()
+
+    def _learn_codecs(self) -> None:
+        """Measure how fast they are, where that may matter and no profile says it."""
+        asked = self.options.lossy is not None or self.profile.shows_zeros
+        if asked and self.options.hardware is None and not self._codecs_known:
+            self.target, self._codecs_known = self.target.with_codecs(), True
 
     # --- hooks of the lowering ----------------------------------------------------------------
 
@@ -134,6 +171,10 @@ class Pipeline:
         offered = self.offers.outputs if self.offers is not None and phase == BACKWARD else ()
         direct_reads = self._direct_reads(phase)
         mover = runtime_for(self.target.runtime.key).mover if direct_reads else None
+        profile, kept_from = self.profile, len(self._saved)
+        tensor_of = {m.id: m.tensor for m in report.plan.moves if m.tensor in self._packable}
+        spills = spilled_bytes(report.problem, report.plan, self._kind) > 0
+        drives = watch_for(self.target.runtime) if spills else None
         first = True
 
         def timed(arguments: list[Any]) -> Any:
@@ -145,8 +186,11 @@ class Pipeline:
                     first = False
                 heap().begin(standing, report.budget_bytes)
             started = clock.start()
-            result = compiled(arguments)
+            with profile.watching(tensor_of):
+                result = compiled(arguments)
             clock.stop(started, observe)
+            if kept_from and phase == FORWARD:
+                profile.look_at_saved(self._saved, result[-kept_from:])
             if mover is not None:
                 mover.read_in_place(direct_reads)
             if offered:
@@ -155,8 +199,11 @@ class Pipeline:
                     result[i] = taken_or_kept(result[i])
             if phase == BACKWARD:
                 self.entry.end()
-            if watched and phase != FORWARD:
-                heap().end()
+            if phase != FORWARD:
+                if watched:
+                    heap().end()
+                if drives is not None:
+                    drives.step_over()
             return result
 
         return timed
@@ -175,7 +222,7 @@ class Pipeline:
 
     @property
     def _kind(self) -> str:
-        return self.target.device.type
+        return self.traced_on or self.target.device.type
 
     @cached_property
     def _clock(self) -> Clock:
@@ -184,17 +231,7 @@ class Pipeline:
     # --- the plan -----------------------------------------------------------------------------
 
     def _plan(self, graphs: Graphs) -> Graphs | None:
-        options, target = self.options, self.target
-        budget = options.memory_bytes(target.device_bytes)
-        if budget is not None:
-            budget -= self.held_bytes
-            if budget <= 0:
-                raise Infeasible(
-                    f"{self.name}: other graphs of this model hold {show_bytes(self.held_bytes)},"
-                    " which is the whole budget.",
-                    -budget,
-                    f"Set memory to more than {show_bytes(self.held_bytes)}.",
-                )
+        options, target, budget = self.options, self.target, self.budget()
         with Progress(self.name) as progress:
             graphs, choice = self._settle(graphs, budget, progress)
             annotated, decided = choice.annotated, choice.decided
@@ -210,8 +247,11 @@ class Pipeline:
             worst_peak_bytes=decided.order.peak_bytes,
             labels=annotated.labels,
             names=annotated.names,
+            profile=self.profile,
             settle=self._clock.settle,
+            life=partial(planned_life, annotated.problem, decided.result.plan, self.target.runtime),
         )
+        self._dtypes = annotated.dtypes
         self._decided = decided
         if any(isinstance(v, torch.SymInt) for v in _values(graphs)):
             self._graphs = graphs  # other sizes will be reckoned on them
@@ -233,6 +273,36 @@ class Pipeline:
         if options.dump is not None:
             dump(options.dump, self.name, said)
         return made
+
+    def plan_only(
+        self, forward: fx.GraphModule, backward: fx.GraphModule | None, num_outputs: int
+    ) -> Decided:
+        """What would be decided about these graphs, which stay as they are: nothing is rewritten,
+        and nothing runs unless ops are measured. Raises `Infeasible`."""
+        graphs = self._pair(forward, backward, num_outputs)
+        _, choice = self._settle(graphs, self.budget(), lambda text: None)
+        return choice.decided
+
+    def step_that_moves_nothing(
+        self, forward: fx.GraphModule, backward: fx.GraphModule | None, num_outputs: int
+    ) -> Problem:
+        graphs = self._pair(forward, backward, num_outputs)
+        return self._annotate(graphs, None, lambda text: None).problem
+
+    def budget(self) -> int | None:
+        """What the options leave this graph; None: the floor, which only a problem tells."""
+        budget = self.options.memory_bytes(self.target.device_bytes)
+        if budget is None:
+            return None
+        budget -= self.held_bytes
+        if budget > 0:
+            return budget
+        raise Infeasible(
+            f"{self.name}: other graphs of this model hold {show_bytes(self.held_bytes)},"
+            " which is the whole budget.",
+            -budget,
+            f"Set memory to more than {show_bytes(self.held_bytes)}.",
+        )
 
     def _settle(
         self, graphs: Graphs, budget: int | None, progress: Callable[[str], None]
@@ -278,18 +348,10 @@ class Pipeline:
         def decided(
             found: Annotated, *, may_fit: bool, share: float = 1.0, to_floor: bool = False
         ) -> Decided:
-            return decide(
-                found.problem,
-                target.machine,
-                None if to_floor else budget,
-                target.reserve_bytes,
-                options.whole_policy,
-                share * (options.seconds or planning_seconds(found.problem)),
-                progress,
-                self.held_bytes,
-                target.holes_bytes,
-                may_fit,
-            )
+            asked = None if to_floor else budget
+            if self.settled is not None and self.settled.fits(found.problem, asked):
+                return self.settled.decided
+            return self._decide(found.problem, asked, may_fit, share, progress)
 
         weights = [t.nbytes for t in annotated.problem.tensors if t.kind == "weight"]
         in_place = target.in_place(2 * sum(weights))  # gradients too
@@ -308,7 +370,7 @@ class Pipeline:
                 on_host,
                 partial(decided, to_floor=to_floor),
                 to_floor=to_floor,
-                floor_of=partial(floor_of, machine_for=target.machine),
+                floor_of=partial(floor_of, machine_for=self._machine),
                 must_leave=options.gradient_reserve is not None,
                 # other policies are the papers', which do not know of it
                 may_split=options.policy.partition(":")[0] == "joint",
@@ -317,7 +379,7 @@ class Pipeline:
         try:
             found = chosen(budget is None)
         except Infeasible as error:
-            if budget is None:
+            if budget is None or not self.explains:
                 raise
             try:  # what the refusal says to do shall be enough
                 least = chosen(True).decided.machine.tier[DEVICE].capacity_bytes
@@ -329,6 +391,31 @@ class Pipeline:
         if found.stays is not None:
             self._in_place, self._stays = in_place, found.stays
         return found
+
+    def _decide(
+        self,
+        problem: Problem,
+        budget: int | None,
+        may_fit: bool,
+        share: float = 1.0,
+        progress: Callable[[str], None] | None = None,
+    ) -> Decided:
+        options, target = self.options, self.target
+        return decide(
+            problem,
+            self._machine,
+            budget,
+            target.reserve_bytes,
+            options.whole_policy,
+            share * (options.seconds or planning_seconds(problem)),
+            progress,
+            self.held_bytes,
+            target.holes_bytes,
+            may_fit,
+        )
+
+    def _machine(self, device_bytes: int) -> Machine:
+        return with_combinations(self.target.machine(device_bytes), self.options.lossy)
 
     def _annotate(
         self, graphs: Graphs, budget: int | None, progress: Callable[[str], None]
@@ -387,8 +474,11 @@ class Pipeline:
     ) -> Annotated:
         found = annotate(graphs, self._costs, hint, self._min_move, in_place, stays)
         if self.options.lowering == "inductor":
-            return merge_kernels(found, graphs, lambda node: not is_extern(node))
-        return found
+            found = merge_kernels(found, graphs, lambda node: not is_extern(node))
+        machine, lossy = self._machine(1), self.options.lossy
+        seen = self.profile.densities
+        problem = with_ratios(found.problem, machine, found.dtypes, seen, lossy)
+        return replace(found, problem=problem)
 
     def _rewrite(self, graphs: Graphs, annotated: Annotated, decided: Decided) -> Graphs:
         _check_one_device(self.name, graphs, self.target.device)
@@ -399,6 +489,8 @@ class Pipeline:
         settings = self.target.runtime
         # opens the spill files: what is wrong with them shows now
         device = runtime_for(settings.key).device
+        assert self.report is not None
+        device.bound_packing(self, self.report.reserve_bytes // PACKING_SHARE)
         device.keep_room(self, _gradient_bytes_on_host(annotated.problem, decided.result.plan))
         hosted = _hosted_arguments(graphs, annotated)
         rows_only = scattered_reads(graphs, annotated)
@@ -408,6 +500,10 @@ class Pipeline:
         in_place = {d.tensor for d in plan.directs}
         self._fetched = frozenset(i for t, i in hosted.items() if t not in in_place)
         made = rewrite(graphs, annotated, plan, decided.order, settings.key, exact)
+        tensors = annotated.problem.tensors
+        packable = {t.id for t in tensors if t.kind == "activation" and not t.pinned}
+        self._packable = frozenset(packable)
+        self._saved = tuple(s if s in packable else None for s in made.saved)
         if not exact:
             for _, module in made.graphs:
                 pin_order(module)
@@ -428,6 +524,31 @@ class Pipeline:
             self._placed = True
             others = self.parameters.difference(self._hosted)
             live_on_device([arguments[i] for i in sorted(others)])
+
+    # --- what was seen --------------------------------------------------------------------------
+
+    def reconsider(self, held_bytes: int) -> Settled | None:
+        """Another plan, if what runs have shown makes it worth compiling again; see `profiling`."""
+        if self.report is None or self._decided is None or self._decided.fits:
+            return None
+        self._learn_codecs()
+        capacity = self._decided.machine.tier[DEVICE].capacity_bytes or 1
+        budget = self.options.memory_bytes(self.target.device_bytes)
+        left = None if budget is None else budget - held_bytes
+        with Progress(self.name) as progress:
+            text, found = reconsider(
+                self.report.problem,
+                self._decided.result.plan,
+                self._machine(capacity),
+                self._dtypes,
+                self.profile.densities,
+                self.options.lossy,
+                WORTH[self.options.lowering],
+                lambda problem: self._decide(problem, left, False, progress=progress),
+            )
+        self.profile.decided(text, found is not None)
+        log_decision(self.name, text)
+        return None if found is None else Settled(found[0], left, found[1])
 
     # --- later sizes --------------------------------------------------------------------------
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 from statistics import median
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from offcompile.cli_tables import size
 from offcompile.decide import floor_of
@@ -20,6 +20,12 @@ from offcompile.ir.units import show_bytes, show_us
 from offcompile.modes import modes, module_of, module_rows
 from offcompile.planner import PlanResult
 from offcompile.timelines import moved_bytes, settled_spans, timeline_to_json, to_trace
+
+if TYPE_CHECKING:
+    from offcompile.profiling import Profile
+
+if TYPE_CHECKING:
+    from offcompile.runtime.drive_life import DriveLife
 
 #: steps per phase that the measured time is the median of
 STEPS_REMEMBERED = 512
@@ -49,8 +55,12 @@ class PlanReport:
     labels: Mapping[str, str] = field(default_factory=dict, repr=False)
     #: weight or gradient → the parameter's name
     names: Mapping[str, str] = field(default_factory=dict, repr=False)
+    #: what runs have shown of the tensors, over all plans of this graph
+    profile: Profile | None = field(default=None, repr=False)
     #: passes on what has been measured behind the caller's back
     settle: Callable[[], None] | None = field(default=None, repr=False)
+    #: from the time of a step: what steps like these do to the drives that spill files lie on
+    life: Callable[[float], DriveLife | None] | None = field(default=None, repr=False)
     _steps_us: dict[str, list[float]] = field(default_factory=dict, init=False, repr=False)
 
     # --- planned ----------------------------------------------------------------------------
@@ -161,6 +171,8 @@ class PlanReport:
         lines = [self.name, *(f"  {name:{width}}  {value}" for name, value in facts)]
         if self.plan.moves:
             lines += ["", "  what moves, per step", *(f"    {row}" for row in self._traffic())]
+        if packed := self._measured_zeros():
+            lines += ["", "  zeros, as measured", *(f"    {row}" for row in packed)]
         return "\n".join(lines)
 
     __str__ = to_text
@@ -210,6 +222,8 @@ class PlanReport:
             "measured_us": self.measured_us,
             "measured_over_planned": self.measured_over_planned,
             "planning_seconds": self.result.seconds,
+            "densities": {} if self.profile is None else dict(self.profile.densities),
+            "decisions": [] if self.profile is None else list(self.profile.said),
             "labels": dict(self.labels),
             "problem": problem_to_json(self.problem),
             "machine": machine_to_json(self.machine),
@@ -237,6 +251,8 @@ class PlanReport:
         yield "floor", f"{show_bytes(self.floor_bytes)}; moving cannot do with less"
         yield "plan", self._census()
         yield "policy", f"{self.policy}, planned in {self.result.seconds:.1f} s"
+        for told in self.profile.said if self.profile is not None else ():
+            yield "profiling", told
         yield (
             "planned step",
             f"{show_us(self.planned_us)}, {100 * self.gap:.2f}% above the bound of "
@@ -249,6 +265,9 @@ class PlanReport:
             times = "" if ratio is None else f", {ratio:.2f} × planned"
             runs = min(len(self._steps_us[p]) for p in {op.phase for op in self.problem.ops})
             yield "measured step", f"{show_us(measured_us)}{times} (median of {runs})"
+        life = None if self.life is None else self.life(measured_us or self.planned_us)
+        if life is not None:
+            yield "drives", life.words()
 
     def _census(self) -> str:
         if self.fits:
@@ -290,6 +309,24 @@ class PlanReport:
             yield (
                 f"{kind:{widths[0]}}  {way:{widths[1]}}  {count:>{widths[2]}}  {total:>{widths[3]}}"
             )
+
+    def _measured_zeros(self) -> list[str]:
+        """Of each tensor that leaves and was looked at: its zeros, and what it leaves as."""
+        if self.profile is None:
+            return []
+        rows = []
+        for move in self.plan.moves:
+            density = self.profile.densities.get(move.tensor)
+            if move.source != DEVICE or density is None:
+                continue
+            raw = self.problem.tensor[move.tensor].nbytes
+            goes = f"{size(raw)} as it is"
+            if move.codec is not None:
+                packed = moved_bytes(self.problem, move.tensor, move.codec)
+                goes = f"{size(raw)} as {size(packed)} ({move.codec})"
+            rows.append((move.tensor, f"{100 * (1 - density):.1f}% zeros", goes))
+        widths = [max((len(row[i]) for row in rows), default=0) for i in range(2)]
+        return [f"{t:{widths[0]}}  {zeros:>{widths[1]}}  {goes}" for t, zeros, goes in rows]
 
     def _moved_bytes(self, source: str | None, target: str | None) -> int:
         """Bytes per step that leave `source` or reach `target`."""

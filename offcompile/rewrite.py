@@ -34,7 +34,7 @@ from offcompile.runtime import ops
 
 from .annotate import Annotated, Place
 from .direct_ops import is_store, reader_of, write_of
-from .graphs import BACKWARD, FORWARD, Graphs, aliased_input, is_getitem
+from .graphs import BACKWARD, FORWARD, Graphs, aliased_input, is_getitem, outputs_of
 from .order import Order, ProgramStep, Run, Start
 from .resave import Saved, finish_backward, finish_forward, new_placeholder
 from .sizes import SizeMaker
@@ -46,6 +46,8 @@ class Rewritten:
 
     graphs: Graphs
     nodes: Mapping[ProgramStep, Place]
+    #: what forward saves for backward, output by output: the storage, where it is one on the device
+    saved: tuple[str | None, ...] = ()
 
 
 def rewrite(
@@ -75,7 +77,13 @@ def rewrite(
     module_b = finish_backward(backward)
     module_f = finish_forward(forward, graphs, backward)
     nodes = {**forward.nodes, **backward.nodes}
-    return Rewritten(Graphs(module_f, module_b, graphs.num_outputs), nodes)
+    made = Graphs(module_f, module_b, graphs.num_outputs)
+    old = {new: name for name, new in forward.new.items()}
+    saved = (
+        annotated.storage_of.get((FORWARD, old.get(out, ""))) if isinstance(out, fx.Node) else None
+        for out in outputs_of(module_f)[graphs.num_outputs :]
+    )
+    return Rewritten(made, nodes, tuple(saved))
 
 
 @dataclass

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 
@@ -25,7 +25,7 @@ from offcompile.runtime.registry import RuntimeSettings
 from .annotate import InPlace
 from .options import Options, default_spill
 from .this_gpu import this_gpu, to_cuda_machine
-from .this_machine import this_machine, to_cpu_machine
+from .this_machine import codec_gbps, this_machine, to_cpu_machine
 
 KIB, MIB = 1 << 10, 1 << 20
 #: what the runtime takes of a budget for its own: staging, and holes too small to be reused
@@ -73,6 +73,10 @@ class Target(ABC):
         so many bytes live there; None: the runtime cannot have them there."""
         return None
 
+    def with_codecs(self) -> Target:
+        """The same with codecs as fast as they are on this machine, measured if need be."""
+        return self
+
     @abstractmethod
     def reserve_bytes(self, budget_bytes: int) -> int:
         """What the runtime takes of a budget."""
@@ -109,6 +113,9 @@ class CpuTarget(Target):
         # pages come as they are touched, not ahead, half as fast as a copy (docs/backend.md)
         touching = 2 / (self.profile.h2d_gbps * BYTES_PER_US_PER_GBPS)
         return InPlace(touching, touching)
+
+    def with_codecs(self) -> CpuTarget:
+        return replace(self, profile=replace(self.profile, codec_gbps=codec_gbps()))
 
     def reserve_bytes(self, budget_bytes: int) -> int:
         return min(max(budget_bytes // RESERVE_SHARE, LEAST_RESERVE), MOST_RESERVE)

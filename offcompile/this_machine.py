@@ -23,6 +23,7 @@ from offcompile.runtime.measure import (
     memory_bytes_per_us,
     undisturbed,
 )
+from offcompile.runtime.measure_codecs import codec_bytes_per_us
 from offcompile.runtime.measure_disk import measure_disk
 from offcompile.runtime.memory import machine_memory_bytes
 
@@ -38,6 +39,7 @@ from .hardware import (
     ADAM_BYTES_PER_PARAMETER,
     ATTENTION,
     BYTES_PER_US_PER_GBPS,
+    CODECS,
     DISK,
     HardwareProfile,
     to_machine,
@@ -47,6 +49,8 @@ from .more_figures import kept_more
 Progress = Callable[[str], None]
 
 DISK_SECONDS = 1.0
+#: document of what codecs do here
+CODEC_RATES = "codecs"
 #: documents of what the doctor measures besides
 MORE_OF_MACHINE, MORE_OF_DISK = "machine-more", "disk-more"
 #: in the order of `Disks`
@@ -67,6 +71,7 @@ def this_machine(
 
     Directories on different file systems are taken to be different disks, whose rates add up.
     Takes about two seconds and one per disk, the first time or with `refresh`; `progress` is told.
+    Codecs are as `codec_gbps` measured them, if it was ever asked.
     What the doctor measured besides is there if it was run.
     Raises `OffloadError` for a directory that cannot hold spill files.
     """
@@ -93,6 +98,7 @@ def this_machine(
         h2d_both_gbps=disks.read_both_gbps,
         d2h_both_gbps=disks.write_both_gbps,
         attention_tflops=attention_tflops(more),
+        codec_gbps=_kept_codecs(),
     )
     return with_host(with_disks(profile, disks))
 
@@ -166,6 +172,24 @@ def attention_tflops(more: Mapping[str, float]) -> dict[str, float]:
         for way in ATTENTION
         if f"attention_{way}" in more
     }
+
+
+def codec_gbps(refresh: bool = False, tell: Progress = lambda text: None) -> dict[str, float]:
+    """Raw bytes that each codec packs or unpacks beside compute, from the cache or measured now,
+    which takes about three seconds."""
+
+    def measure() -> dict[str, float]:
+        tell("measuring codecs")
+        return codec_bytes_per_us(tuple(CODECS))
+
+    rates = figures_of(CODEC_RATES, machine_identity(), tuple(CODECS), measure, refresh)
+    return {name: rate / BYTES_PER_US_PER_GBPS for name, rate in rates.items()}
+
+
+def _kept_codecs() -> dict[str, float]:
+    """Those that were measured before; none may be."""
+    kept = _numbers(read_document(CODEC_RATES, machine_identity()), tuple(CODECS)) or {}
+    return {name: rate / BYTES_PER_US_PER_GBPS for name, rate in kept.items()}
 
 
 def to_cpu_machine(

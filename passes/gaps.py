@@ -89,7 +89,9 @@ def find_gaps(program: Program, machine: Machine, tier: str = HOST, lossy: bool 
             total.add(-1, n, tensor.nbytes)
         for after, first, last, value, dirty in _stretches(program, tensor, accesses):
             total.add(first, last, tensor.nbytes)
-            way = ways.of(tensor, dirty)
+            # what forward goes on with is exact
+            rounds = last < n and program.runs[last].op.phase != "forward"
+            way = ways.of(tensor, dirty, rounds)
             if way is None or not tensor.nbytes or tensor.pinned:
                 continue
             out_us, in_us, codec = way
@@ -186,7 +188,10 @@ class _Ways:
         self.routes = Routes(machine)
         self.codecs = [c for c in machine.codecs if lossy or c.lossless]
 
-    def of(self, tensor: Tensor, dirty: bool) -> tuple[float, float, str | None] | None:
+    def of(
+        self, tensor: Tensor, dirty: bool, rounds: bool
+    ) -> tuple[float, float, str | None] | None:
+        """`rounds`: whether what comes back may be less precise, where that is allowed at all."""
         if self.tier not in self.machine.tier:
             return None
         try:
@@ -196,7 +201,8 @@ class _Ways:
             return None
         names: list[str | None] = [None]
         if dirty and tensor.kind in SELF_ENDING_KINDS:
-            names += [c.name for c in self.codecs if tensor.ratios.get(c.name, 1.0) < 1.0]
+            fit = (c for c in self.codecs if rounds or c.lossless)
+            names += [c.name for c in fit if tensor.ratios.get(c.name, 1.0) < 1.0]
         best: tuple[float, float, str | None] | None = None
         for codec in names:
             out_us = max((self.routes.move_us(tensor, x, codec) for x in out), default=0.0)

@@ -40,10 +40,12 @@ def gaps_of(machine: Machine, base: Pressure, tiers: Sequence[str], lossy: bool)
             continue
         if not any(a.position == until and a.reads for a in base.program.accesses[tensor.id]):
             continue
+        # what forward goes on with is exact
+        rounds = lossy and runs[until].op.phase != "forward"
         options: list[Option] = []
         decisions: list[Away] = []
         for tier in tiers:
-            for codec in (None, *_codecs(machine, tensor, lossy)):
+            for codec in (None, *_codecs(machine, tensor, rounds)):
                 option = _option(machine, tensor, tier, codec, at + 1, until - 1)
                 if option is not None:
                     options.append(option)

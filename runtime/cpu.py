@@ -10,21 +10,25 @@ buffer beginning inside the first.
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, MutableMapping, Sequence
+from concurrent.futures import Executor, ThreadPoolExecutor
 from functools import partial
+from weakref import WeakKeyDictionary
 
 import torch
 
 from offcompile.ir import OffloadError
 
-from . import packing
+from . import codecs, packing
 from .arena import Arena, Block
+from .codecs import Codec
 from .device import Copy, Device, Label, Point, Slot, Waited
 from .failures import not_arrived
 from .lanes import Job, Lanes
 from .mapped import MappedSlot, MappedStore
 from .packing import PackedSlot
 from .spill import Extent, SpillFull, SpillStore
+from .spill_file import part_of
 from .streams import flat_elements
 from .tickets import telling
 
@@ -90,6 +94,8 @@ class CpuDevice(Device):
         self._chunk_bytes = chunk_bytes // PAGE_BYTES * PAGE_BYTES
         self._staging: dict[str, Block] = {}
         self._packing: dict[str, Block] = {}
+        self._packing_bounds: MutableMapping[object, int] = WeakKeyDictionary()
+        self._disks: dict[str, ThreadPoolExecutor] = {}
 
     @property
     def staging_bytes(self) -> int:
@@ -109,14 +115,24 @@ class CpuDevice(Device):
         for last, name in enumerate(slower, start=1 - len(slower)):
             try:
                 if codec is not None:
-                    from . import codecs
-
-                    return PackedSlot(self.stores[name], name, source, codecs.codec(codec))
+                    return self._packed_slot(name, source, codecs.codec(codec))
                 return CpuSlot(self.stores[name], name, nbytes, skew_bytes)
             except SpillFull:
                 if last == 0:
                     raise
         raise AssertionError("the last tier has either taken it or raised")
+
+    def _packed_slot(self, tier: str, source: torch.Tensor, codec: Codec) -> PackedSlot:
+        per_piece = packing.elements_per_piece(self._packing_bytes, codec, source.dtype)
+        return PackedSlot(self.stores[tier], tier, source, codec, per_piece)
+
+    @property
+    def _packing_bytes(self) -> int:
+        """Most of each lane's staging for packing."""
+        return min((packing.STAGING_BYTES, *tuple(self._packing_bounds.values())))
+
+    def bound_packing(self, owner: object, nbytes: int) -> None:
+        self._packing_bounds[owner] = max(nbytes, 2 * PAGE_BYTES)
 
     def addressable(self, sizes: Sequence[int]) -> list[torch.Tensor]:
         return super().addressable(sizes) if self.mapped is None else self.mapped.tensors(sizes)
@@ -178,7 +194,7 @@ class CpuDevice(Device):
         on_end: Callable[[Copy], None],
     ) -> Copy:
         if isinstance(slot, PackedSlot):
-            work = partial(self._unpack, lane, target.view(slot.dtype), slot)
+            work = partial(self._unpack, lane, flat_elements(target, slot.dtype), slot)
         else:
             assert isinstance(slot, CpuSlot | MappedSlot)
             work = partial(self._read, target.data_ptr(), slot)
@@ -208,6 +224,9 @@ class CpuDevice(Device):
         self.lanes.close()
         self._staging.clear()
         self._packing.clear()
+        for disk in self._disks.values():
+            disk.shutdown()
+        self._disks.clear()
 
     # -- on a lane's thread ----------------------------------------------------------------------
 
@@ -220,37 +239,38 @@ class CpuDevice(Device):
         staging = self._staging.get(lane)
         if staging is None:
             staging = self._staging[lane] = self.arena.block(STAGED_BYTES)
-        done = 0
         if slot.nbytes > STAGED_BYTES and address % PAGE_BYTES == slot.skew_bytes:
-            head = -slot.skew_bytes % PAGE_BYTES
-            body = (slot.nbytes - head) // PAGE_BYTES * PAGE_BYTES
-            if head:
-                _stage_write(slot, staging, address, 0, head)
-            view = _memory(address + head, body, _WRITABLE)
-            at = slot.skew_bytes + head
-            for start in range(0, body, self._chunk_bytes):
-                chunk = view[start : start + self._chunk_bytes]
-                slot.store.write(slot.extent, at + start, chunk)
-            done = head + body
+            parts = _whole_pages(slot, staging, address)
+            for start in range(0, slot.padded_bytes, self._chunk_bytes):
+                size = min(self._chunk_bytes, slot.padded_bytes - start)
+                slot.store.write_parts(slot.extent, start, part_of(parts, start, size))
+            return
+        done = 0
         while done < slot.nbytes:
             size = min(STAGED_BYTES, slot.nbytes - done)
             _stage_write(slot, staging, address, done, size)
             done += size
 
     def _pack(self, lane: str, flat: torch.Tensor, slot: PackedSlot) -> None:
-        packing.write(slot, flat, self._packing_room(lane, slot))
+        packing.write(slot, flat, *self._packing_room(lane, slot))
 
     def _unpack(self, lane: str, flat: torch.Tensor, slot: PackedSlot) -> None:
-        packing.read(slot, flat, self._packing_room(lane, slot))
+        packing.read(slot, flat, *self._packing_room(lane, slot))
 
-    def _packing_room(self, lane: str, slot: PackedSlot) -> Block:
-        wanted = packing.staging_bytes_for(slot)
+    def _packing_room(self, lane: str, slot: PackedSlot) -> tuple[Block, Executor]:
+        """A lane's staging, and a thread that reads and writes beside it."""
+        most = self._packing_bytes
+        wanted = packing.staging_bytes_for(slot, most)
         block = self._packing.get(lane)
-        if block is None or block.nbytes < wanted:
+        if block is None or not wanted <= block.nbytes <= max(wanted, most):
             block = None
             self._packing.pop(lane, None)  # before there is another
             block = self._packing[lane] = self.arena.block(wanted)
-        return block
+        disk = self._disks.get(lane)
+        if disk is None:
+            disk = ThreadPoolExecutor(1, f"offcompile-{lane}-disk")
+            self._disks[lane] = disk
+        return block, disk
 
     def _read(self, address: int, slot: CpuSlot | MappedSlot) -> None:
         if isinstance(slot, MappedSlot):
@@ -267,6 +287,22 @@ def _skew_bytes(address: int, nbytes: int) -> int:
     """Where in its first page a tensor at `address` is to stand in its slot."""
     skew_bytes = address % PAGE_BYTES
     return 0 if nbytes <= STAGED_BYTES or skew_bytes % ALIGNMENT_BYTES else skew_bytes
+
+
+def _whole_pages(slot: CpuSlot, staging: Block, address: int) -> list[memoryview]:
+    """The pages of the slot: the tensor's own, but its ragged first and last page from `staging`.
+
+    Those hold what is not the tensor's and may change meanwhile: some file systems keep checksums.
+    """
+    head = -slot.skew_bytes % PAGE_BYTES
+    body = (slot.nbytes - head) // PAGE_BYTES * PAGE_BYTES
+    tail = slot.nbytes - head - body
+    first, last = staging.view[:PAGE_BYTES], staging.view[PAGE_BYTES : 2 * PAGE_BYTES]
+    ctypes.memmove(_address(first) + slot.skew_bytes, address, head)
+    ctypes.memmove(_address(last), address + head + body, tail)
+    inner = _memory(address + head, body, _WRITABLE)
+    parts = [(first, head), (inner, body), (last, tail)]
+    return [view for view, nbytes in parts if nbytes]
 
 
 def _stage_write(slot: CpuSlot, staging: Block, address: int, start: int, size: int) -> None:

@@ -23,7 +23,7 @@ from __future__ import annotations
 
 import threading
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 
 import torch
@@ -34,13 +34,16 @@ from .completions import Completions
 from .counters import note, now_ns
 from .cpu import PAGE_BYTES, CpuSlot
 from .cuda_copies import Block, Blocks, CudaCopy, HostSlot, Mark, bare, check_needs, needed, reach
+from .cuda_packing import PackedHostSlot, Packers, Rooms
 from .device import Copy, Device, How, Label, Point, Slot, Waited
+from .disk_steps import packing_steps, raw_steps, unpacking_steps
 from .failures import failure
 from .host_arena import HostFull
 from .lanes import Lanes
+from .packing import PackedSlot, elements_in
 from .shadows import Shadows, ShadowSlot
 from .spill import SpillFull, SpillStore
-from .staging import CHUNKS, Ring
+from .staging import CHUNKS, Ring, Step
 from .streams import Event, Stream, Streams, when_storage_dies
 
 #: lanes between device and disk that have their staging from the start
@@ -79,6 +82,7 @@ class CudaDevice(Device):
         self.streams = streams
         self.arena = arena
         self.shadows = Shadows(streams, arena)
+        self.packers = Packers(streams, arena.pinned)
         self.stores = dict(stores)
         self.timed = timed
         self._chunk_bytes = staging_bytes // CHUNKS // PAGE_BYTES * PAGE_BYTES
@@ -97,22 +101,31 @@ class CudaDevice(Device):
 
     @property
     def staging_bytes(self) -> int:
-        """None of the device's memory: staging lies on the host."""
-        return 0
+        """What packing has taken; other staging lies on the host."""
+        return self.packers.nbytes + self.streams.packing_bytes
 
     # -- memory --------------------------------------------------------------------------------
 
-    def slot(self, source: torch.Tensor, tier: str) -> HostSlot | CpuSlot:
+    def slot(
+        self, source: torch.Tensor, tier: str, codec: str | None = None
+    ) -> HostSlot | CpuSlot | PackedSlot:
         nbytes = source.numel() * source.element_size()
+        kind = None if codec is None else self.packers.codec(codec)
         if tier == "host":
             try:
-                return HostSlot(self._block(nbytes), nbytes, self.arena.pinned)
+                if kind is None:
+                    return HostSlot(self._block(nbytes), nbytes, self.arena.pinned)
+                rooms = Rooms(source, kind, self.packers.in_place)
+                return PackedHostSlot(self._block(rooms.nbytes), nbytes, self.arena.pinned, rooms)
             except HostFull as full:
                 if not self.stores:
                     raise SpillFull(str(full)) from full
         elif tier not in self.stores:
             known = ", ".join(("host", *self.stores))
             raise OffloadError(f"There is no tier {tier!r} to move to; this runtime has: {known}.")
+        if kind is not None:
+            per_piece = elements_in(self._chunk_bytes, kind, source.dtype)
+            return PackedSlot(self.stores["disk"], "disk", source, kind, per_piece)
         return CpuSlot(self.stores["disk"], "disk", nbytes, skew_bytes=0)
 
     def _block(self, nbytes: int) -> Block:
@@ -143,16 +156,19 @@ class CudaDevice(Device):
         return buffer
 
     def _new_ring(self) -> Ring:
-        return Ring(self.streams, [self._staging() for _ in range(CHUNKS)])
+        chunks = [self._staging() for _ in range(CHUNKS)]
+        from_arena = all(pinned for _, pinned in chunks)
+        return Ring(self.streams, [tensor for tensor, _ in chunks], from_arena)
 
-    def _staging(self) -> torch.Tensor:
+    def _staging(self) -> tuple[torch.Tensor, bool]:
+        """A chunk, and whether the arena had room for it."""
         try:
-            return self.arena.block(self._chunk_bytes, PAGE_BYTES).tensor
+            return self.arena.block(self._chunk_bytes, PAGE_BYTES).tensor, True
         except HostFull:
             # a host tier without room is what disks are there for: slower, but it moves
             room = torch.empty(self._chunk_bytes + PAGE_BYTES, dtype=torch.uint8, device="cpu")
             start = -room.data_ptr() % PAGE_BYTES
-            return room[start : start + self._chunk_bytes]
+            return room[start : start + self._chunk_bytes], False
 
     # -- the host itself ---------------------------------------------------------------------------
 
@@ -255,10 +271,11 @@ class CudaDevice(Device):
             if self._closed:
                 raise OffloadError(f"The cuda runtime is closed: {label.tag} cannot move.")
             self._unfinished.add(copy)
-        if isinstance(slot, HostSlot):
+        aside = isinstance(slot, PackedHostSlot) and not self.packers.in_place
+        if isinstance(slot, HostSlot) and not aside:
             self._by_stream(copy, slot, after, outward)
         else:
-            assert isinstance(slot, CpuSlot)
+            assert isinstance(slot, CpuSlot | PackedSlot | PackedHostSlot)
             self._by_thread(copy, slot, after, outward)
         return copy
 
@@ -275,7 +292,9 @@ class CudaDevice(Device):
                 timed = self.timed
                 if timed:
                     copy.began = self.streams.record(stream, timing=True)
-                if slot.nbytes:
+                if isinstance(slot, PackedHostSlot):
+                    self._through(copy, slot, stream, outward)
+                elif slot.nbytes:
                     device, host = copy.part(0, slot.nbytes), slot.block.tensor
                     target, source = (host, device) if outward else (device, host)
                     self.streams.copy(stream, target, source)
@@ -286,13 +305,22 @@ class CudaDevice(Device):
                 copy.error = bare(error)
             self._ending(copy)
 
+    def _through(self, copy: CudaCopy, slot: PackedHostSlot, stream: Stream, outward: bool) -> None:
+        packer = self.packers.of(copy.lane, self.packers.in_place)
+        flat = copy.elements(slot.rooms.dtype)
+        (slot.pack if outward else slot.unpack)(packer, stream, flat)
+
     def _ending(self, copy: CudaCopy) -> None:
         """All of it was given to the GPU, or never will be."""
         copy.issued.set()
         self._completions.add(copy.lane, copy)
 
     def _by_thread(
-        self, copy: CudaCopy, slot: CpuSlot, after: Sequence[Point], outward: bool
+        self,
+        copy: CudaCopy,
+        slot: CpuSlot | PackedSlot | PackedHostSlot,
+        after: Sequence[Point],
+        outward: bool,
     ) -> None:
         work = partial(self._move, copy, slot, tuple(after), outward)
         over = partial(self._job_over, copy, outward)
@@ -306,21 +334,44 @@ class CudaDevice(Device):
 
     # -- on a lane's thread ----------------------------------------------------------------------
 
-    def _move(self, copy: CudaCopy, slot: CpuSlot, after: Sequence[Point], outward: bool) -> None:
+    def _move(
+        self,
+        copy: CudaCopy,
+        slot: CpuSlot | PackedSlot | PackedHostSlot,
+        after: Sequence[Point],
+        outward: bool,
+    ) -> None:
         check_needs(copy)
+        stream = self.streams.stream(copy.lane)
+        if isinstance(slot, PackedHostSlot):
+            self._order(stream, after)
+            try:
+                self._through(copy, slot, stream, outward)
+            finally:  # after an error, too, what was queued is to be waited for
+                copy.event = self.streams.record(stream)
+            return
         ring = self._rings.get(copy.lane)
         if ring is None:
             ring = self._rings[copy.lane] = self._new_ring()
-        stream = self.streams.stream(copy.lane)
         self._order(stream, after)
+        steps = self._steps(copy, slot, ring, outward)
         if outward:
-            ring.write(stream, slot, copy.part, partial(_issued, copy))
+            ring.write(stream, steps, partial(_issued, copy))
         else:
-            ring.read(stream, slot, copy.part, partial(setattr, copy, "event"))
+            ring.read(stream, steps, partial(setattr, copy, "event"))
+
+    def _steps(
+        self, copy: CudaCopy, slot: CpuSlot | PackedSlot, ring: Ring, outward: bool
+    ) -> Iterator[Step]:
+        if isinstance(slot, CpuSlot):
+            return raw_steps(self.streams, slot, copy.part, ring.chunk_bytes, outward)
+        packer = self.packers.of(copy.lane, self.packers.in_place and ring.from_arena)
+        flat = copy.elements(slot.dtype)
+        return (packing_steps if outward else unpacking_steps)(packer, slot, flat)
 
     def _job_over(self, copy: CudaCopy, outward: bool, job: Copy) -> None:
         copy.error = job.error
-        if outward:
+        if outward and not isinstance(copy.slot, HostSlot):
             copy.issued.set()
             self._finish(copy)
         else:
@@ -345,7 +396,9 @@ class CudaDevice(Device):
                 copy.error = error
                 if copy.awaited and copy.label.direction == "load":
                     self._late.append(copy)
-        if isinstance(copy.slot, HostSlot):
+        if isinstance(copy.slot, PackedHostSlot) and copy.error is None:
+            copy.slot.look()  # a load may be seen to end before its copy out is
+        if isinstance(copy.slot, HostSlot) and copy.job is None:
             self._note(copy)
         self._finish(copy)
 
@@ -425,6 +478,7 @@ class CudaDevice(Device):
         for ring in self._rings.values():
             ring.close()
         self._rings.clear()
+        self.packers.close()
         for copy in self._late:
             error = failure(copy.error or OffloadError(), "load", copy.label.tag, copy.slot)
             warnings.warn(f"What was computed last is wrong: {error}", stacklevel=2)

@@ -12,7 +12,7 @@ from .counters import now_ns
 from .device import Copy, Label, Point, Slot
 from .failures import not_arrived
 from .lanes import Job, Needed
-from .streams import Event, Stream, Streams, flat_bytes
+from .streams import Event, Stream, Streams, flat_bytes, flat_elements
 
 
 class Block(Protocol):
@@ -96,6 +96,11 @@ class CudaCopy(Copy):
     def part(self, start: int, size: int) -> torch.Tensor:
         assert self.keep is not None
         return flat_bytes(self.keep)[start : start + size]
+
+    def elements(self, dtype: torch.dtype) -> torch.Tensor:
+        """All of the tensor, flat, as elements of `dtype`."""
+        assert self.keep is not None
+        return flat_elements(self.keep, dtype)
 
 
 def reach(streams: Streams, point: Point) -> None:

@@ -149,6 +149,10 @@ class Device(ABC):
         for those that come; a second call replaces the first. Returns whether the device does."""
         return False
 
+    def bound_packing(self, owner: object, nbytes: int) -> None:  # noqa: B027
+        """As long as `owner` lives, let no lane hold more of the device's memory than this for
+        packing, as far as that can be; a second call replaces the first."""
+
     # -- the host itself reads and writes what is `addressable` ------------------------------------
 
     def on_host(self, tensor: torch.Tensor) -> torch.Tensor:

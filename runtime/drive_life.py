@@ -16,6 +16,12 @@ HORIZON_YEARS = 1.0
 #: A rate that was measured over less says nothing.
 LEAST_S = 60.0
 
+OPTIMIZER_STATES = "optimizer states"
+_STATES_FIX = (
+    'Give the states more host memory (host_memory=), store them in bf16 (state_dtype="bf16", '
+    "lossy), or name a drive with a higher rating"
+)
+
 _YEAR_S = 365.25 * 24 * 3600
 _TB = 1e12
 
@@ -27,6 +33,7 @@ class DriveLife:
     written_bytes_per_step: int
     step_s: float
     endurance_bytes: float
+    what: str = OPTIMIZER_STATES
 
     @property
     def years(self) -> float:
@@ -44,9 +51,9 @@ class DriveLife:
     def words(self) -> str:
         """A line for people."""
         if not self.written_bytes_per_step:
-            return "optimizer states: nothing is written to disk"
+            return f"{self.what}: nothing is written to disk"
         return (
-            f"optimizer states: {self.written_bytes_per_step / 1e9:.3g} GB written per step of "
+            f"{self.what}: {self.written_bytes_per_step / 1e9:.3g} GB written per step of "
             f"{self.step_s:.3g} s; a drive rated for {self.endurance_bytes / _TB:.4g} TB written "
             f"lasts {_span(self.years)} at this rate, without a pause"
         )
@@ -64,6 +71,7 @@ def drive_life(
     step_s: float,
     capacity_bytes: int,
     endurance_bytes: float | None = None,
+    what: str = OPTIMIZER_STATES,
 ) -> DriveLife:
     """Of a drive of `capacity_bytes`; `endurance_bytes`: what its maker grants, where known."""
     if written_bytes_per_step < 0 or step_s <= 0 or capacity_bytes <= 0:
@@ -74,7 +82,7 @@ def drive_life(
         )
     if endurance_bytes is None:
         endurance_bytes = float(capacity_bytes) * WRITES_PER_CAPACITY
-    return DriveLife(written_bytes_per_step, step_s, endurance_bytes)
+    return DriveLife(written_bytes_per_step, step_s, endurance_bytes, what)
 
 
 def capacity_of(directories: Sequence[str | os.PathLike[str]]) -> int:
@@ -93,6 +101,8 @@ class DriveWarning(UserWarning):
 class DriveWatch:
     """The life of a drive at the rate measured so far; warns once if it ends before the horizon.
 
+    what: whose writes they are. fix: what the warning says to do about them.
+
     The rate is that of all steps but the first, and means nothing before LEAST_S have passed.
     """
 
@@ -101,10 +111,13 @@ class DriveWatch:
         capacity_bytes: int,
         endurance_bytes: float | None = None,
         horizon_years: float = HORIZON_YEARS,
+        what: str = OPTIMIZER_STATES,
+        fix: str = _STATES_FIX,
     ) -> None:
         self._capacity_bytes = capacity_bytes
         self._endurance_bytes = endurance_bytes
         self._horizon_years = horizon_years
+        self._what, self._fix = what, fix
         self._first: tuple[int, float] | None = None
         self._steps = 0
         self._has_warned = False
@@ -121,13 +134,16 @@ class DriveWatch:
             return
         per_step = (written_bytes - self._first[0]) // self._steps
         self.life = drive_life(
-            per_step, passed_s / self._steps, self._capacity_bytes, self._endurance_bytes
+            per_step,
+            passed_s / self._steps,
+            self._capacity_bytes,
+            self._endurance_bytes,
+            self._what,
         )
         if self.life.years < self._horizon_years and not self._has_warned:
             self._has_warned = True
             warnings.warn(
-                f"{self.life.words()}. Give the states more host memory (host_memory=), store them "
-                'in bf16 (state_dtype="bf16", lossy), or name a drive with a higher rating',
+                f"{self.life.words()}. {self._fix}",
                 DriveWarning,
                 stacklevel=2,
             )

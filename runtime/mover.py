@@ -19,6 +19,7 @@ from .counters import add_gauges, new_tally, note, now_ns
 from .device import Copy, Device, How, Label, Point, Slot
 from .failures import failure
 from .ledger import Ledger
+from .watching import show
 
 
 @dataclass(eq=False)
@@ -87,6 +88,7 @@ class Mover:
         began_ns = now_ns()
         self._enter()
         _check_dense(x, tag)
+        show(x, tag)
         slot = self.device.slot(x, tier, codec)
         return self._start_out(x, Saved(self, tag, lane, slot), began_ns)
 

@@ -18,6 +18,8 @@ from functools import partial
 import numpy as np
 import torch
 
+from . import codecs
+from .codecs import Codec
 from .device import Copy, Device, How, Label, Point, Slot, Waited
 from .failures import not_arrived
 from .lanes import Job, Lanes, Needed
@@ -53,12 +55,46 @@ class Race:
 
 
 class SimulatedSlot(Slot):
-    """shadow: the memory of an `addressable` tensor, which goes with that."""
+    """shadow: the memory of an `addressable` tensor, which goes with that.
 
-    def __init__(self, nbytes: int, tier: str, shadow: Memory | None = None) -> None:
+    packed: what packs on the way in, and the type of what it packs.
+    """
+
+    def __init__(
+        self,
+        nbytes: int,
+        tier: str,
+        shadow: Memory | None = None,
+        packed: tuple[Codec, torch.dtype] | None = None,
+    ) -> None:
         self.nbytes = nbytes
         self.tier = tier
-        self.memory = shadow or Memory(np.zeros(nbytes, np.uint8))
+        self.packed = packed
+        worst_bytes = nbytes
+        if packed is not None:
+            codec, dtype = packed
+            worst_bytes = codec.worst_bytes(nbytes // dtype.itemsize, dtype)
+        self.memory = shadow or Memory(np.zeros(worst_bytes, np.uint8))
+        self._crossed_bytes = nbytes
+
+    @property
+    def crossed_bytes(self) -> int:
+        return self._crossed_bytes
+
+    def fill(self, source: _Bytes, stored: _Bytes) -> None:
+        if self.packed is None:
+            stored[:] = source
+        else:
+            codec, dtype = self.packed
+            flat = torch.from_numpy(source).view(dtype)
+            self._crossed_bytes = codec.pack(flat, torch.from_numpy(stored))
+
+    def empty_into(self, stored: _Bytes, target: _Bytes) -> None:
+        if self.packed is None:
+            target[:] = stored
+        else:
+            codec, dtype = self.packed
+            codec.unpack(torch.from_numpy(stored), torch.from_numpy(target).view(dtype))
 
     @property
     def where(self) -> str:
@@ -96,8 +132,9 @@ class SimulatedDevice(Device):
 
     # -- memory --------------------------------------------------------------------------------
 
-    def slot(self, source: torch.Tensor, tier: str) -> SimulatedSlot:
-        return SimulatedSlot(source.numel() * source.element_size(), tier)
+    def slot(self, source: torch.Tensor, tier: str, codec: str | None = None) -> SimulatedSlot:
+        packed = None if codec is None else (codecs.codec(codec), source.dtype)
+        return SimulatedSlot(source.numel() * source.element_size(), tier, packed=packed)
 
     def allocate(self, slot: Slot, freed: Callable[[], None]) -> torch.Tensor:
         return self.empty(slot.nbytes, freed)
@@ -228,7 +265,7 @@ class SimulatedDevice(Device):
         assert isinstance(slot, SimulatedSlot)
         with self._lock:
             memory = self._memory(source)
-            work = partial(_copy, memory.data, slot.memory.data)
+            work = partial(slot.fill, memory.data, slot.memory.data)
             return self._issue(
                 lane, work, after, (memory,), (slot.memory,), label, on_end, keep=source
             )
@@ -245,7 +282,7 @@ class SimulatedDevice(Device):
         assert isinstance(slot, SimulatedSlot)
         with self._lock:
             memory = self._memory(target)
-            work = partial(_copy, slot.memory.data, memory.data)
+            work = partial(slot.empty_into, slot.memory.data, memory.data)
             return self._issue(
                 lane, work, after, (slot.memory,), (memory,), label, on_end, keep=target
             )
@@ -330,10 +367,6 @@ class SimulatedDevice(Device):
         # a job is in a clock if its own, latest, bit is
         if first is not None and not clock >> (self._clocks[first].bit_length() - 1) & 1:
             self.races.append(Race(kind, _name(first), _name(second)))
-
-
-def _copy(source: _Bytes, target: _Bytes) -> None:
-    target[:] = source
 
 
 def _nothing() -> None:

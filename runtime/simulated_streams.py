@@ -24,10 +24,12 @@ from functools import partial
 import numpy as np
 import torch
 
+from .codecs import Codec
 from .simulated import Race
 from .simulated_memory import SimulatedArena, Watch
 from .streams import MemoryUse, Streams
 
+_Bytes = np.ndarray[tuple[int], np.dtype[np.uint8]]
 COMPUTE = "compute"
 #: most steps that the queues advance by at a call
 _STEPS = 3
@@ -74,6 +76,8 @@ class SimulatedStreams(Streams):
         self, seed: int, faults: Faults | None = None, pace_s: float | None = None
     ) -> None:
         self.name = "simulated:0"
+        #: whether kernels may use host memory in place
+        self.reaches_host = True
         self.faults = faults or Faults()
         self._dice = random.Random(seed)
         self._pace_s = pace_s
@@ -207,6 +211,13 @@ class SimulatedStreams(Streams):
                 raise torch.OutOfMemoryError(f"Tried to allocate {nbytes} bytes (planted)")
             return self._watch.device_tensor(nbytes, self.compute())
 
+    def scratch(self, stream: SimulatedStream, nbytes: int) -> torch.Tensor:
+        with self.on(stream):
+            return self.empty(nbytes)
+
+    def why_not_pack(self, in_place: bool) -> str | None:
+        return None if self.reaches_host or not in_place else "planted"
+
     def alias(self, host: torch.Tensor) -> torch.Tensor:
         with self._moved:
             # known by what keeps it, before its first use: the alias itself must be free to die
@@ -237,12 +248,31 @@ class SimulatedStreams(Streams):
     # -- work ------------------------------------------------------------------------------------
 
     def copy(self, stream: SimulatedStream, target: torch.Tensor, source: torch.Tensor) -> None:
+        self._copy(stream, np.copyto, target, source)
+
+    def pack(
+        self, stream: SimulatedStream, codec: Codec, flat: torch.Tensor, packed: torch.Tensor
+    ) -> None:
+        self._copy(stream, partial(_pack, codec, flat.dtype), packed, flat)
+
+    def unpack(
+        self, stream: SimulatedStream, codec: Codec, packed: torch.Tensor, flat: torch.Tensor
+    ) -> None:
+        self._copy(stream, partial(_unpack, codec, flat.dtype), flat, packed)
+
+    def _copy(
+        self,
+        stream: SimulatedStream,
+        how: Callable[[_Bytes, _Bytes], None],
+        target: torch.Tensor,
+        source: torch.Tensor,
+    ) -> None:
         with self._moved:
             number, self._copies = self._copies, self._copies + 1
             if number in self.faults.at_issue:
                 raise RuntimeError(f"copy {number} could not be queued (planted)")
             work: Callable[[], None] = partial(
-                np.copyto, self._watch.part(target), self._watch.part(source)
+                how, self._watch.part(target), self._watch.part(source)
             )
             if number in self.faults.running:
                 work = partial(_fail, stream, f"copy {number} failed (planted)")
@@ -278,6 +308,14 @@ class SimulatedStreams(Streams):
     ) -> None:
         before = stream.clock | self._watch.known
         stream.clock = self._watch.access(what, reads, writes, before)
+
+
+def _pack(codec: Codec, dtype: torch.dtype, packed: _Bytes, source: _Bytes) -> None:
+    codec.pack(torch.from_numpy(source).view(dtype), torch.from_numpy(packed))
+
+
+def _unpack(codec: Codec, dtype: torch.dtype, target: _Bytes, packed: _Bytes) -> None:
+    codec.unpack(torch.from_numpy(packed), torch.from_numpy(target).view(dtype))
 
 
 def _reach(stream: SimulatedStream, event: SimulatedEvent) -> None:

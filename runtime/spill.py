@@ -5,9 +5,12 @@ from __future__ import annotations
 import itertools
 import os
 import threading
+import weakref
 from collections import deque
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -16,8 +19,10 @@ from offcompile.ir import OffloadError
 
 from . import forks
 from .directories import ELSEWHERE
+from .disk_queue import DiskQueue, Work, side_by_side
 from .mapping import PAGE_BYTES, page_multiple
-from .spill_file import Files, SpillFile
+from .spill_file import Files, SpillFile, part_of
+from .striping import Turns, shares, stripe_of
 
 _LEAST_STEP_BYTES = 64 << 20
 _MOST_STEP_BYTES = 1 << 30
@@ -55,7 +60,10 @@ class SpillStore:
     """Files that hold what left memory; gone with the store. Any thread may call anything.
 
     capacity_bytes: most that the files may take together (None: what the disks give).
-    stripe_bytes: how much goes to one directory before the next has its turn.
+    stripe_bytes: most that goes to one directory before the next has its turn.
+    weights: in what proportion the directories get stripes; None: as fast as their disks are,
+    measured when there is something to place. They work side by side, so a move takes as long as
+    the slowest of its parts.
     reserve_bytes: what is left free on every file system.
     direct: all files pass the page cache by. elsewhere: what errors say to name other directories.
     A forked child has no part in the store: there every call but `release` and `close` is an error.
@@ -69,6 +77,7 @@ class SpillStore:
         reserve_bytes: int = 512 << 20,
         files: Files | None = None,
         elsewhere: str = ELSEWHERE,
+        weights: Sequence[float] | None = None,
     ) -> None:
         if not directories:
             raise OffloadError("a spill store needs a directory: none was named")
@@ -84,7 +93,19 @@ class SpillStore:
         self._stripe_bytes = stripe_bytes
         self._reserve_bytes = reserve_bytes
         self._elsewhere = elsewhere
-        self._turn = 0
+        if weights is not None and len(weights) != len(directories):
+            raise OffloadError(
+                f"{len(weights)} weights for {len(directories)} directories: give one for each"
+            )
+        self._turns = None if weights is None else Turns(weights)
+        #: by file and direction: nobody who reads waits for what is written
+        self._queues = {
+            (at, writing): DiskQueue(f"offcompile-spill-{at}{'w' if writing else 'r'}")
+            for at in range(len(self._files))
+            for writing in (False, True)
+        }
+        for queue in self._queues.values():
+            weakref.finalize(self, queue.close).atexit = False
         self._numbers = itertools.count()
         self._live: dict[int, Extent] = {}
         # releases come from dying tickets too, inside of any line of ours: a note needs no lock
@@ -157,11 +178,42 @@ class SpillStore:
 
     def write(self, extent: Extent, offset: int, buffer: memoryview) -> None:
         """Put `buffer` at `offset` of `extent`; returns when the disk has it. All whole pages."""
-        self._move(extent, offset, buffer, writing=True)
+        self._move(extent, offset, [buffer], writing=True)
+
+    def write_parts(self, extent: Extent, offset: int, buffers: Sequence[memoryview]) -> None:
+        """Put `buffers`, one behind the other, at `offset`: in one call what `write` does in many.
+
+        Each is whole pages.
+        """
+        self._move(extent, offset, buffers, writing=True)
 
     def read(self, extent: Extent, offset: int, buffer: memoryview) -> None:
         """Fill `buffer` from `offset` of `extent`. All whole pages."""
-        self._move(extent, offset, buffer, writing=False)
+        self._move(extent, offset, [buffer], writing=False)
+
+    @property
+    def descriptors(self) -> tuple[int, ...]:
+        """Of the open files, in the order of `directories`."""
+        return tuple(file.descriptor for file in self._files)
+
+    def ranges(self, extent: Extent, offset: int, nbytes: int) -> list[tuple[int, int, int]]:
+        """Where that part of `extent` lies: (file, offset in it, bytes), in order."""
+        self._check_range(extent, offset, nbytes)
+        return [
+            (piece.file, piece.offset + within, size)
+            for piece, within, _, size in _pieces_of(extent, offset, nbytes)
+        ]
+
+    @contextmanager
+    def moving(self, nbytes: int, writing: bool) -> Iterator[None]:
+        """Hold forks and `close` off while so many bytes move; they count once they have."""
+        self._begin()
+        moved = 0
+        try:
+            yield
+            moved = nbytes
+        finally:
+            self._end(moved, writing)
 
     def flush(self) -> None:
         """Have all of it on the disks and out of the page cache (for files that are not direct)."""
@@ -178,6 +230,8 @@ class SpillStore:
             self._is_open = False
             for file in self._files:
                 file.close()
+        for queue in self._queues.values():
+            queue.close()
 
     def __enter__(self) -> SpillStore:
         return self
@@ -203,8 +257,9 @@ class SpillStore:
     def _take(self, padded: int, pieces: list[Piece]) -> None:
         """Fill `pieces` up to `padded` bytes, or as far as it goes."""
         left = padded
+        stripe = stripe_of(padded, len(self._files), self._stripe_bytes)
         while left:
-            striped = left if len(self._files) == 1 else min(left, self._stripe_bytes)
+            striped = min(left, stripe)
             piece = self._whole_piece(striped) or self._part_piece(striped)
             if piece is None:
                 return
@@ -213,14 +268,15 @@ class SpillStore:
 
     def _whole_piece(self, nbytes: int) -> Piece | None:
         """One range of `nbytes` in the file whose turn it is, or in the next that has room."""
-        count = len(self._files)
-        for at in (*range(self._turn, count), *range(self._turn)):
+        if self._turns is None:
+            self._turns = Turns(shares(self.directories))
+        for at in self._turns.order(nbytes):
             file = self._files[at]
             start = file.take(nbytes)
             if start is None and self._grow(file, nbytes):
                 start = file.take(nbytes)
             if start is not None:
-                self._turn = (at + 1) % count
+                self._turns.took(at, nbytes)
                 return Piece(at, start, nbytes)
         return None
 
@@ -269,42 +325,43 @@ class SpillStore:
         for piece in pieces:
             self._files[piece.file].free.add(piece.offset, piece.nbytes)
 
-    def _checked(self, extent: Extent, offset: int, buffer: memoryview) -> memoryview:
-        view = memoryview(buffer).cast("B")
+    def _check_range(self, extent: Extent, offset: int, nbytes: int) -> None:
         if self._live.get(extent.number) is not extent:
             raise OffloadError(f"extent {extent.number} is not allocated here, or was released")
-        end = offset + len(view)
-        if offset < 0 or offset % PAGE_BYTES or len(view) % PAGE_BYTES or not len(view):
+        if offset < 0 or offset % PAGE_BYTES or nbytes % PAGE_BYTES or not nbytes:
             raise OffloadError(
-                f"{len(view)} bytes at {offset} cannot be moved directly: both have to be "
+                f"{nbytes} bytes at {offset} cannot be moved directly: both have to be "
                 f"multiples of {PAGE_BYTES}"
             )
-        if end > extent.padded_nbytes:
+        if offset + nbytes > extent.padded_nbytes:
             raise OffloadError(
-                f"{len(view)} bytes at {offset} do not lie in an extent of {extent.padded_nbytes}"
+                f"{nbytes} bytes at {offset} do not lie in an extent of {extent.padded_nbytes}"
             )
-        address = np.frombuffer(view, np.uint8).ctypes.data
-        if address % PAGE_BYTES:
-            raise OffloadError(
-                f"a buffer at address {address:#x} does not suit direct I/O: it has to lie at a "
-                f"multiple of {PAGE_BYTES}, as blocks of the arena do"
-            )
-        return view
 
-    def _move(self, extent: Extent, offset: int, buffer: memoryview, writing: bool) -> None:
-        view = self._checked(extent, offset, buffer)
-        for piece, within, part in _pieces_of(extent, offset, view):
-            file = self._files[piece.file]
-            call = file.write if writing else file.read
-            for at in range(0, len(part), _CHUNK_BYTES):
-                chunk = part[at : at + _CHUNK_BYTES]
-                self._begin()
-                moved = 0
-                try:
-                    call(piece.offset + within + at, chunk)
-                    moved = len(chunk)
-                finally:
-                    self._end(moved, writing)
+    def _move(
+        self, extent: Extent, offset: int, buffers: Sequence[memoryview], writing: bool
+    ) -> None:
+        views = [memoryview(buffer).cast("B") for buffer in buffers]
+        nbytes = sum(map(len, views))
+        self._check_range(extent, offset, nbytes)
+        for view in views:
+            _check_pages(view)
+        by_file: dict[int, list[Work]] = {}
+        for piece, within, at, size in _pieces_of(extent, offset, nbytes):
+            part = part_of(views, at, size)
+            work = partial(self._transfer, piece.file, piece.offset + within, part, size, writing)
+            by_file.setdefault(piece.file, []).append(work)
+        side_by_side([(self._queues[at, writing], works) for at, works in by_file.items()])
+
+    def _transfer(
+        self, at: int, start: int, views: list[memoryview], nbytes: int, writing: bool
+    ) -> None:
+        file = self._files[at]
+        call = file.write if writing else file.read
+        for done in range(0, nbytes, _CHUNK_BYTES):
+            size = min(_CHUNK_BYTES, nbytes - done)
+            with self.moving(size, writing):
+                call(start + done, part_of(views, done, size))
 
     def _begin(self) -> None:
         with self._settled:
@@ -344,14 +401,22 @@ class SpillStore:
         self._settled.release()
 
 
-def _pieces_of(
-    extent: Extent, offset: int, view: memoryview
-) -> Iterator[tuple[Piece, int, memoryview]]:
-    """(piece, where in it, the part of `view` that goes there), in order."""
-    start, end = offset, offset + len(view)
+def _check_pages(view: memoryview) -> None:
+    address = np.frombuffer(view, np.uint8).ctypes.data
+    if address % PAGE_BYTES or len(view) % PAGE_BYTES:
+        raise OffloadError(
+            f"a buffer of {len(view)} bytes at address {address:#x} does not suit direct I/O: it "
+            f"has to be whole pages and lie at a multiple of {PAGE_BYTES}, as blocks of the arena "
+            "do"
+        )
+
+
+def _pieces_of(extent: Extent, offset: int, nbytes: int) -> Iterator[tuple[Piece, int, int, int]]:
+    """(piece, where in it, where in the `nbytes` from `offset`, how much), in order."""
+    end = offset + nbytes
     at = 0
     for piece in extent.pieces:
-        low, high = max(start, at), min(end, at + piece.nbytes)
+        low, high = max(offset, at), min(end, at + piece.nbytes)
         if low < high:
-            yield piece, low - at, view[low - start : high - start]
+            yield piece, low - at, low - offset, high - low
         at += piece.nbytes

@@ -68,6 +68,10 @@ class SpillFile:
         self._closed.atexit = False
         self.direct = _make_direct(self._descriptor)
 
+    @property
+    def descriptor(self) -> int:
+        return self._descriptor
+
     def take(self, nbytes: int) -> int | None:
         """The offset of `nbytes` in one piece, at the head of the log if it can be; None: none."""
         start = self.free.take_next(self._head, nbytes)
@@ -106,25 +110,27 @@ class SpillFile:
             os.ftruncate(self._descriptor, self.size_bytes + step)
         return True
 
-    def write(self, offset: int, view: memoryview) -> None:
-        self._transfer("writing", self._files.pwritev, offset, view)
+    def write(self, offset: int, views: Sequence[memoryview]) -> None:
+        """All of them, one behind the other."""
+        self._transfer("writing", self._files.pwritev, offset, views)
 
-    def read(self, offset: int, view: memoryview) -> None:
-        self._transfer("reading", self._files.preadv, offset, view)
+    def read(self, offset: int, views: Sequence[memoryview]) -> None:
+        self._transfer("reading", self._files.preadv, offset, views)
 
     def _transfer(
         self,
         doing: str,
         call: Callable[[int, Sequence[memoryview], int], int],
         offset: int,
-        view: memoryview,
+        views: Sequence[memoryview],
     ) -> None:
-        """All of `view`, whole pages; what falls short of a page is done again."""
+        """All of `views`, whole pages; what falls short of a page is done again."""
+        total = sum(map(len, views))
         done, fruitless = 0, 0
-        while done < len(view):
-            left = len(view) - done
+        while done < total:
+            left = total - done
             try:
-                moved = call(self._descriptor, [view[done:]], offset + done)
+                moved = call(self._descriptor, part_of(views, done, left), offset + done)
             except OSError as error:
                 raise self._failed(doing, left, offset + done, error) from error
             # direct I/O goes on only at whole pages
@@ -155,6 +161,18 @@ class SpillFile:
 
     def close(self) -> None:
         self._closed()
+
+
+def part_of(views: Sequence[memoryview], start: int, size: int) -> list[memoryview]:
+    """What lies at [start, start + size) of them all, one behind the other."""
+    parts = []
+    at = 0
+    for view in views:
+        low, high = max(start, at), min(start + size, at + len(view))
+        if low < high:
+            parts.append(view[low - at : high - at])
+        at += len(view)
+    return parts
 
 
 def open_unlinked(directory: Path, elsewhere: str = ELSEWHERE) -> int:

@@ -6,21 +6,20 @@ While the disk is busy with one chunk, the GPU's copy engine is at the next.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 
 import torch
 
-from .cpu import CpuSlot
 from .mapping import PAGE_BYTES, page_multiple
 from .streams import Event, Stream, Streams
 
 #: of a ring; with two, tensors that are smaller than a chunk would hardly overlap
 CHUNKS = 4
 
-#: (start, size) -> these bytes of the tensor, flat, on the device
-Part = Callable[[int, int], torch.Tensor]
+#: told of events behind what the GPU was given
+Issued = Callable[[Event | None], None]
 
 
 @dataclass(eq=False)
@@ -35,57 +34,63 @@ class Chunk:
         return self.tensor.numpy()[: page_multiple(nbytes, PAGE_BYTES)].data
 
 
+@dataclass(frozen=True)
+class Step:
+    """What is done with one chunk: the GPU's part, given to a stream, and the disk's."""
+
+    by_gpu: Callable[[Stream, Chunk], None]
+    by_disk: Callable[[Chunk], None]
+
+
 class Ring:
     """Chunks of equal size, used in turn on one lane's thread and stream."""
 
-    def __init__(self, streams: Streams, chunks: Sequence[torch.Tensor]) -> None:
+    def __init__(
+        self, streams: Streams, chunks: Sequence[torch.Tensor], from_arena: bool = True
+    ) -> None:
         self._streams = streams
         self._chunks = deque(Chunk(tensor) for tensor in chunks)
-        self._chunk_bytes = chunks[0].numel()
+        self.chunk_bytes = chunks[0].numel()
+        #: whether all of it is the arena's memory
+        self.from_arena = from_arena
 
-    def write(
-        self, stream: Stream, slot: CpuSlot, part: Part, issued: Callable[[Event | None], None]
-    ) -> None:
-        """Bring the tensor to the slot; returns, or raises, when the GPU and the disk are done.
+    def write(self, stream: Stream, steps: Iterable[Step], issued: Issued) -> None:
+        """Bring a tensor to the disk; returns, or raises, when the GPU and the disk are done.
 
-        `issued` gets the event of the last copy out of the tensor, as soon as there is one; `part`
-        is not called after that.
+        `issued` gets the event of the last copy out of the tensor, as soon as there is one; the
+        GPU is given nothing of it after that.
         """
         event: Event | None = None
-        waiting: deque[tuple[Chunk, int, int]] = deque()
+        waiting: deque[tuple[Chunk, Step]] = deque()
         try:
-            for start in range(0, slot.nbytes, self._chunk_bytes):
+            for step in steps:
                 if len(waiting) == len(self._chunks):
-                    self._land(slot, *waiting[0])
+                    self._land(*waiting[0])
                     waiting.popleft()
-                size = min(self._chunk_bytes, slot.nbytes - start)
                 chunk = self._next()
-                self._streams.copy(stream, chunk.tensor[:size], part(start, size))
+                step.by_gpu(stream, chunk)
                 event = chunk.event = self._streams.record(stream)
-                waiting.append((chunk, start, size))
+                waiting.append((chunk, step))
             issued(event)
             while waiting:
-                self._land(slot, *waiting[0])
+                self._land(*waiting[0])
                 waiting.popleft()
         finally:
             # not empty after an error: the GPU may still be reading the tensor
-            for chunk, _, _ in waiting:
+            for chunk, _ in waiting:
                 self._settle(chunk)
 
-    def read(
-        self, stream: Stream, slot: CpuSlot, part: Part, issued: Callable[[Event | None], None]
-    ) -> None:
-        """Fill the tensor; returns when the last copy into it was given to the GPU.
+    def read(self, stream: Stream, steps: Iterable[Step], issued: Issued) -> None:
+        """Fill a tensor; returns when the last copy into it was given to the GPU.
 
         `issued` gets the event of each copy. The disk is ahead of the GPU by as much as the ring
         holds, also while `stream` waits for compute.
         """
-        for start in range(0, slot.nbytes, self._chunk_bytes):
-            size = min(self._chunk_bytes, slot.nbytes - start)
+        for step in steps:
             chunk = self._next()
             self._settle(chunk)
-            slot.store.read(slot.extent, start, chunk.pages(size))
-            self._streams.copy(stream, part(start, size), chunk.tensor[:size])
+            step.by_disk(chunk)
+            step.by_gpu(stream, chunk)
             chunk.event = self._streams.record(stream)
             issued(chunk.event)
 
@@ -99,9 +104,9 @@ class Ring:
         self._chunks.rotate(-1)
         return self._chunks[-1]
 
-    def _land(self, slot: CpuSlot, chunk: Chunk, start: int, size: int) -> None:
+    def _land(self, chunk: Chunk, step: Step) -> None:
         self._streams.synchronize(chunk.event)
-        slot.store.write(slot.extent, start, chunk.pages(size))
+        step.by_disk(chunk)
 
     def _settle(self, chunk: Chunk) -> None:
         """Block until the GPU is done with the chunk."""

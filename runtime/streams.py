@@ -16,7 +16,14 @@ from typing import Any, TypeAlias
 
 import torch
 
+from offcompile.ir import OffloadError
+
+from . import kernels
 from .alias import cuda_alias
+from .codecs import Codec
+from .codecs.kinds import Bitmask, Stash
+from .codecs.layout import WIDEST_BYTES
+from .cuda_facts import reaches_host
 
 #: what only the layer that made them looks into; streams can be compared with `==`
 Stream: TypeAlias = Any
@@ -78,6 +85,32 @@ class Streams(ABC):
         """
 
     @abstractmethod
+    def scratch(self, stream: Stream, nbytes: int) -> torch.Tensor:
+        """As `empty`, for use on `stream` alone."""
+
+    @abstractmethod
+    def why_not_pack(self, in_place: bool) -> str | None:
+        """Why kernels here do not pack, `in_place` into host memory; None if they do."""
+
+    @abstractmethod
+    def pack(self, stream: Stream, codec: Codec, flat: torch.Tensor, packed: torch.Tensor) -> None:
+        """Queue what packs a flat tensor of the device into `packed`, flat uint8 of the worst case.
+
+        That may be host memory which the device can use in place, as may be that of `unpack`.
+        """
+
+    @abstractmethod
+    def unpack(
+        self, stream: Stream, codec: Codec, packed: torch.Tensor, flat: torch.Tensor
+    ) -> None:
+        """Queue what fills a flat tensor of the device from `packed`."""
+
+    @property
+    def packing_bytes(self) -> int:
+        """Device memory that packing has taken for good."""
+        return 0
+
+    @abstractmethod
     def alias(self, host: torch.Tensor) -> torch.Tensor:
         """A flat uint8 tensor of the device on the memory of `host`, whose storage keeps `host`.
 
@@ -129,6 +162,8 @@ class TorchStreams(Streams):
         self.device = torch.device("cuda", index)
         self.name = str(self.device)
         self._index = index
+        self._packing = threading.Lock()
+        self._workspaces: dict[torch.cuda.Stream, torch.Tensor] = {}
 
     def compute(self) -> torch.cuda.Stream:
         return torch.cuda.current_stream(self.device)
@@ -168,6 +203,55 @@ class TorchStreams(Streams):
         with torch.cuda.device(self.device):
             return torch.empty(nbytes, dtype=torch.uint8, device=self.device)
 
+    def scratch(self, stream: torch.cuda.Stream, nbytes: int) -> torch.Tensor:
+        with torch.cuda.stream(stream):
+            return torch.empty(nbytes, dtype=torch.uint8, device=self.device)
+
+    def why_not_pack(self, in_place: bool) -> str | None:
+        reason = kernels.why_not(self.device)
+        if reason is None and in_place and not reaches_host(self._index):
+            reason = f"{self.device} cannot use host memory in place"
+        return reason
+
+    def pack(
+        self, stream: torch.cuda.Stream, codec: Codec, flat: torch.Tensor, packed: torch.Tensor
+    ) -> None:
+        room = self._near(packed)
+        with self._packing, torch.cuda.stream(stream):
+            if isinstance(codec, Stash):
+                used = codec.worst_bytes(flat.numel(), flat.dtype)
+                return kernels.copy_into(room[:used].view(codec.stash), flat)
+            plan, elements = bitmask_plan(codec, flat, staged=room is not packed)
+            plan.pack(elements, room, self._workspace(stream, plan.workspace_bytes))
+
+    def unpack(
+        self, stream: torch.cuda.Stream, codec: Codec, packed: torch.Tensor, flat: torch.Tensor
+    ) -> None:
+        room = self._near(packed)
+        with self._packing, torch.cuda.stream(stream):
+            if isinstance(codec, Stash):
+                used = codec.worst_bytes(flat.numel(), flat.dtype)
+                return kernels.copy_into(flat, room[:used].view(codec.stash))
+            plan, elements = bitmask_plan(codec, flat, staged=room is not packed)
+            plan.unpack(room, elements, self._workspace(stream, plan.workspace_bytes))
+
+    def _near(self, packed: torch.Tensor) -> torch.Tensor:
+        return packed if packed.device.type != "cpu" else self.alias(packed)
+
+    def _workspace(self, stream: torch.cuda.Stream, nbytes: int) -> torch.Tensor:
+        """One for each stream, whose order lets its users follow each other. Under the lock."""
+        room = self._workspaces.get(stream)
+        if room is None or room.numel() < nbytes:
+            room = None
+            self._workspaces.pop(stream, None)  # before there is another
+            room = self._workspaces[stream] = self.scratch(stream, nbytes)
+        return room
+
+    @property
+    def packing_bytes(self) -> int:
+        with self._packing:
+            return sum(room.numel() for room in self._workspaces.values())
+
     def alias(self, host: torch.Tensor) -> torch.Tensor:
         return cuda_alias(host, self.device, torch.uint8, host.shape)
 
@@ -187,6 +271,20 @@ class TorchStreams(Streams):
         torch.cuda.reset_peak_memory_stats(self.device)
 
 
+def bitmask_plan(
+    codec: Codec, flat: torch.Tensor, staged: bool
+) -> tuple[kernels.BitmaskPlan, torch.Tensor]:
+    """What kernels do for a codec, and the elements that they take. `staged`: on host memory."""
+    if not isinstance(codec, Bitmask):
+        raise OffloadError(
+            f'codec "{codec.name}" has no kernels for moves: use bitmask, fp16, bf16, bitmask+fp16'
+            " or bitmask+bf16"
+        )
+    if flat.itemsize > WIDEST_BYTES:
+        flat = flat.view(torch.int64)
+    return kernels.BitmaskPlan(flat.numel(), flat.dtype, codec.stash, staged), flat
+
+
 def flat_bytes(tensor: torch.Tensor) -> torch.Tensor:
     """All bytes of a dense tensor, in the order in which they lie in memory; shares its storage."""
     nbytes = tensor.numel() * tensor.element_size()
@@ -195,17 +293,9 @@ def flat_bytes(tensor: torch.Tensor) -> torch.Tensor:
     return flat.set_(tensor.untyped_storage(), start, (nbytes,), (1,))
 
 
-def flat_elements(tensor: torch.Tensor) -> torch.Tensor:
-    """All elements of a dense tensor, in the order in which they lie in memory; shares its storage.
-
-    Of its type, which is real: what is complex comes as pairs.
-    """
-    whole = tensor.detach()
-    if whole.is_complex():
-        whole = torch.view_as_real(whole)
-    start = whole.storage_offset()
-    flat = torch.empty(0, dtype=whole.dtype, device=whole.device)
-    return flat.set_(whole.untyped_storage(), start, (whole.numel(),), (1,))
+def flat_elements(tensor: torch.Tensor, dtype: torch.dtype | None = None) -> torch.Tensor:
+    """As `flat_bytes`, taken as elements of `dtype`; None: of the tensor's own."""
+    return flat_bytes(tensor).view(dtype or tensor.dtype)
 
 
 def when_storage_dies(tensor: torch.Tensor, died: Callable[[], None]) -> None:

@@ -53,6 +53,8 @@ class Bench:
     device: CudaDevice
     mover: Mover
     wrong: list[str] = field(default_factory=list)
+    #: of all copies out
+    codec: str | None = None
 
     def full(self, nbytes: int, value: int) -> torch.Tensor:
         x = self.streams.empty(nbytes)
@@ -69,7 +71,7 @@ class Bench:
     def out(
         self, x: torch.Tensor, tag: str = "x", tier: str = "host", lane: str = "d2h"
     ) -> torch.Tensor:
-        return self.mover.start_out(x, tag, tier, lane)
+        return self.mover.start_out(x, tag, tier, lane, self.codec)
 
     def wait_out(self, ticket: torch.Tensor) -> None:
         self.mover.wait_out(tickets.find(ticket, Saved))

@@ -210,7 +210,13 @@ def test_wheel_and_sdist_hold_the_linked_rooms_and_the_profiles(tmp_path: Path) 
     }
     profiles = {str(f.relative_to(ROOT)) for f in (ROOT / "offcompile/profiles").glob("*.toml")}
     assert len(profiles) > 5
-    wanted = code | profiles | {"offcompile/py.typed"}
+    codecs = {
+        f"offcompile/{f.relative_to(ROOT)}"
+        for f in (ROOT / "runtime/codecs").iterdir()
+        if f.suffix in (".cpp", ".h")
+    }
+    assert len(codecs) > 1
+    wanted = code | profiles | codecs | {"offcompile/py.typed"}
     assert wanted <= packed
     assert wanted <= shipped
     assert not [name for name in packed if name.startswith(("passes/", "runtime/", "tests/"))]

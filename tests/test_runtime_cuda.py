@@ -168,9 +168,9 @@ class EndsUnseen(CudaDevice):
 class LandsAtOnce(staging.Ring):
     """The disk writes a chunk that the GPU may still be filling."""
 
-    def _land(self, slot: object, chunk: staging.Chunk, start: int, size: int) -> None:
+    def _land(self, chunk: staging.Chunk, step: staging.Step) -> None:
         event, chunk.event = chunk.event, _Reached()
-        super()._land(slot, chunk, start, size)  # type: ignore[arg-type]
+        super()._land(chunk, step)
         chunk.event = event
 
 

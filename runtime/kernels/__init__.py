@@ -2,10 +2,12 @@
 
 Each operation comes three times: `x_torch`, which says what it means; `x_launch`, the kernel for
 these very tensors as a value; and the plain name, which runs the kernel if it can and torch if it
-cannot. Importing this imports no Triton.
+cannot. Packing has no such fallback: `runtime.codecs` says what it means, on the CPU. Importing
+this imports no Triton.
 """
 
 from .adamw import AdamStep, AdamTensors, adam_launch, adam_torch, adam_update
+from .bitmask import BitmaskPlan, kept_at, signs_launch, unsigns_launch
 from .copying import copy_into, copy_launch, copy_torch
 from .gates import AMD_ARCHITECTURES, Architecture, refusal
 from .gathering import gather_launch, gather_rows, gather_torch
@@ -28,6 +30,7 @@ __all__ = [
     "AdamStep",
     "AdamTensors",
     "Architecture",
+    "BitmaskPlan",
     "Blocks",
     "Config",
     "Launch",
@@ -44,12 +47,15 @@ __all__ = [
     "gather_rows",
     "gather_torch",
     "has_triton",
+    "kept_at",
     "load_kernel",
     "refusal",
+    "signs_launch",
     "stream_launch",
     "stream_matmul",
     "stream_torch",
     "streamable",
+    "unsigns_launch",
     "why_not",
     "write_launch",
     "write_matmul",

@@ -1,0 +1,106 @@
+"""Who does the work on the processor: compiled code where it can be had, NumPy elsewhere."""
+
+from __future__ import annotations
+
+import warnings
+from concurrent.futures import ThreadPoolExecutor
+from functools import cache
+from threading import Lock
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+
+from offcompile.ir import OffloadError
+
+from .layout import Layout
+from .native import Native
+from .reference import Reference
+
+
+class Engine(Protocol):
+    """Tensors are flat, contiguous, on the CPU, of types that fit, and large enough.
+
+    Whoever calls has checked it. `stash` is a 16-bit type to which float32 is rounded before.
+    """
+
+    name: str
+
+    def pack(self, x: torch.Tensor, out: torch.Tensor, stash: torch.dtype | None) -> int: ...
+
+    def unpack(
+        self, packed: torch.Tensor, out: torch.Tensor, stash: torch.dtype | None
+    ) -> None: ...
+
+    def cast(self, x: torch.Tensor, out: torch.Tensor) -> None:
+        """out[i] = x[i], rounded or widened; a NaN is any NaN."""
+
+    def pack_signs(self, x: torch.Tensor, out: torch.Tensor) -> None:
+        """out: as many bytes as are packed; see `kinds.Sign`."""
+
+    def unpack_signs(self, packed: torch.Tensor, out: torch.Tensor) -> None: ...
+
+    def count(self, x: torch.Tensor, rows: np.ndarray[Any, Any] | None) -> int:
+        """How many elements are not zero in bits, of all or of these whole rows."""
+
+
+@cache
+def _chosen() -> Engine:
+    try:
+        # in a thread of its own, where no mode of the caller's reaches: fake tensors, other devices
+        with ThreadPoolExecutor(1) as alone:
+            return alone.submit(_compiled).result()
+    except Exception as error:
+        warnings.warn(
+            "codecs run in NumPy, some twenty times slower than compiled code, which cannot be "
+            f"had: {type(error).__name__}: {str(error)[:500]}. Install a C++ compiler (g++), or "
+            "name one in CXX",
+            RuntimeWarning,
+            stacklevel=2,
+        )
+        return Reference()
+
+
+def _compiled() -> Engine:
+    made = Native()
+    check_engine(made)
+    return made
+
+
+_choosing = Lock()
+
+
+def engine() -> Engine:
+    """The fastest that works here; the first call takes seconds, for it may have to compile."""
+    if _chosen.cache_info().currsize:
+        return _chosen()
+    with _choosing:
+        return _chosen()
+
+
+def check_engine(made: Engine) -> None:
+    """OffloadError if an engine does not give the reference's very bytes for a small tensor."""
+    meant = Reference()
+    # a whole row of zeros, one without any, and ragged ends; NaN is left out, of which any will do
+    values = torch.arange(-700.0, 701.0).div_(3).relu_()
+    values[256:384] = 0.0
+    values[384:512] = -1e-41
+    for dtype in (torch.uint8, torch.float16, torch.float32, torch.float64):
+        _compare(made, meant, values.to(dtype), None)
+    for stash in (torch.float16, torch.bfloat16):
+        _compare(made, meant, values, stash)
+
+
+def _compare(made: Engine, meant: Engine, x: torch.Tensor, stash: torch.dtype | None) -> None:
+    room = 2 * Layout.of(x.numel(), x.dtype).worst_bytes
+    packed, expected = (torch.zeros(room, dtype=torch.uint8) for _ in range(2))
+    used = made.pack(x, packed, stash)
+    back, meant_back = torch.empty_like(x), torch.empty_like(x)
+    same = used == meant.pack(x, expected, stash)
+    if same and torch.equal(packed[:used], expected[:used]):
+        made.unpack(packed[:used], back, stash)
+        meant.unpack(expected[:used], meant_back, stash)
+        counted = made.count(x, None) == meant.count(x, None)
+        if torch.equal(back.view(torch.uint8), meant_back.view(torch.uint8)) and counted:
+            return
+    raise OffloadError(f"{made.name} packs {x.dtype} otherwise than it should on this processor")

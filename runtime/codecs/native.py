@@ -1,0 +1,130 @@
+"""The codecs in C++, compiled at first use as Inductor compiles, and kept in its cache.
+
+Called through ctypes, which releases the interpreter's lock. What was compiled is held against the
+reference before it is used.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import platform
+import sys
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from offcompile.ir import OffloadError
+
+from .layout import WIDEST_BYTES, Layout
+from .reference import Array
+from .refusals import damaged
+
+_SOURCES = ("words.h", "lanes_512.h", "lanes_256.h", "lanes_64.h", "packing.cpp")
+_ROUNDED = {torch.float16: 10, torch.bfloat16: 11}
+#: bits of minus infinity and of one
+_INFINITY_AND_ONE = {
+    torch.float64: (0xFFF0_0000_0000_0000, 0x3FF0_0000_0000_0000),
+    torch.float32: (0xFF80_0000, 0x3F80_0000),
+    torch.float16: (0xFC00, 0x3C00),
+    torch.bfloat16: (0xFF80, 0x3F80),
+}
+#: torch's own casts are faster than one word at a time, if at the price of its threads
+LEAST_BITS_TO_CAST = 256
+_POINTER, _INT, _LONG, _BITS = ctypes.c_void_p, ctypes.c_int, ctypes.c_int64, ctypes.c_uint64
+_SIGNATURES: dict[str, tuple[Any, tuple[Any, ...]]] = {
+    "lanes_bits": (_INT, ()),
+    "pack": (_LONG, (_INT, _POINTER, _LONG, _POINTER)),
+    "unpack": (_LONG, (_INT, _POINTER, _LONG, _POINTER, _LONG)),
+    "cast_down": (None, (_INT, _POINTER, _LONG, _POINTER)),
+    "cast_up": (None, (_INT, _POINTER, _LONG, _POINTER)),
+    "pack_signs": (None, (_INT, _POINTER, _LONG, _BITS, _POINTER)),
+    "unpack_signs": (None, (_INT, _POINTER, _LONG, _BITS, _POINTER)),
+    "count": (_LONG, (_INT, _POINTER, _LONG, _POINTER, _LONG)),
+}
+
+
+class Native:
+    """See `engines.Engine` for the contract. Making one compiles: any error says why it cannot."""
+
+    def __init__(self, widest_bits: int = 512) -> None:
+        if sys.byteorder != "little":
+            raise OffloadError("packed tensors are little-endian, and this processor is not")
+        self._calls = _library(widest_bits)
+        self.name = f"C++ over {self._calls['lanes_bits']()} bits"
+
+    def pack(self, x: torch.Tensor, out: torch.Tensor, stash: torch.dtype | None) -> int:
+        layout = Layout.of(x.numel(), stash or x.dtype)
+        code = layout.width if stash is None else _ROUNDED[stash]
+        used: int = self._calls["pack"](code, x.data_ptr(), layout.elements, out.data_ptr())
+        return used
+
+    def unpack(self, packed: torch.Tensor, out: torch.Tensor, stash: torch.dtype | None) -> None:
+        layout = Layout.of(out.numel(), stash or out.dtype)
+        code = layout.width if stash is None else _ROUNDED[stash]
+        if self._calls["unpack"](
+            code, packed.data_ptr(), packed.numel(), out.data_ptr(), layout.elements
+        ):
+            raise damaged(packed.numel(), layout)
+
+    def cast(self, x: torch.Tensor, out: torch.Tensor) -> None:
+        if self._calls["lanes_bits"]() < LEAST_BITS_TO_CAST:
+            out.copy_(x)
+            return
+        down = x.dtype == torch.float32
+        call = self._calls["cast_down" if down else "cast_up"]
+        code = _ROUNDED[out.dtype if down else x.dtype]
+        call(code, x.data_ptr(), x.numel(), out.data_ptr())
+
+    def pack_signs(self, x: torch.Tensor, out: torch.Tensor) -> None:
+        infinity, _ = _INFINITY_AND_ONE[x.dtype]
+        call = self._calls["pack_signs"]
+        call(x.itemsize, x.data_ptr(), x.numel(), infinity, out.data_ptr())
+
+    def unpack_signs(self, packed: torch.Tensor, out: torch.Tensor) -> None:
+        _, one = _INFINITY_AND_ONE[out.dtype]
+        call = self._calls["unpack_signs"]
+        call(out.itemsize, packed.data_ptr(), out.numel(), one, out.data_ptr())
+
+    def count(self, x: torch.Tensor, rows: Array | None) -> int:
+        width = min(x.itemsize, WIDEST_BYTES)
+        elements = x.numel() * (x.itemsize // width)
+        picked = None if rows is None else np.ascontiguousarray(rows, np.int64)
+        found: int = self._calls["count"](
+            width,
+            x.data_ptr(),
+            elements,
+            None if picked is None else picked.ctypes.data,
+            0 if picked is None else len(picked),
+        )
+        return found
+
+
+@cache
+def _library(widest_bits: int) -> dict[str, Any]:
+    # Inductor is a heavy import: whoever moves nothing does without
+    from torch._inductor.codecache import CppCodeCache
+
+    # the cache keys by source and flags, and the flags say only "native": a folder that machines
+    # with other processors share must not hand them this one's code
+    head = f"// {_processor()}\n#define WIDEST {widest_bits}\n"
+    sources = [Path(__file__).with_name(name).read_text() for name in _SOURCES]
+    loaded = CppCodeCache.load("\n".join([head, *sources]))
+    calls = {}
+    for name, (result, arguments) in _SIGNATURES.items():
+        call = getattr(loaded, f"codecs_{name}")
+        call.restype, call.argtypes = result, arguments
+        calls[name] = call
+    return calls
+
+
+def _processor() -> str:
+    """What this processor can do, as Linux tells it."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return f"{platform.machine()} {platform.processor()}"
+    told = [line for line in lines if line.lower().startswith(("flags", "features"))]
+    return told[0].replace("\\", "") if told else platform.machine()

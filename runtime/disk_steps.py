@@ -1,0 +1,69 @@
+"""What a ring does, chunk by chunk, for a tensor between a GPU and the disk: raw, or packed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from functools import partial
+
+import torch
+
+from .cpu import CpuSlot
+from .cuda_packing import Packer, used_bytes
+from .packing import PackedSlot, Piece
+from .staging import Chunk, Step
+from .streams import Stream, Streams
+
+#: (start, size) -> these bytes of the tensor, flat, on the device
+Part = Callable[[int, int], torch.Tensor]
+
+
+def raw_steps(
+    streams: Streams, slot: CpuSlot, part: Part, chunk_bytes: int, outward: bool
+) -> Iterator[Step]:
+    """Of the tensor as it is."""
+
+    def copy(start: int, size: int, stream: Stream, chunk: Chunk) -> None:
+        device, host = part(start, size), chunk.tensor[:size]
+        streams.copy(stream, *((host, device) if outward else (device, host)))
+
+    move = slot.store.write if outward else slot.store.read
+
+    def at_disk(start: int, size: int, chunk: Chunk) -> None:
+        move(slot.extent, start, chunk.pages(size))
+
+    for start in range(0, slot.nbytes, chunk_bytes):
+        size = min(chunk_bytes, slot.nbytes - start)
+        yield Step(partial(copy, start, size), partial(at_disk, start, size))
+
+
+def packing_steps(packer: Packer, slot: PackedSlot, flat: torch.Tensor) -> Iterator[Step]:
+    """On the way out; a chunk has room for the worst case of a piece."""
+    slot.pieces = ()
+
+    def pack(start: int, count: int, stream: Stream, chunk: Chunk) -> None:
+        packer.pack(stream, slot.codec, flat[start : start + count], chunk.tensor)
+
+    def write(start: int, count: int, chunk: Chunk) -> None:
+        """Behind what was packed before: the GPU has said how much that is."""
+        last = slot.pieces[-1:]
+        at = last[0].at + last[0].padded_bytes if last else 0
+        nbytes = used_bytes(slot.codec, chunk.tensor, count, slot.dtype)
+        slot.store.write(slot.extent, at, chunk.pages(nbytes))
+        slot.pieces += (Piece(start, count, at, nbytes),)
+
+    for start, count in slot.ranges():
+        yield Step(partial(pack, start, count), partial(write, start, count))
+
+
+def unpacking_steps(packer: Packer, slot: PackedSlot, flat: torch.Tensor) -> Iterator[Step]:
+    """On the way back, of what was written."""
+
+    def read(piece: Piece, chunk: Chunk) -> None:
+        slot.store.read(slot.extent, piece.at, chunk.pages(piece.nbytes))
+
+    def unpack(piece: Piece, stream: Stream, chunk: Chunk) -> None:
+        part = flat[piece.start : piece.start + piece.count]
+        packer.unpack(stream, slot.codec, chunk.tensor, part)
+
+    for piece in slot.pieces:
+        yield Step(partial(unpack, piece), partial(read, piece))

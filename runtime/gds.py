@@ -1,0 +1,208 @@
+"""GPUDirect Storage: the disk and GPU memory without host memory between, through cuFile.
+
+Used only where the kernel module that does it is loaded: without it cuFile copies through host
+memory of its own, which the staging here does as well. Never run on a machine that has it; what
+holds this is a fake library in the tests.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import os
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from offcompile.ir import OffloadError
+
+from .mapping import PAGE_BYTES
+from .spill import Extent, SpillStore
+
+LIBRARIES = ("libcufile.so.0", "libcufile.so")
+DRIVER = Path("/proc/driver/nvidia-fs")
+#: most that one call moves: what the library takes at once by default
+CHUNK_BYTES = 16 << 20
+
+_OPAQUE_DESCRIPTOR = 1  # CU_FILE_HANDLE_TYPE_OPAQUE_FD
+_CUDA_DRIVER_ERROR = 5011  # then the other number says which
+
+
+class _Status(ctypes.Structure):
+    """CUfileError_t"""
+
+    _fields_ = [("code", ctypes.c_int), ("cuda_code", ctypes.c_int)]
+
+
+class _Handle(ctypes.Union):
+    _fields_ = [("descriptor", ctypes.c_int), ("pointer", ctypes.c_void_p)]
+
+
+class _Description(ctypes.Structure):
+    """CUfileDescr_t"""
+
+    _fields_ = [("type", ctypes.c_int), ("handle", _Handle), ("operations", ctypes.c_void_p)]
+
+
+class CuFile:
+    """The library, its driver open. `close` it when no file is registered any more."""
+
+    def __init__(self, library: Any) -> None:
+        self._library = library
+        for name in ("cuFileDriverOpen", "cuFileDriverClose", "cuFileHandleRegister"):
+            getattr(library, name).restype = _Status
+        library.cuFileHandleDeregister.restype = None
+        library.cuFileHandleDeregister.argtypes = [ctypes.c_void_p]
+        for name in ("cuFileRead", "cuFileWrite"):
+            call = getattr(library, name)
+            call.restype = ctypes.c_ssize_t
+            call.argtypes = [
+                *(ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t),
+                *(ctypes.c_longlong, ctypes.c_longlong),
+            ]
+        _check(library.cuFileDriverOpen(), "opening its driver")
+
+    def register(self, descriptor: int) -> int:
+        """A handle of an open file, which has to be direct (O_DIRECT)."""
+        handle = ctypes.c_void_p()
+        told = _Description(_OPAQUE_DESCRIPTOR, _Handle(descriptor=descriptor), None)
+        status = self._library.cuFileHandleRegister(ctypes.byref(handle), ctypes.byref(told))
+        _check(status, "registering a spill file")
+        assert handle.value is not None
+        return handle.value
+
+    def deregister(self, handle: int) -> None:
+        self._library.cuFileHandleDeregister(handle)
+
+    def read(self, handle: int, pointer: int, nbytes: int, offset: int) -> int:
+        """Bytes moved from the file into GPU memory; OSError if it went wrong."""
+        return self._moved(self._library.cuFileRead(handle, pointer, nbytes, offset, 0))
+
+    def write(self, handle: int, pointer: int, nbytes: int, offset: int) -> int:
+        """Bytes moved from GPU memory into the file; OSError if it went wrong."""
+        return self._moved(self._library.cuFileWrite(handle, pointer, nbytes, offset, 0))
+
+    def close(self) -> None:
+        _check(self._library.cuFileDriverClose(), "closing its driver")
+
+    def _moved(self, result: int) -> int:
+        if result == -1:
+            code = ctypes.get_errno() or errno.EIO
+            raise OSError(code, os.strerror(code))
+        if result < 0:
+            raise OSError(errno.EIO, f"cuFile error {-result}")
+        return result
+
+
+def _check(status: _Status, doing: str) -> None:
+    if status.code:
+        code = f"error {status.code}"
+        if status.code == _CUDA_DRIVER_ERROR:
+            code += f", CUDA error {status.cuda_code}"
+        raise OffloadError(
+            f"GPUDirect Storage failed {doing} ({code}): look at cufile.log, or run "
+            "`gdscheck -p`; copies go through host memory meanwhile"
+        )
+
+
+def _load() -> Any:
+    refused = ""
+    for name in LIBRARIES:
+        try:
+            return ctypes.CDLL(name, use_errno=True)
+        except OSError as error:
+            refused = str(error)
+    raise OffloadError(f"no GPUDirect Storage: {refused}")
+
+
+def open_cufile(load: Callable[[], Any] = _load, driver: Path = DRIVER) -> CuFile | str:
+    """The library, or why copies to disk go through host memory instead, in one line."""
+    if not driver.exists():
+        return (
+            "no GPUDirect Storage: the kernel module nvidia-fs is not loaded (`modprobe "
+            "nvidia-fs`); copies to disk go through host memory"
+        )
+    try:
+        return CuFile(load())
+    except (OffloadError, AttributeError) as error:
+        return str(error)
+
+
+@cache
+def this_cufile() -> CuFile | str:
+    """That of this process."""
+    return open_cufile()
+
+
+class GdsStore:
+    """Extents of a store, read and written straight from and to GPU memory.
+
+    Calls block until the bytes are where they belong and know nothing of streams: what writes the
+    source has to be over before, and who reads the target comes after. Any thread may call.
+    """
+
+    def __init__(self, store: SpillStore, cufile: CuFile) -> None:
+        if not store.direct:
+            places = ", ".join(map(str, store.directories))
+            raise OffloadError(
+                f"GPUDirect Storage wants files that pass the page cache by, and {places} has "
+                'none: name a directory on a local disk with options={"spill": "/path"}'
+            )
+        self._store, self._cufile = store, cufile
+        self._handles: list[int] = []
+        try:
+            for descriptor in store.descriptors:
+                self._handles.append(cufile.register(descriptor))
+        except BaseException:
+            self.close()
+            raise
+
+    def write(self, extent: Extent, offset: int, pointer: int, nbytes: int) -> None:
+        """Put `nbytes` of GPU memory at `offset` of `extent`; both whole pages."""
+        self._move(extent, offset, pointer, nbytes, writing=True)
+
+    def read(self, extent: Extent, offset: int, pointer: int, nbytes: int) -> None:
+        """Fill `nbytes` of GPU memory from `offset` of `extent`; both whole pages."""
+        self._move(extent, offset, pointer, nbytes, writing=False)
+
+    def close(self) -> None:
+        """Before the store's own."""
+        while self._handles:
+            self._cufile.deregister(self._handles.pop())
+
+    def _move(self, extent: Extent, offset: int, pointer: int, nbytes: int, writing: bool) -> None:
+        if offset % PAGE_BYTES or nbytes % PAGE_BYTES:
+            raise OffloadError(
+                f"{nbytes} bytes at {offset} cannot be moved directly: both have to be multiples "
+                f"of {PAGE_BYTES}"
+            )
+        call = self._cufile.write if writing else self._cufile.read
+        done = 0
+        for file, at, size in self._store.ranges(extent, offset, nbytes):
+            for start in range(0, size, CHUNK_BYTES):
+                part = min(CHUNK_BYTES, size - start)
+                with self._store.moving(part, writing):
+                    self._whole(call, file, pointer + done, part, at + start, writing)
+                done += part
+
+    def _whole(
+        self,
+        call: Callable[[int, int, int, int], int],
+        file: int,
+        pointer: int,
+        nbytes: int,
+        at: int,
+        writing: bool,
+    ) -> None:
+        try:
+            moved = call(self._handles[file], pointer, nbytes, at)
+            if moved != nbytes:
+                raise OSError(errno.EIO, f"{moved} bytes of {nbytes}")
+        except OSError as error:
+            place = self._store.directories[file]
+            raise OffloadError(
+                f"{'writing' if writing else 'reading'} {nbytes} bytes at {at} of the spill file "
+                f"in {place} through GPUDirect Storage failed ({error.strerror}): check that disk "
+                "(`dmesg`, cufile.log)"
+            ) from error

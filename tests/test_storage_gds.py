@@ -1,0 +1,188 @@
+"""GPUDirect Storage against a library that is not one: the calls, the errors, the way back."""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import os
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from offcompile.ir import OffloadError
+from offcompile.runtime import directories
+from offcompile.runtime.arena import Arena
+from offcompile.runtime.gds import CHUNK_BYTES, CuFile, GdsStore, open_cufile
+from offcompile.runtime.spill import SpillStore
+
+MIB = 1 << 20
+
+
+@pytest.fixture(autouse=True)
+def on_a_disk(tmp_path: Path) -> None:
+    if directories.in_memory(tmp_path):
+        pytest.skip("the temporary directory is kept in RAM: name another with --basetemp")
+
+
+class Call:
+    """A function of a library: takes what ctypes would, lets its types be set."""
+
+    def __init__(self, does: Any) -> None:
+        self.does = does
+        self.restype: Any = None
+        self.argtypes: Any = None
+
+    def __call__(self, *arguments: Any) -> Any:
+        result = self.does(*arguments)
+        return self.restype(*result) if isinstance(result, tuple) else result
+
+
+class FakeLibrary:
+    """Reads and writes with the system's calls; "GPU memory" is the processor's."""
+
+    def __init__(self, opens: tuple[int, int] = (0, 0)) -> None:
+        self.files: dict[int, int] = {}
+        self.calls: list[tuple[str, int]] = []
+        self.fails: int | None = None
+        self.is_open = False
+        self._opens = opens
+        self.cuFileDriverOpen = Call(self._open)
+        self.cuFileDriverClose = Call(self._close)
+        self.cuFileHandleRegister = Call(self._register)
+        self.cuFileHandleDeregister = Call(lambda handle: self.files.pop(handle))
+        self.cuFileRead = Call(self._read)
+        self.cuFileWrite = Call(self._write)
+
+    def _open(self) -> tuple[int, int]:
+        self.is_open = not self._opens[0]
+        return self._opens
+
+    def _close(self) -> tuple[int, int]:
+        self.is_open = False
+        return (0, 0)
+
+    def _register(self, handle: Any, told: Any) -> tuple[int, int]:
+        number = 1000 + len(self.files)
+        assert told._obj.type == 1
+        self.files[number] = told._obj.handle.descriptor
+        handle._obj.value = number
+        return (0, 0)
+
+    def _read(self, handle: int, pointer: int, nbytes: int, offset: int, within: int) -> int:
+        return self._moved("read", os.preadv, handle, pointer, nbytes, offset)
+
+    def _write(self, handle: int, pointer: int, nbytes: int, offset: int, within: int) -> int:
+        return self._moved("write", os.pwritev, handle, pointer, nbytes, offset)
+
+    def _moved(
+        self, name: str, call: Any, handle: int, pointer: int, nbytes: int, offset: int
+    ) -> int:
+        self.calls.append((name, nbytes))
+        if self.fails is not None:
+            return self.fails
+        view = memoryview((ctypes.c_uint8 * nbytes).from_address(pointer)).cast("B")
+        return int(call(self.files[handle], [view], offset))
+
+
+def driver(tmp_path: Path) -> Path:
+    path = tmp_path / "nvidia-fs"
+    path.mkdir(exist_ok=True)
+    return path
+
+
+def opened(tmp_path: Path, library: FakeLibrary) -> CuFile:
+    found = open_cufile(lambda: library, driver(tmp_path))
+    assert isinstance(found, CuFile)
+    return found
+
+
+def test_bytes_come_back_from_several_directories(tmp_path: Path) -> None:
+    library = FakeLibrary()
+    cufile = opened(tmp_path, library)
+    places = [tmp_path / "a", tmp_path / "b"]
+    for place in places:
+        place.mkdir()
+    arena = Arena(0)
+    nbytes = 40 * MIB
+    source, target = arena.block(nbytes), arena.block(nbytes)
+    values = np.frombuffer(source.view, np.uint8)
+    values[:] = np.random.default_rng(0).integers(0, 256, nbytes, np.uint8)
+    addresses = [block.tensor().data_ptr() for block in (source, target)]
+    with SpillStore(places) as store:
+        direct = GdsStore(store, cufile)
+        extent = store.allocate(nbytes)
+        direct.write(extent, 0, addresses[0], nbytes)
+        direct.read(extent, 4096, addresses[1], nbytes - 4096)
+        assert bytes(target.view[: nbytes - 4096]) == bytes(source.view[4096:])
+        # what was written so is read by the ordinary way
+        store.read(extent, 0, target.view)
+        assert target.view == source.view
+        assert store.bytes_written == nbytes and store.bytes_read == 2 * nbytes - 4096
+        assert len(library.files) == 2
+        direct.close()
+        assert not library.files
+    cufile.close()
+    assert not library.is_open
+
+
+def test_large_moves_go_in_parts(tmp_path: Path) -> None:
+    library = FakeLibrary()
+    cufile = opened(tmp_path, library)
+    block = Arena(0).block(2 * CHUNK_BYTES + MIB)
+    with SpillStore([tmp_path]) as store:
+        direct = GdsStore(store, cufile)
+        direct.write(
+            store.allocate(block.nbytes), 0, block.tensor().data_ptr(), 2 * CHUNK_BYTES + MIB
+        )
+        assert [nbytes for _, nbytes in library.calls] == [CHUNK_BYTES, CHUNK_BYTES, MIB]
+        direct.close()
+
+
+@pytest.mark.parametrize(
+    ("result", "said"),
+    [(-1, "Input/output error|No space|Success"), (-5011, "cuFile error 5011"), (4096, "4096 b")],
+)
+def test_what_goes_wrong_names_the_place_and_counts_nothing(
+    tmp_path: Path, result: int, said: str
+) -> None:
+    library = FakeLibrary()
+    cufile = opened(tmp_path, library)
+    with SpillStore([tmp_path]) as store:
+        direct = GdsStore(store, cufile)
+        extent = store.allocate(MIB)
+        library.fails = result
+        ctypes.set_errno(errno.EIO)
+        with pytest.raises(OffloadError, match=f"spill file in .*{tmp_path.name}.*({said})"):
+            direct.read(extent, 0, 4096, MIB)
+        assert store.bytes_read == 0
+        with pytest.raises(OffloadError, match="multiples of 4096"):
+            direct.read(extent, 0, 4096, 5000)
+        with pytest.raises(OffloadError, match="do not lie in an extent"):
+            direct.read(extent, 0, 4096, 2 * MIB)
+        store.release(extent)
+        with pytest.raises(OffloadError, match="was released"):
+            direct.write(extent, 0, 4096, MIB)
+        direct.close()
+
+
+def test_where_it_is_not_there_one_line_says_why(tmp_path: Path) -> None:
+    def missing() -> Any:
+        raise OffloadError("no GPUDirect Storage: libcufile.so: cannot open shared object file")
+
+    no_module = open_cufile(missing, tmp_path / "absent")
+    assert isinstance(no_module, str) and "modprobe nvidia-fs" in no_module
+    no_library = open_cufile(missing, driver(tmp_path))
+    assert isinstance(no_library, str) and "libcufile.so" in no_library
+    no_driver = open_cufile(lambda: FakeLibrary(opens=(5011, 100)), driver(tmp_path))
+    assert isinstance(no_driver, str) and "error 5011, CUDA error 100" in no_driver
+    assert "\n" not in no_module + no_library + no_driver
+
+
+def test_files_in_the_page_cache_are_refused(tmp_path: Path) -> None:
+    cufile = opened(tmp_path, FakeLibrary())
+    with SpillStore([tmp_path]) as store:
+        store.direct = False
+        with pytest.raises(OffloadError, match="name a directory on a local disk"):
+            GdsStore(store, cufile)
