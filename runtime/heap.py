@@ -5,8 +5,7 @@ touch for the next one (some 5% of a step); keeping all of them lets holes pile 
 which moves its tensors out cannot afford. So blocks are kept, and when what the process holds
 reaches what the budget allows, the pages of free blocks are given back in one go. Under a limit on
 address space (RLIMIT_DATA, RLIMIT_AS) holes count even without pages: there each large block is
-returned at once. `holes` gives back as much as a while needs; all of it goes where that is not
-enough.
+returned at once.
 
 What was given back has to be touched again, so the heap asks for huge pages: one fault then brings
 2 MiB instead of 4 KiB.
@@ -19,14 +18,13 @@ import os
 import resource
 import threading
 import time
-from pathlib import Path
 
-from .holes import HUGE_PAGE_BYTES, Holes
 from .memory import return_freed_memory
 
 # malloc.h of glibc
 _M_MXFAST, _M_TRIM_THRESHOLD, _M_TOP_PAD, _M_MMAP_THRESHOLD = 1, -1, -2, -3
 _MADV_HUGEPAGE = 14  # mman.h of Linux
+_HUGE_PAGE_BYTES = 2 << 20
 #: the most that glibc lets blocks of its heap be; larger ones have mappings of their own
 KEPT_BYTES = 32 << 20
 #: as mallopt's trim threshold: never give the end of the heap back (what it takes is a C int)
@@ -39,10 +37,6 @@ FASTEST_BYTES_PER_S = 4e9
 SHORTEST_LOOK_S, LONGEST_LOOK_S = 0.002, 0.1
 #: how far below the limit pages are given back
 MARGIN_BYTES = 4 << 20
-#: how much more is given back, as a part of the budget, so that it is not done all the time
-SPARE_SHARE, MOST_SPARE_BYTES = 8, 64 << 20
-#: addresses that the heap has at its end before a step, as a multiple of its budget
-ROOM = 1.5
 
 
 class _Info(ctypes.Structure):
@@ -91,9 +85,7 @@ class Heap:
         #: most of a step's budget that was seen to be held
         self.peak_bytes = 0
         self._huge_from = self._huge_until = 0
-        #: how often all free pages were given back, and how often some
-        self.trims = self.gifts = 0
-        self._holes: Holes | None = None
+        self.trims = 0
         self._changed = threading.Event()
         self._thread: threading.Thread | None = None
 
@@ -113,8 +105,6 @@ class Heap:
             self._process.mallopt(_M_MXFAST, 0)  # small free blocks merge with large ones
             if not self._huge_from:
                 self._huge_from = self._huge_until = _start_of_heap()
-                if self._huge_from:
-                    self._holes = Holes(self._process, self._huge_from)
             self._use_huge_pages()
 
     def settle(self) -> None:
@@ -130,11 +120,6 @@ class Heap:
         if self._other_bytes is None:
             self.trim()
             self._other_bytes = self.resident_bytes() - live
-        if self._holes is not None:
-            self._holes.stock()
-            if not _commits_addresses():
-                self._holes.grow(int(ROOM * budget_bytes))
-                self._use_huge_pages()
         self._left_bytes = 0
         self._budget_bytes = budget_bytes
         self._limit_bytes = live + self._other_bytes + budget_bytes - planned_bytes
@@ -162,8 +147,6 @@ class Heap:
         worth = max(limit - MARGIN_BYTES, self._left_bytes + MARGIN_BYTES)
         if held <= worth:
             return worth - held
-        if self._give_some(held, limit):
-            return 0.0
         self.trim()
         self._left_bytes = left = self.resident_bytes()
         # what trimming cannot take is none of the step's: do not try for it again
@@ -173,21 +156,10 @@ class Heap:
             self._limit_bytes = left
         return 0.0
 
-    def _give_some(self, held: int, limit: int) -> bool:
-        """Give back what a while needs, if there is as much in one piece or a few."""
-        if self._holes is None:
-            return False
-        spare = min(self._budget_bytes // SPARE_SHARE, MOST_SPARE_BYTES)
-        self._holes.give_back(held - limit + MARGIN_BYTES + spare)
-        if self.resident_bytes() > limit - MARGIN_BYTES:
-            return False
-        self.gifts += 1
-        return True
-
     def _use_huge_pages(self) -> None:
         """Ask for them where the heap has grown; a system without them may refuse."""
         assert self._process is not None
-        end = (self._process.sbrk(0) or 0) // HUGE_PAGE_BYTES * HUGE_PAGE_BYTES
+        end = (self._process.sbrk(0) or 0) // _HUGE_PAGE_BYTES * _HUGE_PAGE_BYTES
         if self._huge_from and end > self._huge_until:
             self._process.madvise(self._huge_from, end - self._huge_from, _MADV_HUGEPAGE)
             self._huge_until = end
@@ -227,13 +199,8 @@ def _start_of_heap() -> int:
         for line in maps:
             if line.rstrip().endswith("[heap]"):
                 begin = int(line.partition("-")[0], 16)
-                return -(-begin // HUGE_PAGE_BYTES) * HUGE_PAGE_BYTES
+                return -(-begin // _HUGE_PAGE_BYTES) * _HUGE_PAGE_BYTES
     return 0
-
-
-def _commits_addresses() -> bool:
-    """Whether the system counts addresses without pages as if they were used."""
-    return Path("/proc/sys/vm/overcommit_memory").read_text().strip() == "2"
 
 
 _lock = threading.Lock()

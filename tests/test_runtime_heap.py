@@ -93,3 +93,16 @@ def test_a_forked_child_has_a_heap_of_its_own() -> None:
     if child == 0:
         os._exit(0 if heap() is not mine and heap().pid == os.getpid() else 1)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+
+
+def test_the_end_of_the_heap_is_kept_too() -> None:
+    """mallopt takes a C int: a larger threshold would come to 0 there, and trim at every free."""
+    full, freed = in_a_process(
+        SETUP
+        + """
+several = take(32); full = h.resident_bytes()
+while several: several.pop()
+print(full, h.resident_bytes())
+"""
+    )
+    assert freed >= full - 8 * MIB
