@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import gc
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from typing import Any
@@ -20,66 +20,45 @@ from torch import fx
 from offcompile.ir import (
     DEVICE,
     HOST,
-    Infeasible,
-    Machine,
     OffloadError,
     Plan,
     Problem,
     Timeline,
 )
-from offcompile.ir.units import show_bytes
 from offcompile.runtime.clock import Clock, clock_for
 from offcompile.runtime.heap import heap
 from offcompile.runtime.registry import runtime_for
 from offcompile.runtime.update_ops import taken_or_kept
 from offcompile.runtime.weights import claim, live_on_device, live_on_host
 
-from .annotate import Annotated, InPlace, Place, annotate
+from .annotate import Annotated
 from .books import Entry
-from .choose import Choice, choose
-from .costs import CostModel, OpCost, costs_of_graph, open_cost_cache
-from .costs_fusion import is_extern
-from .costs_in_place import with_in_place
 from .decide import (
     Decided,
-    decide,
-    fits_as_it_is,
-    floor_of,
-    planning_seconds,
-    with_figure,
-    with_reserve,
 )
 from .direct_ops import scattered_reads
 from .dump import Compiled as Compilation
 from .dump import dump
 from .endurance import planned_life, spilled_bytes, watch_for
-from .graphs import BACKWARD, FORWARD, Graphs, Hint, outputs_of, storage_bytes
-from .hardware import BYTES_PER_US_PER_GBPS
-from .kernels import merge_kernels
+from .graphs import BACKWARD, FORWARD, Graphs, outputs_of
 from .launch import LAUNCH_HINT, malloc_leaves_holes
 from .log import log_compiled, log_decision, tell_once
 from .lower import Compiled, Halves, Phase
 from .lower_order import pin_order
-from .offers import Offers, costs_of_offers, read_after_update, with_offers
+from .offers import Offers
 from .options import Options
-from .profiling import WORTH, Profile, Settled, reconsider
+from .planning import Planning
+from .profiling import Profile, Settled
 from .progress import Progress
 from .replay import worst_case
 from .report import PlanReport, remember
 from .rewrite import rewrite
 from .sizes import hint_of
-from .sparsity import with_combinations, with_ratios
+from .survey import Survey, values
 from .target import Target
 
-#: storages below this share of the largest are not worth a move
-SMALL_SHARE = 1 / 2048
-LEAST_MOVE_BYTES = 4096
 #: of the runtime's reserve, what each lane may take to pack in: at most four do
 PACKING_SHARE = 4
-#: what of the user's may leave for the host beside activations
-LEAVING = ("weight", "gradient")
-#: ops that need less than this to run are measured whatever the budget
-LEAST_ROOM_BYTES = 16 << 20
 
 
 @dataclass(eq=False)
@@ -99,8 +78,6 @@ class Pipeline:
     #: which arguments have an optimizer that updates them during backward
     updated: frozenset[int] = frozenset()
     report: PlanReport | None = None
-    #: what of that is done from inside of the graphs
-    offers: Offers | None = None
     #: what runs of the graph have shown of its tensors
     profile: Profile = field(default_factory=Profile)
     #: a plan to use if the problem turns out to be the one that it was made for
@@ -110,13 +87,6 @@ class Pipeline:
     #: whether a refusal is to name a budget for which there is a plan, which takes another search
     explains: bool = True
     _graphs: Graphs | None = None
-    _costs: dict[Place, OpCost] = field(default_factory=dict)
-    _min_move: int = LEAST_MOVE_BYTES
-    _in_place: InPlace | None = None
-    #: what has measured the costs, until it has measured them on the host too
-    _unmeasured: CostModel | None = None
-    #: weights that stay on the device although others are on the host
-    _stays: frozenset[str] = frozenset()
     #: which arguments of the captured function are to live on the host, in the order of their use
     _hosted: tuple[int, ...] = ()
     #: those of them of which only rows here and there are read
@@ -125,7 +95,6 @@ class Pipeline:
     _fetched: frozenset[int] = frozenset()
     _placed: bool = False
     _decided: Decided | None = None
-    _codecs_known: bool = False
     _dtypes: Mapping[str, torch.dtype] = field(default_factory=dict)
     #: storages that codecs may be used for
     _packable: frozenset[str] = frozenset()
@@ -133,13 +102,16 @@ class Pipeline:
     _saved: tuple[str | None, ...] = ()
 
     def __post_init__(self) -> None:
-        self._learn_codecs()
+        kind = self.traced_on or self.target.device.type
+        survey = Survey(self.options, self.target, self.profile, kind, self.sizes)
+        survey.learn_codecs()
+        self.target = survey.target
+        self._planning = Planning(self.name, survey, self.held_bytes, self.settled, self.explains)
 
-    def _learn_codecs(self) -> None:
-        """Measure how fast they are, where that may matter and no profile says it."""
-        asked = self.options.lossy is not None or self.profile.shows_zeros
-        if asked and self.options.hardware is None and not self._codecs_known:
-            self.target, self._codecs_known = self.target.with_codecs(), True
+    @property
+    def offers(self) -> Offers | None:
+        """Gradients that the graphs offer to an optimizer, once there is a plan."""
+        return self._planning.offers
 
     # --- hooks of the lowering ----------------------------------------------------------------
 
@@ -222,7 +194,7 @@ class Pipeline:
 
     @property
     def _kind(self) -> str:
-        return self.traced_on or self.target.device.type
+        return self._planning.survey.kind
 
     @cached_property
     def _clock(self) -> Clock:
@@ -231,9 +203,9 @@ class Pipeline:
     # --- the plan -----------------------------------------------------------------------------
 
     def _plan(self, graphs: Graphs) -> Graphs | None:
-        options, target, budget = self.options, self.target, self.budget()
+        options, target, budget = self.options, self.target, self._planning.budget()
         with Progress(self.name) as progress:
-            graphs, choice = self._settle(graphs, budget, progress)
+            graphs, choice = self._planning.settle(graphs, self.updated, progress)
             annotated, decided = choice.annotated, choice.decided
         reserve = 0 if decided.fits else target.reserve_bytes(budget or decided.order.peak_bytes)
         self.report = PlanReport(
@@ -253,7 +225,7 @@ class Pipeline:
         )
         self._dtypes = annotated.dtypes
         self._decided = decided
-        if any(isinstance(v, torch.SymInt) for v in _values(graphs)):
+        if any(isinstance(v, torch.SymInt) for v in values(graphs)):
             self._graphs = graphs  # other sizes will be reckoned on them
         self.entry.kept_bytes = kept_at_turn(annotated.problem, decided.result.timeline)
         self.entry.trains = graphs.backward is not None
@@ -280,205 +252,18 @@ class Pipeline:
         """What would be decided about these graphs, which stay as they are: nothing is rewritten,
         and nothing runs unless ops are measured. Raises `Infeasible`."""
         graphs = self._pair(forward, backward, num_outputs)
-        _, choice = self._settle(graphs, self.budget(), lambda text: None)
+        _, choice = self._planning.settle(graphs, frozenset(), lambda text: None)
         return choice.decided
 
     def step_that_moves_nothing(
         self, forward: fx.GraphModule, backward: fx.GraphModule | None, num_outputs: int
     ) -> Problem:
         graphs = self._pair(forward, backward, num_outputs)
-        return self._annotate(graphs, None, lambda text: None).problem
+        return self._planning.survey.annotate(graphs, None, lambda text: None).problem
 
     def budget(self) -> int | None:
         """What the options leave this graph; None: the floor, which only a problem tells."""
-        budget = self.options.memory_bytes(self.target.device_bytes)
-        if budget is None:
-            return None
-        budget -= self.held_bytes
-        if budget > 0:
-            return budget
-        raise Infeasible(
-            f"{self.name}: other graphs of this model hold {show_bytes(self.held_bytes)},"
-            " which is the whole budget.",
-            -budget,
-            f"Set memory to more than {show_bytes(self.held_bytes)}.",
-        )
-
-    def _settle(
-        self, graphs: Graphs, budget: int | None, progress: Callable[[str], None]
-    ) -> tuple[Graphs, Choice]:
-        """The graphs to plan, and the plan. Where not everything fits, gradients are offered to
-        the optimizer that updates during backward, if there is one."""
-        plain = self._annotate(graphs, budget, progress)
-        fits = budget is not None and fits_as_it_is(plain.problem, self.target.machine, budget)
-        without: frozenset[str] = frozenset()
-        # on CUDA the host runs ahead of compute, and updates overlap it when backward has returned
-        while self.updated and self._kind == "cpu" and not fits:
-            offers = self._with_offers(graphs, plain, without)
-            if offers is None:
-                break
-            annotated = self._problem(offers.graphs, hint_of(self.sizes))
-            choice = self._choose(offers.graphs, annotated, budget, progress)
-            late = read_after_update(offers, choice.annotated, choice.decided.order)
-            if not late:
-                self.offers = offers
-                return offers.graphs, choice
-            without |= late
-        return graphs, self._choose(graphs, plain, budget, progress)
-
-    def _with_offers(
-        self, graphs: Graphs, plain: Annotated, without: frozenset[str]
-    ) -> Offers | None:
-        hint, key = hint_of(self.sizes), self.target.runtime.key
-        made = with_offers(graphs, plain, self.updated, hint, self._min_move, key, without)
-        if made is not None:
-            bytes_per_us = self.target.profile.memory_gbps * BYTES_PER_US_PER_GBPS
-            self._costs = {**self._costs, **costs_of_offers(made, hint, bytes_per_us)}
-        return made
-
-    def _choose(
-        self,
-        graphs: Graphs,
-        annotated: Annotated,
-        budget: int | None,
-        progress: Callable[[str], None],
-    ) -> Choice:
-        options, target = self.options, self.target
-
-        def decided(
-            found: Annotated, *, may_fit: bool, share: float = 1.0, to_floor: bool = False
-        ) -> Decided:
-            asked = None if to_floor else budget
-            if self.settled is not None and self.settled.fits(found.problem, asked):
-                return self.settled.decided
-            return self._decide(found.problem, asked, may_fit, share, progress)
-
-        weights = [t.nbytes for t in annotated.problem.tensors if t.kind == "weight"]
-        in_place = target.in_place(2 * sum(weights))  # gradients too
-
-        def on_host(stays: frozenset[str]) -> Annotated | None:
-            if in_place is None:
-                return None
-            self._measure_in_place(graphs, in_place)
-            found = self._problem(graphs, hint_of(self.sizes), in_place, stays)
-            leaves = any(not t.pinned for t in found.problem.tensors if t.kind in LEAVING)
-            return found if leaves else None
-
-        def chosen(to_floor: bool) -> Choice:
-            return choose(
-                annotated,
-                on_host,
-                partial(decided, to_floor=to_floor),
-                to_floor=to_floor,
-                floor_of=partial(floor_of, machine_for=self._machine),
-                must_leave=options.gradient_reserve is not None,
-                # other policies are the papers', which do not know of it
-                may_split=options.policy.partition(":")[0] == "joint",
-            )
-
-        try:
-            found = chosen(budget is None)
-        except Infeasible as error:
-            if budget is None or not self.explains:
-                raise
-            try:  # what the refusal says to do shall be enough
-                least = chosen(True).decided.machine.tier[DEVICE].capacity_bytes
-            except Infeasible:
-                raise error from None
-            assert least is not None
-            total = with_reserve(least, target.reserve_bytes) + self.held_bytes
-            raise with_figure(error, total, budget + self.held_bytes) from None
-        if found.stays is not None:
-            self._in_place, self._stays = in_place, found.stays
-        return found
-
-    def _decide(
-        self,
-        problem: Problem,
-        budget: int | None,
-        may_fit: bool,
-        share: float = 1.0,
-        progress: Callable[[str], None] | None = None,
-    ) -> Decided:
-        options, target = self.options, self.target
-        return decide(
-            problem,
-            self._machine,
-            budget,
-            target.reserve_bytes,
-            options.whole_policy,
-            share * (options.seconds or planning_seconds(problem)),
-            progress,
-            self.held_bytes,
-            target.holes_bytes,
-            may_fit,
-        )
-
-    def _machine(self, device_bytes: int) -> Machine:
-        return with_combinations(self.target.machine(device_bytes), self.options.lossy)
-
-    def _annotate(
-        self, graphs: Graphs, budget: int | None, progress: Callable[[str], None]
-    ) -> Annotated:
-        hint = hint_of(self.sizes)
-        standing = sum(
-            storage_bytes(v, hint)
-            for v in _values(graphs)
-            if isinstance(v, torch.Tensor) and v.device.type == self._kind
-        )
-        measure = self.options.hardware is None
-        model = CostModel(
-            self.target.profile,
-            measure=measure,
-            lowering=self.options.lowering,
-            cache=open_cost_cache(self.target.device) if measure else None,
-            progress=progress,
-            # measuring an op must keep the budget too
-            room_bytes=None if budget is None else max(budget - standing, LEAST_ROOM_BYTES),
-            device=self.target.device,
-        )
-        self._unmeasured = model
-        self._costs = {
-            (phase, name): cost
-            for phase, module in graphs
-            for name, cost in costs_of_graph(module.graph, model, hint).items()
-        }
-        found = annotate(graphs, self._costs, hint, LEAST_MOVE_BYTES)
-        largest = max((t.nbytes for t in found.problem.tensors if not t.pinned), default=0)
-        self._min_move = max(LEAST_MOVE_BYTES, int(largest * SMALL_SHARE))
-        return self._problem(graphs, hint)
-
-    def _measure_in_place(self, graphs: Graphs, in_place: InPlace) -> None:
-        """Have the costs say what ops take with weights and gradients on the host."""
-        model, self._unmeasured = self._unmeasured, None
-        if model is None or not model.measure:
-            return
-        hint, key = hint_of(self.sizes), self.target.runtime.key
-        asked = annotate(graphs, self._costs, hint, self._min_move, in_place)
-        self._costs = with_in_place(
-            self._costs,
-            graphs,
-            asked,
-            model,
-            hint,
-            lambda nbytes: runtime_for(key).device.addressable([nbytes])[0],
-            key,
-        )
-
-    def _problem(
-        self,
-        graphs: Graphs,
-        hint: Hint,
-        in_place: InPlace | None = None,
-        stays: frozenset[str] = frozenset(),
-    ) -> Annotated:
-        found = annotate(graphs, self._costs, hint, self._min_move, in_place, stays)
-        if self.options.lowering == "inductor":
-            found = merge_kernels(found, graphs, lambda node: not is_extern(node))
-        machine, lossy = self._machine(1), self.options.lossy
-        seen = self.profile.densities
-        problem = with_ratios(found.problem, machine, found.dtypes, seen, lossy)
-        return replace(found, problem=problem)
+        return self._planning.budget()
 
     def _rewrite(self, graphs: Graphs, annotated: Annotated, decided: Decided) -> Graphs:
         _check_one_device(self.name, graphs, self.target.device)
@@ -531,24 +316,14 @@ class Pipeline:
         """Another plan, if what runs have shown makes it worth compiling again; see `profiling`."""
         if self.report is None or self._decided is None or self._decided.fits:
             return None
-        self._learn_codecs()
-        capacity = self._decided.machine.tier[DEVICE].capacity_bytes or 1
-        budget = self.options.memory_bytes(self.target.device_bytes)
-        left = None if budget is None else budget - held_bytes
+        again = replace(self._planning, held_bytes=held_bytes)
         with Progress(self.name) as progress:
-            text, found = reconsider(
-                self.report.problem,
-                self._decided.result.plan,
-                self._machine(capacity),
-                self._dtypes,
-                self.profile.densities,
-                self.options.lossy,
-                WORTH[self.options.lowering],
-                lambda problem: self._decide(problem, left, False, progress=progress),
+            text, found = again.reconsider(
+                self._decided, self.report.problem, self._dtypes, progress
             )
         self.profile.decided(text, found is not None)
         log_decision(self.name, text)
-        return None if found is None else Settled(found[0], left, found[1])
+        return found
 
     # --- later sizes --------------------------------------------------------------------------
 
@@ -557,7 +332,10 @@ class Pipeline:
         assert self._decided is not None and self.report is not None
         if self._graphs is None:
             return self.report.needed_peak_bytes
-        found = self._problem(self._graphs, hint_of(sizes), self._in_place, self._stays)
+        planning = self._planning
+        found = planning.survey.problem(
+            self._graphs, planning.in_place, planning.stays, hint_of(sizes)
+        )
         reserve = self.report.reserve_bytes
         return (
             worst_case(found.problem, self._decided.result.plan, self._decided.order.steps)
@@ -600,10 +378,6 @@ def kept_at_turn(problem: Problem, timeline: Timeline) -> int:
 def _written_by(problem: Problem, span: str) -> tuple[str, ...]:
     op = problem.op.get(span)
     return op.writes if op is not None else ()
-
-
-def _values(graphs: Graphs) -> Iterator[object]:
-    return (n.meta.get("val") for _, m in graphs for n in m.graph.find_nodes(op="placeholder"))
 
 
 def _check_one_device(name: str, graphs: Graphs, device: torch.device) -> None:

@@ -294,6 +294,15 @@ def test_no_caller_waits_for_what_only_it_can_free(benches: Callable[..., Bench]
     assert bench.mover._gauges()["in_flight_bytes"] == STAGED_BYTES
 
 
+@pytest.fixture
+def interrupts() -> Iterator[None]:
+    """An interrupt is one, also where a shell started the tests with it ignored."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.usefixtures("interrupts")
 def test_an_interrupted_wait_leaves_things_clean(bench: Bench) -> None:
     bench.shut()
     ticket = bench.out(kib(4))

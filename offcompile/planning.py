@@ -1,0 +1,191 @@
+"""The decision for one graph: which kind of plan, and which plan."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+
+from offcompile.ir import DEVICE, Infeasible, Problem
+from offcompile.ir.units import show_bytes
+
+from .annotate import Annotated, InPlace
+from .choose import Choice, choose
+from .decide import (
+    Decided,
+    decide,
+    fits_as_it_is,
+    floor_of,
+    planning_seconds,
+    with_figure,
+    with_reserve,
+)
+from .graphs import Graphs
+from .offers import Offers, read_after_update
+from .profiling import WORTH, Settled, reconsider
+from .survey import Survey
+
+#: what of the user's may leave for the host beside activations
+LEAVING = ("weight", "gradient")
+Tell = Callable[[str], None]
+
+
+@dataclass(eq=False)
+class Planning:
+    """Of what a survey found. Afterwards it says what else the decision rests on."""
+
+    name: str
+    survey: Survey
+    #: bytes of the budget that others hold
+    held_bytes: int = 0
+    #: a plan to use if the problem turns out to be the one that it was made for
+    settled: Settled | None = None
+    #: whether a refusal is to name a budget for which there is a plan, which takes another search
+    explains: bool = True
+    #: gradients that are offered to an optimizer from inside of the graphs
+    offers: Offers | None = None
+    in_place: InPlace | None = None
+    #: weights that stay on the device although others are on the host
+    stays: frozenset[str] = frozenset()
+
+    def budget(self) -> int | None:
+        """What the options leave this graph; None: the floor, which only a problem tells."""
+        budget = self.survey.options.memory_bytes(self.survey.target.device_bytes)
+        if budget is None:
+            return None
+        budget -= self.held_bytes
+        if budget > 0:
+            return budget
+        raise Infeasible(
+            f"{self.name}: other graphs of this model hold {show_bytes(self.held_bytes)},"
+            " which is the whole budget.",
+            -budget,
+            f"Set memory to more than {show_bytes(self.held_bytes)}.",
+        )
+
+    def settle(self, graphs: Graphs, updated: frozenset[int], tell: Tell) -> tuple[Graphs, Choice]:
+        """The graphs to plan, and the plan. Where not everything fits, gradients are offered to
+        the optimizer that updates during backward, if there is one.
+
+        updated: arguments that have such an optimizer.
+        """
+        survey, budget = self.survey, self.budget()
+        plain = survey.annotate(graphs, budget, tell)
+        fits = budget is not None and fits_as_it_is(plain.problem, survey.machine, budget)
+        without: frozenset[str] = frozenset()
+        # on CUDA the host runs ahead of compute, and updates overlap it when backward has returned
+        while updated and survey.kind == "cpu" and not fits:
+            offers = survey.with_offers(graphs, plain, updated, without)
+            if offers is None:
+                break
+            annotated = survey.problem(offers.graphs)
+            choice = self._choose(offers.graphs, annotated, budget, tell)
+            late = read_after_update(offers, choice.annotated, choice.decided.order)
+            if not late:
+                self.offers = offers
+                return offers.graphs, choice
+            without |= late
+        return graphs, self._choose(graphs, plain, budget, tell)
+
+    def _choose(
+        self,
+        graphs: Graphs,
+        annotated: Annotated,
+        budget: int | None,
+        tell: Tell,
+    ) -> Choice:
+        survey = self.survey
+
+        def decided(
+            found: Annotated, *, may_fit: bool, share: float = 1.0, to_floor: bool = False
+        ) -> Decided:
+            asked = None if to_floor else budget
+            if self.settled is not None and self.settled.fits(found.problem, asked):
+                return self.settled.decided
+            return self._decide(found.problem, asked, may_fit, share, tell)
+
+        weights = [t.nbytes for t in annotated.problem.tensors if t.kind == "weight"]
+        in_place = survey.target.in_place(2 * sum(weights))  # gradients too
+
+        def on_host(stays: frozenset[str]) -> Annotated | None:
+            if in_place is None:
+                return None
+            survey.measure_in_place(graphs, in_place)
+            found = survey.problem(graphs, in_place, stays)
+            leaves = any(not t.pinned for t in found.problem.tensors if t.kind in LEAVING)
+            return found if leaves else None
+
+        def chosen(to_floor: bool) -> Choice:
+            return choose(
+                annotated,
+                on_host,
+                partial(decided, to_floor=to_floor),
+                to_floor=to_floor,
+                floor_of=partial(floor_of, machine_for=survey.machine),
+                must_leave=survey.options.gradient_reserve is not None,
+                # other policies are the papers', which do not know of it
+                may_split=survey.options.policy.partition(":")[0] == "joint",
+            )
+
+        try:
+            found = chosen(budget is None)
+        except Infeasible as error:
+            if budget is None or not self.explains:
+                raise
+            try:  # what the refusal says to do shall be enough
+                least = chosen(True).decided.machine.tier[DEVICE].capacity_bytes
+            except Infeasible:
+                raise error from None
+            assert least is not None
+            total = with_reserve(least, survey.target.reserve_bytes) + self.held_bytes
+            raise with_figure(error, total, budget + self.held_bytes) from None
+        if found.stays is not None:
+            self.in_place, self.stays = in_place, found.stays
+        return found
+
+    def _decide(
+        self,
+        problem: Problem,
+        budget: int | None,
+        may_fit: bool,
+        share: float = 1.0,
+        tell: Tell | None = None,
+    ) -> Decided:
+        options, target = self.survey.options, self.survey.target
+        return decide(
+            problem,
+            self.survey.machine,
+            budget,
+            target.reserve_bytes,
+            options.whole_policy,
+            share * (options.seconds or planning_seconds(problem)),
+            tell,
+            self.held_bytes,
+            target.holes_bytes,
+            may_fit,
+        )
+
+    def reconsider(
+        self, made: Decided, problem: Problem, dtypes: Mapping[str, torch.dtype], tell: Tell
+    ) -> tuple[str, Settled | None]:
+        """What runs have shown, in words, and another plan if that is worth compiling again.
+
+        made: the plan in use, for `problem`.
+        """
+        survey, options = self.survey, self.survey.options
+        survey.learn_codecs()
+        budget = options.memory_bytes(survey.target.device_bytes)
+        left = None if budget is None else budget - self.held_bytes
+        text, found = reconsider(
+            problem,
+            made.result.plan,
+            survey.machine(made.machine.tier[DEVICE].capacity_bytes or 1),
+            dtypes,
+            survey.profile.densities,
+            options.lossy,
+            WORTH[options.lowering],
+            lambda again: self._decide(again, left, False, tell=tell),
+        )
+        return text, None if found is None else Settled(found[0], left, found[1])

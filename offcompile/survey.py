@@ -1,0 +1,144 @@
+"""What is known of a captured graph before anything is decided: its costs, as a Problem."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
+
+import sympy
+import torch
+
+from offcompile.ir import Machine
+from offcompile.runtime.registry import runtime_for
+
+from .annotate import Annotated, InPlace, Place, annotate
+from .costs import CostModel, OpCost, costs_of_graph, open_cost_cache
+from .costs_fusion import is_extern
+from .costs_in_place import with_in_place
+from .graphs import Graphs, Hint, storage_bytes
+from .hardware import BYTES_PER_US_PER_GBPS
+from .kernels import merge_kernels
+from .offers import Offers, costs_of_offers, with_offers
+from .options import Options
+from .profiling import Profile
+from .sizes import hint_of
+from .sparsity import with_combinations, with_ratios
+from .target import Target
+
+#: storages below this share of the largest are not worth a move
+SMALL_SHARE = 1 / 2048
+LEAST_MOVE_BYTES = 4096
+#: ops that need less than this to run are measured whatever the budget
+LEAST_ROOM_BYTES = 16 << 20
+
+
+@dataclass(eq=False)
+class Survey:
+    """Of one graph for given sizes. `target` is replaced once rates of codecs are known."""
+
+    options: Options
+    target: Target
+    #: what runs of the graph have shown of its tensors
+    profile: Profile
+    #: the kind of device that the graph was traced on
+    kind: str
+    sizes: Mapping[sympy.Symbol, int] = field(default_factory=dict)
+    _costs: dict[Place, OpCost] = field(default_factory=dict)
+    _min_move: int = LEAST_MOVE_BYTES
+    #: what has measured the costs, until it has measured them on the host too
+    _unmeasured: CostModel | None = None
+    _codecs_known: bool = False
+
+    def learn_codecs(self) -> None:
+        """Measure how fast they are, where that may matter and no profile says it."""
+        asked = self.options.lossy is not None or self.profile.shows_zeros
+        if asked and self.options.hardware is None and not self._codecs_known:
+            self.target, self._codecs_known = self.target.with_codecs(), True
+
+    def machine(self, device_bytes: int) -> Machine:
+        return with_combinations(self.target.machine(device_bytes), self.options.lossy)
+
+    def annotate(
+        self, graphs: Graphs, budget: int | None, progress: Callable[[str], None]
+    ) -> Annotated:
+        """The step with everything at home. Large ops are measured unless a profile is named."""
+        hint = hint_of(self.sizes)
+        standing = sum(
+            storage_bytes(v, hint)
+            for v in values(graphs)
+            if isinstance(v, torch.Tensor) and v.device.type == self.kind
+        )
+        measure = self.options.hardware is None
+        model = CostModel(
+            self.target.profile,
+            measure=measure,
+            lowering=self.options.lowering,
+            cache=open_cost_cache(self.target.device) if measure else None,
+            progress=progress,
+            # measuring an op must keep the budget too
+            room_bytes=None if budget is None else max(budget - standing, LEAST_ROOM_BYTES),
+            device=self.target.device,
+        )
+        self._unmeasured = model
+        self._costs = {
+            (phase, name): cost
+            for phase, module in graphs
+            for name, cost in costs_of_graph(module.graph, model, hint).items()
+        }
+        found = annotate(graphs, self._costs, hint, LEAST_MOVE_BYTES)
+        largest = max((t.nbytes for t in found.problem.tensors if not t.pinned), default=0)
+        self._min_move = max(LEAST_MOVE_BYTES, int(largest * SMALL_SHARE))
+        return self.problem(graphs)
+
+    def measure_in_place(self, graphs: Graphs, in_place: InPlace) -> None:
+        """Have the costs say what ops take with weights and gradients on the host."""
+        model, self._unmeasured = self._unmeasured, None
+        if model is None or not model.measure:
+            return
+        hint, key = hint_of(self.sizes), self.target.runtime.key
+        asked = annotate(graphs, self._costs, hint, self._min_move, in_place)
+        self._costs = with_in_place(
+            self._costs,
+            graphs,
+            asked,
+            model,
+            hint,
+            lambda nbytes: runtime_for(key).device.addressable([nbytes])[0],
+            key,
+        )
+
+    def problem(
+        self,
+        graphs: Graphs,
+        in_place: InPlace | None = None,
+        stays: frozenset[str] = frozenset(),
+        hint: Hint | None = None,
+    ) -> Annotated:
+        """The step as `annotate` sees it, with kernels that fuse as one op, and ratios of codecs.
+
+        `hint`: sizes other than those that the plan is made for.
+        """
+        hint = hint or hint_of(self.sizes)
+        found = annotate(graphs, self._costs, hint, self._min_move, in_place, stays)
+        if self.options.lowering == "inductor":
+            found = merge_kernels(found, graphs, lambda node: not is_extern(node))
+        machine, lossy = self.machine(1), self.options.lossy
+        seen = self.profile.densities
+        problem = with_ratios(found.problem, machine, found.dtypes, seen, lossy)
+        return replace(found, problem=problem)
+
+    def with_offers(
+        self, graphs: Graphs, plain: Annotated, wanted: frozenset[int], without: frozenset[str]
+    ) -> Offers | None:
+        """The graphs with gradients of these arguments offered to an optimizer."""
+        hint, key = hint_of(self.sizes), self.target.runtime.key
+        made = with_offers(graphs, plain, wanted, hint, self._min_move, key, without)
+        if made is not None:
+            bytes_per_us = self.target.profile.memory_gbps * BYTES_PER_US_PER_GBPS
+            self._costs = {**self._costs, **costs_of_offers(made, hint, bytes_per_us)}
+        return made
+
+
+def values(graphs: Graphs) -> Iterator[object]:
+    """What the placeholders of both graphs stand for."""
+    return (n.meta.get("val") for _, m in graphs for n in m.graph.find_nodes(op="placeholder"))
