@@ -125,8 +125,9 @@ class DriveWatch:
 
     def step_over(self, written_bytes: int, now_s: float) -> None:
         """A step ended at `now_s`, and until then so many bytes were written in all."""
-        if self._first is None:
-            self._first = (written_bytes, now_s)
+        if self._first is None or written_bytes < self._first[0]:
+            # files were closed, and new ones count from nothing
+            self._first, self._steps = (written_bytes, now_s), 0
             return
         self._steps += 1
         passed_s = now_s - self._first[1]

@@ -70,3 +70,11 @@ def test_directories_of_one_file_system_are_one_drive(tmp_path: Path) -> None:
 def test_numbers_that_mean_nothing_are_refused(given: tuple[int, float, int]) -> None:
     with pytest.raises(OffloadError, match="no life of a drive follows"):
         drive_life(*given)
+
+
+def test_counting_from_nothing_begins_anew() -> None:
+    watch = DriveWatch(10**6 * TB)
+    watch.step_over(10**9, 0.0)
+    for step in range(1, 100):
+        watch.step_over(10**6 * step, 10.0 * step)
+    assert watch.life is not None and watch.life.written_bytes_per_step == 10**6

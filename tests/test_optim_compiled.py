@@ -120,7 +120,12 @@ def test_updates_that_run_into_the_next_forward(
 ) -> None:
     model, reference = Words(), Words()
     torch._dynamo.reset()
-    options = {"memory": 900_000, "policy": policy, "lowering": "aot_eager", "spill": str(tmp_path)}
+    options = {
+        "memory": "minimum",
+        "policy": policy,
+        "lowering": "aot_eager",
+        "spill": str(tmp_path),
+    }
     run: Any = torch.compile(model, backend="offcompile", options=options)
     mine = optim.AdamW(
         groups(model), lr=1e-2, overlap="forward", max_norm=max_norm, channels=True, states="host"
