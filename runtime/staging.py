@@ -68,9 +68,11 @@ class Ring:
                     self._land(*waiting[0])
                     waiting.popleft()
                 chunk = self._next()
-                step.by_gpu(stream, chunk)
-                event = chunk.event = self._streams.record(stream)
                 waiting.append((chunk, step))
+                try:
+                    step.by_gpu(stream, chunk)
+                finally:  # what failed may have been given to the GPU in part
+                    event = chunk.event = self._streams.record(stream)
             issued(event)
             while waiting:
                 self._land(*waiting[0])
@@ -90,9 +92,11 @@ class Ring:
             chunk = self._next()
             self._settle(chunk)
             step.by_disk(chunk)
-            step.by_gpu(stream, chunk)
-            chunk.event = self._streams.record(stream)
-            issued(chunk.event)
+            try:
+                step.by_gpu(stream, chunk)
+            finally:  # as above
+                chunk.event = self._streams.record(stream)
+                issued(chunk.event)
 
     def close(self) -> None:
         """Block until the GPU is done with all of it."""
