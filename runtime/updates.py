@@ -42,6 +42,7 @@ class Updater(Holder, Protocol):
         When it returns, the gradient's memory may be used again; the parameter may have changed.
         """
 
+
 class Call:
     """One run of a compiled forward that may be followed by its backward."""
 
