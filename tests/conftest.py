@@ -1,8 +1,10 @@
-"""Shared by all tests: hypothesis settings and the flag that rewrites golden files."""
+"""Shared by all tests: hypothesis settings, a place on a disk, and the flag for golden files."""
 
 from __future__ import annotations
 
 import os
+import tempfile
+from pathlib import Path
 
 # several workers of pytest-xdist share the cores: one thread each, said before torch is imported
 if "PYTEST_XDIST_WORKER" in os.environ:
@@ -10,6 +12,13 @@ if "PYTEST_XDIST_WORKER" in os.environ:
 
 import pytest
 from hypothesis import HealthCheck, Phase, settings
+
+from offcompile.runtime.directories import in_memory
+
+# where the temporary directory lies in RAM, tests of files use another that does not
+ON_DISK = Path("/var/tmp")
+if in_memory(Path(tempfile.gettempdir())) and ON_DISK.is_dir() and not in_memory(ON_DISK):
+    os.environ.setdefault("PYTEST_DEBUG_TEMPROOT", str(ON_DISK))
 
 settings.register_profile(
     "offcompile",
@@ -31,6 +40,13 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         action="store_true",
         help="rewrite tests/golden from what the policies do now, then read the diff",
     )
+
+
+@pytest.fixture
+def on_a_disk(tmp_path: Path) -> None:
+    """For tests of files that pass the page cache by: a file system in RAM has none to pass."""
+    if in_memory(tmp_path):
+        pytest.skip("no temporary directory lies on a disk: name one with --basetemp")
 
 
 @pytest.fixture

@@ -16,22 +16,17 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from offcompile.ir import OffloadError
-from offcompile.runtime import directories
 from offcompile.runtime.disk_states import DiskStates
 from offcompile.runtime.spill_file import Files
 from offcompile.runtime.state_blocks import GRAIN, cut, padded_bytes
+
+pytestmark = pytest.mark.usefixtures("on_a_disk")
 
 F32, BF16, F64 = torch.float32, torch.bfloat16, torch.float64
 #: with two fp32 parts: GRAIN elements
 BLOCK = GRAIN * 8
 
 Make = Callable[..., DiskStates]
-
-
-@pytest.fixture(autouse=True)
-def on_a_disk(tmp_path: Path) -> None:
-    if directories.in_memory(tmp_path):
-        pytest.skip("the temporary directory is kept in RAM: name another with --basetemp")
 
 
 @pytest.fixture

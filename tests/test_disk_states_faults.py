@@ -12,11 +12,13 @@ import pytest
 import torch
 
 from offcompile.ir import OffloadError
-from offcompile.runtime import directories, state_blocks
+from offcompile.runtime import state_blocks
 from offcompile.runtime.disk_states import DiskStates
 from offcompile.runtime.spill import SpillFull
 from offcompile.runtime.spill_file import Files
 from offcompile.runtime.state_blocks import GRAIN
+
+pytestmark = pytest.mark.usefixtures("on_a_disk")
 
 F32 = torch.float32
 BLOCK = GRAIN * 8
@@ -26,12 +28,6 @@ SIZES = {0: 3, 1: 1, 2: 4}
 STEPS = 3
 
 Call = Callable[[int, Sequence[memoryview], int], int]
-
-
-@pytest.fixture(autouse=True)
-def on_a_disk(tmp_path: Path) -> None:
-    if directories.in_memory(tmp_path):
-        pytest.skip("the temporary directory is kept in RAM: name another with --basetemp")
 
 
 class Disk:

@@ -19,9 +19,10 @@ import torch
 import offcompile
 from offcompile.ir import OffloadError
 from offcompile.optim import SGD, Adam, AdamW, places
-from offcompile.runtime import directories
 from offcompile.runtime.disk_states import DiskFacts, DiskStates
 from offcompile.runtime.spill_file import Files
+
+pytestmark = pytest.mark.usefixtures("on_a_disk")
 
 BLOCK = 32768
 HERE = Path(__file__).parent
@@ -33,12 +34,6 @@ KINDS: dict[str, Kinds] = {
     "Adam": (torch.optim.Adam, Adam, {"lr": 0.01, "betas": (0.8, 0.9)}),
     "SGD": (torch.optim.SGD, SGD, {"lr": 0.1, "momentum": 0.9, "nesterov": True}),
 }
-
-
-@pytest.fixture(autouse=True)
-def on_a_disk(tmp_path: Path) -> None:
-    if directories.in_memory(tmp_path):
-        pytest.skip("the temporary directory is kept in RAM: name another with --basetemp")
 
 
 @pytest.fixture

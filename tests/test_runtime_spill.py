@@ -30,17 +30,13 @@ from offcompile.runtime.measure_disk import measure_disk
 from offcompile.runtime.spill import Extent, SpillFull, SpillStore
 from offcompile.runtime.spill_file import Files
 
+pytestmark = pytest.mark.usefixtures("on_a_disk")
+
 MIB = 1 << 20
 PAGE = 4096
 
 linux = pytest.mark.skipif(not Path("/proc/self/fd").exists(), reason="needs /proc")
 unprivileged = pytest.mark.skipif(os.geteuid() == 0, reason="permission bits do not bind root")
-
-
-@pytest.fixture(autouse=True)
-def on_a_disk(tmp_path: Path) -> None:
-    if directories.in_memory(tmp_path):
-        pytest.skip("the temporary directory is kept in RAM: name another with --basetemp")
 
 
 @pytest.fixture(scope="module")

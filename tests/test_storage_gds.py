@@ -12,18 +12,13 @@ import numpy as np
 import pytest
 
 from offcompile.ir import OffloadError
-from offcompile.runtime import directories
 from offcompile.runtime.arena import Arena
 from offcompile.runtime.gds import CHUNK_BYTES, CuFile, GdsStore, open_cufile
 from offcompile.runtime.spill import SpillStore
 
+pytestmark = pytest.mark.usefixtures("on_a_disk")
+
 MIB = 1 << 20
-
-
-@pytest.fixture(autouse=True)
-def on_a_disk(tmp_path: Path) -> None:
-    if directories.in_memory(tmp_path):
-        pytest.skip("the temporary directory is kept in RAM: name another with --basetemp")
 
 
 class Call:

@@ -13,20 +13,15 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from offcompile.ir import OffloadError
-from offcompile.runtime import directories
 from offcompile.runtime.arena import Arena
 from offcompile.runtime.spill import Extent, SpillStore
 from offcompile.runtime.spill_file import Files, part_of
 
+pytestmark = pytest.mark.usefixtures("on_a_disk")
+
 MIB = 1 << 20
 PAGE = 4096
 CAPACITY_PAGES = 512
-
-
-@pytest.fixture(autouse=True)
-def on_a_disk(tmp_path: Path) -> None:
-    if directories.in_memory(tmp_path):
-        pytest.skip("the temporary directory is kept in RAM: name another with --basetemp")
 
 
 @settings(

@@ -12,21 +12,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from offcompile.ir import OffloadError
-from offcompile.runtime import directories, striping
+from offcompile.runtime import striping
 from offcompile.runtime.arena import Arena
 from offcompile.runtime.disk_queue import DiskQueue, side_by_side
 from offcompile.runtime.spill import Extent, SpillStore
 from offcompile.runtime.spill_file import Files
 from offcompile.runtime.striping import Turns, shares, stripe_of
 
+pytestmark = pytest.mark.usefixtures("on_a_disk")
+
 MIB = 1 << 20
 PAGE = 4096
-
-
-@pytest.fixture(autouse=True)
-def on_a_disk(tmp_path: Path) -> None:
-    if directories.in_memory(tmp_path):
-        pytest.skip("the temporary directory is kept in RAM: name another with --basetemp")
 
 
 @pytest.fixture
