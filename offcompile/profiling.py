@@ -101,6 +101,10 @@ class Profile:
         if density is not None:
             self._found[tensor] = density
 
+    def has_zeros(self, tensor: str) -> bool:
+        """Whether it was seen to have so many that a codec could make something of it."""
+        return self.densities.get(tensor, 1.0) <= WORTH_A_CODEC
+
     @property
     def shows_zeros(self) -> bool:
         return any(density <= WORTH_A_CODEC for density in self.densities.values())

@@ -311,13 +311,15 @@ class PlanReport:
             )
 
     def _measured_zeros(self) -> list[str]:
-        """Of each tensor that leaves and was looked at: its zeros, and what it leaves as."""
+        """Of each tensor that leaves and has zeros worth a word: how many, and how it leaves."""
         if self.profile is None:
             return []
         rows = []
         for move in self.plan.moves:
             density = self.profile.densities.get(move.tensor)
             if move.source != DEVICE or density is None:
+                continue
+            if move.codec is None and not self.profile.has_zeros(move.tensor):
                 continue
             raw = self.problem.tensor[move.tensor].nbytes
             goes = f"{size(raw)} as it is"
