@@ -147,13 +147,13 @@ def compiled(model: Any, task: dict[str, Any], memory_bytes: int | str | None) -
     return torch.compile(model, backend=task["lowering"])
 
 
-def serve(task: dict[str, Any]) -> None:
+def serve(task: dict[str, Any], case: Case | None = None) -> None:
     """Build and warm up, then answer each line from the parent with one line of JSON."""
     if task["returns_freed"]:
         memory.return_freed_memory()
     else:
         heap().prepare()  # freed memory is kept for reuse, for the peers as for ours
-    case = (QUICK_CASES if task["quick"] else CASES)[task["case"]]
+    case = case or (QUICK_CASES if task["quick"] else CASES)[task["case"]]
     if task["kind"] == "torch budget":
         import torch._functorch.config as functorch
 
