@@ -18,6 +18,9 @@ from .order import Order, static_order
 
 #: planning time: this much, and more for each op, within bounds
 BASE_SECONDS, SECONDS_PER_OP, MOST_SECONDS = 0.5, 0.004, 6.0
+#: no longer than so many steps take: what a search could still gain of them is less
+MOST_STEPS, LEAST_SECONDS = 100, 0.2
+US_PER_S = 1e6
 #: how often the floor is raised when no schedule is found exactly at it
 MOST_RAISES = 8
 #: room for holes is worth this much of a step's time (measured: docs/backend.md); a plan that loses
@@ -47,7 +50,9 @@ def plain_plan(problem: Problem) -> Plan:
 
 def planning_seconds(problem: Problem) -> float:
     """How long to search unless the user says."""
-    return min(MOST_SECONDS, BASE_SECONDS + SECONDS_PER_OP * len(problem.ops))
+    steps_s = MOST_STEPS * sum(op.duration_us for op in problem.ops) / US_PER_S
+    wanted = min(MOST_SECONDS, BASE_SECONDS + SECONDS_PER_OP * len(problem.ops))
+    return max(LEAST_SECONDS, min(wanted, steps_s))
 
 
 def decide(

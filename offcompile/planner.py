@@ -25,6 +25,8 @@ from offcompile.simulate import Simulator
 
 #: how much of the time given goes into the proven bound (which also guides the search)
 BOUND_SHARE = 0.3
+#: the search gets this much whatever bounding has taken
+LEAST_SEARCH_SECONDS = 0.1
 #: larger problems are planned on merged ops
 COARSEN_ABOVE_OPS = 1500
 
@@ -99,7 +101,7 @@ def plan_problem(
     chosen = make(
         policy,
         judge_for(coarse.problem, machine),
-        seconds=max(0.5, 0.95 * left),
+        seconds=max(LEAST_SEARCH_SECONDS, 0.95 * left),
         progress=progress,
         hints=bound.away_hints,
         floor_us=bound.us,

@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from random import Random
 
 from .covering import Choice, Cover, Item
+from .patience import is_short
 
 #: knapsacks; with fewer than ROUNDS there is no search around the best choice either
 ROUNDS, QUICK = 20, 3
@@ -42,6 +43,8 @@ def cover(
     best: Cover | None = None
     weights = {empty.tightest(): 1} if empty.need else {}
     for number in range(2, rounds + 2):
+        if is_short() and best is not None:
+            break
         state = Cover(items, need, limits or {})
         state.take_knapsack(weights)
         # a solution of the weighted sum that covers all positions is optimal for them all
@@ -58,7 +61,7 @@ def cover(
         empty.polish()
         if best is None or empty.cost() < best.cost():
             best = empty
-    if best is not None and rounds >= ROUNDS:
+    if best is not None and rounds >= ROUNDS and not is_short():
         for great in great_ones(items, best.choice, need):
             others = [Item(x.nbytes, ()) if i == great else x for i, x in enumerate(items)]
             choice = cover(others, need, limits, rounds // 2)
@@ -106,7 +109,7 @@ def improve(
         rankings.append([i for _, i in sorted((density[i], i) for i in usable)])
     rng = Random(0)
     idle = turn = 0
-    while search.nodes > 0 and search.best > lowest and idle < IDLE:
+    while search.nodes > 0 and search.best > lowest and idle < IDLE and not is_short():
         margin = sum(w is not None for w in state.choice)
         reach = max(WINDOW, count // 4)
         turn = (turn + 1) % 3

@@ -28,6 +28,7 @@ from .frame import (
 from .gaps import Gap
 from .homecoming import brought_home
 from .lanes import Clock
+from .patience import Time, TimeIsUp, is_short, timed_by
 from .schedule import Builder
 from .search import Search, State, mode_of
 
@@ -42,26 +43,32 @@ START_SHARE = 0.3
 POLICY_SHARE = 0.5
 
 
-class _TimeIsUp(Exception):
-    """A single policy has had its share of the time; what it found is kept."""
-
-
 class _WithinTime:
     """The judge as single policies see it: keeps the best plan they try, and stops them.
 
-    Past their common share of the time each may still finish its first plan; past the search's
-    own deadline none may.
+    Past their common share of the time the one at work may still finish its first plan, and no
+    other begins; past the search's own deadline none may go on.
     """
 
     def __init__(self, search: Search, deadline: float) -> None:
         self.search, self.deadline = search, deadline
         self.tried = 0  # valid plans of the policy at work
 
+    @property
+    def all_over(self) -> bool:
+        return self.search.best_plan is not None and time.monotonic() > self.deadline
+
+    def time(self) -> Time:
+        search, now = self.search, time.monotonic()
+        if now <= min(self.deadline, search.deadline):
+            return Time.ENOUGH
+        if search.best_plan is None:
+            return Time.SHORT
+        return Time.OVER if self.tried or now > search.deadline else Time.SHORT
+
     def __call__(self, problem: Problem, machine: Machine, plan: Plan) -> Timeline:
+        is_short()  # stops it, if it is to stop
         search = self.search
-        now, last = time.monotonic(), search.deadline
-        if search.best_plan is not None and (now > last or (self.tried and now > self.deadline)):
-            raise _TimeIsUp
         timeline = search.judge(problem, machine, plan)
         if problem is search.problem and machine is search.machine:
             search.offer(plan, timeline)
@@ -192,15 +199,16 @@ class Joint:
 
         judge = _WithinTime(search, time.monotonic() + POLICY_SHARE * self.seconds)
         for name in POLICIES:
-            if name == self.name or search.settled:
+            if name == self.name or search.settled or judge.all_over:
                 continue
             judge.tried = 0
             try:
-                plan = make(name, judge, lossy=self.lossy).apply(
-                    search.problem, search.machine, Plan()
-                )
-                judge(search.problem, search.machine, plan)
-            except (Infeasible, _TimeIsUp):
+                with timed_by(judge.time):
+                    plan = make(name, judge, lossy=self.lossy).apply(
+                        search.problem, search.machine, Plan()
+                    )
+                    judge(search.problem, search.machine, plan)
+            except (Infeasible, TimeIsUp):
                 continue
 
     def _improve(self, search: Search, states: list[State]) -> None:

@@ -25,6 +25,7 @@ from .cover_search import QUICK, ROUNDS, cover
 from .covering import Item, Way
 from .decisions import Decisions
 from .droppable import Droppable, droppable_ops, recomputes_for
+from .patience import is_short
 from .pressure import pressure
 from .trials import Trials
 
@@ -173,7 +174,7 @@ def _trim(
     tries = max(16, TRIM_WORK // max(1, len(problem.ops)))
     # half of them at once, and where that fails half of that half
     groups = [kept[len(kept) // 2 :], kept[: len(kept) // 2]]
-    while groups and tries:
+    while groups and tries and not is_short():
         group = groups.pop()
         fewer = [x for x in kept if x not in set(group)]
         over, added = _excess(problem, machine, recomputes_for(problem, droppable, fewer))
