@@ -18,6 +18,7 @@ from . import tickets
 from .counters import add_gauges, new_tally, note, now_ns
 from .device import Copy, Device, How, Label, Point, Slot
 from .failures import failure
+from .keeping import Keeper
 from .ledger import Ledger
 from .watching import show
 
@@ -38,6 +39,11 @@ class Saved:
     #: on host memory that ops can use in place: that memory, as a flat uint8 tensor
     host: torch.Tensor | None = None
 
+    @property
+    def written(self) -> bool:
+        """Whether the slot holds it, or will once the copy has ended."""
+        return self.copy is not None and self.copy.error is None
+
 
 @dataclass(eq=False)
 class Load:
@@ -49,7 +55,10 @@ class Load:
     saved: Saved
     number: int = 0
     awaited: bool = False
+    #: None: the data was there
     copy: Copy | None = None
+    #: the buffer is the keeper's, and so is the copy
+    kept: bool = False
 
 
 _Entry = TypeVar("_Entry", Saved, Load)
@@ -70,6 +79,8 @@ class Mover:
         self._lock = threading.Lock()
         self._ledger = Ledger(in_flight_bytes, self._lock, self.tally, lambda: device.staging_bytes)
         self._live_tickets = 0
+        #: uses what room there is between graphs; None: what leaves leaves
+        self.keeper: Keeper | None = None
         # filled by finalizers, which may run between any two lines and take no lock
         self._deaths: deque[Callable[[], None]] = deque()
         device.before_copies(self.sweep)
@@ -90,7 +101,12 @@ class Mover:
         _check_dense(x, tag)
         show(x, tag)
         slot = self.device.slot(x, tier, codec)
-        return self._start_out(x, Saved(self, tag, lane, slot), began_ns)
+        saved = Saved(self, tag, lane, slot)
+        ticket = self._issue(saved, self._saved_died)
+        if self.keeper is not None and self.keeper.keep(saved, x):
+            note("keep", tag, lane, began_ns, now_ns() - began_ns)
+            return ticket
+        return self._start_out(x, saved, ticket, began_ns)
 
     def start_store(self, x: torch.Tensor, tag: str, lane: str) -> torch.Tensor:
         """As `start_out`, to host memory that ops can use in place: `host_of` gives it.
@@ -104,7 +120,7 @@ class Mover:
         slot = self.device.slot_of(host)
         assert slot is not None, "the device does not know its own memory"
         saved = Saved(self, tag, lane, slot, awaited=True, host=host)
-        ticket = self._start_out(x, saved, began_ns)
+        ticket = self._start_out(x, saved, self._issue(saved, self._saved_died), began_ns)
         self.device.sent(host, saved.copy)
         return ticket
 
@@ -128,10 +144,11 @@ class Mover:
         """The op that writes what `store_in_place` gave was given to compute."""
         self.device.sent(host, self.device.mark())
 
-    def _start_out(self, x: torch.Tensor, saved: Saved, began_ns: int) -> torch.Tensor:
+    def _start_out(
+        self, x: torch.Tensor, saved: Saved, ticket: torch.Tensor, began_ns: int
+    ) -> torch.Tensor:
+        """The ticket's death undoes everything, also when something is raised."""
         tag, lane = saved.tag, saved.lane
-        # from here on the ticket's death undoes everything, also when something is raised
-        ticket = self._issue(saved, self._saved_died)
         nbytes = saved.slot.nbytes
         self._ledger.reserve(nbytes)
         try:
@@ -155,6 +172,9 @@ class Mover:
         """Return when the copy is complete (or compute is made to wait for it): x may go."""
         began_ns = now_ns()
         self._enter()
+        if self.keeper is not None and self.keeper.settle(saved):
+            note("wait_out", saved.tag, saved.lane, began_ns, now_ns() - began_ns)
+            return
         assert saved.copy is not None
         saved.awaited = True
         self._wait(saved.copy, load=False)
@@ -190,6 +210,12 @@ class Mover:
         self._enter()
         load = Load(self, tag, lane, saved)
         ticket = self._issue(load, self._load_died)
+        kept = None if self.keeper is None else self.keeper.take(saved, lane)
+        if kept is not None:
+            load.kept = True
+            buffer, load.copy = kept
+            note("take", tag, lane, began_ns, now_ns() - began_ns)
+            return buffer, ticket
         nbytes = saved.slot.nbytes
         self._ledger.reserve(nbytes, drains=False)
         try:
@@ -220,8 +246,11 @@ class Mover:
         """Return when the buffer holds the data (or compute is made to wait for it)."""
         began_ns = now_ns()
         self._enter()
-        assert load.copy is not None
         load.awaited = True
+        if load.copy is None:
+            with self._lock:
+                self.tally.prefetch_hits += 1
+            return
         self._wait(load.copy, load=True)
         note("wait_load", load.tag, load.lane, began_ns, now_ns() - began_ns)
         if load.copy.error is not None:
@@ -231,6 +260,64 @@ class Mover:
         """Note that ops have used so many operands on the host."""
         with self._lock:
             self.tally.direct_reads += count
+
+    # -- what the keeper does ----------------------------------------------------------------------
+
+    def begin_out(self, saved: Saved, x: torch.Tensor, ended: Callable[[Copy], None]) -> Copy:
+        """Begin copying out what was kept so far; `ended` is called when it is over."""
+        return self._begin(saved, "out", saved.lane, x, ended)
+
+    def begin_in(
+        self, saved: Saved, buffer: torch.Tensor, lane: str, ended: Callable[[Copy], None]
+    ) -> Copy:
+        """Begin loading into a buffer of the keeper's, which nobody has asked for yet."""
+        return self._begin(saved, "load", lane, buffer, ended)
+
+    def copy_cancelled(self, saved: Saved) -> None:
+        with self._lock:
+            self._drop_user(saved)
+
+    def _begin(
+        self,
+        saved: Saved,
+        direction: str,
+        lane: str,
+        tensor: torch.Tensor,
+        ended: Callable[[Copy], None],
+    ) -> Copy:
+        with self._lock:
+            saved.users += 1
+
+        def over(copy: Copy) -> None:
+            with self._lock:
+                if copy.error is None:
+                    self._count(saved, direction)
+                self._drop_user(saved)
+            ended(copy)
+
+        label = Label(direction, saved.tag)
+        try:
+            if direction == "out":
+                after = self._after(self.device.mark())
+                copy = self.device.copy_out(lane, tensor, saved.slot, after, label, over)
+                saved.copy = copy
+            else:
+                after = self._after(self.device.mark(), saved.copy)
+                copy = self.device.copy_in(lane, saved.slot, tensor, after, label, over)
+        except BaseException:
+            self.copy_cancelled(saved)
+            raise
+        return copy
+
+    def _count(self, saved: Saved, direction: str) -> None:
+        slot, tally = saved.slot, self.tally
+        tally.moves += 1
+        if direction == "out":
+            tally.bytes_out += slot.crossed_bytes
+            tally.raw_bytes_out += slot.nbytes
+        else:
+            tally.bytes_in += slot.crossed_bytes
+            tally.raw_bytes_in += slot.nbytes
 
     # -- orders and waits: what a subclass in a test takes away ----------------------------------
 
@@ -270,9 +357,7 @@ class Mover:
     def _out_ended(self, saved: Saved, copy: Copy) -> None:
         with self._lock:
             if copy.error is None:
-                self.tally.moves += 1
-                self.tally.bytes_out += saved.slot.crossed_bytes
-                self.tally.raw_bytes_out += saved.slot.nbytes
+                self._count(saved, "out")
             self._out_over(saved)
 
     def _out_over(self, saved: Saved) -> None:
@@ -282,9 +367,7 @@ class Mover:
     def _load_ended(self, load: Load, copy: Copy) -> None:
         with self._lock:
             if copy.error is None:
-                self.tally.moves += 1
-                self.tally.bytes_in += load.saved.slot.crossed_bytes
-                self.tally.raw_bytes_in += load.saved.slot.nbytes
+                self._count(load.saved, "load")
             self._drop_user(load.saved)
 
     def _saved_died(self, saved: Saved) -> None:
@@ -293,6 +376,8 @@ class Mover:
             self._live_tickets -= 1
             saved.ticket_alive = False
             self._drop_user(saved)
+        if self.keeper is not None:
+            self.keeper.forget(saved)
         self._cancel_if_unwanted(saved)
 
     def _load_died(self, load: Load) -> None:
@@ -300,7 +385,9 @@ class Mover:
         with self._lock:
             self._live_tickets -= 1
         # nobody can wait for it any more: not begun, it need not begin
-        if load.copy is not None and not load.awaited and self.device.cancel(load.copy):
+        if load.copy is None or load.kept or load.awaited:
+            return
+        if self.device.cancel(load.copy):
             with self._lock:
                 self._drop_user(load.saved)
             self._cancel_if_unwanted(load.saved)

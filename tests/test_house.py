@@ -47,7 +47,12 @@ ROOMS = (
         "offcompile.planner",
         (*JUDGES, "offcompile.simulate", "offcompile.bounds", "offcompile.coarsen"),
     ),
-    Room("runtime", "offcompile.runtime", ("offcompile.ir", "torch", "triton", "numpy")),
+    Room(
+        "runtime",
+        "offcompile.runtime",
+        # the predictor is a decision, and the runtime drives it
+        ("offcompile.ir", "offcompile.passes.correlation", "torch", "triton", "numpy"),
+    ),
 )
 
 

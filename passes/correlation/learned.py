@@ -1,0 +1,173 @@
+"""The forecast that learns: execution ids, the execution table, and a block table for each."""
+
+from __future__ import annotations
+
+from collections import OrderedDict, deque
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from .blocks import BlockId, BlockTable, Item
+from .executions import HISTORY, ExecutionTable, Guess
+from .tables import NAME_BYTES, Numbers, Shape, most_bytes
+
+
+class Forecast(Protocol):
+    """What comes next, from whatever source. A forecast keeps the end of its own chain."""
+
+    def begin(self, execution: Hashable, expected: bool) -> None:
+        """An execution begins. If it was not the one expected, the chain starts anew from it."""
+        ...
+
+    def touch(self, block: BlockId, nbytes: int, born: bool) -> None:
+        """The execution uses a block for the first time."""
+        ...
+
+    def end(self) -> None:
+        """The execution is over."""
+        ...
+
+    def items(self, execution: Hashable) -> Sequence[Item]:
+        """The blocks that an execution is expected to touch."""
+        ...
+
+    def ahead(self) -> tuple[Hashable, Sequence[Item]] | None:
+        """The execution after the end of the chain, which it then becomes; None: not known."""
+        ...
+
+
+EXECUTIONS = Shape(rows=4096, associativity=4, successors=4)
+BLOCKS = Shape(rows=512, associativity=2, successors=4)
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """How large the tables may become."""
+
+    executions: Shape = EXECUTIONS
+    blocks: Shape = BLOCKS
+    #: executions known at once, and block names
+    known_executions: int = 1024
+    known_blocks: int = 65536
+    #: of all block tables together; the executions longest unseen are forgotten first
+    block_table_bytes: int = 16 << 20
+
+    @property
+    def most_bytes(self) -> int:
+        """What nothing can make the tables exceed, by the figures of `Learned.table_bytes`."""
+        names = self.known_executions + self.known_blocks
+        largest = most_bytes(self.blocks)  # one block table is kept whatever its size
+        blocks = max(self.block_table_bytes, largest)
+        return most_bytes(self.executions) + blocks + NAME_BYTES * names
+
+
+class _Known:
+    """An execution that has been seen."""
+
+    __slots__ = ("execution", "number", "table", "table_bytes")
+
+    def __init__(self, execution: Hashable, number: int, table: BlockTable) -> None:
+        self.execution = execution
+        self.number = number
+        self.table = table
+        self.table_bytes = 0
+
+
+class Learned:
+    """What came next last time comes next again (DeepUM, §4.2)."""
+
+    def __init__(self, limits: Limits | None = None) -> None:
+        self.limits = limits or Limits()
+        self.executions = ExecutionTable(self.limits.executions)
+        self._blocks: Numbers[BlockId] = Numbers(self.limits.known_blocks)
+        self._known: OrderedDict[Hashable, _Known] = OrderedDict()
+        self._by_number: dict[int, _Known] = {}
+        self._numbers = 0
+        self._block_bytes = 0
+        self._history: deque[int] = deque(maxlen=HISTORY)
+        self._end: deque[int] = deque(maxlen=HISTORY)
+        self._now: _Known | None = None
+        self._touched: set[BlockId] = set()
+        self._to_judge: list[Guess] = []
+
+    @property
+    def table_bytes(self) -> int:
+        """What the tables take, by an upper figure for each entry."""
+        names = len(self._blocks) + len(self._known)
+        return self.executions.table_bytes + self._block_bytes + NAME_BYTES * names
+
+    # ---- learning --------------------------------------------------------------------------
+
+    def begin(self, execution: Hashable, expected: bool) -> None:
+        now = self._now = self._number(execution)
+        history = tuple(self._history)
+        self._to_judge = []
+        if history:
+            for guess in self.executions.guesses(history):
+                if guess.execution == now.number:
+                    self.executions.scores.note(guess, 1.0)
+                else:
+                    self._to_judge.append(guess)  # its blocks may yet be the right ones
+            self.executions.learn(history, now.number)
+        self._history.append(now.number)
+        if not expected:
+            self._end = self._history.copy()
+        self._touched = set()
+        now.table.begin()
+
+    def touch(self, block: BlockId, nbytes: int, born: bool) -> None:
+        if self._now is not None and block not in self._touched:
+            self._touched.add(block)
+            self._now.table.touch(block, nbytes, born)
+
+    def end(self) -> None:
+        now = self._now
+        if now is None:
+            return
+        for guess in self._to_judge:
+            self.executions.scores.note(guess, self._share_used(guess.execution))
+        now.table.end_visit(self._touched)
+        self._block_bytes += now.table.table_bytes - now.table_bytes
+        now.table_bytes = now.table.table_bytes
+        self._now = None
+        while self._block_bytes > self.limits.block_table_bytes and len(self._known) > 1:
+            self._forget_oldest()
+
+    def _share_used(self, number: int) -> float:
+        """Of what another execution would have fetched, the share of bytes now used."""
+        other = self._by_number.get(number)
+        fetched = [] if other is None else [i for i in other.table.items() if not i.born]
+        total = sum(i.nbytes for i in fetched)
+        return sum(i.nbytes for i in fetched if i.block in self._touched) / total if total else 0.0
+
+    def _number(self, execution: Hashable) -> _Known:
+        known = self._known.get(execution)
+        if known is not None:
+            self._known.move_to_end(execution)
+            return known
+        table = BlockTable(self.limits.blocks, self._blocks)
+        known = self._known[execution] = _Known(execution, self._numbers, table)
+        self._by_number[known.number] = known
+        self._numbers += 1
+        if len(self._known) > self.limits.known_executions:
+            self._forget_oldest()
+        return known
+
+    def _forget_oldest(self) -> None:
+        _, known = self._known.popitem(last=False)
+        del self._by_number[known.number]
+        self._block_bytes -= known.table_bytes
+
+    # ---- telling ---------------------------------------------------------------------------
+
+    def items(self, execution: Hashable) -> Sequence[Item]:
+        known = self._known.get(execution)
+        return () if known is None else known.table.items()
+
+    def ahead(self) -> tuple[Hashable, Sequence[Item]] | None:
+        guess = self.executions.next(tuple(self._end))
+        known = None if guess is None else self._by_number.get(guess.execution)
+        if known is None:
+            return None
+        self._end.append(known.number)
+        return known.execution, known.table.items()
