@@ -31,6 +31,8 @@ CHUNK_BYTES = 8 * MIB
 #: sizes of what a conv net and a GPT save, MiB; most do not begin on a page
 SAVED_MIB = (1, 3, 6, 6, 6, 12, 12, 12, 24, 24)
 IN_FLIGHT = 4
+#: what a step may hold of arriving tensors, and a little for holes
+BUDGET_BYTES = IN_FLIGHT * max(SAVED_MIB) * MIB * 5 // 4
 
 
 def serve(task: dict[str, Any]) -> None:
@@ -131,7 +133,10 @@ class Files:
         return self._length / _seconds(work) / 1e9
 
     def ours(self) -> tuple[float, float]:
-        """GB/s out and in, in the order of a step: what left last comes back first."""
+        """GB/s out and in, in the order of a step: what left last comes back first.
+
+        As in a step, what has been used makes room for what arrives, and the heap keeps a budget.
+        """
         held: list[torch.Tensor] = []
 
         def out() -> None:
@@ -150,7 +155,11 @@ class Files:
                 arriving = coming.pop(0)
                 self._mover.wait_load(tickets.find(arriving[1], Load))
 
-        return self._total / _seconds(out) / 1e9, self._total / _seconds(back) / 1e9
+        heap().begin(0, BUDGET_BYTES)
+        try:
+            return self._total / _seconds(out) / 1e9, self._total / _seconds(back) / 1e9
+        finally:
+            heap().end()
 
     def close(self) -> None:
         self._mover.close()

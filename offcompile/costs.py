@@ -12,6 +12,7 @@ from collections.abc import Callable
 import torch
 from torch import fx
 
+from offcompile.runtime import bit_ops
 from offcompile.runtime.cuda_facts import cuda_identity, cuda_index
 from offcompile.runtime.heap import heap
 from offcompile.runtime.measure import Overheads, Watch, machine_identity, measure_overheads
@@ -212,7 +213,8 @@ def _with_subgraphs(node: fx.Node, model: CostModel, hint: Hint) -> OpCost:
 
 
 def _can_run_alone(call: Call, kind: str) -> bool:
-    if call.target.namespace != "aten" or op_name(call) in _NOT_MEASURED:
+    ours = call.target in bit_ops.BIT_OPS
+    if (call.target.namespace != "aten" and not ours) or op_name(call) in _NOT_MEASURED:
         return False
     if any(tag in call.target.tags for tag in _UNPREDICTABLE):
         return False

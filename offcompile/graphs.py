@@ -56,6 +56,23 @@ def outputs_of(module: fx.GraphModule) -> list[object]:
     return list(node.args[0])
 
 
+def copied(module: fx.GraphModule) -> fx.GraphModule:
+    """The same nodes by the same names, over the same attributes; to be changed, then `closed`."""
+    graph = fx.Graph()
+    outputs = graph.graph_copy(module.graph, {})
+    (old,) = module.graph.find_nodes(op="output")
+    graph.output(outputs).meta.update(old.meta)
+    made = fx.GraphModule(module, graph)
+    made.meta.update(module.meta)
+    return made
+
+
+def closed(module: fx.GraphModule) -> fx.GraphModule:
+    module.graph.lint()
+    module.recompile()
+    return module
+
+
 def is_tensor(value: object) -> bool:
     return isinstance(value, torch.Tensor)
 

@@ -24,7 +24,17 @@ from offcompile.runtime import update_ops
 
 from .annotate import Annotated, Place
 from .costs import OpCost
-from .graphs import BACKWARD, FORWARD, Graphs, Hint, is_parameter, outputs_of, storage_bytes
+from .graphs import (
+    BACKWARD,
+    FORWARD,
+    Graphs,
+    Hint,
+    closed,
+    copied,
+    is_parameter,
+    outputs_of,
+    storage_bytes,
+)
 from .order import Order, Run
 from .resave import new_placeholder
 
@@ -122,7 +132,7 @@ def _offered(graphs: Graphs, annotated: Annotated, wanted: frozenset[int]) -> li
 
 def _forward(graphs: Graphs, arguments: list[int]) -> tuple[fx.GraphModule, fx.Node]:
     """Forward, with one more tensor saved: the ticket of the call."""
-    module = _copy(graphs.forward)
+    module = copied(graphs.forward)
     graph = module.graph
     first = next(n for n in graph.nodes if n.op != "placeholder")
     with graph.inserting_before(first):
@@ -137,13 +147,13 @@ def _forward(graphs: Graphs, arguments: list[int]) -> tuple[fx.GraphModule, fx.N
         seen = list(known[: graphs.num_outputs])
         rest = [SavedForBackwardsAOTOutput, *map(type, known[graphs.num_outputs :])]
         output.meta["desc"] = [*seen, *(kind(i) for i, kind in enumerate(rest))]
-    return _closed(module), call
+    return closed(module), call
 
 
 def _backward(
     old: fx.GraphModule, found: list[_Offered], call: fx.Node, runtime: str
 ) -> tuple[fx.GraphModule, dict[str, str]]:
-    module = _copy(old)
+    module = copied(old)
     graph = module.graph
     new = {n.name: n for n in graph.nodes}
     ticket = new_placeholder(graph, call.name, call.meta["val"])
@@ -166,7 +176,7 @@ def _backward(
         outputs[o.output] = node
         names[o.storage] = node.name
     output.args = (tuple(outputs),)
-    return _closed(module), names
+    return closed(module), names
 
 
 def _ticket_like(graphs: Graphs) -> torch.Tensor:
@@ -177,23 +187,6 @@ def _ticket_like(graphs: Graphs) -> torch.Tensor:
     )
     with like.fake_mode:
         return torch.empty((1,), dtype=torch.int64, device="cpu")
-
-
-def _copy(module: fx.GraphModule) -> fx.GraphModule:
-    """The same nodes by the same names, over the same attributes."""
-    graph = fx.Graph()
-    copied = graph.graph_copy(module.graph, {})
-    (old,) = module.graph.find_nodes(op="output")
-    graph.output(copied).meta.update(old.meta)
-    made = fx.GraphModule(module, graph)
-    made.meta.update(module.meta)
-    return made
-
-
-def _closed(module: fx.GraphModule) -> fx.GraphModule:
-    module.graph.lint()
-    module.recompile()
-    return module
 
 
 def costs_of_offers(offers: Offers, hint: Hint, bytes_per_us: float) -> dict[Place, OpCost]:

@@ -30,6 +30,7 @@ PREFIX = "OFFCOMPILE_"
 #: variables that are ours and set no option
 OTHER_VARIABLES = ("OFFCOMPILE_CACHE_DIR", "OFFCOMPILE_HYPOTHESIS")
 
+_SWITCHES = {"1": True, "true": True, "0": False, "false": False}
 _MEMORY_FORMS = "bytes, text as in '8GiB', a fraction of the device as in 0.5, 'minimum' or None"
 _HOST_FORMS = "bytes, text as in '64GiB', or None"
 _SPILL_FORMS = "a directory or a list of directories"
@@ -69,6 +70,8 @@ class Options:
     #: share of the gradients' bytes that may stay on the device, the others being written to the
     #: host; None: the policy chooses
     gradient_reserve: float | None = None
+    #: what comes back from spill files is held against checksums of what was written
+    verify_spill: bool = False
 
     @classmethod
     def read(
@@ -179,9 +182,11 @@ def _from_environment(environ: Mapping[str, str], wrong: list[Violation]) -> dic
 
 
 def _unwritten(option: str, text: str) -> object:
-    """Text from the shell as the value meant: numbers, lists of directories, and None."""
+    """Text from the shell as the value meant: numbers, lists of directories, switches, and None."""
     if option == "spill":
         return text.split(os.pathsep)
+    if option == "verify_spill":
+        return _SWITCHES.get(text.lower(), text)
     if text.lower() == "none" and option not in ("policy", "lowering"):
         return None
     return float(text) if option in ("seconds", "gradient_reserve") else text
@@ -320,6 +325,13 @@ def _gradient_reserve(value: object, where: str) -> float | None:
     return share
 
 
+def _verify_spill(value: object, where: str) -> bool:
+    if not isinstance(value, bool):
+        detail = f"{_show(value)} is neither True nor False; write one of them"
+        raise _refusal(where, f"{detail} (as a variable: 1 or 0)")
+    return value
+
+
 _READERS: Mapping[str, Callable[[object, str], object]] = {
     "memory": _memory,
     "host_memory": _host_memory,
@@ -331,6 +343,7 @@ _READERS: Mapping[str, Callable[[object, str], object]] = {
     "dump": _dump,
     "seconds": _seconds,
     "gradient_reserve": _gradient_reserve,
+    "verify_spill": _verify_spill,
 }
 assert tuple(_READERS) == tuple(f.name for f in fields(Options))
 

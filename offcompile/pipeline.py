@@ -202,10 +202,10 @@ class Pipeline:
 
     # --- the plan -----------------------------------------------------------------------------
 
-    def _plan(self, graphs: Graphs) -> Graphs | None:
+    def _plan(self, given: Graphs) -> Graphs | None:
         options, target, budget = self.options, self.target, self._planning.budget()
         with Progress(self.name) as progress:
-            graphs, choice = self._planning.settle(graphs, self.updated, progress)
+            graphs, choice = self._planning.settle(given, self.updated, progress)
             annotated, decided = choice.annotated, choice.decided
         reserve = 0 if decided.fits else target.reserve_bytes(budget or decided.order.peak_bytes)
         self.report = PlanReport(
@@ -233,7 +233,7 @@ class Pipeline:
         if not decided.fits:
             made = self._rewrite(graphs, annotated, decided)
         else:
-            made = None if self.offers is None else graphs
+            made = None if graphs is given else graphs
         remember(self.report)
         said = Compilation(
             self.report,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 import torch
@@ -12,8 +12,10 @@ from offcompile.ir import DEVICE, Infeasible, Problem
 from offcompile.ir.units import show_bytes
 
 from .annotate import Annotated, InPlace
-from .choose import Choice, choose
+from .choose import TRIAL_SHARE, Choice, choose
+from .compact import compact, has_bits
 from .decide import (
+    NO_LOSS,
     Decided,
     decide,
     fits_as_it_is,
@@ -25,10 +27,13 @@ from .decide import (
 from .graphs import Graphs
 from .offers import Offers, read_after_update
 from .profiling import WORTH, Settled, reconsider
+from .sizes import hint_of
 from .survey import Survey
 
 #: what of the user's may leave for the host beside activations
 LEAVING = ("weight", "gradient")
+#: two more ops for each mask may take this much of a step where everything fits with them
+BITS_COST = 0.02
 Tell = Callable[[str], None]
 
 
@@ -71,9 +76,80 @@ class Planning:
 
         updated: arguments that have such an optimizer.
         """
+        budget = self.budget()
+        plain = self.survey.annotate(graphs, budget, tell)
+        fits = budget is not None and fits_as_it_is(plain.problem, self.survey.machine, budget)
+        if self.settled is not None and not has_bits(self.settled.problem):
+            return self._settle(graphs, plain, fits, updated, tell)
+        found = None if fits else self._settle_bits(graphs, plain, updated, tell)
+        return found or self._settle(graphs, plain, fits, updated, tell)
+
+    def _settle_bits(
+        self, graphs: Graphs, plain: Annotated, updated: frozenset[int], tell: Tell
+    ) -> tuple[Graphs, Choice] | None:
+        """As `settle`, with masks saved as bits where that makes a better plan; None: there are
+        none that matter."""
+        fuses, budget = self.survey.options.lowering == "inductor", self.budget()
+        made = compact(graphs, hint_of(self.survey.sizes), fuses=fuses)
+        if made is None or not made.matters:
+            return None
+        packing = replace(self, survey=replace(self.survey))
+        smaller = packing.survey.annotate(made.graphs, budget, tell)
+        fits = budget is not None and fits_as_it_is(smaller.problem, self.survey.machine, budget)
+        cheap = _compute_us(smaller) <= _compute_us(plain) * (1 + BITS_COST)
+        found = None
+        if self.settled is None and not (fits and cheap):
+            try:
+                keeping = replace(self, explains=False)
+                found = keeping._settle(graphs, plain, False, updated, tell)
+            except Infeasible:
+                tell("planning with masks as bits")
+        if found is not None:
+            moving = found[1].decided.result.makespan_us > _compute_us(plain) * (1 + NO_LOSS)
+            if (moving or budget is None) and packing._better(
+                found[1], made.graphs, smaller, fits, updated, tell
+            ):
+                found = None
+        if found is None:
+            taken, found = packing, packing._settle(made.graphs, smaller, fits, updated, tell)
+        else:
+            taken = keeping
+        self.survey, self.offers = taken.survey, taken.offers
+        self.in_place, self.stays = taken.in_place, taken.stays
+        return found
+
+    def _better(
+        self,
+        than: Choice,
+        graphs: Graphs,
+        annotated: Annotated,
+        fits: bool,
+        updated: frozenset[int],
+        tell: Tell,
+    ) -> bool:
+        """Whether a shorter search finds a plan for these graphs that beats the one there is."""
+        trial = replace(self, survey=replace(self.survey), explains=False)
+        try:
+            _, found = trial._settle(graphs, annotated, fits, updated, tell, TRIAL_SHARE)
+        except Infeasible:
+            return False
+        mine, other = found.decided, than.decided
+        faster = mine.result.makespan_us < other.result.makespan_us * (1 - NO_LOSS)
+        if self.budget() is not None:
+            return faster
+        peak, peak_before = mine.order.peak_bytes, other.order.peak_bytes
+        return peak < peak_before or (peak == peak_before and faster)
+
+    def _settle(
+        self,
+        graphs: Graphs,
+        plain: Annotated,
+        fits: bool,
+        updated: frozenset[int],
+        tell: Tell,
+        share: float = 1.0,
+    ) -> tuple[Graphs, Choice]:
         survey, budget = self.survey, self.budget()
-        plain = survey.annotate(graphs, budget, tell)
-        fits = budget is not None and fits_as_it_is(plain.problem, survey.machine, budget)
         without: frozenset[str] = frozenset()
         # on CUDA the host runs ahead of compute, and updates overlap it when backward has returned
         while updated and survey.kind == "cpu" and not fits:
@@ -81,13 +157,13 @@ class Planning:
             if offers is None:
                 break
             annotated = survey.problem(offers.graphs)
-            choice = self._choose(offers.graphs, annotated, budget, tell)
+            choice = self._choose(offers.graphs, annotated, budget, tell, share)
             late = read_after_update(offers, choice.annotated, choice.decided.order)
             if not late:
                 self.offers = offers
                 return offers.graphs, choice
             without |= late
-        return graphs, self._choose(graphs, plain, budget, tell)
+        return graphs, self._choose(graphs, plain, budget, tell, share)
 
     def _choose(
         self,
@@ -95,6 +171,7 @@ class Planning:
         annotated: Annotated,
         budget: int | None,
         tell: Tell,
+        time_share: float = 1.0,
     ) -> Choice:
         survey = self.survey
 
@@ -104,7 +181,7 @@ class Planning:
             asked = None if to_floor else budget
             if self.settled is not None and self.settled.fits(found.problem, asked):
                 return self.settled.decided
-            return self._decide(found.problem, asked, may_fit, share, tell)
+            return self._decide(found.problem, asked, may_fit, time_share * share, tell)
 
         weights = [t.nbytes for t in annotated.problem.tensors if t.kind == "weight"]
         in_place = survey.target.in_place(2 * sum(weights))  # gradients too
@@ -189,3 +266,7 @@ class Planning:
             lambda again: self._decide(again, left, False, tell=tell),
         )
         return text, None if found is None else Settled(found[0], left, found[1])
+
+
+def _compute_us(annotated: Annotated) -> float:
+    return sum(op.duration_us for op in annotated.problem.ops)

@@ -18,6 +18,7 @@ from offcompile.ir import DEVICE, PHASES, Machine, OffloadError, Plan, Problem, 
 from offcompile.ir.jsonio import machine_to_json, plan_to_json, problem_to_json
 from offcompile.ir.units import show_bytes, show_us
 from offcompile.modes import modes, module_of, module_rows
+from offcompile.planned_layout import planned_layout
 from offcompile.planner import PlanResult
 from offcompile.timelines import moved_bytes, settled_spans, timeline_to_json, to_trace
 
@@ -107,6 +108,16 @@ class PlanReport:
     def floor_bytes(self) -> int:
         """What the device holds at the least when whatever can move has moved."""
         return floor_of(self.problem, self._machine_for) + self.reserve_bytes
+
+    @cached_property
+    def layout_waste(self) -> float | None:
+        """What offsets planned ahead would need beyond the peak, as a share of the peak.
+
+        None where nothing moves, or where the plan repeats without a beginning.
+        """
+        if self.fits or self.problem.steady:
+            return None
+        return planned_layout(self.problem, self.machine, self.plan, self.timeline).waste
 
     def _machine_for(self, device_bytes: int) -> Machine:
         return self.machine.with_capacity(DEVICE, device_bytes)
@@ -248,6 +259,8 @@ class PlanReport:
         if self.holes_bytes:
             yield "", f"and {show_bytes(self.holes_bytes)} are left to holes between tensors"
         yield "planned peak", show_bytes(self.planned_peak_bytes)
+        if self.layout_waste is not None:
+            yield "layout", f"offsets planned ahead would need {self.layout_waste:.1%} more than it"
         yield "floor", f"{show_bytes(self.floor_bytes)}; moving cannot do with less"
         yield "plan", self._census()
         yield "policy", f"{self.policy}, planned in {self.result.seconds:.1f} s"

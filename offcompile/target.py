@@ -94,6 +94,7 @@ class CpuTarget(Target):
     directories: tuple[Path, ...]
     device_bytes: int
     host_bytes: int | None
+    verify_spill: bool = False
 
     @property
     def device(self) -> torch.device:
@@ -105,7 +106,7 @@ class CpuTarget(Target):
 
     @property
     def runtime(self) -> RuntimeSettings:
-        return _cpu_runtime(self.directories, self.host_bytes)
+        return _cpu_runtime(self.directories, self.host_bytes, self.verify_spill)
 
     def in_place(self, host_bytes: int) -> InPlace | None:
         if host_bytes <= self.device_bytes // CACHED_SHARE:
@@ -139,6 +140,7 @@ class CudaTarget(Target):
     index: int = 0
     library_bytes: int = 0
     reaches_host: bool = True
+    verify_spill: bool = False
 
     @property
     def device(self) -> torch.device:
@@ -150,7 +152,7 @@ class CudaTarget(Target):
 
     @property
     def runtime(self) -> RuntimeSettings:
-        return _cuda_runtime(self.index, self.directories, self.host_bytes)
+        return _cuda_runtime(self.index, self.directories, self.host_bytes, self.verify_spill)
 
     def in_place(self, host_bytes: int) -> InPlace | None:
         if not self.reaches_host:
@@ -190,7 +192,9 @@ def target_for(
         profile = load_profile(options.hardware)
     else:
         profile = _measured(directories, progress)
-    return CpuTarget(profile, directories, machine_memory_bytes(), options.host_memory)
+    return CpuTarget(
+        profile, directories, machine_memory_bytes(), options.host_memory, options.verify_spill
+    )
 
 
 def _cuda_target(
@@ -210,6 +214,7 @@ def _cuda_target(
         index,
         library_bytes(index),
         reaches_host(index),
+        options.verify_spill,
     )
 
 
@@ -217,27 +222,32 @@ def runtime_settings(options: Options, device: torch.device) -> RuntimeSettings:
     """Those that a graph gets which is compiled with these options for this device."""
     if device.type == "cuda":
         index = cuda_index(device)
-        return _cuda_runtime(index, _cuda_directories(options), options.host_memory)
-    return _cpu_runtime(_cpu_directories(options), options.host_memory)
+        directories = _cuda_directories(options)
+        return _cuda_runtime(index, directories, options.host_memory, options.verify_spill)
+    return _cpu_runtime(_cpu_directories(options), options.host_memory, options.verify_spill)
 
 
-def _cpu_runtime(directories: tuple[Path, ...], host_bytes: int | None) -> RuntimeSettings:
+def _cpu_runtime(
+    directories: tuple[Path, ...], host_bytes: int | None, verify_spill: bool
+) -> RuntimeSettings:
     return RuntimeSettings(
         target="cpu",
         directories=tuple(str(d) for d in directories),
         host_bytes=host_bytes,
         arena_bytes=ARENA_BYTES,
         chunk_bytes=CHUNK_BYTES,
+        verify_spill=verify_spill,
     )
 
 
 def _cuda_runtime(
-    index: int, directories: tuple[Path, ...], host_bytes: int | None
+    index: int, directories: tuple[Path, ...], host_bytes: int | None, verify_spill: bool
 ) -> RuntimeSettings:
     return RuntimeSettings(
         target=f"cuda:{index}",
         directories=tuple(str(d) for d in directories),
         host_bytes=host_bytes,
+        verify_spill=verify_spill,
     )
 
 

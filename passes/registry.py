@@ -24,6 +24,8 @@ POLICIES: Mapping[str, str] = types.MappingProxyType(
         "gradient_reserve": "gradient_reserve:GradientReserve",
         "activation_spill": "activation_spill:ActivationSpill",
         "recompute": "recompute:Recomputation",
+        "turnover": "turnover:Turnover",
+        "correlation_prefetch": "correlation_prefetch:CorrelationPrefetch",
     }
 )
 

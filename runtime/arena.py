@@ -21,6 +21,9 @@ from .extents import FreeRanges
 from .mapping import Mapping, page_multiple
 from .memory import machine_memory_bytes
 
+#: what an arena that grows takes at a time
+GROWTH_BYTES = 64 << 20
+
 
 class _Owned(np.ndarray[tuple[int], np.dtype[np.uint8]]):
     """An array whose death gives its block back (plain arrays cannot be watched)."""
@@ -53,10 +56,11 @@ class Arena:
 
     capacity_bytes: what the arena itself holds. used_bytes: what of it is handed out.
     overflow_bytes: what is mapped besides, now. peak_bytes: most of both together.
+    grows: more addresses are taken when a block finds no room, their pages as they are touched.
     In a forked child everything is there as it was, as a copy of its own.
     """
 
-    def __init__(self, nbytes: int) -> None:
+    def __init__(self, nbytes: int, grows: bool = False) -> None:
         if nbytes < 0:
             raise OffloadError(f"an arena of {nbytes} bytes is not possible: give 0 or more")
         self._lock = threading.Lock()
@@ -69,6 +73,9 @@ class Arena:
         self._capacity_bytes = 0
         self._overflow_bytes = 0
         self._peak_bytes = 0
+        self._grows = grows
+        self._warm_bytes = 0
+        self._touched_to = 0  # nothing beyond has pages
         self._addresses = _reserve(page_multiple(nbytes))
         self.ensure(nbytes)
         forks.watch(self)
@@ -97,41 +104,71 @@ class Arena:
         with self._lock:
             self._peak_bytes = self._settled() + self._overflow_bytes
 
+    @property
+    def warm_bytes(self) -> int:
+        """About how many bytes of free blocks still have their pages."""
+        with self._lock:
+            self._settled()
+            return self._warm_bytes
+
+    def give_back(self) -> None:
+        """Let the pages of all that is free go."""
+        with self._lock:
+            self._settled()
+            for start, nbytes in self._free.ranges():
+                self._addresses.give_back(start, nbytes)
+            self._warm_bytes = 0
+
     def ensure(self, nbytes: int) -> None:
         """Grow to a capacity of at least `nbytes`, touched; blocks stay where they are."""
         with self._growing:
-            start = self._capacity_bytes
-            more = page_multiple(nbytes) - start
-            if more <= 0:
-                return
-            if start + more > self._addresses.nbytes:
-                raise OffloadError(
-                    f"the arena cannot grow to {nbytes} bytes: it has room for "
-                    f"{self._addresses.nbytes} (the memory of this machine, or what `ulimit -v` "
-                    "left): lower `memory`"
-                )
-            self._addresses.open(start, more)
+            self._extend(page_multiple(nbytes) - self._capacity_bytes, touched=True)
+
+    def _extend(self, more: int, touched: bool) -> None:
+        start = self._capacity_bytes
+        if more <= 0:
+            return
+        if start + more > self._addresses.nbytes:
+            raise OffloadError(
+                f"the arena cannot grow to {start + more} bytes: it has room for "
+                f"{self._addresses.nbytes} (the memory of this machine, or what `ulimit -v` "
+                "left): lower `memory`"
+            )
+        self._addresses.open(start, more)
+        if touched:
             self._addresses.touch(start, more)
-            with self._lock:
-                self._free.add(start, more)
-                self._capacity_bytes += more
+        with self._lock:
+            self._free.add(start, more)
+            self._capacity_bytes += more
 
     def block(self, nbytes: int) -> Block:
         """Memory for `nbytes`; OffloadError when even the system has none left."""
         if nbytes < 0:
             raise OffloadError(f"a block of {nbytes} bytes is not possible: give 0 or more")
         padded = page_multiple(max(nbytes, 1))
-        with self._lock:
-            used = self._settled()
-            start = self._free.take_best(padded)
-            if start is not None:
-                self._note_peak(used + padded + self._overflow_bytes)
+        start = self._take(padded)
+        if start is None and self._grows:
+            with self._growing:
+                left = self._addresses.nbytes - self._capacity_bytes
+                self._extend(min(max(padded, GROWTH_BYTES), left), touched=False)
+            start = self._take(padded)
         if start is None:
             return Block(nbytes, self._overflowing(padded))
         array = _owned(self._addresses, start, padded)
         note = weakref.finalize(array, _give_back, self._addresses, self._returned, start, padded)
         note.atexit = False
         return Block(nbytes, array)
+
+    def _take(self, padded: int) -> int | None:
+        with self._lock:
+            used = self._settled()
+            start = self._free.take_best(padded)
+            if start is not None:
+                warm = min(padded, max(self._touched_to - start, 0))
+                self._warm_bytes = max(self._warm_bytes - warm, 0)
+                self._touched_to = max(self._touched_to, start + padded)
+                self._note_peak(used + padded + self._overflow_bytes)
+        return start
 
     def _overflowing(self, padded: int) -> _Owned:
         own = Mapping(padded)
@@ -148,7 +185,9 @@ class Arena:
     def _settled(self) -> int:
         """Bytes handed out of the arena, after all that has died is given back; under the lock."""
         while self._returned:
-            self._free.add(*self._returned.popleft())
+            start, nbytes = self._returned.popleft()
+            self._free.add(start, nbytes)
+            self._warm_bytes += nbytes
         while self._unmapped:
             self._overflow_bytes -= self._unmapped.popleft()
         return self._capacity_bytes - self._free.total

@@ -43,9 +43,12 @@ GAUGES = (
     "arena_bytes",
     "in_flight_bytes",
     "device_peak_bytes",
+    "heap_waste_bytes",
+    "heap_trims",
+    "heap_trim_us",
 )
 #: of these the largest of all runtimes is reported: those of one device look at the same memory
-_LARGEST = {"device_peak_bytes"}
+_LARGEST = {"device_peak_bytes", "heap_waste_bytes", "heap_trims", "heap_trim_us"}
 
 _lock = threading.Lock()
 _tallies: list[Tally] = []
@@ -79,7 +82,10 @@ def counters() -> dict[str, int | float]:
     `spill_bytes_written` is per open runtime and is not reset; `live_tickets`, `spill_bytes`,
     `host_bytes`, `arena_bytes` and `in_flight_bytes` say what stands now. `device_peak_bytes` is
     the most that has been seen of the device: on CUDA by torch's allocator, on the CPU what a
-    compiled step that moves had of its budget, looked at as it ran.
+    compiled step that moves had of its budget, looked at as it ran. `heap_waste_bytes` is what of
+    that lay in holes between tensors (on CUDA: the most that torch's allocator has kept beyond the
+    most it had handed out); `heap_trims` and `heap_trim_us` how often free memory was given back
+    to the system to keep the budget, and how long that took, since the process began.
     """
     with _lock:
         tallies, gauges = tuple(_tallies), tuple(_gauges)

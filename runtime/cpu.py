@@ -15,6 +15,7 @@ from concurrent.futures import Executor, ThreadPoolExecutor
 from functools import partial
 from weakref import WeakKeyDictionary
 
+import numpy as np
 import torch
 
 from offcompile.ir import OffloadError
@@ -24,11 +25,12 @@ from .arena import Arena, Block
 from .codecs import Codec
 from .device import Copy, Device, Label, Point, Slot, Waited
 from .failures import not_arrived
+from .heap import heap
 from .lanes import Job, Lanes
 from .mapped import MappedSlot, MappedStore
 from .packing import PackedSlot
 from .spill import Extent, SpillFull, SpillStore
-from .spill_file import part_of
+from .spill_file import calls_for, part_of
 from .streams import flat_elements
 from .tickets import telling
 
@@ -73,7 +75,7 @@ class CpuDevice(Device):
     """stores: the store of each tier, fastest first; a tier that is full yields to the next.
 
     mapped: makes the host memory that ops can use in place.
-    chunk_bytes: most that one system call reads or writes.
+    chunk_bytes: about the most that one system call reads or writes.
     """
 
     name = "cpu"
@@ -158,7 +160,10 @@ class CpuDevice(Device):
         if isinstance(slot, MappedSlot | PackedSlot):
             return telling(torch.empty(slot.nbytes, dtype=torch.uint8, device="cpu").numpy(), freed)
         assert isinstance(slot, CpuSlot)
-        # from the same heap as everything else: what has been sent out has left holes there
+        block = heap().room_for(slot.padded_bytes)
+        if block is not None:
+            pages = np.frombuffer(block.view, np.uint8)
+            return telling(pages[slot.skew_bytes : slot.skew_bytes + slot.nbytes], freed)
         room = torch.empty(slot.padded_bytes + PAGE_BYTES, dtype=torch.uint8, device="cpu")
         begin = -room.data_ptr() % PAGE_BYTES + slot.skew_bytes
         # a storage of its own that begins where the tensor does: views are rebuilt by offsets
@@ -241,8 +246,7 @@ class CpuDevice(Device):
             staging = self._staging[lane] = self.arena.block(STAGED_BYTES)
         if slot.nbytes > STAGED_BYTES and address % PAGE_BYTES == slot.skew_bytes:
             parts = _whole_pages(slot, staging, address)
-            for start in range(0, slot.padded_bytes, self._chunk_bytes):
-                size = min(self._chunk_bytes, slot.padded_bytes - start)
+            for start, size in calls_for(slot.padded_bytes, self._chunk_bytes):
                 slot.store.write_parts(slot.extent, start, part_of(parts, start, size))
             return
         done = 0
@@ -279,8 +283,8 @@ class CpuDevice(Device):
                 slot.read(start, view[start : start + self._chunk_bytes])
             return
         view = _memory(address - slot.skew_bytes, slot.padded_bytes, _WRITABLE)
-        for start in range(0, slot.padded_bytes, self._chunk_bytes):
-            slot.store.read(slot.extent, start, view[start : start + self._chunk_bytes])
+        for start, size in calls_for(slot.padded_bytes, self._chunk_bytes):
+            slot.store.read(slot.extent, start, view[start : start + size])
 
 
 def _skew_bytes(address: int, nbytes: int) -> int:

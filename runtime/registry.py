@@ -17,6 +17,7 @@ import torch
 from offcompile.ir import OffloadError
 
 from .arena import Arena
+from .checksums import VerifiedStore
 from .counters import add_gauges, forget_parent
 from .cpu import CpuDevice
 from .device import Device
@@ -45,6 +46,7 @@ class RuntimeSettings:
     host_bytes, disk_bytes: most that each tier holds; None: no bound, 0: there is no such tier.
     arena_bytes: memory made ready at the start (the arena grows where it does not suffice).
     in_flight_bytes: bound on what moves hold of the device; None: no bound.
+    verify_spill: what is read from spill files is checked (`checksums`).
     """
 
     target: str = "cpu"
@@ -54,6 +56,7 @@ class RuntimeSettings:
     arena_bytes: int = 0
     chunk_bytes: int = 8 << 20
     in_flight_bytes: int | None = None
+    verify_spill: bool = False
 
     def __post_init__(self) -> None:
         if not _TARGET.fullmatch(self.target):
@@ -140,9 +143,10 @@ class Runtime:
 
     def _open_stores(self, capacities: dict[str, int | None]) -> None:
         directories = self._directories
+        kind = VerifiedStore if self.settings.verify_spill else SpillStore
         for tier, capacity in capacities.items():
             if capacity != 0:
-                self.stores[tier] = SpillStore(directories, capacity)
+                self.stores[tier] = kind(directories, capacity)
 
     def _gauges(self) -> dict[str, int]:
         used = {tier: store.used_bytes for tier, store in self.stores.items()}
@@ -157,6 +161,18 @@ class Runtime:
             "spill_bytes_written": sum(s.bytes_written for s in self.stores.values()),
             "arena_bytes": arena_bytes,
             "device_peak_bytes": self._device_peak_bytes(),
+            **self._waste(),
+        }
+
+    def _waste(self) -> dict[str, int]:
+        if self.settings.target != "cpu":
+            kept_bytes = torch.cuda.max_memory_reserved(torch.device(self.settings.target))
+            return {"heap_waste_bytes": int(kept_bytes) - self._device_peak_bytes()}
+        kept = heap()
+        return {
+            "heap_waste_bytes": kept.waste_bytes,
+            "heap_trims": kept.trims,
+            "heap_trim_us": kept.trim_ns // 1000,
         }
 
     def _device_peak_bytes(self) -> int:

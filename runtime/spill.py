@@ -21,12 +21,12 @@ from . import forks
 from .directories import ELSEWHERE
 from .disk_queue import DiskQueue, Work, side_by_side
 from .mapping import PAGE_BYTES, page_multiple
-from .spill_file import Files, SpillFile, part_of
+from .spill_file import Files, SpillFile, calls_for, part_of
 from .striping import Turns, shares, stripe_of
 
 _LEAST_STEP_BYTES = 64 << 20
 _MOST_STEP_BYTES = 1 << 30
-#: one system call moves at most this much, so that a fork waits for little
+#: one system call moves about this much at most, so that a fork waits for little
 _CHUNK_BYTES = 8 << 20
 
 
@@ -358,8 +358,7 @@ class SpillStore:
     ) -> None:
         file = self._files[at]
         call = file.write if writing else file.read
-        for done in range(0, nbytes, _CHUNK_BYTES):
-            size = min(_CHUNK_BYTES, nbytes - done)
+        for done, size in calls_for(nbytes, _CHUNK_BYTES):
             with self.moving(size, writing):
                 call(start + done, part_of(views, done, size))
 

@@ -7,7 +7,7 @@ import fcntl
 import os
 import tempfile
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -15,7 +15,7 @@ from offcompile.ir import OffloadError
 
 from .directories import ELSEWHERE, check_directory
 from .extents import FreeRanges
-from .mapping import PAGE_BYTES, Mapping
+from .mapping import PAGE_BYTES, Mapping, page_multiple
 
 _FRUITLESS_TRIES = 8
 _O_DIRECT: int = getattr(os, "O_DIRECT", 0)
@@ -173,6 +173,17 @@ def part_of(views: Sequence[memoryview], start: int, size: int) -> list[memoryvi
             parts.append(view[low - at : high - at])
         at += len(view)
     return parts
+
+
+def calls_for(nbytes: int, chunk_bytes: int) -> Iterator[tuple[int, int]]:
+    """(start, size) of the calls that move `nbytes`: of equal size, about `chunk_bytes` at most.
+
+    A call for a last page alone would take as long as one for a hundred.
+    """
+    count = max(-(-(nbytes - chunk_bytes // 8) // chunk_bytes), 1)
+    size = page_multiple(-(-nbytes // count), PAGE_BYTES)
+    for start in range(0, nbytes, size):
+        yield start, min(size, nbytes - start)
 
 
 def open_unlinked(directory: Path, elsewhere: str = ELSEWHERE) -> int:

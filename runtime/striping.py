@@ -64,10 +64,14 @@ def shares(directories: Sequence[Path], measure: Measure | None = None) -> list[
     """What part of the stripes each directory is to get: by the speed of its disk.
 
     That is measured once per disk and process, and not at all where all are on one disk.
-    Directories of one disk share what it takes. Equal ones where a disk is too full to measure.
+    Directories of one disk share what it takes. Equal ones where a disk is too full to measure, or
+    a directory has gone since its file was opened, which serves all the same.
     """
-    disks = [os.stat(place).st_dev for place in directories]
-    equal = [1.0] * len(disks)
+    equal = [1.0] * len(directories)
+    try:
+        disks = [os.stat(place).st_dev for place in directories]
+    except OSError:
+        return equal
     if len(set(disks)) == 1:
         return equal
     found = []

@@ -35,6 +35,11 @@ SPECS = [
     "near_memory_update",
     "recompute",
     "recompute:variant=all",
+    "turnover",
+    "correlation_prefetch",
+    "correlation_prefetch:variant=oracle",
+    "correlation_prefetch:variant=belady",
+    "correlation_prefetch:variant=lru",
 ]
 
 

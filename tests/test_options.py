@@ -199,6 +199,7 @@ def test_every_option_has_its_variable() -> None:
         "OFFCOMPILE_DUMP": "/dumps",
         "OFFCOMPILE_SECONDS": "2.5",
         "OFFCOMPILE_GRADIENT_RESERVE": "none",
+        "OFFCOMPILE_VERIFY_SPILL": "1",
     }
     assert set(environ) == {f"OFFCOMPILE_{f.name.upper()}" for f in fields(Options)}
     assert Options.read(None, environ) == Options(
@@ -211,6 +212,8 @@ def test_every_option_has_its_variable() -> None:
         "h200",
         Path("/dumps"),
         2.5,
+        None,
+        True,
     )
 
 
@@ -231,6 +234,17 @@ def test_a_reserve_is_a_share(given: object) -> None:
 def test_a_reserve_and_another_policy_contradict_each_other() -> None:
     with pytest.raises(InvalidInput, match=r"gradient_reserve=0.4 .*'recompute'; leave out"):
         Options.read({"policy": "recompute"}, {"OFFCOMPILE_GRADIENT_RESERVE": "0.4"})
+
+
+@pytest.mark.parametrize(("text", "meant"), [("1", True), ("True", True), ("0", False)])
+def test_a_switch_from_the_shell(text: str, meant: bool) -> None:
+    assert Options.read({}, {"OFFCOMPILE_VERIFY_SPILL": text}).verify_spill is meant
+
+
+@pytest.mark.parametrize("given", [1, "yes", None, "1"])
+def test_a_switch_is_true_or_false(given: object) -> None:
+    with pytest.raises(InvalidInput, match=r"verify_spill: .* neither True nor False"):
+        Options.read({"verify_spill": given}, {})
 
 
 def test_code_wins_over_variables_also_where_it_says_none() -> None:

@@ -106,3 +106,47 @@ print(full, h.resident_bytes())
 """
     )
     assert freed >= full - 8 * MIB
+
+
+def test_a_step_finds_addresses_laid_out_that_trims_leave_there() -> None:
+    """Else the heap would grow while it runs, in small pages, and shrink with every trim."""
+    before, laid_out, trimmed, held = in_a_process(
+        SETUP
+        + """
+before = h._process.sbrk(0); start = h.resident_bytes()
+h.begin(0, 512 << 20)
+laid_out = h._process.sbrk(0); held = h.resident_bytes() - start
+several = take(16); del several; h.trim()
+print(before, laid_out, h._process.sbrk(0), max(held, 0))
+"""
+    )
+    assert laid_out - before >= 512 * MIB
+    assert trimmed - before >= 512 * MIB
+    assert held <= 8 * MIB
+
+
+def test_what_arrives_counts_and_its_room_goes_back_at_the_limit() -> None:
+    full, freed, given_back, waste, none_after = in_a_process(
+        SETUP
+        + """
+def arrive():
+    block = h.room_for(16 << 20)
+    block.tensor().fill_(1)
+    return block
+h.begin(0, 96 << 20)
+start = h.resident_bytes()
+several = [arrive() for _ in range(4)]; full = h.resident_bytes() - start
+del several; freed = h.resident_bytes() - start
+live = take(9)
+time.sleep(0.3)
+h.check()
+given_back = h.resident_bytes() - start - (72 << 20)
+h.end()
+print(full, freed, max(given_back, 0), h.waste_bytes, int(h.room_for(16 << 20) is None))
+"""
+    )
+    assert full >= 64 * MIB
+    assert freed >= 60 * MIB
+    assert given_back <= 28 * MIB
+    assert waste >= 16 * MIB
+    assert none_after == 1

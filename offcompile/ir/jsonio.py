@@ -227,15 +227,15 @@ def check_homes(problem: Problem, machine: Machine) -> tuple[Violation, ...]:
 
 def loads_problem(text: str) -> Problem:
     """Strict: no value beyond JSON, no key twice."""
-    return problem_from_json(_loads(text, "problem"))
+    return problem_from_json(loads_json(text, "problem"))
 
 
 def loads_machine(text: str) -> Machine:
-    return machine_from_json(_loads(text, "machine"))
+    return machine_from_json(loads_json(text, "machine"))
 
 
 def loads_plan(text: str) -> Plan:
-    return plan_from_json(_loads(text, "plan"))
+    return plan_from_json(loads_json(text, "plan"))
 
 
 def machine_from_toml(text: str) -> Machine:
@@ -247,7 +247,7 @@ def machine_from_toml(text: str) -> Machine:
     return machine_from_json(obj)
 
 
-def _loads(text: str, noun: str) -> object:
+def loads_json(text: str, noun: str) -> object:
     # NaN and Infinity come through as floats: wherever they stand, the readers refuse them
     # together with the place, which json's own hook does not know.
     try:

@@ -45,7 +45,7 @@ T = TypeVar("T")
 
 
 @dataclass(frozen=True)
-class _Line:
+class Line:
     """One kind of line: which list its entries go to, its fixed words, its optional parts.
 
     A fixed word that begins with `=` is written literally; the others name keys.
@@ -69,7 +69,7 @@ _NAMED_VALUES: dict[str, dict[str, bool | None]] = {
     "lossless": {"lossless": True, "lossy": False},
 }
 _FLAGS = frozenset(("recompute", "wraps", "pinned"))
-_LISTS = frozenset(("reads", "writes"))
+_LISTS = frozenset(("reads", "writes", "dead"))
 _FIGURES = frozenset(("ratios", "direct"))
 
 _OP_OPTIONS = {
@@ -88,25 +88,25 @@ _MOVE_OPTIONS = {
 }
 _TENSOR_OPTIONS = {"home": "home", "ratio": "ratios", "pinned": "pinned"}
 _PROBLEM = {
-    "tensor": _Line("tensors", ("id", "nbytes", "kind"), _TENSOR_OPTIONS),
-    "op": _Line("ops", ("id", "phase", "duration_us"), _OP_OPTIONS),
+    "tensor": Line("tensors", ("id", "nbytes", "kind"), _TENSOR_OPTIONS),
+    "op": Line("ops", ("id", "phase", "duration_us"), _OP_OPTIONS),
 }
 _MACHINE = {
-    "tier": _Line("tiers", ("name", "capacity_bytes")),
-    "lane": _Line(
+    "tier": Line("tiers", ("name", "capacity_bytes")),
+    "lane": Line(
         "lanes", ("name", "source", "=->", "target", "bytes_per_us"), {"latency": "latency_us"}
     ),
-    "codec": _Line("codecs", ("name", "lossless", "bytes_per_us")),
+    "codec": Line("codecs", ("name", "lossless", "bytes_per_us")),
 }
 _PLAN = {
-    "start": _Line("start", ("tensor", "tier")),
-    "move": _Line(
+    "start": Line("start", ("tensor", "tier")),
+    "move": Line(
         "moves", ("id", "tensor", "source", "=->", "target", "=on", "lane"), _MOVE_OPTIONS
     ),
-    "drop": _Line("drops", ("tensor", "tier"), {"after": "after"}),
-    "direct": _Line("directs", ("op", "tensor")),
-    "recompute": _Line("recomputes", ("op", "=before", "before")),
-    "update": _Line("updates", ("weight", "=on", "where")),
+    "drop": Line("drops", ("tensor", "tier"), {"after": "after"}),
+    "direct": Line("directs", ("op", "tensor")),
+    "recompute": Line("recomputes", ("op", "=before", "before")),
+    "update": Line("updates", ("weight", "=on", "where")),
 }
 
 # --- printing ------------------------------------------------------------------------------
@@ -116,18 +116,18 @@ _PLAIN = re.compile(r"[\w.@:/+*-]+")
 
 
 def print_problem(problem: Problem) -> str:
-    return ("steady\n" if problem.steady else "") + _print(problem_to_json(problem), _PROBLEM)
+    return ("steady\n" if problem.steady else "") + print_lines(problem_to_json(problem), _PROBLEM)
 
 
 def print_machine(machine: Machine) -> str:
-    return _print(machine_to_json(machine), _MACHINE)
+    return print_lines(machine_to_json(machine), _MACHINE)
 
 
 def print_plan(plan: Plan) -> str:
-    return _print(plan_to_json(plan), _PLAN)
+    return print_lines(plan_to_json(plan), _PLAN)
 
 
-def _print(obj: dict[str, Any], grammar: dict[str, _Line]) -> str:
+def print_lines(obj: dict[str, Any], grammar: dict[str, Line]) -> str:
     lines = []
     for name, line in grammar.items():
         for row in obj[line.section]:
@@ -135,7 +135,7 @@ def _print(obj: dict[str, Any], grammar: dict[str, _Line]) -> str:
     return "".join(f"{line}\n" for line in lines)
 
 
-def _words(row: dict[str, Any], line: _Line) -> Iterator[str]:
+def _words(row: dict[str, Any], line: Line) -> Iterator[str]:
     keywords = line.keywords
     for key in line.fixed:
         yield key[1:] if key[0] == "=" else _word(key, row[key], keywords)
@@ -165,15 +165,15 @@ def _word(key: str, value: Any, keywords: frozenset[str]) -> str:
 
 
 def parse_problem(text: str) -> Problem:
-    return _parse(text, _PROBLEM, problem_from_json, ("steady",))
+    return parse_lines(text, _PROBLEM, problem_from_json, ("steady",))
 
 
 def parse_machine(text: str) -> Machine:
-    return _parse(text, _MACHINE, machine_from_json)
+    return parse_lines(text, _MACHINE, machine_from_json)
 
 
 def parse_plan(text: str) -> Plan:
-    return _parse(text, _PLAN, plan_from_json)
+    return parse_lines(text, _PLAN, plan_from_json)
 
 
 @dataclass(frozen=True)
@@ -193,9 +193,9 @@ class _Fault(Exception):
 _TOKEN = re.compile(r'(?:#.*|(?P<quoted>"(?:[^"\\]|\\.)*")|(?P<bare>[^\s"#][^\s"]*))(?=\s|\Z)')
 
 
-def _parse(
+def parse_lines(
     text: str,
-    grammar: dict[str, _Line],
+    grammar: dict[str, Line],
     from_json: Callable[[object], T],
     switches: tuple[str, ...] = (),
 ) -> T:
@@ -273,7 +273,7 @@ def _tokens(raw: str) -> list[_Token]:
     return tokens
 
 
-def _fill(row: dict[str, Any], line: _Line, tokens: list[_Token]) -> None:
+def _fill(row: dict[str, Any], line: Line, tokens: list[_Token]) -> None:
     """Take one line apart into `row`, which keeps what was understood before a fault."""
     row.update({k: None for k in line.options.values() if k not in _LISTS | _FIGURES | _FLAGS})
     row.update({k: [] for k in line.options.values() if k in _LISTS})
@@ -312,7 +312,7 @@ def _fill(row: dict[str, Any], line: _Line, tokens: list[_Token]) -> None:
             row[key] = _value(key, rest, keywords, line)
 
 
-def _value(key: str, rest: list[_Token], keywords: frozenset[str], line: _Line) -> Any:
+def _value(key: str, rest: list[_Token], keywords: frozenset[str], line: Line) -> Any:
     if not rest:
         raise _Fault(f"the line ends too early; {_shape(line)}")
     token = rest.pop()
@@ -335,7 +335,7 @@ def _value(key: str, rest: list[_Token], keywords: frozenset[str], line: _Line) 
     return token.text
 
 
-def _shape(line: _Line) -> str:
+def _shape(line: Line) -> str:
     """How a line of this kind looks."""
     fixed = " ".join(w[1:] if w[0] == "=" else w.upper() for w in line.fixed)
     return f"write {fixed}" + "".join(

@@ -12,6 +12,7 @@ import numpy as np
 import torch
 
 from offcompile.ir import OffloadError
+from offcompile.runtime.mapping import PAGE_BYTES
 
 from .layout import Layout
 from .native import Native
@@ -40,8 +41,20 @@ class Engine(Protocol):
 
     def unpack_signs(self, packed: torch.Tensor, out: torch.Tensor) -> None: ...
 
+    def pack_bits(self, x: torch.Tensor, out: torch.Tensor) -> None:
+        """As `pack_signs`, on torch's threads; of booleans themselves too."""
+
+    def unpack_bits(self, packed: torch.Tensor, out: torch.Tensor, negated: bool) -> None:
+        """out: booleans, the bits or their opposites."""
+
+    def keep(self, packed: torch.Tensor, x: torch.Tensor, out: torch.Tensor) -> None:
+        """out[i] = x[i] where the bit is 1, and 0 elsewhere; x of 2, 4 or 8 bytes an element."""
+
     def count(self, x: torch.Tensor, rows: np.ndarray[Any, Any] | None) -> int:
         """How many elements are not zero in bits, of all or of these whole rows."""
+
+    def sum_pages(self, pages: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+        """A 64-bit checksum, never 0, for each page of 4096 bytes of a flat uint8 array."""
 
 
 @cache
@@ -89,6 +102,27 @@ def check_engine(made: Engine) -> None:
         _compare(made, meant, values.to(dtype), None)
     for stash in (torch.float16, torch.bfloat16):
         _compare(made, meant, values, stash)
+    _compare_bits(made, meant, values)
+    pages = values.repeat(5 * PAGE_BYTES // values.nbytes + 1).view(torch.uint8)
+    whole = pages[: 5 * PAGE_BYTES].numpy()
+    if not np.array_equal(made.sum_pages(whole), meant.sum_pages(whole)):
+        raise OffloadError(f"{made.name} adds pages up otherwise than it should on this processor")
+
+
+def _compare_bits(made: Engine, meant: Engine, values: torch.Tensor) -> None:
+    for x in (values, values.half(), values > 1):
+        packed, expected = (torch.empty(16 * 11, dtype=torch.uint8) for _ in range(2))
+        made.pack_bits(x, packed)
+        meant.pack_bits(x, expected)
+        truths, meant_truths = torch.empty_like(x, dtype=torch.bool), torch.empty_like(x).bool()
+        made.unpack_bits(expected, truths, True)
+        meant.unpack_bits(expected, meant_truths, True)
+        kept, meant_kept = values.clone(), values.clone()
+        made.keep(expected, values, kept)
+        meant.keep(expected, values, meant_kept)
+        pairs = ((packed, expected), (truths, meant_truths), (kept, meant_kept))
+        if not all(torch.equal(one, other) for one, other in pairs):
+            raise OffloadError(f"{made.name} makes other bits of {x.dtype} than it should here")
 
 
 def _compare(made: Engine, meant: Engine, x: torch.Tensor, stash: torch.dtype | None) -> None:

@@ -17,12 +17,14 @@ import numpy as np
 import torch
 
 from offcompile.ir import OffloadError
+from offcompile.runtime.mapping import PAGE_BYTES
 
 from .layout import WIDEST_BYTES, Layout
 from .reference import Array
 from .refusals import damaged
 
-_SOURCES = ("words.h", "lanes_512.h", "lanes_256.h", "lanes_64.h", "packing.cpp")
+_LANES = ("lanes_512.h", "lanes_256.h", "lanes_64.h")
+_SOURCES = ("words.h", *_LANES, "packing.cpp", "pages.cpp", "bits.cpp")
 _ROUNDED = {torch.float16: 10, torch.bfloat16: 11}
 #: bits of minus infinity and of one
 _INFINITY_AND_ONE = {
@@ -43,6 +45,10 @@ _SIGNATURES: dict[str, tuple[Any, tuple[Any, ...]]] = {
     "pack_signs": (None, (_INT, _POINTER, _LONG, _BITS, _POINTER)),
     "unpack_signs": (None, (_INT, _POINTER, _LONG, _BITS, _POINTER)),
     "count": (_LONG, (_INT, _POINTER, _LONG, _POINTER, _LONG)),
+    "pack_bits": (None, (_INT, _POINTER, _LONG, _BITS, _POINTER, _INT)),
+    "unpack_bits": (None, (_POINTER, _LONG, _INT, _POINTER, _INT)),
+    "keep": (None, (_INT, _POINTER, _POINTER, _LONG, _POINTER, _INT)),
+    "sum_pages": (None, (_POINTER, _LONG, _POINTER)),
 }
 
 
@@ -88,6 +94,19 @@ class Native:
         call = self._calls["unpack_signs"]
         call(out.itemsize, packed.data_ptr(), out.numel(), one, out.data_ptr())
 
+    def pack_bits(self, x: torch.Tensor, out: torch.Tensor) -> None:
+        infinity, _ = _INFINITY_AND_ONE.get(x.dtype, (0, 1))
+        call, threads = self._calls["pack_bits"], torch.get_num_threads()
+        call(x.itemsize, x.data_ptr(), x.numel(), infinity, out.data_ptr(), threads)
+
+    def unpack_bits(self, packed: torch.Tensor, out: torch.Tensor, negated: bool) -> None:
+        call, threads = self._calls["unpack_bits"], torch.get_num_threads()
+        call(packed.data_ptr(), out.numel(), negated, out.data_ptr(), threads)
+
+    def keep(self, packed: torch.Tensor, x: torch.Tensor, out: torch.Tensor) -> None:
+        call, threads = self._calls["keep"], torch.get_num_threads()
+        call(x.itemsize, packed.data_ptr(), x.data_ptr(), x.numel(), out.data_ptr(), threads)
+
     def count(self, x: torch.Tensor, rows: Array | None) -> int:
         width = min(x.itemsize, WIDEST_BYTES)
         elements = x.numel() * (x.itemsize // width)
@@ -100,6 +119,11 @@ class Native:
             0 if picked is None else len(picked),
         )
         return found
+
+    def sum_pages(self, pages: Array) -> Array:
+        sums = np.empty(pages.size // PAGE_BYTES, np.uint64)
+        self._calls["sum_pages"](pages.ctypes.data, len(sums), sums.ctypes.data)
+        return sums
 
 
 @cache

@@ -11,10 +11,16 @@ from typing import Any
 import numpy as np
 import torch
 
+from offcompile.runtime.mapping import PAGE_BYTES
+
 from .layout import OFFSET_BYTES, ROW, WIDEST_BYTES, Layout
 from .refusals import damaged
 
 Array = np.ndarray[Any, np.dtype[Any]]
+
+#: of checksums
+_FACTOR, _LANES = np.uint64(0x9E37_79B1_85EB_CA87), 8
+_LEFT, _RIGHT = np.uint64(29), np.uint64(35)
 
 
 def bits_of(x: torch.Tensor) -> Array:
@@ -78,8 +84,36 @@ class Reference:
         kept = np.unpackbits(packed.numpy(), count=out.numel(), bitorder="little")
         out.copy_(torch.from_numpy(kept))
 
+    def pack_bits(self, x: torch.Tensor, out: torch.Tensor) -> None:
+        self.pack_signs(x.byte() if x.dtype == torch.bool else x, out)
+
+    def unpack_bits(self, packed: torch.Tensor, out: torch.Tensor, negated: bool) -> None:
+        kept = np.unpackbits(packed.numpy(), count=out.numel(), bitorder="little")
+        out.copy_(torch.from_numpy(kept ^ np.uint8(negated)))
+
+    def keep(self, packed: torch.Tensor, x: torch.Tensor, out: torch.Tensor) -> None:
+        kept = np.unpackbits(packed.numpy(), count=out.numel(), bitorder="little")
+        bits_of(out)[:] = np.where(kept, bits_of(x), 0)
+
     def count(self, x: torch.Tensor, rows: Array | None) -> int:
         bits = bits_of(x)
         if rows is not None:
             bits = bits[: len(bits) // ROW * ROW].reshape(-1, ROW)[rows]
         return int(np.count_nonzero(bits))
+
+    def sum_pages(self, pages: Array) -> Array:
+        words = pages.view("<u8").reshape(-1, PAGE_BYTES // (8 * _LANES), _LANES)
+        seeds = _FACTOR * np.arange(1, 2 * _LANES, 2, dtype=np.uint64)
+        held = np.tile(seeds, (len(words), 1))
+        for row in range(words.shape[1]):
+            held = _stirred(held ^ words[:, row])
+        sums = np.zeros(len(words), np.uint64)
+        for lane in range(_LANES):
+            sums = _stirred(sums ^ held[:, lane])
+        sums[sums == 0] = 1
+        return sums
+
+
+def _stirred(words: Array) -> Array:
+    stirred: Array = (words << _LEFT | words >> _RIGHT) * _FACTOR
+    return stirred

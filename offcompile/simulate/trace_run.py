@@ -1,0 +1,240 @@
+"""A trace on a machine, block by block, while a predictor decides what comes and goes.
+
+Each run waits until all its blocks are on the device, then computes. There is one lane in and one
+lane out, one copy at a time on each. A block that is missing goes before everything prefetched
+that has not begun; what has begun is not broken off. A clean block gives its room back at once, a
+changed one when its copy out has ended. Time is in whole nanoseconds.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass
+
+from offcompile.ir import DEVICE, HOST, InvalidInput, Lane, Machine, Violation
+from offcompile.ir.trace import Run, Trace
+from offcompile.ir.units import move_ns, round_ns
+from offcompile.passes.correlation.predictor import BORN, HIT, Counters, Predictor
+
+
+@dataclass(frozen=True)
+class TraceResult:
+    """What a trace cost. `stall_us` is what the runs waited; `bytes_in` counts every load."""
+
+    makespan_us: float
+    stall_us: float
+    counters: Counters
+    bytes_in: int
+    bytes_out: int
+    peak_bytes: int
+    table_bytes: int
+
+    @property
+    def miss_rate(self) -> float:
+        return self.counters.miss_rate
+
+
+def run_trace(
+    trace: Trace, machine: Machine, predictor: Predictor, prefetch: bool = True
+) -> TraceResult:
+    """Run a trace. Without `prefetch`, the predictor only chooses what to let go, on demand.
+
+    Raises `InvalidInput` where the device cannot hold what one run touches.
+    """
+    return TraceRun(trace, machine, predictor, prefetch).result()
+
+
+def _lane(machine: Machine, source: str, target: str) -> Lane:
+    lanes = machine.lanes_between(source, target)
+    if len(lanes) != 1:
+        detail = (
+            f"a trace needs one lane from {source} to {target}, and this machine has {len(lanes)};"
+            " list just one"
+        )
+        raise InvalidInput([Violation("bad-value", "machine.lanes", detail)])
+    return lanes[0]
+
+
+class TraceRun:
+    def __init__(
+        self, trace: Trace, machine: Machine, predictor: Predictor, prefetch: bool
+    ) -> None:
+        self.trace, self.predictor, self.prefetch = trace, predictor, prefetch
+        self.lane_in, self.lane_out = _lane(machine, HOST, DEVICE), _lane(machine, DEVICE, HOST)
+        capacity = machine.tier[DEVICE].capacity_bytes
+        needed = trace.largest_run_bytes
+        self.capacity = max(trace.total_bytes, 1) if capacity is None else capacity
+        if needed > self.capacity:
+            detail = (
+                f"one run touches {needed:,} bytes and the device holds {self.capacity:,};"
+                f" raise its capacity to {needed:,} bytes, or record the trace in smaller runs"
+            )
+            raise InvalidInput([Violation("no-space", "machine.tiers", detail)])
+        self.free = self.capacity
+        self.low = self.capacity
+        self.now = 0
+        self.stall_ns = 0
+        self.bytes_in = self.bytes_out = 0
+        #: (block, end) of the copy under way
+        self.coming: tuple[str, int] | None = None
+        self.going: tuple[str, int] | None = None
+        self.to_go: deque[str] = deque()
+        self.going_bytes = 0
+        self.demanding = False
+
+    def result(self) -> TraceResult:
+        for run in self.trace.runs:
+            self._run(run)
+        return TraceResult(
+            makespan_us=self.now / 1000,
+            stall_us=self.stall_ns / 1000,
+            counters=self.predictor.counters,
+            bytes_in=self.bytes_in,
+            bytes_out=self.bytes_out,
+            peak_bytes=self.capacity - self.low,
+            table_bytes=self.predictor.table_bytes,
+        )
+
+    # ---- one run ---------------------------------------------------------------------------
+
+    def _run(self, run: Run) -> None:
+        predictor, began, read = self.predictor, self.now, set(run.reads)
+        predictor.enter(run.execution)
+        self._pump()
+        for block in run.touched:
+            outcome = predictor.touch(block, self.trace.nbytes[block], reads=block in read)
+            if outcome != HIT:
+                self._bring(block, born=outcome == BORN)
+        for block in run.writes:
+            self._settle(block)
+        self.stall_ns += self.now - began
+        self._pump()
+        self._until(self.now + round_ns(run.duration_us))
+        for block in run.writes:
+            predictor.wrote(block)
+        predictor.leave()
+        for block in run.dead:
+            self._settle(block)
+            self.free += predictor.dead(block)
+        self._pump()
+
+    def _bring(self, block: str, born: bool) -> None:
+        """Wait until the block is there, or has its room."""
+        nbytes, held = self.trace.nbytes[block], self.predictor.window.held
+        self.demanding = True
+        while block not in held or held[block].arriving:
+            if block in held:
+                self._until_event()
+            elif born and self._make_room(nbytes):
+                self._take(nbytes)
+                self.predictor.fetching(block, nbytes)
+                self.predictor.arrived(block)
+            elif born or self.coming is not None:
+                self._until_event()
+            elif self._make_room(nbytes):
+                self._load(block, nbytes, prefetch=False)
+            else:
+                self._until_event()
+        self.demanding = False
+
+    def _settle(self, block: str) -> None:
+        """A block is not written, nor does it die, while it is being copied out."""
+        while self.going is not None and self.going[0] == block:
+            self._until_event()
+
+    def _make_room(self, nbytes: int) -> bool:
+        """Whether there is room now; if not, let blocks go until there will be."""
+        missing = nbytes - self.free - self.going_bytes
+        if missing > 0:
+            self._let_go(missing, None)
+        return self.free >= nbytes
+
+    # ---- the lanes -------------------------------------------------------------------------
+
+    def _pump(self) -> None:
+        """Begin whatever can begin now."""
+        while self.prefetch and not self.demanding:
+            found = self.predictor.predictions(self.free, limit=1)
+            if found:
+                if self.coming is not None:
+                    break
+                self._load(found[0].block, found[0].nbytes, prefetch=True)
+                continue
+            lack = self.predictor.shortfall(self.free + self.going_bytes)
+            if lack is None or not self._let_go(lack[1], lack[0]):
+                break
+        self._go()
+
+    def _let_go(self, missing: int, wanted: object) -> bool:
+        victims = self.predictor.victims(missing, wanted)  # type: ignore[arg-type]
+        for victim in victims:
+            block = str(victim.block)
+            if victim.write_back:
+                self.predictor.leaving(block)
+                self.to_go.append(block)
+                self.going_bytes += victim.nbytes
+            else:
+                self.predictor.left(block)
+                self.free += victim.nbytes
+        self._go()
+        return bool(victims)
+
+    def _go(self) -> None:
+        """Begin the next copy out; blocks used again meanwhile stay."""
+        while self.going is None and self.to_go:
+            block = self.to_go.popleft()
+            nbytes = self.trace.nbytes[block]
+            if self.predictor.is_leaving(block):
+                self.going = (block, self.now + self._ns(self.lane_out, nbytes))
+                self.bytes_out += nbytes
+            else:
+                self.going_bytes -= nbytes
+
+    def _load(self, block: object, nbytes: int, prefetch: bool) -> None:
+        self._take(nbytes)
+        self.bytes_in += nbytes
+        self.coming = (str(block), self.now + self._ns(self.lane_in, nbytes))
+        self.predictor.fetching(str(block), nbytes, prefetch)
+
+    def _take(self, nbytes: int) -> None:
+        self.free -= nbytes
+        self.low = min(self.low, self.free)
+
+    @staticmethod
+    def _ns(lane: Lane, nbytes: int) -> int:
+        return move_ns(nbytes, lane.bytes_per_us, lane.latency_us)
+
+    # ---- time ------------------------------------------------------------------------------
+
+    def _until_event(self) -> None:
+        """To the next end of a copy."""
+        ends = [copy[1] for copy in (self.coming, self.going) if copy is not None]
+        if not ends:
+            detail = "a run waits for room, and nothing can leave; raise the device's capacity"
+            raise InvalidInput([Violation("deadlock", "trace", detail)])
+        self._until(min(ends))
+
+    def _until(self, time_ns: int) -> None:
+        while True:
+            ends = [copy[1] for copy in (self.coming, self.going) if copy is not None]
+            if not ends or min(ends) > time_ns:
+                break
+            self.now = min(ends)
+            self._complete()
+            self._pump()
+        self.now = time_ns
+
+    def _complete(self) -> None:
+        if self.coming is not None and self.coming[1] == self.now:
+            self.predictor.arrived(self.coming[0])
+            self.coming = None
+        if self.going is not None and self.going[1] == self.now:
+            block = self.going[0]
+            self.going = None
+            nbytes = self.trace.nbytes[block]
+            self.going_bytes -= nbytes
+            still = self.predictor.is_leaving(block)
+            self.predictor.cleaned(block)
+            if still:
+                self.predictor.left(block)
+                self.free += nbytes
