@@ -12,12 +12,14 @@ import torch
 from torch import fx
 from torch._guards import TracingContext, tracing
 
-from offcompile.ir import InvalidInput, OffloadError, Violation
+from offcompile.ir import Infeasible, InvalidInput, OffloadError, Violation
+from offcompile.runtime.registry import runtime_for
 from offcompile.runtime.update_ops import calling
 from offcompile.runtime.updates import updater_of
 
 from .books import Books, Entry, books_of
 from .dump import check_dump_directory
+from .executions import Executions
 from .lower import lower
 from .names import argument_names
 from .options import Options
@@ -125,9 +127,17 @@ class Compiled:
         self.symbols = _symbols(example_inputs)
         self.budget = options.memory_bytes(target.device_bytes)
         self.variants: list[Variant] = []
+        self.executions: Executions | None = None
+        if self.budget is not None:
+            key = target.runtime.key
+            self.executions = Executions(
+                self.name, self.budget, books, self.entry, lambda: runtime_for(key).mover
+            )
         #: arguments that an optimizer updates during backward
         self.updated: frozenset[int] = frozenset()
         self.profile = Profile()
+        #: whether there was no plan under which all that is kept may leave
+        self._turns_in_vain = False
 
     def __call__(self, *args: Any) -> Any:
         variant = self.variant_for(args)
@@ -135,13 +145,16 @@ class Compiled:
             variant = self._reconsidered(variant, args)
         self.profile.begin_step()
         variant.pipeline.place_weights(args)
+        if self.executions is not None:
+            self.executions.call(self._binding(args), self._peak_now(variant, args))
         if variant.pipeline.offers is None:
             outputs = variant.run(*args)
         else:
             with calling(self.name, args):
                 outputs = variant.run(*args)
         if self.budget is not None:
-            self.entry.begin(outputs)
+            kept = variant.pipeline.kept_bytes
+            self.entry.begin(outputs, kept, max(kept, self.variants[0].pipeline.kept_bytes))
         return outputs
 
     def first(self, example_inputs: Sequence[Any]) -> None:
@@ -156,19 +169,53 @@ class Compiled:
         if self.budget is None:
             return newest
         values = tuple(int(args[i]) for i, _ in self.symbols)
+        self.entry.bindings.add(self._binding(args))
+        turning = self._turning(args, values)
+        if turning is not None:
+            return turning
         peak = newest.peaks.get(values)
         if peak is not None and peak + self.books.most_held() <= self.budget:
             return newest
         mine = self.entry.see(args[i] for i in self.parameters)
         held = self.books.held_beside(self.entry, mine)
         for variant in reversed(self.variants):
-            if self._within(variant, held, values):
+            if not variant.pipeline.turns and self._within(variant, held, values):
                 return variant
         self._look_for_updaters(args)
         return self._make(held, values)
 
+    def _turning(self, args: Sequence[Any], values: tuple[int, ...]) -> Variant | None:
+        """Where this graph is one of several that keep more for backward together than there is
+        room for: the plan under which all that it keeps may leave. None: another plan will do."""
+        assert self.budget is not None
+        whole = self.variants[0]
+        moves = whole.pipeline.report is None or not whole.pipeline.report.fits
+        if moves or not (self.books.several() and self.entry.trains) or self._turns_in_vain:
+            return None
+        mine = self.entry.see(args[i] for i in self.parameters)
+        held = self.books.held_beside(self.entry, mine)
+        wanted = held + self.books.unmoved_bytes() + self._peak_of(whole, values)
+        if not self.books.crowded(wanted, self.budget):
+            return None
+        for variant in self.variants:
+            if variant.pipeline.turns:
+                return variant if self._within(variant, held, values) else None
+        try:
+            return self._make(held, values, turns=True)
+        except Infeasible:
+            self._turns_in_vain = True
+            return None
+
+    def _binding(self, args: Sequence[Any]) -> tuple[int, ...]:
+        return tuple(id(args[i]) for i in sorted(self.parameters))
+
+    def _peak_now(self, variant: Variant, args: Sequence[Any]) -> int:
+        return self._peak_of(variant, tuple(int(args[i]) for i, _ in self.symbols))
+
     def _reconsidered(self, variant: Variant, args: Sequence[Any]) -> Variant:
         """A plan for what the steps so far have shown, if that is worth it."""
+        if variant.pipeline.turns:
+            return variant
         mine = self.entry.see(args[i] for i in self.parameters)
         held = self.books.held_beside(self.entry, mine)
         settled = variant.pipeline.reconsider(held)
@@ -182,10 +229,13 @@ class Compiled:
 
     def _within(self, variant: Variant, held: int, values: tuple[int, ...]) -> bool:
         assert self.budget is not None
+        return self._peak_of(variant, values) + held <= self.budget
+
+    def _peak_of(self, variant: Variant, values: tuple[int, ...]) -> int:
         peak = variant.peaks.get(values)
         if peak is None:
             peak = variant.peaks[values] = self._peak(variant, values)
-        return peak + held <= self.budget
+        return peak
 
     def _peak(self, variant: Variant, values: tuple[int, ...]) -> int:
         pipeline = variant.pipeline
@@ -204,6 +254,7 @@ class Compiled:
         values: tuple[int, ...],
         first_inputs: Sequence[Any] | None = None,
         settled: Settled | None = None,
+        turns: bool = False,
     ) -> Variant:
         if len(self.variants) >= MOST_VARIANTS + self.profile.replans:
             raise OffloadError(
@@ -224,6 +275,8 @@ class Compiled:
             self.updated,
             profile=self.profile,
             settled=settled,
+            turns=turns,
+            executions=self.executions,
         )
         # lowering takes the graph it is given for its own
         graph, self.gm = self.gm, _copy(self.gm)

@@ -40,6 +40,8 @@ class _Seen(Exception):
 class _Catch:
     """Hooks that end the compilation as soon as they have the graphs."""
 
+    lends = False
+
     def __init__(self) -> None:
         self.graphs: tuple[fx.GraphModule, fx.GraphModule | None, int] | None = None
 

@@ -22,10 +22,12 @@ from offcompile.runtime.weights import is_on_host
 class Pass:
     """One forward run that waits for its backward; dies with the autograd graph."""
 
-    __slots__ = ("__weakref__", "waiting")
+    __slots__ = ("__weakref__", "full_bytes", "kept_bytes", "waiting")
 
-    def __init__(self) -> None:
+    def __init__(self, kept_bytes: int, full_bytes: int) -> None:
         self.waiting = True
+        #: what it left on the device, and what it would have if nothing had moved
+        self.kept_bytes, self.full_bytes = kept_bytes, full_bytes
 
 
 @dataclass
@@ -36,11 +38,14 @@ class Entry:
     parameters: dict[int, weakref.ref[torch.Tensor]] = field(default_factory=dict)
     #: whether its backward makes gradients for them
     trains: bool = False
-    #: bytes that each forward leaves on the device for its backward
-    kept_bytes: int = 0
-    passes: weakref.WeakSet[Pass] = field(default_factory=weakref.WeakSet)
+    #: forwards that wait for their backward, in order
+    passes: list[weakref.ref[Pass]] = field(default_factory=list)
     #: bytes of all parameters ever seen
     seen_bytes: int = 0
+    #: with which parameters it has been called
+    bindings: set[tuple[int, ...]] = field(default_factory=set)
+    #: whether a backward has run
+    has_returned: bool = False
 
     def see(self, parameters: Iterable[torch.Tensor]) -> set[int]:
         """The parameters of one call, by id; new ones are noted."""
@@ -52,24 +57,29 @@ class Entry:
                 self.seen_bytes += p.untyped_storage().nbytes()
         return mine
 
-    def waiting_bytes(self) -> int:
-        return self.kept_bytes * sum(p.waiting for p in self.passes)
+    def waiting(self) -> list[Pass]:
+        """The forwards that wait for their backward, the newest last."""
+        found = [(ref, one) for ref in self.passes if (one := ref()) is not None and one.waiting]
+        self.passes[:] = [ref for ref, _ in found]
+        return [one for _, one in found]
 
-    def begin(self, outputs: object) -> None:
+    def waiting_bytes(self) -> int:
+        return sum(one.kept_bytes for one in self.waiting())
+
+    def begin(self, outputs: object, kept_bytes: int, full_bytes: int) -> None:
         """A forward has run: until its backward, what it kept stays."""
         node = _autograd_node(outputs)
-        if node is not None and self.kept_bytes:
-            one = Pass()
+        if node is not None and (kept_bytes or full_bytes):
+            one = Pass(kept_bytes, full_bytes)
             metadata = cast("dict[str, list[Pass]]", node.metadata)
             metadata.setdefault("offcompile", []).append(one)
-            self.passes.add(one)
+            self.passes.append(weakref.ref(one))
 
     def end(self) -> None:
-        """A backward has run: what one forward kept is given back."""
-        for one in self.passes:
-            if one.waiting:
-                one.waiting = False
-                return
+        """A backward has run: what the newest forward kept is given back."""
+        self.has_returned = True
+        for one in self.waiting()[-1:]:
+            one.waiting = False
 
 
 def _autograd_node(outputs: object) -> torch.autograd.graph.Node | None:
@@ -85,12 +95,33 @@ class Books:
     """The entries of all graphs that share one budget, in the order of their first run."""
 
     entries: list[Entry] = field(default_factory=list)
+    #: the most that was ever held together if nothing had moved
+    most_wanted_bytes: int = 0
 
     def most_held(self) -> int:
         """No less than `held_beside` can be; quick to reckon."""
         # weights, and two sets of gradients: those that stand and those that come
-        mine = sum(3 * e.seen_bytes + e.kept_bytes * len(e.passes) for e in self.entries)
+        mine = sum(3 * e.seen_bytes + e.waiting_bytes() for e in self.entries)
         return mine + all_held_bytes()
+
+    def several(self) -> bool:
+        """Whether more than one graph, or one with more than one set of weights, runs in turn."""
+        return sum(max(1, len(e.bindings)) for e in self.entries) > 1
+
+    def unmoved_bytes(self) -> int:
+        """What the forwards that wait would hold more if nothing of theirs had moved."""
+        return sum(p.full_bytes - p.kept_bytes for e in self.entries for p in e.waiting())
+
+    def crowded(self, wanted_bytes: int, budget_bytes: int) -> bool:
+        """Whether what the graphs keep for backward is too much for the budget together.
+
+        wanted_bytes: what is held now, if nothing moves. Until a backward has run nobody knows how
+        many graphs follow: then what takes half of the budget is taken for too much.
+        """
+        self.most_wanted_bytes = max(self.most_wanted_bytes, wanted_bytes)
+        if any(e.has_returned for e in self.entries):
+            return self.most_wanted_bytes > budget_bytes
+        return wanted_bytes > budget_bytes // 2
 
     def held_beside(self, entry: Entry, mine: set[int]) -> int:
         """Bytes on the device that are not this graph's own, at any time of its step.

@@ -128,6 +128,12 @@ def fits_as_it_is(
     return _as_it_is(problem, machine_for, budget_bytes, budget_bytes) is not None
 
 
+def peak_alone(problem: Problem, machine_for: Callable[[int], Machine]) -> int:
+    """What the step holds at most with nothing moved."""
+    timeline = Simulator(problem, machine_for(_total_bytes(problem))).run(plain_plan(problem))
+    return timeline.peak_bytes[DEVICE]
+
+
 def _as_it_is(
     problem: Problem,
     machine_for: Callable[[int], Machine],

@@ -54,6 +54,11 @@ class Hooks(Protocol):
     def inference(self, graph: fx.GraphModule, inputs: Sequence[Any]) -> fx.GraphModule | None:
         """A graph without backward, just before it is compiled."""
 
+    @property
+    def lends(self) -> bool:
+        """Whether the graphs put in place leave the memory of what they give to movement ops
+        alone, and only read what they get from them: it may be somebody else's."""
+
     def ready(self, phase: Phase, compiled: Compiled) -> Compiled:
         """What to run in place of `compiled`, which may be itself. Backward comes late: with its
         first run, or with forward when sizes are dynamic."""
@@ -194,6 +199,10 @@ def _inductor(graph: fx.GraphModule, inputs: Sequence[Any], job: _Job) -> Callab
                 settings.enter_context(
                     inductor_config.patch(reorder_for_peak_memory=False, reorder_for_locality=False)
                 )
+                if job.hooks.lends:
+                    settings.enter_context(
+                        inductor_config.patch(allow_buffer_reuse=False, inplace_buffers=False)
+                    )
             compiled = compile_fx_inner(half, half_inputs, **how)
         return job.after(phase, compiled)
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import gc
 import os
 from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from typing import Any
@@ -40,6 +41,7 @@ from .direct_ops import scattered_reads
 from .dump import Compiled as Compilation
 from .dump import dump
 from .endurance import planned_life, spilled_bytes, watch_for
+from .executions import Executions, Room
 from .graphs import BACKWARD, FORWARD, Graphs, outputs_of
 from .launch import LAUNCH_HINT, malloc_leaves_holes
 from .log import log_compiled, log_decision, tell_once
@@ -86,6 +88,12 @@ class Pipeline:
     traced_on: str | None = None
     #: whether a refusal is to name a budget for which there is a plan, which takes another search
     explains: bool = True
+    #: whether all that the graph keeps for backward is to be able to leave
+    turns: bool = False
+    #: runs of the graph among those of others
+    executions: Executions | None = None
+    #: bytes that forward leaves on the device for backward
+    kept_bytes: int = 0
     _graphs: Graphs | None = None
     #: which arguments of the captured function are to live on the host, in the order of their use
     _hosted: tuple[int, ...] = ()
@@ -106,7 +114,9 @@ class Pipeline:
         survey = Survey(self.options, self.target, self.profile, kind, self.sizes)
         survey.learn_codecs()
         self.target = survey.target
-        self._planning = Planning(self.name, survey, self.held_bytes, self.settled, self.explains)
+        self._planning = Planning(
+            self.name, survey, self.held_bytes, self.settled, self.explains, self.turns
+        )
 
     @property
     def offers(self) -> Offers | None:
@@ -151,16 +161,21 @@ class Pipeline:
 
         def timed(arguments: list[Any]) -> Any:
             nonlocal first
-            if watched and phase != BACKWARD:
-                if first:  # what compiling left behind is not the step's
-                    gc.collect()
-                    heap().settle()
-                    first = False
-                heap().begin(standing, report.budget_bytes)
-            started = clock.start()
-            with profile.watching(tensor_of):
-                result = compiled(arguments)
-            clock.stop(started, observe)
+            with self._among_others(phase, arguments) as room:
+                if watched and (phase != BACKWARD or room is not None):
+                    if first:  # what compiling left behind is not the step's
+                        gc.collect()
+                        heap().settle()
+                        first = False
+                    if room is None:
+                        heap().begin(standing, report.budget_bytes)
+                    else:
+                        most = room.peak_bytes + room.kept_limit_bytes
+                        heap().begin(standing + room.held_bytes, most)
+                started = clock.start()
+                with profile.watching(tensor_of):
+                    result = compiled(arguments)
+                clock.stop(started, observe)
             if kept_from and phase == FORWARD:
                 profile.look_at_saved(self._saved, result[-kept_from:])
             if mover is not None:
@@ -179,6 +194,21 @@ class Pipeline:
             return result
 
         return timed
+
+    def _among_others(
+        self, phase: Phase, arguments: Sequence[Any]
+    ) -> AbstractContextManager[Room | None]:
+        if self.executions is None:
+            return nullcontext()
+        assert self.report is not None
+        lends = self.lends or self.options.lowering != "inductor"
+        peak = self.report.needed_peak_bytes
+        return self.executions.running(phase, arguments, peak, lends)
+
+    @property
+    def lends(self) -> bool:
+        """Whether memory of what leaves may not be used again by the graph: it may stay."""
+        return self.turns
 
     def _direct_reads(self, phase: Phase) -> int:
         """How many operands on the host the ops of this half use there."""
@@ -227,7 +257,7 @@ class Pipeline:
         self._decided = decided
         if any(isinstance(v, torch.SymInt) for v in values(graphs)):
             self._graphs = graphs  # other sizes will be reckoned on them
-        self.entry.kept_bytes = kept_at_turn(annotated.problem, decided.result.timeline)
+        self.kept_bytes = kept_at_turn(annotated.problem, decided.result.timeline)
         self.entry.trains = graphs.backward is not None
         made: Graphs | None
         if not decided.fits:

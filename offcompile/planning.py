@@ -20,6 +20,7 @@ from .decide import (
     decide,
     fits_as_it_is,
     floor_of,
+    peak_alone,
     planning_seconds,
     with_figure,
     with_reserve,
@@ -34,6 +35,8 @@ from .survey import Survey
 LEAVING = ("weight", "gradient")
 #: two more ops for each mask may take this much of a step where everything fits with them
 BITS_COST = 0.02
+#: there is nothing to search for where all that can leave does
+TURNING_SECONDS = 0.2
 Tell = Callable[[str], None]
 
 
@@ -49,6 +52,8 @@ class Planning:
     settled: Settled | None = None
     #: whether a refusal is to name a budget for which there is a plan, which takes another search
     explains: bool = True
+    #: whether all that forward keeps for backward is to be able to leave
+    turns: bool = False
     #: gradients that are offered to an optimizer from inside of the graphs
     offers: Offers | None = None
     in_place: InPlace | None = None
@@ -78,11 +83,29 @@ class Planning:
         """
         budget = self.budget()
         plain = self.survey.annotate(graphs, budget, tell)
+        if self.turns:
+            return graphs, self._turning(plain, tell)
         fits = budget is not None and fits_as_it_is(plain.problem, self.survey.machine, budget)
         if self.settled is not None and not has_bits(self.settled.problem):
             return self._settle(graphs, plain, fits, updated, tell)
         found = None if fits else self._settle_bits(graphs, plain, updated, tell)
         return found or self._settle(graphs, plain, fits, updated, tell)
+
+    def _turning(self, plain: Annotated, tell: Tell) -> Choice:
+        """A plan that moves all that backward gets of forward, within what the step takes alone."""
+        reserve, machine = self.survey.target.reserve_bytes, self.survey.machine
+        alone = peak_alone(plain.problem, machine)
+        decided = decide(
+            plain.problem,
+            machine,
+            with_reserve(alone, reserve),
+            reserve,
+            "turnover",
+            TURNING_SECONDS,
+            tell,
+            may_fit=False,
+        )
+        return Choice(plain, decided)
 
     def _settle_bits(
         self, graphs: Graphs, plain: Annotated, updated: frozenset[int], tell: Tell

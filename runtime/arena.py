@@ -74,8 +74,8 @@ class Arena:
         self._overflow_bytes = 0
         self._peak_bytes = 0
         self._grows = grows
-        self._warm_bytes = 0
-        self._touched_to = 0  # nothing beyond has pages
+        #: (start, end) of what is free and has no pages
+        self._cold: list[tuple[int, int]] = []
         self._addresses = _reserve(page_multiple(nbytes))
         self.ensure(nbytes)
         forks.watch(self)
@@ -106,18 +106,25 @@ class Arena:
 
     @property
     def warm_bytes(self) -> int:
-        """About how many bytes of free blocks still have their pages."""
+        """How many bytes of what is free still have their pages."""
         with self._lock:
             self._settled()
-            return self._warm_bytes
+            return self._free.total - sum(end - start for start, end in self._cold)
 
-    def give_back(self) -> None:
-        """Let the pages of all that is free go."""
+    def give_back(self, nbytes: int | None = None) -> None:
+        """Let the pages of what is free go: of so many bytes, those at the end first, or of all."""
         with self._lock:
             self._settled()
-            for start, nbytes in self._free.ranges():
-                self._addresses.give_back(start, nbytes)
-            self._warm_bytes = 0
+            left = self._free.total if nbytes is None else page_multiple(nbytes)
+            warm = [(start, start + size) for start, size in self._free.ranges()]
+            for start, end in self._cold:
+                warm = _without(warm, start, end)
+            for start, end in reversed(warm):
+                start = max(start, end - left)
+                if start < end:
+                    self._addresses.give_back(start, end - start)
+                    self._cold.append((start, end))
+                    left -= end - start
 
     def ensure(self, nbytes: int) -> None:
         """Grow to a capacity of at least `nbytes`, touched; blocks stay where they are."""
@@ -140,6 +147,8 @@ class Arena:
         with self._lock:
             self._free.add(start, more)
             self._capacity_bytes += more
+            if not touched:
+                self._cold.append((start, start + more))
 
     def block(self, nbytes: int) -> Block:
         """Memory for `nbytes`; OffloadError when even the system has none left."""
@@ -164,9 +173,7 @@ class Arena:
             used = self._settled()
             start = self._free.take_best(padded)
             if start is not None:
-                warm = min(padded, max(self._touched_to - start, 0))
-                self._warm_bytes = max(self._warm_bytes - warm, 0)
-                self._touched_to = max(self._touched_to, start + padded)
+                self._cold = _without(self._cold, start, start + padded)
                 self._note_peak(used + padded + self._overflow_bytes)
         return start
 
@@ -185,9 +192,7 @@ class Arena:
     def _settled(self) -> int:
         """Bytes handed out of the arena, after all that has died is given back; under the lock."""
         while self._returned:
-            start, nbytes = self._returned.popleft()
-            self._free.add(start, nbytes)
-            self._warm_bytes += nbytes
+            self._free.add(*self._returned.popleft())
         while self._unmapped:
             self._overflow_bytes -= self._unmapped.popleft()
         return self._capacity_bytes - self._free.total
@@ -202,6 +207,12 @@ class Arena:
     def after_fork(self, in_child: bool) -> None:
         self._lock.release()
         self._growing.release()
+
+
+def _without(ranges: list[tuple[int, int]], start: int, end: int) -> list[tuple[int, int]]:
+    """What is left of them beside [start, end)."""
+    parts = ((a, b) for s, e in ranges for a, b in ((s, min(e, start)), (max(s, end), e)))
+    return [(a, b) for a, b in parts if a < b]
 
 
 def _owned(mapping: Mapping, start: int, padded: int) -> _Owned:

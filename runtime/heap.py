@@ -41,6 +41,8 @@ FASTEST_BYTES_PER_S = 4e9
 SHORTEST_LOOK_S, LONGEST_LOOK_S = 0.002, 0.1
 #: how far below the limit pages are given back
 MARGIN_BYTES = 4 << 20
+#: how much more than is asked for goes back of the room of what arrives
+GIVEN_BYTES = 8 << 20
 
 
 class _Info(ctypes.Structure):
@@ -166,7 +168,7 @@ class Heap:
             return worth - held
         # of the two that have pages to give, the one with more: what the other has is in use
         if self._arriving is not None and self._arriving.warm_bytes > self._hole_bytes(held) // 2:
-            self._arriving.give_back()
+            self._arriving.give_back(held - worth + GIVEN_BYTES)
             held = self.resident_bytes()
             if held <= worth:
                 return worth - held

@@ -89,6 +89,7 @@ class Keeper:
         #: execution and tag → the lane that it was last loaded by
         self._lanes: dict[tuple[Hashable, str], str] = {}
         self._execution: Hashable = None
+        self._lends = False
         self._held_bytes = 0
 
     @property
@@ -98,10 +99,13 @@ class Keeper:
 
     # -- executions ------------------------------------------------------------------------------
 
-    def enter(self, execution: Hashable, limit_bytes: int) -> None:
-        """A graph begins, and leaves so much to the keeper. Returns when it is within that."""
+    def enter(self, execution: Hashable, limit_bytes: int, lends: bool = True) -> None:
+        """A graph begins, and leaves so much to the keeper. Returns when it is within that.
+
+        lends: what the graph gives it leaves alone, and what it gets it only reads.
+        """
         with self._lock:
-            self._execution = execution
+            self._execution, self._lends = execution, lends
             self.foresight.enter(execution)
         self.bound(limit_bytes)
         self.fetch_ahead()
@@ -110,7 +114,7 @@ class Keeper:
         """The graph is over: what may be needed next begins to come, and its room to be made."""
         with self._lock:
             self.foresight.leave()
-            self._execution = None
+            self._execution, self._lends = None, False
         self.make_room_ahead()
         self.fetch_ahead()
 
@@ -133,7 +137,7 @@ class Keeper:
         """Whether `x`, which is to leave, stays for now. If so, `settle` comes before it may go."""
         nbytes = saved.slot.nbytes
         with self._lock:
-            if self._execution is None or x.storage_offset():
+            if not self._lends or x.storage_offset():
                 return False
             known = self._name(saved)
             block = known.block
@@ -237,6 +241,11 @@ class Keeper:
             victims = self._mark_leaving([k for k in chosen if k is not None])
         for kept in victims:
             self._send(kept)
+
+    def execution_of(self, saved: Saved) -> Hashable:
+        """The one that the tensor left in; None: not known."""
+        known = self._known.get(saved)
+        return None if known is None else known.block[0]
 
     # -- inside ----------------------------------------------------------------------------------
 

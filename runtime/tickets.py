@@ -66,3 +66,11 @@ def find(ticket: torch.Tensor, kind: type[Entry]) -> Entry:
             "processes do not have what they stand for."
         )
     return entry
+
+
+def peek(tensor: torch.Tensor, kind: type[Entry]) -> Entry | None:
+    """What the tensor stands for if it is a ticket of that kind; it may be any tensor."""
+    if tensor.dtype != torch.int64 or tensor.shape != (1,) or tensor.device.type != "cpu":
+        return None
+    entry = _entries.get(int(tensor.item()))
+    return entry if isinstance(entry, kind) else None

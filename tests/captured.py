@@ -16,6 +16,8 @@ from offcompile.lower import lower
 class Spy:
     """Hooks that keep the graphs as they come by."""
 
+    lends = False
+
     def __init__(self, parameters: frozenset[int]) -> None:
         self.parameters = parameters
         self.seen: list[Graphs] = []

@@ -61,6 +61,8 @@ ENCODER = Specimen("encoder", lambda: Encoder(64, 1, 4), noise(4, 96, 64), mean_
 class Compacting:
     """Hooks that put compacted graphs in place of those that come by."""
 
+    lends = False
+
     def __init__(self, fuses: bool = False) -> None:
         self.fuses = fuses
         self.made: list[Compacted | None] = []

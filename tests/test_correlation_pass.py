@@ -5,11 +5,11 @@ from __future__ import annotations
 import json
 
 import pytest
-from benchmarks import traces
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_correlation_traces import any_traces
 
+from benchmarks import traces
 from offcompile.ir import InvalidInput, OffloadError, Plan
 from offcompile.ir.trace import Block, Run, Trace
 from offcompile.ir.traceio import loads_trace, parse_trace, print_trace, trace_to_json
@@ -109,6 +109,7 @@ def test_a_recording_is_bounded_and_a_read_of_the_dead_is_refused() -> None:
 # --- the two forms ----------------------------------------------------------------------------
 
 
+@settings(max_examples=25, deadline=None)
 @given(any_traces(), st.sampled_from(["w0", 'a "b"', "reads", "é"]))
 def test_both_forms_read_back_what_was_written(case: tuple, name: str) -> None:  # type: ignore[type-arg]
     trace = Trace((*case[0].blocks, Block(name, 3)), (Run(name, 1.5, name, (name,)), *case[0].runs))
@@ -117,7 +118,10 @@ def test_both_forms_read_back_what_was_written(case: tuple, name: str) -> None: 
 
 
 def test_a_trace_reads_as_lines() -> None:
-    text = "block w0 10\nblock a 5\nrun layer 1.5 on L0 reads w0 writes a\nrun loss 2.0 reads a dead a\n"
+    text = (
+        "block w0 10\nblock a 5\n"
+        "run layer 1.5 on L0 reads w0 writes a\nrun loss 2.0 reads a dead a\n"
+    )
     assert print_trace(parse_trace(text)) == text
 
 

@@ -5,17 +5,17 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import pytest
-from benchmarks import traces
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from benchmarks import traces
 from offcompile.ir import DEVICE, HOST, InvalidInput, Lane, Machine, Tier
 from offcompile.ir.trace import Block, Run, Trace
 from offcompile.simulate.trace_policies import TRACE_POLICIES
 from offcompile.simulate.trace_run import TraceResult
 
 POLICY = {policy.name: policy for policy in TRACE_POLICIES}
-STEPS = 60
+STEPS = 50
 
 
 def run(policy: str, trace: Trace, link: float = 25_000.0, share: float = 0.5) -> TraceResult:
@@ -161,7 +161,7 @@ def any_traces(draw: st.DrawFn) -> tuple[Trace, Machine]:
 
 @pytest.mark.parametrize("policy", POLICY)
 @given(case=any_traces())
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=25, deadline=None)
 def test_any_trace_ends_within_the_budget_and_always_alike(
     policy: str, case: tuple[Trace, Machine]
 ) -> None:

@@ -427,6 +427,8 @@ def test_an_arena_that_grows_keeps_its_pages_until_they_are_given_back() -> None
     before = memory.resident().anon_bytes
     del block
     assert (arena.used_bytes, arena.warm_bytes) == (0, 80 << 20)
+    arena.give_back(10 << 20)
+    assert arena.warm_bytes == 70 << 20
     arena.give_back()
     assert arena.warm_bytes == 0
     assert before - memory.resident().anon_bytes >= 70 << 20

@@ -113,9 +113,11 @@ class TraceRun:
         for block in run.writes:
             predictor.wrote(block)
         predictor.leave()
+        ended = self.now
         for block in run.dead:
             self._settle(block)
             self.free += predictor.dead(block)
+        self.stall_ns += self.now - ended
         self._pump()
 
     def _bring(self, block: str, born: bool) -> None:

@@ -30,7 +30,6 @@ class Counters:
     births: int = 0
     prefetches: int = 0
     prefetched_bytes: int = 0
-    demanded_bytes: int = 0
     #: prefetched, and gone again without having been used
     wasted_bytes: int = 0
     written_back_bytes: int = 0
