@@ -22,6 +22,7 @@ from torch.utils.checkpoint import checkpoint
 import offcompile
 from offcompile.runtime import memory
 from offcompile.runtime.heap import heap
+from offcompile.runtime.registry import runtimes
 
 
 class Attention(nn.Module):
@@ -59,16 +60,22 @@ class Residual(nn.Module):
 
 
 class Stack(nn.Module):
-    """Stem, blocks, head; `again` runs each block again in backward, as checkpointing does."""
+    """Stem, blocks, head; `again` runs each block again in backward, as checkpointing does.
+
+    The graph breaks before the blocks in `breaks`.
+    """
 
     def __init__(self, stem: nn.Module, blocks: list[nn.Module], head: nn.Module) -> None:
         super().__init__()
         self.stem, self.blocks, self.head = stem, nn.ModuleList(blocks), head
         self.again = False
+        self.breaks: tuple[int, ...] = ()
 
     def forward(self, inputs: Tensor, targets: Tensor) -> Tensor:
         x = self.stem(inputs)
-        for block in self.blocks:
+        for i, block in enumerate(self.blocks):
+            if i in self.breaks:
+                torch._dynamo.graph_break()
             x = checkpoint(block, x, use_reentrant=False) if self.again else block(x)
         return F.cross_entropy(self.head(x).flatten(0, -2), targets.flatten())
 
@@ -140,11 +147,31 @@ QUICK_CASES = {
 }
 
 
+#: what is ours: one graph, one compiled block for all, three graphs
+OURS = ("ours", "blocks", "breaks")
+
+
 def compiled(model: Any, task: dict[str, Any], memory_bytes: int | str | None) -> Any:
-    if task["kind"] == "ours":
+    if task["kind"] in OURS:
         options = {"memory": memory_bytes, "lowering": task["lowering"], "spill": task["spill"]}
+        if task["kind"] == "blocks":
+            for block in model.blocks:
+                block.compile(backend="offcompile", options=options)
+            return model
+        if task["kind"] == "breaks":
+            third = len(model.blocks) // 3
+            model.breaks = (third, 2 * third)
         return torch.compile(model, backend="offcompile", options=options)
     return torch.compile(model, backend=task["lowering"])
+
+
+def looked_ahead() -> dict[str, int]:
+    """How what was wanted was found, where graphs share a budget."""
+    for runtime in runtimes():
+        if runtime.mover.keeper is not None:
+            seen = runtime.mover.keeper.foresight.counters
+            return {"hits": seen.hits, "late": seen.late, "misses": seen.misses}
+    return {}
 
 
 def serve(task: dict[str, Any], case: Case | None = None) -> None:
@@ -170,10 +197,17 @@ def serve(task: dict[str, Any], case: Case | None = None) -> None:
     model.again = task["kind"] == "checkpoint"
     weights = [p for p in model.parameters() if p.requires_grad]
     forward, at_floor = compiled(model, task, task["memory"]), False
-    random = torch.Generator().manual_seed(0)
+    random, steps = torch.Generator().manual_seed(0), 0
 
     def step() -> dict[str, Any]:
+        nonlocal steps
         inputs = case.batch(random)
+        steps += 1
+        if task.get("eval_every") and steps % task["eval_every"] == 0:
+            model.eval()
+            with torch.no_grad():
+                forward(*inputs)
+            model.train()
         began = time.perf_counter()
         loss = forward(*inputs)
         loss.backward()
@@ -188,15 +222,16 @@ def serve(task: dict[str, Any], case: Case | None = None) -> None:
         found: dict[str, Any] = {"peak_bytes": memory.peak_bytes() - before}
         found["at_floor"] = at_floor
         found["weight_bytes"] = sum(w.untyped_storage().nbytes() for w in weights)
-        if task["kind"] == "ours":
+        if task["kind"] in OURS:
             report = offcompile.reports()[-1]
             found["budget_bytes"] = report.budget_bytes
             found["planned_us"] = report.planned_us
             found["planned_peak_bytes"] = report.planned_peak_bytes
             found["ops_again"] = len(report.plan.recomputes)
             counters = offcompile.counters()
-            told = ("bytes_out", "raw_bytes_out", "wait_us")
+            told = ("bytes_out", "raw_bytes_out", "bytes_in", "wait_us")
             found |= {name: counters[name] for name in told}
+            found["ahead"] = looked_ahead()
         return found
 
     began = time.perf_counter()

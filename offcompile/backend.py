@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import itertools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -13,11 +14,10 @@ from torch import fx
 from torch._guards import TracingContext, tracing
 
 from offcompile.ir import Infeasible, InvalidInput, OffloadError, Violation
-from offcompile.runtime.registry import runtime_for
 from offcompile.runtime.update_ops import calling
 from offcompile.runtime.updates import updater_of
 
-from .books import Books, Entry, books_of
+from .books import Binding, Books, books_of
 from .dump import check_dump_directory
 from .executions import Executions
 from .lower import lower
@@ -76,7 +76,7 @@ def _compile(
     if settings.dump is not None:
         check_dump_directory(settings.dump)
     target = target_for(settings, _device_of(gm))
-    compiled = Compiled(gm, example_inputs, settings, target, books_of(options))
+    compiled = Compiled(gm, example_inputs, settings, target, books_of(target.device))
     compiled.first(example_inputs)
     return compiled
 
@@ -117,72 +117,99 @@ class Compiled:
         self.names = argument_names(gm)
         self.options, self.target, self.books = options, target, books
         self.name = f"graph {next(_numbers)}"
-        self.entry = Entry()
-        books.entries.append(self.entry)
+        self.entry = books.open()
         self.context = TracingContext.try_get()
         self.parameters = frozenset(
             i for i, x in enumerate(example_inputs) if isinstance(x, torch.nn.Parameter)
         )
+        self._in_order = sorted(self.parameters)
         #: positions of the arguments that are symbols
         self.symbols = _symbols(example_inputs)
         self.budget = options.memory_bytes(target.device_bytes)
         self.variants: list[Variant] = []
         self.executions: Executions | None = None
         if self.budget is not None:
-            key = target.runtime.key
             self.executions = Executions(
-                self.name, self.budget, books, self.entry, lambda: runtime_for(key).mover
+                self.name, self.budget, books, self.entry, target.runtime
             )
         #: arguments that an optimizer updates during backward
         self.updated: frozenset[int] = frozenset()
         self.profile = Profile()
+        #: whether it ends in something else than a loss
+        self.goes_on = all(x.numel() > 1 for x in _tensors_out(gm))
         #: whether there was no plan under which all that is kept may leave
         self._turns_in_vain = False
 
     def __call__(self, *args: Any) -> Any:
+        binding = self._binding(args)
+        self.books.begins(self.entry, binding)
         variant = self.variant_for(args)
         if self.profile.due():
             variant = self._reconsidered(variant, args)
         self.profile.begin_step()
         variant.pipeline.place_weights(args)
         if self.executions is not None:
-            self.executions.call(self._binding(args), self._peak_now(variant, args))
+            self.executions.call(binding, self._sizes_of(args))
         if variant.pipeline.offers is None:
             outputs = variant.run(*args)
         else:
             with calling(self.name, args):
                 outputs = variant.run(*args)
-        if self.budget is not None:
-            kept = variant.pipeline.kept_bytes
-            self.entry.begin(outputs, kept, max(kept, self.variants[0].pipeline.kept_bytes))
+        kept = variant.pipeline.kept_bytes
+        whole = max(kept, self.variants[0].pipeline.kept_bytes)
+        self.entry.begin(outputs, binding, kept, whole)
         return outputs
 
     def first(self, example_inputs: Sequence[Any]) -> None:
         """Compile while Dynamo does, for the sizes that it traced."""
-        mine = self.entry.see(example_inputs[i] for i in self.parameters)
+        self.books.stir()
         self._look_for_updaters(example_inputs)
-        self._make(self.books.held_beside(self.entry, mine), (), example_inputs)
+        self._make(self._surely_held(example_inputs), (), example_inputs)
 
     def variant_for(self, args: Sequence[Any]) -> Variant:
         """The newest plan that is within the budget for these arguments, made if need be."""
         newest = self.variants[-1]
         if self.budget is None:
             return newest
-        values = tuple(int(args[i]) for i, _ in self.symbols)
-        self.entry.bindings.add(self._binding(args))
+        values = self._sizes_of(args)
         turning = self._turning(args, values)
         if turning is not None:
             return turning
         peak = newest.peaks.get(values)
-        if peak is not None and peak + self.books.most_held() <= self.budget:
+        preferred = self._by_preference()
+        quick = peak is not None and preferred[:1] == [newest]
+        if peak is not None and quick and peak + self.books.most_held() <= self.budget:
             return newest
-        mine = self.entry.see(args[i] for i in self.parameters)
-        held = self.books.held_beside(self.entry, mine)
-        for variant in reversed(self.variants):
-            if not variant.pipeline.turns and self._within(variant, held, values):
-                return variant
+        for look in (self._held, self._surely_held):
+            held = look(args)
+            for variant in preferred:
+                if self._within(variant, held, values):
+                    return variant
         self._look_for_updaters(args)
         return self._make(held, values)
+
+    def _by_preference(self) -> list[Variant]:
+        """Those that do not turn: what moves nothing, then what was made last.
+
+        Where a plan has weights on the host they are there to stay, and so is the plan.
+        """
+        newest = self.variants[-1]
+        found = [v for v in reversed(self.variants) if not v.pipeline.turns]
+        if len(found) > 1 and newest.pipeline.moves and not newest.pipeline.hosts_weights:
+            found.sort(key=lambda v: v.pipeline.moves)
+        return found
+
+    def _held(self, args: Sequence[Any]) -> int:
+        return self.books.held_beside(self.entry, self._binding(args)).in_step
+
+    def _surely_held(self, args: Sequence[Any]) -> int:
+        """The same without models that are only waiting to be collected."""
+        held = self._held(args)
+        if held:
+            gc.collect()
+            self.books.stir()
+            held = self._held(args)
+        return held
 
     def _turning(self, args: Sequence[Any], values: tuple[int, ...]) -> Variant | None:
         """Where this graph is one of several that keep more for backward together than there is
@@ -190,39 +217,52 @@ class Compiled:
         assert self.budget is not None
         whole = self.variants[0]
         moves = whole.pipeline.report is None or not whole.pipeline.report.fits
-        if moves or not (self.books.several() and self.entry.trains) or self._turns_in_vain:
+        if moves or not self.entry.trains or self._turns_in_vain:
             return None
-        mine = self.entry.see(args[i] for i in self.parameters)
-        held = self.books.held_beside(self.entry, mine)
+        held = self._held(args)
         wanted = held + self.books.unmoved_bytes() + self._peak_of(whole, values)
-        if not self.books.crowded(wanted, self.budget):
+        crowded = self.books.crowded(self.entry, wanted, self.budget)
+        if crowded is None:
+            crowded = self._may_crowd(args, wanted, whole.pipeline.kept_bytes)
+        if not crowded:
             return None
         for variant in self.variants:
             if variant.pipeline.turns:
                 return variant if self._within(variant, held, values) else None
         try:
-            return self._make(held, values, turns=True)
+            return self._make(self._surely_held(args), values, turns=True)
         except Infeasible:
             self._turns_in_vain = True
             return None
 
-    def _binding(self, args: Sequence[Any]) -> tuple[int, ...]:
-        return tuple(id(args[i]) for i in sorted(self.parameters))
+    def _may_crowd(self, args: Sequence[Any], wanted: int, kept_bytes: int) -> bool:
+        """Whether in the first step something is better left free for graphs that may follow.
 
-    def _peak_now(self, variant: Variant, args: Sequence[Any]) -> int:
-        return self._peak_of(variant, tuple(int(args[i]) for i, _ in self.symbols))
+        What another graph's output goes into is one of several: those may have half of the budget.
+        What ends in no loss may be the first of several, if not one more like it would fit.
+        """
+        assert self.budget is not None
+        others = (x for i, x in enumerate(args) if i not in self.parameters)
+        if any(isinstance(x, torch.Tensor) and x.requires_grad for x in others):
+            return wanted > self.budget // 2
+        return self.goes_on and wanted + kept_bytes > self.budget
+
+    def _binding(self, args: Sequence[Any]) -> Binding:
+        return self.entry.bind([args[i] for i in self._in_order])
+
+    def _sizes_of(self, args: Sequence[Any]) -> tuple[int, ...]:
+        return tuple(int(args[i]) for i, _ in self.symbols)
 
     def _reconsidered(self, variant: Variant, args: Sequence[Any]) -> Variant:
         """A plan for what the steps so far have shown, if that is worth it."""
         if variant.pipeline.turns:
             return variant
-        mine = self.entry.see(args[i] for i in self.parameters)
-        held = self.books.held_beside(self.entry, mine)
+        held = self._held(args)
         settled = variant.pipeline.reconsider(held)
         if settled is None:
             return variant
         self._look_for_updaters(args)
-        return self._make(held, tuple(int(args[i]) for i, _ in self.symbols), settled=settled)
+        return self._make(held, self._sizes_of(args), settled=settled)
 
     def _look_for_updaters(self, args: Sequence[Any]) -> None:
         self.updated = frozenset(i for i in self.parameters if updater_of(args[i]) is not None)
@@ -300,6 +340,12 @@ def _copy(gm: fx.GraphModule) -> fx.GraphModule:
     made = fx.GraphModule(gm, graph)
     made.meta.update(gm.meta)
     return made
+
+
+def _tensors_out(gm: fx.GraphModule) -> list[torch.Tensor]:
+    nodes = gm.graph.output_node().all_input_nodes
+    values = (n.meta.get("example_value") for n in nodes)
+    return [x for x in values if isinstance(x, torch.Tensor)]
 
 
 def _symbols(example_inputs: Sequence[Any]) -> list[tuple[int, sympy.Symbol]]:

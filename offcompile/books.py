@@ -1,85 +1,143 @@
-"""Who holds device memory between calls: the graphs of one `torch.compile` share its budget.
+"""Who holds device memory between calls: all compiled graphs of the process, device by device.
 
-A model with graph breaks is several compiled graphs. While one runs, the others hold their
-weights, the activations that wait for their backward, and gradients. What a graph may use is the
-budget less all that; the books are read at every call, and a plan that no longer fits is made
-again (`backend`).
+A model with graph breaks is several compiled graphs; so is one whose blocks are compiled one by
+one; and a process may compile several models. While one graph runs, the others hold their weights,
+the activations that wait for their backward, and gradients. What a graph may use is its budget
+less all that; the books are read at every call, and a plan that no longer fits is made again
+(`backend`). They own nothing: what has died is no longer counted.
 """
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable, Sequence
+from collections import deque
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import cast
+from typing import NamedTuple, cast
 
 import torch
 
-from offcompile.runtime.updates import all_held_bytes, held_bytes
-from offcompile.runtime.weights import is_on_host
+from offcompile.runtime.updates import Holder, all_held_bytes, holders_of, registrations
+
+from .holdings import Holding
+
+
+class Binding:
+    """The parameters that a graph is called with, by id; equal to itself alone."""
+
+    __slots__ = ("__weakref__", "ids", "ran")
+
+    def __init__(self, ids: Sequence[int]) -> None:
+        self.ids = frozenset(ids)
+        #: whether the graph has run with them
+        self.ran = False
+
+
+#: before the first call
+UNBOUND = Binding(())
 
 
 class Pass:
     """One forward run that waits for its backward; dies with the autograd graph."""
 
-    __slots__ = ("__weakref__", "full_bytes", "kept_bytes", "waiting")
+    __slots__ = ("__weakref__", "binding", "full_bytes", "kept_bytes", "waiting")
 
-    def __init__(self, kept_bytes: int, full_bytes: int) -> None:
+    def __init__(self, binding: Binding, kept_bytes: int, full_bytes: int) -> None:
         self.waiting = True
+        self.binding = binding
         #: what it left on the device, and what it would have if nothing had moved
         self.kept_bytes, self.full_bytes = kept_bytes, full_bytes
 
 
-@dataclass
+@dataclass(eq=False)
 class Entry:
     """One compiled graph: what it holds when it is not running."""
 
-    #: parameters that it has been called with, by id
-    parameters: dict[int, weakref.ref[torch.Tensor]] = field(default_factory=dict)
+    books: Books | None = None
+    #: parameters that it has been called with, by id; those that have died may still be among them
+    parameters: dict[int, Holding] = field(default_factory=dict)
     #: whether its backward makes gradients for them
     trains: bool = False
     #: forwards that wait for their backward, in order
     passes: list[weakref.ref[Pass]] = field(default_factory=list)
-    #: bytes of all parameters ever seen
+    #: bytes of all parameters that live
     seen_bytes: int = 0
-    #: with which parameters it has been called
-    bindings: set[tuple[int, ...]] = field(default_factory=set)
+    #: how many it has ever been called with
+    births: int = 0
     #: whether a backward has run
     has_returned: bool = False
+    #: whether others, or itself with other parameters, have run between its runs
+    in_turn: bool = False
+    #: graphs whose backward has run between its forward and its backward: their gradients come then
+    amid: weakref.WeakSet[Entry] = field(default_factory=weakref.WeakSet)
+    #: the most that was held together, if nothing had moved, while a forward of its waited or ran
+    most_wanted_bytes: int = 0
+    _bindings: dict[tuple[int, ...], Binding] = field(default_factory=dict)
+    #: ids of parameters that have died; filled at any time, by any thread
+    _dead: deque[int] = field(default_factory=deque)
 
-    def see(self, parameters: Iterable[torch.Tensor]) -> set[int]:
-        """The parameters of one call, by id; new ones are noted."""
-        mine = set()
-        for p in parameters:
-            mine.add(id(p))
-            if id(p) not in self.parameters:
-                self.parameters[id(p)] = weakref.ref(p)
-                self.seen_bytes += p.untyped_storage().nbytes()
-        return mine
+    def bind(self, parameters: Sequence[torch.Tensor]) -> Binding:
+        """Those of one call. New ones are noted."""
+        self._bury()
+        key = tuple(map(id, parameters))
+        binding = self._bindings.get(key)
+        if binding is None:
+            binding = self._bindings[key] = Binding(key)
+            for p in parameters:
+                if id(p) not in self.parameters:
+                    self.parameters[id(p)] = holding = Holding(p, self._dead.append)
+                    self.seen_bytes += holding.seen_bytes
+                    self.births += 1
+        return binding
+
+    @property
+    def bindings(self) -> int:
+        """With how many sets of parameters that live it has been called."""
+        self._bury()
+        return len(self._bindings)
+
+    def _bury(self) -> None:
+        while self._dead:
+            key = self._dead.popleft()
+            self.seen_bytes -= self.parameters.pop(key).seen_bytes
+            for gone in [k for k, b in self._bindings.items() if key in b.ids]:
+                del self._bindings[gone]
+
+    def living(self) -> dict[int, Holding]:
+        """The parameters that live, by id."""
+        self._bury()
+        return self.parameters
 
     def waiting(self) -> list[Pass]:
         """The forwards that wait for their backward, the newest last."""
         found = [(ref, one) for ref in self.passes if (one := ref()) is not None and one.waiting]
-        self.passes[:] = [ref for ref, _ in found]
+        if len(found) < len(self.passes):
+            self.passes[:] = [ref for ref, _ in found]
         return [one for _, one in found]
 
     def waiting_bytes(self) -> int:
         return sum(one.kept_bytes for one in self.waiting())
 
-    def begin(self, outputs: object, kept_bytes: int, full_bytes: int) -> None:
-        """A forward has run: until its backward, what it kept stays."""
+    def begin(
+        self, outputs: object, binding: Binding, kept_bytes: int, full_bytes: int
+    ) -> Pass | None:
+        """A forward has run: until its backward, what it kept stays. None: there will be none."""
         node = _autograd_node(outputs)
-        if node is not None and (kept_bytes or full_bytes):
-            one = Pass(kept_bytes, full_bytes)
-            metadata = cast("dict[str, list[Pass]]", node.metadata)
-            metadata.setdefault("offcompile", []).append(one)
-            self.passes.append(weakref.ref(one))
+        if node is None:
+            return None
+        one = Pass(binding, kept_bytes, full_bytes)
+        metadata = cast("dict[str, list[Pass]]", node.metadata)
+        metadata.setdefault("offcompile", []).append(one)
+        self.passes.append(weakref.ref(one))
+        return one
 
     def end(self) -> None:
         """A backward has run: what the newest forward kept is given back."""
         self.has_returned = True
         for one in self.waiting()[-1:]:
             one.waiting = False
+        if self.books is not None:
+            self.books.returned(self)
 
 
 def _autograd_node(outputs: object) -> torch.autograd.graph.Node | None:
@@ -90,85 +148,137 @@ def _autograd_node(outputs: object) -> torch.autograd.graph.Node | None:
     return None
 
 
-@dataclass
-class Books:
-    """The entries of all graphs that share one budget, in the order of their first run."""
+class Beside(NamedTuple):
+    """Bytes that others than one graph hold: now, and at any time of its step."""
 
-    entries: list[Entry] = field(default_factory=list)
-    #: the most that was ever held together if nothing had moved
-    most_wanted_bytes: int = 0
+    now: int
+    in_step: int
+
+
+class Books:
+    """The entries of all graphs that compute on one device, in the order of their compilation."""
+
+    def __init__(self) -> None:
+        self._entries: list[weakref.ref[Entry]] = []
+        #: with what the last run was
+        self._last: weakref.ref[Binding] | None = None
+        #: what was found when somebody asked, until something may have changed
+        self._found: tuple[Entry, Binding, Beside] | None = None
+        self._holders: tuple[object, list[weakref.ref[Holder]]] = (None, [])
+
+    def open(self) -> Entry:
+        """An entry for a graph; it is in the books as long as somebody else holds it."""
+        entry = Entry(self)
+        self._entries.append(weakref.ref(entry))
+        return entry
+
+    def entries(self) -> list[Entry]:
+        found = [(ref, entry) for ref in self._entries if (entry := ref()) is not None]
+        if len(found) < len(self._entries):
+            self._entries[:] = [ref for ref, _ in found]
+        return [entry for _, entry in found]
+
+    # --- who runs -------------------------------------------------------------------------------
+
+    def begins(self, entry: Entry, binding: Binding) -> None:
+        """A run of either half begins."""
+        self.stir()
+        if not entry.in_turn:
+            last = None if self._last is None else self._last()
+            between = binding.ran and last is not None and last is not binding
+            entry.in_turn = between or any(
+                p.binding is not binding for e in self.entries() for p in e.waiting()
+            )
+        binding.ran = True
+        self._last = weakref.ref(binding)
+
+    def returned(self, entry: Entry) -> None:
+        """A backward has run; forwards that still wait ran before its own, and go on after it."""
+        for other in self.entries():
+            if other.waiting():
+                other.amid.add(entry)
+        self.stir()
+
+    def stir(self) -> None:
+        """Something may have changed that these books are not told."""
+        self._found = None
+
+    # --- what is held ---------------------------------------------------------------------------
 
     def most_held(self) -> int:
         """No less than `held_beside` can be; quick to reckon."""
         # weights, and two sets of gradients: those that stand and those that come
-        mine = sum(3 * e.seen_bytes + e.waiting_bytes() for e in self.entries)
+        mine = sum(3 * e.seen_bytes + e.waiting_bytes() for e in self.entries())
         return mine + all_held_bytes()
-
-    def several(self) -> bool:
-        """Whether more than one graph, or one with more than one set of weights, runs in turn."""
-        return sum(max(1, len(e.bindings)) for e in self.entries) > 1
 
     def unmoved_bytes(self) -> int:
         """What the forwards that wait would hold more if nothing of theirs had moved."""
-        return sum(p.full_bytes - p.kept_bytes for e in self.entries for p in e.waiting())
+        return sum(p.full_bytes - p.kept_bytes for e in self.entries() for p in e.waiting())
 
-    def crowded(self, wanted_bytes: int, budget_bytes: int) -> bool:
-        """Whether what the graphs keep for backward is too much for the budget together.
+    def crowded(self, entry: Entry, wanted_bytes: int, budget_bytes: int) -> bool | None:
+        """Whether what this graph and others keep for backward is too much for the budget together;
+        None: until a backward has run, nobody knows how many graphs follow.
 
-        wanted_bytes: what is held now, if nothing moves. Until a backward has run nobody knows how
-        many graphs follow: then what takes half of the budget is taken for too much.
+        wanted_bytes: what is held now, if nothing moves.
         """
-        self.most_wanted_bytes = max(self.most_wanted_bytes, wanted_bytes)
-        if any(e.has_returned for e in self.entries):
-            return self.most_wanted_bytes > budget_bytes
-        return wanted_bytes > budget_bytes // 2
+        together = {entry, *(e for e in self.entries() if e.waiting())}
+        for one in together:
+            one.most_wanted_bytes = max(one.most_wanted_bytes, wanted_bytes)
+        if any(e.has_returned for e in together):
+            return entry.most_wanted_bytes > budget_bytes
+        return None
 
-    def held_beside(self, entry: Entry, mine: set[int]) -> int:
-        """Bytes on the device that are not this graph's own, at any time of its step.
+    def held_beside(self, entry: Entry, binding: Binding) -> Beside:
+        """Bytes on the device that are not this graph's own.
 
-        `mine`: the parameters of the call, which the graph's own plan counts, with the gradients
-        that it makes. Gradients that stand already come on top: new ones are added to them; so does
-        what our optimizers hold.
+        The parameters of the call are in the graph's own plan, with the gradients that it makes.
+        Gradients that stand already come on top: new ones are added to them; so does what our
+        optimizers hold. What keepers hold is not counted: it leaves when it is in the way.
         """
-        held = held_bytes(self._parameters())
+        known = self._found
+        if known is not None and known[0] is entry and known[1] is binding:
+            return known[2]
+        held = sum(h.held_bytes() for h in self._all_holders())
+        more = 0
+        mine = binding.ids
+        several = self.entries()
         seen: set[int] = set()
-        later = False
-        for other in self.entries:
+        for other in several:
             held += other.waiting_bytes()
-            for key, ref in list(other.parameters.items()):
-                p = ref()
-                if p is None:
-                    del other.parameters[key]
+            # its backward runs between this graph's halves: its gradients stand during this step
+            comes = other.trains and other in entry.amid
+            for key, holding in tuple(other.living().items()):
+                p = holding.ref()
+                if p is None or key in seen:
                     continue
-                if key in seen:
-                    continue
-                seen.add(key)
-                standing = 0 if p.grad is None else _bytes_on_device(p.grad)
-                weight = _bytes_on_device(p)
+                if len(several) > 1:
+                    seen.add(key)
+                standing = 0 if p.grad is None else holding.gradient_bytes(p)
                 if key in mine:
                     held += standing
                     continue
-                # the backward of a later graph runs first: its gradients stand during this one's
-                coming = weight if later and other.trains and p.requires_grad else 0
-                held += weight + max(standing, coming)
-            later = later or other is entry
-        return held
+                weight = holding.weight_bytes(p)
+                held += weight + standing
+                if comes and weight > standing and p.requires_grad:
+                    more += weight - standing
+        found = Beside(held, held + more)
+        self._found = (entry, binding, found)
+        return found
 
-    def _parameters(self) -> list[torch.Tensor]:
-        found = (ref() for e in self.entries for ref in e.parameters.values())
-        return [p for p in found if p is not None]
+    def _all_holders(self) -> list[Holder]:
+        """Of the optimizers of these parameters."""
+        entries = self.entries()
+        state = (registrations(), [(id(e), len(e.living()), e.births) for e in entries])
+        if self._holders[0] != state:
+            living = (h.ref() for e in entries for h in e.living().values())
+            found = holders_of(p for p in living if p is not None)
+            self._holders = (state, list(map(weakref.ref, found)))
+        return [h for ref in self._holders[1] if (h := ref()) is not None]
 
 
-def _bytes_on_device(tensor: torch.Tensor) -> int:
-    return 0 if is_on_host(tensor) else tensor.untyped_storage().nbytes()
+_all_books: dict[torch.device, Books] = {}
 
 
-_all_books: dict[int, tuple[object, Books]] = {}
-
-
-def books_of(asked: object) -> Books:
-    """The books of one `torch.compile` call, known by the options object that it passes on."""
-    found = _all_books.get(id(asked))
-    if found is None or found[0] is not asked:
-        found = _all_books[id(asked)] = (asked, Books())
-    return found[1]
+def books_of(device: torch.device) -> Books:
+    """The books of one device of this process."""
+    return _all_books.setdefault(device, Books())

@@ -7,9 +7,10 @@ learnt of their order (`passes.correlation`).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+import weakref
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -17,13 +18,11 @@ import torch
 from offcompile.passes.correlation.predictor import Predictor
 from offcompile.runtime import tickets
 from offcompile.runtime.keeping import Keeper
-from offcompile.runtime.mover import Mover, Saved
+from offcompile.runtime.mover import Saved
+from offcompile.runtime.registry import RuntimeSettings, runtime_for, runtimes
 
-from .books import Books, Entry
+from .books import UNBOUND, Binding, Books, Entry
 from .graphs import BACKWARD
-
-#: the parameters that a graph was called with, by id
-Binding = tuple[int, ...]
 
 
 @dataclass(frozen=True)
@@ -44,44 +43,85 @@ class Executions:
     budget_bytes: int
     books: Books
     entry: Entry
-    mover: Callable[[], Mover]
-    #: of the call that runs, and what its plan needs
-    binding: Binding = ()
-    _peaks: dict[Binding, int] = field(default_factory=dict)
+    settings: RuntimeSettings
+    #: of the call that runs, with the sizes of what it was given
+    binding: Binding = UNBOUND
+    sizes: tuple[int, ...] = ()
+    #: those of them on the host that the graph may fetch; None: it changes some
+    weights: Sequence[weakref.ref[torch.Tensor]] | None = ()
 
-    def call(self, binding: Binding, peak_bytes: int) -> None:
+    def call(self, binding: Binding, sizes: tuple[int, ...]) -> None:
         """Forward is about to run."""
-        self.binding = binding
-        self._peaks[binding] = peak_bytes
+        self.binding, self.sizes = binding, sizes
 
     @contextmanager
     def running(
-        self, phase: str, arguments: Sequence[Any], peak_bytes: int, lends: bool
+        self,
+        phase: str,
+        arguments: Sequence[Any],
+        peak_bytes: int,
+        lends: bool,
+        turns: bool,
+        moves: bool,
     ) -> Iterator[Room | None]:
-        """Around a run of one half; None: it is alone under its budget."""
-        if not self.books.several():
+        """Around a run of one half; None: it is alone under its budget.
+
+        lends: see `Keeper.enter`. turns: what it keeps for backward may leave. moves: so may
+        anything.
+        """
+        keepers = self._keepers()
+        mine = keepers.pop(self.settings.key, None)
+        binding, sizes = self.binding, self.sizes
+        if phase == BACKWARD:
+            binding, sizes = self._forward_of(mine, arguments)
+            self.books.begins(self.entry, binding)
+        shares = self.entry.in_turn or turns
+        keeper = mine
+        if keeper is None and shares and moves:
+            mover = runtime_for(self.settings.key).mover
+            keeper = mover.keeper = Keeper(mover, Predictor())
+        others = [k for k in keepers.values() if k.held_bytes]
+        held_bytes = 0 if keeper is None else keeper.held_bytes
+        if not (others or held_bytes or (shares and keeper is not None)):
             yield None
             return
-        mover = self.mover()
-        if mover.keeper is None:
-            mover.keeper = Keeper(mover, Predictor())
-        keeper, binding = mover.keeper, self.binding
-        if phase == BACKWARD:
-            binding = self._binding_of(keeper, arguments)
-        held = self.books.held_beside(self.entry, set(binding))
-        limit = max(0, self.budget_bytes - held - peak_bytes)
-        keeper.enter((self.name, phase, binding), limit, lends)
+        limit = self.budget_bytes - self.books.held_beside(self.entry, binding).now - peak_bytes
+        limit = _share(max(0, limit), others)
+        if keeper is None:
+            yield None
+            return
+        weights = None
+        if self.weights is not None:
+            weights = [w for ref in self.weights if (w := ref()) is not None]
+        execution = self.name, phase, binding, sizes
+        keeper.enter(execution, limit, lends, weights, phase == BACKWARD)
         try:
             yield Room(peak_bytes, limit, keeper.held_bytes)
         finally:
             keeper.leave()
 
-    def _binding_of(self, keeper: Keeper, arguments: Sequence[Any]) -> Binding:
-        """That of the forward which saved what backward gets."""
-        for x in arguments:
-            saved = tickets.peek(x, Saved) if isinstance(x, torch.Tensor) else None
-            execution = None if saved is None else keeper.execution_of(saved)
-            if isinstance(execution, tuple):
-                binding: Binding = execution[2]
-                return binding
-        return ()
+    def _keepers(self) -> dict[str, Keeper]:
+        """Those of all runtimes that move tensors of this device, by key."""
+        mine = (r for r in runtimes() if r.settings.target == self.settings.target)
+        return {r.settings.key: r.mover.keeper for r in mine if r.mover.keeper is not None}
+
+    def _forward_of(
+        self, keeper: Keeper | None, arguments: Sequence[Any]
+    ) -> tuple[Binding, tuple[int, ...]]:
+        """That which saved what backward gets: with which parameters, and which sizes."""
+        if keeper is not None:
+            for x in arguments:
+                saved = tickets.peek(x, Saved) if isinstance(x, torch.Tensor) else None
+                execution = None if saved is None else keeper.execution_of(saved)
+                if isinstance(execution, tuple):
+                    return execution[2], execution[3]
+        newest = self.entry.waiting()[-1:]
+        return newest[0].binding if newest else self.binding, self.sizes
+
+
+def _share(limit_bytes: int, others: Sequence[Keeper]) -> int:
+    """What a graph's own keeper may hold beside others of the device: half is theirs at most."""
+    for other in others:
+        other.bound(limit_bytes // 2)
+        limit_bytes -= other.held_bytes
+    return max(0, limit_bytes)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import gc
 import os
+import weakref
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
@@ -101,6 +102,8 @@ class Pipeline:
     _scattered: frozenset[int] = frozenset()
     #: those that are nowhere used in place: their fetches wait for updates under way
     _fetched: frozenset[int] = frozenset()
+    #: whether the graph itself changes weights
+    _changes_weights: bool = False
     _placed: bool = False
     _decided: Decided | None = None
     _dtypes: Mapping[str, torch.dtype] = field(default_factory=dict)
@@ -203,12 +206,23 @@ class Pipeline:
         assert self.report is not None
         lends = self.lends or self.options.lowering != "inductor"
         peak = self.report.needed_peak_bytes
-        return self.executions.running(phase, arguments, peak, lends)
+        return self.executions.running(
+            phase, arguments, peak, lends, self.turns, self.moves
+        )
 
     @property
     def lends(self) -> bool:
         """Whether memory of what leaves may not be used again by the graph: it may stay."""
         return self.turns
+
+    @property
+    def moves(self) -> bool:
+        """Whether anything leaves the device, or is not kept on it."""
+        return self.report is None or not self.report.fits
+
+    @property
+    def hosts_weights(self) -> bool:
+        return bool(self._hosted)
 
     def _direct_reads(self, phase: Phase) -> int:
         """How many operands on the host the ops of this half use there."""
@@ -253,6 +267,9 @@ class Pipeline:
             settle=self._clock.settle,
             life=partial(planned_life, annotated.problem, decided.result.plan, self.target.runtime),
         )
+        written = {t for op in annotated.problem.ops for t in op.writes}
+        weights = (t.id for t in annotated.problem.tensors if t.kind == "weight")
+        self._changes_weights = not written.isdisjoint(weights)
         self._dtypes = annotated.dtypes
         self._decided = decided
         if any(isinstance(v, torch.SymInt) for v in values(graphs)):
@@ -339,6 +356,9 @@ class Pipeline:
             self._placed = True
             others = self.parameters.difference(self._hosted)
             live_on_device([arguments[i] for i in sorted(others)])
+        if self.executions is not None:
+            hosted = (weakref.ref(arguments[i]) for i in self._hosted)
+            self.executions.weights = None if self._changes_weights else tuple(hosted)
 
     # --- what was seen --------------------------------------------------------------------------
 

@@ -6,6 +6,9 @@ that is to leave stays, and is copied out only when its room is wanted for somet
 expected sooner; what left is loaded again before a graph asks for it. So the plan is the worst
 case, and what it moves is moved only where that is needed.
 
+So it is with weights that live on the host: what was copied of them stays for whoever wants it
+next in the same sweep, and comes beforehand where there is room (`kept_weights`).
+
 The keeper holds at most `limit_bytes` beside what plans count. What it hands out is its own
 memory: who gets it may only read, and the graphs around it may not reuse the memory of what they
 gave (`lower`). What it knows of the future comes from a forecast (`Foresight`).
@@ -14,66 +17,19 @@ gave (`lower`). What it knows of the future comes from a forecast (`Foresight`).
 from __future__ import annotations
 
 import threading
-from collections.abc import Hashable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Hashable, Iterable
 from functools import partial
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING
 
 import torch
 
-from .device import Copy
+from .device import Copy, Slot
 from .failures import failure
+from .kept import Block, Foresight, Kept, Known, flat, nothing, version_of
+from .kept_weights import Weight, Weights
 
 if TYPE_CHECKING:
     from .mover import Mover, Saved
-
-#: execution, tag, and which of the tensors of that name that are alive
-Block = tuple[Hashable, str, int]
-
-
-class Foresight(Protocol):
-    """What the keeper asks and tells; `offcompile.passes.correlation.Predictor` is one."""
-
-    def enter(self, execution: Hashable) -> None: ...
-    def leave(self) -> None: ...
-    def touch(self, block: Any, nbytes: int, reads: bool = True) -> str: ...
-    def wrote(self, block: Any) -> None: ...
-    def dead(self, block: Any) -> int: ...
-    def predictions(self, free_bytes: int, limit: int | None = None) -> Sequence[Any]: ...
-    def shortfall(self, free_bytes: int) -> tuple[Any, int] | None: ...
-    def victims(self, needed_bytes: int, wanted: Any = None) -> Sequence[Any]: ...
-    def fetching(self, block: Any, nbytes: int, prefetch: bool = False) -> None: ...
-    def arrived(self, block: Any) -> None: ...
-    def leaving(self, block: Any) -> None: ...
-    def stays(self, block: Any) -> None: ...
-    def cleaned(self, block: Any) -> None: ...
-    def left(self, block: Any) -> None: ...
-
-
-@dataclass(eq=False)
-class _Kept:
-    """A tensor on the device that no plan counts."""
-
-    block: Block
-    saved: Saved
-    tensor: torch.Tensor
-    #: on its way in, or out
-    copy: Copy | None = None
-    leaving: bool = False
-    #: compute may be queued behind the copy: it can no longer be cancelled
-    awaited: bool = False
-
-
-@dataclass(eq=False)
-class _Known:
-    """A tensor whose ticket lives, wherever it is."""
-
-    block: Block
-    saved: Saved
-    #: by which it comes back, once that is known
-    lane: str | None = None
-    #: copies that make room for it
-    room: list[_Kept] = field(default_factory=list)
 
 
 class Keeper:
@@ -83,14 +39,18 @@ class Keeper:
         self.mover, self.foresight = mover, foresight
         self.limit_bytes = 0
         self._lock = threading.RLock()
-        self._kept: dict[Block, _Kept] = {}
-        self._known: dict[Saved, _Known] = {}
-        self._by_block: dict[Block, _Known] = {}
+        self._kept: dict[Block, Kept] = {}
+        self._known: dict[Saved, Known] = {}
+        self._by_block: dict[Block, Known] = {}
         #: execution and tag → the lane that it was last loaded by
         self._lanes: dict[tuple[Hashable, str], str] = {}
         self._execution: Hashable = None
-        self._lends = False
+        self._lends = self._backward = False
         self._held_bytes = 0
+        # finalizers take no lock
+        self._weights = Weights(
+            mover.device, lambda weight: mover.died(partial(self._weight_died, weight))
+        )
 
     @property
     def held_bytes(self) -> int:
@@ -99,13 +59,25 @@ class Keeper:
 
     # -- executions ------------------------------------------------------------------------------
 
-    def enter(self, execution: Hashable, limit_bytes: int, lends: bool = True) -> None:
+    def enter(
+        self,
+        execution: Hashable,
+        limit_bytes: int,
+        lends: bool = True,
+        weights: Iterable[torch.Tensor] | None = (),
+        backward: bool = False,
+    ) -> None:
         """A graph begins, and leaves so much to the keeper. Returns when it is within that.
 
         lends: what the graph gives it leaves alone, and what it gets it only reads.
+        weights: those that it, and its backward, may fetch; None: it changes some.
         """
         with self._lock:
-            self._execution, self._lends = execution, lends
+            self._execution, self._lends, self._backward = execution, lends, backward
+            goes_on = self._weights.begin(weights, backward)
+            old = [k for k in self._kept.values() if k.weight is not None and not goes_on]
+        self._give_up(old)
+        with self._lock:
             self.foresight.enter(execution)
         self.bound(limit_bytes)
         self.fetch_ahead()
@@ -114,6 +86,7 @@ class Keeper:
         """The graph is over: what may be needed next begins to come, and its room to be made."""
         with self._lock:
             self.foresight.leave()
+            self._weights.end()
             self._execution, self._lends = None, False
         self.make_room_ahead()
         self.fetch_ahead()
@@ -125,8 +98,15 @@ class Keeper:
             leaving = [k for k in self._kept.values() if k.leaving]
             over = self._held_bytes - limit_bytes - sum(k.saved.slot.nbytes for k in leaving)
             victims = self._victims(over)
+            over -= sum(k.saved.slot.nbytes for k in victims)
+            coming = []
+            for kept in reversed(self._kept.values()):
+                if over > 0 and kept.under_way:
+                    coming.append(kept)
+                    over -= kept.saved.slot.nbytes
         for kept in victims:
             self._send(kept)
+        self._give_up(coming)
         if self._held_bytes > limit_bytes:
             for kept in [*leaving, *victims]:
                 self._await_gone(kept)
@@ -153,7 +133,7 @@ class Keeper:
                 self.foresight.cleaned(block)
                 self.foresight.left(block)
                 return False
-            self._kept[block] = _Kept(block, saved, x)
+            self._kept[block] = Kept(block, saved, x)
             self._held_bytes += nbytes
             known.room = victims
         for kept in victims:
@@ -184,9 +164,33 @@ class Keeper:
                 return None
             if kept.leaving:
                 self.foresight.leaving(known.block)
-                return _flat(kept.tensor), None
+                return flat(kept.tensor), None
             kept.awaited = True
-            return _flat(kept.tensor), kept.copy
+            return flat(kept.tensor), kept.copy
+
+    def fetch(self, host: torch.Tensor, tag: str, lane: str) -> tuple[torch.Tensor, Copy] | None:
+        """As `take`, for a weight on the host; what is not there begins to come if it may stay."""
+        with self._lock:
+            weight = self._weights.at(host) if self._lends else None
+            slot = None if weight is None else self.mover.device.slot_of(host)
+            if weight is None or slot is None:
+                return None
+            weight.tag, weight.lane = tag, lane
+            if self._backward:
+                weight.backwards.add(self._execution)
+            kept = self._kept.get(weight.block)
+        if kept is not None and not kept.is_of(host):
+            self._give_up([kept])
+        with self._lock:
+            kept = self._kept.get(weight.block)
+            self.foresight.touch(weight.block, slot.nbytes)
+            if kept is None:
+                if slot.nbytes > self._free_bytes:
+                    return None
+                kept = self._begin_copy(weight, host, slot, ahead=False)
+            kept.awaited = True
+            assert kept.copy is not None
+            return kept.tensor, kept.copy
 
     def forget(self, saved: Saved) -> None:
         """The tensor's ticket has died: it is never written any more."""
@@ -208,37 +212,47 @@ class Keeper:
 
     def fetch_ahead(self) -> None:
         """Load what is expected next, while there is room."""
-        started: list[tuple[_Kept, str]] = []
         with self._lock:
-            free = self.limit_bytes - self._held_bytes
+            free = self._free_bytes
             for wanted in self.foresight.predictions(free):
-                known = self._by_block.get(wanted.block)
-                if known is None or wanted.nbytes > free:
+                if wanted.nbytes > free:
                     continue
-                lane = known.lane or self._lanes.get(known.block[:2])
-                if lane is None:
+                weight = self._weights.of_block.get(wanted.block)
+                if weight is not None:
+                    found = self._weights.ahead(weight, wanted.execution)
+                    if found is not None and found[1].nbytes <= free:
+                        self._begin_copy(weight, *found, ahead=True)
+                        free -= found[1].nbytes
+                    continue
+                known = self._by_block.get(wanted.block)
+                lane = None if known is None else known.lane or self._lanes.get(known.block[:2])
+                if known is None or lane is None:
                     continue
                 slot = known.saved.slot
-                buffer = self.mover.device.allocate(slot, _nothing)
-                kept = _Kept(known.block, known.saved, buffer)
-                self._kept[known.block] = kept
-                self._held_bytes += slot.nbytes
+                buffer = self.mover.device.allocate(slot, nothing)
+                self._begin_in(Kept(known.block, known.saved, buffer), lane, ahead=True)
                 free -= slot.nbytes
-                self.foresight.fetching(known.block, slot.nbytes, prefetch=True)
-                started.append((kept, lane))
-                kept.copy = self.mover.begin_in(
-                    known.saved, buffer, lane, partial(self._arrived, kept)
-                )
 
     def make_room_ahead(self) -> None:
-        """Begin copying out what is needed later than something that does not fit beside it."""
+        """Begin copying out what is needed later than something that does not fit beside it.
+
+        What may go without a copy goes for all that the next run in want of room needs.
+        """
+        victims: list[Kept] = []
         with self._lock:
-            short = self.foresight.shortfall(self.limit_bytes - self._held_bytes)
-            if short is None:
-                return
-            wanted, missing = short
-            chosen = [self._kept.get(v.block) for v in self.foresight.victims(missing, wanted)]
-            victims = self._mark_leaving([k for k in chosen if k is not None])
+            position: int | None = None
+            while (short := self.foresight.shortfall(self._free_bytes)) is not None:
+                wanted, missing = short
+                weight = self._weights.of_block.get(wanted.block)
+                if weight is not None and not self._weights.in_sweep(weight, wanted.execution):
+                    break
+                if position not in (None, wanted.due[0]):
+                    break
+                position = wanted.due[0]
+                chosen = [self._kept.get(v.block) for v in self.foresight.victims(missing, wanted)]
+                victims = self._mark_leaving([k for k in chosen if k is not None])
+                if not victims or any(k.leaving for k in victims):
+                    break
         for kept in victims:
             self._send(kept)
 
@@ -249,34 +263,82 @@ class Keeper:
 
     # -- inside ----------------------------------------------------------------------------------
 
-    def _name(self, saved: Saved) -> _Known:
+    @property
+    def _free_bytes(self) -> int:
+        return self.limit_bytes - self._held_bytes
+
+    def _begin_copy(self, weight: Weight, host: torch.Tensor, slot: Slot, ahead: bool) -> Kept:
+        # the alias keeps the memory, which would go round with another content if it died
+        saved = self.mover.saved_on_host(host.detach(), slot, weight.tag, weight.lane)
+        buffer = self.mover.device.allocate(slot, nothing)
+        kept = Kept(weight.block, saved, buffer, weight=weight, version=version_of(host))
+        self._begin_in(kept, weight.lane, ahead)
+        return kept
+
+    def _begin_in(self, kept: Kept, lane: str, ahead: bool) -> None:
+        nbytes = kept.saved.slot.nbytes
+        self._kept[kept.block] = kept
+        self._held_bytes += nbytes
+        self.foresight.fetching(kept.block, nbytes, prefetch=ahead)
+        try:
+            arrived = partial(self._arrived, kept)
+            kept.copy = self.mover.begin_in(kept.saved, kept.tensor, lane, arrived)
+        except BaseException:
+            self._drop(kept)
+            raise
+
+    def _give_up(self, chosen: Iterable[Kept], waits: bool = True) -> None:
+        """Drop clean ones, also on their way in; `waits`: return when nothing comes for nobody."""
+        for kept in chosen:
+            with self._lock:
+                if self._kept.get(kept.block) is not kept:
+                    continue
+                self._drop(kept)
+            if not kept.under_way:
+                continue
+            assert kept.copy is not None
+            if self.mover.device.cancel(kept.copy):
+                self.mover.copy_cancelled(kept.saved)
+            elif waits:
+                self.mover.device.wait(kept.copy)
+
+    def _weight_died(self, weight: Weight) -> None:
+        with self._lock:
+            self._weights.forget(weight)
+            kept = self._kept.get(weight.block)
+        if kept is not None:
+            self._give_up([kept], waits=False)  # this may be a lane
+        with self._lock:
+            self.foresight.dead(weight.block)
+
+    def _name(self, saved: Saved) -> Known:
         number = 0
         while (block := (self._execution, saved.tag, number)) in self._by_block:
             number += 1
-        known = self._known[saved] = self._by_block[block] = _Known(block, saved)
+        known = self._known[saved] = self._by_block[block] = Known(block, saved)
         return known
 
-    def _victims(self, over_bytes: int) -> list[_Kept]:
+    def _victims(self, over_bytes: int) -> list[Kept]:
         if over_bytes <= 0:
             return []
         chosen = [self._kept.get(v.block) for v in self.foresight.victims(over_bytes)]
         return self._mark_leaving([k for k in chosen if k is not None])
 
-    def _mark_leaving(self, chosen: list[_Kept]) -> list[_Kept]:
+    def _mark_leaving(self, chosen: list[Kept]) -> list[Kept]:
         """Those that have to be written begin to leave; clean ones are gone at once."""
         for kept in chosen:
-            if kept.saved.written:
+            if kept.clean:
                 self._drop(kept)
             else:
                 kept.leaving = True
                 self.foresight.leaving(kept.block)
         return chosen
 
-    def _send(self, kept: _Kept) -> None:
+    def _send(self, kept: Kept) -> None:
         if kept.leaving and kept.copy is None:
             kept.copy = self.mover.begin_out(kept.saved, kept.tensor, partial(self._left, kept))
 
-    def _await_gone(self, kept: _Kept) -> None:
+    def _await_gone(self, kept: Kept) -> None:
         """Return when a tensor's copy out is complete, or compute is made to wait for it."""
         copy = kept.copy
         if copy is None or not kept.leaving:
@@ -288,14 +350,14 @@ class Keeper:
         with self._lock:
             self._drop_if_leaving(kept)
 
-    def _arrived(self, kept: _Kept, copy: Copy) -> None:
+    def _arrived(self, kept: Kept, copy: Copy) -> None:
         with self._lock:
             if self._kept.get(kept.block) is kept:
                 self.foresight.arrived(kept.block)
                 if copy.error is not None:  # who asks for it will load it, and hear why not
                     self._drop(kept)
 
-    def _left(self, kept: _Kept, copy: Copy) -> None:
+    def _left(self, kept: Kept, copy: Copy) -> None:
         with self._lock:
             if copy.error is None:
                 self._drop_if_leaving(kept)
@@ -304,24 +366,12 @@ class Keeper:
                 kept.leaving, kept.copy = False, None
                 self.foresight.stays(kept.block)
 
-    def _drop_if_leaving(self, kept: _Kept) -> None:
+    def _drop_if_leaving(self, kept: Kept) -> None:
         if kept.leaving and self._kept.get(kept.block) is kept:
             self.foresight.cleaned(kept.block)
             self._drop(kept)
 
-    def _drop(self, kept: _Kept) -> None:
+    def _drop(self, kept: Kept) -> None:
         self.foresight.left(kept.block)
         del self._kept[kept.block]
         self._held_bytes -= kept.saved.slot.nbytes
-
-
-def _nothing() -> None:
-    """Nobody counts the keeper's memory but the keeper."""
-
-
-def _flat(tensor: torch.Tensor) -> torch.Tensor:
-    """The bytes of a dense tensor, as they lie in its storage."""
-    storage = tensor.untyped_storage()
-    nbytes = tensor.numel() * tensor.element_size()
-    flat = torch.empty(0, dtype=torch.uint8, device=tensor.device)
-    return flat.set_(storage, 0, (nbytes,), (1,))

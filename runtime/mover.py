@@ -190,6 +190,8 @@ class Mover:
         What compute has been given to write there before comes along; what holds that memory
         (`Device.hold`) is waited for first.
         """
+        began_ns = now_ns()
+        self._enter()
         self.device.claim(host)
         slot = self.device.slot_of(host)
         if slot is None:
@@ -198,7 +200,9 @@ class Mover:
                 " on the host tier. They were replaced while the compiled step ran; change"
                 " parameters between steps only."
             )
-        return self.start_load(Saved(self, tag, lane, slot, users=0, host=host), tag, lane)
+        saved = self.saved_on_host(host, slot, tag, lane)
+        kept = None if self.keeper is None else self.keeper.fetch(host, tag, lane)
+        return self._start_load(saved, tag, lane, kept, began_ns)
 
     def start_load(self, saved: Saved, tag: str, lane: str) -> tuple[torch.Tensor, torch.Tensor]:
         """Begin loading what was saved into a new buffer: (flat uint8 buffer, load ticket).
@@ -208,9 +212,19 @@ class Mover:
         """
         began_ns = now_ns()
         self._enter()
+        kept = None if self.keeper is None else self.keeper.take(saved, lane)
+        return self._start_load(saved, tag, lane, kept, began_ns)
+
+    def _start_load(
+        self,
+        saved: Saved,
+        tag: str,
+        lane: str,
+        kept: tuple[torch.Tensor, Copy | None] | None,
+        began_ns: int,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         load = Load(self, tag, lane, saved)
         ticket = self._issue(load, self._load_died)
-        kept = None if self.keeper is None else self.keeper.take(saved, lane)
         if kept is not None:
             load.kept = True
             buffer, load.copy = kept
@@ -272,6 +286,14 @@ class Mover:
     ) -> Copy:
         """Begin loading into a buffer of the keeper's, which nobody has asked for yet."""
         return self._begin(saved, "load", lane, buffer, ended)
+
+    def saved_on_host(self, host: torch.Tensor, slot: Slot, tag: str, lane: str) -> Saved:
+        """What stands on `addressable` memory, to be loaded."""
+        return Saved(self, tag, lane, slot, users=0, host=host)
+
+    def died(self, tell: Callable[[], None]) -> None:
+        """Have `tell` called with the next sweep. For finalizers: takes no lock."""
+        self._deaths.append(tell)
 
     def copy_cancelled(self, saved: Saved) -> None:
         with self._lock:

@@ -74,6 +74,7 @@ class _Known:
 
 _parameters: Any = WeakIdKeyDictionary()
 _holders: weakref.WeakSet[Holder] = weakref.WeakSet()
+_registrations = 0
 
 
 def _find(parameter: torch.Tensor) -> _Known | None:
@@ -110,16 +111,22 @@ def updater_of(parameter: torch.Tensor) -> Updater | None:
 
 def count(parameters: Iterable[torch.Tensor], holder: Holder) -> None:
     """From now on what `holder` holds counts beside the graphs that use one of these."""
+    global _registrations
+    _registrations += 1
     _holders.add(holder)
     for parameter in parameters:
         _known(parameter).holders.add(holder)
 
 
-def held_bytes(parameters: Iterable[torch.Tensor]) -> int:
-    """What is held for any of these."""
+def registrations() -> int:
+    """How often `count` has been called: what `holders_of` gave holds until that changes."""
+    return _registrations
+
+
+def holders_of(parameters: Iterable[torch.Tensor]) -> list[Holder]:
+    """Who holds something for any of these."""
     known = (_find(p) for p in parameters)
-    holders = {id(h): h for k in known if k is not None for h in k.holders}
-    return sum(h.held_bytes() for h in holders.values())
+    return list({id(h): h for k in known if k is not None for h in k.holders}.values())
 
 
 def all_held_bytes() -> int:

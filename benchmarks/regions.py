@@ -1,0 +1,157 @@
+"""One graph, three, or one for each block: what graphs that share a budget cost.
+
+Run `python -m benchmarks.regions` (`--quick`: small models, print only) for the table in
+`results/`. Every variant is a process of its own; they run one step each in turn, so that whatever
+the machine does between minutes hits all alike. Compare ratios, not seconds.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import statistics
+import sys
+from pathlib import Path
+from typing import Any
+
+from benchmarks.activations import LOWERINGS, MIB, Child, cpu, ratio
+
+RESULT = Path(__file__).parent / "results" / "regions.md"
+#: of what the plain step holds beside weights and gradients
+SHARE = 0.5
+#: name → kind, and an eval pass before every so many steps
+VARIANTS: dict[str, tuple[str, int]] = {
+    "whole": ("ours", 0),
+    "two graph breaks": ("breaks", 0),
+    "block by block": ("blocks", 0),
+    "block by block, eval every 4": ("blocks", 4),
+}
+
+
+def measure(case: str, lowering: str, asked: argparse.Namespace) -> list[Child]:
+    """All variants of one model, warmed up one by one and then run in turn."""
+    children: list[Child] = []
+
+    def start(name: str, kind: str, memory: int | None, eval_every: int = 0) -> Child:
+        task: dict[str, Any] = {
+            "case": case,
+            "kind": kind,
+            "lowering": lowering,
+            "memory": memory,
+            "spill": asked.spill,
+            "quick": asked.quick,
+            "returns_freed": False,
+            "eval_every": eval_every,
+        }
+        child = Child(name, task, module="benchmarks.regions")
+        children.append(child)
+        print(f"  {name}: ready after {child.warm_seconds:.0f} s", file=sys.stderr, flush=True)
+        return child
+
+    try:
+        plain = start("no offload", "plain", None)
+        plain.step()
+        found = plain.ask("facts")
+        fixed = 2 * found["weight_bytes"]
+        memory = fixed + int(SHARE * max(found["peak_bytes"] - fixed, 0))
+        for name, (kind, eval_every) in VARIANTS.items():
+            start(name, kind, memory, eval_every)
+        plain.steps.clear()
+        for turn in range(asked.rounds):
+            for child in children if turn % 2 == 0 else reversed(children):
+                child.step()
+        for child in children:
+            child.facts = child.ask("facts")
+    finally:
+        for child in children:
+            child.end()
+    return children
+
+
+def table(children: list[Child]) -> list[str]:
+    plain, whole = children[:2]
+    heads = ("variant", "step, s", "× plain", "× whole", "peak", "out", "in", "found", "losses")
+    rows = ["| " + " | ".join(heads) + " |", "|---" * len(heads) + "|"]
+    for child in children:
+        fact, moved = child.facts, ["", ""]
+        if child is not plain:
+            steps = len(child.all_losses)
+            moved = [f"{fact[n] / steps / MIB:,.0f}" for n in ("bytes_out", "bytes_in")]
+        cells = (
+            child.name,
+            f"{statistics.median(child.seconds):.2f}",
+            f"{ratio(child, plain):.3f}",
+            "" if child is plain else f"{ratio(child, whole):.3f}",
+            f"{fact['peak_bytes'] / MIB:,.0f}",
+            *moved,
+            _found(fact.get("ahead", {})),
+            "" if child is plain else "same" if child.losses == plain.losses else "other",
+        )
+        rows.append("| " + " | ".join(cells) + " |")
+    return rows
+
+
+def _found(seen: dict[str, int]) -> str:
+    wanted = sum(seen.values())
+    return f"{seen['hits'] / wanted:.0%} of {wanted:,}" if wanted else ""
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--quick", action="store_true", help="small models, print only")
+    parser.add_argument("--case", choices=["gpt", "resnet"], action="append")
+    parser.add_argument("--lowering", choices=LOWERINGS, action="append")
+    parser.add_argument("--rounds", type=int, default=9)
+    parser.add_argument("--spill", default="/var/tmp", help="directory on a disk")
+    parser.add_argument("--child", help=argparse.SUPPRESS)
+    asked = parser.parse_args()
+    # imports torch and the models
+    from benchmarks import activations_child
+
+    if asked.child:
+        activations_child.serve(json.loads(asked.child))
+        return
+    cases = activations_child.QUICK_CASES if asked.quick else activations_child.CASES
+    sections = []
+    for case in asked.case or ("gpt",):
+        for lowering in asked.lowering or ("aot_eager",):
+            title = f"{cases[case].title}; {lowering}"
+            print(title, file=sys.stderr, flush=True)
+            sections += [f"## {title}", "", *table(measure(case, lowering, asked)), ""]
+    import torch
+
+    text = TEXT.format(
+        rounds=asked.rounds,
+        share=f"{SHARE:.0%}",
+        sections="\n".join(sections),
+        machine=f"{cpu()}, {os.cpu_count()} cores, torch {torch.__version__}, "
+        f"CPython {platform.python_version()}",
+    )
+    print(text)
+    if not asked.quick:
+        RESULT.write_text(text)
+
+
+TEXT = """\
+# Graphs that share a budget
+
+Training steps (forward, backward, plain SGD) of one model under one budget (weights, gradients and
+{share} of what plain training holds beside them), compiled as one graph, with two graph breaks, and
+block by block (`block.compile(…)` for each: one compiled graph with as many sets of weights as
+there are blocks). Inside a graph moves are planned; between graphs the keeper decides while
+running, by what it has learnt of their order.
+
+Each variant is a process of its own; they run one step each in turn, {rounds} rounds. Ratios are
+medians over the rounds of two steps of the same round. Peak memory (MiB) is what the operating
+system measured, less what the process held before the model. "out", "in": MiB a step, the first two
+steps included, in which the order is learnt. "found": tensors that backward wanted and found on the
+device, the first two steps included. "losses": of the first two steps, against plain training.
+
+{sections}
+Machine: {machine}.
+"""
+
+if __name__ == "__main__":
+    main()
