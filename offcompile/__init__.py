@@ -11,6 +11,7 @@ if TYPE_CHECKING:
     from offcompile import optim
     from offcompile.batch_search import max_batch
     from offcompile.born_on_host import host_init
+    from offcompile.recording import record
     from offcompile.report import PlanReport, reports
     from offcompile.runtime.counters import counters
     from offcompile.runtime.host_loading import load_weights
@@ -27,6 +28,7 @@ __all__ = [
     "load_weights",
     "max_batch",
     "optim",
+    "record",
     "reports",
     "save",
 ]
@@ -39,6 +41,7 @@ _LATER = {
     "host_init": "offcompile.born_on_host",
     "load_weights": "offcompile.runtime.host_loading",
     "max_batch": "offcompile.batch_search",
+    "record": "offcompile.recording",
     "reports": "offcompile.report",
     "save": "offcompile.saving",
 }

@@ -25,6 +25,7 @@ from .names import argument_names
 from .options import Options
 from .pipeline import Pipeline
 from .profiling import Profile, Settled
+from .recording import recorded
 from .target import Target, target_for
 
 _numbers = itertools.count()
@@ -127,11 +128,7 @@ class Compiled:
         self.symbols = _symbols(example_inputs)
         self.budget = options.memory_bytes(target.device_bytes)
         self.variants: list[Variant] = []
-        self.executions: Executions | None = None
-        if self.budget is not None:
-            self.executions = Executions(
-                self.name, self.budget, books, self.entry, target.runtime
-            )
+        self.executions = Executions(self.name, self.budget, books, self.entry, target.runtime)
         #: arguments that an optimizer updates during backward
         self.updated: frozenset[int] = frozenset()
         self.profile = Profile()
@@ -139,6 +136,8 @@ class Compiled:
         self.goes_on = all(x.numel() > 1 for x in _tensors_out(gm))
         #: whether there was no plan under which all that is kept may leave
         self._turns_in_vain = False
+        #: or under which all weights may
+        self._hosts_in_vain = False
 
     def __call__(self, *args: Any) -> Any:
         binding = self._binding(args)
@@ -148,8 +147,7 @@ class Compiled:
             variant = self._reconsidered(variant, args)
         self.profile.begin_step()
         variant.pipeline.place_weights(args)
-        if self.executions is not None:
-            self.executions.call(binding, self._sizes_of(args))
+        self.executions.call(binding, self._sizes_of(args))
         if variant.pipeline.offers is None:
             outputs = variant.run(*args)
         else:
@@ -157,7 +155,9 @@ class Compiled:
                 outputs = variant.run(*args)
         kept = variant.pipeline.kept_bytes
         whole = max(kept, self.variants[0].pipeline.kept_bytes)
-        self.entry.begin(outputs, binding, kept, whole)
+        one = self.entry.begin(outputs, binding, kept, whole)
+        if (recording := recorded()) is not None:
+            recording.waits(one)
         return outputs
 
     def first(self, example_inputs: Sequence[Any]) -> None:
@@ -186,7 +186,32 @@ class Compiled:
                 if self._within(variant, held, values):
                     return variant
         self._look_for_updaters(args)
-        return self._make(held, values)
+        try:
+            return self._make(held, values)
+        except Infeasible:
+            hosting = self._hosting(args, values)
+            if hosting is None:
+                raise
+            return hosting
+
+    def _hosting(self, args: Sequence[Any], values: tuple[int, ...]) -> Variant | None:
+        """Where the graph has been called with other weights, which take the room that these need:
+        a plan with all of them on the host. None: that is not enough."""
+        mine, known = self._binding(args).ids, self.books.holdings
+        living = known.living()
+        others = [p for p in living if id(p) in self.entry.parameters and id(p) not in mine]
+        if not others or self._hosts_in_vain:
+            return None
+        held = self._held(args)
+        theirs = sum(known.weight.get(id(p), 0) + known.coming.get(id(p), 0) for p in others)
+        try:
+            made = self._make(max(0, held - theirs), values, hosts=True)
+        except Infeasible:
+            self._hosts_in_vain = True
+            return None
+        made.pipeline.place_alike(args, others)
+        self.books.stir()
+        return made if self._within(made, self._held(args), values) else None
 
     def _by_preference(self) -> list[Variant]:
         """Those that do not turn: what moves nothing, then what was made last.
@@ -219,8 +244,11 @@ class Compiled:
         moves = whole.pipeline.report is None or not whole.pipeline.report.fits
         if moves or not self.entry.trains or self._turns_in_vain:
             return None
-        held = self._held(args)
-        wanted = held + self.books.unmoved_bytes() + self._peak_of(whole, values)
+        held, peak = self._held(args), self._peak_of(whole, values)
+        alone = self.entry.has_returned and not self.entry.in_turn
+        if alone or peak > self.budget:
+            return None
+        wanted = held + self.books.unmoved_bytes() + peak
         crowded = self.books.crowded(self.entry, wanted, self.budget)
         if crowded is None:
             crowded = self._may_crowd(args, wanted, whole.pipeline.kept_bytes)
@@ -229,11 +257,13 @@ class Compiled:
         for variant in self.variants:
             if variant.pipeline.turns:
                 return variant if self._within(variant, held, values) else None
+        held = self._surely_held(args)
         try:
-            return self._make(self._surely_held(args), values, turns=True)
+            made = self._make(held, values, turns=True)
         except Infeasible:
             self._turns_in_vain = True
             return None
+        return made if self._within(made, held, values) else None
 
     def _may_crowd(self, args: Sequence[Any], wanted: int, kept_bytes: int) -> bool:
         """Whether in the first step something is better left free for graphs that may follow.
@@ -295,6 +325,7 @@ class Compiled:
         first_inputs: Sequence[Any] | None = None,
         settled: Settled | None = None,
         turns: bool = False,
+        hosts: bool = False,
     ) -> Variant:
         if len(self.variants) >= MOST_VARIANTS + self.profile.replans:
             raise OffloadError(
@@ -316,6 +347,7 @@ class Compiled:
             profile=self.profile,
             settled=settled,
             turns=turns,
+            hosts=hosts,
             executions=self.executions,
         )
         # lowering takes the graph it is given for its own

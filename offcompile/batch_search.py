@@ -16,7 +16,7 @@ from offcompile.ir import DEVICE, Infeasible, InvalidInput, Violation
 from offcompile.ir.units import show_us
 
 from .batch_trace import Traced, trace
-from .books import Entry
+from .books import Books
 from .decide import plain_plan
 from .hardware import list_profiles, load_profile, parse_bytes
 from .options import Options
@@ -261,7 +261,7 @@ class _Search:
             replace(self.options, hardware=hardware),
             self.target,
             f"a batch of {batch}",
-            Entry(),
+            Books().open(),
             traced.parameters,
             self.held_bytes,
             profile=Profile(densities=self.densities),

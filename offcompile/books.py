@@ -10,7 +10,6 @@ less all that; the books are read at every call, and a plan that no longer fits 
 from __future__ import annotations
 
 import weakref
-from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple, cast
@@ -19,16 +18,16 @@ import torch
 
 from offcompile.runtime.updates import Holder, all_held_bytes, holders_of, registrations
 
-from .holdings import Holding
+from .holdings import Holdings
 
 
 class Binding:
     """The parameters that a graph is called with, by id; equal to itself alone."""
 
-    __slots__ = ("__weakref__", "ids", "ran")
+    __slots__ = ("__weakref__", "ids", "in_order", "ran")
 
-    def __init__(self, ids: Sequence[int]) -> None:
-        self.ids = frozenset(ids)
+    def __init__(self, ids: tuple[int, ...]) -> None:
+        self.in_order, self.ids = ids, frozenset(ids)
         #: whether the graph has run with them
         self.ran = False
 
@@ -53,17 +52,13 @@ class Pass:
 class Entry:
     """One compiled graph: what it holds when it is not running."""
 
-    books: Books | None = None
-    #: parameters that it has been called with, by id; those that have died may still be among them
-    parameters: dict[int, Holding] = field(default_factory=dict)
+    books: Books
+    #: ids of the parameters that it has been called with, and that live
+    parameters: set[int] = field(default_factory=set)
     #: whether its backward makes gradients for them
     trains: bool = False
     #: forwards that wait for their backward, in order
     passes: list[weakref.ref[Pass]] = field(default_factory=list)
-    #: bytes of all parameters that live
-    seen_bytes: int = 0
-    #: how many it has ever been called with
-    births: int = 0
     #: whether a backward has run
     has_returned: bool = False
     #: whether others, or itself with other parameters, have run between its runs
@@ -73,40 +68,30 @@ class Entry:
     #: the most that was held together, if nothing had moved, while a forward of its waited or ran
     most_wanted_bytes: int = 0
     _bindings: dict[tuple[int, ...], Binding] = field(default_factory=dict)
-    #: ids of parameters that have died; filled at any time, by any thread
-    _dead: deque[int] = field(default_factory=deque)
 
     def bind(self, parameters: Sequence[torch.Tensor]) -> Binding:
         """Those of one call. New ones are noted."""
-        self._bury()
+        self.books.bury()
         key = tuple(map(id, parameters))
         binding = self._bindings.get(key)
         if binding is None:
             binding = self._bindings[key] = Binding(key)
-            for p in parameters:
-                if id(p) not in self.parameters:
-                    self.parameters[id(p)] = holding = Holding(p, self._dead.append)
-                    self.seen_bytes += holding.seen_bytes
-                    self.births += 1
+            self.parameters.update(key)
+            self.books.holdings.add(parameters)
         return binding
 
     @property
     def bindings(self) -> int:
         """With how many sets of parameters that live it has been called."""
-        self._bury()
+        self.books.bury()
         return len(self._bindings)
 
-    def _bury(self) -> None:
-        while self._dead:
-            key = self._dead.popleft()
-            self.seen_bytes -= self.parameters.pop(key).seen_bytes
-            for gone in [k for k, b in self._bindings.items() if key in b.ids]:
+    def forget(self, parameter: int) -> None:
+        """It has died, and its id may be another's now."""
+        if parameter in self.parameters:
+            self.parameters.remove(parameter)
+            for gone in [k for k, b in self._bindings.items() if parameter in b.ids]:
                 del self._bindings[gone]
-
-    def living(self) -> dict[int, Holding]:
-        """The parameters that live, by id."""
-        self._bury()
-        return self.parameters
 
     def waiting(self) -> list[Pass]:
         """The forwards that wait for their backward, the newest last."""
@@ -136,8 +121,7 @@ class Entry:
         self.has_returned = True
         for one in self.waiting()[-1:]:
             one.waiting = False
-        if self.books is not None:
-            self.books.returned(self)
+        self.books.returned(self)
 
 
 def _autograd_node(outputs: object) -> torch.autograd.graph.Node | None:
@@ -159,12 +143,13 @@ class Books:
     """The entries of all graphs that compute on one device, in the order of their compilation."""
 
     def __init__(self) -> None:
+        self.holdings = Holdings()
         self._entries: list[weakref.ref[Entry]] = []
         #: with what the last run was
         self._last: weakref.ref[Binding] | None = None
         #: what was found when somebody asked, until something may have changed
         self._found: tuple[Entry, Binding, Beside] | None = None
-        self._holders: tuple[object, list[weakref.ref[Holder]]] = (None, [])
+        self._holders: tuple[tuple[int, int], list[weakref.ref[Holder]]] = ((-1, -1), [])
 
     def open(self) -> Entry:
         """An entry for a graph; it is in the books as long as somebody else holds it."""
@@ -177,6 +162,12 @@ class Books:
         if len(found) < len(self._entries):
             self._entries[:] = [ref for ref, _ in found]
         return [entry for _, entry in found]
+
+    def bury(self) -> None:
+        """Forget parameters that have died."""
+        for key in self.holdings.bury():
+            for entry in self.entries():
+                entry.forget(key)
 
     # --- who runs -------------------------------------------------------------------------------
 
@@ -208,8 +199,8 @@ class Books:
     def most_held(self) -> int:
         """No less than `held_beside` can be; quick to reckon."""
         # weights, and two sets of gradients: those that stand and those that come
-        mine = sum(3 * e.seen_bytes + e.waiting_bytes() for e in self.entries())
-        return mine + all_held_bytes()
+        waiting = sum(e.waiting_bytes() for e in self.entries())
+        return 3 * self.holdings.seen_bytes + waiting + all_held_bytes()
 
     def unmoved_bytes(self) -> int:
         """What the forwards that wait would hold more if nothing of theirs had moved."""
@@ -238,41 +229,26 @@ class Books:
         known = self._found
         if known is not None and known[0] is entry and known[1] is binding:
             return known[2]
-        held = sum(h.held_bytes() for h in self._all_holders())
-        more = 0
+        self.bury()
+        held = self.holdings.total_bytes() + sum(h.held_bytes() for h in self._all_holders())
+        weight, coming = self.holdings.weight, self.holdings.coming
         mine = binding.ids
-        several = self.entries()
-        seen: set[int] = set()
-        for other in several:
+        held -= sum(weight.get(key, 0) for key in mine)
+        more = 0
+        for other in self.entries():
             held += other.waiting_bytes()
             # its backward runs between this graph's halves: its gradients stand during this step
-            comes = other.trains and other in entry.amid
-            for key, holding in tuple(other.living().items()):
-                p = holding.ref()
-                if p is None or key in seen:
-                    continue
-                if len(several) > 1:
-                    seen.add(key)
-                standing = 0 if p.grad is None else holding.gradient_bytes(p)
-                if key in mine:
-                    held += standing
-                    continue
-                weight = holding.weight_bytes(p)
-                held += weight + standing
-                if comes and weight > standing and p.requires_grad:
-                    more += weight - standing
+            if other.trains and other in entry.amid:
+                more += sum(coming.get(key, 0) for key in other.parameters - mine)
         found = Beside(held, held + more)
         self._found = (entry, binding, found)
         return found
 
     def _all_holders(self) -> list[Holder]:
         """Of the optimizers of these parameters."""
-        entries = self.entries()
-        state = (registrations(), [(id(e), len(e.living()), e.births) for e in entries])
+        state = registrations(), self.holdings.births
         if self._holders[0] != state:
-            living = (h.ref() for e in entries for h in e.living().values())
-            found = holders_of(p for p in living if p is not None)
-            self._holders = (state, list(map(weakref.ref, found)))
+            self._holders = state, list(map(weakref.ref, holders_of(self.holdings.living())))
         return [h for ref in self._holders[1] if (h := ref()) is not None]
 
 

@@ -1,4 +1,4 @@
-"""The command line: `offcompile plan`, `check`, `hardware`, `doctor` and `run`.
+"""The command line: `offcompile plan`, `check`, `hardware`, `doctor`, `record` and `run`.
 
 Exit codes: 0 done; 1 `check` found violations; 2 bad input or usage; 3 no plan fits; 130
 interrupted. Heavy modules are imported where they are used, so that `--help` is instant.
@@ -25,6 +25,7 @@ from offcompile.cli_files import (
     read_plan,
     write_plan,
 )
+from offcompile.cli_record import add_record
 from offcompile.hardware_toml import write_profile
 from offcompile.ir import (
     BrokenPlan,
@@ -140,6 +141,8 @@ def _parser() -> _Parser:
     doctor.add_argument("--json", action="store_true", help="print one JSON object")
     doctor.set_defaults(run=_doctor)
 
+    add_record(commands)
+
     run = commands.add_parser(
         "run", help="start a Python script with malloc set up for moving tensors"
     )
@@ -151,8 +154,10 @@ def _parser() -> _Parser:
 
 
 def _add_inputs(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--problem", required=True, metavar="FILE", help="tensors and ops (.json or .txt)"
+    source = parser.add_mutually_exclusive_group(required=True)
+    source.add_argument("--problem", metavar="FILE", help="tensors and ops (.json or .txt)")
+    source.add_argument(
+        "--trace", metavar="FILE", help="what `record` wrote, taken as one long problem"
     )
     machine = parser.add_mutually_exclusive_group(required=True)
     machine.add_argument("--machine", metavar="FILE", help="the machine (.json, .toml or .txt)")

@@ -22,6 +22,7 @@ from offcompile.ir.jsonio import (
     plan_to_json,
 )
 from offcompile.ir.textio import parse_machine, parse_plan, parse_problem, print_plan
+from offcompile.ir.traceio import loads_trace, parse_trace
 
 _T = TypeVar("_T")
 
@@ -47,11 +48,19 @@ def read_inputs(options: argparse.Namespace) -> tuple[Problem, Machine]:
 
     memory_bytes = size("--memory", options.memory)
     host_bytes = size("--host-memory", options.host_memory)
-    problem = _read(options.problem, "problem", {".json": loads_problem, ".txt": parse_problem})
+    problem = _problem(options)
     machine = _machine(options, memory_bytes, host_bytes)
     if homeless := check_homes(problem, machine):
-        raise _in(options.problem, homeless)
+        raise _in(options.problem or options.trace, homeless)
     return problem, machine
+
+
+def _problem(options: argparse.Namespace) -> Problem:
+    if options.trace is None:
+        return _read(options.problem, "problem", {".json": loads_problem, ".txt": parse_problem})
+    from offcompile.passes.correlation.problem import problem_of
+
+    return problem_of(_read(options.trace, "trace", {".json": loads_trace, ".txt": parse_trace}))
 
 
 def _machine(

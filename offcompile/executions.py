@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 
+from offcompile.ir.units import show_bytes
 from offcompile.passes.correlation.predictor import Predictor
 from offcompile.runtime import tickets
 from offcompile.runtime.keeping import Keeper
@@ -40,7 +41,8 @@ class Executions:
     """Those of one captured graph."""
 
     name: str
-    budget_bytes: int
+    #: None: as little as can be, whatever others hold
+    budget_bytes: int | None
     books: Books
     entry: Entry
     settings: RuntimeSettings
@@ -73,8 +75,11 @@ class Executions:
         mine = keepers.pop(self.settings.key, None)
         binding, sizes = self.binding, self.sizes
         if phase == BACKWARD:
-            binding, sizes = self._forward_of(mine, arguments)
+            binding, sizes = self.forward_of(arguments)
             self.books.begins(self.entry, binding)
+        if self.budget_bytes is None:
+            yield None
+            return
         shares = self.entry.in_turn or turns
         keeper = mine
         if keeper is None and shares and moves:
@@ -105,10 +110,9 @@ class Executions:
         mine = (r for r in runtimes() if r.settings.target == self.settings.target)
         return {r.settings.key: r.mover.keeper for r in mine if r.mover.keeper is not None}
 
-    def _forward_of(
-        self, keeper: Keeper | None, arguments: Sequence[Any]
-    ) -> tuple[Binding, tuple[int, ...]]:
+    def forward_of(self, arguments: Sequence[Any]) -> tuple[Binding, tuple[int, ...]]:
         """That which saved what backward gets: with which parameters, and which sizes."""
+        keeper = self._keepers().get(self.settings.key)
         if keeper is not None:
             for x in arguments:
                 saved = tickets.peek(x, Saved) if isinstance(x, torch.Tensor) else None
@@ -125,3 +129,20 @@ def _share(limit_bytes: int, others: Sequence[Keeper]) -> int:
         other.bound(limit_bytes // 2)
         limit_bytes -= other.held_bytes
     return max(0, limit_bytes)
+
+
+def kept_between(settings: RuntimeSettings) -> str | None:
+    """How what a runtime keeps between graphs has served, in words; None: it keeps nothing."""
+    open_now = (r.mover for r in runtimes() if r.settings.key == settings.key)
+    mover = next((m for m in open_now if m.keeper is not None), None)
+    if mover is None or mover.keeper is None:
+        return None
+    t = mover.tally
+    asked = t.keeper_hits + t.keeper_late + t.keeper_misses
+    if not asked:
+        return None
+    return (
+        f"of {asked} tensors asked for, {t.keeper_hits} were there, {t.keeper_late} on their way,"
+        f" {t.keeper_misses} missed; {show_bytes(t.keeper_wasted_bytes)} fetched in vain,"
+        f" tables of {show_bytes(mover.keeper.foresight.table_bytes)}"
+    )

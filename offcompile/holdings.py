@@ -1,66 +1,119 @@
-"""What one parameter and its gradient take of their device; quick to ask again."""
+"""What parameters and their gradients take of a device; quick to ask again and again."""
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
+from collections import deque
+from collections.abc import Iterable, Sequence
+from functools import partial
 
 import torch
 
 from offcompile.runtime.weights import is_on_host
 
 
-class Holding:
-    """Of one parameter, which it does not keep alive; `died` is called with its id.
+class Holdings:
+    """Of parameters that it does not keep alive, by id.
 
-    What is remembered is asked anew when memory has another address. Memory that stands does not
-    go from one tier to another where it stands.
+    What was found is asked anew where memory has another address: memory that stands does not go
+    to another tier where it stands.
     """
 
-    __slots__ = (
-        "_address",
-        "_grad",
-        "_grad_address",
-        "_grad_bytes",
-        "_nbytes",
-        "ref",
-        "seen_bytes",
-    )
+    def __init__(self) -> None:
+        #: bytes of the parameters that live, as large as they were when first seen
+        self.seen_bytes = 0
+        #: changes whenever parameters come
+        self.births = 0
+        #: of each: bytes on the device
+        self.weight: dict[int, int] = {}
+        #: bytes that its gradient will take there beyond what stands of one
+        self.coming: dict[int, int] = {}
+        self._total = 0
+        self._refs: dict[int, weakref.ref[torch.Tensor]] = {}
+        self._seen: dict[int, int] = {}
+        #: ids of those that have died; filled at any time, by any thread
+        self._dead: deque[int] = deque()
+        #: what was found at the last look: id → addresses of weight and gradient, and their bytes
+        self._addresses: tuple[list[int], list[int]] | None = None
+        self._standing: dict[int, int] = {}
 
-    def __init__(self, parameter: torch.Tensor, died: Callable[[int], None]) -> None:
-        key = id(parameter)
-        self.ref = weakref.ref(parameter, lambda _: died(key))
-        #: its size when it was first seen, wherever it was
-        self.seen_bytes = parameter.untyped_storage().nbytes()
-        self._address, self._nbytes = -1, 0
-        self._grad: weakref.ref[torch.Tensor] | None = None
-        self._grad_address, self._grad_bytes = -1, 0
+    def add(self, parameters: Iterable[torch.Tensor]) -> None:
+        """Those of them that are not known."""
+        for p in parameters:
+            key = id(p)
+            if key not in self._refs:
+                self._refs[key] = weakref.ref(p, partial(_died, self._dead, key))
+                self._seen[key] = p.untyped_storage().nbytes()
+                self.seen_bytes += self._seen[key]
+                self.births += 1
+                self._addresses = None
 
-    def weight_bytes(self, parameter: torch.Tensor) -> int:
-        """Of the device; 0 where it lives on the host."""
-        if type(parameter) is not torch.nn.Parameter:
-            return _bytes_on_device(parameter)
-        address = parameter.data_ptr()
-        if address != self._address:
-            self._nbytes, self._address = _bytes_on_device(parameter), address
-        return self._nbytes
+    def bury(self) -> list[int]:
+        """Forget those that have died; their ids, which others may have now."""
+        gone = []
+        while self._dead:
+            key = self._dead.popleft()
+            gone.append(key)
+            del self._refs[key]
+            self.seen_bytes -= self._seen.pop(key)
+            self._addresses = None
+        return gone
 
-    def gradient_bytes(self, parameter: torch.Tensor) -> int:
-        """Of the gradient that stands, on the device."""
-        grad = parameter.grad
-        if grad is None:
-            return 0
-        if type(grad) is not torch.Tensor or grad.layout is not torch.strided:
-            return _bytes_on_device(grad)
-        address = grad.data_ptr()
-        known = None if self._grad is None else self._grad()
-        if known is not grad or address != self._grad_address:
-            self._grad_bytes = _bytes_on_device(grad)
-            self._grad, self._grad_address = weakref.ref(grad), address
-        return self._grad_bytes
+    def living(self) -> list[torch.Tensor]:
+        return [p for ref in tuple(self._refs.values()) if (p := ref()) is not None]
+
+    def total_bytes(self) -> int:
+        """Of all weights and gradients on the device now; `weight` and `coming` are of now, too."""
+        parameters = [ref() for ref in tuple(self._refs.values())]
+        found = None if any(p is None for p in parameters) else _addresses(parameters)
+        if found is None:
+            self._look_at_all()
+        elif self._addresses is None:
+            self._look_at_all()
+            self._addresses = found
+        elif found != self._addresses:
+            keys = tuple(self._refs)
+            for i, (a, b, c, d) in enumerate(zip(*found, *self._addresses, strict=True)):
+                p = parameters[i]
+                if (a, b) != (c, d) and p is not None:
+                    self._look(keys[i], p)
+            self._addresses = found
+        return self._total
+
+    def _look_at_all(self) -> None:
+        self.weight.clear()
+        self.coming.clear()
+        self._standing.clear()
+        self._total = 0
+        for key, ref in tuple(self._refs.items()):
+            p = ref()
+            if p is not None:
+                self._look(key, p)
+
+    def _look(self, key: int, parameter: torch.Tensor) -> None:
+        self._total -= self.weight.get(key, 0) + self._standing.get(key, 0)
+        weight = _bytes_on_device(parameter)
+        standing = 0 if parameter.grad is None else _bytes_on_device(parameter.grad)
+        self.weight[key], self._standing[key] = weight, standing
+        self.coming[key] = max(0, weight - standing) if parameter.requires_grad else 0
+        self._total += weight + standing
+
+
+def _died(dead: deque[int], key: int, _: weakref.ref[torch.Tensor]) -> None:
+    dead.append(key)
+
+
+def _addresses(parameters: Sequence[torch.Tensor | None]) -> tuple[list[int], list[int]] | None:
+    """Of weights and of gradients (0: none); None: some tensor has no single address."""
+    try:
+        gradients = [p.grad for p in parameters]  # type: ignore[union-attr]
+        weights = [p.data_ptr() for p in parameters]  # type: ignore[union-attr]
+        return weights, [0 if g is None else g.data_ptr() for g in gradients]
+    except (RuntimeError, NotImplementedError):
+        return None
 
 
 def _bytes_on_device(tensor: torch.Tensor) -> int:
     if tensor.layout is not torch.strided:
-        return tensor.values().nbytes if tensor.is_coalesced() else tensor._values().nbytes
+        return tensor._values().nbytes
     return 0 if is_on_host(tensor) else tensor.untyped_storage().nbytes()

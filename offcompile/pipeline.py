@@ -42,7 +42,7 @@ from .direct_ops import scattered_reads
 from .dump import Compiled as Compilation
 from .dump import dump
 from .endurance import planned_life, spilled_bytes, watch_for
-from .executions import Executions, Room
+from .executions import Executions, Room, kept_between
 from .graphs import BACKWARD, FORWARD, Graphs, outputs_of
 from .launch import LAUNCH_HINT, malloc_leaves_holes
 from .log import log_compiled, log_decision, tell_once
@@ -53,6 +53,7 @@ from .options import Options
 from .planning import Planning
 from .profiling import Profile, Settled
 from .progress import Progress
+from .recording import Touched, recorded, touched_by, weights_of
 from .replay import worst_case
 from .report import PlanReport, remember
 from .rewrite import rewrite
@@ -91,11 +92,15 @@ class Pipeline:
     explains: bool = True
     #: whether all that the graph keeps for backward is to be able to leave
     turns: bool = False
+    #: whether all weights are to be on the host
+    hosts: bool = False
     #: runs of the graph among those of others
     executions: Executions | None = None
     #: bytes that forward leaves on the device for backward
     kept_bytes: int = 0
     _graphs: Graphs | None = None
+    #: weight → which of the parameters it is
+    _weights: Mapping[str, int] = field(default_factory=dict)
     #: which arguments of the captured function are to live on the host, in the order of their use
     _hosted: tuple[int, ...] = ()
     #: those of them of which only rows here and there are read
@@ -118,7 +123,13 @@ class Pipeline:
         survey.learn_codecs()
         self.target = survey.target
         self._planning = Planning(
-            self.name, survey, self.held_bytes, self.settled, self.explains, self.turns
+            self.name,
+            survey,
+            self.held_bytes,
+            self.settled,
+            self.explains,
+            self.turns,
+            self.hosts,
         )
 
     @property
@@ -164,7 +175,7 @@ class Pipeline:
 
         def timed(arguments: list[Any]) -> Any:
             nonlocal first
-            with self._among_others(phase, arguments) as room:
+            with self._recorded(phase, arguments), self._among_others(phase, arguments) as room:
                 if watched and (phase != BACKWARD or room is not None):
                     if first:  # what compiling left behind is not the step's
                         gc.collect()
@@ -201,14 +212,27 @@ class Pipeline:
     def _among_others(
         self, phase: Phase, arguments: Sequence[Any]
     ) -> AbstractContextManager[Room | None]:
-        if self.executions is None:
-            return nullcontext()
-        assert self.report is not None
+        assert self.report is not None and self.executions is not None
         lends = self.lends or self.options.lowering != "inductor"
         peak = self.report.needed_peak_bytes
-        return self.executions.running(
-            phase, arguments, peak, lends, self.turns, self.moves
+        return self.executions.running(phase, arguments, peak, lends, self.turns, self.moves)
+
+    def _recorded(self, phase: Phase, arguments: Sequence[Any]) -> AbstractContextManager[None]:
+        recording = recorded()
+        if recording is None:
+            return nullcontext()
+        assert self.executions is not None
+        binding = self.executions.binding
+        if phase == BACKWARD:
+            binding, _ = self.executions.forward_of(arguments)
+        return recording.running(
+            self.executions.name, phase, binding, self._touched, self.target.device
         )
+
+    @cached_property
+    def _touched(self) -> Touched:
+        assert self.report is not None
+        return touched_by(self.report.problem, self._weights)
 
     @property
     def lends(self) -> bool:
@@ -265,11 +289,14 @@ class Pipeline:
             names=annotated.names,
             profile=self.profile,
             settle=self._clock.settle,
+            beside_bytes=self.held_bytes,
+            kept=partial(kept_between, target.runtime),
             life=partial(planned_life, annotated.problem, decided.result.plan, self.target.runtime),
         )
         written = {t for op in annotated.problem.ops for t in op.writes}
         weights = (t.id for t in annotated.problem.tensors if t.kind == "weight")
         self._changes_weights = not written.isdisjoint(weights)
+        self._weights = weights_of(graphs, annotated, sorted(self.parameters))
         self._dtypes = annotated.dtypes
         self._decided = decided
         if any(isinstance(v, torch.SymInt) for v in values(graphs)):
@@ -359,6 +386,14 @@ class Pipeline:
         if self.executions is not None:
             hosted = (weakref.ref(arguments[i]) for i in self._hosted)
             self.executions.weights = None if self._changes_weights else tuple(hosted)
+
+    def place_alike(self, arguments: Sequence[Any], others: Sequence[torch.Tensor]) -> None:
+        """Give other weights memory on the host, if they are as large as those of a call that the
+        plan has there."""
+        if self._hosted:
+            least = min(arguments[i].untyped_storage().nbytes() for i in self._hosted)
+            device = runtime_for(self.target.runtime.key).device
+            live_on_host(device, [p for p in others if p.untyped_storage().nbytes() >= least])
 
     # --- what was seen --------------------------------------------------------------------------
 

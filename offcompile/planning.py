@@ -54,6 +54,8 @@ class Planning:
     explains: bool = True
     #: whether all that forward keeps for backward is to be able to leave
     turns: bool = False
+    #: whether all weights are to be on the host, beside those of others
+    hosts: bool = False
     #: gradients that are offered to an optimizer from inside of the graphs
     offers: Offers | None = None
     in_place: InPlace | None = None
@@ -85,6 +87,8 @@ class Planning:
         plain = self.survey.annotate(graphs, budget, tell)
         if self.turns:
             return graphs, self._turning(plain, tell)
+        if self.hosts:
+            return graphs, self._choose(graphs, plain, budget, tell)
         fits = budget is not None and fits_as_it_is(plain.problem, self.survey.machine, budget)
         if self.settled is not None and not has_bits(self.settled.problem):
             return self._settle(graphs, plain, fits, updated, tell)
@@ -217,6 +221,18 @@ class Planning:
             leaves = any(not t.pinned for t in found.problem.tensors if t.kind in LEAVING)
             return found if leaves else None
 
+        def hosting() -> Choice | None:
+            """Every weight on the host, and half of the room left to the runtime's keeper."""
+            found = on_host(frozenset()) if self.hosts else None
+            if found is None or budget is None:
+                return None
+            floor = with_reserve(
+                floor_of(found.problem, survey.machine), survey.target.reserve_bytes
+            )
+            room = min(budget, max(floor, budget // 2))
+            made = self._decide(found.problem, room, False, time_share, tell)
+            return Choice(found, made, frozenset())
+
         def chosen(to_floor: bool) -> Choice:
             return choose(
                 annotated,
@@ -230,7 +246,7 @@ class Planning:
             )
 
         try:
-            found = chosen(budget is None)
+            found = hosting() or chosen(budget is None)
         except Infeasible as error:
             if budget is None or not self.explains:
                 raise

@@ -62,6 +62,10 @@ class PlanReport:
     settle: Callable[[], None] | None = field(default=None, repr=False)
     #: from the time of a step: what steps like these do to the drives that spill files lie on
     life: Callable[[float], DriveLife | None] | None = field(default=None, repr=False)
+    #: what others on the device held when this was planned: not in the budget
+    beside_bytes: int = 0
+    #: what was kept between the graphs that share the budget; None: nothing was
+    kept: Callable[[], str | None] | None = field(default=None, repr=False)
     _steps_us: dict[str, list[float]] = field(default_factory=dict, init=False, repr=False)
 
     # --- planned ----------------------------------------------------------------------------
@@ -253,7 +257,8 @@ class PlanReport:
     # --- parts ------------------------------------------------------------------------------
 
     def _facts(self) -> Iterator[tuple[str, str]]:
-        yield "budget", show_bytes(self.budget_bytes)
+        beside = f", beside {show_bytes(self.beside_bytes)} that others hold"
+        yield "budget", show_bytes(self.budget_bytes) + (beside if self.beside_bytes else "")
         if self.reserve_bytes:
             yield "", f"of which the runtime takes {show_bytes(self.reserve_bytes)}"
         if self.holes_bytes:
@@ -281,6 +286,9 @@ class PlanReport:
         life = None if self.life is None else self.life(measured_us or self.planned_us)
         if life is not None:
             yield "drives", life.words()
+        kept = None if self.kept is None else self.kept()
+        if kept is not None:
+            yield "between graphs", kept
 
     def _census(self) -> str:
         if self.fits:

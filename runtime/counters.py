@@ -19,6 +19,10 @@ class Tally:
     waits of both directions that had to wait; `demand_misses` are those of them that found the
     copy still queued and moved it to the front. `bytes_out` and `bytes_in` are what crossed,
     packed by a codec or not; `raw_bytes_*` what it is on the device.
+
+    Where graphs share a budget: what a graph asked for of what plans let leave was on the device
+    still, or again (`keeper_hits`), on its way there (`keeper_late`), or neither (`keeper_misses`:
+    DeepUM's page faults). `keeper_wasted_bytes` were fetched ahead and left again unused.
     """
 
     moves: int = 0
@@ -32,6 +36,10 @@ class Tally:
     late: int = 0
     wait_us: float = 0.0
     in_flight_peak_bytes: int = 0
+    keeper_hits: int = 0
+    keeper_misses: int = 0
+    keeper_late: int = 0
+    keeper_wasted_bytes: int = 0
 
 
 # what stands now, asked of each live runtime; the sum is reported
@@ -42,6 +50,8 @@ GAUGES = (
     "host_bytes",
     "arena_bytes",
     "in_flight_bytes",
+    "keeper_bytes",
+    "keeper_table_bytes",
     "device_peak_bytes",
     "heap_waste_bytes",
     "heap_trims",
@@ -80,12 +90,15 @@ def counters() -> dict[str, int | float]:
     """Everything the runtimes of this process have done since the start or the last reset.
 
     `spill_bytes_written` is per open runtime and is not reset; `live_tickets`, `spill_bytes`,
-    `host_bytes`, `arena_bytes` and `in_flight_bytes` say what stands now. `device_peak_bytes` is
-    the most that has been seen of the device: on CUDA by torch's allocator, on the CPU what a
-    compiled step that moves had of its budget, looked at as it ran. `heap_waste_bytes` is what of
-    that lay in holes between tensors (on CUDA: the most that torch's allocator has kept beyond the
-    most it had handed out); `heap_trims` and `heap_trim_us` how often free memory was given back
-    to the system to keep the budget, and how long that took, since the process began.
+    `host_bytes`, `arena_bytes`, `in_flight_bytes`, `keeper_bytes` and `keeper_table_bytes` say
+    what stands now. `device_peak_bytes` is the most that has been seen of the device: on CUDA
+    by torch's allocator, on the CPU what a compiled step that moves had of its budget, looked
+    at as it ran. `heap_waste_bytes` is what of that lay in holes between tensors (on CUDA: the
+    most that torch's allocator has kept beyond the most it had handed out); `heap_trims` and
+    `heap_trim_us` how often free memory was given back to the system to keep the budget, and
+    how long that took, since the process began. `keeper_bytes` is what is kept between graphs
+    now, and `keeper_table_bytes` what the tables take that say which graph comes next, and what
+    it uses.
     """
     with _lock:
         tallies, gauges = tuple(_tallies), tuple(_gauges)

@@ -16,7 +16,6 @@ gave (`lower`). What it knows of the future comes from a forecast (`Foresight`).
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Hashable, Iterable
 from functools import partial
 from typing import TYPE_CHECKING
@@ -24,38 +23,32 @@ from typing import TYPE_CHECKING
 import torch
 
 from .device import Copy, Slot
-from .failures import failure
 from .kept import Block, Foresight, Kept, Known, flat, nothing, version_of
+from .kept_room import KeptRoom
 from .kept_weights import Weight, Weights
 
 if TYPE_CHECKING:
     from .mover import Mover, Saved
 
+#: executions and tags that a lane is remembered for; those first seen are forgotten first
+LANES_KNOWN = 65536
 
-class Keeper:
+
+class Keeper(KeptRoom):
     """Of one mover. Safe to call from several threads; `foresight` is called by one at a time."""
 
     def __init__(self, mover: Mover, foresight: Foresight) -> None:
-        self.mover, self.foresight = mover, foresight
-        self.limit_bytes = 0
-        self._lock = threading.RLock()
-        self._kept: dict[Block, Kept] = {}
+        super().__init__(mover, foresight)
         self._known: dict[Saved, Known] = {}
         self._by_block: dict[Block, Known] = {}
         #: execution and tag → the lane that it was last loaded by
         self._lanes: dict[tuple[Hashable, str], str] = {}
         self._execution: Hashable = None
         self._lends = self._backward = False
-        self._held_bytes = 0
         # finalizers take no lock
         self._weights = Weights(
             mover.device, lambda weight: mover.died(partial(self._weight_died, weight))
         )
-
-    @property
-    def held_bytes(self) -> int:
-        """What it holds now, with what is still on its way out."""
-        return self._held_bytes
 
     # -- executions ------------------------------------------------------------------------------
 
@@ -86,6 +79,7 @@ class Keeper:
         """The graph is over: what may be needed next begins to come, and its room to be made."""
         with self._lock:
             self.foresight.leave()
+            self.mover.count_kept(self.foresight.counters)
             self._weights.end()
             self._execution, self._lends = None, False
         self.make_room_ahead()
@@ -157,6 +151,8 @@ class Keeper:
             if known is None:
                 return None
             known.lane = self._lanes[known.block[:2]] = lane
+            if len(self._lanes) > LANES_KNOWN:
+                del self._lanes[next(iter(self._lanes))]
             kept = self._kept.get(known.block)
             # what is leaving is still whole; the plan counts it from now on
             self.foresight.touch(known.block, saved.slot.nbytes)
@@ -165,7 +161,7 @@ class Keeper:
             if kept.leaving:
                 self.foresight.leaving(known.block)
                 return flat(kept.tensor), None
-            kept.awaited = True
+            self._hand_out(kept)
             return flat(kept.tensor), kept.copy
 
     def fetch(self, host: torch.Tensor, tag: str, lane: str) -> tuple[torch.Tensor, Copy] | None:
@@ -188,7 +184,7 @@ class Keeper:
                 if slot.nbytes > self._free_bytes:
                     return None
                 kept = self._begin_copy(weight, host, slot, ahead=False)
-            kept.awaited = True
+            self._hand_out(kept)
             assert kept.copy is not None
             return kept.tensor, kept.copy
 
@@ -263,44 +259,13 @@ class Keeper:
 
     # -- inside ----------------------------------------------------------------------------------
 
-    @property
-    def _free_bytes(self) -> int:
-        return self.limit_bytes - self._held_bytes
-
     def _begin_copy(self, weight: Weight, host: torch.Tensor, slot: Slot, ahead: bool) -> Kept:
         # the alias keeps the memory, which would go round with another content if it died
-        saved = self.mover.saved_on_host(host.detach(), slot, weight.tag, weight.lane)
+        saved = self.mover.saved_on_host(flat(host), slot, weight.tag, weight.lane)
         buffer = self.mover.device.allocate(slot, nothing)
         kept = Kept(weight.block, saved, buffer, weight=weight, version=version_of(host))
         self._begin_in(kept, weight.lane, ahead)
         return kept
-
-    def _begin_in(self, kept: Kept, lane: str, ahead: bool) -> None:
-        nbytes = kept.saved.slot.nbytes
-        self._kept[kept.block] = kept
-        self._held_bytes += nbytes
-        self.foresight.fetching(kept.block, nbytes, prefetch=ahead)
-        try:
-            arrived = partial(self._arrived, kept)
-            kept.copy = self.mover.begin_in(kept.saved, kept.tensor, lane, arrived)
-        except BaseException:
-            self._drop(kept)
-            raise
-
-    def _give_up(self, chosen: Iterable[Kept], waits: bool = True) -> None:
-        """Drop clean ones, also on their way in; `waits`: return when nothing comes for nobody."""
-        for kept in chosen:
-            with self._lock:
-                if self._kept.get(kept.block) is not kept:
-                    continue
-                self._drop(kept)
-            if not kept.under_way:
-                continue
-            assert kept.copy is not None
-            if self.mover.device.cancel(kept.copy):
-                self.mover.copy_cancelled(kept.saved)
-            elif waits:
-                self.mover.device.wait(kept.copy)
 
     def _weight_died(self, weight: Weight) -> None:
         with self._lock:
@@ -317,61 +282,3 @@ class Keeper:
             number += 1
         known = self._known[saved] = self._by_block[block] = Known(block, saved)
         return known
-
-    def _victims(self, over_bytes: int) -> list[Kept]:
-        if over_bytes <= 0:
-            return []
-        chosen = [self._kept.get(v.block) for v in self.foresight.victims(over_bytes)]
-        return self._mark_leaving([k for k in chosen if k is not None])
-
-    def _mark_leaving(self, chosen: list[Kept]) -> list[Kept]:
-        """Those that have to be written begin to leave; clean ones are gone at once."""
-        for kept in chosen:
-            if kept.clean:
-                self._drop(kept)
-            else:
-                kept.leaving = True
-                self.foresight.leaving(kept.block)
-        return chosen
-
-    def _send(self, kept: Kept) -> None:
-        if kept.leaving and kept.copy is None:
-            kept.copy = self.mover.begin_out(kept.saved, kept.tensor, partial(self._left, kept))
-
-    def _await_gone(self, kept: Kept) -> None:
-        """Return when a tensor's copy out is complete, or compute is made to wait for it."""
-        copy = kept.copy
-        if copy is None or not kept.leaving:
-            return
-        kept.awaited = kept.saved.awaited = True
-        self.mover.device.wait(copy)
-        if copy.error is not None:
-            raise failure(copy.error, "out", kept.saved.tag, kept.saved.slot)
-        with self._lock:
-            self._drop_if_leaving(kept)
-
-    def _arrived(self, kept: Kept, copy: Copy) -> None:
-        with self._lock:
-            if self._kept.get(kept.block) is kept:
-                self.foresight.arrived(kept.block)
-                if copy.error is not None:  # who asks for it will load it, and hear why not
-                    self._drop(kept)
-
-    def _left(self, kept: Kept, copy: Copy) -> None:
-        with self._lock:
-            if copy.error is None:
-                self._drop_if_leaving(kept)
-            elif self._kept.get(kept.block) is kept:
-                # it is still here, and nothing is lost; who wanted its room hears of it
-                kept.leaving, kept.copy = False, None
-                self.foresight.stays(kept.block)
-
-    def _drop_if_leaving(self, kept: Kept) -> None:
-        if kept.leaving and self._kept.get(kept.block) is kept:
-            self.foresight.cleaned(kept.block)
-            self._drop(kept)
-
-    def _drop(self, kept: Kept) -> None:
-        self.foresight.left(kept.block)
-        del self._kept[kept.block]
-        self._held_bytes -= kept.saved.slot.nbytes

@@ -8,7 +8,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import TypeVar
+from typing import Protocol, TypeVar
 
 import torch
 
@@ -64,6 +64,15 @@ class Load:
 _Entry = TypeVar("_Entry", Saved, Load)
 
 
+class KeptCounts(Protocol):
+    """See the counters `keeper_*`."""
+
+    hits: int
+    misses: int
+    late: int
+    wasted_bytes: int
+
+
 class Mover:
     """Moves tensors out of and into the memory of one device.
 
@@ -81,6 +90,7 @@ class Mover:
         self._live_tickets = 0
         #: uses what room there is between graphs; None: what leaves leaves
         self.keeper: Keeper | None = None
+        self._kept_counted = (0, 0, 0, 0)
         # filled by finalizers, which may run between any two lines and take no lock
         self._deaths: deque[Callable[[], None]] = deque()
         device.before_copies(self.sweep)
@@ -295,6 +305,20 @@ class Mover:
         """Have `tell` called with the next sweep. For finalizers: takes no lock."""
         self._deaths.append(tell)
 
+    def count_kept(self, counted: KeptCounts) -> None:
+        """What a keeper's forecast has counted since it was made."""
+        now = counted.hits, counted.misses, counted.late, counted.wasted_bytes
+        with self._lock:
+            hits, misses, late, wasted = (
+                b - a for a, b in zip(self._kept_counted, now, strict=True)
+            )
+            self._kept_counted = now
+            tally = self.tally
+            tally.keeper_hits += hits
+            tally.keeper_misses += misses
+            tally.keeper_late += late
+            tally.keeper_wasted_bytes += wasted
+
     def copy_cancelled(self, saved: Saved) -> None:
         with self._lock:
             self._drop_user(saved)
@@ -367,6 +391,7 @@ class Mover:
             except IndexError:  # another thread was faster
                 return
             died()
+            del died  # what it held may die with it, and come next
 
     def _issue(self, entry: _Entry, died: Callable[[_Entry], None]) -> torch.Tensor:
         entry.number, ticket = tickets.issue(
@@ -440,9 +465,12 @@ class Mover:
 
     def _gauges(self) -> dict[str, int]:
         self.sweep()
+        keeper = self.keeper
         return {
             "live_tickets": self._live_tickets,
             "in_flight_bytes": self._ledger.held_bytes,
+            "keeper_bytes": 0 if keeper is None else keeper.held_bytes,
+            "keeper_table_bytes": 0 if keeper is None else keeper.foresight.table_bytes,
         }
 
     def close(self) -> None:
