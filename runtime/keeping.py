@@ -82,6 +82,7 @@ class Keeper(KeptRoom):
             self.mover.count_kept(self.foresight.counters)
             self._weights.end()
             self._execution, self._lends = None, False
+        self.mover.sweep()  # what has died needs no copy, and its room is free
         self.make_room_ahead()
         self.fetch_ahead()
 

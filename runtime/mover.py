@@ -465,13 +465,14 @@ class Mover:
 
     def _gauges(self) -> dict[str, int]:
         self.sweep()
-        keeper = self.keeper
-        return {
+        held = {
             "live_tickets": self._live_tickets,
             "in_flight_bytes": self._ledger.held_bytes,
-            "keeper_bytes": 0 if keeper is None else keeper.held_bytes,
-            "keeper_table_bytes": 0 if keeper is None else keeper.foresight.table_bytes,
         }
+        if self.keeper is not None:
+            held["keeper_bytes"] = self.keeper.held_bytes
+            held["keeper_table_bytes"] = self.keeper.foresight.table_bytes
+        return held
 
     def close(self) -> None:
         """Stop. Waits and loads of what was not there yet fail from now on."""

@@ -289,9 +289,10 @@ class SimulatedDevice(Device):
 
     def cancel(self, copy: Copy) -> bool:
         assert isinstance(copy, Job)
-        if not self.lanes.cancel(copy):
-            return False
+        # in one: what the copy held may go round as soon as it has let go
         with self._lock:
+            if not self.lanes.cancel(copy):
+                return False
             for memory in (*self._held.values(), *self._spare):
                 memory.writer = None if memory.writer is copy else memory.writer
                 memory.readers = [job for job in memory.readers if job is not copy]

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+import sys
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 
 # several workers of pytest-xdist share the cores: one thread each, said before torch is imported
@@ -40,6 +42,15 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         action="store_true",
         help="rewrite tests/golden from what the policies do now, then read the diff",
     )
+
+
+@pytest.fixture(autouse=True)
+def books_of_its_own() -> Iterator[None]:
+    """What compiled models of other tests hold is no matter of this one's budget."""
+    yield
+    books = sys.modules.get("offcompile.books")
+    if books is not None:
+        books._all_books.clear()
 
 
 @pytest.fixture
