@@ -23,7 +23,7 @@ from offcompile.runtime.mover import Saved
 from offcompile.runtime.registry import RuntimeSettings, runtime_for, runtimes
 
 from .books import UNBOUND, Binding, Books, Entry
-from .graphs import BACKWARD
+from .graphs import BACKWARD, FORWARD
 
 
 @dataclass(frozen=True)
@@ -99,7 +99,11 @@ class Executions:
         if self.weights is not None:
             weights = [w for ref in self.weights if (w := ref()) is not None]
         execution = self.name, phase, binding, sizes
-        keeper.enter(execution, limit, lends, weights, phase == BACKWARD)
+        own = 0
+        if turns and phase == BACKWARD:
+            # its plan counts all that its forward saved from the beginning, wherever it is
+            own = keeper.bytes_of((self.name, FORWARD, binding, sizes))
+        keeper.enter(execution, limit + own, lends, weights, phase == BACKWARD)
         try:
             yield Room(peak_bytes, limit, keeper.held_bytes)
         finally:

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Iterable
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 import torch
 
@@ -30,8 +30,10 @@ from .kept_weights import Weight, Weights
 if TYPE_CHECKING:
     from .mover import Mover, Saved
 
-#: executions and tags that a lane is remembered for; those first seen are forgotten first
-LANES_KNOWN = 65536
+#: so much is noted of executions and their tensors; what was noted first is forgotten first
+MOST_NOTES = 65536
+Key = TypeVar("Key")
+Value = TypeVar("Value")
 
 
 class Keeper(KeptRoom):
@@ -43,6 +45,8 @@ class Keeper(KeptRoom):
         self._by_block: dict[Block, Known] = {}
         #: execution and tag → the lane that it was last loaded by
         self._lanes: dict[tuple[Hashable, str], str] = {}
+        #: execution → what it left to the keeper the last time
+        self._limits: dict[Hashable, int] = {}
         self._execution: Hashable = None
         self._lends = self._backward = False
         # finalizers take no lock
@@ -67,6 +71,7 @@ class Keeper(KeptRoom):
         """
         with self._lock:
             self._execution, self._lends, self._backward = execution, lends, backward
+            _note(self._limits, execution, limit_bytes)
             goes_on = self._weights.begin(weights, backward)
             old = [k for k in self._kept.values() if k.weight is not None and not goes_on]
         self._give_up(old)
@@ -82,6 +87,9 @@ class Keeper(KeptRoom):
             self.mover.count_kept(self.foresight.counters)
             self._weights.end()
             self._execution, self._lends = None, False
+            # what comes now is to be there then
+            following = self._limits.get(self.foresight.following(), self.limit_bytes)
+            self.limit_bytes = min(self.limit_bytes, following)
         self.mover.sweep()  # what has died needs no copy, and its room is free
         self.make_room_ahead()
         self.fetch_ahead()
@@ -151,9 +159,8 @@ class Keeper(KeptRoom):
             known = self._known.get(saved)
             if known is None:
                 return None
-            known.lane = self._lanes[known.block[:2]] = lane
-            if len(self._lanes) > LANES_KNOWN:
-                del self._lanes[next(iter(self._lanes))]
+            known.lane = lane
+            _note(self._lanes, known.block[:2], lane)
             kept = self._kept.get(known.block)
             # what is leaving is still whole; the plan counts it from now on
             self.foresight.touch(known.block, saved.slot.nbytes)
@@ -258,6 +265,12 @@ class Keeper(KeptRoom):
         known = self._known.get(saved)
         return None if known is None else known.block[0]
 
+    def bytes_of(self, execution: Hashable) -> int:
+        """What it holds of the tensors that left in an execution."""
+        with self._lock:
+            mine = (k for k in self._kept.values() if k.weight is None and k.block[0] == execution)
+            return sum(k.saved.slot.nbytes for k in mine)
+
     # -- inside ----------------------------------------------------------------------------------
 
     def _begin_copy(self, weight: Weight, host: torch.Tensor, slot: Slot, ahead: bool) -> Kept:
@@ -283,3 +296,9 @@ class Keeper(KeptRoom):
             number += 1
         known = self._known[saved] = self._by_block[block] = Known(block, saved)
         return known
+
+
+def _note(notes: dict[Key, Value], key: Key, value: Value) -> None:
+    notes[key] = value
+    if len(notes) > MOST_NOTES:
+        del notes[next(iter(notes))]

@@ -154,6 +154,12 @@ class Predictor:
             del window.void[next(iter(window.void))]
         return nbytes
 
+    def following(self) -> Hashable | None:
+        """The execution expected next; None: not known."""
+        chain = self.window.chain
+        at = 1 if self._inside else 0
+        return chain[at][0] if len(chain) > at else None
+
     # ---- what to do -----------------------------------------------------------------------
 
     def predictions(self, free_bytes: int, limit: int | None = None) -> list[Wanted]:
