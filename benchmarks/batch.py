@@ -25,8 +25,6 @@ if TYPE_CHECKING:
 
 RESULT = Path(__file__).parent / "results" / "batch.md"
 SIDE = 32
-#: of both runs: what Python, Dynamo and the libraries hold beside the tensors (tests/budget)
-OVERHEAD_BYTES = 48 * MIB
 PER_LAYER_CONVOLUTIONS = 2
 
 
@@ -108,7 +106,7 @@ def measure(
 def ran_table(children: list[Child], budget_bytes: int) -> list[str]:
     plain = children[0]
     rows = [
-        "| | batch | × plain | step, s | samples/s | × plain | peak, MiB | within the budget |",
+        "| | batch | × plain | step, s | samples/s | × plain | peak, MiB | over the budget |",
         "|---|---|---|---|---|---|---|---|",
     ]
     for child in children:
@@ -116,7 +114,7 @@ def ran_table(children: list[Child], budget_bytes: int) -> list[str]:
         pairs = zip(child.seconds, plain.seconds, strict=True)
         rate = statistics.median(batch / mine / (base / its) for mine, its in pairs)
         seconds = statistics.median(child.seconds)
-        over = child.facts["peak_bytes"] - budget_bytes - OVERHEAD_BYTES
+        over = child.facts["peak_bytes"] - budget_bytes
         cells = (
             child.name,
             str(batch),
@@ -125,7 +123,7 @@ def ran_table(children: list[Child], budget_bytes: int) -> list[str]:
             f"{batch / seconds:.1f}",
             f"{rate:.2f}",
             f"{child.facts['peak_bytes'] / MIB:,.0f}",
-            "yes" if over <= 0 else f"{over / MIB:,.0f} MiB over",
+            f"{over / MIB:,.0f}",
         )
         rows.append("| " + " | ".join(cells) + " |")
     return rows
@@ -175,7 +173,7 @@ def main() -> None:
     }
     rows = [(name, kind, batch) for name, (kind, batch) in batches.items()]
     table = ran_table(measure(net, rows, asked), net.budget_bytes)
-    cards = "" if asked.no_cards else CARD_NET.title
+    cards = "" if asked.no_cards else f" On cards (planned only): {CARD_NET.title}."
     for card in () if asked.no_cards or asked.quick else CARDS:
         found = planned(CARD_NET, None, asked.spill, hardware=card)
         print(*found[:2], sep="\n\n", file=sys.stderr, flush=True)
@@ -185,7 +183,6 @@ def main() -> None:
     text = TEXT.format(
         title=net.title,
         budget=net.budget_bytes // MIB,
-        overhead=OVERHEAD_BYTES // MIB,
         rounds=asked.rounds,
         cards=cards,
         plans="\n".join(plans),
@@ -202,8 +199,7 @@ TEXT = """\
 # Largest batch
 
 `offcompile.max_batch` says by planning, before anything is run, which batches fit. The model that
-runs: {title}; budget {budget} MiB for weights, gradients and activations. On cards (planned only):
-{cards}.
+runs: {title}; budget {budget} MiB for weights, gradients and activations.{cards}
 
 ## Planned
 
@@ -217,8 +213,9 @@ runs: {title}; budget {budget} MiB for weights, gradients and activations. On ca
 
 Each row is a process of its own; they run one step each in turn, {rounds} rounds. "× plain" of
 samples a second: median over the rounds. Peak memory is what the operating system measured, less
-what the process held before the model; {overhead} MiB beside the budget are Python's, Dynamo's and
-the libraries' own.
+what the process held before the model. What it holds over the budget is what no plan knows of:
+what compiling a graph of so many ops leaves behind, buffers of the libraries, holes. Plain training
+at the batch for which the budget just suffices holds most of it.
 
 {table}
 
