@@ -18,6 +18,7 @@ from offcompile.runtime.update_ops import calling
 from offcompile.runtime.updates import updater_of
 
 from .books import Binding, Books, books_of
+from .decide import with_reserve
 from .dump import check_dump_directory
 from .executions import Executions
 from .lower import lower
@@ -258,6 +259,9 @@ class Compiled:
             if variant.pipeline.turns:
                 return variant if self._within(variant, held, values) else None
         held = self._surely_held(args)
+        needed = with_reserve(peak, self.target.reserve_bytes)
+        if needed + held > self.budget:  # it would be no use to make it
+            return None
         try:
             made = self._make(held, values, turns=True)
         except Infeasible:

@@ -15,7 +15,7 @@ from collections.abc import Hashable
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
-from offcompile.ir import DEVICE, HOST, Machine, Plan, Problem
+from offcompile.ir import DEVICE, HOST, Infeasible, Machine, Plan, Problem
 
 from .contract import Judge
 from .correlation.predictor import Predictor
@@ -47,6 +47,18 @@ class CorrelationPrefetch:
 
     def apply(self, problem: Problem, machine: Machine, plan: Plan) -> Plan:
         """Adds moves to the directs, recomputations and updates that `plan` decides."""
+        made = self._made(problem, machine, plan)
+        timeline = None if self.judge is None else self.judge(problem, machine, made)
+        if timeline is not None and not timeline.valid:
+            raise Infeasible(
+                "Everything that can leave the device fits it, but the plan found does not run:"
+                f" {timeline.violations[0].detail}.",
+                None,
+                "Raise the capacity of the tier named, or use the policy joint.",
+            )
+        return made
+
+    def _made(self, problem: Problem, machine: Machine, plan: Plan) -> Plan:
         walk = _Walk(problem, machine, plan, self.variant)
         walk.run()
         away = tuple(walk.gaps[i].away for i in sorted(walk.away))
