@@ -9,81 +9,17 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
-import platform
 import statistics
-import subprocess
 import sys
-from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
-from offcompile.launch import environment
+from benchmarks.turns import LOWERINGS, MIB, Child, loss_line, machine, ratio, run_in_turn
 
 RESULT = Path(__file__).parent / "results" / "activations.md"
-MIB = 1 << 20
-LOWERINGS = ("aot_eager", "inductor")
 
 # Beside the tensors, a process holds compiled code, small blocks and packed operands; so much is
 # taken off checkpointing's measured memory to make the budget that should come to the same.
 OVERHEAD_BYTES = 32 * MIB
-
-
-@dataclass
-class Child:
-    """One variant, warmed up and waiting."""
-
-    name: str
-    task: dict[str, Any]
-    bare: bool = False
-    #: whose `--child` it is
-    module: str = "benchmarks.activations"
-    steps: list[dict[str, Any]] = field(default_factory=list)
-    facts: dict[str, Any] = field(default_factory=dict)
-
-    def __post_init__(self) -> None:
-        command = [sys.executable, "-m", self.module, "--child", json.dumps(self.task)]
-        self.process = subprocess.Popen(
-            command,
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-            env=None if self.bare else environment(os.environ),
-        )
-        warm = self.ask("warm")
-        self.losses: list[float] = warm["losses"]
-        self.warm_seconds: float = warm["seconds"]
-        self.warm_facts = warm
-
-    def ask(self, what: str) -> dict[str, Any]:
-        assert self.process.stdin is not None and self.process.stdout is not None
-        self.process.stdin.write(what + "\n")
-        self.process.stdin.flush()
-        line = self.process.stdout.readline()
-        if not line:
-            raise RuntimeError(f"{self.name} stopped with exit code {self.process.wait()}")
-        answer: dict[str, Any] = json.loads(line)
-        return answer
-
-    def step(self) -> None:
-        self.steps.append(self.ask("step"))
-
-    def end(self) -> None:
-        assert self.process.stdin is not None
-        self.process.stdin.close()
-        self.process.wait()
-
-    @property
-    def kind(self) -> str:
-        return str(self.task["kind"])
-
-    @property
-    def seconds(self) -> list[float]:
-        return [step["seconds"] for step in self.steps]
-
-    @property
-    def all_losses(self) -> list[float]:
-        return [*self.losses, *(step["loss"] for step in self.steps)]
 
 
 def measure(case: str, lowering: str, asked: argparse.Namespace) -> list[Child]:
@@ -117,11 +53,7 @@ def measure(case: str, lowering: str, asked: argparse.Namespace) -> list[Child]:
         start("the same, bare", "ours", same, bare=True)
         start("ours, half its activations", "ours", fixed + (same - fixed) // 2)
         start("ours, lean checkpoint's memory", "ours", memory_of(lean, asked.quick)[0])
-        for turn in range(asked.rounds):
-            for child in children if turn % 2 == 0 else reversed(children):
-                child.step()
-        for child in children:
-            child.facts = child.ask("facts")
+        run_in_turn(children, asked.rounds)
     finally:
         for child in children:
             child.end()
@@ -165,31 +97,6 @@ def table(children: list[Child]) -> list[str]:
     return rows
 
 
-def ratio(child: Child, other: Child) -> float:
-    """Median over the rounds of one step over the other's in the same round."""
-    return statistics.median(a / b for a, b in zip(child.seconds, other.seconds, strict=True))
-
-
-def loss_line(children: list[Child]) -> str:
-    plain = children[0].all_losses
-    far = max(
-        abs(a - b) / abs(b)
-        for child in children
-        if child.kind == "ours"
-        for a, b in zip(child.all_losses, plain, strict=False)
-    )
-    if far == 0:
-        return "Losses of ours: those of plain, to the last bit."
-    return f"Losses of ours: within {far:.1e} of plain's."
-
-
-def cpu() -> str:
-    for line in Path("/proc/cpuinfo").read_text().splitlines():
-        if line.startswith("model name"):
-            return line.partition(":")[2].strip()
-    return platform.processor()
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--quick", action="store_true", help="small models, print only")
@@ -213,14 +120,11 @@ def main() -> None:
             print(title, file=sys.stderr, flush=True)
             children = measure(case, lowering, asked)
             sections += [f"## {title}", "", *table(children), "", loss_line(children), ""]
-    import torch
-
     text = TEXT.format(
         rounds=asked.rounds,
         overhead=OVERHEAD_BYTES // MIB,
         sections="\n".join(sections),
-        machine=f"{cpu()}, {os.cpu_count()} cores, torch {torch.__version__}, "
-        f"CPython {platform.python_version()}",
+        machine=machine(),
     )
     print(text)
     if not asked.quick:

@@ -9,8 +9,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
-import platform
 import statistics
 import sys
 import time
@@ -18,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from benchmarks.activations import MIB, Child, cpu
+from benchmarks.turns import MIB, Child, machine, run_in_turn
 
 if TYPE_CHECKING:
     from offcompile.batch_search import BatchReport
@@ -92,11 +90,7 @@ def measure(
             children.append(child)
             warm = f"{name}, batch {batch}: ready after {child.warm_seconds:.0f} s"
             print(f"  {warm}", file=sys.stderr, flush=True)
-        for turn in range(asked.rounds):
-            for child in children if turn % 2 == 0 else reversed(children):
-                child.step()
-        for child in children:
-            child.facts = child.ask("facts")
+        run_in_turn(children, asked.rounds)
     finally:
         for child in children:
             child.end()
@@ -178,8 +172,6 @@ def main() -> None:
         found = planned(CARD_NET, None, asked.spill, hardware=card)
         print(*found[:2], sep="\n\n", file=sys.stderr, flush=True)
         plans.append(planned_row(card, *found))
-    import torch
-
     text = TEXT.format(
         title=net.title,
         budget=net.budget_bytes // MIB,
@@ -187,8 +179,7 @@ def main() -> None:
         cards=cards,
         plans="\n".join(plans),
         table="\n".join(table),
-        machine=f"{cpu()}, {os.cpu_count()} cores, torch {torch.__version__}, "
-        f"CPython {platform.python_version()}",
+        machine=machine(),
     )
     print(text)
     if not asked.quick:

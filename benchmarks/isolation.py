@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import argparse
 import os
-import platform
 import signal
 import statistics
 import subprocess
@@ -19,13 +18,12 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from benchmarks.activations import Child, cpu
+from benchmarks.turns import MIB, Child, machine
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
 RESULT = Path(__file__).parent / "results" / "isolation.md"
-MIB = 1 << 20
 #: of what the plain step holds beside weights and gradients
 SHARE = 0.5
 HOG_BYTES = 128 * MIB
@@ -157,15 +155,12 @@ def main() -> None:
     for case in asked.case or cases:
         print(cases[case].title, file=sys.stderr, flush=True)
         sections += [f"## {cases[case].title}", "", *table(measure(case, asked)), ""]
-    import torch
-
     text = TEXT.format(
         rounds=asked.rounds,
         share=f"{SHARE:.0%}",
         hog=HOG_BYTES // MIB,
         sections="\n".join(sections),
-        machine=f"{cpu()}, {os.cpu_count()} cores, torch {torch.__version__}, "
-        f"CPython {platform.python_version()}",
+        machine=machine(),
     )
     print(text)
     if not asked.quick:

@@ -9,17 +9,14 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
-import platform
 import statistics
 import sys
 from pathlib import Path
 from typing import Any
 
-from benchmarks.activations import Child, cpu, loss_line
+from benchmarks.turns import MIB, Child, loss_line, machine
 
 RESULT = Path(__file__).parent / "results" / "optimizer.md"
-MIB = 1 << 20
 #: budget as a share of the weights' bytes, and the optimizer
 VARIANTS: dict[str, tuple[float | None, dict[str, Any]]] = {
     "plain, torch fused": (None, {"torch": True, "fused": True}),
@@ -93,7 +90,6 @@ def main() -> None:
         return
     numel = 4_000_000 if asked.quick else 100_000_000
     rates = optimizer_rates.rows(numel, asked.rounds, asked.spill)
-    import torch
 
     from benchmarks.weights_child import CASES, QUICK_CASES
 
@@ -104,8 +100,7 @@ def main() -> None:
         whole="\n".join(steps("gpt", asked, False)),
         clipped="\n".join(steps("gpt", asked, True)),
         rounds=asked.rounds,
-        machine=f"{cpu()}, {os.cpu_count()} cores, torch {torch.__version__}, "
-        f"CPython {platform.python_version()}",
+        machine=machine(),
     )
     print(text)
     if not asked.quick:

@@ -9,14 +9,12 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
-import platform
 import statistics
 import sys
 from pathlib import Path
 from typing import Any
 
-from benchmarks.activations import LOWERINGS, MIB, Child, cpu, ratio
+from benchmarks.turns import LOWERINGS, MIB, Child, machine, ratio, run_in_turn
 
 RESULT = Path(__file__).parent / "results" / "regions.md"
 #: of what the plain step holds beside weights and gradients
@@ -59,11 +57,7 @@ def measure(case: str, lowering: str, asked: argparse.Namespace) -> list[Child]:
         for name, (kind, eval_every) in VARIANTS.items():
             start(name, kind, memory, eval_every)
         plain.steps.clear()
-        for turn in range(asked.rounds):
-            for child in children if turn % 2 == 0 else reversed(children):
-                child.step()
-        for child in children:
-            child.facts = child.ask("facts")
+        run_in_turn(children, asked.rounds)
     finally:
         for child in children:
             child.end()
@@ -120,14 +114,11 @@ def main() -> None:
             title = f"{cases[case].title}; {lowering}"
             print(title, file=sys.stderr, flush=True)
             sections += [f"## {title}", "", *table(measure(case, lowering, asked)), ""]
-    import torch
-
     text = TEXT.format(
         rounds=asked.rounds,
         share=f"{SHARE:.0%}",
         sections="\n".join(sections),
-        machine=f"{cpu()}, {os.cpu_count()} cores, torch {torch.__version__}, "
-        f"CPython {platform.python_version()}",
+        machine=machine(),
     )
     print(text)
     if not asked.quick:

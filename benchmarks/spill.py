@@ -9,16 +9,13 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
-import platform
 import statistics
 import sys
 from pathlib import Path
 
-from benchmarks.activations import LOWERINGS, Child, cpu, ratio
+from benchmarks.turns import LOWERINGS, MIB, Child, machine, ratio, run_in_turn
 
 RESULT = Path(__file__).parent / "results" / "spill.md"
-MIB = 1 << 20
 #: variant → what all activations that leave are packed with
 CODECS: dict[str, str | None] = {
     "disk": None,
@@ -61,11 +58,7 @@ def measure(case: str, lowering: str, asked: argparse.Namespace) -> list[Child]:
         for name, codec in CODECS.items():
             start(name, "ours", codec, "minimum" if asked.quick else memory)
         plain.steps.clear()
-        for turn in range(asked.rounds):
-            for child in children if turn % 2 == 0 else reversed(children):
-                child.step()
-        for child in children:
-            child.facts = child.ask("facts")
+        run_in_turn(children, asked.rounds)
     finally:
         for child in children:
             child.end()
@@ -158,16 +151,13 @@ def main() -> None:
             title = f"{cases[case].title}; {lowering}"
             print(title, file=sys.stderr, flush=True)
             sections += [f"## {title}", "", *table(measure(case, lowering, asked)), ""]
-    import torch
-
     text = TEXT.format(
         rounds=asked.rounds,
         share=f"{SHARE:.0%}",
         sections="\n".join(sections),
         codecs="\n".join(codec_table(asked.quick)),
         files="\n".join(file_table(asked.spill, asked.quick)),
-        machine=f"{cpu()}, {os.cpu_count()} cores, torch {torch.__version__}, "
-        f"CPython {platform.python_version()}",
+        machine=machine(),
     )
     print(text)
     if not asked.quick:

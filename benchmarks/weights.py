@@ -10,17 +10,14 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
-import platform
 import statistics
 import sys
 from pathlib import Path
 from typing import Any
 
-from benchmarks.activations import Child, cpu, loss_line
+from benchmarks.turns import MIB, Child, loss_line, machine
 
 RESULT = Path(__file__).parent / "results" / "weights.md"
-MIB = 1 << 20
 SCHEDULES = {
     "load all, then compute": "hybrid_access:variant=load_all",
     "load all, overlapped": "hybrid_access:variant=zero_offload",
@@ -187,15 +184,12 @@ def main() -> None:
     sections += [*reserves("mlp-16", asked), ""]
     print("inference", file=sys.stderr, flush=True)
     sections += [f"## {cases['mlp-16'].title}: inference", "", *inference("mlp-16", asked), ""]
-    import torch
-
     text = TEXT.format(
         rounds=asked.rounds,
         layers="\n".join(weights_layers.rows(asked.spill)),
         sections="\n".join(sections),
         reserves="\n".join(weights_reserve.rows()),
-        machine=f"{cpu()}, {os.cpu_count()} cores, torch {torch.__version__}, "
-        f"CPython {platform.python_version()}",
+        machine=machine(),
     )
     print(text)
     if not asked.quick:

@@ -64,8 +64,8 @@ class Holdings:
 
     def total_bytes(self) -> int:
         """Of all weights and gradients on the device now; `weight` and `coming` are of now, too."""
-        parameters = [ref() for ref in tuple(self._refs.values())]
-        found = None if any(p is None for p in parameters) else _addresses(parameters)
+        parameters = self.living()
+        found = _addresses(parameters) if len(parameters) == len(self._refs) else None
         if found is None:
             self._look_at_all()
         elif self._addresses is None:
@@ -103,13 +103,13 @@ def _died(dead: deque[int], key: int, _: weakref.ref[torch.Tensor]) -> None:
     dead.append(key)
 
 
-def _addresses(parameters: Sequence[torch.Tensor | None]) -> tuple[list[int], list[int]] | None:
+def _addresses(parameters: Sequence[torch.Tensor]) -> tuple[list[int], list[int]] | None:
     """Of weights and of gradients (0: none); None: some tensor has no single address."""
+    gradients = [p.grad for p in parameters]
     try:
-        gradients = [p.grad for p in parameters]  # type: ignore[union-attr]
-        weights = [p.data_ptr() for p in parameters]  # type: ignore[union-attr]
+        weights = [p.data_ptr() for p in parameters]
         return weights, [0 if g is None else g.data_ptr() for g in gradients]
-    except (RuntimeError, NotImplementedError):
+    except RuntimeError:  # what torch says of sparse ones, and of subclasses without memory
         return None
 
 
