@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import warnings
 from collections.abc import Callable
@@ -26,6 +27,7 @@ from offcompile.costs_roofline import USUAL_OVERHEADS, roofline_us, work_of
 from offcompile.hardware import HardwareProfile, load_profile
 from offcompile.runtime.measure import Overheads, undisturbed
 from offcompile.runtime.measure_op import Call, Measured, Operands, TensorSpec, measure_call
+from offcompile.runtime.registry import close_all
 
 aten = torch.ops.aten
 CPU = load_profile("cpu")
@@ -393,6 +395,9 @@ def test_an_op_that_fails_by_itself_is_estimated(monkeypatch: pytest.MonkeyPatch
 
 
 def test_workspace_is_what_the_system_counts() -> None:
+    # what other tests left behind is not to go while the system counts: it would be taken off
+    close_all()
+    gc.collect()
     source = TensorSpec(torch.bfloat16, (4 << 20,), (1,))
     result = TensorSpec(torch.float32, (4 << 20,), (1,))
     free = [torch.ones(1 << 20) for _ in range(16)]  # a heap with room, as after some steps
