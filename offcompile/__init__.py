@@ -11,6 +11,7 @@ if TYPE_CHECKING:
     from offcompile import optim
     from offcompile.batch_search import max_batch
     from offcompile.born_on_host import host_init
+    from offcompile.page import save_html
     from offcompile.recording import record
     from offcompile.report import PlanReport, reports
     from offcompile.runtime.counters import counters
@@ -31,6 +32,7 @@ __all__ = [
     "record",
     "reports",
     "save",
+    "save_html",
 ]
 __version__ = "0.1.0"
 
@@ -44,6 +46,7 @@ _LATER = {
     "record": "offcompile.recording",
     "reports": "offcompile.report",
     "save": "offcompile.saving",
+    "save_html": "offcompile.page",
 }
 
 

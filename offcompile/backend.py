@@ -6,6 +6,7 @@ import gc
 import itertools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import compress
 from typing import Any
 
 import sympy
@@ -14,11 +15,11 @@ from torch import fx
 from torch._guards import TracingContext, tracing
 
 from offcompile.ir import Infeasible, InvalidInput, OffloadError, Violation
+from offcompile.runtime.registry import lanes_moved
 from offcompile.runtime.update_ops import calling
 from offcompile.runtime.updates import updater_of
 
 from .books import Binding, Books, books_of
-from .decide import with_reserve
 from .dump import check_dump_directory
 from .executions import Executions
 from .lower import lower
@@ -33,6 +34,8 @@ _numbers = itertools.count()
 
 #: more plans than this for one graph point at sizes that never settle
 MOST_VARIANTS = 16
+#: in the first step a graph and what another one like it would keep may take this much of a budget
+WITH_ANOTHER = 0.75
 
 
 def compile_graph(
@@ -135,16 +138,15 @@ class Compiled:
         self.profile = Profile()
         #: whether it ends in something else than a loss
         self.goes_on = all(x.numel() > 1 for x in _tensors_out(gm))
-        #: whether there was no plan under which all that is kept may leave
-        self._turns_in_vain = False
-        #: or under which all weights may
-        self._hosts_in_vain = False
+        #: whether all that is kept is to be able to leave, and all weights: what has no plan
+        self._in_vain: set[tuple[bool, bool]] = set()
 
     def __call__(self, *args: Any) -> Any:
         binding = self._binding(args)
         self.books.begins(self.entry, binding)
         variant = self.variant_for(args)
-        if self.profile.due():
+        shown = self.profile.due()
+        if self._lanes_due(variant) or shown:
             variant = self._reconsidered(variant, args)
         self.profile.begin_step()
         variant.pipeline.place_weights(args)
@@ -195,24 +197,31 @@ class Compiled:
                 raise
             return hosting
 
-    def _hosting(self, args: Sequence[Any], values: tuple[int, ...]) -> Variant | None:
+    def _hosting(
+        self, args: Sequence[Any], values: tuple[int, ...], turns: bool = False
+    ) -> Variant | None:
         """Where the graph has been called with other weights, which take the room that these need:
         a plan with all of them on the host. None: that is not enough."""
         mine, known = self._binding(args).ids, self.books.holdings
         living = known.living()
         others = [p for p in living if id(p) in self.entry.parameters and id(p) not in mine]
-        if not others or self._hosts_in_vain:
+        if not (others or turns) or (turns, True) in self._in_vain:
             return None
         held = self._held(args)
         theirs = sum(known.weight.get(id(p), 0) + known.coming.get(id(p), 0) for p in others)
-        try:
-            made = self._make(max(0, held - theirs), values, hosts=True)
-        except Infeasible:
-            self._hosts_in_vain = True
-            return None
-        made.pipeline.place_alike(args, others)
-        self.books.stir()
-        return made if self._within(made, self._held(args), values) else None
+        expected = max(0, held - theirs)
+        for _ in range(2):  # small weights of theirs do not leave
+            try:
+                made = self._make(expected, values, turns=turns, hosts=True)
+            except Infeasible:
+                self._in_vain.add((turns, True))
+                return None
+            made.pipeline.place_alike(args, others)
+            self.books.stir()
+            expected = self._held(args)
+            if self._within(made, expected, values):
+                return made
+        return None
 
     def _by_preference(self) -> list[Variant]:
         """Those that do not turn: what moves nothing, then what was made last.
@@ -241,9 +250,9 @@ class Compiled:
         """Where this graph is one of several that keep more for backward together than there is
         room for: the plan under which all that it keeps may leave. None: another plan will do."""
         assert self.budget is not None
-        whole = self.variants[0]
-        moves = whole.pipeline.report is None or not whole.pipeline.report.fits
-        if moves or not self.entry.trains or self._turns_in_vain:
+        hosts = any(v.pipeline.hosts_weights for v in self.variants)
+        whole = self._by_preference()[-1] if hosts else self.variants[0]
+        if not self.entry.trains or (True, True) in self._in_vain:
             return None
         held, peak = self._held(args), self._peak_of(whole, values)
         alone = self.entry.has_returned and not self.entry.in_turn
@@ -255,31 +264,33 @@ class Compiled:
             crowded = self._may_crowd(args, wanted, whole.pipeline.kept_bytes)
         if not crowded:
             return None
-        for variant in self.variants:
-            if variant.pipeline.turns:
-                return variant if self._within(variant, held, values) else None
-        held = self._surely_held(args)
-        needed = with_reserve(peak, self.target.reserve_bytes)
-        if needed + held > self.budget:  # it would be no use to make it
-            return None
+        turning = [v.pipeline.turns and v.pipeline.hosts_weights >= hosts for v in self.variants]
+        for look in (self._held, self._surely_held):
+            held = look(args)
+            for variant in compress(self.variants, turning):
+                if self._within(variant, held, values):
+                    return variant
+        if hosts or (True, False) in self._in_vain:
+            return self._hosting(args, values, turns=True)
         try:
             made = self._make(held, values, turns=True)
         except Infeasible:
-            self._turns_in_vain = True
-            return None
+            self._in_vain.add((True, False))
+            return self._hosting(args, values, turns=True)
         return made if self._within(made, held, values) else None
 
     def _may_crowd(self, args: Sequence[Any], wanted: int, kept_bytes: int) -> bool:
         """Whether in the first step something is better left free for graphs that may follow.
 
         What another graph's output goes into is one of several: those may have half of the budget.
-        What ends in no loss may be the first of several, if not one more like it would fit.
+        What ends in no loss may be the first of several, unless one more like it would fit, and
+        something beside.
         """
         assert self.budget is not None
         others = (x for i, x in enumerate(args) if i not in self.parameters)
         if any(isinstance(x, torch.Tensor) and x.requires_grad for x in others):
             return wanted > self.budget // 2
-        return self.goes_on and wanted + kept_bytes > self.budget
+        return self.goes_on and wanted + kept_bytes > self.budget * WITH_ANOTHER
 
     def _binding(self, args: Sequence[Any]) -> Binding:
         return self.entry.bind([args[i] for i in self._in_order])
@@ -297,6 +308,16 @@ class Compiled:
             return variant
         self._look_for_updaters(args)
         return self._make(held, self._sizes_of(args), settled=settled)
+
+    def _lanes_due(self, variant: Variant) -> bool:
+        """Whether lanes reach something else than this plan rests on; a profile that was named
+        says itself how fast they are."""
+        report = variant.pipeline.report
+        asked = self.options.hardware is None and self.profile.looked
+        if not asked or report is None or report.fits:
+            return False
+        machine = self.target.machine(self.target.device_bytes)
+        return self.profile.lanes_due(machine, lanes_moved(self.target.runtime.key))
 
     def _look_for_updaters(self, args: Sequence[Any]) -> None:
         self.updated = frozenset(i for i in self.parameters if updater_of(args[i]) is not None)

@@ -41,6 +41,8 @@ class Decided:
     fits: bool
     #: of the budget, beside the runtime's reserve, what the plan leaves to holes between tensors
     holes_bytes: int = 0
+    #: what forward leaves on the device for backward, where that was planned (`turn`)
+    kept_bytes: int | None = None
 
 
 def plain_plan(problem: Problem) -> Plan:
@@ -170,6 +172,12 @@ def _near_floor(
 def floor_of(problem: Problem, machine_for: Callable[[int], Machine]) -> int:
     """The most that the device must hold at one op when whatever can leave has left."""
     return max(_floor_per_op(problem, machine_for)[1], default=0)
+
+
+def floors_by_run(problem: Problem, machine_for: Callable[[int], Machine]) -> dict[str, int]:
+    """For each run, what the device must hold at it when whatever can leave has left."""
+    frame, floors = _floor_per_op(problem, machine_for)
+    return {run.name: nbytes for run, nbytes in zip(frame.program.runs, floors, strict=True)}
 
 
 def _floor_per_op(

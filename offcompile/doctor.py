@@ -19,6 +19,7 @@ from offcompile.runtime.directories import (
     filesystem_type,
     free_bytes,
 )
+from offcompile.runtime.gds import why_not_direct
 from offcompile.runtime.host_limits import in_container, in_wsl
 from offcompile.runtime.limits import read_limits
 from offcompile.runtime.measure import machine_identity, undisturbed
@@ -98,6 +99,7 @@ def examine(
         spills=tuple(_spill(place, disks[place].figures, tell) for place in directories),
         gpus=tuple(_gpu(i, directories, quick, refresh, tell) for i in range(count)),
         no_gpu=None if count else why_no_cards(),
+        no_direct_files=why_not_direct(directories) if count else None,
         glibc=None if glibc is None else "{}.{}".format(*glibc),
         leaves_holes=malloc_leaves_holes(os.environ),
         container=in_container(),

@@ -57,6 +57,8 @@ class Examination:
     gpus: tuple[Gpu, ...] = ()
     #: why there is no card, in one line
     no_gpu: str | None = None
+    #: why cards do not reach the spill directories past host memory; None: they do
+    no_direct_files: str | None = None
     #: "2.36"; None: another C library
     glibc: str | None = None
     #: whether this process's malloc keeps holes that `offcompile run` avoids

@@ -37,7 +37,7 @@ def of_gpu(found: Examination, gpu: Gpu) -> Iterator[Finding]:
         )
         return
     compute = compute_seconds(LARGE, profile)
-    for one in (_link, _both_ways, _pinning, _direct, _launches):
+    for one in (_link, _both_ways, _pinning, _direct, _direct_files, _launches):
         finding = one(found, gpu, profile, compute)
         if finding is not None:
             yield finding
@@ -170,6 +170,16 @@ def _direct(found: Examination, gpu: Gpu, p: HardwareProfile, compute: float) ->
         f"Kernels read host memory in place at {rates['read']:.3g} GB/s{strided}{gather}{write}: "
         f"{100 * share:.0f}% of a copy's rate, so {judged}.",
     )
+
+
+def _direct_files(
+    found: Examination, gpu: Gpu, p: HardwareProfile, compute: float
+) -> Finding | None:
+    if gpu.index:  # the same for all cards
+        return None
+    why = found.no_direct_files
+    says = "GPUDirect Storage is there: large tensors go between card and disk past host memory."
+    return Finding(0.0, gpu.place, says if why is None else f"{why[0].upper()}{why[1:]}.")
 
 
 def _launches(found: Examination, gpu: Gpu, p: HardwareProfile, compute: float) -> Finding | None:

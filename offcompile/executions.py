@@ -65,11 +65,13 @@ class Executions:
         lends: bool,
         turns: bool,
         moves: bool,
+        holds_saved: bool,
     ) -> Iterator[Room | None]:
         """Around a run of one half; None: it is alone under its budget.
 
         lends: see `Keeper.enter`. turns: what it keeps for backward may leave. moves: so may
-        anything.
+        anything. holds_saved: its plan counts all that forward saved from where backward begins,
+        wherever it is.
         """
         keepers = self._keepers()
         mine = keepers.pop(self.settings.key, None)
@@ -100,8 +102,7 @@ class Executions:
             weights = [w for ref in self.weights if (w := ref()) is not None]
         execution = self.name, phase, binding, sizes
         own = 0
-        if turns and phase == BACKWARD:
-            # its plan counts all that its forward saved from the beginning, wherever it is
+        if holds_saved and phase == BACKWARD:
             own = keeper.bytes_of((self.name, FORWARD, binding, sizes))
         keeper.enter(execution, limit + own, lends, weights, phase == BACKWARD)
         try:

@@ -119,6 +119,19 @@ class _Teller:
         return found
 
     @cached_property
+    def standing(self) -> frozenset[str]:
+        """Tensors that are on the device in the settled state."""
+        return frozenset(s.tensor for s in self.plan.start if s.tier == DEVICE)
+
+    @cached_property
+    def in_place(self) -> Mapping[str, list[str]]:
+        """Tensor → the ops that access it on the host."""
+        found: dict[str, list[str]] = defaultdict(list)
+        for direct in self.plan.directs:
+            found[direct.tensor].append(direct.op)
+        return found
+
+    @cached_property
     def waits_us(self) -> Mapping[str, float]:
         """Move → its share of the waits it has a part in."""
         known = {move.id for move in self.plan.moves}
@@ -142,7 +155,7 @@ class _Teller:
     def fate(self, tensor: Tensor) -> Fate:
         moves = sorted(self.moves.get(tensor.id, []), key=self._begin_us)
         again = self.runs_again.get(tensor.id, [])
-        direct = [d.op for d in self.plan.directs if d.tensor == tensor.id]
+        direct = self.in_place.get(tensor.id, [])
         modes = tuple(
             mode for mode, holds in ((MOVES, moves), (RECOMPUTED, again), (DIRECT, direct)) if holds
         )
@@ -162,8 +175,7 @@ class _Teller:
 
     def _place(self, tensor: Tensor) -> str:
         on_device = tensor.home == DEVICE or tensor.id in self.makers
-        standing = {s.tier for s in self.plan.start if s.tensor == tensor.id}
-        return STAYS if on_device or DEVICE in standing else ELSEWHERE
+        return STAYS if on_device or tensor.id in self.standing else ELSEWHERE
 
     def _begin_us(self, move: Move) -> float:
         span = self.spans.get(move.id)

@@ -28,6 +28,8 @@ def log_compiled(compiled: Compiled) -> None:
     trace_artifact(f"offcompile_{report.name}_summary", report.to_text)
     trace_artifact(f"offcompile_{report.name}_explained", report.explain)
     trace_artifact(f"offcompile_{report.name}", lambda: json.dumps(report.to_json()), "json")
+    timeline = f"offcompile_{report.name}_timeline"
+    trace_artifact(timeline, lambda: json.dumps(report.to_trace()), "json")
 
 
 def log_decision(name: str, text: str) -> None:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from offcompile.cli_tables import size
 from offcompile.explain import Fate
-from offcompile.ir import DEVICE, HOST, Plan, Problem
+from offcompile.ir import DEVICE, HOST, Op, Plan, Problem
 from offcompile.ir.units import show_us
 
 FORWARD = "forward"
@@ -46,7 +46,14 @@ def modes(problem: Problem, plan: Plan, fates: Mapping[str, Fate]) -> tuple[Mode
     """Of every weight and gradient, in the problem's order."""
     directs = {(d.op, d.tensor) for d in plan.directs}
     loads: dict[str, int] = {}
-    read = {t for o in problem.ops for t in o.reads}
+    readers: dict[str, list[Op]] = {}
+    ways_in_place: dict[str, list[Op]] = {}
+    for op in problem.ops:
+        for t in op.reads:
+            readers.setdefault(t, []).append(op)
+        for t in op.direct:
+            ways_in_place.setdefault(t, []).append(op)
+    written_there = {d.tensor for d in plan.directs}
     left = {m.tensor for m in plan.moves if m.source == DEVICE}
     for move in plan.moves:
         if move.target == DEVICE:
@@ -54,16 +61,16 @@ def modes(problem: Problem, plan: Plan, fates: Mapping[str, Fate]) -> tuple[Mode
     found = []
     for tensor in problem.tensors:
         if tensor.kind == "weight":
-            uses = [o for o in problem.ops if tensor.id in o.reads]
+            uses = readers.get(tensor.id, [])
             ways = {(op.phase == FORWARD, (op.id, tensor.id) in directs) for op in uses}
             what = STAYS if tensor.home != HOST else _way(ways, loads.get(tensor.id, 0))
         elif tensor.kind == "gradient":
-            written = any(d.tensor == tensor.id for d in plan.directs)
-            taken = tensor.id in read and not tensor.pinned
+            written = tensor.id in written_there
+            taken = tensor.id in readers and not tensor.pinned
             what = TAKEN if taken else WRITTEN if written else SENT if tensor.id in left else STAYS
         else:
             continue
-        why = _why(problem, tensor.id, fates[tensor.id])
+        why = _why(ways_in_place.get(tensor.id, []), tensor.id, fates[tensor.id])
         found.append(Mode(tensor.id, tensor.nbytes, tensor.kind, what, why))
     return tuple(found)
 
@@ -83,8 +90,8 @@ def _way(ways: set[tuple[bool, bool]], loads: int) -> str:
     return LOADED_ONCE if loads < 2 else LOADED_TWICE
 
 
-def _why(problem: Problem, tensor: str, fate: Fate) -> str:
-    users = [op for op in problem.ops if tensor in op.direct]
+def _why(users: list[Op], tensor: str, fate: Fate) -> str:
+    """`users`: the ops that could use the tensor in place."""
     slower_us = sum(max(0.0, op.direct[tensor] - op.duration_us) for op in users)
     parts = []
     if users and slower_us <= NOTHING * sum(op.duration_us for op in users):

@@ -25,7 +25,6 @@ from offcompile.ir import (
     OffloadError,
     Plan,
     Problem,
-    Timeline,
 )
 from offcompile.runtime.clock import Clock, clock_for
 from offcompile.runtime.heap import heap
@@ -58,8 +57,11 @@ from .replay import worst_case
 from .report import PlanReport, remember
 from .rewrite import rewrite
 from .sizes import hint_of
+from .stalls import move_names
+from .step_recorder import StepRecorder
 from .survey import Survey, values
 from .target import Target
+from .turn import kept_at_turn
 
 #: of the runtime's reserve, what each lane may take to pack in: at most four do
 PACKING_SHARE = 4
@@ -111,6 +113,7 @@ class Pipeline:
     _changes_weights: bool = False
     _placed: bool = False
     _decided: Decided | None = None
+    _recorder: StepRecorder | None = None
     _dtypes: Mapping[str, torch.dtype] = field(default_factory=dict)
     #: storages that codecs may be used for
     _packable: frozenset[str] = frozenset()
@@ -156,8 +159,8 @@ class Pipeline:
 
     def ready(self, phase: Phase, compiled: Compiled) -> Compiled:
         """Time each run of a compiled graph."""
-        report = self.report
-        if report is None:
+        report, recorder = self.report, self._recorder
+        if report is None or recorder is None:
             return compiled
         observe = partial(report.observe, FORWARD if phase == "inference" else phase)
         clock = self._clock
@@ -187,7 +190,7 @@ class Pipeline:
                         most = room.peak_bytes + room.kept_limit_bytes
                         heap().begin(standing + room.held_bytes, most)
                 started = clock.start()
-                with profile.watching(tensor_of):
+                with recorder.running(phase), profile.watching(tensor_of):
                     result = compiled(arguments)
                 clock.stop(started, observe)
             if kept_from and phase == FORWARD:
@@ -215,7 +218,9 @@ class Pipeline:
         assert self.report is not None and self.executions is not None
         lends = self.lends or self.options.lowering != "inductor"
         peak = self.report.needed_peak_bytes
-        return self.executions.running(phase, arguments, peak, lends, self.turns, self.moves)
+        return self.executions.running(
+            phase, arguments, peak, lends, self.turns, self.moves, self._holds_saved
+        )
 
     def _recorded(self, phase: Phase, arguments: Sequence[Any]) -> AbstractContextManager[None]:
         recording = recorded()
@@ -238,6 +243,12 @@ class Pipeline:
     def lends(self) -> bool:
         """Whether memory of what leaves may not be used again by the graph: it may stay."""
         return self.turns
+
+    @property
+    def _holds_saved(self) -> bool:
+        """Whether the plan counts all that forward saved from where backward begins."""
+        assert self._decided is not None
+        return self.turns and self._decided.result.policy == "turnover"
 
     @property
     def moves(self) -> bool:
@@ -276,6 +287,13 @@ class Pipeline:
             graphs, choice = self._planning.settle(given, self.updated, progress)
             annotated, decided = choice.annotated, choice.decided
         reserve = 0 if decided.fits else target.reserve_bytes(budget or decided.order.peak_bytes)
+        self._recorder = StepRecorder(
+            self.name,
+            self._clock,
+            lambda: len(self.entry.waiting()),
+            decided.order.steps,
+            move_names(decided.result.plan, annotated.labels, annotated.names),
+        )
         self.report = PlanReport(
             name=self.name,
             problem=annotated.problem,
@@ -289,6 +307,7 @@ class Pipeline:
             names=annotated.names,
             profile=self.profile,
             settle=self._clock.settle,
+            steps=self._recorder,
             beside_bytes=self.held_bytes,
             kept=partial(kept_between, target.runtime),
             life=partial(planned_life, annotated.problem, decided.result.plan, self.target.runtime),
@@ -301,7 +320,10 @@ class Pipeline:
         self._decided = decided
         if any(isinstance(v, torch.SymInt) for v in values(graphs)):
             self._graphs = graphs  # other sizes will be reckoned on them
-        self.kept_bytes = kept_at_turn(annotated.problem, decided.result.timeline)
+        kept = decided.kept_bytes
+        if kept is None:
+            kept = kept_at_turn(annotated.problem, decided.result.timeline)
+        self.kept_bytes = kept
         self.entry.trains = graphs.backward is not None
         made: Graphs | None
         if not decided.fits:
@@ -445,24 +467,6 @@ def _hosted_arguments(graphs: Graphs, annotated: Annotated) -> dict[str, int]:
         if annotated.storage_of.get((FORWARD, node.name)) in hosted
     }
     return {t: index[t] for t in order}
-
-
-def kept_at_turn(problem: Problem, timeline: Timeline) -> int:
-    """Bytes that forward leaves on the device for backward; weights and inputs not counted."""
-    phases = {op.id: op.phase for op in problem.ops}
-    backward = [s.start_ns for s in timeline.spans if phases.get(s.id) == BACKWARD]
-    if not backward:
-        return 0
-    turn = min(backward)
-    made = {t for s in timeline.spans if s.start_ns < turn for t in _written_by(problem, s.id)}
-    gone = {f.tensor for f in timeline.freed if f.tier == DEVICE and f.time_ns <= turn}
-    homeless = (t for t in problem.tensors if t.home is None)
-    return sum(t.nbytes for t in homeless if t.id in made and t.id not in gone)
-
-
-def _written_by(problem: Problem, span: str) -> tuple[str, ...]:
-    op = problem.op.get(span)
-    return op.writes if op is not None else ()
 
 
 def _check_one_device(name: str, graphs: Graphs, device: torch.device) -> None:

@@ -30,6 +30,7 @@ from .offers import Offers, read_after_update
 from .profiling import WORTH, Settled, reconsider
 from .sizes import hint_of
 from .survey import Survey
+from .turn import decide_turning
 
 #: what of the user's may leave for the host beside activations
 LEAVING = ("weight", "gradient")
@@ -86,7 +87,7 @@ class Planning:
         budget = self.budget()
         plain = self.survey.annotate(graphs, budget, tell)
         if self.turns:
-            return graphs, self._turning(plain, tell)
+            return graphs, self._turning(graphs, plain, budget, tell)
         if self.hosts:
             return graphs, self._choose(graphs, plain, budget, tell)
         fits = budget is not None and fits_as_it_is(plain.problem, self.survey.machine, budget)
@@ -95,14 +96,17 @@ class Planning:
         found = None if fits else self._settle_bits(graphs, plain, updated, tell)
         return found or self._settle(graphs, plain, fits, updated, tell)
 
-    def _turning(self, plain: Annotated, tell: Tell) -> Choice:
-        """A plan that moves all that backward gets of forward, within what the step takes alone."""
+    def _turning(self, graphs: Graphs, plain: Annotated, budget: int | None, tell: Tell) -> Choice:
+        """A plan that moves all that backward gets of forward: within what the step takes alone if
+        there is so much, else within the budget."""
         reserve, machine = self.survey.target.reserve_bytes, self.survey.machine
-        alone = peak_alone(plain.problem, machine)
+        enough = with_reserve(peak_alone(plain.problem, machine), reserve)
+        if self.hosts or (budget is not None and enough > budget):
+            return self._choose(graphs, plain, budget, tell)
         decided = decide(
             plain.problem,
             machine,
-            with_reserve(alone, reserve),
+            enough,
             reserve,
             "turnover",
             TURNING_SECONDS,
@@ -214,7 +218,7 @@ class Planning:
         in_place = survey.target.in_place(2 * sum(weights))  # gradients too
 
         def on_host(stays: frozenset[str]) -> Annotated | None:
-            if in_place is None:
+            if in_place is None or (self.turns and not self.hosts):
                 return None
             survey.measure_in_place(graphs, in_place)
             found = survey.problem(graphs, in_place, stays)
@@ -222,7 +226,8 @@ class Planning:
             return found if leaves else None
 
         def hosting() -> Choice | None:
-            """Every weight on the host, and half of the room left to the runtime's keeper."""
+            """Every weight on the host, and half of the room left to the runtime's keeper if
+            there is a plan with the other half."""
             found = on_host(frozenset()) if self.hosts else None
             if found is None or budget is None:
                 return None
@@ -230,7 +235,12 @@ class Planning:
                 floor_of(found.problem, survey.machine), survey.target.reserve_bytes
             )
             room = min(budget, max(floor, budget // 2))
-            made = self._decide(found.problem, room, False, time_share, tell)
+            try:
+                made = self._decide(found.problem, room, False, time_share, tell)
+            except Infeasible:
+                if room == budget:
+                    raise
+                made = self._decide(found.problem, budget, False, time_share, tell)
             return Choice(found, made, frozenset())
 
         def chosen(to_floor: bool) -> Choice:
@@ -248,7 +258,7 @@ class Planning:
         try:
             found = hosting() or chosen(budget is None)
         except Infeasible as error:
-            if budget is None or not self.explains:
+            if budget is None or self.turns or not self.explains:
                 raise
             try:  # what the refusal says to do shall be enough
                 least = chosen(True).decided.machine.tier[DEVICE].capacity_bytes
@@ -270,6 +280,16 @@ class Planning:
         tell: Tell | None = None,
     ) -> Decided:
         options, target = self.survey.options, self.survey.target
+        if self.turns and budget is not None:
+            return decide_turning(
+                problem,
+                self.survey.machine,
+                budget,
+                target.reserve_bytes,
+                options.whole_policy,
+                share * (options.seconds or planning_seconds(problem)),
+                tell,
+            )
         return decide(
             problem,
             self.survey.machine,
@@ -303,6 +323,7 @@ class Planning:
             options.lossy,
             WORTH[options.lowering],
             lambda again: self._decide(again, left, False, tell=tell),
+            survey.profile.lanes_changed,
         )
         return text, None if found is None else Settled(found[0], left, found[1])
 

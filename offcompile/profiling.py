@@ -1,4 +1,4 @@
-"""What steps show of the tensors that could leave, and when that asks for another plan.
+"""What steps show of the tensors that could leave and of lanes, and when that asks for a new plan.
 
 The first plan of a graph is made before anything ran, so it packs nothing. Its first steps are
 looked at, then one in `WATCH_EVERY`: each tensor that leaves, and each that stays for backward, is
@@ -15,9 +15,11 @@ from dataclasses import dataclass, field
 import torch
 
 from offcompile.ir import Machine, Plan, Problem
+from offcompile.runtime.lane_rates import Moved
 from offcompile.runtime.watching import watching
 
 from .decide import Decided
+from .lane_watch import LaneWatch
 from .simulate import Simulator
 from .sparsity import density_of, with_ratios
 
@@ -50,9 +52,11 @@ class Settled:
 
 @dataclass
 class Profile:
-    """Densities of one graph's tensors over all its plans: shares of elements that are not zero."""
+    """Densities of one graph's tensors over all its plans: shares of elements that are not zero;
+    and what lanes reach that its moves take."""
 
     densities: dict[str, float] = field(default_factory=dict)
+    lanes: LaneWatch = field(default_factory=LaneWatch)
     #: what became of each decision, for people
     said: list[str] = field(default_factory=list)
     replans: int = 0
@@ -63,6 +67,8 @@ class Profile:
     #: densities that the last decision went by; None: there was none
     _known: dict[str, float] | None = None
     _found: dict[str, float] = field(default_factory=dict)
+    #: what the next decision is for: lanes that changed, in words
+    _lanes_changed: str | None = None
 
     # --- looking ----------------------------------------------------------------------------
 
@@ -130,6 +136,31 @@ class Profile:
         self._found.clear()
         return self._steps >= FIRST_STEPS and self._open and self._changed()
 
+    @property
+    def looked(self) -> bool:
+        """Whether the last step was one that is looked at."""
+        return self._looking and self._open
+
+    def lanes_due(self, machine: Machine, totals: Mapping[str, Moved]) -> bool:
+        """The same of lanes: whether they reached something else, by far, than the plan rests on.
+
+        machine: as it was measured; totals: of the runtime. To be asked where `due` is, after it.
+        The first steps do not count, nor those of a new plan until the next look: memory and files
+        are touched for the first time there.
+        """
+        if not self.looked:
+            return False
+        if self._steps <= FIRST_STEPS + 1:
+            self.lanes.begin(totals)
+        else:
+            self._lanes_changed = self.lanes.look(machine, totals)
+        return self._lanes_changed is not None
+
+    @property
+    def lanes_changed(self) -> bool:
+        """Whether the decision to be made now is for lanes."""
+        return self._lanes_changed is not None
+
     def _changed(self) -> bool:
         known = self._known
         return known is None or any(
@@ -143,7 +174,10 @@ class Profile:
         self._decisions += 1
         self.replans += again
         self._every *= 2
-        self.said.append(f"after {self._steps} steps: {text}")
+        lanes, self._lanes_changed = self._lanes_changed, None
+        self.said.append(f"after {self._steps} steps: {f'{lanes}: ' if lanes else ''}{text}")
+        if again:
+            self.lanes.restart()
 
 
 def reconsider(
@@ -155,19 +189,21 @@ def reconsider(
     lossy: str | None,
     worth: float,
     plan: Callable[[Problem], Decided],
+    lanes_changed: bool = False,
 ) -> tuple[str, tuple[Problem, Decided] | None]:
     """What the densities say of a plan; with another plan for them if that is worth it.
 
     `problem` is as it was planned; `machine` the one of the current plan, with what is known of
-    codecs by now. The text says why, for people.
+    codecs and lanes by now. The text says why, for people.
     """
+    seen = "rates" if lanes_changed else "densities"
     shown = with_ratios(problem, machine, dtypes, densities, lossy, only_paying=False)
     asked = with_ratios(problem, machine, dtypes, densities, lossy)
     now = Simulator(shown, machine).run(current, record=False)
     now_us = now.makespan_us if now.valid else float("inf")
     compute_us = sum(op.duration_us for op in problem.ops)
     packs = any(move.codec for move in current.moves)
-    if not packs and not any(t.ratios for t in asked.tensors):
+    if not lanes_changed and not packs and not any(t.ratios for t in asked.tensors):
         return "no tensor has zeros enough to be worth packing", None
     if now_us * (1 - worth) <= compute_us:
         return "moving costs next to nothing as it is; the plan stays", None
@@ -175,5 +211,5 @@ def reconsider(
     gain = 1 - found.result.makespan_us / now_us
     told = f"{100 * gain:.1f}% of a step" if now.valid else "a plan that runs"
     if gain <= worth:
-        return f"a plan for these densities gains {told}: the plan stays", None
-    return f"a plan for these densities gains {told}: it is taken", (asked, found)
+        return f"a plan for these {seen} gains {told}: the plan stays", None
+    return f"a plan for these {seen} gains {told}: it is taken", (asked, found)

@@ -17,10 +17,13 @@ from offcompile.explain import Fate, fates, print_fate
 from offcompile.ir import DEVICE, PHASES, Machine, OffloadError, Plan, Problem, Timeline
 from offcompile.ir.jsonio import machine_to_json, plan_to_json, problem_to_json
 from offcompile.ir.units import show_bytes, show_us
+from offcompile.measured import MeasuredStep, Steps
 from offcompile.modes import modes, module_of, module_rows
 from offcompile.planned_layout import planned_layout
 from offcompile.planner import PlanResult
-from offcompile.timelines import moved_bytes, settled_spans, timeline_to_json, to_trace
+from offcompile.stalls import StallRow, measured_to_json, print_stalls, stall_line, stall_rows
+from offcompile.timelines import moved_bytes, settled_spans, timeline_to_json
+from offcompile.trace_events import to_trace
 
 if TYPE_CHECKING:
     from offcompile.profiling import Profile
@@ -66,6 +69,8 @@ class PlanReport:
     beside_bytes: int = 0
     #: what was kept between the graphs that share the budget; None: nothing was
     kept: Callable[[], str | None] | None = field(default=None, repr=False)
+    #: where measured steps are found; None: nothing runs
+    steps: Steps | None = field(default=None, repr=False)
     _steps_us: dict[str, list[float]] = field(default_factory=dict, init=False, repr=False)
 
     # --- planned ----------------------------------------------------------------------------
@@ -161,6 +166,25 @@ class PlanReport:
             return None
         return measured_us / self.planned_us
 
+    @property
+    def measured_step(self) -> MeasuredStep | None:
+        """When moves and waits were, in the median of the last steps that were recorded.
+
+        None where none was, or where it is not certain which backward belonged to which forward.
+        """
+        return None if self.steps is None else self.steps.median()
+
+    def watch(self, steps: int = 5) -> None:
+        """Record the next steps. On the CPU all are, on CUDA otherwise the first eight alone."""
+        if steps < 1:
+            raise OffloadError(f"watch(steps={steps}): at least one step has to be recorded.")
+        if self.steps is not None:
+            self.steps.watch(steps)
+
+    def stall_rows(self, measured: MeasuredStep | None = None) -> tuple[StallRow, ...]:
+        """What compute waits for in a step, as planned and as `measured`; the largest first."""
+        return stall_rows(self.plan, self.timeline, measured, self.labels, self.names)
+
     # --- said -------------------------------------------------------------------------------
 
     def summary(self) -> str:
@@ -192,6 +216,11 @@ class PlanReport:
 
     __str__ = to_text
 
+    def stalls(self, limit: int | None = None) -> str:
+        """Where the step's time goes: compute, and what it waits for, planned and measured."""
+        measured = self.measured_step
+        return print_stalls(self.stall_rows(measured), self.timeline, measured, limit)
+
     def fates(self) -> tuple[Fate, ...]:
         """What becomes of each tensor; those that cost the step most first."""
         return fates(self.problem, self.machine, self.plan, self.timeline)
@@ -221,6 +250,8 @@ class PlanReport:
 
     def to_json(self) -> dict[str, Any]:
         """All of it, as plain values."""
+        measured = self.measured_step
+        rows = self.stall_rows(measured)
         return {
             "name": self.name,
             "policy": self.policy,
@@ -236,6 +267,7 @@ class PlanReport:
             "gap": self.gap,
             "measured_us": self.measured_us,
             "measured_over_planned": self.measured_over_planned,
+            "measured": None if measured is None else measured_to_json(measured, rows),
             "planning_seconds": self.result.seconds,
             "densities": {} if self.profile is None else dict(self.profile.densities),
             "decisions": [] if self.profile is None else list(self.profile.said),
@@ -246,13 +278,25 @@ class PlanReport:
             "timeline": timeline_to_json(self.timeline),
         }
 
+    def save_html(self, path: str | Path) -> None:
+        """All of it as one page for a browser, which needs no network and no other file."""
+        from offcompile.page import save_html
+
+        save_html(path, [self])
+
     def save_trace(self, path: str | Path) -> None:
-        """The planned lanes, as JSON that Perfetto (ui.perfetto.dev) and Chrome open."""
-        trace = to_trace(self.problem, self.plan, self.timeline)
+        """Planned and measured lanes, as JSON that Perfetto (ui.perfetto.dev) and Chrome open."""
+        trace = self.to_trace()
         try:
             Path(path).write_text(json.dumps(trace), "utf-8")
         except OSError as error:
             raise OffloadError(f"The trace cannot be written: {error}") from error
+
+    def to_trace(self) -> dict[str, Any]:
+        """What `save_trace` writes."""
+        return to_trace(
+            self.problem, self.plan, self.timeline, self.measured_step, self.labels, self.names
+        )
 
     # --- parts ------------------------------------------------------------------------------
 
@@ -283,6 +327,9 @@ class PlanReport:
             times = "" if ratio is None else f", {ratio:.2f} × planned"
             runs = min(len(self._steps_us[p]) for p in {op.phase for op in self.problem.ops})
             yield "measured step", f"{show_us(measured_us)}{times} (median of {runs})"
+        measured = self.measured_step
+        if measured is not None and not self.fits:
+            yield "its time", stall_line(self.stall_rows(measured), self.timeline, measured)
         life = None if self.life is None else self.life(measured_us or self.planned_us)
         if life is not None:
             yield "drives", life.words()

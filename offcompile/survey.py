@@ -56,7 +56,9 @@ class Survey:
             self.target, self._codecs_known = self.target.with_codecs(), True
 
     def machine(self, device_bytes: int) -> Machine:
-        return with_combinations(self.target.machine(device_bytes), self.options.lossy)
+        """With lanes as fast as they turned out to be."""
+        machine = self.profile.lanes.applied(self.target.machine(device_bytes))
+        return with_combinations(machine, self.options.lossy)
 
     def annotate(
         self, graphs: Graphs, budget: int | None, progress: Callable[[str], None]

@@ -1,11 +1,11 @@
-"""A planned timeline for people, for tools, and as a trace that Perfetto and Chrome open."""
+"""A planned timeline for people and for tools."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from typing import Any
 
-from offcompile.ir import COMPUTE, HOST_COMPUTE, Machine, Plan, Problem, Span, Timeline
+from offcompile.ir import Machine, Problem, Span, Timeline
 from offcompile.ir.units import compressed_bytes, show_bytes, show_us
 
 NS_PER_US = 1000
@@ -68,48 +68,6 @@ def _lines(machine: Machine, timeline: Timeline) -> Iterator[str]:
     for span in sorted(settled_spans(timeline).values(), key=lambda s: (s.start_ns, s.end_ns)):
         start_us, length_us = since_step_us(timeline, span), duration_us(span)
         yield f"  {start_us:14.3f} µs  {length_us:12.3f} µs  {span.lane:14}  {span.id}"
-
-
-def to_trace(problem: Problem, plan: Plan, timeline: Timeline) -> dict[str, Any]:
-    """Every step's lanes as Chrome trace events (one row a lane, microseconds)."""
-    used = dict.fromkeys([COMPUTE, HOST_COMPUTE, *sorted({s.lane for s in timeline.spans})])
-    busy = {span.lane for span in timeline.spans}
-    row_of = {lane: row for row, lane in enumerate((x for x in used if x in busy), start=1)}
-    moves = {move.id: move for move in plan.moves}
-    events: list[dict[str, Any]] = [
-        {"ph": "M", "pid": 1, "name": "process_name", "args": {"name": "planned"}}
-    ]
-    for lane, row in row_of.items():
-        events.append(
-            {"ph": "M", "pid": 1, "tid": row, "name": "thread_name", "args": {"name": lane}}
-        )
-    for span in timeline.spans:
-        about: dict[str, Any] = {"step": span.step}
-        if move := moves.get(span.id):
-            nbytes = moved_bytes(problem, move.tensor, move.codec)
-            about |= {"tensor": move.tensor, "nbytes": nbytes}
-        events.append(_slice(span.id, row_of[span.lane], span.start_ns, span.end_ns, about))
-    for stall in timeline.stalls:
-        about = {"waited_for": list(stall.waited_for)}
-        end_ns = stall.start_ns + stall.duration_ns
-        row = row_of.get(COMPUTE, 0)
-        events.append(_slice(f"wait before {stall.op}", row, stall.start_ns, end_ns, about))
-    return {"displayTimeUnit": "ms", "traceEvents": events}
-
-
-def _slice(
-    name: str, row: int, start_ns: int, end_ns: int, about: dict[str, Any]
-) -> dict[str, Any]:
-    start_us, length_us = start_ns / NS_PER_US, (end_ns - start_ns) / NS_PER_US
-    return {
-        "ph": "X",
-        "pid": 1,
-        "tid": row,
-        "name": name,
-        "ts": start_us,
-        "dur": length_us,
-        "args": about,
-    }
 
 
 # --- figures -------------------------------------------------------------------------------

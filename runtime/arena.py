@@ -21,9 +21,6 @@ from .extents import FreeRanges
 from .mapping import Mapping, page_multiple
 from .memory import machine_memory_bytes
 
-#: what an arena that grows takes at a time
-GROWTH_BYTES = 64 << 20
-
 
 class _Owned(np.ndarray[tuple[int], np.dtype[np.uint8]]):
     """An array whose death gives its block back (plain arrays cannot be watched)."""
@@ -56,11 +53,10 @@ class Arena:
 
     capacity_bytes: what the arena itself holds. used_bytes: what of it is handed out.
     overflow_bytes: what is mapped besides, now. peak_bytes: most of both together.
-    grows: more addresses are taken when a block finds no room, their pages as they are touched.
     In a forked child everything is there as it was, as a copy of its own.
     """
 
-    def __init__(self, nbytes: int, grows: bool = False) -> None:
+    def __init__(self, nbytes: int) -> None:
         if nbytes < 0:
             raise OffloadError(f"an arena of {nbytes} bytes is not possible: give 0 or more")
         self._lock = threading.Lock()
@@ -73,9 +69,6 @@ class Arena:
         self._capacity_bytes = 0
         self._overflow_bytes = 0
         self._peak_bytes = 0
-        self._grows = grows
-        #: (start, end) of what is free and has no pages
-        self._cold: list[tuple[int, int]] = []
         self._addresses = _reserve(page_multiple(nbytes))
         self.ensure(nbytes)
         forks.watch(self)
@@ -104,78 +97,41 @@ class Arena:
         with self._lock:
             self._peak_bytes = self._settled() + self._overflow_bytes
 
-    @property
-    def warm_bytes(self) -> int:
-        """How many bytes of what is free still have their pages."""
-        with self._lock:
-            self._settled()
-            return self._free.total - sum(end - start for start, end in self._cold)
-
-    def give_back(self, nbytes: int | None = None) -> None:
-        """Let the pages of what is free go: of so many bytes, those at the end first, or of all."""
-        with self._lock:
-            self._settled()
-            left = self._free.total if nbytes is None else page_multiple(nbytes)
-            warm = [(start, start + size) for start, size in self._free.ranges()]
-            for start, end in self._cold:
-                warm = _without(warm, start, end)
-            for start, end in reversed(warm):
-                start = max(start, end - left)
-                if start < end:
-                    self._addresses.give_back(start, end - start)
-                    self._cold.append((start, end))
-                    left -= end - start
-
     def ensure(self, nbytes: int) -> None:
         """Grow to a capacity of at least `nbytes`, touched; blocks stay where they are."""
         with self._growing:
-            self._extend(page_multiple(nbytes) - self._capacity_bytes, touched=True)
-
-    def _extend(self, more: int, touched: bool) -> None:
-        start = self._capacity_bytes
-        if more <= 0:
-            return
-        if start + more > self._addresses.nbytes:
-            raise OffloadError(
-                f"the arena cannot grow to {start + more} bytes: it has room for "
-                f"{self._addresses.nbytes} (the memory of this machine, or what `ulimit -v` "
-                "left): lower `memory`"
-            )
-        self._addresses.open(start, more)
-        if touched:
+            start = self._capacity_bytes
+            more = page_multiple(nbytes) - start
+            if more <= 0:
+                return
+            if start + more > self._addresses.nbytes:
+                raise OffloadError(
+                    f"the arena cannot grow to {nbytes} bytes: it has room for "
+                    f"{self._addresses.nbytes} (the memory of this machine, or what `ulimit -v` "
+                    "left): lower `memory`"
+                )
+            self._addresses.open(start, more)
             self._addresses.touch(start, more)
-        with self._lock:
-            self._free.add(start, more)
-            self._capacity_bytes += more
-            if not touched:
-                self._cold.append((start, start + more))
+            with self._lock:
+                self._free.add(start, more)
+                self._capacity_bytes += more
 
     def block(self, nbytes: int) -> Block:
         """Memory for `nbytes`; OffloadError when even the system has none left."""
         if nbytes < 0:
             raise OffloadError(f"a block of {nbytes} bytes is not possible: give 0 or more")
         padded = page_multiple(max(nbytes, 1))
-        start = self._take(padded)
-        if start is None and self._grows:
-            with self._growing:
-                left = self._addresses.nbytes - self._capacity_bytes
-                self._extend(min(max(padded, GROWTH_BYTES), left), touched=False)
-            start = self._take(padded)
+        with self._lock:
+            used = self._settled()
+            start = self._free.take_best(padded)
+            if start is not None:
+                self._note_peak(used + padded + self._overflow_bytes)
         if start is None:
             return Block(nbytes, self._overflowing(padded))
         array = _owned(self._addresses, start, padded)
         note = weakref.finalize(array, _give_back, self._addresses, self._returned, start, padded)
         note.atexit = False
         return Block(nbytes, array)
-
-    def _take(self, padded: int) -> int | None:
-        with self._lock:
-            used = self._settled()
-            start = self._free.take_best(padded)
-            if start is not None:
-                self._cold = _without(self._cold, start, start + padded)
-                self._note_peak(used + padded + self._overflow_bytes)
-        return start
 
     def _overflowing(self, padded: int) -> _Owned:
         own = Mapping(padded)
@@ -207,12 +163,6 @@ class Arena:
     def after_fork(self, in_child: bool) -> None:
         self._lock.release()
         self._growing.release()
-
-
-def _without(ranges: list[tuple[int, int]], start: int, end: int) -> list[tuple[int, int]]:
-    """What is left of them beside [start, end)."""
-    parts = ((a, b) for s, e in ranges for a, b in ((s, min(e, start)), (max(s, end), e)))
-    return [(a, b) for a, b in parts if a < b]
 
 
 def _owned(mapping: Mapping, start: int, padded: int) -> _Owned:

@@ -27,6 +27,8 @@ class VerifiedStore(SpillStore):
     Takes 8 bytes of memory for every page in use. Pages that were never written are not checked.
     """
 
+    verified = True
+
     def __init__(self, *given: Any, **named: Any) -> None:
         super().__init__(*given, **named)
         # by an extent's number; 0: not written

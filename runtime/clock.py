@@ -19,9 +19,16 @@ Tell = Callable[[float], None]
 
 
 class Clock(ABC):
+    #: whether asking costs next to nothing
+    free: bool
+
     @abstractmethod
     def start(self) -> object:
         """Now, where the device's work stands."""
+
+    @abstractmethod
+    def between_ns(self, first: Any, last: Any) -> int | None:
+        """From one `start` to another, below zero if that was before; None: not known yet."""
 
     @abstractmethod
     def stop(self, started: Any, tell: Tell) -> None:
@@ -33,11 +40,16 @@ class Clock(ABC):
 
 
 class WallClock(Clock):
-    def start(self) -> float:
-        return time.perf_counter()
+    free = True
 
-    def stop(self, started: float, tell: Tell) -> None:
-        tell((time.perf_counter() - started) * 1e6)
+    def start(self) -> int:
+        return time.perf_counter_ns()
+
+    def between_ns(self, first: int, last: int) -> int:
+        return last - first
+
+    def stop(self, started: int, tell: Tell) -> None:
+        tell((time.perf_counter_ns() - started) / 1e3)
 
     def settle(self) -> None:
         """Nothing is ever outstanding."""
@@ -49,6 +61,8 @@ class StreamClock(Clock):
     `event` makes one that keeps time (`torch.cuda.Event(enable_timing=True)`).
     """
 
+    free = False
+
     def __init__(self, device: torch.device, event: Callable[[], Any] | None = None) -> None:
         self._device = device
         self._event = event or timed_event
@@ -56,6 +70,12 @@ class StreamClock(Clock):
 
     def start(self) -> object:
         return self._record()
+
+    def between_ns(self, first: Any, last: Any) -> int | None:
+        if not (first.query() and last.query()):
+            return None
+        elapsed_ms: float = first.elapsed_time(last)
+        return round(elapsed_ms * 1e6)
 
     def stop(self, started: Any, tell: Tell) -> None:
         self._open.append((started, self._record(), tell))

@@ -15,7 +15,6 @@ from concurrent.futures import Executor, ThreadPoolExecutor
 from functools import partial
 from weakref import WeakKeyDictionary
 
-import numpy as np
 import torch
 
 from offcompile.ir import OffloadError
@@ -25,7 +24,7 @@ from .arena import Arena, Block
 from .codecs import Codec
 from .device import Copy, Device, Label, Point, Slot, Waited
 from .failures import not_arrived
-from .heap import heap
+from .lane_rates import LaneRates
 from .lanes import Job, Lanes
 from .mapped import MappedSlot, MappedStore
 from .packing import PackedSlot
@@ -93,6 +92,7 @@ class CpuDevice(Device):
         self.stores = dict(stores)
         self.mapped = mapped
         self.lanes = Lanes("cpu")
+        self.rates = LaneRates()
         self._chunk_bytes = chunk_bytes // PAGE_BYTES * PAGE_BYTES
         self._staging: dict[str, Block] = {}
         self._packing: dict[str, Block] = {}
@@ -160,10 +160,6 @@ class CpuDevice(Device):
         if isinstance(slot, MappedSlot | PackedSlot):
             return telling(torch.empty(slot.nbytes, dtype=torch.uint8, device="cpu").numpy(), freed)
         assert isinstance(slot, CpuSlot)
-        block = heap().room_for(slot.padded_bytes)
-        if block is not None:
-            pages = np.frombuffer(block.view, np.uint8)
-            return telling(pages[slot.skew_bytes : slot.skew_bytes + slot.nbytes], freed)
         room = torch.empty(slot.padded_bytes + PAGE_BYTES, dtype=torch.uint8, device="cpu")
         begin = -room.data_ptr() % PAGE_BYTES + slot.skew_bytes
         # a storage of its own that begins where the tensor does: views are rebuilt by offsets
@@ -182,11 +178,13 @@ class CpuDevice(Device):
         label: Label,
         on_end: Callable[[Copy], None],
     ) -> Copy:
+        work: Callable[[], None]
         if isinstance(slot, PackedSlot):
             work = partial(self._pack, lane, flat_elements(source), slot)
         else:
             assert isinstance(slot, CpuSlot | MappedSlot)
-            work = partial(self._write, lane, source.data_ptr(), slot)
+            move = partial(self._write, lane, source.data_ptr(), slot)
+            work = self.rates.timed(lane, slot.nbytes, move)
         return self.lanes.submit(lane, work, _jobs(after), label, on_end, keep=source)
 
     def copy_in(
@@ -198,11 +196,13 @@ class CpuDevice(Device):
         label: Label,
         on_end: Callable[[Copy], None],
     ) -> Copy:
+        work: Callable[[], None]
         if isinstance(slot, PackedSlot):
             work = partial(self._unpack, lane, flat_elements(target, slot.dtype), slot)
         else:
             assert isinstance(slot, CpuSlot | MappedSlot)
-            work = partial(self._read, target.data_ptr(), slot)
+            move = partial(self._read, target.data_ptr(), slot)
+            work = self.rates.timed(lane, slot.nbytes, move)
         return self.lanes.submit(lane, work, _jobs(after), label, on_end, keep=target)
 
     def wait(self, copy: Copy) -> Waited:

@@ -2,8 +2,9 @@
 
 A copy to or from the host tier is queued at once, on the stream of its lane, and nothing blocks
 the host: orders are events between streams, and a thread for each lane sees the ends. Between
-device and disk a thread for each lane moves chunks through pinned staging; there, a wait blocks
-the host until the last copy on the GPU's side was queued, and no longer.
+device and disk a thread for each lane moves chunks through pinned staging, or past the host where
+that can be (`cuda_direct_files`); there, a wait blocks the host until the last copy on the GPU's
+side was queued, and no longer.
 
 Nothing uses `record_stream`, which would keep memory from going round until the host happens to
 look: a copy holds its tensor until compute was made to wait for it, on the stream it was issued
@@ -24,6 +25,7 @@ from __future__ import annotations
 import threading
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 
 import torch
@@ -31,21 +33,38 @@ import torch
 from offcompile.ir import OffloadError
 
 from .completions import Completions
-from .counters import note, now_ns
+from .counters import now_ns
 from .cpu import PAGE_BYTES, CpuSlot
-from .cuda_copies import Block, Blocks, CudaCopy, HostSlot, Mark, bare, check_needs, needed, reach
+from .cuda_copies import (
+    Block,
+    Blocks,
+    CudaCopy,
+    HostSlot,
+    Mark,
+    bare,
+    check_needs,
+    needed,
+    note_end,
+    reach,
+)
+from .cuda_direct_files import DirectFiles
 from .cuda_packing import PackedHostSlot, Packers, Rooms
 from .device import Copy, Device, How, Label, Point, Slot, Waited
-from .disk_steps import packing_steps, raw_steps, unpacking_steps
+from .disk_steps import packing_steps, rated, raw_steps, unpacking_steps
 from .failures import failure
+from .gds import CuFile, this_cufile
 from .host_arena import HostFull
+from .lane_rates import LaneRates
 from .lanes import Lanes
+from .listening import HeardCopy
 from .packing import PackedSlot, elements_in
 from .shadows import Shadows, ShadowSlot
 from .spill import SpillFull, SpillStore
-from .staging import CHUNKS, Ring, Step
+from .staging import CHUNKS, Ring, Step, ring_in
 from .streams import Event, Stream, Streams, when_storage_dies
 
+#: copies of the host tier that the GPU's clock times, so that it is known what their lane reaches
+RATED_BYTES = 1 << 20
 #: lanes between device and disk that have their staging from the start
 DISK_LANES = ("device_to_disk", "disk_to_device")
 
@@ -59,6 +78,7 @@ class CudaDevice(Device):
 
     staging_bytes: pinned memory that each lane between device and disk goes through.
     timed: have the GPU's clock tell how long copies of the host tier took (for recordings).
+    cufile: asked, when something first moves to or from the disk, for a way past the host.
     """
 
     name = "cuda"
@@ -70,6 +90,7 @@ class CudaDevice(Device):
         stores: Mapping[str, SpillStore],
         staging_bytes: int = 16 << 20,
         timed: bool = False,
+        cufile: Callable[[], CuFile | str] = this_cufile,
     ) -> None:
         if staging_bytes < CHUNKS * PAGE_BYTES:
             raise OffloadError(
@@ -87,6 +108,7 @@ class CudaDevice(Device):
         self.timed = timed
         self._chunk_bytes = staging_bytes // CHUNKS // PAGE_BYTES * PAGE_BYTES
         self._lanes = Lanes("cuda")
+        self.rates = LaneRates()
         self._completions: Completions[CudaCopy] = Completions(self._complete)
         self._before: Callable[[], None] | None = None
         self._issuing: dict[str, threading.Lock] = {}
@@ -95,9 +117,11 @@ class CudaDevice(Device):
         self._late: list[CudaCopy] = []
         self._closed = False
         self._rings: dict[str, Ring] = {}
+        self._direct: DirectFiles | None = None
         if self.stores:
             # now, while the host tier has room
             self._rings = {lane: self._new_ring() for lane in DISK_LANES}
+            self._direct = DirectFiles(streams, self.stores["disk"], self.rates, cufile)
 
     @property
     def staging_bytes(self) -> int:
@@ -156,19 +180,7 @@ class CudaDevice(Device):
         return buffer
 
     def _new_ring(self) -> Ring:
-        chunks = [self._staging() for _ in range(CHUNKS)]
-        from_arena = all(pinned for _, pinned in chunks)
-        return Ring(self.streams, [tensor for tensor, _ in chunks], from_arena)
-
-    def _staging(self) -> tuple[torch.Tensor, bool]:
-        """A chunk, and whether the arena had room for it."""
-        try:
-            return self.arena.block(self._chunk_bytes, PAGE_BYTES).tensor, True
-        except HostFull:
-            # a host tier without room is what disks are there for: slower, but it moves
-            room = torch.empty(self._chunk_bytes + PAGE_BYTES, dtype=torch.uint8, device="cpu")
-            start = -room.data_ptr() % PAGE_BYTES
-            return room[start : start + self._chunk_bytes], False
+        return ring_in(self.streams, self.arena, self._chunk_bytes)
 
     # -- the host itself ---------------------------------------------------------------------------
 
@@ -289,7 +301,8 @@ class CudaDevice(Device):
             try:
                 check_needs(copy)
                 self._order(stream, after)
-                timed = self.timed
+                heard = copy.label.heard
+                timed = self.timed or heard is not None or slot.nbytes >= RATED_BYTES
                 if timed:
                     copy.began = self.streams.record(stream, timing=True)
                 if isinstance(slot, PackedHostSlot):
@@ -301,6 +314,9 @@ class CudaDevice(Device):
                 copy.event = self.streams.record(stream, timing=timed)
                 if isinstance(slot, ShadowSlot):
                     slot.points[stream] = copy.event
+                if heard is not None:
+                    began, ended = copy.began, copy.event
+                    heard.copies.append(HeardCopy(copy.label.tag, copy.lane, began, ended))
             except Exception as error:
                 copy.error = bare(error)
             self._ending(copy)
@@ -326,7 +342,9 @@ class CudaDevice(Device):
         over = partial(self._job_over, copy, outward)
         needs = [need.job for need in copy.needs if need.job is not None]
         try:
-            copy.job = self._lanes.submit(copy.lane, work, needs, copy.label, over)
+            # the host's clock is not that of whoever listens
+            label = replace(copy.label, heard=None)
+            copy.job = self._lanes.submit(copy.lane, work, needs, label, over)
         except BaseException:
             with self._over:
                 self._unfinished.discard(copy)
@@ -354,17 +372,25 @@ class CudaDevice(Device):
         if ring is None:
             ring = self._rings[copy.lane] = self._new_ring()
         self._order(stream, after)
-        steps = self._steps(copy, slot, ring, outward)
+        begin = 0
+        if self._direct is not None and isinstance(slot, CpuSlot):
+            begin = self._direct.move(copy, slot, stream, outward)
+            if begin == slot.nbytes:
+                return
+        steps = self._steps(copy, slot, ring, outward, begin)
+        if isinstance(slot, CpuSlot) and not begin:
+            steps = rated(self.rates, copy.lane, slot.nbytes, steps)
         if outward:
             ring.write(stream, steps, partial(_issued, copy))
         else:
             ring.read(stream, steps, partial(setattr, copy, "event"))
 
     def _steps(
-        self, copy: CudaCopy, slot: CpuSlot | PackedSlot, ring: Ring, outward: bool
+        self, copy: CudaCopy, slot: CpuSlot | PackedSlot, ring: Ring, outward: bool, begin: int
     ) -> Iterator[Step]:
+        """What is left of a copy whose first bytes, up to `begin`, have moved."""
         if isinstance(slot, CpuSlot):
-            return raw_steps(self.streams, slot, copy.part, ring.chunk_bytes, outward)
+            return raw_steps(self.streams, slot, copy.part, ring.chunk_bytes, outward, begin)
         packer = self.packers.of(copy.lane, self.packers.in_place and ring.from_arena)
         flat = copy.elements(slot.dtype)
         return (packing_steps if outward else unpacking_steps)(packer, slot, flat)
@@ -399,16 +425,10 @@ class CudaDevice(Device):
         if isinstance(copy.slot, PackedHostSlot) and copy.error is None:
             copy.slot.look()  # a load may be seen to end before its copy out is
         if isinstance(copy.slot, HostSlot) and copy.job is None:
-            self._note(copy)
+            busy_ns = note_end(self.streams, copy)
+            if busy_ns is not None and not isinstance(copy.slot, PackedHostSlot):
+                self.rates.add(copy.lane, copy.slot.nbytes, busy_ns)
         self._finish(copy)
-
-    def _note(self, copy: CudaCopy) -> None:
-        end_ns, begin_ns = now_ns(), copy.began_ns
-        if copy.began is not None and copy.event is not None and copy.error is None:
-            begin_ns = end_ns - int(self.streams.elapsed_us(copy.began, copy.event) * 1e3)
-        label = copy.label
-        note(f"begin_{label.direction}", label.tag, copy.lane, begin_ns)
-        note(f"end_{label.direction}", label.tag, copy.lane, end_ns, end_ns - begin_ns)
 
     def _finish(self, copy: CudaCopy) -> None:
         slot, on_end, copy.on_end = copy.slot, copy.on_end, None
@@ -475,6 +495,8 @@ class CudaDevice(Device):
         for copy in queued:
             self._cancelled(copy)
         self._completions.close()
+        if self._direct is not None:
+            self._direct.close()
         for ring in self._rings.values():
             ring.close()
         self._rings.clear()

@@ -8,7 +8,7 @@ from typing import Protocol
 
 import torch
 
-from .counters import now_ns
+from .counters import note, now_ns
 from .device import Copy, Label, Point, Slot
 from .failures import not_arrived
 from .lanes import Job, Needed
@@ -116,6 +116,18 @@ def reach(streams: Streams, point: Point) -> None:
         point.error = point.error or bare(error)
     if point.error is not None:
         raise not_arrived(point.label, point.error)
+
+
+def note_end(streams: Streams, copy: CudaCopy) -> int | None:
+    """Record that a copy of a stream has ended; returns what the GPU's clock said it took."""
+    end_ns, took_ns = now_ns(), None
+    if copy.began is not None and copy.event is not None and copy.error is None:
+        took_ns = int(streams.elapsed_us(copy.began, copy.event) * 1e3)
+    begin_ns = copy.began_ns if took_ns is None else end_ns - took_ns
+    label = copy.label
+    note(f"begin_{label.direction}", label.tag, copy.lane, begin_ns)
+    note(f"end_{label.direction}", label.tag, copy.lane, end_ns, end_ns - begin_ns)
+    return took_ns
 
 
 def check_needs(copy: CudaCopy) -> None:

@@ -9,13 +9,16 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import Enum
 from functools import partial
 
 import torch
 
 from offcompile.ir import OffloadError
+
+from .lane_rates import LaneRates
+from .listening import Listener
 
 
 class How(Enum):
@@ -34,10 +37,14 @@ class Waited:
 
 @dataclass(frozen=True)
 class Label:
-    """What a copy is called in messages and recordings; `direction` is `out` or `load`."""
+    """What a copy is called in messages and recordings; `direction` is `out` or `load`.
+
+    `heard` is told when a lane worked on it.
+    """
 
     direction: str
     tag: str
+    heard: Listener | None = field(default=None, compare=False, repr=False)
 
 
 class Point:
@@ -100,6 +107,8 @@ class Slot(ABC):
 
 class Device(ABC):
     name: str
+    #: what its lanes have moved, as far as the time that it took says how fast they are
+    rates: LaneRates
 
     @property
     @abstractmethod

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 
 import torch
 
+from .counters import now_ns
 from .cpu import CpuSlot
 from .cuda_packing import Packer, used_bytes
+from .lane_rates import LaneRates
 from .packing import PackedSlot, Piece
 from .staging import Chunk, Step
 from .streams import Stream, Streams
@@ -18,9 +20,9 @@ Part = Callable[[int, int], torch.Tensor]
 
 
 def raw_steps(
-    streams: Streams, slot: CpuSlot, part: Part, chunk_bytes: int, outward: bool
+    streams: Streams, slot: CpuSlot, part: Part, chunk_bytes: int, outward: bool, begin: int = 0
 ) -> Iterator[Step]:
-    """Of the tensor as it is."""
+    """Of the tensor as it is, from `begin` on, whole pages from its start."""
 
     def copy(start: int, size: int, stream: Stream, chunk: Chunk) -> None:
         device, host = part(start, size), chunk.tensor[:size]
@@ -31,9 +33,26 @@ def raw_steps(
     def at_disk(start: int, size: int, chunk: Chunk) -> None:
         move(slot.extent, start, chunk.pages(size))
 
-    for start in range(0, slot.nbytes, chunk_bytes):
+    for start in range(begin, slot.nbytes, chunk_bytes):
         size = min(chunk_bytes, slot.nbytes - start)
         yield Step(partial(copy, start, size), partial(at_disk, start, size))
+
+
+def rated(rates: LaneRates, lane: str, nbytes: int, steps: Iterable[Step]) -> Iterator[Step]:
+    """The same steps; once the disk has done its part of each, its time counts for the lane."""
+    busy_ns, left = 0, nbytes
+
+    def at_disk(step: Step, chunk: Chunk) -> None:
+        nonlocal busy_ns, left
+        began_ns = now_ns()
+        step.by_disk(chunk)
+        busy_ns += now_ns() - began_ns
+        left -= chunk.tensor.numel()
+        if left <= 0:
+            rates.add(lane, nbytes, busy_ns)
+
+    for step in steps:
+        yield Step(step.by_gpu, partial(at_disk, step))
 
 
 def packing_steps(packer: Packer, slot: PackedSlot, flat: torch.Tensor) -> Iterator[Step]:

@@ -48,6 +48,10 @@ class DriveLife:
             return float("inf")
         return self.endurance_bytes / self.written_bytes_per_step
 
+    def lasts(self) -> str:
+        """How long a drive is good for, in the unit that fits."""
+        return _span(self.years)
+
     def words(self) -> str:
         """A line for people."""
         if not self.written_bytes_per_step:
@@ -55,7 +59,7 @@ class DriveLife:
         return (
             f"{self.what}: {self.written_bytes_per_step / 1e9:.3g} GB written per step of "
             f"{self.step_s:.3g} s; a drive rated for {self.endurance_bytes / _TB:.4g} TB written "
-            f"lasts {_span(self.years)} at this rate, without a pause"
+            f"lasts {self.lasts()} at this rate, without a pause"
         )
 
 

@@ -1,8 +1,8 @@
 """GPUDirect Storage: the disk and GPU memory without host memory between, through cuFile.
 
 Used only where the kernel module that does it is loaded: without it cuFile copies through host
-memory of its own, which the staging here does as well. Never run on a machine that has it; what
-holds this is a fake library in the tests.
+memory of its own, which the staging here does as well (`cuda_direct_files` chooses). Never run on a
+machine that has it; what holds this is a fake library in the tests.
 """
 
 from __future__ import annotations
@@ -10,14 +10,14 @@ from __future__ import annotations
 import ctypes
 import errno
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 from offcompile.ir import OffloadError
 
-from .mapping import PAGE_BYTES
 from .spill import Extent, SpillStore
 
 LIBRARIES = ("libcufile.so.0", "libcufile.so")
@@ -129,6 +129,19 @@ def open_cufile(load: Callable[[], Any] = _load, driver: Path = DRIVER) -> CuFil
         return str(error)
 
 
+def why_not_direct(directories: Sequence[Path]) -> str | None:
+    """Why files there cannot be reached from GPU memory directly, in one line; None: they can."""
+    found = this_cufile()
+    if isinstance(found, str):
+        return found
+    try:
+        with SpillStore(directories) as store:
+            GdsStore(store, found).close()
+    except OffloadError as error:
+        return str(error)
+    return None
+
+
 @cache
 def this_cufile() -> CuFile | str:
     """That of this process."""
@@ -139,17 +152,23 @@ class GdsStore:
     """Extents of a store, read and written straight from and to GPU memory.
 
     Calls block until the bytes are where they belong and know nothing of streams: what writes the
-    source has to be over before, and who reads the target comes after. Any thread may call.
+    source has to be over before, and who reads the target comes after. Any thread may call;
+    `on_card` makes the card the current one of the thread that moves a part.
     """
 
-    def __init__(self, store: SpillStore, cufile: CuFile) -> None:
+    def __init__(
+        self,
+        store: SpillStore,
+        cufile: CuFile,
+        on_card: Callable[[], AbstractContextManager[object]] = nullcontext,
+    ) -> None:
         if not store.direct:
             places = ", ".join(map(str, store.directories))
             raise OffloadError(
                 f"GPUDirect Storage wants files that pass the page cache by, and {places} has "
                 'none: name a directory on a local disk with options={"spill": "/path"}'
             )
-        self._store, self._cufile = store, cufile
+        self._store, self._cufile, self._on_card = store, cufile, on_card
         self._handles: list[int] = []
         try:
             for descriptor in store.descriptors:
@@ -172,19 +191,15 @@ class GdsStore:
             self._cufile.deregister(self._handles.pop())
 
     def _move(self, extent: Extent, offset: int, pointer: int, nbytes: int, writing: bool) -> None:
-        if offset % PAGE_BYTES or nbytes % PAGE_BYTES:
-            raise OffloadError(
-                f"{nbytes} bytes at {offset} cannot be moved directly: both have to be multiples "
-                f"of {PAGE_BYTES}"
-            )
         call = self._cufile.write if writing else self._cufile.read
-        done = 0
-        for file, at, size in self._store.ranges(extent, offset, nbytes):
+
+        def transfer(file: int, at: int, begin: int, size: int) -> None:
             for start in range(0, size, CHUNK_BYTES):
                 part = min(CHUNK_BYTES, size - start)
-                with self._store.moving(part, writing):
-                    self._whole(call, file, pointer + done, part, at + start, writing)
-                done += part
+                with self._store.moving(part, writing), self._on_card():
+                    self._whole(call, file, pointer + begin + start, part, at + start, writing)
+
+        self._store.spread(extent, offset, nbytes, writing, transfer)
 
     def _whole(
         self,

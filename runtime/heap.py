@@ -19,8 +19,7 @@ import resource
 import threading
 import time
 
-from .arena import Arena, Block
-from .memory import RETURNED_BYTES, return_freed_memory
+from .memory import return_freed_memory
 
 # malloc.h of glibc
 _M_MXFAST, _M_TRIM_THRESHOLD, _M_TOP_PAD, _M_MMAP_THRESHOLD, _M_MMAP_MAX = 1, -1, -2, -3, -4
@@ -41,8 +40,6 @@ FASTEST_BYTES_PER_S = 4e9
 SHORTEST_LOOK_S, LONGEST_LOOK_S = 0.002, 0.1
 #: how far below the limit pages are given back
 MARGIN_BYTES = 4 << 20
-#: how much more than is asked for goes back of the room of what arrives
-GIVEN_BYTES = 8 << 20
 
 
 class _Info(ctypes.Structure):
@@ -92,7 +89,6 @@ class Heap:
         self._budget_bytes = 0
         #: most of a step's budget that was seen to be held
         self.peak_bytes = 0
-        self._arriving: Arena | None = None
         self._huge_from = self._huge_until = 0
         self._laid_out_bytes = 0
         #: of what was held then, pages in holes between blocks
@@ -133,8 +129,6 @@ class Heap:
         live = self.live_bytes()
         if self._other_bytes is None:
             self.trim()
-            if self._arriving is not None:
-                self._arriving.give_back()
             self._other_bytes = self.resident_bytes() - live
         self._left_bytes = 0
         self._budget_bytes = budget_bytes
@@ -166,12 +160,6 @@ class Heap:
         worth = max(limit - MARGIN_BYTES, self._left_bytes + MARGIN_BYTES)
         if held <= worth:
             return worth - held
-        # of the two that have pages to give, the one with more: what the other has is in use
-        if self._arriving is not None and self._arriving.warm_bytes > self._hole_bytes(held) // 2:
-            self._arriving.give_back(held - worth + GIVEN_BYTES)
-            held = self.resident_bytes()
-            if held <= worth:
-                return worth - held
         self.trim()
         self._left_bytes = left = self.resident_bytes()
         # what trimming cannot take is none of the step's: do not try for it again
@@ -180,19 +168,6 @@ class Heap:
             self._other_bytes += left - limit
             self._limit_bytes = left
         return 0.0
-
-    def room_for(self, nbytes: int) -> Block | None:
-        """Whole pages for a tensor that arrives in this step; None: take them from malloc.
-
-        Reading into pages that have been touched, and are huge, is up to three times as fast. These
-        stay so from one tensor to the next, whatever lies between the blocks of malloc. They count
-        as the heap does, and go back as it does.
-        """
-        if self._limit_bytes is None or nbytes < RETURNED_BYTES or os.getpid() != self.pid:
-            return None
-        if self._arriving is None:
-            self._arriving = Arena(0, grows=True)
-        return self._arriving.block(nbytes)
 
     def _lay_out(self, nbytes: int) -> None:
         """Have addresses for a step ready, in huge pages before anything is touched.
@@ -255,11 +230,10 @@ class Heap:
         return max(held_bytes - (self._other_bytes or 0) - self.live_bytes(), 0)
 
     def live_bytes(self) -> int:
-        """What was handed out, by malloc or for tensors that arrive, and not got back."""
+        """What malloc has handed out and not got back."""
         assert self._process is not None
         info = self._process.mallinfo2()
-        arrived = 0 if self._arriving is None else self._arriving.used_bytes
-        return int(info.uordblks + info.hblkhd) + arrived
+        return int(info.uordblks + info.hblkhd)
 
     def resident_bytes(self) -> int:
         """Pages of the process's own."""

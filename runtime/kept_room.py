@@ -95,10 +95,13 @@ class KeptRoom:
             return
         kept.awaited = kept.saved.awaited = True
         self.mover.device.wait(copy)
-        if copy.error is not None:
-            raise failure(copy.error, "out", kept.saved.tag, kept.saved.slot)
         with self._lock:
-            self._drop_if_leaving(kept)
+            dead = self._kept.get(kept.block) is not kept
+            if copy.error is None:
+                self._drop_if_leaving(kept)
+        # nobody misses the copy of what has died: that may have been cancelled
+        if copy.error is not None and not dead:
+            raise failure(copy.error, "out", kept.saved.tag, kept.saved.slot)
 
     def _arrived(self, kept: Kept, copy: Copy) -> None:
         with self._lock:

@@ -20,6 +20,7 @@ from offcompile.ir import OffloadError
 
 from .counters import note, now_ns
 from .device import Copy, How, Label, Waited
+from .listening import HeardCopy
 
 
 class State(Enum):
@@ -35,7 +36,10 @@ class Needed(OffloadError):
 class Job(Copy):
     """One piece of work on a lane. `keep` is held alive until the job ends or is let go."""
 
-    __slots__ = ("error", "keep", "label", "lane", "needs", "on_end", "seq", "state", "work")
+    __slots__ = (
+        *("awaited", "error", "keep", "label", "lane", "needs", "on_end"),
+        *("seq", "state", "work"),
+    )
 
     def __init__(
         self,
@@ -54,6 +58,8 @@ class Job(Copy):
         self.label = label
         self.on_end = on_end
         self.keep = keep
+        #: somebody sleeps until it has ended
+        self.awaited = False
         self.state = State.QUEUED
         self.error: BaseException | None = None
 
@@ -137,6 +143,7 @@ class Lanes:
             how = How.PROMOTED if job.state is State.QUEUED else How.LATE
             if job.state is State.QUEUED:
                 self._hurry(job)
+            job.awaited = True
             while not job.ended:
                 self._ended.wait()
         return Waited(how, now_ns() - began_ns)
@@ -236,6 +243,8 @@ class Lanes:
                 job.error = _bare(error)
         ended_ns = now_ns()
         note(f"end_{label.direction}", label.tag, lane, ended_ns, ended_ns - began_ns)
+        if label.heard is not None and job.error is None:
+            label.heard.copies.append(HeardCopy(label.tag, lane, began_ns, ended_ns))
         on_end, job.on_end = job.on_end, None
         job.work = job.keep = None
         if on_end is not None:
@@ -247,9 +256,11 @@ class Lanes:
         job.needs = ()
         job.state = State.ENDED
         self._unfinished -= 1
-        self._ended.notify_all()
+        # who is woken for nothing takes time that the next job wants to start in
+        if job.awaited or not self._unfinished:
+            self._ended.notify_all()
         for lane in self._lanes.values():
-            if lane.queue:
+            if lane.ready():
                 lane.wake.notify()
 
 

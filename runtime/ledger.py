@@ -35,10 +35,15 @@ class Ledger:
     def held_bytes(self) -> int:
         return self._moving_bytes + self._staging_bytes()
 
-    def reserve(self, nbytes: int, drains: bool = True) -> None:
-        """Count `nbytes` more, after waiting for room as far as waiting can bring any."""
+    def reserve(self, nbytes: int, drains: bool = True) -> bool:
+        """Count `nbytes` more, after waiting for room as far as waiting can bring any.
+
+        Returns whether it waited.
+        """
+        waited = False
         with self._lock:
             while self._draining_bytes and self._over(nbytes):
+                waited = True
                 self._drained.wait()
             self._moving_bytes += nbytes
             if drains:
@@ -46,6 +51,7 @@ class Ledger:
             self._tally.in_flight_peak_bytes = max(
                 self._tally.in_flight_peak_bytes, self.held_bytes
             )
+        return waited
 
     def close(self) -> None:
         """Let everybody through: nothing drains any more."""

@@ -76,10 +76,6 @@ class Mapping:
             if _libc.madvise(self.address + at, size, _MADV_POPULATE_WRITE):
                 ctypes.memset(self.address + at, 0, size)
 
-    def give_back(self, start: int, nbytes: int) -> None:
-        """Let the pages of [start, start + nbytes) go; what is touched there again is zero."""
-        _libc.madvise(self.address + start, nbytes, mmap.MADV_DONTNEED)
-
     def view(self, start: int, nbytes: int) -> memoryview:
         """The bytes [start, start + nbytes); does not keep the mapping alive."""
         return memoryview((ctypes.c_uint8 * nbytes).from_address(self.address + start)).cast("B")

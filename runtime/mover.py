@@ -20,6 +20,7 @@ from .device import Copy, Device, How, Label, Point, Slot
 from .failures import failure
 from .keeping import Keeper
 from .ledger import Ledger
+from .listening import listener
 from .watching import show
 
 
@@ -160,7 +161,7 @@ class Mover:
         """The ticket's death undoes everything, also when something is raised."""
         tag, lane = saved.tag, saved.lane
         nbytes = saved.slot.nbytes
-        self._ledger.reserve(nbytes)
+        self._reserve(nbytes, tag)
         try:
             saved.users += 1
             saved.copy = self.device.copy_out(
@@ -168,7 +169,7 @@ class Mover:
                 x,
                 saved.slot,
                 self._after(self.device.mark()),
-                Label("out", tag),
+                Label("out", tag, listener()),
                 partial(self._out_ended, saved),
             )
         except BaseException:
@@ -187,7 +188,7 @@ class Mover:
             return
         assert saved.copy is not None
         saved.awaited = True
-        self._wait(saved.copy, load=False)
+        self._stand(saved.copy, saved.tag, load=False)
         note("wait_out", saved.tag, saved.lane, began_ns, now_ns() - began_ns)
         if saved.copy.error is not None:
             raise failure(saved.copy.error, "out", saved.tag, saved.slot)
@@ -202,7 +203,7 @@ class Mover:
         """
         began_ns = now_ns()
         self._enter()
-        self.device.claim(host)
+        self._claim(host, tag)
         slot = self.device.slot_of(host)
         if slot is None:
             raise OffloadError(
@@ -241,7 +242,7 @@ class Mover:
             note("take", tag, lane, began_ns, now_ns() - began_ns)
             return buffer, ticket
         nbytes = saved.slot.nbytes
-        self._ledger.reserve(nbytes, drains=False)
+        self._reserve(nbytes, tag, drains=False)
         try:
             gone = partial(self._deaths.append, partial(self._ledger.release, nbytes))
             buffer = self.device.allocate(saved.slot, gone)
@@ -256,7 +257,7 @@ class Mover:
                 saved.slot,
                 buffer,
                 self._after(self.device.mark(), saved.copy),
-                Label("load", tag),
+                Label("load", tag, listener()),
                 partial(self._load_ended, load),
             )
         except BaseException:
@@ -275,7 +276,7 @@ class Mover:
             with self._lock:
                 self.tally.prefetch_hits += 1
             return
-        self._wait(load.copy, load=True)
+        self._stand(load.copy, load.tag, load=True)
         note("wait_load", load.tag, load.lane, began_ns, now_ns() - began_ns)
         if load.copy.error is not None:
             raise failure(load.copy.error, "load", load.tag, load.saved.slot)
@@ -364,6 +365,36 @@ class Mover:
         else:
             tally.bytes_in += slot.crossed_bytes
             tally.raw_bytes_in += slot.nbytes
+
+    # -- waits, with whoever listens -------------------------------------------------------------
+
+    def _stand(self, copy: Copy, tag: str, load: bool) -> None:
+        heard = listener()
+        if heard is None:
+            self._wait(copy, load)
+            return
+        began = None if copy.ended else heard.now()
+        with heard.wait_range(tag):
+            self._wait(copy, load)
+        if began is not None:
+            heard.waited(tag, began)
+
+    def _claim(self, host: torch.Tensor, tag: str) -> None:
+        heard = listener() if self.device.ever_held else None
+        slot = None if heard is None else self.device.slot_of(host)
+        if heard is None or slot is None or not slot.holds:
+            self.device.claim(host)
+            return
+        began = heard.now()
+        with heard.wait_range(tag):
+            self.device.claim(host)
+        heard.waited(tag, began, starting=True)
+
+    def _reserve(self, nbytes: int, tag: str, drains: bool = True) -> None:
+        heard = listener()
+        began = None if heard is None else heard.now()
+        if self._ledger.reserve(nbytes, drains) and heard is not None:
+            heard.waited(tag, began, starting=True)
 
     # -- orders and waits: what a subclass in a test takes away ----------------------------------
 

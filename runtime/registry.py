@@ -7,6 +7,7 @@ import json
 import os
 import re
 import threading
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
 from functools import cached_property
 from pathlib import Path
@@ -23,6 +24,7 @@ from .cpu import CpuDevice
 from .device import Device
 from .directories import default_directory
 from .heap import heap
+from .lane_rates import Moved
 from .mapped import MappedStore
 from .mover import Mover
 from .spill import SpillStore
@@ -207,6 +209,12 @@ def runtime_for(key: str) -> Runtime:
             if runtime is None:
                 runtime = _runtimes[key] = Runtime(settings)
     return runtime
+
+
+def lanes_moved(key: str) -> Mapping[str, Moved]:
+    """What the lanes of the runtime of this key have moved; nothing where there is none."""
+    runtime = _runtimes.get(key)
+    return {} if runtime is None else runtime.device.rates.totals()
 
 
 def runtimes() -> tuple[Runtime, ...]:

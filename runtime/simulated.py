@@ -22,6 +22,7 @@ from . import codecs
 from .codecs import Codec
 from .device import Copy, Device, How, Label, Point, Slot, Waited
 from .failures import not_arrived
+from .lane_rates import LaneRates
 from .lanes import Job, Lanes, Needed
 from .tickets import telling
 
@@ -114,6 +115,7 @@ class SimulatedDevice(Device):
     def __init__(self, seed: int, longest_pause_s: float = 0.0005) -> None:
         dice = random.Random(seed)
         self.lanes = Lanes("simulated", delay_s=lambda: dice.random() * longest_pause_s)
+        self.rates = LaneRates()  # of made-up pauses: nothing is counted
         self.races: list[Race] = []
         self._lock = threading.RLock()
         self._clocks: dict[Job, int] = {}

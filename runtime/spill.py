@@ -7,7 +7,7 @@ import os
 import threading
 import weakref
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -28,6 +28,10 @@ _LEAST_STEP_BYTES = 64 << 20
 _MOST_STEP_BYTES = 1 << 30
 #: one system call moves about this much at most, so that a fork waits for little
 _CHUNK_BYTES = 8 << 20
+
+
+#: (file, where in it, where in what is moved, bytes)
+Transfer = Callable[[int, int, int, int], None]
 
 
 class SpillFull(OffloadError):
@@ -65,9 +69,12 @@ class SpillStore:
     measured when there is something to place. They work side by side, so a move takes as long as
     the slowest of its parts.
     reserve_bytes: what is left free on every file system.
-    direct: all files pass the page cache by. elsewhere: what errors say to name other directories.
+    direct: all files pass the page cache by. verified: bytes are looked at on their way, so that
+    they have to pass through host memory. elsewhere: what errors say to name other directories.
     A forked child has no part in the store: there every call but `release` and `close` is an error.
     """
+
+    verified = False
 
     def __init__(
         self,
@@ -203,6 +210,20 @@ class SpillStore:
             (piece.file, piece.offset + within, size)
             for piece, within, _, size in _pieces_of(extent, offset, nbytes)
         ]
+
+    def spread(
+        self, extent: Extent, offset: int, nbytes: int, writing: bool, transfer: Transfer
+    ) -> None:
+        """Have `transfer` move each part of it, directories side by side, on threads of theirs.
+
+        Returns when nothing runs any more; raises the first error.
+        """
+        self._check_range(extent, offset, nbytes)
+        by_file: dict[int, list[Work]] = {}
+        for piece, within, at, size in _pieces_of(extent, offset, nbytes):
+            work = partial(transfer, piece.file, piece.offset + within, at, size)
+            by_file.setdefault(piece.file, []).append(work)
+        side_by_side([(self._queues[at, writing], works) for at, works in by_file.items()])
 
     @contextmanager
     def moving(self, nbytes: int, writing: bool) -> Iterator[None]:
@@ -346,21 +367,15 @@ class SpillStore:
         self._check_range(extent, offset, nbytes)
         for view in views:
             _check_pages(view)
-        by_file: dict[int, list[Work]] = {}
-        for piece, within, at, size in _pieces_of(extent, offset, nbytes):
-            part = part_of(views, at, size)
-            work = partial(self._transfer, piece.file, piece.offset + within, part, size, writing)
-            by_file.setdefault(piece.file, []).append(work)
-        side_by_side([(self._queues[at, writing], works) for at, works in by_file.items()])
 
-    def _transfer(
-        self, at: int, start: int, views: list[memoryview], nbytes: int, writing: bool
-    ) -> None:
-        file = self._files[at]
-        call = file.write if writing else file.read
-        for done, size in calls_for(nbytes, _CHUNK_BYTES):
-            with self.moving(size, writing):
-                call(start + done, part_of(views, done, size))
+        def transfer(at: int, start: int, begin: int, size: int) -> None:
+            file, part = self._files[at], part_of(views, begin, size)
+            call = file.write if writing else file.read
+            for done, now in calls_for(size, _CHUNK_BYTES):
+                with self.moving(now, writing):
+                    call(start + done, part_of(part, done, now))
+
+        self.spread(extent, offset, nbytes, writing, transfer)
 
     def _begin(self) -> None:
         with self._settled:
@@ -401,7 +416,7 @@ class SpillStore:
 
 
 def _check_pages(view: memoryview) -> None:
-    address = np.frombuffer(view, np.uint8).ctypes.data
+    address, _ = np.frombuffer(view, np.uint8).__array_interface__["data"]
     if address % PAGE_BYTES or len(view) % PAGE_BYTES:
         raise OffloadError(
             f"a buffer of {len(view)} bytes at address {address:#x} does not suit direct I/O: it "

@@ -12,6 +12,8 @@ from dataclasses import dataclass
 
 import torch
 
+from .cuda_copies import Blocks
+from .host_arena import HostFull
 from .mapping import PAGE_BYTES, page_multiple
 from .streams import Event, Stream, Streams
 
@@ -118,3 +120,20 @@ class Ring:
             # what went wrong is for those to tell whose copy it was
             with suppress(Exception):
                 self._streams.synchronize(chunk.event)
+
+
+def ring_in(streams: Streams, arena: Blocks, chunk_bytes: int) -> Ring:
+    """One whose chunks lie in the arena, as far as that has room."""
+    chunks = [_chunk(arena, chunk_bytes) for _ in range(CHUNKS)]
+    return Ring(streams, [tensor for tensor, _ in chunks], all(pinned for _, pinned in chunks))
+
+
+def _chunk(arena: Blocks, nbytes: int) -> tuple[torch.Tensor, bool]:
+    """And whether the arena had room for it."""
+    try:
+        return arena.block(nbytes, PAGE_BYTES).tensor, True
+    except HostFull:
+        # a host tier without room is what disks are there for: slower, but it moves
+        room = torch.empty(nbytes + PAGE_BYTES, dtype=torch.uint8, device="cpu")
+        start = -room.data_ptr() % PAGE_BYTES
+        return room[start : start + nbytes], False

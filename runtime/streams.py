@@ -11,6 +11,7 @@ import threading
 import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
@@ -128,6 +129,10 @@ class Streams(ABC):
     @abstractmethod
     def reset_peak(self) -> None:
         """Let the peaks of `memory` count from now."""
+
+    def on_card(self) -> AbstractContextManager[object]:
+        """Inside, the device is the calling thread's current one, for libraries that ask."""
+        return nullcontext()
 
     def let_go(self, tensor: torch.Tensor) -> None:  # noqa: B027
         """The calling thread is about to drop a reference, and saw its copies end before.
@@ -254,6 +259,9 @@ class TorchStreams(Streams):
 
     def alias(self, host: torch.Tensor) -> torch.Tensor:
         return cuda_alias(host, self.device, torch.uint8, host.shape)
+
+    def on_card(self) -> AbstractContextManager[object]:
+        return torch.cuda.device(self.device)
 
     def elapsed_us(self, begin: torch.cuda.Event, end: torch.cuda.Event) -> float:
         return float(begin.elapsed_time(end)) * 1e3

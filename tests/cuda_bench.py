@@ -134,7 +134,7 @@ NOTHING = {"device": 0, "host": 0, "disk": 0, "live_tickets": 0, "in_flight_byte
 def bench_of(
     seed: int,
     stores: dict[str, Disk] | None = None,
-    device: type[CudaDevice] = CudaDevice,
+    device: Callable[..., CudaDevice] = CudaDevice,
     mover: type[Mover] = Mover,
     streams: type[SimulatedStreams] = SimulatedStreams,
     faults: Faults | None = None,

@@ -111,6 +111,15 @@ def test_both_ways_direct_access_and_launches() -> None:
     assert unsaid(other, "to launch")
 
 
+def test_whether_cards_reach_files_past_the_host_is_said_once() -> None:
+    there = machine(gpus=(of_gpu(), replace(of_gpu(), index=1)))
+    assert said(there, "GPUDirect Storage").where == "cuda:0"
+    absent = replace(there, no_direct_files="no GPUDirect Storage: planted")
+    found = said(absent, "No GPUDirect Storage: planted.")
+    assert found.effect == 0
+    assert unsaid(machine(), "GPUDirect Storage")
+
+
 def test_the_optimizer_on_the_host_is_weighed_against_backward() -> None:
     slow = said(machine(gpus=(of_gpu(host_adam_gbps=28.0),)), "AdamW on the host updates 1 billion")
     assert "1.3 s for GPT-1.3B, of which the backward pass hides 54 ms" in slow.says

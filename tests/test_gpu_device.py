@@ -17,6 +17,7 @@ import torch
 from offcompile.runtime import tickets
 from offcompile.runtime.cuda import CudaDevice
 from offcompile.runtime.cuda_copies import CudaCopy
+from offcompile.runtime.gds import this_cufile
 from offcompile.runtime.host_arena import HostArena
 from offcompile.runtime.mover import Load, Mover, Saved
 from offcompile.runtime.spill import SpillStore
@@ -109,6 +110,28 @@ def test_the_same_bits_come_back() -> None:
         assert torch.equal(
             back.view(torch.float32).as_strided(turned.shape, turned.stride()), turned
         )
+
+
+def test_large_tensors_go_to_files_past_the_host_and_come_back() -> None:
+    found = this_cufile()
+    if isinstance(found, str):
+        pytest.skip(found)
+    with bench_on() as bench:
+        x = torch.randint(0, 256, (64 * MIB + 100,), dtype=torch.uint8, device=bench.on)
+        kept = x.clone()
+        torch.cuda._sleep(LONG_CYCLES)
+        x += 1
+        kept += 1
+        ticket = bench.out(x, "disk")
+        bench.wait_out(ticket)
+        x.fill_(0)
+        buffer, load = bench.load(ticket)
+        bench.wait_load(load)
+        assert torch.equal(buffer, kept)
+        direct = bench.device._direct
+        if direct is None or direct._files is None:
+            pytest.skip("the file system of temporary files does not take it: see the log")
+        assert direct._works
 
 
 def test_copies_wait_for_compute_and_compute_for_copies() -> None:

@@ -221,7 +221,13 @@ def test_wheel_and_sdist_hold_the_linked_rooms_and_the_profiles(tmp_path: Path) 
         if f.suffix in (".cpp", ".h")
     }
     assert len(codecs) > 1
-    wanted = code | profiles | codecs | {"offcompile/py.typed"}
+    pages = {
+        str(f.relative_to(ROOT))
+        for f in (ROOT / "offcompile/page").iterdir()
+        if f.suffix in (".html", ".css", ".js")
+    }
+    assert len(pages) > 2
+    wanted = code | profiles | codecs | pages | {"offcompile/py.typed"}
     assert wanted <= packed
     assert wanted <= shipped
     assert not [name for name in packed if name.startswith(("passes/", "runtime/", "tests/"))]

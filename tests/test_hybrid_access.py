@@ -24,7 +24,7 @@ from offcompile.passes.hybrid_modes import (
     repaired,
     zero_offload,
 )
-from offcompile.planner import judge_for
+from offcompile.planner import certify, judge_for
 from offcompile.testing import problems_with_machines
 
 layer = st.builds(
@@ -208,6 +208,18 @@ def test_weights_live_on_the_host_between_steps():
     dropped = {d.tensor for d in plan.drops if d.tier == DEVICE}
     assert {"w1", "w2"} <= dropped
     makespan(problem, machine(), plan)
+
+
+def test_loading_everything_first_loads_what_the_step_before_would_have():
+    """Else the weight that its reader overwrites comes back at the end of each step."""
+    weight = Tensor("w", 1, "weight")
+    ops = (Op("read", "forward", 0.0, ("w",), ("w",)), Op("rest", "forward", 0.0))
+    problem, where = Problem((weight,), ops), machine()
+    plan = apply(problem, where, "hybrid_access:variant=load_all")
+    (load,) = (m for m in plan.moves if m.target == DEVICE)
+    assert (load.start_after, load.ready_before, load.wraps) == (None, "read", False)
+    assert [s.tier for s in plan.start] == [HOST]
+    certify(problem, where, plan, "load_all")  # it repeats
 
 
 @pytest.mark.parametrize("budget", [None, 30_000])

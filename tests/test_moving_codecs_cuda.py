@@ -36,7 +36,7 @@ from test_runtime_cuda import (
 from test_runtime_simulated import run as run_simulated
 
 from offcompile.ir import OffloadError
-from offcompile.runtime import cuda, cuda_packing, staging, tickets
+from offcompile.runtime import cuda_packing, staging, tickets
 from offcompile.runtime.codecs import Codec
 from offcompile.runtime.cuda import CudaDevice
 from offcompile.runtime.cuda_packing import Aside, PackedHostSlot
@@ -161,7 +161,7 @@ def test_an_order_taken_away_is_found_every_time(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     if issubclass(fault, staging.Ring):
-        monkeypatch.setattr(cuda, "Ring", fault)
+        monkeypatch.setattr(staging, "Ring", fault)
     if issubclass(fault, Aside):
         monkeypatch.setattr(cuda_packing, "Aside", fault)
     device = fault if issubclass(fault, CudaDevice) else CudaDevice

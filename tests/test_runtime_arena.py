@@ -415,21 +415,3 @@ def test_few_addresses_are_enough_for_an_arena() -> None:
         [sys.executable, "-c", script], check=True, capture_output=True, text=True
     ).stdout.split()
     assert told == [str(32 << 20), "0"]
-
-
-@linux
-def test_an_arena_that_grows_keeps_its_pages_until_they_are_given_back() -> None:
-    arena = Arena(0, grows=True)
-    assert arena.capacity_bytes == 0
-    block = arena.block(80 << 20)
-    assert arena.used_bytes == 80 << 20 and arena.overflow_bytes == 0
-    block.tensor().fill_(7)
-    before = memory.resident().anon_bytes
-    del block
-    assert (arena.used_bytes, arena.warm_bytes) == (0, 80 << 20)
-    arena.give_back(10 << 20)
-    assert arena.warm_bytes == 70 << 20
-    arena.give_back()
-    assert arena.warm_bytes == 0
-    assert before - memory.resident().anon_bytes >= 70 << 20
-    assert not arena.block(1 << 20).tensor().any()  # pages that come anew are zero

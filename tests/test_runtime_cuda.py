@@ -215,7 +215,7 @@ def test_an_order_taken_away_is_found_every_time(
     device = fault if issubclass(fault, CudaDevice) else CudaDevice
     mover = fault if issubclass(fault, Mover) else Mover
     if issubclass(fault, staging.Ring):
-        monkeypatch.setattr("offcompile.runtime.cuda.Ring", fault)  # type: ignore[attr-defined]
+        monkeypatch.setattr("offcompile.runtime.staging.Ring", fault)  # type: ignore[attr-defined]
     for seed in range(40):
         bench = bench_of(seed, disk, device, mover)
         program(bench)

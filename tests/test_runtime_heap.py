@@ -123,30 +123,3 @@ print(before, laid_out, h._process.sbrk(0), max(held, 0))
     assert laid_out - before >= 512 * MIB
     assert trimmed - before >= 512 * MIB
     assert held <= 8 * MIB
-
-
-def test_what_arrives_counts_and_its_room_goes_back_at_the_limit() -> None:
-    full, freed, given_back, waste, none_after = in_a_process(
-        SETUP
-        + """
-def arrive():
-    block = h.room_for(16 << 20)
-    block.tensor().fill_(1)
-    return block
-h.begin(0, 96 << 20)
-start = h.resident_bytes()
-several = [arrive() for _ in range(4)]; full = h.resident_bytes() - start
-del several; freed = h.resident_bytes() - start
-live = take(9)
-time.sleep(0.3)
-h.check()
-given_back = h.resident_bytes() - start - (72 << 20)
-h.end()
-print(full, freed, max(given_back, 0), h.waste_bytes, int(h.room_for(16 << 20) is None))
-"""
-    )
-    assert full >= 64 * MIB
-    assert freed >= 60 * MIB
-    assert given_back <= 28 * MIB
-    assert waste >= 16 * MIB
-    assert none_after == 1

@@ -4,93 +4,22 @@ from __future__ import annotations
 
 import ctypes
 import errno
-import os
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from fake_cufile import FakeLibrary, driver, opened
 
 from offcompile.ir import OffloadError
+from offcompile.runtime import gds
 from offcompile.runtime.arena import Arena
-from offcompile.runtime.gds import CHUNK_BYTES, CuFile, GdsStore, open_cufile
+from offcompile.runtime.gds import CHUNK_BYTES, GdsStore, open_cufile
 from offcompile.runtime.spill import SpillStore
 
 pytestmark = pytest.mark.usefixtures("on_a_disk")
 
 MIB = 1 << 20
-
-
-class Call:
-    """A function of a library: takes what ctypes would, lets its types be set."""
-
-    def __init__(self, does: Any) -> None:
-        self.does = does
-        self.restype: Any = None
-        self.argtypes: Any = None
-
-    def __call__(self, *arguments: Any) -> Any:
-        result = self.does(*arguments)
-        return self.restype(*result) if isinstance(result, tuple) else result
-
-
-class FakeLibrary:
-    """Reads and writes with the system's calls; "GPU memory" is the processor's."""
-
-    def __init__(self, opens: tuple[int, int] = (0, 0)) -> None:
-        self.files: dict[int, int] = {}
-        self.calls: list[tuple[str, int]] = []
-        self.fails: int | None = None
-        self.is_open = False
-        self._opens = opens
-        self.cuFileDriverOpen = Call(self._open)
-        self.cuFileDriverClose = Call(self._close)
-        self.cuFileHandleRegister = Call(self._register)
-        self.cuFileHandleDeregister = Call(lambda handle: self.files.pop(handle))
-        self.cuFileRead = Call(self._read)
-        self.cuFileWrite = Call(self._write)
-
-    def _open(self) -> tuple[int, int]:
-        self.is_open = not self._opens[0]
-        return self._opens
-
-    def _close(self) -> tuple[int, int]:
-        self.is_open = False
-        return (0, 0)
-
-    def _register(self, handle: Any, told: Any) -> tuple[int, int]:
-        number = 1000 + len(self.files)
-        assert told._obj.type == 1
-        self.files[number] = told._obj.handle.descriptor
-        handle._obj.value = number
-        return (0, 0)
-
-    def _read(self, handle: int, pointer: int, nbytes: int, offset: int, within: int) -> int:
-        return self._moved("read", os.preadv, handle, pointer, nbytes, offset)
-
-    def _write(self, handle: int, pointer: int, nbytes: int, offset: int, within: int) -> int:
-        return self._moved("write", os.pwritev, handle, pointer, nbytes, offset)
-
-    def _moved(
-        self, name: str, call: Any, handle: int, pointer: int, nbytes: int, offset: int
-    ) -> int:
-        self.calls.append((name, nbytes))
-        if self.fails is not None:
-            return self.fails
-        view = memoryview((ctypes.c_uint8 * nbytes).from_address(pointer)).cast("B")
-        return int(call(self.files[handle], [view], offset))
-
-
-def driver(tmp_path: Path) -> Path:
-    path = tmp_path / "nvidia-fs"
-    path.mkdir(exist_ok=True)
-    return path
-
-
-def opened(tmp_path: Path, library: FakeLibrary) -> CuFile:
-    found = open_cufile(lambda: library, driver(tmp_path))
-    assert isinstance(found, CuFile)
-    return found
 
 
 def test_bytes_come_back_from_several_directories(tmp_path: Path) -> None:
@@ -173,6 +102,21 @@ def test_where_it_is_not_there_one_line_says_why(tmp_path: Path) -> None:
     no_driver = open_cufile(lambda: FakeLibrary(opens=(5011, 100)), driver(tmp_path))
     assert isinstance(no_driver, str) and "error 5011, CUDA error 100" in no_driver
     assert "\n" not in no_module + no_library + no_driver
+
+
+def test_a_directory_is_tried_and_nothing_stays(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    library = FakeLibrary()
+    cufile = opened(tmp_path, library)
+    monkeypatch.setattr(gds, "this_cufile", lambda: cufile)
+    assert gds.why_not_direct([tmp_path]) is None
+    assert not library.files
+    library.refuses = 5030
+    why = gds.why_not_direct([tmp_path])
+    assert why is not None and "error 5030" in why and "\n" not in why
+    monkeypatch.setattr(gds, "this_cufile", lambda: "no GPUDirect Storage: planted")
+    assert gds.why_not_direct([tmp_path]) == "no GPUDirect Storage: planted"
 
 
 def test_files_in_the_page_cache_are_refused(tmp_path: Path) -> None:

@@ -110,6 +110,8 @@ class Freed:
     tier: str
     time_ns: int
     cause: str  # "drop" | "death" | "stale"
+    #: how many spans had started by then: what of one instant came first
+    started: int = field(default=0, compare=False)
 
 
 @dataclass(frozen=True)

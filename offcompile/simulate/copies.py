@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from offcompile.ir import Freed, Violation
+from offcompile.ir import Freed, Span, Violation
 
 from .compiled import CompiledPlan
 
@@ -41,6 +41,7 @@ class Copies:
         self.moving = [0] * len(base.nbytes)
         self.next_access = [0] * len(base.nbytes)
         self.ending: set[int] = set()  # self-ending tensors whose value is over
+        self.spans: list[Span] = []
         self.freed: list[Freed] = []
         for key, nbytes, codec in plan.start:
             self.status[key], self.codec[key] = VALID, codec
@@ -74,7 +75,7 @@ class Copies:
             self.asked.remove(key)
         if self.record:
             tensor, tier = self.name_of(key)
-            self.freed.append(Freed(tensor, tier, self.now, cause))
+            self.freed.append(Freed(tensor, tier, self.now, cause, len(self.spans)))
 
     def name_of(self, key: int) -> tuple[str, str]:
         tensor, tier = divmod(key, self.base.n_tiers)

@@ -44,7 +44,6 @@ class Engine(Copies):
         self.window = Window(0)
         self.previous: Window | None = None
         self.steps: list[tuple[int, int]] = []
-        self.spans: list[Span] = []
         self.settled = True
 
     # ---- the loop ------------------------------------------------------------------------

@@ -1,0 +1,1 @@
+"""Plans for models and machines that are not there: nothing is allocated, nothing runs."""

@@ -1,0 +1,233 @@
+"""A step of many equal layers from one of few: the parts that repeat are repeated more often.
+
+Two traces of the same model, with k and k−1 periods of its layers, differ by a few runs of ops that
+the longer one has more: one in forward, one in backward, and sometimes others (what backward needs
+of all layers may be made at forward's end). Around each such run the ops repeat: from one period to
+the next, every operand is the same tensor, or the one that stands one period further on where it is
+made, or one period further back. Copies of a period then stand for more layers. With one period
+less, the same rule must give the shorter trace, op by op and tensor by tensor: otherwise it is not
+exact, and not used.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
+
+from offcompile.ir import Op, Problem, Tensor
+
+from .periods import Facts, Window, find_windows, looks, shape_of, slots_of
+
+#: how the tensor that an op uses changes from one period to the next
+SAME, ALONG, AGAINST = 0, 1, -1
+
+
+@dataclass(frozen=True)
+class Unrolled:
+    problem: Problem
+    #: op or tensor → the one of the traced problem that it is a copy of, and how many periods
+    #: further on its module is
+    origin: dict[str, tuple[str, int]]
+
+
+def unroll(larger: Problem, smaller: Problem, more: int) -> Unrolled | None:
+    """`larger` with so many periods more, `smaller` being the same with one less; None: they do
+    not repeat in a way that is understood, or not exactly."""
+    windows = find_windows(larger, smaller)
+    if windows is None:
+        return None
+    facts = Facts(larger)
+    ways = _ways(facts, windows)
+    if ways is None or not alike(_Unrolling(facts, windows, ways, -1).result().problem, smaller):
+        return None
+    return _Unrolling(facts, windows, ways, more).result()
+
+
+def alike(one: Problem, other: Problem) -> bool:
+    """Whether two problems are the same but for names and the order in which tensors are listed."""
+    if len(one.ops) != len(other.ops) or len(one.tensors) != len(other.tensors):
+        return False
+    if one.steady != other.steady:
+        return False
+    twin: dict[str, str] = {}
+    for a, b in zip(one.ops, other.ops, strict=True):
+        if shape_of(a) != shape_of(b):
+            return False
+        for mine, theirs in zip(slots_of(a), slots_of(b), strict=True):
+            if twin.setdefault(mine, theirs) != theirs:
+                return False
+    if len(set(twin.values())) != len(twin):
+        return False
+    if any(looks(one.tensor[a]) != looks(other.tensor[b]) for a, b in twin.items()):
+        return False
+    return _unused(one) == _unused(other)
+
+
+def _unused(problem: Problem) -> list[tuple[object, ...]]:
+    used = {t for op in problem.ops for t in op.operands}
+    return sorted((looks(t) for t in problem.tensors if t.id not in used), key=repr)
+
+
+def relabelled(label: str, layers: str, shift: int, period: int) -> str:
+    """`blocks.1.up 4×4` as `blocks.5.up 4×4`: two periods further on, each of two `layers`."""
+    at = f" {label}".find(f" {layers}.")
+    if shift == 0 or at < 0:
+        return label
+    at += len(layers) + 1
+    number = label[at:].partition(" ")[0].partition(".")[0]
+    if not number.isdigit():
+        return label
+    return f"{label[:at]}{int(number) + shift * period}{label[at + len(number) :]}"
+
+
+# --- from one period to the next -------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class _Ways:
+    #: op of a window, operand → which way its tensors go
+    of: dict[tuple[int, int], int]
+    #: which way windows go beside each other, as their operands have it
+    between: dict[tuple[int, int], int]
+    #: tensors that every period uses
+    same: frozenset[str]
+
+
+def _ways(facts: Facts, windows: Sequence[Window]) -> _Ways | None:
+    """None: an operand goes neither way."""
+    of: dict[tuple[int, int], int] = {}
+    between: dict[tuple[int, int], int] = {}
+    same: set[str] = set()
+    for u, window in enumerate(windows):
+        for position in range(window.start, window.start + window.length):
+            mine = slots_of(facts.ops[position])
+            theirs = slots_of(facts.ops[position + window.length])
+            for slot, (a, b) in enumerate(zip(mine, theirs, strict=True)):
+                if a == b:
+                    of[position, slot] = SAME
+                    same.add(a)
+                    continue
+                at, (made, place) = facts.place[a], facts.place[b]
+                v = facts.region(windows, made)
+                if v is None or at[1] != place or looks(facts.tensor(a)) != looks(facts.tensor(b)):
+                    return None
+                step, length = made - at[0], windows[v].length
+                if step not in (length, -length) or facts.region(windows, at[0]) != v:
+                    return None
+                of[position, slot] = way = ALONG if step > 0 else AGAINST
+                if between.setdefault((u, v), way) != way:
+                    return None
+    return _Ways(of, between, frozenset(same))
+
+
+# --- repeating it ----------------------------------------------------------------------------
+
+
+@dataclass(eq=False)
+class _Unrolling:
+    facts: Facts
+    windows: Sequence[Window]
+    ways: _Ways
+    more: int
+    tensors: dict[str, Tensor] = field(default_factory=dict)
+    origin: dict[str, tuple[str, int]] = field(default_factory=dict)
+
+    def result(self) -> Unrolled:
+        problem = self.facts.problem
+        ops = tuple(self._ops())
+        used = {t for op in problem.ops for t in op.operands}
+        tensors = (*self._in_order(), *(t for t in problem.tensors if t.id not in used))
+        return Unrolled(replace(problem, tensors=tensors, ops=ops), self.origin)
+
+    def _in_order(self) -> Iterator[Tensor]:
+        """Copies stand behind what they are copies of."""
+        copies: dict[str, list[Tensor]] = {}
+        for name, tensor in self.tensors.items():
+            copies.setdefault(self.origin[name][0], []).append(tensor)
+        for tensor in self.facts.problem.tensors:
+            yield from copies.get(tensor.id, ())
+
+    def _ops(self) -> Iterator[Op]:
+        at = 0
+        for window in self.windows:
+            end = window.start + window.length
+            yield from (self._op(i, None) for i in range(at, window.start))
+            for copy in range(self.more + 1):
+                yield from (self._op(i, copy) for i in range(window.start, end))
+            at = end
+        yield from (self._op(i, None) for i in range(at, len(self.facts.ops)))
+
+    def _op(self, position: int, copy: int | None) -> Op:
+        op = self.facts.ops[position]
+        to = {t: self._operand(t, position, copy) for t in op.operands}
+        return replace(
+            op,
+            id=self._named(op.id, position, copy),
+            reads=tuple(to[t] for t in op.reads),
+            writes=tuple(to[t] for t in op.writes),
+            direct={to[t]: us for t, us in op.direct.items()},
+        )
+
+    def _operand(self, t: str, position: int, copy: int | None) -> str:
+        """The tensor that takes the place of `t` in an op, or in one of its copies."""
+        made, slot = self.facts.place[t]
+        v = self.facts.region(self.windows, made)
+        if v is None or t in self.ways.same:
+            return self._tensor(made, slot, None)
+        window = self.windows[v]
+        period = window.period(made)
+        shift = self._shift(t, position, copy, v, period)
+        if shift is None:
+            return self._tensor(made, slot, None)
+        offset = (made - window.start) % window.length
+        return self._at(window, period + shift, offset, slot)
+
+    def _shift(self, t: str, position: int, copy: int | None, v: int, period: int) -> int | None:
+        """How many periods further on the tensor is, seen from the first; None: it does not belong
+        to any."""
+        u = self.facts.region(self.windows, position)
+        if u is None:
+            return 0
+        window = self.windows[u]
+        mine = window.period(position)
+        if 0 <= mine <= window.last:
+            twin = window.start + (position - window.start) % window.length
+            way = self.ways.of[twin, slots_of(self.facts.ops[position]).index(t)]
+            if copy is None:
+                copy = self.more if mine > 0 else 0
+            return copy if way == ALONG else self.more - copy
+        if period > self.windows[v].last:  # what follows the layers follows them still
+            return None
+        way = ALONG if u == v else self.ways.between.get((u, v), ALONG)
+        sees_last = (mine > 0) == (way == ALONG)
+        return self.more if sees_last and period >= 0 else 0
+
+    def _at(self, window: Window, period: int, offset: int, slot: int) -> str:
+        if 0 <= period <= self.more:
+            return self._tensor(window.start + offset, slot, period)
+        if period > self.more:
+            period -= self.more
+        return self._tensor(window.start + period * window.length + offset, slot, None)
+
+    def _tensor(self, position: int, slot: int, copy: int | None) -> str:
+        old = slots_of(self.facts.ops[position])[slot]
+        # an operand may have been there before: its own place counts
+        name = self._named(old, self.facts.place[old][0], copy)
+        if name not in self.tensors:
+            self.tensors[name] = replace(self.facts.tensor(old), id=name)
+        return name
+
+    def _named(self, old: str, position: int, copy: int | None) -> str:
+        name = f"{old}~{copy}" if copy else old
+        self.origin[name] = old, 0 if old in self.ways.same else self._layers_on(position, copy)
+        return name
+
+    def _layers_on(self, position: int, copy: int | None) -> int:
+        u = self.facts.region(self.windows, position)
+        if u is None:
+            return 0
+        along = u == 0 or self.ways.between.get((u, 0), ALONG) == ALONG
+        if copy is None:
+            period = self.windows[u].period(position)
+            copy = self.more if period > 0 else 0
+        return copy if along else self.more - copy
