@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import itertools
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import compress
@@ -140,11 +141,16 @@ class Compiled:
         self.goes_on = all(x.numel() > 1 for x in _tensors_out(gm))
         #: whether all that is kept is to be able to leave, and all weights: what has no plan
         self._in_vain: set[tuple[bool, bool]] = set()
+        #: with each set of parameters, the sizes and the plan of the last run
+        self._ran: weakref.WeakKeyDictionary[Binding, tuple[tuple[int, ...], Variant]] = (
+            weakref.WeakKeyDictionary()
+        )
 
     def __call__(self, *args: Any) -> Any:
         binding = self._binding(args)
         self.books.begins(self.entry, binding)
         variant = self.variant_for(args)
+        self._ran[binding] = self._sizes_of(args), variant
         shown = self.profile.due()
         if self._lanes_due(variant) or shown:
             variant = self._reconsidered(variant, args)
@@ -175,6 +181,9 @@ class Compiled:
         if self.budget is None:
             return newest
         values = self._sizes_of(args)
+        again = self._again(args, values)
+        if again is not None:
+            return again
         turning = self._turning(args, values)
         if turning is not None:
             return turning
@@ -196,6 +205,14 @@ class Compiled:
             if hosting is None:
                 raise
             return hosting
+
+    def _again(self, args: Sequence[Any], values: tuple[int, ...]) -> Variant | None:
+        """Inside of a backward pass, the plan of the last run, whatever there is room for: a
+        checkpoint that runs a forward again expects it to save what it saved the first time."""
+        if torch._C._current_graph_task_id() == -1:
+            return None
+        sizes, variant = self._ran.get(self._binding(args), (None, None))
+        return variant if sizes == values else None
 
     def _hosting(
         self, args: Sequence[Any], values: tuple[int, ...], turns: bool = False

@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import copy
 import types
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -22,6 +22,7 @@ from offcompile.ir import InvalidInput, OffloadError, Violation
 
 from .graphs import outputs_of
 from .lower import Compiled, Halves, Lowering, Phase, lower
+from .names import argument_names
 
 
 @dataclass(frozen=True)
@@ -31,6 +32,8 @@ class Traced:
     #: which arguments of the graph are parameters
     parameters: frozenset[int]
     device: torch.device
+    #: argument → what people call it
+    names: Mapping[int, str] = field(default_factory=dict)
 
 
 class _Seen(Exception):
@@ -66,10 +69,28 @@ def trace(
 
     OffloadError where the model is compiled to several, or to none.
     """
+    mode = FakeTensorMode()
+    with FakeCopyMode(mode):
+        fake = copy.deepcopy(model)
+    with mode:
+        inputs = as_arguments(make_inputs(batch))
+    return trace_call(fake, mode, inputs, {}, lowering, f" for a batch of {batch}")
+
+
+def trace_call(
+    fake: Callable[..., Any],
+    mode: FakeTensorMode,
+    inputs: Sequence[Any],
+    keywords: Mapping[str, Any],
+    lowering: Lowering,
+    when: str = "",
+) -> Traced:
+    """As `trace`, of a model on fake tensors already. `when`: for messages."""
     found: list[Traced] = []
 
     def backend(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
         catch = _Catch()
+        names = argument_names(gm)
         try:
             lower(gm, example_inputs, lowering, catch)
         except _Seen:
@@ -77,27 +98,24 @@ def trace(
         given = enumerate(example_inputs)
         parameters = frozenset(i for i, x in given if isinstance(x, nn.Parameter))
         if catch.graphs is not None:
-            found.append(Traced(catch.graphs, parameters, _device_of(example_inputs)))
+            found.append(Traced(catch.graphs, parameters, _device_of(example_inputs), names))
         return gm.forward
 
-    mode = FakeTensorMode()
-    with FakeCopyMode(mode):
-        fake = copy.deepcopy(model)
     with mode:
-        inputs = _as_arguments(tree_map(_faked(mode), make_inputs(batch)))
+        given, named = tree_map(_faked(mode), (tuple(inputs), dict(keywords)))
         call = torch.compile(_fresh_caller(), backend=backend, dynamic=False, fullgraph=True)
         try:
-            call(fake, inputs)
+            call(fake, given, named)
         except torch._dynamo.exc.TorchDynamoException as error:
             told = str(error).strip().partition("\n")[0]
             raise OffloadError(
-                f"The model could not be traced as one graph for a batch of {batch}: {told}."
+                f"The model could not be traced as one graph{when}: {told}."
                 " torch._dynamo.explain(model)(*inputs) shows where it breaks; give the part that"
                 " compiles to one graph."
             ) from error
     if len(found) != 1:
         raise OffloadError(
-            f"The model compiles to {len(found)} graphs for a batch of {batch}, not to one: give a"
+            f"The model compiles to {len(found)} graphs{when}, not to one: give a"
             " module, or a function, that computes with tensors."
         )
     return found[0]
@@ -106,8 +124,10 @@ def trace(
 def _fresh_caller() -> Callable[..., Any]:
     """A function with code of its own, so that no other compilation of anything counts."""
 
-    def call(model: Callable[..., Any], inputs: Sequence[Any]) -> Any:
-        return model(*inputs)
+    def call(
+        model: Callable[..., Any], inputs: Sequence[Any], keywords: Mapping[str, Any]
+    ) -> Any:
+        return model(*inputs, **keywords)
 
     return types.FunctionType(call.__code__.replace(), globals(), "offcompile_max_batch")
 
@@ -120,7 +140,7 @@ def _faked(mode: FakeTensorMode) -> Callable[[Any], Any]:
     return one
 
 
-def _as_arguments(inputs: Any) -> tuple[Any, ...]:
+def as_arguments(inputs: Any) -> tuple[Any, ...]:
     if isinstance(inputs, torch.Tensor):
         return (inputs,)
     if isinstance(inputs, tuple | list):

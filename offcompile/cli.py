@@ -14,6 +14,7 @@ import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from typing import NoReturn
 
 from offcompile.cli_files import (
@@ -113,6 +114,9 @@ def _parser() -> _Parser:
     plan.add_argument(
         "--output", metavar="FILE", help="also write the plan alone, for `check` (.json or .txt)"
     )
+    plan.add_argument(
+        "--html", metavar="FILE", help="also write a page that shows the plan, for any browser"
+    )
     plan.set_defaults(run=_plan)
 
     check = commands.add_parser("check", help="say whether a plan is lawful, and what it costs")
@@ -193,6 +197,7 @@ def _version() -> str:
 def _plan(options: argparse.Namespace) -> int:
     problem, machine = read_inputs(options)
     output = None if options.output is None else open_output(options.output)
+    page = None if options.html is None else open_output(options.html)
     from offcompile.planner import plan_problem
 
     try:
@@ -202,6 +207,10 @@ def _plan(options: argparse.Namespace) -> int:
         return _say_infeasible(error, options.json)
     if output is not None:
         write_plan(output, result.plan)
+    if page is not None:
+        from offcompile.page import save_plan
+
+        save_plan(page, Path(options.problem or options.trace).stem, problem, machine, result)
     if options.json:
         _print_json(
             {

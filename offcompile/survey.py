@@ -120,14 +120,19 @@ class Survey:
 
         `hint`: sizes other than those that the plan is made for.
         """
-        hint = hint or hint_of(self.sizes)
-        found = annotate(graphs, self._costs, hint, self._min_move, in_place, stays)
+        found = self.annotated(graphs, in_place, stays, hint or hint_of(self.sizes))
         if self.options.lowering == "inductor":
             found = merge_kernels(found, graphs, lambda node: not is_extern(node))
         machine, lossy = self.machine(1), self.options.lossy
         seen = self.profile.densities
         problem = with_ratios(found.problem, machine, found.dtypes, seen, lossy)
         return replace(found, problem=problem)
+
+    def annotated(
+        self, graphs: Graphs, in_place: InPlace | None, stays: frozenset[str], hint: Hint
+    ) -> Annotated:
+        """Node by node."""
+        return annotate(graphs, self._costs, hint, self._min_move, in_place, stays)
 
     def with_offers(
         self, graphs: Graphs, plain: Annotated, wanted: frozenset[int], without: frozenset[str]

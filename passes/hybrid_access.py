@@ -121,9 +121,7 @@ def _all_loaded_first(problem: Problem, machine: Machine, plan: Plan, judge: Jud
     # loaded in this step, not at the end of the one before
     wrapped = {m.tensor for m in first.values() if m.wraps}
     start = tuple(s for s in plan.start if s.tier != DEVICE or s.tensor not in wrapped)
-    early = [
-        replace(m, start_after=None, ready_before=reader, wraps=False) for m in first.values()
-    ]
+    early = [replace(m, start_after=None, ready_before=reader, wraps=False) for m in first.values()]
     made = replace(plan, start=start, moves=(*early, *(m for m in plan.moves if m.id not in ids)))
     if judge is not None and not judge(problem, machine, made).valid:
         total = sum(problem.tensor[t].nbytes for t in first)

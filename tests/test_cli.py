@@ -133,6 +133,14 @@ def test_output_writes_a_plan_that_check_reads(run: Run, tmp_path: Path, suffix:
     assert checked.out.startswith("valid")
 
 
+def test_html_writes_a_page_that_shows_the_plan(run: Run, tmp_path: Path) -> None:
+    path = tmp_path / "plan.html"
+    assert run(*tiny_plan("--html", path)).code == 0
+    text = path.read_text("utf-8")
+    assert "<title>tiny · offcompile</title>" in text
+    assert '"lane":"h2d"' in text
+
+
 def test_text_forms_go_by_their_suffix(run: Run, tmp_path: Path) -> None:
     forms = {
         "p": print_problem(loads_problem(TINY.read_text())),

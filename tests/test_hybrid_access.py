@@ -214,7 +214,7 @@ def test_loading_everything_first_loads_what_the_step_before_would_have():
     """Else the weight that its reader overwrites comes back at the end of each step."""
     weight = Tensor("w", 1, "weight")
     ops = (Op("read", "forward", 0.0, ("w",), ("w",)), Op("rest", "forward", 0.0))
-    problem, where = Problem((weight,), ops), machine()
+    problem, where = Problem((weight,), ops, True), machine(rate=1.0)
     plan = apply(problem, where, "hybrid_access:variant=load_all")
     (load,) = (m for m in plan.moves if m.target == DEVICE)
     assert (load.start_after, load.ready_before, load.wraps) == (None, "read", False)

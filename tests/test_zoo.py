@@ -21,7 +21,7 @@ DOUBLED = {name: BY_NAME[name].double() for name in ("mlp", "conv", "gpt")}
 
 def ours(memory: Memory, lowering: str = "aot_eager") -> Callable[[nn.Module], Any]:
     # plans need not be good here, and some graphs are planned again after the first steps
-    options = {"memory": memory, "lowering": lowering, "seconds": 1.0}
+    options = {"memory": memory, "lowering": lowering, "seconds": 0.1}
     return lambda model: torch.compile(model, backend="offcompile", options=options)
 
 

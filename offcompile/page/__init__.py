@@ -11,9 +11,10 @@ from importlib.resources import files
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from offcompile.ir import OffloadError
+from offcompile.ir import DEVICE, Machine, OffloadError, Problem
 
 if TYPE_CHECKING:
+    from offcompile.planner import PlanResult
     from offcompile.report import PlanReport
 
 #: in the order in which they run
@@ -36,6 +37,17 @@ def save_html(path: str | Path, reports: Sequence[PlanReport] | None = None) -> 
         Path(path).write_text(text, "utf-8")
     except OSError as error:
         raise OffloadError(f"The page cannot be written: {error}") from error
+
+
+def save_plan(
+    path: str | Path, name: str, problem: Problem, machine: Machine, result: PlanResult
+) -> None:
+    """Write the page of a plan that nothing has run yet."""
+    from offcompile.report import PlanReport
+
+    capacity = machine.tier[DEVICE].capacity_bytes
+    held = result.timeline.peak_bytes[DEVICE]
+    save_html(path, [PlanReport(name, problem, machine, result, capacity or held)])
 
 
 def page(reports: Sequence[PlanReport]) -> str:

@@ -67,7 +67,7 @@ def _cards(report: PlanReport) -> Iterator[tuple[str, str, str]]:
     yield (
         "Planned step",
         show_us(report.planned_us),
-        "nothing moves" if report.fits else f"by {report.policy}",
+        "nothing moves" if report.fits else f"by the policy {report.policy}",
     )
     bound = f"gap {100 * report.gap:.2f}%: no valid plan is faster than the bound"
     yield "Lower bound", show_us(result.lower_bound_us), bound

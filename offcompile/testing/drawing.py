@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
-from types import CodeType
 from typing import TYPE_CHECKING, Any, TypeVar
 
 if TYPE_CHECKING:
@@ -28,18 +27,18 @@ def strategies() -> Any:
 
 def composite(draw_value: Callable[[Draw], T]) -> SearchStrategy[T]:
     """The strategy whose values `draw_value` puts together from what it draws."""
-    strategy: SearchStrategy[T] = _drawn_by(draw_value.__code__)(draw_value)
+    strategy: SearchStrategy[T] = _drawn_by(draw_value.__qualname__)(draw_value)
     return strategy
 
 
 @functools.cache
-def _drawn_by(code: CodeType) -> Any:
+def _drawn_by(kind: str) -> Any:
     """Made once for each kind of value: hypothesis parses the source of what it makes one of.
 
     It tells kinds apart by what the function holds, and mixes values of one kind.
     """
 
-    def drawn(draw: Draw, draw_value: Callable[[Draw], Any], kind: CodeType = code) -> Any:
+    def drawn(draw: Draw, draw_value: Callable[[Draw], Any], kind: str = kind) -> Any:
         return draw_value(draw)
 
     return strategies().composite(drawn)

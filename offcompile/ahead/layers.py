@@ -1,0 +1,152 @@
+"""Equal layers of a model, and the same model with fewer of them."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+
+#: traced of equal layers: so many periods, and one less
+PERIODS = 4
+#: shorter stacks are traced whole
+FEWEST_PERIODS = 6
+#: layers of so many kinds may take turns
+LONGEST_PERIOD = 8
+
+_HOOKS = tuple(k for k in vars(nn.Module()) if "hooks" in k)
+_OF_MODULES = frozenset({*vars(nn.Module()), "_modules", "_parameters", "_buffers"})
+
+
+@dataclass(frozen=True)
+class Layers:
+    """A list of layers in a model: `count` of them, every `period`-th equal."""
+
+    path: str
+    count: int
+    period: int
+
+    @property
+    def beyond(self) -> int:
+        """Periods that are left out where `PERIODS` of them stand for all."""
+        return (self.count - self.kept(PERIODS)) // self.period
+
+    def kept(self, periods: int) -> int:
+        """So many periods' layers, and what is left over at the end of the whole list."""
+        return periods * self.period + self.count % self.period
+
+
+def find_layers(model: nn.Module) -> Layers | None:
+    """The longest list of equal layers; None: there is none that is worth it."""
+    found = []
+    for path, module in model.named_modules():
+        if not isinstance(module, nn.ModuleList | nn.Sequential):
+            continue
+        layers = list(module)
+        told = _told_of_each(model, len(layers))
+        for period in range(1, LONGEST_PERIOD + 1):
+            if len(layers) < FEWEST_PERIODS * period:
+                break
+            if _repeat(layers, told, period):
+                found.append(Layers(path, len(layers), period))
+                break
+    return max(found, key=lambda f: f.beyond * f.period, default=None)
+
+
+def shortened(model: nn.Module, layers: Layers, periods: int) -> nn.Module:
+    """The model with the first so many periods of layers. It shares everything with the given one,
+    which stays as it is."""
+    whole = model.get_submodule(layers.path)
+    assert isinstance(whole, nn.ModuleList | nn.Sequential)
+    few = list(whole)[: layers.kept(periods)]
+    shorter = copy.copy(whole)
+    shorter._modules = {str(i): layer for i, layer in enumerate(few)}
+    return _with(model, layers.path.split(".") if layers.path else [], shorter)
+
+
+def _with(module: nn.Module, path: list[str], new: nn.Module) -> nn.Module:
+    if not path:
+        return new
+    made = copy.copy(module)
+    made._modules = dict(module._modules)
+    child = made._modules[path[0]]
+    assert child is not None
+    made._modules[path[0]] = _with(child, path[1:], new)
+    return made
+
+
+# --- what makes layers equal -----------------------------------------------------------------
+
+
+def _repeat(layers: list[nn.Module], told: list[list[Any]], period: int) -> bool:
+    for i in range(len(layers) - period):
+        if any(values[i] != values[i + period] for values in told):
+            return False
+        if not _equal(layers[i], layers[i + period], i, i + period):
+            return False
+    return True
+
+
+def _told_of_each(model: nn.Module, count: int) -> list[list[Any]]:
+    """Lists with one value for each layer, such as kinds of attention in a configuration."""
+    found: list[list[Any]] = []
+    for module in model.modules():
+        for value in _attributes(module).values():
+            inside = vars(value).values() if hasattr(value, "__dict__") else (value,)
+            found += [list(x) for x in inside if isinstance(x, list | tuple) and len(x) == count]
+    return [values for values in found if all(_is_plain(v) for v in values)]
+
+
+def _equal(a: nn.Module, b: nn.Module, i: int, j: int) -> bool:
+    """Whether two layers compute alike, as far as can be seen: what cannot be compared differs."""
+    ours, theirs = list(a.named_modules()), list(b.named_modules())
+    if len(ours) != len(theirs):
+        return False
+    return all(
+        path == other and _alike(one, two, i, j)
+        for (path, one), (other, two) in zip(ours, theirs, strict=True)
+    )
+
+
+def _alike(a: nn.Module, b: nn.Module, i: int, j: int) -> bool:
+    if type(a) is not type(b) or any(vars(m).get(k) for m in (a, b) for k in _HOOKS):
+        return False
+    if a.training != b.training or list(_tensors(a)) != list(_tensors(b)):
+        return False
+    mine, theirs = _attributes(a), _attributes(b)
+    if mine.keys() != theirs.keys():
+        return False
+    return all(_same(value, theirs[key], i, j) for key, value in mine.items())
+
+
+def _tensors(module: nn.Module) -> Iterator[tuple[Any, ...]]:
+    for kind in (module._parameters, module._buffers):
+        for name, t in kind.items():
+            if t is None:
+                yield name, None
+            else:
+                layout = tuple(t.shape), t.stride(), t.dtype, t.device.type
+                yield name, type(t), layout, t.requires_grad
+
+
+def _attributes(module: nn.Module) -> Mapping[str, Any]:
+    return {k: v for k, v in vars(module).items() if k not in _OF_MODULES}
+
+
+def _is_plain(value: Any) -> bool:
+    return value is None or isinstance(value, bool | int | float | str)
+
+
+def _same(a: Any, b: Any, i: int, j: int) -> bool:
+    """A layer may know which one it is."""
+    if a is b or (type(a) is int and (a, b) == (i, j)):
+        return True
+    if type(a) is not type(b):
+        return False
+    if isinstance(a, list | tuple):
+        return len(a) == len(b) and all(_same(x, y, i, j) for x, y in zip(a, b, strict=True))
+    if isinstance(a, dict):
+        return a.keys() == b.keys() and all(_same(a[k], b[k], i, j) for k in a)
+    return _is_plain(a) and bool(a == b)

@@ -1,0 +1,230 @@
+"""`offcompile.plan`: what the backend would do with a model, on a machine that need not be there."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from offcompile.batch_trace import Traced, trace_call
+from offcompile.choose import Choice
+from offcompile.endurance import planned_life
+from offcompile.graphs import Graphs
+from offcompile.hardware import load_profile
+from offcompile.ir import InvalidInput, Violation
+from offcompile.options import Options
+from offcompile.planning import Planning
+from offcompile.profiling import Profile
+from offcompile.progress import Progress
+from offcompile.report import PlanReport
+from offcompile.target import CpuTarget, CudaTarget, Target, target_for
+
+from .layers import PERIODS, Layers, find_layers, shortened
+from .surveyed import AheadSurvey, NotAlike, Twin
+from .updates import Updates
+
+CPU = "cpu"
+Tell = Callable[[str], None]
+
+
+@dataclass(frozen=True)
+class Asked:
+    """What to plan, and for what."""
+
+    model: nn.Module
+    inputs: tuple[Any, ...]
+    keywords: Mapping[str, Any]
+    options: Options
+    loss: Callable[[Any], Any] | None = None
+    optimizer: str | None = None
+    #: whether equal layers are traced a few times only
+    repeats: bool = True
+    #: whether ops are run that are not known, to see what they take
+    measures: bool = False
+
+
+def plan(
+    model: nn.Module,
+    *inputs: Any,
+    memory: int | float | str | None = None,
+    hardware: str | Path | None = None,
+    loss: Callable[[Any], Any] | None = None,
+    optimizer: str | None = None,
+    host_memory: int | str | None = None,
+    measure: bool = False,
+    options: Mapping[str, object] | None = None,
+    **keywords: Any,
+) -> PlanReport:
+    """What a training step of the model would take, without the hardware: nothing is allocated, and
+    nothing runs. The report is the one that a compiled model has, but for what is measured.
+
+    model: may be on the meta device. inputs, keywords: what it is called with; of tensors only
+    shape and type count, so these may be on the meta device too.
+    memory: as in the backend's options; None: all that the device has.
+    hardware: a profile's name or file; None: this machine, which is measured once.
+    loss: from the model's output to what is differentiated; None: the output is.
+    optimizer: "adamw", "adam", "momentum", "sgd": its states and updates are part of the step, as
+    `offcompile.optim` runs them with `overlap=True`; None: the step ends with the gradients.
+    measure: run ops that are not known yet to see what they take, instead of reckoning it.
+    options: others of the backend's.
+
+    Raises `Infeasible` if no plan fits, with the smallest change that would help.
+    """
+    if hardware is not None and measure:
+        detail = "ops cannot be run on a profile; leave out hardware or measure"
+        raise InvalidInput([Violation("bad-value", "measure", detail)])
+    given = {"host_memory": host_memory} | dict(options or {})
+    given |= {"memory": memory, "hardware": hardware}
+    asked = Asked(
+        check_model(model), inputs, keywords, Options.read(given), loss, optimizer, True, measure
+    )
+    with Progress("plan") as tell:
+        return Ahead.of(asked, tell).report(tell)
+
+
+def check_model(model: object) -> nn.Module:
+    if isinstance(model, nn.Module):
+        return model
+    detail = f"{type(model).__name__} is no torch.nn.Module; give the module that would be compiled"
+    raise InvalidInput([Violation("bad-value", "model", detail)])
+
+
+# --- tracing ---------------------------------------------------------------------------------
+
+
+def trace_ahead(asked: Asked, model: nn.Module) -> Traced:
+    """The graphs of a call, on tensors without memory that say to be on the CPU."""
+    mode = FakeTensorMode()
+    with _without_memory(mode, model) as fake:
+        loss = asked.loss
+        called = fake if loss is None else partial(_with_loss, fake, loss)
+        inputs, keywords = torch.utils._pytree.tree_map_only(
+            torch.Tensor, partial(_faked, mode), (asked.inputs, dict(asked.keywords))
+        )
+        return trace_call(called, mode, inputs, keywords, asked.options.lowering)
+
+
+def _with_loss(model: nn.Module, loss: Callable[[Any], Any], *inputs: Any, **keywords: Any) -> Any:
+    return loss(model(*inputs, **keywords))
+
+
+def _faked(mode: FakeTensorMode, given: torch.Tensor) -> torch.Tensor:
+    with mode:
+        found = torch.empty_strided(given.shape, given.stride(), dtype=given.dtype)
+    return found.requires_grad_(given.requires_grad)
+
+
+@contextmanager
+def _without_memory(mode: FakeTensorMode, model: nn.Module) -> Iterator[nn.Module]:
+    """A copy of the model whose parameters and buffers have none."""
+    known: dict[int, torch.Tensor] = {}
+    for t in (*model.parameters(), *model.buffers()):
+        made = _faked(mode, t)
+        if isinstance(t, nn.Parameter):
+            made = nn.Parameter(made.detach(), requires_grad=t.requires_grad)
+        known[id(t)] = made
+    yield copy.deepcopy(model, dict(known))
+
+
+# --- planning --------------------------------------------------------------------------------
+
+
+def target_ahead(options: Options, tell: Tell) -> Target:
+    """The machine of the profile; this one where none is named."""
+    if options.hardware is None:
+        return target_for(options, None, tell)
+    profile = load_profile(options.hardware)
+    if profile.name == CPU:
+        return CpuTarget(profile, options.spill, profile.device_memory_bytes, options.host_memory)
+    disks = () if options.host_memory is None else options.spill
+    return CudaTarget(profile, disks, profile.device_memory_bytes, options.host_memory)
+
+
+@dataclass(eq=False)
+class Ahead:
+    """A traced model, to be planned under one budget or several."""
+
+    asked: Asked
+    target: Target
+    graphs: Graphs
+    survey: AheadSurvey
+
+    @classmethod
+    def of(cls, asked: Asked, tell: Tell, target: Target | None = None) -> Ahead:
+        target = target or target_ahead(asked.options, tell)
+        layers = find_layers(asked.model) if asked.repeats else None
+        if layers is not None:
+            try:
+                return cls._from_few(asked, target, layers, tell)
+            except NotAlike as error:
+                tell(f"{error} All of them are traced.")
+        tell("tracing")
+        graphs = _graphs(trace_ahead(asked, asked.model))
+        survey = cls._survey(asked, target, graphs)
+        survey.annotate(graphs, None, tell)
+        return cls(asked, target, graphs, survey)
+
+    @classmethod
+    def _from_few(cls, asked: Asked, target: Target, layers: Layers, tell: Tell) -> Ahead:
+        found = []
+        for periods in (PERIODS, PERIODS - 1):
+            kept = layers.kept(periods)
+            tell(f"tracing {kept} of {layers.count} layers in {layers.path}")
+            found.append(_graphs(trace_ahead(asked, shortened(asked.model, layers, periods))))
+        few, fewer = found
+        survey = cls._survey(asked, target, few)
+        survey.twin = Twin(cls._survey(asked, target, fewer), fewer, layers)
+        survey.annotate(few, None, tell)
+        return cls(asked, target, few, survey)
+
+    @staticmethod
+    def _survey(asked: Asked, target: Target, graphs: Graphs) -> AheadSurvey:
+        # costs of ops are reckoned, not measured, where a profile is named
+        hardware = asked.options.hardware or (None if asked.measures else CPU)
+        options = replace(asked.options, hardware=hardware)
+        updates = None
+        if asked.optimizer is not None and graphs.backward is not None:
+            on_card = isinstance(target, CudaTarget)
+            updates = Updates.read(asked.optimizer, target.profile, on_card)
+        return AheadSurvey(options, target, Profile(), CPU, updates=updates, traced=graphs)
+
+    def choose(self, memory: object, tell: Tell, explains: bool = True) -> Choice:
+        """Raises `Infeasible`."""
+        survey = replace(self.survey, options=replace(self.survey.options, memory=memory))  # type: ignore[arg-type]
+        planning = Planning("the model", survey, explains=explains)
+        return planning.settle(self.graphs, frozenset(), tell)[1]
+
+    def report(self, tell: Tell, choice: Choice | None = None) -> PlanReport:
+        options = self.asked.options
+        choice = choice or self.choose(options.memory, tell)
+        annotated, decided = choice.annotated, choice.decided
+        budget = options.memory_bytes(self.target.device_bytes)
+        peak = decided.order.peak_bytes
+        reserve = 0 if decided.fits else self.target.reserve_bytes(budget or peak)
+        plan, runtime = decided.result.plan, self.target.runtime
+        return PlanReport(
+            name="the model",
+            problem=annotated.problem,
+            machine=decided.machine,
+            result=decided.result,
+            budget_bytes=budget if budget is not None else peak + reserve,
+            reserve_bytes=reserve,
+            holes_bytes=decided.holes_bytes,
+            worst_peak_bytes=peak,
+            labels=annotated.labels,
+            names=annotated.names,
+            life=partial(planned_life, annotated.problem, plan, runtime),
+        )
+
+
+def _graphs(traced: Traced) -> Graphs:
+    forward, backward, outputs = traced.graphs
+    return Graphs(forward, backward, outputs, traced.parameters, CPU, traced.names)

@@ -1,0 +1,132 @@
+"""The survey of a model whose equal layers were traced a few times only."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+
+from offcompile.annotate import Annotated, InPlace
+from offcompile.compact import compact
+from offcompile.graphs import Graphs, Hint
+from offcompile.ir import DEVICE, HOST, OffloadError, Problem
+from offcompile.sizes import hint_of
+from offcompile.survey import Survey
+
+from .layers import Layers
+from .unroll import relabelled, unroll
+from .updates import Updates
+
+
+class NotAlike(OffloadError):
+    """Layers that look equal are not compiled to equal parts: trace all of them."""
+
+
+@dataclass(frozen=True)
+class Twin:
+    """The same model with one period of layers less."""
+
+    survey: Survey
+    graphs: Graphs
+    layers: Layers
+
+
+@dataclass(eq=False)
+class AheadSurvey(Survey):
+    """`twin`: what the layers that were left out are told from; None: all were traced."""
+
+    twin: Twin | None = None
+    updates: Updates | None = None
+    #: graphs as they were traced; others are the same with masks as bits
+    traced: Graphs | None = field(default=None, repr=False)
+
+    def annotate(
+        self, graphs: Graphs, budget: int | None, progress: Callable[[str], None]
+    ) -> Annotated:
+        if self.twin is not None:
+            self.twin.survey.annotate(self._twin_of(graphs), budget, progress)
+            self.twin.survey._min_move = self._min_move
+        return super().annotate(graphs, budget, progress)
+
+    def annotated(
+        self, graphs: Graphs, in_place: InPlace | None, stays: frozenset[str], hint: Hint
+    ) -> Annotated:
+        if self.twin is None:
+            found = super().annotated(graphs, in_place, stays, hint)
+        else:
+            found = self._unrolled(self.twin, graphs, in_place, hint)
+            found = replace(found, problem=staying(found.problem, stays))
+        return found
+
+    def problem(
+        self,
+        graphs: Graphs,
+        in_place: InPlace | None = None,
+        stays: frozenset[str] = frozenset(),
+        hint: Hint | None = None,
+    ) -> Annotated:
+        found = super().problem(graphs, in_place, stays, hint)
+        return found if self.updates is None else self.updates.added(found)
+
+    def _unrolled(
+        self, twin: Twin, graphs: Graphs, in_place: InPlace | None, hint: Hint
+    ) -> Annotated:
+        larger = super().annotated(graphs, in_place, frozenset(), hint)
+        smaller = twin.survey.annotated(self._twin_of(graphs), in_place, frozenset(), hint)
+        layers = twin.layers
+        made = unroll(larger.problem, smaller.problem, layers.beyond)
+        if made is None:
+            raise NotAlike(
+                f"The {layers.count} layers of {layers.path} look alike and do not compile alike."
+            )
+
+        def named(text: str, shift: int) -> str:
+            return relabelled(text, layers.path, shift, layers.period)
+
+        origin = made.origin
+        return replace(
+            larger,
+            problem=made.problem,
+            node_of={
+                new: larger.node_of[old]
+                for new, (old, _) in origin.items()
+                if old in larger.node_of
+            },
+            labels={
+                new: named(larger.labels[old], shift)
+                for new, (old, shift) in origin.items()
+                if old in larger.labels
+            },
+            names={
+                new: named(larger.names[old], shift)
+                for new, (old, shift) in origin.items()
+                if old in larger.names
+            },
+            dtypes={
+                new: larger.dtypes[old] for new, (old, _) in origin.items() if old in larger.dtypes
+            },
+        )
+
+    def _twin_of(self, graphs: Graphs) -> Graphs:
+        assert self.twin is not None
+        if graphs is self.traced:
+            return self.twin.graphs
+        fuses = self.options.lowering == "inductor"
+        made = compact(self.twin.graphs, hint_of(self.sizes), fuses=fuses)
+        if made is None:
+            raise NotAlike(f"The layers of {self.twin.layers.path} do not save alike.")
+        return made.graphs
+
+
+def staying(problem: Problem, stays: frozenset[str]) -> Problem:
+    """The step with these weights on the device, for good."""
+    if not stays:
+        return problem
+    tensors = tuple(
+        replace(t, home=DEVICE, pinned=True) if t.id in stays and t.home == HOST else t
+        for t in problem.tensors
+    )
+    ops = tuple(
+        replace(op, direct={t: us for t, us in op.direct.items() if t not in stays})
+        for op in problem.ops
+    )
+    return replace(problem, tensors=tensors, ops=ops)

@@ -1,0 +1,155 @@
+"""Blocks compiled one by one, in budgets so tight that nothing may stand at the turn, and called in
+ways that nobody can foresee: checkpoints, experts that the data chooses, lengths that change."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+import offcompile
+from offcompile.ir import DEVICE, HOST, Lane, Machine, Op, Problem, Tier
+from offcompile.ir import Tensor as Stored
+from offcompile.order import Run
+from offcompile.runtime.counters import reset_counters
+from offcompile.runtime.registry import close_all
+from offcompile.turn import decide_turning
+
+MIB = 1 << 20
+WIDTH, HEADS, LAYERS, BATCH, LENGTH = 64, 4, 3, 4, 128
+Run_ = Callable[["Model", Tensor], Tensor]
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.qkv = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 3 * WIDTH)
+        self.up, self.down = nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(4 * WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        b, t, w = x.shape
+        q, k, v = self.qkv(self.norm(x)).view(b, t, 3, HEADS, w // HEADS).permute(2, 0, 3, 1, 4)
+        seen = (q @ k.transpose(-1, -2) * (w // HEADS) ** -0.5).softmax(-1) @ v
+        x = x + seen.transpose(1, 2).reshape(b, t, w)
+        return x + self.down(F.gelu(self.up(x)))
+
+
+class Model(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Block() for _ in range(LAYERS))
+        self.stem = nn.Parameter(torch.ones(WIDTH))  # so that no block is unlike the others
+
+
+def straight(model: Model, x: Tensor) -> Tensor:
+    for block in model.blocks:
+        x = block(x)
+    return x
+
+
+def checkpointed(reentrant: bool) -> Run_:
+    def run(model: Model, x: Tensor) -> Tensor:
+        for block in model.blocks:
+            x = checkpoint(block, x, use_reentrant=reentrant)
+        return x
+
+    return run
+
+
+def routed(model: Model, x: Tensor) -> Tensor:
+    """Three experts, as the data say."""
+    for i in range(3):
+        choice = int(x.detach().double().sum().abs().mul(1e4)) + i
+        x = model.blocks[choice % LAYERS](x)
+    return x
+
+
+def with_eval(model: Model, x: Tensor) -> Tensor:
+    with torch.no_grad():
+        straight(model, x + 1)
+    return straight(model, x)
+
+
+@pytest.fixture(autouse=True)
+def fresh() -> Iterator[None]:
+    torch._dynamo.reset()
+    reset_counters()
+    yield
+    torch._dynamo.reset()
+    close_all()
+
+
+def train(
+    run: Run_, memory: float | None, spill: Path, lengths: tuple[int, ...], dynamic: bool | None
+) -> list[str]:
+    """Losses and gradients of three steps, as exact text; without `memory`, plainly compiled."""
+    torch.manual_seed(0)
+    model, found = Model(), []
+    options = {"lowering": "aot_eager", "spill": str(spill), "seconds": 0.1}
+    for block in model.blocks:
+        if memory is None:
+            block.compile(backend="aot_eager", dynamic=dynamic)
+        else:
+            options["memory"] = int(memory * MIB)
+            block.compile(backend="offcompile", options=options, dynamic=dynamic)
+    for step in range(3):
+        dice = torch.Generator().manual_seed(step)
+        x = torch.randn(BATCH, lengths[step % len(lengths)], WIDTH, generator=dice)
+        loss = run(model, x * model.stem).square().mean()
+        loss.backward()
+        found.append(float(loss.detach()).hex())
+        with torch.no_grad():
+            for p in model.parameters():
+                if p.grad is not None:
+                    found.append(float(p.grad.double().sum()).hex())
+                    p.sub_(p.grad, alpha=0.1)
+                    p.grad = None
+    torch._dynamo.reset()
+    return found
+
+
+WAYS: dict[str, tuple[Run_, float, tuple[int, ...], bool | None]] = {
+    "tight": (straight, 5.5, (LENGTH,), None),
+    "checkpoint": (checkpointed(False), 5.5, (LENGTH,), None),
+    "reentrant checkpoint": (checkpointed(True), 5.5, (LENGTH,), None),
+    "experts": (routed, 5.5, (LENGTH,), None),
+    "lengths": (straight, 6.0, (LENGTH, 96, LENGTH), False),
+    "lengths, one graph": (straight, 6.0, (LENGTH, 96, 64), None),
+}
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_the_numbers_of_the_plain_run_in_little_memory(tmp_path: Path, way: str) -> None:
+    run, memory, lengths, dynamic = WAYS[way]
+    wanted = train(run, None, tmp_path, lengths, dynamic)
+    assert train(run, memory, tmp_path, lengths, dynamic) == wanted
+    counted = offcompile.counters()
+    assert counted["bytes_out"] > 0
+    assert counted["keeper_bytes"] == counted["live_tickets"] == 0
+
+
+def test_nothing_that_may_leave_stands_at_the_turn() -> None:
+    """Alone the step takes 10; within 6 the planner alone would keep what fits at the turn."""
+    names = ("a", "b", "c")
+    forward = [
+        Op(f"f{t}", "forward", 1.0, (*names[i - 1 : i],), (t,), 1) for i, t in enumerate(names)
+    ]
+    backward = [Op(f"g{t}", "backward", 1.0, (t,), (), 1) for t in reversed(names)]
+    problem = Problem((*(Stored(t, 3, "activation") for t in names),), (*forward, *backward))
+
+    def machine(nbytes: int) -> Machine:
+        lanes = (Lane("out", DEVICE, HOST, 10.0), Lane("in", HOST, DEVICE, 10.0))
+        return Machine((Tier(DEVICE, nbytes), Tier(HOST, None)), lanes)
+
+    found = decide_turning(problem, machine, 8, lambda budget: 0, "joint", 0.1)
+    assert found.kept_bytes == 0
+    assert found.order.peak_bytes <= 8
+    runs = [s.name for s in found.order.steps if isinstance(s, Run)]
+    assert runs == [op.id for op in problem.ops]
+    assert len(found.order.device_bytes) == len(runs)
+    assert {m.tensor for m in found.result.plan.moves} == set(names)
