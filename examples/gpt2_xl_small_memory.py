@@ -202,11 +202,16 @@ def main() -> None:
     parser.add_argument("--budget", help="of the compiled step; as the option 'memory'")
     parser.add_argument("--spill", default="/var/tmp", help="directory on a disk")
     parser.add_argument("--lowering", default="aot_eager", choices=["aot_eager", "inductor"])
+    parser.add_argument("--quick", action="store_true", help="a tiny model alone, two steps")
     parser.add_argument("--run", choices=["ours", "plain"], help=argparse.SUPPRESS)
     parser.add_argument("--told", action="store_true", help=argparse.SUPPRESS)
     asked = parser.parse_args()
     if asked.run:
         train(asked)
+        return
+    if asked.quick:
+        small = {"layers": 2, "width": 32, "heads": 2, "tokens": 32, "steps": 2, "memory": 3.0}
+        run(asked, **small, run="ours", budget="minimum", told=True)
         return
     tell("two layers, by plain torch and by offcompile:")
     plain = run(asked, layers=2, run="plain", memory=0.0)

@@ -41,27 +41,6 @@ SIZES = {
 }
 
 
-def calibrate(console: Console, asked: argparse.Namespace) -> str:
-    """Measure this machine if that was not done before; returns where to train."""
-    import torch
-
-    from offcompile.options import Options
-    from offcompile.target import target_for
-
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    began = time.perf_counter()
-    with console.status("measuring this machine") as status:
-        options = Options.read({"spill": asked.spill} if asked.spill else {})
-        target = target_for(options, torch.device(device), lambda text: status.update(text))
-    spent = time.perf_counter() - began
-    profile = target.profile
-    console.print(
-        f"calibrated in {spent:.1f} s: moves out at {profile.d2h_gbps:.1f} GB/s, back at "
-        f"{profile.h2d_gbps:.1f} GB/s; kept for next time"
-    )
-    return device
-
-
 @contextmanager
 def worker(console: Console) -> Iterator[subprocess.Popen[str]]:
     """A process that trains; what it warns of is shown when it ends."""
@@ -83,10 +62,10 @@ def worker(console: Console) -> Iterator[subprocess.Popen[str]]:
             console.print(errors.read(), end="", markup=False, highlight=False)
 
 
-def run(
+def ask(
     console: Console, process: subprocess.Popen[str], name: str, task: dict[str, Any]
 ) -> dict[str, Any]:
-    """Have the process train, show what it does, and gather what it tells."""
+    """Have the process do something, show how it goes, and return what came of it."""
     assert process.stdin is not None and process.stdout is not None
     steps: list[dict[str, Any]] = []
     began = time.perf_counter()
@@ -94,21 +73,38 @@ def run(
     with console.status(f"{name}: starting") as status:
         for line in process.stdout:
             told = json.loads(line)
-            if told["event"] == "compiling":
-                status.update(f"{name}: compiling")
-            elif told["event"] == "step":
-                if not steps:
+            if told["event"] == "done":
+                return {**told, "steps": steps}
+            if told["event"] == "step":
+                steps.append(told)
+                if len(steps) == 1:
                     spent = time.perf_counter() - began
                     console.print(f"{name}: started, compiled and ran once in {spent:.0f} s")
-                steps.append(told)
-                said = f"step {len(steps)} of {task['steps']}, loss {told['loss']:.3f}"
-                status.update(f"{name}: {said}")
-            else:
-                # the first step compiles, the second may still warm caches
-                seconds = statistics.median(step["seconds"] for step in steps[2:])
-                return {**told, "losses": [step["loss"] for step in steps], "seconds": seconds}
+                told["text"] = f"step {len(steps)}, loss {told['loss']:.3f}"
+            status.update(f"{name}: {told['text']}")
     console.print(f"[red]{name}: stopped with exit code {process.wait()}")
     sys.exit(1)
+
+
+def calibrate(console: Console, process: subprocess.Popen[str], spill: str | None) -> str:
+    """Measure this machine if that was not done before; returns where to train."""
+    found = ask(console, process, "measuring this machine", {"calibrate": spill})
+    console.print(
+        f"measured, and kept for next time: moves out at {found['out_gbps']:.1f} GB/s, "
+        f"back at {found['back_gbps']:.1f} GB/s"
+    )
+    return str(found["device"])
+
+
+def run(
+    console: Console, process: subprocess.Popen[str], name: str, task: dict[str, Any]
+) -> dict[str, Any]:
+    """Train in that process."""
+    found = ask(console, process, name, task)
+    steps = found.pop("steps")
+    # the first step compiles, the second may still warm caches
+    seconds = statistics.median(step["seconds"] for step in steps[2:])
+    return {**found, "losses": [step["loss"] for step in steps], "seconds": seconds}
 
 
 def show(console: Console, runs: dict[str, dict[str, Any]]) -> None:
@@ -193,31 +189,33 @@ def half(plain: dict[str, Any]) -> int:
     return max(peak // 2 - 2 * plain["weight_bytes"], peak // 4)
 
 
-def main() -> None:
-    asked = arguments()
-    console = Console()
-    device = calibrate(console, asked)
+def settings(asked: argparse.Namespace, device: str) -> dict[str, Any]:
+    """What every run has in common."""
     sizes = SIZES["quick" if asked.quick else device]
-    sizes = {name: getattr(asked, name) or value for name, value in sizes.items()}
-    output = Path(asked.output).absolute()
-    output.mkdir(parents=True, exist_ok=True)
-    console.print(
-        f"A GPT of {sizes['layers']} layers, width {sizes['width']}, on {sizes['batch']} × "
-        f"{sizes['length']} bytes of Python source; AdamW, {sizes['steps']} steps, "
-        f"{asked.lowering}, on {'the GPU' if device == 'cuda' else 'the CPU'}."
-    )
-    task: dict[str, Any] = {
-        **sizes,
+    return {
+        **{name: getattr(asked, name) or value for name, value in sizes.items()},
         "device": device,
         "lowering": asked.lowering,
         "spill": asked.spill,
-        "output": str(output),
+        "output": str(Path(asked.output).absolute()),
         "quick": asked.quick,
         "memory": None,
     }
+
+
+def main() -> None:
+    asked = arguments()
+    console = Console()
+    output = Path(asked.output).absolute()
+    output.mkdir(parents=True, exist_ok=True)
     runs: dict[str, dict[str, Any]] = {}
     with ExitStack() as workers:
         process = workers.enter_context(worker(console))
+        task = settings(asked, calibrate(console, process, asked.spill))
+        console.print(
+            "A GPT of {layers} layers, width {width}, on {batch} × {length} bytes of Python "
+            "source; AdamW, {steps} steps, {lowering}, on {device}.".format(**task)
+        )
         for name in ("plain", "checkpointed", "offcompile"):
             if runs and not asked.quick:  # each in a process of its own
                 workers.close()
@@ -227,6 +225,8 @@ def main() -> None:
                 task["memory"] = asked.memory or ("minimum" if asked.quick else half(runs["plain"]))
             runs[name] = run(console, process, name, task)
     show(console, runs)
+    if asked.quick:
+        console.print("With --quick one process does it all, so these peaks cannot be compared.")
     text = f"\nThe plan that ran:\n{runs['offcompile']['text']}"
     console.print(text, markup=False, highlight=False, soft_wrap=True)
     console.print(f"\nreport: {output / 'report.html'}", markup=False, soft_wrap=True)

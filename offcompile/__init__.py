@@ -11,11 +11,11 @@ if TYPE_CHECKING:
     from offcompile import optim
     from offcompile.batch_search import max_batch
     from offcompile.born_on_host import host_init
+    from offcompile.loading import load_weights
     from offcompile.page import save_html
     from offcompile.recording import record
     from offcompile.report import PlanReport, reports
     from offcompile.runtime.counters import counters
-    from offcompile.runtime.host_loading import load_weights
     from offcompile.saving import save
 
 __all__ = [
@@ -41,7 +41,7 @@ _LATER = {
     "PlanReport": "offcompile.report",
     "counters": "offcompile.runtime.counters",
     "host_init": "offcompile.born_on_host",
-    "load_weights": "offcompile.runtime.host_loading",
+    "load_weights": "offcompile.loading",
     "max_batch": "offcompile.batch_search",
     "record": "offcompile.recording",
     "reports": "offcompile.report",

@@ -23,13 +23,16 @@ from offcompile.runtime.updates import updater_of
 from .books import Binding, Books, books_of
 from .dump import check_dump_directory
 from .executions import Executions
+from .log import log_decision
 from .lower import lower
 from .names import argument_names
 from .options import Options
 from .pipeline import Pipeline
 from .profiling import Profile, Settled
+from .progress import Progress
 from .recording import recorded
 from .target import Target, target_for
+from .trial import Trial
 
 _numbers = itertools.count()
 
@@ -81,7 +84,8 @@ def _compile(
     settings = Options.read(options)
     if settings.dump is not None:
         check_dump_directory(settings.dump)
-    target = target_for(settings, _device_of(gm))
+    with Progress("this machine") as progress:
+        target = target_for(settings, _device_of(gm), progress)
     compiled = Compiled(gm, example_inputs, settings, target, books_of(target.device))
     compiled.first(example_inputs)
     return compiled
@@ -137,6 +141,7 @@ class Compiled:
         #: arguments that an optimizer updates during backward
         self.updated: frozenset[int] = frozenset()
         self.profile = Profile()
+        self.trial = Trial()
         #: whether it ends in something else than a loss
         self.goes_on = all(x.numel() > 1 for x in _tensors_out(gm))
         #: whether all that is kept is to be able to leave, and all weights: what has no plan
@@ -154,6 +159,8 @@ class Compiled:
         shown = self.profile.due()
         if self._lanes_due(variant) or shown:
             variant = self._reconsidered(variant, args)
+        else:
+            variant = self._tried(variant, args)
         self.profile.begin_step()
         variant.pipeline.place_weights(args)
         self.executions.call(binding, self._sizes_of(args))
@@ -324,7 +331,36 @@ class Compiled:
         if settled is None:
             return variant
         self._look_for_updaters(args)
+        if variant.pipeline.report is not None:
+            self.trial.replaced(variant.pipeline.report)
         return self._make(held, self._sizes_of(args), settled=settled)
+
+    def _tried(self, variant: Variant, args: Sequence[Any]) -> Variant:
+        """The plan, if the steps that were measured speak for it; see `trial`. Times of other
+        sizes, or on other hardware than was named, say nothing."""
+        pipeline, report = variant.pipeline, variant.pipeline.report
+        if report is None or self.symbols or self.options.hardware is not None:
+            return variant
+        step = self.trial.due(report, pipeline.steps_recorded)
+        if step is None:
+            return variant
+        lost = self.trial.loses_to(report, step)
+        former = next((v for v in self.variants if lost and v.pipeline.report is lost[0]), None)
+        if lost and former and former.pipeline.hosts_all_of(pipeline):
+            self.variants.remove(variant)
+            self.profile.note(lost[1])
+            log_decision(self.name, lost[1])
+            return self.variant_for(args)
+        factors = self.trial.factors(report, step)
+        if factors is not None and not report.fits and not pipeline.turns:
+            machine = self.target.machine(self.target.device_bytes)
+            totals = lanes_moved(self.target.runtime.key)
+            if self.profile.costs_due(factors, machine, totals):
+                made = self._reconsidered(variant, args)
+                if made is not variant:
+                    return made
+        self.trial.tell(report, step)
+        return variant
 
     def _lanes_due(self, variant: Variant) -> bool:
         """Whether lanes reach something else than this plan rests on; a profile that was named
@@ -404,7 +440,8 @@ class Compiled:
         return variant
 
     def _variant_name(self) -> str:
-        return self.name if not self.variants else f"{self.name}, plan {len(self.variants) + 1}"
+        number = len(self.variants) + self.trial.given_up + 1
+        return self.name if number == 1 else f"{self.name}, plan {number}"
 
 
 def _copy(gm: fx.GraphModule) -> fx.GraphModule:

@@ -84,8 +84,10 @@ def trace_call(
     keywords: Mapping[str, Any],
     lowering: Lowering,
     when: str = "",
+    loss: Callable[[Any], Any] | None = None,
 ) -> Traced:
-    """As `trace`, of a model on fake tensors already. `when`: for messages."""
+    """As `trace`, of a model on fake tensors already. `when`: for messages. `loss`: from what the
+    model returns to what is differentiated."""
     found: list[Traced] = []
 
     def backend(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
@@ -105,7 +107,7 @@ def trace_call(
         given, named = tree_map(_faked(mode), (tuple(inputs), dict(keywords)))
         call = torch.compile(_fresh_caller(), backend=backend, dynamic=False, fullgraph=True)
         try:
-            call(fake, given, named)
+            call(fake, given, named, loss)
         except torch._dynamo.exc.TorchDynamoException as error:
             told = str(error).strip().partition("\n")[0]
             raise OffloadError(
@@ -125,9 +127,13 @@ def _fresh_caller() -> Callable[..., Any]:
     """A function with code of its own, so that no other compilation of anything counts."""
 
     def call(
-        model: Callable[..., Any], inputs: Sequence[Any], keywords: Mapping[str, Any]
+        model: Callable[..., Any],
+        inputs: Sequence[Any],
+        keywords: Mapping[str, Any],
+        loss: Callable[[Any], Any] | None,
     ) -> Any:
-        return model(*inputs, **keywords)
+        result = model(*inputs, **keywords)
+        return result if loss is None else loss(result)
 
     return types.FunctionType(call.__code__.replace(), globals(), "offcompile_max_batch")
 

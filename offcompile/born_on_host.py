@@ -15,6 +15,7 @@ from offcompile.runtime.host_birth import Birth
 from offcompile.runtime.registry import runtime_for
 
 from .options import Options
+from .progress import Progress
 from .target import runtime_settings
 
 _Directory = str | os.PathLike[str]
@@ -57,7 +58,8 @@ class host_init:
         with ExitStack() as stack:
             if self._home.type != "cpu":
                 stack.enter_context(self._home)
-            stack.enter_context(Birth(device, self._home))
+            progress = stack.enter_context(Progress("host_init"))
+            stack.enter_context(Birth(device, self._home, progress.bytes_done))
             self._entered.stacks.append(stack.pop_all())
 
     def __exit__(

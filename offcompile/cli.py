@@ -339,19 +339,10 @@ def _print_json(value: dict[str, object]) -> None:
 @contextmanager
 def _progress(doing: str) -> Iterator[Callable[[str], None] | None]:
     """A line on stderr with the time gone by and what was found so far; None off a terminal."""
-    if not sys.stderr.isatty():
-        yield None
-        return
-    from rich.console import Console
-    from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+    from offcompile.progress import Progress
 
-    text = TextColumn("{task.description}", markup=False)
-    console = Console(stderr=True)
-    with Progress(
-        SpinnerColumn(), text, TimeElapsedColumn(), console=console, transient=True
-    ) as bar:
-        task = bar.add_task(doing, total=None)
-        yield lambda found: bar.update(task, description=f"{doing}: {found}")
+    with Progress(doing) as progress:
+        yield progress if progress.shown else None
 
 
 def _complain(text: str) -> None:

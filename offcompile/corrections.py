@@ -55,7 +55,7 @@ def factors_of(
     """
     measured_us = _measured_us(step)
     planned_us, again_us = _planned_us(problem, plan, timeline)
-    found = {}
+    found: dict[str, float] = {}
     for phase in (FORWARD, BACKWARD):
         planned, measured = planned_us[phase], measured_us.get(phase)
         if measured is None or planned <= 0:
@@ -84,9 +84,7 @@ def with_factors(problem: Problem, factors: Factors | None) -> Problem:
     return replace(problem, ops=tuple(map(scaled, problem.ops)))
 
 
-def corrected(
-    problem: Problem, machine: Machine, plan: Plan, factors: Factors
-) -> Corrected | None:
+def corrected(problem: Problem, machine: Machine, plan: Plan, factors: Factors) -> Corrected | None:
     """The plan's step under these costs, with `machine`'s lanes; None: it would not go on."""
     timeline = Simulator(with_factors(problem, factors), machine).run(plan, record=False)
     return Corrected(timeline.makespan_us, factors) if timeline.valid else None
@@ -97,16 +95,12 @@ def _measured_us(step: MeasuredStep) -> dict[str, float]:
     halves = {s.id: s for s in step.spans if s.lane == COMPUTE}
     found = {}
     for phase, span in halves.items():
-        waited = sum(
-            w.duration_ns for w in step.waits if span.start_ns <= w.start_ns < span.end_ns
-        )
+        waited = sum(w.duration_ns for w in step.waits if span.start_ns <= w.start_ns < span.end_ns)
         found[phase] = max(0, span.end_ns - span.start_ns - waited) / 1000
     return found
 
 
-def _planned_us(
-    problem: Problem, plan: Plan, timeline: Timeline
-) -> tuple[dict[str, float], float]:
+def _planned_us(problem: Problem, plan: Plan, timeline: Timeline) -> tuple[dict[str, float], float]:
     """Half → its ops' time on the device, and what backward runs again of forward."""
     planned, again_us = {FORWARD: 0.0, BACKWARD: 0.0}, 0.0
     recomputes = {r.id: r for r in plan.recomputes}

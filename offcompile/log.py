@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import json
 import logging
+import sys
 from collections.abc import Callable
 from functools import cache
 
 from offcompile.dump import Compiled, readable
 from offcompile.ir.textio import print_plan, print_problem
+from offcompile.progress import at_terminal
 from offcompile.timelines import print_timeline
 
 LOGGER = logging.getLogger("offcompile")
@@ -39,6 +41,30 @@ def log_decision(name: str, text: str) -> None:
 @cache
 def tell_once(text: str) -> None:
     LOGGER.info("%s", text, stacklevel=3)
+
+
+def say(text: str) -> None:
+    """A calm line: INFO where somebody listens to that, else for a person at a terminal."""
+    if LOGGER.isEnabledFor(logging.INFO):
+        LOGGER.info("%s", text, stacklevel=2)
+    elif LOGGER.isEnabledFor(logging.WARNING) and at_terminal():
+        print(f"offcompile: {text}", file=sys.stderr)
+
+
+def warn(text: str) -> None:
+    """Shown unless the logger is told otherwise."""
+    LOGGER.warning("offcompile: %s", text, stacklevel=2)
+
+
+_said: set[str] = set()
+
+
+def first_time(what: str) -> bool:
+    """Whether this is about to be said for the first time in this process."""
+    if what in _said:
+        return False
+    _said.add(what)
+    return True
 
 
 def _parts(compiled: Compiled) -> list[tuple[str, str]]:

@@ -30,6 +30,7 @@ from torch._inductor.custom_graph_pass import CustomPartitionerFn
 from offcompile.ir import InvalidInput, Violation
 
 from .lower_order import MovementOps, pin_order
+from .progress import Progress
 
 __all__ = ["Compiled", "Halves", "Hooks", "Lowering", "MovementOps", "Phase", "lower", "pin_order"]
 
@@ -203,7 +204,9 @@ def _inductor(graph: fx.GraphModule, inputs: Sequence[Any], job: _Job) -> Callab
                     settings.enter_context(
                         inductor_config.patch(allow_buffer_reuse=False, inplace_buffers=False)
                     )
-            compiled = compile_fx_inner(half, half_inputs, **how)
+            with Progress("compiling") as say:
+                say(f"{phase} by Inductor, {len(half.graph.nodes):,} nodes")
+                compiled = compile_fx_inner(half, half_inputs, **how)
         return job.after(phase, compiled)
 
     with inductor_config.patch(custom_partitioner_fn=ours):

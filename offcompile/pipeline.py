@@ -240,6 +240,10 @@ class Pipeline:
         return touched_by(self.report.problem, self._weights)
 
     @property
+    def steps_recorded(self) -> int:
+        return 0 if self._recorder is None else self._recorder.recorded
+
+    @property
     def lends(self) -> bool:
         """Whether memory of what leaves may not be used again by the graph: it may stay."""
         return self.turns
@@ -258,6 +262,10 @@ class Pipeline:
     @property
     def hosts_weights(self) -> bool:
         return bool(self._hosted)
+
+    def hosts_all_of(self, other: Pipeline) -> bool:
+        """Whether it has all weights on the host that another plan has: there they stay."""
+        return set(self._hosted) >= set(other._hosted)
 
     def _direct_reads(self, phase: Phase) -> int:
         """How many operands on the host the ops of this half use there."""

@@ -14,6 +14,7 @@ from offcompile.ir.units import show_bytes
 from .annotate import Annotated, InPlace
 from .choose import TRIAL_SHARE, Choice, choose
 from .compact import compact, has_bits
+from .corrections import with_factors
 from .decide import (
     NO_LOSS,
     Decided,
@@ -312,6 +313,8 @@ class Planning:
         """
         survey, options = self.survey, self.survey.options
         survey.learn_codecs()
+        if self.survey.costs_as_planned is None:
+            problem = with_factors(problem, survey.profile.factors)
         budget = options.memory_bytes(survey.target.device_bytes)
         left = None if budget is None else budget - self.held_bytes
         text, found = reconsider(
@@ -323,7 +326,7 @@ class Planning:
             options.lossy,
             WORTH[options.lowering],
             lambda again: self._decide(again, left, False, tell=tell),
-            survey.profile.lanes_changed,
+            survey.profile.seen,
         )
         return text, None if found is None else Settled(found[0], left, found[1])
 

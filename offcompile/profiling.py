@@ -18,6 +18,7 @@ from offcompile.ir import Machine, Plan, Problem
 from offcompile.runtime.lane_rates import Moved
 from offcompile.runtime.watching import watching
 
+from .corrections import Factors
 from .decide import Decided
 from .lane_watch import LaneWatch
 from .simulate import Simulator
@@ -57,6 +58,8 @@ class Profile:
 
     densities: dict[str, float] = field(default_factory=dict)
     lanes: LaneWatch = field(default_factory=LaneWatch)
+    #: what ops take over their costs, once that was seen to differ
+    factors: Factors | None = None
     #: what became of each decision, for people
     said: list[str] = field(default_factory=list)
     replans: int = 0
@@ -67,8 +70,9 @@ class Profile:
     #: densities that the last decision went by; None: there was none
     _known: dict[str, float] | None = None
     _found: dict[str, float] = field(default_factory=dict)
-    #: what the next decision is for: lanes that changed, in words
+    #: what the next decision is for: lanes or ops that are not as planned, in words
     _lanes_changed: str | None = None
+    _costs_changed: str | None = None
 
     # --- looking ----------------------------------------------------------------------------
 
@@ -156,10 +160,24 @@ class Profile:
             self._lanes_changed = self.lanes.look(machine, totals)
         return self._lanes_changed is not None
 
+    def costs_due(self, factors: Factors, machine: Machine, totals: Mapping[str, Moved]) -> bool:
+        """The same of ops, once: whether they, or lanes meanwhile, are far from their costs.
+
+        factors: of a plan that was made without any.
+        """
+        if self.factors is not None or not self._open:
+            return False
+        self._lanes_changed = self.lanes.look(machine, totals)
+        if not factors.same:
+            self.factors, self._costs_changed = factors, factors.words()
+        return self.seen != "densities"
+
     @property
-    def lanes_changed(self) -> bool:
-        """Whether the decision to be made now is for lanes."""
-        return self._lanes_changed is not None
+    def seen(self) -> str:
+        """What the decision to be made now is for."""
+        if self._costs_changed is not None:
+            return "costs"
+        return "densities" if self._lanes_changed is None else "rates"
 
     def _changed(self) -> bool:
         known = self._known
@@ -174,10 +192,15 @@ class Profile:
         self._decisions += 1
         self.replans += again
         self._every *= 2
-        lanes, self._lanes_changed = self._lanes_changed, None
-        self.said.append(f"after {self._steps} steps: {f'{lanes}: ' if lanes else ''}{text}")
+        reasons = [r for r in (self._costs_changed, self._lanes_changed) if r is not None]
+        self._costs_changed = self._lanes_changed = None
+        self.note(": ".join(["; ".join(reasons), text] if reasons else [text]))
         if again:
             self.lanes.restart()
+
+    def note(self, text: str) -> None:
+        """Say what became of the plan."""
+        self.said.append(f"after {self._steps} steps: {text}")
 
 
 def reconsider(
@@ -189,21 +212,21 @@ def reconsider(
     lossy: str | None,
     worth: float,
     plan: Callable[[Problem], Decided],
-    lanes_changed: bool = False,
+    seen: str = "densities",
 ) -> tuple[str, tuple[Problem, Decided] | None]:
     """What the densities say of a plan; with another plan for them if that is worth it.
 
     `problem` is as it was planned; `machine` the one of the current plan, with what is known of
-    codecs and lanes by now. The text says why, for people.
+    codecs and lanes by now. seen: what else is known anew, `rates` of lanes or `costs` of ops. The
+    text says why, for people.
     """
-    seen = "rates" if lanes_changed else "densities"
     shown = with_ratios(problem, machine, dtypes, densities, lossy, only_paying=False)
     asked = with_ratios(problem, machine, dtypes, densities, lossy)
     now = Simulator(shown, machine).run(current, record=False)
     now_us = now.makespan_us if now.valid else float("inf")
     compute_us = sum(op.duration_us for op in problem.ops)
     packs = any(move.codec for move in current.moves)
-    if not lanes_changed and not packs and not any(t.ratios for t in asked.tensors):
+    if seen == "densities" and not packs and not any(t.ratios for t in asked.tensors):
         return "no tensor has zeros enough to be worth packing", None
     if now_us * (1 - worth) <= compute_us:
         return "moving costs next to nothing as it is; the plan stays", None

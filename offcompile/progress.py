@@ -3,36 +3,63 @@
 from __future__ import annotations
 
 import sys
+import threading
 import time
 from types import TracebackType
 
 from rich.console import Console
-from rich.status import Status
+from rich.progress import Progress as Bar
+from rich.progress import SpinnerColumn, TextColumn, TimeElapsedColumn
+
+from offcompile.cli_tables import size
 
 #: work shorter than this is not spoken of
 SILENT_SECONDS = 1.0
+_clock = time.monotonic
 
 
 class Progress:
-    """`with Progress(name) as say: say("measuring 3 of 20")` shows a spinner after a while."""
+    """`with Progress(name) as say: say("measuring 3 of 20")`: after a second a line with a spinner
+    says the name, what was said last, and the time since the beginning.
+
+    Only on a terminal. Within another one, that one's line makes way. Any thread may say something.
+    """
 
     def __init__(self, name: str) -> None:
         self.name = name
-        self.began = time.monotonic()
-        self.shown = sys.stderr.isatty()
-        self.status: Status | None = None
+        self.shown = at_terminal()
+        self._lock = threading.RLock()
+        self._text = ""
+        self._bar: Bar | None = None
+        self._timer: threading.Timer | None = None
+        self._outer: Progress | None = None
+        self._time = 0.0
+        self._over = False
 
     def __enter__(self) -> Progress:
+        global _innermost
+        if self.shown:
+            self._time = _clock()
+            with _nesting:
+                self._outer, _innermost = _innermost, self
+                if self._outer is not None:
+                    self._outer._hide()
+            self._show_later()
         return self
 
     def __call__(self, text: str) -> None:
-        if not self.shown or time.monotonic() - self.began < SILENT_SECONDS:
+        with self._lock:
+            self._text = text
+            if self._bar is not None:
+                self._bar.update(self._bar.task_ids[0], description=self._said)
+
+    def bytes_done(self, done: int, total: int | None = None) -> None:
+        """Say how much of what is filled is filled, and how fast that went so far."""
+        if not self.shown:
             return
-        said = f"offcompile {self.name}: {text}"
-        if self.status is None:
-            self.status = Console(stderr=True).status(said)
-            self.status.start()
-        self.status.update(said)
+        seconds = max(_clock() - self._time, 1e-9)
+        of = "" if total is None else f" of {size(total)} ({done / max(total, 1):.0%})"
+        self(f"{size(done)}{of}, {size(round(done / seconds))}/s")
 
     def __exit__(
         self,
@@ -40,6 +67,66 @@ class Progress:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        if self.status is not None:
-            self.status.stop()
-            self.status = None
+        global _innermost
+        if not self.shown:
+            return
+        self._over = True
+        self._hide()
+        with _nesting:
+            if _innermost is self:
+                _innermost = self._outer
+                if self._outer is not None:
+                    self._outer._show_later()
+
+    # --- the line ---------------------------------------------------------------------------
+
+    @property
+    def _said(self) -> str:
+        return f"offcompile {self.name}: {self._text}" if self._text else f"offcompile {self.name}"
+
+    def _show_later(self) -> None:
+        left = SILENT_SECONDS - (_clock() - self._time)
+        with self._lock:
+            if self._over:  # on another thread it may end before what is within it
+                return
+            self._timer = threading.Timer(max(left, 0.0), self._show)
+            self._timer.daemon = True
+            self._timer.start()
+
+    def _show(self) -> None:
+        with self._lock:
+            if self._timer is None or self._bar is not None:
+                return
+            self._bar = Bar(
+                SpinnerColumn(),
+                TextColumn("{task.description}", markup=False),
+                TimeElapsedColumn(),
+                console=Console(stderr=True),
+                transient=True,
+                redirect_stdout=False,
+                redirect_stderr=False,
+                get_time=_clock,
+            )
+            self._bar.add_task(self._said, total=None)
+            self._bar.tasks[0].start_time = self._time
+            self._bar.start()
+
+    def _hide(self) -> None:
+        with self._lock:
+            timer, self._timer = self._timer, None
+            bar, self._bar = self._bar, None
+        if timer is not None:
+            timer.cancel()
+        if bar is not None:
+            bar.stop()
+
+
+def at_terminal() -> bool:
+    """Whether a person may see what goes to stderr, which may be absent or closed."""
+    stream = sys.stderr
+    return stream is not None and not stream.closed and stream.isatty()
+
+
+_nesting = threading.Lock()
+#: whose line may be shown
+_innermost: Progress | None = None

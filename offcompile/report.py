@@ -12,6 +12,7 @@ from statistics import median
 from typing import TYPE_CHECKING, Any
 
 from offcompile.cli_tables import size
+from offcompile.corrections import Corrected
 from offcompile.decide import floor_of
 from offcompile.explain import Fate, fates, print_fate
 from offcompile.ir import DEVICE, PHASES, Machine, OffloadError, Plan, Problem, Timeline
@@ -72,6 +73,7 @@ class PlanReport:
     #: where measured steps are found; None: nothing runs
     steps: Steps | None = field(default=None, repr=False)
     _steps_us: dict[str, list[float]] = field(default_factory=dict, init=False, repr=False)
+    _corrected: list[Corrected] = field(default_factory=list, init=False, repr=False)
 
     # --- planned ----------------------------------------------------------------------------
 
@@ -165,6 +167,27 @@ class PlanReport:
         if measured_us is None or self.planned_us <= 0:
             return None
         return measured_us / self.planned_us
+
+    def correct(self, corrected: Corrected) -> None:
+        """Take note of what the plan's step takes with costs as first steps showed them."""
+        self._corrected[:] = [corrected]
+
+    @property
+    def corrected(self) -> Corrected | None:
+        """The plan's step with costs as first steps showed them; None: before that."""
+        return self._corrected[0] if self._corrected else None
+
+    @property
+    def predicted_us(self) -> float:
+        """What a step is expected to take: as corrected, or else as planned."""
+        return self.planned_us if self.corrected is None else self.corrected.step_us
+
+    @property
+    def measured_over_predicted(self) -> float | None:
+        measured_us = self.measured_us
+        if measured_us is None or self.predicted_us <= 0:
+            return None
+        return measured_us / self.predicted_us
 
     @property
     def measured_step(self) -> MeasuredStep | None:
@@ -267,6 +290,8 @@ class PlanReport:
             "gap": self.gap,
             "measured_us": self.measured_us,
             "measured_over_planned": self.measured_over_planned,
+            "predicted_us": self.predicted_us,
+            "measured_over_predicted": self.measured_over_predicted,
             "measured": None if measured is None else measured_to_json(measured, rows),
             "planning_seconds": self.result.seconds,
             "densities": {} if self.profile is None else dict(self.profile.densities),
@@ -320,11 +345,19 @@ class PlanReport:
             f"{show_us(self.planned_us)}, {100 * self.gap:.2f}% above the bound of "
             f"{show_us(self.lower_bound_us)} that no plan can beat",
         )
+        if self.corrected is not None:
+            yield (
+                "predicted step",
+                f"{show_us(self.predicted_us)}, with ops as in the first steps:"
+                f" {self.corrected.factors.words()}",
+            )
         measured_us, ratio = self.measured_us, self.measured_over_planned
         if measured_us is None:
             yield "measured step", "not yet run"
         else:
             times = "" if ratio is None else f", {ratio:.2f} × planned"
+            if self.corrected is not None and self.measured_over_predicted is not None:
+                times += f", {self.measured_over_predicted:.2f} × predicted"
             runs = min(len(self._steps_us[p]) for p in {op.phase for op in self.problem.ops})
             yield "measured step", f"{show_us(measured_us)}{times} (median of {runs})"
         measured = self.measured_step

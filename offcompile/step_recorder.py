@@ -58,6 +58,8 @@ class StepRecorder:
         #: begun, or over and waiting for its backward
         self._forward: _Half | None = None
         self._kept: deque[_Half] = deque(maxlen=STEPS_KEPT)
+        #: steps so far
+        self.recorded = 0
 
     def watch(self, steps: int) -> None:
         with self._lock:
@@ -81,6 +83,7 @@ class StepRecorder:
             half.ended = self._clock.start()
         if phase != FORWARD:
             self._kept.append(half)
+            self.recorded += 1
 
     def _listener(self) -> Listener:
         return Listener(self._clock.start, self._names)

@@ -12,6 +12,7 @@ from offcompile.ir import Machine
 from offcompile.runtime.registry import runtime_for
 
 from .annotate import Annotated, InPlace, Place, annotate
+from .corrections import Factors, with_factors
 from .costs import CostModel, OpCost, costs_of_graph, open_cost_cache
 from .costs_fusion import is_extern
 from .costs_in_place import with_in_place
@@ -48,6 +49,11 @@ class Survey:
     #: what has measured the costs, until it has measured them on the host too
     _unmeasured: CostModel | None = None
     _codecs_known: bool = False
+    #: what was known of costs' correctness when this was planned
+    costs_as_planned: Factors | None = None
+
+    def __post_init__(self) -> None:
+        self.costs_as_planned = self.profile.factors
 
     def learn_codecs(self) -> None:
         """Measure how fast they are, where that may matter and no profile says it."""
@@ -125,7 +131,8 @@ class Survey:
             found = merge_kernels(found, graphs, lambda node: not is_extern(node))
         machine, lossy = self.machine(1), self.options.lossy
         seen = self.profile.densities
-        problem = with_ratios(found.problem, machine, found.dtypes, seen, lossy)
+        problem = with_factors(found.problem, self.costs_as_planned)
+        problem = with_ratios(problem, machine, found.dtypes, seen, lossy)
         return replace(found, problem=problem)
 
     def annotated(

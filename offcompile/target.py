@@ -10,7 +10,6 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from functools import cache
 from pathlib import Path
 
 import torch
@@ -267,8 +266,12 @@ def _cuda_directories(options: Options) -> tuple[Path, ...]:
     return _cpu_directories(options)
 
 
-@cache
+_known: dict[tuple[Path, ...], HardwareProfile] = {}
+
+
 def _measured(
     directories: tuple[Path, ...], progress: Callable[[str], None] | None
 ) -> HardwareProfile:
-    return this_machine(directories, progress=progress)
+    if directories not in _known:
+        _known[directories] = this_machine(directories, progress=progress)
+    return _known[directories]

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import threading
 import weakref
+from collections.abc import Callable
 from types import TracebackType
 from typing import Any
 
@@ -54,12 +55,15 @@ _here = _Here()
 class Birth(TorchFunctionMode):
     """While entered, what this thread makes on `home` is made on memory of `device`'s host tier.
 
-    Enter each object once. Other threads notice nothing.
+    Enter each object once. Other threads notice nothing. tell: gets the bytes made so far.
     """
 
-    def __init__(self, device: Device, home: torch.device) -> None:
+    def __init__(
+        self, device: Device, home: torch.device, tell: Callable[[int], None] = lambda nbytes: None
+    ) -> None:
         super().__init__()
         self._device, self._home = device, home
+        self._tell, self._nbytes = tell, 0
         #: (address, offset, bytes) of ordinary memory → its storage, while it lives, and what
         #: took its place
         self._moved: dict[
@@ -122,7 +126,7 @@ class Birth(TorchFunctionMode):
             if known is not None and known[0]() is storage:
                 tensor.data = _laid_out(known[1], shape)
                 return
-            (flat,) = self._device.addressable([nbytes])
+            flat = self._memory(nbytes)
             moved = _laid_out(flat, shape)
             moved.copy_(tensor)
             self._moved[place] = weakref.ref(storage, lambda _: self._moved.pop(place, None)), flat
@@ -183,8 +187,13 @@ class Birth(TorchFunctionMode):
             return None
         if _nbytes(shape) != shape.untyped_storage().nbytes():
             return None
-        (flat,) = self._device.addressable([_nbytes(shape)])
-        return _laid_out(flat, shape)
+        return _laid_out(self._memory(_nbytes(shape)), shape)
+
+    def _memory(self, nbytes: int) -> torch.Tensor:
+        (flat,) = self._device.addressable([nbytes])
+        self._nbytes += nbytes
+        self._tell(self._nbytes)
+        return flat
 
     def _away(self, device: Any) -> bool:
         try:

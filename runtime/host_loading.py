@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -15,17 +16,15 @@ from .checkpoint_files import Entry, entries
 _SHOWN = 10
 
 
-def load_weights(model: nn.Module, path: str | os.PathLike[str], *, strict: bool = True) -> None:
-    """Copy weights into `model`: parameters and persistent buffers stay where they lie.
-
-    path: a `.safetensors` file, one that `torch.save` wrote of a `state_dict`, the `*.index.json`
-    of several, or a folder with one of these. Holds a few MiB besides, whatever the sizes. Types
-    are converted to the model's.
-
-    Names and shapes are checked before anything is written; an OffloadError tells all that is
-    wrong. strict=False: names that only one side has are passed over. Of names that share a tensor
-    the file needs to have one.
-    """
+def load_weights(
+    model: nn.Module,
+    path: str | os.PathLike[str],
+    *,
+    strict: bool = True,
+    tell: Callable[[int, int], None] = lambda done, total: None,
+) -> None:
+    """See `offcompile.load_weights`. tell: gets the model's bytes that are filled, and all that
+    will be."""
     targets = model.state_dict(keep_vars=True)
     found = entries(path)
     wrong = _differences(targets, found, strict)
@@ -35,9 +34,12 @@ def load_weights(model: nn.Module, path: str | os.PathLike[str], *, strict: bool
             "\n  ".join([f"nothing was loaded from {os.fspath(path)}:", *wrong[:_SHOWN], *more])
         )
     with torch.no_grad():
+        done, total = 0, sum(targets[name].nbytes for name in found if name in targets)
         for name, entry in found.items():
             if name in targets:
+                tell(done, total)
                 entry.copy_to(targets[name])
+                done += targets[name].nbytes
 
 
 def _differences(targets: dict[str, Any], found: dict[str, Entry], strict: bool) -> list[str]:

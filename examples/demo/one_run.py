@@ -1,4 +1,4 @@
-"""One training run for each line of JSON that comes in: `python -m demo.one_run`.
+"""A worker: measures the machine, or trains, as each line of JSON on standard input asks.
 
 It tells how it goes on standard output, a line of JSON at a time.
 """
@@ -16,7 +16,9 @@ import torch
 from torch import nn
 
 import offcompile
+from offcompile.options import Options
 from offcompile.runtime import memory
+from offcompile.target import target_for
 
 from .gpt import GPT, SEED, batches
 
@@ -54,7 +56,18 @@ def compiled(task: dict[str, Any], model: nn.Module, budget: int | str | None) -
     options = {"memory": budget, "lowering": task["lowering"]}
     if task["spill"]:
         options["spill"] = task["spill"]
+    if task["quick"]:  # a shipped profile: no op is measured
+        options["hardware"] = "cpu"
     return torch.compile(model, backend="offcompile", options=options)
+
+
+def calibrate(spill: str | None) -> None:
+    """Measure this machine if that was not done before."""
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    options = Options.read({"spill": spill} if spill else {})
+    target = target_for(options, torch.device(device), lambda text: say(event="told", text=text))
+    profile = target.profile
+    say(event="done", device=device, out_gbps=profile.d2h_gbps, back_gbps=profile.h2d_gbps)
 
 
 def bring_in_the_compiler(task: dict[str, Any]) -> None:
@@ -81,7 +94,7 @@ def train(task: dict[str, Any]) -> None:
     known = len(offcompile.reports())
     data = batches(task["batch"], task["length"], device)
     written = 0
-    say(event="compiling")
+    say(event="told", text="compiling")
     for step in range(task["steps"]):
         if step == 1:  # the first step compiled; from here on it is training
             peak.begin()
@@ -110,5 +123,9 @@ def train(task: dict[str, Any]) -> None:
 
 if __name__ == "__main__":
     for line in sys.stdin:
-        train(json.loads(line))
-        torch._dynamo.reset()
+        task = json.loads(line)
+        if "calibrate" in task:
+            calibrate(task["calibrate"])
+        else:
+            train(task)
+            torch._dynamo.reset()

@@ -1,10 +1,9 @@
-"""`offcompile.plan`: what the backend would do with a model, on a machine that need not be there."""
+"""`offcompile.plan`: what the backend would do with a model, on hardware that need not be there."""
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -13,6 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._pytree import tree_map_only
 
 from offcompile.batch_trace import Traced, trace_call
 from offcompile.choose import Choice
@@ -103,17 +103,11 @@ def check_model(model: object) -> nn.Module:
 def trace_ahead(asked: Asked, model: nn.Module) -> Traced:
     """The graphs of a call, on tensors without memory that say to be on the CPU."""
     mode = FakeTensorMode()
-    with _without_memory(mode, model) as fake:
-        loss = asked.loss
-        called = fake if loss is None else partial(_with_loss, fake, loss)
-        inputs, keywords = torch.utils._pytree.tree_map_only(
-            torch.Tensor, partial(_faked, mode), (asked.inputs, dict(asked.keywords))
-        )
-        return trace_call(called, mode, inputs, keywords, asked.options.lowering)
-
-
-def _with_loss(model: nn.Module, loss: Callable[[Any], Any], *inputs: Any, **keywords: Any) -> Any:
-    return loss(model(*inputs, **keywords))
+    fake = _without_memory(mode, model)
+    inputs, keywords = tree_map_only(
+        torch.Tensor, partial(_faked, mode), (asked.inputs, dict(asked.keywords))
+    )
+    return trace_call(fake, mode, inputs, keywords, asked.options.lowering, "", asked.loss)
 
 
 def _faked(mode: FakeTensorMode, given: torch.Tensor) -> torch.Tensor:
@@ -122,8 +116,7 @@ def _faked(mode: FakeTensorMode, given: torch.Tensor) -> torch.Tensor:
     return found.requires_grad_(given.requires_grad)
 
 
-@contextmanager
-def _without_memory(mode: FakeTensorMode, model: nn.Module) -> Iterator[nn.Module]:
+def _without_memory(mode: FakeTensorMode, model: nn.Module) -> nn.Module:
     """A copy of the model whose parameters and buffers have none."""
     known: dict[int, torch.Tensor] = {}
     for t in (*model.parameters(), *model.buffers()):
@@ -131,7 +124,8 @@ def _without_memory(mode: FakeTensorMode, model: nn.Module) -> Iterator[nn.Modul
         if isinstance(t, nn.Parameter):
             made = nn.Parameter(made.detach(), requires_grad=t.requires_grad)
         known[id(t)] = made
-    yield copy.deepcopy(model, dict(known))
+    # what is known already is not copied
+    return copy.deepcopy(model, dict(known))
 
 
 # --- planning --------------------------------------------------------------------------------

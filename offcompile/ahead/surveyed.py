@@ -44,7 +44,6 @@ class AheadSurvey(Survey):
     ) -> Annotated:
         if self.twin is not None:
             self.twin.survey.annotate(self._twin_of(graphs), budget, progress)
-            self.twin.survey._min_move = self._min_move
         return super().annotate(graphs, budget, progress)
 
     def annotated(
@@ -71,6 +70,7 @@ class AheadSurvey(Survey):
         self, twin: Twin, graphs: Graphs, in_place: InPlace | None, hint: Hint
     ) -> Annotated:
         larger = super().annotated(graphs, in_place, frozenset(), hint)
+        twin.survey._min_move = self._min_move
         smaller = twin.survey.annotated(self._twin_of(graphs), in_place, frozenset(), hint)
         layers = twin.layers
         made = unroll(larger.problem, smaller.problem, layers.beyond)

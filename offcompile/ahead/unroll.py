@@ -70,10 +70,11 @@ def _unused(problem: Problem) -> list[tuple[object, ...]]:
 
 def relabelled(label: str, layers: str, shift: int, period: int) -> str:
     """`blocks.1.up 4×4` as `blocks.5.up 4×4`: two periods further on, each of two `layers`."""
-    at = f" {label}".find(f" {layers}.")
+    head = f"{layers}." if layers else ""
+    at = f" {label}".find(f" {head}")
     if shift == 0 or at < 0:
         return label
-    at += len(layers) + 1
+    at += len(head)
     number = label[at:].partition(" ")[0].partition(".")[0]
     if not number.isdigit():
         return label

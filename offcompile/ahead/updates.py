@@ -1,7 +1,7 @@
 """The optimizer's updates as ops of a step: each as soon as its gradient is there.
 
-As `offcompile.optim` runs them with `overlap=True`: weights that live on the host are updated there,
-beside their states; of weights on the device the states are on the device too.
+As `offcompile.optim` runs them with `overlap=True`: weights that live on the host are updated
+there, beside their states; of weights on the device the states are on the device too.
 """
 
 from __future__ import annotations
@@ -77,10 +77,7 @@ class Updates:
         if nbytes == 0:
             return ()
         home = HOST if weight.home == HOST else DEVICE
-        return (Tensor(f"{weight.id}.states", nbytes, "state", home, pinned=self._stays(home)),)
-
-    def _stays(self, home: str) -> bool:
-        return home == DEVICE or self.apart
+        return (Tensor(f"{weight.id}.states", nbytes, "state", home, pinned=home == DEVICE),)
 
     def _update(self, weight: Tensor, gradient: Tensor, states: tuple[Tensor, ...]) -> Op:
         kept = sum(t.nbytes for t in states)

@@ -1,0 +1,269 @@
+"""Plans on trial, by made-up measured steps: corrected costs, other plans, going back, warnings."""
+
+from __future__ import annotations
+
+import io
+import logging
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from test_report import made
+from torch import nn
+
+import offcompile
+from offcompile import costs, log, target, trial
+from offcompile.corrections import Factors
+from offcompile.hardware import HardwareProfile
+from offcompile.ir import COMPUTE
+from offcompile.measured import MeasuredSpan, MeasuredStep, MeasuredWait
+from offcompile.report import PlanReport
+from offcompile.step_recorder import STEPS_KEPT, StepRecorder
+from offcompile.trial import LEAST_STEP_NS, LOOK_EVERY, LOSES, Trial
+
+import os
+MEM=os.environ["MEM"]
+MS = 1_000_000
+BEFORE = STEPS_KEPT + 1
+
+
+@pytest.fixture(autouse=True)
+def on(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(trial, "STEPS_BEFORE", BEFORE)
+    monkeypatch.setattr(log, "_said", set())
+
+
+def step_of(forward_ns: int, backward_ns: int, waiting_ns: int = 0) -> MeasuredStep:
+    """Waits lie in backward, beside its computing."""
+    end = forward_ns + backward_ns + waiting_ns
+    spans = (
+        MeasuredSpan("forward", COMPUTE, 0, forward_ns),
+        MeasuredSpan("backward", COMPUTE, forward_ns, end),
+    )
+    waits = (MeasuredWait("", "m", forward_ns, waiting_ns),) if waiting_ns else ()
+    return MeasuredStep(spans, waits, end)
+
+
+# -- one plan --------------------------------------------------------------------------------------
+
+
+class Seen:
+    def __init__(self, *steps: MeasuredStep | None) -> None:
+        self.steps = list(steps)
+
+    def median(self) -> MeasuredStep | None:
+        return self.steps.pop(0) if len(self.steps) > 1 else self.steps[0]
+
+    def watch(self, steps: int) -> None:
+        raise AssertionError("nobody asked for that")
+
+
+def reported(*steps: MeasuredStep | None) -> PlanReport:
+    report = made()
+    return PlanReport(
+        name=report.name,
+        problem=report.problem,
+        machine=report.machine,
+        result=report.result,
+        budget_bytes=report.budget_bytes,
+        steps=Seen(*steps),
+    )
+
+
+def test_a_plan_is_judged_once_when_it_has_run_a_few_steps() -> None:
+    step = step_of(30 * MS, 30 * MS)
+    report, on_trial = reported(step), Trial()
+    assert [on_trial.due(report, n) for n in range(BEFORE)] == [None] * BEFORE
+    assert on_trial.due(report, BEFORE) == step
+    assert on_trial.due(report, BEFORE + 1) is None
+    other = reported(step)
+    assert on_trial.due(other, BEFORE) == step
+
+
+def test_steps_that_are_never_certain_are_not_asked_for_for_ever() -> None:
+    seen = Seen(*[None] * 100)
+    report, on_trial = reported(), Trial()
+    report = PlanReport(report.name, report.problem, report.machine, report.result, 1, steps=seen)
+    assert all(on_trial.due(report, BEFORE + n) is None for n in range(40))
+    assert len(seen.steps) == 100 - trial.MOST_ASKED
+
+
+def test_a_plan_that_loses_is_given_up_once() -> None:
+    before, after = reported(step_of(10 * MS, 10 * MS)), reported(None)
+    on_trial = Trial()
+    on_trial.replaced(before)
+    slow = step_of(11 * MS, 12 * MS)
+    lost = on_trial.loses_to(after, slow)
+    assert lost is not None and lost[0] is before
+    assert "takes 23.0" in lost[1] and "20.0" in lost[1] and lost[1].endswith("back to that")
+    on_trial.replaced(before)
+    assert on_trial.loses_to(after, slow) is None
+
+
+@pytest.mark.parametrize("forward_ns", [10 * MS, int(20 * MS * LOSES) - 10 * MS])
+def test_a_plan_that_is_slower_by_little_stays(forward_ns: int) -> None:
+    on_trial = Trial()
+    on_trial.replaced(reported(step_of(10 * MS, 10 * MS)))
+    assert on_trial.loses_to(reported(None), step_of(forward_ns, 10 * MS)) is None
+    assert not on_trial.given_up
+
+
+def warnings_of(caplog: pytest.LogCaptureFixture, *reports: PlanReport) -> list[str]:
+    on_trial = Trial()
+    with caplog.at_level(logging.WARNING, "offcompile"):
+        for report in reports:
+            step = on_trial.due(report, BEFORE)
+            assert step is not None
+            on_trial.tell(report, step)
+    return [r.getMessage() for r in caplog.records if r.name == "offcompile"]
+
+
+def test_a_plan_far_from_reality_is_warned_of_once_and_with_what_helps(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    slow = reported(step_of(30 * MS, 30 * MS))
+    (said,) = warnings_of(caplog, slow, reported(step_of(60 * MS, 60 * MS)))
+    assert said.startswith("offcompile: g") and "60.000 ms a step" in said
+    assert f"{60_000 / slow.planned_us:.2f} × the planned" in said
+    assert "compute 60.0, waiting" in said
+    assert "Computing is slower" in said and "offcompile doctor --refresh" in said
+
+
+def test_waits_point_at_lanes(caplog: pytest.LogCaptureFixture) -> None:
+    (said,) = warnings_of(caplog, reported(step_of(3 * MS, 2 * MS, 50 * MS)))
+    assert "Lanes are slower" in said and "waiting 50.0" in said
+
+
+def test_short_steps_and_small_departures_are_not_warned_of(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    short = reported(step_of(LEAST_STEP_NS // 2, LEAST_STEP_NS // 2 - 1))
+    assert warnings_of(caplog, short) == []
+
+
+def test_what_becomes_slow_later_is_warned_of_at_the_next_look(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    usual, slow = step_of(30 * MS, 30 * MS), step_of(60 * MS, 60 * MS)
+    report, on_trial = reported(usual, slow), Trial()
+    step = on_trial.due(report, BEFORE)
+    assert step is not None
+    assert on_trial.factors(report, step) is not None
+    with caplog.at_level(logging.WARNING, "offcompile"):
+        for n in range(LOOK_EVERY):
+            on_trial.due(report, BEFORE + n)
+        assert not caplog.records
+        on_trial.due(report, BEFORE + LOOK_EVERY)
+    (record,) = caplog.records
+    assert "1.99 × the usual 60.4" in record.getMessage()
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+def test_one_line_a_run_on_a_terminal_only(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    step = step_of(3 * MS, 3 * MS)
+    Trial().tell(reported(step), step)
+    assert capsys.readouterr().err == ""
+    monkeypatch.setattr(log, "_said", set())
+    terminal = Terminal()
+    with monkeypatch.context() as shown:
+        shown.setattr("sys.stderr", terminal)
+        for _ in range(2):
+            Trial().tell(reported(step), step)
+    (line,) = terminal.getvalue().splitlines()
+    assert line.startswith("offcompile: g") and "a step takes 6.000 ms" in line
+    assert "× planned" in line and "above the bound" in line and "peak" in line
+
+
+def test_reports_tell_the_step_as_corrected() -> None:
+    step = step_of(30 * MS, 30 * MS)
+    report = reported(step)
+    assert report.predicted_us == report.planned_us
+    found = Trial().factors(report, step)
+    assert found is not None and not found.same
+    assert report.predicted_us == pytest.approx(60_000, rel=0.15)
+    report.observe("forward", 31_000.0)
+    report.observe("backward", 31_000.0)
+    assert report.measured_over_predicted == pytest.approx(62_000 / report.predicted_us)
+    assert "predicted step" in report.to_text() and "× predicted" in report.to_text()
+    assert report.to_json()["predicted_us"] == report.predicted_us
+
+
+# -- a model whose steps are made up ---------------------------------------------------------------
+
+MADE_UP = HardwareProfile(
+    "cpu", "cpu", None, 10.0, 0.5, 0.5, "made up", {"fp32": 0.02}, latency_us=100.0
+)
+
+
+class Run:
+    """A compiled model beside a plain one; `times` makes a measured step of what was planned."""
+
+    def __init__(self, spill: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(target, "_measured", lambda directories, progress: MADE_UP)
+        monkeypatch.setattr(costs, "WORTH_MEASURING_US", float("inf"))
+        self.times: Callable[[int, PlanReport], MeasuredStep] = lambda n, report: step_of(1, 1)
+        monkeypatch.setattr(StepRecorder, "median", lambda recorder: self._median(recorder))
+        torch._dynamo.reset()
+        torch.manual_seed(0)
+        layers = [layer for _ in range(6) for layer in (nn.Linear(64, 64), nn.GELU())]
+        self.model, self.plain = nn.Sequential(*layers), nn.Sequential(*layers)
+        self.before = len(offcompile.reports())
+        options = {
+            "spill": spill,
+            "memory": MEM,
+            "lowering": "aot_eager",
+            "policy": "joint:evaluations=8,seconds=20",
+        }
+        self.run = torch.compile(self.model, backend="offcompile", options=options)
+
+    @property
+    def reports(self) -> list[PlanReport]:
+        return offcompile.reports()[self.before :]
+
+    def _median(self, recorder: StepRecorder) -> MeasuredStep:
+        (n,) = [i for i, r in enumerate(self.reports) if r.steps is recorder]
+        return self.times(n, self.reports[n])
+
+    def steps(self, count: int) -> None:
+        for seed in range(count):
+            x = torch.randn(2048, 64, generator=torch.Generator().manual_seed(seed))
+            found = []
+            for net in (self.run, self.plain):
+                net.zero_grad()
+                loss = net(x).square().mean()
+                loss.backward()
+                found.append((loss.detach(), [p.grad.clone() for p in self.plain.parameters()]))
+            assert torch.equal(found[0][0], found[1][0])
+            assert all(map(torch.equal, found[0][1], found[1][1]))
+
+
+@pytest.fixture
+def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Run]:
+    yield Run(tmp_path, monkeypatch)
+
+
+def planned(report: PlanReport, factors: Factors) -> MeasuredStep:
+    """As planned, with ops that take so many times what they were planned to."""
+    return step_of(1, 1)
+
+
+def test_x(run: Run) -> None:
+    run.steps(1)
+    r = run.reports[0]
+    print(r)
+    from offcompile.corrections import corrected, _planned_us
+    from offcompile.planner import plan_problem
+    print(_planned_us(r.problem, r.plan, r.timeline))
+    for f in (0.1, 0.2, 0.3, 0.5, 2, 4):
+        fs = Factors(f, f)
+        from offcompile.corrections import with_factors
+        c = corrected(r.problem, r.machine, r.plan, fs)
+        new = plan_problem(with_factors(r.problem, fs), r.machine, "joint:evaluations=8,seconds=20", 1.0)
+        print(f, c.step_us, new.makespan_us, sum(o.duration_us for o in r.problem.ops)*f)
