@@ -9,6 +9,8 @@ from offcompile.ir import Infeasible, InvalidInput, OffloadError
 
 if TYPE_CHECKING:
     from offcompile import optim
+    from offcompile.ahead.fit import FitReport, fit
+    from offcompile.ahead.plan import plan
     from offcompile.batch_search import max_batch
     from offcompile.born_on_host import host_init
     from offcompile.loading import load_weights
@@ -19,16 +21,19 @@ if TYPE_CHECKING:
     from offcompile.saving import save
 
 __all__ = [
+    "FitReport",
     "Infeasible",
     "InvalidInput",
     "OffloadError",
     "PlanReport",
     "__version__",
     "counters",
+    "fit",
     "host_init",
     "load_weights",
     "max_batch",
     "optim",
+    "plan",
     "record",
     "reports",
     "save",
@@ -38,11 +43,14 @@ __version__ = "0.1.0"
 
 #: what brings torch along is imported when it is first asked for
 _LATER = {
+    "FitReport": "offcompile.ahead.fit",
     "PlanReport": "offcompile.report",
     "counters": "offcompile.runtime.counters",
+    "fit": "offcompile.ahead.fit",
     "host_init": "offcompile.born_on_host",
     "load_weights": "offcompile.loading",
     "max_batch": "offcompile.batch_search",
+    "plan": "offcompile.ahead.plan",
     "record": "offcompile.recording",
     "reports": "offcompile.report",
     "save": "offcompile.saving",

@@ -6,7 +6,7 @@ import gc
 import itertools
 import weakref
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import compress
 from typing import Any
 
@@ -106,8 +106,6 @@ class Variant:
 
     pipeline: Pipeline
     run: Callable[..., Any]
-    #: symbol values → peak bytes under this plan
-    peaks: dict[tuple[int, ...], int] = field(default_factory=dict)
 
 
 class Compiled:
@@ -154,6 +152,7 @@ class Compiled:
     def __call__(self, *args: Any) -> Any:
         binding = self._binding(args)
         self.books.begins(self.entry, binding)
+        self.books.results.given([x for i, x in enumerate(args) if i not in self.parameters])
         variant = self.variant_for(args)
         self._ran[binding] = self._sizes_of(args), variant
         shown = self.profile.due()
@@ -169,12 +168,20 @@ class Compiled:
         else:
             with calling(self.name, args):
                 outputs = variant.run(*args)
-        kept = variant.pipeline.kept_bytes
-        whole = max(kept, self.variants[0].pipeline.kept_bytes)
+        sizes = self._sizes_of(args)
+        kept = variant.pipeline.needs_at(sizes).kept_bytes
+        whole = max(kept, self.variants[0].pipeline.needs_at(sizes).kept_bytes)
         one = self.entry.begin(outputs, binding, kept, whole)
+        if one is None:
+            self.books.results.made(self._tensors_here(outputs))
         if (recording := recorded()) is not None:
             recording.waits(one)
         return outputs
+
+    def _tensors_here(self, outputs: object) -> list[torch.Tensor]:
+        several = outputs if isinstance(outputs, tuple | list) else (outputs,)
+        kind = self.target.device.type
+        return [x for x in several if isinstance(x, torch.Tensor) and x.device.type == kind]
 
     def first(self, example_inputs: Sequence[Any]) -> None:
         """Compile while Dynamo does, for the sizes that it traced."""
@@ -194,10 +201,9 @@ class Compiled:
         turning = self._turning(args, values)
         if turning is not None:
             return turning
-        peak = newest.peaks.get(values)
         preferred = self._by_preference()
-        quick = peak is not None and preferred[:1] == [newest]
-        if peak is not None and quick and peak + self.books.most_held() <= self.budget:
+        quick = preferred[:1] == [newest] and newest.pipeline.knows_needs_at(values)
+        if quick and self._peak_of(newest, values) + self.books.most_held() <= self.budget:
             return newest
         for look in (self._held, self._surely_held):
             held = look(args)
@@ -285,7 +291,7 @@ class Compiled:
         wanted = held + self.books.unmoved_bytes() + peak
         crowded = self.books.crowded(self.entry, wanted, self.budget)
         if crowded is None:
-            crowded = self._may_crowd(args, wanted, whole.pipeline.kept_bytes)
+            crowded = self._may_crowd(args, wanted, whole.pipeline.needs_at(values).kept_bytes)
         if not crowded:
             return None
         turning = [v.pipeline.turns and v.pipeline.hosts_weights >= hosts for v in self.variants]
@@ -380,18 +386,7 @@ class Compiled:
         return self._peak_of(variant, values) + held <= self.budget
 
     def _peak_of(self, variant: Variant, values: tuple[int, ...]) -> int:
-        peak = variant.peaks.get(values)
-        if peak is None:
-            peak = variant.peaks[values] = self._peak(variant, values)
-        return peak
-
-    def _peak(self, variant: Variant, values: tuple[int, ...]) -> int:
-        pipeline = variant.pipeline
-        if pipeline.report is None:
-            return 0
-        if not self.symbols:
-            return pipeline.report.needed_peak_bytes
-        return pipeline.peak_at(self._sizes(values))
+        return variant.pipeline.needs_at(values).peak_bytes
 
     def _sizes(self, values: tuple[int, ...]) -> dict[sympy.Symbol, int]:
         return {symbol: v for (_, symbol), v in zip(self.symbols, values, strict=True)}
@@ -427,6 +422,7 @@ class Compiled:
             turns=turns,
             hosts=hosts,
             executions=self.executions,
+            symbols=tuple(symbol for _, symbol in self.symbols),
         )
         # lowering takes the graph it is given for its own
         graph, self.gm = self.gm, _copy(self.gm)

@@ -19,6 +19,7 @@ import torch
 from offcompile.runtime.updates import Holder, all_held_bytes, holders_of, registrations
 
 from .holdings import Holdings
+from .results import Results
 
 
 class Binding:
@@ -144,6 +145,7 @@ class Books:
 
     def __init__(self) -> None:
         self.holdings = Holdings()
+        self.results = Results()
         self._entries: list[weakref.ref[Entry]] = []
         #: with what the last run was
         self._last: weakref.ref[Binding] | None = None
@@ -200,7 +202,8 @@ class Books:
         """No less than `held_beside` can be; quick to reckon."""
         # weights, and two sets of gradients: those that stand and those that come
         waiting = sum(e.waiting_bytes() for e in self.entries())
-        return 3 * self.holdings.seen_bytes + waiting + all_held_bytes()
+        standing = self.results.standing_bytes()
+        return 3 * self.holdings.seen_bytes + waiting + all_held_bytes() + standing
 
     def unmoved_bytes(self) -> int:
         """What the forwards that wait would hold more if nothing of theirs had moved."""
@@ -230,7 +233,8 @@ class Books:
         if known is not None and known[0] is entry and known[1] is binding:
             return known[2]
         self.bury()
-        held = self.holdings.total_bytes() + sum(h.held_bytes() for h in self._all_holders())
+        held = self.results.standing_bytes() + self.holdings.total_bytes()
+        held += sum(h.held_bytes() for h in self._all_holders())
         weight, coming = self.holdings.weight, self.holdings.coming
         mine = binding.ids
         held -= sum(weight.get(key, 0) for key in mine)

@@ -1,4 +1,4 @@
-"""The command line: `offcompile plan`, `check`, `hardware`, `doctor`, `record` and `run`.
+"""The command line: `offcompile fit`, `plan`, `check`, `hardware`, `doctor`, `record` and `run`.
 
 Exit codes: 0 done; 1 `check` found violations; 2 bad input or usage; 3 no plan fits; 130
 interrupted. Heavy modules are imported where they are used, so that `--help` is instant.
@@ -26,10 +26,10 @@ from offcompile.cli_files import (
     read_plan,
     write_plan,
 )
+from offcompile.cli_fit import add_fit
 from offcompile.cli_record import add_record
 from offcompile.hardware_toml import write_profile
 from offcompile.ir import (
-    BrokenPlan,
     Infeasible,
     InvalidInput,
     Machine,
@@ -54,7 +54,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         sys.stdout.flush()
     except InvalidInput as error:
         return _refuse(error, as_json="--json" in arguments)
-    except BrokenPlan as error:
+    except OffloadError as error:
         _complain(str(error))
         return BAD_INPUT
     except KeyboardInterrupt:
@@ -145,6 +145,7 @@ def _parser() -> _Parser:
     doctor.add_argument("--json", action="store_true", help="print one JSON object")
     doctor.set_defaults(run=_doctor)
 
+    add_fit(commands)
     add_record(commands)
 
     run = commands.add_parser(

@@ -88,6 +88,15 @@ def _warn_once(folder: Path, error: OSError) -> None:
         )
 
 
+def forget_costs() -> None:
+    """Whatever ops were measured to take, on any machine that keeps it in this folder."""
+    for path in cache_folder().glob("costs-*.json"):
+        try:
+            path.unlink(missing_ok=True)
+        except OSError as error:
+            _warn_once(path.parent, error)
+
+
 def positive_number(value: object) -> float | None:
     """The value if it is a finite number above 0."""
     if isinstance(value, bool) or not isinstance(value, int | float):

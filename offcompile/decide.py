@@ -42,7 +42,7 @@ class Decided:
     #: of the budget, beside the runtime's reserve, what the plan leaves to holes between tensors
     holes_bytes: int = 0
     #: what forward leaves on the device for backward, where that was planned (`turn`)
-    kept_bytes: int | None = None
+    kept: frozenset[str] | None = None
 
 
 def plain_plan(problem: Problem) -> Plan:

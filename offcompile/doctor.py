@@ -34,6 +34,7 @@ from offcompile.runtime.measure_host import (
     passes_page_cache,
 )
 
+from .cost_cache import forget_costs
 from .doctor_figures import Examination, Gpu, Spill
 from .doctor_words import findings
 from .endurance import daily_bytes
@@ -86,8 +87,11 @@ def examine(
     """Everything about this machine with these spill directories; takes up to some minutes.
 
     quick: less is moved and computed for each figure. What was measured before is measured again
-    only with `refresh`, or if it was measured in a hurry and now need not be.
+    only with `refresh`, or if it was measured in a hurry and now need not be. `refresh` also forgets
+    what single ops take, which the next compilation measures again.
     """
+    if refresh:
+        forget_costs()
     machine = _measure_machine(quick, refresh, tell)
     disks = {place: _measure_disk(place, quick, refresh, tell) for place in directories}
     cpu = this_machine(directories, refresh, tell)

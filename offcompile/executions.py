@@ -8,7 +8,7 @@ learnt of their order (`passes.correlation`).
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -34,6 +34,8 @@ class Room:
     kept_limit_bytes: int
     #: of that, what the keeper holds at the beginning
     held_bytes: int
+    #: of what forward was called with
+    sizes: tuple[int, ...] = ()
 
 
 @dataclass(eq=False)
@@ -61,7 +63,7 @@ class Executions:
         self,
         phase: str,
         arguments: Sequence[Any],
-        peak_bytes: int,
+        peak_at: Callable[[tuple[int, ...]], int],
         lends: bool,
         turns: bool,
         moves: bool,
@@ -69,9 +71,9 @@ class Executions:
     ) -> Iterator[Room | None]:
         """Around a run of one half; None: it is alone under its budget.
 
-        lends: see `Keeper.enter`. turns: what it keeps for backward may leave. moves: so may
-        anything. holds_saved: its plan counts all that forward saved from where backward begins,
-        wherever it is.
+        peak_at: what the plan takes at most, for given sizes. lends: see `Keeper.enter`. turns:
+        what it keeps for backward may leave. moves: so may anything. holds_saved: its plan counts
+        all that forward saved from where backward begins, wherever it is.
         """
         keepers = self._keepers()
         mine = keepers.pop(self.settings.key, None)
@@ -92,6 +94,7 @@ class Executions:
         if not (others or held_bytes or (shares and keeper is not None)):
             yield None
             return
+        peak_bytes = peak_at(sizes)
         limit = self.budget_bytes - self.books.held_beside(self.entry, binding).now - peak_bytes
         limit = _share(max(0, limit), others)
         if keeper is None:
@@ -106,7 +109,7 @@ class Executions:
             own = keeper.bytes_of((self.name, FORWARD, binding, sizes))
         keeper.enter(execution, limit + own, lends, weights, phase == BACKWARD)
         try:
-            yield Room(peak_bytes, limit, keeper.held_bytes)
+            yield Room(peak_bytes, limit, keeper.held_bytes, sizes)
         finally:
             keeper.leave()
 

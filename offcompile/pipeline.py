@@ -20,7 +20,6 @@ import torch
 from torch import fx
 
 from offcompile.ir import (
-    DEVICE,
     HOST,
     OffloadError,
     Plan,
@@ -47,13 +46,13 @@ from .launch import LAUNCH_HINT, malloc_leaves_holes
 from .log import log_compiled, log_decision, tell_once
 from .lower import Compiled, Halves, Phase
 from .lower_order import pin_order
+from .needs import Needs, NeedsBySize, bytes_of, standing_in
 from .offers import Offers
 from .options import Options
 from .planning import Planning
 from .profiling import Profile, Settled
 from .progress import Progress
 from .recording import Touched, recorded, touched_by, weights_of
-from .replay import worst_case
 from .report import PlanReport, remember
 from .rewrite import rewrite
 from .sizes import hint_of
@@ -98,9 +97,10 @@ class Pipeline:
     hosts: bool = False
     #: runs of the graph among those of others
     executions: Executions | None = None
-    #: bytes that forward leaves on the device for backward
-    kept_bytes: int = 0
+    #: the graph's symbols, in the order of its arguments
+    symbols: tuple[sympy.Symbol, ...] = ()
     _graphs: Graphs | None = None
+    _needs: NeedsBySize | None = None
     #: weight → which of the parameters it is
     _weights: Mapping[str, int] = field(default_factory=dict)
     #: which arguments of the captured function are to live on the host, in the order of their use
@@ -165,7 +165,6 @@ class Pipeline:
         observe = partial(report.observe, FORWARD if phase == "inference" else phase)
         clock = self._clock
         watched = not report.fits and self._kind == "cpu"
-        standing = sum(t.nbytes for t in report.problem.tensors if t.home == DEVICE)
 
         offered = self.offers.outputs if self.offers is not None and phase == BACKWARD else ()
         direct_reads = self._direct_reads(phase)
@@ -184,6 +183,9 @@ class Pipeline:
                         gc.collect()
                         heap().settle()
                         first = False
+                    assert self.executions is not None
+                    sizes = self.executions.sizes if room is None else room.sizes
+                    standing = self.needs_at(sizes).standing_bytes
                     if room is None:
                         heap().begin(standing, report.budget_bytes)
                     else:
@@ -217,10 +219,20 @@ class Pipeline:
     ) -> AbstractContextManager[Room | None]:
         assert self.report is not None and self.executions is not None
         lends = self.lends or self.options.lowering != "inductor"
-        peak = self.report.needed_peak_bytes
         return self.executions.running(
-            phase, arguments, peak, lends, self.turns, self.moves, self._holds_saved
+            phase, arguments, self._peak_at, lends, self.turns, self.moves, self._holds_saved
         )
+
+    def needs_at(self, sizes: tuple[int, ...]) -> Needs:
+        """What the plan takes for these values of the graph's symbols."""
+        return Needs() if self._needs is None else self._needs.at(sizes)
+
+    def knows_needs_at(self, sizes: tuple[int, ...]) -> bool:
+        """Whether that takes no reckoning."""
+        return self._needs is None or not sizes or sizes in self._needs.known
+
+    def _peak_at(self, sizes: tuple[int, ...]) -> int:
+        return self.needs_at(sizes).peak_bytes
 
     def _recorded(self, phase: Phase, arguments: Sequence[Any]) -> AbstractContextManager[None]:
         recording = recorded()
@@ -328,10 +340,18 @@ class Pipeline:
         self._decided = decided
         if any(isinstance(v, torch.SymInt) for v in values(graphs)):
             self._graphs = graphs  # other sizes will be reckoned on them
-        kept = decided.kept_bytes
+        kept = decided.kept
         if kept is None:
             kept = kept_at_turn(annotated.problem, decided.result.timeline)
-        self.kept_bytes = kept
+        problem = annotated.problem
+        self._needs = NeedsBySize(
+            Needs(standing_in(problem), self.report.needed_peak_bytes, bytes_of(problem, kept)),
+            None if self._graphs is None else self._problem_at,
+            decided.result.plan,
+            decided.order.steps,
+            reserve,
+            kept,
+        )
         self.entry.trains = graphs.backward is not None
         made: Graphs | None
         if not decided.fits:
@@ -442,20 +462,13 @@ class Pipeline:
 
     # --- later sizes --------------------------------------------------------------------------
 
-    def peak_at(self, sizes: Mapping[sympy.Symbol, int]) -> int:
-        """What the same order would hold at other sizes."""
-        assert self._decided is not None and self.report is not None
-        if self._graphs is None:
-            return self.report.needed_peak_bytes
-        planning = self._planning
-        found = planning.survey.problem(
-            self._graphs, planning.in_place, planning.stays, hint_of(sizes)
-        )
-        reserve = self.report.reserve_bytes
-        return (
-            worst_case(found.problem, self._decided.result.plan, self._decided.order.steps)
-            + reserve
-        )
+    def _problem_at(self, sizes: tuple[int, ...]) -> Problem:
+        """The step that was planned, at other sizes."""
+        assert self._graphs is not None
+        planning, values = self._planning, dict(zip(self.symbols, sizes, strict=True))
+        return planning.survey.problem(
+            self._graphs, planning.in_place, planning.stays, hint_of(values)
+        ).problem
 
 
 def _gradient_bytes_on_host(problem: Problem, plan: Plan) -> int:

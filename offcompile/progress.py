@@ -101,7 +101,7 @@ class Progress:
                 SpinnerColumn(),
                 TextColumn("{task.description}", markup=False),
                 TimeElapsedColumn(),
-                console=Console(stderr=True),
+                console=Console(file=sys.stderr),
                 transient=True,
                 redirect_stdout=False,
                 redirect_stderr=False,

@@ -92,7 +92,7 @@ def _without(turn: Op, turning: Problem, problem: Problem, found: Decided) -> De
         found,
         result=replace(found.result, plan=plan, timeline=timeline),
         order=_order_without(turn.id, found.order, problem, plan),
-        kept_bytes=kept_at_turn(turning, found.result.timeline),
+        kept=kept_at_turn(turning, found.result.timeline),
     )
 
 
@@ -111,17 +111,17 @@ def _order_without(turn: str, order: Order, problem: Problem, plan: Plan) -> Ord
     )
 
 
-def kept_at_turn(problem: Problem, timeline: Timeline) -> int:
-    """Bytes that forward leaves on the device for backward; weights and inputs not counted."""
+def kept_at_turn(problem: Problem, timeline: Timeline) -> frozenset[str]:
+    """What forward leaves on the device for backward, but for weights and inputs."""
     phases = {op.id: op.phase for op in problem.ops}
     backward = [s.start_ns for s in timeline.spans if phases.get(s.id) == BACKWARD]
     if not backward:
-        return 0
+        return frozenset()
     turn = min(backward)
     made = {t for s in timeline.spans if s.start_ns < turn for t in _written_by(problem, s.id)}
     gone = {f.tensor for f in timeline.freed if f.tier == DEVICE and f.time_ns <= turn}
-    homeless = (t for t in problem.tensors if t.home is None)
-    return sum(t.nbytes for t in homeless if t.id in made and t.id not in gone)
+    homeless = {t.id for t in problem.tensors if t.home is None}
+    return frozenset((homeless & made) - gone)
 
 
 def _written_by(problem: Problem, span: str) -> tuple[str, ...]:

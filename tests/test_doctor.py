@@ -117,8 +117,10 @@ def test_what_is_known_is_measured_again_only_when_asked(
     assert sorted(tools.used) == ["adam", "attention", "copy", "files"]
     tools.used.clear()
     tools.factor = 2.0
+    ops = tmp_path / "cache" / "costs-0123.json"
+    ops.write_text("{}")
     code, out, _ = run("--spill", tmp_path, "--refresh", "--json")
-    assert sorted(tools.used) == everything
+    assert sorted(tools.used) == everything and not ops.exists()
     assert json.loads(out)["cpu"]["h2d_gbps"] == 4.0
     assert code == 0
 

@@ -147,7 +147,7 @@ def test_nothing_that_may_leave_stands_at_the_turn() -> None:
         return Machine((Tier(DEVICE, nbytes), Tier(HOST, None)), lanes)
 
     found = decide_turning(problem, machine, 8, lambda budget: 0, "joint", 0.1)
-    assert found.kept_bytes == 0
+    assert found.kept == frozenset()
     assert found.order.peak_bytes <= 8
     runs = [s.name for s in found.order.steps if isinstance(s, Run)]
     assert runs == [op.id for op in problem.ops]

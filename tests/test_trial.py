@@ -22,10 +22,9 @@ from offcompile.report import PlanReport
 from offcompile.step_recorder import STEPS_KEPT, StepRecorder
 from offcompile.trial import LEAST_STEP_NS, LOOK_EVERY, LOSES, Trial
 
-import os
-MEM=os.environ["MEM"]
 MS = 1_000_000
 BEFORE = STEPS_KEPT + 1
+FEW = 3
 
 
 @pytest.fixture(autouse=True)
@@ -202,24 +201,32 @@ MADE_UP = HardwareProfile(
 )
 
 
+class WithLoss(nn.Sequential):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x).square().mean()
+
+
 class Run:
     """A compiled model beside a plain one; `times` makes a measured step of what was planned."""
 
     def __init__(self, spill: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(target, "_measured", lambda directories, progress: MADE_UP)
         monkeypatch.setattr(costs, "WORTH_MEASURING_US", float("inf"))
+        monkeypatch.setattr(trial, "LEAST_STEP_NS", 0)
+        monkeypatch.setattr(trial, "STEPS_BEFORE", FEW)
         self.times: Callable[[int, PlanReport], MeasuredStep] = lambda n, report: step_of(1, 1)
         monkeypatch.setattr(StepRecorder, "median", lambda recorder: self._median(recorder))
         torch._dynamo.reset()
         torch.manual_seed(0)
         layers = [layer for _ in range(6) for layer in (nn.Linear(64, 64), nn.GELU())]
-        self.model, self.plain = nn.Sequential(*layers), nn.Sequential(*layers)
+        self.model, self.plain = WithLoss(*layers), WithLoss(*layers)
         self.before = len(offcompile.reports())
         options = {
             "spill": spill,
-            "memory": MEM,
+            "memory": "7MiB",
             "lowering": "aot_eager",
-            "policy": "joint:evaluations=8,seconds=20",
+            "policy": "joint:evaluations=1,seconds=20",
+            "seconds": 0.1,
         }
         self.run = torch.compile(self.model, backend="offcompile", options=options)
 
@@ -237,7 +244,7 @@ class Run:
             found = []
             for net in (self.run, self.plain):
                 net.zero_grad()
-                loss = net(x).square().mean()
+                loss = net(x)
                 loss.backward()
                 found.append((loss.detach(), [p.grad.clone() for p in self.plain.parameters()]))
             assert torch.equal(found[0][0], found[1][0])
@@ -249,21 +256,51 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Run]:
     yield Run(tmp_path, monkeypatch)
 
 
-def planned(report: PlanReport, factors: Factors) -> MeasuredStep:
-    """As planned, with ops that take so many times what they were planned to."""
-    return step_of(1, 1)
+def as_planned(report: PlanReport, times: float, waiting_ns: int = 0) -> MeasuredStep:
+    """With ops that take so many times what they were planned to."""
+    us = {"forward": 0.0, "backward": 0.0}
+    for op in report.problem.ops:
+        us[op.phase] += op.duration_us
+    again = sum(report.problem.op[r.op].duration_us for r in report.plan.recomputes)
+    ns = [round(1000 * times * t) for t in (us["forward"], us["backward"] + again)]
+    return step_of(ns[0], ns[1], waiting_ns)
 
 
-def test_x(run: Run) -> None:
-    run.steps(1)
-    r = run.reports[0]
-    print(r)
-    from offcompile.corrections import corrected, _planned_us
-    from offcompile.planner import plan_problem
-    print(_planned_us(r.problem, r.plan, r.timeline))
-    for f in (0.1, 0.2, 0.3, 0.5, 2, 4):
-        fs = Factors(f, f)
-        from offcompile.corrections import with_factors
-        c = corrected(r.problem, r.machine, r.plan, fs)
-        new = plan_problem(with_factors(r.problem, fs), r.machine, "joint:evaluations=8,seconds=20", 1.0)
-        print(f, c.step_us, new.makespan_us, sum(o.duration_us for o in r.problem.ops)*f)
+def test_ops_faster_than_their_costs_bring_another_plan(run: Run) -> None:
+    run.times = lambda n, report: as_planned(report, 0.25 if n == 0 else 1.0)
+    run.steps(2 * FEW + 2)
+    first, second = run.reports
+    assert first.plan.moves and not first.plan.recomputes
+    profile = second.profile
+    assert profile is not None and profile.replans == 1
+    (said,) = [line for line in profile.said if "it is taken" in line]
+    assert "forward takes 0.25 × its costs, backward 0.25 ×" in said
+    assert "a plan for these costs gains" in said
+    assert second.planned_us < first.predicted_us < first.planned_us
+    for before, after in zip(first.problem.ops, second.problem.ops, strict=True):
+        assert after.duration_us == pytest.approx(before.duration_us / 4, rel=1e-3)
+    assert second.corrected is not None and second.corrected.factors.same
+    assert second.predicted_us == pytest.approx(second.planned_us, rel=0.01)
+
+
+def test_the_plan_before_is_gone_back_to_where_the_new_one_loses(run: Run) -> None:
+    lost_ns = 90 * MS
+    run.times = lambda n, report: as_planned(report, 0.25, lost_ns if n else 0)
+    run.steps(2 * FEW + 8)
+    first, second = run.reports
+    profile = second.profile
+    assert profile is not None and profile.said[-1].endswith("back to that")
+    assert isinstance(first.steps, StepRecorder) and isinstance(second.steps, StepRecorder)
+    assert second.steps.recorded == FEW
+    assert first.steps.recorded > FEW + 3
+
+
+def test_costs_that_are_right_but_for_noise_change_nothing(run: Run) -> None:
+    run.times = lambda n, report: as_planned(report, 1.1)
+    run.steps(FEW + 4)
+    (report,) = run.reports
+    assert report.corrected is not None and report.corrected.factors == Factors(
+        pytest.approx(1.1, rel=1e-3), pytest.approx(1.1, rel=1e-3)
+    )
+    assert report.profile is not None and report.profile.factors is None
+    assert len(report.profile.said) == 1 and "zeros" in report.profile.said[0]

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -12,6 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.nn import functional
 from torch.utils._pytree import tree_map_only
 
 from offcompile.batch_trace import Traced, trace_call
@@ -32,6 +34,10 @@ from .surveyed import AheadSurvey, NotAlike, Twin
 from .updates import Updates
 
 CPU = "cpu"
+#: which positional argument of attention is the share that is dropped
+DROPOUT_AT = 4
+#: planning time of each search: a forecast is asked for often, and for many budgets
+PLANNING_SECONDS = 1.5
 Tell = Callable[[str], None]
 
 
@@ -78,16 +84,20 @@ def plan(
 
     Raises `Infeasible` if no plan fits, with the smallest change that would help.
     """
-    if hardware is not None and measure:
-        detail = "ops cannot be run on a profile; leave out hardware or measure"
-        raise InvalidInput([Violation("bad-value", "measure", detail)])
-    given = {"host_memory": host_memory} | dict(options or {})
+    refuse_measuring(hardware, measure)
+    given = {"host_memory": host_memory, "seconds": PLANNING_SECONDS} | dict(options or {})
     given |= {"memory": memory, "hardware": hardware}
     asked = Asked(
         check_model(model), inputs, keywords, Options.read(given), loss, optimizer, True, measure
     )
     with Progress("plan") as tell:
         return Ahead.of(asked, tell).report(tell)
+
+
+def refuse_measuring(hardware: str | Path | None, measure: bool) -> None:
+    if hardware is not None and measure:
+        detail = "ops cannot be run on a profile; leave out hardware or measure"
+        raise InvalidInput([Violation("bad-value", "measure", detail)])
 
 
 def check_model(model: object) -> nn.Module:
@@ -100,14 +110,34 @@ def check_model(model: object) -> nn.Module:
 # --- tracing ---------------------------------------------------------------------------------
 
 
-def trace_ahead(asked: Asked, model: nn.Module) -> Traced:
+def trace_ahead(asked: Asked, model: nn.Module, for_card: bool) -> Traced:
     """The graphs of a call, on tensors without memory that say to be on the CPU."""
     mode = FakeTensorMode()
     fake = _without_memory(mode, model)
     inputs, keywords = tree_map_only(
         torch.Tensor, partial(_faked, mode), (asked.inputs, dict(asked.keywords))
     )
-    return trace_call(fake, mode, inputs, keywords, asked.options.lowering, "", asked.loss)
+    with fused_attention() if for_card else nullcontext():
+        return trace_call(fake, mode, inputs, keywords, asked.options.lowering, "", asked.loss)
+
+
+@contextmanager
+def fused_attention() -> Iterator[None]:
+    """Attention as cards have it: fused with dropout too, which the CPU takes apart."""
+    plain = functional.scaled_dot_product_attention
+
+    def fused(*given: Any, **named: Any) -> torch.Tensor:
+        if "dropout_p" in named:
+            named["dropout_p"] = 0.0
+        if len(given) > DROPOUT_AT:
+            given = (*given[:DROPOUT_AT], 0.0, *given[DROPOUT_AT + 1 :])
+        return plain(*given, **named)
+
+    functional.scaled_dot_product_attention = fused
+    try:
+        yield
+    finally:
+        functional.scaled_dot_product_attention = plain
 
 
 def _faked(mode: FakeTensorMode, given: torch.Tensor) -> torch.Tensor:
@@ -161,7 +191,7 @@ class Ahead:
             except NotAlike as error:
                 tell(f"{error} All of them are traced.")
         tell("tracing")
-        graphs = _graphs(trace_ahead(asked, asked.model))
+        graphs = _graphs(trace_ahead(asked, asked.model, isinstance(target, CudaTarget)))
         survey = cls._survey(asked, target, graphs)
         survey.annotate(graphs, None, tell)
         return cls(asked, target, graphs, survey)
@@ -172,7 +202,8 @@ class Ahead:
         for periods in (PERIODS, PERIODS - 1):
             kept = layers.kept(periods)
             tell(f"tracing {kept} of {layers.count} layers in {layers.path}")
-            found.append(_graphs(trace_ahead(asked, shortened(asked.model, layers, periods))))
+            few_layers = shortened(asked.model, layers, periods)
+            found.append(_graphs(trace_ahead(asked, few_layers, isinstance(target, CudaTarget))))
         few, fewer = found
         survey = cls._survey(asked, target, few)
         survey.twin = Twin(cls._survey(asked, target, fewer), fewer, layers)

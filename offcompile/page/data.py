@@ -77,6 +77,8 @@ def _cards(report: PlanReport) -> Iterator[tuple[str, str, str]]:
     else:
         told = "the median" if ratio is None else f"{ratio:.2f} × planned, the median"
         yield "Measured step", show_us(measured_us), told
+    if report.corrected is not None and not report.corrected.factors.same:
+        yield "Predicted step", show_us(report.predicted_us), "with ops as in the first steps"
     share = report.planned_peak_bytes / report.budget_bytes if report.budget_bytes else 0.0
     of = f"{share:.1%} of the budget of {size(report.budget_bytes)}"
     yield "Peak", size(report.planned_peak_bytes), of

@@ -1,0 +1,304 @@
+"""`offcompile.fit`: does it fit, how fast would it be, and what else could one do?"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+from offcompile.batch_trace import as_arguments
+from offcompile.cli_tables import size
+from offcompile.decide import decide, floor_of, peak_alone, with_reserve
+from offcompile.endurance import spilled_bytes
+from offcompile.ir import DEVICE, HOST, Infeasible, InvalidInput, Problem, Violation
+from offcompile.ir.units import show_us
+from offcompile.options import Options
+from offcompile.progress import Progress
+from offcompile.report import PlanReport
+from offcompile.runtime.mapping import page_multiple
+
+from .plan import CPU, PLANNING_SECONDS, Ahead, Asked, Tell, check_model, refuse_measuring
+from .scaled import Scale
+
+#: other budgets are planned for until so much time has gone by
+TABLE_SECONDS = 20.0
+#: of the way from the floor to all that the step takes when nothing moves
+SHARES = (0.5, 0.25, 0.75, 0.1)
+#: the largest batch is told apart up to this share of it; below a batch that has no plan although
+#: its floor fits, so many smaller ones are tried
+PRECISION, MOST_TRIES = 0.01, 4
+
+
+@dataclass(frozen=True)
+class Point:
+    """The step under one budget."""
+
+    memory_bytes: int
+    step_us: float
+    #: whether anything moves
+    moves: bool
+    policy: str = ""
+
+
+@dataclass(frozen=True)
+class FitReport:
+    """The answer. `report` is None where nothing fits; then `reason` and `smallest_change` say why,
+    and what would help."""
+
+    hardware: str
+    batch: int
+    memory_bytes: int
+    report: PlanReport | None
+    reason: str = ""
+    smallest_change: str = ""
+    #: budgets and what a step takes under each, the least memory first
+    table: tuple[Point, ...] = ()
+    #: None: not looked for
+    largest_batch: int | None = None
+    #: most bytes of each tier, rounding included
+    tier_bytes: Mapping[str, int] = field(default_factory=dict)
+    #: written to files with every step
+    spilled_bytes: int = 0
+
+    @property
+    def fits(self) -> bool:
+        return self.report is not None
+
+    def to_text(self) -> str:
+        return "\n".join(self._lines())
+
+    __str__ = to_text
+
+    def _lines(self) -> Iterable[str]:
+        report, asked = self.report, size(self.memory_bytes)
+        if report is None:
+            yield f"does not fit: {self.reason}"
+            yield f"what would help: {self.smallest_change}"
+        else:
+            how = "nothing has to move" if report.fits else "tensors move"
+            yield f"fits: a batch of {self.batch} in {asked} of {self.hardware}; {how}"
+            yield f"  step           {show_us(report.planned_us)} predicted"
+            yield (
+                f"  lower bound    {show_us(report.lower_bound_us)}; no plan can beat it,"
+                f" this one is {100 * report.gap:.1f}% above"
+            )
+            for tier, nbytes in self.tier_bytes.items():
+                yield f"  {tier:14} {size(nbytes)} at most"
+            if self.spilled_bytes:
+                yield f"  to disk        {size(self.spilled_bytes)} written with every step"
+        if self.largest_batch:
+            yield f"largest batch    {self.largest_batch}"
+        elif self.largest_batch == 0:
+            yield "largest batch    none fits"
+        if self.table:
+            yield ""
+            yield f"{'memory':>12}  {'step':>12}"
+            for point in self.table:
+                note = "" if point.moves else "  nothing moves"
+                yield f"{size(point.memory_bytes):>12}  {show_us(point.step_us):>12}{note}"
+
+    def to_json(self) -> dict[str, Any]:
+        report = self.report
+        found: dict[str, Any] = {
+            "fits": self.fits,
+            "hardware": self.hardware,
+            "batch": self.batch,
+            "memory_bytes": self.memory_bytes,
+            "largest_batch": self.largest_batch,
+            "table": [
+                {"memory_bytes": p.memory_bytes, "step_us": p.step_us, "moves": p.moves}
+                for p in self.table
+            ],
+        }
+        if report is None:
+            return found | {"reason": self.reason, "smallest_change": self.smallest_change}
+        return found | {
+            "step_us": report.planned_us,
+            "lower_bound_us": report.lower_bound_us,
+            "gap": report.gap,
+            "tier_bytes": dict(self.tier_bytes),
+            "spilled_bytes": self.spilled_bytes,
+        }
+
+
+def fit(
+    model: nn.Module,
+    make_inputs: Callable[[int], Any],
+    batch: int = 1,
+    *,
+    memory: int | float | str | None = None,
+    hardware: str | Path | None = None,
+    loss: Callable[[Any], Any] | None = None,
+    optimizer: str | None = None,
+    host_memory: int | str | None = None,
+    measure: bool = False,
+    table: bool = True,
+    largest: bool = True,
+    options: Mapping[str, object] | None = None,
+) -> FitReport:
+    """Whether a training step fits, what it would take, and what the other choices are.
+
+    make_inputs: from a batch size to the model's arguments: a tensor, a tuple, or a dictionary of
+    keywords. table: plan under other budgets too; largest: look for the largest batch that fits.
+    The rest is as in `offcompile.plan`, which raises where this answers.
+    """
+    if batch < 1:
+        raise InvalidInput(
+            [Violation("bad-value", "batch", f"{batch} is no batch; give 1 or more")]
+        )
+    refuse_measuring(hardware, measure)
+    given = {"host_memory": host_memory, "seconds": PLANNING_SECONDS} | dict(options or {})
+    read = Options.read(given | {"memory": memory, "hardware": hardware})
+
+    def asked(of: int) -> Asked:
+        inputs = make_inputs(of)
+        named = inputs if isinstance(inputs, dict) else {}
+        plain = () if isinstance(inputs, dict) else as_arguments(inputs)
+        return Asked(check_model(model), plain, named, read, loss, optimizer, True, measure)
+
+    with Progress("fit") as tell:
+        return _Fitting(asked, batch, tell).result(table, largest)
+
+
+@dataclass(eq=False)
+class _Fitting:
+    asked: Callable[[int], Asked]
+    batch: int
+    tell: Tell
+
+    def __post_init__(self) -> None:
+        self.began = time.monotonic()
+        self.ahead = Ahead.of(self.asked(self.batch), self.tell)
+        self.target, self.options = self.ahead.target, self.ahead.asked.options
+        budget = self.options.memory_bytes(self.target.device_bytes)
+        self.budget = self.target.device_bytes if budget is None else budget
+
+    def result(self, table: bool, largest: bool) -> FitReport:
+        found = FitReport(self.options.hardware or "this machine", self.batch, self.budget, None)
+        most = self.largest() if largest else None
+        try:
+            report = self.ahead.report(self.tell)
+        except Infeasible as error:
+            change = error.smallest_change or ""
+            if most:
+                change = f"A batch of {most} fits. {change}"
+            found = replace(found, reason=error.reason, smallest_change=change)
+        else:
+            kind = CPU if self.target.device.type == CPU else "cuda"
+            spilled = spilled_bytes(report.problem, report.plan, kind)
+            found = replace(
+                found, report=report, tier_bytes=tier_bytes(report), spilled_bytes=spilled
+            )
+        points = self.table(found.report) if table else ()
+        return replace(found, table=points, largest_batch=most)
+
+    # --- other budgets ------------------------------------------------------------------------
+
+    def table(self, report: PlanReport | None) -> tuple[Point, ...]:
+        plain = self.ahead.survey.problem(self.ahead.graphs).problem
+        alone = peak_alone(plain, self.ahead.survey.machine)
+        points = [Point(alone, sum(op.duration_us for op in plain.ops), False)]
+        if report is not None and not report.fits:
+            points.append(Point(self.budget, report.planned_us, True, report.policy))
+        floor = with_reserve(self.floor(self.ahead), self.target.reserve_bytes)
+        for share in SHARES:
+            if time.monotonic() - self.began > TABLE_SECONDS or alone <= floor:
+                break
+            memory = int(floor + share * (alone - floor))
+            self.tell(f"planning for {size(memory)}")
+            try:
+                result = self.ahead.choose(memory, self.tell, explains=False).decided.result
+            except Infeasible:
+                continue
+            points.append(Point(memory, result.makespan_us, True, result.policy))
+        return pareto(points)
+
+    def floor(self, ahead: Ahead) -> int:
+        return min(floor_of(p, ahead.survey.machine) for p in _variants(ahead))
+
+    # --- other batches ------------------------------------------------------------------------
+
+    def largest(self) -> int | None:
+        """None: batches do not compare."""
+        other = Ahead.of(self.asked(2 * self.batch), self.tell, self.target)
+        pairs = zip(_variants(self.ahead), _variants(other), strict=False)
+        scales = [Scale(a, b, (self.batch, 2 * self.batch)) for a, b in pairs]
+        if not scales or not all(s.lines_up for s in scales):
+            return None
+        self.tell("looking for the largest batch")
+        machine, capacity = self.ahead.survey.machine, self.target.device_bytes
+        capacity = min(capacity, self.budget)
+
+        def fits(batch: int) -> bool:
+            floor = min(floor_of(s.at(batch), machine) for s in scales)
+            return with_reserve(floor, self.target.reserve_bytes) <= capacity
+
+        low, high = 0, 1
+        while fits(high):
+            low, high = high, 2 * high
+        while high - low > max(1, int(low * PRECISION)):
+            middle = (low + high) // 2
+            low, high = (middle, high) if fits(middle) else (low, middle)
+        for _ in range(MOST_TRIES):
+            if low == 0 or any(
+                self.planned(s.at(low), at_home=i == 0) for i, s in enumerate(scales)
+            ):
+                return low
+            low -= max(1, int(low * PRECISION))
+        return low
+
+    def planned(self, problem: Problem, at_home: bool) -> bool:
+        """Whether there is a plan for it within the budget."""
+        try:
+            decide(
+                problem,
+                self.ahead.survey.machine,
+                self.budget,
+                self.target.reserve_bytes,
+                self.options.whole_policy,
+                PLANNING_SECONDS,
+                self.tell,
+                may_fit=at_home,
+            )
+        except Infeasible:
+            return False
+        return True
+
+
+def _variants(ahead: Ahead) -> list[Problem]:
+    """The step with everything at home, and with weights on the host."""
+    survey = ahead.survey
+    plain = survey.problem(ahead.graphs).problem
+    weights = sum(t.nbytes for t in plain.tensors if t.kind == "weight")
+    in_place = survey.target.in_place(2 * weights)
+    if in_place is None:
+        return [plain]
+    return [plain, survey.problem(ahead.graphs, in_place).problem]
+
+
+def pareto(points: Iterable[Point]) -> tuple[Point, ...]:
+    """Those that no other beats in both memory and time, the least memory first."""
+    kept: list[Point] = []
+    for point in sorted(points, key=lambda p: (p.memory_bytes, p.step_us)):
+        if not kept or point.step_us < kept[-1].step_us:
+            kept.append(point)
+    return tuple(kept)
+
+
+def tier_bytes(report: PlanReport) -> dict[str, int]:
+    """Most of each tier: of the device with what the runtime takes, elsewhere in whole pages."""
+    found = {DEVICE: report.planned_peak_bytes}
+    for tier, nbytes in report.timeline.peak_bytes.items():
+        if tier == DEVICE or nbytes == 0:
+            continue
+        there = {m.tensor for m in report.plan.moves if m.target == tier}
+        there |= {t.id for t in report.problem.tensors if t.home == tier}
+        if tier == HOST:
+            there |= {d.tensor for d in report.plan.directs}
+        sizes = (report.problem.tensor[t].nbytes for t in there)
+        found[tier] = nbytes + sum(page_multiple(n) - n for n in sizes)
+    return found

@@ -1,0 +1,65 @@
+"""A step at other batch sizes, from two that were traced: sizes and durations are straight lines.
+
+Bytes are exact where every dimension is the batch times something, or does not know of it; a
+duration is exact where the same limit of the hardware holds for all batches in between.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+
+from offcompile.ir import Op, Problem, Tensor
+
+
+@dataclass(frozen=True)
+class Scale:
+    """The same step twice, for a smaller and a larger batch."""
+
+    small: Problem
+    large: Problem
+    batches: tuple[int, int]
+
+    @property
+    def lines_up(self) -> bool:
+        """Whether both have the same ops on the same tensors."""
+        a, b = self.small, self.large
+        if len(a.ops) != len(b.ops) or a.tensor.keys() != b.tensor.keys():
+            return False
+        return all(
+            (p.id, p.reads, p.writes) == (q.id, q.reads, q.writes)
+            for p, q in zip(a.ops, b.ops, strict=True)
+        )
+
+    def at(self, batch: int) -> Problem:
+        small, large = self.batches
+        share = (batch - small) / (large - small)
+
+        def line(a: float, b: float) -> float:
+            return max(0.0, a + (b - a) * share)
+
+        def size(a: int, b: int) -> int:
+            return math.ceil(line(a, b))
+
+        def tensor(a: Tensor, b: Tensor) -> Tensor:
+            return replace(a, nbytes=size(a.nbytes, b.nbytes))
+
+        def op(a: Op, b: Op) -> Op:
+            host = a.host_duration_us, b.host_duration_us
+            return replace(
+                a,
+                duration_us=round(line(a.duration_us, b.duration_us), 3),
+                workspace_bytes=size(a.workspace_bytes, b.workspace_bytes),
+                direct={
+                    t: round(line(us, b.direct[t]), 3)
+                    for t, us in a.direct.items()
+                    if t in b.direct
+                },
+                host_duration_us=None
+                if host[0] is None or host[1] is None
+                else round(line(host[0], host[1]), 3),
+            )
+
+        tensors = tuple(tensor(t, self.large.tensor[t.id]) for t in self.small.tensors)
+        ops = tuple(op(a, b) for a, b in zip(self.small.ops, self.large.ops, strict=True))
+        return replace(self.small, tensors=tensors, ops=ops)
