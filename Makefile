@@ -27,7 +27,7 @@ $(READY): pyproject.toml
 	$(BIN)/python -m pip install --quiet -e '.[test,dev]'
 	@touch $@
 
-demo: $(READY) ## train a small GPT in about half the memory it takes, beside the plain run
+demo: $(READY) ## train a small GPT in half the memory it takes, beside plain and checkpointed runs
 	@$(BIN)/python examples/train_gpt.py $(ARGS)
 
 test: $(READY) ## all tests; those that need a GPU are skipped without one

@@ -125,7 +125,7 @@ class Compiled:
         self.names = argument_names(gm)
         self.options, self.target, self.books = options, target, books
         self.name = f"graph {next(_numbers)}"
-        self.entry = books.open()
+        self.entry = books.open(target.runtime.key)
         self.context = TracingContext.try_get()
         self.parameters = frozenset(
             i for i, x in enumerate(example_inputs) if isinstance(x, torch.nn.Parameter)
@@ -154,12 +154,13 @@ class Compiled:
         self.books.begins(self.entry, binding)
         self.books.results.given([x for i, x in enumerate(args) if i not in self.parameters])
         variant = self.variant_for(args)
+        if torch._C._current_graph_task_id() == -1:  # a forward run again is no new step
+            shown = self.profile.due()
+            if self._lanes_due(variant) or shown:
+                variant = self._reconsidered(variant, args)
+            else:
+                variant = self._tried(variant, args)
         self._ran[binding] = self._sizes_of(args), variant
-        shown = self.profile.due()
-        if self._lanes_due(variant) or shown:
-            variant = self._reconsidered(variant, args)
-        else:
-            variant = self._tried(variant, args)
         self.profile.begin_step()
         variant.pipeline.place_weights(args)
         self.executions.call(binding, self._sizes_of(args))
@@ -187,7 +188,11 @@ class Compiled:
         """Compile while Dynamo does, for the sizes that it traced."""
         self.books.stir()
         self._look_for_updaters(example_inputs)
-        self._make(self._surely_held(example_inputs), (), example_inputs)
+        try:
+            self._make(self._surely_held(example_inputs), (), example_inputs)
+        except Infeasible:
+            if self._hosting(example_inputs, (), first_inputs=example_inputs) is None:
+                raise
 
     def variant_for(self, args: Sequence[Any]) -> Variant:
         """The newest plan that is within the budget for these arguments, made if need be."""
@@ -198,6 +203,8 @@ class Compiled:
         again = self._again(args, values)
         if again is not None:
             return again
+        if self._is_to_host():
+            self._hosting(args, values)
         turning = self._turning(args, values)
         if turning is not None:
             return turning
@@ -227,14 +234,22 @@ class Compiled:
         sizes, variant = self._ran.get(self._binding(args), (None, None))
         return variant if sizes == values else None
 
+    def _is_to_host(self) -> bool:
+        """Whether its weights are to leave for those of other graphs, and no plan of it says so."""
+        if self.entry.runtime not in self.books.hosting or (False, True) in self._in_vain:
+            return False
+        return not any(v.pipeline.hosts for v in self.variants)
+
     def _hosting(
-        self, args: Sequence[Any], values: tuple[int, ...], turns: bool = False
+        self,
+        args: Sequence[Any],
+        values: tuple[int, ...],
+        turns: bool = False,
+        first_inputs: Sequence[Any] | None = None,
     ) -> Variant | None:
-        """Where the graph has been called with other weights, which take the room that these need:
-        a plan with all of them on the host. None: that is not enough."""
-        mine, known = self._binding(args).ids, self.books.holdings
-        living = known.living()
-        others = [p for p in living if id(p) in self.entry.parameters and id(p) not in mine]
+        """Where other weights, of this graph or of others, take the room that these need: a plan
+        with all of them on the host. None: that is not enough."""
+        known, others = self.books.holdings, self.books.others(self.entry, self._binding(args))
         if not (others or turns) or (turns, True) in self._in_vain:
             return None
         held = self._held(args)
@@ -242,11 +257,12 @@ class Compiled:
         expected = max(0, held - theirs)
         for _ in range(2):  # small weights of theirs do not leave
             try:
-                made = self._make(expected, values, turns=turns, hosts=True)
+                made = self._make(expected, values, first_inputs, turns=turns, hosts=True)
             except Infeasible:
                 self._in_vain.add((turns, True))
                 return None
             made.pipeline.place_alike(args, others)
+            self.books.hosting.add(self.entry.runtime)
             self.books.stir()
             expected = self._held(args)
             if self._within(made, expected, values):
@@ -337,9 +353,14 @@ class Compiled:
         if settled is None:
             return variant
         self._look_for_updaters(args)
+        try:
+            made = self._make(held, self._sizes_of(args), settled=settled)
+        except Infeasible as error:  # not within what is left just now
+            self.profile.note(f"the plan stays, since for another one: {error.reason}")
+            return variant
         if variant.pipeline.report is not None:
             self.trial.replaced(variant.pipeline.report)
-        return self._make(held, self._sizes_of(args), settled=settled)
+        return made
 
     def _tried(self, variant: Variant, args: Sequence[Any]) -> Variant:
         """The plan, if the steps that were measured speak for it; see `trial`. Times of other

@@ -54,6 +54,8 @@ class Entry:
     """One compiled graph: what it holds when it is not running."""
 
     books: Books
+    #: the key of what moves its tensors
+    runtime: str = ""
     #: ids of the parameters that it has been called with, and that live
     parameters: set[int] = field(default_factory=set)
     #: whether its backward makes gradients for them
@@ -146,6 +148,8 @@ class Books:
     def __init__(self) -> None:
         self.holdings = Holdings()
         self.results = Results()
+        #: runtimes whose graphs have no room for the weights of one another
+        self.hosting: set[str] = set()
         self._entries: list[weakref.ref[Entry]] = []
         #: with what the last run was
         self._last: weakref.ref[Binding] | None = None
@@ -153,9 +157,9 @@ class Books:
         self._found: tuple[Entry, Binding, Beside] | None = None
         self._holders: tuple[tuple[int, int], list[weakref.ref[Holder]]] = ((-1, -1), [])
 
-    def open(self) -> Entry:
+    def open(self, runtime: str = "") -> Entry:
         """An entry for a graph; it is in the books as long as somebody else holds it."""
-        entry = Entry(self)
+        entry = Entry(self, runtime)
         self._entries.append(weakref.ref(entry))
         return entry
 
@@ -195,6 +199,12 @@ class Books:
     def stir(self) -> None:
         """Something may have changed that these books are not told."""
         self._found = None
+
+    def others(self, entry: Entry, binding: Binding) -> list[torch.Tensor]:
+        """Parameters that a graph's runtime can move and that are not the call's."""
+        alike = (e.parameters for e in self.entries() if e.runtime == entry.runtime)
+        theirs = set().union(*alike) - binding.ids
+        return [p for p in self.holdings.living() if id(p) in theirs]
 
     # --- what is held ---------------------------------------------------------------------------
 

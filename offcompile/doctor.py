@@ -87,7 +87,7 @@ def examine(
     """Everything about this machine with these spill directories; takes up to some minutes.
 
     quick: less is moved and computed for each figure. What was measured before is measured again
-    only with `refresh`, or if it was measured in a hurry and now need not be. `refresh` also forgets
+    only with `refresh`, or if it was measured in a hurry and now need not be. It also forgets
     what single ops take, which the next compilation measures again.
     """
     if refresh:

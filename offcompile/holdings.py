@@ -9,6 +9,7 @@ from functools import partial
 
 import torch
 
+from offcompile.runtime.updates import updater_of
 from offcompile.runtime.weights import is_on_host
 
 
@@ -31,6 +32,8 @@ class Holdings:
         self._total = 0
         self._refs: dict[int, weakref.ref[torch.Tensor]] = {}
         self._seen: dict[int, int] = {}
+        #: those whose gradient was on the host when it was last seen
+        self._leaving: set[int] = set()
         #: ids of those that have died; filled at any time, by any thread
         self._dead: deque[int] = deque()
         #: what was found at the last look: id → addresses of weight and gradient, and their bytes
@@ -56,6 +59,7 @@ class Holdings:
             gone.append(key)
             del self._refs[key]
             self.seen_bytes -= self._seen.pop(key)
+            self._leaving.discard(key)
             self._addresses = None
         return gone
 
@@ -94,8 +98,13 @@ class Holdings:
         self._total -= self.weight.get(key, 0) + self._standing.get(key, 0)
         weight = _bytes_on_device(parameter)
         standing = 0 if parameter.grad is None else _bytes_on_device(parameter.grad)
+        if parameter.grad is not None:
+            (self._leaving.discard if standing else self._leaving.add)(key)
         self.weight[key], self._standing[key] = weight, standing
-        self.coming[key] = max(0, weight - standing) if parameter.requires_grad else 0
+        comes = parameter.requires_grad and key not in self._leaving
+        if comes and not weight:  # of a weight on the host; an optimizer there takes it at once
+            comes = updater_of(parameter) is None
+        self.coming[key] = max(0, self._seen[key] - standing) if comes else 0
         self._total += weight + standing
 
 

@@ -26,12 +26,12 @@ from .decide import (
     with_figure,
     with_reserve,
 )
-from .graphs import Graphs
+from .graphs import BACKWARD, Graphs
 from .offers import Offers, read_after_update
 from .profiling import WORTH, Settled, reconsider
 from .sizes import hint_of
 from .survey import Survey
-from .turn import decide_turning
+from .turn import decide_emptied
 
 #: what of the user's may leave for the host beside activations
 LEAVING = ("weight", "gradient")
@@ -281,8 +281,10 @@ class Planning:
         tell: Tell | None = None,
     ) -> Decided:
         options, target = self.survey.options, self.survey.target
-        if self.turns and budget is not None:
-            return decide_turning(
+        # gradients of weights that leave for others must leave as well
+        ends = self.hosts and any(op.phase == BACKWARD for op in problem.ops)
+        if (self.turns or ends) and budget is not None:
+            return decide_emptied(
                 problem,
                 self.survey.machine,
                 budget,
@@ -290,6 +292,8 @@ class Planning:
                 options.whole_policy,
                 share * (options.seconds or planning_seconds(problem)),
                 tell,
+                self.turns,
+                ends,
             )
         return decide(
             problem,

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from offcompile.ir import Machine, Plan, Problem
+from offcompile.ir import Infeasible, Machine, Plan, Problem
 from offcompile.runtime.lane_rates import Moved
 from offcompile.runtime.watching import watching
 
@@ -230,7 +230,10 @@ def reconsider(
         return "no tensor has zeros enough to be worth packing", None
     if now_us * (1 - worth) <= compute_us:
         return "moving costs next to nothing as it is; the plan stays", None
-    found = plan(asked)
+    try:
+        found = plan(asked)
+    except Infeasible:
+        return f"no plan was found for these {seen}: the plan stays", None
     gain = 1 - found.result.makespan_us / now_us
     told = f"{100 * gain:.1f}% of a step" if now.valid else "a plan that runs"
     if gain <= worth:

@@ -25,12 +25,12 @@ class Results:
     def made(self, tensors: Iterable[torch.Tensor]) -> None:
         """A run has returned these; no backward follows."""
         for key, (ref, _) in tuple(self._made.items()):
-            if ref.expired():  # type: ignore[no-untyped-call]
+            if _expired(ref):
                 del self._made[key]
                 self._passed_on.discard(key)
         for storage in _storages(tensors):
             if storage._cdata not in self._given:  # that is whose it was
-                self._made[storage._cdata] = StorageWeakRef(storage), storage.nbytes()
+                self._made[storage._cdata] = _weak(storage), storage.nbytes()
 
     def given(self, arguments: Sequence[object]) -> None:
         """A run begins with these; in its plan they are counted."""
@@ -41,7 +41,7 @@ class Results:
     def standing_bytes(self) -> int:
         """What was passed on and lives, but for what the run that began last was given."""
         found = (self._made[key] for key in self._passed_on - self._given)
-        return sum(nbytes for ref, nbytes in found if not ref.expired())  # type: ignore[no-untyped-call]
+        return sum(nbytes for ref, nbytes in found if not _expired(ref))
 
 
 def _storages(tensors: Iterable[torch.Tensor]) -> Iterable[torch.UntypedStorage]:
@@ -50,3 +50,11 @@ def _storages(tensors: Iterable[torch.Tensor]) -> Iterable[torch.UntypedStorage]
             yield x.untyped_storage()
         except RuntimeError:  # what torch says of sparse ones, and of subclasses without memory
             continue
+
+
+def _weak(storage: torch.UntypedStorage) -> StorageWeakRef:
+    return StorageWeakRef(storage)  # type: ignore[no-untyped-call]
+
+
+def _expired(ref: StorageWeakRef) -> bool:
+    return bool(ref.expired())  # type: ignore[no-untyped-call]

@@ -111,7 +111,7 @@ def _line(report: PlanReport, step: MeasuredStep) -> str:
     now = ""
     if report.corrected is not None and not report.corrected.factors.same:
         times = step.step_ns / 1000 / report.predicted_us
-        now = f", {times:.2f} × with ops as slow as they are now"
+        now = f", {times:.2f} × with ops as they are now"
     others = {r.name.partition(",")[0] for r in reports() if not r.fits}
     others.discard(report.name.partition(",")[0])
     more = f"; {len(others)} more in offcompile.reports()" if others else ""

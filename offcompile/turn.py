@@ -1,9 +1,11 @@
-"""A plan under which as little as can be stands between forward and backward.
+"""A plan under which as little as can be stands between forward and backward, or after both.
 
 For a graph among others whose budget is too tight for the policy `turnover`, which holds as much
-within forward and within backward as the step takes alone. To the planner the room of the others is
-an op at the turn: it wants, for itself, all of the budget but what cannot leave. So every policy
-and the verifier keep to it as they keep to any op. Before anything runs the op is taken out again.
+within forward and within backward as the step takes alone; and for one whose weights are on the
+host because they do not fit beside those of others, so that its gradients would not either. To the
+planner the room of the others is an op at the turn, or at the end: it wants, for itself, all of the
+budget but what cannot leave. So every policy and the verifier keep to it as they keep to any op.
+Before anything runs the ops are taken out again.
 """
 
 from __future__ import annotations
@@ -16,11 +18,11 @@ from offcompile.simulate import Simulator
 
 from .decide import Decided, decide, floors_by_run
 from .graphs import BACKWARD, FORWARD
-from .order import Order, ProgramStep, Run
+from .order import Order, Run
 from .replay import worst_case
 
 
-def decide_turning(
+def decide_emptied(
     problem: Problem,
     machine_for: Callable[[int], Machine],
     budget_bytes: int,
@@ -28,54 +30,69 @@ def decide_turning(
     policy: str,
     seconds: float | None = None,
     progress: Callable[[str], None] | None = None,
+    turns: bool = True,
+    ends: bool = False,
 ) -> Decided:
-    """As `decide`; of what may leave, nothing stands at the turn. Raises `Infeasible`.
+    """As `decide`; of what may leave, nothing stands at the turn, or at the end. Raises
+    `Infeasible`.
 
     The problem has a forward and a backward.
     """
     capacity = budget_bytes - reserve_for(budget_bytes)
-    turning, turn = with_turn(problem, machine_for, capacity)
+    emptied, gone = problem, []
+    if turns:
+        # of forward: what leaves has left when forward is over
+        at = max(i for i, op in enumerate(problem.ops) if op.phase == FORWARD) + 1
+        emptied, name = with_others_at(emptied, machine_for, capacity, at, FORWARD)
+        gone.append(name)
+    if ends:
+        at = len(emptied.ops)
+        emptied, name = with_others_at(emptied, machine_for, capacity, at, BACKWARD)
+        gone.append(name)
     found = decide(
-        turning, machine_for, budget_bytes, reserve_for, policy, seconds, progress, may_fit=False
+        emptied, machine_for, budget_bytes, reserve_for, policy, seconds, progress, may_fit=False
     )
-    return _without(turn, turning, problem, found)
+    return _without(gone, emptied, problem, found)
 
 
-def with_turn(
-    problem: Problem, machine_for: Callable[[int], Machine], capacity_bytes: int
-) -> tuple[Problem, Op]:
-    """The same problem with an op at the turn that leaves room only for what cannot leave."""
-    name = "turn"
+def with_others_at(
+    problem: Problem,
+    machine_for: Callable[[int], Machine],
+    capacity_bytes: int,
+    at: int,
+    phase: str,
+) -> tuple[Problem, str]:
+    """The same problem with an op before the one at `at` that leaves room only for what cannot
+    leave, and the op's name."""
+    name = "others"
     while name in problem.op or name in problem.tensor:
         name += "'"
-    at = max(i for i, op in enumerate(problem.ops) if op.phase == FORWARD) + 1
 
-    def made(workspace_bytes: int) -> tuple[Problem, Op]:
-        # of forward: what leaves has left when forward is over
-        turn = Op(name, FORWARD, 0.0, workspace_bytes=workspace_bytes)
-        return replace(problem, ops=(*problem.ops[:at], turn, *problem.ops[at:])), turn
+    def made(workspace_bytes: int) -> Problem:
+        others = Op(name, phase, 0.0, workspace_bytes=workspace_bytes)
+        return replace(problem, ops=(*problem.ops[:at], others, *problem.ops[at:]))
 
-    stands = floors_by_run(made(0)[0], machine_for)[name]
-    return made(max(0, capacity_bytes - stands))
+    stands = floors_by_run(made(0), machine_for)[name]
+    return made(max(0, capacity_bytes - stands)), name
 
 
-def _without(turn: Op, turning: Problem, problem: Problem, found: Decided) -> Decided:
+def _without(gone: list[str], emptied: Problem, problem: Problem, found: Decided) -> Decided:
     """The plan and the order for the problem as it was."""
-    at = turning.op_index[turn.id]
-    before, after = turning.ops[at - 1].id, turning.ops[at + 1].id
+    names = [op.id for op in emptied.ops]
 
     def start(name: str | None) -> str | None:
-        return before if name == turn.id else name
+        return names[names.index(name) - 1] if name in gone else name
+
+    def end(name: str | None) -> str | None:
+        if name is None or name not in gone:
+            return name
+        return next(iter(names[names.index(name) + 1 :]), None)
 
     plan = found.result.plan
     plan = replace(
         plan,
         moves=tuple(
-            replace(
-                m,
-                start_after=start(m.start_after),
-                ready_before=after if m.ready_before == turn.id else m.ready_before,
-            )
+            replace(m, start_after=start(m.start_after), ready_before=end(m.ready_before))
             for m in plan.moves
         ),
         drops=tuple(replace(d, after=start(d.after)) for d in plan.drops),
@@ -83,31 +100,30 @@ def _without(turn: Op, turning: Problem, problem: Problem, found: Decided) -> De
     timeline = Simulator(problem, found.machine).run(plan)
     if timeline.violations:
         raise Infeasible(
-            "A plan under which nothing stands at the turn does not run within the budget:"
-            f" {timeline.violations[0].detail}.",
+            "A plan under which nothing stands between the runs of others does not run within the"
+            f" budget: {timeline.violations[0].detail}.",
             None,
             "Set memory to a little more.",
         )
     return replace(
         found,
         result=replace(found.result, plan=plan, timeline=timeline),
-        order=_order_without(turn.id, found.order, problem, plan),
-        kept=kept_at_turn(turning, found.result.timeline),
+        order=_order_without(gone, found.order, problem, plan),
+        kept=kept_at_turn(emptied, found.result.timeline),
     )
 
 
-def _order_without(turn: str, order: Order, problem: Problem, plan: Plan) -> Order:
-    """The same steps but for the one: what was waited for at the turn still is."""
-    names = [s.name for s in order.steps if isinstance(s, Run)]
-    gone: ProgramStep = Run(turn)
-    steps = tuple(s for s in order.steps if s != gone)
-    at = names.index(turn)
+def _order_without(gone: list[str], order: Order, problem: Problem, plan: Plan) -> Order:
+    """The same steps but for those: what was waited for before them still is."""
+    runs = [s.name for s in order.steps if isinstance(s, Run)]
+    steps = tuple(s for s in order.steps if not (isinstance(s, Run) and s.name in gone))
+    held = zip(runs, order.device_bytes, strict=True)
     return replace(
         order,
         steps=steps,
-        device_bytes=order.device_bytes[:at] + order.device_bytes[at + 1 :],
+        device_bytes=tuple(nbytes for name, nbytes in held if name not in gone),
         peak_bytes=worst_case(problem, plan, steps),
-        split=order.split - 1,
+        split=order.split - sum(name in gone for name in runs[: order.split]),
     )
 
 

@@ -8,9 +8,11 @@ import pytest
 from test_report import MACHINE, PROBLEM, made
 
 from offcompile.corrections import SAME, Factors, corrected, factors_of, with_factors
-from offcompile.ir import COMPUTE, Op, Plan, Problem, Recompute, Start, Tensor
+from offcompile.decide import Decided
+from offcompile.ir import COMPUTE, Infeasible, Op, Plan, Problem, Recompute, Start, Tensor
 from offcompile.measured import MeasuredSpan, MeasuredStep, MeasuredWait
 from offcompile.planner import certify
+from offcompile.profiling import reconsider
 
 US = 1000
 WAIT = MeasuredWait("bc", "m", 4000 * US, 700 * US)
@@ -99,3 +101,16 @@ def test_a_plan_that_cannot_go_on_has_no_corrected_step() -> None:
     report = made()
     none = report.machine.with_capacity("device", 1)
     assert corrected(report.problem, none, report.plan, Factors()) is None
+
+
+def test_a_plan_stays_where_none_is_found_for_what_was_seen() -> None:
+    report = made()
+    assert report.planned_us > 1.2 * sum(op.duration_us for op in report.problem.ops)
+
+    def none(problem: Problem) -> Decided:
+        raise Infeasible("planted", None, "")
+
+    text, found = reconsider(
+        report.problem, report.plan, report.machine, {}, {}, None, 0.03, none, "costs"
+    )
+    assert found is None and text == "no plan was found for these costs: the plan stays"

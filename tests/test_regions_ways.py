@@ -18,7 +18,7 @@ from offcompile.ir import Tensor as Stored
 from offcompile.order import Run
 from offcompile.runtime.counters import reset_counters
 from offcompile.runtime.registry import close_all
-from offcompile.turn import decide_turning
+from offcompile.turn import decide_emptied
 
 MIB = 1 << 20
 WIDTH, HEADS, LAYERS, BATCH, LENGTH = 64, 4, 3, 4, 128
@@ -146,7 +146,7 @@ def test_nothing_that_may_leave_stands_at_the_turn() -> None:
         lanes = (Lane("out", DEVICE, HOST, 10.0), Lane("in", HOST, DEVICE, 10.0))
         return Machine((Tier(DEVICE, nbytes), Tier(HOST, None)), lanes)
 
-    found = decide_turning(problem, machine, 8, lambda budget: 0, "joint", 0.1)
+    found = decide_emptied(problem, machine, 8, lambda budget: 0, "joint", 0.1)
     assert found.kept == frozenset()
     assert found.order.peak_bytes <= 8
     runs = [s.name for s in found.order.steps if isinstance(s, Run)]

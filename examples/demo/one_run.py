@@ -1,6 +1,8 @@
 """A worker: measures the machine, or trains, as each line of JSON on standard input asks.
 
-It tells how it goes on standard output, a line of JSON at a time.
+Lines are `{"calibrate": directory}`, `{"start": task}`, `{"step": name}`, `{"finish": name}`. It
+tells how it goes on standard output, a line of JSON at a time; the last one for each has the event
+"done".
 """
 
 from __future__ import annotations
@@ -81,51 +83,70 @@ def bring_in_the_compiler(task: dict[str, Any]) -> None:
     gc.collect()
 
 
-def train(task: dict[str, Any]) -> None:
-    device = task["device"]
-    if not task["quick"]:
-        bring_in_the_compiler(task)
-    peak = Peak(device)
+class Run:
+    """A model in training: two steps when it is made, and one for each `step`."""
 
-    torch.manual_seed(SEED)
-    model = GPT(task["layers"], task["width"], task["length"], task["checkpointed"]).to(device)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
-    forward = compiled(task, model, task["memory"])
-    known = len(offcompile.reports())
-    data = batches(task["batch"], task["length"], device)
-    written = 0
-    say(event="told", text="compiling")
-    for step in range(task["steps"]):
-        if step == 1:  # the first step compiled; from here on it is training
-            peak.begin()
-            written = offcompile.counters()["bytes_out"]
-        text = next(data)
+    def __init__(self, task: dict[str, Any]) -> None:
+        self.task, self.device = task, task["device"]
+        if not task["quick"]:
+            bring_in_the_compiler(task)
+        self.peak = Peak(self.device)
+        torch.manual_seed(SEED)
+        size = (task["layers"], task["width"], task["length"], task["checkpointed"])
+        self.model = GPT(*size).to(self.device)
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-3, fused=True)
+        self.forward = compiled(task, self.model, task["memory"])
+        self.data = batches(task["batch"], task["length"], self.device)
+        self.known = len(offcompile.reports())
+        say(event="told", text="compiling")
+        losses = [self.step()[1]]
+        self.peak.begin()  # the first step compiled; from here on it is training
+        self.written = offcompile.counters()["bytes_out"]
+        losses.append(self.step()[1])
+        weights = sum(p.numel() * p.element_size() for p in self.model.parameters())
+        say(event="done", losses=losses, weight_bytes=weights, **self.peak.found())
+
+    def step(self) -> tuple[float, float]:
+        """Seconds, and the loss."""
+        text = next(self.data)
         began = time.perf_counter()
-        loss = forward(text)
+        loss = self.forward(text)
         loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
+        self.optimizer.step()
+        self.optimizer.zero_grad()
         value = float(loss.detach())
-        if device == "cuda":
+        if self.device == "cuda":
             torch.cuda.synchronize()
-        say(event="step", seconds=time.perf_counter() - began, loss=value)
-    weights = sum(p.numel() * p.element_size() for p in model.parameters())
-    result: dict[str, Any] = {**peak.found(), "weight_bytes": weights}
-    if task["memory"] is not None:
-        (report,) = offcompile.reports()[known:]
-        result["out_bytes"] = (offcompile.counters()["bytes_out"] - written) / (task["steps"] - 1)
-        result["budget_bytes"] = report.budget_bytes
-        result["text"] = report.to_text()
-        report.save_html(Path(task["output"]) / "report.html")
-        report.save_trace(Path(task["output"]) / "trace.json")
-    say(event="done", **result)
+        return time.perf_counter() - began, value
+
+    def finish(self) -> None:
+        """Tell what it took; of offcompile's run, write what there is to see."""
+        result: dict[str, Any] = self.peak.found()
+        if self.task["memory"] is not None:
+            (report,) = offcompile.reports()[self.known :]
+            moved = offcompile.counters()["bytes_out"] - self.written
+            result["out_bytes"] = moved / (self.task["steps"] - 1)
+            result["budget_bytes"] = report.budget_bytes
+            result["text"] = report.to_text()
+            report.save_html(Path(self.task["output"]) / "report.html")
+            report.save_trace(Path(self.task["output"]) / "trace.json")
+        say(event="done", **result)
+
+
+def serve() -> None:
+    runs: dict[str, Run] = {}
+    for line in sys.stdin:
+        (what, about), *_ = json.loads(line).items()
+        if what == "calibrate":
+            calibrate(about)
+        elif what == "start":
+            runs[about["name"]] = Run(about)
+        elif what == "step":
+            seconds, loss = runs[about].step()
+            say(event="done", seconds=seconds, loss=loss)
+        else:
+            runs[about].finish()
 
 
 if __name__ == "__main__":
-    for line in sys.stdin:
-        task = json.loads(line)
-        if "calibrate" in task:
-            calibrate(task["calibrate"])
-        else:
-            train(task)
-            torch._dynamo.reset()
+    serve()

@@ -21,11 +21,13 @@ from offcompile.progress import Progress
 from offcompile.report import PlanReport
 from offcompile.runtime.mapping import page_multiple
 
-from .plan import CPU, PLANNING_SECONDS, Ahead, Asked, Tell, check_model, refuse_measuring
+from .plan import CPU, Ahead, Asked, Tell, check_model, refuse_measuring
 from .scaled import Scale
 
 #: other budgets are planned for until so much time has gone by
 TABLE_SECONDS = 20.0
+#: planning time of each search for another budget or batch
+TRIAL_SECONDS = 1.0
 #: of the way from the floor to all that the step takes when nothing moves
 SHARES = (0.5, 0.25, 0.75, 0.1)
 #: the largest batch is told apart up to this share of it; below a batch that has no plan although
@@ -151,7 +153,7 @@ def fit(
             [Violation("bad-value", "batch", f"{batch} is no batch; give 1 or more")]
         )
     refuse_measuring(hardware, measure)
-    given = {"host_memory": host_memory, "seconds": PLANNING_SECONDS} | dict(options or {})
+    given = {"host_memory": host_memory} | dict(options or {})
     read = Options.read(given | {"memory": memory, "hardware": hardware})
 
     def asked(of: int) -> Asked:
@@ -211,9 +213,10 @@ class _Fitting:
             memory = int(floor + share * (alone - floor))
             self.tell(f"planning for {size(memory)}")
             try:
-                result = self.ahead.choose(memory, self.tell, explains=False).decided.result
+                choice = self.ahead.choose(memory, self.tell, TRIAL_SECONDS, explains=False)
             except Infeasible:
                 continue
+            result = choice.decided.result
             points.append(Point(memory, result.makespan_us, True, result.policy))
         return pareto(points)
 
@@ -260,7 +263,7 @@ class _Fitting:
                 self.budget,
                 self.target.reserve_bytes,
                 self.options.whole_policy,
-                PLANNING_SECONDS,
+                TRIAL_SECONDS,
                 self.tell,
                 may_fit=at_home,
             )

@@ -36,8 +36,6 @@ from .updates import Updates
 CPU = "cpu"
 #: which positional argument of attention is the share that is dropped
 DROPOUT_AT = 4
-#: planning time of each search: a forecast is asked for often, and for many budgets
-PLANNING_SECONDS = 1.5
 Tell = Callable[[str], None]
 
 
@@ -85,7 +83,7 @@ def plan(
     Raises `Infeasible` if no plan fits, with the smallest change that would help.
     """
     refuse_measuring(hardware, measure)
-    given = {"host_memory": host_memory, "seconds": PLANNING_SECONDS} | dict(options or {})
+    given = {"host_memory": host_memory} | dict(options or {})
     given |= {"memory": memory, "hardware": hardware}
     asked = Asked(
         check_model(model), inputs, keywords, Options.read(given), loss, optimizer, True, measure
@@ -221,9 +219,13 @@ class Ahead:
             updates = Updates.read(asked.optimizer, target.profile, on_card)
         return AheadSurvey(options, target, Profile(), CPU, updates=updates, traced=graphs)
 
-    def choose(self, memory: object, tell: Tell, explains: bool = True) -> Choice:
+    def choose(
+        self, memory: Any, tell: Tell, seconds: float | None = None, explains: bool = True
+    ) -> Choice:
         """Raises `Infeasible`."""
-        survey = replace(self.survey, options=replace(self.survey.options, memory=memory))  # type: ignore[arg-type]
+        options = self.survey.options
+        options = replace(options, memory=memory, seconds=seconds or options.seconds)
+        survey = replace(self.survey, options=options)
         planning = Planning("the model", survey, explains=explains)
         return planning.settle(self.graphs, frozenset(), tell)[1]
 

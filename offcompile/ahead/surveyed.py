@@ -43,7 +43,8 @@ class AheadSurvey(Survey):
         self, graphs: Graphs, budget: int | None, progress: Callable[[str], None]
     ) -> Annotated:
         if self.twin is not None:
-            self.twin.survey.annotate(self._twin_of(graphs), budget, progress)
+            self.twin = self._twin_of(self.twin, graphs)
+            self.twin.survey.annotate(self.twin.graphs, budget, progress)
         return super().annotate(graphs, budget, progress)
 
     def annotated(
@@ -71,7 +72,7 @@ class AheadSurvey(Survey):
     ) -> Annotated:
         larger = super().annotated(graphs, in_place, frozenset(), hint)
         twin.survey._min_move = self._min_move
-        smaller = twin.survey.annotated(self._twin_of(graphs), in_place, frozenset(), hint)
+        smaller = twin.survey.annotated(twin.graphs, in_place, frozenset(), hint)
         layers = twin.layers
         made = unroll(larger.problem, smaller.problem, layers.beyond)
         if made is None:
@@ -106,15 +107,14 @@ class AheadSurvey(Survey):
             },
         )
 
-    def _twin_of(self, graphs: Graphs) -> Graphs:
-        assert self.twin is not None
+    def _twin_of(self, twin: Twin, graphs: Graphs) -> Twin:
+        """The twin of these graphs, with a survey of its own: others may still ask the first."""
         if graphs is self.traced:
-            return self.twin.graphs
-        fuses = self.options.lowering == "inductor"
-        made = compact(self.twin.graphs, hint_of(self.sizes), fuses=fuses)
+            return twin
+        made = compact(twin.graphs, hint_of(self.sizes), fuses=self.options.lowering == "inductor")
         if made is None:
-            raise NotAlike(f"The layers of {self.twin.layers.path} do not save alike.")
-        return made.graphs
+            raise NotAlike(f"The layers of {twin.layers.path} do not save alike.")
+        return replace(twin, survey=replace(twin.survey), graphs=made.graphs)
 
 
 def staying(problem: Problem, stays: frozenset[str]) -> Problem:

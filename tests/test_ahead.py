@@ -1,0 +1,313 @@
+"""Plans for models and hardware that are not there."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import offcompile
+from offcompile import cli
+from offcompile.ahead.factories import build as build_named
+from offcompile.ahead.fit import Point, fit, pareto, tier_bytes
+from offcompile.ahead.layers import find_layers, shortened
+from offcompile.ahead.plan import Ahead, Asked, plan
+from offcompile.ahead.scaled import Scale
+from offcompile.ahead.unroll import alike, relabelled, unroll
+from offcompile.ir import Infeasible, InvalidInput, OffloadError
+from offcompile.options import Options
+
+WIDTH, WORDS, LENGTH = 64, 96, 32
+CARD = "rtx4090"
+
+
+class Block(nn.Module):
+    def __init__(self, index: int = 0, dropout: float = 0.1) -> None:
+        super().__init__()
+        self.index, self.dropout = index, dropout
+        self.norm = nn.LayerNorm(WIDTH)
+        self.qkv, self.out = nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.up, self.down = nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(4 * WIDTH, WIDTH)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        q, k, v = self.qkv(self.norm(x)).unflatten(-1, (3, 2, -1)).permute(2, 0, 3, 1, 4).unbind(0)
+        mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        x = x + F.dropout(self.out(mixed.transpose(1, 2).flatten(-2)), self.dropout)
+        return x + self.down(F.relu(self.up(x)))
+
+
+class Language(nn.Module):
+    def __init__(self, layers: int, dropout: float = 0.1) -> None:
+        super().__init__()
+        self.words = nn.Embedding(WORDS, WIDTH)
+        self.blocks = nn.ModuleList(Block(i, dropout) for i in range(layers))
+        self.head = nn.Linear(WIDTH, WORDS)
+
+    def forward(self, text: torch.Tensor) -> torch.Tensor:
+        x = self.words(text)
+        for block in self.blocks:
+            x = block(x)
+        return F.cross_entropy(self.head(x).flatten(0, 1), text.flatten())
+
+
+def text(batch: int) -> torch.Tensor:
+    return torch.zeros(batch, LENGTH, dtype=torch.long, device="meta")
+
+
+def quiet(told: str) -> None:
+    """Nobody listens."""
+
+
+@cache
+def language(layers: int, dropout: float = 0.1) -> Language:
+    with torch.device("meta"):
+        return Language(layers, dropout)
+
+
+@cache
+def ahead(layers: int, lowering: str, repeats: bool, batch: int = 2, **more: Any) -> Ahead:
+    options = Options.read(
+        {"memory": "1GiB", "hardware": CARD, "lowering": lowering, "seconds": 0.2}
+    )
+    asked = Asked(language(layers), (text(batch),), {}, options, repeats=repeats, **more)
+    return Ahead.of(asked, quiet)
+
+
+# --- equal layers ----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("lowering", ["inductor", "aot_eager"])
+def test_many_layers_from_few_are_what_tracing_all_of_them_gives(lowering: str) -> None:
+    few, whole = ahead(8, lowering, True), ahead(8, lowering, False)
+    assert few.survey.twin is not None and whole.survey.twin is None
+    in_place = whole.target.in_place(1)
+    for asked in ({}, {"in_place": in_place}):
+        mine = few.survey.problem(few.graphs, **asked)
+        theirs = whole.survey.problem(whole.graphs, **asked)
+        assert alike(mine.problem, theirs.problem)
+        labels = [[found.labels.get(op.id) for op in found.problem.ops] for found in (mine, theirs)]
+        assert labels[0] == labels[1]
+        assert sorted(mine.names.values()) == sorted(theirs.names.values())
+        assert len(mine.names) > 8 * 8  # weights and their gradients
+
+
+def test_what_does_not_repeat_is_refused() -> None:
+    few = ahead(8, "aot_eager", True)
+    assert few.survey.twin is not None
+    larger = few.survey.twin.survey.problem(few.survey.twin.graphs).problem
+    assert unroll(larger, larger, 3) is None
+    ops = (replace(larger.ops[5], duration_us=1e6), *larger.ops[:5], *larger.ops[6:])
+    assert unroll(larger, replace(larger, ops=ops), 3) is None
+
+
+def test_labels_count_on() -> None:
+    assert relabelled("blocks.1.up 4×4", "blocks", 4, 2) == "blocks.9.up 4×4"
+    assert (
+        relabelled("gradient of blocks.1.up 4×4", "blocks", 1, 1) == "gradient of blocks.2.up 4×4"
+    )
+    assert relabelled("1.weight", "", 2, 1) == "3.weight"
+    for other in ("head 4×4", "blocks.x.up", "inner.blocks.1.up"):
+        assert relabelled(other, "blocks", 4, 1) == other
+
+
+def test_layers_are_found_with_their_period() -> None:
+    found = find_layers(language(8))
+    assert found is not None
+    assert (found.path, found.count, found.period, found.beyond) == ("blocks", 8, 1, 4)
+    with torch.device("meta"):
+        turns = nn.Sequential(*(nn.Linear(4, 4, bias=i % 2 == 0) for i in range(13)))
+    found = find_layers(turns)
+    assert found is not None
+    assert (found.path, found.period, found.kept(4), found.beyond) == ("", 2, 9, 2)
+    assert len(list(shortened(turns, found, 4).children())) == 9
+    assert len(turns) == 13
+
+
+def _odd_attribute(model: Language) -> None:
+    model.blocks[5].dropout = 0.2
+
+
+def _hook(model: Language) -> None:
+    model.blocks[5].register_forward_hook(lambda *_: None)
+
+
+def _frozen(model: Language) -> None:
+    model.blocks[5].up.weight.requires_grad_(False)
+
+
+def _told(model: Language) -> None:
+    model.kinds = ["near"] * 5 + ["far"] * 3
+
+
+@pytest.mark.parametrize("change", [_odd_attribute, _hook, _frozen, _told])
+def test_one_layer_that_differs_makes_them_unequal(change: Any) -> None:
+    with torch.device("meta"):
+        model = Language(8)
+    assert find_layers(model) is not None
+    change(model)
+    assert find_layers(model) is None
+
+
+# --- plan ------------------------------------------------------------------------------------
+
+
+def test_the_plan_ahead_is_the_plan_that_compiling_makes() -> None:
+    torch.manual_seed(0)
+    model = Language(6, dropout=0.0)
+    given = torch.zeros(2, LENGTH, dtype=torch.long)
+    options = {"lowering": "aot_eager", "seconds": 0.2}
+    for memory in ("8MiB", "1400KiB"):
+        torch._dynamo.reset()
+        asked = {"memory": memory, "hardware": "cpu", **options}
+        torch.compile(model, backend="offcompile", options=asked)(given)
+        compiled = offcompile.reports()[-1]
+        planned = plan(model, given, memory=memory, hardware="cpu", options=options)
+        assert planned.fits == compiled.fits == (memory == "8MiB")
+        assert planned.floor_bytes == compiled.floor_bytes
+        assert alike(planned.problem, compiled.problem)
+        assert planned.planned_us == pytest.approx(compiled.planned_us, rel=0.05)
+        assert planned.measured_us is None
+
+
+def test_nothing_is_allocated() -> None:
+    with torch.device("meta"):
+        huge = nn.Sequential(nn.Linear(1 << 20, 1 << 18), nn.Linear(1 << 18, 8))  # a terabyte
+    given = torch.zeros(4, 1 << 20, device="meta")
+    with pytest.raises(Infeasible, match="below the floor"):
+        plan(huge, given, memory="8GiB", hardware=CARD, loss=lambda y: y.sum())
+
+
+def test_updates_are_part_of_the_step() -> None:
+    model, given = language(8), text(2)
+    weights = sum(p.numel() for p in model.parameters()) * 4
+    asked: dict[str, Any] = {"hardware": CARD, "options": {"lowering": "aot_eager", "seconds": 0.2}}
+    roomy = plan(model, given, memory="1GiB", optimizer="adamw", **asked)
+    states = [t for t in roomy.problem.tensors if t.kind == "state"]
+    assert sum(t.nbytes for t in states) == 2 * weights
+    assert roomy.fits and {t.home for t in states} == {"device"}
+    tight = plan(model, given, memory="4MiB", optimizer="adamw", **asked)
+    hosted = [u for u in tight.plan.updates if u.where == "host"]
+    assert hosted and tight.planned_peak_bytes <= 4 << 20
+    plain = plan(model, given, memory="1GiB", **asked)
+    assert plain.planned_us < roomy.planned_us < tight.planned_us
+    with pytest.raises(InvalidInput, match="'adagrad' is not known; there are 'sgd'"):
+        plan(model, given, hardware=CARD, optimizer="adagrad")
+
+
+def test_bad_arguments_are_named() -> None:
+    with pytest.raises(InvalidInput, match=r"no torch.nn.Module"):
+        plan(len, text(1))  # type: ignore[arg-type]
+    with pytest.raises(InvalidInput, match="leave out hardware or measure"):
+        plan(language(8), text(1), hardware=CARD, measure=True)
+    with pytest.raises(InvalidInput, match="0 is no batch"):
+        fit(language(8), text, 0)
+
+
+# --- fit -------------------------------------------------------------------------------------
+
+
+def test_sizes_at_other_batches_are_exact() -> None:
+    problems = {}
+    for batch in (2, 4, 7):
+        found = ahead(8, "aot_eager", True, batch)
+        problems[batch] = found.survey.problem(found.graphs).problem
+    scale = Scale(problems[2], problems[4], (2, 4))
+    assert scale.lines_up
+    mine, theirs = scale.at(7), problems[7]
+    assert [t.nbytes for t in mine.tensors] == [t.nbytes for t in theirs.tensors]
+    assert not Scale(problems[2], replace(problems[4], ops=problems[4].ops[1:]), (2, 4)).lines_up
+
+
+def test_fit_answers_with_the_largest_batch_and_a_table() -> None:
+    options = {"lowering": "aot_eager", "seconds": 0.2}
+    found = fit(language(8), text, 2, memory="6MiB", hardware=CARD, options=options)
+    assert found.fits and found.report is not None and found.largest_batch is not None
+    assert found.largest_batch > 2
+    assert plan(
+        language(8), text(found.largest_batch), memory="6MiB", hardware=CARD, options=options
+    )
+    with pytest.raises(Infeasible):
+        more = int(found.largest_batch * 1.5)
+        plan(language(8), text(more), memory="6MiB", hardware=CARD, options=options)
+    assert found.table == pareto(found.table) and not found.table[-1].moves
+    assert "largest batch" in found.to_text()
+    told = json.loads(json.dumps(found.to_json()))
+    assert told["fits"] and told["tier_bytes"]["device"] <= 6 << 20
+    assert tier_bytes(found.report) == dict(found.tier_bytes)
+    small = fit(language(8), text, 64, memory="1MiB", hardware=CARD, table=False, options=options)
+    assert not small.fits and "below the floor" in small.reason
+    assert "Set memory to" in small.smallest_change
+    assert small.to_text().startswith("does not fit: ")
+
+
+def test_only_what_no_other_beats_is_in_the_table() -> None:
+    slow, quick, worse = Point(1, 9.0, True), Point(3, 2.0, True), Point(4, 3.0, True)
+    assert pareto([worse, quick, slow]) == (slow, quick)
+
+
+FACTORY = """
+import torch
+from torch import nn
+
+def make(batch=1):
+    return nn.Linear(64, 64), torch.zeros(batch, 64), torch.sum
+
+def wrong():
+    return 3
+
+def fails(batch):
+    raise RuntimeError("no data")
+"""
+
+
+def test_the_command(tmp_path: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "models.py"
+    file.write_text(FACTORY)
+    asked = ["fit", f"{file}:make", "--hardware", CARD, "--memory", "1GiB", "--batch", "4"]
+    assert cli.main([*asked, "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["largest_batch"] > 1000
+    asked[5] = "16KiB"
+    assert cli.main([*asked, "--quick"]) == 3
+    assert "does not fit" in capsys.readouterr().out
+    for name, said in {
+        f"{file}:wrong": "return (model, inputs)",
+        f"{file}:fails": "RuntimeError: no data",
+        f"{file}:none": "has no function 'none'",
+        "none.py:make": "there is no file none.py",
+        "make": "names no factory",
+        "no_such_module:make": "cannot be imported",
+        "hf:gpt2-xxl": "the nearest is 'hf:gpt2-xl'",
+    }.items():
+        assert cli.main(["fit", name, "--hardware", CARD]) == 2
+        assert said in capsys.readouterr().err
+
+
+def test_models_by_name_have_their_published_sizes(tmp_path: Any) -> None:
+    sizes = {"hf:gpt2": 124.4e6, "hf:gpt2-xl": 1557.6e6, "hf:llama-3.1-70b": 70.55e9}
+    for name, parameters in sizes.items():
+        (model, inputs, loss), several = build_named(name, 1, 16, "bfloat16")
+        assert several and loss is not None and inputs(3)["input_ids"].shape == (3, 16)
+        assert sum(p.numel() for p in model.parameters()) == pytest.approx(parameters, rel=1e-3)
+        assert {p.device.type for p in model.parameters()} == {"meta"}
+    model.config.num_hidden_layers = 2
+    model.config.save_pretrained(tmp_path)
+    (few, _, _), _ = build_named(f"hf:{tmp_path}", 1, 16, "float32")
+    assert len(few.model.layers) == 2
+    with pytest.raises(InvalidInput, match="more than the 1024 positions"):
+        build_named("hf:gpt2", 1, 4096, "bfloat16")
+
+
+def test_a_graph_break_is_said() -> None:
+    class Breaks(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            print("here")
+            return x * 2
+
+    with pytest.raises(OffloadError, match="could not be traced as one graph"):
+        plan(Breaks(), torch.zeros(2, device="meta"), hardware=CARD)
