@@ -19,12 +19,17 @@ from benchmarks.turns import LOWERINGS, MIB, Child, machine, ratio, run_in_turn
 RESULT = Path(__file__).parent / "results" / "regions.md"
 #: of what the plain step holds beside weights and gradients
 SHARE = 0.5
-#: name → kind, and an eval pass before every so many steps
-VARIANTS: dict[str, tuple[str, int]] = {
-    "whole": ("ours", 0),
-    "two graph breaks": ("breaks", 0),
-    "block by block": ("blocks", 0),
-    "block by block, eval every 4": ("blocks", 4),
+#: name → kind, and what is done otherwise
+VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
+    "whole": ("ours", {}),
+    "two graph breaks": ("breaks", {}),
+    "block by block": ("blocks", {}),
+    "block by block, eval every 4": ("blocks", {"eval_every": 4}),
+}
+#: the same model in ways that need plain rows of their own; only block by block
+WAYS: dict[str, dict[str, Any]] = {
+    "three lengths": {"lengths": True},
+    "experts": {"routed": True},
 }
 
 
@@ -32,7 +37,7 @@ def measure(case: str, lowering: str, asked: argparse.Namespace) -> list[Child]:
     """All variants of one model, warmed up one by one and then run in turn."""
     children: list[Child] = []
 
-    def start(name: str, kind: str, memory: int | None, eval_every: int = 0) -> Child:
+    def start(name: str, kind: str, memory: int | None, **otherwise: Any) -> Child:
         task: dict[str, Any] = {
             "case": case,
             "kind": kind,
@@ -41,7 +46,7 @@ def measure(case: str, lowering: str, asked: argparse.Namespace) -> list[Child]:
             "spill": asked.spill,
             "quick": asked.quick,
             "returns_freed": False,
-            "eval_every": eval_every,
+            **otherwise,
         }
         child = Child(name, task, module="benchmarks.regions")
         children.append(child)
@@ -54,8 +59,11 @@ def measure(case: str, lowering: str, asked: argparse.Namespace) -> list[Child]:
         found = plain.ask("facts")
         fixed = 2 * found["weight_bytes"]
         memory = fixed + int(SHARE * max(found["peak_bytes"] - fixed, 0))
-        for name, (kind, eval_every) in VARIANTS.items():
-            start(name, kind, memory, eval_every)
+        for name, (kind, otherwise) in VARIANTS.items():
+            start(name, kind, memory, **otherwise)
+        for name, way in WAYS.items() if case == "gpt" else ():
+            start(f"no offload, {name}", "plain", None, **way)
+            start(f"block by block, {name}", "blocks", memory, **way)
         plain.steps.clear()
         run_in_turn(children, asked.rounds)
     finally:
@@ -70,18 +78,21 @@ def table(children: list[Child]) -> list[str]:
     rows = ["| " + " | ".join(heads) + " |", "|---" * len(heads) + "|"]
     for child in children:
         fact, moved = child.facts, ["", ""]
-        if child is not plain:
+        if child.kind == "plain":
+            plain = child  # of those that follow
+        else:
             steps = len(child.all_losses)
             moved = [f"{fact[n] / steps / MIB:,.0f}" for n in ("bytes_out", "bytes_in")]
+        ours = child is not plain
         cells = (
             child.name,
             f"{statistics.median(child.seconds):.2f}",
-            f"{ratio(child, plain):.3f}",
-            "" if child is plain else f"{ratio(child, whole):.3f}",
+            f"{ratio(child, plain):.3f}" if ours else "",
+            f"{ratio(child, whole):.3f}" if ours and plain is children[0] else "",
             f"{fact['peak_bytes'] / MIB:,.0f}",
             *moved,
             _found(fact.get("ahead", {})),
-            "" if child is plain else "same" if child.losses == plain.losses else "other",
+            ("same" if child.losses == plain.losses else "other") if ours else "",
         )
         rows.append("| " + " | ".join(cells) + " |")
     return rows
@@ -133,6 +144,9 @@ Training steps (forward, backward, plain SGD) of one model under one budget (wei
 block by block (`block.compile(…)` for each: one compiled graph with as many sets of weights as
 there are blocks). Inside a graph moves are planned; between graphs the keeper decides while
 running, by what it has learnt of their order.
+
+"Three lengths": batches of the whole length, three quarters and half of it in turn. "Experts": the
+data choose which block runs next. Both are compared with plain training of the same steps.
 
 Each variant is a process of its own; they run one step each in turn, {rounds} rounds. Ratios are
 medians over the rounds of two steps of the same round. Peak memory (MiB) is what the operating

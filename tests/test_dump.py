@@ -311,4 +311,5 @@ def test_torch_logs_reaches_us_before_anything_of_ours_is_imported(tmp_path: Pat
     assert line.startswith("I") and "graph 0: fits" in line
     (trace,) = tmp_path.iterdir()
     names = re.findall(r'"artifact": \{"name": "(offcompile\w*)"', trace.read_text())
-    assert names == [f"offcompile_graph_0{end}" for end in ("_summary", "_explained", "", "_timeline")] * 2
+    ends = ("_summary", "_explained", "", "_timeline")
+    assert names == [f"offcompile_graph_0{end}" for end in ends] * 2

@@ -1,0 +1,331 @@
+"""Messages on what happens: disks, training, optimizers, files."""
+
+from __future__ import annotations
+
+import errno
+import os
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from doc_messages import says, told, warned
+from torch import nn
+
+import offcompile
+from offcompile import cost_cache, optim
+from offcompile.ir import Plan
+
+# --- directories and disks -----------------------------------------------------------------------
+
+
+def checked(directory: Path) -> str:
+    from offcompile.runtime.directories import check_directory
+
+    return told(lambda: check_directory(directory))
+
+
+@says("the spill directory … does not exist: create it, or …")
+def _(place: Path, patch: pytest.MonkeyPatch) -> str:
+    return checked(place / "missing")
+
+
+@says("the spill directory … is not a directory")
+def _(place: Path, patch: pytest.MonkeyPatch) -> str:
+    (place / "file").write_text("")
+    return checked(place / "file")
+
+
+@says("is on …, which keeps files in RAM, so that moving tensors there frees nothing")
+def _(place: Path, patch: pytest.MonkeyPatch) -> str:
+    from offcompile.runtime import directories
+
+    patch.setattr(directories, "filesystem_type", lambda path: "tmpfs")
+    return checked(place)
+
+
+@says("belongs to another user (uid …) and anyone may write to it")
+def _(place: Path, patch: pytest.MonkeyPatch) -> str:
+    from offcompile.runtime import directories
+
+    place.chmod(0o777)
+    patch.setattr(directories, "filesystem_type", lambda path: "ext4")
+    patch.setattr(os, "geteuid", lambda: place.stat().st_uid + 1)
+    return checked(place)
+
+
+@says("is not writable (…): make it so, or …")
+def _(place: Path, patch: pytest.MonkeyPatch) -> str:
+    from offcompile.runtime import directories
+
+    def refuse(dir: Path) -> None:
+        raise PermissionError(errno.EACCES, "Permission denied")
+
+    patch.setattr(directories, "filesystem_type", lambda path: "ext4")
+    patch.setattr(directories.tempfile, "TemporaryFile", refuse)
+    return checked(place)
+
+
+@says("no spill file can be made in …")
+def _(place: Path, patch: pytest.MonkeyPatch) -> str:
+    from offcompile.runtime.spill_file import open_unlinked
+
+    return told(lambda: open_unlinked(place / "missing"))
+
+
+@says("… bytes at … of the spill file in … failed (…): …")
+def _(place: Path, patch: pytest.MonkeyPatch) -> str:
+    from test_checksums import PAGE, block
+    from test_spill_faults import Disk, refusing
+
+    from offcompile.runtime.spill import SpillStore
+
+    store = SpillStore([place])
+    extent = store.allocate(PAGE)
+    disk = Disk([store], pwritev=refusing(errno.ENOSPC))
+    try:
+        return told(lambda: store.write(extent, 0, block(1).view))
+    finally:
+        disk.mend()
+        store.release(extent)
+        store.close()
+
+
+@says("could not be copied out to …: …. The parameters were not touched by this copy")
+def _(place: Path, patch: pytest.MonkeyPatch) -> str:
+    from offcompile.runtime.failures import failure
+
+    slot: Any = SimpleNamespace(nbytes=4096, where=f"the disk tier at {place}")
+    return str(failure(OSError(errno.EIO, "Input/output error"), "out", "layer 3", slot))
+
+
+@says("pages read are not what was written there (their checksums differ)")
+def _(place: Path, patch: pytest.MonkeyPatch) -> str:
+    from test_checksums import PAGE, block, swap
+
+    from offcompile.runtime.checksums import VerifiedStore
+
+    store = VerifiedStore([place])
+    extent = store.allocate(PAGE)
+    store.write(extent, 0, block(1).view)
+    swap(store, *store.ranges(extent, 0, PAGE))
+    try:
+        return told(lambda: store.read(extent, 0, block(1).view))
+    finally:
+        store.release(extent)
+        store.close()
+
+
+@says("a drive rated for … written lasts … at this rate, without a pause")
+def _(place: Path, patch: pytest.MonkeyPatch) -> str:
+    from offcompile.runtime.drive_life import DriveWatch
+
+    watch = DriveWatch(10**12)
+    return warned(lambda: [watch.step_over(i * 10**10, i * 60.0) for i in range(3)])
+
+
+@says("measurements cannot be kept in …: they are repeated in every process")
+def _(place: Path, patch: pytest.MonkeyPatch) -> str:
+    (place / "file").write_text("")
+    patch.setenv("OFFCOMPILE_CACHE_DIR", str(place / "file" / "below"))
+    return warned(lambda: cost_cache.write_document("machine", {"cpu": "some"}, {"memory": 1.0}))
+
+
+@says("The dump of … cannot be written to …: …")
+def _(place: Path, patch: pytest.MonkeyPatch) -> str:
+    from offcompile.dump import dump
+
+    (place / "file").write_text("")
+    nothing: Any = None
+    return told(lambda: dump(place / "file", "graph 0", nothing))
+
+
+@says("the operating system refused … bytes of …: lower memory")
+def _(place: Path, patch: pytest.MonkeyPatch) -> str:
+    from offcompile.runtime.arena import Arena
+
+    return told(lambda: Arena(0).block(1 << 60))
+
+
+# --- while training ------------------------------------------------------------------------------
+
+
+@says("takes … a step, … × the planned …")
+def _(place: Path, patch: pytest.MonkeyPatch) -> str:
+    from test_trial import reported, step_of
+
+    from offcompile import log, trial
+
+    ms = 1_000_000
+    said: list[str] = []
+    patch.setattr(log, "_said", set())
+    patch.setattr(trial, "warn", said.append)
+    report = reported(step := step_of(30 * ms, 30 * ms))
+    trial._warn_if_far(report, step, report.planned_us, "planned")
+    return "\n".join(said)
+
+
+@says("codecs run in NumPy, some twenty times slower than compiled code")
+def _(place: Path, patch: pytest.MonkeyPatch) -> str:
+    from offcompile.runtime.codecs import engines
+
+    def missing() -> None:
+        raise RuntimeError("no C++ compiler")
+
+    patch.setattr(engines, "Native", missing)
+    engines._chosen.cache_clear()
+    try:
+        return warned(engines.engine)
+    finally:
+        engines._chosen.cache_clear()
+
+
+@says("Tensors move unpacked, which takes longer: …")
+def _(place: Path, patch: pytest.MonkeyPatch) -> str:
+    from offcompile.runtime.cuda_packing import Packers
+
+    streams = SimpleNamespace(why_not_pack=lambda in_place: "Triton is not installed")
+    packing: Any = SimpleNamespace(streams=streams)
+    return warned(lambda: Packers.codec(packing, "bitmask"))
+
+
+@says("This tensor was moved by the parent process before fork()")
+def _(place: Path, patch: pytest.MonkeyPatch) -> str:
+    from offcompile.runtime.mover import Mover
+
+    parents: Any = SimpleNamespace(_pid=os.getpid() + 1)
+    return told(lambda: Mover._enter(parents))
+
+
+@says("Ticket … stands for …, not for a …")
+def _(place: Path, patch: pytest.MonkeyPatch) -> str:
+    from offcompile.runtime import tickets
+    from offcompile.runtime.mover import Saved
+
+    return told(lambda: tickets.find(torch.tensor([1 << 60]), Saved))
+
+
+@says("cannot be fetched: its … bytes do not lie on the host tier")
+def _(place: Path, patch: pytest.MonkeyPatch) -> str:
+    from test_runtime_weights import SIZE, fetch
+
+    from offcompile.runtime.registry import RuntimeSettings
+
+    key = RuntimeSettings(directories=(str(place),)).key
+    return told(lambda: fetch(torch.ones(SIZE), key))
+
+
+@says("and then got a second gradient in it, from outside of the compiled graph")
+def _(place: Path, patch: pytest.MonkeyPatch) -> str:
+    from offcompile.runtime import updates
+
+    weight = nn.Parameter(torch.ones(2, 2))
+    patch.setattr(updates, "_backward_pass", lambda: 7)
+    updates._known(weight).taken_in = 7  # its gradient was taken, and `.grad` was None then
+    weight.grad = torch.ones(2, 2)
+    return told(lambda: updates.arrived(weight))
+
+
+@says("made an unlawful plan: …. Please report this problem")
+def _(place: Path, patch: pytest.MonkeyPatch) -> str:
+    from test_decide import FAST, MIB, chain, machine
+
+    from offcompile.ir import Drop
+    from offcompile.planner import certify
+
+    plan = Plan(drops=(Drop("no such tensor", "device", "no such op"),))
+    return told(lambda: certify(chain(), machine(FAST)(12 * MIB), plan, "ours"))
+
+
+# --- optimizers ----------------------------------------------------------------------------------
+
+
+def trained(**settings: Any) -> tuple[nn.Linear, optim.AdamW]:
+    model = nn.Linear(4, 4)
+    return model, optim.AdamW(model.parameters(), lr=1e-3, **settings)
+
+
+def backward(model: nn.Module) -> None:
+    model(torch.ones(2, 4)).sum().backward()
+
+
+@says("got another gradient after it had been updated in this step")
+def _(place: Path, patch: pytest.MonkeyPatch) -> str:
+    model, _ = trained(overlap=True)
+    backward(model)
+    return told(lambda: backward(model))
+
+
+@says("step() was called without a gradient since the last one")
+def _(place: Path, patch: pytest.MonkeyPatch) -> str:
+    model, optimizer = trained(overlap=True)
+    backward(model)
+    optimizer.step()
+    return told(optimizer.step)
+
+
+@says("zero_grad() was called between backward and step()")
+def _(place: Path, patch: pytest.MonkeyPatch) -> str:
+    model, optimizer = trained(overlap=True)
+    backward(model)
+    return told(optimizer.zero_grad)
+
+
+@says("A GradScaler cannot unscale gradients that were applied during backward")
+def _(place: Path, patch: pytest.MonkeyPatch) -> str:
+    model, optimizer = trained(overlap=True)
+    scaler = torch.amp.GradScaler("cpu")
+    scaler.scale(model(torch.ones(2, 4)).sum()).backward()
+    return told(lambda: scaler.step(optimizer))
+
+
+@says("is sparse, which these optimizers do not support")
+def _(place: Path, patch: pytest.MonkeyPatch) -> str:
+    table = nn.Embedding(4, 4, sparse=True)
+    optimizer = optim.AdamW(table.parameters(), lr=1e-3)
+    table(torch.tensor([1])).sum().backward()
+    return told(optimizer.step)
+
+
+@says("An optimizer with states on disk cannot be copied or pickled")
+def _(place: Path, patch: pytest.MonkeyPatch) -> str:
+    import pickle
+
+    model, optimizer = trained(states="disk", directory=place)
+    backward(model)
+    optimizer.step()
+    return told(lambda: pickle.dumps(optimizer))
+
+
+# --- saving and loading --------------------------------------------------------------------------
+
+
+@says("offcompile.save needs a path, not …")
+def _(place: Path, patch: pytest.MonkeyPatch) -> str:
+    import io
+
+    opened: Any = io.BytesIO()
+    return told(lambda: offcompile.save({}, opened))
+
+
+@says("saving … failed after … bytes (…): …")
+def _(place: Path, patch: pytest.MonkeyPatch) -> str:
+    return told(lambda: offcompile.save({}, place / "missing" / "file.pt"))
+
+
+@says("nothing was loaded from …:")
+def _(place: Path, patch: pytest.MonkeyPatch) -> str:
+    torch.save({"weight": torch.ones(3, 3)}, place / "w.pt")
+    return told(lambda: offcompile.load_weights(nn.Linear(4, 4), place / "w.pt"))
+
+
+@says("has no weights: no .safetensors, .bin, .pt or .pth file")
+def _(place: Path, patch: pytest.MonkeyPatch) -> str:
+    return told(lambda: offcompile.load_weights(nn.Linear(4, 4), place))
+
+
+@says("is not a state_dict: …")
+def _(place: Path, patch: pytest.MonkeyPatch) -> str:
+    torch.save({"model": {"weight": torch.ones(3, 3)}}, place / "w.pt")
+    return told(lambda: offcompile.load_weights(nn.Linear(4, 4), place / "w.pt"))

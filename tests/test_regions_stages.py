@@ -1,0 +1,157 @@
+"""Different graphs that share a budget: what they hold together stays within it, by the books."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import offcompile
+from offcompile.executions import Executions, Room
+from offcompile.ir import HOST
+from offcompile.needs import bytes_of, standing_in
+from offcompile.results import Results
+from offcompile.runtime.counters import reset_counters
+from offcompile.runtime.registry import close_all
+
+MIB = 1 << 20
+WIDTHS = (128, 192, 256, 128)
+
+
+class Stage(nn.Module):
+    def __init__(self, before: int, after: int) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(before, 4 * before), nn.Linear(4 * before, after)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(F.gelu(self.up(x)))
+
+
+class Seen:
+    """What runs took beside what others held then, and at which sizes."""
+
+    def __init__(self) -> None:
+        self.together: list[int] = []
+        self.peaks: dict[tuple[int, ...], set[int]] = {}
+
+
+@pytest.fixture
+def seen(monkeypatch: pytest.MonkeyPatch) -> Iterator[Seen]:
+    torch._dynamo.reset()
+    reset_counters()
+    found, running = Seen(), Executions.running
+
+    @contextmanager
+    def watched(
+        self: Executions,
+        phase: str,
+        arguments: Sequence[Any],
+        peak_at: Callable[[tuple[int, ...]], int],
+        *how: bool,
+    ) -> Iterator[Room | None]:
+        with running(self, phase, arguments, peak_at, *how) as room:
+            sizes = self.sizes if room is None else room.sizes
+            peak = peak_at(sizes)
+            beside = self.books.held_beside(self.entry, self.binding).now
+            kept = 0 if room is None else max(room.kept_limit_bytes, room.held_bytes)
+            found.together.append(beside + peak + kept)
+            found.peaks.setdefault(sizes, set()).add(peak)
+            yield room
+
+    monkeypatch.setattr(Executions, "running", watched)
+    yield found
+    torch._dynamo.reset()
+    close_all()
+
+
+def options(memory: int, spill: Path) -> dict[str, object]:
+    return {
+        "memory": memory,
+        "lowering": "aot_eager",
+        "spill": str(spill),
+        "seconds": 0.05,
+        "hardware": "cpu",
+    }
+
+
+def train(stages: nn.ModuleList, lengths: Sequence[int], seen: Seen | None = None) -> list[str]:
+    """Losses and gradients, as exact text. What the first step took is forgotten: until it is over
+    nobody knows how many graphs there are."""
+    found, stem = [], torch.ones(stages[0].up.in_features, requires_grad=True)
+    for step, length in enumerate(lengths):
+        dice = torch.Generator().manual_seed(step)
+        y = stem * torch.randn(length, len(stem), generator=dice)
+        for stage in stages:
+            y = stage(y)
+        loss = y.square().mean()
+        loss.backward()
+        found.append(float(loss.detach()).hex())
+        with torch.no_grad():
+            for p in stages.parameters():
+                assert p.grad is not None
+                found.append(float(p.grad.double().sum()).hex())
+                p.sub_(p.grad, alpha=0.1)
+                p.grad = None
+        if seen is not None and step == 0:
+            seen.together.clear()
+    return found
+
+
+def fresh(widths: Sequence[int]) -> nn.ModuleList:
+    torch.manual_seed(0)
+    return nn.ModuleList(Stage(a, b) for a, b in pairwise(widths))
+
+
+def test_graphs_of_different_width_leave_the_device_to_one_another(
+    tmp_path: Path, seen: Seen
+) -> None:
+    wanted, stages = train(fresh(WIDTHS), [16] * 3), fresh(WIDTHS)
+    memory = 3 * MIB
+    assert sum(p.nbytes for p in stages.parameters()) > memory
+    for stage in stages:
+        stage.compile(backend="offcompile", options=options(memory, tmp_path))
+    assert train(stages, [16] * 3, seen) == wanted
+    hosting = [r for r in offcompile.reports() if any(t.home == HOST for t in r.problem.tensors)]
+    assert len({r.name.partition(",")[0] for r in hosting}) == len(stages)
+    assert seen.together and max(seen.together) <= memory
+
+
+def test_the_room_beside_a_run_is_that_of_its_own_sizes(tmp_path: Path, seen: Seen) -> None:
+    widths = (64,) * 5
+    lengths, memory = [256, 96, 160, 128, 256], 3 * MIB
+    wanted, stages = train(fresh(widths), lengths), fresh(widths)
+    for stage in stages:
+        stage.compile(backend="offcompile", options=options(memory, tmp_path), dynamic=True)
+    assert train(stages, lengths, seen) == wanted
+    assert seen.together and max(seen.together) <= memory
+    least = {sizes: min(peaks) for sizes, peaks in seen.peaks.items()}
+    assert least[(256,)] > least[(160,)] > least[(96,)]
+    report = offcompile.reports()[-1]
+    assert standing_in(report.problem) > 0
+    assert bytes_of(report.problem, frozenset(t.id for t in report.problem.tensors[:1])) > 0
+
+
+def test_a_result_counts_from_when_another_graph_has_got_it_until_it_dies() -> None:
+    results = Results()
+    first, second = torch.zeros(64), torch.zeros(32)
+    results.given([])
+    results.made([first, first.view(8, 8)])
+    assert results.standing_bytes() == 0  # a prediction that the program collects
+    results.given([first[:4], 3])
+    assert results.standing_bytes() == 0  # in the plan of who has it
+    results.made([second, first])
+    results.given([second])
+    assert results.standing_bytes() == first.nbytes
+    results.given([torch.zeros(1)])
+    assert results.standing_bytes() == first.nbytes + second.nbytes
+    del first
+    assert results.standing_bytes() == second.nbytes
+    del second
+    assert results.standing_bytes() == 0
