@@ -21,6 +21,8 @@ from offcompile.ir import DEVICE, HOST, Codec, InvalidInput, Lane, Machine, Tier
 from offcompile.ir.units import show_bytes
 
 DISK = "disk"
+#: what people call a card that there are several of
+ALIASES = {"h100": "h100-sxm", "a100": "a100-80g", "v100": "v100-16g"}
 DTYPES = ("fp64", "fp32", "tf32", "bf16", "fp16", "fp8", "fp4", "int8")
 
 #: codec name → (lossless, raw bytes coded per byte of device memory traffic). Casting reads each
@@ -129,7 +131,7 @@ def load_profile(name_or_path: str | Path) -> HardwareProfile:
 
 
 def _shipped(text: str) -> HardwareProfile:
-    name = text.lower()
+    name = ALIASES.get(text.lower(), text.lower())
     known = list_profiles()
     if name not in known:
         nearest = get_close_matches(name, known, n=1, cutoff=0.0)[0]

@@ -157,6 +157,7 @@ NOT_RUN = {
     "python train.py": "stands for a script of the reader's",
     "python examples/": "run below with --quick",
     "python -m benchmarks.gpu": "needs minutes; tests/test_benchmark_gpu.py runs it small",
+    "offcompile fit hf:llama": "takes a minute; docs/fit.md has a small one, which runs",
     "offcompile record": "runs a script of the reader's; tests/test_record.py runs it",
     "offcompile plan --trace": "plans what that has recorded; tests/test_record.py runs it",
 }

@@ -119,7 +119,7 @@ WAYS: dict[str, tuple[Run_, float, tuple[int, ...], bool | None]] = {
     "reentrant checkpoint": (checkpointed(True), 5.5, (LENGTH,), None),
     "experts": (routed, 5.5, (LENGTH,), None),
     "lengths": (straight, 6.0, (LENGTH, 96, LENGTH), False),
-    "lengths, one graph": (straight, 6.0, (LENGTH, 96, 64), None),
+    "lengths, one graph": (straight, 6.0, (LENGTH, 96, LENGTH), None),
 }
 
 

@@ -47,6 +47,12 @@ class AheadSurvey(Survey):
             self.twin.survey.annotate(self.twin.graphs, budget, progress)
         return super().annotate(graphs, budget, progress)
 
+    def measure_in_place(self, graphs: Graphs, in_place: InPlace) -> None:
+        if self.twin is not None:
+            self.twin.survey._min_move = self._min_move
+            self.twin.survey.measure_in_place(self.twin.graphs, in_place)
+        super().measure_in_place(graphs, in_place)
+
     def annotated(
         self, graphs: Graphs, in_place: InPlace | None, stays: frozenset[str], hint: Hint
     ) -> Annotated:

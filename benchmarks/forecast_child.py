@@ -1,0 +1,231 @@
+"""What `benchmarks.forecast` runs: a plan made before anything has run, and steps that follow it.
+
+Each is a process of its own: planning leaves nothing behind in the process that is measured.
+"""
+
+from __future__ import annotations
+
+import gc
+import json
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+import offcompile
+from benchmarks.activations_child import gpt, resnet
+from benchmarks.weights_child import Tower
+from offcompile.ir import DEVICE, HOST
+from offcompile.report import PlanReport
+from offcompile.runtime import memory
+from offcompile.runtime.heap import heap
+
+PROBE_SIDE, PROBE_RUNS = 768, 9
+RATE = 0.01
+
+
+@dataclass(frozen=True)
+class Case:
+    title: str
+    build: Callable[[], nn.Module]
+    batch: Callable[[torch.Generator], tuple[Tensor, Tensor]]
+
+
+def mlp(width: int, layers: int, rows: int) -> Case:
+    def draw(random: torch.Generator) -> tuple[Tensor, Tensor]:
+        x, y = (torch.randn(rows, width, generator=random) for _ in range(2))
+        return x, y
+
+    title = f"MLP, width {width}, {layers} layers, batch {rows}"
+    return Case(title, lambda: Tower(width, layers), draw)
+
+
+class Masked(nn.Module):
+    """A Hugging Face model that fills in masked words, with its loss."""
+
+    def __init__(self, width: int, layers: int, words: int, length: int) -> None:
+        super().__init__()
+        from transformers import BertConfig, BertForMaskedLM
+
+        config = BertConfig(
+            vocab_size=words,
+            hidden_size=width,
+            num_hidden_layers=layers,
+            num_attention_heads=width // 64,
+            intermediate_size=4 * width,
+            max_position_embeddings=length,
+        )
+        self.inner = BertForMaskedLM(config)
+
+    def forward(self, text: Tensor, labels: Tensor) -> Tensor:
+        loss: Tensor = self.inner(input_ids=text, labels=labels).loss
+        return loss
+
+
+def bert(width: int, layers: int, batch: int, length: int) -> Case:
+    words = 4000
+
+    def draw(random: torch.Generator) -> tuple[Tensor, Tensor]:
+        text, labels = (torch.randint(words, (batch, length), generator=random) for _ in range(2))
+        return text, labels
+
+    title = f"BERT with dropout, width {width}, {layers} layers, batch {batch} × {length}"
+    return Case(title, lambda: Masked(width, layers, words, length), draw)
+
+
+def like(found: Any) -> Case:
+    return Case(found.title, found.build, found.batch)
+
+
+CASES = {
+    "gpt": like(gpt(768, 8, 2, 512, 0.0)),
+    "resnet": like(resnet([64, 64, 64, 128, 128, 128, 256, 256], 64, 12, 0.0)),
+    "mlp": mlp(1536, 8, 256),
+    "bert": bert(512, 6, 8, 256),
+}
+QUICK_CASES = {
+    "gpt": like(gpt(256, 2, 2, 128, 0.0)),
+    "resnet": like(resnet([16, 32], 32, 8, 0.0)),
+    "mlp": mlp(384, 2, 64),
+    "bert": bert(128, 2, 2, 64),
+}
+
+
+def case_of(task: dict[str, Any]) -> Case:
+    return (QUICK_CASES if task["quick"] else CASES)[task["case"]]
+
+
+def options_of(task: dict[str, Any], memory_asked: int | str | None) -> dict[str, object]:
+    return {"memory": memory_asked, "lowering": task["lowering"], "spill": task["spill"]}
+
+
+def probe() -> float:
+    """Seconds that a matrix product takes now: the machine's pace, for comparing two moments."""
+    x = torch.ones(PROBE_SIDE, PROBE_SIDE)
+    taken = []
+    for _ in range(PROBE_RUNS):
+        began = time.perf_counter()
+        x @ x
+        taken.append(time.perf_counter() - began)
+    return sorted(taken)[PROBE_RUNS // 2]
+
+
+# --- before anything runs --------------------------------------------------------------------
+
+
+def foresee(task: dict[str, Any]) -> None:
+    """One line of JSON: the plan of each budget, as shares of what the plain step holds."""
+    case = case_of(task)
+    with torch.device("meta"):
+        model = case.build()
+    inputs = case.batch(torch.Generator())
+    began, found = time.perf_counter(), []
+    plain_bytes = 0
+    for share in task["shares"]:
+        budget = share if share in (None, "minimum") else int(share * plain_bytes)
+        options = {k: v for k, v in options_of(task, budget).items() if k != "memory"}
+        report = offcompile.plan(model, *inputs, memory=budget, measure=True, options=options)
+        plain_bytes = plain_bytes or report.planned_peak_bytes
+        found.append({"memory": budget, **said(report)})
+    seconds = time.perf_counter() - began
+    print(json.dumps({"rows": found, "seconds": seconds, "probe": probe()}), flush=True)
+
+
+def said(report: PlanReport) -> dict[str, Any]:
+    return {
+        "peak_bytes": report.planned_peak_bytes,
+        "needed_bytes": report.needed_peak_bytes,
+        "holes_bytes": report.holes_bytes,
+        "planned_us": report.planned_us,
+        "fits": report.fits,
+    }
+
+
+# --- steps -----------------------------------------------------------------------------------
+
+
+def serve(task: dict[str, Any]) -> None:
+    """Build and warm up, then answer each line from the parent with one line of JSON."""
+    heap().prepare()
+    small = mlp(16, 1, 16)
+    options = options_of(task, "minimum")
+    # brings in the compiler and the runtime, whose own memory is not the model's
+    torch.compile(small.build(), backend="offcompile", options=options)(
+        *small.batch(torch.Generator())
+    ).backward()
+    torch._dynamo.reset()
+    gc.collect()
+    heap().trim()
+    before = memory.resident().anon_bytes
+    known = len(offcompile.reports())
+
+    case = case_of(task)
+    torch.manual_seed(0)
+    model = case.build()
+    weights = list(model.parameters())
+    forward = torch.compile(
+        model, backend="offcompile", options=options_of(task, task["memory"])
+    )
+    random = torch.Generator().manual_seed(0)
+
+    def step() -> dict[str, Any]:
+        inputs = case.batch(random)
+        began = time.perf_counter()
+        loss = forward(*inputs)
+        loss.backward()
+        seconds = time.perf_counter() - began
+        with torch.no_grad():
+            for weight in weights:
+                if weight.grad is not None:
+                    weight.sub_(weight.grad, alpha=RATE)
+                    weight.grad = None
+        return {"seconds": seconds}
+
+    def facts() -> dict[str, Any]:
+        (report,) = offcompile.reports()[known : known + 1]
+        last = offcompile.reports()[-1]
+        counters = offcompile.counters()
+        gc.collect()
+        heap().trim()
+        standing = memory.resident().anon_bytes - before
+        on_host = sum(t.nbytes for t in last.problem.tensors if t.home == HOST)
+        return {
+            "graphs": len(offcompile.reports()) - known,
+            "first": said(report),
+            "last": said(last),
+            "predicted_us": last.predicted_us,
+            "measured_us": last.measured_us,
+            "before_bytes": before,
+            # what stands between steps and is none of the plan's: most of it compiled code
+            "left_bytes": standing - own_bytes(model) + on_host - counters["arena_bytes"],
+            "device_peak_bytes": counters["device_peak_bytes"],
+            "waste_bytes": counters["heap_waste_bytes"],
+            "arena_bytes": counters["arena_bytes"],
+            "device_bytes": sum(t.nbytes for t in last.problem.tensors if t.home == DEVICE),
+            "probe": probe(),
+        }
+
+    began = time.perf_counter()
+    step()
+    gc.collect()
+    answers: dict[str, Callable[[], dict[str, Any]]] = {
+        "step": step,
+        "facts": facts,
+        "warm": lambda: {"losses": [], "seconds": time.perf_counter() - began},
+    }
+    for line in sys.stdin:
+        print(json.dumps(answers[line.strip()]()), flush=True)
+
+
+def own_bytes(model: nn.Module) -> int:
+    """Of its parameters and buffers, each storage once."""
+    return sum({s._cdata: s.nbytes() for s in _storages(model)}.values())
+
+
+def _storages(model: nn.Module) -> Iterator[torch.UntypedStorage]:
+    for tensor in (*model.parameters(), *model.buffers()):
+        yield tensor.untyped_storage()
