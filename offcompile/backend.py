@@ -305,9 +305,10 @@ class Compiled:
         if alone or peak > self.budget:
             return None
         wanted = held + self.books.unmoved_bytes() + peak
-        crowded = self.books.crowded(self.entry, wanted, self.budget)
+        kept = whole.pipeline.needs_at(values).kept_bytes
+        crowded = self.books.crowded(self.entry, wanted, kept, self.budget)
         if crowded is None:
-            crowded = self._may_crowd(args, wanted, whole.pipeline.needs_at(values).kept_bytes)
+            crowded = self._may_crowd(args, wanted, kept)
         if not crowded:
             return None
         turning = [v.pipeline.turns and v.pipeline.hosts_weights >= hosts for v in self.variants]

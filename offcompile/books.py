@@ -70,6 +70,8 @@ class Entry:
     amid: weakref.WeakSet[Entry] = field(default_factory=weakref.WeakSet)
     #: the most that was held together, if nothing had moved, while a forward of its waited or ran
     most_wanted_bytes: int = 0
+    #: the most that one forward of its kept then
+    most_kept_bytes: int = 0
     _bindings: dict[tuple[int, ...], Binding] = field(default_factory=dict)
 
     def bind(self, parameters: Sequence[torch.Tensor]) -> Binding:
@@ -219,17 +221,23 @@ class Books:
         """What the forwards that wait would hold more if nothing of theirs had moved."""
         return sum(p.full_bytes - p.kept_bytes for e in self.entries() for p in e.waiting())
 
-    def crowded(self, entry: Entry, wanted_bytes: int, budget_bytes: int) -> bool | None:
+    def crowded(
+        self, entry: Entry, wanted_bytes: int, kept_bytes: int, budget_bytes: int
+    ) -> bool | None:
         """Whether what this graph and others keep for backward is too much for the budget together;
         None: until a backward has run, nobody knows how many graphs follow.
 
-        wanted_bytes: what is held now, if nothing moves.
+        wanted_bytes: what is held now, if nothing moves. kept_bytes: what this run would keep of
+        that; if no run has kept as much, what follows will take as much more than it did.
         """
         together = {entry, *(e for e in self.entries() if e.waiting())}
         for one in together:
             one.most_wanted_bytes = max(one.most_wanted_bytes, wanted_bytes)
         if any(e.has_returned for e in together):
-            return entry.most_wanted_bytes > budget_bytes
+            larger = max(kept_bytes, entry.most_kept_bytes)
+            seen = entry.most_kept_bytes or larger or 1
+            return entry.most_wanted_bytes * larger > budget_bytes * seen
+        entry.most_kept_bytes = max(entry.most_kept_bytes, kept_bytes)
         return None
 
     def held_beside(self, entry: Entry, binding: Binding) -> Beside:

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from offcompile.ir import DEVICE, Infeasible, Machine, Plan, Problem, Start
 from offcompile.ir.units import show_bytes
-from offcompile.passes.frame import Frame, Mode, direct_mode
+from offcompile.passes.frame import Frame, Mode, direct_mode, held_on_host
 from offcompile.passes.schedule import Builder
 from offcompile.planner import PlanResult, plan_problem
 from offcompile.simulate import Simulator
@@ -184,7 +184,8 @@ def _floor_per_op(
     problem: Problem, machine_for: Callable[[int], Machine]
 ) -> tuple[Frame, list[int]]:
     machine = machine_for(1)
-    copied, in_place = Mode(), direct_mode(problem, machine)
+    copied = Mode(hosted=held_on_host(problem))
+    in_place = direct_mode(problem, machine)
     found = [_floor_in(Frame(problem, machine, m)) for m in dict.fromkeys((copied, in_place))]
     return min(found, key=lambda f: max(f[1], default=0))
 

@@ -236,13 +236,17 @@ class Planning:
                 floor_of(found.problem, survey.machine), survey.target.reserve_bytes
             )
             room = min(budget, max(floor, budget // 2))
-            try:
-                made = self._decide(found.problem, room, False, time_share, tell)
-            except Infeasible:
-                if room == budget:
-                    raise
-                made = self._decide(found.problem, budget, False, time_share, tell)
-            return Choice(found, made, frozenset())
+            # gradients of weights that leave for others had better leave as well
+            ways = [(nbytes, ends) for ends in (True, False) for nbytes in (room, budget)]
+            for nbytes, ends in dict.fromkeys(ways):
+                try:
+                    made = self._decide(found.problem, nbytes, False, time_share, tell, ends)
+                except Infeasible:
+                    if (nbytes, ends) == ways[-1]:
+                        raise
+                else:
+                    return Choice(found, made, frozenset())
+            return None
 
         def chosen(to_floor: bool) -> Choice:
             return choose(
@@ -279,10 +283,10 @@ class Planning:
         may_fit: bool,
         share: float = 1.0,
         tell: Tell | None = None,
+        ends: bool = False,
     ) -> Decided:
         options, target = self.survey.options, self.survey.target
-        # gradients of weights that leave for others must leave as well
-        ends = self.hosts and any(op.phase == BACKWARD for op in problem.ops)
+        ends = ends and any(op.phase == BACKWARD for op in problem.ops)
         if (self.turns or ends) and budget is not None:
             return decide_emptied(
                 problem,

@@ -119,13 +119,26 @@ def may_run_on_host(problem: Problem, op: Op) -> bool:
     )
 
 
+def held_on_host(problem: Problem) -> frozenset[str]:
+    """Weights that only the host can update: something that the update needs is pinned there."""
+    pinned = {t.id for t in problem.tensors if t.pinned and t.home == HOST}
+    if not pinned:
+        return frozenset()
+    op = problem.op
+    return frozenset(
+        weight
+        for weight, updates in hostable(problem).items()
+        if any(not pinned.isdisjoint(op[u].operands) for u in updates)
+    )
+
+
 def forced_mode(problem: Problem, machine: Machine) -> Mode:
-    """The fewest direct accesses and host updates without which some op can never fit."""
+    """The fewest direct accesses and host updates without which some op can never run."""
     capacity = machine.tier[DEVICE].capacity_bytes
+    hosted = set(held_on_host(problem))
     if capacity is None:
-        return Mode()
+        return Mode(hosted=frozenset(hosted))
     directs: set[tuple[str, str]] = set()
-    hosted: set[str] = set()
     may_host = hostable(problem) if HOST in machine.tier else {}
     for op in problem.ops:
         over = _bytes_of(problem, op) - capacity
@@ -150,14 +163,13 @@ def direct_mode(problem: Problem, machine: Machine, only_free: bool = False) -> 
     """Everything in place that may be; `only_free`: that costs no time there."""
     if HOST not in machine.tier:
         return Mode()
-    return Mode(
-        frozenset(
-            (op.id, t)
-            for op in problem.ops
-            for t in may_access(problem, op)
-            if not only_free or op.direct[t] <= op.duration_us
-        )
+    directs = frozenset(
+        (op.id, t)
+        for op in problem.ops
+        for t in may_access(problem, op)
+        if not only_free or op.direct[t] <= op.duration_us
     )
+    return Mode(directs, hosted=held_on_host(problem))
 
 
 #: beyond so many repeated runs recomputing everything is no way out

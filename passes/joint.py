@@ -22,6 +22,7 @@ from .frame import (
     Mode,
     direct_mode,
     forced_mode,
+    held_on_host,
     infeasible_host,
     recompute_everything,
 )
@@ -132,7 +133,8 @@ class Joint:
         """When everything fits and nothing waits there is nothing to decide."""
         assert self.judge is not None
         try:
-            builder = Builder(problem, machine, Mode().decisions(problem))
+            mode = Mode(hosted=held_on_host(problem))
+            builder = Builder(problem, machine, mode.decisions(problem))
             plan = builder.best(self.judge)
         except Infeasible:
             return None

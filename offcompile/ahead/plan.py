@@ -89,7 +89,11 @@ def plan(
         check_model(model), inputs, keywords, Options.read(given), loss, optimizer, True, measure
     )
     with Progress("plan") as tell:
-        return Ahead.of(asked, tell).report(tell)
+        try:
+            return Ahead.of(asked, tell).report(tell)
+        except NotAlike as error:  # as with operands on the host, which are measured only now
+            tell(f"{error} All of them are traced.")
+            return Ahead.of(replace(asked, repeats=False), tell).report(tell)
 
 
 def refuse_measuring(hardware: str | Path | None, measure: bool) -> None:

@@ -48,10 +48,15 @@ class AheadSurvey(Survey):
         return super().annotate(graphs, budget, progress)
 
     def measure_in_place(self, graphs: Graphs, in_place: InPlace) -> None:
-        if self.twin is not None:
-            self.twin.survey._min_move = self._min_move
-            self.twin.survey.measure_in_place(self.twin.graphs, in_place)
+        mine = self._unmeasured
         super().measure_in_place(graphs, in_place)
+        if self.twin is None or mine is None:
+            return
+        twin = self.twin.survey
+        if twin._unmeasured is not None:  # two measurements of one op would differ
+            twin._unmeasured.cache = mine.cache
+        twin._min_move = self._min_move
+        twin.measure_in_place(self.twin.graphs, in_place)
 
     def annotated(
         self, graphs: Graphs, in_place: InPlace | None, stays: frozenset[str], hint: Hint

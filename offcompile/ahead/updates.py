@@ -77,7 +77,9 @@ class Updates:
         if nbytes == 0:
             return ()
         home = HOST if weight.home == HOST else DEVICE
-        return (Tensor(f"{weight.id}.states", nbytes, "state", home, pinned=home == DEVICE),)
+        # the runtime updates beside the states: these never move
+        pinned = home == DEVICE or self.apart
+        return (Tensor(f"{weight.id}.states", nbytes, "state", home, pinned=pinned),)
 
     def _update(self, weight: Tensor, gradient: Tensor, states: tuple[Tensor, ...]) -> Op:
         kept = sum(t.nbytes for t in states)
