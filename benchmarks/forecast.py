@@ -36,8 +36,8 @@ LOWERINGS = {
 }
 LOOK_S = 0.001
 PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
-#: steps before costs are put right, and steps that are timed
-WARM_STEPS, WATCHED_STEPS, TIMED_STEPS = 6, 3, 5
+#: steps until costs are put right, and steps that are watched and timed
+WARM_STEPS, TIMED_STEPS = 6, 5
 PEAK_FROM, PEAK_TO, TIME_WITHIN = -0.01, 0.05, 0.15
 
 
@@ -115,12 +115,10 @@ def measured(task: dict[str, Any], ahead: dict[str, Any], planned_probe: float) 
     try:
         for _ in range(WARM_STEPS):
             child.step()
-        with Held(child.process.pid) as held:
-            for _ in range(WATCHED_STEPS):
-                child.step()
         child.steps.clear()
-        for _ in range(TIMED_STEPS):
-            child.step()
+        with Held(child.process.pid) as held:
+            for _ in range(TIMED_STEPS):
+                child.step()
         facts = child.ask("facts")
     finally:
         child.end()

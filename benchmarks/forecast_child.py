@@ -82,10 +82,10 @@ def like(found: Any) -> Case:
 
 
 CASES = {
-    "gpt": like(gpt(768, 8, 2, 512, 0.0)),
-    "resnet": like(resnet([64, 64, 64, 128, 128, 128, 256, 256], 64, 12, 0.0)),
-    "mlp": mlp(1536, 8, 256),
-    "bert": bert(512, 6, 8, 256),
+    "gpt": like(gpt(768, 8, 1, 512, 0.0)),
+    "resnet": like(resnet([64, 64, 64, 128, 128, 128, 256, 256], 64, 8, 0.0)),
+    "mlp": mlp(1536, 8, 64),
+    "bert": bert(512, 6, 4, 256),
 }
 QUICK_CASES = {
     "gpt": like(gpt(256, 2, 2, 128, 0.0)),

@@ -234,9 +234,11 @@ class Books:
         for one in together:
             one.most_wanted_bytes = max(one.most_wanted_bytes, wanted_bytes)
         if any(e.has_returned for e in together):
-            larger = max(kept_bytes, entry.most_kept_bytes)
-            seen = entry.most_kept_bytes or larger or 1
-            return entry.most_wanted_bytes * larger > budget_bytes * seen
+            if 0 < entry.most_kept_bytes < kept_bytes:
+                entry.most_wanted_bytes *= kept_bytes
+                entry.most_wanted_bytes //= entry.most_kept_bytes
+            entry.most_kept_bytes = max(entry.most_kept_bytes, kept_bytes)
+            return entry.most_wanted_bytes > budget_bytes
         entry.most_kept_bytes = max(entry.most_kept_bytes, kept_bytes)
         return None
 
@@ -261,7 +263,10 @@ class Books:
             held += other.waiting_bytes()
             # its backward runs between this graph's halves: its gradients stand during this step
             if other.trains and other in entry.amid:
-                more += sum(coming.get(key, 0) for key in other.parameters - mine)
+                keys = other.parameters - mine
+                if other is entry:  # whose plan is to have those of hosted weights leave
+                    keys = {key for key in keys if weight.get(key)}
+                more += sum(coming.get(key, 0) for key in keys)
         found = Beside(held, held + more)
         self._found = (entry, binding, found)
         return found

@@ -24,6 +24,7 @@ from offcompile.runtime.registry import RuntimeSettings, runtime_for, runtimes
 
 from .books import UNBOUND, Binding, Books, Entry
 from .graphs import BACKWARD, FORWARD
+from .log import first_time, warn
 
 
 @dataclass(frozen=True)
@@ -96,6 +97,12 @@ class Executions:
             return
         peak_bytes = peak_at(sizes)
         limit = self.budget_bytes - self.books.held_beside(self.entry, binding).now - peak_bytes
+        if limit < 0 and first_time(f"{self.name} is over its budget"):
+            warn(
+                f"{self.name}: the plan of its {phase} and what others hold come to"
+                f" {show_bytes(-limit)} more than the budget of {show_bytes(self.budget_bytes)}."
+                f" Set memory to {show_bytes(self.budget_bytes - limit)} to be safe."
+            )
         limit = _share(max(0, limit), others)
         if keeper is None:
             yield None

@@ -58,6 +58,8 @@ class Planning:
     turns: bool = False
     #: whether all weights are to be on the host, beside those of others
     hosts: bool = False
+    #: whether masks become bits without asking if a plan without that would be better
+    quick: bool = False
     #: gradients that are offered to an optimizer from inside of the graphs
     offers: Offers | None = None
     in_place: InPlace | None = None
@@ -130,7 +132,7 @@ class Planning:
         fits = budget is not None and fits_as_it_is(smaller.problem, self.survey.machine, budget)
         cheap = _compute_us(smaller) <= _compute_us(plain) * (1 + BITS_COST)
         found = None
-        if self.settled is None and not (fits and cheap):
+        if self.settled is None and not (fits and cheap) and not (self.quick and cheap):
             try:
                 keeping = replace(self, explains=False)
                 found = keeping._settle(graphs, plain, False, updated, tell)
@@ -237,7 +239,8 @@ class Planning:
             )
             room = min(budget, max(floor, budget // 2))
             # gradients of weights that leave for others had better leave as well
-            ways = [(nbytes, ends) for ends in (True, False) for nbytes in (room, budget)]
+            leave = (False,) if self.turns else (True, False)
+            ways = [(nbytes, ends) for ends in leave for nbytes in (room, budget)]
             for nbytes, ends in dict.fromkeys(ways):
                 try:
                     made = self._decide(found.problem, nbytes, False, time_share, tell, ends)

@@ -18,10 +18,11 @@ from torch.utils._pytree import tree_map_only
 
 from offcompile.batch_trace import Traced, trace_call
 from offcompile.choose import Choice
+from offcompile.decide import planning_seconds
 from offcompile.endurance import planned_life
 from offcompile.graphs import Graphs
 from offcompile.hardware import load_profile
-from offcompile.ir import InvalidInput, Violation
+from offcompile.ir import InvalidInput, Problem, Violation
 from offcompile.options import Options
 from offcompile.planning import Planning
 from offcompile.profiling import Profile
@@ -34,6 +35,8 @@ from .surveyed import AheadSurvey, NotAlike, Twin
 from .updates import Updates
 
 CPU = "cpu"
+#: of the time that the backend would search for: a forecast is waited for
+PLANNING_SHARE = 0.5
 #: which positional argument of attention is the share that is dropped
 DROPOUT_AT = 4
 Tell = Callable[[str], None]
@@ -182,6 +185,8 @@ class Ahead:
     target: Target
     graphs: Graphs
     survey: AheadSurvey
+    #: planning time of each search
+    seconds: float
 
     @classmethod
     def of(cls, asked: Asked, tell: Tell, target: Target | None = None) -> Ahead:
@@ -195,22 +200,22 @@ class Ahead:
         tell("tracing")
         graphs = _graphs(trace_ahead(asked, asked.model, isinstance(target, CudaTarget)))
         survey = cls._survey(asked, target, graphs)
-        survey.annotate(graphs, None, tell)
-        return cls(asked, target, graphs, survey)
+        found = survey.annotate(graphs, None, tell)
+        return cls(asked, target, graphs, survey, _seconds(found.problem))
 
     @classmethod
     def _from_few(cls, asked: Asked, target: Target, layers: Layers, tell: Tell) -> Ahead:
-        found = []
+        traces = []
         for periods in (PERIODS, PERIODS - 1):
             kept = layers.kept(periods)
             tell(f"tracing {kept} of {layers.count} layers in {layers.path}")
             few_layers = shortened(asked.model, layers, periods)
-            found.append(_graphs(trace_ahead(asked, few_layers, isinstance(target, CudaTarget))))
-        few, fewer = found
+            traces.append(_graphs(trace_ahead(asked, few_layers, isinstance(target, CudaTarget))))
+        few, fewer = traces
         survey = cls._survey(asked, target, few)
         survey.twin = Twin(cls._survey(asked, target, fewer), fewer, layers)
-        survey.annotate(few, None, tell)
-        return cls(asked, target, few, survey)
+        found = survey.annotate(few, None, tell)
+        return cls(asked, target, few, survey, _seconds(found.problem))
 
     @staticmethod
     def _survey(asked: Asked, target: Target, graphs: Graphs) -> AheadSurvey:
@@ -228,9 +233,11 @@ class Ahead:
     ) -> Choice:
         """Raises `Infeasible`."""
         options = self.survey.options
-        options = replace(options, memory=memory, seconds=seconds or options.seconds)
+        options = replace(
+            options, memory=memory, seconds=seconds or options.seconds or self.seconds
+        )
         survey = replace(self.survey, options=options)
-        planning = Planning("the model", survey, explains=explains)
+        planning = Planning("the model", survey, explains=explains, quick=True)
         return planning.settle(self.graphs, frozenset(), tell)[1]
 
     def report(self, tell: Tell, choice: Choice | None = None) -> PlanReport:
@@ -254,6 +261,10 @@ class Ahead:
             names=annotated.names,
             life=partial(planned_life, annotated.problem, plan, runtime),
         )
+
+
+def _seconds(problem: Problem) -> float:
+    return PLANNING_SHARE * planning_seconds(problem)
 
 
 def _graphs(traced: Traced) -> Graphs:

@@ -38,10 +38,13 @@ class AheadSurvey(Survey):
     updates: Updates | None = None
     #: graphs as they were traced; others are the same with masks as bits
     traced: Graphs | None = field(default=None, repr=False)
+    #: what was unrolled last, and of what
+    _last: tuple[Graphs, InPlace | None, Annotated] | None = field(default=None, repr=False)
 
     def annotate(
         self, graphs: Graphs, budget: int | None, progress: Callable[[str], None]
     ) -> Annotated:
+        self._last = None  # costs are found anew
         if self.twin is not None:
             self.twin = self._twin_of(self.twin, graphs)
             self.twin.survey.annotate(self.twin.graphs, budget, progress)
@@ -64,7 +67,12 @@ class AheadSurvey(Survey):
         if self.twin is None:
             found = super().annotated(graphs, in_place, stays, hint)
         else:
-            found = self._unrolled(self.twin, graphs, in_place, hint)
+            last = self._last
+            if last is not None and last[0] is graphs and last[1] == in_place:
+                found = last[2]
+            else:
+                found = self._unrolled(self.twin, graphs, in_place, hint)
+                self._last = graphs, in_place, found
             found = replace(found, problem=staying(found.problem, stays))
         return found
 
