@@ -262,6 +262,7 @@ class Compiled:
                 self._in_vain.add((turns, True))
                 return None
             made.pipeline.place_alike(args, others)
+            known.expect_on_host(others)
             self.books.hosting.add(self.entry.runtime)
             self.books.stir()
             expected = self._held(args)

@@ -84,6 +84,11 @@ class Holdings:
             self._addresses = found
         return self._total
 
+    def expect_on_host(self, parameters: Iterable[torch.Tensor]) -> None:
+        """Their gradients are to go there from now on, until one is seen on the device."""
+        self._leaving.update(id(p) for p in parameters if not _bytes_on_device(p))
+        self._addresses = None
+
     def _look_at_all(self) -> None:
         self.weight.clear()
         self.coming.clear()

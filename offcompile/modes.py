@@ -1,4 +1,4 @@
-"""How each module's weights and gradients are treated, and the figures that decided."""
+"""How what each module holds is treated, and the figures that decided."""
 
 from __future__ import annotations
 
@@ -11,6 +11,8 @@ from offcompile.ir import DEVICE, HOST, Op, Plan, Problem
 from offcompile.ir.units import show_us
 
 FORWARD = "forward"
+#: what belongs to no module that is known
+WHOLE = "(the model)"
 #: this share of a duration is not worth telling
 NOTHING = 0.005
 
@@ -28,22 +30,37 @@ TAKEN = "updates its weight at once, and is gone"
 
 @dataclass(frozen=True)
 class Mode:
-    """The treatment of one weight or gradient."""
+    """The treatment of one tensor that is there for more than a moment."""
 
     tensor: str
     nbytes: int
     kind: str
     what: str
     why: str
+    #: what the step is longer for
+    cost_us: float = 0.0
 
 
 def module_of(path: str) -> str:
     """The module that a parameter of this path belongs to."""
-    return path.rpartition(".")[0] or "(the model)"
+    return path.rpartition(".")[0] or WHOLE
+
+
+def modules_of(names: Mapping[str, str], labels: Mapping[str, str]) -> dict[str, str]:
+    """Tensor → its module: by the parameter's name, else by where in the model it is made."""
+    found = {t: path_in(label) for t, label in labels.items()}
+    return found | {t: module_of(name) for t, name in names.items()}
+
+
+def path_in(label: str) -> str:
+    """The path in `path shape type`; empty where the value is no module's."""
+    path, *rest = label.split(" ")
+    return path if len(rest) == 2 else ""
 
 
 def modes(problem: Problem, plan: Plan, fates: Mapping[str, Fate]) -> tuple[Mode, ...]:
-    """Of every weight and gradient, in the problem's order."""
+    """Of every weight, gradient and optimizer state, and of what forward saves for backward; in the
+    problem's order."""
     directs = {(d.op, d.tensor) for d in plan.directs}
     loads: dict[str, int] = {}
     readers: dict[str, list[Op]] = {}
@@ -53,6 +70,8 @@ def modes(problem: Problem, plan: Plan, fates: Mapping[str, Fate]) -> tuple[Mode
             readers.setdefault(t, []).append(op)
         for t in op.direct:
             ways_in_place.setdefault(t, []).append(op)
+    made = {t for op in problem.ops if op.phase == FORWARD for t in op.writes}
+    saved = made.intersection(t for op in problem.ops if op.phase != FORWARD for t in op.reads)
     written_there = {d.tensor for d in plan.directs}
     left = {m.tensor for m in plan.moves if m.source == DEVICE}
     for move in plan.moves:
@@ -68,10 +87,13 @@ def modes(problem: Problem, plan: Plan, fates: Mapping[str, Fate]) -> tuple[Mode
             written = tensor.id in written_there
             taken = tensor.id in readers and not tensor.pinned
             what = TAKEN if taken else WRITTEN if written else SENT if tensor.id in left else STAYS
+        elif tensor.kind == "state" or tensor.id in saved:
+            what = " and ".join(fates[tensor.id].modes)
         else:
             continue
-        why = _why(ways_in_place.get(tensor.id, []), tensor.id, fates[tensor.id])
-        found.append(Mode(tensor.id, tensor.nbytes, tensor.kind, what, why))
+        fate = fates[tensor.id]
+        why = _why(ways_in_place.get(tensor.id, []), tensor.id, fate)
+        found.append(Mode(tensor.id, tensor.nbytes, tensor.kind, what, why, fate.cost_us))
     return tuple(found)
 
 
@@ -106,13 +128,15 @@ def _why(users: list[Op], tensor: str, fate: Fate) -> str:
 def module_rows(
     found: tuple[Mode, ...], module: Mapping[str, str]
 ) -> Iterator[tuple[str, str, str, str, str]]:
-    """(module, kind, bytes, mode, why) of each module and treatment; `module`: tensor → its module.
+    """(module, kind, bytes, mode, why) of each module and treatment, those that cost most first;
+    `module`: tensor → its module.
 
     Tensors of one module treated alike share a row, with the figures of the largest of them.
     """
     groups: dict[tuple[str, str, str], list[Mode]] = {}
     for mode in found:
-        groups.setdefault((module.get(mode.tensor, ""), mode.kind, mode.what), []).append(mode)
-    for (name, kind, what), same in groups.items():
+        groups.setdefault((module.get(mode.tensor) or WHOLE, mode.kind, mode.what), []).append(mode)
+    dearest = sorted(groups.items(), key=lambda g: -sum(m.cost_us for m in g[1]))
+    for (name, kind, what), same in dearest:
         largest = max(same, key=lambda m: m.nbytes)
         yield name, kind, size(sum(m.nbytes for m in same)), what, largest.why

@@ -239,8 +239,7 @@ class Planning:
             )
             room = min(budget, max(floor, budget // 2))
             # gradients of weights that leave for others had better leave as well
-            leave = (False,) if self.turns else (True, False)
-            ways = [(nbytes, ends) for ends in leave for nbytes in (room, budget)]
+            ways = [(nbytes, ends) for ends in (True, False) for nbytes in (room, budget)]
             for nbytes, ends in dict.fromkeys(ways):
                 try:
                     made = self._decide(found.problem, nbytes, False, time_share, tell, ends)

@@ -19,7 +19,7 @@ from offcompile.ir import DEVICE, PHASES, Machine, OffloadError, Plan, Problem, 
 from offcompile.ir.jsonio import machine_to_json, plan_to_json, problem_to_json
 from offcompile.ir.units import show_bytes, show_us
 from offcompile.measured import MeasuredStep, Steps
-from offcompile.modes import modes, module_of, module_rows
+from offcompile.modes import modes, module_rows, modules_of
 from offcompile.planned_layout import planned_layout
 from offcompile.planner import PlanResult
 from offcompile.stalls import StallRow, measured_to_json, print_stalls, stall_line, stall_rows
@@ -249,9 +249,9 @@ class PlanReport:
         return fates(self.problem, self.machine, self.plan, self.timeline)
 
     def modules(self) -> str:
-        """For each module how its weights and gradients are treated, and what decided."""
+        """For each module how what it holds is treated, and what decided; the dearest first."""
         found = modes(self.problem, self.plan, {fate.tensor.id: fate for fate in self.fates()})
-        rows = list(module_rows(found, {t: module_of(name) for t, name in self.names.items()}))
+        rows = list(module_rows(found, modules_of(self.names, self.labels)))
         widths = [max((len(row[i]) for row in rows), default=0) for i in range(5)]
         lines = ("  ".join(f"{v:{w}}" for v, w in zip(r, widths, strict=True)) for r in rows)
         return "\n".join(line.rstrip() for line in lines)

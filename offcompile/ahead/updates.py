@@ -51,7 +51,7 @@ class Updates:
             last.update(dict.fromkeys(op.operands, i))
         after: dict[int, list[Op]] = {}
         tensors = {t.id: t for t in problem.tensors}
-        labels = dict(annotated.labels)
+        labels, named = dict(annotated.labels), dict(names)
         for gradient in problem.tensors:
             weight = weight_of.get(names.get(gradient.id, ""))
             if gradient.kind != "gradient" or weight is None:
@@ -62,10 +62,11 @@ class Updates:
             tensors.update({t.id: t for t in states})
             labels[op.id] = f"update of {names[weight.id]}"
             labels.update({t.id: f"{self.optimizer} states of {names[weight.id]}" for t in states})
+            named.update({t.id: names[weight.id] for t in states})
             after.setdefault(max(last[gradient.id], last.get(weight.id, 0)), []).append(op)
         ops = [o for i, op in enumerate(problem.ops) for o in (op, *after.get(i, ()))]
         found = replace(problem, tensors=tuple(tensors.values()), ops=tuple(ops))
-        return replace(annotated, problem=found, labels=labels)
+        return replace(annotated, problem=found, labels=labels, names=named)
 
     def _states(
         self, weight: Tensor, gradient: Tensor, dtype: torch.dtype | None

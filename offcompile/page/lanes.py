@@ -7,8 +7,8 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from offcompile.ir import COMPUTE, HOST_COMPUTE
+from offcompile.modes import path_in
 from offcompile.page.memory import DRAWN
-from offcompile.page.tables import path_in
 from offcompile.stalls import direction_of, move_names, tensor_name
 from offcompile.timelines import moved_bytes, step_start_ns
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from offcompile.explain import Fate
-from offcompile.modes import Mode, modes, module_of
+from offcompile.modes import Mode, modes, module_of, path_in
 
 if TYPE_CHECKING:
     from offcompile.report import PlanReport
@@ -71,12 +71,6 @@ def module_named(report: PlanReport, tensor: str) -> str:
         return path_in(report.labels[tensor]) or NO_MODULE
     # problems that were written by hand: `a0.w` belongs to a0
     return tensor.rpartition(".")[0] or NO_MODULE
-
-
-def path_in(label: str) -> str:
-    """The path in `path shape type`; empty where the value is no module's."""
-    path, *rest = label.split(" ")
-    return path if len(rest) == 2 else ""
 
 
 def _module(name: str, rows: list[_Row]) -> dict[str, Any]:
