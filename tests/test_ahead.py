@@ -171,8 +171,7 @@ def test_the_plan_ahead_is_the_plan_that_compiling_makes() -> None:
     assert not planned.fits and not compiled.fits
     assert planned.floor_bytes == compiled.floor_bytes
     assert alike(planned.problem, compiled.problem)
-    assert planned.planned_us == pytest.approx(compiled.planned_us, rel=0.05)
-    assert planned.measured_us is None
+    assert planned.planned_peak_bytes <= 1 << 20 and planned.measured_us is None
 
 
 def test_nothing_is_allocated() -> None:
