@@ -167,9 +167,7 @@ def serve(task: dict[str, Any]) -> None:
     torch.manual_seed(0)
     model = case.build()
     weights = list(model.parameters())
-    forward = torch.compile(
-        model, backend="offcompile", options=options_of(task, task["memory"])
-    )
+    forward = torch.compile(model, backend="offcompile", options=options_of(task, task["memory"]))
     random = torch.Generator().manual_seed(0)
 
     def step() -> dict[str, Any]:
