@@ -13,93 +13,86 @@ import statistics
 import subprocess
 import sys
 import tempfile
-import threading
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from benchmarks.turns import MIB, Child, machine
-from offcompile.launch import environment
+from benchmarks.turns import LOWERINGS, MIB, Child, machine
 
 RESULT = Path(__file__).parent / "results" / "forecast.md"
 MODULE = "benchmarks.forecast"
 #: budgets as shares of what the plain step is planned to hold; the first has to be None: plain
 SHARES: tuple[float | str | None, ...] = (None, 0.5, "minimum")
-MORE_SHARES: dict[str, tuple[float | str | None, ...]] = {"mlp": (None, 0.5, 0.25, "minimum")}
-LOWERINGS = {
-    "gpt": ("aot_eager", "inductor"),
-    "resnet": ("aot_eager",),
-    "mlp": ("aot_eager", "inductor"),
-    "bert": ("aot_eager",),
-}
-LOOK_S = 0.001
-PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
-#: steps until costs are put right, and steps that are watched and timed
-WARM_STEPS, TIMED_STEPS = 6, 5
+MORE_SHARES: dict[str, tuple[float | str | None, ...]] = {"mlp": (None, 0.25, "minimum")}
+#: (case, lowering) of each table
+TABLES = (
+    ("mlp", "aot_eager"),
+    ("bert", "aot_eager"),
+    ("gpt", "aot_eager"),
+    ("resnet", "aot_eager"),
+    ("gpt", "inductor"),
+    ("mlp", "inductor"),
+)
+#: steps until costs are put right, and steps that are timed
+WARM_STEPS, TIMED_STEPS = 6, 3
 PEAK_FROM, PEAK_TO, TIME_WITHIN = -0.01, 0.05, 0.15
-
-
-class Held:
-    """The most anonymous memory that another process holds meanwhile, by the operating system."""
-
-    def __init__(self, pid: int) -> None:
-        self.statm = Path(f"/proc/{pid}/statm")
-        self.most_bytes = 0
-
-    def __enter__(self) -> Held:
-        self._over = threading.Event()
-        self._thread = threading.Thread(target=self._look)
-        self._thread.start()
-        return self
-
-    def __exit__(self, *exc: object) -> None:
-        self._over.set()
-        self._thread.join()
-
-    def _look(self) -> None:
-        while not self._over.wait(LOOK_S):
-            _, resident, shared, *_ = self.statm.read_text().split()
-            self.most_bytes = max(self.most_bytes, (int(resident) - int(shared)) * PAGE_BYTES)
 
 
 @dataclass(frozen=True)
 class Row:
     """One plan, and what came of it."""
 
-    budget: str
-    foreseen: dict[str, Any]
+    name: str
+    ahead: dict[str, Any]
     facts: dict[str, Any]
-    most_bytes: int
     seconds: list[float]
+    #: what a matrix product takes after the steps over what it took after the costs
     pace: float
 
     @property
-    def own_bytes(self) -> int:
-        return self.most_bytes - int(self.facts["left_bytes"])
+    def allowed_bytes(self) -> int:
+        """What the process may hold: with room for holes, freed memory is kept up to the budget."""
+        asked = self.ahead["memory"]
+        return int(asked if isinstance(asked, int) else self.ahead["peak_bytes"])
+
+    @property
+    def tensors_off(self) -> float:
+        return float(self.ahead["needed_bytes"] / self.facts["tensor_bytes"] - 1)
 
     @property
     def peak_off(self) -> float:
-        return float(self.foreseen["peak_bytes"] / self.own_bytes - 1)
+        return float(self.allowed_bytes / self.facts["held_bytes"] - 1)
 
-    @property
-    def measured_us(self) -> float:
-        return statistics.median(self.seconds) * 1e6
+    def time_off(self, predicted_us: float) -> float:
+        return predicted_us / (statistics.median(self.seconds) * 1e6) - 1
 
     def cells(self) -> Iterator[str]:
-        facts, ahead = self.facts, self.foreseen
-        yield self.budget
-        yield f"{ahead['peak_bytes'] / MIB:,.0f}"
-        yield f"{self.own_bytes / MIB:,.0f}"
+        facts, ahead, seconds = self.facts, self.ahead, self.seconds
+        now_us = facts["planned"]["planned_us"]
+        yield self.name
+        yield f"{ahead['needed_bytes'] / MIB:,.0f}"
+        yield f"{facts['tensor_bytes'] / MIB:,.0f}"
+        yield f"{self.tensors_off:+.1%}"
+        yield f"{self.allowed_bytes / MIB:,.0f}"
+        yield f"{facts['held_bytes'] / MIB:,.0f}"
         yield f"{self.peak_off:+.1%}"
         yield f"{facts['left_bytes'] / MIB:,.0f}"
-        yield f"{ahead['planned_us'] / 1e3:,.0f}"
-        yield f"{facts['predicted_us'] / 1e3:,.0f}"
-        yield f"{self.measured_us / 1e3:,.0f}"
-        yield f"{ahead['planned_us'] / self.measured_us - 1:+.0%}"
-        yield f"{facts['predicted_us'] / self.measured_us - 1:+.0%}"
-        yield f"{self.pace:.2f}"
+        yield f"{ahead['planned_us'] / 1e6:,.2f}"
+        yield f"{now_us / 1e6:,.2f}"
+        yield f"{facts['predicted_us'] / 1e6:,.2f}"
+        yield f"{statistics.median(seconds):,.2f} ({min(seconds):,.2f} to {max(seconds):,.2f})"
+        yield f"{self.time_off(ahead['planned_us']):+.0%}"
+        yield f"{self.time_off(facts['predicted_us']):+.0%}"
+        yield f"{self.pace:.1f}"
+
+
+HEADS = (
+    *("budget", "tensors, planned", "measured", "off", "process, planned", "measured", "off"),
+    *("left", "step, ahead", "with costs by then", "put right", "measured"),
+    *("ahead, off", "put right, off", "pace"),
+)
 
 
 def foreseen(task: dict[str, Any]) -> dict[str, Any]:
@@ -116,17 +109,13 @@ def measured(task: dict[str, Any], ahead: dict[str, Any], planned_probe: float) 
         for _ in range(WARM_STEPS):
             child.step()
         child.steps.clear()
-        with Held(child.process.pid) as held:
-            for _ in range(TIMED_STEPS):
-                child.step()
+        for _ in range(TIMED_STEPS):
+            child.step()
         facts = child.ask("facts")
     finally:
         child.end()
-    most = held.most_bytes - facts["before_bytes"]
     print(f"  {task['name']}: {time.perf_counter() - began:.0f} s", file=sys.stderr, flush=True)
-    if "debug" in os.environ:
-        print(f"    {ahead}\n    {facts} {most}\n    {child.seconds}", file=sys.stderr)
-    return Row(task["name"], ahead, facts, most, child.seconds, facts["probe"] / planned_probe)
+    return Row(task["name"], ahead, facts, child.seconds, facts["probe"] / planned_probe)
 
 
 def rows_of(case: str, lowering: str, asked: argparse.Namespace) -> list[Row]:
@@ -147,9 +136,10 @@ def rows_of(case: str, lowering: str, asked: argparse.Namespace) -> list[Row]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--quick", action="store_true", help="small models, print only")
-    parser.add_argument("--case", choices=sorted(LOWERINGS), action="append")
-    parser.add_argument("--lowering", choices=("aot_eager", "inductor"), action="append")
+    parser.add_argument("--case", choices=sorted({c for c, _ in TABLES}), action="append")
+    parser.add_argument("--lowering", choices=LOWERINGS, action="append")
     parser.add_argument("--spill", default="/var/tmp", help="directory on a disk")
+    parser.add_argument("--output", type=Path, default=RESULT)
     parser.add_argument("--child", help=argparse.SUPPRESS)
     parser.add_argument("--plan", help=argparse.SUPPRESS)
     asked = parser.parse_args()
@@ -161,12 +151,63 @@ def main() -> None:
     if asked.plan:
         forecast_child.foresee(json.loads(asked.plan))
         return
-    for case in asked.case or LOWERINGS:
-        for lowering in asked.lowering or LOWERINGS[case]:
-            print(case, lowering, file=sys.stderr, flush=True)
-            for row in rows_of(case, lowering, asked):
-                print(" | ".join(row.cells()), flush=True)
+    # two threads that wait for each other are slower by a factor as soon as anybody else computes
+    os.environ["OMP_NUM_THREADS"] = "1"
+    sections = []
+    cases = forecast_child.QUICK_CASES if asked.quick else forecast_child.CASES
+    for case, lowering in TABLES:
+        if case not in (asked.case or cases) or lowering not in (asked.lowering or LOWERINGS):
+            continue
+        title = f"{cases[case].title}; {lowering}"
+        print(title, file=sys.stderr, flush=True)
+        table = ["| " + " | ".join(HEADS) + " |", "|---" * len(HEADS) + "|"]
+        table += ["| " + " | ".join(r.cells()) + " |" for r in rows_of(case, lowering, asked)]
+        sections += [f"## {title}", "", *table, ""]
+        if not asked.quick:  # what there is stays, should the run be cut short
+            asked.output.write_text(text_of(sections))
+    print(text_of(sections))
 
+
+def text_of(sections: list[str]) -> str:
+    return TEXT.format(
+        within=round(TIME_WITHIN * 100),
+        above=round(PEAK_TO * 100),
+        below=round(-PEAK_FROM * 100),
+        steps=TIMED_STEPS,
+        sections="\n".join(sections),
+        machine=machine(),
+    )
+
+
+TEXT = """\
+# Forecast: what is predicted of a step, beside what is measured
+
+A process plans with `offcompile.plan(model, …, measure=True)` before anything has run: it starts
+with an empty cache, so what ops take is measured right then. A process for each row then compiles
+with the same cache, and trains: forward, backward, plain SGD. Goal: the planned peak no more than
+{above}% above the measured one and no more than {below}% below it; the step within {within}%.
+
+Memory, MiB:
+
+- tensors: the plan's peak without room for holes (`needed_peak_bytes`), beside the most that was in
+  blocks of malloc at once.
+- process: what the plan lets the process hold, beside its anonymous memory by the operating system.
+  "fits": the planned peak; malloc is set to give large freed blocks back, which no budget asks for
+  here, and which costs some time. A budget: all of it, since freed blocks are kept for use again
+  until it is reached. "minimum": the planned peak.
+- Both without what the process holds between steps beside weights and buffers. "left" is what of
+  that it gained since before the model was built, most of it compiled code: no plan knows of it.
+
+Time, seconds of forward and backward on one thread: planned ahead; planned by the process that
+runs, which measures again what was disturbed; put right by six steps (`predicted_us`, see
+docs/profiling.md); measured, median of {steps} steps, with the least and the most. "ahead, off" and
+"put right, off": over that median. "pace": what a fixed matrix product took after the steps over
+what it took after planning. Where it is far from 1, or steps differ by a factor, others used the
+machine, and times cannot be compared.
+
+{sections}
+Machine: {machine}.
+"""
 
 if __name__ == "__main__":
     main()

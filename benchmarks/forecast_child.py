@@ -8,6 +8,7 @@ from __future__ import annotations
 import gc
 import json
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -19,13 +20,13 @@ from torch import Tensor, nn
 import offcompile
 from benchmarks.activations_child import gpt, resnet
 from benchmarks.weights_child import Tower
-from offcompile.ir import DEVICE, HOST
+from offcompile.ir import HOST
 from offcompile.report import PlanReport
 from offcompile.runtime import memory
 from offcompile.runtime.heap import heap
 
 PROBE_SIDE, PROBE_RUNS = 768, 9
-RATE = 0.01
+RATE, LOOK_S, WATCHED_STEPS = 0.01, 0.002, 2
 
 
 @dataclass(frozen=True)
@@ -84,7 +85,7 @@ def like(found: Any) -> Case:
 CASES = {
     "gpt": like(gpt(768, 8, 1, 512, 0.0)),
     "resnet": like(resnet([64, 64, 64, 128, 128, 128, 256, 256], 64, 8, 0.0)),
-    "mlp": mlp(1536, 8, 64),
+    "mlp": mlp(1536, 6, 64),
     "bert": bert(512, 6, 4, 256),
 }
 QUICK_CASES = {
@@ -99,7 +100,7 @@ def case_of(task: dict[str, Any]) -> Case:
     return (QUICK_CASES if task["quick"] else CASES)[task["case"]]
 
 
-def options_of(task: dict[str, Any], memory_asked: int | str | None) -> dict[str, object]:
+def options_of(task: dict[str, Any], memory_asked: int | str | None) -> dict[str, Any]:
     return {"memory": memory_asked, "lowering": task["lowering"], "spill": task["spill"]}
 
 
@@ -150,17 +151,20 @@ def said(report: PlanReport) -> dict[str, Any]:
 
 def serve(task: dict[str, Any]) -> None:
     """Build and warm up, then answer each line from the parent with one line of JSON."""
-    heap().prepare()
+    lean = task["memory"] is None  # no budget: freed memory that malloc would keep is nobody's
+    settle = memory.return_freed_memory if lean else heap().prepare
+    settle()
     small = mlp(16, 1, 16)
-    options = options_of(task, "minimum")
+    options = options_of(task, None if lean else "minimum")
     # brings in the compiler and the runtime, whose own memory is not the model's
     torch.compile(small.build(), backend="offcompile", options=options)(
         *small.batch(torch.Generator())
     ).backward()
     torch._dynamo.reset()
+    settle()
     gc.collect()
     heap().trim()
-    before = memory.resident().anon_bytes
+    before = heap().resident_bytes()
     known = len(offcompile.reports())
 
     case = case_of(task)
@@ -183,27 +187,29 @@ def serve(task: dict[str, Any]) -> None:
                     weight.grad = None
         return {"seconds": seconds}
 
-    def facts() -> dict[str, Any]:
-        (report,) = offcompile.reports()[known : known + 1]
-        last = offcompile.reports()[-1]
-        counters = offcompile.counters()
+    def stand() -> tuple[int, int]:
+        """What is in malloc's blocks and what the process holds, beside weights that stand here."""
         gc.collect()
         heap().trim()
-        standing = memory.resident().anon_bytes - before
-        on_host = sum(t.nbytes for t in last.problem.tensors if t.home == HOST)
+        on_host = sum(t.nbytes for t in offcompile.reports()[-1].problem.tensors if t.home == HOST)
+        own = own_bytes(model) - on_host
+        return heap().live_bytes() - own, heap().resident_bytes() - own
+
+    def facts() -> dict[str, Any]:
+        report = offcompile.reports()[-1]
+        arena_bytes = offcompile.counters().get("arena_bytes", 0)
+        live, resident = stand()
+        with Watch() as watch:
+            for _ in range(WATCHED_STEPS):
+                step()
         return {
-            "graphs": len(offcompile.reports()) - known,
-            "first": said(report),
-            "last": said(last),
-            "predicted_us": last.predicted_us,
-            "measured_us": last.measured_us,
-            "before_bytes": before,
-            # what stands between steps and is none of the plan's: most of it compiled code
-            "left_bytes": standing - own_bytes(model) + on_host - counters["arena_bytes"],
-            "device_peak_bytes": counters["device_peak_bytes"],
-            "waste_bytes": counters["heap_waste_bytes"],
-            "arena_bytes": counters["arena_bytes"],
-            "device_bytes": sum(t.nbytes for t in last.problem.tensors if t.home == DEVICE),
+            "plans": len(offcompile.reports()) - known,
+            "planned": said(report),
+            "predicted_us": report.predicted_us,
+            "tensor_bytes": watch.live_bytes - live + arena_bytes,
+            "held_bytes": watch.resident_bytes - resident + arena_bytes,
+            # what the process gained beside weights and buffers: most of it compiled code
+            "left_bytes": resident - arena_bytes - before,
             "probe": probe(),
         }
 
@@ -227,3 +233,23 @@ def own_bytes(model: nn.Module) -> int:
 def _storages(model: nn.Module) -> Iterator[torch.UntypedStorage]:
     for tensor in (*model.parameters(), *model.buffers()):
         yield tensor.untyped_storage()
+
+
+class Watch:
+    """Looks at malloc's blocks and at this process's anonymous memory every few milliseconds."""
+
+    def __enter__(self) -> Watch:
+        self.live_bytes = self.resident_bytes = 0
+        self._over = threading.Event()
+        self._thread = threading.Thread(target=self._look)
+        self._thread.start()
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self._over.set()
+        self._thread.join()
+
+    def _look(self) -> None:
+        while not self._over.wait(LOOK_S):
+            self.live_bytes = max(self.live_bytes, heap().live_bytes())
+            self.resident_bytes = max(self.resident_bytes, heap().resident_bytes())

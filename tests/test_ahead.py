@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 from dataclasses import replace
 from functools import cache
+from itertools import count
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,15 +15,19 @@ import torch.nn.functional as F
 from torch import nn
 
 import offcompile
-from offcompile import cli
+from offcompile import cli, costs, costs_in_place
 from offcompile.ahead.factories import build as build_named
 from offcompile.ahead.fit import Point, fit, pareto, tier_bytes
 from offcompile.ahead.layers import find_layers, shortened
 from offcompile.ahead.plan import Ahead, Asked, plan
 from offcompile.ahead.scaled import Scale
 from offcompile.ahead.unroll import alike, relabelled, unroll
+from offcompile.hardware import load_profile
 from offcompile.ir import InvalidInput, OffloadError
 from offcompile.options import Options
+from offcompile.runtime.measure_in_place import Slowdown
+from offcompile.runtime.measure_op import Measured
+from offcompile.target import CpuTarget
 
 WIDTH, WORDS, LENGTH = 64, 96, 32
 CARD = "rtx4090"
@@ -172,6 +178,28 @@ def test_the_plan_ahead_is_the_plan_that_compiling_makes() -> None:
     assert planned.floor_bytes == compiled.floor_bytes
     assert alike(planned.problem, compiled.problem)
     assert planned.planned_peak_bytes <= 1 << 20 and planned.measured_us is None
+
+
+def test_layers_stay_alike_where_every_measurement_differs(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    taken = count(100)
+    monkeypatch.setenv("OFFCOMPILE_CACHE_DIR", str(tmp_path))
+    monkeypatch.setattr(costs, "WORTH_MEASURING_US", 0.0)
+    monkeypatch.setattr(costs, "measure_call", lambda *_: Measured(float(next(taken)), 0))
+    monkeypatch.setattr(
+        costs_in_place, "measure_in_place", lambda *_: Slowdown(float(next(taken)), False)
+    )
+    options = Options.read({"lowering": "aot_eager"})
+    asked = Asked(language(8), (text(2),), {}, options, measures=True)
+    target = CpuTarget(load_profile("cpu"), (tmp_path,), 1 << 40, None)
+    found = Ahead.of(asked, quiet, target)
+    assert found.survey.twin is not None
+    in_place = found.target.in_place(1)
+    assert in_place is not None
+    found.survey.measure_in_place(found.graphs, in_place)
+    problem = found.survey.problem(found.graphs, in_place).problem
+    assert max(us for op in problem.ops for us in op.direct.values()) > 1000
 
 
 def test_nothing_is_allocated() -> None:
