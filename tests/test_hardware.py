@@ -117,7 +117,12 @@ def test_a_file_may_change_a_few_figures_of_a_shipped_profile(tmp_path: Path) ->
 
 @pytest.mark.parametrize(
     ("asked", "nearest"),
-    [("rtx409", "rtx4090"), ("H100_SXM", "h100-sxm"), ("a100-40g", "a100-80g"), ("v100-33g", "v100-3")],
+    [
+        ("rtx409", "rtx4090"),
+        ("H100_SXM", "h100-sxm"),
+        ("a100-40g", "a100-80g"),
+        ("v100-33g", "v100-3"),
+    ],
 )
 def test_an_unknown_name_is_refused_with_the_nearest(asked: str, nearest: str) -> None:
     with pytest.raises(InvalidInput, match=f"the nearest is '{nearest}") as caught:
