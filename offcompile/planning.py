@@ -288,6 +288,7 @@ class Planning:
         ends: bool = False,
     ) -> Decided:
         options, target = self.survey.options, self.survey.target
+        seconds = share * (options.seconds or planning_seconds(problem))
         ends = ends and any(op.phase == BACKWARD for op in problem.ops)
         if (self.turns or ends) and budget is not None:
             return decide_emptied(
@@ -296,7 +297,7 @@ class Planning:
                 budget,
                 target.reserve_bytes,
                 options.whole_policy,
-                share * (options.seconds or planning_seconds(problem)),
+                seconds,
                 tell,
                 self.turns,
                 ends,
@@ -307,7 +308,7 @@ class Planning:
             budget,
             target.reserve_bytes,
             options.whole_policy,
-            share * (options.seconds or planning_seconds(problem)),
+            seconds,
             tell,
             self.held_bytes,
             target.holes_bytes,

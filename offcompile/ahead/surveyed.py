@@ -51,7 +51,7 @@ class AheadSurvey(Survey):
         return super().annotate(graphs, budget, progress)
 
     def measure_in_place(self, graphs: Graphs, in_place: InPlace) -> None:
-        mine = self._unmeasured
+        mine, self._last = self._unmeasured, None  # as above
         super().measure_in_place(graphs, in_place)
         if self.twin is None or mine is None:
             return
