@@ -15,7 +15,7 @@ SHARED_OUT = -n auto --maxprocesses=8 --dist worksteal
 BENCHMARKS = $(filter-out gpu_run gpu_table,\
   $(notdir $(basename $(shell grep -l __main__ benchmarks/*.py))))
 
-.PHONY: help venv demo test lint format bench gpu clean
+.PHONY: help venv demo test soak lint format bench gpu clean
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-8s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -32,6 +32,9 @@ demo: $(READY) ## train a small GPT in half the memory it takes, beside plain an
 
 test: $(READY) ## all tests; those that need a GPU are skipped without one
 	$(BIN)/python -m pytest -q $(SHARED_OUT) $(ARGS)
+
+soak: $(READY) ## what docs/trust.md counts, at full length (about half an hour); writes its table
+	cd tests && ../$(BIN)/python -m trust $(or $(ARGS),--write)
 
 lint: $(READY) ## ruff (lint and format) and mypy
 	$(BIN)/ruff check .
