@@ -105,6 +105,10 @@ class Entry:
             self.passes[:] = [ref for ref, _ in found]
         return [one for _, one in found]
 
+    def left_by(self, binding: Binding) -> int:
+        """Bytes on the device of the newest forward with these parameters."""
+        return next((p.kept_bytes for p in reversed(self.waiting()) if p.binding is binding), 0)
+
     def waiting_bytes(self) -> int:
         return sum(one.kept_bytes for one in self.waiting())
 

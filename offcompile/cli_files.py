@@ -21,6 +21,7 @@ from offcompile.ir.jsonio import (
     machine_from_toml,
     plan_to_json,
 )
+from offcompile.ir.reading import MOST_BYTES, read_bounded
 from offcompile.ir.textio import parse_machine, parse_plan, parse_problem, print_plan
 from offcompile.ir.traceio import loads_trace, parse_trace
 
@@ -109,7 +110,7 @@ def _is_json(text: str) -> bool:
 def _read(path: str, noun: str, forms: Mapping[str, Callable[[str], _T]]) -> _T:
     """What the file holds; its form goes by the suffix and is JSON where that says nothing."""
     try:
-        text = Path(path).read_text("utf-8")
+        text = read_bounded(path, MOST_BYTES)
     except (OSError, ValueError) as error:
         reason = (isinstance(error, OSError) and error.strerror) or str(error)
         raise invalid("bad-value", path, f"the {noun} cannot be read: {reason}") from None

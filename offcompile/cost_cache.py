@@ -1,15 +1,14 @@
 """What was measured on a machine, kept as JSON in the user's cache folder.
 
-A document says of which machine and versions it tells (its identity); one that is broken, or
-that tells of another, counts as absent and is replaced. A folder that cannot be written is no
-failure: what was measured then lives as long as the process.
+A document says of which machine and versions it tells (its identity); one that is broken, that
+tells of another, or that others may write to, counts as absent and is replaced. A folder that
+cannot be written is no failure: what was measured then lives as long as the process.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
-import math
 import os
 import tempfile
 import warnings
@@ -17,10 +16,16 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from offcompile.ir.reading import read_bounded
+
 FORMAT = 1
 #: more than this and the oldest go: thousands of shapes, a few hundred kilobytes
 MOST_ENTRIES = 20_000
 MOST_TRIES = 3
+#: a document with as many entries has a fifth of this
+_MOST_BYTES = 64 << 20
+#: no measured figure of any machine is as large, and products of them stay finite
+_MOST_FIGURE = 1e30
 
 Identity = Mapping[str, str | int | bool]
 
@@ -48,7 +53,8 @@ def document_path(kind: str, identity: Identity) -> Path:
 def read_document(kind: str, identity: Identity) -> dict[str, object] | None:
     """The content stored for this identity; None if there is none that can be trusted."""
     try:
-        found = json.loads(document_path(kind, identity).read_text("utf-8"))
+        text = read_bounded(document_path(kind, identity), _MOST_BYTES, ours=True)
+        found = json.loads(text)
     except (OSError, ValueError, RecursionError):
         return None
     if not isinstance(found, dict) or found.get("format") != FORMAT:
@@ -98,10 +104,10 @@ def forget_costs() -> None:
 
 
 def positive_number(value: object) -> float | None:
-    """The value if it is a finite number above 0."""
+    """The value if it is a number above 0 that can have been measured."""
     if isinstance(value, bool) or not isinstance(value, int | float):
         return None
-    return float(value) if math.isfinite(value) and value > 0 else None
+    return float(value) if 0 < value <= _MOST_FIGURE else None
 
 
 @dataclass(frozen=True)
@@ -177,6 +183,6 @@ def _entries(content: Mapping[str, object] | None) -> dict[str, Entry]:
             continue
         duration_us, (workspace, disturbed) = positive_number(row[1]), row[2:]
         counts = isinstance(workspace, int) and isinstance(disturbed, int)
-        if duration_us is not None and counts and workspace >= 0 and disturbed >= 0:
+        if duration_us is not None and counts and 0 <= workspace <= _MOST_FIGURE and disturbed >= 0:
             found[row[0]] = Entry(duration_us, workspace, disturbed)
     return found

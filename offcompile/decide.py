@@ -10,7 +10,6 @@ from dataclasses import dataclass
 from offcompile.ir import DEVICE, Infeasible, Machine, Plan, Problem, Start
 from offcompile.ir.units import show_bytes
 from offcompile.passes.frame import Frame, Mode, direct_mode, held_on_host
-from offcompile.passes.schedule import Builder
 from offcompile.planner import PlanResult, plan_problem
 from offcompile.simulate import Simulator
 
@@ -186,15 +185,9 @@ def _floor_per_op(
     machine = machine_for(1)
     copied = Mode(hosted=held_on_host(problem))
     in_place = direct_mode(problem, machine)
-    found = [_floor_in(Frame(problem, machine, m)) for m in dict.fromkeys((copied, in_place))]
-    return min(found, key=lambda f: max(f[1], default=0))
-
-
-def _floor_in(frame: Frame) -> tuple[Frame, list[int]]:
-    kept = Builder(frame.problem, frame.machine, frame.mode.decisions(frame.problem), False)
-    # what the builder does not hold over a gap anyway must not be taken off a second time
-    floor = zip(frame.gaps.floor(kept.kept_bytes), frame.program.op_bytes, strict=True)
-    return frame, [max(both) for both in floor]
+    frames = [Frame(problem, machine, m) for m in dict.fromkeys((copied, in_place))]
+    frame = min(frames, key=lambda f: max(f.floor, default=0))
+    return frame, frame.floor
 
 
 def _with_budget(

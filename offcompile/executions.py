@@ -96,7 +96,10 @@ class Executions:
             yield None
             return
         peak_bytes = peak_at(sizes)
-        limit = self.budget_bytes - self.books.held_beside(self.entry, binding).now - peak_bytes
+        beside_bytes = self.books.held_beside(self.entry, binding).now
+        if phase == BACKWARD:  # what its own forward left is in its plan
+            beside_bytes -= self.entry.left_by(binding)
+        limit = self.budget_bytes - beside_bytes - peak_bytes
         if limit < 0 and first_time(f"{self.name} is over its budget"):
             warn(
                 f"{self.name}: the plan of its {phase} and what others hold come to"

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import math
 import re
-import tomllib
 from collections.abc import Callable, Mapping
 from dataclasses import MISSING, dataclass, field, fields
 from difflib import get_close_matches
@@ -18,6 +17,9 @@ from importlib.resources import files
 from pathlib import Path
 
 from offcompile.ir import DEVICE, HOST, Codec, InvalidInput, Lane, Machine, Tier, Violation
+from offcompile.ir._read import LARGEST, show
+from offcompile.ir.jsonio import loads_toml
+from offcompile.ir.reading import MOST_TOML_BYTES, read_bounded
 from offcompile.ir.units import show_bytes
 
 DISK = "disk"
@@ -46,7 +48,10 @@ _UNIT_BYTES: Mapping[str, int] = {
     for power, letter in enumerate("kmgt", start=1)
     for unit, size in ((f"{letter}ib", 1024**power), (f"{letter}b", 1000**power))
 } | {"": 1, "b": 1, "bytes": 1}
-_SIZE = re.compile(r"([0-9]+(?:\.[0-9]+)?)\s*([A-Za-z]*)")
+_SIZE = re.compile(r"([0-9]{1,30}(?:\.[0-9]{1,30})?)\s*([A-Za-z]*)")
+#: rates and times of a profile: products of them stay within what a machine may have
+_MOST_FIGURE, _LEAST_RATE = 1e15, 1e-15
+_SHOWN_CHARACTERS = 60
 
 
 @dataclass(frozen=True)
@@ -106,12 +111,12 @@ def parse_bytes(text: str) -> int:
     unit = match[2].lower() if match else ""
     if match is None or unit not in _UNIT_BYTES:
         raise _invalid(
-            "bad-value", "size", f"{text!r} is not a size; write bytes, or a unit as in '8GiB'"
+            "bad-value", "size", f"{_said(text)} is not a size; write bytes, or a unit as in '8GiB'"
         )
     nbytes = math.floor(Fraction(match[1]) * _UNIT_BYTES[unit])
     if nbytes == 0 and Fraction(match[1]) > 0:
         raise _invalid(
-            "bad-value", "size", f"{text!r} is less than one byte; write a unit, as in '8GiB'"
+            "bad-value", "size", f"{_said(text)} is less than one byte; write a unit, as in '8GiB'"
         )
     return nbytes
 
@@ -138,7 +143,7 @@ def _shipped(text: str) -> HardwareProfile:
         raise _invalid(
             "unknown-id",
             "hardware",
-            f"no profile is named {text!r}; the nearest is {nearest!r} "
+            f"no profile is named {_said(text)}; the nearest is {nearest!r} "
             f"(there are {', '.join(known)}, or give a .toml file)",
         )
     resource = files("offcompile").joinpath("profiles", f"{name}.toml")
@@ -148,8 +153,8 @@ def _shipped(text: str) -> HardwareProfile:
 def load_measured(path: str | Path) -> HardwareProfile:
     """A profile from a user's file; raises `InvalidInput` naming the file and what is wrong."""
     try:
-        text = Path(path).read_text("utf-8")
-    except (OSError, UnicodeDecodeError, ValueError) as error:
+        text = read_bounded(path, MOST_TOML_BYTES)
+    except (OSError, ValueError) as error:
         raise _invalid("bad-value", str(path), f"the profile cannot be read: {error}") from error
     return _read(text, str(path))
 
@@ -211,14 +216,20 @@ def _invalid(rule: str, where: str, detail: str) -> InvalidInput:
     return InvalidInput([Violation(rule, where, detail)])
 
 
+def _said(value: object) -> str:
+    """As Python writes it, where that is short."""
+    short = isinstance(value, bool) or (isinstance(value, str) and len(value) <= _SHOWN_CHARACTERS)
+    return repr(value) if short else show(value)
+
+
 # --- reading -------------------------------------------------------------------------------
 
 
 def _read(text: str, where: str) -> HardwareProfile:
     try:
-        table = tomllib.loads(text)
-    except (tomllib.TOMLDecodeError, RecursionError) as error:
-        raise _invalid("bad-value", where, f"not TOML: {error}") from error
+        table = loads_toml(text, "profile")
+    except InvalidInput as error:
+        raise _invalid("bad-value", where, error.violations[0].detail) from None
     figures: dict[str, object] = {}
     if "base" in table:
         base = _shipped(_text(table.pop("base"), f"{where}: base"))
@@ -226,7 +237,9 @@ def _read(text: str, where: str) -> HardwareProfile:
     for key, value in table.items():
         if key not in _READERS:
             nearest = get_close_matches(key, _READERS, n=1, cutoff=0.0)[0]
-            raise _invalid("unknown-key", where, f"{key!r} is no key of a profile ({nearest}?)")
+            raise _invalid(
+                "unknown-key", where, f"{_said(key)} is no key of a profile ({nearest}?)"
+            )
         figures[key] = _READERS[key](value, f"{where}: {key}")
     missing = [
         f.name
@@ -242,13 +255,13 @@ def _read(text: str, where: str) -> HardwareProfile:
 
 def _text(value: object, where: str) -> str:
     if not isinstance(value, str) or not value:
-        raise _invalid("bad-value", where, f"{value!r} is not a text")
+        raise _invalid("bad-value", where, f"{_said(value)} is not a text")
     return value
 
 
 def _flag(value: object, where: str) -> bool:
     if not isinstance(value, bool):
-        raise _invalid("bad-value", where, f"{value!r} is not true or false")
+        raise _invalid("bad-value", where, f"{_said(value)} is not true or false")
     return value
 
 
@@ -258,33 +271,32 @@ def _size(value: object, where: str) -> int:
             value = parse_bytes(value)
         except InvalidInput as error:
             raise _invalid("bad-value", where, error.violations[0].detail) from None
-    if isinstance(value, bool) or not isinstance(value, int) or value <= 0:
-        raise _invalid(
-            "bad-value", where, f"{value!r} is not a size; write whole bytes or text as in '80 GiB'"
-        )
+    if isinstance(value, bool) or not isinstance(value, int) or not 0 < value <= LARGEST:
+        detail = f"{_said(value)} is not a size; write whole bytes or text as in '80 GiB'"
+        raise _invalid("bad-value", where, detail)
     return value
 
 
 def _number(value: object, where: str) -> float:
     ok = isinstance(value, int | float) and not isinstance(value, bool)
-    if not ok or not math.isfinite(value) or value < 0:  # type: ignore[arg-type, operator]
-        raise _invalid("bad-value", where, f"{value!r} is not a number of 0 or more")
+    if not ok or not 0 <= value <= _MOST_FIGURE:  # type: ignore[operator]
+        raise _invalid("bad-value", where, f"{_said(value)} is not a number of 0 or more, to 1e15")
     return float(value)  # type: ignore[arg-type]
 
 
 def _rate(value: object, where: str) -> float:
-    if (rate := _number(value, where)) == 0:
-        raise _invalid("bad-value", where, "a rate must be more than 0")
+    if (rate := _number(value, where)) < _LEAST_RATE:
+        raise _invalid("bad-value", where, "a rate must be more than 0 (1e-15 or more)")
     return rate
 
 
 def _rates(names: tuple[str, ...]) -> Callable[[object, str], dict[str, float]]:
     def read(value: object, where: str) -> dict[str, float]:
         if not isinstance(value, dict):
-            raise _invalid("bad-value", where, f"{value!r} is not a table")
+            raise _invalid("bad-value", where, f"{_said(value)} is not a table")
         for key in value:
             if key not in names:
-                raise _invalid("unknown-key", where, f"{key!r} is none of {', '.join(names)}")
+                raise _invalid("unknown-key", where, f"{_said(key)} is none of {', '.join(names)}")
         return {key: _rate(rate, f"{where}.{key}") for key, rate in value.items()}
 
     return read

@@ -28,7 +28,11 @@ MINIMUM: Literal["minimum"] = "minimum"
 
 PREFIX = "OFFCOMPILE_"
 #: variables that are ours and set no option
-OTHER_VARIABLES = ("OFFCOMPILE_CACHE_DIR", "OFFCOMPILE_HYPOTHESIS")
+OTHER_VARIABLES = (
+    "OFFCOMPILE_CACHE_DIR",
+    "OFFCOMPILE_STALL_SECONDS",
+    "OFFCOMPILE_HYPOTHESIS",
+)
 
 _SWITCHES = {"1": True, "true": True, "0": False, "false": False}
 _MEMORY_FORMS = "bytes, text as in '8GiB', a fraction of the device as in 0.5, 'minimum' or None"
@@ -72,6 +76,8 @@ class Options:
     gradient_reserve: float | None = None
     #: what comes back from spill files is held against checksums of what was written
     verify_spill: bool = False
+    #: the first step is run plainly too, and all that it gives is compared
+    verify: bool = False
 
     @classmethod
     def read(
@@ -169,7 +175,7 @@ def _from_environment(environ: Mapping[str, str], wrong: list[Violation]) -> dic
         if name in OTHER_VARIABLES:
             continue
         if name not in options:
-            known = (*options, OTHER_VARIABLES[0])
+            known = (*options, *OTHER_VARIABLES[:2])
             detail = f"no such variable{_nearest(name, known)} (there are {', '.join(known)})"
             wrong.append(Violation("unknown-key", name, detail))
         elif text:
@@ -185,7 +191,7 @@ def _unwritten(option: str, text: str) -> object:
     """Text from the shell as the value meant: numbers, lists of directories, switches, and None."""
     if option == "spill":
         return text.split(os.pathsep)
-    if option == "verify_spill":
+    if option in ("verify_spill", "verify"):
         return _SWITCHES.get(text.lower(), text)
     if text.lower() == "none" and option not in ("policy", "lowering"):
         return None
@@ -325,7 +331,7 @@ def _gradient_reserve(value: object, where: str) -> float | None:
     return share
 
 
-def _verify_spill(value: object, where: str) -> bool:
+def _switch(value: object, where: str) -> bool:
     if not isinstance(value, bool):
         detail = f"{_show(value)} is neither True nor False; write one of them"
         raise _refusal(where, f"{detail} (as a variable: 1 or 0)")
@@ -343,7 +349,8 @@ _READERS: Mapping[str, Callable[[object, str], object]] = {
     "dump": _dump,
     "seconds": _seconds,
     "gradient_reserve": _gradient_reserve,
-    "verify_spill": _verify_spill,
+    "verify_spill": _switch,
+    "verify": _switch,
 }
 assert tuple(_READERS) == tuple(f.name for f in fields(Options))
 

@@ -21,6 +21,7 @@ from torch import fx
 
 from offcompile.ir import (
     HOST,
+    Machine,
     OffloadError,
     Plan,
     Problem,
@@ -61,6 +62,8 @@ from .step_recorder import StepRecorder
 from .survey import Survey, values
 from .target import Target
 from .turn import kept_at_turn
+from .verified import Verified
+from .verifying import Verifying
 
 #: of the runtime's reserve, what each lane may take to pack in: at most four do
 PACKING_SHARE = 4
@@ -114,6 +117,8 @@ class Pipeline:
     _placed: bool = False
     _decided: Decided | None = None
     _recorder: StepRecorder | None = None
+    #: where the first step is held against the plain run
+    _verifying: Verifying | None = None
     _dtypes: Mapping[str, torch.dtype] = field(default_factory=dict)
     #: storages that codecs may be used for
     _packable: frozenset[str] = frozenset()
@@ -174,9 +179,11 @@ class Pipeline:
         spills = spilled_bytes(report.problem, report.plan, self._kind) > 0
         drives = watch_for(self.target.runtime) if spills else None
         first = True
+        verifying = self._verifying
 
         def timed(arguments: list[Any]) -> Any:
             nonlocal first
+            check = None if verifying is None else verifying.begin(phase, arguments)
             with self._recorded(phase, arguments), self._among_others(phase, arguments) as room:
                 if watched and (phase != BACKWARD or room is not None):
                     if first:  # what compiling left behind is not the step's
@@ -210,6 +217,8 @@ class Pipeline:
                     heap().end()
                 if drives is not None:
                     drives.step_over()
+            if check is not None:
+                check(result)
             return result
 
         return timed
@@ -306,11 +315,13 @@ class Pipeline:
         with Progress(self.name) as progress:
             graphs, choice = self._planning.settle(given, self.updated, progress)
             annotated, decided = choice.annotated, choice.decided
+        if options.verify:
+            self._verifying = self._verifying_of(given, annotated, decided)
         reserve = 0 if decided.fits else target.reserve_bytes(budget or decided.order.peak_bytes)
         self._recorder = StepRecorder(
             self.name,
             self._clock,
-            lambda: len(self.entry.waiting()),
+            partial(_waiting, weakref.ref(self.entry)),
             decided.order.steps,
             move_names(decided.result.plan, annotated.labels, annotated.names),
         )
@@ -329,6 +340,7 @@ class Pipeline:
             settle=self._clock.settle,
             steps=self._recorder,
             beside_bytes=self.held_bytes,
+            verified=None if self._verifying is None else self._verifying.verified,
             kept=partial(kept_between, target.runtime),
             life=partial(planned_life, annotated.problem, decided.result.plan, self.target.runtime),
         )
@@ -369,6 +381,15 @@ class Pipeline:
         if options.dump is not None:
             dump(options.dump, self.name, said)
         return made
+
+    def _verifying_of(self, given: Graphs, annotated: Annotated, decided: Decided) -> Verifying:
+        rounds = _rounds(decided.result.plan, decided.machine)
+        exact = self.options.lowering == "aot_eager" and not rounds
+
+        def label(phase: str, node: fx.Node) -> str:
+            return annotated.labels.get(annotated.storage_of.get((phase, node.name), ""), "")
+
+        return Verifying(self.name, given, self.target.device, Verified(exact), label)
 
     def plan_only(
         self, forward: fx.GraphModule, backward: fx.GraphModule | None, num_outputs: int
@@ -471,6 +492,12 @@ class Pipeline:
         ).problem
 
 
+def _rounds(plan: Plan, machine: Machine) -> bool:
+    """Whether something does not come back as it left."""
+    lossless = {codec.name for codec in machine.codecs if codec.lossless}
+    return any(move.codec is not None and move.codec not in lossless for move in plan.moves)
+
+
 def _gradient_bytes_on_host(problem: Problem, plan: Plan) -> int:
     """What a step's gradients take there; they come again with every step."""
     leaving = {d.tensor for d in plan.directs} | {m.tensor for m in plan.moves}
@@ -503,3 +530,9 @@ def _check_one_device(name: str, graphs: Graphs, device: torch.device) -> None:
                     " can only move from one device of a graph. Put each device's part of the"
                     " model into a compiled function of its own, or set memory to None."
                 )
+
+
+def _waiting(entry: weakref.ref[Entry]) -> int:
+    """Forwards that wait for their backward. A report has this, and outlives its graph."""
+    found = entry()
+    return 0 if found is None else len(found.waiting())

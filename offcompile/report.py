@@ -25,6 +25,7 @@ from offcompile.planner import PlanResult
 from offcompile.stalls import StallRow, measured_to_json, print_stalls, stall_line, stall_rows
 from offcompile.timelines import moved_bytes, settled_spans, timeline_to_json
 from offcompile.trace_events import to_trace
+from offcompile.verified import Verified
 
 if TYPE_CHECKING:
     from offcompile.profiling import Profile
@@ -70,6 +71,8 @@ class PlanReport:
     beside_bytes: int = 0
     #: what was kept between the graphs that share the budget; None: nothing was
     kept: Callable[[], str | None] | None = field(default=None, repr=False)
+    #: with `verify=True`, what the first step showed beside the plain run
+    verified: Verified | None = field(default=None, repr=False)
     #: where measured steps are found; None: nothing runs
     steps: Steps | None = field(default=None, repr=False)
     _steps_us: dict[str, list[float]] = field(default_factory=dict, init=False, repr=False)
@@ -261,7 +264,8 @@ class PlanReport:
         and why; the dearest first."""
         told = self.modules()
         tensors = self._explain_tensors(limit)
-        return f"{told}\n\n{tensors}" if told else tensors
+        checked = [] if self.verified is None else ["beside the plain run", *self.verified.lines()]
+        return "\n\n".join(filter(None, (told, tensors, "\n".join(checked))))
 
     def _explain_tensors(self, limit: int | None) -> str:
         every = self.fates()
@@ -295,6 +299,7 @@ class PlanReport:
             "measured": None if measured is None else measured_to_json(measured, rows),
             "planning_seconds": self.result.seconds,
             "densities": {} if self.profile is None else dict(self.profile.densities),
+            "verified": None if self.verified is None else self.verified.to_json(),
             "decisions": [] if self.profile is None else list(self.profile.said),
             "labels": dict(self.labels),
             "problem": problem_to_json(self.problem),
@@ -369,6 +374,8 @@ class PlanReport:
         kept = None if self.kept is None else self.kept()
         if kept is not None:
             yield "between graphs", kept
+        if self.verified is not None:
+            yield "verified", self.verified.words()
 
     def _census(self) -> str:
         if self.fits:
@@ -444,14 +451,17 @@ def _count(count: int, noun: str) -> str:
     return f"{count} {noun}{'' if count == 1 else 's'}"
 
 
+#: a process that compiles anew for ever keeps the newest
+MOST_REMEMBERED = 1_000
 _remembered: list[PlanReport] = []
 
 
 def remember(report: PlanReport) -> None:
     """Keep the report of a graph that was compiled in this process."""
     _remembered.append(report)
+    del _remembered[:-MOST_REMEMBERED]
 
 
 def reports() -> list[PlanReport]:
-    """Of every graph compiled in this process, in order."""
+    """Of every graph compiled in this process, in order; of the last thousand, if there are more."""
     return list(_remembered)

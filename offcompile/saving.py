@@ -15,6 +15,7 @@ from pathlib import Path
 import torch
 
 from offcompile.ir import OffloadError
+from offcompile.runtime.watchdog import calling, told
 
 _O_TMPFILE: int = getattr(os, "O_TMPFILE", 0)
 _DESCRIPTORS = Path("/proc/self/fd")
@@ -45,6 +46,7 @@ def save(obj: object, path: str | os.PathLike[str], *, calls: Calls | None = Non
             f"offcompile.save needs a path, not {type(path).__name__}: a file that is open already "
             "cannot be put in place as a whole; for that one use torch.save"
         )
+    _check_links(Path(path).absolute())
     # a link stays a link to the file
     target = Path(os.path.realpath(path))
     if target.is_dir():
@@ -52,9 +54,11 @@ def save(obj: object, path: str | os.PathLike[str], *, calls: Calls | None = Non
     how = calls or Calls()
     writer = _Writer(how)
     try:
-        with _beside(target, how) as writer.descriptor:
+        writer.directory = target.parent
+        with told(), _beside(target, how) as writer.descriptor:
             _write(obj, writer)
-            how.fsync(writer.descriptor)
+            with calling("syncing", writer.nbytes, writer.directory):
+                how.fsync(writer.descriptor)
     except OSError as error:
         raise _failed(target, writer.nbytes, error) from error
     try:
@@ -72,8 +76,9 @@ class _Writer:
 
     def __init__(self, calls: Calls) -> None:
         self.descriptor = -1
+        self.directory = Path()
         self.nbytes = 0
-        self.error: OSError | None = None
+        self.error: BaseException | None = None
         self._calls = calls
 
     def write(self, data: bytes | memoryview) -> int:
@@ -84,13 +89,15 @@ class _Writer:
         done, fruitless = 0, 0
         try:
             while done < len(view):
-                moved = self._calls.write(self.descriptor, view[done:])
+                with calling("saving", len(view) - done, self.directory):
+                    moved = self._calls.write(self.descriptor, view[done:])
                 fruitless = 0 if moved else fruitless + 1
                 if fruitless == _FRUITLESS_TRIES:
                     raise OSError(errno.EIO, f"nothing was written in {_FRUITLESS_TRIES} tries")
                 done += moved
                 self.nbytes += moved
-        except OSError as error:
+        except BaseException as error:
+            # also an interrupt: it is raised once torch has let go
             self.error = error
             return 0
         return len(view)
@@ -102,7 +109,8 @@ class _Writer:
 def _write(obj: object, writer: _Writer) -> None:
     try:
         torch.save(obj, writer)  # type: ignore[arg-type]
-    except RuntimeError:
+    except BaseException:
+        # torch tells of the bytes that are missing, or goes on
         if writer.error is None:
             raise
     if writer.error is not None:
@@ -157,9 +165,12 @@ def _sweep(target: Path) -> None:
     for name in names:
         if name.startswith(prefix) and name.endswith(".part") and len(name) == len(prefix) + 13:
             left = target.with_name(name)
-            with suppress(OSError), left.open("rb") as part:
-                fcntl.flock(part, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                left.unlink()
+            # another user may have put anything there: a pipe would hold us up, a link lead away
+            flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+            with suppress(OSError), open(os.open(left, flags), "rb") as part:
+                if os.fstat(part.fileno()).st_uid == os.geteuid():
+                    fcntl.flock(part, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                    left.unlink()
 
 
 def _name(descriptor: int, part: Path) -> None:
@@ -178,11 +189,30 @@ def _name(descriptor: int, part: Path) -> None:
 
 
 def _mode_of(target: Path) -> int | None:
-    """The rights of the file that is replaced."""
+    """The rights of the file that is replaced, if it is ours; else the umask decides."""
     try:
-        return stat.S_IMODE(target.stat().st_mode)
+        told = target.stat()
     except FileNotFoundError:
         return None
+    return stat.S_IMODE(told.st_mode) if told.st_uid == os.geteuid() else None
+
+
+def _check_links(path: Path) -> None:
+    """Refuse links that another user put where anyone may put one, as the kernel's own guard does.
+
+    We resolve links before we open anything, so that guard never sees them.
+    """
+    for place in (path, *path.parents):
+        try:
+            link, around = place.lstat(), place.parent.stat()
+        except OSError:
+            continue  # what is not there leads nowhere; opening it tells
+        open_to_all = stat.S_ISLNK(link.st_mode) and around.st_mode & stat.S_IWOTH
+        if open_to_all and link.st_uid not in (os.geteuid(), around.st_uid):
+            raise OffloadError(
+                f"{place} is a link of another user (uid {link.st_uid}) in {place.parent}, where"
+                " anyone may put one: nothing is saved through it. Name the file that is meant"
+            )
 
 
 def _sync_directory(directory: Path, calls: Calls) -> None:

@@ -87,10 +87,16 @@ class Frame:
         gaps = self.gaps.gaps
         return self.mode.decisions(self.problem, tuple(gaps[i].away for i in sorted(cover.away)))
 
+    @cached_property
+    def floor(self) -> list[int]:
+        """Bytes that each run holds on the device when every gap is spent away."""
+        away = tuple(gap.away for gap in self.gaps.gaps)
+        decisions = self.mode.decisions(self.problem, away)
+        return Builder(self.problem, self.machine, decisions, check=False).kept_bytes
+
     def check_floor(self) -> None:
         """Raise if even with every gap spent away some run does not fit."""
-        kept = Builder(self.problem, self.machine, self.mode.decisions(self.problem), False)
-        floor = self.gaps.floor(kept.kept_bytes)
+        floor = self.floor
         j = max(range(len(floor)), key=floor.__getitem__, default=0)
         if floor and floor[j] > self.capacity:
             what = f"{self.program.op_bytes[j]:,} of its own and what has no way out and back"

@@ -63,13 +63,6 @@ class Gaps:
                 held[c] -= self.gaps[i].tensor.nbytes
         return held
 
-    def floor(self, runs: list[int]) -> list[int]:
-        """Bytes per run, exactly, when all gaps are spent away; `runs`: with all on the device."""
-        total = Intervals(len(runs))
-        for gap in self.gaps:
-            total.add(gap.first, gap.last, -gap.tensor.nbytes)
-        return [a + b for a, b in zip(runs, total.sums(), strict=True)]
-
 
 def find_gaps(program: Program, machine: Machine, tier: str = HOST, lossy: bool = False) -> Gaps:
     """The gaps that may be spent on `tier`, with the codec that takes the lanes least time."""

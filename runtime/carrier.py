@@ -16,7 +16,8 @@ import torch
 from torch.utils.weak import WeakIdKeyDictionary
 
 from . import tickets
-from .device import Copy, Label, Point
+from .device import Copy, Label, Point, Slot
+from .failures import failure
 from .mover import Mover, Saved
 from .registry import RuntimeSettings, runtime_for, runtimes
 
@@ -57,7 +58,8 @@ class Carrier:
         # parameter → _Copied
         self._copies: MutableMapping[torch.Tensor, _Copied] = WeakIdKeyDictionary()
         self._lock = threading.Lock()
-        self._returning: list[Copy] = []
+        #: weights on their way back: the copy, what it is of, and from where
+        self._returning: list[tuple[Copy, str, Slot]] = []
 
     def place(self, parameter: torch.Tensor) -> torch.Tensor:
         """The parameter for the host to update, a tensor of the processor; see `updated`.
@@ -73,7 +75,7 @@ class Carrier:
             return None
         copied, version = self._copies.get(parameter), parameter._version
         if copied is None or copied.version != version:
-            home = self._send(parameter.detach(), "a weight")
+            home = self._send(parameter.detach(), f"a weight of shape {tuple(parameter.shape)}")
             self.device.await_on_host([home])()
             copied = self._copies[parameter] = _Copied(home, version)
         return copied
@@ -126,16 +128,23 @@ class Carrier:
         back = self.device.copy_in(BACK, slot, target, after, Label("load", label), _nothing)
         with self._lock:
             copied.back = back
-            self._returning.append(back)
+            self._returning.append((back, label, slot))
 
     def finish(self) -> None:
         """What compute is given from now on sees the weights that `updated` was called for."""
         with self._lock:
             returning, self._returning = self._returning, []
         failed = None
-        for back in returning:
-            self.device.wait(back)
-            failed = failed or back.error
+        try:
+            while returning:
+                back, label, slot = returning[0]
+                self.device.wait(back)
+                del returning[0]
+                if back.error is not None and failed is None:
+                    failed = failure(back.error, "load", label, slot)
+        finally:  # another load's failure may come in between: the rest is still to be waited for
+            with self._lock:
+                self._returning[:0] = returning
         if failed is not None:
             raise failed
 

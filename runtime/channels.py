@@ -13,12 +13,14 @@ import warnings
 import weakref
 from collections.abc import Callable
 from enum import Enum
+from functools import partial
 
 import torch
 
 from offcompile.ir import OffloadError
 
-from . import forks
+from . import forks, watchdog
+from .threads import died, no_thread
 
 
 class State(Enum):
@@ -61,11 +63,15 @@ class Job:
 
     def wait(self) -> None:
         """Block until it is over; OffloadError unless it was done. `settle` tells failures too."""
-        self._line.wait(lambda: self.over)
+        self.until_over()
         if self.state is not State.DONE:
             raise OffloadError(
                 f"The update of {self.label} was {self.state.value}: {self.error or _SKIPPED}"
             ) from self.error
+
+    def until_over(self) -> None:
+        """Block until it is over, however it went."""
+        self._line.wait(lambda: self.over)
 
 
 _SKIPPED = "an update before it had failed, or the process was ending"
@@ -136,6 +142,7 @@ class _Line:
         # its `put` may be called in a finalizer
         self._queue: queue.SimpleQueue[Job | None] = queue.SimpleQueue()
         self._workers: list[threading.Thread] = []
+        self._at: set[Job | None] = set()
         self._submitted = self._over = 0
         self._failed: Job | None = None
 
@@ -143,11 +150,11 @@ class _Line:
 
     def submit(self, arrive: Callable[[], None], work: Callable[[], None], label: str) -> Job:
         with self._moved:
+            if not self._workers:
+                self._start()  # nothing is queued if that fails
             job = Job(self, arrive, work, label, self._submitted)
             self._submitted += 1
             self._queue.put(job)
-            if not self._workers:
-                self._start()
         return job
 
     def _start(self) -> None:
@@ -157,15 +164,26 @@ class _Line:
             worker = threading.Thread(
                 target=self._run, args=(self._queue, elsewhere), name=name, daemon=True
             )
-            worker.start()
+            try:
+                worker.start()
+            except RuntimeError as error:
+                if not self._workers:
+                    raise no_thread(name, error) from error
+                break  # one channel does it all
             self._workers.append(worker)
 
     def wait(self, reached: Callable[[], bool]) -> None:
         if threading.current_thread() in self._workers:
             raise OffloadError("An update cannot wait for updates: it is one of them.")
         with self._moved:
-            while not reached():
-                self._moved.wait()
+            watchdog.until(self._moved, reached, self._described)
+
+    def _described(self) -> str:
+        at = [job for job in tuple(self._at) if job is not None and not job.over]
+        left = self._submitted - self._over
+        first = min(at, key=lambda job: job.number, default=None)
+        named = "" if first is None else f", of which {first.label} is {first.state.value}"
+        return f"The end of {left} updates{named},"
 
     def settle(self) -> Job | None:
         """The first job that failed since the last time, once all are over."""
@@ -181,7 +199,7 @@ class _Line:
     def join(self) -> None:
         for worker in tuple(self._workers):
             if worker is not threading.current_thread():
-                worker.join()
+                watchdog.joined(worker, partial("The end of {}".format, worker.name))
 
     def abandon(self) -> None:
         """What has not begun is skipped; returns when nothing runs."""
@@ -194,11 +212,23 @@ class _Line:
     def _run(self, jobs: queue.SimpleQueue[Job | None], elsewhere: int) -> None:
         if self.threads is not None:
             _compute_with(self.threads, elsewhere)
-        while (job := jobs.get()) is not None:
-            self._arrive(job)
-            self._update(job)
+        job: Job | None = None
+        while True:
+            try:
+                job = jobs.get()
+                if job is None:
+                    return
+                self._at.add(job)
+                self._arrive(job)
+                self._update(job)
+            except BaseException as error:
+                # whatever it was (memory, mostly): those who wait for the job are to hear of it
+                if job is not None and not job.over:
+                    job.error = died(threading.current_thread().name, error)
+                    self._update(job)
             # the last one must not be held until the next one comes
-            del job
+            self._at.discard(job)
+            job = None
 
     def _skips(self) -> bool:
         return self._failed is not None or self._abandoned
@@ -237,6 +267,7 @@ class _Line:
                 state, self._failed = State.FAILED, job
             job.state = state
             self._over += 1
+            watchdog.progress()
             self._moved.notify_all()
 
     # -- forks -------------------------------------------------------------------------------------

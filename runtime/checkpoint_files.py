@@ -18,6 +18,8 @@ from typing import Any
 import torch
 
 from offcompile.ir import OffloadError
+from offcompile.ir._read import show
+from offcompile.ir.reading import read_bounded
 
 #: most that is read at once
 CHUNK_BYTES = 8 << 20
@@ -41,6 +43,9 @@ _DTYPES = {
     "C64": torch.complex64,
 }
 _INDEX = ".index.json"
+#: tensors of a file, and what is said of each: a comma or bracket each
+_MOST_PARTS = 10_000_000
+_MOST_DIMENSIONS = 64
 
 
 class Entry(ABC):
@@ -126,28 +131,38 @@ def _folder(place: Path) -> dict[str, Entry]:
 
 
 def _indexed(index: Path) -> dict[str, Entry]:
-    parsed = _json(index.read_bytes(), f"the index {index}")
+    try:
+        text = read_bounded(index, _MOST_HEADER_BYTES)
+    except (OSError, UnicodeDecodeError) as error:
+        raise OffloadError(
+            f"the index {index} cannot be read ({error}): fetch it again."
+        ) from error
+    parsed = _json(text, f"the index {index}")
     where = parsed.get("weight_map")
     if not isinstance(where, dict):
         raise OffloadError(f'{index} has no "weight_map", so it is no index of weights.')
     files: dict[str, dict[str, Entry]] = {}
     for name in where.values():
-        if not isinstance(name, str) or Path(name).name != name:
-            raise OffloadError(f"{index} names {name!r}, which is no file beside it.")
+        if not isinstance(name, str) or Path(name).name != name or "\0" in name:
+            raise OffloadError(f"{index} names {show(name)}, which is no file beside it.")
         if name not in files:
             files[name] = _file(index.parent / name)
     missing = [key for key, name in where.items() if key not in files[name]]
     if missing:
         key = missing[0]
         raise OffloadError(
-            f"{index} says that {where[key]} holds {key!r}, and it does not (nor {len(missing) - 1}"
-            " others): fetch the files again."
+            f"{index} says that {where[key]} holds {show(key)}, and it does not (nor"
+            f" {len(missing) - 1} others): fetch the files again."
         )
     return {key: files[name][key] for key, name in where.items()}
 
 
 def _file(path: Path) -> dict[str, Entry]:
-    if not path.is_file():
+    try:
+        is_file = path.is_file()
+    except OSError:  # such as a name that is too long
+        is_file = False
+    if not is_file:
         raise OffloadError(f"{path} is no file: name a file or folder of weights.")
     return _safetensors(path) if path.suffix == ".safetensors" else _torch_file(path)
 
@@ -177,33 +192,48 @@ def _safetensors(path: Path) -> dict[str, Entry]:
         length = int.from_bytes(file.read(8), "little")
         if size < 8 or length > min(_MOST_HEADER_BYTES, size - 8):
             raise _broken(path, f"its header would be {length} bytes of {size}")
-        header = _json(file.read(length), f"the header of {path}")
+        header = _json(file.read(length).decode("utf-8", "replace"), f"the header of {path}")
     header.pop("__metadata__", None)
     return {name: _raw(path, 8 + length, size, name, told) for name, told in header.items()}
 
 
 def _raw(path: Path, base: int, size: int, name: str, told: Any) -> _Raw:
+    shown = show(name)
     try:
-        dtype, shape = _DTYPES.get(told["dtype"]), tuple(map(int, told["shape"]))
-        start, end = map(int, told["data_offsets"])
+        kind, shape, (start, end) = told["dtype"], told["shape"], told["data_offsets"]
+        dtype = _DTYPES.get(kind)
     except (KeyError, TypeError, ValueError) as error:
-        raise _broken(path, f"{name!r} is described as {told!r}") from error
+        raise _broken(path, f"{shown} is described as {show(told)}") from error
     if dtype is None:
         raise OffloadError(
-            f"{path}: {name!r} is of type {told['dtype']}, which is not read here; known are"
+            f"{path}: {shown} is of type {kind!s:.60}, which is not read here; known are"
             f" {', '.join(_DTYPES)}."
         )
-    if min(shape, default=0) < 0 or not 0 <= start <= end <= size - base:
-        raise _broken(path, f"{name!r} would lie at {start} to {end} of {size - base} bytes")
+    if not (_is_size(start) and _is_size(end) and start <= end <= size - base):
+        where = f"{show(start)} to {show(end)} of {size - base} bytes"
+        raise _broken(path, f"{shown} would lie at {where}")
+    if (
+        not isinstance(shape, list)
+        or len(shape) > _MOST_DIMENSIONS
+        or not all(map(_is_size, shape))
+    ):
+        raise _broken(path, f"{shown} has the shape {show(shape)}")
     if end - start != math.prod(shape) * dtype.itemsize:
-        raise _broken(path, f"{name!r} has {end - start} bytes for {shape} of {told['dtype']}")
-    return _Raw(path, shape, dtype, base + start)
+        raise _broken(path, f"{shown} has {end - start} bytes for {tuple(shape)} of {kind}")
+    return _Raw(path, tuple(shape), dtype, base + start)
 
 
-def _json(text: bytes, what: str) -> dict[str, Any]:
+def _is_size(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 1 << 63
+
+
+def _json(text: str, what: str) -> dict[str, Any]:
+    parts = sum(map(text.count, ",[{"))
+    if parts > _MOST_PARTS:
+        raise OffloadError(f"{what} has {parts} parts, and {_MOST_PARTS} at most are read.")
     try:
         parsed = json.loads(text)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise OffloadError(f"{what} is no JSON ({error}): fetch the file again.") from error
     if not isinstance(parsed, dict):
         raise OffloadError(f"{what} is a JSON {type(parsed).__name__}, not an object.")

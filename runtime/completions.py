@@ -7,6 +7,8 @@ from collections import deque
 from collections.abc import Callable
 from typing import Generic, TypeVar
 
+from .threads import no_thread
+
 T = TypeVar("T")
 
 
@@ -29,19 +31,33 @@ class Completions(Generic[T]):
         self._lines: dict[str, _Line[T]] = {}
         self._closed = False
 
+    def ready(self, lane: str) -> None:
+        """Have the lane's thread there, before anything is begun that `add` is for."""
+        line = self._line(lane)
+        with line.wake:
+            if line.thread is not None:
+                return
+            name = f"offcompile-{lane}-ends"
+            thread = threading.Thread(target=self._run, args=(line,), name=name, daemon=True)
+            try:
+                thread.start()
+            except RuntimeError as error:
+                raise no_thread(name, error) from error
+            line.thread = thread
+
     def add(self, lane: str, item: T) -> None:
+        self.ready(lane)
+        line = self._line(lane)
+        with line.wake:
+            line.queue.append(item)
+            line.wake.notify()
+
+    def _line(self, lane: str) -> _Line[T]:
         line = self._lines.get(lane)
         if line is None:
             with self._lock:
                 line = self._lines.setdefault(lane, _Line())
-        with line.wake:
-            line.queue.append(item)
-            if line.thread is None:
-                line.thread = threading.Thread(
-                    target=self._run, args=(line,), name=f"offcompile-{lane}-ends", daemon=True
-                )
-                line.thread.start()
-            line.wake.notify()
+        return line
 
     def close(self) -> None:
         """Finish what was added, then end the threads. Nothing may be added any more."""

@@ -158,9 +158,9 @@ class CpuDevice(Device):
 
     def allocate(self, slot: Slot, freed: Callable[[], None]) -> torch.Tensor:
         if isinstance(slot, MappedSlot | PackedSlot):
-            return telling(torch.empty(slot.nbytes, dtype=torch.uint8, device="cpu").numpy(), freed)
+            return telling(_room(slot.nbytes).numpy(), freed)
         assert isinstance(slot, CpuSlot)
-        room = torch.empty(slot.padded_bytes + PAGE_BYTES, dtype=torch.uint8, device="cpu")
+        room = _room(slot.padded_bytes + PAGE_BYTES)
         begin = -room.data_ptr() % PAGE_BYTES + slot.skew_bytes
         # a storage of its own that begins where the tensor does: views are rebuilt by offsets
         # from the start of the storage
@@ -226,11 +226,11 @@ class CpuDevice(Device):
         self.lanes.drain()
 
     def close(self) -> None:
-        self.lanes.close()
+        ended = self.lanes.close()
         self._staging.clear()
         self._packing.clear()
         for disk in self._disks.values():
-            disk.shutdown()
+            disk.shutdown(wait=ended)
         self._disks.clear()
 
     # -- on a lane's thread ----------------------------------------------------------------------
@@ -285,6 +285,16 @@ class CpuDevice(Device):
         view = _memory(address - slot.skew_bytes, slot.padded_bytes, _WRITABLE)
         for start, size in calls_for(slot.padded_bytes, self._chunk_bytes):
             slot.store.read(slot.extent, start, view[start : start + size])
+
+
+def _room(nbytes: int) -> torch.Tensor:
+    try:
+        return torch.empty(nbytes, dtype=torch.uint8, device="cpu")
+    except (RuntimeError, MemoryError) as error:  # torch has no class of its own for this
+        raise OffloadError(
+            f"The process is out of memory: a tensor of {nbytes} bytes could not come back. Lower "
+            f'options={{"memory": …}}, or leave more memory to this process. It said: {error}'
+        ) from error
 
 
 def _skew_bytes(address: int, nbytes: int) -> int:

@@ -41,7 +41,6 @@ from .cuda_copies import (
     CudaCopy,
     HostSlot,
     Mark,
-    bare,
     check_needs,
     needed,
     note_end,
@@ -62,6 +61,7 @@ from .shadows import Shadows, ShadowSlot
 from .spill import SpillFull, SpillStore
 from .staging import CHUNKS, Ring, Step, ring_in
 from .streams import Event, Stream, Streams, when_storage_dies
+from .threads import bare
 
 #: copies of the host tier that the GPU's clock times, so that it is known what their lane reaches
 RATED_BYTES = 1 << 20
@@ -196,8 +196,9 @@ class CudaDevice(Device):
 
     def _users(self, slot: Slot) -> Sequence[Point | None]:
         assert isinstance(slot, ShadowSlot)
-        # lanes may still read for a load that nobody waited for
-        return [*super()._users(slot), *map(Mark, tuple(slot.points.values()))]
+        # lanes may still read for a load that nobody waited for; its failure is told to its own
+        loads = tuple(slot.points.values())
+        return [*super()._users(slot), *(Mark(event, quiet=True) for event in loads)]
 
     # -- orders ----------------------------------------------------------------------------------
 
@@ -212,7 +213,7 @@ class CudaDevice(Device):
         if not copy.issued.is_set():
             hurried = copy.job is not None and self._lanes.hurry(copy.job)
             how = How.PROMOTED if hurried else How.LATE
-            copy.issued.wait()
+            copy.await_issued()
         compute = self.streams.compute()
         try:
             if copy.event is not None:
@@ -236,7 +237,7 @@ class CudaDevice(Device):
         """What is given to `stream` from now on runs after these points."""
         for point in after:
             if isinstance(point, CudaCopy):
-                point.issued.wait()
+                point.await_issued()
             elif not isinstance(point, Mark):
                 raise OffloadError(f"A {type(point).__name__} is no point on {self.streams.name}.")
             if point.event is not None:
@@ -282,6 +283,7 @@ class CudaDevice(Device):
         with self._over:
             if self._closed:
                 raise OffloadError(f"The cuda runtime is closed: {label.tag} cannot move.")
+            self._completions.ready(lane)
             self._unfinished.add(copy)
         aside = isinstance(slot, PackedHostSlot) and not self.packers.in_place
         if isinstance(slot, HostSlot) and not aside:
@@ -383,7 +385,7 @@ class CudaDevice(Device):
         if outward:
             ring.write(stream, steps, partial(_issued, copy))
         else:
-            ring.read(stream, steps, partial(setattr, copy, "event"))
+            ring.read(stream, steps, copy.part_given)
 
     def _steps(
         self, copy: CudaCopy, slot: CpuSlot | PackedSlot, ring: Ring, outward: bool, begin: int
@@ -413,8 +415,7 @@ class CudaDevice(Device):
         error: BaseException | None = None
         for one in (*copy.needs, copy):
             try:
-                if one.event is not None:
-                    self.streams.synchronize(one.event)
+                one.synchronize(self.streams)
             except Exception as found:
                 error = error or (bare(found) if one is copy else needed(one, bare(found)))
         with self._over:

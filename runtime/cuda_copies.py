@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from contextlib import nullcontext, suppress
 from typing import Protocol
 
 import torch
 
+from . import watchdog
 from .counters import note, now_ns
 from .device import Copy, Label, Point, Slot
 from .failures import not_arrived
 from .lanes import Job, Needed
 from .streams import Event, Stream, Streams, flat_bytes, flat_elements
+from .threads import bare
 
 
 class Block(Protocol):
@@ -34,10 +37,11 @@ class Blocks(Protocol):
 
 
 class Mark(Point):
-    """A point in compute."""
+    """A point in compute; or one behind other work, whose failure is told to others (`quiet`)."""
 
-    def __init__(self, event: Event) -> None:
+    def __init__(self, event: Event, quiet: bool = False) -> None:
         self.event = event
+        self.quiet = quiet
 
 
 class HostSlot(Slot):
@@ -62,6 +66,7 @@ class CudaCopy(Copy):
     """A copy; `keep` is its tensor on the device, `home` the compute stream it was issued from.
 
     event: behind what the GPU was given of it so far, all of it once `issued` is set.
+    parts: events behind single parts of a load, each of which may tell of a failure.
     """
 
     def __init__(
@@ -82,6 +87,7 @@ class CudaCopy(Copy):
         self.needs = needs
         self.on_end: Callable[[Copy], None] | None = on_end
         self.event: Event | None = None
+        self.parts: list[Event] = []
         self.began: Event | None = None
         self.began_ns = now_ns()
         self.issued = threading.Event()
@@ -92,6 +98,27 @@ class CudaCopy(Copy):
     @property
     def ended(self) -> bool:
         return self.over
+
+    def part_given(self, event: Event | None) -> None:
+        if event is not None:
+            self.parts.append(event)
+        self.event = event
+
+    def synchronize(self, streams: Streams) -> None:
+        """Block until the GPU has passed all that it was given; raises what failed of it."""
+        for event in self.parts or [self.event]:
+            if event is not None:
+                streams.synchronize(event)
+
+    def await_issued(self) -> None:
+        """Block until all of it was given to the GPU: at once, unless a disk has a part in it."""
+        if not self.issued.is_set():
+            watchdog.until_set(self.issued, self._described)
+
+    def _described(self) -> str:
+        way = "copy out" if self.label.direction == "out" else "load"
+        size = f"{self.slot.nbytes} bytes, {self.slot.where}"
+        return f"The {way} of {self.label.tag} ({size}) on lane {self.lane}"
 
     def part(self, start: int, size: int) -> torch.Tensor:
         assert self.keep is not None
@@ -107,11 +134,12 @@ def reach(streams: Streams, point: Point) -> None:
     """Block the calling thread until the GPU has passed a mark or a copy; raise what failed."""
     assert isinstance(point, CudaCopy | Mark)
     if isinstance(point, Mark):
-        return streams.synchronize(point.event)
-    point.issued.wait()
-    try:
-        if point.event is not None:
+        with suppress(Exception) if point.quiet else nullcontext():
             streams.synchronize(point.event)
+        return
+    point.await_issued()
+    try:
+        point.synchronize(streams)
     except Exception as error:
         point.error = point.error or bare(error)
     if point.error is not None:
@@ -140,12 +168,3 @@ def needed(need: CudaCopy, error: BaseException) -> Needed:
     told = Needed(f"{need.label.tag}: {error}")
     told.__cause__ = error
     return told
-
-
-def bare(error: BaseException) -> BaseException:
-    """The error without its frames: they would keep tensors alive."""
-    seen: BaseException | None = error
-    while seen is not None:
-        seen.__traceback__ = None
-        seen = seen.__cause__ or seen.__context__
-    return error

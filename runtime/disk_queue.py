@@ -6,6 +6,8 @@ import threading
 from collections import deque
 from collections.abc import Callable, Sequence
 
+from .threads import died, no_thread
+
 Work = Callable[[], None]
 
 
@@ -27,6 +29,11 @@ class _Task:
         self.work = None
         self.done.set()
 
+    def fail(self, error: BaseException) -> None:
+        self.work = None
+        self.error = self.error or error
+        self.done.set()
+
 
 class DiskQueue:
     """Tasks done in order by one daemon thread, which starts with the first and ends at `close`."""
@@ -36,6 +43,7 @@ class DiskQueue:
         self._tasks: deque[_Task] = deque()
         self._changed = threading.Condition(threading.Lock())
         self._thread: threading.Thread | None = None
+        self._at: _Task | None = None
         self._is_open = True
 
     def add(self, work: Work) -> _Task:
@@ -43,24 +51,44 @@ class DiskQueue:
         with self._changed:
             # closed while a move runs: whoever moves does it by itself
             if self._is_open:
-                self._tasks.append(task)
                 if self._thread is None:
-                    self._thread = threading.Thread(target=self._run, name=self._name, daemon=True)
-                    self._thread.start()
+                    self._start()  # nothing is queued if that fails
+                self._tasks.append(task)
                 self._changed.notify()
                 return task
         task.run()
         return task
 
+    def _start(self) -> None:
+        thread = threading.Thread(target=self._run, name=self._name, daemon=True)
+        try:
+            thread.start()
+        except RuntimeError as error:
+            raise no_thread(self._name, error) from error
+        self._thread = thread
+
     def _run(self) -> None:
+        try:
+            self._work_off()
+        except BaseException as error:
+            with self._changed:
+                self._thread = None
+                left = [task for task in (self._at, *self._tasks) if task is not None]
+                self._tasks.clear()
+                self._at = None
+            for task in left:
+                task.fail(died(self._name, error))
+
+    def _work_off(self) -> None:
         while True:
             with self._changed:
                 while not self._tasks:
                     if not self._is_open:
                         return
                     self._changed.wait()
-                task = self._tasks.popleft()
+                task = self._at = self._tasks.popleft()
             task.run()
+            self._at = None
 
     def close(self) -> None:
         """Do what is queued and end."""
@@ -77,9 +105,12 @@ def side_by_side(works: Sequence[tuple[DiskQueue, Sequence[Work]]]) -> None:
     if not works:
         return
     *others, (_, own) = works
-    tasks = [queue.add(work) for queue, its in others for work in its]
+    tasks: list[_Task] = []
     error: BaseException | None = None
     try:
+        for queue, its in others:
+            for work in its:
+                tasks.append(queue.add(work))  # those before one that fails count
         for work in own:
             work()
     except BaseException as raised:

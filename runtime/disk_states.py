@@ -12,6 +12,7 @@ import torch
 
 from offcompile.ir import OffloadError
 
+from . import watchdog
 from .drive_life import DriveLife, DriveWatch, capacity_of
 from .spill import SpillStore
 from .spill_file import Files
@@ -63,6 +64,7 @@ class DiskStates:
         capacity_bytes: int | None = None,
         files: Files | None = None,
     ) -> None:
+        watchdog.limit_s()  # what is wrong there is said now
         if host_bytes < 0 or buffers < 3 or block_bytes <= 0:
             raise OffloadError(
                 f"host_bytes={host_bytes}, block_bytes={block_bytes}, buffers={buffers}: give "

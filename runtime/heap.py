@@ -83,7 +83,8 @@ class Heap:
             process.madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
             self._statm = os.open("/proc/self/statm", os.O_RDONLY | os.O_CLOEXEC)
         self.pid = os.getpid()
-        self._other_bytes: int | None = None
+        #: what the process holds beside its blocks, and whether that is to be measured again
+        self._other_bytes, self._measure = 0, True
         self._limit_bytes: int | None = None
         self._left_bytes = 0
         self._budget_bytes = 0
@@ -117,8 +118,11 @@ class Heap:
             self._use_huge_pages()
 
     def settle(self) -> None:
-        """Measure anew, at the next step, what the process holds beside its blocks."""
-        self._other_bytes = None
+        """Measure anew, at the next step, what the process holds beside its blocks.
+
+        Until then the old figure stays: the watching thread may be using it.
+        """
+        self._measure = True
 
     def begin(self, planned_bytes: int, budget_bytes: int) -> None:
         """A step begins: of its budget, `planned_bytes` stand already."""
@@ -127,7 +131,8 @@ class Heap:
             return
         self._lay_out(budget_bytes)
         live = self.live_bytes()
-        if self._other_bytes is None:
+        if self._measure:
+            self._measure = False
             self.trim()
             self._other_bytes = self.resident_bytes() - live
         self._left_bytes = 0
@@ -164,7 +169,6 @@ class Heap:
         self._left_bytes = left = self.resident_bytes()
         # what trimming cannot take is none of the step's: do not try for it again
         if left > limit and self._limit_bytes == limit:
-            assert self._other_bytes is not None
             self._other_bytes += left - limit
             self._limit_bytes = left
         return 0.0
@@ -227,7 +231,7 @@ class Heap:
 
     def _hole_bytes(self, held_bytes: int) -> int:
         """What is held and in no block; what a block has not touched yet hides as much of it."""
-        return max(held_bytes - (self._other_bytes or 0) - self.live_bytes(), 0)
+        return max(held_bytes - self._other_bytes - self.live_bytes(), 0)
 
     def live_bytes(self) -> int:
         """What malloc has handed out and not got back."""

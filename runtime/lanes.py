@@ -15,12 +15,15 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from enum import Enum
+from functools import partial
 
 from offcompile.ir import OffloadError
 
+from . import watchdog
 from .counters import note, now_ns
 from .device import Copy, How, Label, Waited
 from .listening import HeardCopy
+from .threads import bare, died, no_thread
 
 
 class State(Enum):
@@ -77,6 +80,8 @@ class Lane:
         self.queue: deque[Job] = deque()
         self.wake = threading.Condition(lock)
         self.thread: threading.Thread | None = None
+        #: what its thread is at
+        self.at: Job | None = None
 
     def ready(self) -> bool:
         return bool(self.queue) and all(need.ended for need in self.queue[0].needs)
@@ -121,18 +126,24 @@ class Lanes:
             line = self._lanes.get(lane)
             if line is None:
                 line = self._lanes[lane] = Lane(lane, self._lock, strict)
+            if line.thread is None:
+                self._start(line)  # nothing is queued if that fails
             self._seq += 1
             job = Job(line, self._seq, work, needs, label, on_end, keep)
             line.queue.append(job)
             self._unfinished += 1
-            if line.thread is None:
-                line.thread = threading.Thread(
-                    target=self._run, args=(line,), name=f"offcompile-{lane}", daemon=True
-                )
-                line.thread.start()
-            elif line.queue[0] is job:
+            if line.queue[0] is job:
                 line.wake.notify()
         return job
+
+    def _start(self, lane: Lane) -> None:
+        name = f"offcompile-{lane.name}"
+        thread = threading.Thread(target=self._run, args=(lane,), name=name, daemon=True)
+        try:
+            thread.start()
+        except RuntimeError as error:
+            raise no_thread(name, error) from error
+        lane.thread = thread
 
     def wait(self, job: Job) -> Waited:
         """Block until `job` has ended, hurrying it if it is queued. An error stays on the job."""
@@ -144,8 +155,7 @@ class Lanes:
             if job.state is State.QUEUED:
                 self._hurry(job)
             job.awaited = True
-            while not job.ended:
-                self._ended.wait()
+            watchdog.until(self._ended, lambda: job.ended, lambda: _described(job))
         return Waited(how, now_ns() - began_ns)
 
     def hurry(self, job: Job) -> bool:
@@ -187,42 +197,73 @@ class Lanes:
 
     def drain(self) -> None:
         with self._lock:
-            while self._unfinished:
-                self._ended.wait()
+            owner = f"The end of all copies of the {self._owner} runtime"
+            watchdog.until(self._ended, lambda: not self._unfinished, lambda: owner)
 
-    def close(self) -> None:
-        """Cancel what is queued, let what runs finish, and end the threads."""
+    def close(self) -> bool:
+        """Cancel what is queued, let what runs finish, and end the threads.
+
+        False: some did not end, and were left behind (`watchdog.joined`).
+        """
         with self._lock:
             self._closed = True
             queued = [job for lane in self._lanes.values() for job in lane.queue]
         for job in queued:
             self.cancel(job)
         with self._lock:
-            threads = [lane.thread for lane in self._lanes.values() if lane.thread]
+            lanes = [(lane.name, lane.thread) for lane in self._lanes.values() if lane.thread]
             for lane in self._lanes.values():
                 lane.wake.notify_all()
-        for thread in threads:
-            if thread is not threading.current_thread():
-                thread.join()
+        ended = [
+            watchdog.joined(thread, partial("The end of lane {}".format, name))
+            for name, thread in lanes
+            if thread is not threading.current_thread()
+        ]
+        return all(ended)
 
     # -- the lane's own thread -----------------------------------------------------------------
 
     def _run(self, lane: Lane) -> None:
+        try:
+            self._work_off(lane)
+        except BaseException as error:
+            self._died(lane, error)
+
+    def _died(self, lane: Lane, error: BaseException) -> None:
+        """Fail what the thread was at, or about to begin, and have another take its place."""
+        with self._lock:
+            job, lane.at = lane.at, None
+            if job is not None and job.state is State.QUEUED:
+                lane.queue.remove(job)
+        try:
+            if job is not None and not job.ended:
+                job.error = died(f"offcompile-{lane.name}", error)
+                self._over(job)
+        finally:
+            with self._lock:
+                lane.thread = None
+                if lane.queue:
+                    self._start(lane)
+
+    def _work_off(self, lane: Lane) -> None:
         while True:
             with self._lock:
                 while not lane.ready():
                     if self._closed and not lane.queue:
                         return
                     lane.wake.wait()
+                lane.at = lane.queue[0]
             if self.before is not None:
                 self.before()
             if self._delay_s is not None:
                 time.sleep(self._delay_s())
             with self._lock:
                 if not lane.ready():
+                    lane.at = None
                     continue
                 job = lane.queue.popleft()
                 job.state = State.RUNNING
+                lane.at = job
             self._work(job)
             # the last job must not be held until the next one comes
             del job
@@ -240,22 +281,32 @@ class Lanes:
                 assert job.work is not None
                 job.work()
             except BaseException as error:
-                job.error = _bare(error)
+                job.error = bare(error)
         ended_ns = now_ns()
         note(f"end_{label.direction}", label.tag, lane, ended_ns, ended_ns - began_ns)
         if label.heard is not None and job.error is None:
             label.heard.copies.append(HeardCopy(label.tag, lane, began_ns, ended_ns))
+        self._over(job)
+
+    def _over(self, job: Job) -> None:
         on_end, job.on_end = job.on_end, None
         job.work = job.keep = None
-        if on_end is not None:
-            on_end(job)
-        with self._lock:
-            self._end(job)
+        try:
+            if on_end is not None:
+                on_end(job)
+        except BaseException as error:
+            job.error = job.error or died(f"offcompile-{job.lane.name}", error)
+            raise
+        finally:
+            with self._lock:
+                job.lane.at = None
+                self._end(job)
 
     def _end(self, job: Job) -> None:
         job.needs = ()
         job.state = State.ENDED
         self._unfinished -= 1
+        watchdog.progress()
         # who is woken for nothing takes time that the next job wants to start in
         if job.awaited or not self._unfinished:
             self._ended.notify_all()
@@ -264,10 +315,11 @@ class Lanes:
                 lane.wake.notify()
 
 
-def _bare(error: BaseException) -> BaseException:
-    """The error without its frames: they would keep tensors alive."""
-    seen: BaseException | None = error
-    while seen is not None:
-        seen.__traceback__ = None
-        seen = seen.__cause__ or seen.__context__
-    return error
+def _described(job: Job) -> str:
+    """For whoever waits for it: which tensor, which way, and where it stands."""
+    nbytes, ahead = getattr(job.keep, "nbytes", None), job.lane.at
+    way = "copy out" if job.label.direction == "out" else "load"
+    size = "" if nbytes is None else f" ({nbytes} bytes)"
+    behind = "" if ahead is None or ahead is job else f", behind {ahead.label.tag}"
+    stands = f"{job.state.name.lower()} on lane {job.lane.name}{behind}"
+    return f"The {way} of {job.label.tag}{size}, {stands},"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 
+from . import watchdog
 from .counters import Tally
 
 
@@ -40,11 +41,13 @@ class Ledger:
 
         Returns whether it waited.
         """
-        waited = False
         with self._lock:
-            while self._draining_bytes and self._over(nbytes):
-                waited = True
-                self._drained.wait()
+            waited = self._must_wait(nbytes)
+            watchdog.until(
+                self._drained,
+                lambda: not self._must_wait(nbytes),
+                lambda: f"Room for {nbytes} of {self._limit_bytes} bytes in flight",
+            )
             self._moving_bytes += nbytes
             if drains:
                 self._draining_bytes += nbytes
@@ -62,6 +65,9 @@ class Ledger:
     def release(self, nbytes: int, drained: bool = False) -> None:
         with self._lock:
             self.release_locked(nbytes, drained)
+
+    def _must_wait(self, nbytes: int) -> bool:
+        return bool(self._draining_bytes) and self._over(nbytes)
 
     def _over(self, nbytes: int) -> bool:
         return self._limit_bytes is not None and self.held_bytes + nbytes > self._limit_bytes

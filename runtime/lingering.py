@@ -9,6 +9,9 @@ from typing import Generic, TypeVar
 
 from offcompile.ir import OffloadError
 
+from . import watchdog
+from .threads import died, no_thread
+
 _LINGER_S = 0.2
 
 Item = TypeVar("Item")
@@ -18,7 +21,8 @@ class Lingering(Generic[Item]):
     """A daemon thread, there while needed, that takes items with the lock and works without it.
 
     `take` is called with the condition's lock held, whenever something changed, and gives the next
-    item or None; `work` must not raise.
+    item or None; `work` must not raise. If one of the two does all the same, the thread ends,
+    `failed` hears of it with the lock held, and the next `wake` starts another.
     """
 
     def __init__(
@@ -27,9 +31,10 @@ class Lingering(Generic[Item]):
         changed: threading.Condition,
         take: Callable[[], Item | None],
         work: Callable[[Item], None],
+        failed: Callable[[Item | None, OffloadError], None],
     ) -> None:
         self._name, self._changed = name, changed
-        self._take, self._work = take, work
+        self._take, self._work, self._failed = take, work, failed
         self._thread: threading.Thread | None = None
         self._is_open = True
 
@@ -40,10 +45,7 @@ class Lingering(Generic[Item]):
             try:
                 thread.start()
             except RuntimeError as error:
-                raise OffloadError(
-                    f"the thread {self._name} cannot be started ({error}): raise what bounds this "
-                    "process (ulimit -u, ulimit -d, ulimit -s)"
-                ) from error
+                raise no_thread(self._name, error) from error
             self._thread = thread
         self._changed.notify_all()
 
@@ -54,23 +56,29 @@ class Lingering(Generic[Item]):
     def is_this_thread(self) -> bool:
         return self._thread is threading.current_thread()
 
-    def join(self) -> None:
-        """Wait until it has ended; without the lock."""
+    def join(self) -> bool:
+        """Wait until it has ended; without the lock. False: it did not, and was left behind."""
         with self._changed:
             thread = self._thread
             self._changed.notify_all()
-        if thread is not None:
-            thread.join()
+        return thread is None or watchdog.joined(thread, lambda: f"The end of {self._name}")
 
     def _run(self) -> None:
-        while True:
+        item: Item | None = None
+        try:
+            while True:
+                with self._changed:
+                    item = self._next()
+                    if item is None:
+                        self._thread = None
+                        return
+                self._work(item)
+                item = None  # else the last one would be held until the next one comes
+        except BaseException as error:
             with self._changed:
-                item = self._next()
-                if item is None:
-                    self._thread = None
-                    return
-            self._work(item)
-            del item  # else the last one would be held until the next one comes
+                self._thread = None
+                self._failed(item, died(self._name, error))
+                self._changed.notify_all()
 
     def _next(self) -> Item | None:
         until = time.monotonic() + _LINGER_S

@@ -94,6 +94,7 @@ class Mover:
         self._kept_counted = (0, 0, 0, 0)
         # filled by finalizers, which may run between any two lines and take no lock
         self._deaths: deque[Callable[[], None]] = deque()
+        self._is_closed = self._sweeps = False
         device.before_copies(self.sweep)
         self._forget_gauges = add_gauges(self._gauges)
 
@@ -416,6 +417,21 @@ class Mover:
 
     def sweep(self) -> None:
         """Give back what has died since the last time. Called at every op and before every job."""
+        if self._is_closed and self._sweeps:
+            return  # the one below, which was interrupted by a finalizer, goes on until all is done
+        self._sweeps = True
+        try:
+            self._sweep()
+        finally:
+            self._sweeps = False
+
+    def _note_death(self, died: Callable[[], None]) -> None:
+        """For finalizers. Once it is closed nobody comes to sweep, and no lock of ours is held."""
+        self._deaths.append(died)
+        if self._is_closed:
+            self.sweep()
+
+    def _sweep(self) -> None:
         while self._deaths:
             try:
                 died = self._deaths.popleft()
@@ -425,9 +441,7 @@ class Mover:
             del died  # what it held may die with it, and come next
 
     def _issue(self, entry: _Entry, died: Callable[[_Entry], None]) -> torch.Tensor:
-        entry.number, ticket = tickets.issue(
-            entry, partial(self._deaths.append, partial(died, entry))
-        )
+        entry.number, ticket = tickets.issue(entry, partial(self._note_death, partial(died, entry)))
         with self._lock:
             self._live_tickets += 1
         return ticket
@@ -510,6 +524,8 @@ class Mover:
         self._forget_gauges()
         self.device.close()
         self._ledger.close()
+        self._is_closed = True
+        self.sweep()
 
 
 def _check_dense(x: torch.Tensor, tag: str) -> None:

@@ -17,6 +17,7 @@ import torch
 
 from offcompile.ir import OffloadError
 
+from . import watchdog
 from .arena import Arena
 from .checksums import VerifiedStore
 from .counters import add_gauges, forget_parent
@@ -97,6 +98,7 @@ class Runtime:
     """Arena, spill files, lanes and mover of one set of settings; stays until closed."""
 
     def __init__(self, settings: RuntimeSettings) -> None:
+        watchdog.limit_s()  # what is wrong there is said now, and not in the middle of a wait
         self.settings = settings
         self.stores: dict[str, SpillStore] = {}
         #: pinned memory on CUDA, staging on the CPU

@@ -5,10 +5,11 @@ from __future__ import annotations
 import itertools
 import os
 import threading
+import warnings
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -17,7 +18,7 @@ import numpy as np
 
 from offcompile.ir import OffloadError
 
-from . import forks
+from . import forks, watchdog
 from .directories import ELSEWHERE
 from .disk_queue import DiskQueue, Work, side_by_side
 from .mapping import PAGE_BYTES, page_multiple
@@ -244,13 +245,19 @@ class SpillStore:
                 file.flush()
 
     def close(self) -> None:
-        """Wait for what is running, then give files and room back; the store is of no more use."""
+        """Wait for what is running, then give files and room back; the store is of no more use.
+
+        What a hung disk still has stays with the process, after a warning.
+        """
         with self._settled:
-            while self._running:
-                self._settled.wait()
             self._is_open = False
-            for file in self._files:
-                file.close()
+            try:
+                watchdog.until(self._settled, lambda: not self._running, self._described)
+            except watchdog.Stalled as stalled:
+                warnings.warn(f"{stalled}. Its files stay open.", watchdog.StallWarning, 2)
+            else:
+                for file in self._files:
+                    file.close()
         for queue in self._queues.values():
             queue.close()
 
@@ -405,7 +412,13 @@ class SpillStore:
         # a page that the disk is filling while it becomes copy-on-write would be lost to one side
         self._settled.acquire()
         while self._running:
-            self._settled.wait()
+            # a fork cannot be refused: it waits as long as the disk takes, and that is told
+            with suppress(watchdog.Stalled):
+                watchdog.until(self._settled, lambda: not self._running, self._described)
+
+    def _described(self) -> str:
+        places = ", ".join(map(str, self.directories))
+        return f"The end of {self._running} moves to and from the spill files in {places}"
 
     def after_fork(self, in_child: bool) -> None:
         if in_child:

@@ -13,6 +13,7 @@ from pathlib import Path
 
 from offcompile.ir import OffloadError
 
+from . import watchdog
 from .directories import ELSEWHERE, check_directory
 from .extents import FreeRanges
 from .mapping import PAGE_BYTES, Mapping, page_multiple
@@ -99,7 +100,8 @@ class SpillFile:
 
     def _extend(self, step: int) -> bool:
         try:
-            self._files.allocate(self._descriptor, self.size_bytes, step)
+            with watchdog.told(), watchdog.calling("growing by", step, self.directory):
+                self._files.allocate(self._descriptor, self.size_bytes, step)
         except OSError as error:
             if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
                 os.ftruncate(self._descriptor, self.size_bytes)  # part of it may have been given
@@ -129,10 +131,13 @@ class SpillFile:
         done, fruitless = 0, 0
         while done < total:
             left = total - done
+            number, moved = watchdog.begun(doing, left, self.directory), 0
             try:
                 moved = call(self._descriptor, part_of(views, done, left), offset + done)
             except OSError as error:
                 raise self._failed(doing, left, offset + done, error) from error
+            finally:
+                watchdog.over(number, moved)
             # direct I/O goes on only at whole pages
             moved = moved if moved == left else moved // PAGE_BYTES * PAGE_BYTES
             fruitless = 0 if moved else fruitless + 1
@@ -196,7 +201,11 @@ def open_unlinked(directory: Path, elsewhere: str = ELSEWHERE) -> int:
                 if error.errno not in (errno.EOPNOTSUPP, errno.EISDIR, errno.EINVAL, errno.ENOENT):
                     raise
         descriptor, name = tempfile.mkstemp(prefix=".offcompile-", dir=directory)
-        os.unlink(name)
+        try:
+            os.unlink(name)
+        except BaseException:
+            os.close(descriptor)
+            raise
     except OSError as error:
         raise OffloadError(
             f"no spill file can be made in {directory} ({error.strerror}): make it writable, or "

@@ -15,6 +15,7 @@ import numpy as np
 
 from offcompile.ir import OffloadError
 
+from . import watchdog
 from .lingering import Lingering
 from .spill import SpillStore
 from .state_blocks import Block, Frame, Frames, Phase
@@ -53,8 +54,12 @@ class Flow:
         #: why nothing is written any more, until someone was told
         self._failure: BaseException | None = None
         states = "offcompile-states"
-        self._reader = Lingering(f"{states}-in", self._changed, self._next_read, self._read)
-        self._writer = Lingering(f"{states}-out", self._changed, self._next_write, self._write)
+        self._reader = Lingering(
+            f"{states}-in", self._changed, self._next_read, self._read, self._reader_died
+        )
+        self._writer = Lingering(
+            f"{states}-out", self._changed, self._next_write, self._write, self._writer_died
+        )
         self._step = 0
         self._is_open = True
 
@@ -66,16 +71,19 @@ class Flow:
             block.error = None
             block.waiting += 1
             try:
-                while block.phase is not Phase.READY:
-                    self._come(block, write)
+                watchdog.until(
+                    self._changed, lambda: self._came(block, write), lambda: _described(block)
+                )
             finally:
                 block.waiting -= 1
             self._out_of_lists(block)
             block.pins += 1
             self.look_ahead()
 
-    def _come(self, block: Block, write: bool) -> None:
-        """One try to have it there, or one wait."""
+    def _came(self, block: Block, write: bool) -> bool:
+        """One try to have it there."""
+        if block.phase is Phase.READY:
+            return True
         if not self._is_open or block.is_removed:
             raise OffloadError("the states were closed or removed while they were visited")
         if block.error is not None:
@@ -84,14 +92,14 @@ class Flow:
         if block.phase is Phase.LEAVING:
             self._leaving.remove(block)
             block.phase = Phase.READY
-            return
+            return True
         if block.phase is Phase.ABSENT:
             if write and not self._frames.has_room(block.nbytes):
                 self.raise_failure()
             if block not in self._demands:
                 self._demands.append(block)
             self.look_ahead()
-        self._changed.wait()
+        return False
 
     def unpin(self, block: Block, write: bool) -> None:
         with self.lock:
@@ -135,15 +143,23 @@ class Flow:
             self._failure = None
             if self._leaving:
                 self._writer.wake()
-            while self._failure is None and self._is_open and (self._leaving or self._writing):
-                self._changed.wait()
+            watchdog.until(self._changed, self._settled, self._what_leaves)
             self.raise_failure()
+
+    def _settled(self) -> bool:
+        over = self._failure is not None or not self._is_open
+        return over or not (self._leaving or self._writing)
+
+    def _what_leaves(self) -> str:
+        blocks = [*self._leaving, *filter(None, [self._writing])]
+        nbytes = sum(block.nbytes for block in blocks)
+        return f"The writing of {nbytes} bytes of optimizer states in {len(blocks)} blocks"
 
     def close(self) -> bool:
         """End the threads and drop all frames.
 
         False: they end later, and frames go with them. So it is when garbage collection closes
-        the store from inside of one of the store's own lines.
+        the store from inside of one of the store's own lines, and when a disk hangs.
         """
         self._is_open = False
         self._reader.end()
@@ -153,8 +169,9 @@ class Flow:
         if not self.lock.acquire(timeout=_INSIDE_S):
             return False
         self.lock.release()
-        self._reader.join()
-        self._writer.join()
+        # both, before one is left behind
+        if not all([self._reader.join(), self._writer.join()]):
+            return False
         self.drop()
         return True
 
@@ -283,6 +300,20 @@ class Flow:
                 self._stay(block)
             self._changed.notify_all()
 
+    def _reader_died(self, block: Block | None, error: OffloadError) -> None:
+        """Those who wait for it, or for any block if it was between two, are told."""
+        for one in [block] if block is not None else list(self._demands):
+            if one.phase is Phase.READING:
+                self._empty(one)
+            one.error = error
+
+    def _writer_died(self, block: Block | None, error: OffloadError) -> None:
+        self._failure = error
+        lost, self._writing = self._writing, None
+        if lost is not None and lost.phase is Phase.WRITING:
+            lost.phase = Phase.LEAVING
+            self._leaving.appendleft(lost)
+
     def _next_write(self) -> Block | None:
         if self._failure is not None or not self._leaving:
             return None
@@ -312,6 +343,10 @@ class Flow:
                 else:
                     self._empty(block)
             self._changed.notify_all()
+
+
+def _described(block: Block) -> str:
+    return f"A block of {block.nbytes} bytes of optimizer states ({block.phase.value})"
 
 
 def _begun(block: Block, frame: Frame) -> Block:

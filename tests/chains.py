@@ -6,7 +6,7 @@ import random
 
 from offcompile.ir import Codec, Lane, Machine, Op, Problem, Tensor, Tier
 from offcompile.passes.decisions import Decisions
-from offcompile.passes.gaps import find_gaps
+from offcompile.passes.frame import Frame, Mode
 from offcompile.passes.schedule import Builder
 
 
@@ -84,9 +84,9 @@ def link(
 
 def bytes_range(problem: Problem, machine: Machine) -> tuple[int, int]:
     """(least, most) device bytes: with everything that can leave away, and with nothing away."""
-    builder = Builder(problem, machine.with_capacity("device", None), Decisions())
-    gaps = find_gaps(builder.program, machine)
-    return max(gaps.floor(builder.kept_bytes), default=0), max(builder.kept_bytes, default=0)
+    roomy = machine.with_capacity("device", None)
+    kept = Builder(problem, roomy, Decisions()).kept_bytes
+    return max(Frame(problem, roomy, Mode()).floor, default=0), max(kept, default=0)
 
 
 def random_chain(

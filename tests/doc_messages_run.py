@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import threading
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -16,6 +17,9 @@ from torch import nn
 import offcompile
 from offcompile import cost_cache, optim
 from offcompile.ir import Plan
+from offcompile.runtime import cpu, watchdog
+from offcompile.runtime.device import Label
+from offcompile.runtime.lanes import Lanes
 
 # --- directories and disks -----------------------------------------------------------------------
 
@@ -123,6 +127,78 @@ def _(place: Path, patch: pytest.MonkeyPatch) -> str:
 
     watch = DriveWatch(10**12)
     return warned(lambda: [watch.step_over(i * 10**10, i * 60.0) for i in range(3)])
+
+
+def waiting(looks: int) -> None:
+    with watchdog.patience(watchdog.DEFAULT_S):
+        number = watchdog.begun("reading", 4096, "/mnt/far")
+        wait = watchdog.Wait(lambda: "The load of act_3")
+        try:
+            for _ in range(looks):
+                wait.look()
+        finally:
+            watchdog.over(number)
+
+
+@says("… is waited for in vain, for … s. …")
+def _(place: Path, patch: pytest.MonkeyPatch) -> str:
+    patch.setattr(watchdog, "warn_once", lambda kind, text: None)
+    return told(lambda: waiting(watchdog.LOOKS))
+
+
+@says("… is waited for longer than usual, for … s. …")
+def _(place: Path, patch: pytest.MonkeyPatch) -> str:
+    return warned(lambda: waiting(watchdog.WARN_AT))
+
+
+@says("One call takes longer than usual: …")
+def _(place: Path, patch: pytest.MonkeyPatch) -> str:
+    said: list[str] = []
+    heard = threading.Event()
+    patch.setattr(watchdog, "warn_once", lambda kind, text: [said.append(text), heard.set()])
+    with watchdog.patience(0.08), watchdog.told(), watchdog.calling("saving", 9, place):
+        assert heard.wait(30)
+    return said[0]
+
+
+@says("OFFCOMPILE_STALL_SECONDS is …: write after how many seconds")
+def _(place: Path, patch: pytest.MonkeyPatch) -> str:
+    patch.setenv("OFFCOMPILE_STALL_SECONDS", "soon")
+    patch.setattr(watchdog, "_asked_s", None)
+    return told(watchdog.limit_s)
+
+
+@says("the thread … died of … (…); another takes its place")
+def _(place: Path, patch: pytest.MonkeyPatch) -> str:
+    lanes, deaths = Lanes("test"), iter([MemoryError("no room")])
+
+    def die() -> None:
+        for death in deaths:
+            raise death
+
+    lanes.before = die
+    job = lanes.submit("d2h", lambda: None, (), Label("out", "act_3"))
+    lanes.wait(job)
+    lanes.close()
+    return str(job.error)
+
+
+@says("the thread … cannot be started (…): raise what bounds this process")
+def _(place: Path, patch: pytest.MonkeyPatch) -> str:
+    def refuse(thread: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    patch.setattr(threading.Thread, "start", refuse)
+    return told(lambda: Lanes("test").submit("d2h", lambda: None, (), Label("out", "act_3")))
+
+
+@says("The process is out of memory: a tensor of … bytes could not come back")
+def _(place: Path, patch: pytest.MonkeyPatch) -> str:
+    def exhausted(*_: object, **__: object) -> None:
+        raise RuntimeError("DefaultCPUAllocator: can't allocate memory")
+
+    patch.setattr(cpu.torch, "empty", exhausted)
+    return told(lambda: cpu._room(4096))
 
 
 @says("measurements cannot be kept in …: they are repeated in every process")
@@ -329,3 +405,33 @@ def _(place: Path, patch: pytest.MonkeyPatch) -> str:
 def _(place: Path, patch: pytest.MonkeyPatch) -> str:
     torch.save({"model": {"weight": torch.ones(3, 3)}}, place / "w.pt")
     return told(lambda: offcompile.load_weights(nn.Linear(4, 4), place / "w.pt"))
+
+
+# --- verify=True ---------------------------------------------------------------------------------
+
+
+@says("… does not give what the plain run gives: …")
+def _(place: Path, patch: pytest.MonkeyPatch) -> str:
+    from captured import capture
+
+    from offcompile import verifying
+    from offcompile.verified import Verified
+
+    said: list[str] = []
+    patch.setattr(verifying, "warn", said.append)
+    (graphs,) = capture(lambda x: x * 2, torch.ones(3))
+    cpu = torch.device("cpu")
+    one = verifying.Verifying("graph 0", graphs, cpu, Verified(exact=True), lambda *_: "")
+    one.begin("inference", [torch.ones(3)])([torch.ones(3)])
+    return said[0]
+
+
+@says("torch.compile with aot_autograd does not currently support double backward")
+def _(place: Path, patch: pytest.MonkeyPatch) -> str:
+    x = torch.ones(2, 4, requires_grad=True)
+    options = {"lowering": "aot_eager", "hardware": "cpu"}
+    torch._dynamo.reset()
+    model = torch.compile(nn.Linear(4, 4), backend="offcompile", options=options)
+    loss = model(x).square().sum()
+    (slope,) = torch.autograd.grad(loss, x, create_graph=True)
+    return told(lambda: slope.sum().backward(), RuntimeError)

@@ -85,7 +85,7 @@ def test_memory_minimum_takes_the_least_there_is(tmp_path: Path) -> None:
         below(x)
     text = str(refused.value)
     assert f"{least // 2:,} bytes" in text and "Set memory to" in text
-    assert "of inputs" in text and "mul" in text  # weights can leave
+    assert "of inputs" in text and "tanh" in text  # weights can leave
     # what the message says to do is enough
     asked = text.split("Set memory to '")[1].split("'")[0]
     torch._dynamo.reset()
@@ -211,7 +211,7 @@ def test_what_other_graphs_hold_counts(tmp_path: Path, monkeypatch: pytest.Monke
     monkeypatch.setattr(executions, "warn", said.append)
     monkeypatch.setattr(executions, "first_time", lambda what: True)
     model, x = Broken(), torch.randn(1024, 64)
-    given = 2300 << 10  # enough for the first graph by itself
+    given = 2275 << 10  # enough for the first graph by itself, and for both with weights away
     compiled = torch.compile(model, backend="offcompile", options=options(tmp_path, memory=given))
     try:
         compiled(x).sum().backward()

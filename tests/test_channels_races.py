@@ -9,18 +9,16 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
 from functools import partial
 
 import numpy as np
 import pytest
 import torch
 from cuda_bench import NOTHING, Bench, bench_of, fill
+from update_bench import KINDS, SimulatedCarrier, produce, updates_of, use, weight_of
 
 from offcompile.ir import OffloadError
 from offcompile.runtime import tickets
-from offcompile.runtime.carrier import Brought, Carrier
-from offcompile.runtime.channels import Channels, Job
 from offcompile.runtime.cuda import CudaDevice
 from offcompile.runtime.device import Filled, Point, Slot
 from offcompile.runtime.lanes import Job as LaneJob
@@ -29,110 +27,6 @@ from offcompile.runtime.simulated import SimulatedDevice
 from offcompile.runtime.simulated_streams import Faults
 
 SIZES = (64, 200, 64)
-
-
-class SimulatedCarrier(Carrier):
-    """Duplicates by a simulated kernel."""
-
-    bench: Bench
-
-    def _duplicate(self, tensor: torch.Tensor) -> torch.Tensor:
-        made = self.bench.streams.empty(tensor.numel())
-        self.bench.streams.launch(copy, (tensor,), (made,), "duplicate")
-        return made
-
-
-def copy(source: np.ndarray, target: np.ndarray) -> None:
-    target[:] = source
-
-
-@dataclass
-class Updates:
-    """Channels whose threads know what the handing over of a job tells them, and no more."""
-
-    bench: Bench
-    carrier: SimulatedCarrier
-    channels: Channels = field(default_factory=Channels)
-    #: what is known once the last update is over
-    clock: int = 0
-
-    def start(self, weight: torch.Tensor, brought: Brought, label: str) -> Callable[[], None]:
-        """Queue `weight += gradient` on the host; returns what waits for it."""
-        bench, carrier = self.bench, self.carrier
-        watch, place = bench.streams._watch, carrier.place(weight)
-        before = watch.known
-        over: list[int] = []
-
-        def arrive() -> None:
-            watch.known |= before
-            brought.arrive()
-
-        def work() -> None:
-            nonlocal brought
-            watch.known |= self.clock
-            bench.streams.touch(brought.gradient, False, f"read {label}")
-            bench.streams.touch(place, True, f"update {label}")
-            place.add_(brought.gradient)
-            carrier.updated(weight, label)
-            bench.streams.let_go(brought.gradient)
-            del brought
-            self.clock = watch.known
-            over.append(self.clock)
-
-        job = self.channels.submit(arrive, work, label)
-        return partial(self._wait, job, over)
-
-    def _wait(self, job: Job, over: list[int]) -> None:
-        job.wait()
-        self.bench.streams._watch.known |= over[0]
-
-
-def updates_of(bench: Bench, carrier: type[SimulatedCarrier] = SimulatedCarrier) -> Updates:
-    made = carrier(bench.mover)
-    made.bench = bench
-    return Updates(bench, made)
-
-
-def weight_of(bench: Bench, nbytes: int, value: int, on_host: bool) -> torch.Tensor:
-    if not on_host:
-        return bench.full(nbytes, value)
-    (weight,) = bench.device.addressable([nbytes])
-    bench.streams.launch(fill(value), (), (weight,), f"place {value}")
-    return weight
-
-
-def use(bench: Bench, weight: torch.Tensor, value: int, in_place: bool, tag: str) -> None:
-    """As a compiled forward does."""
-    if in_place or bench.device.slot_of(weight) is None:
-        bench.device.claim(weight)
-        bench.expect(weight, value, tag)
-        return
-    buffer, load = bench.mover.start_fetch(weight, tag, "h2d")
-    bench.wait_load(load)
-    bench.expect(buffer, value, tag)
-
-
-KINDS = ("lent", "kept", "sent", "written", "added")
-
-
-def produce(bench: Bench, nbytes: int, value: int, kind: str) -> torch.Tensor:
-    """A gradient as a compiled backward makes it, on the device or already on its way."""
-    if kind in ("lent", "kept"):
-        return bench.full(nbytes, value)
-    if kind == "sent":
-        ticket = bench.mover.start_store(bench.full(nbytes, value), "g", "d2h")
-        bench.wait_out(ticket)
-    else:
-        host, ticket = bench.mover.store_in_place(nbytes, "g")
-        bench.streams.launch(fill(value - (kind == "added")), (), (host,), "store")
-        bench.mover.stored(host)
-    found = tickets.find(ticket, Saved).host
-    assert found is not None
-    if kind == "added":
-        # as autograd adds to `.grad`: a kernel, counted by autograd
-        bench.streams.launch(lambda g: g.__iadd__(1), (), (found,), "add")
-        torch._C._autograd._unsafe_set_version_counter((found,), (found._version + 1,))
-    return found
 
 
 def learn(bench: Bench, seed: int, steps: int = 2) -> None:
@@ -336,6 +230,48 @@ def test_a_gradient_that_does_not_arrive_is_told_and_nothing_is_updated() -> Non
         updates.channels.close()
         bench.close()
         assert (bench.wrong, bench.streams.races) == ([], [])
+
+
+def test_a_weight_that_does_not_come_back_is_named_once_and_the_others_are_waited_for() -> None:
+    for seed in range(20):
+        # two weights and a gradient go out, and the first weight comes back
+        bench = bench_of(seed, faults=Faults(running=frozenset({3})))
+        updates = updates_of(bench)
+        weights = [weight_of(bench, 64, value, on_host=False) for value in (1, 2)]
+        for weight in weights:
+            updates.carrier.place(weight)
+        for n, weight in enumerate(weights):
+            brought = updates.carrier.bring(weight, bench.full(64, 5), f"g{n}")
+            updates.start(weight, brought, f"w{n}")()
+            del brought
+        with pytest.raises(OffloadError, match=r"w0 \(64 bytes\) could not be loaded.*copy 3 fail"):
+            for _ in range(2):  # at once, or when both are waited for
+                updates.carrier.finish()
+                bench.device.drain()
+        updates.carrier.finish()
+        bench.expect(weights[1], 7)
+        bench.settle()
+        updates.channels.close()
+        bench.close()
+        assert (bench.wrong, bench.streams.races) == ([], []), seed
+
+
+def test_a_load_that_failed_does_not_fail_the_update_of_its_weight() -> None:
+    for seed in range(20):
+        bench = bench_of(seed, faults=Faults(running=frozenset({0})))
+        updates = updates_of(bench)
+        weight = weight_of(bench, 64, 1, on_host=True)
+        with pytest.raises(OffloadError, match=r"w \(64 bytes\) could not be loaded"):
+            bench.wait_load(bench.mover.start_fetch(weight, "w", "h2d")[1])
+            bench.device.drain()
+        brought = updates.carrier.bring(weight, bench.full(64, 2), "g")
+        updates.start(weight, brought, "w")()
+        bench.expect(weight, 3)
+        del brought
+        bench.settle()
+        updates.channels.close()
+        bench.close()
+        assert (bench.wrong, bench.streams.races) == ([], []), seed
 
 
 def test_what_a_hold_raises_leaves_it_held() -> None:

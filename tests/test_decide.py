@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from offcompile.decide import Decided, decide, floor_of
+from offcompile.decide import Decided, decide, floor_of, floors_by_run
 from offcompile.ir import Infeasible, Lane, Machine, Op, Problem, Tensor, Tier
 
 MIB = 1 << 20
@@ -70,6 +70,23 @@ def test_holes_never_make_a_budget_infeasible() -> None:
     assert decided(floor + MIB, FAST).holes_bytes == 0
     with pytest.raises(Infeasible, match="below the floor"):
         decided(floor, FAST)
+
+
+def test_what_stays_to_the_end_counts_whatever_leaves_before() -> None:
+    """A gradient that can go to the host is no room for one that cannot."""
+    tensors = (
+        Tensor("w", 4 * MIB, "weight", "host"),
+        Tensor("kept", MIB, "gradient", pinned=True),
+        Tensor("leaves", 4 * MIB, "gradient"),
+    )
+    ops = (
+        Op("f", "forward", 1000, ("w",), ()),
+        Op("b", "backward", 1000, ("w",), ("kept",)),
+        Op("c", "backward", 1000, (), ("leaves",)),
+        Op("end", "backward", 0, (), ()),
+    )
+    floors = floors_by_run(Problem(tensors, ops, steady=False), machine(FAST))  # type: ignore[arg-type]
+    assert floors == {"f": 4 * MIB, "b": 5 * MIB, "c": 5 * MIB, "end": MIB}
 
 
 def test_the_floor_and_what_fits_leave_no_holes() -> None:

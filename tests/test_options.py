@@ -200,6 +200,7 @@ def test_every_option_has_its_variable() -> None:
         "OFFCOMPILE_SECONDS": "2.5",
         "OFFCOMPILE_GRADIENT_RESERVE": "none",
         "OFFCOMPILE_VERIFY_SPILL": "1",
+        "OFFCOMPILE_VERIFY": "true",
     }
     assert set(environ) == {f"OFFCOMPILE_{f.name.upper()}" for f in fields(Options)}
     assert Options.read(None, environ) == Options(
@@ -213,6 +214,7 @@ def test_every_option_has_its_variable() -> None:
         Path("/dumps"),
         2.5,
         None,
+        True,
         True,
     )
 

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 import offcompile
 from offcompile.executions import Executions, Room
+from offcompile.graphs import BACKWARD
 from offcompile.ir import HOST
 from offcompile.needs import bytes_of, standing_in
 from offcompile.results import Results
@@ -59,7 +60,10 @@ def seen(monkeypatch: pytest.MonkeyPatch) -> Iterator[Seen]:
         with running(self, phase, arguments, peak_at, *how) as room:
             sizes = self.sizes if room is None else room.sizes
             peak = peak_at(sizes)
-            beside = self.books.held_beside(self.entry, self.binding).now
+            binding = self.forward_of(arguments)[0] if phase == BACKWARD else self.binding
+            beside = self.books.held_beside(self.entry, binding).now
+            if phase == BACKWARD:  # its own plan counts what its forward left
+                beside -= self.entry.left_by(binding)
             kept = 0 if room is None else room.kept_limit_bytes
             found.together.append(beside + peak + kept)
             found.peaks.setdefault(sizes, set()).add(peak)

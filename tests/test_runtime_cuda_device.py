@@ -6,6 +6,7 @@ import gc
 import re
 import threading
 from collections.abc import Iterator
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 
@@ -14,6 +15,7 @@ import pytest
 import torch
 from cuda_bench import (
     NOTHING,
+    PAGE,
     STAGING,
     Bench,
     Disk,
@@ -100,6 +102,40 @@ def test_a_load_that_failed_behind_its_wait_is_told_by_the_next() -> None:
     bench.wait_load(load)
     bench.expect(buffer, 2)
     del second, buffer, load
+    assert (bench.left(), bench.wrong) == (NOTHING, [])
+    bench.close()
+
+
+def test_a_part_of_a_load_that_fails_is_told_though_the_rest_came(disk: dict[str, Disk]) -> None:
+    parts = 3
+    for seed in range(20):
+        # the parts go out, and the first that comes back fails
+        bench = bench_of(seed, disk, faults=Faults(running=frozenset([parts])))
+        ticket = bench.out(bench.full(parts * PAGE, 1), "a1", "disk", "device_to_disk")
+        bench.wait_out(ticket)
+        with pytest.raises(OffloadError, match=r"a1 \(12288 bytes\) could not be loaded"):
+            bench.wait_load(bench.load(ticket, "a1", "disk_to_device")[1])
+            bench.device.drain()
+        del ticket
+        with suppress(OffloadError):  # again, where the wait has seen it come
+            bench.device.drain()
+        assert bench.left() == NOTHING, seed
+        bench.close()
+
+
+def test_without_a_thread_to_see_ends_nothing_begins(monkeypatch: pytest.MonkeyPatch) -> None:
+    bench = bench_of(0)
+    x = bench.full(64, 1)
+    with monkeypatch.context() as patch:
+
+        def refuse(thread: threading.Thread) -> None:
+            raise RuntimeError("can't start new thread")
+
+        patch.setattr(threading.Thread, "start", refuse)
+        with pytest.raises(OffloadError, match=r"offcompile-d2h-ends cannot be started .*ulimit"):
+            bench.out(x)
+    bench.wait_out(bench.out(x))
+    del x
     assert (bench.left(), bench.wrong) == (NOTHING, [])
     bench.close()
 

@@ -123,3 +123,18 @@ print(before, laid_out, h._process.sbrk(0), max(held, 0))
     assert laid_out - before >= 512 * MIB
     assert trimmed - before >= 512 * MIB
     assert held <= 8 * MIB
+
+
+def test_measuring_anew_does_not_disturb_a_step_that_is_watched() -> None:
+    """A step's backward may ask for it while its forward's limit is still in force."""
+    held, budget, watched = in_a_process(
+        SETUP
+        + """
+h.begin(0, 16 << 20)
+h.settle()
+keep = take(4)  # beyond the limit, and nothing to give back
+time.sleep(0.2); h.check()
+print(h.live_bytes(), h._budget_bytes, int(h._thread.is_alive()))
+"""
+    )
+    assert held > budget and watched

@@ -1,7 +1,7 @@
 """Strict reading of parsed JSON: every fault is found, named by its place, and explained.
 
-A reading never stops at the first fault. A value that cannot be used is noted in the `Report`
-and replaced by a stand-in of its type, so that the rest can be read; `Report.check` then
+A reading stops at `MOST_FAULTS`, not at the first. A value that cannot be used is noted in the
+`Report` and replaced by a stand-in of its type, so that the rest can be read; `Report.check` then
 raises once, with everything.
 """
 
@@ -13,6 +13,7 @@ import math
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from itertools import islice
 from typing import Generic, TypeVar
 
 from .errors import InvalidInput, Violation
@@ -29,16 +30,22 @@ _WORST_RATIO = 1e6
 
 _SHOWN_CHARACTERS = 60
 _SUGGESTIONS = 20  # nearest names are looked up for the first faults only: it is slow work
+#: a file with more is no file of ours; what is said about it should fit into memory
+MOST_FAULTS = 10_000
 
 
 class JsonObject(dict[str, object]):
     """A JSON object that remembers which of its keys were written more than once."""
 
+    __slots__ = ("repeated",)
+
     def __init__(self, pairs: Iterable[tuple[str, object]]) -> None:
         pairs = list(pairs)
         super().__init__(pairs)
-        times = Counter(key for key, _ in pairs)
-        self.repeated = tuple(key for key, count in times.items() if count > 1)
+        self.repeated: tuple[str, ...] = ()
+        if len(self) < len(pairs):
+            times = Counter(key for key, _ in pairs)
+            self.repeated = tuple(key for key, count in times.items() if count > 1)
 
 
 def quote(text: str) -> str:
@@ -72,14 +79,14 @@ def label(name: str) -> str:
 
 def listed(words: Collection[str]) -> str:
     """Some names for an error message, at most ten of them."""
-    shown = ", ".join(show(w) for w in list(words)[:10])
+    shown = ", ".join(show(w) for w in islice(words, 10))
     return f"{shown}, …" if len(words) > 10 else shown
 
 
 def nearest(word: object, known: Collection[str]) -> str:
     """Which of the known names was probably meant; some of them if none is near."""
     if isinstance(word, str) and len(word) <= 100:
-        near = difflib.get_close_matches(word, list(known)[:2000], n=1, cutoff=0.5)
+        near = difflib.get_close_matches(word, list(islice(known, 2000)), n=1, cutoff=0.5)
         if near:
             return f"did you mean {quote(near[0])}?"
     return f"known: {listed(known)}" if known else "none is known here"
@@ -93,6 +100,8 @@ class Report:
 
     def add(self, rule: str, where: str, detail: str) -> None:
         self.violations.append(Violation(rule, where, detail))
+        if len(self.violations) >= MOST_FAULTS:
+            raise InvalidInput(self.violations)
 
     def check(self) -> None:
         if self.violations:

@@ -33,10 +33,16 @@ from ._read import (
 from .errors import InvalidInput, Violation
 from .model import DEVICE, HOST, KINDS, PHASES, Codec, Lane, Machine, Op, Problem, Tensor, Tier
 from .plan import Direct, Drop, Move, Plan, Recompute, Start, Update
+from .reading import MOST_TOML_BYTES
 
 _KIND = one_of(KINDS)
 _PHASE = one_of(PHASES)
 _PLACE = one_of((HOST, DEVICE))
+
+#: commas and opening brackets of a file: ten times what a long recording has
+MOST_PARTS = 10_000_000
+#: dots in a line of TOML: a key of many parts takes the square of their number
+_MOST_DOTS = 100
 
 
 def _keys(noun: type[Any]) -> tuple[str, ...]:
@@ -92,9 +98,10 @@ def _check_operands(report: Report, entry: Entry, op: Op, known: Collection[str]
     for key, names in (("reads", op.reads), ("writes", op.writes)):
         for i, name in enumerate(names):
             report.known(f"{entry.at(key)}[{i}]", name, "tensor", known)
+    touched = frozenset(op.operands)
     for name in op.direct:
         where = f"{entry.at('direct')}.{label(name)}"
-        if report.known(where, name, "tensor", known) and name and name not in op.operands:
+        if report.known(where, name, "tensor", known) and name and name not in touched:
             report.add(
                 "bad-value",
                 where,
@@ -240,14 +247,27 @@ def loads_plan(text: str) -> Plan:
 
 def machine_from_toml(text: str) -> Machine:
     """The same keys as in JSON; a tier without `capacity_bytes` is unlimited."""
+    return machine_from_json(loads_toml(text, "machine"))
+
+
+def loads_toml(text: str, noun: str) -> dict[str, Any]:
+    """Strict, and never long at work: what would take more than a page is refused unread."""
+    if len(text) > MOST_TOML_BYTES:
+        raise _too_much(noun, f"{len(text)} characters", f"{MOST_TOML_BYTES} at most")
+    for number, line in enumerate(text.split("\n"), start=1):
+        if line.count(".") > _MOST_DOTS:
+            raise _too_much(f"line {number}", f"{line.count('.')} dots", f"{_MOST_DOTS} at most")
     try:
-        obj: object = tomllib.loads(text)
+        return tomllib.loads(text)
     except (ValueError, RecursionError) as error:
-        raise _unreadable("machine", "TOML", error) from None
-    return machine_from_json(obj)
+        raise _unreadable(noun, "TOML", error) from None
 
 
 def loads_json(text: str, noun: str) -> object:
+    """Parsed JSON whose objects remember keys written twice; too much of it is refused unread."""
+    parts = sum(map(text.count, ",[{"))
+    if parts > MOST_PARTS:
+        raise _too_much(noun, f"{parts} commas and brackets", f"{MOST_PARTS} at most")
     # NaN and Infinity come through as floats: wherever they stand, the readers refuse them
     # together with the place, which json's own hook does not know.
     try:
@@ -255,6 +275,11 @@ def loads_json(text: str, noun: str) -> object:
     except (ValueError, RecursionError) as error:
         raise _unreadable(noun, "JSON", error) from None
     return obj
+
+
+def _too_much(where: str, found: str, most: str) -> InvalidInput:
+    detail = f"{found} are more than any file of ours has ({most}); check what wrote it"
+    return InvalidInput([Violation("bad-value", where, detail)])
 
 
 def _unreadable(noun: str, form: str, error: Exception) -> InvalidInput:

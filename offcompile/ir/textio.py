@@ -28,9 +28,10 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
-from ._read import listed, nearest, quote, show
+from ._read import MOST_FAULTS, listed, nearest, quote, show
 from .errors import InvalidInput, Violation
 from .jsonio import (
+    MOST_PARTS,
     machine_from_json,
     machine_to_json,
     plan_from_json,
@@ -203,10 +204,17 @@ def parse_lines(
     rows: dict[str, list[dict[str, Any]]] = {line.section: [] for line in grammar.values()}
     numbers: dict[str, list[int]] = {section: [] for section in rows}
     faults: dict[int, Violation] = {}
+    if (count := text.count("\n")) > MOST_PARTS:
+        raise InvalidInput([_too_much(1, f"{count} lines")])
+    words = 0
     for number, raw in enumerate(text.split("\n"), start=1):
         row: dict[str, Any] = {}
         try:
             tokens = _tokens(raw)
+            words += len(tokens)
+            if words > MOST_PARTS or len(faults) == MOST_FAULTS:
+                faults[number] = _too_much(number, f"{words} words, {len(faults)} faults")
+                break
             if not tokens:
                 continue
             first, *rest = tokens
@@ -225,6 +233,11 @@ def parse_lines(
         except _Fault as fault:
             faults[number] = Violation(fault.rule, f"line {number}", fault.detail)
     return _judge(obj | rows, numbers, faults, from_json)
+
+
+def _too_much(number: int, found: str) -> Violation:
+    detail = f"{found} up to here: no file of ours has as much; check what wrote it"
+    return Violation("bad-value", f"line {number}", detail)
 
 
 def _judge(
@@ -252,13 +265,13 @@ def _judge(
 
 
 def _tokens(raw: str) -> list[_Token]:
-    tokens = []
+    tokens: list[_Token] = []
     at = 0
     while at < len(raw):
         if raw[at].isspace():
             at += 1
             continue
-        found = _TOKEN.match(raw, at)
+        found = _TOKEN.match(raw, at) if len(tokens) <= MOST_PARTS else None
         if found is None:
             rest = show(raw[at:])
             raise _Fault(f"{rest}: a quote that does not end, or has no space beside it; mend it")
@@ -269,7 +282,8 @@ def _tokens(raw: str) -> list[_Token]:
             try:
                 tokens.append(_Token(json.loads(found["quoted"]), quoted=True))
             except ValueError:
-                raise _Fault(f"{found['quoted']} is not a JSON string; mend its escapes") from None
+                detail = f"{show(found['quoted'])} is not a JSON string; mend its escapes"
+                raise _Fault(detail) from None
     return tokens
 
 

@@ -93,8 +93,13 @@ class Ways:
         return True
 
     def _hold(self, entry: Entry, device: Device, job: Job) -> None:
-        device.hold(entry.parameter, job.wait)
+        def wait() -> None:
+            job.until_over()
+            if self._held.get(entry) is job:  # else its failure has been told
+                job.wait()
+
         self._held[entry] = job
+        device.hold(entry.parameter, wait)
 
     def _await(self, entry: Entry) -> None:
         before = self._held.pop(entry, None)

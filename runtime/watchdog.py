@@ -1,0 +1,276 @@
+"""Waits that tell: what does not move for too long is an error that names it, and no hang.
+
+A slow disk is waited for as long as its calls come back, and told once. A wait gives up when one
+and the same call to a disk has not come back for the whole limit or, with none under way, when
+nothing at all has ended meanwhile. The limit is counted in looks, not by the clock: a process that
+was stopped, or got no processor, is not taken for a hung disk.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+import threading
+import time
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from functools import partial
+from typing import NamedTuple
+
+from offcompile.ir import OffloadError
+
+VARIABLE = "OFFCOMPILE_STALL_SECONDS"
+DEFAULT_S = 120.0
+#: how often a wait looks around before it gives up, and when it says that it is slow
+LOOKS, WARN_AT = 8, 2
+
+
+class Stalled(OffloadError):
+    """Nothing moved for the limit: the message says what was waited for and what is under way."""
+
+
+class StallWarning(UserWarning):
+    """A wait takes long, or what a close waited for does not end."""
+
+
+class Call(NamedTuple):
+    """A call to a disk that has not come back."""
+
+    doing: str
+    nbytes: int
+    where: str
+    thread: str
+    began_s: float
+
+    def __str__(self) -> str:
+        for_s = time.monotonic() - self.began_s
+        return (
+            f"{self.doing} {self.nbytes} bytes of the file in {self.where}, for {for_s:.3g} s, on "
+            f"the thread {self.thread}"
+        )
+
+
+_numbers = itertools.count()
+#: in the order in which they began
+_under_way: dict[int, Call] = {}
+_ended = 0
+_moved_bytes = 0
+_told: set[str] = set()
+_asked_s: float | None = None
+
+
+def begun(doing: str, nbytes: int, where: object) -> int:
+    """A call to a disk begins on this thread; `over` gets the number."""
+    number = next(_numbers)
+    thread = threading.current_thread().name
+    _under_way[number] = Call(doing, nbytes, str(where), thread, time.monotonic())
+    return number
+
+
+def over(number: int, moved_bytes: int = 0) -> None:
+    """The call came back, well or badly."""
+    global _moved_bytes
+    _under_way.pop(number, None)
+    _moved_bytes += moved_bytes
+    progress()
+
+
+def progress() -> None:
+    """Something ended. Threads may lose counts to each other, never all of them."""
+    global _ended
+    _ended += 1
+
+
+def limit_s() -> float | None:
+    """How long nothing may move; None: for ever. OffloadError for a variable that says nothing."""
+    global _asked_s
+    if _asked_s is None:
+        _asked_s = _read(os.environ.get(VARIABLE, ""))
+    return _asked_s or None
+
+
+def _read(text: str) -> float:
+    try:
+        seconds = float(text) if text.strip() else DEFAULT_S
+    except ValueError:
+        seconds = -1.0
+    if not 0 <= seconds < threading.TIMEOUT_MAX:
+        raise OffloadError(
+            f"{VARIABLE} is {text!r}: write after how many seconds without any progress a wait "
+            f"gives up ({DEFAULT_S:g} unless set), or 0 to wait for ever"
+        )
+    return seconds
+
+
+@contextmanager
+def patience(seconds: float) -> Iterator[None]:
+    """Inside, that is the limit (0: none), and slowness is told once more. For tests."""
+    global _asked_s
+    before, told = _asked_s, set(_told)
+    _asked_s = seconds
+    _told.clear()
+    try:
+        yield
+    finally:
+        _asked_s = before
+        _told.clear()
+        _told.update(told)
+
+
+class Wait:
+    """One wait for `what()`; `look` is called once a `tick_s` as long as it lasts.
+
+    disks_only: with no call to a disk under way it warns and does not give up.
+    """
+
+    def __init__(self, what: Callable[[], str], disks_only: bool = False) -> None:
+        self._what, self._disks_only = what, disks_only
+        self._began_s, self._began_bytes = time.monotonic(), _moved_bytes
+        self._looks = self._still = 0
+        self._seen: tuple[str, int] | None = None
+
+    def look(self) -> None:
+        """Stalled once nothing was seen to move for the limit; before that a warning."""
+        self._looks += 1
+        call = next(iter(tuple(_under_way)), None)
+        seen = ("ended", _ended) if call is None else ("call", call)
+        self._still = self._still + 1 if seen == self._seen else 1
+        self._seen = seen
+        if self._still >= LOOKS and not (call is None and self._disks_only):
+            raise Stalled(self._tale("in vain"))
+        if self._still == WARN_AT:
+            warn_once("still", self._tale("longer than usual"))
+        elif self._looks > WARN_AT and self._still < WARN_AT:
+            warn_once("slow", self._tale("longer than usual", slow=True))
+
+    def _tale(self, how: str, slow: bool = False) -> str:
+        for_s = time.monotonic() - self._began_s
+        moved = _moved_bytes - self._began_bytes
+        calls = list(_under_way.copy().values())
+        if calls:
+            doing = f"Under way for longest: {calls[0]}. "
+            cause = "Its disk, or the server that it is on, does not answer"
+        else:
+            doing = "No call to a disk is under way. "
+            cause = "A copy or an update before it does not end, or the machine has no time for it"
+        if slow:
+            rate = f"{moved / for_s / 1e6:.3g} MB/s"
+            cause = f"{moved} bytes were moved meanwhile, {rate}: something is slow, but it goes on"
+        limit = limit_s()
+        return (
+            f"{self._what()} is waited for {how}, for {for_s:.3g} s. {doing}{cause}: look at "
+            "`dmesg` and at the mount, or name another directory. A wait in which nothing moves "
+            f"ends in an error after {VARIABLE} seconds (now {limit or 0:g}; 0: it never does)"
+        )
+
+
+def warn_once(kind: str, text: str) -> None:
+    """One warning of a kind in a process."""
+    if kind not in _told:
+        _told.add(kind)
+        warnings.warn(text, StallWarning, stacklevel=3)
+
+
+def until(
+    condition: threading.Condition, reached: Callable[[], bool], what: Callable[[], str]
+) -> None:
+    """Wait on `condition`, whose lock the caller has, until `reached()`; see `Wait`."""
+    tick_s = 0.0
+    wait: Wait | None = None
+    looked_s = 0.0
+    while not reached():
+        if not looked_s:
+            tick_s, looked_s = _tick_s() or 0.0, time.monotonic()
+        condition.wait(tick_s or None)
+        now_s = time.monotonic()
+        if not tick_s or now_s - looked_s < tick_s:
+            continue
+        if reached():
+            return
+        looked_s = now_s
+        wait = wait or Wait(what)
+        # what is said may be heard by anybody's code
+        condition.release()
+        try:
+            wait.look()
+        finally:
+            condition.acquire()
+
+
+def until_set(event: threading.Event, what: Callable[[], str]) -> None:
+    """Wait for an event that a device may take any time for; only disks are given up on."""
+    wait: Wait | None = None
+    while not event.wait(_tick_s()):
+        wait = wait or Wait(what, disks_only=True)
+        wait.look()
+
+
+def joined(thread: threading.Thread, what: Callable[[], str]) -> bool:
+    """Wait for the end of a thread. False, after a warning, if it stands still."""
+    wait: Wait | None = None
+    while True:
+        thread.join(_tick_s())
+        if not thread.is_alive():
+            return True
+        try:
+            wait = wait or Wait(what)
+            wait.look()
+        except Stalled as stalled:
+            warnings.warn(f"{stalled}. It is left behind.", StallWarning, stacklevel=2)
+            return False
+
+
+@contextmanager
+def told() -> Iterator[None]:
+    """Inside, a call of this thread's that takes long is told of by a thread made for that.
+
+    For calls whose end nobody but their caller waits for: only the disk can end them.
+    """
+    tick_s = _tick_s()
+    if tick_s is None:
+        yield
+        return
+    me, is_over = threading.current_thread().name, threading.Event()
+    watch = partial(_look_after, me, is_over, tick_s * WARN_AT)
+    watcher = threading.Thread(target=watch, name="offcompile-watch", daemon=True)
+    with suppress(RuntimeError):  # without a thread it works all the same
+        watcher.start()
+    try:
+        yield
+    finally:
+        is_over.set()
+
+
+def _look_after(thread: str, is_over: threading.Event, most_s: float) -> None:
+    while not is_over.wait(most_s):
+        for call in _under_way.copy().values():
+            if call.thread == thread and time.monotonic() - call.began_s >= most_s:
+                warn_once("call", _call_tale(call))
+
+
+@contextmanager
+def calling(doing: str, nbytes: int, where: object) -> Iterator[None]:
+    """Around one call to a disk."""
+    number = begun(doing, nbytes, where)
+    try:
+        yield
+    finally:
+        over(number, nbytes)
+
+
+def _call_tale(call: Call) -> str:
+    return (
+        f"One call takes longer than usual: {call}. The disk, or the server that it is on, does "
+        "not answer, and only it can end the call: look at `dmesg` and at the mount"
+    )
+
+
+def _tick_s() -> float | None:
+    limit = limit_s()
+    return None if limit is None else limit / LOOKS
+
+
+if hasattr(os, "register_at_fork"):
+    # those are calls of the parent's threads
+    os.register_at_fork(after_in_child=_under_way.clear)
