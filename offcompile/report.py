@@ -463,5 +463,5 @@ def remember(report: PlanReport) -> None:
 
 
 def reports() -> list[PlanReport]:
-    """Of every graph compiled in this process, in order; of the last thousand, if there are more."""
+    """Of every graph compiled in this process, in order; if there are more, of the last 1,000."""
     return list(_remembered)

@@ -39,6 +39,15 @@ class Saved:
     copy: Copy | None = None
     #: on host memory that ops can use in place: that memory, as a flat uint8 tensor
     host: torch.Tensor | None = None
+    #: size and stride in which it left
+    layout: tuple[Sequence[int], Sequence[int]] | None = None
+
+    def stride_of(self, size: Sequence[int], traced: Sequence[int]) -> Sequence[int]:
+        """The stride in which its bytes lie: an op may have laid its result out otherwise than its
+        traced form (convolutions on channels that lie last)."""
+        if self.layout is None or tuple(self.layout[0]) != tuple(size):
+            return traced
+        return self.layout[1]
 
     @property
     def written(self) -> bool:
@@ -113,7 +122,7 @@ class Mover:
         _check_dense(x, tag)
         show(x, tag)
         slot = self.device.slot(x, tier, codec)
-        saved = Saved(self, tag, lane, slot)
+        saved = Saved(self, tag, lane, slot, layout=(x.shape, x.stride()))
         ticket = self._issue(saved, self._saved_died)
         if self.keeper is not None and self.keeper.keep(saved, x):
             note("keep", tag, lane, began_ns, now_ns() - began_ns)
@@ -131,7 +140,8 @@ class Mover:
         (host,) = self.device.addressable([x.numel() * x.element_size()])
         slot = self.device.slot_of(host)
         assert slot is not None, "the device does not know its own memory"
-        saved = Saved(self, tag, lane, slot, awaited=True, host=host)
+        layout = (x.shape, x.stride())
+        saved = Saved(self, tag, lane, slot, awaited=True, host=host, layout=layout)
         ticket = self._start_out(x, saved, self._issue(saved, self._saved_died), began_ns)
         self.device.sent(host, saved.copy)
         return ticket

@@ -67,7 +67,7 @@ def _start_load(
             f"{saved.slot.nbytes} bytes were saved. Load it as it was saved."
         )
     buffer, load = saved.mover.start_load(saved, tag, lane)
-    return buffer.view(dtype).as_strided(size, stride), load
+    return buffer.view(dtype).as_strided(size, saved.stride_of(size, stride)), load
 
 
 def _start_store(x: torch.Tensor, tag: str, tier: str, lane: str, runtime: str) -> torch.Tensor:
@@ -84,7 +84,7 @@ def _host_of(
     saved = tickets.find(ticket, Saved)
     if saved.host is None:
         raise OffloadError(f"{saved.tag} did not leave for host memory that ops can use in place.")
-    return saved.host.view(dtype).as_strided(size, stride)
+    return saved.host.view(dtype).as_strided(size, saved.stride_of(size, stride))
 
 
 def _start_fetch(

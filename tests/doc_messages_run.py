@@ -410,7 +410,7 @@ def _(place: Path, patch: pytest.MonkeyPatch) -> str:
 # --- verify=True ---------------------------------------------------------------------------------
 
 
-@says("… does not give what the plain run gives: …")
+@says("does not give what the plain run gives:")
 def _(place: Path, patch: pytest.MonkeyPatch) -> str:
     from captured import capture
 

@@ -450,7 +450,7 @@ def header(**told: Any) -> bytes:
         ((2).to_bytes(8, "little") + b"{{", "is no JSON"),
         (header(data_offsets=[0, 32]), "would lie at 0 to 32 of 16 bytes"),
         (header(shape=[2, 3]), "has 16 bytes for"),
-        (header(shape="x"), "has the shape \"x\""),
+        (header(shape="x"), 'has the shape "x"'),
         (header(dtype="F4"), "of type F4"),
     ],
 )

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
 from torch import nn
 
 from offcompile import OffloadError, optim
-from offcompile.optim.ways import TRIALS, WARM_STEPS
+from offcompile.optim.ways import TRIALS, WARM_STEPS, Ways
 from offcompile.runtime import updates
+from offcompile.runtime.channels import Channels
 from tests.optim_runs import (
     KINDS,
     PLACES,
@@ -340,6 +343,24 @@ def test_a_failed_update_in_a_channel_is_told_by_step(monkeypatch: pytest.Monkey
     run.optimizer.discard()
     run.steps(1)
     assert run.made == 1
+
+
+def test_a_failed_update_that_was_told_holds_its_weight_no_longer() -> None:
+    def fail() -> None:
+        raise ArithmeticError("on purpose")
+
+    waits: list[Callable[[], None]] = []
+    device = SimpleNamespace(hold=lambda parameter, wait: waits.append(wait))
+    settings = SimpleNamespace(channels=True, tail=True)
+    ways = Ways(SimpleNamespace(settings=settings, finish=lambda: None))  # type: ignore[arg-type]
+    ways._channels = Channels()
+    entry: Any = Mock()
+    ways._hold(entry, device, ways._channels.submit(lambda: None, fail, "w"))  # type: ignore[arg-type]
+    for use in (waits[0], waits[0], ways.settle):
+        with pytest.raises(OffloadError, match="on purpose"):
+            use()
+    waits[0]()
+    ways.close()
 
 
 def test_batches_are_alike_for_both() -> None:
