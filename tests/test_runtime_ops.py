@@ -241,3 +241,12 @@ def test_an_exception_between_start_and_wait_leaves_nothing() -> None:
             break
         time.sleep(0.05)
     assert live() == before
+
+
+def test_what_was_laid_out_otherwise_than_traced_comes_back_as_it_left() -> None:
+    """A convolution may give channels that lie last where its traced form has them second."""
+    x = torch.randn(2, 3, 4, 5).to(memory_format=torch.channels_last)
+    ticket = ops.wait_out(out(x, "x"), x)
+    buffer, load = back(ticket, x.contiguous(), "x.1")
+    again = ops.wait_load(buffer, load)
+    assert torch.equal(again, x) and again.stride() == x.stride()

@@ -43,20 +43,9 @@ TINY, MACHINE = str(EXAMPLES / "tiny.json"), str(EXAMPLES / "tiny.machine.toml")
 
 _EFFECTS = frozenset(
     [
-        "os.remove",
-        "os.rename",
-        "os.mkdir",
-        "os.rmdir",
-        "os.symlink",
-        "os.link",
-        "os.truncate",
-        "os.chmod",
-        "os.system",
-        "os.exec",
-        "os.posix_spawn",
-        "subprocess.Popen",
-        "socket.connect",
-        "pickle.find_class",
+        *("os.remove", "os.rename", "os.mkdir", "os.rmdir", "os.symlink", "os.link"),
+        *("os.truncate", "os.chmod", "os.system", "os.exec", "os.posix_spawn"),
+        *("subprocess.Popen", "socket.connect", "pickle.find_class"),
     ]
 )
 _seen: list[str] | None = None

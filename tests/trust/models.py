@@ -221,7 +221,7 @@ ARCHITECTURES = (
     _causal("opt", ffn_dim=2 * WIDTH, word_embed_proj_dim=WIDTH),
     _causal("bloom", n_layer=2, n_head=4),
     _causal("gpt_neox"),
-    _causal("gpt_neo", num_layers=2, num_heads=4, attention_types=[[["global", "local"], 1]]),
+    _causal("gpt_neo", num_hidden_layers=2, attention_types=[[["global", "local"], 1]]),
     _causal("falcon"),
     _causal("olmo2", _EVEN),
     _causal("stablelm", _EVEN),

@@ -13,12 +13,14 @@ import gc
 import os
 import random
 import statistics
+import subprocess
+import sys
 import tempfile
 import threading
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -39,8 +41,9 @@ STEPS, LIFE = 2_000, 200
 WIDTH, ROWS = 64, (64, 160)
 #: steps between two looks at the books
 LOOK = 20
-#: resident memory may grow by so much in 1,000 steps once all models have been made anew
-MOST_SLOPE_BYTES = 1 << 20
+#: resident memory may grow by so much in 1,000 steps, once all models have been made anew, more
+#: than where torch compiles the same models again and again without offcompile
+MOST_SLOPE_BYTES = 2 << 20
 
 
 @dataclass
@@ -119,20 +122,21 @@ KINDS = (
 class Life:
     """One model and its twin, from when they are made until they are deleted."""
 
-    def __init__(self, kind: Kind, folder: Path, seed: int) -> None:
-        self.kind = kind
+    def __init__(self, kind: Kind, folder: Path, seed: int, plain: bool = False) -> None:
+        self.kind = replace(kind, ours=None) if plain else kind
         torch.manual_seed(seed)
         self.model = Model()
         self.twin = Model()
         self.twin.load_state_dict(self.model.state_dict())
         options = {"memory": "minimum", "lowering": "aot_eager", "hardware": "cpu"}
         options |= {"seconds": 0.05, "spill": str(folder), **kind.options}
+        how: dict[str, Any] = {"backend": "offcompile", "options": options}
         for block in self.model.blocks:
-            block.compile(backend="offcompile", options=options, dynamic=kind.dynamic)
+            block.compile(dynamic=kind.dynamic, **({"backend": "aot_eager"} if plain else how))
         self.plain = torch.optim.AdamW(self.twin.parameters(), lr=1e-3, fused=True)
         self.optimizer: Any = torch.optim.AdamW(self.model.parameters(), lr=1e-3, fused=True)
-        if kind.ours is not None:
-            arguments = {**kind.ours, "directory": str(folder), "accumulate": kind.micro}
+        if self.kind.ours is not None:
+            arguments = {**self.kind.ours, "directory": str(folder), "accumulate": kind.micro}
             self.optimizer = offcompile.optim.AdamW(
                 self.model.parameters(), lr=1e-3, channels=True, **arguments
             )
@@ -253,11 +257,14 @@ def _alone() -> Iterator[Path]:
             torch.set_num_threads(threads)
 
 
-def soak(steps: int, life: int, look: int, seed: int) -> Soak:
-    """`steps` steps; a model is made anew every `life`, and books are read every `look`."""
+def soak(steps: int, life: int, look: int, seed: int, plain: bool = False) -> Soak:
+    """`steps` steps; a model is made anew every `life`, and books are read every `look`.
+
+    plain: torch compiles the models, without offcompile.
+    """
     rng, seen = random.Random(seed), Soak()
     with _alone() as folder:
-        lives = [Life(kind, folder, seed) for kind in KINDS]
+        lives = [Life(kind, folder, seed, plain) for kind in KINDS]
         for step in range(steps):
             if step and step % life == 0:
                 at = step // life % len(lives)
@@ -266,7 +273,7 @@ def soak(steps: int, life: int, look: int, seed: int) -> Soak:
                 torch._dynamo.reset()
                 # kept for whoever asks, and no leak: a thousand at most
                 report._remembered.clear()
-                lives.insert(at, Life(KINDS[at], folder, seed + step))
+                lives.insert(at, Life(KINDS[at], folder, seed + step, plain))
             one = rng.choice(lives)
             way, same = one.step(rng)
             seen.ways[way] += 1
@@ -340,6 +347,22 @@ def slope_bytes(values: dict[int, int], life: int) -> float:
     return (statistics.median(late.values()) - statistics.median(early.values())) / apart * 1000
 
 
+def plain_growth_bytes(steps: int, life: int, look: int, seed: int) -> float:
+    """In 1,000 steps, what a process grows by in which torch alone compiles the same models."""
+    code = (
+        f"from trust import soak; seen = soak.soak({steps}, {life}, {look}, {seed}, plain=True);"
+        f" print(soak.slope_bytes(seen.anon_bytes, {life}))"
+    )
+    ran = subprocess.run(
+        [sys.executable, "-c", code],
+        cwd=Path(__file__).parents[1],
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    return float(ran.stdout.split()[-1])
+
+
 def rows(scale: float, seed: int) -> list[Row]:
     steps = max(60, int(STEPS * scale))
     life = steps // 10 if scale >= 0.5 else steps // 3
@@ -350,10 +373,15 @@ def rows(scale: float, seed: int) -> list[Row]:
     if scale >= 0.5:
         growth = slope_bytes(seen.anon_bytes, life)
         ours = slope_bytes({s: sum(c.values()) for s, c in seen.objects.items()}, life)
-        figures.append(("resident memory in 1,000 steps", f"{growth / 2**20:+.2f} MiB"))
+        alone = plain_growth_bytes(steps, life, min(LOOK, life // 3), seed)
+        figures.append(("resident memory in 1,000 steps", f"{growth / 2**20:+.1f} MiB"))
+        figures.append(("where torch alone compiles them", f"{alone / 2**20:+.1f} MiB"))
         figures.append(("objects of ours in 1,000 steps", f"{ours:+.0f}"))
-        if growth > MOST_SLOPE_BYTES:
-            wrong.append(f"resident memory grows by {growth:.0f} bytes in 1,000 steps")
+        if growth - alone > MOST_SLOPE_BYTES:
+            wrong.append(
+                f"resident memory grows by {growth:.0f} bytes in 1,000 steps; where torch alone"
+                f" compiles the models, by {alone:.0f}"
+            )
     if wrong:
         raise AssertionError(f"seed {seed}, scale {scale}:\n" + "\n".join(wrong[:20]))
     return [Row("steps soaked, with the books flat", steps, steps, figures=tuple(figures))]
