@@ -23,7 +23,7 @@ from __future__ import annotations
 import operator
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import fx
@@ -34,7 +34,16 @@ from offcompile.runtime import ops
 
 from .annotate import Annotated, Place
 from .direct_ops import is_store, reader_of, write_of
-from .graphs import BACKWARD, FORWARD, Graphs, aliased_input, is_getitem, outputs_of
+from .graphs import (
+    BACKWARD,
+    FORWARD,
+    Graphs,
+    aliased_input,
+    is_getitem,
+    mutated_inputs,
+    outputs_of,
+    tensors_in,
+)
 from .order import Order, ProgramStep, Run, Start
 from .resave import Saved, finish_backward, finish_forward, new_placeholder
 from .sizes import SizeMaker
@@ -202,12 +211,38 @@ class _Half:
         value, whole = like.meta["val"], base.meta["val"]
         if _same_place(value, whole):
             return base
+        replayed = self.replayed(self.tables.old[FORWARD].get(like.name, like), storage)
+        if replayed is not None:
+            return replayed
         size, stride = self.sizes.make(value.shape), self.sizes.make(value.stride())
         offset = self.sizes.node(value.storage_offset())
         new = self.graph.call_function(
             torch.ops.aten.as_strided.default, (base, size, stride, offset)
         )
         new.meta = {k: v for k, v in like.meta.items() if k in ("val", "tensor_meta")}
+        return new
+
+    def replayed(self, node: fx.Node, storage: str) -> fx.Node | None:
+        """A node of forward made again from what spans its storage now, by the views that it was
+        made by: they hold for any layout, and an op may lay out its result otherwise than traced.
+        None: it is no view of that."""
+        if (FORWARD, node.name) == self.tables.annotated.base_of[storage]:
+            return self.base[storage]
+        if aliased_input(node) is None or mutated_inputs(node):
+            return None
+        source, *rest = node.args
+        sizes = [n for n in node.all_input_nodes if n is not source]
+        if not isinstance(source, fx.Node) or any(tensors_in(n.meta["val"]) for n in sizes):
+            return None
+        viewed = self.replayed(source, storage)
+        if viewed is None:
+            return None
+        args, kwargs = fx.node.map_arg(
+            ((viewed, *rest), node.kwargs),
+            lambda n: n if n is viewed else self.sizes.node(n.meta["val"]),
+        )
+        new = self.graph.call_function(cast(Any, node.target), args, kwargs)
+        new.meta = {k: v for k, v in node.meta.items() if k in ("val", "tensor_meta")}
         return new
 
     def rebase(self, storage: str, base: fx.Node) -> None:
