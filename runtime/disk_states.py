@@ -13,6 +13,7 @@ import torch
 from offcompile.ir import OffloadError
 
 from . import watchdog
+from .checksums import VerifiedStore
 from .drive_life import DriveLife, DriveWatch, capacity_of
 from .spill import SpillStore
 from .spill_file import Files
@@ -50,6 +51,7 @@ class DiskStates:
     this step has visited leaves first, the latest before the others, since it is needed last.
     The pool is exceeded only for reading while nothing can be written, and by visits that are
     open at the same time. capacity_bytes: most that the files may take (None: what disks give).
+    verify: blocks that are not what was written there are an error when they are read.
     A forked child has no part in it: every call there but `close` is an error.
     """
 
@@ -63,6 +65,7 @@ class DiskStates:
         small_bytes: int = SMALL_BYTES,
         capacity_bytes: int | None = None,
         files: Files | None = None,
+        verify: bool = False,
     ) -> None:
         watchdog.limit_s()  # what is wrong there is said now
         if host_bytes < 0 or buffers < 3 or block_bytes <= 0:
@@ -71,7 +74,8 @@ class DiskStates:
                 "0 or more bytes of host memory, a positive block size, and 3 buffers or more"
             )
         self._block_bytes, self._small_bytes = block_bytes, small_bytes
-        self._store = SpillStore(directories, capacity_bytes, files=files, elsewhere=_ELSEWHERE)
+        kind = VerifiedStore if verify else SpillStore
+        self._store = kind(directories, capacity_bytes, files=files, elsewhere=_ELSEWHERE)
         self.directories = self._store.directories
         self._frames = Frames(block_bytes, block_bytes * buffers + host_bytes)
         self._flow = Flow(self._store, self._frames, host_bytes, buffers // 2, self._upcoming)

@@ -112,6 +112,7 @@ def test_what_an_optimizer_held_goes_with_it() -> None:
         ({"host_memory": -3}, "host_memory=-3"),
         ({"state_dtype": "fp8"}, "state_dtype='fp8'.*bf16"),
         ({"channels": "fast"}, "channels='fast'"),
+        ({"verify_spill": "yes"}, "verify_spill='yes'"),
     ],
 )
 def test_wrong_arguments_are_told(wrong: dict[str, Any], says: str) -> None:

@@ -86,7 +86,8 @@ class Places:
         if place == "host":
             return HostStates(directories[0])
         keeps = self.settings.states == "disk"  # otherwise the host has had what it may have
-        return DiskStates(directories, (self._bound_bytes or 0) if keeps else 0)
+        host_bytes = (self._bound_bytes or 0) if keeps else 0
+        return DiskStates(directories, host_bytes, verify=self.settings.verify_spill)
 
     def close(self) -> None:
         for store in self._stores.values():

@@ -36,6 +36,7 @@ class Asked(TypedDict, total=False):
     state_dtype: Literal["bf16"] | None
     master: bool | None
     channels: Channels
+    verify_spill: bool
 
 
 PLACES = ("auto", "device", "host", "disk")
@@ -62,6 +63,8 @@ class Settings:
     master: bool | None = None
     #: None: for parameters of an asynchronous device
     channels: Channels = None
+    #: what is read from disk is held against checksums of what was written
+    verify_spill: bool = False
 
     @property
     def deferred(self) -> bool:
@@ -82,6 +85,7 @@ class Settings:
         state_dtype: object = None,
         master: bool | None = None,
         channels: object = None,
+        verify_spill: object = False,
     ) -> Settings:
         wrong: list[Violation] = []
 
@@ -117,6 +121,8 @@ class Settings:
             refuse("state_dtype", state_dtype, "give 'bf16' (lossy), or None for exact states")
         if channels not in (None, True, False, "measure"):
             refuse("channels", channels, "give True, False, 'measure' or None")
+        if not isinstance(verify_spill, bool):
+            refuse("verify_spill", verify_spill, "give True or False")
         if wrong:
             raise InvalidInput(wrong)
         return cls(
@@ -132,6 +138,7 @@ class Settings:
             state_dtype=torch.bfloat16 if state_dtype == "bf16" else None,
             master=master,
             channels=channels,  # type: ignore[arg-type]
+            verify_spill=bool(verify_spill),
         )
 
 

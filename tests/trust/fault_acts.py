@@ -197,16 +197,16 @@ def _vanished(player: Player, phase: str) -> Iterator[None]:
 @contextmanager
 def _corrupt(player: Player, phase: str) -> Iterator[None]:
     (store,) = (store for store in player.rig.stores(phase) if store.used_bytes)
-    extent = store._live[min(store._live)]
-    file, at, _ = store.ranges(extent, 0, PAGE_BYTES)[0]
     # a second descriptor: the store's own passes the page cache by
-    descriptor = os.open(f"/proc/self/fd/{store.descriptors[file]}", os.O_RDWR)
-    try:
-        (byte,) = os.pread(descriptor, 1, at + 100)
-        os.pwrite(descriptor, bytes([byte ^ 4]), at + 100)
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+    places = [store.ranges(extent, 0, PAGE_BYTES)[0][:2] for extent in store._live.values()]
+    for file, at in places if phase == "update" else places[:1]:  # some states are in memory
+        descriptor = os.open(f"/proc/self/fd/{store.descriptors[file]}", os.O_RDWR)
+        try:
+            (byte,) = os.pread(descriptor, 1, at + 100)
+            os.pwrite(descriptor, bytes([byte ^ 4]), at + 100)
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
     yield
 
 

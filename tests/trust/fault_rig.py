@@ -69,7 +69,11 @@ class Rig:
         small = partial(DiskStates, block_bytes=32768, buffers=3, small_bytes=0)
         with mock.patch.object(places, "DiskStates", small):
             self.optimizer = AdamW(
-                self.model.parameters(), lr=0.01, states="disk", directory=self.states
+                self.model.parameters(),
+                lr=0.01,
+                states="disk",
+                directory=self.states,
+                verify_spill=self.verify,
             )
             # the store is made where it is first needed: here
             self.store = self.optimizer._core.places.named("disk")

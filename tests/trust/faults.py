@@ -123,7 +123,7 @@ MATRIX: tuple[Cell, ...] = tuple(
             "corrupt block",
             (_NONE, "", "what is written is read in backward"),
             (_REPEAT, "are not what was written there", "with `verify_spill`; else not noticed"),
-            ("not noticed", "", "states have no checksums: use a file system that has"),
+            (_RESUME, "are not what was written there", "with `verify_spill`; else not noticed"),
             ("not noticed", "", "`torch.load` looks at no checksums of tensors"),
             (_NONE, "", "nothing is read"),
         ),
