@@ -348,7 +348,7 @@ def test_on_cuda_events_in_the_streams_tell(seed: int) -> None:
 def test_a_move_that_waits_for_room_is_heard() -> None:
     bench = bench_of(0, in_flight_bytes=100)
     heard = Listener(Ticking().start)
-    sent = [bench.out(bench.full(64, 1), "first")]
+    sent: list[torch.Tensor] = []
 
     def send() -> None:
         with listening(heard):
@@ -356,8 +356,10 @@ def test_a_move_that_waits_for_room_is_heard() -> None:
 
     thread = threading.Thread(target=send)
     with bench.unseen():
+        sent.append(bench.out(bench.full(64, 1), "first"))
         thread.start()
-        while not bench.mover._ledger._drained._waiters:  # type: ignore[attr-defined]
+        waiters = bench.mover._ledger._drained._waiters  # type: ignore[attr-defined]
+        while not waiters and thread.is_alive():
             time.sleep(0.001)
     thread.join()
     assert [(w.move, w.starting) for w in heard.waits] == [("second", True)]
