@@ -31,11 +31,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         began_s = time.process_time()
         part = importlib.import_module(f".{name}", __package__)
         counted[name] = part.rows(asked.scale, asked.seed)
+        if asked.write:
+            keep({name: counted[name]}, PARTS)
         print(f"{name}: {time.process_time() - began_s:.0f} s of processor time", flush=True)
     rows = [row for part in counted.values() for row in part]
     print(table(rows))
-    if asked.write:
-        keep(counted, PARTS)
     return 0 if all(row.holds for row in rows) else 1
 
 

@@ -265,7 +265,8 @@ def _dead_thread(player: Player, phase: str) -> Iterator[None]:
                 one.before = real
 
 
-def _interrupt(player: Player, phase: str) -> AbstractContextManager[Any]:
+@contextmanager
+def _interrupt(player: Player, phase: str) -> Iterator[None]:
     main, calls = threading.main_thread().ident, [0]
     assert main is not None and main == threading.get_ident()
 
@@ -277,7 +278,13 @@ def _interrupt(player: Player, phase: str) -> AbstractContextManager[Any]:
             player.gone.wait(5) if threading.get_ident() != main else None
         return real(*given)
 
-    return at_disk(player.rig, phase, press)
+    # what a shell starts in the background ignores it
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        with at_disk(player.rig, phase, press):
+            yield
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
 _ACTS: dict[str, Act] = {

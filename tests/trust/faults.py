@@ -107,7 +107,7 @@ MATRIX: tuple[Cell, ...] = tuple(
             "hung disk",
             (_REPEAT, "(copy out|load) of .*waited for in vain.*writing .* bytes of the file in"),
             (_REPEAT, "load of .*waited for in vain.*reading .* bytes of the file in"),
-            (_RESUME, "optimizer states.*waited for in vain.*reading .* bytes of the file in"),
+            (_RESUME, "optimizer states.*waited for in vain.*ing .* bytes of the file in"),
             (_TOLD, "One call takes longer than usual: saving", "only the disk can end the call"),
             (_TOLD, "One call takes longer than usual: growing", "only the disk can end the call"),
         ),

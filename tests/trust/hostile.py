@@ -196,6 +196,8 @@ def _change_json(suffix: str, content: bytes, rng: random.Random) -> bytes:
     try:
         value: Any = json.loads(text)
     except (ValueError, RecursionError):
+        value = None
+    if not isinstance(value, dict | list):
         return _change_bytes(suffix, content, rng)
     places: list[Callable[[Any], Any]] = []
     _walk(value, places)
