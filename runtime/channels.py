@@ -20,7 +20,7 @@ import torch
 from offcompile.ir import OffloadError
 
 from . import forks, watchdog
-from .threads import died, no_thread
+from .threads import died, started
 
 
 class State(Enum):
@@ -161,14 +161,11 @@ class _Line:
         elsewhere = torch.get_num_threads()
         for number in range(self.count):
             name = f"offcompile-channel-{number}"
-            worker = threading.Thread(
-                target=self._run, args=(self._queue, elsewhere), name=name, daemon=True
-            )
             try:
-                worker.start()
-            except RuntimeError as error:
+                worker = started(name, self._run, self._queue, elsewhere)
+            except OffloadError:
                 if not self._workers:
-                    raise no_thread(name, error) from error
+                    raise
                 break  # one channel does it all
             self._workers.append(worker)
 

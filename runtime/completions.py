@@ -7,7 +7,7 @@ from collections import deque
 from collections.abc import Callable
 from typing import Generic, TypeVar
 
-from .threads import no_thread
+from .threads import started
 
 T = TypeVar("T")
 
@@ -37,13 +37,7 @@ class Completions(Generic[T]):
         with line.wake:
             if line.thread is not None:
                 return
-            name = f"offcompile-{lane}-ends"
-            thread = threading.Thread(target=self._run, args=(line,), name=name, daemon=True)
-            try:
-                thread.start()
-            except RuntimeError as error:
-                raise no_thread(name, error) from error
-            line.thread = thread
+            line.thread = started(f"offcompile-{lane}-ends", self._run, line)
 
     def add(self, lane: str, item: T) -> None:
         self.ready(lane)

@@ -6,7 +6,7 @@ import threading
 from collections import deque
 from collections.abc import Callable, Sequence
 
-from .threads import died, no_thread
+from .threads import died, started
 
 Work = Callable[[], None]
 
@@ -60,12 +60,7 @@ class DiskQueue:
         return task
 
     def _start(self) -> None:
-        thread = threading.Thread(target=self._run, name=self._name, daemon=True)
-        try:
-            thread.start()
-        except RuntimeError as error:
-            raise no_thread(self._name, error) from error
-        self._thread = thread
+        self._thread = started(self._name, self._run)
 
     def _run(self) -> None:
         try:

@@ -23,7 +23,7 @@ from . import watchdog
 from .counters import note, now_ns
 from .device import Copy, How, Label, Waited
 from .listening import HeardCopy
-from .threads import bare, died, no_thread
+from .threads import bare, died, started
 
 
 class State(Enum):
@@ -137,13 +137,7 @@ class Lanes:
         return job
 
     def _start(self, lane: Lane) -> None:
-        name = f"offcompile-{lane.name}"
-        thread = threading.Thread(target=self._run, args=(lane,), name=name, daemon=True)
-        try:
-            thread.start()
-        except RuntimeError as error:
-            raise no_thread(name, error) from error
-        lane.thread = thread
+        lane.thread = started(f"offcompile-{lane.name}", self._run, lane)
 
     def wait(self, job: Job) -> Waited:
         """Block until `job` has ended, hurrying it if it is queued. An error stays on the job."""

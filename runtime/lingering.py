@@ -10,7 +10,7 @@ from typing import Generic, TypeVar
 from offcompile.ir import OffloadError
 
 from . import watchdog
-from .threads import died, no_thread
+from .threads import died, started
 
 _LINGER_S = 0.2
 
@@ -41,12 +41,7 @@ class Lingering(Generic[Item]):
     def wake(self) -> None:
         """There may be something to take; with the lock held."""
         if self._thread is None and self._is_open:
-            thread = threading.Thread(target=self._run, name=self._name, daemon=True)
-            try:
-                thread.start()
-            except RuntimeError as error:
-                raise no_thread(self._name, error) from error
-            self._thread = thread
+            self._thread = started(self._name, self._run)
         self._changed.notify_all()
 
     def end(self) -> None:

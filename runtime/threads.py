@@ -1,15 +1,25 @@
-"""What threads leave behind that could not be started, or that ended by themselves."""
+"""Threads that begin or say why not, and what those leave behind that ended by themselves."""
 
 from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from typing import Any
 
 from offcompile.ir import OffloadError
 
 
-def no_thread(name: str, error: BaseException) -> OffloadError:
-    return OffloadError(
-        f"the thread {name} cannot be started ({error}): raise what bounds this process "
-        "(ulimit -u, ulimit -d, ulimit -s)"
-    )
+def started(name: str, run: Callable[..., None], *args: Any) -> threading.Thread:
+    """A thread that ends with the process."""
+    thread = threading.Thread(target=run, args=args, name=name, daemon=True)
+    try:
+        thread.start()
+    except RuntimeError as error:
+        raise OffloadError(
+            f"the thread {name} cannot be started ({error}): raise what bounds this process "
+            "(ulimit -u, ulimit -d, ulimit -s)"
+        ) from error
+    return thread
 
 
 def died(name: str, error: BaseException) -> OffloadError:
