@@ -45,6 +45,8 @@ class Run:
 
     trace: Trace
     peaks: tuple[int, ...]
+    #: of each graph the most that an op takes beside its tensors; where all fits nobody measures it
+    beside: tuple[int, ...]
     moved_bytes: int
 
 
@@ -58,7 +60,8 @@ def our_run(specimen: Specimen, memory: Memory, lowering: str = "aot_eager") -> 
     # of each graph the last plan: another may have been made after the first steps
     last = {report.name.partition(",")[0]: report for report in reports}
     peaks = tuple(report.planned_peak_bytes for report in last.values())
-    return Run(trace, peaks, offcompile.counters()["bytes_out"] - before)
+    beside = tuple(max(op.workspace_bytes for op in r.problem.ops) for r in last.values())
+    return Run(trace, peaks, beside, offcompile.counters()["bytes_out"] - before)
 
 
 def budget(specimen: Specimen, share: float) -> int:
@@ -108,7 +111,7 @@ def test_training_is_bitwise_the_plain_run_at_every_budget(specimen: Specimen) -
 def test_the_minimum_moves_and_ample_memory_does_not(specimen: Specimen) -> None:
     ample, least = our_run(specimen, None), our_run(specimen, "minimum")
     assert ample.moved_bytes == 0
-    assert sum(least.peaks) < sum(ample.peaks)
+    assert sum(least.peaks) < sum(ample.peaks) + sum(least.beside)
     assert least.moved_bytes > 0
 
 
