@@ -23,8 +23,8 @@ log = logging.getLogger(__name__)
 PAGE_BYTES = 4096
 TILE = 1 << 16
 SLOW_SECONDS = 0.3
-#: less is within what the system's counters of resident pages may be off; no usual size of a tensor,
-#: which would be counted in one run and not in the next
+#: less is within what the system's counters of resident pages may be off; no usual size of a
+#: tensor, which would be counted in one run and not in the next
 LEAST_WORKSPACE_BYTES = 700 << 10
 
 
