@@ -135,7 +135,10 @@ class Compiled:
         self.symbols = _symbols(example_inputs)
         self.budget = options.memory_bytes(target.device_bytes)
         self.variants: list[Variant] = []
-        self.executions = Executions(self.name, self.budget, books, self.entry, target.runtime)
+        holes = 0 if self.budget is None else target.holes_bytes(self.budget)
+        self.executions = Executions(
+            self.name, self.budget, books, self.entry, target.runtime, holes
+        )
         #: arguments that an optimizer updates during backward
         self.updated: frozenset[int] = frozenset()
         self.profile = Profile()

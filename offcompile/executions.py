@@ -49,6 +49,8 @@ class Executions:
     books: Books
     entry: Entry
     settings: RuntimeSettings
+    #: of the budget, what the keeper had better leave to holes between tensors
+    holes_bytes: int = 0
     #: of the call that runs, with the sizes of what it was given
     binding: Binding = UNBOUND
     sizes: tuple[int, ...] = ()
@@ -117,7 +119,8 @@ class Executions:
         own = 0
         if holds_saved and phase == BACKWARD:
             own = keeper.bytes_of((self.name, FORWARD, binding, sizes))
-        keeper.enter(execution, limit + own, lends, weights, phase == BACKWARD)
+        kept = limit - min(self.holes_bytes, limit // 2)
+        keeper.enter(execution, kept + own, lends, weights, phase == BACKWARD)
         try:
             yield Room(peak_bytes, limit, keeper.held_bytes, sizes)
         finally:
