@@ -16,6 +16,7 @@ from torch import fx
 from torch._guards import TracingContext, tracing
 
 from offcompile.ir import Infeasible, InvalidInput, OffloadError, Violation
+from offcompile.runtime.heap import address_space_is_limited
 from offcompile.runtime.registry import lanes_moved
 from offcompile.runtime.update_ops import calling
 from offcompile.runtime.updates import updater_of
@@ -135,7 +136,9 @@ class Compiled:
         self.symbols = _symbols(example_inputs)
         self.budget = options.memory_bytes(target.device_bytes)
         self.variants: list[Variant] = []
-        holes = 0 if self.budget is None else target.holes_bytes(self.budget)
+        # where addresses are limited, freed blocks go back at once and leave no holes
+        returned = self.budget is None or address_space_is_limited()
+        holes = 0 if returned else target.holes_bytes(self.budget or 0)
         self.executions = Executions(
             self.name, self.budget, books, self.entry, target.runtime, holes
         )
