@@ -168,11 +168,26 @@ class _Partitioner(CustomPartitionerFn):
     def uuid(self) -> Any:
         """Sets replaced graphs apart in the cache: what is equal to a plain graph may still have
         been compiled with donated buffers."""
-        return ("offcompile", 1, self.given.uuid() if self.given is not None else None)
+        return ("offcompile", 2, self.given.uuid() if self.given is not None else None)
 
     def __reduce__(self) -> Any:
         # The cache's key is made by pickling the whole configuration, and us with it.
         return tuple, (self.uuid(),)
+
+
+def _saved_as_they_are(half: fx.GraphModule) -> None:
+    """What forward gets and saves for backward stays the tensor it is.
+
+    To Inductor a saved convolution weight may be better kept as a channels-last copy, which the
+    plan knows nothing of, and which every reader of the weight then gets, a fetch from the host
+    among them. What the user sees keeps its strides, and so do these.
+    """
+    output = half.graph.output_node()
+    visible = set(output.meta.get("user_visible_output_idxs", ()))
+    for index, value in enumerate(output.args[0]):
+        if isinstance(value, fx.Node) and value.op == "placeholder":
+            visible.add(index)
+    output.meta["user_visible_output_idxs"] = sorted(visible)
 
 
 def _inductor(graph: fx.GraphModule, inputs: Sequence[Any], job: _Job) -> Callable[..., Any]:
@@ -200,6 +215,7 @@ def _inductor(graph: fx.GraphModule, inputs: Sequence[Any], job: _Job) -> Callab
                 settings.enter_context(
                     inductor_config.patch(reorder_for_peak_memory=False, reorder_for_locality=False)
                 )
+                _saved_as_they_are(half)
                 if job.hooks.lends:
                     settings.enter_context(
                         inductor_config.patch(allow_buffer_reuse=False, inplace_buffers=False)

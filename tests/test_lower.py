@@ -321,6 +321,26 @@ def test_arguments_are_consumed(lowering: str) -> None:
 # --- settings and caches -----------------------------------------------------------------------
 
 
+def test_saved_weights_stay_what_they_are() -> None:
+    """Not the channels-last copies that Inductor would rather keep of convolution weights."""
+    model, x = fresh("conv")
+    given: list[int] = []
+
+    class Looking(Hooks):
+        def ready(self, phase: str, compiled: Any) -> Any:
+            def look(arguments: list[Any]) -> Any:
+                outputs = compiled(arguments)
+                given.extend(o.data_ptr() for o in outputs if isinstance(o, Tensor))
+                return outputs
+
+            return look if phase == "forward" else compiled
+
+    hooks = Looking(change=lambda *_: None)
+    step(model, x, backend("inductor", hooks))
+    weights = [p for p in model.parameters() if p.dim() == 4]
+    assert [w.data_ptr() in given for w in weights] == [True, True]
+
+
 def _watched() -> tuple[Any, ...]:
     return (
         inductor_config.custom_partitioner_fn,
