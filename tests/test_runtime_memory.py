@@ -16,8 +16,8 @@ from offcompile.runtime import memory
 from offcompile.runtime.mapping import Mapping
 
 MIB = 1 << 20
-# counters of the kernel may lag by some pages, and other threads of torch come and go
-SLACK_BYTES = 4 * MIB
+# other threads come and go, and the kernel makes huge pages of small ones when it likes
+SLACK_BYTES = 16 * MIB
 
 linux = pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="needs /proc")
 
