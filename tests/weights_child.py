@@ -16,6 +16,7 @@ import sys
 import threading
 from collections.abc import Iterable, Iterator
 from typing import Any
+from zlib import crc32
 
 import torch
 from torch import Tensor, nn
@@ -109,7 +110,7 @@ def held(model: nn.Module) -> dict[str, Any]:
     """What weights and gradients that are on the host take of private memory and of files'."""
     tensors = [t for p in model.parameters() for t in (p, p.grad) if t is not None]
     tensors = [t.detach() for t in tensors if is_on_host(t)]
-    kept = [t.clone() for t in tensors[:2]]
+    kept = [crc32(t.numpy()) for t in tensors]  # copies would count against the limit
     libc = ctypes.CDLL(None, use_errno=True)
     before = memory.resident().file_bytes
     private = 0
@@ -122,7 +123,7 @@ def held(model: nn.Module) -> dict[str, Any]:
         "host_bytes": sum(t.nbytes for t in tensors),
         "private_bytes": private,
         "dropped_bytes": before - memory.resident().file_bytes,
-        "same_after": all(map(torch.equal, kept, tensors[:2])),
+        "same_after": kept == [crc32(t.numpy()) for t in tensors],
     }
 
 
