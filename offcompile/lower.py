@@ -184,7 +184,7 @@ def _saved_as_they_are(half: fx.GraphModule) -> None:
     """
     output = half.graph.output_node()
     visible = set(output.meta.get("user_visible_output_idxs", ()))
-    for index, value in enumerate(output.args[0]):
+    for index, value in enumerate(cast(Sequence[Any], output.args[0])):
         if isinstance(value, fx.Node) and value.op == "placeholder":
             visible.add(index)
     output.meta["user_visible_output_idxs"] = sorted(visible)

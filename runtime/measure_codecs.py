@@ -8,10 +8,12 @@ from collections.abc import Sequence
 import torch
 
 from .codecs import codec
+from .heap import heap
 from .measure import time_us, undisturbed
 
-#: more than caches hold, in pieces as lanes take them
-TENSOR_BYTES, PIECE_BYTES = 32 << 20, 256 << 10
+#: more than a core's own caches hold, in pieces as lanes take them. It comes beside a model that
+#: trains already, so it is one tensor and a small one
+TENSOR_BYTES, PIECE_BYTES = 8 << 20, 256 << 10
 MATMUL_SIDE = 512
 SECONDS = 0.05
 
@@ -20,26 +22,28 @@ def codec_bytes_per_us(
     names: Sequence[str], nbytes: int = TENSOR_BYTES, seconds: float = SECONDS
 ) -> dict[str, float]:
     """Raw bytes in a microsecond, packing or unpacking, whichever is slower, while matrix products
-    keep the processor busy. Half of the float32 elements are zero."""
+    keep the processor busy. Half of the float32 elements are zero.
+
+    Call it between steps: what the heap keeps of the last one makes room first."""
+    heap().trim()
     with undisturbed(), _busy():
         x = torch.randn(nbytes // 4, device="cpu").relu_()
         return {name: _rate(name, x, seconds) for name in names}
 
 
 def _rate(name: str, x: torch.Tensor, seconds: float) -> float:
-    how, back = codec(name), torch.zeros_like(x)
+    how = codec(name)
     elements = min(PIECE_BYTES // x.element_size(), x.numel())
     packed = torch.zeros(how.worst_bytes(elements, x.dtype), dtype=torch.uint8, device="cpu")
     whole = [piece for piece in torch.split(x, elements) if piece.numel() == elements]
-    targets = torch.split(back, elements)[: len(whole)]
 
     def pack() -> None:
         for piece in whole:
             how.pack(piece, packed)
 
     def unpack() -> None:
-        for target in targets:
-            how.unpack(packed, target)
+        for piece in whole:
+            how.unpack(packed, piece)
 
     slowest_us = max(time_us(pack, seconds), time_us(unpack, seconds))
     return len(whole) * elements * x.element_size() / slowest_us

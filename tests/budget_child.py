@@ -82,7 +82,7 @@ def main() -> None:
     # and limited is what is held
     memory.return_freed_memory()
     specimen, small = MODELS[task["model"]]
-    train(small, task["memory"] if task["memory"] == "plain" else "minimum", 2)
+    train(small, task["memory"] if task["memory"] == "plain" else "minimum", STEPS)
     torch._dynamo.reset()
     known = len(offcompile.reports())
     if task["limit"] is not None:
