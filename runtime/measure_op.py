@@ -246,7 +246,8 @@ def measure_call(call: Call, operands: Operands, seconds: float = 0.03) -> Measu
             def run() -> None:
                 call.target(*args, **kwargs)
 
-            workspace_bytes = _workspace_bytes(lambda: call.target(*args, **kwargs), operands)
+            with memory.small_pages():
+                workspace_bytes = _workspace_bytes(lambda: call.target(*args, **kwargs), operands)
             heap().prepare()  # as in a step that runs by plan
             with Watch() as watch:
                 duration_us = time_us(run, seconds)

@@ -39,6 +39,26 @@ def test_resident_follows_what_is_touched_and_unmapped() -> None:
 
 
 @linux
+@pytest.mark.skipif(not hasattr(mmap, "MADV_HUGEPAGE"), reason="needs huge pages")
+def test_small_pages_count_what_is_touched() -> None:
+    def taken_by_one_byte_in_each_2_mib() -> int:
+        with mmap.mmap(-1, 64 * MIB, flags=mmap.MAP_PRIVATE) as mapped:
+            mapped.madvise(mmap.MADV_HUGEPAGE)
+            before = memory.resident().anon_bytes
+            for at in range(0, 64 * MIB, 2 * MIB):
+                mapped[at] = 1
+            return memory.resident().anon_bytes - before
+
+    with memory.small_pages():
+        with memory.small_pages():
+            pass
+        assert taken_by_one_byte_in_each_2_mib() < SLACK_BYTES
+    enabled = Path("/sys/kernel/mm/transparent_hugepage/enabled")
+    if enabled.exists() and "[never]" not in enabled.read_text():
+        assert taken_by_one_byte_in_each_2_mib() > SLACK_BYTES  # and huge ones come again
+
+
+@linux
 def test_pages_of_files_are_counted_apart(tmp_path: Path) -> None:
     path = tmp_path / "file"
     path.write_bytes(bytes(32 * MIB))
