@@ -136,9 +136,10 @@ class Compiled:
         self.symbols = _symbols(example_inputs)
         self.budget = options.memory_bytes(target.device_bytes)
         self.variants: list[Variant] = []
+        holes = 0
         # where addresses are limited, freed blocks go back at once and leave no holes
-        returned = self.budget is None or address_space_is_limited()
-        holes = 0 if returned else target.holes_bytes(self.budget or 0)
+        if self.budget is not None and not address_space_is_limited():
+            holes = target.holes_bytes(self.budget)
         self.executions = Executions(
             self.name, self.budget, books, self.entry, target.runtime, holes
         )

@@ -232,7 +232,10 @@ def _no_memory(player: Player, phase: str) -> Iterator[None]:
     elif phase == "init":
         patch = mock.patch.object(arena.Arena, "__init__", refuse)
     else:
-        rig.store._frames.clear()
+        with rig.store._flow.lock:  # what lies free is gone; what blocks lie in is what there is
+            frames = rig.store._frames
+            frames.nbytes -= sum(frame.nbytes for frame in frames._free)
+            frames._free.clear()
         patch = mock.patch.object(state_blocks, "Frame", refuse)
     with patch:
         yield
