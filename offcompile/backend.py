@@ -20,6 +20,7 @@ from offcompile.runtime.heap import address_space_is_limited
 from offcompile.runtime.registry import lanes_moved
 from offcompile.runtime.update_ops import calling
 from offcompile.runtime.updates import updater_of
+from offcompile.runtime.weights import is_there_by_plan
 
 from .books import Binding, Books, books_of
 from .dump import check_dump_directory
@@ -210,12 +211,12 @@ class Compiled:
         again = self._again(args, values)
         if again is not None:
             return again
-        if self._is_to_host():
+        if self._is_to_host(args):
             self._hosting(args, values)
         turning = self._turning(args, values)
         if turning is not None:
             return turning
-        preferred = self._by_preference()
+        preferred = self._by_preference(args)
         quick = preferred[:1] == [newest] and newest.pipeline.knows_needs_at(values)
         if quick and self._peak_of(newest, values) + self.books.most_held() <= self.budget:
             return newest
@@ -241,11 +242,11 @@ class Compiled:
         sizes, variant = self._ran.get(self._binding(args), (None, None))
         return variant if sizes == values else None
 
-    def _is_to_host(self) -> bool:
-        """Whether its weights are to leave for those of other graphs, and no plan of it says so."""
-        if self.entry.runtime not in self.books.hosting or (False, True) in self._in_vain:
+    def _is_to_host(self, args: Sequence[Any]) -> bool:
+        """Whether weights of the call left for those of others, and no plan of it says so."""
+        if (False, True) in self._in_vain or any(v.pipeline.hosts_weights for v in self.variants):
             return False
-        return not any(v.pipeline.hosts for v in self.variants)
+        return not self.books.sent.isdisjoint(self._binding(args).ids)
 
     def _hosting(
         self,
@@ -255,38 +256,67 @@ class Compiled:
         first_inputs: Sequence[Any] | None = None,
     ) -> Variant | None:
         """Where other weights, of this graph or of others, take the room that these need: a plan
-        with all of them on the host. None: that is not enough."""
-        known, others = self.books.holdings, self.books.others(self.entry, self._binding(args))
+        with all of them on the host, and with those of no more other calls than that takes. None:
+        it is not enough."""
+        others = self.books.others(self.entry, self._binding(args))
         if not (others or turns) or (turns, True) in self._in_vain:
             return None
-        held = self._held(args)
-        theirs = sum(known.weight.get(id(p), 0) + known.coming.get(id(p), 0) for p in others)
-        expected = max(0, held - theirs)
-        for _ in range(2):  # small weights of theirs do not leave
-            try:
-                made = self._make(expected, values, first_inputs, turns=turns, hosts=True)
-            except Infeasible:
-                self._in_vain.add((turns, True))
-                return None
-            made.pipeline.place_alike(args, others)
-            known.expect_on_host(others)
-            self.books.hosting.add(self.entry.runtime)
-            self.books.stir()
-            expected = self._held(args)
-            if self._within(made, expected, values):
-                return made
+        for variant in self.variants:
+            may = variant.pipeline.hosts and variant.pipeline.turns == turns
+            if may and self._have_leave(variant, others, args, values):
+                return variant
+        for count in _doubling(len(others)):
+            leaving = sum(self.books.holdings.takes(p) for call in others[:count] for p in call)
+            expected = max(0, self._held(args) - leaving)
+            for _ in range(2):  # small weights of theirs do not leave
+                try:
+                    made = self._make(
+                        expected, values, first_inputs, turns=turns, hosts=True, explains=False
+                    )
+                except Infeasible:
+                    break
+                if self._have_leave(made, others, args, values):
+                    return made
+                expected = self._held(args)
+        self._in_vain.add((turns, True))
         return None
 
-    def _by_preference(self) -> list[Variant]:
+    def _have_leave(
+        self,
+        variant: Variant,
+        others: Sequence[Sequence[torch.Tensor]],
+        args: Sequence[Any],
+        values: tuple[int, ...],
+    ) -> bool:
+        """Have weights of other calls go to the host, call by call, until a plan that has those of
+        this one there may run; whether it may."""
+        for call in others:
+            if self._within(variant, self._held(args), values):
+                break
+            variant.pipeline.place_alike(args, call)
+            self.books.holdings.expect_on_host(call)
+            self.books.sent.update(map(id, call))
+            self.books.stir()
+        return self._within(variant, self._held(args), values)
+
+    def _by_preference(self, args: Sequence[Any]) -> list[Variant]:
         """Those that do not turn: what moves nothing, then what was made last.
 
-        Where a plan has weights on the host they are there to stay, and so is the plan.
+        Where a plan has weights on the host they are there to stay, and so is the plan; where none
+        of a call's weights is there, the plans that leave them where they are come first.
         """
         newest = self.variants[-1]
         found = [v for v in reversed(self.variants) if not v.pipeline.turns]
         if len(found) > 1 and newest.pipeline.moves and not newest.pipeline.hosts_weights:
             found.sort(key=lambda v: v.pipeline.moves)
+        if len(found) > 1 and any(v.pipeline.hosts_weights for v in found):
+            left = self._have_left(args)
+            found.sort(key=lambda v: v.pipeline.hosts_weights != left)
         return found
+
+    def _have_left(self, args: Sequence[Any]) -> bool:
+        """Whether weights of the call are on the host because some plan has them there."""
+        return any(is_there_by_plan(args[i]) for i in self._in_order)
 
     def _held(self, args: Sequence[Any]) -> int:
         return self.books.held_beside(self.entry, self._binding(args)).in_step
@@ -304,8 +334,8 @@ class Compiled:
         """Where this graph is one of several that keep more for backward together than there is
         room for: the plan under which all that it keeps may leave. None: another plan will do."""
         assert self.budget is not None
-        hosts = any(v.pipeline.hosts_weights for v in self.variants)
-        whole = self._by_preference()[-1] if hosts else self.variants[0]
+        hosts = self._have_left(args)
+        whole = self._by_preference(args)[-1] if hosts else self.variants[0]
         if not self.entry.trains or (True, True) in self._in_vain:
             return None
         held, peak = self._held(args), self._peak_of(whole, values)
@@ -429,6 +459,7 @@ class Compiled:
         settled: Settled | None = None,
         turns: bool = False,
         hosts: bool = False,
+        explains: bool = True,
     ) -> Variant:
         if len(self.variants) >= MOST_VARIANTS + self.profile.replans:
             raise OffloadError(
@@ -451,6 +482,7 @@ class Compiled:
             settled=settled,
             turns=turns,
             hosts=hosts,
+            explains=explains,
             executions=self.executions,
             symbols=tuple(symbol for _, symbol in self.symbols),
         )
@@ -468,6 +500,11 @@ class Compiled:
     def _variant_name(self) -> str:
         number = len(self.variants) + self.trial.given_up + 1
         return self.name if number == 1 else f"{self.name}, plan {number}"
+
+
+def _doubling(most: int) -> list[int]:
+    """0, 1, 2, 4, … and `most`."""
+    return [0, *itertools.takewhile(lambda n: n < most, (1 << k for k in itertools.count())), most]
 
 
 def _copy(gm: fx.GraphModule) -> fx.GraphModule:

@@ -85,6 +85,11 @@ class Entry:
             self.books.holdings.add(parameters)
         return binding
 
+    def bound(self) -> list[Binding]:
+        """The sets of parameters that live, in the order in which it was called with them."""
+        self.books.bury()
+        return list(self._bindings.values())
+
     @property
     def bindings(self) -> int:
         """With how many sets of parameters that live it has been called."""
@@ -154,8 +159,8 @@ class Books:
     def __init__(self) -> None:
         self.holdings = Holdings()
         self.results = Results()
-        #: runtimes whose graphs have no room for the weights of one another
-        self.hosting: set[str] = set()
+        #: ids of parameters that were sent to the host to make room for those of other calls
+        self.sent: set[int] = set()
         self._entries: list[weakref.ref[Entry]] = []
         #: with what the last run was
         self._last: weakref.ref[Binding] | None = None
@@ -178,6 +183,7 @@ class Books:
     def bury(self) -> None:
         """Forget parameters that have died."""
         for key in self.holdings.bury():
+            self.sent.discard(key)
             for entry in self.entries():
                 entry.forget(key)
 
@@ -206,11 +212,19 @@ class Books:
         """Something may have changed that these books are not told."""
         self._found = None
 
-    def others(self, entry: Entry, binding: Binding) -> list[torch.Tensor]:
-        """Parameters that a graph's runtime can move and that are not the call's."""
-        alike = (e.parameters for e in self.entries() if e.runtime == entry.runtime)
-        theirs = set().union(*alike) - binding.ids
-        return [p for p in self.holdings.living() if id(p) in theirs]
+    def others(self, entry: Entry, binding: Binding) -> list[list[torch.Tensor]]:
+        """Parameters that a graph's runtime can move and that are not the call's: call by call,
+        those that were seen first come first, each once."""
+        living = {id(p): p for p in self.holdings.living()}
+        seen = set(binding.ids)
+        found = []
+        for other in self.entries():
+            if other.runtime == entry.runtime:
+                for one in other.bound():
+                    mine = [k for k in dict.fromkeys(one.in_order) if k in living and k not in seen]
+                    seen.update(mine)
+                    found.append([living[k] for k in mine])
+        return [call for call in found if call]
 
     # --- what is held ---------------------------------------------------------------------------
 

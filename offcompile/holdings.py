@@ -84,6 +84,10 @@ class Holdings:
             self._addresses = found
         return self._total
 
+    def takes(self, parameter: torch.Tensor) -> int:
+        """Bytes of its own and of the gradient to come, when last looked at."""
+        return self.weight.get(id(parameter), 0) + self.coming.get(id(parameter), 0)
+
     def expect_on_host(self, parameters: Iterable[torch.Tensor]) -> None:
         """Their gradients are to go there from now on, until one is seen on the device."""
         self._leaving.update(id(p) for p in parameters if not _bytes_on_device(p))

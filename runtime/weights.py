@@ -65,6 +65,12 @@ def is_on_host(tensor: torch.Tensor) -> bool:
     return _slot_of(tensor) is not None
 
 
+def is_there_by_plan(tensor: torch.Tensor) -> bool:
+    """Whether a plan has the tensor on the host; what was born there may still come over."""
+    slot = _slot_of(tensor)
+    return slot is not None and slot.planned
+
+
 def device_of(tensor: torch.Tensor) -> Device | None:
     """The device whose host tier the tensor's memory is."""
     devices = (runtime.device for runtime in runtimes())

@@ -21,6 +21,7 @@ from offcompile.needs import bytes_of, standing_in
 from offcompile.results import Results
 from offcompile.runtime.counters import reset_counters
 from offcompile.runtime.registry import close_all
+from offcompile.runtime.weights import is_on_host
 
 MIB = 1 << 20
 WIDTHS = (128, 192, 256, 128)
@@ -113,19 +114,35 @@ def fresh(widths: Sequence[int]) -> nn.ModuleList:
     return nn.ModuleList(Stage(a, b) for a, b in pairwise(widths))
 
 
+@pytest.mark.parametrize(("memory", "hosting"), [(4 * MIB, 1), (2 * MIB, 2)])
 def test_graphs_of_different_width_leave_the_device_to_one_another(
-    tmp_path: Path, seen: Seen
+    tmp_path: Path, seen: Seen, memory: int, hosting: int
 ) -> None:
     wanted, stages = train(fresh(WIDTHS), [16] * 3), fresh(WIDTHS)
-    memory = 3 * MIB
-    assert sum(p.nbytes for p in stages.parameters()) > memory
+    assert 2 * sum(p.nbytes for p in stages.parameters()) > memory
     for stage in stages:
         stage.compile(backend="offcompile", options=options(memory, tmp_path))
     before = {id(r) for r in offcompile.reports()}
     assert train(stages, [16] * 3, seen) == wanted
     mine = [r for r in offcompile.reports() if id(r) not in before]
-    hosting = [r for r in mine if any(t.home == HOST for t in r.problem.tensors)]
-    assert len({r.name.partition(",")[0] for r in hosting}) == len(stages)
+    found = [r for r in mine if any(t.home == HOST for t in r.problem.tensors)]
+    assert len({r.name.partition(",")[0] for r in found}) == hosting
+    assert seen.together and max(seen.together) <= memory
+
+
+@pytest.mark.parametrize(("share", "most"), [(0.94, 1), (0.88, 2), (0.63, 4)])
+def test_no_more_weights_leave_than_need_be(
+    tmp_path: Path, seen: Seen, share: float, most: int
+) -> None:
+    """Of eight blocks under one plan; a block is an eighth of all weights and gradients."""
+    wanted, stages = train(fresh((256,) * 9), [8] * 4), fresh((256,) * 9)
+    weights = sum(p.nbytes for p in stages.parameters())
+    memory = int(share * 2 * weights)
+    for stage in stages:
+        stage.compile(backend="offcompile", options=options(memory, tmp_path))
+    assert train(stages, [8] * 4, seen) == wanted
+    hosted = [any(is_on_host(p) for p in stage.parameters()) for stage in stages]
+    assert 0 < sum(hosted) <= most
     assert seen.together and max(seen.together) <= memory
 
 
