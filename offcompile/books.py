@@ -4,7 +4,7 @@ A model with graph breaks is several compiled graphs; so is one whose blocks are
 one; and a process may compile several models. While one graph runs, the others hold their weights,
 the activations that wait for their backward, and gradients. What a graph may use is its budget
 less all that; the books are read at every call, and a plan that no longer fits is made again
-(`backend`). They own nothing: what has died is no longer counted.
+(`compiled`). They own nothing: what has died is no longer counted.
 """
 
 from __future__ import annotations
