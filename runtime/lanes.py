@@ -229,6 +229,7 @@ class Lanes:
             job, lane.at = lane.at, None
             if job is not None and job.state is State.QUEUED:
                 lane.queue.remove(job)
+                job.state = State.RUNNING  # who waits for it from now on has nothing to hurry
         try:
             if job is not None and not job.ended:
                 job.error = died(f"offcompile-{lane.name}", error)

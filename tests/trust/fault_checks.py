@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import threading
+import time
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
@@ -167,6 +169,26 @@ def test_a_lane_whose_thread_dies_fails_one_job_and_goes_on() -> None:
     assert isinstance(jobs[0].error, OffloadError)
     assert "the thread offcompile-d2h died of Ended (told to)" in str(jobs[0].error)
     assert [job.error for job in jobs[1:]] == [None, None] and done == ["b", "c"]
+    assert lanes.close()
+
+
+def test_who_waits_for_a_job_while_its_thread_dies_is_told() -> None:
+    lanes, dying = Lanes("test"), threading.Event()
+    lanes.before = die
+    over = lanes._over
+
+    def slowly(job: Job) -> None:
+        dying.set()
+        while not job.awaited:
+            time.sleep(0.001)
+        over(job)
+
+    with mock.patch.object(lanes, "_over", slowly):
+        job = submit(lanes, "a", [])
+        assert dying.wait(30)
+        lanes.wait(job)
+    assert isinstance(job.error, OffloadError)
+    lanes.before = None
     assert lanes.close()
 
 
