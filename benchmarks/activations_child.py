@@ -237,7 +237,7 @@ def serve(task: dict[str, Any], case: Case | None = None) -> None:
             found["planned_peak_bytes"] = report.planned_peak_bytes
             found["ops_again"] = len(report.plan.recomputes)
             counters = offcompile.counters()
-            told = ("bytes_out", "raw_bytes_out", "bytes_in", "wait_us")
+            told = ("bytes_out", "raw_bytes_out", "bytes_in", "wait_us", "heap_trims")
             found |= {name: counters[name] for name in told}
             found["ahead"] = looked_ahead()
         return found

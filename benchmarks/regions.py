@@ -74,15 +74,16 @@ def measure(case: str, lowering: str, asked: argparse.Namespace) -> list[Child]:
 
 def table(children: list[Child]) -> list[str]:
     plain, whole = children[:2]
-    heads = ("variant", "step, s", "× plain", "× whole", "peak", "out", "in", "found", "losses")
+    heads = ("variant", "step, s", "× plain", "× whole", "peak", "out", "in", "found", "back", "losses")
     rows = ["| " + " | ".join(heads) + " |", "|---" * len(heads) + "|"]
     for child in children:
-        fact, moved = child.facts, ["", ""]
+        fact, moved, back = child.facts, ["", ""], ""
         if child.kind == "plain":
             plain = child  # of those that follow
         else:
             steps = len(child.all_losses)
             moved = [f"{fact[n] / steps / MIB:,.0f}" for n in ("bytes_out", "bytes_in")]
+            back = f"{fact['heap_trims'] / steps:.1f}"
         ours = child is not plain
         cells = (
             child.name,
@@ -92,6 +93,7 @@ def table(children: list[Child]) -> list[str]:
             f"{fact['peak_bytes'] / MIB:,.0f}",
             *moved,
             _found(fact.get("ahead", {})),
+            back,
             ("same" if child.losses == plain.losses else "other") if ours else "",
         )
         rows.append("| " + " | ".join(cells) + " |")
@@ -152,7 +154,8 @@ Each variant is a process of its own; they run one step each in turn, {rounds} r
 medians over the rounds of two steps of the same round. Peak memory (MiB) is what the operating
 system measured, less what the process held before the model. "out", "in": MiB a step, the first two
 steps included, in which the order is learnt. "found": tensors that backward wanted and found on the
-device, the first two steps included. "losses": of the first two steps, against plain training.
+device, the first two steps included. "back": how often a step the pages of free blocks went back to
+the system, to be touched again, likewise. "losses": of the first two steps, against plain training.
 
 {sections}
 Machine: {machine}.

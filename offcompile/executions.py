@@ -26,6 +26,9 @@ from .books import UNBOUND, Binding, Books, Entry
 from .graphs import BACKWARD, FORWARD
 from .log import first_time, warn
 
+#: of the room beside a run, what the keeper has at least, however much holes may take
+KEEPER_SHARE = 3 / 8
+
 
 @dataclass(frozen=True)
 class Room:
@@ -119,7 +122,7 @@ class Executions:
         own = 0
         if holds_saved and phase == BACKWARD:
             own = keeper.bytes_of((self.name, FORWARD, binding, sizes))
-        kept = limit - min(self.holes_bytes, limit // 2)
+        kept = max(limit - self.holes_bytes, int(limit * KEEPER_SHARE))
         keeper.enter(execution, kept + own, lends, weights, phase == BACKWARD)
         try:
             yield Room(peak_bytes, limit, keeper.held_bytes, sizes)
