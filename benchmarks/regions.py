@@ -74,7 +74,8 @@ def measure(case: str, lowering: str, asked: argparse.Namespace) -> list[Child]:
 
 def table(children: list[Child]) -> list[str]:
     plain, whole = children[:2]
-    heads = ("variant", "step, s", "× plain", "× whole", "peak", "out", "in", "found", "back", "losses")
+    times, moves = ("step, s", "× plain", "× whole"), ("out", "in", "found", "back")
+    heads = ("variant", *times, "peak", *moves, "losses")
     rows = ["| " + " | ".join(heads) + " |", "|---" * len(heads) + "|"]
     for child in children:
         fact, moved, back = child.facts, ["", ""], ""
