@@ -6,6 +6,7 @@ import gc
 import itertools
 import weakref
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from itertools import compress
 from typing import Any
@@ -207,21 +208,28 @@ class Compiled:
             may = variant.pipeline.hosts and variant.pipeline.turns == turns
             if may and self._have_leave(variant, others, args, values):
                 return variant
-        for count in _doubling(len(others)):
-            leaving = sum(self.books.holdings.takes(p) for call in others[:count] for p in call)
-            expected = max(0, self._held(args) - leaving)
-            for _ in range(2):  # small weights of theirs do not leave
-                try:
-                    made = self._make(
-                        expected, values, first_inputs, turns=turns, hosts=True, explains=False
-                    )
-                except Infeasible:
-                    break
-                if self._have_leave(made, others, args, values):
-                    return made
-                expected = self._held(args)
-        self._in_vain.add((turns, True))
-        return None
+
+        def make(held: int) -> Variant:
+            return self._make(held, values, first_inputs, turns=turns, hosts=True, explains=False)
+
+        held = self._held(args)
+        sizes = [sum(map(self.books.holdings.takes, call)) for call in others]
+        sizes = [nbytes for nbytes in sizes if nbytes]
+        for count in _doubling(len(sizes)):
+            with suppress(Infeasible):
+                made = make(max(0, held - sum(sizes[:count])))
+                break
+        else:
+            self._in_vain.add((turns, True))
+            return None
+        if self._have_leave(made, others, args, values):
+            return made
+        try:  # small weights of theirs do not leave
+            made = make(self._held(args))
+        except Infeasible:
+            self._in_vain.add((turns, True))
+            return None
+        return made if self._within(made, self._held(args), values) else None
 
     def _have_leave(
         self,
@@ -446,7 +454,8 @@ class Compiled:
 
 def _doubling(most: int) -> list[int]:
     """0, 1, 2, 4, … and `most`."""
-    return [0, *itertools.takewhile(lambda n: n < most, (1 << k for k in itertools.count())), most]
+    powers = itertools.takewhile(lambda n: n < most, (1 << k for k in itertools.count()))
+    return list(dict.fromkeys([0, *powers, most]))
 
 
 def _copy(gm: fx.GraphModule) -> fx.GraphModule:
