@@ -5,7 +5,7 @@ touch for the next one (some 5% of a step); keeping all of them lets holes pile 
 which moves its tensors out cannot afford. So blocks are kept, and when what the process holds
 reaches what the budget allows, the pages of free blocks are given back in one go. Under a limit on
 address space (RLIMIT_DATA, RLIMIT_AS) holes count even without pages: there each large block is
-returned at once.
+returned at once, and pages are given back only of what the heap had grown to before the limit.
 
 What was given back has to be touched again, so the heap asks for huge pages: one fault then brings
 2 MiB instead of 4 KiB.
@@ -126,10 +126,10 @@ class Heap:
 
     def begin(self, planned_bytes: int, budget_bytes: int) -> None:
         """A step begins: of its budget, `planned_bytes` stand already."""
-        if self._process is None or address_space_is_limited():
-            self._limit_bytes = None
+        if self._process is None:
             return
-        self._lay_out(budget_bytes)
+        if not address_space_is_limited():
+            self._lay_out(budget_bytes)
         live = self.live_bytes()
         if self._measure:
             self._measure = False

@@ -19,7 +19,7 @@ MIB = 1 << 20
 # Dynamo's objects for the compiled graphs, blocks below malloc's mapping threshold that stay in
 # its heaps, packed operands of matrix products, and first-touched pages of libraries. It does not
 # grow with the batch.
-OVERHEAD_BYTES = 48 * MIB
+OVERHEAD_BYTES = 24 * MIB
 
 
 def run(model: str, memory: int | str, limit: int | None = None) -> dict[str, Any]:

@@ -74,6 +74,33 @@ print(start, peak, h.trims)
     assert trims >= 1
 
 
+def test_under_a_limit_that_came_late_holes_from_before_it_go_back_too() -> None:
+    start, peak, trims = in_a_process(
+        SETUP
+        + """
+import resource
+from offcompile.runtime import memory
+before = take(32); keep = [torch.ones(1 << 18) for _ in range(2)]; del before  # one large hole
+h.trim()
+allowed = memory.data_bytes() + (64 << 20)
+resource.setrlimit(resource.RLIMIT_DATA, (allowed, allowed))
+h.prepare()
+h.begin(0, 64 << 20)
+start, trims = h.resident_bytes(), h.trims
+peak = 0
+for _ in range(6):
+    several = take(6); keep.append(torch.ones(1 << 18))
+    del several
+    time.sleep(0.05)
+    peak = max(peak, h.resident_bytes())
+    wide = torch.ones(12 << 18); del wide
+print(start, peak, h.trims - trims)
+"""
+    )
+    assert peak - start <= 72 * MIB
+    assert trims >= 1
+
+
 def test_what_trimming_cannot_take_is_not_tried_for_again() -> None:
     (trims,) = in_a_process(
         SETUP
