@@ -192,8 +192,8 @@ Memory, MiB:
 - tensors: the plan's peak without room for holes (`needed_peak_bytes`), beside the most that was in
   blocks of malloc at once.
 - process: what the plan lets the process hold, beside its anonymous memory by the operating system.
-  "fits": the planned peak; malloc is set to give large freed blocks back, which no budget asks for
-  here, and which costs some time. A budget: all of it, since freed blocks are kept for use again
+  "fits": the planned peak; after the timed steps malloc was set to give large freed blocks back,
+  which no budget asks for here. A budget: all of it, since freed blocks are kept for use again
   until it is reached. "minimum": the planned peak.
 - Both without what the process holds between steps beside weights and buffers. "left" is what of
   that it gained since before the model was built, most of it compiled code: no plan knows of it.

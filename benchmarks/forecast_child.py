@@ -151,9 +151,9 @@ def said(report: PlanReport) -> dict[str, Any]:
 
 def serve(task: dict[str, Any]) -> None:
     """Build and warm up, then answer each line from the parent with one line of JSON."""
-    lean = task["memory"] is None  # no budget: freed memory that malloc would keep is nobody's
-    settle = memory.return_freed_memory if lean else heap().prepare
-    settle()
+    lean = task["memory"] is None  # no budget: malloc does as it does without offcompile
+    if not lean:
+        heap().prepare()
     small = mlp(16, 1, 16)
     options = options_of(task, None if lean else "minimum")
     # brings in the compiler and the runtime, whose own memory is not the model's
@@ -161,7 +161,6 @@ def serve(task: dict[str, Any]) -> None:
         *small.batch(torch.Generator())
     ).backward()
     torch._dynamo.reset()
-    settle()
     gc.collect()
     heap().trim()
     before = heap().resident_bytes()
@@ -198,6 +197,8 @@ def serve(task: dict[str, Any]) -> None:
     def facts() -> dict[str, Any]:
         report = offcompile.reports()[-1]
         arena_bytes = offcompile.counters().get("arena_bytes", 0)
+        if lean:  # what malloc would keep for use again is no tensor's
+            memory.return_freed_memory()
         live, resident = stand()
         with Watch() as watch:
             for _ in range(WATCHED_STEPS):

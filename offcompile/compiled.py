@@ -375,7 +375,7 @@ class Compiled:
                 made = self._reconsidered(variant, args)
                 if made is not variant:
                     return made
-        self.trial.tell(report, step)
+        self.trial.tell(report, step, pipeline.steps_recorded)
         return variant
 
     def _lanes_due(self, variant: Variant) -> bool:

@@ -44,7 +44,7 @@ MOST_SECONDS = 60.0
 
 #: returns what no made-up data can give, or trusts its operands without a check
 _NOT_MEASURED = frozenset({"_embedding_bag", "_embedding_bag_forward_only", "set_", "resize_"})
-_OVERHEADS = ("op_us", "view_us", "fresh_us_per_mib")
+_OVERHEADS = ("op_us", "view_us", "fresh_us_per_mib", "touch_us_per_mib")
 _UNPREDICTABLE = (torch.Tag.dynamic_output_shape, torch.Tag.data_dependent_output)
 
 

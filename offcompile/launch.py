@@ -19,6 +19,8 @@ VARIABLE = "GLIBC_TUNABLES"
 NO_CACHE = "glibc.malloc.tcache_count"
 #: the first version of glibc whose aligned allocations merge with their splinters (bug 30723)
 MENDED_VERSION = (2, 39)
+#: of a tensor's place, with the alignment of both ends
+SPLINTER_BYTES = 112
 LAUNCH_HINT = "steps take 5 to 8% less when started with `offcompile run SCRIPT`"
 
 

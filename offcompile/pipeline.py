@@ -338,6 +338,8 @@ class Pipeline:
             names=annotated.names,
             profile=self.profile,
             settle=self._clock.settle,
+            room=target.room(budget if budget is not None else decided.order.peak_bytes + reserve),
+            touch_us_per_mib=self._planning.survey.touch_again_us_per_mib,
             steps=self._recorder,
             beside_bytes=self.held_bytes,
             verified=None if self._verifying is None else self._verifying.verified,

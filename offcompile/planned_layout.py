@@ -1,11 +1,15 @@
-"""What a layout computed ahead would make of a plan's device memory, in the order that runs."""
+"""A plan's device memory in the order that runs: as a layout computed ahead would have it, and as
+a heap would that gives pages back when it is full."""
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from offcompile.ir import Machine, Plan, Problem, Timeline
+from offcompile.passes.holes import Returns, Room, returns_of
 from offcompile.passes.layout import Layout, Stay, lay_out
+from offcompile.presence import Presence, presence
 from offcompile.presence import Stay as Held
-from offcompile.presence import presence
 
 #: placing takes the square of their number: of more, only the largest are laid out
 MOST_STAYS = 800
@@ -17,7 +21,21 @@ def planned_layout(problem: Problem, machine: Machine, plan: Plan, timeline: Tim
     What stands from the beginning is in nobody's way. `timeline` must be the valid one of `plan`,
     of a problem that is not steady.
     """
-    found = presence(problem, machine, plan, timeline)
+    stays, _ = _stays(presence(problem, machine, plan, timeline))
+    stays.sort(key=lambda stay: -stay.nbytes)
+    return lay_out(stays[:MOST_STAYS])
+
+
+def planned_returns(
+    problem: Problem, machine: Machine, plan: Plan, timeline: Timeline, room: Room
+) -> Returns:
+    """The same in a heap: `room` is also for what stands from the beginning."""
+    stays, standing_bytes = _stays(presence(problem, machine, plan, timeline))
+    return returns_of(stays, replace(room, nbytes=max(room.nbytes - standing_bytes, 0)))
+
+
+def _stays(found: Presence) -> tuple[list[Stay], int]:
+    """What is born in the step, and the bytes that stand from the beginning."""
     last = len(found.steps)
     born: dict[Held, int] = {}
     for number, step in enumerate(found.steps):
@@ -36,5 +54,4 @@ def planned_layout(problem: Problem, machine: Machine, plan: Plan, timeline: Tim
     ]
     for number, step in enumerate(found.steps):
         stays.append(Stay(step.run.op.workspace_bytes, number, number))
-    stays.sort(key=lambda stay: -stay.nbytes)
-    return lay_out([stay for stay in stays[:MOST_STAYS] if stay.nbytes])
+    return [stay for stay in stays if stay.nbytes], sum(s.nbytes for s in found.at_start)

@@ -20,7 +20,8 @@ from offcompile.ir.jsonio import machine_to_json, plan_to_json, problem_to_json
 from offcompile.ir.units import show_bytes, show_us
 from offcompile.measured import MeasuredStep, Steps
 from offcompile.modes import modes, module_rows, modules_of
-from offcompile.planned_layout import planned_layout
+from offcompile.passes.holes import Returns, Room
+from offcompile.planned_layout import planned_layout, planned_returns
 from offcompile.planner import PlanResult
 from offcompile.stalls import StallRow, measured_to_json, print_stalls, stall_line, stall_rows
 from offcompile.timelines import moved_bytes, settled_spans, timeline_to_json
@@ -73,6 +74,10 @@ class PlanReport:
     kept: Callable[[], str | None] | None = field(default=None, repr=False)
     #: with `verify=True`, what the first step showed beside the plain run
     verified: Verified | None = field(default=None, repr=False)
+    #: what blocks and holes may fill of the device; None: it gives nothing back
+    room: Room | None = field(default=None, repr=False)
+    #: what it takes to touch memory that went back; 0: not known, or in the costs already
+    touch_us_per_mib: float = field(default=0.0, repr=False)
     #: where measured steps are found; None: nothing runs
     steps: Steps | None = field(default=None, repr=False)
     _steps_us: dict[str, list[float]] = field(default_factory=dict, init=False, repr=False)
@@ -133,6 +138,20 @@ class PlanReport:
             return None
         return planned_layout(self.problem, self.machine, self.plan, self.timeline).waste
 
+    @cached_property
+    def returns(self) -> Returns | None:
+        """What goes back to the system in a step for want of room, and is touched again."""
+        if self.room is None or self.fits or self.problem.steady:
+            return None
+        return planned_returns(self.problem, self.machine, self.plan, self.timeline, self.room)
+
+    @property
+    def foreseen_us(self) -> float:
+        """The planned step, and touching again what went back to the system meanwhile."""
+        if not self.touch_us_per_mib or self.returns is None:
+            return self.planned_us
+        return self.planned_us + self.returns.touched_bytes / 2**20 * self.touch_us_per_mib
+
     def _machine_for(self, device_bytes: int) -> Machine:
         return self.machine.with_capacity(DEVICE, device_bytes)
 
@@ -182,8 +201,8 @@ class PlanReport:
 
     @property
     def predicted_us(self) -> float:
-        """What a step is expected to take: as corrected, or else as planned."""
-        return self.planned_us if self.corrected is None else self.corrected.step_us
+        """What a step is expected to take: as corrected, or else as foreseen."""
+        return self.foreseen_us if self.corrected is None else self.corrected.step_us
 
     @property
     def measured_over_predicted(self) -> float | None:
@@ -295,6 +314,7 @@ class PlanReport:
             "measured_us": self.measured_us,
             "measured_over_planned": self.measured_over_planned,
             "predicted_us": self.predicted_us,
+            "touched_again_bytes": None if self.returns is None else self.returns.touched_bytes,
             "measured_over_predicted": self.measured_over_predicted,
             "measured": None if measured is None else measured_to_json(measured, rows),
             "planning_seconds": self.result.seconds,
@@ -355,6 +375,12 @@ class PlanReport:
                 "predicted step",
                 f"{show_us(self.predicted_us)}, with ops as in the first steps:"
                 f" {self.corrected.factors.words()}",
+            )
+        elif self.returns is not None and self.foreseen_us > self.planned_us:
+            yield (
+                "predicted step",
+                f"{show_us(self.foreseen_us)}, with {size(self.returns.touched_bytes)} that go back"
+                " to the system for want of room and are touched again",
             )
         measured_us, ratio = self.measured_us, self.measured_over_planned
         if measured_us is None:

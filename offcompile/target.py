@@ -7,6 +7,7 @@ directory or bounds the host.
 
 from __future__ import annotations
 
+import os
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -16,12 +17,15 @@ import torch
 
 from offcompile.hardware import BYTES_PER_US_PER_GBPS, HardwareProfile, load_profile
 from offcompile.ir import DEVICE, Machine, OffloadError
+from offcompile.passes.holes import Room
 from offcompile.runtime.cuda_facts import cuda_index, library_bytes, reaches_host, usable_bytes
 from offcompile.runtime.directories import check_directory, default_directory
-from offcompile.runtime.memory import machine_memory_bytes
+from offcompile.runtime.heap import MARGIN_BYTES, address_space_is_limited, heap
+from offcompile.runtime.memory import RETURNED_BYTES, machine_memory_bytes
 from offcompile.runtime.registry import RuntimeSettings
 
 from .annotate import InPlace
+from .launch import SPLINTER_BYTES, malloc_leaves_holes
 from .options import Options, default_spill
 from .this_gpu import this_gpu, to_cuda_machine
 from .this_machine import codec_gbps, this_machine, to_cpu_machine
@@ -84,6 +88,10 @@ class Target(ABC):
     def holes_bytes(self, budget_bytes: int) -> int:
         """What the runtime would have beside its reserve, so that freed blocks need not go back."""
 
+    def room(self, budget_bytes: int) -> Room | None:
+        """What blocks and holes between them may fill; None: nothing goes back to the system."""
+        return None
+
 
 @dataclass(frozen=True)
 class CpuTarget(Target):
@@ -122,6 +130,16 @@ class CpuTarget(Target):
 
     def holes_bytes(self, budget_bytes: int) -> int:
         return budget_bytes // HOLES_SHARE
+
+    def room(self, budget_bytes: int) -> Room | None:
+        if not heap().gives_back:
+            return None
+        return Room(
+            budget_bytes,
+            MARGIN_BYTES,
+            SPLINTER_BYTES if malloc_leaves_holes(os.environ) else 0,
+            RETURNED_BYTES if address_space_is_limited() else None,
+        )
 
 
 @dataclass(frozen=True)

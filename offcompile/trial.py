@@ -8,12 +8,16 @@ from the plan.
 
 from __future__ import annotations
 
+import os
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from offcompile.cli_tables import size
 from offcompile.ir.units import show_us
+from offcompile.runtime.heap import heap
 
 from .corrections import Factors, corrected, factors_of
+from .launch import LAUNCH_HINT, malloc_leaves_holes
 from .log import first_time, say, warn
 from .measured import MeasuredStep
 from .report import PlanReport, reports
@@ -31,6 +35,8 @@ LEAST_STEP_NS = 10_000_000
 LOOK_EVERY = 50
 #: times that a plan's measured step is asked for where there is none to be sure of
 MOST_ASKED = 5
+#: times a step that free memory goes back to the system beyond which that is what takes the time
+MANY_TRIMS = 3.0
 REFRESH = "`offcompile doctor --refresh` measures lanes again and forgets what ops took"
 
 
@@ -38,6 +44,10 @@ REFRESH = "`offcompile doctor --refresh` measures lanes again and forgets what o
 class Trial:
     """Of one captured graph. To be asked between steps."""
 
+    #: how often this process has given free memory back
+    trims: Callable[[], int] = lambda: heap().trims
+    #: of the plan in use, the first recorded step that was seen, and the trims until then
+    _counted: tuple[PlanReport, int, int] | None = None
     #: of the plan in use
     _judged: PlanReport | None = None
     _asked: int = 0
@@ -49,6 +59,8 @@ class Trial:
 
     def due(self, report: PlanReport, recorded: int) -> MeasuredStep | None:
         """The measured step of a plan that has run often enough to be judged; each is once."""
+        if recorded and (self._counted is None or self._counted[0] is not report):
+            self._counted = report, recorded, self.trims()
         if report is self._judged:
             self._look_again(report, recorded)
             return None
@@ -90,13 +102,20 @@ class Trial:
             report.correct(made)
         return found if step.step_ns >= LEAST_STEP_NS else None
 
-    def tell(self, report: PlanReport, step: MeasuredStep) -> None:
+    def tell(self, report: PlanReport, step: MeasuredStep, recorded: int = 0) -> None:
         """The one line of a run, and the warning if reality is far from the plan."""
         if report.fits:
             return
         if first_time("a plan that runs"):
             say(_line(report, step))
-        _warn_if_far(report, step, report.planned_us, "planned")
+        what = "planned" if report.foreseen_us == report.planned_us else "predicted"
+        _warn_if_far(report, step, report.foreseen_us, what, self._trims_a_step(recorded))
+
+    def _trims_a_step(self, recorded: int) -> float:
+        if self._counted is None or recorded <= self._counted[1]:
+            return 0.0
+        _, first, before = self._counted
+        return (self.trims() - before) / (recorded - first)
 
     def _look_again(self, report: PlanReport, recorded: int) -> None:
         if recorded < self._look_at:
@@ -104,7 +123,7 @@ class Trial:
         self._look_at = recorded + LOOK_EVERY
         step = report.measured_step
         if step is not None and not report.fits:
-            _warn_if_far(report, step, report.predicted_us, "usual")
+            _warn_if_far(report, step, report.predicted_us, "usual", 0.0)
 
 
 def _line(report: PlanReport, step: MeasuredStep) -> str:
@@ -123,7 +142,9 @@ def _line(report: PlanReport, step: MeasuredStep) -> str:
     )
 
 
-def _warn_if_far(report: PlanReport, step: MeasuredStep, than_us: float, what: str) -> None:
+def _warn_if_far(
+    report: PlanReport, step: MeasuredStep, than_us: float, what: str, trims: float
+) -> None:
     times = step.step_ns / 1000 / than_us if than_us > 0 else 1.0
     if step.step_ns < LEAST_STEP_NS or FASTER <= times <= SLOWER:
         return
@@ -131,19 +152,26 @@ def _warn_if_far(report: PlanReport, step: MeasuredStep, than_us: float, what: s
         went = stall_line(report.stall_rows(step), report.timeline, step)
         warn(
             f"{report.name} takes {show_us(step.step_ns / 1000)} a step, {times:.2f} × the"
-            f" {what} {show_us(than_us)} ({went}). {_advice(report, step, times)}"
+            f" {what} {show_us(than_us)} ({went}). {_advice(report, step, times, trims)}"
         )
 
 
-def _advice(report: PlanReport, step: MeasuredStep, times: float) -> str:
+def _advice(report: PlanReport, step: MeasuredStep, times: float, trims: float) -> str:
     if times < 1:
         return f"This machine is faster than when it was measured: {REFRESH}."
     waiting_ns = sum(stall.duration_ns for stall in report.timeline.stalls)
-    computing_ns = round(report.planned_us * 1000) - waiting_ns
+    computing_ns = round(report.foreseen_us * 1000) - waiting_ns
     if step.waiting_ns - waiting_ns > step.compute_ns - computing_ns:
         return (
             "Lanes are slower than they were measured. Does another program use the disk or much"
             f" of the memory's bandwidth? If not, {REFRESH}."
+        )
+    if trims >= MANY_TRIMS:
+        hint = f" Or else: {LAUNCH_HINT}." if malloc_leaves_holes(os.environ) else ""
+        return (
+            "The budget leaves little room for holes between tensors: free memory went back to the"
+            f" system {trims:.0f} times a step and was touched again, which the plan does not"
+            f" count. A larger `memory` makes that less.{hint}"
         )
     return (
         "Computing is slower than it was measured. Does another program use this machine, or has"

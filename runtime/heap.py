@@ -99,6 +99,11 @@ class Heap:
         self._changed = threading.Event()
         self._thread: threading.Thread | None = None
 
+    @property
+    def gives_back(self) -> bool:
+        """Whether this malloc is one whose free blocks can go back to the system."""
+        return self._process is not None
+
     def prepare(self) -> None:
         """Choose how freed blocks are dealt with; call it before a step that moves tensors."""
         if self._process is None or address_space_is_limited():

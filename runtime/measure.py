@@ -6,6 +6,7 @@ mode, dispatch modes and flags as they were.
 
 from __future__ import annotations
 
+import mmap
 import os
 import platform
 import statistics
@@ -158,6 +159,8 @@ class Overheads:
     view_us: float
     #: filling a large output that was just allocated, and giving it back
     fresh_us_per_mib: float
+    #: touching pages that had gone back to the system, and their going back
+    touch_us_per_mib: float = 0.0
 
 
 def measure_overheads() -> Overheads:
@@ -180,4 +183,22 @@ def measure_overheads() -> Overheads:
             op_us=many(lambda: add(small, small)),
             view_us=many(lambda: view(small, [16])),
             fresh_us_per_mib=time_us(fresh) / (FRESH_BYTES >> 20),
+            touch_us_per_mib=_touch_us_per_mib(),
         )
+
+
+def _touch_us_per_mib() -> float:
+    """0 where nothing can be given back."""
+    if not hasattr(mmap, "MADV_NOHUGEPAGE"):
+        return 0.0
+    # small pages: few holes between tensors are a whole huge one
+    pages = mmap.mmap(-1, FRESH_BYTES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    pages.madvise(mmap.MADV_NOHUGEPAGE)
+    tensor = torch.frombuffer(pages, dtype=torch.uint8)  # keeps them mapped
+
+    def refill() -> None:
+        pages.madvise(mmap.MADV_DONTNEED)
+        tensor.fill_(1)
+
+    us = time_us(refill) - time_us(lambda: tensor.fill_(1))
+    return max(us, 0.0) / (FRESH_BYTES >> 20)

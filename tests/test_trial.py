@@ -108,13 +108,15 @@ def test_a_plan_that_is_slower_by_little_stays(forward_ns: int) -> None:
     assert not on_trial.given_up
 
 
-def warnings_of(caplog: pytest.LogCaptureFixture, *reports: PlanReport) -> list[str]:
-    on_trial = Trial()
+def warnings_of(
+    caplog: pytest.LogCaptureFixture, *reports: PlanReport, on_trial: Trial | None = None
+) -> list[str]:
+    on_trial = on_trial or Trial()
     with caplog.at_level(logging.WARNING, "offcompile"):
         for report in reports:
             step = on_trial.due(report, BEFORE)
             assert step is not None
-            on_trial.tell(report, step)
+            on_trial.tell(report, step, BEFORE)
     return [r.getMessage() for r in caplog.records if r.name == "offcompile"]
 
 
@@ -127,6 +129,22 @@ def test_a_plan_far_from_reality_is_warned_of_once_and_with_what_helps(
     assert f"{60_000 / slow.planned_us:.2f} × the planned" in said
     assert "compute 60.0, waiting" in said
     assert "Computing is slower" in said and "offcompile doctor --refresh" in said
+
+
+@pytest.mark.parametrize("leaves_holes", [True, False])
+def test_memory_that_goes_back_and_comes_again_is_named_as_the_cause(
+    leaves_holes: bool, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(trial, "malloc_leaves_holes", lambda environ: leaves_holes)
+    trims = [100]
+    on_trial = Trial(trims=lambda: trims[0])
+    report = reported(step_of(30 * MS, 30 * MS))
+    assert on_trial.due(report, 1) is None  # what came before is no step's
+    trims[0] += 12 * (BEFORE - 1)
+    (said,) = warnings_of(caplog, report, on_trial=on_trial)
+    assert "went back to the system 12 times a step" in said and "larger `memory`" in said
+    assert ("`offcompile run SCRIPT`" in said) == leaves_holes
+    assert "Computing is slower" not in said
 
 
 def test_waits_point_at_lanes(caplog: pytest.LogCaptureFixture) -> None:

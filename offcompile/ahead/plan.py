@@ -257,6 +257,8 @@ class Ahead:
             reserve_bytes=reserve,
             holes_bytes=decided.holes_bytes,
             worst_peak_bytes=peak,
+            room=self.target.room(budget if budget is not None else peak + reserve),
+            touch_us_per_mib=self.survey.touch_again_us_per_mib,
             labels=annotated.labels,
             names=annotated.names,
             life=partial(planned_life, annotated.problem, plan, runtime),

@@ -1,0 +1,140 @@
+"""What a heap that must not outgrow its room gives back to the system, and takes again.
+
+Blocks that were freed lie in holes between others. When blocks and holes together fill the room,
+the pages of all holes go back at once, and whoever gets a place there touches new ones: a plan that
+leaves little room pays for that in time. This plays a step through such a heap: best fit, holes
+that meet become one, and places that shrink where the allocator keeps splinters.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left, insort
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from .layout import Stay
+
+#: the first step finds an empty heap; later ones are alike
+STEPS = 3
+#: pages are counted in grains of at least this, at most so many to the room
+_LEAST_GRAIN_BYTES, _MOST_GRAINS = 64 << 10, 8192
+
+
+@dataclass(frozen=True)
+class Room:
+    """`nbytes` that blocks and holes may fill; pages go back `margin_bytes` before that.
+
+    splinter_bytes: what a block's place loses of its length until neighbours are free too.
+    mapped_bytes: a block of this size that fits into no hole gets pages of its own each time;
+    None: none does.
+    """
+
+    nbytes: int
+    margin_bytes: int = 0
+    splinter_bytes: int = 0
+    mapped_bytes: int | None = None
+
+
+@dataclass(frozen=True)
+class Returns:
+    """Of one step: what was touched anew, and how often pages went back."""
+
+    touched_bytes: int
+    trims: int
+
+
+def returns_of(stays: Sequence[Stay], room: Room) -> Returns:
+    """What each of many steps like this one comes to."""
+    begins: dict[int, list[int]] = {}
+    ends: dict[int, list[int]] = {}
+    for i, stay in enumerate(stays):
+        if stay.nbytes:
+            begins.setdefault(stay.first, []).append(i)
+            ends.setdefault(stay.last, []).append(i)
+    heap = _Heap(room)
+    for _ in range(STEPS):
+        heap.touched_bytes = heap.trims = heap.left_bytes = 0
+        for position in sorted({*begins, *ends}):
+            for i in begins.get(position, ()):
+                heap.take(i, stays[i].nbytes)
+            for i in ends.get(position, ()):
+                heap.give(i)
+    return Returns(heap.touched_bytes, heap.trims)
+
+
+class _Heap:
+    def __init__(self, room: Room) -> None:
+        self.room = room
+        self.grain = max(_LEAST_GRAIN_BYTES, room.nbytes // _MOST_GRAINS)
+        self.touched_bytes = self.trims = self.left_bytes = 0
+        self._by_size: list[tuple[int, int]] = []  # of holes: length, begin
+        self._ends: dict[int, int] = {}  # begin → end, of holes
+        self._begins: dict[int, int] = {}
+        self._top = 0
+        self._pages: set[int] = set()
+        self._blocks: dict[int, tuple[int, int]] = {}
+        self._mapped: dict[int, int] = {}
+
+    def take(self, block: int, nbytes: int) -> None:
+        place = nbytes + self.room.splinter_bytes
+        at = bisect_left(self._by_size, (place, 0))
+        mapped = self.room.mapped_bytes
+        if at < len(self._by_size):
+            begin = self._by_size[at][1]
+            end = self._remove(begin)
+            if begin + place < end:
+                self._add(begin + place, end)
+        elif mapped is not None and nbytes >= mapped:
+            self._mapped[block] = nbytes
+            self.touched_bytes += nbytes
+            self._check()
+            return
+        else:
+            begin = self._top
+            self._top += place
+        self._blocks[block] = begin, begin + nbytes
+        fresh = set(self._grains(begin, begin + nbytes)) - self._pages
+        self._pages |= fresh
+        self.touched_bytes += len(fresh) * self.grain
+        self._check()
+
+    def give(self, block: int) -> None:
+        if self._mapped.pop(block, None) is not None:
+            return
+        begin, end = self._blocks.pop(block)
+        lost = self.room.splinter_bytes
+        if begin - lost in self._begins:
+            begin = self._begins[begin - lost]
+            self._remove(begin)
+        if end + lost in self._ends:
+            end = self._remove(end + lost)
+        if end + lost == self._top:
+            self._top = begin
+        else:
+            self._add(begin, end)
+
+    def _add(self, begin: int, end: int) -> None:
+        self._ends[begin], self._begins[end] = end, begin
+        insort(self._by_size, (end - begin, begin))
+
+    def _remove(self, begin: int) -> int:
+        end = self._ends.pop(begin)
+        del self._begins[end]
+        del self._by_size[bisect_left(self._by_size, (end - begin, begin))]
+        return end
+
+    def _grains(self, begin: int, end: int) -> range:
+        return range(begin // self.grain, (end - 1) // self.grain + 1)
+
+    @property
+    def _held_bytes(self) -> int:
+        return len(self._pages) * self.grain + sum(self._mapped.values())
+
+    def _check(self) -> None:
+        """As `runtime.heap` does: when little has come since the last time, it is not worth it."""
+        margin = self.room.margin_bytes
+        if self._held_bytes <= max(self.room.nbytes - margin, self.left_bytes + margin):
+            return
+        self._pages = {g for b, e in self._blocks.values() for g in self._grains(b, e)}
+        self.trims += 1
+        self.left_bytes = self._held_bytes
