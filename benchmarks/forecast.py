@@ -70,7 +70,7 @@ class Row:
 
     def cells(self) -> Iterator[str]:
         facts, ahead, seconds = self.facts, self.ahead, self.seconds
-        now_us = facts["planned"]["planned_us"]
+        now_us = facts["planned"]["foreseen_us"]
         yield self.name
         yield f"{ahead['needed_bytes'] / MIB:,.0f}"
         yield f"{facts['tensor_bytes'] / MIB:,.0f}"
@@ -79,18 +79,19 @@ class Row:
         yield f"{facts['held_bytes'] / MIB:,.0f}"
         yield f"{self.peak_off:+.1%}"
         yield f"{facts['left_bytes'] / MIB:,.0f}"
-        yield f"{ahead['planned_us'] / 1e6:,.2f}"
+        yield f"{ahead['touched_bytes'] / MIB:,.0f}"
+        yield f"{ahead['foreseen_us'] / 1e6:,.2f}"
         yield f"{now_us / 1e6:,.2f}"
         yield f"{facts['predicted_us'] / 1e6:,.2f}"
         yield f"{statistics.median(seconds):,.2f} ({min(seconds):,.2f} to {max(seconds):,.2f})"
-        yield f"{self.time_off(ahead['planned_us']):+.0%}"
+        yield f"{self.time_off(ahead['foreseen_us']):+.0%}"
         yield f"{self.time_off(facts['predicted_us']):+.0%}"
         yield f"{self.pace:.1f}"
 
 
 HEADS = (
     *("budget", "tensors, planned", "measured", "off", "process, planned", "measured", "off"),
-    *("left", "step, ahead", "with costs by then", "put right", "measured"),
+    *("left", "touched again", "step, ahead", "with costs by then", "put right", "measured"),
     *("ahead, off", "put right, off", "pace"),
 )
 
@@ -198,8 +199,9 @@ Memory, MiB:
 - Both without what the process holds between steps beside weights and buffers. "left" is what of
   that it gained since before the model was built, most of it compiled code: no plan knows of it.
 
-Time, seconds of forward and backward on one thread: planned ahead; planned by the process that
-runs, which measures again what was disturbed; put right by six steps (`predicted_us`, see
+Time, seconds of forward and backward on one thread: foreseen ahead, with what is touched again
+(MiB a step that go back to the system for want of room, by simulation); foreseen by the process
+that runs, which measures again what was disturbed; put right by six steps (`predicted_us`, see
 docs/profiling.md); measured, median of {steps} steps, with the least and the most. "ahead, off" and
 "put right, off": over that median. "pace": what a fixed matrix product took after the steps over
 what it took after planning. Where it is far from 1, or steps differ by a factor, others used the

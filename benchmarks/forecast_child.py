@@ -141,7 +141,8 @@ def said(report: PlanReport) -> dict[str, Any]:
         "peak_bytes": report.planned_peak_bytes,
         "needed_bytes": report.needed_peak_bytes,
         "holes_bytes": report.holes_bytes,
-        "planned_us": report.planned_us,
+        "foreseen_us": report.foreseen_us,
+        "touched_bytes": 0 if report.returns is None else report.returns.touched_bytes,
         "fits": report.fits,
     }
 

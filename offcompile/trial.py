@@ -170,8 +170,8 @@ def _advice(report: PlanReport, step: MeasuredStep, times: float, trims: float) 
         hint = f" Or else: {LAUNCH_HINT}." if malloc_leaves_holes(os.environ) else ""
         return (
             "The budget leaves little room for holes between tensors: free memory went back to the"
-            f" system {trims:.0f} times a step and was touched again, which the plan does not"
-            f" count. A larger `memory` makes that less.{hint}"
+            f" system {trims:.0f} times a step and was touched again. A larger `memory` makes that"
+            f" less.{hint}"
         )
     return (
         "Computing is slower than it was measured. Does another program use this machine, or has"
