@@ -144,8 +144,15 @@ class Heap:
         self._budget_bytes = budget_bytes
         self._limit_bytes = live + self._other_bytes + budget_bytes - planned_bytes
         if self._thread is None:
-            self._thread = threading.Thread(target=self._watch, name="offcompile-heap", daemon=True)
-            self._thread.start()
+            thread = threading.Thread(target=self._watch, name="offcompile-heap", daemon=True)
+            try:
+                thread.start()
+            except RuntimeError:  # no address left for a stack
+                if not address_space_is_limited():
+                    raise
+                self._limit_bytes = None  # what is freed goes back at once
+                return
+            self._thread = thread
         self._changed.set()
 
     def end(self) -> None:

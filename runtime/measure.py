@@ -12,7 +12,7 @@ import platform
 import statistics
 import time
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -193,7 +193,8 @@ def _touch_us_per_mib() -> float:
         return 0.0
     # small pages: few holes between tensors are a whole huge one
     pages = mmap.mmap(-1, FRESH_BYTES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    pages.madvise(mmap.MADV_NOHUGEPAGE)
+    with suppress(OSError):  # a kernel that has none
+        pages.madvise(mmap.MADV_NOHUGEPAGE)
     tensor = torch.frombuffer(pages, dtype=torch.uint8)  # keeps them mapped
 
     def refill() -> None:

@@ -6,9 +6,11 @@ import os
 import subprocess
 import sys
 import textwrap
+import threading
 
 import pytest
 
+from offcompile.runtime import heap as heap_module
 from offcompile.runtime.heap import address_space_is_limited, heap
 
 MIB = 1 << 20
@@ -99,6 +101,24 @@ print(start, peak, h.trims - trims)
     )
     assert peak - start <= 72 * MIB
     assert trims >= 1
+
+
+@pytest.mark.parametrize("limited", [True, False])
+def test_a_limit_that_leaves_no_stack_for_a_thread_stops_no_step(
+    limited: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(thread: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(threading.Thread, "start", refuse)
+    monkeypatch.setattr(heap_module, "address_space_is_limited", lambda: limited)
+    fresh = heap_module.Heap()
+    if limited:
+        fresh.begin(0, 64 * MIB)
+        assert fresh.check() == float("inf")
+    else:
+        with pytest.raises(RuntimeError, match="new thread"):
+            fresh.begin(0, 64 * MIB)
 
 
 def test_what_trimming_cannot_take_is_not_tried_for_again() -> None:
