@@ -215,11 +215,11 @@ def _inductor(graph: fx.GraphModule, inputs: Sequence[Any], job: _Job) -> Callab
                 settings.enter_context(
                     inductor_config.patch(reorder_for_peak_memory=False, reorder_for_locality=False)
                 )
+                # A buffer that a later one of its size takes over is held until then.
+                settings.enter_context(inductor_config.patch(allow_buffer_reuse=False))
                 _saved_as_they_are(half)
                 if job.hooks.lends:
-                    settings.enter_context(
-                        inductor_config.patch(allow_buffer_reuse=False, inplace_buffers=False)
-                    )
+                    settings.enter_context(inductor_config.patch(inplace_buffers=False))
             with Progress("compiling") as say:
                 say(f"{phase} by Inductor, {len(half.graph.nodes):,} nodes")
                 compiled = compile_fx_inner(half, half_inputs, **how)

@@ -341,11 +341,40 @@ def test_saved_weights_stay_what_they_are() -> None:
     assert [w.data_ptr() in given for w in weights] == [True, True]
 
 
+def _code_of_a_chain(compiler: Any) -> str:
+    """What Inductor writes for products of which each needs the one before only."""
+    from torch._inductor.utils import run_and_get_code
+
+    def chain(x: Tensor) -> Tensor:
+        for _ in range(4):
+            x = x @ x
+        return x
+
+    torch._dynamo.reset()
+    with inductor_config.patch(fx_graph_cache=False), torch.no_grad():
+        _, codes = run_and_get_code(torch.compile(chain, backend=compiler), torch.eye(64))
+    return "".join(codes)
+
+
+def test_memory_that_is_free_is_not_held_for_what_comes_later() -> None:
+    """A plan counts on it from the op after the last that needs it."""
+    assert "# reuse" in _code_of_a_chain("inductor")
+
+    class Changed(Hooks):
+        def inference(self, graph: fx.GraphModule, inputs: Sequence[Any]) -> Any:
+            return graph
+
+    ours = _code_of_a_chain(backend("inductor", Changed()))
+    assert "extern_kernels.mm" in ours and "# reuse" not in ours
+
+
 def _watched() -> tuple[Any, ...]:
     return (
         inductor_config.custom_partitioner_fn,
         inductor_config.reorder_for_peak_memory,
         inductor_config.reorder_for_locality,
+        inductor_config.allow_buffer_reuse,
+        inductor_config.inplace_buffers,
         functorch_config.enable_autograd_cache,
         functorch_config.enable_remote_autograd_cache,
         functorch_config.donated_buffer,
