@@ -239,6 +239,19 @@ class _Walk:
         fixed.meta["eager_input_vals"] = (values, {})
         start_out.update_arg(0, fixed)
         self.leaving[start_out] = fixed
+        self._share(held, fixed)
+
+    def _share(self, held: fx.Node, fixed: fx.Node) -> None:
+        """Have library calls behind a start read the memory that leaves. A view from before is to
+        Inductor an expression of its own, which it would write to memory of its own for them."""
+        for user in list(held.users):
+            readers = list(user.users) if is_view(user) else [user]
+            if user is fixed or not readers:
+                continue
+            if all(_is_extern(n) and self.position.get(n, -1) > self.now for n in readers):
+                user.replace_input_with(held, fixed)
+                if self.position[user] < self.now:
+                    fixed.append(user)
 
     def _barrier(self, before: fx.Node, held: fx.Node, tokens: list[fx.Node]) -> fx.Node:
         with self.graph.inserting_before(before):

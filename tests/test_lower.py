@@ -490,6 +490,34 @@ def test_without_edges_inductor_has_its_own_order() -> None:
     assert any(m.strays(r.kernels) for m, r in zip(hooks.moves, runs, strict=True))
 
 
+@pytest.mark.parametrize("early", [True, False])
+def test_products_read_the_memory_that_leaves(early: bool) -> None:
+    """Through views too, wherever they stand; what may fuse with its maker keeps reading that."""
+    graph = fx.Graph()
+    with torch._subclasses.FakeTensorMode():
+        x, ticket = torch.empty(2, 2), torch.empty(1, dtype=torch.int64)
+
+    def node(target: Any, *args: Any, value: Any = x) -> fx.Node:
+        made = graph.call_function(target, args)
+        made.meta["val"] = value
+        return made
+
+    px = graph.placeholder("x")
+    px.meta["val"] = x
+    aten = torch.ops.aten
+    a = node(aten.relu.default, px)
+    views = [node(aten.view.default, a, [2, 2])] if early else []
+    start = node(OPS.start_out, a, "a", "host", "d2h", "r", value=ticket)
+    views = views or [node(aten.view.default, a, [2, 2])]
+    product = node(aten.mm.default, views[0], px)
+    fusible = node(aten.neg.default, a)
+    graph.output((start, product, fusible))
+    pin_order(fx.GraphModule({}, graph), OPS)
+    fixed = start.args[0]
+    assert isinstance(fixed, fx.Node) and fixed.target == OPS.barrier and fixed.args[0] is a
+    assert views[0].args[0] is fixed and fusible.args[0] is a
+
+
 def test_edges_in_print() -> None:
     """One line each way: what is alive goes to the movement node, what follows waits for it."""
     with torch._subclasses.FakeTensorMode():
@@ -532,7 +560,7 @@ def test_edges_in_print() -> None:
         "%relu_default = aten.relu.default(args = (%x,))",
         "%barrier_default = barrier(args = (%relu_default, []))",
         "%start_out_default = start_out(args = (%barrier_default, a, host, d2h, r))",
-        "%mm_default = aten.mm.default(args = (%relu_default, %w))",
+        "%mm_default = aten.mm.default(args = (%barrier_default, %w))",
         "%barrier_default_1 = barrier(args = (%start_out_default, [%mm_default]))",
         "%wait_out_default = wait_out(args = (%barrier_default_1, %barrier_default))",
         "%barrier_default_2 = barrier(args = (%w, [%wait_out_default]))",
