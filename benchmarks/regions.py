@@ -33,42 +33,57 @@ WAYS: dict[str, dict[str, Any]] = {
 }
 
 
-def measure(case: str, lowering: str, asked: argparse.Namespace) -> list[Child]:
-    """All variants of one model, warmed up one by one and then run in turn."""
-    children: list[Child] = []
+class Group:
+    """Processes that run one step each in turn: few, since each one's memory costs the others."""
 
-    def start(name: str, kind: str, memory: int | None, **otherwise: Any) -> Child:
-        task: dict[str, Any] = {
+    def __init__(self, case: str, lowering: str, asked: argparse.Namespace) -> None:
+        self.children: list[Child] = []
+        self.rounds = asked.rounds
+        self.task: dict[str, Any] = {
             "case": case,
-            "kind": kind,
             "lowering": lowering,
-            "memory": memory,
             "spill": asked.spill,
             "quick": asked.quick,
             "returns_freed": False,
-            **otherwise,
         }
+
+    def __enter__(self) -> Group:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        for child in self.children:
+            child.end()
+
+    def start(self, name: str, kind: str, memory: int | None, **otherwise: Any) -> Child:
+        task = self.task | {"kind": kind, "memory": memory} | otherwise
         child = Child(name, task, module="benchmarks.regions")
-        children.append(child)
+        self.children.append(child)
         print(f"  {name}: ready after {child.warm_seconds:.0f} s", file=sys.stderr, flush=True)
         return child
 
-    try:
-        plain = start("no offload", "plain", None)
+    def run(self) -> list[Child]:
+        for child in self.children:
+            child.steps.clear()
+        run_in_turn(self.children, self.rounds)
+        return self.children
+
+
+def measure(case: str, lowering: str, asked: argparse.Namespace) -> list[Child]:
+    """All variants of one model, warmed up one by one and then run in turn."""
+    with Group(case, lowering, asked) as group:
+        plain = group.start("no offload", "plain", None)
         plain.step()
         found = plain.ask("facts")
         fixed = 2 * found["weight_bytes"]
         memory = fixed + int(SHARE * max(found["peak_bytes"] - fixed, 0))
         for name, (kind, otherwise) in VARIANTS.items():
-            start(name, kind, memory, **otherwise)
-        for name, way in WAYS.items() if case == "gpt" else ():
-            start(f"no offload, {name}", "plain", None, **way)
-            start(f"block by block, {name}", "blocks", memory, **way)
-        plain.steps.clear()
-        run_in_turn(children, asked.rounds)
-    finally:
-        for child in children:
-            child.end()
+            group.start(name, kind, memory, **otherwise)
+        children = group.run()
+    for name, way in WAYS.items() if case == "gpt" else ():
+        with Group(case, lowering, asked) as group:
+            group.start(f"no offload, {name}", "plain", None, **way)
+            group.start(f"block by block, {name}", "blocks", memory, **way)
+            children += group.run()
     return children
 
 
@@ -151,12 +166,13 @@ running, by what it has learnt of their order.
 "Three lengths": batches of the whole length, three quarters and half of it in turn. "Experts": the
 data choose which block runs next. Both are compared with plain training of the same steps.
 
-Each variant is a process of its own; they run one step each in turn, {rounds} rounds. Ratios are
-medians over the rounds of two steps of the same round. Peak memory (MiB) is what the operating
-system measured, less what the process held before the model. "out", "in": MiB a step, the first two
-steps included, in which the order is learnt. "found": tensors that backward wanted and found on the
-device, the first two steps included. "back": how often a step the pages of free blocks went back to
-the system, to be touched again, likewise. "losses": of the first two steps, against plain training.
+Each variant is a process of its own; those up to the next "no offload" run one step each in turn,
+{rounds} rounds. Ratios are medians over the rounds of two steps of the same round. Peak memory
+(MiB) is what the operating system measured, less what the process held before the model. "out",
+"in": MiB a step, the first two steps included, in which the order is learnt. "found": tensors that
+backward wanted and found on the device, the first two steps included. "back": how often a step the
+pages of free blocks went back to the system, to be touched again, likewise. "losses": of the first
+two steps, against plain training.
 
 {sections}
 Machine: {machine}.

@@ -123,7 +123,7 @@ class Trial:
         self._look_at = recorded + LOOK_EVERY
         step = report.measured_step
         if step is not None and not report.fits:
-            _warn_if_far(report, step, report.predicted_us, "usual", 0.0)
+            _warn_if_far(report, step, report.predicted_us, "usual")
 
 
 def _line(report: PlanReport, step: MeasuredStep) -> str:
@@ -143,7 +143,7 @@ def _line(report: PlanReport, step: MeasuredStep) -> str:
 
 
 def _warn_if_far(
-    report: PlanReport, step: MeasuredStep, than_us: float, what: str, trims: float
+    report: PlanReport, step: MeasuredStep, than_us: float, what: str, trims: float = 0.0
 ) -> None:
     times = step.step_ns / 1000 / than_us if than_us > 0 else 1.0
     if step.step_ns < LEAST_STEP_NS or FASTER <= times <= SLOWER:

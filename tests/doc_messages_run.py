@@ -227,7 +227,7 @@ def _(place: Path, patch: pytest.MonkeyPatch) -> str:
 # --- while training ------------------------------------------------------------------------------
 
 
-@says("takes … a step, … × the planned …")
+@says("takes … a step, … × the …")
 def _(place: Path, patch: pytest.MonkeyPatch) -> str:
     from test_trial import reported, step_of
 
