@@ -318,6 +318,7 @@ class Pipeline:
         if options.verify:
             self._verifying = self._verifying_of(given, annotated, decided)
         reserve = 0 if decided.fits else target.reserve_bytes(budget or decided.order.peak_bytes)
+        whole_bytes = budget if budget is not None else decided.order.peak_bytes + reserve
         self._recorder = StepRecorder(
             self.name,
             self._clock,
@@ -330,7 +331,7 @@ class Pipeline:
             problem=annotated.problem,
             machine=decided.machine,
             result=decided.result,
-            budget_bytes=budget if budget is not None else decided.order.peak_bytes + reserve,
+            budget_bytes=whole_bytes,
             reserve_bytes=reserve,
             holes_bytes=decided.holes_bytes,
             worst_peak_bytes=decided.order.peak_bytes,
@@ -338,7 +339,7 @@ class Pipeline:
             names=annotated.names,
             profile=self.profile,
             settle=self._clock.settle,
-            room=target.room(budget if budget is not None else decided.order.peak_bytes + reserve),
+            room=target.room(whole_bytes),
             touch_us_per_mib=self._planning.survey.touch_again_us_per_mib,
             steps=self._recorder,
             beside_bytes=self.held_bytes,

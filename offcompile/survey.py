@@ -47,7 +47,7 @@ class Survey:
     _costs: dict[Place, OpCost] = field(default_factory=dict)
     _min_move: int = LEAST_MOVE_BYTES
     #: what it takes to touch memory that went back to the system; 0: not measured
-    touch_us_per_mib: float = 0.0
+    _touch_us_per_mib: float = 0.0
     #: what has measured the costs, until it has measured them on the host too
     _unmeasured: CostModel | None = None
     _codecs_known: bool = False
@@ -60,7 +60,7 @@ class Survey:
     @property
     def touch_again_us_per_mib(self) -> float:
         """Costs that measured steps have put right have it in them."""
-        return self.touch_us_per_mib if self.costs_as_planned is None else 0.0
+        return self._touch_us_per_mib if self.costs_as_planned is None else 0.0
 
     def learn_codecs(self) -> None:
         """Measure how fast they are, where that may matter and no profile says it."""
@@ -95,7 +95,7 @@ class Survey:
             device=self.target.device,
         )
         self._unmeasured = model
-        self.touch_us_per_mib = model.overheads.touch_us_per_mib
+        self._touch_us_per_mib = model.overheads.touch_us_per_mib
         self._costs = {
             (phase, name): cost
             for phase, module in graphs

@@ -5,14 +5,13 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from zoo import MLP
+from test_layout import report_of
 
-import offcompile
 from offcompile.passes.holes import Returns, Room, returns_of
 from offcompile.passes.layout import Stay, peak_bytes
+from offcompile.runtime.heap import Heap
 
 MIB = 1 << 20
 GRAIN = 64 << 10
@@ -70,24 +69,28 @@ def test_where_addresses_are_limited_large_blocks_have_pages_of_their_own() -> N
     assert returns_of(stays, room) == Returns(2 * MIB, 0)
 
 
-def report_of(memory: int | str) -> offcompile.PlanReport:
-    options = {"memory": memory, "lowering": "aot_eager"}
-    torch._dynamo.reset()
-    run = torch.compile(MLP(256, 6), backend="offcompile", options=options)
-    run(torch.randn(4096, 256)).sum().backward()
-    return offcompile.reports()[-1]
-
-
 def test_a_report_counts_it_into_the_predicted_step() -> None:
     tight = report_of("minimum")
-    if tight.room is None:
-        pytest.skip("this allocator is left as it is")
+    room = Room(tight.budget_bytes, splinter_bytes=112)
+    tight = replace(tight, room=room, touch_us_per_mib=250.0)
     assert tight.returns is not None and tight.returns.touched_bytes > 0
-    touching_us = tight.returns.touched_bytes / MIB * tight.touch_us_per_mib
-    assert tight.predicted_us == tight.planned_us + touching_us
-    assert tight.touch_us_per_mib > 0 and "are touched again" in tight.to_text()
+    assert tight.predicted_us == tight.planned_us + tight.returns.touched_bytes / MIB * 250.0
+    assert "are touched again" in tight.to_text()
     assert tight.to_json()["touched_again_bytes"] == tight.returns.touched_bytes
-    roomy = report_of("8GiB")
+    roomy = replace(report_of("8GiB"), room=room, touch_us_per_mib=250.0)
     assert roomy.returns is None and roomy.predicted_us == roomy.planned_us
     assert roomy.to_json()["touched_again_bytes"] is None
     assert "touched again" not in roomy.to_text()
+
+
+@pytest.mark.parametrize("gives_back", [True, False])
+def test_there_is_a_room_only_where_malloc_gives_back(
+    gives_back: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Heap, "gives_back", gives_back)
+    report = report_of("minimum")
+    assert (report.room is not None) == gives_back
+    if report.room is not None:
+        assert report.room.nbytes == report.budget_bytes and report.touch_us_per_mib > 0
+    else:
+        assert report.returns is None and report.predicted_us == report.planned_us

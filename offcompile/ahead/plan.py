@@ -247,17 +247,18 @@ class Ahead:
         budget = options.memory_bytes(self.target.device_bytes)
         peak = decided.order.peak_bytes
         reserve = 0 if decided.fits else self.target.reserve_bytes(budget or peak)
+        whole_bytes = budget if budget is not None else peak + reserve
         plan, runtime = decided.result.plan, self.target.runtime
         return PlanReport(
             name="the model",
             problem=annotated.problem,
             machine=decided.machine,
             result=decided.result,
-            budget_bytes=budget if budget is not None else peak + reserve,
+            budget_bytes=whole_bytes,
             reserve_bytes=reserve,
             holes_bytes=decided.holes_bytes,
             worst_peak_bytes=peak,
-            room=self.target.room(budget if budget is not None else peak + reserve),
+            room=self.target.room(whole_bytes),
             touch_us_per_mib=self.survey.touch_again_us_per_mib,
             labels=annotated.labels,
             names=annotated.names,
