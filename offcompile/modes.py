@@ -121,7 +121,8 @@ def _why(users: list[Op], tensor: str, fate: Fate) -> str:
     elif users:
         parts.append(f"in place everywhere {show_us(slower_us)} slower")
     if fate.lane_us:
-        parts.append(f"moves for {show_us(fate.lane_us)}, {show_us(fate.waiting_us)} of it waited")
+        waited = f"{show_us(fate.waiting_us)} of it waited" if fate.waiting_us else "nothing waits"
+        parts.append(f"moves for {show_us(fate.lane_us)}, {waited}")
     return ", ".join(parts)
 
 

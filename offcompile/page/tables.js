@@ -74,7 +74,7 @@ const COLUMNS = [
   ["nbytes", "Bytes", "c-bytes", "number"],
   ["cost_us", "Step longer by", "c-cost", "number"],
   ["lane_us", "On lanes", "c-lane", "number wide"],
-  ["why", "Why", "c-why", "wide"],
+  ["why", "Why", "c-why", "wide paper"],
 ];
 const order = { by: "cost_us", down: true };
 const unfolded = new Set();
@@ -110,7 +110,7 @@ function fillModules() {
     return el("th", { scope: "col", class: cls || null, "aria-sort": sort }, inside);
   });
   byId("modules").replaceChildren(
-    el("colgroup", {}, ...COLUMNS.map(([, , column, cls]) => el("col", { class: `${column} ${cls.includes("wide") ? "wide" : ""}` }))),
+    el("colgroup", {}, ...COLUMNS.map(([, , column, cls]) => el("col", { class: `${column} ${cls.replace("number", "")}` }))),
     el("thead", {}, el("tr", {}, ...header)),
     el("tbody", {}, ...shown.flatMap((module) => moduleRows(module, wanted))));
 }
@@ -137,7 +137,7 @@ function moduleRows(module, wanted) {
     el("td", { class: "number" }, showBytes(module.nbytes)),
     el("td", { class: module.cost_us ? "number late" : "number" }, module.cost_us ? showUs(module.cost_us) : "–"),
     el("td", { class: "number wide" }, module.lane_us ? showUs(module.lane_us) : "–"),
-    el("td", { class: "wide soft" }, el("div", { class: "brief" }, module.why || "–")));
+    el("td", { class: "wide paper soft" }, el("div", { class: "brief" }, module.why || "–")));
   const toggle = () => {
     const now = !unfolded.has(module.name);
     if (now) unfolded.add(module.name);
