@@ -128,6 +128,8 @@ class _Walk:
     passed: dict[fx.Node, fx.Node] = field(default_factory=dict)
     #: start_out → what it copies from
     leaving: dict[fx.Node, fx.Node] = field(default_factory=dict)
+    #: what leaves → the same as memory, and from where on it is there
+    fixed: dict[fx.Node, tuple[fx.Node, int]] = field(default_factory=dict)
     #: made from nothing, or from such: costs no memory that is ours to time
     free: set[fx.Node] = field(default_factory=set)
     barriers: int = 0
@@ -239,6 +241,7 @@ class _Walk:
         fixed.meta["eager_input_vals"] = (values, {})
         start_out.update_arg(0, fixed)
         self.leaving[start_out] = fixed
+        self.fixed[held] = fixed, self.now
         self._share(held, fixed)
 
     def _share(self, held: fx.Node, fixed: fx.Node) -> None:
@@ -278,7 +281,30 @@ class _Walk:
 
     def _alive(self) -> list[fx.Node]:
         """What was computed since the line and is needed later."""
-        return [part for node in self.since for part in self._needed(node)]
+        needed = (part for node in self.since for part in self._needed(node))
+        return [self._as_memory(part) for part in needed]
+
+    def _as_memory(self, made: fx.Node) -> fx.Node:
+        """Of what leaves, the memory that it leaves from, which is also what readers from here on
+        get: the expression Inductor would write a second time, or compute again from operands that
+        are gone by then."""
+        if made not in self.fixed or any(user.op == "output" for user in made.users):
+            return made
+        fixed, there = self.fixed[made]
+        self._hand_over(made, fixed, there)
+        return fixed
+
+    def _hand_over(self, old: fx.Node, new: fx.Node, there: int) -> None:
+        """Have what stands behind `now` read `new`, which is there from `there` on; of views too."""
+        for user in list(old.users):
+            if user is new or self.ops.among(user):
+                continue
+            if self.position.get(user, -1) > self.now:
+                user.replace_input_with(old, new)
+            elif is_view(user) and self.last_use.get(user, -1) > self.now:
+                with self.graph.inserting_after(user if self.position[user] > there else new):
+                    copy = self.graph.node_copy(user, lambda n: new if n is old else n)
+                self._hand_over(user, copy, there)
 
     def _needed(self, node: fx.Node) -> Iterator[fx.Node]:
         if _is_tensor(node):

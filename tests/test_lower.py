@@ -518,6 +518,45 @@ def test_products_read_the_memory_that_leaves(early: bool) -> None:
     assert views[0].args[0] is fixed and fusible.args[0] is a
 
 
+@pytest.mark.parametrize("early", [True, False])
+def test_behind_a_line_what_leaves_is_the_memory_that_it_leaves_from(early: bool) -> None:
+    """The line does not have it written twice, and ops behind it do not compute it again."""
+    graph = fx.Graph()
+    with torch._subclasses.FakeTensorMode():
+        x, ticket = torch.empty(2, 2), torch.empty(1, dtype=torch.int64)
+
+    def node(target: Any, *args: Any, value: Any = x) -> fx.Node:
+        made = graph.call_function(target, args)
+        made.meta["val"] = value
+        return made
+
+    px = graph.placeholder("x")
+    px.meta["val"] = x
+    aten = torch.ops.aten
+    a = node(aten.relu.default, px)
+    views = [node(aten.t.default, a)] if early else []
+    start = node(OPS.start_out, a, "a", "host", "d2h", "r", value=ticket)
+    views = views or [node(aten.t.default, a)]
+    again = node(aten.view.default, views[0], [2, 2])
+    before = node(aten.neg.default, again)
+    wait = node(OPS.wait_out, start, a, value=ticket)
+    direct, through = node(aten.neg.default, a), node(aten.neg.default, again)
+    graph.output((wait, before, direct, through))
+    pin_order(fx.GraphModule({}, graph), OPS)
+    fixed, held = start.args[0], wait.args[0]
+    assert isinstance(fixed, fx.Node) and fixed.target == OPS.barrier and fixed.args[0] is a
+    assert isinstance(held, fx.Node) and fixed in held.args[1] and a not in held.args[1]
+    assert before.args[0] is again and again.args[0] is views[0] and views[0].args[0] is a
+
+    def origin(n: fx.Node) -> fx.Node:
+        """What an op behind the line reads, below barriers that hold it back and views."""
+        while n is not fixed and n is not a:
+            n = n.all_input_nodes[0]
+        return n
+
+    assert origin(direct.all_input_nodes[0]) is origin(through.all_input_nodes[0]) is fixed
+
+
 def test_edges_in_print() -> None:
     """One line each way: what is alive goes to the movement node, what follows waits for it."""
     with torch._subclasses.FakeTensorMode():
