@@ -31,6 +31,11 @@ aten = torch.ops.aten
 
 #: views to Inductor, whatever their schemas say
 _SILENT_VIEWS = {aten._unsafe_view.default, aten.alias.default}
+#: those that show all of it
+_WHOLE_VIEWS = {
+    aten.view, aten._unsafe_view, aten.reshape, aten.permute, aten.transpose, aten.t,
+    aten.squeeze, aten.unsqueeze, aten.alias,
+}  # fmt: skip
 #: ops that look at an operand's shape only, and so do not wait for its data
 _SHAPE_ONLY = {
     aten.full_like, aten.zeros_like, aten.ones_like, aten.empty_like, aten.rand_like,
@@ -289,10 +294,19 @@ class _Walk:
         get: the expression Inductor would write a second time, or compute again from operands that
         are gone by then."""
         if made not in self.fixed or any(user.op == "output" for user in made.users):
-            return made
+            return self._as_read(made)
         fixed, there = self.fixed[made]
         self._hand_over(made, fixed, there)
         return fixed
+
+    def _as_read(self, made: fx.Node) -> fx.Node:
+        """The view by which alone something is read: library calls have memory of that view."""
+        while len(made.users) == 1:
+            (view,) = made.users
+            if _packet(view) not in _WHOLE_VIEWS or self.position.get(view, self.now) >= self.now:
+                break
+            made = view
+        return made
 
     def _hand_over(self, old: fx.Node, new: fx.Node, there: int) -> None:
         """Have what stands behind `now` read `new`, which is there from `there` on; of views too."""

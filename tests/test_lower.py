@@ -557,6 +557,34 @@ def test_behind_a_line_what_leaves_is_the_memory_that_it_leaves_from(early: bool
     assert origin(direct.all_input_nodes[0]) is origin(through.all_input_nodes[0]) is fixed
 
 
+def test_lines_hold_the_view_that_alone_is_read() -> None:
+    """Inductor gives a library call memory of that view, and its base would be another copy."""
+    graph = fx.Graph()
+    with torch._subclasses.FakeTensorMode():
+        x, ticket = torch.empty(2, 2), torch.empty(1, dtype=torch.int64)
+
+    def node(target: Any, *args: Any, value: Any = x) -> fx.Node:
+        made = graph.call_function(target, args)
+        made.meta["val"] = value
+        return made
+
+    px = graph.placeholder("x")
+    px.meta["val"] = x
+    aten = torch.ops.aten
+    a, b, c = (node(op.default, px) for op in (aten.relu, aten.neg, aten.exp))
+    start = node(OPS.start_out, px, "x", "host", "d2h", "r", value=ticket)
+    seen = node(aten.view.default, a, [4])
+    part = node(aten.slice.Tensor, b, 0, 0, 1)
+    uses = [node(aten.sum.default, v) for v in (seen, part, node(aten.t.default, c), c)]
+    wait = node(OPS.wait_out, start, px, value=ticket)
+    uses += [node(aten.sum.default, v) for v in (seen, part, c)]
+    graph.output((wait, *uses))
+    pin_order(fx.GraphModule({}, graph), OPS)
+    held = wait.args[0]
+    assert isinstance(held, fx.Node)
+    assert {seen, b, c} < set(held.args[1]) and not {a, part} & set(held.args[1])
+
+
 def test_edges_in_print() -> None:
     """One line each way: what is alive goes to the movement node, what follows waits for it."""
     with torch._subclasses.FakeTensorMode():
