@@ -161,6 +161,8 @@ class _Walk:
         elif node.target is ops.offer:
             self._hold(node, 1, [*self._alive(), *self.line])
             self._draw([node])
+        elif node.target is ops.barrier:  # holds to the end what is still being copied
+            node.update_arg(1, [self.fixed.get(n, (n,))[0] for n in _nodes(node.args[1])])
         elif not is_view(node):
             self._compute(node)
 

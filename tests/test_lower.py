@@ -541,11 +541,13 @@ def test_behind_a_line_what_leaves_is_the_memory_that_it_leaves_from(early: bool
     before = node(aten.neg.default, again)
     wait = node(OPS.wait_out, start, a, value=ticket)
     direct, through = node(aten.neg.default, a), node(aten.neg.default, again)
-    graph.output((wait, before, direct, through))
+    end = node(OPS.barrier, start, [a], value=ticket)
+    graph.output((wait, before, direct, through, end))
     pin_order(fx.GraphModule({}, graph), OPS)
     fixed, held = start.args[0], wait.args[0]
     assert isinstance(fixed, fx.Node) and fixed.target == OPS.barrier and fixed.args[0] is a
     assert isinstance(held, fx.Node) and fixed in held.args[1] and a not in held.args[1]
+    assert end.args[1] == [fixed]
     assert before.args[0] is again and again.args[0] is views[0] and views[0].args[0] is a
 
     def origin(n: fx.Node) -> fx.Node:
