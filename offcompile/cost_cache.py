@@ -18,7 +18,8 @@ from pathlib import Path
 
 from offcompile.ir.reading import read_bounded
 
-FORMAT = 1
+#: of the documents, and of how what is in them was measured
+FORMAT = 2
 #: more than this and the oldest go: thousands of shapes, a few hundred kilobytes
 MOST_ENTRIES = 20_000
 MOST_TRIES = 3

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from offcompile.ir import DEVICE, Infeasible, Machine, Plan, Problem, Start
 from offcompile.ir.units import show_bytes
@@ -22,9 +22,11 @@ MOST_STEPS, LEAST_SECONDS = 100, 0.2
 US_PER_S = 1e6
 #: how often the floor is raised when no schedule is found exactly at it
 MOST_RAISES = 8
-#: room for holes is worth this much of a step's time (measured: docs/backend.md); a plan that loses
-#: no more than the smaller share is not compared with another
+#: room for holes is worth this much of a step's time (measured: docs/backend.md), or more where
+#: more is foreseen; a plan that loses no more than the smaller share is not compared with another
 HOLES_COST, NO_LOSS = 0.02, 0.005
+#: what of the room that would be good is tried, until there is a plan with it
+ROOMS = (1, 3 / 4, 1 / 2, 1 / 4)
 #: a floor above the capacity by this factor is not brought down by computing small tensors again
 HOPELESS = 1.25
 
@@ -42,6 +44,13 @@ class Decided:
     holes_bytes: int = 0
     #: what forward leaves on the device for backward, where that was planned (`turn`)
     kept: frozenset[str] | None = None
+
+
+@dataclass(frozen=True)
+class _Planned:
+    machine: Machine
+    result: PlanResult
+    holes_bytes: int = 0
 
 
 def plain_plan(problem: Problem) -> Plan:
@@ -67,13 +76,15 @@ def decide(
     held_bytes: int = 0,
     holes_for: Callable[[int], int] | None = None,
     may_fit: bool = True,
+    lost_us: Callable[[Problem, Machine, PlanResult], float] | None = None,
 ) -> Decided:
     """A plan within the budget (None: the floor). Raises `Infeasible` with figures.
 
     `machine_for` gives the machine whose device holds so many bytes, `reserve_for` what the
     runtime itself takes of a budget once anything moves and `holes_for` what it would have beside
-    that; `held_bytes` of what the user gave are other graphs' and are not in `budget_bytes`.
-    Without `may_fit`, something has to move anyway (weights live on the host).
+    that; `lost_us` is what a plan's step takes longer for want of it. `held_bytes` of what the user
+    gave are other graphs' and are not in `budget_bytes`. Without `may_fit`, something has to move
+    anyway (weights live on the host).
     """
     capacity = budget_bytes if budget_bytes is not None else floor_of(problem, machine_for)
     if may_fit:
@@ -83,29 +94,30 @@ def decide(
     compute_us = sum(op.duration_us for op in problem.ops)
     spend = seconds or planning_seconds(problem)
 
-    def planned(capacity: int) -> tuple[Machine, PlanResult]:
+    def planned(capacity: int) -> _Planned:
         machine = machine_for(max(1, capacity))
-        return machine, plan_problem(problem, machine, policy, spend, progress)
+        return _Planned(machine, plan_problem(problem, machine, policy, spend, progress))
 
-    holes = 0
+    def cost_us(found: _Planned) -> float:
+        lost = 0.0 if lost_us is None else lost_us(problem, found.machine, found.result)
+        return found.result.makespan_us + lost
+
     if budget_bytes is None:
-        machine, result = _near_floor(planned, capacity)
+        found = _near_floor(planned, capacity)
     else:
         capacity = budget_bytes - reserve_for(budget_bytes)
-        holes = 0 if holes_for is None else holes_for(budget_bytes)
-        roomy = None
         floor = floor_of(problem, machine_for)
-        if holes and floor <= capacity - holes:
-            with contextlib.suppress(Infeasible):  # then there is no room to spare
-                roomy = planned(capacity - holes)
-        if roomy is not None and roomy[1].makespan_us <= compute_us * (1 + NO_LOSS):
-            machine, result = roomy
+        roomy = None
+        if holes_for is not None:
+            roomy = _with_room(planned, capacity, floor, holes_for(budget_bytes))
+        if roomy is not None and roomy.result.makespan_us <= compute_us * (1 + NO_LOSS):
+            found = roomy
         else:
             refusing = (problem, machine_for, policy, budget_bytes, reserve_for, held_bytes)
             if floor > capacity * HOPELESS and (refusal := _with_budget(None, *refusing)):
                 raise refusal
             try:
-                machine, result = planned(capacity)
+                found = planned(capacity)
             except Infeasible as error:
                 refusal = _with_budget(error.needed_bytes, *refusing)
                 raise refusal or Infeasible(
@@ -114,12 +126,13 @@ def decide(
                     None,
                     "Set memory to 'minimum', or to a little more.",
                 ) from None
-            if roomy and roomy[1].makespan_us <= result.makespan_us * (1 + HOLES_COST):
-                machine, result = roomy
-            else:
-                holes = 0
+            if roomy is not None:
+                least_us = found.result.makespan_us * (1 + HOLES_COST)
+                if cost_us(roomy) <= max(cost_us(found), least_us):
+                    found = roomy
+    machine, result = found.machine, found.result
     order = static_order(problem, machine, result.plan, result.timeline)
-    return Decided(result, machine, order, False, holes)
+    return Decided(result, machine, order, False, found.holes_bytes)
 
 
 def fits_as_it_is(
@@ -152,9 +165,19 @@ def _as_it_is(
     return Decided(result, machine, static_order(problem, machine, plain, timeline), True)
 
 
-def _near_floor(
-    planned: Callable[[int], tuple[Machine, PlanResult]], capacity: int
-) -> tuple[Machine, PlanResult]:
+def _with_room(
+    planned: Callable[[int], _Planned], capacity: int, floor: int, wanted_bytes: int
+) -> _Planned | None:
+    """A plan that leaves the room that is wanted, or as much of it as there is."""
+    for share in ROOMS:
+        room = int(wanted_bytes * share)
+        if room and floor <= capacity - room:
+            with contextlib.suppress(Infeasible):
+                return replace(planned(capacity - room), holes_bytes=room)
+    return None
+
+
+def _near_floor(planned: Callable[[int], _Planned], capacity: int) -> _Planned:
     """The plan with the least capacity at which a schedule is found."""
     for attempt in range(MOST_RAISES):
         try:

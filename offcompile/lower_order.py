@@ -311,7 +311,7 @@ class _Walk:
         return made
 
     def _hand_over(self, old: fx.Node, new: fx.Node, there: int) -> None:
-        """Have what stands behind `now` read `new`, which is there from `there` on; of views too."""
+        """Have what stands behind `now` read `new`, of views too; it is there from `there` on."""
         for user in list(old.users):
             if user is new or self.ops.among(user):
                 continue

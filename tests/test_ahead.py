@@ -186,7 +186,7 @@ def test_layers_stay_alike_where_every_measurement_differs(
     taken = count(100)
     monkeypatch.setenv("OFFCOMPILE_CACHE_DIR", str(tmp_path))
     monkeypatch.setattr(costs, "WORTH_MEASURING_US", 0.0)
-    monkeypatch.setattr(costs, "measure_call", lambda *_: Measured(float(next(taken)), 0))
+    monkeypatch.setattr(costs, "measure_call", lambda *_, **__: Measured(float(next(taken)), 0))
     monkeypatch.setattr(
         costs_in_place, "measure_in_place", lambda *_: Slowdown(float(next(taken)), False)
     )
