@@ -401,12 +401,15 @@ def test_an_op_is_timed_writing_where_it_did_not_just_write() -> None:
     spec = TensorSpec(torch.float32, (256, 1024), (1024, 1))
     at: list[int] = []
 
-    def target(x: torch.Tensor) -> torch.Tensor:
-        made = aten.neg.default(x)
-        at.append(made.data_ptr())
-        return made
+    class Seen:
+        _schema = aten.neg.default._schema
 
-    call = Call(target, (spec,), {}, (spec,))  # type: ignore[arg-type]
+        def __call__(self, x: torch.Tensor) -> torch.Tensor:
+            made = torch.neg(x)
+            at.append(made.data_ptr())
+            return made
+
+    call = Call(Seen(), (spec,), {}, (spec,))  # type: ignore[arg-type]
     for spare_bytes, kept in ((5 << 20, 5), (1 << 20, 1)):
         at.clear()
         assert measure_call(call, Operands(), spare_bytes=spare_bytes) is not None
