@@ -35,7 +35,8 @@ def best_share(cost_of: Callable[[Fraction], float | None], none: float) -> Frac
     staying at none.
 
     All, a half, and then halves of the interval around the best so far: enough, since cost falls
-    with each byte that stays until the device is too full, and rises from there.
+    with each byte that stays until the device is too full, and rises from there, ever faster. So
+    what lies on a slope that does not come down to the best is not tried.
     """
     costs: dict[Fraction, float | None] = {Fraction(0): none}
     for share in FIRST_SHARES:
@@ -44,10 +45,28 @@ def best_share(cost_of: Callable[[Fraction], float | None], none: float) -> Frac
     while step >= LEAST_STEP:
         middle = _cheapest(costs)
         for share in (middle - step, middle + step):
-            if 0 < share < 1 and share not in costs:
+            if 0 < share < 1 and share not in costs and not _above_best(costs, share):
                 costs[share] = cost_of(share)
         step /= 2
     return _cheapest(costs)
+
+
+def _above_best(costs: dict[Fraction, float | None], share: Fraction) -> bool:
+    """Whether a slope that falls towards `share`, gone on with, is above the best cost there.
+
+    One that rises tells nothing: plans are found by a search, and some turn out badly.
+    """
+    known = sorted((at, cost) for at, cost in costs.items() if cost is not None)
+    best = min(cost for _, cost in known)
+    below, above = [k for k in known if k[0] < share], [k for k in known if k[0] > share]
+    for pair in (below[-2:], above[1::-1]):
+        if len(pair) < 2:
+            continue
+        (far, far_cost), (near, near_cost) = pair
+        slope = (near_cost - far_cost) / float(near - far)
+        if near_cost < far_cost and near_cost + slope * float(share - near) >= best:
+            return True
+    return False
 
 
 def _cheapest(costs: dict[Fraction, float | None]) -> Fraction:

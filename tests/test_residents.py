@@ -53,6 +53,22 @@ def test_the_best_share_is_found(best: Fraction) -> None:
     assert len(asked) == len(set(asked)) <= 6
 
 
+def test_what_a_slope_rules_out_is_not_tried() -> None:
+    asked: list[Fraction] = []
+
+    def cost(share: Fraction) -> float:
+        asked.append(share)
+        return 1 + float(share)
+
+    assert best_share(cost, 1.0) == 0
+    assert asked == [Fraction(1), Fraction(1, 2)]
+    asked.clear()
+    assert best_share(lambda share: cost(share) - 0.9, 1.0) == Fraction(1, 8)
+    assert asked[2:] == [Fraction(1, 4), Fraction(3, 4), Fraction(1, 8)]
+    found = {Fraction(1, 2): 6.5, Fraction(1, 4): 6.7, Fraction(1, 8): 5.5}  # one turned out badly
+    assert best_share(found.get, 5.8) == Fraction(1, 8)
+
+
 def test_shares_that_do_not_fit_are_passed_over() -> None:
     def cost(share: Fraction) -> float | None:
         return None if share > Fraction(1, 4) else 1 - float(share)
