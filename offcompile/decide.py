@@ -22,8 +22,8 @@ MOST_STEPS, LEAST_SECONDS = 100, 0.2
 US_PER_S = 1e6
 #: how often the floor is raised when no schedule is found exactly at it
 MOST_RAISES = 8
-#: room for holes is worth this much of a step's time (measured: docs/backend.md), or more where
-#: more is foreseen; a plan that loses no more than the smaller share is not compared with another
+#: room for holes is worth this much of a step's time (measured: docs/backend.md); a plan that loses
+#: no more than the smaller share is not compared with another
 HOLES_COST, NO_LOSS = 0.02, 0.005
 #: what of the room that would be good is tried, until there is a plan with it
 ROOMS = (1, 3 / 4, 1 / 2, 1 / 4)
@@ -76,15 +76,13 @@ def decide(
     held_bytes: int = 0,
     holes_for: Callable[[int], int] | None = None,
     may_fit: bool = True,
-    lost_us: Callable[[Problem, Machine, PlanResult], float] | None = None,
 ) -> Decided:
     """A plan within the budget (None: the floor). Raises `Infeasible` with figures.
 
     `machine_for` gives the machine whose device holds so many bytes, `reserve_for` what the
     runtime itself takes of a budget once anything moves and `holes_for` what it would have beside
-    that; `lost_us` is what a plan's step takes longer for want of it. `held_bytes` of what the user
-    gave are other graphs' and are not in `budget_bytes`. Without `may_fit`, something has to move
-    anyway (weights live on the host).
+    that; `held_bytes` of what the user gave are other graphs' and are not in `budget_bytes`.
+    Without `may_fit`, something has to move anyway (weights live on the host).
     """
     capacity = budget_bytes if budget_bytes is not None else floor_of(problem, machine_for)
     if may_fit:
@@ -97,10 +95,6 @@ def decide(
     def planned(capacity: int) -> _Planned:
         machine = machine_for(max(1, capacity))
         return _Planned(machine, plan_problem(problem, machine, policy, spend, progress))
-
-    def cost_us(found: _Planned) -> float:
-        lost = 0.0 if lost_us is None else lost_us(problem, found.machine, found.result)
-        return found.result.makespan_us + lost
 
     if budget_bytes is None:
         found = _near_floor(planned, capacity)
@@ -126,10 +120,9 @@ def decide(
                     None,
                     "Set memory to 'minimum', or to a little more.",
                 ) from None
-            if roomy is not None:
-                least_us = found.result.makespan_us * (1 + HOLES_COST)
-                if cost_us(roomy) <= max(cost_us(found), least_us):
-                    found = roomy
+            most_us = found.result.makespan_us * (1 + HOLES_COST)
+            if roomy is not None and roomy.result.makespan_us <= most_us:
+                found = roomy
     machine, result = found.machine, found.result
     order = static_order(problem, machine, result.plan, result.timeline)
     return Decided(result, machine, order, False, found.holes_bytes)

@@ -34,11 +34,6 @@ def planned_returns(
     return returns_of(stays, replace(room, nbytes=max(room.nbytes - standing_bytes, 0)))
 
 
-def touching_us(returns: Returns, us_per_mib: float) -> float:
-    """What it takes to touch again what went back."""
-    return returns.touched_bytes / 2**20 * us_per_mib
-
-
 def _stays(found: Presence) -> tuple[list[Stay], int]:
     """What is born in the step, and the bytes that stand from the beginning."""
     last = len(found.steps)

@@ -8,7 +8,7 @@ from functools import partial
 
 import torch
 
-from offcompile.ir import DEVICE, Infeasible, Machine, Problem
+from offcompile.ir import DEVICE, Infeasible, Problem
 from offcompile.ir.units import show_bytes
 
 from .annotate import Annotated, InPlace
@@ -28,8 +28,6 @@ from .decide import (
 )
 from .graphs import BACKWARD, Graphs
 from .offers import Offers, read_after_update
-from .planned_layout import planned_returns, touching_us
-from .planner import PlanResult
 from .profiling import WORTH, Settled, reconsider
 from .sizes import hint_of
 from .survey import Survey
@@ -315,25 +313,7 @@ class Planning:
             self.held_bytes,
             target.holes_bytes,
             may_fit,
-            self._lost_us(budget),
         )
-
-    def _lost_us(
-        self, budget: int | None
-    ) -> Callable[[Problem, Machine, PlanResult], float] | None:
-        """What a plan's step takes longer for want of room between tensors, if that is known."""
-        us_per_mib = self.survey.touch_again_us_per_mib
-        room = None if budget is None else self.survey.target.room(budget)
-        if room is None or not us_per_mib:
-            return None
-
-        def lost(problem: Problem, machine: Machine, found: PlanResult) -> float:
-            if problem.steady:
-                return 0.0
-            returns = planned_returns(problem, machine, found.plan, found.timeline, room)
-            return touching_us(returns, us_per_mib)
-
-        return lost
 
     def reconsider(
         self, made: Decided, problem: Problem, dtypes: Mapping[str, torch.dtype], tell: Tell

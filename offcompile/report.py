@@ -21,7 +21,7 @@ from offcompile.ir.units import show_bytes, show_us
 from offcompile.measured import MeasuredStep, Steps
 from offcompile.modes import modes, module_rows, modules_of
 from offcompile.passes.holes import Returns, Room
-from offcompile.planned_layout import planned_layout, planned_returns, touching_us
+from offcompile.planned_layout import planned_layout, planned_returns
 from offcompile.planner import PlanResult
 from offcompile.stalls import StallRow, measured_to_json, print_stalls, stall_line, stall_rows
 from offcompile.timelines import moved_bytes, settled_spans, timeline_to_json
@@ -150,7 +150,7 @@ class PlanReport:
         """The planned step, and touching again what went back to the system meanwhile."""
         if not self.touch_us_per_mib or self.returns is None:
             return self.planned_us
-        return self.planned_us + touching_us(self.returns, self.touch_us_per_mib)
+        return self.planned_us + self.returns.touched_bytes / 2**20 * self.touch_us_per_mib
 
     def _machine_for(self, device_bytes: int) -> Machine:
         return self.machine.with_capacity(DEVICE, device_bytes)

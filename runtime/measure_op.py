@@ -286,8 +286,7 @@ def _rotating(
 ) -> Callable[[], object]:
     """The same with its last results alive. In a step an op writes where others have been at work
     meanwhile; alone it would write to what the cache still holds of its run before."""
-    made = [_storage(t) for t in _tensors(run())]
-    sizes = [storage.nbytes() for storage in made if storage._cdata != operands.storage._cdata]
+    sizes = _made_sizes(run(), operands)
     nbytes = sum(sizes)
     count = min(MOST_KEPT, min(KEPT_BYTES, spare_bytes) // nbytes) if nbytes else 0
     if not count:
@@ -327,11 +326,15 @@ def _workspace_bytes(run: Callable[[], object], operands: Operands) -> int:
     return 0 if least < LEAST_WORKSPACE_BYTES else -(-least // PAGE_BYTES) * PAGE_BYTES
 
 
-def _made_bytes(result: object, operands: Operands) -> int:
-    """Bytes that an op has returned; what it wrote in place is none of them."""
+def _made_sizes(result: object, operands: Operands) -> list[int]:
+    """Bytes of each memory that an op has returned; what it wrote in place is none of them."""
     made = {_storage(t)._cdata: _storage(t).nbytes() for t in _tensors(result)}
     made.pop(operands.storage._cdata, None)
-    return sum(made.values())
+    return list(made.values())
+
+
+def _made_bytes(result: object, operands: Operands) -> int:
+    return sum(_made_sizes(result, operands))
 
 
 def _storage(tensor: torch.Tensor) -> torch.UntypedStorage:

@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import pytest
 
 from offcompile.decide import Decided, decide, floor_of, floors_by_run
 from offcompile.ir import Infeasible, Lane, Machine, Op, Problem, Tensor, Tier
-from offcompile.planner import PlanResult
 
 MIB = 1 << 20
 LAYERS = 8
@@ -37,15 +34,7 @@ def machine(bytes_per_us: float) -> object:
     return of
 
 
-Lost = Callable[[Problem, Machine, PlanResult], float]
-
-
-def decided(
-    budget: int | None,
-    bytes_per_us: float,
-    holes: int | None = 4 * MIB,
-    lost_us: Lost | None = None,
-) -> Decided:
+def decided(budget: int | None, bytes_per_us: float, holes: int | None = 4 * MIB) -> Decided:
     return decide(
         chain(),
         machine(bytes_per_us),  # type: ignore[arg-type]
@@ -54,7 +43,6 @@ def decided(
         "joint",
         1.0,
         holes_for=None if holes is None else lambda _: holes,
-        lost_us=lost_us,
     )
 
 
@@ -82,19 +70,6 @@ def test_where_there_is_less_room_it_is_what_there_is() -> None:
     found = decided(floor + 5 * MIB, FAST, holes=8 * MIB)
     assert found.holes_bytes == 4 * MIB
     assert found.machine.tier["device"].capacity_bytes == floor
-
-
-def test_room_may_cost_as_much_time_as_the_want_of_it() -> None:
-    whole = decided(25 * MIB, SLOW, holes=None)
-    roomy = decided(21 * MIB, SLOW, holes=None).result.makespan_us
-    assert roomy > 1.05 * whole.result.makespan_us
-
-    def losing(us: float) -> Lost:
-        return lambda _, machine, __: us * (machine.tier["device"].capacity_bytes == 24 * MIB)
-
-    longer_us = roomy - whole.result.makespan_us
-    assert decided(25 * MIB, SLOW, lost_us=losing(longer_us + 10)).holes_bytes == 4 * MIB
-    assert decided(25 * MIB, SLOW, lost_us=losing(longer_us - 10)).holes_bytes == 0
 
 
 def test_holes_never_make_a_budget_infeasible() -> None:
