@@ -27,34 +27,21 @@ from typing import Any
 import torch
 from torch import fx
 
-aten = torch.ops.aten
-
-#: views to Inductor, whatever their schemas say
-_SILENT_VIEWS = {aten._unsafe_view.default, aten.alias.default}
-#: those that show all of it
-_WHOLE_VIEWS = {
-    aten.view, aten._unsafe_view, aten.reshape, aten.permute, aten.transpose, aten.t,
-    aten.squeeze, aten.unsqueeze, aten.alias,
-}  # fmt: skip
-#: ops that look at an operand's shape only, and so do not wait for its data
-_SHAPE_ONLY = {
-    aten.full_like, aten.zeros_like, aten.ones_like, aten.empty_like, aten.rand_like,
-    aten.randn_like, aten.new_empty, aten.new_zeros, aten.new_ones, aten.new_full,
-    aten.new_empty_strided,
-}  # fmt: skip
-#: one op to fx, several kernels to Inductor, of which some read one operand only
-_IN_PIECES = {
-    aten.cat, aten.stack, aten.index_put, aten._unsafe_index_put, aten.scatter, aten.scatter_add,
-    aten.scatter_reduce, aten.select_scatter, aten.slice_scatter,
-}  # fmt: skip
-#: what never fuses into its readers: handing it on costs nothing
-_EXTERN = {
-    aten.mm, aten.addmm, aten.bmm, aten.baddbmm, aten.convolution, aten.convolution_backward,
-}  # fmt: skip
-#: likewise: what makes a gradient on the host
-_STORES = "offcompile.store_"
-#: the operand that stays with the main kernel when such an op is taken apart
-_MAIN_OPERAND = {aten.addmm: 1, aten.baddbmm: 1}
+from .lower_nodes import (
+    IN_PIECES,
+    MAIN_OPERAND,
+    SHAPE_ONLY,
+    WHOLE_VIEWS,
+    is_extern_op,
+    is_tensor,
+    is_view,
+    last_uses,
+    makes_tensor,
+    packet_of,
+    passes_on,
+    root_of,
+    written_by,
+)
 
 
 @dataclass(frozen=True)
@@ -105,7 +92,7 @@ def pin_order(module: fx.GraphModule, ops: MovementOps | None = None) -> int:
     if not any(ops.among(n) for n in module.graph.nodes):
         return 0
     _gather_parts(module.graph)
-    walk = _Walk(module.graph, ops, _last_uses(module.graph))
+    walk = _Walk(module.graph, ops, last_uses(module.graph))
     for node in list(module.graph.nodes):
         if node.op == "call_function":
             walk.at(node)
@@ -170,7 +157,7 @@ class _Walk:
         ticket = node.args[0]
         assert isinstance(ticket, fx.Node)
         if node.args[1] is not None:
-            node.update_arg(1, self.leaving[_root(ticket)])
+            node.update_arg(1, self.leaving[root_of(ticket)])
         if self.since:
             self._hold(node, 0, [*self._alive(), *self.line])
             self._draw([node])
@@ -185,19 +172,19 @@ class _Walk:
             self.behind.add(node)
 
     def _compute(self, node: fx.Node) -> None:
-        if not _makes_tensor(node):
+        if not makes_tensor(node):
             return
-        operands = [n for n in node.all_input_nodes if _is_tensor(n)]
-        packet = _packet(node)
-        real = [n for n in operands if _root(n) not in self.free]
-        if not real or packet in _SHAPE_ONLY:
+        operands = [n for n in node.all_input_nodes if is_tensor(n)]
+        packet = packet_of(node)
+        real = [n for n in operands if root_of(n) not in self.free]
+        if not real or packet in SHAPE_ONLY:
             self.free.add(node)
             return
         self.since.append(node)
         if not self.line:
             return
         loose = [n for n in real if not self._is_behind(n)]
-        if packet in _IN_PIECES:
+        if packet in IN_PIECES:
             for operand in loose:
                 self._pass(node, operand)
         elif len(loose) == len(real):
@@ -206,19 +193,19 @@ class _Walk:
 
     def _is_behind(self, node: fx.Node) -> bool:
         while node not in self.behind:
-            if not _passes_on(node):
+            if not passes_on(node):
                 return False
             node = node.all_input_nodes[0]
         return True
 
     def _choose(self, node: fx.Node, operands: list[fx.Node]) -> fx.Node:
         """What is passed already, else an input of the graph, else any; never what is written."""
-        written = set(_written(node))
+        written = set(written_by(node))
         fit = [n for n in operands if n not in written] or operands
-        main = _MAIN_OPERAND.get(_packet(node))
+        main = MAIN_OPERAND.get(packet_of(node))
         if main is not None:
             return node.args[main]  # type: ignore[return-value]
-        return min(fit, key=lambda n: (n not in self.passed, _root(n).op != "placeholder"))
+        return min(fit, key=lambda n: (n not in self.passed, root_of(n).op != "placeholder"))
 
     def _pass(self, node: fx.Node, operand: fx.Node) -> None:
         through = self.passed.get(operand)
@@ -258,7 +245,7 @@ class _Walk:
             readers = list(user.users) if is_view(user) else [user]
             if user is fixed or not readers:
                 continue
-            if all(_is_extern(n) and self.position.get(n, -1) > self.now for n in readers):
+            if all(is_extern_op(n) and self.position.get(n, -1) > self.now for n in readers):
                 user.replace_input_with(held, fixed)
                 if self.position[user] < self.now:
                     fixed.append(user)
@@ -305,7 +292,7 @@ class _Walk:
         """The view by which alone something is read: library calls have memory of that view."""
         while len(made.users) == 1:
             (view,) = made.users
-            if _packet(view) not in _WHOLE_VIEWS or self.position.get(view, self.now) >= self.now:
+            if packet_of(view) not in WHOLE_VIEWS or self.position.get(view, self.now) >= self.now:
                 break
             made = view
         return made
@@ -323,18 +310,18 @@ class _Walk:
                 self._hand_over(user, copy, there)
 
     def _needed(self, node: fx.Node) -> Iterator[fx.Node]:
-        if _is_tensor(node):
+        if is_tensor(node):
             if self.last_use[node] > self.now:
                 yield node
             return
         for user in node.users:
-            if _is_tensor(user) and self.last_use[user] > self.now:
+            if is_tensor(user) and self.last_use[user] > self.now:
                 yield user
 
     def _done_anyway(self) -> list[fx.Node]:
         """What to put before a wait so that it does not stall ops that stand before it: results
         that exist as memory in any case; if none is left of the last such op, what followed it."""
-        extern = [i for i, n in enumerate(self.since) if _is_extern(n)]
+        extern = [i for i, n in enumerate(self.since) if is_extern_op(n)]
         if not extern:
             return []
         tokens = [t for i in extern for t in self._needed(self.since[i])]
@@ -350,69 +337,5 @@ def _gather_parts(graph: fx.Graph) -> None:
             node.args[0].append(node)
 
 
-def is_view(node: fx.Node) -> bool:
-    """Whether a node only looks at memory that another has made (or takes it out of a tuple)."""
-    if node.target is operator.getitem or node.target in _SILENT_VIEWS:
-        return True
-    if not isinstance(node.target, torch._ops.OpOverload):
-        return False
-    schema = node.target._schema
-    if schema.is_mutable:
-        return False
-    return any(r.alias_info is not None for r in schema.returns)
-
-
-def _root(node: fx.Node) -> fx.Node:
-    while _passes_on(node):
-        node = node.all_input_nodes[0]
-    return node
-
-
-def _last_uses(graph: fx.Graph) -> dict[fx.Node, int]:
-    """Position of the last node that needs a node's memory, be it through views."""
-    position = {n: i for i, n in enumerate(graph.nodes)}
-    last: dict[fx.Node, int] = {}
-    for node in reversed(graph.nodes):
-        uses = (last[u] if _passes_on(u, node) else position[u] for u in node.users)
-        last[node] = max(uses, default=position[node])
-    return last
-
-
-def _passes_on(node: fx.Node, memory_of: fx.Node | None = None) -> bool:
-    """Whether a node hands on the memory of another (of its first operand, if it is a view)."""
-    if node.op != "call_function" or not is_view(node):
-        return False
-    return memory_of is None or node.all_input_nodes[0] is memory_of
-
-
-def _is_tensor(node: fx.Node) -> bool:
-    return isinstance(node.meta.get("val"), torch.Tensor)
-
-
-def _makes_tensor(node: fx.Node) -> bool:
-    value = node.meta.get("val")
-    return isinstance(value, torch.Tensor) or (
-        isinstance(value, tuple | list) and any(isinstance(v, torch.Tensor) for v in value)
-    )
-
-
-def _packet(node: fx.Node) -> Any:
-    return getattr(node.target, "overloadpacket", None)
-
-
-def _is_extern(node: fx.Node) -> bool:
-    packet = _packet(node)
-    name = str(packet)
-    return packet in _EXTERN or "scaled_dot_product" in name or name.startswith(_STORES)
-
-
 def _nodes(value: Any) -> list[fx.Node]:
     return [v for v in value if isinstance(v, fx.Node)]
-
-
-def _written(node: fx.Node) -> Iterator[fx.Node]:
-    if isinstance(node.target, torch._ops.OpOverload):
-        for spec, arg in zip(node.target._schema.arguments, node.args, strict=False):
-            alias = spec.alias_info
-            if alias is not None and alias.is_write and isinstance(arg, fx.Node):
-                yield arg

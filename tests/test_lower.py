@@ -490,21 +490,31 @@ def test_without_edges_inductor_has_its_own_order() -> None:
     assert any(m.strays(r.kernels) for m, r in zip(hooks.moves, runs, strict=True))
 
 
-@pytest.mark.parametrize("early", [True, False])
-def test_products_read_the_memory_that_leaves(early: bool) -> None:
-    """Through views too, wherever they stand; what may fuse with its maker keeps reading that."""
-    graph = fx.Graph()
-    with torch._subclasses.FakeTensorMode():
-        x, ticket = torch.empty(2, 2), torch.empty(1, dtype=torch.int64)
+class Sketch:
+    """A graph by hand, of 2 × 2 tensors and tickets."""
 
-    def node(target: Any, *args: Any, value: Any = x) -> fx.Node:
-        made = graph.call_function(target, args)
+    def __init__(self) -> None:
+        self.graph = fx.Graph()
+        with torch._subclasses.FakeTensorMode():
+            self.x, self.ticket = torch.empty(2, 2), torch.empty(1, dtype=torch.int64)
+
+    def given(self, name: str, value: Tensor) -> fx.Node:
+        made = self.graph.placeholder(name)
         made.meta["val"] = value
         return made
 
-    px = graph.placeholder("x")
-    px.meta["val"] = x
-    aten = torch.ops.aten
+    def node(self, target: Any, *args: Any, value: Any = None) -> fx.Node:
+        made = self.graph.call_function(target, args)
+        made.meta["val"] = self.x if value is None else value
+        return made
+
+
+@pytest.mark.parametrize("early", [True, False])
+def test_products_read_the_memory_that_leaves(early: bool) -> None:
+    """Through views too, wherever they stand; what may fuse with its maker keeps reading that."""
+    sketch = Sketch()
+    graph, node, ticket = sketch.graph, sketch.node, sketch.ticket
+    px, aten = sketch.given("x", sketch.x), torch.ops.aten
     a = node(aten.relu.default, px)
     views = [node(aten.view.default, a, [2, 2])] if early else []
     start = node(OPS.start_out, a, "a", "host", "d2h", "r", value=ticket)
@@ -521,18 +531,9 @@ def test_products_read_the_memory_that_leaves(early: bool) -> None:
 @pytest.mark.parametrize("early", [True, False])
 def test_behind_a_line_what_leaves_is_the_memory_that_it_leaves_from(early: bool) -> None:
     """The line does not have it written twice, and ops behind it do not compute it again."""
-    graph = fx.Graph()
-    with torch._subclasses.FakeTensorMode():
-        x, ticket = torch.empty(2, 2), torch.empty(1, dtype=torch.int64)
-
-    def node(target: Any, *args: Any, value: Any = x) -> fx.Node:
-        made = graph.call_function(target, args)
-        made.meta["val"] = value
-        return made
-
-    px = graph.placeholder("x")
-    px.meta["val"] = x
-    aten = torch.ops.aten
+    sketch = Sketch()
+    graph, node, ticket = sketch.graph, sketch.node, sketch.ticket
+    px, aten = sketch.given("x", sketch.x), torch.ops.aten
     a = node(aten.relu.default, px)
     views = [node(aten.t.default, a)] if early else []
     start = node(OPS.start_out, a, "a", "host", "d2h", "r", value=ticket)
@@ -561,18 +562,9 @@ def test_behind_a_line_what_leaves_is_the_memory_that_it_leaves_from(early: bool
 
 def test_lines_hold_the_view_that_alone_is_read() -> None:
     """Inductor gives a library call memory of that view, and its base would be another copy."""
-    graph = fx.Graph()
-    with torch._subclasses.FakeTensorMode():
-        x, ticket = torch.empty(2, 2), torch.empty(1, dtype=torch.int64)
-
-    def node(target: Any, *args: Any, value: Any = x) -> fx.Node:
-        made = graph.call_function(target, args)
-        made.meta["val"] = value
-        return made
-
-    px = graph.placeholder("x")
-    px.meta["val"] = x
-    aten = torch.ops.aten
+    sketch = Sketch()
+    graph, node, ticket = sketch.graph, sketch.node, sketch.ticket
+    px, aten = sketch.given("x", sketch.x), torch.ops.aten
     a, b, c = (node(op.default, px) for op in (aten.relu, aten.neg, aten.exp))
     start = node(OPS.start_out, px, "x", "host", "d2h", "r", value=ticket)
     seen = node(aten.view.default, a, [4])
@@ -589,18 +581,9 @@ def test_lines_hold_the_view_that_alone_is_read() -> None:
 
 def test_edges_in_print() -> None:
     """One line each way: what is alive goes to the movement node, what follows waits for it."""
-    with torch._subclasses.FakeTensorMode():
-        x, w = torch.empty(2, 2), torch.empty(2, 2)
-        ticket = torch.empty(1, dtype=torch.int64)
-    graph = fx.Graph()
-
-    def node(target: Any, *args: Any, value: Any = x) -> fx.Node:
-        made = graph.call_function(target, args)
-        made.meta["val"] = value
-        return made
-
-    px, pw, pt = (graph.placeholder(n) for n in ("x", "w", "t"))
-    px.meta["val"], pw.meta["val"], pt.meta["val"] = x, w, ticket
+    sketch = Sketch()
+    graph, node, x, ticket = sketch.graph, sketch.node, sketch.x, sketch.ticket
+    px, pw, pt = (sketch.given(n, v) for n, v in (("x", x), ("w", x), ("t", ticket)))
     aten = torch.ops.aten
     a = node(aten.relu.default, px)
     start = node(OPS.start_out, a, "a", "host", "d2h", "r", value=ticket)
