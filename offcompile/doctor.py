@@ -33,6 +33,7 @@ from offcompile.runtime.measure_host import (
     measure_files,
     passes_page_cache,
 )
+from offcompile.runtime.tensor_memory import glibc_version
 
 from .cost_cache import forget_costs
 from .doctor_figures import Examination, Gpu, Spill
@@ -40,9 +41,9 @@ from .doctor_words import findings
 from .endurance import daily_bytes
 from .gpu_figures import gpu_profile, measure_card
 from .hardware import BYTES_PER_US_PER_GBPS, HardwareProfile
-from .launch import glibc_version, malloc_leaves_holes
 from .more_figures import More, measure_more
 from .options import Options, default_spill
+from .splinters import malloc_leaves_holes
 from .this_machine import (
     MORE_OF_DISK,
     MORE_OF_MACHINE,

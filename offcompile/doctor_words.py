@@ -72,7 +72,8 @@ def _of_cpu_target(found: Examination) -> Iterator[Finding]:
             HOLES_EFFECT,
             "cpu",
             f"glibc {found.glibc} leaves holes between freed tensors: steps take 5 to 8% longer.",
-            "Start with `offcompile run SCRIPT` (or use glibc 2.39 or later).",
+            "Install a C++ compiler such as g++, or name one in CXX; or else start with "
+            "`offcompile run SCRIPT`.",
         )
     limits = found.limits
     for limit, option in ((limits.data_bytes, "-d"), (limits.address_bytes, "-v")):

@@ -30,6 +30,7 @@ PREFIX = "OFFCOMPILE_"
 #: variables that are ours and set no option
 OTHER_VARIABLES = (
     "OFFCOMPILE_CACHE_DIR",
+    "OFFCOMPILE_ALLOCATOR",
     "OFFCOMPILE_STALL_SECONDS",
     "OFFCOMPILE_HYPOTHESIS",
 )

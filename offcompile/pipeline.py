@@ -26,6 +26,7 @@ from offcompile.ir import (
     Plan,
     Problem,
 )
+from offcompile.runtime import tensor_memory
 from offcompile.runtime.clock import Clock, clock_for
 from offcompile.runtime.heap import heap
 from offcompile.runtime.registry import runtime_for
@@ -43,7 +44,6 @@ from .dump import dump
 from .endurance import planned_life, spilled_bytes, watch_for
 from .executions import Executions, Room, kept_between
 from .graphs import BACKWARD, FORWARD, Graphs, outputs_of
-from .launch import LAUNCH_HINT, malloc_leaves_holes
 from .log import log_compiled, log_decision, tell_once
 from .lower import Compiled, Halves, Phase
 from .lower_order import pin_order
@@ -57,6 +57,7 @@ from .recording import Touched, recorded, touched_by, weights_of
 from .report import PlanReport, remember
 from .rewrite import rewrite
 from .sizes import hint_of
+from .splinters import HINT, malloc_leaves_holes
 from .stalls import move_names
 from .step_recorder import StepRecorder
 from .survey import Survey, values
@@ -417,8 +418,9 @@ class Pipeline:
         _check_one_device(self.name, graphs, self.target.device)
         if self._kind == "cpu":
             heap().prepare()
+            tensor_memory.install()
             if malloc_leaves_holes(os.environ):
-                tell_once("malloc of this glibc leaves holes between tensors: " + LAUNCH_HINT)
+                tell_once("malloc of this glibc leaves holes between tensors: " + HINT)
         settings = self.target.runtime
         # opens the spill files: what is wrong with them shows now
         device = runtime_for(settings.key).device

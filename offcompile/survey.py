@@ -16,7 +16,7 @@ from .corrections import Factors, with_factors
 from .costs import CostModel, OpCost, costs_of_graph, open_cost_cache
 from .costs_fusion import is_extern
 from .costs_in_place import with_in_place
-from .graphs import Graphs, Hint, storage_bytes
+from .graphs import Graphs, Hint, storage_bytes, storage_key
 from .hardware import BYTES_PER_US_PER_GBPS
 from .kernels import merge_kernels
 from .offers import Offers, costs_of_offers, with_offers
@@ -78,11 +78,7 @@ class Survey:
     ) -> Annotated:
         """The step with everything at home. Large ops are measured unless a profile is named."""
         hint = hint_of(self.sizes)
-        standing = sum(
-            storage_bytes(v, hint)
-            for v in values(graphs)
-            if isinstance(v, torch.Tensor) and v.device.type == self.kind
-        )
+        standing = standing_bytes(graphs, hint, self.kind)
         measure = self.options.hardware is None
         model = CostModel(
             self.target.profile,
@@ -159,6 +155,21 @@ class Survey:
             bytes_per_us = self.target.profile.memory_gbps * BYTES_PER_US_PER_GBPS
             self._costs = {**self._costs, **costs_of_offers(made, hint, bytes_per_us)}
         return made
+
+
+def standing_bytes(graphs: Graphs, hint: Hint, kind: str) -> int:
+    """What is there on such a device before the step: of what forward is given, each memory once.
+
+    What backward is given besides comes of forward, and is not there yet.
+    """
+    made: dict[int, int] = {}
+    for node in graphs.forward.graph.find_nodes(op="placeholder"):
+        value = node.meta.get("val")
+        if isinstance(value, torch.Tensor) and value.device.type == kind:
+            key = storage_key(value)
+            if key is not None:
+                made[key] = storage_bytes(value, hint)
+    return sum(made.values())
 
 
 def values(graphs: Graphs) -> Iterator[object]:

@@ -25,8 +25,8 @@ from offcompile.runtime.memory import RETURNED_BYTES, machine_memory_bytes
 from offcompile.runtime.registry import RuntimeSettings
 
 from .annotate import InPlace
-from .launch import SPLINTER_BYTES, malloc_leaves_holes
 from .options import Options, default_spill
+from .splinters import SPLINTER_BYTES, malloc_leaves_holes
 from .this_gpu import this_gpu, to_cuda_machine
 from .this_machine import codec_gbps, this_machine, to_cpu_machine
 

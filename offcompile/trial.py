@@ -17,10 +17,10 @@ from offcompile.ir.units import show_us
 from offcompile.runtime.heap import heap
 
 from .corrections import Factors, corrected, factors_of
-from .launch import LAUNCH_HINT, malloc_leaves_holes
 from .log import first_time, say, warn
 from .measured import MeasuredStep
 from .report import PlanReport, reports
+from .splinters import HINT, malloc_leaves_holes
 from .stalls import stall_line
 
 #: recorded steps of a plan before it is judged: the first of them warms up
@@ -167,7 +167,7 @@ def _advice(report: PlanReport, step: MeasuredStep, times: float, trims: float) 
             f" of the memory's bandwidth? If not, {REFRESH}."
         )
     if trims >= MANY_TRIMS:
-        hint = f" Or else: {LAUNCH_HINT}." if malloc_leaves_holes(os.environ) else ""
+        hint = f" Or else: {HINT}." if malloc_leaves_holes(os.environ) else ""
         return (
             "The budget leaves little room for holes between tensors: free memory went back to the"
             f" system {trims:.0f} times a step and was touched again. A larger `memory` makes that"

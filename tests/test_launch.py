@@ -9,8 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from offcompile import launch
-from offcompile.launch import NO_CACHE, VARIABLE, environment, malloc_leaves_holes
+from offcompile.launch import NO_CACHE, VARIABLE, environment
+from offcompile.runtime import tensor_memory
+from offcompile.splinters import malloc_leaves_holes
 
 SCRIPT = "import os, sys; print(os.environ['GLIBC_TUNABLES'], *sys.argv[1:]); sys.exit(7)"
 
@@ -27,34 +28,26 @@ def test_what_the_user_set_stays() -> None:
 
 
 @pytest.mark.parametrize(
-    ("version", "given", "holes"),
+    ("version", "given", "allocator", "holes"),
     [
-        ((2, 36), {}, True),
-        ((2, 36), {VARIABLE: f"{NO_CACHE}=0"}, False),
-        ((2, 36), {VARIABLE: f"{NO_CACHE}=7"}, True),
-        ((2, 39), {}, False),
-        (None, {}, False),
+        ((2, 36), {}, False, True),
+        ((2, 36), {VARIABLE: f"{NO_CACHE}=0"}, False, False),
+        ((2, 36), {VARIABLE: f"{NO_CACHE}=7"}, False, True),
+        ((2, 36), {}, True, False),
+        ((2, 39), {}, False, False),
+        (None, {}, False, False),
     ],
 )
 def test_who_is_told_to_start_otherwise(
     version: tuple[int, int] | None,
     given: dict[str, str],
+    allocator: bool,
     holes: bool,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(launch, "glibc_version", lambda: version)
+    monkeypatch.setattr(tensor_memory, "glibc_version", lambda: version)
+    monkeypatch.setattr(tensor_memory, "will_fit", lambda: allocator)
     assert malloc_leaves_holes(given) is holes
-
-
-def test_versions_are_read_from_the_system(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(os, "confstr", lambda name: "glibc 2.41")
-    assert launch.glibc_version() == (2, 41)
-
-    def unknown(name: str) -> str:
-        raise ValueError(name)
-
-    monkeypatch.setattr(os, "confstr", unknown)
-    assert launch.glibc_version() is None
 
 
 def run(*arguments: str, cwd: Path) -> subprocess.CompletedProcess[str]:
