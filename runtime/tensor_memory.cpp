@@ -11,13 +11,13 @@
 #include <cstddef>
 #include <cstdint>
 #include <cstdlib>
-#include <limits>
 
 namespace {
 
 constexpr std::uintptr_t kBorder = 64;          // as torch's own allocator has it
 constexpr std::uintptr_t kBefore = sizeof(void*);
 constexpr std::size_t kBeside = kBorder + kBefore;
+constexpr std::size_t kAddresses = std::size_t{1} << 47;
 
 void*& block_of(void* data) {
   return *reinterpret_cast<void**>(reinterpret_cast<std::uintptr_t>(data) - kBefore);
@@ -44,8 +44,9 @@ class PlainBlocks final : public c10::Allocator {
 
  private:
   static void* take(std::size_t nbytes) {
-    const bool absurd = nbytes > std::numeric_limits<std::ptrdiff_t>::max() - kBeside;
-    void* block = absurd ? nullptr : std::malloc(nbytes + kBeside);
+    // malloc is not even asked for what no address reaches: when it fails, glibc moves the thread
+    // to another arena for good, whose memory it does not give back
+    void* block = nbytes > kAddresses ? nullptr : std::malloc(nbytes + kBeside);
     if (block == nullptr) c10::profiledCPUMemoryReporter().OutOfMemory(nbytes);
     // the words of torch's own allocator: people and libraries look for them
     TORCH_CHECK(block != nullptr, "DefaultCPUAllocator: can't allocate memory: you tried to allocate ",
