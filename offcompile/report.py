@@ -78,6 +78,8 @@ class PlanReport:
     room: Room | None = field(default=None, repr=False)
     #: what it takes to touch memory that went back; 0: not known, or in the costs already
     touch_us_per_mib: float = field(default=0.0, repr=False)
+    #: what each move takes of the computing thread; 0: nothing that counts, or in the costs already
+    asking_us: float = field(default=0.0, repr=False)
     #: where measured steps are found; None: nothing runs
     steps: Steps | None = field(default=None, repr=False)
     _steps_us: dict[str, list[float]] = field(default_factory=dict, init=False, repr=False)
@@ -147,10 +149,21 @@ class PlanReport:
 
     @property
     def foreseen_us(self) -> float:
-        """The planned step, and touching again what went back to the system meanwhile."""
-        if not self.touch_us_per_mib or self.returns is None:
-            return self.planned_us
-        return self.planned_us + self.returns.touched_bytes / 2**20 * self.touch_us_per_mib
+        """The planned step, with what the computing thread does for moves, and touching again what
+        went back to the system meanwhile."""
+        asking_us = len(self.plan.moves) * self.asking_us
+        touching_us = 0.0
+        if self.touch_us_per_mib and self.returns is not None:
+            touching_us = self.returns.touched_bytes / 2**20 * self.touch_us_per_mib
+        return self.planned_us + asking_us + touching_us
+
+    def _also(self) -> Iterator[str]:
+        """What is foreseen beside what is planned."""
+        if self.asking_us and self.plan.moves:
+            yield f"{len(self.plan.moves)} moves to start and to wait for"
+        if self.touch_us_per_mib and self.returns is not None and self.returns.touched_bytes:
+            touched = size(self.returns.touched_bytes)
+            yield f"{touched} that go back to the system for want of room and are touched again"
 
     def _machine_for(self, device_bytes: int) -> Machine:
         return self.machine.with_capacity(DEVICE, device_bytes)
@@ -376,11 +389,10 @@ class PlanReport:
                 f"{show_us(self.predicted_us)}, with ops as in the first steps:"
                 f" {self.corrected.factors.words()}",
             )
-        elif self.returns is not None and self.foreseen_us > self.planned_us:
+        elif self.foreseen_us > self.planned_us:
             yield (
                 "predicted step",
-                f"{show_us(self.foreseen_us)}, with {size(self.returns.touched_bytes)} that go back"
-                " to the system for want of room and are touched again",
+                f"{show_us(self.foreseen_us)}, with {' and '.join(self._also())}",
             )
         measured_us, ratio = self.measured_us, self.measured_over_planned
         if measured_us is None:

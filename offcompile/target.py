@@ -35,6 +35,8 @@ KIB, MIB = 1 << 10, 1 << 20
 RESERVE_SHARE, LEAST_RESERVE, MOST_RESERVE = 64, 512 * KIB, 32 * MIB
 #: the share of a budget that is left to holes between tensors where moving more costs nothing
 HOLES_SHARE = 4
+#: of the computing thread, in the cold caches of a step (docs/backend.md)
+ASKING_US = 300.0
 #: on CUDA: rounding to the allocator's blocks, beside what the libraries take
 LEAST_CUDA_RESERVE = 1 * MIB
 #: on CUDA torch's allocator splits and keeps blocks by itself; so much is left to it
@@ -70,6 +72,11 @@ class Target(ABC):
     @property
     @abstractmethod
     def runtime(self) -> RuntimeSettings: ...
+
+    @property
+    def asking_us(self) -> float:
+        """What a move takes of the computing thread: to start it, and to find that it is over."""
+        return 0.0
 
     def in_place(self, host_bytes: int) -> InPlace | None:
         """What an op takes with an operand used in place on the host, if weights and gradients of
@@ -114,6 +121,10 @@ class CpuTarget(Target):
     @property
     def runtime(self) -> RuntimeSettings:
         return _cpu_runtime(self.directories, self.host_bytes, self.verify_spill)
+
+    @property
+    def asking_us(self) -> float:
+        return ASKING_US
 
     def in_place(self, host_bytes: int) -> InPlace | None:
         if host_bytes <= self.device_bytes // CACHED_SHARE:
