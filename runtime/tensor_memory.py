@@ -21,6 +21,8 @@ from pathlib import Path
 
 import torch
 
+from offcompile.ir import OffloadError
+
 from .heap import address_space_is_limited
 
 log = logging.getLogger(__name__)
@@ -64,7 +66,13 @@ def install() -> bool:
 
 
 def _wanted() -> bool:
-    if os.environ.get(VARIABLE) == USUAL or not malloc_leaves_ends():
+    chosen = os.environ.get(VARIABLE, "")
+    if chosen not in ("", USUAL):
+        raise OffloadError(
+            f"{VARIABLE} is {chosen!r}: write {USUAL!r} to leave tensors' memory to torch's own "
+            "allocator, or leave it unset"
+        )
+    if chosen == USUAL or not malloc_leaves_ends():
         return False
     # blocks that have mappings of their own leave no holes
     return not address_space_is_limited()

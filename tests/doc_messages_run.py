@@ -17,7 +17,7 @@ from torch import nn
 import offcompile
 from offcompile import cost_cache, optim
 from offcompile.ir import Plan
-from offcompile.runtime import cpu, watchdog
+from offcompile.runtime import cpu, tensor_memory, watchdog
 from offcompile.runtime.device import Label
 from offcompile.runtime.lanes import Lanes
 
@@ -159,6 +159,12 @@ def _(place: Path, patch: pytest.MonkeyPatch) -> str:
     with watchdog.patience(0.08), watchdog.told(), watchdog.calling("saving", 9, place):
         assert heard.wait(30)
     return said[0]
+
+
+@says("OFFCOMPILE_ALLOCATOR is …: write")
+def _(place: Path, patch: pytest.MonkeyPatch) -> str:
+    patch.setenv("OFFCOMPILE_ALLOCATOR", "mine")
+    return told(tensor_memory.install)
 
 
 @says("OFFCOMPILE_STALL_SECONDS is …: write after how many seconds")
