@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -17,14 +16,15 @@ from offcompile.decide import floor_of
 from offcompile.explain import Fate, fates, print_fate
 from offcompile.ir import DEVICE, PHASES, Machine, OffloadError, Plan, Problem, Timeline
 from offcompile.ir.jsonio import machine_to_json, plan_to_json, problem_to_json
-from offcompile.ir.units import show_bytes, show_us
+from offcompile.ir.units import show_us
 from offcompile.measured import MeasuredStep, Steps
 from offcompile.modes import modes, module_rows, modules_of
 from offcompile.passes.holes import Returns, Room
 from offcompile.planned_layout import planned_layout, planned_returns
 from offcompile.planner import PlanResult
-from offcompile.stalls import StallRow, measured_to_json, print_stalls, stall_line, stall_rows
-from offcompile.timelines import moved_bytes, settled_spans, timeline_to_json
+from offcompile.report_words import counted, facts, measured_zeros, traffic
+from offcompile.stalls import StallRow, measured_to_json, print_stalls, stall_rows
+from offcompile.timelines import moved_bytes, timeline_to_json
 from offcompile.trace_events import to_trace
 from offcompile.verified import Verified
 
@@ -157,14 +157,6 @@ class PlanReport:
             touching_us = self.returns.touched_bytes / 2**20 * self.touch_us_per_mib
         return self.planned_us + asking_us + touching_us
 
-    def _also(self) -> Iterator[str]:
-        """What is foreseen beside what is planned."""
-        if self.asking_us and self.plan.moves:
-            yield f"{len(self.plan.moves)} moves to start and to wait for"
-        if self.touch_us_per_mib and self.returns is not None and self.returns.touched_bytes:
-            touched = size(self.returns.touched_bytes)
-            yield f"{touched} that go back to the system for want of room and are touched again"
-
     def _machine_for(self, device_bytes: int) -> Machine:
         return self.machine.with_capacity(DEVICE, device_bytes)
 
@@ -218,6 +210,11 @@ class PlanReport:
         return self.foreseen_us if self.corrected is None else self.corrected.step_us
 
     @property
+    def measured_steps(self) -> int:
+        """How many steps `measured_us` is the median of."""
+        return min(len(self._steps_us[p]) for p in {op.phase for op in self.problem.ops})
+
+    @property
     def measured_over_predicted(self) -> float | None:
         measured_us = self.measured_us
         if measured_us is None or self.predicted_us <= 0:
@@ -253,7 +250,7 @@ class PlanReport:
             return f"{self.name}: fits, nothing moves; {show_us(self.planned_us)}, {bound}; {peak}"
         out, back = self._moved_bytes(DEVICE, None), self._moved_bytes(None, DEVICE)
         again = (
-            f", {_count(len(self.plan.recomputes), 'op')} recomputed"
+            f", {counted(len(self.plan.recomputes), 'op')} recomputed"
             if self.plan.recomputes
             else ""
         )
@@ -263,12 +260,12 @@ class PlanReport:
         )
 
     def to_text(self) -> str:
-        facts = list(self._facts())
-        width = max(len(name) for name, _ in facts)
-        lines = [self.name, *(f"  {name:{width}}  {value}" for name, value in facts)]
+        told = list(facts(self))
+        width = max(len(name) for name, _ in told)
+        lines = [self.name, *(f"  {name:{width}}  {value}" for name, value in told)]
         if self.plan.moves:
-            lines += ["", "  what moves, per step", *(f"    {row}" for row in self._traffic())]
-        if packed := self._measured_zeros():
+            lines += ["", "  what moves, per step", *(f"    {row}" for row in traffic(self))]
+        if packed := measured_zeros(self):
             lines += ["", "  zeros, as measured", *(f"    {row}" for row in packed)]
         return "\n".join(lines)
 
@@ -363,119 +360,6 @@ class PlanReport:
 
     # --- parts ------------------------------------------------------------------------------
 
-    def _facts(self) -> Iterator[tuple[str, str]]:
-        beside = f", beside {show_bytes(self.beside_bytes)} that others hold"
-        yield "budget", show_bytes(self.budget_bytes) + (beside if self.beside_bytes else "")
-        if self.reserve_bytes:
-            yield "", f"of which the runtime takes {show_bytes(self.reserve_bytes)}"
-        if self.holes_bytes:
-            yield "", f"and {show_bytes(self.holes_bytes)} are left to holes between tensors"
-        yield "planned peak", show_bytes(self.planned_peak_bytes)
-        if self.layout_waste is not None:
-            yield "layout", f"offsets planned ahead would need {self.layout_waste:.1%} more than it"
-        yield "floor", f"{show_bytes(self.floor_bytes)}; moving cannot do with less"
-        yield "plan", self._census()
-        yield "policy", f"{self.policy}, planned in {self.result.seconds:.1f} s"
-        for told in self.profile.said if self.profile is not None else ():
-            yield "profiling", told
-        yield (
-            "planned step",
-            f"{show_us(self.planned_us)}, {100 * self.gap:.2f}% above the bound of "
-            f"{show_us(self.lower_bound_us)} that no plan can beat",
-        )
-        if self.corrected is not None:
-            yield (
-                "predicted step",
-                f"{show_us(self.predicted_us)}, with ops as in the first steps:"
-                f" {self.corrected.factors.words()}",
-            )
-        elif self.foreseen_us > self.planned_us:
-            yield (
-                "predicted step",
-                f"{show_us(self.foreseen_us)}, with {' and '.join(self._also())}",
-            )
-        measured_us, ratio = self.measured_us, self.measured_over_planned
-        if measured_us is None:
-            yield "measured step", "not yet run"
-        else:
-            times = "" if ratio is None else f", {ratio:.2f} × planned"
-            if self.corrected is not None and self.measured_over_predicted is not None:
-                times += f", {self.measured_over_predicted:.2f} × predicted"
-            runs = min(len(self._steps_us[p]) for p in {op.phase for op in self.problem.ops})
-            yield "measured step", f"{show_us(measured_us)}{times} (median of {runs})"
-        measured = self.measured_step
-        if measured is not None and not self.fits:
-            yield "its time", stall_line(self.stall_rows(measured), self.timeline, measured)
-        life = None if self.life is None else self.life(measured_us or self.planned_us)
-        if life is not None:
-            yield "drives", life.words()
-        kept = None if self.kept is None else self.kept()
-        if kept is not None:
-            yield "between graphs", kept
-        if self.verified is not None:
-            yield "verified", self.verified.words()
-
-    def _census(self) -> str:
-        if self.fits:
-            return "everything fits; nothing moves and the graphs are untouched"
-        spans = settled_spans(self.timeline)
-        plan = self.plan
-        again_us = sum(
-            (spans[r.id].end_ns - spans[r.id].start_ns) / 1000
-            for r in plan.recomputes
-            if r.id in spans
-        )
-        on_host = sum(update.where != DEVICE for update in plan.updates)
-        moving = len({move.tensor for move in plan.moves})
-        parts = {
-            f"moving: {_count(moving, 'tensor')}": moving,
-            f"run again: {_count(len(plan.recomputes), 'op')}, {show_us(again_us)}": len(
-                plan.recomputes
-            ),
-            f"accessed in place: {_count(len(plan.directs), 'operand')}": len(plan.directs),
-            f"run on the host: {_count(on_host, 'update')}": on_host,
-        }
-        return "; ".join(said for said, there_is in parts.items() if there_is)
-
-    def _traffic(self) -> Iterator[str]:
-        """Bytes per step by kind and way."""
-        nbytes: Counter[tuple[str, str, str]] = Counter()
-        moves: Counter[tuple[str, str, str]] = Counter()
-        for move in self.plan.moves:
-            key = (self.problem.tensor[move.tensor].kind, move.source, move.target)
-            nbytes[key] += moved_bytes(self.problem, move.tensor, move.codec)
-            moves[key] += 1
-        rows = [
-            (kind, f"{source} → {target}", _count(moves[key], "move"), size(nbytes[key]))
-            for key in sorted(nbytes)
-            for kind, source, target in [key]
-        ]
-        widths = [max(len(row[i]) for row in rows) for i in range(4)]
-        for kind, way, count, total in rows:
-            yield (
-                f"{kind:{widths[0]}}  {way:{widths[1]}}  {count:>{widths[2]}}  {total:>{widths[3]}}"
-            )
-
-    def _measured_zeros(self) -> list[str]:
-        """Of each tensor that leaves and has zeros worth a word: how many, and how it leaves."""
-        if self.profile is None:
-            return []
-        rows = []
-        for move in self.plan.moves:
-            density = self.profile.densities.get(move.tensor)
-            if move.source != DEVICE or density is None:
-                continue
-            if move.codec is None and not self.profile.has_zeros(move.tensor):
-                continue
-            raw = self.problem.tensor[move.tensor].nbytes
-            goes = f"{size(raw)} as it is"
-            if move.codec is not None:
-                packed = moved_bytes(self.problem, move.tensor, move.codec)
-                goes = f"{size(raw)} as {size(packed)} ({move.codec})"
-            rows.append((move.tensor, f"{100 * (1 - density):.1f}% zeros", goes))
-        widths = [max((len(row[i]) for row in rows), default=0) for i in range(2)]
-        return [f"{t:{widths[0]}}  {zeros:>{widths[1]}}  {goes}" for t, zeros, goes in rows]
-
     def _moved_bytes(self, source: str | None, target: str | None) -> int:
         """Bytes per step that leave `source` or reach `target`."""
         return sum(
@@ -483,10 +367,6 @@ class PlanReport:
             for move in self.plan.moves
             if source in (None, move.source) and target in (None, move.target)
         )
-
-
-def _count(count: int, noun: str) -> str:
-    return f"{count} {noun}{'' if count == 1 else 's'}"
 
 
 #: a process that compiles anew for ever keeps the newest
