@@ -194,11 +194,11 @@ class Pipeline:
                     assert self.executions is not None
                     sizes = self.executions.sizes if room is None else room.sizes
                     standing = self.needs_at(sizes).standing_bytes
-                    if room is None:
-                        heap().begin(standing, report.budget_bytes)
-                    else:
+                    most = report.budget_bytes
+                    if room is not None:
+                        standing += room.held_bytes
                         most = room.peak_bytes + room.kept_limit_bytes
-                        heap().begin(standing + room.held_bytes, most)
+                    heap().begin(standing, most, self._at_rest)
                 started = clock.start()
                 with recorder.running(phase), profile.watching(tensor_of):
                     result = compiled(arguments)
@@ -444,6 +444,9 @@ class Pipeline:
             for _, module in made.graphs:
                 pin_order(module)
         return made.graphs
+
+    def _at_rest(self) -> None:
+        runtime_for(self.target.runtime.key).device.drain()
 
     def place_weights(self, arguments: Sequence[Any]) -> None:
         """Before a call: weights that the plan has on the host get memory there, others that were

@@ -18,6 +18,7 @@ import torch
 from offcompile.hardware import BYTES_PER_US_PER_GBPS, HardwareProfile, load_profile
 from offcompile.ir import DEVICE, Machine, OffloadError
 from offcompile.passes.holes import Room
+from offcompile.runtime import tensor_memory
 from offcompile.runtime.cuda_facts import cuda_index, library_bytes, reaches_host, usable_bytes
 from offcompile.runtime.directories import check_directory, default_directory
 from offcompile.runtime.heap import MARGIN_BYTES, address_space_is_limited, heap
@@ -147,7 +148,7 @@ class CpuTarget(Target):
             return None
         return Room(
             budget_bytes,
-            MARGIN_BYTES,
+            0 if tensor_memory.will_fit() else MARGIN_BYTES,
             SPLINTER_BYTES if malloc_leaves_holes(os.environ) else 0,
             RETURNED_BYTES if address_space_is_limited() else None,
         )

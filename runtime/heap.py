@@ -3,9 +3,12 @@
 A step frees and takes large blocks all the time. Giving each back to the system would cost a first
 touch for the next one (some 5% of a step); keeping all of them lets holes pile up that a program
 which moves its tensors out cannot afford. So blocks are kept, and when what the process holds
-reaches what the budget allows, the pages of free blocks are given back in one go. Under a limit on
-address space (RLIMIT_DATA, RLIMIT_AS) holes count even without pages: there each large block is
-returned at once, and pages are given back only of what the heap had grown to before the limit.
+reaches what the budget allows, the pages of free blocks are given back in one go: by torch's
+allocator where it looks at the limit itself (`tensor_memory.py`), before a tensor is touched that
+would exceed it; by a thread that looks every few milliseconds for whatever else takes memory, and
+where that allocator is not to be had. Under a limit on address space (RLIMIT_DATA, RLIMIT_AS) holes
+count even without pages: there each large block is returned at once, and pages are given back only
+of what the heap had grown to before the limit.
 
 What was given back has to be touched again, so the heap asks for huge pages: one fault then brings
 2 MiB instead of 4 KiB.
@@ -18,6 +21,8 @@ import os
 import resource
 import threading
 import time
+from collections.abc import Callable
+from typing import Protocol
 
 from .memory import return_freed_memory
 
@@ -38,7 +43,7 @@ _PLUG_BYTES, _MOST_HOLES = 256 << 10, 4096
 #: no process touches new pages faster than this
 FASTEST_BYTES_PER_S = 4e9
 SHORTEST_LOOK_S, LONGEST_LOOK_S = 0.002, 0.1
-#: how far below the limit pages are given back
+#: how far below the limit pages are given back where nobody looks before they are touched
 MARGIN_BYTES = 4 << 20
 
 
@@ -60,6 +65,24 @@ class _Info(ctypes.Structure):
             "keepcost",
         )
     ]
+
+
+#: so many steps begin with measuring what the process holds beside its blocks: what compiling leaves
+#: to be collected is gone by the second
+_MEASUREMENTS = 2
+
+
+class Guard(Protocol):
+    """An allocator that gives the pages of free blocks back before it hands out one that would take
+    the process beyond a limit."""
+
+    def limit(self, nbytes: int | None, statm: int) -> None:
+        """None: no limit. `statm`: an open file, the /proc/self/statm of this process."""
+        ...
+
+    def trims(self) -> int: ...
+
+    def trim_ns(self) -> int: ...
 
 
 def address_space_is_limited() -> bool:
@@ -84,7 +107,7 @@ class Heap:
             self._statm = os.open("/proc/self/statm", os.O_RDONLY | os.O_CLOEXEC)
         self.pid = os.getpid()
         #: what the process holds beside its blocks, and whether that is to be measured again
-        self._other_bytes, self._measure = 0, True
+        self._other_bytes, self._to_measure = 0, _MEASUREMENTS
         self._limit_bytes: int | None = None
         self._left_bytes = 0
         self._budget_bytes = 0
@@ -94,10 +117,20 @@ class Heap:
         self._laid_out_bytes = 0
         #: of what was held then, pages in holes between blocks
         self.waste_bytes = 0
-        #: how often free blocks were given back, and what that took
-        self.trims = self.trim_ns = 0
+        self._trims = self._trim_ns = 0
+        self.guard = _guard
         self._changed = threading.Event()
         self._thread: threading.Thread | None = None
+
+    @property
+    def trims(self) -> int:
+        """How often free blocks were given back."""
+        return self._trims + (0 if self.guard is None else self.guard.trims())
+
+    @property
+    def trim_ns(self) -> int:
+        """What that took."""
+        return self._trim_ns + (0 if self.guard is None else self.guard.trim_ns())
 
     @property
     def gives_back(self) -> bool:
@@ -112,7 +145,7 @@ class Heap:
                 self._process.mallopt(_M_TOP_PAD, USUAL_GROWTH_BYTES)
                 self._process.mallopt(_M_TRIM_THRESHOLD, USUAL_GROWTH_BYTES)
                 self.trim()
-            self._limit_bytes = None
+            self._limit(None)
         else:
             self._process.mallopt(_M_MMAP_THRESHOLD, KEPT_BYTES)
             self._process.mallopt(_M_TRIM_THRESHOLD, NEVER)
@@ -123,26 +156,32 @@ class Heap:
             self._use_huge_pages()
 
     def settle(self) -> None:
-        """Measure anew, at the next step, what the process holds beside its blocks.
+        """Measure anew, at the next steps, what the process holds beside its blocks.
 
         Until then the old figure stays: the watching thread may be using it.
         """
-        self._measure = True
+        self._to_measure = _MEASUREMENTS
 
-    def begin(self, planned_bytes: int, budget_bytes: int) -> None:
-        """A step begins: of its budget, `planned_bytes` stand already."""
+    def begin(
+        self, planned_bytes: int, budget_bytes: int, at_rest: Callable[[], None] = lambda: None
+    ) -> None:
+        """A step begins: of its budget, `planned_bytes` stand already.
+
+        at_rest: returns when no block waits any more for a lane to fill it, and to touch its pages.
+        """
         if self._process is None:
             return
         if not address_space_is_limited():
             self._lay_out(budget_bytes)
-        live = self.live_bytes()
-        if self._measure:
-            self._measure = False
+        if self._to_measure:
+            self._to_measure -= 1
+            at_rest()
             self.trim()
-            self._other_bytes = self.resident_bytes() - live
+            self._other_bytes = self.resident_bytes() - self.live_bytes()
+        live = self.live_bytes()
         self._left_bytes = 0
         self._budget_bytes = budget_bytes
-        self._limit_bytes = live + self._other_bytes + budget_bytes - planned_bytes
+        self._limit(live + self._other_bytes + budget_bytes - planned_bytes)
         if self._thread is None:
             thread = threading.Thread(target=self._watch, name="offcompile-heap", daemon=True)
             try:
@@ -150,7 +189,7 @@ class Heap:
             except RuntimeError:  # no address left for a stack
                 if not address_space_is_limited():
                     raise
-                self._limit_bytes = None  # what is freed goes back at once
+                self._limit(None)  # what is freed goes back at once
                 return
             self._thread = thread
         self._changed.set()
@@ -158,7 +197,12 @@ class Heap:
     def end(self) -> None:
         """The step is over: what is held now is no matter of its budget."""
         self.check()
-        self._limit_bytes = None
+        self._limit(None)
+
+    def _limit(self, nbytes: int | None) -> None:
+        self._limit_bytes = nbytes
+        if self.guard is not None:
+            self.guard.limit(nbytes, self._statm)
 
     def check(self) -> float:
         """Give free blocks back if the process is about to hold more than the budget allows.
@@ -174,7 +218,8 @@ class Heap:
             self.peak_bytes = of_budget
             self.waste_bytes = self._hole_bytes(held)
         # when little has come since the last time, there is little to take again
-        worth = max(limit - MARGIN_BYTES, self._left_bytes + MARGIN_BYTES)
+        margin = MARGIN_BYTES if self.guard is None else 0
+        worth = max(limit - margin, self._left_bytes + MARGIN_BYTES)
         if held <= worth:
             return worth - held
         self.trim()
@@ -182,7 +227,7 @@ class Heap:
         # what trimming cannot take is none of the step's: do not try for it again
         if left > limit and self._limit_bytes == limit:
             self._other_bytes += left - limit
-            self._limit_bytes = left
+            self._limit(left)
         return 0.0
 
     def _lay_out(self, nbytes: int) -> None:
@@ -236,8 +281,8 @@ class Heap:
         if self._process is not None:
             began_ns = time.perf_counter_ns()
             self._process.malloc_trim(0)
-            self.trims += 1
-            self.trim_ns += time.perf_counter_ns() - began_ns
+            self._trims += 1
+            self._trim_ns += time.perf_counter_ns() - began_ns
             # the end of the heap went with its huge pages
             self._huge_until = min(self._huge_until, self._process.sbrk(0) or 0)
 
@@ -278,6 +323,14 @@ def _start_of_heap() -> int:
 
 _lock = threading.Lock()
 _heap: Heap | None = None
+_guard: Guard | None = None
+
+
+def guard_with(guard: Guard) -> None:
+    """From now on torch's allocator looks at the limit, too."""
+    global _guard
+    _guard = guard
+    heap().guard = guard
 
 
 def heap() -> Heap:

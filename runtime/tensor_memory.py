@@ -1,14 +1,17 @@
-"""Tensors on the CPU take memory that fits the next of their size once they are gone.
+"""Tensors on the CPU take memory that fits the next of their size, within the heap's limit.
 
 torch asks malloc for blocks on a border. Up to 2.38 glibc frees the ends of such a block by
 themselves, and a freed tensor's place is then too short for the next tensor of its size: memory
 that moves tensors in and out fills with holes, which must go back to the system and be touched
-again. So torch is given an allocator that keeps the ends (`tensor_memory.cpp`), compiled at first
-use as Inductor compiles, and kept in its cache. Without a compiler all works as before, slower.
+again. And only who hands blocks out knows before they are touched that there would be too much.
+So torch is given an allocator that keeps the ends and looks at the heap's limit
+(`tensor_memory.cpp`), compiled at first use as Inductor compiles, and kept in its cache. Without a
+compiler all works as before, slower, and the limit is kept by a thread that looks now and then.
 """
 
 from __future__ import annotations
 
+import ctypes
 import logging
 import os
 import re
@@ -23,7 +26,7 @@ import torch
 
 from offcompile.ir import OffloadError
 
-from .heap import address_space_is_limited
+from .heap import address_space_is_limited, guard_with, heap
 
 log = logging.getLogger(__name__)
 
@@ -33,6 +36,7 @@ VARIABLE, USUAL = "OFFCOMPILE_ALLOCATOR", "torch"
 MENDED_VERSION = (2, 39)
 _SOURCE = Path(__file__).with_name("tensor_memory.cpp")
 _COMPILERS = ("g++", "clang++", "c++")
+_NO_LIMIT = -1  # as in the source
 _lock = threading.Lock()
 
 
@@ -47,7 +51,7 @@ def glibc_version() -> tuple[int, int] | None:
 
 
 def malloc_leaves_ends() -> bool:
-    """Whether this malloc is one that another allocator helps."""
+    """Whether tensors' places do not fit again in blocks that this malloc aligns."""
     version = glibc_version()
     return version is not None and version < MENDED_VERSION
 
@@ -72,10 +76,8 @@ def _wanted() -> bool:
             f"{VARIABLE} is {chosen!r}: write {USUAL!r} to leave tensors' memory to torch's own "
             "allocator, or leave it unset"
         )
-    if chosen == USUAL or not malloc_leaves_ends():
-        return False
     # blocks that have mappings of their own leave no holes
-    return not address_space_is_limited()
+    return chosen != USUAL and heap().gives_back and not address_space_is_limited()
 
 
 def _compiler_found() -> bool:
@@ -107,4 +109,27 @@ def _compile_and_install() -> None:
     flags = (f"-L{libraries}", "-Wl,--no-as-needed", "-lc10")
     # Inductor keeps what it compiled by source and flags: another torch is another source
     source = f"// torch {torch.__version__}\n{_SOURCE.read_text()}"
-    CppCodeCache.load(source, extra_flags=flags).offcompile_use_plain_blocks()
+    library = CppCodeCache.load(source, extra_flags=flags)
+    guard = _Guard(library)
+    library.offcompile_use_plain_blocks()
+    guard_with(guard)
+
+
+class _Guard:
+    """The allocator as the heap sees it."""
+
+    def __init__(self, library: ctypes.CDLL) -> None:
+        self._library = library
+        library.offcompile_limit.argtypes = (ctypes.c_int64, ctypes.c_int)
+        library.offcompile_limit.restype = None
+        for count in (library.offcompile_trims, library.offcompile_trim_ns):
+            count.restype = ctypes.c_int64
+
+    def limit(self, nbytes: int | None, statm: int) -> None:
+        self._library.offcompile_limit(_NO_LIMIT if nbytes is None else nbytes, statm)
+
+    def trims(self) -> int:
+        return int(self._library.offcompile_trims())
+
+    def trim_ns(self) -> int:
+        return int(self._library.offcompile_trim_ns())

@@ -134,6 +134,28 @@ print(h.trims)
     assert trims <= 20  # one per few MiB that came, and then silence
 
 
+def test_what_compiling_leaves_behind_is_not_held_against_later_steps() -> None:
+    first, second, third, rested = in_a_process(
+        SETUP
+        + """
+import mmap
+rests = []
+def limit_of_a_step():
+    h.begin(0, 64 << 20, lambda: rests.append(1))
+    most = h._limit_bytes - h.live_bytes()
+    h.end()
+    return most
+own = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
+beside = mmap.mmap(-1, 32 << 20, own); beside.write(bytes(32 << 20))
+held = limit_of_a_step()
+beside.close()
+print(held, limit_of_a_step(), limit_of_a_step(), len(rests))
+"""
+    )
+    assert 31 * MIB <= first - second <= 33 * MIB
+    assert second == third and rested == 2
+
+
 def test_a_forked_child_has_a_heap_of_its_own() -> None:
     mine = heap()
     child = os.fork()

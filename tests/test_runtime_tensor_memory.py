@@ -1,4 +1,4 @@
-"""Memory of torch's tensors from malloc's plain call: it fits again, and nobody notices."""
+"""Memory of torch's tensors from malloc's plain call: it fits again, and keeps a limit."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from offcompile.runtime import tensor_memory
+from offcompile.runtime.heap import heap
 from offcompile.runtime.tensor_memory import MENDED_VERSION, USUAL, VARIABLE
 
 SETUP = """
@@ -20,7 +21,6 @@ from offcompile.runtime import tensor_memory
 from offcompile.runtime.heap import heap
 from offcompile.runtime.tensor_memory import install, will_fit
 MIB = 1 << 20
-tensor_memory.glibc_version = lambda: (2, 36)  # whatever the machine's
 """
 INSTALLED = SETUP + "assert will_fit() and install() and install()\n"
 
@@ -163,15 +163,100 @@ def test_a_compiler_that_fails_is_logged(
 
 
 def test_who_does_not_want_it_keeps_torchs_own(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tensor_memory, "glibc_version", lambda: (2, 36))
     monkeypatch.setenv(VARIABLE, USUAL)
     assert not tensor_memory.will_fit() and not tensor_memory.install()
     monkeypatch.delenv(VARIABLE)
     monkeypatch.setattr(tensor_memory, "address_space_is_limited", lambda: True)
     assert not tensor_memory.will_fit() and not tensor_memory.install()
     monkeypatch.setattr(tensor_memory, "address_space_is_limited", lambda: False)
-    monkeypatch.setattr(tensor_memory, "glibc_version", lambda: MENDED_VERSION)
+    monkeypatch.setattr(heap(), "_process", None)  # another malloc
     assert not tensor_memory.will_fit() and not tensor_memory.install()
+
+
+def test_which_malloc_leaves_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    for version, leaves in ((None, False), ((2, 38), True), (MENDED_VERSION, False)):
+        monkeypatch.setattr(tensor_memory, "glibc_version", lambda found=version: found)
+        assert tensor_memory.malloc_leaves_ends() == leaves
+
+
+# --- the limit --------------------------------------------------------------------------------
+
+LIMITED = (
+    INSTALLED
+    + """
+h = heap()
+h.prepare()
+h._watch = lambda: None  # who looks now and then
+def churn(rounds):
+    # each leaves holes where nothing of the next fits
+    kept, peak = [], 0
+    for i in range(rounds):
+        several = [torch.ones((3 + i) * MIB // 4) for _ in range(4)]
+        kept.append(several[1])
+        peak = max(peak, h.resident_bytes())
+        del several
+    return peak
+"""
+)
+
+
+def test_holes_go_back_before_a_tensor_is_touched_that_would_exceed_the_limit() -> None:
+    code = (
+        LIMITED
+        + """
+h.begin(0, 62 * MIB)
+start, before = h.resident_bytes(), h.trims
+most = churn(6) - start
+h.end()
+print(most / MIB, h.trims - before, h.trim_ns > 0)
+"""
+    )
+    most, trims, timed = ran(code).split()
+    assert 57 <= float(most) <= 63  # 57 live at once
+    assert 1 <= int(trims) <= 24 and timed == "True"
+
+
+def test_between_steps_nothing_goes_back() -> None:
+    code = (
+        LIMITED
+        + """
+h.begin(0, 8 * MIB); h.end()
+before = h.trims
+churn(6)
+print(h.trims - before)
+"""
+    )
+    assert ran(code) == "0"
+
+
+def test_what_no_trim_can_take_is_tried_for_once_for_each_mib_that_comes() -> None:
+    code = (
+        LIMITED
+        + """
+h.begin(0, 8 * MIB)
+before = h.trims
+live = [torch.ones(MIB // 4) for _ in range(64)]
+print(h.trims - before)
+"""
+    )
+    assert 1 <= int(ran(code)) <= 64
+
+
+def test_a_forked_child_has_no_limit_of_its_parents() -> None:
+    code = (
+        LIMITED
+        + """
+torch.set_num_threads(1)  # OpenMP does not survive a fork
+h.begin(0, 8 * MIB)
+before = h.trims
+child = os.fork()
+if child == 0:
+    churn(6)
+    os._exit(min(h.trims - before, 255))
+print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+"""
+    )
+    assert ran(code) == "0"
 
 
 def test_versions_are_read_from_the_system(monkeypatch: pytest.MonkeyPatch) -> None:
