@@ -67,8 +67,8 @@ class _Info(ctypes.Structure):
     ]
 
 
-#: so many steps begin with measuring what the process holds beside its blocks: what compiling leaves
-#: to be collected is gone by the second
+#: so many steps begin with measuring what the process holds beside its blocks: what compiling
+#: leaves to be collected is gone by the second
 _MEASUREMENTS = 2
 
 
