@@ -40,9 +40,10 @@ _POOLS = (
 _RANDOM = tuple(f"inductor_{name}" for name in ("random", "randint", "lookup_seed", "seeds"))
 #: beside what is tagged as pointwise
 _FUSED = frozenset((*_REDUCTIONS, *GATHERS, *_FILLS, *_COPIES, *_MORE, *_POOLS, *_RANDOM))
-#: kernels that Inductor generates too, but with nothing after them
+#: Inductor generates these too, and may run them in one kernel with what comes after, but the value is
+#: always written
 _PUTS = ("index_put", "_unsafe_index_put", "_unsafe_masked_index_put_accumulate")
-_ENDS = frozenset(("cat", "scatter", "scatter_add", "scatter_reduce", *_PUTS))
+_ENDS = frozenset(("cat", "stack", "scatter", "scatter_add", "scatter_reduce", *_PUTS))
 #: views that keep the order of elements
 _KEEPS_ORDER = frozenset(
     ["view", "_unsafe_view", "reshape", "squeeze", "unsqueeze", "alias", "detach"]

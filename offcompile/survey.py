@@ -14,7 +14,7 @@ from offcompile.runtime.registry import runtime_for
 from .annotate import Annotated, InPlace, Place, annotate
 from .corrections import Factors, with_factors
 from .costs import CostModel, OpCost, costs_of_graph, open_cost_cache
-from .costs_fusion import is_extern
+from .costs_fusion import calls_library
 from .costs_in_place import with_in_place
 from .graphs import Graphs, Hint, storage_bytes, storage_key
 from .hardware import BYTES_PER_US_PER_GBPS
@@ -138,7 +138,7 @@ class Survey:
         """
         found = self.annotated(graphs, in_place, stays, hint or hint_of(self.sizes))
         if self.options.lowering == "inductor":
-            found = merge_kernels(found, graphs, lambda node: not is_extern(node))
+            found = merge_kernels(found, graphs, lambda node: not calls_library(node))
         machine, lossy = self.machine(1), self.options.lossy
         seen = self.profile.densities
         problem = with_factors(found.problem, self.costs_as_planned)
