@@ -15,7 +15,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +38,8 @@ TABLES = (
 #: steps until costs are put right, and steps that are timed
 WARM_STEPS, TIMED_STEPS = 6, 3
 PEAK_FROM, PEAK_TO, TIME_WITHIN = -0.01, 0.05, 0.15
+#: a table is measured up to so many times when costs were others after it than before
+MOST_TRIES, SAME_PACE = 3, 0.05
 
 
 @dataclass(frozen=True)
@@ -48,7 +50,7 @@ class Row:
     ahead: dict[str, Any]
     facts: dict[str, Any]
     seconds: list[float]
-    #: what a matrix product takes after the steps over what it took after the costs
+    #: what the plain step was foreseen to take after the table over before it
     pace: float
 
     @property
@@ -86,7 +88,7 @@ class Row:
         yield f"{statistics.median(seconds):,.2f} ({min(seconds):,.2f} to {max(seconds):,.2f})"
         yield f"{self.time_off(ahead['foreseen_us']):+.0%}"
         yield f"{self.time_off(facts['predicted_us']):+.0%}"
-        yield f"{self.pace:.1f}"
+        yield f"{self.pace:.2f}"
 
 
 HEADS = (
@@ -103,7 +105,7 @@ def foreseen(task: dict[str, Any]) -> dict[str, Any]:
     return answer
 
 
-def measured(task: dict[str, Any], ahead: dict[str, Any], planned_probe: float) -> Row:
+def measured(task: dict[str, Any], ahead: dict[str, Any]) -> Row:
     began = time.perf_counter()
     child = Child(task["name"], task, module=MODULE)
     try:
@@ -116,22 +118,37 @@ def measured(task: dict[str, Any], ahead: dict[str, Any], planned_probe: float) 
     finally:
         child.end()
     print(f"  {task['name']}: {time.perf_counter() - began:.0f} s", file=sys.stderr, flush=True)
-    return Row(task["name"], ahead, facts, child.seconds, facts["probe"] / planned_probe)
+    return Row(task["name"], ahead, facts, child.seconds, 1.0)
 
 
 def rows_of(case: str, lowering: str, asked: argparse.Namespace) -> list[Row]:
+    """Of the try during which the machine's pace changed least."""
+    tries: list[list[Row]] = []
+    for _ in range(1 if asked.quick else MOST_TRIES):
+        tries.append(once(case, lowering, asked))
+        if abs(tries[-1][0].pace - 1) <= SAME_PACE:
+            break
+        print(f"  the machine's pace: {tries[-1][0].pace:.2f}", file=sys.stderr, flush=True)
+    return min(tries, key=lambda rows: abs(rows[0].pace - 1))
+
+
+def once(case: str, lowering: str, asked: argparse.Namespace) -> list[Row]:
+    task = {"case": case, "lowering": lowering, "quick": asked.quick, "spill": asked.spill}
+    shares = MORE_SHARES.get(case, SHARES)
     with tempfile.TemporaryDirectory() as cache:
         os.environ["OFFCOMPILE_CACHE_DIR"] = cache
-        task = {"case": case, "lowering": lowering, "quick": asked.quick, "spill": asked.spill}
-        shares = MORE_SHARES.get(case, SHARES)
         ahead = foreseen(task | {"shares": shares})
         print(f"  planned in {ahead['seconds']:.0f} s", file=sys.stderr, flush=True)
         rows = []
         for share, row in zip(shares, ahead["rows"], strict=True):
             name = "fits" if share is None else share if isinstance(share, str) else f"{share:.0%}"
             todo = task | {"kind": "ours", "memory": row["memory"], "name": name}
-            rows.append(measured(todo, row, ahead["probe"]))
-        return rows
+            rows.append(measured(todo, row))
+    with tempfile.TemporaryDirectory() as cache:
+        os.environ["OFFCOMPILE_CACHE_DIR"] = cache
+        again = foreseen(task | {"shares": shares[:1]})
+    pace = again["rows"][0]["foreseen_us"] / ahead["rows"][0]["foreseen_us"]
+    return [replace(row, pace=pace) for row in rows]
 
 
 def main() -> None:
@@ -175,6 +192,8 @@ def text_of(sections: list[str]) -> str:
         above=round(PEAK_TO * 100),
         below=round(-PEAK_FROM * 100),
         steps=TIMED_STEPS,
+        same=round(SAME_PACE * 100),
+        tries=MOST_TRIES,
         sections="\n".join(sections),
         machine=machine(),
     )
@@ -203,9 +222,10 @@ Time, seconds of forward and backward on one thread: foreseen ahead, with what i
 (MiB a step that go back to the system for want of room, by simulation); foreseen by the process
 that runs, which measures again what was disturbed; put right by six steps (`predicted_us`, see
 docs/profiling.md); measured, median of {steps} steps, with the least and the most. "ahead, off" and
-"put right, off": over that median. "pace": what a fixed matrix product took after the steps over
-what it took after planning. Where it is far from 1, or steps differ by a factor, others used the
-machine, and times cannot be compared.
+"put right, off": over that median. "pace": what the plain step is foreseen to take when all is
+measured anew after the table, over what was foreseen before it. Where that is not within {same}% a
+table is measured again, up to {tries} times, and the try with the least change is shown: others use
+the machine, and what changed since the costs were measured no forecast can know.
 
 {sections}
 Machine: {machine}.

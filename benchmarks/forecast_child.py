@@ -25,8 +25,7 @@ from offcompile.report import PlanReport
 from offcompile.runtime import memory
 from offcompile.runtime.heap import heap
 
-PROBE_SIDE, PROBE_RUNS = 768, 9
-RATE, LOOK_S, WATCHED_STEPS = 0.01, 0.002, 2
+RATE, LOOK_S, WATCHED_STEPS = 0.01, 0.0003, 2
 
 
 @dataclass(frozen=True)
@@ -104,17 +103,6 @@ def options_of(task: dict[str, Any], memory_asked: int | str | None) -> dict[str
     return {"memory": memory_asked, "lowering": task["lowering"], "spill": task["spill"]}
 
 
-def probe() -> float:
-    """Seconds that a matrix product takes now: the machine's pace, for comparing two moments."""
-    x = torch.ones(PROBE_SIDE, PROBE_SIDE)
-    taken = []
-    for _ in range(PROBE_RUNS):
-        began = time.perf_counter()
-        x @ x
-        taken.append(time.perf_counter() - began)
-    return sorted(taken)[PROBE_RUNS // 2]
-
-
 # --- before anything runs --------------------------------------------------------------------
 
 
@@ -133,7 +121,7 @@ def foresee(task: dict[str, Any]) -> None:
         plain_bytes = plain_bytes or report.planned_peak_bytes
         found.append({"memory": budget, **said(report)})
     seconds = time.perf_counter() - began
-    print(json.dumps({"rows": found, "seconds": seconds, "probe": probe()}), flush=True)
+    print(json.dumps({"rows": found, "seconds": seconds}), flush=True)
 
 
 def said(report: PlanReport) -> dict[str, Any]:
@@ -212,7 +200,6 @@ def serve(task: dict[str, Any]) -> None:
             "held_bytes": watch.resident_bytes - resident + arena_bytes,
             # what the process gained beside weights and buffers: most of it compiled code
             "left_bytes": resident - arena_bytes - before,
-            "probe": probe(),
         }
 
     began = time.perf_counter()
@@ -238,7 +225,7 @@ def _storages(model: nn.Module) -> Iterator[torch.UntypedStorage]:
 
 
 class Watch:
-    """Looks at malloc's blocks and at this process's anonymous memory every few milliseconds."""
+    """Looks at malloc's blocks and at this process's anonymous memory, as often as it can."""
 
     def __enter__(self) -> Watch:
         self.live_bytes = self.resident_bytes = 0

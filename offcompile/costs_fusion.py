@@ -40,7 +40,7 @@ _POOLS = (
 _RANDOM = tuple(f"inductor_{name}" for name in ("random", "randint", "lookup_seed", "seeds"))
 #: beside what is tagged as pointwise
 _FUSED = frozenset((*_REDUCTIONS, *GATHERS, *_FILLS, *_COPIES, *_MORE, *_POOLS, *_RANDOM))
-#: Inductor generates these too, and may run them in one kernel with what comes after, but the value is
+#: Inductor generates these too, and may run them in one kernel with what comes after; the value is
 #: always written
 _PUTS = ("index_put", "_unsafe_index_put", "_unsafe_masked_index_put_accumulate")
 _ENDS = frozenset(("cat", "stack", "scatter", "scatter_add", "scatter_reduce", *_PUTS))
