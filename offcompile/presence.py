@@ -220,8 +220,11 @@ class _Replay:
                 stay.asked_by = event
 
     def _free(self) -> None:
-        while due := self.frees.due():
-            place, grounds = next(iter(due.items()))
+        for place in self.frees.due():
+            # another copy of the tensor, now gone, may have been what this one could go for
+            grounds = self.frees.grounds(place)
+            if not grounds:
+                continue
             self.frees.release(place)
             if place[1] == DEVICE:
                 self._end_stay(self.stays.pop(place[0]), "death" in grounds)

@@ -36,6 +36,8 @@ class Copies:
         self.drop_asked = [False] * n_copies
         self.dropped_by: dict[int, str] = {}  # copy → what freed it, for messages
         self.asked: list[int] = []
+        #: tensors of which something has changed since drops were last looked at: no other may go
+        self.stirred: set[int] = set()
         self.used = [0] * base.n_tiers
         self.peak = [0] * base.n_tiers
         self.moving = [0] * len(base.nbytes)
@@ -111,16 +113,16 @@ class Copies:
             if self.status[key] != NONE and not self.drop_asked[key]:
                 self.drop_asked[key] = True
                 self.asked.append(key)
+                self.stirred.add(key // self.base.n_tiers)
                 self.dropped_by[key] = self.p.plan.drops[i].after or "the step's start"
 
     def _free_asked(self) -> None:
-        again = True
-        while again:
-            again = False
-            for key in tuple(self.asked):
-                if not self.users[key] and self.may_go(key):
-                    self._free(key, "drop")
-                    again = True
+        n, stirred = self.base.n_tiers, self.stirred
+        for key in [k for k in self.asked if k // n in stirred]:
+            # one that goes lets no other go: it was what others could rest on
+            if not self.users[key] and self.may_go(key):
+                self._free(key, "drop")
+        stirred.clear()
 
     def may_go(self, key: int) -> bool:
         tensor = key // self.base.n_tiers

@@ -103,7 +103,7 @@ class Engine(Copies):
             self._ask_drops(sorted(asked))
         if self.ending:
             self._free_ended()
-        if self.asked:
+        if self.asked and self.stirred:
             self._free_asked()
 
     # ---- what ends ---------------------------------------------------------------------------
@@ -114,6 +114,7 @@ class Engine(Copies):
         for key in run.writes:
             self.users[key] -= 1
             self.status[key] = VALID
+        self.stirred.update(run.tensors)
         for t in run.tensors:
             if self.base.self_ending[t] and self.value_is_over(t):
                 self.ending.add(t)
@@ -129,6 +130,7 @@ class Engine(Copies):
         self.users[move.source] -= 1
         self.users[move.target] -= 1
         self.moving[move.tensor] -= 1
+        self.stirred.add(move.tensor)
 
     # ---- ops and host updates ------------------------------------------------------------
 
@@ -220,6 +222,7 @@ class Engine(Copies):
                         f" {self.dropped_by[key]} is pending: no other valid copy lets it go",
                     )
                 )
+        self.stirred.update(run.tensors)
         for t in run.tensors:
             self.next_access[t] += 1
         for t in run.written:
@@ -341,6 +344,7 @@ class Engine(Copies):
         self.run_index = self.update_index = self.runs_done = self.updates_done = 0
         self.plain_done = 0
         self.next_access = [0] * len(self.next_access)
+        self.stirred.update(key // self.base.n_tiers for key in self.asked)
         self._ask_drops(self.p.start_drops)
         self._free_asked()
         return False
