@@ -117,16 +117,14 @@ def _cells_within(first: int, last: int, width: int, n: int) -> tuple[int, ...]:
     """Cells all of whose runs lie strictly between two positions of a ring."""
 
     def between(low: int, high: int) -> range:  # both ends included
-        return range(-(-low // width), n // width if high == n - 1 else (high + 1) // width)
+        # the last cell may be a short one
+        return range(-(-low // width), -(-n // width) if high == n - 1 else (high + 1) // width)
 
     if width == 1:
         return tuple(span(first, last, n))
     if last > first:
         return tuple(between(first + 1, last - 1))
-    cells = [*between(first + 1, n - 1), *between(0, last - 1)]
-    if n % width and first + 1 <= (n // width) * width:
-        cells.append(n // width)  # the last, short cell
-    return tuple(dict.fromkeys(cells))
+    return tuple(dict.fromkeys((*between(first + 1, n - 1), *between(0, last - 1))))
 
 
 def _stretches(
