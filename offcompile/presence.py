@@ -195,6 +195,7 @@ class _Replay:
                 move = self.moves[span.id]
                 uses = {move.source: False, move.target: True}
                 self._release_uses(move.tensor, uses)
+                self.frees.end_move(move.tensor)
             else:
                 for tensor in run.op.operands:
                     uses = {run.tier_of(tensor): tensor in run.op.writes}

@@ -51,9 +51,12 @@ class AheadSurvey(Survey):
         return super().annotate(graphs, budget, progress)
 
     def measure_in_place(self, graphs: Graphs, in_place: InPlace) -> None:
-        mine, self._last = self._unmeasured, None  # as above
+        mine = self._unmeasured
         super().measure_in_place(graphs, in_place)
-        if self.twin is None or mine is None:
+        if mine is None:
+            return
+        self._last = None  # as above
+        if self.twin is None:
             return
         twin = self.twin.survey
         if twin._unmeasured is not None:  # two measurements of one op would differ

@@ -25,28 +25,37 @@ class Frees:
         self.pending: dict[Place, None] = {}  # drops asked for, in order
         self.dying: set[str] = set()  # self-ending tensors whose value nobody needs any more
         self.dropped: dict[Place, bool] = {}  # what was freed last: whether by a drop
+        #: tensors to which something has happened since `due`: a ground is always one's own
+        self._news: set[str] = set()
 
     def ask(self, after: str | None) -> None:
         """Make the drops pending that `after` triggers; of a copy that is not there, nothing."""
         for place in self._asks.get(after, ()):
             if self._books.get(place) is not None:
                 self.pending[place] = None
+                self._news.add(place[0])
 
     def begin_step(self) -> None:
         self._touched.clear()
+        self._news.update(t for t, _ in self.pending)
         self.ask(None)
 
     def begin_run(self, run: Run) -> None:
         for tensor in run.op.operands:
             self._touched[tensor] = self._touched.get(tensor, 0) + 1
+        self._news.update(run.op.operands)
         self.dying.difference_update(run.op.writes)
 
     def end_run(self, run: Run) -> None:
         """Values of which this was the last reader, or the writer that nobody reads, end."""
+        self._news.update(run.op.operands)
         for tensor in run.op.operands:
             kind = self._problem.tensor[tensor].kind
             if kind in SELF_ENDING_KINDS and not self.read_again(tensor):
                 self.dying.add(tensor)
+
+    def end_move(self, tensor: str) -> None:
+        self._news.add(tensor)
 
     def read_again(self, tensor: str) -> bool:
         """Whether an op that has not started reads `tensor` before one writes it anew."""
@@ -74,9 +83,12 @@ class Frees:
         return found
 
     def due(self) -> dict[Place, set[str]]:
-        """Every copy that may be freed now, with the causes."""
-        dead = [(t, tier) for t in self.dying for tier in self._books.of(t)]
-        found = {place: self.grounds(place) for place in (*self.pending, *dead)}
+        """Every copy that may be freed now and could not when this was last asked, with the
+        causes."""
+        news, self._news = self._news, set()
+        dead = [(t, tier) for t in self.dying & news for tier in self._books.of(t)]
+        asked = [place for place in self.pending if place[0] in news]
+        found = {place: self.grounds(place) for place in (*asked, *dead)}
         return {place: grounds for place, grounds in found.items() if grounds}
 
     def release(self, place: Place) -> None:

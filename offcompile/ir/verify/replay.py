@@ -120,6 +120,7 @@ class Replay:
             if copy is not None:
                 copy.users -= 1
                 copy.valid |= tier == move.target
+        self._frees.end_move(move.tensor)
         self._arriving.pop((step, move.id), None)
 
     # frees
