@@ -208,8 +208,9 @@ def serve(task: dict[str, Any], case: Case | None = None) -> None:
     def step() -> dict[str, Any]:
         nonlocal steps
         inputs = case.batch(random)
-        cut = CUTS[steps % len(CUTS)] if task.get("lengths") else 1
-        inputs = tuple(x[:, : int(x.shape[1] * cut)] for x in inputs)
+        if task.get("lengths"):
+            cut = CUTS[steps % len(CUTS)]
+            inputs = tuple(x[:, : int(x.shape[1] * cut)] for x in inputs)
         steps += 1
         if task.get("eval_every") and steps % task["eval_every"] == 0:
             model.eval()

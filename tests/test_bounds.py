@@ -14,6 +14,7 @@ from oracle_cases import case
 
 from offcompile import bounds
 from offcompile.bounds import Bound, floor_bytes, lower_bound, simple_lower_bound
+from offcompile.bounds.cut import cut_bound
 from offcompile.bounds.grid import Grid, coarse, fine, full
 from offcompile.bounds.merge import merged_tensors
 from offcompile.bounds.model import build
@@ -184,6 +185,36 @@ def test_a_full_host_sends_the_rest_to_disk() -> None:
     assert with_host(100) <= 23
 
 
+def there_and_back(n: int, recompute: bool = False) -> Problem:
+    """n activations of 100 bytes, made one after the other and read in the opposite order."""
+    acts = tuple(Tensor(f"a{i}", 100, "activation") for i in range(n))
+    there = [op(f"F{i}", 1, "", f"a{i}", recompute=recompute) for i in range(n)]
+    back = [op(f"B{i}", 1, f"a{i}", phase="backward") for i in reversed(range(n))]
+    return Problem(acts, (*there, *back))
+
+
+def test_what_is_away_at_one_moment_goes_out_before_it_and_comes_back_after() -> None:
+    """As F9 ends 7 of 10 are away: 700 bytes out before, and back after, at 10 bytes per µs."""
+    p = there_and_back(10)
+    assert cut_bound(survey(p, machine(300)), math.inf) == pytest.approx(140_000, rel=0.01)
+    assert cut_bound(survey(p, machine(None)), math.inf) == 0  # nobody has to go
+    slow_back = machine(300, h2d=5.0, d2h=10.0)
+    assert cut_bound(survey(p, slow_back), math.inf) == pytest.approx(210_000, rel=0.01)
+
+
+def test_what_is_computed_again_needs_no_way_out() -> None:
+    """7 ops run once more, on the compute lane: cheaper than 20 µs of copies for each."""
+    p = there_and_back(10, recompute=True)
+    assert cut_bound(survey(p, machine(300)), math.inf) == pytest.approx(27_000, rel=0.05)
+
+
+def test_problems_too_large_for_a_program_are_cut_once() -> None:
+    """Ops that may run again keep tensors from being taken together."""
+    bound = lower_bound(there_and_back(1500, recompute=True), machine(40_000), seconds=0.5)
+    assert bound.method == "cut" and not bound.complete
+    assert bound.us == pytest.approx(2 * 1500 + (1500 - 400), rel=0.05)
+
+
 # ---- laws ----------------------------------------------------------------------------------
 
 
@@ -196,6 +227,8 @@ def every_bound(found: Survey) -> dict[str, float]:
     for name, grid in grids.items():
         answers[f"lp {name}"] = solve_lp(build(found, grid), ids, 5)
         answers[f"merged {name}"] = solve_lp(build(merged_tensors(found, grid), grid), ids, 5)
+    if not found.problem.steady:
+        answers["cut"] = Answer(cut_bound(found, math.inf), {}, True, False, 0.0)
     if n <= 6:
         answers["milp"] = solve_milp(build(found, full(found), whole=True), ids, 2)
     return {

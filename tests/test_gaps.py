@@ -14,7 +14,7 @@ from offcompile.planner import plan_problem
 
 
 @given(st.integers(1, 60), st.integers(1, 9), st.data())
-def test_a_gap_frees_the_cells_that_lie_wholly_within_it(n: int, width: int, data: st.DataObject):
+def test_a_gap_frees_the_cells_that_lie_wholly_within_it(n: int, width: int, data: st.DataObject) -> None:
     first = data.draw(st.integers(-1, n - 1))
     last = data.draw(st.integers(0, n))
     runs = set(range(first + 1, last))
@@ -27,7 +27,7 @@ def test_a_gap_frees_the_cells_that_lie_wholly_within_it(n: int, width: int, dat
 
 
 @pytest.mark.parametrize("more", [0, 1, 2, 3])
-def test_gradients_leave_at_the_end_of_a_program_of_any_length(more: int):
+def test_gradients_leave_at_the_end_of_a_program_of_any_length(more: int) -> None:
     """Each op leaves a gradient to the end of the step: all but a few have to go."""
     n, nbytes = 3 * MOST_CELLS + more, 10
     tensors = [Tensor(f"g{i}", nbytes, "gradient") for i in range(n)]

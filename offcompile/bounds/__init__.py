@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from offcompile.ir import Machine, Problem
 
 from .compute import Floor, compute_ns, floor_bytes
+from .cut import cut_bound
 from .grid import Grid, coarse, fine, full
 from .merge import MERGED, merged_tensors
 from .model import Model, build
@@ -30,14 +31,17 @@ FIRST_SLOTS = 16
 MILP_COLUMNS = 12_000
 WHOLE_COLUMNS = 5_000
 WHOLE_SLOTS = 8
+#: how much of the time is for the bound of one moment, where it is asked for
+CUT_SHARE = 0.5
 
 
 @dataclass(frozen=True)
 class Bound:
     """A makespan that no valid plan can beat.
 
-    `method`: the argument that gave `us`: *compute* (every op runs), *traffic* (the LP with
-    merged slots), *lp* or *milp*. `parts`: what each argument that was tried gave, in µs.
+    `method`: the argument that gave `us`: *compute* (every op runs), *cut* (what crosses before and
+    after one moment), *traffic* (the LP with merged slots), *lp* or *milp*. `parts`: what each
+    argument that was tried gave, in µs.
     `complete`: every argument meant for a problem of this size came to its end.
     `away_hints`: (tensor, op before the gap) → part of the tensor that is away in that gap in the
     best solution seen; gaps not named need no leaving.
@@ -90,6 +94,7 @@ class _Search:
         if columns_of(self.found, whole) > WHOLE_COLUMNS:
             whole = fine(self.found)
         if self._seconds(columns_of(self.found, whole)) > 0.3 * self.left():
+            self._cut()
             self._ladder()
         if self._seconds(columns_of(self.found, whole)) > self.left():
             self.complete = False
@@ -102,6 +107,11 @@ class _Search:
     def _seconds(self, columns: int) -> float:
         """About what an LP takes: from the last one if it said more than the rule of thumb."""
         return (columns / self.columns_of_a_second) ** 2
+
+    def _cut(self) -> None:
+        if not self.found.problem.steady:
+            ns = cut_bound(self.found, time.perf_counter() + CUT_SHARE * self.left())
+            self._prove(ns, "cut", 1e-9)
 
     def _ladder(self) -> None:
         """Merged slots, finer and finer, while the next is sure to be done in time."""
@@ -151,10 +161,13 @@ class _Search:
         if answer.away and hints:
             self.hints = {k: v for k, v in answer.away.items() if not k[0].startswith(MERGED)}
         if answer.ns is not None:
-            ns = math.floor(answer.ns * (1 - margin) - 1)
-            self.parts[name] = max(ns / 1000, self.parts.get(name, 0.0))
-            if ns > self.best_ns:
-                self.best_ns, self.method = ns, name
+            self._prove(answer.ns, name, margin)
+
+    def _prove(self, bound_ns: float, name: str, margin: float) -> None:
+        ns = math.floor(bound_ns * (1 - margin) - 1)
+        self.parts[name] = max(ns / 1000, self.parts.get(name, 0.0))
+        if ns > self.best_ns:
+            self.best_ns, self.method = ns, name
 
     def _bound(self) -> Bound:
         return Bound(

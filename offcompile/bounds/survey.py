@@ -108,7 +108,7 @@ def survey(problem: Problem, machine: Machine) -> Survey:
     for i, o in enumerate(problem.ops):
         for name in o.operands:
             seen[name].append(i)
-    there = _always_there(problem, host, rewriters)
+    there = always_there(problem, host, rewriters)
     spans = {t.id: _spans(problem, t, seen[t.id], host, t.id in there) for t in problem.tensors}
     wanted, capacity = _wanted(problem, spans), machine.tier[DEVICE].capacity_bytes
     crowded = np.array([capacity is not None and w > capacity for w in wanted], dtype=np.bool_)
@@ -177,7 +177,7 @@ def least_bytes(tensor: Tensor, machine: Machine) -> int:
     return min([tensor.nbytes, *sizes])
 
 
-def _always_there(
+def always_there(
     problem: Problem,
     host_ns: tuple[int | None, ...],
     rewriters: Mapping[str, tuple[int, ...]],

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 #: what proved the lower bound, in words
 PROOFS = {
     "compute": "every operation has to run, each as fast as it can",
+    "cut": "what has to cross the lanes before and after one crowded moment",
     "traffic": "a linear program over what has to cross the lanes, with time in coarse slots",
     "lp": "a linear program over what has to cross the lanes, operation by operation",
     "milp": "a mixed-integer program over what has to cross the lanes",

@@ -1,0 +1,277 @@
+"""What must cross the link before one moment, and what after it: for problems too large for an LP.
+
+Just before some op ends the device holds only so much. A tensor that is not there at that moment
+was carried out before it, or is loaded, accessed in place or computed again after it. So the step
+takes at least what the lanes and the compute lane are then busy, before and after, whichever
+tensors are away; and the cheapest choice of those is a fractional knapsack.
+
+Any weights that add up to one make a bound of how long several lanes are busy at once. Good ones
+are found by giving the lane that turns out busiest more weight.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from offcompile.ir import DEVICE, Lane
+
+from .survey import Floats, Gap, Survey, always_there, least_ns, whole_ns
+
+#: the moments that are tried: the most crowded op of so many stretches, and the ends of phases
+STRETCHES = 6
+#: how often weights are changed: for each moment, and then for the best of them
+LOOKS, ROUNDS = 12, 60
+#: how far the first change goes
+STEP = 1.0
+
+
+@dataclass(frozen=True)
+class Cut:
+    """The choices at one moment; times in nanoseconds, a column for each lane, compute first.
+
+    No way at all is infinite.
+    """
+
+    #: bytes that have to go at least
+    excess: float
+    nbytes: Floats
+    #: carrying out, before; coming back, after; computing again, after
+    out: Floats
+    back: Floats
+    again: Floats
+    #: loads that come before whatever is away then
+    first: Floats
+    #: of the compute lane before and after
+    compute: tuple[float, float]
+
+
+def cut_bound(survey: Survey, deadline: float) -> float:
+    """The best such bound, in nanoseconds. Of a problem that is not steady."""
+    assert not survey.problem.steady
+    account = _Account(survey)
+    best: tuple[float, Cut | None] = (0.0, None)
+    for op in account.moments():
+        if time.perf_counter() > deadline:
+            break
+        cut = account.at(op)
+        if cut is not None:
+            best = max(best, (_best_weights(cut, LOOKS, deadline), cut), key=lambda b: b[0])
+    if best[1] is not None:
+        return max(best[0], _best_weights(best[1], ROUNDS, deadline))
+    return best[0]
+
+
+# --- the account of one moment ---------------------------------------------------------------
+
+
+@dataclass
+class _Account:
+    survey: Survey
+    #: time of each op on the compute lane, at the least
+    least: Floats = field(init=False)
+
+    def __post_init__(self) -> None:
+        s = self.survey
+        self.least = np.array(
+            [
+                # what the host may update costs the compute lane nothing then
+                0 if s.host_ns[i] is not None else least_ns(s.base_ns[i], op, s.direct_ns, i)
+                for i, op in enumerate(s.problem.ops)
+            ],
+            dtype=float,
+        )
+        self.there = always_there(s.problem, s.host_ns, s.rewriters)
+        self.ins = [x for x in s.lanes if x.target == DEVICE]
+        self.outs = [x for x in s.lanes if x.source == DEVICE]
+        self.width = 1 + len(self.ins) + len(self.outs)
+        self.none = np.full(self.width, np.inf)
+        self._times: dict[str, Floats] = {}
+
+    def moments(self) -> list[int]:
+        """Ops that run for some time, the most crowded first."""
+        s = self.survey
+        ends = np.cumsum(np.maximum(self.least, 1e-3))
+        stretch = np.minimum((ends / ends[-1] * STRETCHES).astype(int), STRETCHES - 1)
+        picked = {s.n_ops - 1}
+        for k in range(STRETCHES):
+            ops = np.flatnonzero(stretch == k)
+            if len(ops):
+                picked.add(int(ops[np.argmax(s.wanted[ops])]))
+        phases = [op.phase for op in s.problem.ops]
+        picked |= {i for i in range(s.n_ops - 1) if phases[i] != phases[i + 1]}
+        return sorted((i for i in picked if self.least[i] > 0), key=lambda i: (-s.wanted[i], i))
+
+    def at(self, k: int) -> Cut | None:
+        """The choices just before op `k` ends; None: nothing may be held to too little."""
+        s = self.survey
+        op, size = s.problem.ops[k], s.problem.tensor
+        operands = frozenset(op.operands)
+        held = op.workspace_bytes
+        held += sum(size[t].nbytes for t in operands if not s.optional(k, t))
+        nbytes, out, back, again, first = [], [], [], [], []
+        for t, gaps in s.gaps.items():
+            tensor = size[t]
+            if not tensor.nbytes:
+                continue
+            waits = tensor.home not in (None, DEVICE) and not tensor.pinned
+            if waits and gaps and gaps[0].before is None:
+                early = [a for a in _reads_of(gaps, 0) if a <= k]
+                if early:
+                    first.append(self._back(t, early))
+            at = next((i for i, g in enumerate(gaps) if _covers(g, k)), None)
+            if at is None or t in operands or gaps[at].kind == "late":
+                continue
+            if t in self.there:
+                held += tensor.nbytes
+            elif not tensor.pinned:
+                later = list(_reads_of(gaps, at)) if gaps[at].kind == "live" else []
+                nbytes.append(tensor.nbytes)
+                out.append(self._out(t, gaps, at))
+                back.append(self._back(t, later))
+                again.append(self._again(t) if later else np.inf)
+        if s.capacity is None:
+            return None
+        compute = float(self.least[: k + 1].sum()), float(self.least[k + 1 :].sum())
+        shape = (-1, self.width)
+        return Cut(
+            held + sum(nbytes) - s.capacity,
+            np.array(nbytes, dtype=float),
+            np.array(out).reshape(shape),
+            np.array(back).reshape(shape),
+            np.array(again),
+            np.array(first).reshape(shape),
+            compute,
+        )
+
+    def _back(self, t: str, reads: Sequence[int]) -> Floats:
+        """Ways to do these reads of one value that is not on the device."""
+        ways = self._carried(t, self.ins, 1).copy()
+        if not reads:
+            ways[0] = 0.0
+        elif all(self.survey.optional(a, t) for a in reads):
+            ways[0] = sum(self._in_place(a, t) for a in reads)
+        return ways
+
+    def _out(self, t: str, gaps: Sequence[Gap], at: int) -> Floats:
+        """Ways in which the value of a gap came to be off the device as well."""
+        ways = self._carried(t, self.outs, 1 + len(self.ins)).copy()
+        head = next((g for g in reversed(gaps[: at + 1]) if g.new_value), None)
+        if head is None or head.before is None:
+            if self.survey.problem.tensor[t].home != DEVICE:
+                ways[0] = 0.0
+        elif self.survey.optional(head.before, t):
+            ways[0] = self._in_place(head.before, t)
+        return ways
+
+    def _again(self, t: str) -> float:
+        """The tensor's part of the time of the cheapest op that makes it again."""
+        s, size = self.survey, self.survey.problem.tensor
+        return min(
+            (
+                s.again_ns[r]
+                * size[t].nbytes
+                / sum(size[w].nbytes for w in set(s.problem.ops[r].writes))
+                for r in s.rewriters.get(t, ())
+            ),
+            default=np.inf,
+        )
+
+    def _in_place(self, op: int, t: str) -> float:
+        return max(0.0, float(self.survey.direct_ns.get((op, t), 0)))
+
+    def _carried(self, t: str, lanes: Sequence[Lane], begin: int) -> Floats:
+        key = f"{begin} {t}"
+        if key not in self._times:
+            s, ways = self.survey, self.none.copy()
+            for i, lane in enumerate(lanes):
+                ways[begin + i] = whole_ns(s.problem.tensor[t], lane, s.machine)
+            self._times[key] = ways
+        return self._times[key]
+
+
+def _covers(gap: Gap, k: int) -> bool:
+    return (gap.before is None or gap.before < k) and (gap.after is None or gap.after > k)
+
+
+def _reads_of(gaps: Sequence[Gap], at: int) -> Iterator[int]:
+    """The ops that read the value of a gap, from the gap's end on."""
+    for i in range(at, len(gaps)):
+        gap = gaps[i]
+        if (i > at and gap.new_value) or gap.kind != "live" or gap.after is None:
+            return
+        yield gap.after
+
+
+# --- the bound of one moment -----------------------------------------------------------------
+
+
+def _best_weights(cut: Cut, rounds: int, deadline: float) -> float:
+    width = cut.out.shape[1]
+    weights = [np.full(width, 0.1 / width), np.full(width, 0.1 / width)]
+    for w in weights:
+        w[0] += 0.9
+    best = 0.0
+    for turn in range(rounds):
+        value, busy = _bound(cut, weights[0], weights[1])
+        if value is None:
+            return best
+        best = max(best, value)
+        if time.perf_counter() > deadline:
+            break
+        for side in (0, 1):
+            scale = max(float(busy[side].max()), 1.0)
+            grown = weights[side] * np.exp(STEP / (1 + turn / 4) * busy[side] / scale)
+            weights[side] = grown / grown.sum()
+    return best
+
+
+def _bound(cut: Cut, before: Floats, after: Floats) -> tuple[float | None, list[Floats]]:
+    """What weights of the lanes prove, and how busy each lane is in the cheapest choice; None: no
+    choice at all."""
+    with np.errstate(invalid="ignore"):
+        out, first = (np.where(np.isinf(x), np.inf, x * before) for x in (cut.out, cut.first))
+        back = np.where(np.isinf(cut.back), np.inf, cut.back * after)
+        again = np.where(np.isinf(cut.again), np.inf, cut.again * after[0])
+    n = len(cut.nbytes)
+    rows = np.arange(n)
+    by_out, by_back = out.argmin(axis=1), back.argmin(axis=1)
+    moved = out[rows, by_out] + back[rows, by_back]
+    anew = again < moved
+    price = np.minimum(moved, again)
+    share = _cheapest(cut, price)
+    if share is None:
+        return None, []
+    busy = [np.zeros(len(before)), np.zeros(len(after))]
+    busy[0][0], busy[1][0] = cut.compute
+    carried = share * ~anew
+    np.add.at(busy[0], by_out, carried * _known(cut.out[rows, by_out]))
+    np.add.at(busy[1], by_back, carried * _known(cut.back[rows, by_back]))
+    busy[1][0] += float((share * anew * _known(cut.again)).sum())
+    if len(first):
+        by_first = first.argmin(axis=1)
+        np.add.at(busy[0], by_first, cut.first[np.arange(len(first)), by_first])
+    return float(busy[0] @ before + busy[1] @ after), busy
+
+
+def _cheapest(cut: Cut, price: Floats) -> Floats | None:
+    """The part of each tensor that is away, so that enough are, for the least money."""
+    share = np.where(price <= 0.0, 1.0, 0.0)
+    left = cut.excess - float((share * cut.nbytes).sum())
+    for i in np.argsort(price / cut.nbytes, kind="stable"):
+        if left <= 0:
+            break
+        if share[i]:
+            continue
+        if np.isinf(price[i]):
+            return None
+        share[i] = min(1.0, left / cut.nbytes[i])
+        left -= share[i] * cut.nbytes[i]
+    return share
+
+
+def _known(times: Floats) -> Floats:
+    return np.where(np.isinf(times), 0.0, times)
