@@ -14,7 +14,7 @@ from offcompile.planner import plan_problem
 
 
 @given(st.integers(1, 60), st.integers(1, 9), st.data())
-def test_a_gap_frees_the_cells_that_lie_wholly_within_it(n: int, width: int, data: st.DataObject) -> None:
+def test_a_gap_frees_the_cells_wholly_within_it(n: int, width: int, data: st.DataObject) -> None:
     first = data.draw(st.integers(-1, n - 1))
     last = data.draw(st.integers(0, n))
     runs = set(range(first + 1, last))

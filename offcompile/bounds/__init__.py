@@ -31,8 +31,8 @@ FIRST_SLOTS = 16
 MILP_COLUMNS = 12_000
 WHOLE_COLUMNS = 5_000
 WHOLE_SLOTS = 8
-#: how much of the time is for the bound of one moment, where it is asked for
-CUT_SHARE = 0.5
+#: how much of the time is for the bound of one moment, where it is asked for, and at least how much
+CUT_SHARE, LEAST_CUT_SECONDS = 0.5, 0.25
 
 
 @dataclass(frozen=True)
@@ -110,8 +110,8 @@ class _Search:
 
     def _cut(self) -> None:
         if not self.found.problem.steady:
-            ns = cut_bound(self.found, time.perf_counter() + CUT_SHARE * self.left())
-            self._prove(ns, "cut", 1e-9)
+            seconds = max(CUT_SHARE * self.left(), LEAST_CUT_SECONDS)
+            self._prove(cut_bound(self.found, time.perf_counter() + seconds), "cut", 1e-9)
 
     def _ladder(self) -> None:
         """Merged slots, finer and finer, while the next is sure to be done in time."""

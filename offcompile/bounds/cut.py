@@ -261,16 +261,14 @@ def _cheapest(cut: Cut, price: Floats) -> Floats | None:
     """The part of each tensor that is away, so that enough are, for the least money."""
     share = np.where(price <= 0.0, 1.0, 0.0)
     left = cut.excess - float((share * cut.nbytes).sum())
-    for i in np.argsort(price / cut.nbytes, kind="stable"):
-        if left <= 0:
-            break
-        if share[i]:
-            continue
-        if np.isinf(price[i]):
-            return None
-        share[i] = min(1.0, left / cut.nbytes[i])
-        left -= share[i] * cut.nbytes[i]
-    return share
+    if left <= 0:
+        return share
+    order = np.argsort(price / cut.nbytes, kind="stable")
+    order = order[(share[order] == 0.0) & np.isfinite(price[order])]
+    sizes = cut.nbytes[order]
+    before = np.cumsum(sizes) - sizes
+    share[order] = np.clip((left - before) / sizes, 0.0, 1.0)
+    return share if float(sizes.sum()) >= left else None
 
 
 def _known(times: Floats) -> Floats:
