@@ -15,6 +15,7 @@ from typing import ClassVar
 
 from offcompile.ir import DEVICE, HOST, Infeasible, Machine, Plan, Problem, Timeline
 
+from .balance import balanced
 from .contract import Judge
 from .cover import Cover, Prices
 from .frame import (
@@ -115,6 +116,7 @@ class Joint:
                 problem, machine, Mode(forced.directs | free, forced.recomputes, forced.hosted)
             )
             states += [] if self._floor(in_place) is not None else self._starts(search, in_place)
+        states += self._balanced(search, states)
         self._single_policies(search)
         if search.best_plan is None:
             blocked = self._last_resorts(search, frame, blocked, states)
@@ -254,6 +256,19 @@ class Joint:
                     state = search.evaluate(here, cover, rounds=2, reserve=spare)
                     if state is not None:
                         found.append(state)
+        return found
+
+    def _balanced(self, search: Search, states: list[State]) -> list[State]:
+        """The best start with loads made direct, where the lane holds it up."""
+        found: list[State] = []
+        best = min(states, key=lambda s: s.cost, default=None)
+        while best is not None and not search.done:
+            made = balanced(best)
+            state = made and search.evaluate(*made, rounds=2, reserve=best.reserve)
+            if state is None or state.us >= best.us:
+                break
+            found.append(state)
+            best = state
         return found
 
     def _greedy(self, frame: Frame, headroom: float, hinted: bool) -> Cover | None:
