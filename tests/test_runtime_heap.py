@@ -189,8 +189,9 @@ several = take(16); del several; h.trim()
 print(before, laid_out, h._process.sbrk(0), max(held, 0))
 """
     )
-    assert laid_out - before >= 512 * MIB
-    assert trimmed - before >= 512 * MIB
+    # less what lay free at the heap's end before: that is used first
+    assert laid_out - before >= 504 * MIB
+    assert trimmed - before >= 504 * MIB
     assert held <= 8 * MIB
 
 
