@@ -16,7 +16,7 @@ from offcompile.coarsen import coarsen
 from offcompile.ir import Machine, Op, Plan, Problem, Tensor
 from offcompile.ir.verify import check_timeline
 from offcompile.passes.decisions import Decisions
-from offcompile.passes.gaps import find_gaps
+from offcompile.passes.frame import Frame, Mode
 from offcompile.passes.registry import make
 from offcompile.passes.schedule import Builder
 from offcompile.planner import judge_for, plan_problem
@@ -68,7 +68,7 @@ def repeated_layers(layers: int) -> tuple[Problem, Machine]:
     problem = Problem(tuple(tensors), tuple(ops), True)
     machine = duplex(None, 1000.0, 10.0)
     builder = Builder(problem, machine, Decisions())
-    low = max(find_gaps(builder.program, machine).floor(builder.kept_bytes))
+    low = max(Frame(problem, machine, Mode()).floor)
     return problem, machine.with_capacity("device", (low + max(builder.kept_bytes)) // 2)
 
 
