@@ -56,9 +56,7 @@ def balanced(state: State) -> tuple[Frame, Cover] | None:
         return None
     directs = frame.mode.directs | {(r.op, r.tensor) for r in chosen}
     mode = Mode(directs, frame.mode.recomputes, frame.mode.hosted)
-    made = Frame(frame.problem, frame.machine, mode, frame.tier, frame.lossy)
-    gaps = frame.gaps.gaps
-    cover = made.cover({(gaps[i].tensor.id, gaps[i].after) for i in state.cover.away})
+    made, cover = frame.in_mode(mode, state.cover)
     return (made, cover) if cover.repair(made.capacity, Prices()) else None
 
 

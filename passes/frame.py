@@ -83,6 +83,12 @@ class Frame:
     def cover(self, away: set[tuple[str, str | None]]) -> Cover:
         return Cover(self.gaps, (self.index_of[k] for k in away if k in self.index_of))
 
+    def in_mode(self, mode: Mode, cover: Cover) -> tuple[Frame, Cover]:
+        """Another mode, with the same gaps away as far as it has them."""
+        made = Frame(self.problem, self.machine, mode, self.tier, self.lossy)
+        gaps = self.gaps.gaps
+        return made, made.cover({(gaps[i].tensor.id, gaps[i].after) for i in cover.away})
+
     def decisions(self, cover: Cover) -> Decisions:
         gaps = self.gaps.gaps
         return self.mode.decisions(self.problem, tuple(gaps[i].away for i in sorted(cover.away)))

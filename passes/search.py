@@ -248,13 +248,11 @@ class Search:
         mode = change_mode(self.choices, state.frame.mode, self.rng, state.timeline)
         if mode is None:
             return None
-        frame = Frame(self.problem, self.machine, mode, state.frame.tier, state.frame.lossy)
-        gaps = state.frame.gaps.gaps
+        frame, cover = state.frame.in_mode(mode, state.cover)
         try:
             frame.check_floor()
         except Infeasible:
             return None
-        cover = frame.cover({(gaps[i].tensor.id, gaps[i].after) for i in state.cover.away})
         prices = self._prices(state)
         if not cover.repair(frame.capacity, prices):
             return None

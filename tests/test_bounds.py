@@ -202,6 +202,11 @@ def test_what_is_away_at_one_moment_goes_out_before_it_and_comes_back_after() ->
     assert cut_bound(survey(p, slow_back), math.inf) == pytest.approx(210_000, rel=0.01)
 
 
+def test_where_nothing_can_be_loaded_a_moment_proves_nothing() -> None:
+    p = Problem((Tensor("w", 100, "weight", "host"),), (op("F", 5, "w"),))
+    assert cut_bound(survey(p, Machine((Tier("device", 100), Tier("host")))), math.inf) == 0
+
+
 def test_what_is_computed_again_needs_no_way_out() -> None:
     """7 ops run once more, on the compute lane: cheaper than 20 µs of copies for each."""
     p = there_and_back(10, recompute=True)

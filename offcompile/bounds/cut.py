@@ -52,14 +52,15 @@ class Cut:
 def cut_bound(survey: Survey, deadline: float) -> float:
     """The best such bound, in nanoseconds. Of a problem that is not steady."""
     assert not survey.problem.steady
+    if survey.capacity is None:
+        return 0.0
     account = _Account(survey)
     best: tuple[float, Cut | None] = (0.0, None)
     for op in account.moments():
         if time.perf_counter() > deadline:
             break
-        cut = account.at(op)
-        if cut is not None:
-            best = max(best, (_best_weights(cut, LOOKS, deadline), cut), key=lambda b: b[0])
+        cut = account.at(op, survey.capacity)
+        best = max(best, (_best_weights(cut, LOOKS, deadline), cut), key=lambda b: b[0])
     if best[1] is not None:
         return max(best[0], _best_weights(best[1], ROUNDS, deadline))
     return best[0]
@@ -105,8 +106,8 @@ class _Account:
         picked |= {i for i in range(s.n_ops - 1) if phases[i] != phases[i + 1]}
         return sorted((i for i in picked if self.least[i] > 0), key=lambda i: (-s.wanted[i], i))
 
-    def at(self, k: int) -> Cut | None:
-        """The choices just before op `k` ends; None: nothing may be held to too little."""
+    def at(self, k: int, capacity: int) -> Cut:
+        """The choices just before op `k` ends."""
         s = self.survey
         op, size = s.problem.ops[k], s.problem.tensor
         operands = frozenset(op.operands)
@@ -133,12 +134,10 @@ class _Account:
                 out.append(self._out(t, gaps, at))
                 back.append(self._back(t, later))
                 again.append(self._again(t) if later else np.inf)
-        if s.capacity is None:
-            return None
         compute = float(self.least[: k + 1].sum()), float(self.least[k + 1 :].sum())
         shape = (-1, self.width)
         return Cut(
-            held + sum(nbytes) - s.capacity,
+            held + sum(nbytes) - capacity,
             np.array(nbytes, dtype=float),
             np.array(out).reshape(shape),
             np.array(back).reshape(shape),
@@ -253,7 +252,10 @@ def _bound(cut: Cut, before: Floats, after: Floats) -> tuple[float | None, list[
     busy[1][0] += float((share * anew * _known(cut.again)).sum())
     if len(first):
         by_first = first.argmin(axis=1)
-        np.add.at(busy[0], by_first, cut.first[np.arange(len(first)), by_first])
+        loads = cut.first[np.arange(len(first)), by_first]
+        if np.isinf(loads).any():
+            return None, []
+        np.add.at(busy[0], by_first, loads)
     return float(busy[0] @ before + busy[1] @ after), busy
 
 
