@@ -37,12 +37,12 @@ def chain(
             Tensor(f"a{i}", rng.randint(2000, 20000), "activation", None, ratios),
             Tensor(f"g{i}", rng.randint(2000, 5000), "temporary"),
         ]
-        reads = (f"a{i - 1}" if i else "x", f"w{i}")
+        taken = (f"a{i - 1}" if i else "x", f"w{i}")
         again = rng.random() < recompute
-        ops.append(Op(f"F{i}", "forward", duration_us, reads, (f"a{i}",), recompute=again))
+        ops.append(Op(f"F{i}", "forward", duration_us, taken, (f"a{i}",), recompute=again))
     for i in reversed(range(layers)):
-        reads = (f"a{i}", f"w{i}", f"a{i - 1}" if i else "x")
-        reads += (f"g{i + 1}",) if i < layers - 1 else ()
+        made = (f"g{i + 1}",) if i < layers - 1 else ()
+        reads = (f"a{i}", f"w{i}", f"a{i - 1}" if i else "x", *made)
         ops.append(Op(f"B{i}", "backward", 2 * forward_us[i], reads, (f"g{i}",)))
     ops.append(Op("U", "update", 10.0, ("g0", "w0"), ("w0",)))
     problem = Problem(tuple(tensors), tuple(ops), steady)

@@ -22,7 +22,6 @@ from benchmarks.activation_chain import chain
 from offcompile.ir import Infeasible, Plan
 from offcompile.passes.activation_selection import (
     Candidate,
-    Choice,
     Option,
     by_benefit,
     by_makespan,
@@ -31,6 +30,7 @@ from offcompile.passes.activation_selection import (
     printed,
     transfer_ns,
 )
+from offcompile.passes.covering import Choice
 from offcompile.passes.registry import make
 from offcompile.simulate import Simulator
 

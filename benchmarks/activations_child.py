@@ -102,7 +102,7 @@ class Case:
 
     title: str
     build: Callable[[], Stack]
-    batch: Callable[[torch.Generator], tuple[Tensor, Tensor]]
+    batch: Callable[[torch.Generator], tuple[Tensor, ...]]
     torch_budget: float
 
 

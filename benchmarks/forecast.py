@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.turns import LOWERINGS, MIB, Child, machine
+from offcompile.report_words import counted
 
 RESULT = Path(__file__).parent / "results" / "forecast.md"
 MODULE = "benchmarks.forecast"
@@ -157,6 +158,7 @@ def main() -> None:
     parser.add_argument("--case", choices=sorted({c for c, _ in TABLES}), action="append")
     parser.add_argument("--lowering", choices=LOWERINGS, action="append")
     parser.add_argument("--spill", default="/var/tmp", help="directory on a disk")
+    parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--output", type=Path, default=RESULT)
     parser.add_argument("--child", help=argparse.SUPPRESS)
     parser.add_argument("--plan", help=argparse.SUPPRESS)
@@ -170,7 +172,7 @@ def main() -> None:
         forecast_child.foresee(json.loads(asked.plan))
         return
     # two threads that wait for each other are slower by a factor as soon as anybody else computes
-    os.environ["OMP_NUM_THREADS"] = "1"
+    os.environ["OMP_NUM_THREADS"] = str(asked.threads)
     sections = []
     cases = forecast_child.QUICK_CASES if asked.quick else forecast_child.CASES
     for case, lowering in TABLES:
@@ -182,11 +184,11 @@ def main() -> None:
         table += ["| " + " | ".join(r.cells()) + " |" for r in rows_of(case, lowering, asked)]
         sections += [f"## {title}", "", *table, ""]
         if not asked.quick:  # what there is stays, should the run be cut short
-            asked.output.write_text(text_of(sections))
-    print(text_of(sections))
+            asked.output.write_text(text_of(sections, asked.threads))
+    print(text_of(sections, asked.threads))
 
 
-def text_of(sections: list[str]) -> str:
+def text_of(sections: list[str], threads: int) -> str:
     return TEXT.format(
         within=round(TIME_WITHIN * 100),
         above=round(PEAK_TO * 100),
@@ -196,6 +198,7 @@ def text_of(sections: list[str]) -> str:
         tries=MOST_TRIES,
         sections="\n".join(sections),
         machine=machine(),
+        threads=counted(threads, "thread"),
     )
 
 
@@ -218,7 +221,7 @@ Memory, MiB:
 - Both without what the process holds between steps beside weights and buffers. "left" is what of
   that it gained since before the model was built, most of it compiled code: no plan knows of it.
 
-Time, seconds of forward and backward on one thread: foreseen ahead, with what is touched again
+Time, seconds of forward and backward on {threads}: foreseen ahead, with what is touched again
 (MiB a step that go back to the system for want of room, by simulation); foreseen by the process
 that runs, which measures again what was disturbed; put right by six steps (`predicted_us`, see
 docs/profiling.md); measured, median of {steps} steps, with the least and the most. "ahead, off" and

@@ -200,8 +200,8 @@ class Variant:
             self.optimizer.zero_grad()
             return loss.detach()
         with torch.no_grad():
-            gradients = [w.grad for w in self.weights]
-            torch._foreach_add_(self.weights, gradients, alpha=-0.01)
+            learnt = [(w, w.grad) for w in self.weights if w.grad is not None]
+            torch._foreach_add_([w for w, _ in learnt], [g for _, g in learnt], alpha=-0.01)
             for weight in self.weights:
                 weight.grad = None
         return loss.detach()

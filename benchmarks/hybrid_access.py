@@ -11,7 +11,9 @@ import platform
 import random
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 from offcompile.passes.gradient_reserve import reserve_dp, reserve_exact, reserve_ratio
 from offcompile.passes.hybrid_modes import (
@@ -58,7 +60,7 @@ def forward_rows(instances: int) -> list[str]:
         deep = {count: layers(random.Random(count), count, family) for count in (48, 200)}
         for name, choose in VARIANTS.items():
             gaps = [choose(x).end_ns / b - 1 for x, b in zip(cases, best, strict=True)]
-            timed = [f"{seconds(lambda x=x, f=choose: f(x)):.3f}" for x in deep.values()]
+            timed = [f"{seconds(partial(choose, x)):.3f}" for x in deep.values()]
             cells = [
                 family,
                 name,
@@ -77,16 +79,17 @@ def quantum_rows() -> list[str]:
     best = exact(case)
     assert best is not None
     rows = []
-    for label, options in (
+    asked: tuple[tuple[str, dict[str, Any]], ...] = (
         ("exact", {}),
         ("quantum 0.05 ms over all layers", {"quantum_ns": 250}),
         ("quantum 0.05 ms a layer", {"quantum_ns": 50_000}),
         ("1,000 points", {"most": 1000}),
         ("500 points", {"most": 500}),
-    ):
+    )
+    for label, options in asked:
         found = exact(case, **options)
         assert found is not None
-        spent = seconds(lambda o=options: exact(case, **o))
+        spent = seconds(partial(exact, case, **options))
         rows.append(f"| {label} | {(found.end_ns - best.end_ns) / 1e6:.3f} | {spent:.3f} |")
     return rows
 
@@ -125,8 +128,8 @@ def reserve_rows(instances: int) -> list[str]:
         ("8 MiB", 8 * MIB),
         ("64 MiB", 64 * MIB),
     ):
-        methods[f"table, {label}"] = lambda *c, q=quantum: reserve_dp(*c, quantum=q, fill=False)
-        methods[f"table, {label}, filled"] = lambda *c, q=quantum: reserve_dp(*c, quantum=q)
+        methods[f"table, {label}"] = partial(reserve_dp, quantum=quantum, fill=False)
+        methods[f"table, {label}, filled"] = partial(reserve_dp, quantum=quantum)
     methods["table, default (filled)"] = reserve_dp
     methods["exact"] = reserve_exact
     rows = []

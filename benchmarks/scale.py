@@ -9,7 +9,9 @@ from __future__ import annotations
 import argparse
 import platform
 import time
+from collections.abc import Callable
 from pathlib import Path
+from typing import ParamSpec, TypeVar
 
 from benchmarks.families import deep_chain, duplex
 from offcompile.coarsen import coarsen
@@ -24,6 +26,8 @@ from offcompile.simulate import Simulator
 
 RESULT = Path(__file__).parent / "results" / "scale.md"
 OPS_PER_PASS = 20
+P = ParamSpec("P")
+T = TypeVar("T")
 
 
 def repeated_layers(layers: int) -> tuple[Problem, Machine]:
@@ -72,9 +76,9 @@ def repeated_layers(layers: int) -> tuple[Problem, Machine]:
     return problem, machine.with_capacity("device", (low + max(builder.kept_bytes)) // 2)
 
 
-def seconds_of(work, *args):  # type: ignore[no-untyped-def]
+def seconds_of(work: Callable[P, T], *args: P.args, **more: P.kwargs) -> tuple[float, T]:
     began = time.perf_counter()
-    result = work(*args)
+    result = work(*args, **more)
     return time.perf_counter() - began, result
 
 

@@ -172,7 +172,7 @@ def deceiving(steps: int = 2000, seed: int = 0) -> Trace:
     return blocks.trace(runs)
 
 
-TRACES: Mapping[str, Callable[[], Trace]] = {
+TRACES: Mapping[str, Callable[..., Trace]] = {
     "repeat": repeat,
     "evaluate every 4": evaluate_every_4,
     "two alternating": alternating,

@@ -29,8 +29,10 @@ from offcompile.planner import judge_for, plan_problem
 
 RESULT = Path(__file__).parent / "results" / "weight_rotation.md"
 #: (tightness, link load): the prices of `spread` were set on the first six, at 36 and 200 layers
-DEEP = ((0.2, 0.5), (0.5, 0.5), (0.5, 1.0), (0.8, 0.8), (0.5, 1.3), (0.3, 2.0))
-DEEP += ((0.65, 0.95), (0.9, 0.6), (0.7, 1.1), (0.95, 0.9))
+DEEP = (
+    *((0.2, 0.5), (0.5, 0.5), (0.5, 1.0), (0.8, 0.8), (0.5, 1.3), (0.3, 2.0)),
+    *((0.65, 0.95), (0.9, 0.6), (0.7, 1.1), (0.95, 0.9)),
+)
 VARIANTS = ("l2l", "l2l_overlapped", "printed", "printed_once", "aware")
 
 

@@ -227,7 +227,8 @@ the operating system, less what the process held before the model), "in", "out" 
 the same runtime.
 
 Less than 1 × plain: malloc maps each gradient of more than 32 MiB anew every step and the system
-clears its pages; memory for gradients on the host is used again.
+clears its pages; memory for gradients on the host is used again. What clearing takes differs from
+minute to minute on a virtual machine, and these ratios with it: compare seconds too.
 
 - load all, then compute: as ZeRO-Offload has it; nothing is computed before all weights are there.
 - load all, overlapped: each op waits for its own weight only, and all are loaded (GFGB).

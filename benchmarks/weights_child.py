@@ -46,7 +46,7 @@ class Tower(nn.Module):
 class Case:
     title: str
     build: Callable[[], nn.Module]
-    batch: Callable[[torch.Generator], tuple[Tensor, Tensor]]
+    batch: Callable[[torch.Generator], tuple[Tensor, ...]]
 
 
 def mlp(width: int, layers: int, rows: int) -> Case:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -25,8 +26,8 @@ def layers() -> dict[str, tuple[tuple[int, ...], Callable[[Tensor], Any]]]:
     found: dict[str, tuple[tuple[int, ...], Callable[[Tensor], Any]]] = {}
     for rows in (1, 16, 256):
         x, dy = torch.randn(rows, 2048), torch.randn(rows, 8192)
-        found[f"Linear 2048 → 8192, {rows} rows"] = ((8192, 2048), lambda w, x=x: F.linear(x, w))
-        found[f"its input gradient, {rows} rows"] = ((8192, 2048), lambda w, dy=dy: dy @ w)
+        found[f"Linear 2048 → 8192, {rows} rows"] = ((8192, 2048), partial(F.linear, x))
+        found[f"its input gradient, {rows} rows"] = ((8192, 2048), partial(torch.matmul, dy))
     ids = torch.randint(50_000, (512,))
     found["Embedding 50,000 × 512, 512 rows"] = ((50_000, 512), lambda w: F.embedding(ids, w))
     image = torch.randn(8, 256, 28, 28)
@@ -58,10 +59,10 @@ def rows(spill: str | None) -> list[str]:
             device.wait(device.copy_in("h2d", slot, target, (), label, lambda copy: None))
             return op(target.view(host.dtype).view(host.shape))
 
-        ways = {
-            "resident": lambda w=weight, op=op: op(w),
+        ways: dict[str, Callable[[], Any]] = {
+            "resident": partial(op, weight),
             "copied": copied,
-            "in place": lambda w=host, op=op: op(w),
+            "in place": partial(op, host),
         }
         assert torch.equal(ways["copied"](), ways["resident"]()), name
         took: dict[str, list[float]] = {way: [] for way in ways}

@@ -6,6 +6,7 @@ same machine is slower by a factor. Forward and backward each get theirs: waits 
 
 from __future__ import annotations
 
+import sys
 from dataclasses import dataclass, replace
 
 from offcompile.ir import COMPUTE, Machine, Op, Plan, Problem, Timeline
@@ -17,6 +18,8 @@ from .timelines import settled_spans
 FORWARD, BACKWARD = "forward", "backward"
 #: halves that are slower or faster by no more are as planned
 SAME = 1.15
+#: at the most so much of a half is taken to be what moves take from it
+MOST_TOLL = 0.5
 
 
 @dataclass(frozen=True)
@@ -53,8 +56,11 @@ def factors_of(
 
     What backward runs again of forward counts as slow as forward is.
     """
-    measured_us = _measured_us(step)
     planned_us, again_us = _planned_us(problem, plan, timeline)
+    tolls_us = _tolls_us(problem, plan, timeline)
+    measured_us = {
+        phase: us - min(tolls_us[phase], MOST_TOLL * us) for phase, us in _measured_us(step).items()
+    }
     found: dict[str, float] = {}
     for phase in (FORWARD, BACKWARD):
         planned, measured = planned_us[phase], measured_us.get(phase)
@@ -87,7 +93,7 @@ def with_factors(problem: Problem, factors: Factors | None) -> Problem:
 def corrected(problem: Problem, machine: Machine, plan: Plan, factors: Factors) -> Corrected | None:
     """The plan's step under these costs, with `machine`'s lanes; None: it would not go on."""
     timeline = Simulator(with_factors(problem, factors), machine).run(plan, record=False)
-    return Corrected(timeline.makespan_us, factors) if timeline.valid else None
+    return Corrected(timeline.cost_us, factors) if timeline.valid else None
 
 
 def _measured_us(step: MeasuredStep) -> dict[str, float]:
@@ -98,6 +104,18 @@ def _measured_us(step: MeasuredStep) -> dict[str, float]:
         waited = sum(w.duration_ns for w in step.waits if span.start_ns <= w.start_ns < span.end_ns)
         found[phase] = max(0, span.end_ns - span.start_ns - waited) / 1000
     return found
+
+
+def _tolls_us(problem: Problem, plan: Plan, timeline: Timeline) -> dict[str, float]:
+    """Half → what moves take from its ops: as long as they are on their way in it."""
+    spans = settled_spans(timeline)
+    backward = (o.id for o in problem.ops if o.phase != FORWARD)
+    turn_ns = min((spans[o].start_ns for o in backward if o in spans), default=sys.maxsize)
+    moves = [spans[m.id] for m in plan.moves if m.id in spans]
+    whole_ns = sum(s.end_ns - s.start_ns for s in moves)
+    early_ns = sum(max(0, min(s.end_ns, turn_ns) - s.start_ns) for s in moves)
+    early_us = timeline.toll_us * early_ns / whole_ns if whole_ns else 0.0
+    return {FORWARD: early_us, BACKWARD: timeline.toll_us - early_us}
 
 
 def _planned_us(problem: Problem, plan: Plan, timeline: Timeline) -> tuple[dict[str, float], float]:

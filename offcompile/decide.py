@@ -104,7 +104,7 @@ def decide(
         roomy = None
         if holes_for is not None:
             roomy = _with_room(planned, capacity, floor, holes_for(budget_bytes))
-        if roomy is not None and roomy.result.makespan_us <= compute_us * (1 + NO_LOSS):
+        if roomy is not None and roomy.result.cost_us <= compute_us * (1 + NO_LOSS):
             found = roomy
         else:
             refusing = (problem, machine_for, policy, budget_bytes, reserve_for, held_bytes)
@@ -120,8 +120,8 @@ def decide(
                     None,
                     "Set memory to 'minimum', or to a little more.",
                 ) from None
-            most_us = found.result.makespan_us * (1 + HOLES_COST)
-            if roomy is not None and roomy.result.makespan_us <= most_us:
+            most_us = found.result.cost_us * (1 + HOLES_COST)
+            if roomy is not None and roomy.result.cost_us <= most_us:
                 found = roomy
     machine, result = found.machine, found.result
     order = static_order(problem, machine, result.plan, result.timeline)

@@ -95,6 +95,8 @@ class HardwareProfile:
     host_memory_gbps: float | None = None
     #: bytes copied by one thread of the host
     host_copy_gbps: float | None = None
+    #: what a copy by the host's processor takes from its computing, as a share of the copy's time
+    copy_toll_share: float | None = None
     #: bytes read plus bytes written by AdamW on the host: `ADAM_BYTES_PER_PARAMETER` each
     host_adam_gbps: float | None = None
     #: the disk's rate of each way while both run
@@ -290,6 +292,12 @@ def _rate(value: object, where: str) -> float:
     return rate
 
 
+def _share(value: object, where: str) -> float:
+    if (share := _number(value, where)) > 1:
+        raise _invalid("bad-value", where, f"{_said(value)} is not a share; write 0 to 1")
+    return share
+
+
 def _rates(names: tuple[str, ...]) -> Callable[[object, str], dict[str, float]]:
     def read(value: object, where: str) -> dict[str, float]:
         if not isinstance(value, dict):
@@ -327,6 +335,7 @@ _READERS: Mapping[str, Callable[[object, str], object]] = {
     "host_memory_gbps": _rate,
     "host_copy_gbps": _rate,
     "host_adam_gbps": _rate,
+    "copy_toll_share": _share,
     "disk_read_both_gbps": _rate,
     "disk_write_both_gbps": _rate,
     "disk_read_buffered_gbps": _rate,

@@ -342,7 +342,6 @@ class Pipeline:
             settle=self._clock.settle,
             room=target.room(whole_bytes),
             touch_us_per_mib=self._planning.survey.touch_again_us_per_mib,
-            asking_us=self._planning.survey.asking_us,
             steps=self._recorder,
             beside_bytes=self.held_bytes,
             verified=None if self._verifying is None else self._verifying.verified,

@@ -47,6 +47,11 @@ class PlanResult:
         return self.timeline.makespan_us
 
     @property
+    def cost_us(self) -> float:
+        """The step's time, and what its moves take from compute."""
+        return self.timeline.cost_us
+
+    @property
     def gap(self) -> float:
         """Makespan over lower bound, less one."""
         if self.lower_bound_us <= 0:

@@ -139,7 +139,7 @@ class Planning:
             except Infeasible:
                 tell("planning with masks as bits")
         if found is not None:
-            moving = found[1].decided.result.makespan_us > _compute_us(plain) * (1 + NO_LOSS)
+            moving = found[1].decided.result.cost_us > _compute_us(plain) * (1 + NO_LOSS)
             if (moving or budget is None) and packing._better(
                 found[1], made.graphs, smaller, fits, updated, tell
             ):
@@ -168,7 +168,7 @@ class Planning:
         except Infeasible:
             return False
         mine, other = found.decided, than.decided
-        faster = mine.result.makespan_us < other.result.makespan_us * (1 - NO_LOSS)
+        faster = mine.result.cost_us < other.result.cost_us * (1 - NO_LOSS)
         if self.budget() is not None:
             return faster
         peak, peak_before = mine.order.peak_bytes, other.order.peak_bytes

@@ -223,7 +223,7 @@ def reconsider(
     shown = with_ratios(problem, machine, dtypes, densities, lossy, only_paying=False)
     asked = with_ratios(problem, machine, dtypes, densities, lossy)
     now = Simulator(shown, machine).run(current, record=False)
-    now_us = now.makespan_us if now.valid else float("inf")
+    now_us = now.cost_us if now.valid else float("inf")
     compute_us = sum(op.duration_us for op in problem.ops)
     packs = any(move.codec for move in current.moves)
     if seen == "densities" and not packs and not any(t.ratios for t in asked.tensors):
@@ -234,7 +234,7 @@ def reconsider(
         found = plan(asked)
     except Infeasible:
         return f"no plan was found for these {seen}: the plan stays", None
-    gain = 1 - found.result.makespan_us / now_us
+    gain = 1 - found.result.cost_us / now_us
     told = f"{100 * gain:.1f}% of a step" if now.valid else "a plan that runs"
     if gain <= worth:
         return f"a plan for these {seen} gains {told}: the plan stays", None

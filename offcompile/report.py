@@ -78,8 +78,6 @@ class PlanReport:
     room: Room | None = field(default=None, repr=False)
     #: what it takes to touch memory that went back; 0: not known, or in the costs already
     touch_us_per_mib: float = field(default=0.0, repr=False)
-    #: what each move takes of the computing thread; 0: nothing that counts, or in the costs already
-    asking_us: float = field(default=0.0, repr=False)
     #: where measured steps are found; None: nothing runs
     steps: Steps | None = field(default=None, repr=False)
     _steps_us: dict[str, list[float]] = field(default_factory=dict, init=False, repr=False)
@@ -149,13 +147,12 @@ class PlanReport:
 
     @property
     def foreseen_us(self) -> float:
-        """The planned step, with what the computing thread does for moves, and touching again what
-        went back to the system meanwhile."""
-        asking_us = len(self.plan.moves) * self.asking_us
+        """The planned step, with what moves take from compute, and touching again what went back to
+        the system meanwhile."""
         touching_us = 0.0
         if self.touch_us_per_mib and self.returns is not None:
             touching_us = self.returns.touched_bytes / 2**20 * self.touch_us_per_mib
-        return self.planned_us + asking_us + touching_us
+        return self.result.cost_us + touching_us
 
     def _machine_for(self, device_bytes: int) -> Machine:
         return self.machine.with_capacity(DEVICE, device_bytes)

@@ -135,8 +135,9 @@ def _census(report: PlanReport) -> str:
 
 def _also(report: PlanReport) -> Iterator[str]:
     """What is foreseen beside what is planned."""
-    if report.asking_us and report.plan.moves:
-        yield f"{len(report.plan.moves)} moves to start and to wait for"
+    if report.timeline.toll_us:
+        moves = counted(len(report.plan.moves), "move")
+        yield f"{show_us(report.timeline.toll_us)} that {moves} take from compute"
     if report.touch_us_per_mib and report.returns is not None and report.returns.touched_bytes:
         touched = size(report.returns.touched_bytes)
         yield f"{touched} that go back to the system for want of room and are touched again"

@@ -62,12 +62,6 @@ class Survey:
         """Costs that measured steps have put right have it in them."""
         return self._touch_us_per_mib if self.costs_as_planned is None else 0.0
 
-    @property
-    def asking_us(self) -> float:
-        """As above: what measured steps have put right is of whole steps."""
-        measured = self.options.hardware is None
-        return self.target.asking_us if measured and self.costs_as_planned is None else 0.0
-
     def learn_codecs(self) -> None:
         """Measure how fast they are, where that may matter and no profile says it."""
         asked = self.options.lossy is not None or self.profile.shows_zeros

@@ -36,8 +36,11 @@ KIB, MIB = 1 << 10, 1 << 20
 RESERVE_SHARE, LEAST_RESERVE, MOST_RESERVE = 64, 512 * KIB, 32 * MIB
 #: the share of a budget that is left to holes between tensors where moving more costs nothing
 HOLES_SHARE = 4
-#: of the computing thread, in the cold caches of a step (docs/backend.md)
+#: what a move takes of the computing thread, in the cold caches of a step: to start it, and to find
+#: that it is over (docs/backend.md)
 ASKING_US = 300.0
+#: a smaller share of copies that is lost to compute is not told from noise
+LEAST_TOLL = 0.1
 #: on CUDA: rounding to the allocator's blocks, beside what the libraries take
 LEAST_CUDA_RESERVE = 1 * MIB
 #: on CUDA torch's allocator splits and keeps blocks by itself; so much is left to it
@@ -73,11 +76,6 @@ class Target(ABC):
     @property
     @abstractmethod
     def runtime(self) -> RuntimeSettings: ...
-
-    @property
-    def asking_us(self) -> float:
-        """What a move takes of the computing thread: to start it, and to find that it is over."""
-        return 0.0
 
     def in_place(self, host_bytes: int) -> InPlace | None:
         """What an op takes with an operand used in place on the host, if weights and gradients of
@@ -117,15 +115,20 @@ class CpuTarget(Target):
 
     def machine(self, device_bytes: int) -> Machine:
         whole = to_cpu_machine(self.profile, None, self.host_bytes)
-        return whole.with_capacity(DEVICE, device_bytes)
+        return self._with_tolls(whole.with_capacity(DEVICE, device_bytes))
+
+    def _with_tolls(self, machine: Machine) -> Machine:
+        """With what moves take from compute, where that was measured on the machine itself."""
+        share = self.profile.copy_toll_share
+        if not self.profile.measured or share is None:
+            return machine
+        share = share if share >= LEAST_TOLL else 0.0
+        lanes = tuple(replace(x, toll_us=ASKING_US, toll_share=share) for x in machine.lanes)
+        return replace(machine, lanes=lanes)
 
     @property
     def runtime(self) -> RuntimeSettings:
         return _cpu_runtime(self.directories, self.host_bytes, self.verify_spill)
-
-    @property
-    def asking_us(self) -> float:
-        return ASKING_US
 
     def in_place(self, host_bytes: int) -> InPlace | None:
         if host_bytes <= self.device_bytes // CACHED_SHARE:

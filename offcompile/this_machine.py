@@ -23,6 +23,7 @@ from offcompile.runtime.measure import (
     memory_bytes_per_us,
     undisturbed,
 )
+from offcompile.runtime.measure_beside import copy_toll_share
 from offcompile.runtime.measure_codecs import codec_bytes_per_us
 from offcompile.runtime.measure_disk import measure_disk
 from offcompile.runtime.memory import machine_memory_bytes
@@ -49,6 +50,8 @@ from .more_figures import kept_more
 Progress = Callable[[str], None]
 
 DISK_SECONDS = 1.0
+#: document of what copies take from compute; a figure that is kept is above zero
+COPY_TOLL, LEAST_SHARE = "copy-toll", 0.001
 #: document of what codecs do here
 CODEC_RATES = "codecs"
 #: documents of what the doctor measures besides
@@ -99,6 +102,7 @@ def this_machine(
         d2h_both_gbps=disks.write_both_gbps,
         attention_tflops=attention_tflops(more),
         codec_gbps=_kept_codecs(),
+        copy_toll_share=_copy_toll_share(refresh, tell),
     )
     return with_host(with_disks(profile, disks))
 
@@ -233,6 +237,22 @@ def _compute_rates(refresh: bool, tell: Progress) -> dict[str, float]:
         return rates
 
     return figures_of("machine", machine_identity(), ("memory", *MATMUL_DTYPES), measure, refresh)
+
+
+def _copy_toll_share(refresh: bool, tell: Progress) -> float:
+    """As it was measured, or is now. While others are at work: what it was wherever it was
+    measured, all where every core computes, and nothing where one is free."""
+    identity = machine_identity()
+    kept = None if refresh else _numbers(read_document(COPY_TOLL, identity), ("share",))
+    if kept is not None:
+        return kept["share"]
+    tell("measuring this machine: copies beside compute")
+    share = copy_toll_share()
+    if share is None:
+        return float(torch.get_num_threads() >= len(os.sched_getaffinity(0)))
+    share = max(share, LEAST_SHARE)
+    write_document(COPY_TOLL, identity, {"share": share})
+    return share
 
 
 def disk_figures(directory: Path, refresh: bool, tell: Progress) -> dict[str, float]:

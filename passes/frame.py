@@ -172,16 +172,28 @@ def may_access(problem: Problem, op: Op) -> list[str]:
 
 
 def direct_mode(problem: Problem, machine: Machine, only_free: bool = False) -> Mode:
-    """Everything in place that may be; `only_free`: that costs no time there."""
+    """Everything in place that may be; `only_free`: that costs no time there, or less than a move
+    would take from compute."""
     if HOST not in machine.tier:
         return Mode()
     directs = frozenset(
         (op.id, t)
         for op in problem.ops
         for t in may_access(problem, op)
-        if not only_free or op.direct[t] <= op.duration_us
+        if not only_free or op.direct[t] <= op.duration_us + _toll_us(problem, machine, op, t)
     )
     return Mode(directs, hosted=held_on_host(problem))
+
+
+def _toll_us(problem: Problem, machine: Machine, op: Op, tensor: str) -> float:
+    """What is taken from compute by the move that bringing or sending this operand asks for."""
+    reads = tensor in op.reads
+    lanes = machine.lanes_between(*((HOST, DEVICE) if reads else (DEVICE, HOST)))
+    nbytes = problem.tensor[tensor].nbytes
+    return min(
+        (lane.toll_us + lane.toll_share * nbytes / lane.bytes_per_us for lane in lanes),
+        default=0.0,
+    )
 
 
 #: beyond so many repeated runs recomputing everything is no way out

@@ -23,7 +23,7 @@ def brought_home(problem: Problem, machine: Machine, plan: Plan, judge: Judge) -
     written = _written_in_place(problem, plan)
     if problem.steady or not written:
         return plan
-    limit_us = judge(problem, machine, plan).makespan_us
+    limit_us = judge(problem, machine, plan).cost_us
 
     def with_last(count: int) -> Plan:
         here = set(written[len(written) - count :])
@@ -33,7 +33,7 @@ def brought_home(problem: Problem, machine: Machine, plan: Plan, judge: Judge) -
     while least < most:
         middle = (least + most + 1) // 2
         timeline = judge(problem, machine, with_last(middle))
-        if timeline.valid and timeline.makespan_us <= limit_us:
+        if timeline.valid and timeline.cost_us <= limit_us:
             least = middle
         else:
             most = middle - 1

@@ -142,7 +142,7 @@ class Joint:
             return None
         timeline = self.judge(problem, machine, plan)
         compute_us = Clock.unhindered(builder.program).period
-        if timeline.valid and timeline.makespan_us <= max(compute_us, self.floor_us) + 1e-9:
+        if timeline.valid and timeline.cost_us <= max(compute_us, self.floor_us) + 1e-9:
             return plan
         return None
 

@@ -77,15 +77,15 @@ class Builder:
         if judge is None or not best.moves:
             return best
         timeline = judge(self.problem, self.machine, best)
-        best_us = timeline.makespan_us if timeline.valid else float("inf")
+        best_us = timeline.cost_us if timeline.valid else float("inf")
         for _ in range(ROUNDS):
             if not timeline.valid or best_us <= clock.period:
                 break
             plan = self.at(Clock.simulated(self.program, timeline))
             timeline = judge(self.problem, self.machine, plan)
-            if not timeline.valid or timeline.makespan_us >= best_us:
+            if not timeline.valid or timeline.cost_us >= best_us:
                 break
-            best, best_us = plan, timeline.makespan_us
+            best, best_us = plan, timeline.cost_us
         return best
 
     def _kept(self) -> list[int]:

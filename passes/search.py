@@ -25,6 +25,10 @@ from .gaps import Gap
 from .lanes import Clock
 from .schedule import Builder
 
+#: where nothing is left to gain but what moves take from compute: plans tried for a better one,
+#: which has to be better by so much
+TOLL_PATIENCE, WORTH_WAITING = 40, 0.001
+
 
 @dataclass
 class State:
@@ -59,6 +63,9 @@ class Search:
         self.rng = random.Random(20240229)
         self.best_plan: Plan | None = None
         self.best_us = math.inf
+        #: whether no plan can be faster than the best one, whatever its moves take from compute
+        self.at_floor = False
+        self.patience = 0
         self.progress = progress
         self.choices = mode_choices(problem)
 
@@ -67,8 +74,14 @@ class Search:
     @property
     def settled(self) -> bool:
         """Nothing is left to gain, or no time to gain it in."""
-        near = max(0.005, 1e-5 * self.floor_us)  # the bound keeps a margin below what it proves
-        return self.best_us <= self.floor_us + near or time.monotonic() > self.deadline
+        if self.best_us <= self._near_floor_us or time.monotonic() > self.deadline:
+            return True
+        return self.at_floor and self.patience <= 0
+
+    @property
+    def _near_floor_us(self) -> float:
+        """The bound keeps a margin below what it proves."""
+        return self.floor_us + max(0.005, 1e-5 * self.floor_us)
 
     @property
     def done(self) -> bool:
@@ -78,7 +91,7 @@ class Search:
         """Remember a plan if it is the best so far (fewer moves break a tie)."""
         if not timeline.valid:
             return
-        us = timeline.makespan_us
+        us = timeline.cost_us
         better = us < self.best_us or (
             us == self.best_us
             and self.best_plan is not None
@@ -87,10 +100,14 @@ class Search:
         if better:
             if self.progress is not None and us < self.best_us:
                 self.progress(f"best {us / 1000:,.3f} ms")
+            if us < self.best_us * (1 - WORTH_WAITING):
+                self.patience = TOLL_PATIENCE
+            self.at_floor = timeline.makespan_us <= self._near_floor_us
             self.best_plan, self.best_us = plan, us
 
     def run_plan(self, plan: Plan) -> Timeline:
         self.left -= 1
+        self.patience -= 1
         return self.judge(self.problem, self.machine, plan)
 
     def evaluate(
@@ -115,9 +132,9 @@ class Search:
             if not timeline.valid:
                 break
             self.offer(plan, timeline)
-            if best is not None and timeline.makespan_us >= best.us:
+            if best is not None and timeline.cost_us >= best.us:
                 break
-            best = State(frame, cover, plan, timeline, timeline.makespan_us, reserve)
+            best = State(frame, cover, plan, timeline, timeline.cost_us, reserve)
             if not timeline.stalls or self.done:
                 break
             clock = Clock.simulated(builder.program, timeline)

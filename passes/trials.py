@@ -32,14 +32,14 @@ class Trials:
         except Infeasible as error:
             self.refused, self.error = error.reason, error
             return False
-        makespan_us, timeline = 0.0, None
+        cost_us, timeline = 0.0, None
         if self.judge is not None:
             timeline = self.judge(self.problem, self.machine, plan)
             if not timeline.valid:
                 self.refused = f"The plan stops: {timeline.violations[0]}."
                 return False
-            makespan_us = timeline.makespan_us
-        if makespan_us >= self.best_us:
+            cost_us = timeline.cost_us
+        if cost_us >= self.best_us:
             return False
-        self.best, self.best_us, self.best_timeline = plan, makespan_us, timeline
+        self.best, self.best_us, self.best_timeline = plan, cost_us, timeline
         return True

@@ -99,9 +99,9 @@ class Rotation:
             timeline = judge(self.problem, self.machine, plan)
             if not timeline.valid:
                 stuck = plan
-            elif best is None or timeline.makespan_us < best[0]:
-                best = (timeline.makespan_us, plan)
-                if timeline.makespan_us <= self._compute_us():
+            elif best is None or timeline.cost_us < best[0]:
+                best = (timeline.cost_us, plan)
+                if timeline.cost_us <= self._compute_us():
                     break
         if best is not None:
             return best[1]

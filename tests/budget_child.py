@@ -8,6 +8,7 @@ bytes of private memory beyond what the process has before the model is built; n
 from __future__ import annotations
 
 import json
+import os
 import resource
 import sys
 from typing import Any
@@ -85,7 +86,8 @@ def train(specimen: Specimen, asked: int | str, steps: int) -> list[str]:
 
 def main() -> None:
     task = json.loads(sys.argv[1])
-    torch.set_num_threads(2)
+    # one where tests share the cores (conftest.py): two would wait for each other
+    torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "2")))
     # the same allocator for both: freed tensors go back to the system, so that what is measured
     # and limited is what is held
     memory.return_freed_memory()

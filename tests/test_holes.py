@@ -72,9 +72,10 @@ def test_where_addresses_are_limited_large_blocks_have_pages_of_their_own() -> N
 def test_a_report_counts_it_into_the_predicted_step() -> None:
     tight = report_of("minimum")
     room = Room(tight.budget_bytes, splinter_bytes=112)
-    tight = replace(tight, room=room, touch_us_per_mib=250.0, asking_us=0.0)
+    tight = replace(tight, room=room, touch_us_per_mib=250.0)
     assert tight.returns is not None and tight.returns.touched_bytes > 0
-    assert tight.predicted_us == tight.planned_us + tight.returns.touched_bytes / MIB * 250.0
+    touching_us = tight.returns.touched_bytes / MIB * 250.0
+    assert tight.predicted_us == tight.result.cost_us + touching_us
     assert "are touched again" in tight.to_text()
     assert tight.to_json()["touched_again_bytes"] == tight.returns.touched_bytes
     roomy = replace(report_of("8GiB"), room=room, touch_us_per_mib=250.0)
@@ -96,11 +97,11 @@ def test_there_is_a_room_only_where_malloc_gives_back(
         assert report.returns is None
 
 
-def test_starting_and_awaiting_moves_is_in_the_predicted_step() -> None:
-    tight = replace(report_of("minimum"), room=None, asking_us=200.0)
-    moves = len(tight.plan.moves)
-    assert moves > 0 and tight.predicted_us == tight.planned_us + moves * 200.0
-    assert f", with {moves} moves to start and to wait for\n" in tight.to_text()
-    assert replace(tight, asking_us=0.0).predicted_us == tight.planned_us
+def test_what_moves_take_from_compute_is_in_the_predicted_step() -> None:
+    tight = replace(report_of("minimum"), room=None)
+    toll_us, moves = tight.timeline.toll_us, len(tight.plan.moves)
+    assert moves > 0 and toll_us >= moves * 300.0
+    assert tight.predicted_us == tight.planned_us + toll_us
+    assert f" that {moves} moves take from compute\n" in tight.to_text()
     roomy = report_of("8GiB")
-    assert roomy.asking_us > 0 and roomy.predicted_us == roomy.planned_us
+    assert roomy.timeline.toll_us == 0.0 and roomy.predicted_us == roomy.planned_us

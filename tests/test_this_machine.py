@@ -38,6 +38,10 @@ class Instruments:
         self.used.append(f"disk {directory.name}")
         return DiskSpeed(2000.0 * self.factor, 1000.0 * self.factor, 80.0 / self.factor)
 
+    def toll(self) -> float | None:
+        self.used.append("toll")
+        return None if self.disturbed else 0.9
+
     def watch(self) -> FakeWatch:
         return FakeWatch(self.disturbed)
 
@@ -61,6 +65,7 @@ def instruments(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Instruments:
     monkeypatch.setattr(module, "matmul_flop_per_us", made.matmul)
     monkeypatch.setattr(module, "measure_disk", made.disk)
     monkeypatch.setattr(module, "Watch", made.watch)
+    monkeypatch.setattr(module, "copy_toll_share", made.toll)
     monkeypatch.setattr(module, "check_directory", lambda directory: None)
     monkeypatch.setattr(module, "_settled", set())
     return made
@@ -79,9 +84,10 @@ def test_it_is_measured_once_and_kept(instruments: Instruments, tmp_path: Path) 
     assert profile.device_memory_bytes == machine_memory_bytes()
     assert (profile.memory_gbps, profile.matmul_tflops["fp32"]) == (20.0, 0.5)
     assert (profile.h2d_gbps, profile.d2h_gbps, profile.latency_us) == (2.0, 1.0, 80.0)
-    assert len(told) == len(instruments.used) == 6
+    assert profile.copy_toll_share == 0.9
+    assert len(told) == len(instruments.used) == 7
     assert this_machine([tmp_path]) == profile
-    assert len(instruments.used) == 6
+    assert len(instruments.used) == 7
     instruments.factor = 2.0
     assert this_machine([tmp_path], refresh=True).h2d_gbps == 4.0
     assert this_machine([tmp_path]).h2d_gbps == 4.0
@@ -94,7 +100,7 @@ def test_disks_add_up_and_one_disk_counts_once(
     for place in places:
         place.mkdir()
     assert this_machine(places).h2d_gbps == 2.0
-    assert instruments.used[-1] == "disk a"
+    assert instruments.used[-2:] == ["disk a", "toll"]
     monkeypatch.setattr(module, "_device", lambda place: 7 if place.name == "a" else 8)
     profile = this_machine(places)
     assert (profile.h2d_gbps, profile.d2h_gbps, profile.latency_us) == (4.0, 2.0, 80.0)
@@ -138,6 +144,24 @@ def test_what_was_measured_on_a_busy_machine_is_measured_again_and_the_best_kept
         later()
     assert found == [(20.0, 80.0), (60.0, 80.0 / 3), (60.0, 80.0 / 3), (60.0, 80.0 / 3)]
     assert instruments.used.count("memory") == 3
+
+
+@pytest.mark.parametrize(("cores", "share"), [(1, 1.0), (2, 1.0), (3, 0.0)])
+def test_what_copies_take_is_not_kept_from_a_busy_machine(
+    cores: int,
+    share: float,
+    instruments: Instruments,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
+    monkeypatch.setattr(module.os, "sched_getaffinity", lambda pid: set(range(cores)))
+    instruments.disturbed = True
+    assert this_machine([tmp_path]).copy_toll_share == share
+    instruments.disturbed = False
+    assert this_machine([tmp_path]).copy_toll_share == 0.9
+    instruments.disturbed = True
+    assert this_machine([tmp_path]).copy_toll_share == 0.9
 
 
 def test_no_directory_and_a_missing_one_are_refused(tmp_path: Path) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import json
-import os
 import subprocess
 import sys
 import tempfile
@@ -35,7 +34,6 @@ def run(memory: int | str, limit: int | None = None, born: bool = False) -> dict
             capture_output=True,
             text=True,
             timeout=300,
-            env={**os.environ, "OMP_NUM_THREADS": "2"},
         )
     assert done.returncode == 0, done.stderr[-4000:]
     found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])

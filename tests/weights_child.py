@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import json
+import os
 import resource
 import sys
 import threading
@@ -144,7 +145,8 @@ def train(task: dict[str, Any], found: dict[str, Any]) -> None:
 
 def main() -> None:
     task = json.loads(sys.argv[1])
-    torch.set_num_threads(2)
+    # one where tests share the cores (conftest.py): two would wait for each other
+    torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "2")))
     memory.return_freed_memory()
     # a tiny one of its kind brings in code, threads and caches beforehand
     tiny = build(64, 2)

@@ -260,7 +260,6 @@ class Ahead:
             worst_peak_bytes=peak,
             room=self.target.room(whole_bytes),
             touch_us_per_mib=self.survey.touch_again_us_per_mib,
-            asking_us=self.survey.asking_us,
             labels=annotated.labels,
             names=annotated.names,
             life=partial(planned_life, annotated.problem, plan, runtime),

@@ -206,6 +206,12 @@ RATE = Kind(
     1.0,
     _within(1 / LARGEST, _FASTEST),
 )
+SHARE = Kind(
+    "a number from 0 to 1",
+    "write a plain number such as 0.5",
+    0.0,
+    _within(0.0, 1.0),
+)
 RATIO = Kind(
     "a finite number above 0, compressed size over raw size (1e-30 to 1e6)",
     "write a plain number such as 0.5",

@@ -2,8 +2,8 @@
 
 Readers take parsed JSON (`*_from_json`) or its text (`loads_*`) and raise `InvalidInput` with
 every violation found. Writers give plain dicts in the contract's order with all keys, the same
-for equal values; only `pinned`, which the contract's first readers do not know, is left out
-where it is false.
+for equal values; only what the contract's first readers do not know (`_UNSAID`) is left out
+where it is false or zero.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from ._read import (
     MICROSECONDS,
     RATE,
     RATIO,
+    SHARE,
     Entry,
     JsonObject,
     Report,
@@ -38,6 +39,9 @@ from .reading import MOST_TOML_BYTES
 _KIND = one_of(KINDS)
 _PHASE = one_of(PHASES)
 _PLACE = one_of((HOST, DEVICE))
+
+#: keys of ours beyond the contract, written only where they say something
+_UNSAID = ("pinned", "toll_us", "toll_share")
 
 #: commas and opening brackets of a file: ten times what a long recording has
 MOST_PARTS = 10_000_000
@@ -154,6 +158,8 @@ def _lane(entry: Entry) -> Lane:
         entry.required("target", IDENT),
         entry.required("bytes_per_us", RATE),
         entry.optional("latency_us", MICROSECONDS, 0.0),
+        entry.optional("toll_us", MICROSECONDS, 0.0),
+        entry.optional("toll_share", SHARE, 0.0),
     )
     if lane.source and lane.source == lane.target:
         entry.report.add(
@@ -315,8 +321,9 @@ def plan_to_json(plan: Plan) -> dict[str, Any]:
 def _row(thing: Any) -> dict[str, Any]:
     """One noun as a dict; its fields stand in the contract's order."""
     row = {f.name: _plain(getattr(thing, f.name), "float" in f.type) for f in fields(thing)}
-    if row.get("pinned") is False:
-        del row["pinned"]
+    for key in _UNSAID:
+        if key in row and not row[key]:
+            del row[key]
     return row
 
 

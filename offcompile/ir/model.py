@@ -82,6 +82,11 @@ class Problem:
         """Tensors that some op reads."""
         return frozenset(t for o in self.ops for t in o.reads)
 
+    @cached_property
+    def in_place_ids(self) -> frozenset[str]:
+        """Tensors that some op may use where they lie on the host."""
+        return frozenset(t for o in self.ops for t in o.direct)
+
     def stays_put(self, tensor_id: str) -> bool:
         """Whether a copy, once there, is there to the end: pinned, and not ending by itself."""
         tensor = self.tensor[tensor_id]
@@ -112,13 +117,22 @@ class Tier:
 
 @dataclass(frozen=True)
 class Lane:
-    """A one-way link: one move at a time, in order."""
+    """A one-way link: one move at a time, in order.
+
+    Tolls are what moves take from compute beside them. No simulated time has them in it: planners
+    add them to what a plan costs (`Timeline.cost_us`).
+    """
 
     name: str
     source: str
     target: str
     bytes_per_us: float
     latency_us: float = 0.0
+    #: of each move, whatever its size
+    toll_us: float = 0.0
+    #: of its time, where what is moved is what ops may use in place on the host: where both ends
+    #: are memory to the processor, it is the processor that copies
+    toll_share: float = 0.0
 
 
 @dataclass(frozen=True)

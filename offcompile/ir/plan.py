@@ -141,6 +141,13 @@ class Timeline:
     settled: bool = True
     note: str | None = None
     violations: tuple[Violation, ...] = ()
+    #: what the moves of a step take from compute beside them (`Lane.toll_us`, `toll_share`)
+    toll_us: float = 0.0
+
+    @property
+    def cost_us(self) -> float:
+        """What planners compare: the step's time, and what its moves take from compute."""
+        return self.makespan_us + self.toll_us
 
     @property
     def valid(self) -> bool:

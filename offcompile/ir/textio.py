@@ -5,7 +5,7 @@
     op F0 forward 1200.0 reads w0 x writes a0 workspace 10 direct w0 1900.0 host 12.0 recompute
 
     tier host unlimited
-    lane h2d host -> device 12000.0 latency 10.0
+    lane h2d host -> device 12000.0 latency 10.0 toll 300.0 share 0.9
     codec fp16 lossy 200000.0
 
     start w0 host
@@ -63,8 +63,11 @@ class Line:
 
 
 _DURATIONS = ("duration_us", "host_duration_us", "latency_us")
-_NUMBERS = frozenset((*_DURATIONS, "nbytes", "workspace_bytes", "capacity_bytes", "bytes_per_us"))
-_ZERO_IF_LEFT_OUT = ("workspace_bytes", "latency_us")
+_TOLLS = ("toll_us", "toll_share")
+_NUMBERS = frozenset(
+    (*_DURATIONS, *_TOLLS, "nbytes", "workspace_bytes", "capacity_bytes", "bytes_per_us")
+)
+_ZERO_IF_LEFT_OUT = ("workspace_bytes", "latency_us", *_TOLLS)
 _NAMED_VALUES: dict[str, dict[str, bool | None]] = {
     "capacity_bytes": {"unlimited": None},
     "lossless": {"lossless": True, "lossy": False},
@@ -95,7 +98,9 @@ _PROBLEM = {
 _MACHINE = {
     "tier": Line("tiers", ("name", "capacity_bytes")),
     "lane": Line(
-        "lanes", ("name", "source", "=->", "target", "bytes_per_us"), {"latency": "latency_us"}
+        "lanes",
+        ("name", "source", "=->", "target", "bytes_per_us"),
+        {"latency": "latency_us", "toll": "toll_us", "share": "toll_share"},
     ),
     "codec": Line("codecs", ("name", "lossless", "bytes_per_us")),
 }

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from offcompile.ir import Machine, Plan, Problem, Timeline, Violation
 
-from .compiled import CompiledPlan, CompiledProblem
+from .compiled import NS_PER_US, CompiledPlan, CompiledProblem
 from .copies import Halt
 from .engine import Engine
 
@@ -36,7 +36,7 @@ class Simulator:
         peaks = dict(zip(base.tier_names, engine.peak, strict=True))
         makespan_ns, note = _makespan(engine)
         return Timeline(
-            makespan_us=makespan_ns / 1000,
+            makespan_us=makespan_ns / NS_PER_US,
             peak_bytes=peaks,
             spans=tuple(engine.spans),
             freed=tuple(engine.freed),
@@ -45,6 +45,7 @@ class Simulator:
             settled=engine.settled and not violations,
             note=note,
             violations=violations,
+            toll_us=base.toll_ns(engine.p, makespan_ns) / NS_PER_US,
         )
 
 

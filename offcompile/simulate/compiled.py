@@ -20,6 +20,7 @@ from offcompile.ir import (
 from offcompile.ir.units import compressed_bytes, move_ns, round_ns
 
 UNLIMITED = 1 << 200
+NS_PER_US = 1000
 
 
 class CompiledProblem:
@@ -53,6 +54,8 @@ class CompiledProblem:
             for o in problem.ops
         ]
         self.lane_index = {lane.name: i for i, lane in enumerate(machine.lanes)}
+        self._in_place = {self.tensor_index[t] for t in problem.in_place_ids}
+        self._tolls = any(lane.toll_us or lane.toll_share for lane in machine.lanes)
         self._moves: dict[tuple[str, str, str | None], tuple[int, int]] = {}
 
     def key(self, tensor: str, tier: str) -> int:
@@ -75,6 +78,22 @@ class CompiledProblem:
             )
             self._moves[memo] = found
         return found
+
+    def toll_ns(self, plan: CompiledPlan, makespan_ns: int) -> float:
+        """What a step's moves take from compute: nothing while it has nothing to do."""
+        if not self._tolls:
+            return 0.0
+        lanes, each_ns, copied_ns, shared_ns = self.machine.lanes, 0.0, 0, 0.0
+        for move in plan.moves:
+            lane = lanes[move.lane]
+            each_ns += lane.toll_us * NS_PER_US
+            if lane.toll_share and move.tensor in self._in_place:
+                copied_ns += move.duration_ns
+                shared_ns += lane.toll_share * move.duration_ns
+        if copied_ns:
+            idle_ns = makespan_ns - sum(run.duration_ns for run in plan.runs)
+            shared_ns *= max(0.0, 1 - max(0, idle_ns) / copied_ns)
+        return each_ns + shared_ns
 
 
 @dataclass(slots=True)

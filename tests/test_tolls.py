@@ -1,0 +1,212 @@
+"""What moves take from compute beside them: in no simulated time, and in all that is compared."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from chains import link, random_chain
+from hypothesis import given, settings
+
+import offcompile.runtime.measure_beside as beside
+from offcompile.corrections import Factors, factors_of
+from offcompile.hardware import load_profile
+from offcompile.ir import (
+    DEVICE,
+    HOST,
+    InvalidInput,
+    Machine,
+    Move,
+    Op,
+    Plan,
+    Problem,
+    Start,
+    Tensor,
+)
+from offcompile.ir.jsonio import machine_from_json, machine_to_json
+from offcompile.ir.textio import parse_machine, print_machine
+from offcompile.measured import MeasuredSpan, MeasuredStep
+from offcompile.planner import plan_problem
+from offcompile.runtime.measure import Watch
+from offcompile.simulate import Simulator
+from offcompile.target import ASKING_US, LEAST_TOLL, CpuTarget
+from offcompile.testing import machines
+
+RATE = 10.0
+
+
+def with_tolls(machine: Machine, toll_us: float, share: float) -> Machine:
+    lanes = (replace(lane, toll_us=toll_us, toll_share=share) for lane in machine.lanes)
+    return replace(machine, lanes=tuple(lanes))
+
+
+def loads(ops_us: float) -> tuple[Problem, Plan]:
+    """A weight that the second op could use in place, and one that nobody can, both loaded."""
+    problem = Problem(
+        (Tensor("near", 1000, "weight", HOST), Tensor("far", 1000, "weight", HOST)),
+        (
+            Op("first", "forward", ops_us),
+            Op("second", "forward", ops_us, ("near", "far"), direct={"near": 2 * ops_us}),
+        ),
+    )
+    moves = tuple(
+        Move(f"in:{t}", t, HOST, DEVICE, "h2d", None, "second", False, None)
+        for t in ("near", "far")
+    )
+    return problem, Plan(start=(Start("near", HOST), Start("far", HOST)), moves=moves)
+
+
+@pytest.mark.parametrize(
+    ("ops_us", "toll_us"),
+    # one of two copies of 100 us is the processor's own; compute waits 0, 50, 200 us for both
+    [(200.0, 2 * 7.0 + 80.0), (150.0, 2 * 7.0 + 80.0 * 0.5), (0.0, 2 * 7.0)],
+)
+def test_a_copy_takes_its_share_while_compute_has_something_to_do(
+    ops_us: float, toll_us: float
+) -> None:
+    problem, plan = loads(ops_us)
+    machine = with_tolls(link(None, RATE), 7.0, 0.8)
+    timeline = Simulator(problem, machine).run(plan)
+    assert timeline.valid and timeline.toll_us == pytest.approx(toll_us)
+    assert timeline.cost_us == timeline.makespan_us + timeline.toll_us
+    free = Simulator(problem, link(None, RATE)).run(plan)
+    assert replace(timeline, toll_us=0.0) == free and free.toll_us == 0.0
+
+
+def writer(layers: int = 6, slower: float = 1.05) -> Problem:
+    """A backward whose gradients are a little slower to write on the host, and may leave freely."""
+    grads = tuple(Tensor(f"g{i}", 1000, "gradient") for i in range(layers))
+    x = Tensor("x", 10, "input", DEVICE, pinned=True)
+    ops = tuple(
+        Op(f"b{i}", "backward", 150.0, ("x",), (f"g{i}",), direct={f"g{i}": 150.0 * slower})
+        for i in range(layers)
+    )
+    end = Op("end", "backward", 150.0, ("x",))
+    return Problem((x, *grads), (*ops, end), False)
+
+
+def test_what_a_copy_takes_decides_whether_it_is_made() -> None:
+    problem, machine = writer(), link(2100, RATE)
+    free = plan_problem(problem, machine, "joint:evaluations=200,seconds=60", seconds=60)
+    assert free.plan.moves and not free.plan.directs
+    dear = with_tolls(machine, 0.0, 0.9)
+    found = plan_problem(problem, dear, "joint:evaluations=200,seconds=60", seconds=60)
+    assert found.plan.directs and not found.plan.moves
+    assert found.cost_us < Simulator(problem, dear).run(free.plan).cost_us
+    # the bound is of the step's time alone
+    assert found.lower_bound_us <= free.makespan_us < found.makespan_us
+
+
+def test_a_search_with_nothing_left_to_gain_but_tolls_ends_early() -> None:
+    said: list[str] = []
+    problem = writer(slower=3.0)
+    machine = with_tolls(link(2100, RATE), 0.0, 0.5)
+    found = plan_problem(problem, machine, "joint:seconds=60", 60.0, said.append)
+    assert found.seconds < 30 and found.plan.moves and found.gap == pytest.approx(0.0, abs=1e-4)
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_plans_made_with_tolls_cost_no_more_than_those_made_without(seed: int) -> None:
+    problem, machine = random_chain(random.Random(seed), 6, 0.4, 0.8)
+    dear = with_tolls(machine, 0.3, 0.7)
+    spec = "joint:evaluations=300,seconds=60"
+    free = plan_problem(problem, machine, spec, seconds=60)
+    found = plan_problem(problem, dear, spec, seconds=60)
+    assert found.cost_us <= Simulator(problem, dear).run(free.plan).cost_us * 1.02
+
+
+@given(machine=machines())
+@settings(max_examples=40)
+def test_tolls_are_written_and_read(machine: Machine) -> None:
+    plain = machine_to_json(machine)
+    assert all(not {"toll_us", "toll_share"} & set(lane) for lane in plain["lanes"])
+    dear = with_tolls(machine, 300.0, 0.9)
+    assert machine_from_json(machine_to_json(dear)) == dear
+    assert parse_machine(print_machine(dear)) == dear
+
+
+@pytest.mark.parametrize("share", [-0.1, 1.1, "all"])
+def test_a_share_is_one(share: object) -> None:
+    lane = {"name": "h2d", "source": HOST, "target": DEVICE, "bytes_per_us": 1.0}
+    tiers = [{"name": DEVICE}, {"name": HOST}]
+    with pytest.raises(InvalidInput, match=r"toll_share.*a number from 0 to 1"):
+        machine_from_json({"tiers": tiers, "lanes": [lane | {"toll_share": share}]})
+
+
+def test_a_measured_step_has_in_it_what_moves_take() -> None:
+    problem, plan = loads(200.0)
+    timeline = Simulator(problem, with_tolls(link(None, RATE), 10.0, 0.8)).run(plan)
+    measured_ns = round((2 * 400.0 + timeline.toll_us) * 1000)
+    step = MeasuredStep((MeasuredSpan("forward", "compute", 0, measured_ns),), (), measured_ns)
+    assert timeline.toll_us == 100.0
+    assert factors_of(problem, plan, timeline, step) == Factors(2.0, 2.0)
+    # no half consists of tolls alone
+    least = MeasuredStep((MeasuredSpan("forward", "compute", 0, 100_000),), (), 100_000)
+    assert factors_of(problem, plan, timeline, least) == Factors(0.125, 0.125)
+
+
+@pytest.mark.parametrize(
+    ("share", "measured", "tolls"),
+    [
+        (0.9, True, {(ASKING_US, 0.9)}),
+        (LEAST_TOLL / 2, True, {(ASKING_US, 0.0)}),
+        (None, True, {(0.0, 0.0)}),
+        (0.9, False, {(0.0, 0.0)}),
+    ],
+)
+def test_a_measured_machine_has_tolls_on_its_lanes(
+    share: float | None, measured: bool, tolls: set[tuple[float, float]], tmp_path: Path
+) -> None:
+    profile = replace(load_profile("h100"), measured=measured, copy_toll_share=share)
+    target = CpuTarget(profile, (tmp_path,), 1 << 30, 1 << 20)
+    lanes = target.machine(1 << 20).lanes
+    assert len(lanes) == 4 and {(lane.toll_us, lane.toll_share) for lane in lanes} == tolls
+
+
+def test_the_share_is_measured() -> None:
+    share = beside.copy_toll_share(product_us=300.0, rounds=2, copy_bytes=1 << 20)
+    assert share is None or 0 <= share <= 1
+
+
+class Busy(Watch):
+    def __exit__(self, *error: object) -> None:
+        self.disturbed = True
+
+
+def test_nothing_is_said_of_a_busy_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(beside, "Watch", Busy)
+    assert beside.copy_toll_share(product_us=100.0, rounds=2, copy_bytes=1 << 20) is None
+
+
+def test_a_thread_more_than_cores_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Made-up clocks: products take twice as long beside copies that are not slowed."""
+    running, now = [False], [0.0]
+
+    class Copies:
+        mean_s = 1.0
+
+        def __init__(self, nbytes: int) -> None: ...
+
+        def alone_s(self) -> float:
+            return 1.0
+
+        def running(self) -> Copies:
+            return self
+
+        def __enter__(self) -> None:
+            running[0] = True
+
+        def __exit__(self, *error: object) -> None:
+            running[0] = False
+
+    def product(*args: torch.Tensor) -> None:
+        now[0] += 2.0 if running[0] else 1.0
+
+    monkeypatch.setattr(beside, "_Copies", Copies)
+    monkeypatch.setattr(beside, "matmul_flop_per_us", lambda dtype: 1.0)
+    monkeypatch.setattr(beside.torch, "mm", product)
+    monkeypatch.setattr(beside.time, "perf_counter", lambda: now[0])
+    assert beside.copy_toll_share() == pytest.approx(0.5)
