@@ -31,7 +31,9 @@ def planned_returns(
 ) -> Returns:
     """The same in a heap: `room` is also for what stands from the beginning."""
     stays, standing_bytes = _stays(presence(problem, machine, plan, timeline))
-    return returns_of(stays, replace(room, nbytes=max(room.nbytes - standing_bytes, 0)))
+    if room.nbytes is not None:
+        room = replace(room, nbytes=max(room.nbytes - standing_bytes, 0))
+    return returns_of(stays, room)
 
 
 def _stays(found: Presence) -> tuple[list[Stay], int]:

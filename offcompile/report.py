@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from statistics import median
@@ -23,6 +23,7 @@ from offcompile.passes.holes import Returns, Room
 from offcompile.planned_layout import planned_layout, planned_returns
 from offcompile.planner import PlanResult
 from offcompile.report_words import counted, facts, measured_zeros, traffic
+from offcompile.runtime.heap import KEPT_BYTES
 from offcompile.stalls import StallRow, measured_to_json, print_stalls, stall_rows
 from offcompile.timelines import moved_bytes, timeline_to_json
 from offcompile.trace_events import to_trace
@@ -140,10 +141,16 @@ class PlanReport:
 
     @cached_property
     def returns(self) -> Returns | None:
-        """What goes back to the system in a step for want of room, and is touched again."""
-        if self.room is None or self.fits or self.problem.steady:
+        """What goes back to the system in a step for want of room, and is touched again.
+
+        Where all fits nobody keeps malloc from giving back each of its largest blocks.
+        """
+        room = self.room
+        if room is None or self.problem.steady:
             return None
-        return planned_returns(self.problem, self.machine, self.plan, self.timeline, self.room)
+        if self.fits:
+            room = replace(room, nbytes=None, mapped_bytes=room.mapped_bytes or KEPT_BYTES)
+        return planned_returns(self.problem, self.machine, self.plan, self.timeline, room)
 
     @property
     def foreseen_us(self) -> float:

@@ -140,4 +140,5 @@ def _also(report: PlanReport) -> Iterator[str]:
         yield f"{show_us(report.timeline.toll_us)} that {moves} take from compute"
     if report.touch_us_per_mib and report.returns is not None and report.returns.touched_bytes:
         touched = size(report.returns.touched_bytes)
-        yield f"{touched} that go back to the system for want of room and are touched again"
+        why = "in blocks that malloc does not keep" if report.fits else "for want of room"
+        yield f"{touched} that go back to the system {why} and are touched again"

@@ -22,14 +22,15 @@ _LEAST_GRAIN_BYTES, _MOST_GRAINS = 64 << 10, 8192
 
 @dataclass(frozen=True)
 class Room:
-    """`nbytes` that blocks and holes may fill; pages go back `margin_bytes` before that.
+    """`nbytes` that blocks and holes may fill; pages go back `margin_bytes` before that. None: no
+    limit, no page goes back.
 
     splinter_bytes: what a block's place loses of its length until neighbours are free too.
     mapped_bytes: a block of this size that fits into no hole gets pages of its own each time;
     None: none does.
     """
 
-    nbytes: int
+    nbytes: int | None
     margin_bytes: int = 0
     splinter_bytes: int = 0
     mapped_bytes: int | None = None
@@ -51,7 +52,7 @@ def returns_of(stays: Sequence[Stay], room: Room) -> Returns:
         if stay.nbytes:
             begins.setdefault(stay.first, []).append(i)
             ends.setdefault(stay.last, []).append(i)
-    heap = _Heap(room)
+    heap = _Heap(room, sum(stay.nbytes for stay in stays) if room.nbytes is None else room.nbytes)
     for _ in range(STEPS):
         heap.touched_bytes = heap.trims = heap.left_bytes = 0
         for position in sorted({*begins, *ends}):
@@ -63,9 +64,9 @@ def returns_of(stays: Sequence[Stay], room: Room) -> Returns:
 
 
 class _Heap:
-    def __init__(self, room: Room) -> None:
+    def __init__(self, room: Room, span_bytes: int) -> None:
         self.room = room
-        self.grain = max(_LEAST_GRAIN_BYTES, room.nbytes // _MOST_GRAINS)
+        self.grain = max(_LEAST_GRAIN_BYTES, span_bytes // _MOST_GRAINS)
         self.touched_bytes = self.trims = self.left_bytes = 0
         self._by_size: list[tuple[int, int]] = []  # of holes: length, begin
         self._ends: dict[int, int] = {}  # begin → end, of holes
@@ -132,8 +133,8 @@ class _Heap:
 
     def _check(self) -> None:
         """As `runtime.heap` does: when little has come since the last time, it is not worth it."""
-        margin = self.room.margin_bytes
-        if self._held_bytes <= max(self.room.nbytes - margin, self.left_bytes + margin):
+        room, margin = self.room.nbytes, self.room.margin_bytes
+        if room is None or self._held_bytes <= max(room - margin, self.left_bytes + margin):
             return
         self._pages = {g for b, e in self._blocks.values() for g in self._grains(b, e)}
         self.trims += 1

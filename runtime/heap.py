@@ -21,7 +21,8 @@ import os
 import resource
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Protocol
 
 from .memory import return_freed_memory
@@ -133,6 +134,11 @@ class Heap:
         return self._trim_ns + (0 if self.guard is None else self.guard.trim_ns())
 
     @property
+    def fits_again(self) -> bool:
+        """Whether a freed tensor's place fits the next one of its size."""
+        return self.guard is not None
+
+    @property
     def gives_back(self) -> bool:
         """Whether this malloc is one whose free blocks can go back to the system."""
         return self._process is not None
@@ -154,6 +160,27 @@ class Heap:
             if not self._huge_from:
                 self._huge_from = self._huge_until = _start_of_heap()
             self._use_huge_pages()
+
+    @contextmanager
+    def laid_out(self) -> Iterator[None]:
+        """Inside, blocks above KEPT_BYTES come from the heap and go back to it, too, as in a step
+        whose budget was laid out beforehand; afterwards it gives back what it grew by.
+
+        Without blocks that fit again each one could find the last one's place too short, and the
+        heap grow beyond all bounds: then they have mappings of their own as ever.
+        """
+        process = self._process
+        if process is None or address_space_is_limited() or not self.fits_again:
+            yield
+            return
+        before = self.resident_bytes()
+        process.mallopt(_M_MMAP_MAX, 0)
+        try:
+            yield
+        finally:
+            process.mallopt(_M_MMAP_MAX, _USUAL_MMAP_MAX)
+            if self.resident_bytes() > before + KEPT_BYTES // 2:
+                self.trim()
 
     def settle(self) -> None:
         """Measure anew, at the next steps, what the process holds beside its blocks.

@@ -19,6 +19,7 @@ from pathlib import Path
 import torch
 from torch.utils._python_dispatch import _disable_current_modes
 
+from .cold import cool
 from .memory import machine_memory_bytes
 
 COPY_BYTES = 64 * 1024**2  # twice this is more than the caches of most processors hold
@@ -48,11 +49,17 @@ def undisturbed(device: torch.device | None = None) -> Iterator[None]:
         yield
 
 
-def time_us(call: Callable[[], object], seconds: float = 0.03, runs: int = 3) -> float:
+def time_us(
+    call: Callable[[], object],
+    seconds: float = 0.03,
+    runs: int = 3,
+    before: Callable[[], object] = lambda: None,
+) -> float:
     """Time of the call once it is warm: the mean of the faster half of its runs.
 
     At least `runs` of them, and more while `seconds` are not used up; one only, if a call takes
     longer than ten times that. The slower half tells more of what else the machine was doing.
+    `before` runs ahead of each, and is not timed.
     """
     begun = time.perf_counter()
     call()
@@ -60,6 +67,7 @@ def time_us(call: Callable[[], object], seconds: float = 0.03, runs: int = 3) ->
         runs = 1
     taken: list[float] = []
     while len(taken) < runs or (sum(taken) < seconds and len(taken) < MOST_RUNS):
+        before()
         begun = time.perf_counter()
         call()
         taken.append(time.perf_counter() - begun)
@@ -131,7 +139,12 @@ def memory_bytes_per_us() -> float:
     with undisturbed():
         source = torch.ones(COPY_BYTES // 4, dtype=torch.float32, device="cpu")
         target = torch.zeros_like(source)
-        return 2 * COPY_BYTES / time_us(lambda: target.copy_(source), 0.1)
+
+        def cold() -> None:
+            for tensor in (source, target):
+                cool(tensor.data_ptr(), tensor.nbytes)
+
+        return 2 * COPY_BYTES / time_us(lambda: target.copy_(source), 0.1, before=cold)
 
 
 def matmul_flop_per_us(dtype: torch.dtype) -> float:

@@ -9,6 +9,8 @@ from typing import Any
 
 import torch
 
+from . import tensor_memory
+from .cold import cool
 from .heap import heap
 from .measure import Watch, time_us, undisturbed
 from .measure_op import Call, Operands, TensorSpec
@@ -75,11 +77,26 @@ def measure_in_place(
                 changed, named = list(args), kwargs
                 changed[what.index] = _on_host(args[what.index], what.operand, host)
             heap().prepare()
-            with Watch() as watch:
-                plain, in_place = [], []
+            tensor_memory.install()
+
+            def cold() -> None:
+                operands.cool()
+                if host.device.type == "cpu":
+                    cool(host.data_ptr(), host.nbytes)
+
+            def time_of(target: Any, args: list[object], kwargs: dict[str, object]) -> float:
+                def run() -> None:
+                    target(*args, **kwargs)
+
+                if operands.device.type == "cuda":
+                    return cuda_time_us(run, operands.device, seconds)
+                return time_us(run, seconds, before=cold)
+
+            plain, in_place = [], []
+            with heap().laid_out(), Watch() as watch:
                 for _ in range(ROUNDS):
-                    plain.append(_time_us(call.target, args, kwargs, operands, seconds))
-                    in_place.append(_time_us(what.target, changed, named, operands, seconds))
+                    plain.append(time_of(call.target, args, kwargs))
+                    in_place.append(time_of(what.target, changed, named))
         return Slowdown(min(in_place) / min(plain), watch.disturbed)
     except Exception as error:  # whatever an op may raise on made-up data: then it is a model's
         log.debug("%s does not run by itself: %s", what.key, error)
@@ -91,22 +108,3 @@ def _on_host(here: object, spec: TensorSpec, host: torch.Tensor) -> torch.Tensor
     flat = host.view(spec.dtype)
     flat.copy_(here.as_strided((spec.extent,), (1,)))
     return flat.as_strided(spec.size, spec.stride)
-
-
-def _time_us(
-    target: Any,
-    args: list[object],
-    kwargs: dict[str, object],
-    operands: Operands,
-    seconds: float,
-) -> float:
-    def run() -> object:
-        return target(*args, **kwargs)
-
-    if operands.device.type == "cuda":
-        return cuda_time_us(run, operands.device, seconds)
-
-    def on_cpu() -> None:
-        run()
-
-    return time_us(on_cpu, seconds)

@@ -1,7 +1,8 @@
 """Runs one op by itself, on made-up data of the right shape: how long, and how much memory.
 
 Never touches a tensor of the user's. Operands lie in one buffer that is used again for every op,
-so that what is timed is the op and its outputs and not the first touch of its inputs.
+so that what is timed is the op and its outputs and not the first touch of its inputs. They come
+from memory and not from caches, results go to blocks that were touched before: as in a step.
 """
 
 from __future__ import annotations
@@ -14,7 +15,8 @@ from dataclasses import dataclass
 
 import torch
 
-from . import memory
+from . import memory, tensor_memory
+from .cold import cool
 from .heap import heap
 from .measure import Watch, time_us, undisturbed
 from .measure_op_cuda import cuda_time_us, cuda_workspace_bytes
@@ -178,6 +180,11 @@ class Operands:
     def storage(self) -> torch.UntypedStorage:
         return self._pool.untyped_storage()
 
+    def cool(self) -> None:
+        """What the last call's operands hold comes from memory when it is used next."""
+        if self.device.type == "cpu" and self._used:
+            cool(self._pool.data_ptr(), self._used)
+
     def make(self, call: Call) -> tuple[list[object], dict[str, object]]:
         """Arguments to call the op with. Raises what torch raises when memory is short."""
         needed = PAGE_BYTES + sum(_room(spec) for spec in call.inputs)  # and room to align
@@ -189,15 +196,11 @@ class Operands:
         name = call.target._schema.name.removeprefix("aten::").removesuffix("_")
         bounds = _BOUNDS[name](call) if name in _BOUNDS else {}
 
-        def build(value: object, place: tuple[int, ...]) -> object:
-            if isinstance(value, TensorSpec):
-                return self._tensor(value, bounds.get(place), generator)
-            if isinstance(value, list | tuple):
-                return [build(v, (*place, i)) for i, v in enumerate(value)]
-            return value
+        def tensor(spec: TensorSpec, place: tuple[int, ...]) -> torch.Tensor:
+            return self._tensor(spec, bounds.get(place), generator)
 
-        args = [build(value, (i,)) for i, value in enumerate(call.args)]
-        return args, {k: build(value, ()) for k, value in call.kwargs.items()}
+        args = [_with_tensors(value, (i,), tensor) for i, value in enumerate(call.args)]
+        return args, {k: _with_tensors(v, (), tensor) for k, v in call.kwargs.items()}
 
     def _tensor(
         self, spec: TensorSpec, bound: int | None, generator: torch.Generator
@@ -207,6 +210,19 @@ class Operands:
         flat = self._pool[begin : begin + nbytes].view(spec.dtype)
         _fill(flat, bound, generator)
         return flat.as_strided(spec.size, spec.stride)
+
+
+def _with_tensors(
+    value: object,
+    place: tuple[int, ...],
+    tensor: Callable[[TensorSpec, tuple[int, ...]], torch.Tensor],
+) -> object:
+    # no function within `make`: one that calls itself would keep the buffer until it is collected
+    if isinstance(value, TensorSpec):
+        return tensor(value, place)
+    if isinstance(value, list | tuple):
+        return [_with_tensors(v, (*place, i), tensor) for i, v in enumerate(value)]
+    return value
 
 
 def _room(spec: TensorSpec) -> int:
@@ -255,9 +271,12 @@ def measure_call(
             with memory.small_pages():
                 workspace_bytes = _workspace_bytes(run, operands)
             heap().prepare()  # as in a step that runs by plan
-            rotating = _rotating(run, operands, spare_bytes)
-            with Watch() as watch:
-                duration_us = time_us(rotating, seconds)
+            tensor_memory.install()
+            with heap().laid_out():
+                rotating = _rotating(run, operands, spare_bytes)
+                with Watch() as watch:
+                    duration_us = time_us(rotating, seconds, before=operands.cool)
+                del rotating
         return Measured(duration_us, workspace_bytes, watch.disturbed)
     except Exception as error:  # whatever an op may raise on made-up data: it is then estimated
         log.debug("%s does not run by itself: %s", call.key, error)

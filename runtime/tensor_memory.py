@@ -18,7 +18,6 @@ import re
 import shlex
 import shutil
 import threading
-from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 from pathlib import Path
 
@@ -27,6 +26,7 @@ import torch
 from offcompile.ir import OffloadError
 
 from .heap import address_space_is_limited, guard_with, heap
+from .small_cpp import library
 
 log = logging.getLogger(__name__)
 
@@ -88,9 +88,7 @@ def _compiler_found() -> bool:
 @cache
 def _installed() -> bool:
     try:
-        # in a thread of its own, where no mode of the caller's reaches: fake tensors, other devices
-        with ThreadPoolExecutor(1) as alone:
-            alone.submit(_compile_and_install).result()
+        _compile_and_install()
     except Exception as error:  # whatever a compiler, a linker or a file system may say
         log.info(
             "tensors' memory is left to torch's own allocator; another cannot be had: %s: %s",
@@ -102,16 +100,14 @@ def _installed() -> bool:
 
 
 def _compile_and_install() -> None:
-    from torch._inductor.codecache import CppCodeCache
-
     libraries = Path(torch.__file__).with_name("lib")
     # the linker would drop a library that is named before what needs it
     flags = (f"-L{libraries}", "-Wl,--no-as-needed", "-lc10")
     # Inductor keeps what it compiled by source and flags: another torch is another source
     source = f"// torch {torch.__version__}\n{_SOURCE.read_text()}"
-    library = CppCodeCache.load(source, extra_flags=flags)
-    guard = _Guard(library)
-    library.offcompile_use_plain_blocks()
+    compiled = library(source, *flags)
+    guard = _Guard(compiled)
+    compiled.offcompile_use_plain_blocks()
     guard_with(guard)
 
 

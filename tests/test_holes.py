@@ -9,6 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from test_layout import report_of
 
+from offcompile import report as report_module
 from offcompile.passes.holes import Returns, Room, returns_of
 from offcompile.passes.layout import Stay, peak_bytes
 from offcompile.runtime.heap import Heap
@@ -79,9 +80,40 @@ def test_a_report_counts_it_into_the_predicted_step() -> None:
     assert "are touched again" in tight.to_text()
     assert tight.to_json()["touched_again_bytes"] == tight.returns.touched_bytes
     roomy = replace(report_of("8GiB"), room=room, touch_us_per_mib=250.0)
-    assert roomy.returns is None and roomy.predicted_us == roomy.planned_us
-    assert roomy.to_json()["touched_again_bytes"] is None
+    assert roomy.returns == Returns(0, 0) and roomy.predicted_us == roomy.planned_us
+    assert roomy.to_json()["touched_again_bytes"] == 0
     assert "touched again" not in roomy.to_text()
+
+
+def test_where_all_fits_the_largest_blocks_are_touched_each_time(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Nobody keeps malloc from giving them back as soon as they are freed."""
+    roomy = replace(report_of("8GiB"), room=Room(8 << 30), touch_us_per_mib=250.0)
+    assert roomy.fits and roomy.returns == Returns(0, 0)
+    least_bytes = 512 * 64 * 4  # what each layer makes
+    monkeypatch.setattr(report_module, "KEPT_BYTES", least_bytes)
+    again = replace(roomy)
+    made = [t.nbytes for t in again.problem.tensors if t.kind not in ("weight", "input")]
+    large = sum(nbytes for nbytes in made if nbytes >= least_bytes)
+    assert again.returns is not None and again.returns.trims == 0
+    assert 0 < again.returns.touched_bytes <= large
+    touching_us = again.returns.touched_bytes / MIB * 250.0
+    assert again.predicted_us == again.planned_us + touching_us
+    assert "in blocks that malloc does not keep" in again.to_text()
+
+
+@given(STAYS, st.integers(0, 100))
+def test_without_a_limit_only_blocks_with_mappings_of_their_own_are_touched_again(
+    stays: list[Stay], percent: int
+) -> None:
+    mapped_bytes = 1 + max((s.nbytes for s in stays), default=0) * percent // 100
+    found = returns_of(stays, Room(None, mapped_bytes=mapped_bytes))
+    assert found.trims == 0
+    assert found.touched_bytes <= sum(s.nbytes for s in stays if s.nbytes >= mapped_bytes)
+    assert returns_of(stays, Room(None)) == Returns(0, 0)
+    each = returns_of(stays, Room(None, mapped_bytes=1))
+    assert each.touched_bytes == sum(s.nbytes for s in stays)
 
 
 @pytest.mark.parametrize("gives_back", [True, False])

@@ -7,7 +7,6 @@ reference before it is used.
 from __future__ import annotations
 
 import ctypes
-import platform
 import sys
 from functools import cache
 from pathlib import Path
@@ -18,6 +17,7 @@ import torch
 
 from offcompile.ir import OffloadError
 from offcompile.runtime.mapping import PAGE_BYTES
+from offcompile.runtime.small_cpp import library
 
 from .layout import WIDEST_BYTES, Layout
 from .reference import Array
@@ -128,27 +128,11 @@ class Native:
 
 @cache
 def _library(widest_bits: int) -> dict[str, Any]:
-    # Inductor is a heavy import: whoever moves nothing does without
-    from torch._inductor.codecache import CppCodeCache
-
-    # the cache keys by source and flags, and the flags say only "native": a folder that machines
-    # with other processors share must not hand them this one's code
-    head = f"// {_processor()}\n#define WIDEST {widest_bits}\n"
     sources = [Path(__file__).with_name(name).read_text() for name in _SOURCES]
-    loaded = CppCodeCache.load("\n".join([head, *sources]))
+    loaded = library("\n".join([f"#define WIDEST {widest_bits}", *sources]))
     calls = {}
     for name, (result, arguments) in _SIGNATURES.items():
         call = getattr(loaded, f"codecs_{name}")
         call.restype, call.argtypes = result, arguments
         calls[name] = call
     return calls
-
-
-def _processor() -> str:
-    """What this processor can do, as Linux tells it."""
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:
-        return f"{platform.machine()} {platform.processor()}"
-    told = [line for line in lines if line.lower().startswith(("flags", "features"))]
-    return told[0].replace("\\", "") if told else platform.machine()
