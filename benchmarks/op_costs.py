@@ -206,8 +206,9 @@ Models of [forecast](forecast.md). A step's ops are timed one by one where they 
 of call that takes {least} µs and more is run alone, with its operands left in the caches by the run
 before ("cached"), and as plans have it, with operands that come from memory ("cold"). Its last
 results stay in both ways, and large ones go to blocks that keep their pages, as the step's do.
-{steps} steps and all ops alone, in turn, {rounds} rounds; medians. Both are times what the same
-calls take in a step, added up; "off": how far each kind of call is from that, weighted by it.
+{steps} steps and all ops alone, in turn, {rounds} rounds; medians. "cached", "cold": what the calls
+take alone, over what the same calls take in a step, both added up. "off": how far each kind of call
+is from that, weighted by what it takes in a step.
 
 | model, threads | in a step, ms | cached | cold | off, cached | off, cold |
 |---|---|---|---|---|---|
