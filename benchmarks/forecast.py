@@ -222,13 +222,15 @@ Memory, MiB:
   that it gained since before the model was built, most of it compiled code: no plan knows of it.
 
 Time, seconds of forward and backward on {threads}: foreseen ahead, with what is touched again
-(MiB a step that go back to the system for want of room, by simulation); foreseen by the process
-that runs, which measures again what was disturbed; put right by six steps (`predicted_us`, see
-docs/profiling.md); measured, median of {steps} steps, with the least and the most. "ahead, off" and
-"put right, off": over that median. "pace": what the plain step is foreseen to take when all is
-measured anew after the table, over what was foreseen before it. Where that is not within {same}% a
-table is measured again, up to {tries} times, and the try with the least change is shown: others use
-the machine, and what changed since the costs were measured no forecast can know.
+(MiB a step that go back to the system for want of room, or in blocks that malloc does not keep, by
+simulation); foreseen by the process that runs, which measures again what was disturbed (and may
+come to another plan by that, whose tensors are the measured ones); put right by six steps
+(`predicted_us`, see docs/profiling.md); measured, median of {steps} steps, with the least and the
+most. "ahead, off" and "put right, off": over that median. "pace": what the plain step is foreseen
+to take when all is measured anew after the table, over what was foreseen before it. Where that is
+not within {same}% a table is measured again, up to {tries} times, and the try with the least change
+is shown: others use the machine, and what changed since the costs were measured no forecast can
+know.
 
 {sections}
 Machine: {machine}.
