@@ -65,6 +65,8 @@ def measure_in_place(
     `addressable` gives flat uint8 host memory that ops can use. `seconds`: see `time_us`.
     """
     call = what.call
+    if operands.device.type == "cpu":
+        tensor_memory.install()
     try:
         with undisturbed(operands.device):
             args, kwargs = operands.make(call)
@@ -77,7 +79,6 @@ def measure_in_place(
                 changed, named = list(args), kwargs
                 changed[what.index] = _on_host(args[what.index], what.operand, host)
             heap().prepare()
-            tensor_memory.install()
 
             def cold() -> None:
                 operands.cool()

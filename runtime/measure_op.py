@@ -261,6 +261,7 @@ def measure_call(
     """
     if operands.device.type == "cuda":
         return _measure_on_cuda(call, operands, seconds)
+    tensor_memory.install()
     try:
         with undisturbed():
             args, kwargs = operands.make(call)
@@ -271,7 +272,6 @@ def measure_call(
             with memory.small_pages():
                 workspace_bytes = _workspace_bytes(run, operands)
             heap().prepare()  # as in a step that runs by plan
-            tensor_memory.install()
             with heap().laid_out():
                 rotating = _rotating(run, operands, spare_bytes)
                 with Watch() as watch:

@@ -12,9 +12,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from offcompile.runtime import cold, measure_op
+from offcompile.ir import OffloadError
+from offcompile.runtime import cold, measure_op, tensor_memory
+from offcompile.runtime import heap as heap_module
 from offcompile.runtime.cold import cool
-from offcompile.runtime.heap import address_space_is_limited, heap
+from offcompile.runtime.heap import address_space_is_limited
 from offcompile.runtime.measure import time_us
 from offcompile.runtime.measure_op import Call, Operands, TensorSpec, measure_call
 from offcompile.runtime.tensor_memory import will_fit
@@ -176,15 +178,36 @@ print(before, peak, h.resident_bytes())
     assert after - before <= 4 * MIB  # at once, not when it is collected
 
 
+class Malloc:
+    """Notes what is asked of it."""
+
+    def __init__(self) -> None:
+        self.asked: list[tuple[int, int]] = []
+
+    def mallopt(self, option: int, value: int) -> None:
+        self.asked.append((option, value))
+
+
+@pytest.mark.parametrize("fits_again", [True, False])
 def test_where_places_do_not_fit_again_large_blocks_stay_as_they_are(
+    fits_again: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    h, malloc = heap_module.Heap(), Malloc()
+    monkeypatch.setattr(h, "_process", malloc)
+    monkeypatch.setattr(h, "guard", object() if fits_again else None)
+    monkeypatch.setattr(h, "resident_bytes", lambda: 0)
+    monkeypatch.setattr(heap_module, "address_space_is_limited", lambda: False)
+    with h.laid_out():
+        inside = list(malloc.asked)
+    most_mappings = heap_module._M_MMAP_MAX
+    assert inside == ([(most_mappings, 0)] if fits_again else [])
+    assert malloc.asked[1:] == ([(most_mappings, 65536)] if fits_again else [])
+
+
+def test_a_choice_of_memory_that_does_not_exist_is_refused_before_anything_is_measured(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    h = heap()
-    if not h.gives_back:
-        pytest.skip("this allocator is left as it is")
-    asked: list[tuple[int, int]] = []
-    monkeypatch.setattr(h, "guard", None)
-    monkeypatch.setattr(h._process, "mallopt", lambda *what: asked.append(what))
-    with h.laid_out():
-        pass
-    assert asked == []
+    monkeypatch.setenv(tensor_memory.VARIABLE, "jemalloc")
+    spec = TensorSpec(torch.float32, (4,), (1,))
+    with pytest.raises(OffloadError, match="jemalloc"):
+        measure_call(Call(aten.neg.default, (spec,), {}, (spec,)), Operands())
