@@ -235,7 +235,7 @@ class _Search:
         decided = pipeline.plan_only(*traced.graphs)
         reserve = 0 if decided.fits else pipeline.target.reserve_bytes(pipeline.budget() or 0)
         peak = decided.order.peak_bytes + reserve
-        return BatchRow(batch, decided.result.cost_us, peak, not decided.fits)
+        return BatchRow(batch, decided.cost_us, peak, not decided.fits)
 
     def _plain(self, batch: int, pipeline: Pipeline, traced: Traced) -> BatchRow:
         problem = pipeline.step_that_moves_nothing(*traced.graphs)

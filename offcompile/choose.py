@@ -114,14 +114,14 @@ def _with_some_here(
         except Infeasible:
             return None
         found[share] = Choice(annotated, decided, stays)
-        return decided.result.cost_us
+        return decided.cost_us
 
-    share = best_share(cost, leave.decided.result.cost_us)
+    share = best_share(cost, leave.decided.cost_us)
     if share == 0 or not _faster(found[share].decided, leave.decided):
         return leave
     best = found[share]
     longer = Choice(best.annotated, decide(best.annotated, may_fit=False), best.stays)
-    return min(longer, best, key=lambda c: c.decided.result.cost_us)
+    return min(longer, best, key=lambda c: c.decided.cost_us)
 
 
 def weights_in_use_order(problem: Problem) -> list[tuple[str, int]]:
@@ -133,8 +133,8 @@ def weights_in_use_order(problem: Problem) -> list[tuple[str, int]]:
 def _hides(decided: Decided, problem: Problem) -> bool:
     """Whether moving costs next to nothing."""
     compute_us = sum(op.duration_us for op in problem.ops)
-    return decided.result.cost_us <= compute_us * (1 + WORTH_LEAVING)
+    return decided.cost_us <= compute_us * (1 + WORTH_LEAVING)
 
 
 def _faster(leave: Decided, stay: Decided) -> bool:
-    return leave.result.cost_us < stay.result.cost_us * (1 - WORTH_LEAVING)
+    return leave.cost_us < stay.cost_us * (1 - WORTH_LEAVING)

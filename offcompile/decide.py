@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from offcompile.ir import DEVICE, Infeasible, Machine, Plan, Problem, Start
 from offcompile.ir.units import show_bytes
@@ -22,8 +22,8 @@ MOST_STEPS, LEAST_SECONDS = 100, 0.2
 US_PER_S = 1e6
 #: how often the floor is raised when no schedule is found exactly at it
 MOST_RAISES = 8
-#: room for holes is worth this much of a step's time (measured: docs/backend.md); a plan that loses
-#: no more than the smaller share is not compared with another
+#: where nobody knows what touching memory again takes, room for holes is worth this much of a step
+#: (measured: docs/backend.md); a plan that loses no more than the smaller share is taken uncompared
 HOLES_COST, NO_LOSS = 0.02, 0.005
 #: what of the room that would be good is tried, until there is a plan with it
 ROOMS = (1, 3 / 4, 1 / 2, 1 / 4)
@@ -44,6 +44,25 @@ class Decided:
     holes_bytes: int = 0
     #: what forward leaves on the device for backward, where that was planned (`turn`)
     kept: frozenset[str] | None = None
+    #: what touching again takes of the memory that goes back to the system meanwhile; 0: not known
+    touching_us: float = 0.0
+
+    @property
+    def cost_us(self) -> float:
+        """What a step will take: what plans are compared by."""
+        return self.result.cost_us + self.touching_us
+
+
+@dataclass(frozen=True)
+class Holes:
+    """What holes between tensors mean where memory is a heap: the room that they would have of a
+    budget, and what a plan loses by touching again what went back for want of it.
+
+    touching_us: None where that is not known.
+    """
+
+    wanted_bytes: int
+    touching_us: Callable[[Machine, PlanResult], float] | None = None
 
 
 @dataclass(frozen=True)
@@ -51,6 +70,11 @@ class _Planned:
     machine: Machine
     result: PlanResult
     holes_bytes: int = 0
+    touching_us: float = 0.0
+
+    @property
+    def cost_us(self) -> float:
+        return self.result.cost_us + self.touching_us
 
 
 def plain_plan(problem: Problem) -> Plan:
@@ -74,14 +98,14 @@ def decide(
     seconds: float | None = None,
     progress: Callable[[str], None] | None = None,
     held_bytes: int = 0,
-    holes_for: Callable[[int], int] | None = None,
+    holes: Holes | None = None,
     may_fit: bool = True,
 ) -> Decided:
     """A plan within the budget (None: the floor). Raises `Infeasible` with figures.
 
-    `machine_for` gives the machine whose device holds so many bytes, `reserve_for` what the
-    runtime itself takes of a budget once anything moves and `holes_for` what it would have beside
-    that; `held_bytes` of what the user gave are other graphs' and are not in `budget_bytes`.
+    `machine_for` gives the machine whose device holds so many bytes and `reserve_for` what the
+    runtime itself takes of a budget once anything moves, to which holes come; `held_bytes` of what
+    the user gave are other graphs' and are not in `budget_bytes`.
     Without `may_fit`, something has to move anyway (weights live on the host).
     """
     capacity = budget_bytes if budget_bytes is not None else floor_of(problem, machine_for)
@@ -91,10 +115,14 @@ def decide(
             return fitting
     compute_us = sum(op.duration_us for op in problem.ops)
     spend = seconds or planning_seconds(problem)
+    touching = None if holes is None else holes.touching_us
+    least_loss = HOLES_COST if touching is None else NO_LOSS
 
-    def planned(capacity: int) -> _Planned:
-        machine = machine_for(max(1, capacity))
-        return _Planned(machine, plan_problem(problem, machine, policy, spend, progress))
+    def planned(capacity: int, holes_bytes: int = 0) -> _Planned:
+        machine = machine_for(max(1, capacity - holes_bytes))
+        result = plan_problem(problem, machine, policy, spend, progress)
+        touching_us = 0.0 if touching is None else touching(machine, result)
+        return _Planned(machine, result, holes_bytes, touching_us)
 
     if budget_bytes is None:
         found = _near_floor(planned, capacity)
@@ -102,9 +130,9 @@ def decide(
         capacity = budget_bytes - reserve_for(budget_bytes)
         floor = floor_of(problem, machine_for)
         roomy = None
-        if holes_for is not None:
-            roomy = _with_room(planned, capacity, floor, holes_for(budget_bytes))
-        if roomy is not None and roomy.result.cost_us <= compute_us * (1 + NO_LOSS):
+        if holes is not None:
+            roomy = _with_room(planned, capacity, floor, holes.wanted_bytes)
+        if roomy is not None and roomy.cost_us <= compute_us * (1 + NO_LOSS):
             found = roomy
         else:
             refusing = (problem, machine_for, policy, budget_bytes, reserve_for, held_bytes)
@@ -120,12 +148,11 @@ def decide(
                     None,
                     "Set memory to 'minimum', or to a little more.",
                 ) from None
-            most_us = found.result.cost_us * (1 + HOLES_COST)
-            if roomy is not None and roomy.result.cost_us <= most_us:
+            if roomy is not None and roomy.cost_us <= found.cost_us * (1 + least_loss):
                 found = roomy
     machine, result = found.machine, found.result
     order = static_order(problem, machine, result.plan, result.timeline)
-    return Decided(result, machine, order, False, found.holes_bytes)
+    return Decided(result, machine, order, False, found.holes_bytes, touching_us=found.touching_us)
 
 
 def fits_as_it_is(
@@ -159,14 +186,14 @@ def _as_it_is(
 
 
 def _with_room(
-    planned: Callable[[int], _Planned], capacity: int, floor: int, wanted_bytes: int
+    planned: Callable[[int, int], _Planned], capacity: int, floor: int, wanted_bytes: int
 ) -> _Planned | None:
     """A plan that leaves the room that is wanted, or as much of it as there is."""
     for share in ROOMS:
         room = int(wanted_bytes * share)
         if room and floor <= capacity - room:
             with contextlib.suppress(Infeasible):
-                return replace(planned(capacity - room), holes_bytes=room)
+                return planned(capacity, room)
     return None
 
 

@@ -10,6 +10,7 @@ from offcompile.passes.holes import Returns, Room, returns_of
 from offcompile.passes.layout import Layout, Stay, lay_out
 from offcompile.presence import Presence, presence
 from offcompile.presence import Stay as Held
+from offcompile.runtime.heap import KEPT_BYTES
 
 #: placing takes the square of their number: of more, only the largest are laid out
 MOST_STAYS = 800
@@ -29,7 +30,12 @@ def planned_layout(problem: Problem, machine: Machine, plan: Plan, timeline: Tim
 def planned_returns(
     problem: Problem, machine: Machine, plan: Plan, timeline: Timeline, room: Room
 ) -> Returns:
-    """The same in a heap: `room` is also for what stands from the beginning."""
+    """The same in a heap: `room` is also for what stands from the beginning.
+
+    Where all fits nobody keeps malloc from giving back each of its largest blocks.
+    """
+    if plan.moves_nothing:
+        room = replace(room, nbytes=None, mapped_bytes=room.mapped_bytes or KEPT_BYTES)
     stays, standing_bytes = _stays(presence(problem, machine, plan, timeline))
     if room.nbytes is not None:
         room = replace(room, nbytes=max(room.nbytes - standing_bytes, 0))

@@ -8,7 +8,7 @@ from functools import partial
 
 import torch
 
-from offcompile.ir import DEVICE, Infeasible, Problem
+from offcompile.ir import DEVICE, Infeasible, Machine, Problem
 from offcompile.ir.units import show_bytes
 
 from .annotate import Annotated, InPlace
@@ -18,6 +18,7 @@ from .corrections import with_factors
 from .decide import (
     NO_LOSS,
     Decided,
+    Holes,
     decide,
     fits_as_it_is,
     floor_of,
@@ -28,6 +29,8 @@ from .decide import (
 )
 from .graphs import BACKWARD, Graphs
 from .offers import Offers, read_after_update
+from .planned_layout import planned_returns
+from .planner import PlanResult
 from .profiling import WORTH, Settled, reconsider
 from .sizes import hint_of
 from .survey import Survey
@@ -139,7 +142,7 @@ class Planning:
             except Infeasible:
                 tell("planning with masks as bits")
         if found is not None:
-            moving = found[1].decided.result.cost_us > _compute_us(plain) * (1 + NO_LOSS)
+            moving = found[1].decided.cost_us > _compute_us(plain) * (1 + NO_LOSS)
             if (moving or budget is None) and packing._better(
                 found[1], made.graphs, smaller, fits, updated, tell
             ):
@@ -168,7 +171,7 @@ class Planning:
         except Infeasible:
             return False
         mine, other = found.decided, than.decided
-        faster = mine.result.cost_us < other.result.cost_us * (1 - NO_LOSS)
+        faster = mine.cost_us < other.cost_us * (1 - NO_LOSS)
         if self.budget() is not None:
             return faster
         peak, peak_before = mine.order.peak_bytes, other.order.peak_bytes
@@ -311,9 +314,23 @@ class Planning:
             seconds,
             tell,
             self.held_bytes,
-            target.holes_bytes,
+            None if budget is None else self._holes(problem, budget),
             may_fit,
         )
+
+    def _holes(self, problem: Problem, budget: int) -> Holes:
+        survey = self.survey
+        room, wanted_bytes = survey.target.room(budget), survey.target.holes_bytes(budget)
+        # costs that measured steps put right since then have it in them
+        us_per_mib = survey.touch_again_us_per_mib if survey.profile.factors is None else 0.0
+        if room is None or not us_per_mib or problem.steady:
+            return Holes(wanted_bytes)
+
+        def touching_us(machine: Machine, made: PlanResult) -> float:
+            found = planned_returns(problem, machine, made.plan, made.timeline, room)
+            return found.touched_mib * us_per_mib
+
+        return Holes(wanted_bytes, touching_us)
 
     def reconsider(
         self, made: Decided, problem: Problem, dtypes: Mapping[str, torch.dtype], tell: Tell

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 from statistics import median
@@ -23,7 +23,6 @@ from offcompile.passes.holes import Returns, Room
 from offcompile.planned_layout import planned_layout, planned_returns
 from offcompile.planner import PlanResult
 from offcompile.report_words import counted, facts, measured_zeros, traffic
-from offcompile.runtime.heap import KEPT_BYTES
 from offcompile.stalls import StallRow, measured_to_json, print_stalls, stall_rows
 from offcompile.timelines import moved_bytes, timeline_to_json
 from offcompile.trace_events import to_trace
@@ -141,16 +140,10 @@ class PlanReport:
 
     @cached_property
     def returns(self) -> Returns | None:
-        """What goes back to the system in a step for want of room, and is touched again.
-
-        Where all fits nobody keeps malloc from giving back each of its largest blocks.
-        """
-        room = self.room
-        if room is None or self.problem.steady:
+        """What goes back to the system in a step for want of room, and is touched again."""
+        if self.room is None or self.problem.steady:
             return None
-        if self.fits:
-            room = replace(room, nbytes=None, mapped_bytes=room.mapped_bytes or KEPT_BYTES)
-        return planned_returns(self.problem, self.machine, self.plan, self.timeline, room)
+        return planned_returns(self.problem, self.machine, self.plan, self.timeline, self.room)
 
     @property
     def foreseen_us(self) -> float:
@@ -158,7 +151,7 @@ class PlanReport:
         the system meanwhile."""
         touching_us = 0.0
         if self.touch_us_per_mib and self.returns is not None:
-            touching_us = self.returns.touched_bytes / 2**20 * self.touch_us_per_mib
+            touching_us = self.returns.touched_mib * self.touch_us_per_mib
         return self.result.cost_us + touching_us
 
     def _machine_for(self, device_bytes: int) -> Machine:
@@ -167,9 +160,7 @@ class PlanReport:
     @property
     def fits(self) -> bool:
         """Whether everything stays on the device, so that the graphs are untouched."""
-        plan = self.plan
-        on_host = any(update.where != DEVICE for update in plan.updates)
-        return not (plan.moves or plan.directs or plan.recomputes or on_host)
+        return self.plan.moves_nothing
 
     # --- measured ---------------------------------------------------------------------------
 

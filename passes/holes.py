@@ -43,6 +43,10 @@ class Returns:
     touched_bytes: int
     trims: int
 
+    @property
+    def touched_mib(self) -> float:
+        return self.touched_bytes / 2**20
+
 
 def returns_of(stays: Sequence[Stay], room: Room) -> Returns:
     """What each of many steps like this one comes to."""

@@ -25,8 +25,10 @@ from offcompile.ahead.unroll import alike, relabelled, unroll
 from offcompile.hardware import load_profile
 from offcompile.ir import InvalidInput, OffloadError
 from offcompile.options import Options
+from offcompile.runtime.heap import Heap
 from offcompile.runtime.measure_in_place import Slowdown
 from offcompile.runtime.measure_op import Measured
+from offcompile.survey import Survey
 from offcompile.target import CpuTarget
 
 WIDTH, WORDS, LENGTH = 64, 96, 32
@@ -178,6 +180,25 @@ def test_the_plan_ahead_is_the_plan_that_compiling_makes() -> None:
     assert planned.floor_bytes == compiled.floor_bytes
     assert alike(planned.problem, compiled.problem)
     assert planned.planned_peak_bytes <= 1 << 20 and planned.measured_us is None
+
+
+def test_plans_are_compared_by_what_their_reports_foresee(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Survey, "touch_again_us_per_mib", 250.0)
+    monkeypatch.setattr(Heap, "gives_back", True)
+    options = Options.read({"lowering": "aot_eager", "seconds": 0.2, "hardware": "cpu"})
+    found = Ahead.of(Asked(language(4), (text(64),), {}, options), quiet)
+    ample = found.choose(8 << 30, quiet)
+    peak_bytes = ample.decided.order.peak_bytes
+    touched_us = []
+    for share in (0.25, 0.28, 0.6):
+        memory = int(share * peak_bytes)
+        choice = found.choose(memory, quiet)
+        asking = replace(found, asked=replace(found.asked, options=replace(options, memory=memory)))
+        report = asking.report(quiet, choice)
+        assert choice.decided.cost_us == pytest.approx(report.foreseen_us)
+        assert not report.fits
+        touched_us.append(choice.decided.touching_us)
+    assert touched_us[0] > 0.0 == touched_us[-1]
 
 
 def test_layers_stay_alike_where_every_measurement_differs(

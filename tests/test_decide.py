@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from offcompile.decide import Decided, decide, floor_of, floors_by_run
+from offcompile.decide import Decided, Holes, decide, floor_of, floors_by_run
 from offcompile.ir import Infeasible, Lane, Machine, Op, Problem, Tensor, Tier
+from offcompile.planner import PlanResult
 
 MIB = 1 << 20
 LAYERS = 8
@@ -42,7 +43,7 @@ def decided(budget: int | None, bytes_per_us: float, holes: int | None = 4 * MIB
         lambda _: MIB,
         "joint",
         1.0,
-        holes_for=None if holes is None else lambda _: holes,
+        holes=None if holes is None else Holes(holes),
     )
 
 
@@ -106,3 +107,35 @@ def test_a_policy_that_needs_more_than_the_floor_says_so() -> None:
     with pytest.raises(Infeasible, match=r"not enough for weight_rotation.*policy joint") as caught:
         decide(chain(), machine(FAST), 12 * MIB, lambda _: 0, "weight_rotation", 1.0)  # type: ignore[arg-type]
     assert "the floor is 8,388,608 bytes" in str(caught.value)
+
+
+def touching(us_per_mib: float, budget: int) -> Holes:
+    """Whatever of the budget the plan leaves to holes spares touching as much again."""
+
+    def us(machine: Machine, made: PlanResult) -> float:
+        room = budget - MIB - (machine.tier["device"].capacity_bytes or 0)
+        return us_per_mib * (4 * MIB - room) / MIB
+
+    return Holes(4 * MIB, us)
+
+
+@pytest.mark.parametrize(("us_per_mib", "roomy"), [(0.0, False), (1e5, True)])
+def test_a_plan_leaves_room_where_touching_memory_again_takes_longer(
+    us_per_mib: float, roomy: bool
+) -> None:
+    budget = 25 * MIB
+    free = decided(budget, SLOW, holes=None).result.cost_us
+    with_room = decided(budget - 4 * MIB, SLOW, holes=None).result.cost_us
+    assert with_room > free * 1.02
+    found = decide(
+        chain(),
+        machine(SLOW),  # type: ignore[arg-type]
+        budget,
+        lambda _: MIB,
+        "joint",
+        1.0,
+        holes=touching(us_per_mib, budget),
+    )
+    assert found.holes_bytes == (4 * MIB if roomy else 0)
+    assert found.touching_us == (0.0 if roomy else us_per_mib * 4)
+    assert found.cost_us == found.result.cost_us + found.touching_us

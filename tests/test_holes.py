@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from test_layout import report_of
 
-from offcompile import report as report_module
+from offcompile import planned_layout as layout_module
 from offcompile.passes.holes import Returns, Room, returns_of
 from offcompile.passes.layout import Stay, peak_bytes
 from offcompile.runtime.heap import Heap
@@ -92,7 +92,7 @@ def test_where_all_fits_the_largest_blocks_are_touched_each_time(
     roomy = replace(report_of("8GiB"), room=Room(8 << 30), touch_us_per_mib=250.0)
     assert roomy.fits and roomy.returns == Returns(0, 0)
     least_bytes = 512 * 64 * 4  # what each layer makes
-    monkeypatch.setattr(report_module, "KEPT_BYTES", least_bytes)
+    monkeypatch.setattr(layout_module, "KEPT_BYTES", least_bytes)
     again = replace(roomy)
     made = [t.nbytes for t in again.problem.tensors if t.kind not in ("weight", "input")]
     large = sum(nbytes for nbytes in made if nbytes >= least_bytes)

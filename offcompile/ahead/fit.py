@@ -205,7 +205,7 @@ class _Fitting:
         alone = peak_alone(plain, self.ahead.survey.machine)
         points = [Point(alone, sum(op.duration_us for op in plain.ops), False)]
         if report is not None and not report.fits:
-            points.append(Point(self.budget, report.result.cost_us, True, report.policy))
+            points.append(Point(self.budget, report.foreseen_us, True, report.policy))
         floor = with_reserve(self.floor(self.ahead), self.target.reserve_bytes)
         for share in SHARES:
             if time.monotonic() - self.began > TABLE_SECONDS or alone <= floor:
@@ -216,8 +216,8 @@ class _Fitting:
                 choice = self.ahead.choose(memory, self.tell, TRIAL_SECONDS, explains=False)
             except Infeasible:
                 continue
-            result = choice.decided.result
-            points.append(Point(memory, result.cost_us, True, result.policy))
+            found = choice.decided
+            points.append(Point(memory, found.cost_us, True, found.result.policy))
         return pareto(points)
 
     def floor(self, ahead: Ahead) -> int:

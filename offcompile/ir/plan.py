@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from .errors import Violation
+from .model import DEVICE
 
 
 @dataclass(frozen=True)
@@ -81,6 +82,12 @@ class Plan:
     directs: tuple[Direct, ...] = ()
     recomputes: tuple[Recompute, ...] = ()
     updates: tuple[Update, ...] = ()
+
+    @property
+    def moves_nothing(self) -> bool:
+        """Whether everything stays on the device, and nothing is computed again."""
+        on_host = any(update.where != DEVICE for update in self.updates)
+        return not (self.moves or self.directs or self.recomputes or on_host)
 
 
 COMPUTE = "compute"
