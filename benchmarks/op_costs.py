@@ -40,7 +40,7 @@ LAID_OUT_BYTES = 4 << 30
 class WarmOperands(Operands):
     """Left in the caches by the run before."""
 
-    def cool(self) -> None:
+    def cool(self, made: object = None) -> None:
         pass
 
 
@@ -203,9 +203,9 @@ TEXT = """\
 # What ops take alone, beside what they take in a step
 
 Models of [forecast](forecast.md). A step's ops are timed one by one where they run; then each kind
-of call that takes {least} µs and more is run alone, with its operands left in the caches by the run
-before ("cached"), and as plans have it, with operands that come from memory ("cold"). Its last
-results stay in both ways, and large ones go to blocks that keep their pages, as the step's do.
+of call that takes {least} µs and more is run alone, with its operands and its result's place left
+in the caches by the run before ("cached"), and as plans have it, with both in memory alone
+("cold"). In both ways large results go to blocks that keep their pages, as the step's do.
 {steps} steps and all ops alone, in turn, {rounds} rounds; medians. "cached", "cold": what the calls
 take alone, over what the same calls take in a step, both added up. "off": how far each kind of call
 is from that, weighted by what it takes in a step.

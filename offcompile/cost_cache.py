@@ -19,7 +19,7 @@ from pathlib import Path
 from offcompile.ir.reading import read_bounded
 
 #: of the documents, and of how what is in them was measured
-FORMAT = 3
+FORMAT = 4
 #: more than this and the oldest go: thousands of shapes, a few hundred kilobytes
 MOST_ENTRIES = 20_000
 MOST_TRIES = 3

@@ -144,7 +144,7 @@ class CostModel:
         if needed > self.room_bytes or self._seconds_left <= 0:
             return
         begun = time.perf_counter()
-        found = measure_call(call, self._operands, spare_bytes=self.room_bytes - needed)
+        found = measure_call(call, self._operands)
         self._seconds_left -= time.perf_counter() - begun
         if found is not None:
             duration_us = round(found.duration_us, 3)

@@ -12,8 +12,8 @@ import torch
 from . import tensor_memory
 from .cold import cool
 from .heap import heap
-from .measure import Watch, time_us, undisturbed
-from .measure_op import Call, Operands, TensorSpec
+from .measure import Watch, undisturbed
+from .measure_op import Call, Operands, TensorSpec, time_cold_us
 from .measure_op_cuda import cuda_time_us
 
 log = logging.getLogger(__name__)
@@ -80,18 +80,17 @@ def measure_in_place(
                 changed[what.index] = _on_host(args[what.index], what.operand, host)
             heap().prepare()
 
-            def cold() -> None:
-                operands.cool()
+            def cool_host() -> None:
                 if host.device.type == "cpu":
                     cool(host.data_ptr(), host.nbytes)
 
             def time_of(target: Any, args: list[object], kwargs: dict[str, object]) -> float:
-                def run() -> None:
-                    target(*args, **kwargs)
+                def run() -> object:
+                    return target(*args, **kwargs)
 
                 if operands.device.type == "cuda":
                     return cuda_time_us(run, operands.device, seconds)
-                return time_us(run, seconds, before=cold)
+                return time_cold_us(run, operands, seconds, cool_host)
 
             plain, in_place = [], []
             with heap().laid_out(), Watch() as watch:

@@ -2,14 +2,14 @@
 
 Never touches a tensor of the user's. Operands lie in one buffer that is used again for every op,
 so that what is timed is the op and its outputs and not the first touch of its inputs. They come
-from memory and not from caches, results go to blocks that were touched before: as in a step.
+from memory and not from caches, results go to blocks that were touched before and that no cache
+holds either: as in a step.
 """
 
 from __future__ import annotations
 
 import logging
 import time
-from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 
@@ -24,8 +24,6 @@ from .measure_op_cuda import cuda_time_us, cuda_workspace_bytes
 log = logging.getLogger(__name__)
 
 PAGE_BYTES = 4096
-#: results of an op that stay while it is timed, and how many there are at most
-KEPT_BYTES, MOST_KEPT = 16 << 20, 256
 TILE = 1 << 16
 SLOW_SECONDS = 0.3
 #: less is within what the system's counters of resident pages may be off; no usual size of a
@@ -180,9 +178,13 @@ class Operands:
     def storage(self) -> torch.UntypedStorage:
         return self._pool.untyped_storage()
 
-    def cool(self) -> None:
-        """What the last call's operands hold comes from memory when it is used next."""
-        if self.device.type == "cpu" and self._used:
+    def cool(self, made: object = None) -> None:
+        """The last call's operands, and what it made, come from memory when they are used next."""
+        if self.device.type != "cpu":
+            return
+        for storage in _made(made, self):
+            cool(storage.data_ptr(), storage.nbytes())
+        if self._used:
             cool(self._pool.data_ptr(), self._used)
 
     def make(self, call: Call) -> tuple[list[object], dict[str, object]]:
@@ -251,13 +253,10 @@ def _fill(flat: torch.Tensor, bound: int | None, generator: torch.Generator) -> 
 # --- running -------------------------------------------------------------------------------
 
 
-def measure_call(
-    call: Call, operands: Operands, seconds: float = 0.03, spare_bytes: int = KEPT_BYTES
-) -> Measured | None:
-    """Median time of the op, its outputs' allocation and release included, and its workspace.
+def measure_call(call: Call, operands: Operands, seconds: float = 0.03) -> Measured | None:
+    """Time of the op, its outputs' allocation included, and its workspace.
 
-    None if the op does not run by itself. `seconds`: see `measure.time_us`. `spare_bytes`: memory
-    that may be held beyond what the op needs.
+    None if the op does not run by itself. `seconds`: see `measure.time_us`.
     """
     if operands.device.type == "cuda":
         return _measure_on_cuda(call, operands, seconds)
@@ -272,11 +271,8 @@ def measure_call(
             with memory.small_pages():
                 workspace_bytes = _workspace_bytes(run, operands)
             heap().prepare()  # as in a step that runs by plan
-            with heap().laid_out():
-                rotating = _rotating(run, operands, spare_bytes)
-                with Watch() as watch:
-                    duration_us = time_us(rotating, seconds, before=operands.cool)
-                del rotating
+            with heap().laid_out(), Watch() as watch:
+                duration_us = time_cold_us(run, operands, seconds)
         return Measured(duration_us, workspace_bytes, watch.disturbed)
     except Exception as error:  # whatever an op may raise on made-up data: it is then estimated
         log.debug("%s does not run by itself: %s", call.key, error)
@@ -300,27 +296,23 @@ def _measure_on_cuda(call: Call, operands: Operands, seconds: float) -> Measured
         return None
 
 
-def _rotating(
-    run: Callable[[], object], operands: Operands, spare_bytes: int
-) -> Callable[[], object]:
-    """The same with its last results alive. In a step an op writes where others have been at work
-    meanwhile; alone it would write to what the cache still holds of its run before."""
-    sizes = _made_sizes(run(), operands)
-    nbytes = sum(sizes)
-    count = min(MOST_KEPT, min(KEPT_BYTES, spare_bytes) // nbytes) if nbytes else 0
-    if not count:
-        return run
+def time_cold_us(
+    run: Callable[[], object],
+    operands: Operands,
+    seconds: float,
+    more: Callable[[], object] = lambda: None,
+) -> float:
+    """Of an op as a step has it: neither what it reads nor where it writes is in a cache. Alone it
+    would find both there, from its run before. `more` cools what else it uses."""
+    made: list[object] = []
 
-    def touched() -> object:
-        return [torch.zeros(n, dtype=torch.uint8, device="cpu") for n in sizes]
+    def before() -> None:
+        # the next result gets the place of the last one, which can only be cooled while it is there
+        operands.cool(made)
+        made.clear()
+        more()
 
-    kept = deque(touched() for _ in range(count))
-
-    def rotate() -> None:
-        kept.append(run())
-        kept.popleft()
-
-    return rotate
+    return time_us(lambda: made.append(run()), seconds, before=before)
 
 
 def _workspace_bytes(run: Callable[[], object], operands: Operands) -> int:
@@ -345,19 +337,15 @@ def _workspace_bytes(run: Callable[[], object], operands: Operands) -> int:
     return 0 if least < LEAST_WORKSPACE_BYTES else -(-least // PAGE_BYTES) * PAGE_BYTES
 
 
-def _made_sizes(result: object, operands: Operands) -> list[int]:
-    """Bytes of each memory that an op has returned; what it wrote in place is none of them."""
-    made = {_storage(t)._cdata: _storage(t).nbytes() for t in _tensors(result)}
+def _made(result: object, operands: Operands) -> Iterator[torch.UntypedStorage]:
+    """Each memory that an op has returned; what it wrote in place is none of them."""
+    made = {s._cdata: s for s in (t.untyped_storage() for t in _tensors(result))}
     made.pop(operands.storage._cdata, None)
-    return list(made.values())
+    return iter(made.values())
 
 
 def _made_bytes(result: object, operands: Operands) -> int:
-    return sum(_made_sizes(result, operands))
-
-
-def _storage(tensor: torch.Tensor) -> torch.UntypedStorage:
-    return tensor.untyped_storage()
+    return sum(storage.nbytes() for storage in _made(result, operands))
 
 
 def _tensors(value: object) -> Iterator[torch.Tensor]:

@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 import time
+import weakref
 from pathlib import Path
 
 import pytest
@@ -54,7 +55,7 @@ def test_memory_that_left_the_caches_holds_what_it_held(begin: int, nbytes: int)
     assert x.tolist() == as_it_was
 
 
-def test_operands_are_put_out_of_the_caches_before_each_run(
+def test_operands_and_results_are_put_out_of_the_caches_before_each_run(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     source, row = (
@@ -63,7 +64,15 @@ def test_operands_are_put_out_of_the_caches_before_each_run(
     )
     done: list[tuple[int, int] | None] = []
     read: set[tuple[int, int]] = set()
-    monkeypatch.setattr(measure_op, "cool", lambda begin, n: done.append((begin, begin + n)))
+    written: list[tuple[int, int]] = []
+    alive: list[weakref.ref[torch.Tensor]] = []
+
+    def note(begin: int, nbytes: int) -> None:
+        if (begin, begin + nbytes) in written:
+            assert alive[-1]() is not None  # else somebody may have unmapped it
+        done.append((begin, begin + nbytes))
+
+    monkeypatch.setattr(measure_op, "cool", note)
 
     class Seen:
         _schema = aten.add.Tensor._schema
@@ -72,7 +81,10 @@ def test_operands_are_put_out_of_the_caches_before_each_run(
             done.append(None)
             read.update((t.data_ptr(), t.data_ptr() + t.untyped_storage().nbytes()) for t in (x,))
             read.add((y.data_ptr(), y.data_ptr() + 4096))
-            return x + y
+            made = x + y
+            written.append((made.data_ptr(), made.data_ptr() + made.nbytes))
+            alive.append(weakref.ref(made))
+            return made
 
     call = Call(Seen(), (source, row), {}, (source,))  # type: ignore[arg-type]
     operands = Operands()
@@ -81,8 +93,11 @@ def test_operands_are_put_out_of_the_caches_before_each_run(
     while timed and timed[1:2] == [None]:  # runs that nobody times
         timed.pop(0)
     timed.pop(0)
-    assert len(timed) >= 6 and timed[1::2] == [None] * (len(timed) // 2)
-    (range_,) = set(timed[0::2])
+    runs = len(timed) // 3
+    assert runs >= 3 and timed[2::3] == [None] * runs
+    assert timed[0::3] == written[-runs - 1 : -1]  # what the run before has made
+    assert alive[-1]() is None
+    (range_,) = set(timed[1::3])
     assert range_ is not None
     pool = operands.storage
     assert pool.data_ptr() <= range_[0] and range_[1] <= pool.data_ptr() + pool.nbytes()
@@ -168,7 +183,7 @@ gc.disable()
 before = h.resident_bytes()
 operands = Operands()
 for op in (aten.neg.default, aten.relu.default, aten.exp.default):
-    assert measure_call(Call(op, (spec,), {}, (spec,)), operands, spare_bytes=0) is not None
+    assert measure_call(Call(op, (spec,), {}, (spec,)), operands) is not None
 peak = memory.peak_bytes() - memory.resident()[1]
 del operands
 print(before, peak, h.resident_bytes())
