@@ -22,8 +22,8 @@ MOST_STEPS, LEAST_SECONDS = 100, 0.2
 US_PER_S = 1e6
 #: how often the floor is raised when no schedule is found exactly at it
 MOST_RAISES = 8
-#: where nobody knows what touching memory again takes, room for holes is worth this much of a step
-#: (measured: docs/backend.md); a plan that loses no more than the smaller share is taken uncompared
+#: room for holes is worth this much of a step (measured: docs/backend.md), beside what is known of
+#: touching memory again; a plan that loses no more than the smaller share is taken uncompared
 HOLES_COST, NO_LOSS = 0.02, 0.005
 #: what of the room that would be good is tried, until there is a plan with it
 ROOMS = (1, 3 / 4, 1 / 2, 1 / 4)
@@ -116,7 +116,6 @@ def decide(
     compute_us = sum(op.duration_us for op in problem.ops)
     spend = seconds or planning_seconds(problem)
     touching = None if holes is None else holes.touching_us
-    least_loss = HOLES_COST if touching is None else NO_LOSS
 
     def planned(capacity: int, holes_bytes: int = 0) -> _Planned:
         machine = machine_for(max(1, capacity - holes_bytes))
@@ -148,7 +147,7 @@ def decide(
                     None,
                     "Set memory to 'minimum', or to a little more.",
                 ) from None
-            if roomy is not None and roomy.cost_us <= found.cost_us * (1 + least_loss):
+            if roomy is not None and roomy.cost_us <= found.cost_us * (1 + HOLES_COST):
                 found = roomy
     machine, result = found.machine, found.result
     order = static_order(problem, machine, result.plan, result.timeline)

@@ -10,6 +10,7 @@ import torch
 
 from offcompile.ir import DEVICE, Infeasible, Machine, Problem
 from offcompile.ir.units import show_bytes
+from offcompile.runtime.heap import address_space_is_limited
 
 from .annotate import Annotated, InPlace
 from .choose import TRIAL_SHARE, Choice, choose
@@ -321,9 +322,10 @@ class Planning:
     def _holes(self, problem: Problem, budget: int) -> Holes:
         survey = self.survey
         room, wanted_bytes = survey.target.room(budget), survey.target.holes_bytes(budget)
-        # costs that measured steps put right since then have it in them
+        # costs that measured steps put right since then have it in them; and where addresses are
+        # limited, holes cost no time: the step that finds no place ends
         us_per_mib = survey.touch_again_us_per_mib if survey.profile.factors is None else 0.0
-        if room is None or not us_per_mib or problem.steady:
+        if room is None or not us_per_mib or problem.steady or address_space_is_limited():
             return Holes(wanted_bytes)
 
         def touching_us(machine: Machine, made: PlanResult) -> float:
