@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import itertools
 import weakref
 from collections.abc import Callable, Sequence
@@ -25,6 +24,7 @@ from offcompile.runtime.weights import is_there_by_plan
 
 from .books import Binding, Books
 from .executions import Executions
+from .garbage import garbage
 from .log import log_decision
 from .lower import lower
 from .names import argument_names
@@ -139,10 +139,13 @@ class Compiled:
         """Compile while Dynamo does, for the sizes that it traced."""
         self.books.stir()
         self._look_for_updaters(example_inputs)
+        held = self._surely_held(example_inputs)
         try:
-            self._make(self._surely_held(example_inputs), (), example_inputs)
+            self._make(held, (), example_inputs)
         except Infeasible:
-            if self._hosting(example_inputs, (), first_inputs=example_inputs) is None:
+            if self._held_without_garbage(example_inputs) < held:
+                self.first(example_inputs)
+            elif self._hosting(example_inputs, (), first_inputs=example_inputs) is None:
                 raise
 
     def variant_for(self, args: Sequence[Any]) -> Variant:
@@ -187,7 +190,7 @@ class Compiled:
 
     def _is_to_host(self, args: Sequence[Any]) -> bool:
         """Whether weights of the call left for those of others, and no plan of it says so."""
-        if (False, True) in self._in_vain or any(v.pipeline.hosts_weights for v in self.variants):
+        if (False, True) in self._in_vain or any(v.pipeline.places.has_any for v in self.variants):
             return False
         return not self.books.sent.isdisjoint(self._binding(args).ids)
 
@@ -243,7 +246,7 @@ class Compiled:
         for call in others:
             if self._within(variant, self._held(args), values):
                 break
-            variant.pipeline.place_alike(args, call)
+            variant.pipeline.places.place_alike(args, call)
             self.books.holdings.expect_on_host(call)
             self.books.sent.update(map(id, call))
             self.books.stir()
@@ -257,11 +260,11 @@ class Compiled:
         """
         newest = self.variants[-1]
         found = [v for v in reversed(self.variants) if not v.pipeline.turns]
-        if len(found) > 1 and newest.pipeline.moves and not newest.pipeline.hosts_weights:
+        if len(found) > 1 and newest.pipeline.moves and not newest.pipeline.places.has_any:
             found.sort(key=lambda v: v.pipeline.moves)
-        if len(found) > 1 and any(v.pipeline.hosts_weights for v in found):
+        if len(found) > 1 and any(v.pipeline.places.has_any for v in found):
             left = self._have_left(args)
-            found.sort(key=lambda v: v.pipeline.hosts_weights != left)
+            found.sort(key=lambda v: v.pipeline.places.has_any != left)
         return found
 
     def _have_left(self, args: Sequence[Any]) -> bool:
@@ -275,10 +278,16 @@ class Compiled:
         """The same without models that are only waiting to be collected."""
         held = self._held(args)
         if held:
-            gc.collect()
+            garbage.collect_models()
             self.books.stir()
             held = self._held(args)
         return held
+
+    def _held_without_garbage(self, args: Sequence[Any]) -> int:
+        """The same without forwards that nobody will call the backward of."""
+        garbage.collect()
+        self.books.stir()
+        return self._held(args)
 
     def _turning(self, args: Sequence[Any], values: tuple[int, ...]) -> Variant | None:
         """Where this graph is one of several that keep more for backward together than there is
@@ -299,7 +308,7 @@ class Compiled:
             crowded = self._may_crowd(args, wanted, kept)
         if not crowded:
             return None
-        turning = [v.pipeline.turns and v.pipeline.hosts_weights >= hosts for v in self.variants]
+        turning = [v.pipeline.turns and v.pipeline.places.has_any >= hosts for v in self.variants]
         for look in (self._held, self._surely_held):
             held = look(args)
             for variant in compress(self.variants, turning):
@@ -362,7 +371,7 @@ class Compiled:
             return variant
         lost = self.trial.loses_to(report, step)
         former = next((v for v in self.variants if lost and v.pipeline.report is lost[0]), None)
-        if lost and former and former.pipeline.hosts_all_of(pipeline):
+        if lost and former and former.pipeline.places.has_all_of(pipeline.places):
             self.variants.remove(variant)
             self.profile.note(lost[1])
             log_decision(self.name, lost[1])

@@ -6,7 +6,6 @@ makes another when its plan no longer fits.
 
 from __future__ import annotations
 
-import gc
 import os
 import weakref
 from collections.abc import Mapping, Sequence
@@ -19,30 +18,21 @@ import sympy
 import torch
 from torch import fx
 
-from offcompile.ir import (
-    HOST,
-    Machine,
-    OffloadError,
-    Plan,
-    Problem,
-)
+from offcompile.ir import Machine, OffloadError, Plan, Problem
 from offcompile.runtime import tensor_memory
 from offcompile.runtime.clock import Clock, clock_for
 from offcompile.runtime.heap import heap
 from offcompile.runtime.registry import runtime_for
 from offcompile.runtime.update_ops import taken_or_kept
-from offcompile.runtime.weights import claim, live_on_device, live_on_host
 
 from .annotate import Annotated
 from .books import Entry
-from .decide import (
-    Decided,
-)
-from .direct_ops import scattered_reads
+from .decide import Decided
 from .dump import Compiled as Compilation
 from .dump import dump
-from .endurance import planned_life, spilled_bytes, watch_for
+from .endurance import spilled_bytes, watch_for
 from .executions import Executions, Room, kept_between
+from .garbage import garbage
 from .graphs import BACKWARD, FORWARD, Graphs, outputs_of
 from .log import log_compiled, log_decision, tell_once
 from .lower import Compiled, Halves, Phase
@@ -65,6 +55,7 @@ from .target import Target
 from .turn import kept_at_turn
 from .verified import Verified
 from .verifying import Verifying
+from .weight_places import WeightPlaces, weight_places
 
 #: of the runtime's reserve, what each lane may take to pack in: at most four do
 PACKING_SHARE = 4
@@ -107,15 +98,8 @@ class Pipeline:
     _needs: NeedsBySize | None = None
     #: weight → which of the parameters it is
     _weights: Mapping[str, int] = field(default_factory=dict)
-    #: which arguments of the captured function are to live on the host, in the order of their use
-    _hosted: tuple[int, ...] = ()
-    #: those of them of which only rows here and there are read
-    _scattered: frozenset[int] = frozenset()
-    #: those that are nowhere used in place: their fetches wait for updates under way
-    _fetched: frozenset[int] = frozenset()
     #: whether the graph itself changes weights
     _changes_weights: bool = False
-    _placed: bool = False
     _decided: Decided | None = None
     _recorder: StepRecorder | None = None
     #: where the first step is held against the plain run
@@ -140,6 +124,7 @@ class Pipeline:
             self.turns,
             self.hosts,
         )
+        self.places = WeightPlaces(self.parameters, self.target.runtime.key, self._kind == "cpu")
 
     @property
     def offers(self) -> Offers | None:
@@ -168,6 +153,7 @@ class Pipeline:
         report, recorder = self.report, self._recorder
         if report is None or recorder is None:
             return compiled
+        garbage.compiled()
         observe = partial(report.observe, FORWARD if phase == "inference" else phase)
         clock = self._clock
         watched = not report.fits and self._kind == "cpu"
@@ -187,8 +173,8 @@ class Pipeline:
             check = None if verifying is None else verifying.begin(phase, arguments)
             with self._recorded(phase, arguments), self._among_others(phase, arguments) as room:
                 if watched and (phase != BACKWARD or room is not None):
-                    if first:  # what compiling left behind is not the step's
-                        gc.collect()
+                    if first:
+                        garbage.collect_of_compiling()
                         heap().settle()
                         first = False
                     assert self.executions is not None
@@ -203,6 +189,8 @@ class Pipeline:
                 with recorder.running(phase), profile.watching(tensor_of):
                     result = compiled(arguments)
                 clock.stop(started, observe)
+            if phase != FORWARD:
+                garbage.ran()
             if kept_from and phase == FORWARD:
                 profile.look_at_saved(self._saved, result[-kept_from:])
             if mover is not None:
@@ -281,14 +269,6 @@ class Pipeline:
         """Whether anything leaves the device, or is not kept on it."""
         return self.report is None or not self.report.fits
 
-    @property
-    def hosts_weights(self) -> bool:
-        return bool(self._hosted)
-
-    def hosts_all_of(self, other: Pipeline) -> bool:
-        """Whether it has all weights on the host that another plan has: there they stay."""
-        return set(self._hosted) >= set(other._hosted)
-
     def _direct_reads(self, phase: Phase) -> int:
         """How many operands on the host the ops of this half use there."""
         assert self.report is not None
@@ -312,14 +292,12 @@ class Pipeline:
     # --- the plan -----------------------------------------------------------------------------
 
     def _plan(self, given: Graphs) -> Graphs | None:
-        options, target, budget = self.options, self.target, self._planning.budget()
+        options, target = self.options, self.target
         with Progress(self.name) as progress:
             graphs, choice = self._planning.settle(given, self.updated, progress)
             annotated, decided = choice.annotated, choice.decided
         if options.verify:
             self._verifying = self._verifying_of(given, annotated, decided)
-        reserve = 0 if decided.fits else target.reserve_bytes(budget or decided.order.peak_bytes)
-        whole_bytes = budget if budget is not None else decided.order.peak_bytes + reserve
         self._recorder = StepRecorder(
             self.name,
             self._clock,
@@ -327,26 +305,13 @@ class Pipeline:
             decided.order.steps,
             move_names(decided.result.plan, annotated.labels, annotated.names),
         )
-        self.report = PlanReport(
-            name=self.name,
-            problem=annotated.problem,
-            machine=decided.machine,
-            result=decided.result,
-            budget_bytes=whole_bytes,
-            reserve_bytes=reserve,
-            holes_bytes=decided.holes_bytes,
-            worst_peak_bytes=decided.order.peak_bytes,
-            labels=annotated.labels,
-            names=annotated.names,
+        self.report = replace(
+            self._planning.report(choice),
             profile=self.profile,
             settle=self._clock.settle,
-            room=target.room(whole_bytes),
-            touch_us_per_mib=self._planning.survey.touch_again_us_per_mib,
             steps=self._recorder,
-            beside_bytes=self.held_bytes,
             verified=None if self._verifying is None else self._verifying.verified,
             kept=partial(kept_between, target.runtime),
-            life=partial(planned_life, annotated.problem, decided.result.plan, self.target.runtime),
         )
         written = {t for op in annotated.problem.ops for t in op.writes}
         weights = (t.id for t in annotated.problem.tensors if t.kind == "weight")
@@ -365,7 +330,7 @@ class Pipeline:
             None if self._graphs is None else self._problem_at,
             decided.result.plan,
             decided.order.steps,
-            reserve,
+            self.report.reserve_bytes,
             kept,
         )
         self.entry.trains = graphs.backward is not None
@@ -427,13 +392,8 @@ class Pipeline:
         assert self.report is not None
         device.bound_packing(self, self.report.reserve_bytes // PACKING_SHARE)
         device.keep_room(self, _gradient_bytes_on_host(annotated.problem, decided.result.plan))
-        hosted = _hosted_arguments(graphs, annotated)
-        rows_only = scattered_reads(graphs, annotated)
-        self._hosted = tuple(hosted.values())
-        self._scattered = frozenset(i for t, i in hosted.items() if t in rows_only)
         plan, exact = decided.result.plan, self.options.lowering != "inductor"
-        in_place = {d.tensor for d in plan.directs}
-        self._fetched = frozenset(i for t, i in hosted.items() if t not in in_place)
+        self.places = weight_places(self.places, graphs, annotated, plan)
         made = rewrite(graphs, annotated, plan, decided.order, settings.key, exact)
         tensors = annotated.problem.tensors
         packable = {t.id for t in tensors if t.kind == "activation" and not t.pinned}
@@ -448,31 +408,11 @@ class Pipeline:
         runtime_for(self.target.runtime.key).device.drain()
 
     def place_weights(self, arguments: Sequence[Any]) -> None:
-        """Before a call: weights that the plan has on the host get memory there, others that were
-        born there come to the device."""
-        claim(arguments[i] for i in self.parameters.difference(self._fetched))
-        if self._hosted:
-            device = runtime_for(self.target.runtime.key).device
-            moved = live_on_host(device, [arguments[i] for i in self._hosted])
-            if moved and self._kind == "cpu":
-                heap().trim()  # where they stood
-            for i in self._hosted:
-                device.expect_scattered(arguments[i], i in self._scattered)
-        if not self._placed:
-            self._placed = True
-            others = self.parameters.difference(self._hosted)
-            live_on_device([arguments[i] for i in sorted(others)])
+        """Before a call."""
+        self.places.place(arguments)
         if self.executions is not None:
-            hosted = (weakref.ref(arguments[i]) for i in self._hosted)
-            self.executions.weights = None if self._changes_weights else tuple(hosted)
-
-    def place_alike(self, arguments: Sequence[Any], others: Sequence[torch.Tensor]) -> None:
-        """Give other weights memory on the host, if they are as large as those of a call that the
-        plan has there."""
-        if self._hosted:
-            least = min(arguments[i].untyped_storage().nbytes() for i in self._hosted)
-            device = runtime_for(self.target.runtime.key).device
-            live_on_host(device, [p for p in others if p.untyped_storage().nbytes() >= least])
+            hosted = None if self._changes_weights else self.places.of(arguments)
+            self.executions.weights = hosted
 
     # --- what was seen --------------------------------------------------------------------------
 
@@ -511,18 +451,6 @@ def _gradient_bytes_on_host(problem: Problem, plan: Plan) -> int:
     leaving = {d.tensor for d in plan.directs} | {m.tensor for m in plan.moves}
     gradients = (t for t in problem.tensors if t.kind == "gradient")
     return sum(t.nbytes for t in gradients if t.id in leaving)
-
-
-def _hosted_arguments(graphs: Graphs, annotated: Annotated) -> dict[str, int]:
-    """Weight on the host → which argument it is, in the order of use."""
-    hosted = {t.id for t in annotated.problem.tensors if t.home == HOST}
-    order = dict.fromkeys(t for op in annotated.problem.ops for t in op.reads if t in hosted)
-    index = {
-        annotated.storage_of[FORWARD, node.name]: node.meta["desc"].idx
-        for node in graphs.forward.graph.find_nodes(op="placeholder")
-        if annotated.storage_of.get((FORWARD, node.name)) in hosted
-    }
-    return {t: index[t] for t in order}
 
 
 def _check_one_device(name: str, graphs: Graphs, device: torch.device) -> None:

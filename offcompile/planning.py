@@ -28,11 +28,13 @@ from .decide import (
     with_figure,
     with_reserve,
 )
+from .endurance import planned_life
 from .graphs import BACKWARD, Graphs
 from .offers import Offers, read_after_update
 from .planned_layout import planned_returns
 from .planner import PlanResult
 from .profiling import WORTH, Settled, reconsider
+from .report import PlanReport
 from .sizes import hint_of
 from .survey import Survey
 from .turn import decide_emptied
@@ -83,6 +85,29 @@ class Planning:
             " which is the whole budget.",
             -budget,
             f"Set memory to more than {show_bytes(self.held_bytes)}.",
+        )
+
+    def report(self, choice: Choice) -> PlanReport:
+        """What is known before anything runs."""
+        annotated, decided, target = choice.annotated, choice.decided, self.survey.target
+        budget, peak = self.budget(), decided.order.peak_bytes
+        reserve = 0 if decided.fits else target.reserve_bytes(budget or peak)
+        whole_bytes = budget if budget is not None else peak + reserve
+        return PlanReport(
+            name=self.name,
+            problem=annotated.problem,
+            machine=decided.machine,
+            result=decided.result,
+            budget_bytes=whole_bytes,
+            reserve_bytes=reserve,
+            holes_bytes=decided.holes_bytes,
+            worst_peak_bytes=peak,
+            labels=annotated.labels,
+            names=annotated.names,
+            room=target.room(whole_bytes),
+            touch_us_per_mib=self.survey.touch_again_us_per_mib,
+            beside_bytes=self.held_bytes,
+            life=partial(planned_life, annotated.problem, decided.result.plan, target.runtime),
         )
 
     def settle(self, graphs: Graphs, updated: frozenset[int], tell: Tell) -> tuple[Graphs, Choice]:

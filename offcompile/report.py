@@ -30,8 +30,6 @@ from offcompile.verified import Verified
 
 if TYPE_CHECKING:
     from offcompile.profiling import Profile
-
-if TYPE_CHECKING:
     from offcompile.runtime.drive_life import DriveLife
 
 #: steps per phase that the measured time is the median of

@@ -64,6 +64,17 @@ def pytest_collection_finish() -> None:
     gc.freeze()
 
 
+@pytest.hookimpl(trylast=True)
+def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> None:
+    """Nor through what a file of tests leaves: modules that it brought in, what torch keeps."""
+    if nextitem is not None and nextitem.path == item.path:
+        return
+    if "torch._dynamo" in sys.modules:
+        sys.modules["torch._dynamo"].reset()
+    gc.collect()
+    gc.freeze()
+
+
 @pytest.fixture(autouse=True)
 def books_of_its_own() -> Iterator[None]:
     """What compiled models of other tests hold is no matter of this one's budget."""

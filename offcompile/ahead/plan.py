@@ -19,7 +19,6 @@ from torch.utils._pytree import tree_map_only
 from offcompile.batch_trace import Traced, trace_call
 from offcompile.choose import Choice
 from offcompile.decide import planning_seconds
-from offcompile.endurance import planned_life
 from offcompile.graphs import Graphs
 from offcompile.hardware import load_profile
 from offcompile.ir import InvalidInput, Problem, Violation
@@ -236,34 +235,16 @@ class Ahead:
         options = replace(
             options, memory=memory, seconds=seconds or options.seconds or self.seconds
         )
+        return self._planning(options, explains).settle(self.graphs, frozenset(), tell)[1]
+
+    def _planning(self, options: Options, explains: bool = True) -> Planning:
         survey = replace(self.survey, options=options)
-        planning = Planning("the model", survey, explains=explains, quick=True)
-        return planning.settle(self.graphs, frozenset(), tell)[1]
+        return Planning("the model", survey, explains=explains, quick=True)
 
     def report(self, tell: Tell, choice: Choice | None = None) -> PlanReport:
-        options = self.asked.options
-        choice = choice or self.choose(options.memory, tell)
-        annotated, decided = choice.annotated, choice.decided
-        budget = options.memory_bytes(self.target.device_bytes)
-        peak = decided.order.peak_bytes
-        reserve = 0 if decided.fits else self.target.reserve_bytes(budget or peak)
-        whole_bytes = budget if budget is not None else peak + reserve
-        plan, runtime = decided.result.plan, self.target.runtime
-        return PlanReport(
-            name="the model",
-            problem=annotated.problem,
-            machine=decided.machine,
-            result=decided.result,
-            budget_bytes=whole_bytes,
-            reserve_bytes=reserve,
-            holes_bytes=decided.holes_bytes,
-            worst_peak_bytes=peak,
-            room=self.target.room(whole_bytes),
-            touch_us_per_mib=self.survey.touch_again_us_per_mib,
-            labels=annotated.labels,
-            names=annotated.names,
-            life=partial(planned_life, annotated.problem, plan, runtime),
-        )
+        memory = self.asked.options.memory
+        planning = self._planning(replace(self.survey.options, memory=memory))
+        return planning.report(choice or self.choose(memory, tell))
 
 
 def _seconds(problem: Problem) -> float:

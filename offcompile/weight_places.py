@@ -1,0 +1,102 @@
+"""Where a plan has the weights of its graph, and having them there before each call."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+
+import torch
+
+from offcompile.ir import HOST, Plan
+from offcompile.runtime.heap import heap
+from offcompile.runtime.registry import runtime_for
+from offcompile.runtime.weights import claim, live_on_device, live_on_host
+
+from .annotate import Annotated
+from .direct_ops import scattered_reads
+from .graphs import FORWARD, Graphs
+
+
+@dataclass(eq=False)
+class WeightPlaces:
+    """Weights are known by which arguments of the captured function they are."""
+
+    parameters: frozenset[int]
+    #: the key of the runtime whose host it is
+    runtime: str
+    #: whether what leaves the device was malloc's
+    on_cpu: bool
+    #: those that are to live on the host, in the order of their use
+    hosted: tuple[int, ...] = ()
+    #: those of them of which only rows here and there are read
+    scattered: frozenset[int] = frozenset()
+    #: those that are nowhere used in place: their fetches wait for updates under way
+    fetched: frozenset[int] = frozenset()
+    _others_came: bool = field(default=False, init=False)
+
+    @property
+    def has_any(self) -> bool:
+        """Whether the plan has a weight on the host."""
+        return bool(self.hosted)
+
+    def has_all_of(self, other: WeightPlaces) -> bool:
+        """Whether what another plan has on the host may stay there."""
+        return set(self.hosted) >= set(other.hosted)
+
+    def place(self, arguments: Sequence[torch.Tensor]) -> None:
+        """Before a call: weights that the plan has on the host get memory there, others that were
+        born there come to the device."""
+        claim(arguments[i] for i in self.parameters.difference(self.fetched))
+        if self.hosted:
+            device = runtime_for(self.runtime).device
+            moved = live_on_host(device, [arguments[i] for i in self.hosted])
+            if moved and self.on_cpu:
+                heap().trim()  # where they stood
+            for i in self.hosted:
+                device.expect_scattered(arguments[i], i in self.scattered)
+        if not self._others_came:
+            self._others_came = True
+            others = self.parameters.difference(self.hosted)
+            live_on_device([arguments[i] for i in sorted(others)])
+
+    def place_alike(
+        self, arguments: Sequence[torch.Tensor], others: Sequence[torch.Tensor]
+    ) -> None:
+        """Give other weights memory on the host, if they are as large as those of a call that the
+        plan has there."""
+        if self.hosted:
+            least = min(arguments[i].untyped_storage().nbytes() for i in self.hosted)
+            device = runtime_for(self.runtime).device
+            live_on_host(device, [p for p in others if p.untyped_storage().nbytes() >= least])
+
+    def of(self, arguments: Sequence[torch.Tensor]) -> tuple[weakref.ref[torch.Tensor], ...]:
+        """The weights of a call that are on the host."""
+        return tuple(weakref.ref(arguments[i]) for i in self.hosted)
+
+
+def weight_places(
+    before: WeightPlaces, graphs: Graphs, annotated: Annotated, plan: Plan
+) -> WeightPlaces:
+    """As the plan has them."""
+    hosted = _hosted_arguments(graphs, annotated)
+    in_place = {d.tensor for d in plan.directs}
+    rows_only = scattered_reads(graphs, annotated)
+    return replace(
+        before,
+        hosted=tuple(hosted.values()),
+        scattered=frozenset(i for t, i in hosted.items() if t in rows_only),
+        fetched=frozenset(i for t, i in hosted.items() if t not in in_place),
+    )
+
+
+def _hosted_arguments(graphs: Graphs, annotated: Annotated) -> dict[str, int]:
+    """Weight on the host → which argument it is, in the order of use."""
+    hosted = {t.id for t in annotated.problem.tensors if t.home == HOST}
+    order = dict.fromkeys(t for op in annotated.problem.ops for t in op.reads if t in hosted)
+    index = {
+        annotated.storage_of[FORWARD, node.name]: node.meta["desc"].idx
+        for node in graphs.forward.graph.find_nodes(op="placeholder")
+        if annotated.storage_of.get((FORWARD, node.name)) in hosted
+    }
+    return {t: index[t] for t in order}

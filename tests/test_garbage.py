@@ -1,0 +1,114 @@
+"""Python's collector is called where something can have come for it, and not otherwise."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from zoo import MLP
+
+import offcompile
+from offcompile import garbage as garbage_module
+from offcompile.garbage import Garbage
+
+ROWS, WIDTH, DEPTH = 512, 64, 6
+
+
+@pytest.fixture
+def collections(monkeypatch: pytest.MonkeyPatch) -> list[None]:
+    """One entry for each that we ask for."""
+    found: list[None] = []
+    collect = garbage_module.garbage.collect
+
+    def counted() -> None:
+        found.append(None)
+        collect()
+
+    collect()
+    monkeypatch.setattr(garbage_module.garbage, "collect", counted)
+    return found
+
+
+def compiled(model: nn.Module, memory: int | str) -> Callable[..., Any]:
+    options = {"memory": memory, "lowering": "aot_eager", "seconds": 0.1}
+    return torch.compile(model, backend="offcompile", options=options)
+
+
+def train(run: Callable[..., Any]) -> None:
+    run(torch.ones(ROWS, WIDTH)).square().mean().backward()
+
+
+def test_each_is_called_for_once() -> None:
+    calls: list[None] = []
+
+    class Counted(Garbage):
+        def collect(self) -> None:
+            calls.append(None)
+            super().collect()
+
+    garbage = Counted()
+    garbage.collect_models()
+    garbage.collect_models()
+    garbage.collect_of_compiling()
+    assert len(calls) == 1
+    garbage.ran()
+    garbage.collect_of_compiling()
+    assert len(calls) == 1
+    garbage.collect_models()
+    assert len(calls) == 2
+    garbage.compiled()
+    garbage.collect_models()
+    assert len(calls) == 2
+    garbage.collect_of_compiling()
+    assert len(calls) == 3
+
+
+def test_of_a_graph_s_compilation_once_although_it_has_two_halves(collections: list[None]) -> None:
+    torch._dynamo.reset()
+    known = len(offcompile.reports())
+    run = compiled(MLP(WIDTH, DEPTH), "minimum")
+    for _ in range(3):
+        train(run)
+    # the steps may have brought another plan
+    assert len(collections) == len(offcompile.reports()) - known
+
+
+def test_block_by_block_once_for_each(collections: list[None]) -> None:
+    torch._dynamo.reset()
+    blocks = [MLP(WIDTH, 2 + i) for i in range(4)]
+    alone = [compiled(block, "minimum") for block in blocks]
+    for run in alone:  # what each takes by itself, and their kinds in Dynamo's books
+        train(run)
+    peaks = [report.planned_peak_bytes for report in offcompile.reports()[-4:]]
+    torch._dynamo.reset()
+    collections.clear()
+    x = torch.ones(ROWS, WIDTH, requires_grad=True)
+    y = x
+    for run in [compiled(block, 3 * sum(peaks)) for block in blocks]:
+        y = run(y)
+    y.square().mean().backward()
+    assert len(collections) <= len(blocks) + 1
+
+
+def test_a_model_whose_backward_nobody_will_call_is_in_nobody_s_way(
+    collections: list[None],
+) -> None:
+    """It is taken for one that waits, until there is no plan beside it."""
+    torch._dynamo.reset()
+    first, second = MLP(WIDTH, DEPTH), MLP(WIDTH, DEPTH)
+    train(compiled(second, "minimum"))
+    memory = int(1.5 * offcompile.reports()[-1].planned_peak_bytes)
+    torch._dynamo.reset()
+    run = compiled(first, memory)
+    loss = run(torch.ones(ROWS, WIDTH)).square().mean()
+    cycle: list[Any] = [loss, run, first]
+    cycle.append(cycle)
+    gone, before = weakref.ref(first), len(collections)
+    del loss, run, first, cycle
+    train(compiled(second, memory))
+    assert len(collections) > before
+    assert gone() is None
