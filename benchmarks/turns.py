@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from offcompile.launch import environment
+from offcompile.launch import VARIABLE, environment
 
 MIB = 1 << 20
 LOWERINGS = ("aot_eager", "inductor")
@@ -31,6 +31,8 @@ class Child:
     bare: bool = False
     #: whose `--child` it is
     module: str = "benchmarks.activations"
+    #: more settings of malloc, as glibc.malloc.NAME=VALUE
+    malloc: tuple[str, ...] = ()
     steps: list[dict[str, Any]] = field(default_factory=list)
     facts: dict[str, Any] = field(default_factory=dict)
 
@@ -41,12 +43,17 @@ class Child:
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
-            env=None if self.bare else environment(os.environ),
+            env=self._environment(),
         )
         warm = self.ask("warm")
         self.losses: list[float] = warm["losses"]
         self.warm_seconds: float = warm["seconds"]
         self.warm_facts = warm
+
+    def _environment(self) -> dict[str, str]:
+        found = dict(os.environ) if self.bare else environment(os.environ)
+        settings = [found.get(VARIABLE, ""), *self.malloc]
+        return {**found, VARIABLE: ":".join(s for s in settings if s)}
 
     def ask(self, what: str) -> dict[str, Any]:
         assert self.process.stdin is not None and self.process.stdout is not None

@@ -71,6 +71,8 @@ def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> 
         return
     if "torch._dynamo" in sys.modules:
         sys.modules["torch._dynamo"].reset()
+    if "offcompile.report" in sys.modules:
+        sys.modules["offcompile.report"]._remembered.clear()
     gc.collect()
     gc.freeze()
 
