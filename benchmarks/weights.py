@@ -165,7 +165,7 @@ def inference(case: str, asked: argparse.Namespace) -> list[str]:
             table.start(name, SCHEDULES[name], weight_bytes // 3, inference=True)
     finally:
         table.end()
-    streamed = table.children[2]
+    streamed = table.children[-2]
     fact = streamed.facts
     gb = fact["bytes_in"] / (len(streamed.all_losses) + 1) / 1e9
     rate = gb / statistics.median(streamed.seconds)

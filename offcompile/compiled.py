@@ -139,11 +139,11 @@ class Compiled:
         """Compile while Dynamo does, for the sizes that it traced."""
         self.books.stir()
         self._look_for_updaters(example_inputs)
-        held = self._surely_held(example_inputs)
+        held = self._likely_held(example_inputs)
         try:
             self._make(held, (), example_inputs)
         except Infeasible:
-            if self._held_without_garbage(example_inputs) < held:
+            if self._surely_held(example_inputs) < held:
                 self.first(example_inputs)
             elif self._hosting(example_inputs, (), first_inputs=example_inputs) is None:
                 raise
@@ -274,19 +274,18 @@ class Compiled:
     def _held(self, args: Sequence[Any]) -> int:
         return self.books.held_beside(self.entry, self._binding(args)).in_step
 
-    def _surely_held(self, args: Sequence[Any]) -> int:
-        """The same without models that are only waiting to be collected."""
-        held = self._held(args)
-        if held:
+    def _likely_held(self, args: Sequence[Any]) -> int:
+        """The same without models that have had their last step and wait to be collected."""
+        if self._held(args):
             garbage.collect_models()
             self.books.stir()
-            held = self._held(args)
-        return held
+        return self._held(args)
 
-    def _held_without_garbage(self, args: Sequence[Any]) -> int:
-        """The same without forwards that nobody will call the backward of."""
-        garbage.collect()
-        self.books.stir()
+    def _surely_held(self, args: Sequence[Any]) -> int:
+        """The same without any that wait for it, those whose backward nobody will call included."""
+        if self._held(args):
+            garbage.collect()
+            self.books.stir()
         return self._held(args)
 
     def _turning(self, args: Sequence[Any], values: tuple[int, ...]) -> Variant | None:
