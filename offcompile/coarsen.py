@@ -29,6 +29,16 @@ class Coarse:
         """Nothing merged."""
         return Coarse(problem, {op.id: (op.id,) for op in problem.ops})
 
+    def reruns(self, plan: Plan) -> frozenset[tuple[str, str]]:
+        """What a plan for the fine problem computes again, as (op, before) of the coarse one."""
+        group_of = {op: name for name, ops in self.groups.items() for op in ops}
+        found = {(r.op, group_of[r.before]) for r in plan.recomputes}
+        return frozenset(
+            (group_of[op], before)
+            for op, before in found
+            if all((other, before) in found for other in self.groups[group_of[op]])
+        )
+
     def expand(self, plan: Plan) -> Plan:
         """The same plan for the fine problem."""
         last = {name: ops[-1] for name, ops in self.groups.items()}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from offcompile.ir import DEVICE, Infeasible, Machine, Plan, Problem, Start
@@ -100,6 +100,7 @@ def decide(
     held_bytes: int = 0,
     holes: Holes | None = None,
     may_fit: bool = True,
+    known: Sequence[Plan] = (),
 ) -> Decided:
     """A plan within the budget (None: the floor). Raises `Infeasible` with figures.
 
@@ -119,7 +120,7 @@ def decide(
 
     def planned(capacity: int, holes_bytes: int = 0) -> _Planned:
         machine = machine_for(max(1, capacity - holes_bytes))
-        result = plan_problem(problem, machine, policy, spend, progress)
+        result = plan_problem(problem, machine, policy, spend, progress, known)
         touching_us = 0.0 if touching is None else touching(machine, result)
         return _Planned(machine, result, holes_bytes, touching_us)
 

@@ -174,9 +174,19 @@ def may_repeat(node: fx.Node) -> bool:
     target = node.target
     if not isinstance(target, torch._ops.OpOverload) or target._schema.is_mutable:
         return False
-    if torch.Tag.nondeterministic_seeded in target.tags:
+    if torch.Tag.nondeterministic_seeded in target.tags and not _drops_nothing(node):
         return False
     return target.namespace in ("aten", "prims") and not node.is_impure()
+
+
+def _drops_nothing(node: fx.Node) -> bool:
+    """Whether the op draws random numbers for dropout alone, and drops no element: attention."""
+    schema = node.target._schema  # type: ignore[union-attr]
+    for at, argument in enumerate(schema.arguments):
+        if argument.name == "dropout_p":
+            given = node.args[at] if at < len(node.args) else node.kwargs.get(argument.name)
+            return (argument.default_value if given is None else given) == 0.0
+    return False
 
 
 def covers_its_storage(value: torch.Tensor, hint: Hint) -> bool:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from offcompile.bounds import lower_bound
@@ -91,8 +91,12 @@ def plan_problem(
     policy: str = "joint",
     seconds: float = 15.0,
     progress: Callable[[str], None] | None = None,
+    known: Sequence[Plan] = (),
 ) -> PlanResult:
-    """Plan, verify, simulate and bound. Raises `Infeasible` or `InvalidInput`."""
+    """Plan, verify, simulate and bound. Raises `Infeasible` or `InvalidInput`.
+
+    known: plans of the same ops with tensors at home elsewhere; what they compute again is tried.
+    """
     began = time.monotonic()
     wrong = check_homes(problem, machine)
     if wrong:
@@ -110,6 +114,7 @@ def plan_problem(
         progress=progress,
         hints=bound.away_hints,
         floor_us=bound.us,
+        known_reruns=tuple(dict.fromkeys(filter(None, map(coarse.reruns, known)))),
     )
     plan = coarse.expand(chosen.apply(coarse.problem, machine, Plan()))
     timeline = certify(problem, machine, plan, chosen.name)

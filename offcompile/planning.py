@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
 import torch
 
-from offcompile.ir import DEVICE, Infeasible, Machine, Problem
+from offcompile.ir import DEVICE, Infeasible, Machine, Plan, Problem
 from offcompile.ir.units import show_bytes
 from offcompile.runtime.heap import address_space_is_limited
 
@@ -237,6 +237,8 @@ class Planning:
         time_share: float = 1.0,
     ) -> Choice:
         survey = self.survey
+        #: plans of the step with its weights elsewhere, for what they compute again
+        known: list[Plan] = []
 
         def decided(
             found: Annotated, *, may_fit: bool, share: float = 1.0, to_floor: bool = False
@@ -244,7 +246,12 @@ class Planning:
             asked = None if to_floor else budget
             if self.settled is not None and self.settled.fits(found.problem, asked):
                 return self.settled.decided
-            return self._decide(found.problem, asked, may_fit, time_share * share, tell)
+            made = self._decide(
+                found.problem, asked, may_fit, time_share * share, tell, known=known
+            )
+            if made.result.plan.recomputes:
+                known.append(made.result.plan)
+            return made
 
         weights = [t.nbytes for t in annotated.problem.tensors if t.kind == "weight"]
         in_place = survey.target.in_place(2 * sum(weights))  # gradients too
@@ -315,6 +322,7 @@ class Planning:
         share: float = 1.0,
         tell: Tell | None = None,
         ends: bool = False,
+        known: Sequence[Plan] = (),
     ) -> Decided:
         options, target = self.survey.options, self.survey.target
         seconds = share * (options.seconds or planning_seconds(problem))
@@ -342,6 +350,7 @@ class Planning:
             self.held_bytes,
             None if budget is None else self._holes(problem, budget),
             may_fit,
+            known,
         )
 
     def _holes(self, problem: Problem, budget: int) -> Holes:

@@ -136,7 +136,10 @@ class Cover:
         if gap.index in self.away:
             return 0.0
         size = gap.tensor.nbytes
-        freed = sum(min(over[j], size) for j in gap.cells if j in over)
+        freed = 0.0
+        for j in gap.cells:  # the innermost loop of a search
+            if j in over:
+                freed += min(over[j], size)
         return weight(gap) * freed / self.cost(gap, prices)
 
     def prune(self, capacity: float, prices: Prices, rng: random.Random | None = None) -> None:

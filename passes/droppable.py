@@ -35,7 +35,7 @@ def droppable_ops(problem: Problem) -> list[Droppable]:
             writers.setdefault(t, []).append(op.id)
     found = []
     for at, op in enumerate(problem.ops):
-        if not op.recompute or not _own_outputs(problem, op, writers):
+        if not op.recompute or not own_outputs(problem, op, writers):
             continue
         uses = sorted({p for t in op.writes for p in accesses[t]})
         start, end = max(
@@ -53,7 +53,7 @@ def droppable_ops(problem: Problem) -> list[Droppable]:
     return found
 
 
-def _own_outputs(problem: Problem, op: Op, writers: dict[str, list[str]]) -> bool:
+def own_outputs(problem: Problem, op: Op, writers: dict[str, list[str]]) -> bool:
     """Whether running `op` again changes nothing but values that only it writes."""
     return not set(op.reads) & set(op.writes) and all(
         problem.tensor[t].kind in SELF_ENDING_KINDS

@@ -178,6 +178,7 @@ class _Ways:
         self.machine, self.tier = machine, tier
         self.routes = Routes(machine)
         self.codecs = [c for c in machine.codecs if lossy or c.lossless]
+        self._found: dict[tuple[object, ...], tuple[float, float, str | None] | None] = {}
 
     def of(
         self, tensor: Tensor, dirty: bool, rounds: bool
@@ -185,6 +186,15 @@ class _Ways:
         """`rounds`: whether what comes back may be less precise, where that is allowed at all."""
         if self.tier not in self.machine.tier:
             return None
+        ratios = tuple(sorted(tensor.ratios.items()))
+        key = (tensor.nbytes, tensor.kind in SELF_ENDING_KINDS, ratios, dirty, rounds)
+        if key not in self._found:
+            self._found[key] = self._cheapest(tensor, dirty, rounds)
+        return self._found[key]
+
+    def _cheapest(
+        self, tensor: Tensor, dirty: bool, rounds: bool
+    ) -> tuple[float, float, str | None] | None:
         try:
             back = self.routes.lanes(self.tier, DEVICE)
             out = self.routes.lanes(DEVICE, self.tier) if dirty else []

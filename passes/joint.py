@@ -31,6 +31,8 @@ from .gaps import Gap
 from .homecoming import brought_home
 from .lanes import Clock
 from .patience import Time, TimeIsUp, is_short, timed_by
+from .recompute_starts import RecomputeStarts
+from .rematerialization import Rerun
 from .schedule import Builder
 from .search import Search, State, mode_of
 
@@ -41,6 +43,10 @@ HEADROOMS = (0.0, 0.03, 0.08, 0.15, 0.25, 0.5)
 
 #: how much of the time the first covers may take
 START_SHARE = 0.3
+#: how much of it starts that compute again may take, and how many of them are built with care
+RECOMPUTE_SHARE, REFINED_STARTS = 0.6, 3
+#: of all plans to be tried, those starts, where no other search has made any, and where one has
+NEW_SHARE, KNOWN_SHARE = 0.75, 0.4
 #: how much of the time the single policies may take together
 POLICY_SHARE = 0.5
 
@@ -97,6 +103,8 @@ class Joint:
     hints: Mapping[tuple[str, str | None], float] = field(default_factory=dict, compare=False)
     #: no plan can be faster
     floor_us: float = 0.0
+    #: recomputations that served the same step with weights elsewhere: tried first
+    known_reruns: tuple[frozenset[Rerun], ...] = field(default=(), compare=False)
 
     def apply(self, problem: Problem, machine: Machine, plan: Plan) -> Plan:
         if self.judge is None:
@@ -109,13 +117,20 @@ class Joint:
         forced = forced_mode(problem, machine)
         frame = self._frame(problem, machine, forced)
         blocked = self._floor(frame)
-        states = [] if blocked is not None else self._starts(search, frame)
+        frames = [] if blocked is not None else [frame]
         free = direct_mode(problem, machine, only_free=True).directs
         if not free <= forced.directs:
             in_place = self._frame(
                 problem, machine, Mode(forced.directs | free, forced.recomputes, forced.hosted)
             )
-            states += [] if self._floor(in_place) is not None else self._starts(search, in_place)
+            frames += [] if self._floor(in_place) is not None else [in_place]
+        states: list[State] = []
+        for one in frames:
+            states += self._starts(search, one, HEADROOMS[:1])
+        again = self._recomputing(search, forced, states)
+        states += again
+        for one in [min(again, key=lambda s: s.cost).frame, *frames] if again else frames:
+            states += self._starts(search, one, HEADROOMS[1:])
         states += self._balanced(search, states)
         self._single_policies(search)
         if search.best_plan is None:
@@ -232,7 +247,7 @@ class Joint:
             if search.left < 4:
                 break
 
-    def _starts(self, search: Search, frame: Frame) -> list[State]:
+    def _starts(self, search: Search, frame: Frame, headrooms: tuple[float, ...]) -> list[State]:
         found: list[State] = []
         deadline = time.monotonic() + START_SHARE * self.seconds
         tiers = [HOST, *(t.name for t in search.machine.tiers if t.name not in (DEVICE, HOST))]
@@ -244,7 +259,7 @@ class Joint:
             )
             covers: set[frozenset[int]] = set()
             largest = 2 * max((g.tensor.nbytes for g in here.gaps.gaps), default=0)
-            for headroom in HEADROOMS:
+            for headroom in headrooms:
                 for hinted in (False, True) if self.hints else (False,):
                     if search.settled or (found and time.monotonic() > deadline):
                         return found
@@ -257,6 +272,39 @@ class Joint:
                     if state is not None:
                         found.append(state)
         return found
+
+    def _recomputing(self, search: Search, forced: Mode, states: list[State]) -> list[State]:
+        """Starts that compute activations again, from nearly free ones to all within a block."""
+        best = min(states, key=lambda s: s.cost, default=None)
+        base = forced if best is None else best.frame.mode
+        found: list[State] = []
+        deadline = time.monotonic() + RECOMPUTE_SHARE * self.seconds
+        # where others have found what pays, little is left to find
+        share = KNOWN_SHARE if self.known_reruns else NEW_SHARE
+        least = search.left - int(share * search.left)
+
+        def cost_of(reruns: frozenset[Rerun]) -> float | None:
+            mode = Mode(base.directs, reruns, base.hosted)
+            frame = self._frame(search.problem, search.machine, mode)
+            cover = self._greedy(frame, 0.0, False)
+            state = cover and search.evaluate(frame, cover, rounds=0)
+            if not state:
+                return None
+            found.append(state)
+            return state.us
+
+        def is_over() -> bool:
+            return search.settled or search.left <= least or time.monotonic() > deadline
+
+        for reruns in self.known_reruns:
+            cost_of(reruns)
+        RecomputeStarts(search.problem, cost_of, is_over).run()
+        found.sort(key=lambda s: s.cost)
+        return [
+            again
+            for state in found[:REFINED_STARTS]
+            if (again := search.evaluate(state.frame, state.cover, rounds=2)) is not None
+        ]
 
     def _balanced(self, search: Search, states: list[State]) -> list[State]:
         """The best start with loads made direct, where the lane holds it up."""

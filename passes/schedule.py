@@ -45,10 +45,16 @@ class Builder:
     """One set of decisions, built for one or several estimates of the times."""
 
     def __init__(
-        self, problem: Problem, machine: Machine, decisions: Decisions, check: bool = True
+        self,
+        problem: Problem,
+        machine: Machine,
+        decisions: Decisions,
+        check: bool = True,
+        program: Program | None = None,
     ) -> None:
+        """program: that of the decisions, where somebody has made it already."""
         self.problem, self.machine, self.decisions = problem, machine, decisions
-        self.program = Program(problem, decisions)
+        self.program = program or Program(problem, decisions)
         self.residency: Residency = plan_residency(self.program, decisions)
         capacity = machine.tier[DEVICE].capacity_bytes
         self.capacity = float("inf") if capacity is None else capacity

@@ -120,7 +120,8 @@ class Search:
     ) -> State | None:
         """Build and judge; again with the times it really had while that helps."""
         try:
-            builder = Builder(self.problem, self.machine, self._decisions(frame, cover))
+            decisions = self._decisions(frame, cover)
+            builder = Builder(self.problem, self.machine, decisions, program=frame.program)
         except Infeasible:
             return None
         builder.reserve(reserve)

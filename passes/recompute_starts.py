@@ -1,0 +1,134 @@
+"""Recomputation as a start for the search: a few recipes, tried from coarse to fine.
+
+A recipe prices what is kept (see `rematerialization`) by where in forward it is made. What early
+layers save has all of forward to leave in, so it is cheap to keep there; what the last layers save
+is wanted again at once, and stays. In between a tensor that is cheap to make is made again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field, replace
+from itertools import pairwise
+
+from offcompile.ir import Problem
+
+from .rematerialization import NS_PER_US, Rematerialization, Rerun
+
+#: prices tried, in terms of what the saved half of all bytes takes to make again
+SCALES = (1 / 4, 1 / 2, 1.0, 2.0, 4.0, 64.0)
+#: into how many parts forward is cut, at most one for so many ops
+PARTS, OPS_A_PART = (24, 48, 1, 12, 6), 3
+#: where the early layers end, and where the last ones begin, as shares of forward's time
+EARLY_ENDS, LATE_STARTS = (0.4, 0.2, 0.6), (0.9, 0.8)
+BYTES_PER_KIB = 1024
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """Prices in ns per KiB: of what is made before `early`, before `late`, and (none) after."""
+
+    parts: int
+    price: float
+    early_price: float = 0.0
+    early: float = 0.0
+    late: float = 1.0
+
+
+@dataclass(eq=False)
+class RecomputeStarts:
+    """Tries recipes for one problem. `cost_of` says what a plan that runs these ops again costs;
+    None: it finds none. Stops when `is_over` says so."""
+
+    problem: Problem
+    cost_of: Callable[[frozenset[Rerun]], float | None]
+    is_over: Callable[[], bool]
+    best: Recipe | None = None
+    best_cost: float = float("inf")
+    _tried: set[Recipe] = field(default_factory=set)
+    _seen: set[frozenset[Rerun]] = field(default_factory=set)
+
+    def __post_init__(self) -> None:
+        self._choices = Rematerialization(self.problem)
+        self._boundaries: dict[int, frozenset[str]] = {}
+
+    def run(self) -> None:
+        """Try every price with forward in about as many parts as models have blocks, then vary the
+        best recipe one field at a time."""
+        prices = self._prices()
+        most = max(1, len(self._choices.forward) // OPS_A_PART)
+        parts = [n for n in PARTS if n <= most]
+        for price in prices:
+            if self.is_over():
+                return
+            self._try(Recipe(parts[0], price))
+        while self.best is not None:
+            before = self.best
+            for recipe in self._neighbours(before, prices, parts):
+                if self.is_over():
+                    return
+                if self._try(recipe):
+                    break
+            if self.best is before:
+                return
+
+    def reruns(self, recipe: Recipe) -> frozenset[Rerun]:
+        made, nbytes = self._choices.progress, self.problem.tensor
+
+        def price_ns(t: str) -> float:
+            at = made[t]
+            price = recipe.early_price if at < recipe.early else recipe.price
+            return 0.0 if at > recipe.late else price * nbytes[t].nbytes / BYTES_PER_KIB
+
+        if recipe.parts not in self._boundaries:
+            self._boundaries[recipe.parts] = self._choices.boundaries(recipe.parts)
+        return self._choices.reruns(price_ns, self._boundaries[recipe.parts])
+
+    def _try(self, recipe: Recipe) -> bool:
+        """Whether the recipe is the best so far."""
+        if recipe in self._tried:
+            return False
+        self._tried.add(recipe)
+        reruns = self.reruns(recipe)
+        if not reruns or reruns in self._seen:
+            return False
+        self._seen.add(reruns)
+        cost = self.cost_of(reruns)
+        if cost is None or cost >= self.best_cost:
+            return False
+        self.best, self.best_cost = recipe, cost
+        return True
+
+    def _neighbours(
+        self, recipe: Recipe, prices: list[float], parts: list[int]
+    ) -> Iterator[Recipe]:
+        """The same in other parts, with early layers that keep more, with late ones that stay, at
+        another price."""
+        for n in parts:
+            yield replace(recipe, parts=n)
+        lower = [0.0, *(p for p in prices if p < recipe.price)]
+        for early in EARLY_ENDS:
+            for price in reversed(lower):
+                yield replace(recipe, early=early, early_price=price)
+        for late in LATE_STARTS:
+            yield replace(recipe, late=late)
+        for a, b in pairwise(prices):
+            for price in (a, b) if recipe.price in (a, b) else ():
+                yield replace(recipe, price=price)
+
+    def _prices(self) -> list[float]:
+        """From nearly nothing to more than any op costs, around the middle of all saved bytes."""
+        kib: dict[str, float] = {}
+        for t in self._choices.saved:
+            op = self._choices.maker[t]
+            if op.recompute:
+                nbytes = self.problem.tensor[t].nbytes
+                kib[op.id] = kib.get(op.id, 0.0) + nbytes / BYTES_PER_KIB
+        ops = self.problem.op
+        dear = sorted((NS_PER_US * ops[op].duration_us / n, n) for op, n in kib.items() if n > 0)
+        half, middle = sum(n for _, n in dear) / 2, 0.0
+        for density, n in dear:
+            middle, half = density, half - n
+            if half <= 0:
+                break
+        return [middle * scale for scale in SCALES] if middle > 0 else []

@@ -1,0 +1,200 @@
+"""Which activations backward computes again, and which it finds kept.
+
+Keeping a tensor costs its bytes at a price; running an op again costs its duration, and asks for
+its operands, which are kept or computed again themselves. The cheapest choice for a given price is
+a minimum cut, as in torch's own partitioner. Low prices drop what is nearly free to make (an
+activation function's output), high prices leave little more than attention's results.
+
+A cut does not know *when*: an op that runs again early holds its results until they are used. So
+chains end at *boundaries*: tensors that always stay available, where the fewest bytes cross from
+one part of forward to the next. With a boundary at each block and a high price this is the
+classical checkpointing of blocks; each part runs again just before its own backward.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import accumulate
+
+from offcompile.ir import Op, Problem
+
+from .droppable import own_outputs
+from .min_cut import UNCUTTABLE, Network
+
+#: (op, the op that it runs again before)
+Rerun = tuple[str, str]
+NS_PER_US = 1000
+
+
+@dataclass(frozen=True, eq=False)
+class Rematerialization:
+    """The choices of one problem. Ops of the phase "forward" may run again for all that follow."""
+
+    problem: Problem
+
+    @cached_property
+    def forward(self) -> list[Op]:
+        return [op for op in self.problem.ops if op.phase == "forward"]
+
+    @cached_property
+    def maker(self) -> dict[str, Op]:
+        """Tensor → the forward op that makes it."""
+        found: dict[str, Op] = {}
+        for op in self.forward:
+            for t in op.writes:
+                found.setdefault(t, op)
+        return found
+
+    @cached_property
+    def saved(self) -> frozenset[str]:
+        """Made in forward and read by what follows."""
+        others = (op for op in self.problem.ops if op.phase != "forward")
+        return frozenset(t for op in others for t in op.reads if t in self.maker)
+
+    @cached_property
+    def progress(self) -> dict[str, float]:
+        """Tensor → the share of forward's time that has gone by when it is made."""
+        ends = list(accumulate(op.duration_us for op in self.forward))
+        total = ends[-1] if ends and ends[-1] > 0 else 1.0
+        found: dict[str, float] = {}
+        for op, end in zip(self.forward, ends, strict=True):
+            for t in op.writes:
+                found.setdefault(t, end / total)
+        return found
+
+    @cached_property
+    def _repeatable(self) -> frozenset[str]:
+        """Forward ops that may run again, as long as their operands are not overwritten."""
+        writers: dict[str, list[str]] = {}
+        for op in self.problem.ops:
+            for t in op.writes:
+                writers.setdefault(t, []).append(op.id)
+        ops = (op for op in self.forward if op.recompute)
+        return frozenset(op.id for op in ops if own_outputs(self.problem, op, writers))
+
+    @cached_property
+    def _overwritten_at(self) -> dict[str, int]:
+        """Op → the first position after it at which something that it reads is written anew."""
+        writes: dict[str, list[int]] = {}
+        for at, op in enumerate(self.problem.ops):
+            for t in op.writes:
+                writes.setdefault(t, []).append(at)
+        index, end = self.problem.op_index, len(self.problem.ops)
+        found: dict[str, int] = {}
+        for op in self.forward:
+            later = [w for t in op.reads for w in writes.get(t, ()) if w > index[op.id]]
+            found[op.id] = min(later, default=end)
+        return found
+
+    def boundaries(self, parts: int) -> frozenset[str]:
+        """Activations that cross from one part of forward to the next, where forward is cut into
+        parts of about equal time, at the narrowest place near each."""
+        total = sum(op.duration_us for op in self.forward)
+        found: set[str] = set()
+        ends = list(accumulate((op.duration_us for op in self.forward), initial=0.0))
+        for part in range(1, parts):
+            wanted, reach = total * part / parts, total / parts / 2
+            near = [
+                at
+                for at in range(1, len(self.forward))
+                if abs(ends[at] - wanted) < reach and self._crossing[at]
+            ]
+            if near:
+                at = min(near, key=lambda i: (self._crossing_bytes[i], abs(ends[i] - wanted)))
+                found |= self._crossing[at]
+        return frozenset(found)
+
+    @cached_property
+    def _crossing(self) -> list[frozenset[str]]:
+        """Per forward op: activations that are there before it, and read by it or later in
+        forward."""
+        made: dict[str, int] = {}
+        last: dict[str, int] = {}
+        for at, op in enumerate(self.forward):
+            last.update((t, at) for t in op.reads if t in made)
+            for t in op.writes:
+                made.setdefault(t, at)
+        crossing: list[set[str]] = [set() for _ in self.forward]
+        for t, at in last.items():
+            for between in range(made[t] + 1, at + 1):
+                crossing[between].add(t)
+        return [frozenset(here) for here in crossing]
+
+    @cached_property
+    def _crossing_bytes(self) -> list[int]:
+        nbytes = self.problem.tensor
+        return [sum(nbytes[t].nbytes for t in here) for here in self._crossing]
+
+    def reruns(
+        self, price_ns: Callable[[str], float], boundaries: frozenset[str] = frozenset()
+    ) -> frozenset[Rerun]:
+        """What to run again, and before which op, where keeping a tensor costs `price_ns`."""
+        repeatable = set(self._repeatable)
+        while True:
+            again = self._cut(price_ns, boundaries, repeatable)
+            found, broken = self._just_in_time(again, boundaries)
+            if not broken:
+                return frozenset(found)
+            repeatable -= broken
+
+    def _cut(
+        self,
+        price_ns: Callable[[str], float],
+        boundaries: frozenset[str],
+        repeatable: set[str],
+    ) -> set[str]:
+        """The ops that run again, at least cost.
+
+        Each tensor has a node that stands with the source if backward needs it, each op one that
+        does if it runs again. Between them lies the price of keeping: cut where the tensor is
+        needed and its op does not run again.
+        """
+        network = Network()
+        for t in self.saved - boundaries:
+            network.from_source(("needed", t), UNCUTTABLE)
+        for t, op in self.maker.items():
+            if t in boundaries:
+                continue
+            price = max(0, round(price_ns(t)))
+            if op.id in repeatable:
+                network.edge(("needed", t), ("again", op.id), price)
+            else:
+                network.to_sink(("needed", t), price)
+        for op in self.forward:
+            if op.id not in repeatable:
+                continue
+            network.to_sink(("again", op.id), max(1, round(NS_PER_US * op.duration_us)))
+            for t in op.reads:
+                if t in self.maker and t not in boundaries:
+                    network.edge(("again", op.id), ("needed", t), UNCUTTABLE)
+        side = network.source_side()
+        return {op.id for op in self.forward if ("again", op.id) in side}
+
+    def _just_in_time(
+        self, again: set[str], boundaries: frozenset[str]
+    ) -> tuple[list[Rerun], set[str]]:
+        """Each op before the first one that needs it; and those whose operands are gone by then."""
+        there: set[str] = set()
+        found: list[Rerun] = []
+        broken: set[str] = set()
+
+        def makers(tensors: tuple[str, ...]) -> list[str]:
+            here = (t for t in tensors if t not in boundaries and t in self.maker)
+            return [op for t in here if (op := self.maker[t].id) in again and op not in there]
+
+        for at, op in enumerate(self.problem.ops):
+            if op.phase == "forward":
+                continue
+            stack = makers(op.reads)
+            while stack:
+                one = stack.pop()
+                if one in there:
+                    continue
+                there.add(one)
+                found.append((one, op.id))
+                if self._overwritten_at[one] < at:
+                    broken.add(one)
+                stack += makers(self.problem.op[one].reads)
+        return found, broken
