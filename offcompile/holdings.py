@@ -8,7 +8,9 @@ from collections.abc import Iterable, Sequence
 from functools import partial
 
 import torch
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
+from offcompile.runtime.owners import device_bytes
 from offcompile.runtime.updates import updater_of
 from offcompile.runtime.weights import is_on_host
 
@@ -46,7 +48,7 @@ class Holdings:
             key = id(p)
             if key not in self._refs:
                 self._refs[key] = weakref.ref(p, partial(_died, self._dead, key))
-                self._seen[key] = p.untyped_storage().nbytes()
+                self._seen[key] = device_bytes(p)
                 self.seen_bytes += self._seen[key]
                 self.births += 1
                 self._addresses = None
@@ -125,6 +127,8 @@ def _addresses(parameters: Sequence[torch.Tensor]) -> tuple[list[int], list[int]
     """Of weights and of gradients (0: none); None: some tensor has no single address."""
     gradients = [p.grad for p in parameters]
     try:
+        if any(map(is_traceable_wrapper_subclass, parameters)):
+            return None
         weights = [p.data_ptr() for p in parameters]
         return weights, [0 if g is None else g.data_ptr() for g in gradients]
     except RuntimeError:  # what torch says of sparse ones, and of subclasses without memory
@@ -132,6 +136,4 @@ def _addresses(parameters: Sequence[torch.Tensor]) -> tuple[list[int], list[int]
 
 
 def _bytes_on_device(tensor: torch.Tensor) -> int:
-    if tensor.layout is not torch.strided:
-        return tensor._values().nbytes
-    return 0 if is_on_host(tensor) else tensor.untyped_storage().nbytes()
+    return 0 if is_on_host(tensor) else device_bytes(tensor)
