@@ -35,6 +35,7 @@ from .options import Options
 from .pipeline import Pipeline
 from .profiling import Profile, Settled
 from .recording import recorded
+from .sizes import symbols_of
 from .target import Target
 from .trial import Trial
 
@@ -78,8 +79,8 @@ class Compiled:
             i for i, x in enumerate(example_inputs) if isinstance(x, torch.nn.Parameter)
         )
         self._in_order = sorted(self.parameters)
-        #: positions of the arguments that are symbols
-        self.symbols = _symbols(example_inputs)
+        #: symbols, with how to read their values from a call's arguments
+        self.symbols = symbols_of(self.traced)
         self.budget = options.memory_bytes(target.device_bytes)
         self.variants: list[Variant] = []
         holes = 0
@@ -357,7 +358,7 @@ class Compiled:
         return self.entry.bind([args[i] for i in self._in_order])
 
     def _sizes_of(self, args: Sequence[Any]) -> tuple[int, ...]:
-        return tuple(int(args[i]) for i, _ in self.symbols)
+        return tuple(read(args) for _, read in self.symbols)
 
     def _reconsidered(self, variant: Variant, args: Sequence[Any]) -> Variant:
         """A plan for what the steps so far have shown, if that is worth it."""
@@ -438,7 +439,7 @@ class Compiled:
         return variant.pipeline.needs_at(values).peak_bytes
 
     def _sizes(self, values: tuple[int, ...]) -> dict[sympy.Symbol, int]:
-        return {symbol: v for (_, symbol), v in zip(self.symbols, values, strict=True)}
+        return {symbol: v for (symbol, _), v in zip(self.symbols, values, strict=True)}
 
     def _make(
         self,
@@ -474,7 +475,7 @@ class Compiled:
             hosts=hosts,
             explains=explains,
             executions=self.executions,
-            symbols=tuple(symbol for _, symbol in self.symbols),
+            symbols=tuple(symbol for symbol, _ in self.symbols),
         )
         # lowering takes the graph it is given for its own
         graph, self.gm = self.gm, _copy(self.gm)
@@ -526,11 +527,3 @@ def _tensors_out(gm: fx.GraphModule) -> list[torch.Tensor]:
     nodes = gm.graph.output_node().all_input_nodes
     values = (n.meta.get("example_value") for n in nodes)
     return [x for x in values if isinstance(x, torch.Tensor)]
-
-
-def _symbols(example_inputs: Sequence[Any]) -> list[tuple[int, sympy.Symbol]]:
-    found = []
-    for i, value in enumerate(example_inputs):
-        if isinstance(value, torch.SymInt) and value.node.expr.is_symbol:
-            found.append((i, value.node.expr))
-    return found

@@ -41,7 +41,9 @@ def plain_parts(tensor: torch.Tensor) -> list[torch.Tensor]:
     """Return the tensors with memory that a tensor is made of: itself, unless it is a wrapper."""
     if is_traceable_wrapper_subclass(tensor):
         names, _ = tensor.__tensor_flatten__()  # type: ignore[attr-defined]
-        return [part for name in names for part in plain_parts(getattr(tensor, name))]
+        inner = [getattr(tensor, name) for name in names]
+        # a DTensor names its mesh among them since torch 2.13
+        return [part for x in inner if isinstance(x, torch.Tensor) for part in plain_parts(x)]
     return [tensor]
 
 
