@@ -487,7 +487,7 @@ class Compiled:
                     run = lower(graph, self.traced, self.options.lowering, pipeline)
         except Infeasible as error:
             raise self.fixed.explained(error) from None
-        if pipeline.moves:
+        if pipeline.moves or self.budget is None:
             self.fixed.tell()
         variant = Variant(pipeline, run)
         self.variants.append(variant)

@@ -302,6 +302,12 @@ class Pipeline:
             annotated, decided = choice.annotated, choice.decided
         if options.verify:
             self._verifying = self._verifying_of(given, annotated, decided)
+        moves = not decided.fits or self.budget() is None
+        if self._verifying is not None and self.fixed and moves:
+            count = f"{len(self.fixed)} weight{'s' if len(self.fixed) > 1 else ''}"
+            self._verifying.verified.notes["weights"] = (
+                f"{count} stayed on the device, where others hold the same memory"
+            )
         self._recorder = StepRecorder(
             self.name,
             self._clock,

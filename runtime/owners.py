@@ -40,7 +40,7 @@ def address_of(tensor: torch.Tensor) -> int | None:
 def plain_parts(tensor: torch.Tensor) -> list[torch.Tensor]:
     """Return the tensors with memory that a tensor is made of: itself, unless it is a wrapper."""
     if is_traceable_wrapper_subclass(tensor):
-        names, _ = tensor.__tensor_flatten__()  # type: ignore[attr-defined]
+        names, _ = tensor.__tensor_flatten__()
         inner = [getattr(tensor, name) for name in names]
         # a DTensor names its mesh among them since torch 2.13
         return [part for x in inner if isinstance(x, torch.Tensor) for part in plain_parts(x)]
@@ -68,7 +68,7 @@ def why_it_stays(parameter: torch.Tensor) -> str | None:
     if address_of(parameter) is None or is_fake(parameter) or parameter.is_meta:
         return f"a {kind} ({parameter.layout}, {parameter.device}) has no plain memory"
     # CUDA tensors always say that they are shared
-    if parameter.device.type == "cpu" and parameter.is_shared():
+    if parameter.device.type == "cpu" and parameter.untyped_storage().is_shared():
         return "it lies in memory that processes share"
     if has_others(parameter):
         return SHARED
@@ -97,9 +97,8 @@ def name_holders(parameters: Sequence[torch.Tensor]) -> list[str]:
 
     Looks at every object of the process once: for messages only.
     """
-    wanted = {p.untyped_storage()._cdata: [] for p in parameters if address_of(p) is not None}
+    tensors: dict[int, list[torch.Tensor]] = {_key(p): [] for p in parameters}
     mine = {id(p) for p in parameters}
-    tensors: dict[int, list[torch.Tensor]] = wanted
     for found in gc.get_objects():
         # a proxy's __class__ may lie, and asking it may run its code
         if issubclass(type(found), torch.Tensor) and id(found) not in mine:
@@ -124,8 +123,7 @@ def _described(tensor: torch.Tensor, ours: Sequence[object]) -> str:
     owner = _owner_of(tensor, [*ours, tensor], depth=3)
     if owner is not None:
         return f"a {type(tensor).__name__} held by {owner}"
-    shape = "×".join(map(str, tensor.shape)) or "()"
-    return f"a {type(tensor).__name__} of shape {shape}"
+    return f"a {type(tensor).__name__} in a variable"
 
 
 def _owner_of(held: object, ours: Sequence[object], depth: int) -> str | None:
