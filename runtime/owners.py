@@ -29,7 +29,7 @@ _ORDINARY = (torch.Tensor, torch.nn.Parameter)
 def address_of(tensor: torch.Tensor) -> int | None:
     """Return where the tensor's storage begins; None for tensors without plain memory (wrapper
     subclasses, fake and sparse tensors)."""
-    if type(tensor) not in _ORDINARY and is_traceable_wrapper_subclass(tensor):
+    if type(tensor) not in _ORDINARY and (is_traceable_wrapper_subclass(tensor) or is_fake(tensor)):
         return None
     try:
         return tensor.untyped_storage().data_ptr()
@@ -99,22 +99,27 @@ def name_holders(parameters: Sequence[torch.Tensor]) -> list[str]:
     """
     tensors: dict[int, list[torch.Tensor]] = {_key(p): [] for p in parameters}
     mine = {id(p) for p in parameters}
-    for found in gc.get_objects():
-        # a proxy's __class__ may lie, and asking it may run its code
-        if issubclass(type(found), torch.Tensor) and id(found) not in mine:
-            tensors.get(_key(found), []).append(found)
+    # subclasses may answer for themselves otherwise, and not all can
+    with torch._C.DisableTorchFunctionSubclass():
+        for found in gc.get_objects():
+            # a proxy's __class__ may lie, and asking it may run its code
+            if issubclass(type(found), torch.Tensor) and id(found) not in mine:
+                tensors.get(_key(found), []).append(found)
     ours: list[object] = [tensors, *tensors.values()]
     return [_named(tensors.get(_key(p), []), ours) for p in parameters]
 
 
 def _key(tensor: torch.Tensor) -> int:
-    return -1 if address_of(tensor) is None else tensor.untyped_storage()._cdata
+    try:
+        return int(tensor.untyped_storage()._cdata)
+    except RuntimeError:  # as above
+        return -1
 
 
 def _named(others: Iterable[torch.Tensor], ours: Sequence[object]) -> str:
     said = dict.fromkeys(_described(other, ours) for other in others)
     if not said:
-        return "something that is no Python object, such as a backward pass that is to come"
+        return "something that is no Python object"
     more = f" and {len(said) - NAMED} more" if len(said) > NAMED else ""
     return ", ".join(list(said)[:NAMED]) + more
 
@@ -123,7 +128,7 @@ def _described(tensor: torch.Tensor, ours: Sequence[object]) -> str:
     owner = _owner_of(tensor, [*ours, tensor], depth=3)
     if owner is not None:
         return f"a {type(tensor).__name__} held by {owner}"
-    return f"a {type(tensor).__name__} in a variable"
+    return f"a {type(tensor).__name__} in a variable, or saved for a backward pass"
 
 
 def _owner_of(held: object, ours: Sequence[object], depth: int) -> str | None:
