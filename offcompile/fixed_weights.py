@@ -28,6 +28,8 @@ class FixedWeights:
     graph: str
     names: Mapping[int, str]
     why: dict[int, str] = field(default_factory=dict)
+    #: the parameter, by id, that each was noted for
+    _whose: dict[int, int] = field(default_factory=dict)
     _told: set[int] = field(default_factory=set)
 
     @property
@@ -35,15 +37,18 @@ class FixedWeights:
         return frozenset(self.why)
 
     def look(self, arguments: Sequence[torch.Tensor], among: Iterable[int]) -> None:
-        """Note those of `among` that must not leave. One that once had to stay goes on doing so."""
+        """Note those of `among` that must not leave, and forget those of the same call that may by
+        now: a view that a backward pass had saved is gone after it."""
         shared = []
         for i in among:
             parameter = arguments[i]
-            if i in self.why or is_on_host(parameter):
+            if (i in self.why and self._whose[i] != id(parameter)) or is_on_host(parameter):
                 continue
             reason = why_it_stays(parameter)
-            if reason is not None:
-                self.why[i] = reason
+            if reason is None:
+                self.why.pop(i, None)
+            elif i not in self.why:
+                self.why[i], self._whose[i] = reason, id(parameter)
                 if reason == SHARED:
                     shared.append(i)
         if not shared:

@@ -13,6 +13,7 @@ from weights_runs import LAYERS, Pair, batch, clean_slate, descend, loss_of, on_
 from weights_runs import pair as build
 
 import offcompile
+from offcompile.fixed_weights import FixedWeights
 from offcompile.runtime.owners import has_others, name_holders, plain_parts, why_it_stays
 
 
@@ -159,6 +160,19 @@ def test_only_others_count() -> None:
     linear(torch.randn(2, 4)).sum().backward()
     optimizer.step()
     assert not has_others(linear.weight)
+
+
+def test_a_weight_may_leave_when_what_shared_its_memory_is_gone() -> None:
+    weight, other = nn.Parameter(torch.ones(4)), nn.Parameter(torch.ones(4))
+    view = weight.detach()
+    found = FixedWeights("graph 0", {0: "up.weight"})
+    found.look([weight], [0])
+    assert found.indices == {0} and "up.weight" in found.words()
+    del view
+    found.look([other], [0])  # another call's: says nothing of the first one
+    assert found.indices == {0}
+    found.look([weight], [0])
+    assert not found.indices and found.words() == ""
 
 
 def test_tensors_without_memory_of_their_own_stay() -> None:
