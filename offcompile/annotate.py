@@ -31,6 +31,7 @@ from .graphs import (
     covers_its_storage,
     is_getitem,
     is_parameter,
+    may_leave,
     may_repeat,
     mutated_inputs,
     outputs_of,
@@ -163,7 +164,8 @@ class _Work:
             return
         kind = "weight" if is_parameter(node, self.graphs) else "input"
         made = self.make(phase, node, value, kind)
-        made.pinned |= kind != "weight" or self.in_place is None or phase != FORWARD
+        made.pinned |= self.in_place is None or phase != FORWARD
+        made.pinned |= not may_leave(node, self.graphs)
         made.home = DEVICE
         if key is not None:
             self.inputs[key] = made.id
@@ -321,7 +323,7 @@ class _Work:
         wanted = list(self.graphs.forward.graph.find_nodes(op="placeholder"))
         for of, name in zip(wanted, stored, strict=False):
             storage = self.storages.get(name)
-            if storage is None or not is_parameter(of, self.graphs):
+            if storage is None or not may_leave(of, self.graphs):
                 continue
             if stored.count(name) == 1 and storage.home is None and name not in read:
                 storage.pinned = not self.may_move(storage)

@@ -186,20 +186,7 @@ class Sizes:
         for node in placeholders:
             self.maker.learn(node)
         self.first = next(n for n in graph.nodes if n.op != "placeholder")
-        for node in placeholders:
-            value = node.meta.get("val")
-            if isinstance(value, torch.Tensor) and node.name not in gone:
-                self._learn_dims(node, value)
-
-    def _learn_dims(self, node: fx.Node, value: torch.Tensor) -> None:
-        for dim, size in enumerate(value.shape):
-            if not isinstance(size, torch.SymInt) or not size.node.expr.is_symbol:
-                continue
-            if size.node.expr not in self.maker.known:
-                with node.graph.inserting_before(self.first):
-                    told = node.graph.call_function(aten.sym_size.int, (node, dim))
-                told.meta["val"] = size
-                self.maker.learn(told)
+        self.maker.learn_dims(n for n in placeholders if n.name not in gone)
 
     def has(self, value: torch.Tensor) -> bool:
         symbols = {
@@ -208,7 +195,7 @@ class Sizes:
             if isinstance(size, torch.SymInt)
             for s in size.node.expr.free_symbols
         }
-        return symbols <= set(self.maker.known)
+        return all(map(self.maker.knows, symbols))
 
     def make(self, sizes: tuple[int | torch.SymInt, ...]) -> list[int | fx.Node]:
         with self.maker.graph.inserting_before(self.first):

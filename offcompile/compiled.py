@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import itertools
 import weakref
 from collections.abc import Callable, Sequence
@@ -14,6 +15,7 @@ import sympy
 import torch
 from torch import fx
 from torch._guards import TracingContext, tracing
+from torch._subclasses.fake_tensor import is_fake
 
 from offcompile.ir import Infeasible, OffloadError
 from offcompile.runtime.heap import address_space_is_limited
@@ -24,6 +26,7 @@ from offcompile.runtime.weights import is_there_by_plan
 
 from .books import Binding, Books
 from .executions import Executions
+from .fixed_weights import FixedWeights
 from .garbage import garbage
 from .log import log_decision
 from .lower import lower
@@ -32,6 +35,7 @@ from .options import Options
 from .pipeline import Pipeline
 from .profiling import Profile, Settled
 from .recording import recorded
+from .sizes import symbols_of
 from .target import Target
 from .trial import Trial
 
@@ -69,13 +73,14 @@ class Compiled:
         self.options, self.target, self.books = options, target, books
         self.name = f"graph {next(_numbers)}"
         self.entry = books.open(target.runtime.key)
+        self.fixed = FixedWeights(self.name, self.names)
         self.context = TracingContext.try_get()
         self.parameters = frozenset(
             i for i, x in enumerate(example_inputs) if isinstance(x, torch.nn.Parameter)
         )
         self._in_order = sorted(self.parameters)
-        #: positions of the arguments that are symbols
-        self.symbols = _symbols(example_inputs)
+        #: symbols, with how to read their values from a call's arguments
+        self.symbols = symbols_of(self.traced)
         self.budget = options.memory_bytes(target.device_bytes)
         self.variants: list[Variant] = []
         holes = 0
@@ -104,6 +109,8 @@ class Compiled:
         binding = self._binding(args)
         self.books.begins(self.entry, binding)
         self.books.results.given([x for i, x in enumerate(args) if i not in self.parameters])
+        if not self.variants:
+            self._plan_first(args, None)
         variant = self.variant_for(args)
         if torch._C._current_graph_task_id() == -1:  # a forward run again is no new step
             shown = self.profile.due()
@@ -111,9 +118,10 @@ class Compiled:
                 variant = self._reconsidered(variant, args)
             else:
                 variant = self._tried(variant, args)
+        while not variant.pipeline.place_weights(args):
+            variant = self._without_fixed(variant, args)
         self._ran[binding] = self._sizes_of(args), variant
         self.profile.begin_step()
-        variant.pipeline.place_weights(args)
         self.executions.call(binding, self._sizes_of(args))
         if variant.pipeline.offers is None:
             outputs = variant.run(*args)
@@ -136,16 +144,27 @@ class Compiled:
         return [x for x in several if isinstance(x, torch.Tensor) and x.device.type == kind]
 
     def first(self, example_inputs: Sequence[Any]) -> None:
-        """Compile while Dynamo does, for the sizes that it traced."""
+        """Compile while Dynamo does, for the sizes that it traced.
+
+        DDPOptimizer cuts a graph up and gives each part fake tensors, weights too; those are
+        planned by the first call, which brings the weights.
+        """
+        if any(isinstance(x, torch.Tensor) and is_fake(x) for x in example_inputs):
+            self.context = _on_its_own(self.context)
+        else:
+            self._plan_first(example_inputs, example_inputs)
+
+    def _plan_first(self, args: Sequence[Any], inputs: Sequence[Any] | None) -> None:
+        """Compile for the sizes that were traced. `inputs`: given while Dynamo compiles."""
         self.books.stir()
-        self._look_for_updaters(example_inputs)
-        held = self._likely_held(example_inputs)
+        self._look_at_weights(args)
+        held = self._likely_held(args)
         try:
-            self._make(held, (), example_inputs)
+            self._make(held, (), inputs)
         except Infeasible:
-            if self._surely_held(example_inputs) < held:
-                self.first(example_inputs)
-            elif self._hosting(example_inputs, (), first_inputs=example_inputs) is None:
+            if self._surely_held(args) < held:
+                self._plan_first(args, inputs)
+            elif self._hosting(args, (), first_inputs=inputs) is None:
                 raise
 
     def variant_for(self, args: Sequence[Any]) -> Variant:
@@ -171,7 +190,7 @@ class Compiled:
             for variant in preferred:
                 if self._within(variant, held, values):
                     return variant
-        self._look_for_updaters(args)
+        self._look_at_weights(args)
         try:
             return self._make(held, values)
         except Infeasible:
@@ -339,7 +358,7 @@ class Compiled:
         return self.entry.bind([args[i] for i in self._in_order])
 
     def _sizes_of(self, args: Sequence[Any]) -> tuple[int, ...]:
-        return tuple(int(args[i]) for i, _ in self.symbols)
+        return tuple(read(args) for _, read in self.symbols)
 
     def _reconsidered(self, variant: Variant, args: Sequence[Any]) -> Variant:
         """A plan for what the steps so far have shown, if that is worth it."""
@@ -349,7 +368,7 @@ class Compiled:
         settled = variant.pipeline.reconsider(held)
         if settled is None:
             return variant
-        self._look_for_updaters(args)
+        self._look_at_weights(args)
         try:
             made = self._make(held, self._sizes_of(args), settled=settled)
         except Infeasible as error:  # not within what is left just now
@@ -396,8 +415,21 @@ class Compiled:
         machine = self.target.machine(self.target.device_bytes)
         return self.profile.lanes_due(machine, lanes_moved(self.target.runtime.key))
 
-    def _look_for_updaters(self, args: Sequence[Any]) -> None:
+    def _look_at_weights(self, args: Sequence[Any]) -> None:
+        """Note which of them an optimizer updates during backward, and which must not leave."""
         self.updated = frozenset(i for i in self.parameters if updater_of(args[i]) is not None)
+        self.fixed.look(args, self._in_order)
+
+    def _without_fixed(self, variant: Variant, args: Sequence[Any]) -> Variant:
+        """Another plan, in place of one under which weights leave that must not."""
+        self.fixed.look(args, variant.pipeline.places.hosted)
+        fixed = self.fixed.indices
+        gone = [v for v in self.variants if not fixed.isdisjoint(v.pipeline.places.hosted)]
+        if variant not in gone:
+            raise OffloadError(f"{self.name}: weights could not leave the device and have to.")
+        made = self._make(self._held(args), self._sizes_of(args))
+        self.variants[:] = [v for v in self.variants if v not in gone]
+        return made
 
     def _within(self, variant: Variant, held: int, values: tuple[int, ...]) -> bool:
         assert self.budget is not None
@@ -407,7 +439,7 @@ class Compiled:
         return variant.pipeline.needs_at(values).peak_bytes
 
     def _sizes(self, values: tuple[int, ...]) -> dict[sympy.Symbol, int]:
-        return {symbol: v for (_, symbol), v in zip(self.symbols, values, strict=True)}
+        return {symbol: v for (symbol, _), v in zip(self.symbols, values, strict=True)}
 
     def _make(
         self,
@@ -436,21 +468,27 @@ class Compiled:
             sizes,
             self.names,
             self.updated,
+            fixed=self.fixed.indices,
             profile=self.profile,
             settled=settled,
             turns=turns,
             hosts=hosts,
             explains=explains,
             executions=self.executions,
-            symbols=tuple(symbol for _, symbol in self.symbols),
+            symbols=tuple(symbol for symbol, _ in self.symbols),
         )
         # lowering takes the graph it is given for its own
         graph, self.gm = self.gm, _copy(self.gm)
-        if first_inputs is not None:
-            run = lower(graph, first_inputs, self.options.lowering, pipeline)
-        else:
-            with tracing(self.context):
-                run = lower(graph, self.traced, self.options.lowering, pipeline)
+        try:
+            if first_inputs is not None:
+                run = lower(graph, first_inputs, self.options.lowering, pipeline)
+            else:
+                with tracing(self.context):
+                    run = lower(graph, self.traced, self.options.lowering, pipeline)
+        except Infeasible as error:
+            raise self.fixed.explained(error) from None
+        if pipeline.moves or self.budget is None:
+            self.fixed.tell()
         variant = Variant(pipeline, run)
         self.variants.append(variant)
         return variant
@@ -466,6 +504,16 @@ def _doubling(most: int) -> list[int]:
     return list(dict.fromkeys([0, *powers, most]))
 
 
+def _on_its_own(context: TracingContext | None) -> TracingContext | None:
+    """The same context for one part of a graph that was cut up. As all of them share one, backward
+    would look there for notes of parts that were compiled right away."""
+    made = copy.copy(context)
+    if made is not None:
+        made.ddp_optimizer_ctx = None
+        made.fakify_first_call = False
+    return made
+
+
 def _copy(gm: fx.GraphModule) -> fx.GraphModule:
     """The same graph over the same attributes."""
     graph = fx.Graph()
@@ -479,11 +527,3 @@ def _tensors_out(gm: fx.GraphModule) -> list[torch.Tensor]:
     nodes = gm.graph.output_node().all_input_nodes
     values = (n.meta.get("example_value") for n in nodes)
     return [x for x in values if isinstance(x, torch.Tensor)]
-
-
-def _symbols(example_inputs: Sequence[Any]) -> list[tuple[int, sympy.Symbol]]:
-    found = []
-    for i, value in enumerate(example_inputs):
-        if isinstance(value, torch.SymInt) and value.node.expr.is_symbol:
-            found.append((i, value.node.expr))
-    return found

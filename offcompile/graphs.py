@@ -34,6 +34,8 @@ class Graphs:
     device: str = "cpu"
     #: argument of the captured function → what people call it
     names: Mapping[int, str] = field(default_factory=dict)
+    #: parameters whose memory is not ours to replace (`runtime.owners`)
+    fixed: frozenset[int] = frozenset()
 
     def __iter__(self) -> Iterator[tuple[str, fx.GraphModule]]:
         yield FORWARD, self.forward
@@ -44,6 +46,11 @@ class Graphs:
 def is_parameter(node: fx.Node, graphs: Graphs) -> bool:
     """Whether a placeholder is a parameter: AOTAutograd notes which argument it stands for."""
     return getattr(node.meta.get("desc"), "idx", None) in graphs.parameters
+
+
+def may_leave(node: fx.Node, graphs: Graphs) -> bool:
+    """True for a parameter whose weight and gradient may live elsewhere."""
+    return is_parameter(node, graphs) and node.meta["desc"].idx not in graphs.fixed
 
 
 def argument_name(node: fx.Node, graphs: Graphs) -> str:

@@ -8,7 +8,9 @@ from collections.abc import Iterable, Sequence
 from functools import partial
 
 import torch
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
+from offcompile.runtime.owners import device_bytes
 from offcompile.runtime.updates import updater_of
 from offcompile.runtime.weights import is_on_host
 
@@ -45,8 +47,8 @@ class Holdings:
         for p in parameters:
             key = id(p)
             if key not in self._refs:
+                self._seen[key] = device_bytes(p)
                 self._refs[key] = weakref.ref(p, partial(_died, self._dead, key))
-                self._seen[key] = p.untyped_storage().nbytes()
                 self.seen_bytes += self._seen[key]
                 self.births += 1
                 self._addresses = None
@@ -106,7 +108,7 @@ class Holdings:
     def _look(self, key: int, parameter: torch.Tensor) -> None:
         self._total -= self.weight.get(key, 0) + self._standing.get(key, 0)
         weight = _bytes_on_device(parameter)
-        standing = 0 if parameter.grad is None else _bytes_on_device(parameter.grad)
+        standing = 0 if parameter.grad is None else _gradient_bytes(parameter.grad)
         if parameter.grad is not None:
             (self._leaving.discard if standing else self._leaving.add)(key)
         self.weight[key], self._standing[key] = weight, standing
@@ -125,13 +127,20 @@ def _addresses(parameters: Sequence[torch.Tensor]) -> tuple[list[int], list[int]
     """Of weights and of gradients (0: none); None: some tensor has no single address."""
     gradients = [p.grad for p in parameters]
     try:
+        if any(map(is_traceable_wrapper_subclass, parameters)):
+            return None
         weights = [p.data_ptr() for p in parameters]
         return weights, [0 if g is None else g.data_ptr() for g in gradients]
     except RuntimeError:  # what torch says of sparse ones, and of subclasses without memory
         return None
 
 
+def _gradient_bytes(gradient: torch.Tensor) -> int:
+    """Its own share where gradients of several parameters are views of one bucket, as in DDP."""
+    nbytes = _bytes_on_device(gradient)
+    strided = gradient.layout is torch.strided
+    return min(nbytes, gradient.numel() * gradient.element_size()) if strided else nbytes
+
+
 def _bytes_on_device(tensor: torch.Tensor) -> int:
-    if tensor.layout is not torch.strided:
-        return tensor._values().nbytes
-    return 0 if is_on_host(tensor) else tensor.untyped_storage().nbytes()
+    return 0 if is_on_host(tensor) else device_bytes(tensor)

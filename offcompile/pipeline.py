@@ -90,6 +90,8 @@ class Pipeline:
     turns: bool = False
     #: whether all weights are to be on the host
     hosts: bool = False
+    #: parameters that stay on the device because others rest on their memory
+    fixed: frozenset[int] = frozenset()
     #: runs of the graph among those of others
     executions: Executions | None = None
     #: the graph's symbols, in the order of its arguments
@@ -279,7 +281,9 @@ class Pipeline:
     def _pair(
         self, forward: fx.GraphModule, backward: fx.GraphModule | None, outputs: int
     ) -> Graphs:
-        return Graphs(forward, backward, outputs, self.parameters, self._kind, self.names)
+        return Graphs(
+            forward, backward, outputs, self.parameters, self._kind, self.names, self.fixed
+        )
 
     @property
     def _kind(self) -> str:
@@ -298,6 +302,12 @@ class Pipeline:
             annotated, decided = choice.annotated, choice.decided
         if options.verify:
             self._verifying = self._verifying_of(given, annotated, decided)
+        moves = not decided.fits or self.budget() is None
+        if self._verifying is not None and self.fixed and moves:
+            count = f"{len(self.fixed)} weight{'s' if len(self.fixed) > 1 else ''}"
+            self._verifying.verified.notes["weights"] = (
+                f"{count} stayed on the device, where others hold the same memory"
+            )
         self._recorder = StepRecorder(
             self.name,
             self._clock,
@@ -407,12 +417,14 @@ class Pipeline:
     def _at_rest(self) -> None:
         runtime_for(self.target.runtime.key).device.drain()
 
-    def place_weights(self, arguments: Sequence[Any]) -> None:
-        """Before a call."""
-        self.places.place(arguments)
+    def place_weights(self, arguments: Sequence[Any]) -> bool:
+        """Before a call. False: a weight that the plan has on the host cannot leave."""
+        if not self.places.place(arguments):
+            return False
         if self.executions is not None:
             hosted = None if self._changes_weights else self.places.of(arguments)
             self.executions.weights = hosted
+        return True
 
     # --- what was seen --------------------------------------------------------------------------
 

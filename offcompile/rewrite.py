@@ -150,6 +150,12 @@ class _Half:
         self.saved: dict[fx.Node, Saved] = {}
         for node in module.graph.find_nodes(op="placeholder"):
             self.placeholder(node)
+        self.sizes.learn_dims(map(self.new.__getitem__, filter(self.stands, self.new)))
+
+    def stands(self, placeholder: str) -> bool:
+        """True if nothing the plan does takes the placeholder's memory away."""
+        storage = self.tables.annotated.storage_of.get((self.phase, placeholder))
+        return storage is None or self.tables.annotated.problem.tensor[storage].pinned
 
     def placeholder(self, node: fx.Node) -> None:
         new = self.graph.node_copy(node)

@@ -44,21 +44,25 @@ class WeightPlaces:
         """Whether what another plan has on the host may stay there."""
         return set(self.hosted) >= set(other.hosted)
 
-    def place(self, arguments: Sequence[torch.Tensor]) -> None:
+    def place(self, arguments: Sequence[torch.Tensor]) -> bool:
         """Before a call: weights that the plan has on the host get memory there, others that were
-        born there come to the device."""
+        born there come to the device. False: others rest on a weight's memory, so it cannot leave,
+        and the plan cannot run."""
         claim(arguments[i] for i in self.parameters.difference(self.fetched))
         if self.hosted:
             device = runtime_for(self.runtime).device
-            moved = live_on_host(device, [arguments[i] for i in self.hosted])
+            moved, staying = live_on_host(device, [arguments[i] for i in self.hosted])
             if moved and self.on_cpu:
                 heap().trim()  # where they stood
+            if staying:
+                return False
             for i in self.hosted:
                 device.expect_scattered(arguments[i], i in self.scattered)
         if not self._others_came:
             self._others_came = True
             others = self.parameters.difference(self.hosted)
             live_on_device([arguments[i] for i in sorted(others)])
+        return True
 
     def place_alike(
         self, arguments: Sequence[torch.Tensor], others: Sequence[torch.Tensor]

@@ -25,6 +25,7 @@ from .device import Slot
 from .directories import check_directory, free_bytes
 from .mapped_rooms import Rooms
 from .mapping import PAGE_BYTES, page_multiple
+from .owners import address_of
 from .residency import read_scattered, resident_pages, zero_range
 from .spill_file import open_unlinked
 from .tickets import telling
@@ -213,9 +214,10 @@ class MappedStore:
 
     def slot_of(self, tensor: torch.Tensor) -> MappedSlot | None:
         """The slot on whose memory the tensor's storage lies."""
+        address = address_of(tensor)
         with self._lock:
             self._sweep()
-            return self._slots.get(tensor.untyped_storage().data_ptr())
+            return None if address is None else self._slots.get(address)
 
     def _sweep(self) -> None:
         while self._dead:

@@ -18,6 +18,7 @@ import torch
 
 from .cuda_copies import Block, Blocks, HostSlot
 from .host_arena import ALIGN_BYTES, HostFull
+from .owners import address_of
 from .streams import Event, Stream, Streams, when_storage_dies
 
 
@@ -97,9 +98,10 @@ class Shadows:
 
     def slot_of(self, tensor: torch.Tensor) -> ShadowSlot | None:
         """The slot on whose memory the tensor's storage lies."""
+        address = address_of(tensor)
         with self._lock:
             self._sweep()
-            return self._slots.get(tensor.untyped_storage().data_ptr())
+            return None if address is None else self._slots.get(address)
 
     def release(self) -> None:
         """Give all that is spare back to the arena; blocks the host until nothing uses it."""

@@ -2,29 +2,32 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterable, Sequence
 
 import torch
 
 from .device import Device, Slot
+from .owners import has_others, why_it_stays
 from .registry import runtimes
 
 
-def live_on_host(device: Device, parameters: Sequence[torch.Tensor]) -> int:
+def live_on_host(device: Device, parameters: Sequence[torch.Tensor]) -> tuple[int, int]:
     """Give parameters memory on the host tier, one behind the other in the order given.
 
-    Those that have it stay as they are. Each covers its storage. Returns how many were moved.
+    Those that have it stay as they are, and so do those whose memory others rest on
+    (`why_it_stays`). Each covers its storage. Returns how many moved, and how many had to stay.
     """
-    moving = []
+    moving, staying = [], 0
     for parameter in parameters:
         slot = device.slot_of(parameter)
-        if slot is None:
+        if slot is not None:
+            slot.planned = True
+        elif why_it_stays(parameter) is None:
             moving.append(parameter)
         else:
-            slot.planned = True
+            staying += 1
     if not moving:
-        return 0
+        return 0, staying
     sizes = [p.untyped_storage().nbytes() for p in moving]
     # what is made in inference mode could not be trained later
     with torch.inference_mode(False), torch.no_grad():
@@ -36,7 +39,7 @@ def live_on_host(device: Device, parameters: Sequence[torch.Tensor]) -> int:
             slot = device.slot_of(parameter)
             assert slot is not None
             slot.planned = True
-    return len(moving)
+    return len(moving), staying
 
 
 def live_on_device(parameters: Sequence[torch.Tensor]) -> int:
@@ -45,12 +48,11 @@ def live_on_device(parameters: Sequence[torch.Tensor]) -> int:
     Those that another plan wants on the host stay there, and so do those that share their memory,
     which would not share it afterwards.
     """
-    users = Counter(p.untyped_storage().data_ptr() for p in parameters)
     moved = 0
     with torch.inference_mode(False), torch.no_grad():
         for parameter in parameters:
             slot = _slot_of(parameter)
-            if slot is None or slot.planned or users[parameter.untyped_storage().data_ptr()] > 1:
+            if slot is None or slot.planned or has_others(parameter):
                 continue
             here = torch.empty_strided(
                 parameter.size(), parameter.stride(), dtype=parameter.dtype, device=parameter.device

@@ -413,6 +413,35 @@ def _(place: Path, patch: pytest.MonkeyPatch) -> str:
     return told(lambda: offcompile.load_weights(nn.Linear(4, 4), place / "w.pt"))
 
 
+# --- weights that others hold --------------------------------------------------------------------
+
+
+@says("weights that stay on the device: … (its memory is also that of …)")
+def _(place: Path, patch: pytest.MonkeyPatch) -> str:
+    from offcompile import fixed_weights
+
+    said: list[str] = []
+    patch.setattr(fixed_weights, "warn", said.append)
+    weight = nn.Parameter(torch.ones(4))
+    view = weight.detach()
+    found = fixed_weights.FixedWeights("graph 0", {0: "up.weight"})
+    found.look([weight], [0])
+    found.tell()
+    assert view.sum() == 4
+    return said[0]
+
+
+@says("A size of this graph, …, rests on …, which none of its arguments tells")
+def _(place: Path, patch: pytest.MonkeyPatch) -> str:
+    from torch.fx.experimental.symbolic_shapes import ShapeEnv
+
+    from offcompile.sizes import SizeMaker
+
+    env = ShapeEnv()
+    size = env.create_unbacked_symint()
+    return told(lambda: SizeMaker(torch.fx.Graph()).node(size + 1))
+
+
 # --- verify=True ---------------------------------------------------------------------------------
 
 

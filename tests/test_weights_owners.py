@@ -301,7 +301,6 @@ def test_checkpoints_are_those_of_the_plain_model(tmp_path: Path) -> None:
     assert list(found) == list(expected)
     for name, value in found.items():
         assert torch.equal(value, expected[name]) and not is_on_host(value)
-    mapped = torch.load(tmp_path / "ours.pt", mmap=True)
-    plain.load_state_dict(mapped, assign=True)
+    plain.load_state_dict(torch.load(tmp_path / "ours.pt", mmap=True), assign=True)
     loss_of(ours(plain)(batch(1))).backward()
     assert on_host(plain) == LAYERS

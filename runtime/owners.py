@@ -1,0 +1,150 @@
+"""Which parameters may be given other memory, and who else rests on the memory that they have.
+
+A parameter leaves the device when its `.data` is given memory on the host. Others keep what they
+hold: a view that was taken before, the flat buffer that a framework gathers weights into (FSDP2),
+another process. They would go on reading and writing memory that the parameter no longer has. So a
+parameter leaves only if its tensor is the only one on its storage, which torch counts.
+"""
+
+from __future__ import annotations
+
+import gc
+import sys
+from collections.abc import Iterable, Sequence
+from functools import cache
+from types import FrameType, ModuleType
+from typing import Any
+
+import torch
+from torch._subclasses.fake_tensor import is_fake
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+#: holders named for one parameter
+NAMED = 2
+#: the reason that `name_holders` has more to say about
+SHARED = "other tensors lie on its memory"
+_ORDINARY = (torch.Tensor, torch.nn.Parameter)
+
+
+def address_of(tensor: torch.Tensor) -> int | None:
+    """Return where the tensor's storage begins; None for tensors without plain memory (wrapper
+    subclasses, fake and sparse tensors)."""
+    if type(tensor) not in _ORDINARY and (is_traceable_wrapper_subclass(tensor) or is_fake(tensor)):
+        return None
+    try:
+        return tensor.untyped_storage().data_ptr()
+    except RuntimeError:  # how torch says that a tensor of some kind has no data pointer
+        return None
+
+
+def plain_parts(tensor: torch.Tensor) -> list[torch.Tensor]:
+    """Return the tensors with memory that a tensor is made of: itself, unless it is a wrapper."""
+    if is_traceable_wrapper_subclass(tensor):
+        names, _ = tensor.__tensor_flatten__()
+        inner = [getattr(tensor, name) for name in names]
+        # a DTensor names its mesh among them since torch 2.13
+        return [part for x in inner if isinstance(x, torch.Tensor) for part in plain_parts(x)]
+    return [tensor]
+
+
+def device_bytes(tensor: torch.Tensor) -> int:
+    """Return the bytes of all storages below a tensor, of whichever kind it is."""
+    total = 0
+    for part in plain_parts(tensor):
+        if part.layout is torch.strided:
+            total += part.untyped_storage().nbytes()
+        elif part.layout is torch.sparse_coo:
+            total += part._values().nbytes + part._indices().nbytes
+        else:
+            total += part.values().nbytes
+    return total
+
+
+def why_it_stays(parameter: torch.Tensor) -> str | None:
+    """Say why a parameter's memory must not be replaced; None: it may be."""
+    kind = type(parameter).__name__
+    if is_traceable_wrapper_subclass(parameter):
+        return f"a {kind} is made of other tensors and has no memory of its own"
+    if address_of(parameter) is None or is_fake(parameter) or parameter.is_meta:
+        return f"a {kind} ({parameter.layout}, {parameter.device}) has no plain memory"
+    # CUDA tensors always say that they are shared
+    if parameter.device.type == "cpu" and parameter.untyped_storage().is_shared():
+        return "it lies in memory that processes share"
+    if has_others(parameter):
+        return SHARED
+    return None
+
+
+def has_others(tensor: torch.Tensor) -> bool:
+    """True if anything but this tensor holds its storage: another tensor, a storage object."""
+    return _holders(tensor) > _holders_of_one()
+
+
+def _holders(tensor: torch.Tensor) -> int:
+    storage = tensor.untyped_storage()
+    # each tensor on the storage counts, and so does who keeps the storage's Python object
+    return torch._C._storage_Use_Count(storage._cdata) + sys.getrefcount(storage)
+
+
+@cache
+def _holders_of_one() -> int:
+    """Count for a tensor that is alone; how torch counts the storage's Python object may change."""
+    return _holders(torch.empty(1, device="cpu"))
+
+
+def name_holders(parameters: Sequence[torch.Tensor]) -> list[str]:
+    """Name, for each parameter, what else lies on its memory, by type and by who refers to it.
+
+    Looks at every object of the process once: for messages only.
+    """
+    tensors: dict[int, list[torch.Tensor]] = {_key(p): [] for p in parameters}
+    mine = {id(p) for p in parameters}
+    # subclasses may answer for themselves otherwise, and not all can
+    with torch._C.DisableTorchFunctionSubclass():
+        for found in gc.get_objects():
+            # a proxy's __class__ may lie, and asking it may run its code
+            if issubclass(type(found), torch.Tensor) and id(found) not in mine:
+                tensors.get(_key(found), []).append(found)
+    ours: list[object] = [tensors, *tensors.values()]
+    return [_named(tensors.get(_key(p), []), ours) for p in parameters]
+
+
+def _key(tensor: torch.Tensor) -> int:
+    try:
+        return int(tensor.untyped_storage()._cdata)
+    except RuntimeError:  # as above
+        return -1
+
+
+def _named(others: Iterable[torch.Tensor], ours: Sequence[object]) -> str:
+    said = dict.fromkeys(_described(other, ours) for other in others)
+    if not said:
+        return "something that is no Python object"
+    more = f" and {len(said) - NAMED} more" if len(said) > NAMED else ""
+    return ", ".join(list(said)[:NAMED]) + more
+
+
+def _described(tensor: torch.Tensor, ours: Sequence[object]) -> str:
+    owner = _owner_of(tensor, [*ours, tensor], depth=3)
+    if owner is not None:
+        return f"a {type(tensor).__name__} held by {owner}"
+    return f"a {type(tensor).__name__} in a variable, or saved for a backward pass"
+
+
+def _owner_of(held: object, ours: Sequence[object], depth: int) -> str | None:
+    """Name the object that refers to `held`, through its attributes and containers."""
+    skipped = {id(x) for x in ours}
+    for referrer in gc.get_referrers(held):
+        kind: Any = type(referrer)
+        if id(referrer) in skipped or isinstance(referrer, FrameType | ModuleType):
+            continue
+        if kind.__name__.endswith(("iterator", "generator")):
+            continue
+        if not isinstance(referrer, dict | list | tuple | set):
+            return f"{kind.__module__}.{kind.__qualname__}"
+        if isinstance(referrer, dict) and "__name__" in referrer:  # a module's variables
+            return f"the module {referrer['__name__']}"
+        found = _owner_of(referrer, [*ours, referrer], depth - 1) if depth else None
+        if found is not None:
+            return found
+    return None

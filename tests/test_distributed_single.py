@@ -1,0 +1,133 @@
+"""FSDP2 and DDP in a world of one: what they own stays theirs, and steps are the plain ones."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
+from weights_runs import clean_slate, on_host, seeded
+
+import offcompile
+
+WIDTH = 64
+OPTIONS = {"lowering": "aot_eager", "hardware": "cpu", "seconds": 0.05}
+
+pytestmark = [
+    pytest.mark.skipif(not dist.is_available(), reason="torch without torch.distributed"),
+    pytest.mark.filterwarnings("ignore:FSDP2-wrapped module"),
+]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def world() -> Iterator[None]:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+@pytest.fixture(autouse=True)
+def clean() -> Iterator[None]:
+    yield from clean_slate()
+
+
+class Block(nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(width)
+        self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(torch.relu(self.up(self.norm(x))))
+
+
+class Stack(nn.Module):
+    def __init__(self, width: int = WIDTH) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Block(width) for _ in range(2))
+        self.head = nn.Linear(width, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x).clone()
+
+
+def train(forward: Any, model: nn.Module, width: int = WIDTH) -> list[Tensor]:
+    optimizer = torch.optim.AdamW(model.parameters(), 1e-2)
+    seen = []
+    for seed in range(3):
+        x = torch.randn(32, width, generator=torch.Generator().manual_seed(seed))
+        loss = forward(x).pow(2).mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        seen.append(loss.detach())
+    return [*seen, *(_whole(p).detach().clone() for p in model.parameters())]
+
+
+def _whole(parameter: Tensor) -> Tensor:
+    full = getattr(parameter, "full_tensor", None)
+    return parameter if full is None else full()
+
+
+def how(memory: str | None) -> dict[str, Any]:
+    if memory is None:
+        return {"backend": "aot_eager"}
+    return {"backend": "offcompile", "options": {"memory": memory, **OPTIONS}}
+
+
+def sharded(memory: str | None, way: str) -> list[Tensor]:
+    torch._dynamo.reset()
+    model = seeded(Stack)
+    if way == "blocks, then sharded":
+        for block in model.blocks:
+            block.compile(**how(memory))
+    mesh = init_device_mesh("cpu", (1,))
+    for block in model.blocks:
+        fully_shard(block, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    if way == "sharded, then blocks":
+        for block in model.blocks:
+            block.compile(**how(memory))
+    forward = torch.compile(model, **how(memory)) if way == "whole" else model
+    return train(forward, model)
+
+
+@pytest.mark.parametrize("way", ["whole", "sharded, then blocks", "blocks, then sharded"])
+def test_fsdp2_keeps_its_parameters(way: str) -> None:
+    expected = sharded(None, way)
+    for memory in ("minimum", "1100KiB") if way == "whole" else ("minimum",):
+        found = sharded(memory, way)
+        assert all(map(torch.equal, found, expected)), memory
+        report = offcompile.reports()[-1]
+        assert not any(t.home == "host" for t in report.problem.tensors)
+        if memory == "minimum":
+            assert not report.fits
+
+
+@pytest.mark.parametrize("views", [False, True])
+def test_ddp_with_its_optimizer(views: bool) -> None:
+    width = 192  # more than one bucket, so that DDPOptimizer cuts the graph
+
+    def run(memory: str | None) -> list[Tensor]:
+        torch._dynamo.reset()
+        model = seeded(lambda: Stack(width))
+        wrapped = DistributedDataParallel(model, bucket_cap_mb=1, gradient_as_bucket_view=views)
+        found = train(torch.compile(wrapped, **how(memory)), model, width)
+        if memory == "minimum":
+            assert on_host(model)
+        return found
+
+    assert torch._dynamo.config.optimize_ddp
+    expected = run(None)
+    before = len(offcompile.reports())
+    for memory in ("minimum", "24MiB"):
+        assert all(map(torch.equal, run(memory), expected)), memory
+    assert len(offcompile.reports()) - before >= 4  # parts of it, each planned by itself
