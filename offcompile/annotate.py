@@ -14,6 +14,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
+import sympy
 import torch
 from torch import fx
 
@@ -40,6 +41,7 @@ from .graphs import (
     tensors_in,
 )
 from .names import tensor_names
+from .sizes import symbols_of
 
 Place = tuple[str, str]  # (phase, node name)
 
@@ -279,6 +281,7 @@ class _Work:
             nbytes >= self.min_move_bytes
             and storage_key(value) is not None
             and covers_its_storage(value, self.hint)
+            and symbols_of(value.untyped_storage().nbytes()) <= self.symbols
         )
         made = Storage(name, nbytes, kind, (phase, node.name), pinned=not may_move)
         self.storages[name] = made
@@ -406,6 +409,13 @@ class _Work:
                 assert isinstance(base, torch.Tensor)
                 if base.dtype != value.dtype or base.is_complex():
                     storage.pinned = True
+
+    @cached_property
+    def symbols(self) -> frozenset[sympy.Symbol]:
+        """Those that a node of forward holds. Torch gives random states a size of their own, which
+        nothing in the graphs could lay out again."""
+        values = (n.meta.get("val") for n in self.graphs.forward.graph.nodes)
+        return frozenset(s for v in values if isinstance(v, torch.SymInt) for s in symbols_of(v))
 
     @cached_property
     def nodes(self) -> dict[Place, fx.Node]:
