@@ -32,6 +32,7 @@ from .options import Options
 from .pipeline import Pipeline
 from .profiling import Profile, Settled
 from .recording import recorded
+from .refusals import let_go
 from .target import Target
 from .trial import Trial
 
@@ -284,6 +285,7 @@ class Compiled:
     def _surely_held(self, args: Sequence[Any]) -> int:
         """The same without any that wait for it, those whose backward nobody will call included."""
         if self._held(args):
+            let_go()
             garbage.collect()
             self.books.stir()
         return self._held(args)

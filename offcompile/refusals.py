@@ -1,0 +1,29 @@
+"""Refusals that were raised, and letting go of the models that their tracebacks hold.
+
+A notebook keeps the last error, and with it the frames that it passed through. Among them is the
+call of the model that was refused, which would take its room from the next one that is tried.
+"""
+
+from __future__ import annotations
+
+import copy
+import traceback
+import weakref
+
+from offcompile.ir import OffloadError
+
+_raised: weakref.WeakSet[OffloadError] = weakref.WeakSet()
+
+
+def raised(error: OffloadError) -> OffloadError:
+    """A copy of the error to raise. Dynamo keeps the original for as long as the model's code
+    lives, so no traceback may come to hang on it."""
+    one = copy.copy(error)
+    _raised.add(one)
+    return one
+
+
+def let_go() -> None:
+    """Clear the frames of refusals that somebody still holds; those that run are left alone."""
+    for error in tuple(_raised):
+        traceback.clear_frames(error.__traceback__)
