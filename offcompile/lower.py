@@ -29,8 +29,8 @@ from torch._inductor.custom_graph_pass import CustomPartitionerFn
 
 from offcompile.ir import InvalidInput, Violation
 
-from .lower_order import MovementOps, pin_order
 from .graphs import name_saved_alike
+from .lower_order import MovementOps, pin_order
 from .progress import Progress
 
 __all__ = ["Compiled", "Halves", "Hooks", "Lowering", "MovementOps", "Phase", "lower", "pin_order"]

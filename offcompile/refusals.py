@@ -24,6 +24,10 @@ def raised(error: OffloadError) -> OffloadError:
 
 
 def let_go() -> None:
-    """Clear the frames of refusals that somebody still holds; those that run are left alone."""
+    """Shorten the tracebacks of refusals that somebody still holds to where they begin. Clearing
+    the frames below would not do: a frame keeps its function, which may be bound to the model."""
     for error in tuple(_raised):
-        traceback.clear_frames(error.__traceback__)
+        where = error.__traceback__
+        traceback.clear_frames(where)
+        if where is not None:
+            where.tb_next = None

@@ -1,4 +1,4 @@
-"""A user's own checkpoints inside of what is compiled: the same bits, whatever leaves the device."""
+"""Checkpoints of the user's own inside of what is compiled: the same bits, whatever leaves."""
 
 from __future__ import annotations
 
