@@ -14,6 +14,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
+import sympy
 import torch
 from torch import fx
 
@@ -41,6 +42,7 @@ from .graphs import (
     tensors_in,
 )
 from .names import tensor_names
+from .sizes import symbols_in
 
 Place = tuple[str, str]  # (phase, node name)
 
@@ -281,6 +283,7 @@ class _Work:
             nbytes >= self.min_move_bytes
             and storage_key(value) is not None
             and covers_its_storage(value, self.hint)
+            and symbols_in(value.untyped_storage().nbytes()) <= self.symbols
         )
         made = Storage(name, nbytes, kind, (phase, node.name), pinned=not may_move)
         self.storages[name] = made
@@ -408,6 +411,18 @@ class _Work:
                 assert isinstance(base, torch.Tensor)
                 if base.dtype != value.dtype or base.is_complex():
                     storage.pinned = True
+
+    @cached_property
+    def symbols(self) -> frozenset[sympy.Symbol]:
+        """Those that forward's arguments tell, or that a node of it holds. Torch gives random
+        states a size of their own, which nothing in the graphs could lay out again."""
+        nodes = self.graphs.forward.graph.nodes
+        values = [n.meta.get("val") for n in nodes]
+        arguments = [n.meta.get("val") for n in nodes if n.op == "placeholder"]
+        shapes = [v.shape for v in arguments if isinstance(v, torch.Tensor)]
+        sizes = [*values, *(size for shape in shapes for size in shape)]
+        symbolic = (size for size in sizes if isinstance(size, torch.SymInt))
+        return frozenset(symbol for size in symbolic for symbol in symbols_in(size))
 
     @cached_property
     def nodes(self) -> dict[Place, fx.Node]:

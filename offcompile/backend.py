@@ -15,6 +15,7 @@ from .compiled import Compiled
 from .dump import check_dump_directory
 from .options import Options
 from .progress import Progress
+from .refusals import raised
 from .target import target_for
 
 
@@ -30,12 +31,12 @@ def compile_graph(
         return _compile(gm, example_inputs, options, mode)
     except OffloadError as error:
         # Dynamo would wrap it; raised by the call, it reaches the user as it is
-        return _refusal(error)
+        return _refusal(raised(error))
 
 
 def _refusal(error: OffloadError) -> Callable[..., Any]:
     def refuse(*args: Any) -> Any:
-        raise error.with_traceback(None)
+        raise raised(error)
 
     return refuse
 

@@ -8,6 +8,7 @@ function of its own, to which all that Dynamo remembers belongs.
 from __future__ import annotations
 
 import copy
+import traceback
 import types
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -15,7 +16,13 @@ from typing import Any
 
 import torch
 from torch import fx, nn
-from torch._subclasses.fake_tensor import FakeCopyMode, FakeTensor, FakeTensorMode
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeCopyMode,
+    FakeTensor,
+    FakeTensorMode,
+)
 from torch.utils._pytree import tree_leaves, tree_map
 
 from offcompile.ir import InvalidInput, OffloadError, Violation
@@ -109,6 +116,7 @@ def trace_call(
         try:
             call(fake, given, named, loss)
         except torch._dynamo.exc.TorchDynamoException as error:
+            _raise_models_own(fake, given, named, loss)
             told = str(error).strip().partition("\n")[0]
             raise OffloadError(
                 f"The model could not be traced as one graph{when}: {told}."
@@ -121,6 +129,32 @@ def trace_call(
             " module, or a function, that computes with tensors."
         )
     return found[0]
+
+
+def _raise_models_own(
+    model: Callable[..., Any],
+    inputs: Sequence[Any],
+    keywords: Mapping[str, Any],
+    loss: Callable[[Any], Any] | None,
+) -> None:
+    """Raise what the call itself raises, without a compiler around it; Dynamo hides that.
+
+    Errors of fake tensors alone, which have no data to go by, are not the model's.
+    """
+    try:
+        result = model(*inputs, **keywords)
+        if loss is not None:
+            loss(result)
+    except (DataDependentOutputException, DynamicOutputShapeException):
+        return
+    except Exception as error:
+        frames = traceback.extract_tb(error.__traceback__)
+        own = [f for f in frames if "/torch/" not in f.filename] or frames
+        where = f"{own[-1].filename}:{own[-1].lineno}, in {own[-1].name}"
+        raise OffloadError(
+            f"The model's own code raises {type(error).__name__}: {error} ({where}). Call"
+            " model(*inputs) once as it is, with inputs of these shapes, to see it there."
+        ) from error
 
 
 def _fresh_caller() -> Callable[..., Any]:

@@ -27,6 +27,7 @@ from offcompile.runtime.weights import is_there_by_plan
 from .books import Binding, Books
 from .executions import Executions
 from .fixed_weights import FixedWeights
+from .foreign_autograd import refuse_foreign_autograd
 from .garbage import garbage
 from .log import log_decision
 from .lower import lower
@@ -35,6 +36,7 @@ from .options import Options
 from .pipeline import Pipeline
 from .profiling import Profile, Settled
 from .recording import recorded
+from .refusals import let_go
 from .sizes import symbols_of
 from .target import Target
 from .trial import Trial
@@ -120,6 +122,8 @@ class Compiled:
                 variant = self._tried(variant, args)
         while not variant.pipeline.place_weights(args):
             variant = self._without_fixed(variant, args)
+        if variant.pipeline.moves:
+            refuse_foreign_autograd(self.name)
         self._ran[binding] = self._sizes_of(args), variant
         self.profile.begin_step()
         self.executions.call(binding, self._sizes_of(args))
@@ -303,6 +307,7 @@ class Compiled:
     def _surely_held(self, args: Sequence[Any]) -> int:
         """The same without any that wait for it, those whose backward nobody will call included."""
         if self._held(args):
+            let_go()
             garbage.collect()
             self.books.stir()
         return self._held(args)

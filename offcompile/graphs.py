@@ -80,6 +80,34 @@ def closed(module: fx.GraphModule) -> fx.GraphModule:
     return module
 
 
+def name_saved_alike(forward: fx.GraphModule, backward: fx.GraphModule, num_outputs: int) -> None:
+    """Name what forward saves as backward's argument for it.
+
+    Partitioned graphs know a saved tensor by one name on both sides, and so do we. Random states
+    are the exception: torch adds them after the partition, under a name of their own in backward.
+
+        forward    getitem_6 = run_and_save_rng_state[0]; return y, add, getitem_6
+        backward   (add, rng_state_output_0, tangents_1)
+    """
+    saved = [out for out in outputs_of(forward)[num_outputs:] if _is_saved_tensor(out)]
+    taken = [n for n in backward.graph.find_nodes(op="placeholder") if _is_saved_tensor(n)]
+    known = {n.name for n in forward.graph.nodes}
+    for out, argument in zip(saved, taken, strict=False):
+        if argument.name not in known and not is_tangent(argument):
+            assert isinstance(out, fx.Node)
+            out._rename(argument.name)
+    forward.recompile()
+
+
+def is_tangent(node: fx.Node) -> bool:
+    """Whether a placeholder of backward is the gradient of an output, by torch's naming."""
+    return "tangent" in node.name
+
+
+def _is_saved_tensor(node: object) -> bool:
+    return isinstance(node, fx.Node) and is_tensor(node.meta.get("val"))
+
+
 def is_tensor(value: object) -> bool:
     return isinstance(value, torch.Tensor)
 
@@ -192,7 +220,7 @@ def _drops_nothing(node: fx.Node) -> bool:
     for at, argument in enumerate(schema.arguments):
         if argument.name == "dropout_p":
             given = node.args[at] if at < len(node.args) else node.kwargs.get(argument.name)
-            return (argument.default_value if given is None else given) == 0.0
+            return bool((argument.default_value if given is None else given) == 0.0)
     return False
 
 

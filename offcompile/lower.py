@@ -29,6 +29,7 @@ from torch._inductor.custom_graph_pass import CustomPartitionerFn
 
 from offcompile.ir import InvalidInput, Violation
 
+from .graphs import name_saved_alike
 from .lower_order import MovementOps, pin_order
 from .progress import Progress
 
@@ -97,6 +98,7 @@ class _Job:
         forward, backward = plain(joint, inputs, **how)
         if not inputs:
             return forward, backward
+        name_saved_alike(forward, backward, how["num_fwd_outputs"])
         return self._replaced(
             self.hooks.training(forward, backward, how["num_fwd_outputs"], inputs),
             (forward, backward),

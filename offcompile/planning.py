@@ -81,10 +81,11 @@ class Planning:
         if budget > 0:
             return budget
         raise Infeasible(
-            f"{self.name}: other graphs of this model hold {show_bytes(self.held_bytes)},"
-            " which is the whole budget.",
+            f"{self.name}: other compiled graphs of this process hold"
+            f" {show_bytes(self.held_bytes)}, which is the whole budget.",
             -budget,
-            f"Set memory to more than {show_bytes(self.held_bytes)}.",
+            f"Set memory to more than {show_bytes(self.held_bytes)}, or delete the models that are"
+            " no longer used.",
         )
 
     def report(self, choice: Choice) -> PlanReport:

@@ -93,6 +93,11 @@ class SizeMaker:
         return made
 
 
+def symbols_in(size: Size) -> frozenset[sympy.Symbol]:
+    """The symbols that a size depends on."""
+    return frozenset(size.node.expr.free_symbols) if isinstance(size, torch.SymInt) else frozenset()
+
+
 def hint_of(values: Mapping[sympy.Symbol, int] | None = None) -> Hint:
     """Sizes as numbers: as traced, or with other values for the symbols."""
 

@@ -39,7 +39,7 @@ def _(place: Path, patch: pytest.MonkeyPatch) -> str:
     return told(lambda: decide(*given), Infeasible)
 
 
-@says("other graphs of this model hold …, which is the whole budget")
+@says("other compiled graphs of this process hold …, which is the whole budget")
 def _(place: Path, patch: pytest.MonkeyPatch) -> str:
     from offcompile.planning import Planning
 

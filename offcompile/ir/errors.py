@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 RULES = (
     "unknown-key",
@@ -44,7 +45,20 @@ class Violation:
 
 
 class OffloadError(Exception):
-    """Base of every error that offcompile raises on purpose."""
+    """Base of every error that offcompile raises on purpose. Copies and pickles as it is, without
+    its traceback."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _made_again, (type(self), self.args, self.__dict__)
+
+
+def _made_again(
+    kind: type[OffloadError], args: tuple[object, ...], fields: Mapping[str, object]
+) -> OffloadError:
+    """An error with these fields, whatever its constructor takes."""
+    error = kind.__new__(kind, *args)
+    error.__dict__.update(fields)
+    return error
 
 
 class InvalidInput(OffloadError):
