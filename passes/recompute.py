@@ -27,9 +27,12 @@ from .decisions import Decisions
 from .droppable import Droppable, droppable_ops, recomputes_for
 from .patience import is_short
 from .pressure import pressure
+from .recompute_starts import recipes_of
 from .trials import Trials
 
 VARIANTS = ("benefit", "all", "sqrt")
+#: of the minimum cuts that fit, those that are built
+MOST_CUTS = 2
 #: how often the memory that recomputation takes is asked for again
 REPAIRS = 8
 #: with more ops than this to choose from the choice is a quicker one
@@ -67,6 +70,8 @@ class Recomputation:
             sets = _first_fitting(problem, machine, spread_sets([d.op for d in droppable]))
         else:
             sets = _benefit_sets(problem, machine, droppable)
+            for again in _cuts(problem, machine):
+                trials.attempt(Decisions(recomputes=again))
         for dropped in sets:
             trials.attempt(Decisions(recomputes=recomputes_for(problem, droppable, dropped)))
         if trials.best is None:
@@ -133,6 +138,20 @@ def _benefit_sets(
     trimmed = [_trim(problem, machine, droppable, starts[i]) for _, i in sorted(scored)[:trims]]
     trimmed.sort(key=lambda x: x[0])
     return [dropped for _, dropped in trimmed]
+
+
+def _cuts(problem: Problem, machine: Machine) -> list[tuple[Recompute, ...]]:
+    """Minimum cuts that fit, the least added compute first: blocks that run again as a whole are
+    among them."""
+    fitting = []
+    for i, reruns in enumerate(recipes_of(problem)):
+        again = tuple(Recompute(*rerun) for rerun in sorted(reruns))
+        over, added = _excess(problem, machine, again)
+        if max(over, default=0) <= 0:
+            fitting.append((added, i, again))
+        if is_short() and fitting:
+            break
+    return [again for _, _, again in sorted(fitting)[:MOST_CUTS]]
 
 
 def _covering_starts(
@@ -210,8 +229,10 @@ def _does_not_fit(
     droppable = droppable_ops(problem)
     names = [d.op for d in droppable]
     missing = excess
-    for dropped in sets or [*spread_sets(names), names]:
-        over, _ = _excess(problem, machine, recomputes_for(problem, droppable, dropped))
+    tried = [recomputes_for(problem, droppable, s) for s in sets or [*spread_sets(names), names]]
+    tried += [tuple(Recompute(*rerun) for rerun in sorted(r)) for r in recipes_of(problem)]
+    for again in tried:
+        over, _ = _excess(problem, machine, again)
         missing = min(missing, max(over, default=0))
     capacity = machine.tier[DEVICE].capacity_bytes
     if missing <= 0 or capacity is None:

@@ -35,6 +35,18 @@ class Recipe:
     late: float = 1.0
 
 
+def recipes_of(problem: Problem) -> Iterator[frozenset[Rerun]]:
+    """What each whole-forward recipe runs again, each once."""
+    starts = RecomputeStarts(problem, lambda reruns: None, lambda: False)
+    seen: set[frozenset[Rerun]] = set()
+    for parts in starts.parts():
+        for price in starts.prices():
+            reruns = starts.reruns(Recipe(parts, price))
+            if reruns and reruns not in seen:
+                seen.add(reruns)
+                yield reruns
+
+
 @dataclass(eq=False)
 class RecomputeStarts:
     """Tries recipes for one problem. `cost_of` says what a plan that runs these ops again costs;
@@ -55,9 +67,7 @@ class RecomputeStarts:
     def run(self) -> None:
         """Try every price with forward in about as many parts as models have blocks, then vary the
         best recipe one field at a time."""
-        prices = self._prices()
-        most = max(1, len(self._choices.forward) // OPS_A_PART)
-        parts = [n for n in PARTS if n <= most]
+        prices, parts = self.prices(), self.parts()
         for price in prices:
             if self.is_over():
                 return
@@ -116,7 +126,11 @@ class RecomputeStarts:
             for price in (a, b) if recipe.price in (a, b) else ():
                 yield replace(recipe, price=price)
 
-    def _prices(self) -> list[float]:
+    def parts(self) -> list[int]:
+        most = max(1, len(self._choices.forward) // OPS_A_PART)
+        return [n for n in PARTS if n <= most]
+
+    def prices(self) -> list[float]:
         """From nearly nothing to more than any op costs, around the middle of all saved bytes."""
         kib: dict[str, float] = {}
         for t in self._choices.saved:
