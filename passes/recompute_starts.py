@@ -15,8 +15,9 @@ from offcompile.ir import Problem
 
 from .rematerialization import NS_PER_US, Rematerialization, Rerun
 
-#: prices tried, in terms of what the saved half of all bytes takes to make again
-SCALES = (1 / 4, 1 / 2, 1.0, 2.0, 4.0, 64.0)
+#: prices tried, the likeliest first: multiples of the price at which half of all saved bytes are
+#: cheaper to make again than to keep
+SCALES = (1.0, 1 / 2, 64.0, 2.0, 1 / 4, 4.0)
 #: into how many parts forward is cut, at most one for so many ops
 PARTS, OPS_A_PART = (24, 48, 1, 12, 6), 3
 #: where the early layers end, and where the last ones begin, as shares of forward's time
@@ -116,13 +117,13 @@ class RecomputeStarts:
         another price."""
         for n in parts:
             yield replace(recipe, parts=n)
-        lower = [0.0, *(p for p in prices if p < recipe.price)]
+        lower = sorted({0.0, *(p for p in prices if p < recipe.price)})
         for early in EARLY_ENDS:
             for price in reversed(lower):
                 yield replace(recipe, early=early, early_price=price)
         for late in LATE_STARTS:
             yield replace(recipe, late=late)
-        for a, b in pairwise(prices):
+        for a, b in pairwise(sorted(prices)):
             for price in (a, b) if recipe.price in (a, b) else ():
                 yield replace(recipe, price=price)
 
@@ -131,7 +132,7 @@ class RecomputeStarts:
         return [n for n in PARTS if n <= most]
 
     def prices(self) -> list[float]:
-        """From nearly nothing to more than any op costs, around the middle of all saved bytes."""
+        """Around the middle of all saved bytes, up to more than any op costs."""
         kib: dict[str, float] = {}
         for t in self._choices.saved:
             op = self._choices.maker[t]

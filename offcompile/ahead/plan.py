@@ -35,7 +35,7 @@ from .updates import Updates
 
 CPU = "cpu"
 #: of the time that the backend would search for: a forecast is waited for
-PLANNING_SHARE = 1.0
+PLANNING_SHARE = 0.7
 #: which positional argument of attention is the share that is dropped
 DROPOUT_AT = 4
 Tell = Callable[[str], None]
