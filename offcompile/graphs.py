@@ -209,9 +209,11 @@ def may_repeat(node: fx.Node) -> bool:
     target = node.target
     if not isinstance(target, torch._ops.OpOverload) or target._schema.is_mutable:
         return False
-    if torch.Tag.nondeterministic_seeded in target.tags and not _drops_nothing(node):
+    if target.namespace not in ("aten", "prims"):
         return False
-    return target.namespace in ("aten", "prims") and not node.is_impure()
+    if torch.Tag.nondeterministic_seeded in target.tags:
+        return _drops_nothing(node)
+    return not node.is_impure()
 
 
 def _drops_nothing(node: fx.Node) -> bool:
