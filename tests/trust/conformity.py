@@ -27,7 +27,7 @@ LEAST_BYTES = 8
 #: of the way from the floor to what the step takes as it is
 MIDDLING = 0.5
 
-Compiler = Callable[[Any], Any]
+Compiler = Callable[..., Any]
 _BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
@@ -64,7 +64,9 @@ def plain(module: Any) -> Any:
 def ours(memory: int | str) -> Compiler:
     options = {"memory": memory, "lowering": "aot_eager", "hardware": "cpu"}
     options |= {"policy": "joint:evaluations=10", "seconds": 0.01}
-    return lambda module: torch.compile(module, backend="offcompile", options=options)
+    return lambda module, **more: torch.compile(
+        module, backend="offcompile", options=options, **more
+    )
 
 
 @dataclass(frozen=True)
