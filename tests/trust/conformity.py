@@ -27,6 +27,9 @@ LEAST_BYTES = 8
 #: of the way from the floor to what the step takes as it is
 MIDDLING = 0.5
 
+#: the one in which equal bits are promised
+LOWERING = "aot_eager"
+
 Compiler = Callable[..., Any]
 _BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
@@ -62,7 +65,7 @@ def plain(module: Any) -> Any:
 
 
 def ours(memory: int | str) -> Compiler:
-    options = {"memory": memory, "lowering": "aot_eager", "hardware": "cpu"}
+    options = {"memory": memory, "lowering": LOWERING, "hardware": "cpu"}
     options |= {"policy": "joint:evaluations=10", "seconds": 0.01}
     return lambda module, **more: torch.compile(
         module, backend="offcompile", options=options, **more

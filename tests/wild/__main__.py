@@ -11,13 +11,14 @@ import sys
 from dataclasses import asdict
 
 from .families import load
-from .judge import judge
+from .judge import judge, judge_by_inductor
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(prog="wild", description=__doc__)
     parser.add_argument("names", nargs="*", metavar="NAME")
     parser.add_argument("--json", action="store_true")
+    parser.add_argument("--inductor", action="store_true", help="near, with Inductor's kernels")
     parser.add_argument("--exactly", action="store_true", help="names are whole names")
     parser.add_argument("--list", action="store_true", help="their names, and nothing is run")
     asked = parser.parse_args()
@@ -28,7 +29,7 @@ def main() -> int:
         if asked.list:
             print(name)
             continue
-        verdict = judge(program)
+        verdict = (judge_by_inductor if asked.inductor else judge)(program)
         broken += not verdict.holds
         if asked.json:
             print(json.dumps(asdict(verdict)), flush=True)

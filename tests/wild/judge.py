@@ -8,8 +8,10 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
+from unittest import mock
 
 import torch
+from trust import conformity
 from trust.conformity import Outcome, Planned, left_over, run_under, tiny_steps
 
 import offcompile
@@ -17,6 +19,9 @@ import offcompile
 from .program import Compiler, Program, Run
 
 EQUAL = "equal"
+NEAR = "equal within tolerance"
+#: relative and absolute difference of values after a few steps with Inductor's kernels
+NEARNESS = (1e-3, 1e-4)
 REFUSED = "refused in words"
 PLAIN_FAILS = "plain fails alike"
 MISSING = "package missing"
@@ -51,6 +56,32 @@ def judge(program: Program) -> Verdict:
         return Verdict(str(program), MISSING, ", ".join(missing))
     with tiny_steps(), _quiet():
         return _judge(program)
+
+
+def judge_by_inductor(program: Program) -> Verdict:
+    """Near the plain run at "minimum", both with kernels that Inductor makes."""
+    if missing := program.missing():
+        return Verdict(str(program), MISSING, ", ".join(missing))
+    with tiny_steps(), _quiet(), mock.patch.object(conformity, "LOWERING", "inductor"):
+        alone = outcome_of(program, torch.compile)
+        found = run_under("minimum", lambda compiler: outcome_of(program, compiler))
+    errors = [told(o) for o in (alone, found.outcome) if o.error is not None]
+    far = errors or _far(found.outcome, alone)
+    kind = BROKEN if far else NEAR
+    return Verdict(
+        str(program), kind, "; ".join(far[:3]), found.changed, found.moves, found.bytes_out
+    )
+
+
+def _far(mine: Outcome, theirs: Outcome) -> list[str]:
+    """Names of values that differ by more than another order of adding explains."""
+    if mine.values.keys() != theirs.values.keys():
+        return ["the runs kept different values"]
+    return [
+        f"{name} is {(a.double() - b.double()).abs().max():.2g} off"
+        for name, a in mine.values.items()
+        if not torch.allclose(a, b := theirs.values[name], *NEARNESS, equal_nan=True)
+    ]
 
 
 def _judge(program: Program) -> Verdict:
