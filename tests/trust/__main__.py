@@ -14,7 +14,17 @@ from collections.abc import Sequence
 from .rows import Row, keep, table
 
 #: in the order of the table
-PARTS = ("semantics", "modules", "models", "simulation", "schedules", "faults", "soak", "fuzz")
+PARTS = (
+    "semantics",
+    "modules",
+    "models",
+    "drawn_modules",
+    "simulation",
+    "schedules",
+    "faults",
+    "soak",
+    "fuzz",
+)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
