@@ -67,7 +67,7 @@ class AcrossTime(nn.Module):
         self.inner = inner
 
     def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = self.inner(x.transpose(1, 2)).transpose(1, 2)
+        out: Tensor = self.inner(x.transpose(1, 2)).transpose(1, 2).contiguous()
         return out
 
 
@@ -161,7 +161,7 @@ KINDS = (*IN_CHECKPOINTS, *WITH_BUFFERS, *CHECKPOINTS)
 
 
 class Drawn(nn.Module):
-    """The module of a program; `shared` is an unused parameter where no op is tied to it."""
+    """The module of a program; `shared.weight` is unused where no op is tied to it."""
 
     def __init__(self, program: Program) -> None:
         super().__init__()
@@ -195,7 +195,8 @@ class Drawn(nn.Module):
             def body(x: Tensor) -> Tensor:
                 return self._values(op.body, x, path)[-1]
 
-            kept: Tensor = checkpoint(body, x, use_reentrant=again)
+            # torch refuses dropout in a checkpoint whose output needs no gradient
+            kept: Tensor = checkpoint(body, x + self.shared.bias, use_reentrant=again)
             return kept
         made: Tensor = self.layers[path](x)
         return made
@@ -253,7 +254,7 @@ def train(program: Program, compiler: Compiler) -> Outcome:
         x.requires_grad_(program.input_needs_gradient)
         optimizer.zero_grad()
         try:
-            # a product with `shared` lets backward run where a program has no weight of its own
+            # with a bias of `shared` backward runs where a program has no weight of its own
             outputs = forward(x)
             loss = sum(out.float().square().mean() for out in outputs)
             loss = loss + model.shared.bias.float().sum()
