@@ -60,14 +60,17 @@ class Attend(nn.Module):
 
 
 class AcrossTime(nn.Module):
-    """Runs a module that wants channels before time."""
+    """Runs a module that wants channels before time.
+
+    Contiguous: compiled, strides of batch norm's output are not those that torch traced.
+    """
 
     def __init__(self, inner: nn.Module) -> None:
         super().__init__()
         self.inner = inner
 
     def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = self.inner(x.transpose(1, 2)).transpose(1, 2).contiguous()
+        out: Tensor = self.inner(x.transpose(1, 2).contiguous()).transpose(1, 2).contiguous()
         return out
 
 
