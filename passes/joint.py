@@ -35,6 +35,7 @@ from .recompute_starts import RecomputeStarts
 from .rematerialization import Rerun
 from .schedule import Builder
 from .search import Search, State, mode_of
+from .update_split import UpdateSplit
 
 #: evaluations a second that the effort is reckoned at, per (run + move) of the problem
 EVALUATIONS_PER_SECOND = 15_000.0
@@ -47,6 +48,8 @@ START_SHARE = 0.3
 RECOMPUTE_SHARE, REFINED_STARTS = 0.6, 3
 #: of all plans to be tried, those starts, where no other search has made any, and where one has
 NEW_SHARE, KNOWN_SHARE = 0.75, 0.4
+#: how much of the time and of all plans to be tried each look for a split of updates may take
+SPLIT_SHARE = 0.25
 #: how much of the time the single policies may take together
 POLICY_SHARE = 0.5
 
@@ -127,7 +130,10 @@ class Joint:
         states: list[State] = []
         for one in frames:
             states += self._starts(search, one, HEADROOMS[:1])
+        split = UpdateSplit.of(problem, machine)
+        states += self._splitting(search, split, forced, states)
         again = self._recomputing(search, forced, states)
+        again += self._splitting(search, split, forced, again)
         states += again
         for one in [min(again, key=lambda s: s.cost).frame, *frames] if again else frames:
             states += self._starts(search, one, HEADROOMS[1:])
@@ -272,6 +278,33 @@ class Joint:
                     if state is not None:
                         found.append(state)
         return found
+
+    def _splitting(
+        self, search: Search, split: UpdateSplit, forced: Mode, states: list[State]
+    ) -> list[State]:
+        """Starts that differ in which updates the host makes, around the best so far."""
+        best = min(states, key=lambda s: s.cost, default=None)
+        base = forced if best is None else best.frame.mode
+        found: list[State] = []
+        deadline = time.monotonic() + SPLIT_SHARE * self.seconds
+        least = search.left - int(SPLIT_SHARE * search.left)
+
+        def cost_of(hosted: frozenset[str]) -> float | None:
+            mode = Mode(base.directs, base.recomputes, hosted | forced.hosted)
+            frame = self._frame(search.problem, search.machine, mode)
+            cover = self._greedy(frame, 0.0, False)
+            state = cover and search.evaluate(frame, cover, rounds=1)
+            if not state:
+                return None
+            found.append(state)
+            return state.us
+
+        def is_over() -> bool:
+            return search.settled or search.left <= least or time.monotonic() > deadline
+
+        split.search(cost_of, is_over, split.share(base.hosted) if base.recomputes else None)
+        found.sort(key=lambda s: s.cost)
+        return found[:1]
 
     def _recomputing(self, search: Search, forced: Mode, states: list[State]) -> list[State]:
         """Starts that compute activations again, from nearly free ones to all within a block."""
