@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -219,7 +219,9 @@ class _Fitting:
             return ()
         self.tell("comparing with simpler ways")
         budget = self.budget if report is None else report.budget_bytes
-        return tuple(simple_ways(self.ahead, budget, COMPARED_SECONDS if compare else None))
+        found = simple_ways(self.ahead, budget)
+        found += published_ways(self.ahead, budget, COMPARED_SECONDS) if compare else []
+        return tuple(found)
 
     # --- other budgets ------------------------------------------------------------------------
 
@@ -244,14 +246,14 @@ class _Fitting:
         return pareto(points)
 
     def floor(self, ahead: Ahead) -> int:
-        return min(floor_of(p, ahead.survey.machine) for p in _variants(ahead))
+        return min(floor_of(p, ahead.survey.machine) for p in variants(ahead))
 
     # --- other batches ------------------------------------------------------------------------
 
     def largest(self) -> int | None:
         """None: batches do not compare."""
         other = Ahead.of(self.asked(2 * self.batch), self.tell, self.target)
-        pairs = zip(_variants(self.ahead), _variants(other), strict=False)
+        pairs = zip(variants(self.ahead), variants(other), strict=False)
         scales = [Scale(a, b, (self.batch, 2 * self.batch)) for a, b in pairs]
         if not scales or not all(s.lines_up for s in scales):
             return None
@@ -295,20 +297,21 @@ class _Fitting:
         return True
 
 
-def simple_ways(ahead: Ahead, budget: int, seconds: float | None) -> Iterator[SimpleWay]:
-    """seconds: of each published policy; None: these are left out."""
+def simple_ways(ahead: Ahead, budget: int) -> list[SimpleWay]:
     annotated = ahead.survey.problem(ahead.graphs)
-    problems, machine = _variants(ahead), ahead.survey.machine
-    factor = host_factor(problems[-1])
-    yield from SimpleWays(
-        annotated.problem, machine(budget), budget, annotated.labels, factor
-    ).all()
-    if seconds is not None:
-        room = max(1, budget - ahead.target.reserve_bytes(budget))
-        yield from policy_ways(problems, machine(room), seconds)
+    factor = host_factor(variants(ahead)[-1])
+    machine = ahead.survey.machine(budget)
+    ways = SimpleWays(annotated.problem, machine, budget, annotated.labels, factor)
+    return list(ways.all())
 
 
-def _variants(ahead: Ahead) -> list[Problem]:
+def published_ways(ahead: Ahead, budget: int, seconds: float) -> list[SimpleWay]:
+    """seconds: of each policy with weights here, and again with weights on the host."""
+    room = max(1, budget - ahead.target.reserve_bytes(budget))
+    return list(policy_ways(variants(ahead), ahead.survey.machine(room), seconds))
+
+
+def variants(ahead: Ahead) -> list[Problem]:
     """The step with everything at home, and with weights on the host."""
     survey = ahead.survey
     plain = survey.problem(ahead.graphs).problem
