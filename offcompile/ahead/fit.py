@@ -299,10 +299,11 @@ class _Fitting:
 
 def simple_ways(ahead: Ahead, budget: int) -> list[SimpleWay]:
     annotated = ahead.survey.problem(ahead.graphs)
-    factor = host_factor(variants(ahead)[-1])
-    machine = ahead.survey.machine(budget)
-    ways = SimpleWays(annotated.problem, machine, budget, annotated.labels, factor)
-    return list(ways.all())
+    at_home, machine = annotated.problem, ahead.survey.machine(budget)
+    factor = None
+    if any(op.phase == "update" for op in at_home.ops):
+        factor = host_factor(_with_weights_on_host(ahead, at_home) or at_home)
+    return list(SimpleWays(at_home, machine, budget, annotated.labels, factor).all())
 
 
 def published_ways(ahead: Ahead, budget: int, seconds: float) -> list[SimpleWay]:
@@ -313,13 +314,16 @@ def published_ways(ahead: Ahead, budget: int, seconds: float) -> list[SimpleWay]
 
 def variants(ahead: Ahead) -> list[Problem]:
     """The step with everything at home, and with weights on the host."""
+    plain = ahead.survey.problem(ahead.graphs).problem
+    hosted = _with_weights_on_host(ahead, plain)
+    return [plain] if hosted is None else [plain, hosted]
+
+
+def _with_weights_on_host(ahead: Ahead, plain: Problem) -> Problem | None:
     survey = ahead.survey
-    plain = survey.problem(ahead.graphs).problem
     weights = sum(t.nbytes for t in plain.tensors if t.kind == "weight")
     in_place = survey.target.in_place(2 * weights)
-    if in_place is None:
-        return [plain]
-    return [plain, survey.problem(ahead.graphs, in_place).problem]
+    return None if in_place is None else survey.problem(ahead.graphs, in_place).problem
 
 
 def pareto(points: Iterable[Point]) -> tuple[Point, ...]:

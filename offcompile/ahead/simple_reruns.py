@@ -24,6 +24,8 @@ PARTS = (24, 12, 6)
 DEPTHS = (1, 2, 3)
 #: fewer blocks than this are no blocks
 FEWEST_BLOCKS = 2
+#: words of a label that has no path
+SHAPE_AND_TYPE = 2
 #: results of a kernel below this share of a block's input are statistics of it
 SMALL_SHARE = 1 / 8
 #: uniform prices tried, from cheap to dear, and halvings between the last too cheap and the first
@@ -169,17 +171,18 @@ def blocks_of(problem: Problem, labels: Mapping[str, str], depth: int) -> list[s
     for op in problem.ops:
         if op.phase != "forward":
             continue
-        path = labels.get(op.id, "").partition(" ")[0]
+        path = path_of(labels.get(op.id, ""))
         block = block_named(path, depth)
-        if block is None and not is_path(path) and found:
+        if not path and found:
             block = found[-1]
         found.append(block)
     return found
 
 
-def is_path(word: str) -> bool:
-    """Whether this may be a module's path rather than a shape or nothing."""
-    return word[:1].isalpha() or word[:1] == "_"
+def path_of(label: str) -> str:
+    """The module's path in a label; before shape and type, which a tuple does not have."""
+    words = label.split(" ")
+    return "" if len(words) == SHAPE_AND_TYPE else words[0]
 
 
 def block_named(path: str, depth: int) -> str | None:
