@@ -15,14 +15,18 @@ from offcompile.ahead.fit import fit, published_ways, simple_ways, variants
 from offcompile.ahead.plan import Ahead, Asked
 from offcompile.ahead.simple_ways import BUDGETED, CHECKPOINTED
 from offcompile.decide import peak_alone
-from offcompile.ir import Infeasible
 from offcompile.options import Options
+from offcompile.planner import plan_problem
 
-CARD, WIDTH, WORDS, LENGTH, LAYERS = "rtx4090", 128, 256, 64, 8
+CARD, WIDTH, WORDS, LENGTH, LAYERS = "rtx4090", 128, 256, 64, 4
 #: a plan is behind what is faster by more than this share
 BEHIND = 0.001
-#: each search ends by its count, whatever the machine does meanwhile
-COUNTED = {"policy": "joint:evaluations=300", "seconds": 100.0}
+#: the search ends by its count, whatever the machine does meanwhile
+COUNTED, SECONDS = "joint:evaluations=100", 100.0
+#: of the peak when nothing moves
+SHARES = (0.85, 0.75, 0.6)
+#: ways that fit, over all shares
+LEAST_COMPARED = 2
 
 
 class Block(nn.Module):
@@ -78,7 +82,7 @@ class Rows(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.layers = nn.Sequential(
-            *(m for _ in range(LAYERS) for m in (nn.Linear(256, 256), nn.GELU()))
+            *(m for _ in range(3 * LAYERS) for m in (nn.Linear(256, 256), nn.GELU()))
         )
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -91,16 +95,16 @@ BATCH = 16
 def inputs_of(kind: type[nn.Module], batch: int = BATCH) -> torch.Tensor:
     if kind is Language:
         return torch.zeros(batch, LENGTH, dtype=torch.long, device="meta")
-    shape = (batch, 3, 32, 32) if kind is Images else (64 * batch, 256)
+    shape = (batch, 3, 32, 32) if kind is Images else (512 * batch, 256)
     return torch.zeros(*shape, device="meta")
 
 
 @cache
-def traced(kind: type[nn.Module], optimizer: str | None = None) -> Ahead:
+def traced(kind: type[nn.Module]) -> Ahead:
     with torch.device("meta"):
         model = kind()
-    options = Options.read({"hardware": CARD} | COUNTED)
-    return Ahead.of(Asked(model, (inputs_of(kind),), {}, options, None, optimizer), lambda _: None)
+    options = Options.read({"hardware": CARD})
+    return Ahead.of(Asked(model, (inputs_of(kind),), {}, options), lambda _: None)
 
 
 def alone_of(ahead: Ahead) -> int:
@@ -118,34 +122,27 @@ def test_checkpointing_of_a_language_model_saves_memory_for_less_than_its_forwar
     assert plain_us < way.step_us <= plain_us + forward_us
 
 
-@pytest.mark.parametrize(
-    ("kind", "optimizer"), [(Language, None), (Language, "adamw"), (Images, None), (Rows, None)]
-)
+@pytest.mark.parametrize("kind", [Language, Images, Rows])
 def test_no_plan_is_behind_a_simple_way(
-    kind: type[nn.Module], optimizer: str | None, monkeypatch: pytest.MonkeyPatch
+    kind: type[nn.Module], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("offcompile.planner.BOUND_SHARE", 0.002)
-    ahead = traced(kind, optimizer)
-    compared = 0
-    for share in (0.75, 0.5, 0.35):
-        budget = int(share * alone_of(ahead))
-        fitting = [way for way in simple_ways(ahead, budget) if way.fits]
-        try:
-            ours_us = ahead.choose(budget, lambda _: None, explains=False).decided.cost_us
-        except Infeasible:
-            assert not fitting, f"{fitting} fit {budget:,} bytes, and there is no plan"
-            continue
-        for way in fitting:
-            assert way.step_us is not None
-            assert ours_us <= way.step_us * (1 + BEHIND), f"{way} in {budget:,} bytes"
-            compared += 1
-    assert compared
+    monkeypatch.setattr("offcompile.planner.BOUND_SHARE", 0.002)  # nothing is asked of it
+    ahead, compared = traced(kind), 0
+    for share in SHARES:
+        memory = int(share * alone_of(ahead))
+        machine = ahead.survey.machine(memory)
+        ours = plan_problem(variants(ahead)[0], machine, COUNTED, SECONDS)
+        for way in simple_ways(ahead, memory):
+            if way.fits and way.step_us is not None:
+                assert ours.makespan_us <= way.step_us * (1 + BEHIND), f"{way} in {memory:,} bytes"
+                compared += 1
+    assert compared >= LEAST_COMPARED
 
 
 def test_fit_says_what_simpler_ways_take() -> None:
     with torch.device("meta"):
         model = Rows()
-    budget = alone_of(traced(Rows)) // 2
+    budget = int(0.75 * alone_of(traced(Rows)))
     asked: dict[str, Any] = {"hardware": CARD, "table": False, "largest": False}
 
     def inputs(batch: int) -> torch.Tensor:
@@ -161,7 +158,7 @@ def test_fit_says_what_simpler_ways_take() -> None:
     # where nothing has to move there is nothing to compare
     assert fit(model, inputs, BATCH, memory="20GiB", **quick).simple_ways == ()
     # what does not fit is compared too
-    refused = fit(model, inputs, BATCH, memory=budget // 50, **quick)
+    refused = fit(model, inputs, BATCH, memory=budget // 10, **quick)
     assert not refused.fits and not any(way.fits for way in refused.simple_ways)
     assert "this plan" not in refused.to_text() and CHECKPOINTED in refused.to_text()
 
