@@ -19,7 +19,6 @@ from offcompile.ahead.simple_ways import (
     OFFLOADED,
     SimpleWay,
     SimpleWays,
-    host_factor,
     leaving_gradients,
     policy_ways,
 )
@@ -156,7 +155,7 @@ def test_a_kernel_that_ends_one_block_and_begins_the_next_is_taken_apart() -> No
 # --- ZeRO-Offload by hand -----------------------------------------------------------------------
 
 
-def trained(host_us: float | None = 50.0) -> Problem:
+def trained() -> Problem:
     """Two weights of 100 bytes: their gradients come 20 µs apart; an update takes 5 µs here."""
     tensors = [Tensor("x", 10, "input", DEVICE, pinned=True)]
     for i in range(2):
@@ -174,15 +173,13 @@ def trained(host_us: float | None = 50.0) -> Problem:
         ops.append(Op(f"b{i}", "backward", 20, (f"a{i}", f"w{i}"), (f"g{i}",)))
         moved = (f"w{i}", f"s{i}")
         reads = (f"g{i}", *moved)
-        ops.append(Op(f"u{i}", "update", 5, reads, moved, host_duration_us=host_us))
+        ops.append(Op(f"u{i}", "update", 5, reads, moved))
     return Problem(tuple(tensors), tuple(ops))
 
 
 def test_zero_offload_updates_after_backward_and_sends_weights_back_meanwhile() -> None:
     problem = trained()
-    factor = host_factor(problem)
-    assert factor == 10
-    ways = SimpleWays(problem, link(1000), 1000, {}, factor).all()
+    ways = SimpleWays(problem, link(1000), 1000, {}, 10.0).all()
     found = {way.name: way for way in ways}
     assert set(found) == {CHECKPOINTED, BUDGETED, OFFLOADED, BOTH}
     # 60 µs of forward and backward; the last gradient (10 µs on the link) is there at 70; updates
@@ -196,7 +193,7 @@ def test_zero_offload_updates_after_backward_and_sends_weights_back_meanwhile() 
 
 
 def test_over_a_slow_link_weights_wait_for_each_other_on_their_way_back() -> None:
-    problem = trained(host_us=5.0)
+    problem = trained()
     ways = SimpleWays(problem, link(1000, bytes_per_us=1.0), 1000, {}, 1.0).all()
     found = {way.name: way for way in ways}
     # the first gradient leaves at 40, arrives at 140, the second at 240; updates end at 245 and
@@ -210,7 +207,6 @@ def test_gradients_wait_on_the_device_no_longer_than_to_the_last_op_that_touches
 
 
 def test_zero_offload_asks_for_updates_on_the_host_and_for_a_link() -> None:
-    assert host_factor(trained(host_us=None)) is None
     names = [w.name for w in SimpleWays(trained(), link(1000), 1000, {}, None).all()]
     assert names == [CHECKPOINTED, BUDGETED]
     alone = Machine((Tier(DEVICE, 1000),))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from functools import cache
 from typing import Any
 
@@ -14,7 +15,9 @@ from torch import nn
 from offcompile.ahead.fit import fit, published_ways, simple_ways, variants
 from offcompile.ahead.plan import Ahead, Asked
 from offcompile.ahead.simple_ways import BUDGETED, CHECKPOINTED
+from offcompile.ahead.updates import USUAL_HOST_GBPS, Updates
 from offcompile.decide import peak_alone
+from offcompile.hardware import load_profile
 from offcompile.options import Options
 from offcompile.planner import plan_problem
 
@@ -161,6 +164,12 @@ def test_fit_says_what_simpler_ways_take() -> None:
     refused = fit(model, inputs, BATCH, memory=budget // 10, **quick)
     assert not refused.fits and not any(way.fits for way in refused.simple_ways)
     assert "this plan" not in refused.to_text() and CHECKPOINTED in refused.to_text()
+
+
+def test_the_host_updates_as_much_slower_as_its_memory_is() -> None:
+    updates = Updates.read("adamw", load_profile(CARD), apart=True)
+    assert updates.host_factor == load_profile(CARD).memory_gbps / USUAL_HOST_GBPS
+    assert replace(updates, apart=False).host_factor is None  # nothing of it runs by itself
 
 
 def test_published_policies_may_use_no_more_than_a_plan_may() -> None:

@@ -23,7 +23,7 @@ from offcompile.runtime.mapping import page_multiple
 
 from .plan import CPU, Ahead, Asked, Tell, check_model, refuse_measuring
 from .scaled import Scale
-from .simple_ways import SimpleWay, SimpleWays, host_factor, policy_ways
+from .simple_ways import SimpleWay, SimpleWays, policy_ways
 
 #: other budgets are planned for until so much time has gone by
 TABLE_SECONDS = 20.0
@@ -298,12 +298,10 @@ class _Fitting:
 
 
 def simple_ways(ahead: Ahead, budget: int) -> list[SimpleWay]:
-    annotated = ahead.survey.problem(ahead.graphs)
-    at_home, machine = annotated.problem, ahead.survey.machine(budget)
-    factor = None
-    if any(op.phase == "update" for op in at_home.ops):
-        factor = host_factor(_with_weights_on_host(ahead, at_home) or at_home)
-    return list(SimpleWays(at_home, machine, budget, annotated.labels, factor).all())
+    found, updates = ahead.survey.problem(ahead.graphs), ahead.survey.updates
+    factor = None if updates is None else updates.host_factor
+    machine = ahead.survey.machine(budget)
+    return list(SimpleWays(found.problem, machine, budget, found.labels, factor).all())
 
 
 def published_ways(ahead: Ahead, budget: int, seconds: float) -> list[SimpleWay]:
@@ -314,16 +312,13 @@ def published_ways(ahead: Ahead, budget: int, seconds: float) -> list[SimpleWay]
 
 def variants(ahead: Ahead) -> list[Problem]:
     """The step with everything at home, and with weights on the host."""
-    plain = ahead.survey.problem(ahead.graphs).problem
-    hosted = _with_weights_on_host(ahead, plain)
-    return [plain] if hosted is None else [plain, hosted]
-
-
-def _with_weights_on_host(ahead: Ahead, plain: Problem) -> Problem | None:
     survey = ahead.survey
+    plain = survey.problem(ahead.graphs).problem
     weights = sum(t.nbytes for t in plain.tensors if t.kind == "weight")
     in_place = survey.target.in_place(2 * weights)
-    return None if in_place is None else survey.problem(ahead.graphs, in_place).problem
+    if in_place is None:
+        return [plain]
+    return [plain, survey.problem(ahead.graphs, in_place).problem]
 
 
 def pareto(points: Iterable[Point]) -> tuple[Point, ...]:

@@ -30,7 +30,7 @@ SHAPE_AND_TYPE = 2
 SMALL_SHARE = 1 / 8
 #: uniform prices tried, from cheap to dear, and halvings between the last too cheap and the first
 #: dear enough
-PRICES, HALVINGS = 12, 5
+PRICES, HALVINGS = 8, 4
 
 
 @dataclass(frozen=True)

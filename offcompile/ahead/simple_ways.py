@@ -155,15 +155,6 @@ def leaving_gradients(problem: Problem) -> tuple[Away, ...]:
     return tuple(Away(g, last[g]) for g in gradients)
 
 
-def host_factor(on_host: Problem) -> float | None:
-    """How many times longer the largest update takes on the host; None: none can run there."""
-    updates = [op for op in on_host.ops if op.host_duration_us and op.duration_us]
-    largest = max(updates, key=lambda op: op.duration_us, default=None)
-    if largest is None or largest.host_duration_us is None:
-        return None
-    return largest.host_duration_us / largest.duration_us
-
-
 def policy_ways(problems: list[Problem], machine: Machine, seconds: float) -> Iterator[SimpleWay]:
     """Each published policy by itself, on the best of the problems (weights here, weights there),
     for so many seconds on each of them."""
