@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import pytest
+
 from offcompile.ahead.simple_reruns import (
     Reruns,
     block_named,
@@ -22,8 +24,10 @@ from offcompile.ahead.simple_ways import (
     leaving_gradients,
     policy_ways,
 )
-from offcompile.ir import DEVICE, HOST, Lane, Machine, Op, Problem, Tensor, Tier
+from offcompile.ir import DEVICE, HOST, Infeasible, Lane, Machine, Op, Problem, Tensor, Tier
 from offcompile.passes.registry import POLICIES
+from offcompile.passes.schedule import build
+from offcompile.planner import certify
 
 
 def link(capacity: int, bytes_per_us: float = 10.0) -> Machine:
@@ -87,6 +91,23 @@ def test_a_way_that_does_not_fit_says_by_how_much_and_what_it_would_take() -> No
     assert tight.step_us == FORWARD_US + BACKWARD_US + 12 * BLOCKS
     assert "does not fit: 7 B missing" in tight.to_line()
     assert ways_of(problem, peak, labels)[CHECKPOINTED].fits
+
+
+def test_simple_ways_are_lawful_plans_at_their_peaks() -> None:
+    problem, labels = blocks()
+    reruns = Reruns(problem)
+    offloading = Reruns(trained(), leaving_gradients(trained()))
+    for choices, chosen in (
+        reruns.blocks_again(labels, 0),
+        (reruns, reruns.budgeted(3000)),
+        (offloading, offloading.of(frozenset())),
+    ):
+        made, machine = choices.problem, link(chosen.peak_bytes)
+        plan = build(made, machine, choices.decisions(chosen.reruns))
+        timeline = certify(made, machine, plan, "a simple way")
+        assert timeline.peak_bytes[DEVICE] <= chosen.peak_bytes
+        with pytest.raises(Infeasible):
+            build(made, link(chosen.peak_bytes - 1), choices.decisions(chosen.reruns))
 
 
 def test_without_names_forward_is_cut_into_equal_parts() -> None:

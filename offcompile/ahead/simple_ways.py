@@ -19,7 +19,8 @@ from offcompile.passes.decisions import Away, Decisions
 from offcompile.passes.patience import Time, TimeIsUp, timed_by
 from offcompile.passes.registry import POLICIES
 from offcompile.passes.schedule import build
-from offcompile.planner import certify, plan_problem
+from offcompile.planner import plan_problem
+from offcompile.simulate import Simulator
 
 from .simple_reruns import Rerunning, Reruns
 
@@ -136,8 +137,11 @@ class SimpleWays:
         """The step's time under the budget, or under the least capacity at which it runs."""
         capacity = max(self.budget_bytes, chosen.peak_bytes)
         machine = self.machine.with_capacity(DEVICE, capacity)
-        plan = build(problem, machine, decisions)
-        return certify(problem, machine, plan, name).makespan_us
+        timeline = Simulator(problem, machine).run(build(problem, machine, decisions), record=False)
+        if timeline.violations:
+            reason = f"{name} cannot go on: {timeline.violations[0].detail}."
+            raise Infeasible(reason, None, "Raise the capacity of the tier named.")
+        return timeline.makespan_us
 
     def _missing(self, peak_bytes: int) -> int:
         return max(0, peak_bytes - self.budget_bytes)
