@@ -45,6 +45,9 @@ def add_fit(commands: Any) -> None:
         "--optimizer", metavar="NAME", help="adamw, adam, momentum or sgd (default: no updates)"
     )
     fit.add_argument("--quick", action="store_true", help="no other budgets, no largest batch")
+    fit.add_argument(
+        "--compare", action="store_true", help="plan with each published policy by itself too"
+    )
     fit.add_argument("--html", metavar="FILE", help="also write the plan as a page")
     fit.add_argument("--json", action="store_true", help="print one JSON object")
     fit.set_defaults(run=run_fit)
@@ -85,6 +88,7 @@ def _fit(options: argparse.Namespace) -> int:
         host_memory=options.host_memory,
         table=not options.quick,
         largest=several and not options.quick,
+        compare=options.compare,
     )
     if options.html is not None and found.report is not None:
         found.report.save_html(options.html)

@@ -23,11 +23,14 @@ from offcompile.runtime.mapping import page_multiple
 
 from .plan import CPU, Ahead, Asked, Tell, check_model, refuse_measuring
 from .scaled import Scale
+from .simple_ways import SimpleWay, SimpleWays, policy_ways
 
 #: other budgets are planned for until so much time has gone by
 TABLE_SECONDS = 20.0
 #: planning time of each search for another budget or batch
 TRIAL_SECONDS = 1.0
+#: planning time of each published policy
+COMPARED_SECONDS = 2.0
 #: of the way from the floor to all that the step takes when nothing moves
 SHARES = (0.5, 0.25, 0.75, 0.1)
 #: the largest batch is told apart up to this share of it; below a batch that has no plan although
@@ -65,6 +68,8 @@ class FitReport:
     tier_bytes: Mapping[str, int] = field(default_factory=dict)
     #: written to files with every step
     spilled_bytes: int = 0
+    #: what simpler ways take of the same step; none where nothing has to move
+    simple_ways: tuple[SimpleWay, ...] = ()
 
     @property
     def fits(self) -> bool:
@@ -102,6 +107,12 @@ class FitReport:
             for point in self.table:
                 note = "" if point.moves else "  nothing moves"
                 yield f"{size(point.memory_bytes):>12}  {show_us(point.step_us):>12}{note}"
+        if self.simple_ways:
+            yield ""
+            yield f"{'against simpler ways':40}  {'step':>12}"
+            if report is not None:
+                yield SimpleWay("this plan", report.planned_us, None).to_line()
+            yield from (way.to_line() for way in self.simple_ways)
 
     def to_json(self) -> dict[str, Any]:
         report = self.report
@@ -115,6 +126,7 @@ class FitReport:
                 {"memory_bytes": p.memory_bytes, "step_us": p.step_us, "moves": p.moves}
                 for p in self.table
             ],
+            "simple_ways": [way.to_json() for way in self.simple_ways],
         }
         if report is None:
             return found | {"reason": self.reason, "smallest_change": self.smallest_change}
@@ -140,12 +152,14 @@ def fit(
     measure: bool = False,
     table: bool = True,
     largest: bool = True,
+    compare: bool = False,
     options: Mapping[str, object] | None = None,
 ) -> FitReport:
     """Whether a training step fits, what it would take, and what the other choices are.
 
     make_inputs: from a batch size to the model's arguments: a tensor, a tuple, or a dictionary of
-    keywords. table: plan under other budgets too; largest: look for the largest batch that fits.
+    keywords. table: plan under other budgets too; largest: look for the largest batch that fits;
+    compare: plan with each published policy by itself too.
     The rest is as in `offcompile.plan`, which raises where this answers.
     """
     if batch < 1:
@@ -163,7 +177,7 @@ def fit(
         return Asked(check_model(model), plain, named, read, loss, optimizer, True, measure)
 
     with Progress("fit") as tell:
-        return _Fitting(asked, batch, tell).result(table, largest)
+        return _Fitting(asked, batch, tell).result(table, largest, compare)
 
 
 @dataclass(eq=False)
@@ -179,7 +193,7 @@ class _Fitting:
         budget = self.options.memory_bytes(self.target.device_bytes)
         self.budget = self.target.device_bytes if budget is None else budget
 
-    def result(self, table: bool, largest: bool) -> FitReport:
+    def result(self, table: bool, largest: bool, compare: bool) -> FitReport:
         found = FitReport(self.options.hardware or "this machine", self.batch, self.budget, None)
         most = self.largest() if largest else None
         try:
@@ -195,8 +209,19 @@ class _Fitting:
             found = replace(
                 found, report=report, tier_bytes=tier_bytes(report), spilled_bytes=spilled
             )
+        ways = self.simple_ways(found.report, compare)
         points = self.table(found.report) if table else ()
-        return replace(found, table=points, largest_batch=most)
+        return replace(found, table=points, largest_batch=most, simple_ways=ways)
+
+    def simple_ways(self, report: PlanReport | None, compare: bool) -> tuple[SimpleWay, ...]:
+        """None where nothing has to move: there is nothing to compare."""
+        if report is not None and report.fits:
+            return ()
+        self.tell("comparing with simpler ways")
+        budget = self.budget if report is None else report.budget_bytes
+        found = simple_ways(self.ahead, budget)
+        found += published_ways(self.ahead, budget, COMPARED_SECONDS) if compare else []
+        return tuple(found)
 
     # --- other budgets ------------------------------------------------------------------------
 
@@ -221,14 +246,14 @@ class _Fitting:
         return pareto(points)
 
     def floor(self, ahead: Ahead) -> int:
-        return min(floor_of(p, ahead.survey.machine) for p in _variants(ahead))
+        return min(floor_of(p, ahead.survey.machine) for p in variants(ahead))
 
     # --- other batches ------------------------------------------------------------------------
 
     def largest(self) -> int | None:
         """None: batches do not compare."""
         other = Ahead.of(self.asked(2 * self.batch), self.tell, self.target)
-        pairs = zip(_variants(self.ahead), _variants(other), strict=False)
+        pairs = zip(variants(self.ahead), variants(other), strict=False)
         scales = [Scale(a, b, (self.batch, 2 * self.batch)) for a, b in pairs]
         if not scales or not all(s.lines_up for s in scales):
             return None
@@ -272,7 +297,20 @@ class _Fitting:
         return True
 
 
-def _variants(ahead: Ahead) -> list[Problem]:
+def simple_ways(ahead: Ahead, budget: int) -> list[SimpleWay]:
+    found, updates = ahead.survey.problem(ahead.graphs), ahead.survey.updates
+    factor = None if updates is None else updates.host_factor
+    machine = ahead.survey.machine(budget)
+    return list(SimpleWays(found.problem, machine, budget, found.labels, factor).all())
+
+
+def published_ways(ahead: Ahead, budget: int, seconds: float) -> list[SimpleWay]:
+    """seconds: of each policy with weights here, and again with weights on the host."""
+    room = max(1, budget - ahead.target.reserve_bytes(budget))
+    return list(policy_ways(variants(ahead), ahead.survey.machine(room), seconds))
+
+
+def variants(ahead: Ahead) -> list[Problem]:
     """The step with everything at home, and with weights on the host."""
     survey = ahead.survey
     plain = survey.problem(ahead.graphs).problem

@@ -41,6 +41,12 @@ class Updates:
             raise InvalidInput([Violation("bad-value", "optimizer", detail)])
         return cls(name, profile, apart)
 
+    @property
+    def host_factor(self) -> float | None:
+        """How many times longer an update takes on the host; None: the host does none by itself."""
+        rate = self.profile.host_adam_gbps or USUAL_HOST_GBPS
+        return self.profile.memory_gbps / rate if self.apart else None
+
     def added(self, annotated: Annotated) -> Annotated:
         problem, names = annotated.problem, annotated.names
         weight_of = {
