@@ -44,6 +44,11 @@ def add_fit(commands: Any) -> None:
     fit.add_argument(
         "--optimizer", metavar="NAME", help="adamw, adam, momentum or sgd (default: no updates)"
     )
+    fit.add_argument(
+        "--stream-states",
+        action="store_true",
+        help="let states on the host cross to the device for their update (forecast only)",
+    )
     fit.add_argument("--quick", action="store_true", help="no other budgets, no largest batch")
     fit.add_argument(
         "--compare", action="store_true", help="plan with each published policy by itself too"
@@ -89,6 +94,7 @@ def _fit(options: argparse.Namespace) -> int:
         table=not options.quick,
         largest=several and not options.quick,
         compare=options.compare,
+        stream_states=options.stream_states,
     )
     if options.html is not None and found.report is not None:
         found.report.save_html(options.html)

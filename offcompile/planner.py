@@ -97,7 +97,7 @@ def plan_problem(
 
     known: plans of the same ops with tensors at home elsewhere; what they compute again is tried.
     """
-    began = time.monotonic()
+    began, busy_from = time.monotonic(), time.thread_time()
     wrong = check_homes(problem, machine)
     if wrong:
         raise InvalidInput(wrong)
@@ -105,7 +105,7 @@ def plan_problem(
     if progress is not None:
         progress("bounding")
     bound = lower_bound(problem, machine, seconds=BOUND_SHARE * seconds)
-    left = seconds - (time.monotonic() - began)
+    left = seconds - (time.thread_time() - busy_from)
     coarse = coarsen(problem) if len(problem.ops) > COARSEN_ABOVE_OPS else Coarse.same(problem)
     chosen = make(
         policy,

@@ -74,7 +74,7 @@ class Search:
     @property
     def settled(self) -> bool:
         """Nothing is left to gain, or no time to gain it in."""
-        if self.best_us <= self._near_floor_us or time.monotonic() > self.deadline:
+        if self.best_us <= self._near_floor_us or time.thread_time() > self.deadline:
             return True
         return self.at_floor and self.patience <= 0
 

@@ -153,6 +153,7 @@ def fit(
     table: bool = True,
     largest: bool = True,
     compare: bool = False,
+    stream_states: bool = False,
     options: Mapping[str, object] | None = None,
 ) -> FitReport:
     """Whether a training step fits, what it would take, and what the other choices are.
@@ -174,7 +175,16 @@ def fit(
         inputs = make_inputs(of)
         named = inputs if isinstance(inputs, dict) else {}
         plain = () if isinstance(inputs, dict) else as_arguments(inputs)
-        return Asked(check_model(model), plain, named, read, loss, optimizer, True, measure)
+        return Asked(
+            check_model(model),
+            plain,
+            named,
+            read,
+            loss,
+            optimizer,
+            measures=measure,
+            streams=stream_states,
+        )
 
     with Progress("fit") as tell:
         return _Fitting(asked, batch, tell).result(table, largest, compare)

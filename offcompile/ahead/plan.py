@@ -55,6 +55,8 @@ class Asked:
     repeats: bool = True
     #: whether ops are run that are not known, to see what they take
     measures: bool = False
+    #: whether an optimizer's states on the host may cross to the device for their update
+    streams: bool = False
 
 
 def plan(
@@ -66,6 +68,7 @@ def plan(
     optimizer: str | None = None,
     host_memory: int | str | None = None,
     measure: bool = False,
+    stream_states: bool = False,
     options: Mapping[str, object] | None = None,
     **keywords: Any,
 ) -> PlanReport:
@@ -79,6 +82,8 @@ def plan(
     loss: from the model's output to what is differentiated; None: the output is.
     optimizer: "adamw", "adam", "momentum", "sgd": its states and updates are part of the step, as
     `offcompile.optim` runs them with `overlap=True`; None: the step ends with the gradients.
+    stream_states: let the device make some of the updates of weights on the host, their states
+    crossing to it and back. A look ahead: `offcompile.optim` does not do this yet.
     measure: run ops that are not known yet to see what they take, instead of reckoning it.
     options: others of the backend's.
 
@@ -88,7 +93,14 @@ def plan(
     given = {"host_memory": host_memory} | dict(options or {})
     given |= {"memory": memory, "hardware": hardware}
     asked = Asked(
-        check_model(model), inputs, keywords, Options.read(given), loss, optimizer, True, measure
+        check_model(model),
+        inputs,
+        keywords,
+        Options.read(given),
+        loss,
+        optimizer,
+        measures=measure,
+        streams=stream_states,
     )
     with Progress("plan") as tell:
         try:
@@ -224,7 +236,7 @@ class Ahead:
         updates = None
         if asked.optimizer is not None and graphs.backward is not None:
             on_card = isinstance(target, CudaTarget)
-            updates = Updates.read(asked.optimizer, target.profile, on_card)
+            updates = Updates.read(asked.optimizer, target.profile, on_card, asked.streams)
         return AheadSurvey(options, target, Profile(), CPU, updates=updates, traced=graphs)
 
     def choose(

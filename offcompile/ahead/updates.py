@@ -1,7 +1,9 @@
 """The optimizer's updates as ops of a step: each as soon as its gradient is there.
 
 As `offcompile.optim` runs them with `overlap=True`: weights that live on the host are updated
-there, beside their states; of weights on the device the states are on the device too.
+there, beside their states; of weights on the device the states are on the device too. Where states
+may stream, a plan may also have the device make some of the host's updates: their states cross to
+it and back. `offcompile.optim` does not do that yet, so it has to be asked for.
 """
 
 from __future__ import annotations
@@ -31,15 +33,19 @@ class Updates:
     profile: HardwareProfile
     #: whether the host updates by itself, beside the device; else the device does it in place
     apart: bool
+    #: whether states on the host may cross to the device for an update
+    streams: bool = False
 
     @classmethod
-    def read(cls, optimizer: str, profile: HardwareProfile, apart: bool) -> Updates:
+    def read(
+        cls, optimizer: str, profile: HardwareProfile, apart: bool, streams: bool = False
+    ) -> Updates:
         name = optimizer.lower()
         if name not in STATES:
             known = ", ".join(map(repr, STATES))
             detail = f"{optimizer!r} is not known; there are {known}, or None for no updates"
             raise InvalidInput([Violation("bad-value", "optimizer", detail)])
-        return cls(name, profile, apart)
+        return cls(name, profile, apart, streams)
 
     @property
     def host_factor(self) -> float | None:
@@ -84,8 +90,8 @@ class Updates:
         if nbytes == 0:
             return ()
         home = HOST if weight.home == HOST else DEVICE
-        # the runtime updates beside the states: these never move
-        pinned = home == DEVICE or self.apart
+        # where nothing streams, the runtime updates beside the states: these never move
+        pinned = home == DEVICE or (self.apart and not self.streams)
         return (Tensor(f"{weight.id}.states", nbytes, "state", home, pinned=pinned),)
 
     def _update(self, weight: Tensor, gradient: Tensor, states: tuple[Tensor, ...]) -> Op:
