@@ -9,7 +9,7 @@ policy, and tensors of all kinds trade places freely.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import ClassVar
 
@@ -31,8 +31,9 @@ from .gaps import Gap
 from .homecoming import brought_home
 from .lanes import Clock
 from .patience import Time, TimeIsUp, is_short, timed_by
+from .recompute_fit import FittingReruns
 from .recompute_starts import RecomputeStarts
-from .rematerialization import Rerun
+from .rematerialization import Rematerialization, Rerun
 from .schedule import Builder
 from .search import Search, State, mode_of
 from .update_split import UpdateSplit
@@ -46,12 +47,16 @@ HEADROOMS = (0.0, 0.03, 0.08, 0.15, 0.25, 0.5)
 START_SHARE = 0.3
 #: how much of it starts that compute again may take, and how many of them are built with care
 RECOMPUTE_SHARE, REFINED_STARTS = 0.6, 3
+#: into how many parts forward is cut for recomputation with which nothing has to move
+FITTING_PARTS = (1, 24)
 #: of all plans to be tried, those starts, where no other search has made any, and where one has
 NEW_SHARE, KNOWN_SHARE = 0.75, 0.4
 #: how much of the time and of all plans to be tried each look for a split of updates may take
 SPLIT_SHARE = 0.25
 #: how much of the time the single policies may take together
 POLICY_SHARE = 0.5
+#: policies that go before all recomputation, and how much of the time they may take
+EARLY_POLICIES, EARLY_SHARE = ("recompute",), 0.2
 
 
 class _WithinTime:
@@ -85,6 +90,12 @@ class _WithinTime:
             search.offer(plan, timeline)
             self.tried += timeline.valid
         return timeline
+
+
+def _policies() -> Iterable[str]:
+    from .registry import POLICIES
+
+    return POLICIES
 
 
 @dataclass(frozen=True)
@@ -133,13 +144,15 @@ class Joint:
             states += self._starts(search, one, HEADROOMS[:1])
         split = UpdateSplit.of(problem, machine)
         states += self._splitting(search, split, forced, states)
+        self._single_policies(search, EARLY_POLICIES, EARLY_SHARE)
         again = self._recomputing(search, forced, states)
         again += self._splitting(search, split, forced, again)
         states += again
         for one in [min(again, key=lambda s: s.cost).frame, *frames] if again else frames:
             states += self._starts(search, one, HEADROOMS[1:])
         states += self._balanced(search, states)
-        self._single_policies(search)
+        late = tuple(n for n in _policies() if n not in (self.name, *EARLY_POLICIES))
+        self._single_policies(search, late, POLICY_SHARE)
         if search.best_plan is None:
             blocked = self._last_resorts(search, frame, blocked, states)
             if search.best_plan is None and blocked is not None:
@@ -220,12 +233,12 @@ class Joint:
                     states += [] if state is None else [state]
         return blocked
 
-    def _single_policies(self, search: Search) -> None:
-        from .registry import POLICIES, make
+    def _single_policies(self, search: Search, names: Iterable[str], share: float) -> None:
+        from .registry import make
 
-        judge = _WithinTime(search, time.thread_time() + POLICY_SHARE * self.seconds)
-        for name in POLICIES:
-            if name == self.name or search.settled or judge.all_over:
+        judge = _WithinTime(search, time.thread_time() + share * self.seconds)
+        for name in names:
+            if search.settled or judge.all_over:
                 continue
             judge.tried = 0
             try:
@@ -330,7 +343,7 @@ class Joint:
         def is_over() -> bool:
             return search.settled or search.left <= least or time.thread_time() > deadline
 
-        for reruns in self.known_reruns:
+        for reruns in (*self.known_reruns, *self._fitting(search, is_over)):
             cost_of(reruns)
         RecomputeStarts(search.problem, cost_of, is_over).run()
         found.sort(key=lambda s: s.cost)
@@ -339,6 +352,21 @@ class Joint:
             for state in found[:REFINED_STARTS]
             if (again := search.evaluate(state.frame, state.cover, rounds=2)) is not None
         ]
+
+    def _fitting(self, search: Search, is_over: Callable[[], bool]) -> Iterator[frozenset[Rerun]]:
+        """The least recomputation with which everything else may stay, where there is such."""
+        capacity = search.machine.tier[DEVICE].capacity_bytes
+        comes = any(t.home not in (None, DEVICE) and not t.pinned for t in search.problem.tensors)
+        if capacity is None or comes:  # then something has to move anyhow
+            return
+        cuts = Rematerialization(search.problem)
+        for parts in FITTING_PARTS:
+            if is_over():
+                return
+            kept = cuts.boundaries(parts) if parts > 1 else frozenset()
+            found = FittingReruns(search.problem, kept=kept).budgeted(capacity)
+            if found.peak_bytes <= capacity:
+                yield found.reruns
 
     def _balanced(self, search: Search, states: list[State]) -> list[State]:
         """The best start with loads made direct, where the lane holds it up."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import pairwise
 
 import pytest
 from memferry_problems import machine, step
@@ -44,7 +45,7 @@ def test_a_share_takes_the_first_of_them() -> None:
     assert split.hosted(0.25) == set(ORDER[: LAYERS // 4])
     assert split.hosted(1.0) == set(ORDER)
     shares = [split.hosted(n / 20) for n in range(21)]
-    assert all(a <= b for a, b in zip(shares, shares[1:], strict=False))
+    assert all(a <= b for a, b in pairwise(shares))
     assert split.share(split.hosted(0.25)) == pytest.approx(0.25)
 
 
