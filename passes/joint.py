@@ -43,6 +43,9 @@ EVALUATIONS_PER_SECOND = 15_000.0
 HEADROOMS = (0.0, 0.03, 0.08, 0.15, 0.25, 0.5)
 
 
+#: problems of so many runs and moves may take so much longer than was reckoned: a busy machine
+#: plans them no worse, only later
+LARGE, SLACK = 1000, 3.0
 #: how much of the time the first covers may take
 START_SHARE = 0.3
 #: how much of it starts that compute again may take, and how many of them are built with care
@@ -191,10 +194,14 @@ class Joint:
             evaluations=max(
                 4, self.evaluations or int(self.seconds * EVALUATIONS_PER_SECOND / size)
             ),
-            deadline=began + self.seconds,
+            deadline=began + self._longest(problem),
             floor_us=self.floor_us,
             progress=self.progress,
         )
+
+    def _longest(self, problem: Problem) -> float:
+        large = len(problem.ops) + len(problem.tensors) >= LARGE
+        return self.seconds * (SLACK if large else 1.0)
 
     def _frame(self, problem: Problem, machine: Machine, mode: Mode, tier: str = HOST) -> Frame:
         return Frame(problem, machine, mode, tier, self.lossy)
@@ -269,7 +276,7 @@ class Joint:
 
     def _starts(self, search: Search, frame: Frame, headrooms: tuple[float, ...]) -> list[State]:
         found: list[State] = []
-        deadline = time.thread_time() + START_SHARE * self.seconds
+        deadline = time.thread_time() + START_SHARE * self._longest(search.problem)
         tiers = [HOST, *(t.name for t in search.machine.tiers if t.name not in (DEVICE, HOST))]
         for tier in tiers if search.best_plan is None else tiers[:1]:
             here = (
@@ -300,7 +307,7 @@ class Joint:
         best = min(states, key=lambda s: s.cost, default=None)
         base = forced if best is None else best.frame.mode
         found: list[State] = []
-        deadline = time.thread_time() + SPLIT_SHARE * self.seconds
+        deadline = time.thread_time() + SPLIT_SHARE * self._longest(search.problem)
         least = search.left - int(SPLIT_SHARE * search.left)
 
         def cost_of(hosted: frozenset[str]) -> float | None:
@@ -325,7 +332,7 @@ class Joint:
         best = min(states, key=lambda s: s.cost, default=None)
         base = forced if best is None else best.frame.mode
         found: list[State] = []
-        deadline = time.thread_time() + RECOMPUTE_SHARE * self.seconds
+        deadline = time.thread_time() + RECOMPUTE_SHARE * self._longest(search.problem)
         # where others have found what pays, little is left to find
         share = KNOWN_SHARE if self.known_reruns else NEW_SHARE
         least = search.left - int(share * search.left)
