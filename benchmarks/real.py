@@ -69,9 +69,7 @@ def measured(case: Case, seconds: float | None) -> Row:
     named = given if isinstance(given, dict) else {}
     plain = () if isinstance(given, dict) else as_arguments(given)
     options = Options.read({"hardware": case.hardware})
-    ahead = Ahead.of(
-        Asked(model, plain, named, options, loss, case.optimizer, streams=case.streams), _quiet
-    )
+    ahead = Ahead.of(Asked(model, plain, named, options, loss, case.optimizer), _quiet)
     problems, machine_for = variants(ahead), ahead.survey.machine
     alone = peak_alone(problems[0], machine_for)
     reserve = ahead.target.reserve_bytes

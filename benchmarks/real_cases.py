@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from typing import Any
 
 OWN = "benchmarks.real_models:"
@@ -22,13 +22,10 @@ class Case:
     length: int
     budget: str
     optimizer: str | None = None
-    #: whether states may cross to the device for their update
-    streams: bool = False
 
     @property
     def name(self) -> str:
         optimizer = f" + {self.optimizer}" if self.optimizer else ""
-        optimizer += ", streamed" if self.streams else ""
         model = self.model.removeprefix(OWN).removeprefix("hf:")
         return f"{model}{optimizer}, {self.batch} × {self.length}"
 
@@ -52,7 +49,7 @@ def _own(
     return Case(OWN + model, hardware, batch, length, budget, optimizer)
 
 
-_PLAIN = (
+CASES = (
     _hf("gpt-1.3b", "rtx4090", 8, 1024, "8GiB"),
     _hf("bert-large", "rtx4090", 32, 512, "8GiB"),
     _hf("tinyllama-1.1b", "rtx4090", 8, 2048, "10GiB"),
@@ -88,6 +85,4 @@ _PLAIN = (
     _hf("gpt2-xl", "h100", 16, 1024, "75%"),
     _hf("gpt2-xl", "rtx4090", 4, 1024, NEAR_FLOOR),
 )
-#: rows with an optimizer a second time, with states that may stream
-CASES = (*_PLAIN, *(replace(case, streams=True) for case in _PLAIN if case.optimizer))
 QUICK = (_hf("gpt2", "rtx4090", 4, 256, "50%"), _hf("gpt2", "rtx4090", 4, 256, "33%", "adamw"))

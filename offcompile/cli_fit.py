@@ -46,8 +46,9 @@ def add_fit(commands: Any) -> None:
     )
     fit.add_argument(
         "--stream-states",
-        action="store_true",
-        help="let states on the host cross to the device for their update (forecast only)",
+        action=argparse.BooleanOptionalAction,
+        default=True,
+        help="let states on the host cross to the device for updates there (default: they may)",
     )
     fit.add_argument("--quick", action="store_true", help="no other budgets, no largest batch")
     fit.add_argument(

@@ -51,8 +51,9 @@ from .splinters import HINT, malloc_leaves_holes
 from .stalls import move_names
 from .step_recorder import StepRecorder
 from .survey import Survey, values
-from .target import Target
+from .target import CudaTarget, Target
 from .turn import kept_at_turn
+from .update_advice import advice
 from .verified import Verified
 from .verifying import Verifying
 from .weight_places import WeightPlaces, weight_places
@@ -403,7 +404,11 @@ class Pipeline:
         device.bound_packing(self, self.report.reserve_bytes // PACKING_SHARE)
         device.keep_room(self, _gradient_bytes_on_host(annotated.problem, decided.result.plan))
         plan, exact = decided.result.plan, self.options.lowering != "inductor"
-        self.places = weight_places(self.places, graphs, annotated, plan)
+        by_device: Mapping[str, bool] = {}
+        if isinstance(self.target, CudaTarget) and graphs.backward is not None:
+            timeline = decided.result.timeline
+            by_device = advice(annotated, timeline, self.target.profile)
+        self.places = weight_places(self.places, graphs, annotated, plan, by_device)
         made = rewrite(graphs, annotated, plan, decided.order, settings.key, exact)
         tensors = annotated.problem.tensors
         packable = {t.id for t in tensors if t.kind == "activation" and not t.pinned}

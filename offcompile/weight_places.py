@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import torch
 
 from offcompile.ir import HOST, Plan
+from offcompile.runtime import updates
 from offcompile.runtime.heap import heap
 from offcompile.runtime.registry import runtime_for
 from offcompile.runtime.weights import claim, live_on_device, live_on_host
@@ -33,6 +34,8 @@ class WeightPlaces:
     scattered: frozenset[int] = frozenset()
     #: those that are nowhere used in place: their fetches wait for updates under way
     fetched: frozenset[int] = frozenset()
+    #: those that an optimizer with states on the host may update, and whether the device should
+    by_device: Mapping[int, bool] = field(default_factory=dict)
     _others_came: bool = field(default=False, init=False)
 
     @property
@@ -62,6 +65,8 @@ class WeightPlaces:
             self._others_came = True
             others = self.parameters.difference(self.hosted)
             live_on_device([arguments[i] for i in sorted(others)])
+            for i, by_device in self.by_device.items():
+                updates.advise([arguments[i]], by_device)
         return True
 
     def place_alike(
@@ -80,9 +85,13 @@ class WeightPlaces:
 
 
 def weight_places(
-    before: WeightPlaces, graphs: Graphs, annotated: Annotated, plan: Plan
+    before: WeightPlaces,
+    graphs: Graphs,
+    annotated: Annotated,
+    plan: Plan,
+    by_device: Mapping[str, bool],
 ) -> WeightPlaces:
-    """As the plan has them."""
+    """As the plan has them. by_device: weight → whether the device should update it."""
     hosted = _hosted_arguments(graphs, annotated)
     in_place = {d.tensor for d in plan.directs}
     rows_only = scattered_reads(graphs, annotated)
@@ -91,6 +100,7 @@ def weight_places(
         hosted=tuple(hosted.values()),
         scattered=frozenset(i for t, i in hosted.items() if t in rows_only),
         fetched=frozenset(i for t, i in hosted.items() if t not in in_place),
+        by_device={i: by_device[t] for t, i in hosted.items() if t in by_device},
     )
 
 

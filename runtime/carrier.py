@@ -19,7 +19,7 @@ from . import tickets
 from .device import Copy, Label, Point, Slot
 from .failures import failure
 from .mover import Mover, Saved
-from .registry import RuntimeSettings, runtime_for, runtimes
+from .registry import Runtime, RuntimeSettings, runtime_for, runtimes
 
 OUT, BACK = "d2h", "h2d"
 
@@ -160,15 +160,18 @@ def carrier_of(parameter: torch.Tensor) -> Carrier | None:
     """The one for a parameter; None on the processor, where compute is over when it returns."""
     if parameter.device.type == "cpu":
         return None
-    device = parameter.device
-    if device.index is None:
-        device = torch.device(device.type, torch.cuda.current_device())
     for runtime in runtimes():
         if runtime.device.slot_of(parameter) is not None:
             return _carrier(runtime.mover)
+    return _carrier(runtime_on(parameter.device).mover)
+
+
+def runtime_on(device: torch.device) -> Runtime:
+    """A runtime of this device: one that there is, or one of usual settings."""
+    if device.type != "cpu" and device.index is None:
+        device = torch.device(device.type, torch.cuda.current_device())
     mine = [r for r in runtimes() if r.settings.target == str(device)]
-    runtime = mine[0] if mine else runtime_for(RuntimeSettings(target=str(device)).key)
-    return _carrier(runtime.mover)
+    return mine[0] if mine else runtime_for(RuntimeSettings(target=str(device)).key)
 
 
 def _carrier(mover: Mover) -> Carrier:

@@ -70,6 +70,8 @@ class _Known:
     returned: tuple[str, int, torch.UntypedStorage] | None = None
     #: graphs that make the whole gradient
     whole: set[str] = field(default_factory=set)
+    #: whether a plan would have the device update it; None: no plan says
+    by_device: bool | None = None
 
 
 _parameters: Any = WeakIdKeyDictionary()
@@ -107,6 +109,18 @@ def updater_of(parameter: torch.Tensor) -> Updater | None:
     """Who updates it during backward; None: nobody."""
     found = _find(parameter)
     return None if found is None or found.updater is None else found.updater()
+
+
+def advise(parameters: Iterable[torch.Tensor], by_device: bool) -> None:
+    """Say which side would best update these, whose states are on the host."""
+    for parameter in parameters:
+        _known(parameter).by_device = by_device
+
+
+def advice_for(parameter: torch.Tensor) -> bool | None:
+    """True: the device, their states crossing to it; False: the host; None: nobody said."""
+    found = _find(parameter)
+    return None if found is None else found.by_device
 
 
 def count(parameters: Iterable[torch.Tensor], holder: Holder) -> None:

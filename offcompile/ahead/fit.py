@@ -153,7 +153,7 @@ def fit(
     table: bool = True,
     largest: bool = True,
     compare: bool = False,
-    stream_states: bool = False,
+    stream_states: bool = True,
     options: Mapping[str, object] | None = None,
 ) -> FitReport:
     """Whether a training step fits, what it would take, and what the other choices are.

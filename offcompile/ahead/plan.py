@@ -56,7 +56,7 @@ class Asked:
     #: whether ops are run that are not known, to see what they take
     measures: bool = False
     #: whether an optimizer's states on the host may cross to the device for their update
-    streams: bool = False
+    streams: bool = True
 
 
 def plan(
@@ -68,7 +68,7 @@ def plan(
     optimizer: str | None = None,
     host_memory: int | str | None = None,
     measure: bool = False,
-    stream_states: bool = False,
+    stream_states: bool = True,
     options: Mapping[str, object] | None = None,
     **keywords: Any,
 ) -> PlanReport:
@@ -82,8 +82,8 @@ def plan(
     loss: from the model's output to what is differentiated; None: the output is.
     optimizer: "adamw", "adam", "momentum", "sgd": its states and updates are part of the step, as
     `offcompile.optim` runs them with `overlap=True`; None: the step ends with the gradients.
-    stream_states: let the device make some of the updates of weights on the host, their states
-    crossing to it and back. A look ahead: `offcompile.optim` does not do this yet.
+    stream_states: the device may make some of the updates of weights on the host, their states
+    crossing to it and back (`stream` of `offcompile.optim`); False: the host makes all of them.
     measure: run ops that are not known yet to see what they take, instead of reckoning it.
     options: others of the backend's.
 

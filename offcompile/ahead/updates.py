@@ -3,7 +3,7 @@
 As `offcompile.optim` runs them with `overlap=True`: weights that live on the host are updated
 there, beside their states; of weights on the device the states are on the device too. Where states
 may stream, a plan may also have the device make some of the host's updates: their states cross to
-it and back. `offcompile.optim` does not do that yet, so it has to be asked for.
+it and back, as `offcompile.optim` does it unless `stream=False`.
 """
 
 from __future__ import annotations

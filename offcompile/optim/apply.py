@@ -54,8 +54,7 @@ def update(
         coefficient = coefficient.to(gradients.device)
     grad_scale = _sent(grad_scale, gradients.device)
     entry.count_up()
-    if entry.place == "disk":
-        core.visited.append(entry.key)
+    core.visiting(entry)
     # the version goes up with every range that is written
     disagrees = MASTER in entry.names and entry.agreed != parameter._version
     for start, stop, parts in _ranges(core, entry, coefficient is not None):

@@ -16,7 +16,7 @@ from offcompile.runtime.disk_states import DiskStates
 from offcompile.runtime.states import MemoryStates, States
 
 from .layout import shaped_like
-from .places import Places
+from .places import Places, device_in, is_kept_there, is_streamed
 from .rules import Rule
 from .settings import Settings
 
@@ -81,9 +81,9 @@ class Core:
     places: Places
     state: defaultdict[torch.Tensor, Any]
     entries: dict[torch.Tensor, Entry] = field(default_factory=dict)
-    #: those on disk that were visited in this step, and in the last one
-    visited: list[int] = field(default_factory=list)
-    _expected: list[int] = field(default_factory=list)
+    #: place → those that were visited in this step, and what its store was told to expect
+    _visited: dict[str, list[int]] = field(default_factory=dict)
+    _expected: dict[str, list[int]] = field(default_factory=dict)
     _carriers: weakref.WeakSet[Carrier] = field(default_factory=weakref.WeakSet)
     _next_key: int = 0
     #: what `held_bytes` said, until something changes
@@ -107,15 +107,21 @@ class Core:
                 else:
                     entry.group = group
 
+    def visiting(self, entry: Entry) -> None:
+        """Note that this one's states are used now, for the order that the next step expects."""
+        if entry.place is not None and not isinstance(entry.store, MemoryStates):
+            self._visited.setdefault(entry.place, []).append(entry.key)
+
     def step_over(self) -> None:
-        """Tell the disk what the next step is likely to ask for."""
-        store = self.places.stores().get("disk")
-        if isinstance(store, DiskStates):
-            if self.visited and self.visited != self._expected:
-                self._expected = self.visited
-                store.expect(self._expected)
-            self.visited = []
-            store.step_over()
+        """Tell stores that load ahead what the next step is likely to ask for."""
+        for place, visited in self._visited.items():
+            if visited and visited != self._expected.get(place):
+                self._expected[place] = visited
+                self.places.named(place).expect(visited)
+        self._visited = {}
+        disk = self.places.stores().get("disk")
+        if isinstance(disk, DiskStates):
+            disk.step_over()
 
     # -- states --------------------------------------------------------------------------------
 
@@ -169,12 +175,18 @@ class Core:
         self.place()
         if self._held_bytes is not None:
             return self._held_bytes
-        on_device = [e for e in self.entries.values() if not self.is_beside(e)]
+        on_device = [e for e in self.entries.values() if is_kept_there(e.place)]
         nbytes = sum(map(self._nbytes, on_device))
         if any(
             e.place == "disk" and e.parameter.device.type == "cpu" for e in self.entries.values()
         ):
             nbytes += getattr(self.places.named("disk").facts(), "limit_bytes", 0)
+        crossing: dict[str, int] = {}
+        for entry in self.entries.values():
+            if entry.place is not None and is_streamed(entry.place):
+                largest = crossing.get(entry.place, 0)
+                crossing[entry.place] = max(largest, self._nbytes(entry))
+        nbytes += sum(self.places.buffer_bytes(p, largest) for p, largest in crossing.items())
         self._held_bytes = nbytes
         return nbytes
 
@@ -190,11 +202,12 @@ class Core:
     def _start(self, entry: Entry, ruled: tuple[str, ...]) -> None:
         if entry.names and entry.parameter not in self.state:
             self.forget(entry)  # somebody has emptied the optimizer's state
-        if self.rule.counts and entry.step is None:
+        if entry.store is None and entry.step is None:
             self.place(entry)
-            device = (entry.place or "").removeprefix("device ")
-            far = device == entry.place
-            entry.step = torch.zeros((), device="cpu" if far else device)
+            assert entry.place is not None
+            entry.place = self.places.advised(entry.parameter, self._nbytes(entry), entry.place)
+        if self.rule.counts and entry.step is None:
+            entry.step = torch.zeros((), device=device_in(entry.place) or "cpu")
             self.state[entry.parameter]["step"] = entry.step
         self._held_bytes = None
         layout = self.layout(entry)
@@ -259,7 +272,7 @@ class Core:
 
     def is_beside(self, entry: Entry) -> bool:
         """Whether its states, and so its update, are the CPU's and not the device's."""
-        return not (entry.place or "").startswith("device")
+        return device_in(entry.place) is None
 
     def updated(self, entry: Entry) -> None:
         """The weight was written, and its states now mean something."""

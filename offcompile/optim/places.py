@@ -6,12 +6,22 @@ from collections.abc import Iterable, Sequence
 
 import torch
 
+from offcompile.runtime import updates
+from offcompile.runtime.carrier import runtime_on
 from offcompile.runtime.directories import default_directory
 from offcompile.runtime.disk_states import DiskStates
 from offcompile.runtime.limits import read_limits
 from offcompile.runtime.states import HostStates, MemoryStates, States
+from offcompile.runtime.streamed_states import StreamedStates
 
 from .settings import Settings
+
+KEPT, STREAMED = "device", "streamed"
+#: of the states on the host that cross to a device which nobody has planned for: at usual rates
+#: the link takes about as long for them as the host for the others
+USUAL_SHARE = 0.5
+#: states that cross are larger: a copy of less takes longer to begin than to make
+SMALL_BYTES = 64 << 10
 
 
 class Places:
@@ -19,7 +29,9 @@ class Places:
 
     The device gets what it may have of the first parameters, since their gradients come last and
     have nothing to hide behind. "auto": the host, as far as states may take room there, and disk
-    for the others, in turn, so that neither has to wait for the other.
+    for the others, in turn, so that neither has to wait for the other. Beside a device that
+    computes alone the host updates the last parameters, whose gradients come first; the states of
+    the others cross to the device and back, unless a plan advises another split.
     """
 
     def __init__(self, settings: Settings) -> None:
@@ -29,7 +41,7 @@ class Places:
         self._bound_bytes = settings.host_bytes
 
     def stores(self) -> dict[str, States]:
-        """By name: `host`, `disk`, `device cuda:0`, …"""
+        """By name: `host`, `disk`, `device cuda:0`, `streamed cuda:0`, …"""
         return dict(self._stores)
 
     def named(self, place: str) -> States:
@@ -48,7 +60,44 @@ class Places:
             found |= dict.fromkeys(self._on_host(others), "host")
         else:
             found |= dict.fromkeys((i for i, _ in others), self.settings.states)
+        found |= self._streamed(asked, [i for i in sorted(found) if found[i] == "host"])
         return {i: _named(found[i], p.device) for i, (p, _) in enumerate(asked)}
+
+    def advised(self, parameter: torch.Tensor, nbytes: int, place: str) -> str:
+        """The place for states that are about to be made: the chosen one, or as a plan says."""
+        kind = place.partition(" ")[0]
+        by_device = updates.advice_for(parameter)
+        if self.settings.stream is not None or by_device is None:
+            return place
+        if kind == STREAMED and not by_device:
+            return _named("host", parameter.device)
+        if kind in ("host", "memory") and by_device and nbytes > SMALL_BYTES:
+            return _named(STREAMED, parameter.device)
+        return place
+
+    def buffer_bytes(self, place: str, largest_bytes: int) -> int:
+        """What states that cross to the device take of it, those of a parameter at most so much."""
+        store = self.named(place)
+        assert isinstance(store, StreamedStates)
+        return store.held_bytes(largest_bytes)
+
+    def _streamed(
+        self, asked: Sequence[tuple[torch.Tensor, int]], hosted: Sequence[int]
+    ) -> dict[int, str]:
+        """Those of them that the device updates, the first ones; small ones stay there."""
+        share = self.settings.stream
+        if share is None:
+            hosted = [i for i in hosted if asked[i][0].device.type != "cpu"]
+            share = USUAL_SHARE
+        left_bytes = share * sum(asked[i][1] for i in hosted)
+        found = {}
+        for i in hosted:
+            nbytes = asked[i][1]
+            if left_bytes < nbytes / 2 or not nbytes:
+                break
+            left_bytes -= nbytes
+            found[i] = STREAMED if nbytes > SMALL_BYTES else KEPT
+        return found
 
     def _on_device(self, sizes: Sequence[int]) -> list[int]:
         chosen = []
@@ -75,8 +124,10 @@ class Places:
         return chosen
 
     def _make(self, place: str) -> States:
-        if place.startswith("device "):
-            device = place.removeprefix("device ")
+        device = device_in(place)
+        if device is not None and is_streamed(place):
+            return StreamedStates(runtime_on(torch.device(device)).device)
+        if device is not None:
             return MemoryStates(
                 lambda nbytes: torch.zeros(nbytes, dtype=torch.uint8, device=device)
             )
@@ -95,9 +146,25 @@ class Places:
         self._stores.clear()
 
 
+def device_in(place: str | None) -> str | None:
+    """The device that makes the updates of states there; None: the host."""
+    kind, _, device = (place or "").partition(" ")
+    return device if kind in (KEPT, STREAMED) else None
+
+
+def is_kept_there(place: str | None) -> bool:
+    """True if the states stay on the device."""
+    return (place or "").startswith(KEPT)
+
+
+def is_streamed(place: str | None) -> bool:
+    """True if the states live on the host and cross to the device for each update."""
+    return (place or "").startswith(STREAMED)
+
+
 def _named(place: str, device: torch.device) -> str:
-    if place == "device":
-        return f"device {device}"
+    if place in (KEPT, STREAMED):
+        return f"{place} {device}"
     # the process's own memory is what counts where it computes, but not beside a device
     return "memory" if place == "host" and device.type != "cpu" else place
 

@@ -36,6 +36,7 @@ class Asked(TypedDict, total=False):
     state_dtype: Literal["bf16"] | None
     master: bool | None
     channels: Channels
+    stream: bool | float | None
     verify_spill: bool
 
 
@@ -63,6 +64,9 @@ class Settings:
     master: bool | None = None
     #: None: for parameters of an asynchronous device
     channels: Channels = None
+    #: of the states on the host, the share that crosses to the device for updates there; None: what
+    #: a plan advises
+    stream: float | None = None
     #: what is read from disk is held against checksums of what was written
     verify_spill: bool = False
 
@@ -85,6 +89,7 @@ class Settings:
         state_dtype: object = None,
         master: bool | None = None,
         channels: object = None,
+        stream: object = None,
         verify_spill: object = False,
     ) -> Settings:
         wrong: list[Violation] = []
@@ -121,6 +126,8 @@ class Settings:
             refuse("state_dtype", state_dtype, "give 'bf16' (lossy), or None for exact states")
         if channels not in (None, True, False, "measure"):
             refuse("channels", channels, "give True, False, 'measure' or None")
+        if stream is not None and not _is_share(stream):
+            refuse("stream", stream, "give True, False, a share between 0 and 1, or None")
         if not isinstance(verify_spill, bool):
             refuse("verify_spill", verify_spill, "give True or False")
         if wrong:
@@ -138,6 +145,7 @@ class Settings:
             state_dtype=torch.bfloat16 if state_dtype == "bf16" else None,
             master=master,
             channels=channels,  # type: ignore[arg-type]
+            stream=None if stream is None else float(stream),  # type: ignore[arg-type]
             verify_spill=bool(verify_spill),
         )
 
@@ -145,6 +153,10 @@ class Settings:
 def _is_norm(value: object) -> bool:
     number = isinstance(value, int | float) and not isinstance(value, bool)
     return number and value > 0 and not math.isnan(value)  # type: ignore[operator,arg-type]
+
+
+def _is_share(value: object) -> bool:
+    return isinstance(value, int | float) and 0.0 <= value <= 1.0
 
 
 def _paths(directory: Directory | None) -> tuple[Path, ...]:

@@ -127,8 +127,7 @@ class Ways:
             return self._tried()
         if self.chosen is not None:
             return self.chosen
-        on_device = (entry.place or "").startswith("device")
-        return entry.parameter.device.type != "cpu" and not on_device
+        return entry.parameter.device.type != "cpu" and self.core.is_beside(entry)
 
     def _tried(self) -> bool:
         return self._steps % 2 == 1
