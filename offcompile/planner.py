@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from offcompile.bounds import lower_bound
 from offcompile.coarsen import Coarse, coarsen
@@ -27,6 +27,9 @@ from offcompile.simulate import Simulator
 BOUND_SHARE = 0.3
 #: the search gets this much whatever bounding has taken
 LEAST_SEARCH_SECONDS = 0.1
+#: as much goes into what a plan that computes nothing again can do at best
+KEEPING_SECONDS = 0.5
+JOINT = "joint"
 #: larger problems are planned on merged ops
 COARSEN_ABOVE_OPS = 1500
 
@@ -106,6 +109,8 @@ def plan_problem(
         progress("bounding")
     bound = lower_bound(problem, machine, seconds=BOUND_SHARE * seconds)
     left = seconds - (time.thread_time() - busy_from)
+    searches = policy.partition(":")[0] == JOINT
+    kept_floor_us = _floor_of_keeping(problem, machine, bound.us) if searches else 0.0
     coarse = coarsen(problem) if len(problem.ops) > COARSEN_ABOVE_OPS else Coarse.same(problem)
     chosen = make(
         policy,
@@ -114,6 +119,7 @@ def plan_problem(
         progress=progress,
         hints=bound.away_hints,
         floor_us=bound.us,
+        kept_floor_us=kept_floor_us,
         known_reruns=tuple(dict.fromkeys(filter(None, map(coarse.reruns, known)))),
     )
     plan = coarse.expand(chosen.apply(coarse.problem, machine, Plan()))
@@ -126,6 +132,15 @@ def plan_problem(
         lower_bound_us=bound.us,
         bound_method=bound.method,
     )
+
+
+def _floor_of_keeping(problem: Problem, machine: Machine, floor_us: float) -> float:
+    """How fast a plan can be that computes nothing again."""
+    if not any(op.recompute for op in problem.ops):
+        return floor_us
+    ops = tuple(replace(op, recompute=False) for op in problem.ops)
+    once = lower_bound(replace(problem, ops=ops), machine, seconds=KEEPING_SECONDS)
+    return max(floor_us, once.us)
 
 
 def _check_made(problem: Problem) -> None:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import heapq
 import random
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 
 from .gaps import Gap, Gaps
 
@@ -87,13 +88,12 @@ class Cover:
         # lazy greedy: a gap's profit only falls as others are chosen, so a stale top is re-priced
         # among very many gaps one nearly as good as the best will do
         near = 1.0 if len(gaps) < 500 else 0.85
-        heap: list[tuple[float, int]] = []
-        seen: set[int] = set()
-        for j in over:
-            for i in self.gaps.at[j]:
-                if i not in self.away and i not in forbidden and i not in seen:
-                    seen.add(i)
-                    heap.append((-self._profit(gaps[i], over, prices, weight), i))
+        seen = {i for j in over for i in self.gaps.at[j]} - self.away - forbidden
+        freed = _Freed(over, len(self.held))
+        heap = [
+            (-weight(gaps[i]) * freed.by(gaps[i]) / self.cost(gaps[i], prices), i)
+            for i in sorted(seen)
+        ]
         heapq.heapify(heap)
         while over and heap:
             _, i = heapq.heappop(heap)
@@ -139,7 +139,8 @@ class Cover:
         freed = 0.0
         for j in gap.cells:  # the innermost loop of a search
             if j in over:
-                freed += min(over[j], size)
+                left = over[j]
+                freed += left if left < size else size
         return weight(gap) * freed / self.cost(gap, prices)
 
     def prune(self, capacity: float, prices: Prices, rng: random.Random | None = None) -> None:
@@ -150,3 +151,27 @@ class Cover:
         for i in order:
             if self.fits(i, capacity):
                 self.remove(i)
+
+
+class _Freed:
+    """Bytes over the limit that gaps would free, each by itself.
+
+    Many gaps are of few sizes: of each size the sums over all cells serve all of its gaps.
+    """
+
+    def __init__(self, over: Mapping[int, float], cells: int) -> None:
+        self.over = [over.get(j, 0.0) for j in range(cells)]
+        self._sums: dict[int, list[float]] = {}
+
+    def by(self, gap: Gap) -> float:
+        size, cells = gap.tensor.nbytes, gap.cells
+        sums = self._sums.get(size)
+        if sums is None:
+            each = (left if left < size else size for left in self.over)
+            sums = self._sums[size] = list(accumulate(each, initial=0.0))
+        if not cells:
+            return 0.0
+        first, last = cells[0], cells[-1]
+        if last - first + 1 == len(cells):
+            return sums[last + 1] - sums[first]
+        return sum(sums[j + 1] - sums[j] for j in cells)

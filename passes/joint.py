@@ -39,7 +39,7 @@ from .search import Search, State, mode_of
 from .update_split import UpdateSplit
 
 #: evaluations a second that the effort is reckoned at, per (run + move) of the problem
-EVALUATIONS_PER_SECOND = 15_000.0
+EVALUATIONS_PER_SECOND = 25_000.0
 HEADROOMS = (0.0, 0.03, 0.08, 0.15, 0.25, 0.5)
 
 
@@ -121,6 +121,8 @@ class Joint:
     hints: Mapping[tuple[str, str | None], float] = field(default_factory=dict, compare=False)
     #: no plan can be faster
     floor_us: float = 0.0
+    #: no plan can be faster that computes nothing again
+    kept_floor_us: float = 0.0
     #: recomputations that served the same step with weights elsewhere: tried first
     known_reruns: tuple[frozenset[Rerun], ...] = field(default=(), compare=False)
 
@@ -151,11 +153,15 @@ class Joint:
         again = self._recomputing(search, forced, states)
         again += self._splitting(search, split, forced, again)
         states += again
-        for one in [min(again, key=lambda s: s.cost).frame, *frames] if again else frames:
+        # where recomputation beats all that can be done without, that is looked at no further
+        beaten = bool(again) and search.best_us <= self.kept_floor_us
+        others = [] if beaten else frames
+        for one in [min(again, key=lambda s: s.cost).frame, *others] if again else others:
             states += self._starts(search, one, HEADROOMS[1:])
         states += self._balanced(search, states)
         late = tuple(n for n in _policies() if n not in (self.name, *EARLY_POLICIES))
-        self._single_policies(search, late, POLICY_SHARE)
+        if not beaten:
+            self._single_policies(search, late, POLICY_SHARE)
         if search.best_plan is None:
             blocked = self._last_resorts(search, frame, blocked, states)
             if search.best_plan is None and blocked is not None:

@@ -100,10 +100,19 @@ class Placement:
         return min(first, end - 1)
 
     def _hold(self, trip: Trip, trigger: int, until: int) -> None:
-        if trip.job.target == DEVICE:
-            for j in range(trigger + 1, until):
-                self.soft[j % self.n] += trip.job.tensor.nbytes
-                self.hard[j % self.n] += trip.job.tensor.nbytes
+        if trip.job.target != DEVICE or trigger + 1 >= until:
+            return
+        nbytes, n = trip.job.tensor.nbytes, self.n
+        first, last = (trigger + 1) % n, (until - 1) % n
+        whole = until - trigger - 1 <= n
+        parts = [(first, last + 1)] if first <= last else [(first, n), (0, last + 1)]
+        for profile in (self.soft, self.hard):
+            if not whole:
+                for j in range(trigger + 1, until):
+                    profile[j % n] += nbytes
+                continue
+            for a, b in parts:
+                profile[a:b] = [held + nbytes for held in profile[a:b]]
 
     def _start_during(self, trip: Trip) -> None:
         """Let a load start within the run whose end triggers it, when room comes free meanwhile.

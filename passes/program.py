@@ -6,18 +6,18 @@ steady the accesses form a ring: after the last one of a step comes the first on
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate
+from typing import NamedTuple
 
 from offcompile.ir import DEVICE, HOST, Infeasible, Op, Problem
 
 from .decisions import Decisions
 
 
-@dataclass(frozen=True, slots=True)
-class Access:
+class Access(NamedTuple):
     """One run's use of one tensor on one tier. `name` None: what the step begins with."""
 
     position: int
@@ -51,23 +51,26 @@ class Program:
         hosted = {u.weight for u in decisions.updates if u.where == HOST}
         self.runs: list[RunOf] = []
         self.accesses: dict[str, list[Access]] = {t.id: [] for t in problem.tensors}
-        for op in problem.ops:
-            for name in sorted(again.get(op.id, ()), key=problem.op_index.__getitem__):
-                self._add(f"{name}@{op.id}", problem.op[name], directs.get(name, set()), False)
+        at, none = problem.op_index, frozenset[str]()
+        for i, op in enumerate(problem.ops):
+            if op.id in again:
+                for name in sorted(again[op.id], key=at.__getitem__):
+                    self._add(f"{name}@{op.id}", at[name], directs.get(name, none), False)
             on_host = op.phase == "update" and not hosted.isdisjoint(op.writes)
-            self._add(op.id, op, directs.get(op.id, set()), on_host)
+            self._add(op.id, i, directs.get(op.id, none), on_host)
 
-    def _add(self, name: str, op: Op, direct: set[str], on_host: bool) -> None:
+    def _add(self, name: str, index: int, direct: Collection[str], on_host: bool) -> None:
+        op = self.problem.ops[index]
         if on_host:
             duration = op.host_duration_us or 0.0
         else:
             duration = op.duration_us + sum(op.direct[t] - op.duration_us for t in direct)
         position = len(self.runs)
         self.runs.append(RunOf(name, op, max(0.0, duration), on_host))
-        reads, writes = set(op.reads), set(op.writes)
-        for t in op.operands:
+        accesses = self.accesses
+        for t, reads, writes in self.problem.uses[index]:
             tier = HOST if on_host or t in direct else DEVICE
-            self.accesses[t].append(Access(position, name, tier, t in reads, t in writes))
+            accesses[t].append(Access(position, name, tier, reads, writes))
 
     @cached_property
     def position(self) -> dict[str, int]:

@@ -25,8 +25,8 @@ from .cover_search import QUICK, ROUNDS, cover
 from .covering import Item, Way
 from .decisions import Decisions
 from .droppable import Droppable, droppable_ops, recomputes_for
+from .footprint import footprint, order_of
 from .patience import is_short
-from .pressure import pressure
 from .recompute_starts import recipes_of
 from .trials import Trials
 
@@ -59,9 +59,9 @@ class Recomputation:
 
     def apply(self, problem: Problem, machine: Machine, plan: Plan) -> Plan:
         trials = Trials(problem, machine, self.judge)
-        base = pressure(problem, Decisions())
         droppable = droppable_ops(problem)
-        excess = max(base.excess(machine), default=0)
+        base, _ = _excess(problem, machine, ())
+        excess = max(base, default=0)
         if excess <= 0:
             sets: list[Sequence[str]] = [()]
         elif self.variant == "all":
@@ -96,15 +96,17 @@ def _excess(
     problem: Problem, machine: Machine, recomputes: tuple[Recompute, ...]
 ) -> tuple[list[int], int]:
     """Excess at each op of the problem (its recomputations counted with it), and added time."""
-    state = pressure(problem, Decisions(recomputes=recomputes))
-    over = state.excess(machine)
-    at_ops = [over[0]] * len(problem.ops) if over else []
-    seen: set[int] = set()
-    place = 0
-    for run, extra in zip(state.program.runs, over, strict=True):
-        at_ops[place] = max(at_ops[place], extra) if place in seen else extra
-        seen.add(place)
-        place += run.name == problem.ops[place].id
+    reruns = [(r.op, r.before) for r in recomputes]
+    kept = footprint(problem, reruns)
+    capacity = machine.tier[DEVICE].capacity_bytes
+    limit = max(kept, default=0) if capacity is None else capacity
+    at_ops: list[int] = []
+    most: int | None = None
+    for op, nbytes in zip(order_of(problem, reruns), kept, strict=True):
+        most = nbytes - limit if most is None else max(most, nbytes - limit)
+        if op == len(at_ops):
+            at_ops.append(most)
+            most = None
     added = sum(round(1000 * problem.op[r.op].duration_us) for r in recomputes)
     return at_ops, added
 

@@ -7,13 +7,14 @@ the next cheaper one, only as many early layers pay it as must.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 
 from offcompile.ir import Problem, Recompute
 
 from .decisions import Away, Decisions
+from .footprint import footprint
 from .pressure import pressure
 from .rematerialization import NS_PER_US, Rematerialization, Rerun
 
@@ -52,10 +53,15 @@ class FittingReruns:
 
     def of(self, reruns: frozenset[Rerun]) -> Rerunning:
         if reruns not in self._tried:
-            peak = max(pressure(self.problem, self.decisions(reruns)).kept_bytes, default=0)
+            peak = max(self._kept(reruns), default=0)
             added_us = sum(self.problem.op[op].duration_us for op, _ in reruns)
             self._tried[reruns] = Rerunning(reruns, added_us, peak)
         return self._tried[reruns]
+
+    def _kept(self, reruns: frozenset[Rerun]) -> Sequence[int]:
+        if self.away:
+            return pressure(self.problem, self.decisions(reruns)).kept_bytes
+        return footprint(self.problem, reruns)
 
     def budgeted(self, capacity: int) -> Rerunning:
         """The least added time at which the step fits, where each kept byte costs the same."""

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
-from itertools import pairwise
 
 from offcompile.ir import Problem
 
@@ -18,10 +17,11 @@ from .rematerialization import NS_PER_US, Rematerialization, Rerun
 #: prices tried, the likeliest first: multiples of the price at which half of all saved bytes are
 #: cheaper to make again than to keep
 SCALES = (1.0, 1 / 2, 64.0, 2.0, 1 / 4, 4.0)
-#: into how many parts forward is cut, at most one for so many ops
-PARTS, OPS_A_PART = (24, 48, 1, 12, 6), 3
-#: where the early layers end, and where the last ones begin, as shares of forward's time
-EARLY_ENDS, LATE_STARTS = (0.4, 0.2, 0.6), (0.9, 0.8)
+#: into how many parts forward is cut, at most one for so many ops; the last: not at all
+PARTS, OPS_A_PART = (24, 48, 12, 6, 1), 3
+#: how far the early layers' end and the last ones' beginning are shifted, as shares of forward's
+#: time: first, and at least
+FIRST_SHIFT, LEAST_SHIFT = 0.2, 0.02
 BYTES_PER_KIB = 1024
 
 
@@ -67,21 +67,62 @@ class RecomputeStarts:
 
     def run(self) -> None:
         """Try every price with forward in about as many parts as models have blocks, then vary the
-        best recipe one field at a time."""
+        best recipe one field at a time, in smaller and smaller steps."""
         prices, parts = self.prices(), self.parts()
         for price in prices:
             if self.is_over():
                 return
             self._try(Recipe(parts[0], price))
-        while self.best is not None:
+        shift = FIRST_SHIFT
+        while self.best is not None and shift >= LEAST_SHIFT:
             before = self.best
-            for recipe in self._neighbours(before, prices, parts):
+            for step in self._steps(sorted(prices), parts, shift):
+                # what helped is done again
+                while not self.is_over() and self._try(step(self.best)):
+                    pass
                 if self.is_over():
                     return
-                if self._try(recipe):
-                    break
             if self.best is before:
-                return
+                shift /= 2
+
+    def _steps(
+        self, prices: list[float], parts: list[int], shift: float
+    ) -> list[Callable[[Recipe], Recipe]]:
+        """Ways to change a recipe: where early layers end and late ones begin, what is paid in the
+        middle and before, and into how many parts forward is cut."""
+
+        def early(by: float) -> Callable[[Recipe], Recipe]:
+            def step(r: Recipe) -> Recipe:
+                cheaper = r.early_price if r.early else neighbour(prices, r.price, -1)
+                return replace(
+                    r, early=round(min(0.9, max(0.0, r.early + by)), 3), early_price=cheaper
+                )
+
+            return step
+
+        def late(by: float) -> Callable[[Recipe], Recipe]:
+            return lambda r: replace(r, late=round(min(1.0, max(0.5, r.late + by)), 3))
+
+        def cut(other: int) -> Callable[[Recipe], Recipe]:
+            return lambda r: replace(r, parts=other)
+
+        def price(by: int) -> Callable[[Recipe], Recipe]:
+            return lambda r: replace(r, price=neighbour(prices, r.price, by))
+
+        def early_price(by: int) -> Callable[[Recipe], Recipe]:
+            return lambda r: replace(r, early_price=neighbour(prices, r.early_price, by))
+
+        return [
+            early(shift),
+            early(-shift),
+            late(-shift / 2),
+            late(shift / 2),
+            *(cut(n) for n in (parts if shift == FIRST_SHIFT else ())),
+            early_price(1),
+            early_price(-1),
+            price(1),
+            price(-1),
+        ]
 
     def reruns(self, recipe: Recipe) -> frozenset[Rerun]:
         made, nbytes = self._choices.progress, self.problem.tensor
@@ -110,23 +151,6 @@ class RecomputeStarts:
         self.best, self.best_cost = recipe, cost
         return True
 
-    def _neighbours(
-        self, recipe: Recipe, prices: list[float], parts: list[int]
-    ) -> Iterator[Recipe]:
-        """The same in other parts, with early layers that keep more, with late ones that stay, at
-        another price."""
-        for n in parts:
-            yield replace(recipe, parts=n)
-        lower = sorted({0.0, *(p for p in prices if p < recipe.price)})
-        for early in EARLY_ENDS:
-            for price in reversed(lower):
-                yield replace(recipe, early=early, early_price=price)
-        for late in LATE_STARTS:
-            yield replace(recipe, late=late)
-        for a, b in pairwise(sorted(prices)):
-            for price in (a, b) if recipe.price in (a, b) else ():
-                yield replace(recipe, price=price)
-
     def parts(self) -> list[int]:
         most = max(1, len(self._choices.forward) // OPS_A_PART)
         return [n for n in PARTS if n <= most]
@@ -147,3 +171,9 @@ class RecomputeStarts:
             if half <= 0:
                 break
         return [middle * scale for scale in SCALES] if middle > 0 else []
+
+
+def neighbour(prices: list[float], price: float, by: int) -> float:
+    """The next dearer or cheaper one of sorted prices; below them all nothing is paid."""
+    scale = [0.0, *prices]
+    return scale[min(len(scale) - 1, max(0, scale.index(price) + by))]

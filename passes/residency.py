@@ -48,9 +48,44 @@ def plan_residency(program: Program, decisions: Decisions) -> Residency:
     away: dict[str, dict[str | None, Away]] = {}
     for a in decisions.away:
         away.setdefault(a.tensor, {})[a.after] = a
+    lasting = program.problem.surviving_ids
     for tensor in program.problem.tensors:
-        _Walk(program, tensor, away.get(tensor.id, {}), result).run()
+        decided = away.get(tensor.id)
+        if decided is None and _stays_all_along(program, tensor, tensor.id in lasting, result):
+            continue
+        _Walk(program, tensor, decided or {}, result).run()
     return result
+
+
+def _stays_all_along(program: Program, tensor: Tensor, lasts: bool, out: Residency) -> bool:
+    """Most tensors are used on the device alone and never leave: what `_Walk` finds, quicker.
+
+    False: this is not one of them, and nothing was noted.
+    """
+    accesses, steady = program.accesses[tensor.id], program.problem.steady
+    if not accesses or tensor.pinned or not (lasts or tensor.kind in SELF_ENDING_KINDS):
+        return False
+    first = accesses[0]
+    if not steady and tensor.home not in (None, DEVICE):
+        return False
+    begins_here = lasts if steady else tensor.home == DEVICE
+    if begins_here is not first.reads:
+        return False
+    for a in accesses:
+        if a.tier != DEVICE or (lasts and a.writes and not a.reads and a is not first):
+            return False
+    held, before = out.held, first
+    if begins_here and not steady:
+        held.append((tensor, -1, first.position))
+    for a in accesses[1:]:
+        if a.reads:
+            held.append((tensor, before.position, a.position))
+        before = a
+    if lasts:
+        held.append((tensor, before.position, first.position if steady else len(program.runs)))
+    if steady or begins_here:
+        out.start[tensor.id] = {DEVICE} if begins_here else set()
+    return True
 
 
 class _Walk:

@@ -19,10 +19,13 @@ import numpy as np
 
 from offcompile.ir import DEVICE, Lane
 
+from .chains import Chains
 from .survey import Floats, Gap, Survey, always_there, least_ns, whole_ns
 
 #: the moments that are tried: the most crowded op of so many stretches, and the ends of phases
 STRETCHES = 6
+#: moments for which chains of what runs again are looked at
+CHAINED = 3
 #: how often weights are changed: for each moment, and then for the best of them
 LOOKS, ROUNDS = 12, 60
 #: how far the first change goes
@@ -36,6 +39,8 @@ class Cut:
     No way at all is infinite.
     """
 
+    #: those that may be away
+    tensors: tuple[str, ...]
     #: bytes that have to go at least
     excess: float
     nbytes: Floats
@@ -55,15 +60,21 @@ def cut_bound(survey: Survey, deadline: float) -> float:
     if survey.capacity is None:
         return 0.0
     account = _Account(survey)
-    best: tuple[float, Cut | None] = (0.0, None)
+    found: list[tuple[float, int, Cut]] = []
     for op in account.moments():
         if time.perf_counter() > deadline:
             break
         cut = account.at(op, survey.capacity)
-        best = max(best, (_best_weights(cut, LOOKS, deadline), cut), key=lambda b: b[0])
-    if best[1] is not None:
-        return max(best[0], _best_weights(best[1], ROUNDS, deadline))
-    return best[0]
+        found.append((_best_weights(cut, LOOKS, deadline)[0], op, cut))
+    if not found:
+        return 0.0
+    found.sort(key=lambda f: -f[0])
+    best = max(found[0][0], _best_weights(found[0][2], ROUNDS, deadline)[0])
+    for _, op, cut in found[:CHAINED]:
+        _, weights = _best_weights(cut, LOOKS, deadline)
+        chains = Chains(survey, account.lasting(op), account.crossing, cut)
+        best = max(best, chains.best(weights, deadline))
+    return best
 
 
 # --- the account of one moment ---------------------------------------------------------------
@@ -92,6 +103,22 @@ class _Account:
         self.none = np.full(self.width, np.inf)
         self._times: dict[str, Floats] = {}
 
+    def lasting(self, k: int) -> frozenset[str]:
+        """Tensors that are there for whatever runs again after op `k`."""
+        s = self.survey
+        made_before = {t for op in s.problem.ops[: k + 1] for t in op.writes}
+        at_home = {t.id for t in s.problem.tensors if t.home is not None}
+        operands = s.problem.ops[k].operands
+        return (
+            frozenset(self.there | at_home | {t for t in operands if t not in made_before})
+            | {t for t in s.problem.tensor if t not in made_before}
+            | frozenset(operands)
+        )
+
+    def crossing(self, t: str) -> tuple[Floats, Floats]:
+        """Ways out and back of a tensor that is kept only for what runs again."""
+        return self._carried(t, self.outs, 1 + len(self.ins)), self._carried(t, self.ins, 1)
+
     def moments(self) -> list[int]:
         """Ops that run for some time, the most crowded first."""
         s = self.survey
@@ -113,6 +140,7 @@ class _Account:
         operands = frozenset(op.operands)
         held = op.workspace_bytes
         held += sum(size[t].nbytes for t in operands if not s.optional(k, t))
+        names: list[str] = []
         nbytes, out, back, again, first = [], [], [], [], []
         for t, gaps in s.gaps.items():
             tensor = size[t]
@@ -130,6 +158,7 @@ class _Account:
                 held += tensor.nbytes
             elif not tensor.pinned:
                 later = list(_reads_of(gaps, at)) if gaps[at].kind == "live" else []
+                names.append(t)
                 nbytes.append(tensor.nbytes)
                 out.append(self._out(t, gaps, at))
                 back.append(self._back(t, later))
@@ -137,6 +166,7 @@ class _Account:
         compute = float(self.least[: k + 1].sum()), float(self.least[k + 1 :].sum())
         shape = (-1, self.width)
         return Cut(
+            tuple(names),
             held + sum(nbytes) - capacity,
             np.array(nbytes, dtype=float),
             np.array(out).reshape(shape),
@@ -208,24 +238,26 @@ def _reads_of(gaps: Sequence[Gap], at: int) -> Iterator[int]:
 # --- the bound of one moment -----------------------------------------------------------------
 
 
-def _best_weights(cut: Cut, rounds: int, deadline: float) -> float:
+def _best_weights(cut: Cut, rounds: int, deadline: float) -> tuple[float, list[Floats]]:
+    """The best bound that weights of the lanes were found to prove, and those weights."""
     width = cut.out.shape[1]
     weights = [np.full(width, 0.1 / width), np.full(width, 0.1 / width)]
     for w in weights:
         w[0] += 0.9
-    best = 0.0
+    best, kept = 0.0, [w.copy() for w in weights]
     for turn in range(rounds):
         value, busy = _bound(cut, weights[0], weights[1])
         if value is None:
-            return best
-        best = max(best, value)
+            return best, kept
+        if value > best:
+            best, kept = value, [w.copy() for w in weights]
         if time.perf_counter() > deadline:
             break
         for side in (0, 1):
             scale = max(float(busy[side].max()), 1.0)
             grown = weights[side] * np.exp(STEP / (1 + turn / 4) * busy[side] / scale)
             weights[side] = grown / grown.sum()
-    return best
+    return best, kept
 
 
 def _bound(cut: Cut, before: Floats, after: Floats) -> tuple[float | None, list[Floats]]:

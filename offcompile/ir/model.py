@@ -87,6 +87,30 @@ class Problem:
         """Tensors that some op may use where they lie on the host."""
         return frozenset(t for o in self.ops for t in o.direct)
 
+    @cached_property
+    def uses(self) -> tuple[tuple[tuple[str, bool, bool], ...], ...]:
+        """Of each op, its operands: tensor, whether it is read, whether it is written."""
+        return tuple(
+            tuple((t, t in reads, t in writes) for t in op.operands)
+            for op in self.ops
+            for reads, writes in ((frozenset(op.reads), frozenset(op.writes)),)
+        )
+
+    @cached_property
+    def operand_bytes(self) -> tuple[int, ...]:
+        """Of each op, what it needs by itself: operands, outputs and workspace."""
+        nbytes = {t.id: t.nbytes for t in self.tensors}
+        return tuple(
+            op.workspace_bytes + sum(nbytes[t] for t, _, _ in uses)
+            for op, uses in zip(self.ops, self.uses, strict=True)
+        )
+
+    @cached_property
+    def surviving_ids(self) -> frozenset[str]:
+        """Tensors of which a copy may only go when another is left, or that stay where they are."""
+        ids = (t.id for t in self.tensors)
+        return frozenset(t for t in ids if self.must_survive(t) or self.stays_put(t))
+
     def stays_put(self, tensor_id: str) -> bool:
         """Whether a copy, once there, is there to the end: pinned, and not ending by itself."""
         tensor = self.tensor[tensor_id]

@@ -57,6 +57,8 @@ class CompiledProblem:
         self._in_place = {self.tensor_index[t] for t in problem.in_place_ids}
         self._tolls = any(lane.toll_us or lane.toll_share for lane in machine.lanes)
         self._moves: dict[tuple[str, str, str | None], tuple[int, int]] = {}
+        #: (op, whether on the host) → its figures, with nothing in place
+        self.runs: dict[tuple[int, bool], Figures] = {}
 
     def key(self, tensor: str, tier: str) -> int:
         return self.tensor_index[tensor] * self.n_tiers + self.tier_index[tier]
@@ -136,6 +138,18 @@ class Transfer:
     #: ("start", 0) | ("run", index) | ("update", index) | ("move", index)
     trigger: tuple[str, int] = ("start", 0)
     drops: list[int] = field(default_factory=list)
+
+
+#: what does not change from run to run of an op: the fields of `Run` from its duration on
+Figures = tuple[
+    int,
+    int,
+    tuple[int, ...],
+    frozenset[int],
+    tuple[int, ...],
+    tuple[int, ...],
+    tuple[int, ...],
+]
 
 
 class CompiledPlan:
@@ -257,6 +271,15 @@ def _host_update_ops(problem: Problem, plan: Plan) -> set[str]:
 def _run(
     base: CompiledProblem, name: str, index: int, op: int, direct: set[int], on_host: bool
 ) -> Run:
+    known = base.runs.get((op, on_host)) if not direct else None
+    if known is None:
+        known = _figures(base, op, direct, on_host)
+        if not direct:
+            base.runs[op, on_host] = known
+    return Run(name, index, on_host, *known)
+
+
+def _figures(base: CompiledProblem, op: int, direct: set[int], on_host: bool) -> Figures:
     n = base.n_tiers
     reads, writes = base.op_reads[op], base.op_writes[op]
     duration = base.op_ns[op]
@@ -270,15 +293,12 @@ def _run(
     def keys(tensors: Sequence[int]) -> tuple[int, ...]:
         return tuple(t * n + (base.host if t in direct else base.device) for t in tensors)
 
-    return Run(
-        id=name,
-        index=index,
-        on_host=on_host,
-        duration_ns=duration,
-        workspace=base.problem.ops[op].workspace_bytes,
-        reads=keys(reads),
-        host_reads=frozenset(k for k in keys(reads) if k % n == base.host),
-        writes=keys(writes),
-        tensors=tuple(dict.fromkeys(reads + writes)),
-        written=writes,
+    return (
+        duration,
+        base.problem.ops[op].workspace_bytes,
+        keys(reads),
+        frozenset(k for k in keys(reads) if k % n == base.host),
+        keys(writes),
+        tuple(dict.fromkeys(reads + writes)),
+        writes,
     )

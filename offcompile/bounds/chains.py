@@ -1,0 +1,237 @@
+"""The bound of one moment, where what runs again asks for operands of its own.
+
+In `cut` each tensor that is made again costs its own op and no more. Here that op's operands have
+to be there too: kept at that moment, carried out before it and back after it, or made again
+themselves. For given weights of the lanes and a given price of a byte at that moment the cheapest
+choice is a minimum cut, and whatever the weights and the price, its cost is a bound (weak duality).
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+from scipy.optimize import linprog
+
+from offcompile.passes.min_cut import UNCUTTABLE, Network
+
+from .survey import Floats, Survey
+
+if TYPE_CHECKING:
+    from .cut import Cut
+
+#: choices that are looked at, at the most; when what they leave open is as small, that is enough
+MOST_CHOICES, CLOSE = 40, 1e-4
+#: steps in which the first price is looked for, from coarse to fine; how far it may rise after that
+SCALES, MOST_RISE = (4.0, 2.0), 16.0
+#: beyond so many times the middling price there is no hill
+HOPELESS = 1e9
+#: least weight of a lane to begin with
+LEAST = 1e-3
+#: no tensor costs as much
+DEAR_NS = float(1 << 50)
+
+
+@dataclass(frozen=True, eq=False)
+class Choice:
+    """What is cheapest for some weights and price of a byte: how much they prove, how busy lanes
+    are before and after the moment, and the bytes for which there is no room in it."""
+
+    value: float
+    price: float
+    busy: list[Floats]
+    missing: float
+
+
+@dataclass(frozen=True, eq=False)
+class Way:
+    """To have a tensor: on the device (lanes None), or out over a lane before and back after."""
+
+    cost: float
+    lanes: tuple[int, int] | None
+    out: Floats
+    back: Floats
+
+
+class Chains:
+    """Of one moment. lasting: what is there anyway for ops that run again.
+
+    crossing: ways of a tensor out before the moment and back after it, a column for each lane.
+    """
+
+    def __init__(
+        self,
+        survey: Survey,
+        lasting: frozenset[str],
+        crossing: Callable[[str], tuple[Floats, Floats]],
+        cut: Cut,
+    ) -> None:
+        self.survey, self.lasting, self.crossing, self.cut = survey, lasting, crossing, cut
+        self.row = {t: i for i, t in enumerate(cut.tensors)}
+
+    def best(self, weights: list[Floats], deadline: float) -> float:
+        """The best bound found from these weights on, in nanoseconds; 0: none.
+
+        Each choice that was cheapest somewhere says, for all weights and prices, how much they can
+        prove at most. Those which could prove most by what is known are looked at next.
+        """
+        cut = self.cut
+        chained = [i for i in range(len(cut.tensors)) if np.isfinite(cut.again[i])]
+        impossible = len(cut.first) and not np.isfinite(cut.first).any(axis=1).all()
+        if cut.excess <= 0 or not chained or impossible:
+            return 0.0
+        sizes = cut.nbytes[chained]
+        # a middling price: what making a byte again takes by itself
+        price = float(np.median(cut.again[chained] / np.maximum(sizes, 1.0)))
+        weights = [np.maximum(w, LEAST) / np.maximum(w, LEAST).sum() for w in weights]
+        best = self._climb(weights, price, deadline)
+        if best.price >= price * HOPELESS:  # not even everything away is enough
+            return 0.0
+        known = [best]
+        dearest = best.price * MOST_RISE
+        while len(known) < MOST_CHOICES and time.perf_counter() < deadline:
+            weights, price, most = _most_promising(known, dearest)
+            if most <= best.value * (1 + CLOSE):
+                break
+            known.append(self._value(weights, price))
+            best = max(best, known[-1], key=lambda c: c.value)
+        return best.value
+
+    def _climb(self, weights: list[Floats], price: float, deadline: float) -> Choice:
+        """The price of a byte that proves most with these weights: there is one hill."""
+        found = self._value(weights, price)
+        for scale in SCALES:
+            for factor in (scale, 1 / scale):
+                while found.price < price * HOPELESS and time.perf_counter() < deadline:
+                    tried = self._value(weights, found.price * factor)
+                    if tried.value <= found.value:
+                        break
+                    found = tried
+        return found
+
+    def _value(self, weights: list[Floats], price: float) -> Choice:
+        """What these weights and this price of a byte prove, and the choice that says so."""
+        cut, (before, after) = self.cut, weights
+        busy = [np.zeros(len(before)), np.zeros(len(after))]
+        busy[0][0], busy[1][0] = cut.compute
+        for ways in cut.first:
+            lane = int(np.argmin(_priced(ways, before)))
+            busy[0][lane] += ways[lane]
+        value = price * (cut.excess - float(cut.nbytes.sum()))
+        kept = 0
+        ways_of = {t: self._having(t, weights, price) for t in cut.tensors}
+        network, ops = Network(), self.survey.problem.ops
+        seen: set[str] = set()
+        waiting = []
+        for i, t in enumerate(cut.tensors):
+            if np.isfinite(cut.again[i]):
+                network.from_source(("t", t), UNCUTTABLE)
+                waiting.append(t)
+            else:
+                value += ways_of[t].cost
+                kept += self._carry(t, ways_of[t], busy)
+        again: set[int] = set()
+        while waiting:
+            t = waiting.pop()
+            if t in seen:
+                continue
+            seen.add(t)
+            if t not in ways_of:
+                ways_of[t] = self._having(t, weights, price)
+            cost = int(min(ways_of[t].cost, DEAR_NS))
+            makers = self.survey.rewriters.get(t, ())
+            if len(makers) > 1:
+                continue  # one run may be shared in ways that nobody follows here: it costs nothing
+            if not makers:
+                network.to_sink(("t", t), cost)
+                continue
+            (op,) = makers
+            network.edge(("t", t), ("again", op), cost)
+            if op in again:
+                continue
+            again.add(op)
+            network.to_sink(("again", op), int(after[0] * self.survey.again_ns[op]))
+            for u in ops[op].reads:
+                if u not in self.lasting:
+                    network.edge(("again", op), ("t", u), UNCUTTABLE)
+                    waiting.append(u)
+        side = network.source_side()
+        for op in again:
+            if ("again", op) in side:
+                value += int(after[0] * self.survey.again_ns[op])
+                busy[1][0] += self.survey.again_ns[op]
+        for t in seen:
+            makers = self.survey.rewriters.get(t, ())
+            if ("t", t) not in side or len(makers) > 1:
+                continue
+            if not makers or ("again", makers[0]) not in side:
+                value += int(min(ways_of[t].cost, DEAR_NS))
+                kept += self._carry(t, ways_of[t], busy)
+        value += _whatever_is_away(cut, before, after)
+        missing = cut.excess - float(cut.nbytes.sum()) + kept
+        return Choice(value, price, busy, missing)
+
+    def _having(self, t: str, weights: list[Floats], price: float) -> Way:
+        """The cheapest way to have the tensor after the moment without making it again."""
+        before, after = weights
+        row = self.row.get(t)
+        nbytes = self.survey.problem.tensor[t].nbytes
+        if row is not None:
+            out, back = self.cut.out[row], self.cut.back[row]
+        else:
+            out, back = self.crossing(t)
+            # an op that runs again may read it in place, where that may be
+            back = back.copy()
+            if t in self.survey.problem.in_place_ids:
+                back[0] = 0.0
+        outs, backs = _priced(out, before), _priced(back, after)
+        i, j = int(np.argmin(outs)), int(np.argmin(backs))
+        moved = float(outs[i] + backs[j])
+        if moved < price * nbytes:
+            return Way(moved, (i, j), out, back)
+        return Way(price * nbytes, None, out, back)
+
+    def _carry(self, t: str, way: Way, busy: list[Floats]) -> int:
+        """Count what having the tensor takes: lanes, or bytes on the device, which it returns."""
+        if way.lanes is None:
+            return self.survey.problem.tensor[t].nbytes
+        out, back = way.lanes
+        busy[0][out] += way.out[out]
+        busy[1][back] += way.back[back]
+        return 0
+
+
+def _most_promising(known: list[Choice], dearest: float) -> tuple[list[Floats], float, float]:
+    """Weights and price for which no known choice proves that little can be proven, and how much
+    that may be at most."""
+    width = len(known[0].busy[0]), len(known[0].busy[1])
+    scale = max(1.0, max(c.value for c in known))
+    # variables: weights before, weights after, the price as a share of the dearest, what is proven
+    rows = [
+        [*(-c.busy[0] / scale), *(-c.busy[1] / scale), -c.missing * dearest / scale, 1.0]
+        for c in known
+    ]
+    ones = [[1.0] * width[0] + [0.0] * (width[1] + 2), [0.0] * width[0] + [1.0] * width[1] + [0, 0]]
+    bounds = [(0.0, 1.0)] * (sum(width) + 1) + [(0.0, None)]
+    goal = [0.0] * (sum(width) + 1) + [-1.0]
+    found = linprog(
+        goal, A_ub=rows, b_ub=[0.0] * len(rows), A_eq=ones, b_eq=[1.0, 1.0], bounds=bounds
+    )
+    before, after = found.x[: width[0]], found.x[width[0] : sum(width)]
+    return [before, after], float(found.x[-2] * dearest), float(found.x[-1] * scale)
+
+
+def _whatever_is_away(cut: Cut, before: Floats, after: Floats) -> float:
+    """How long lanes are busy in any case."""
+    base = cut.compute[0] * before[0] + cut.compute[1] * after[0]
+    for ways in cut.first:
+        base += float(np.min(_priced(ways, before)))
+    return float(base)
+
+
+def _priced(ways: Floats, weights: Floats) -> Floats:
+    with np.errstate(invalid="ignore"):
+        return np.where(np.isinf(ways), np.inf, ways * weights)
