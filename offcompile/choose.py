@@ -17,17 +17,29 @@ from offcompile.passes.residents import best_share, spread
 
 from .annotate import Annotated
 from .decide import Decided
+from .planner import Beaten
 
 #: weights leave for the host, and some of them stay after all, where a step gains more than this
 WORTH_LEAVING = 0.02
-#: plans that are only compared are searched for a shorter while
-TRIAL_SHARE = 1 / 3
+#: plans that are only compared are searched for a shorter while, and those for a longer one that
+#: the bound says may still win so much
+TRIAL_SHARE, LONGER_SHARE = 1 / 3, 2.0
 
 
 class Decide(Protocol):
-    """A plan for a step as annotated; raises Infeasible. `share` is of the usual planning time."""
+    """A plan for a step as annotated; raises Infeasible. `share` is of the usual planning time.
 
-    def __call__(self, found: Annotated, *, may_fit: bool, share: float = 1.0) -> Decided: ...
+    worth_us: raises `Beaten` if no plan can cost less.
+    """
+
+    def __call__(
+        self,
+        found: Annotated,
+        *,
+        may_fit: bool,
+        share: float = 1.0,
+        worth_us: float = float("inf"),
+    ) -> Decided: ...
 
 
 @dataclass(frozen=True)
@@ -75,7 +87,13 @@ def choose(
             raise refused
         return Choice(at_home, stay)
     if may_split and not _hides(leave.decided, leave.annotated.problem):
-        leave = _with_some_here(leave, on_host, decide)
+        least_us = min(d.cost_us for d in (stay, leave.decided) if d is not None)
+        leave = _longer(leave, least_us, decide)
+        least_us = min(least_us, leave.decided.cost_us)
+        leave = _with_some_here(leave, least_us, on_host, decide)
+        if stay is not None:
+            least_us = min(least_us, leave.decided.cost_us)
+            stay = _longer(Choice(at_home, stay), least_us, decide).decided
     if stay is None or must_leave or _faster(leave.decided, stay):
         return leave
     return Choice(at_home, stay)
@@ -97,10 +115,23 @@ def _least(
     return min(stay, leave, key=lambda c: c.decided.order.peak_bytes)
 
 
+def _longer(choice: Choice, least_us: float, decide: Decide) -> Choice:
+    """Searched again, for longer, if a plan may still be found that beats what others cost."""
+    worth_us = least_us * (1 - WORTH_LEAVING)
+    if choice.decided.result.lower_bound_us >= worth_us:
+        return choice
+    made = decide(choice.annotated, may_fit=False, share=LONGER_SHARE)
+    found = Choice(choice.annotated, made, choice.stays)
+    return min(found, choice, key=lambda c: c.decided.cost_us)
+
+
 def _with_some_here(
-    leave: Choice, on_host: Callable[[frozenset[str]], Annotated | None], decide: Decide
+    leave: Choice,
+    least_us: float,
+    on_host: Callable[[frozenset[str]], Annotated | None],
+    decide: Decide,
 ) -> Choice:
-    """As many weights on the device as make the step fastest."""
+    """As many weights on the device as make the step fastest. least_us: what others cost."""
     sizes = weights_in_use_order(leave.annotated.problem)
     found: dict[Fraction, Choice] = {}
 
@@ -109,9 +140,11 @@ def _with_some_here(
         annotated = on_host(stays)
         if annotated is None:
             return None
+        best_us = min([least_us, *(c.decided.cost_us for c in found.values())])
+        worth_us = best_us * (1 - WORTH_LEAVING)
         try:
-            decided = decide(annotated, may_fit=False, share=TRIAL_SHARE)
-        except Infeasible:
+            decided = decide(annotated, may_fit=False, share=TRIAL_SHARE, worth_us=worth_us)
+        except (Infeasible, Beaten):
             return None
         found[share] = Choice(annotated, decided, stays)
         return decided.cost_us

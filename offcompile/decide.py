@@ -101,8 +101,10 @@ def decide(
     holes: Holes | None = None,
     may_fit: bool = True,
     known: Sequence[Plan] = (),
+    worth_us: float = float("inf"),
 ) -> Decided:
-    """A plan within the budget (None: the floor). Raises `Infeasible` with figures.
+    """A plan within the budget (None: the floor). Raises `Infeasible` with figures, and `Beaten`
+    if no plan can take less than `worth_us`.
 
     `machine_for` gives the machine whose device holds so many bytes and `reserve_for` what the
     runtime itself takes of a budget once anything moves, to which holes come; `held_bytes` of what
@@ -120,7 +122,7 @@ def decide(
 
     def planned(capacity: int, holes_bytes: int = 0) -> _Planned:
         machine = machine_for(max(1, capacity - holes_bytes))
-        result = plan_problem(problem, machine, policy, spend, progress, known)
+        result = plan_problem(problem, machine, policy, spend, progress, known, worth_us)
         touching_us = 0.0 if touching is None else touching(machine, result)
         return _Planned(machine, result, holes_bytes, touching_us)
 

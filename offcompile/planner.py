@@ -34,6 +34,10 @@ JOINT = "joint"
 COARSEN_ABOVE_OPS = 1500
 
 
+class Beaten(Exception):
+    """No plan of the problem can cost as little as the caller has already."""
+
+
 @dataclass(frozen=True)
 class PlanResult:
     """A plan, what it does, and how far from a proven lower bound it stands."""
@@ -95,10 +99,12 @@ def plan_problem(
     seconds: float = 15.0,
     progress: Callable[[str], None] | None = None,
     known: Sequence[Plan] = (),
+    worth_us: float = float("inf"),
 ) -> PlanResult:
     """Plan, verify, simulate and bound. Raises `Infeasible` or `InvalidInput`.
 
     known: plans of the same ops with tensors at home elsewhere; what they compute again is tried.
+    worth_us: raises `Beaten` if no plan can take less than this.
     """
     began, busy_from = time.monotonic(), time.thread_time()
     wrong = check_homes(problem, machine)
@@ -108,6 +114,8 @@ def plan_problem(
     if progress is not None:
         progress("bounding")
     bound = lower_bound(problem, machine, seconds=BOUND_SHARE * seconds)
+    if bound.us >= worth_us:
+        raise Beaten
     left = seconds - (time.thread_time() - busy_from)
     searches = policy.partition(":")[0] == JOINT
     kept_floor_us = _floor_of_keeping(problem, machine, bound.us) if searches else 0.0

@@ -242,13 +242,24 @@ class Planning:
         known: list[Plan] = []
 
         def decided(
-            found: Annotated, *, may_fit: bool, share: float = 1.0, to_floor: bool = False
+            found: Annotated,
+            *,
+            may_fit: bool,
+            share: float = 1.0,
+            worth_us: float = float("inf"),
+            to_floor: bool = False,
         ) -> Decided:
             asked = None if to_floor else budget
             if self.settled is not None and self.settled.fits(found.problem, asked):
                 return self.settled.decided
             made = self._decide(
-                found.problem, asked, may_fit, time_share * share, tell, known=known
+                found.problem,
+                asked,
+                may_fit,
+                time_share * share,
+                tell,
+                known=known,
+                worth_us=worth_us,
             )
             if made.result.plan.recomputes:
                 known.append(made.result.plan)
@@ -324,6 +335,7 @@ class Planning:
         tell: Tell | None = None,
         ends: bool = False,
         known: Sequence[Plan] = (),
+        worth_us: float = float("inf"),
     ) -> Decided:
         options, target = self.survey.options, self.survey.target
         seconds = share * (options.seconds or planning_seconds(problem))
@@ -352,6 +364,7 @@ class Planning:
             None if budget is None else self._holes(problem, budget),
             may_fit,
             known,
+            worth_us,
         )
 
     def _holes(self, problem: Problem, budget: int) -> Holes:

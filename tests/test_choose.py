@@ -46,7 +46,9 @@ def tower(hosted: bool, stays: frozenset[str] = frozenset(), direct_us: float = 
 
 
 def at(budget: int | None, policy: str = "joint") -> Decide:
-    def planned(found: Annotated, *, may_fit: bool, share: float = 1.0) -> Decided:
+    def planned(
+        found: Annotated, *, may_fit: bool, share: float = 1.0, worth_us: float = float("inf")
+    ) -> Decided:
         return decide(
             found.problem,
             machine_for,
@@ -55,6 +57,7 @@ def at(budget: int | None, policy: str = "joint") -> Decide:
             policy,
             share * planning_seconds(found.problem),
             may_fit=may_fit,
+            worth_us=worth_us,
         )
 
     return planned
