@@ -55,9 +55,11 @@ FITTING_PARTS = (1, 24)
 #: of all plans to be tried, those starts, where no other search has made any, and where one has
 NEW_SHARE, KNOWN_SHARE = 0.75, 0.4
 #: how much of the time and of all plans to be tried each look for a split of updates may take
-SPLIT_SHARE = 0.25
+SPLIT_SHARES = (0.2, 0.6)
 #: how much of the time the single policies may take together
 POLICY_SHARE = 0.5
+#: starts that take at most so many times the best are varied; so many of them
+NEAR, VARIED = 1.25, 2
 #: policies that go before all recomputation, and how much of the time they may take
 EARLY_POLICIES, EARLY_SHARE = ("recompute",), 0.2
 
@@ -148,15 +150,14 @@ class Joint:
         for one in frames:
             states += self._starts(search, one, HEADROOMS[:1])
         split = UpdateSplit.of(problem, machine)
-        states += self._splitting(search, split, forced, states)
+        states += self._splitting(search, split, forced, states, SPLIT_SHARES[0])
         self._single_policies(search, EARLY_POLICIES, EARLY_SHARE)
-        again = self._recomputing(search, forced, states)
-        again += self._splitting(search, split, forced, again)
+        again = self._recomputing(search, forced, states, bool(split.weights))
+        again += self._splitting(search, split, forced, again, SPLIT_SHARES[1])
         states += again
         # where recomputation beats all that can be done without, that is looked at no further
         beaten = bool(again) and search.best_us <= self.kept_floor_us
-        others = [] if beaten else frames
-        for one in [min(again, key=lambda s: s.cost).frame, *others] if again else others:
+        for one in self._worth_varying(search, states):
             states += self._starts(search, one, HEADROOMS[1:])
         states += self._balanced(search, states)
         late = tuple(n for n in _policies() if n not in (self.name, *EARLY_POLICIES))
@@ -174,6 +175,14 @@ class Joint:
                 " and back within the other tiers."
             )
         return brought_home(problem, machine, search.best_plan, self.judge)
+
+    def _worth_varying(self, search: Search, states: list[State]) -> list[Frame]:
+        """The frames of starts that come near the best one, each once, the best first."""
+        if not states:
+            return []
+        near = [s for s in sorted(states, key=lambda s: s.cost) if s.us <= search.best_us * NEAR]
+        frames = {s.frame.mode: s.frame for s in reversed(near)}
+        return list(reversed(frames.values()))[:VARIED]
 
     def _plain(self, problem: Problem, machine: Machine) -> Plan | None:
         """When everything fits and nothing waits there is nothing to decide."""
@@ -307,20 +316,25 @@ class Joint:
         return found
 
     def _splitting(
-        self, search: Search, split: UpdateSplit, forced: Mode, states: list[State]
+        self,
+        search: Search,
+        split: UpdateSplit,
+        forced: Mode,
+        states: list[State],
+        share: float,
     ) -> list[State]:
         """Starts that differ in which updates the host makes, around the best so far."""
         best = min(states, key=lambda s: s.cost, default=None)
         base = forced if best is None else best.frame.mode
         found: list[State] = []
-        deadline = time.thread_time() + SPLIT_SHARE * self._longest(search.problem)
-        least = search.left - int(SPLIT_SHARE * search.left)
+        deadline = time.thread_time() + share * self._longest(search.problem)
+        least = search.left - int(share * search.left)
 
         def cost_of(hosted: frozenset[str]) -> float | None:
             mode = Mode(base.directs, base.recomputes, hosted | forced.hosted)
             frame = self._frame(search.problem, search.machine, mode)
             cover = self._greedy(frame, 0.0, False)
-            state = cover and search.evaluate(frame, cover, rounds=1)
+            state = cover and search.evaluate(frame, cover, rounds=0)
             if not state:
                 return None
             found.append(state)
@@ -333,14 +347,19 @@ class Joint:
         found.sort(key=lambda s: s.cost)
         return found[:1]
 
-    def _recomputing(self, search: Search, forced: Mode, states: list[State]) -> list[State]:
-        """Starts that compute activations again, from nearly free ones to all within a block."""
+    def _recomputing(
+        self, search: Search, forced: Mode, states: list[State], splits: bool
+    ) -> list[State]:
+        """Starts that compute activations again, from nearly free ones to all within a block.
+
+        splits: whether updates are split anew afterwards.
+        """
         best = min(states, key=lambda s: s.cost, default=None)
         base = forced if best is None else best.frame.mode
         found: list[State] = []
         deadline = time.thread_time() + RECOMPUTE_SHARE * self._longest(search.problem)
         # where others have found what pays, little is left to find
-        share = KNOWN_SHARE if self.known_reruns else NEW_SHARE
+        share = SPLIT_SHARES[0] if splits else KNOWN_SHARE if self.known_reruns else NEW_SHARE
         least = search.left - int(share * search.left)
 
         def cost_of(reruns: frozenset[Rerun]) -> float | None:

@@ -23,6 +23,8 @@ PARTS, OPS_A_PART = (24, 48, 12, 6, 1), 3
 #: time: first, and at least
 FIRST_SHIFT, LEAST_SHIFT = 0.2, 0.02
 BYTES_PER_KIB = 1024
+#: a recipe is better that gains so much: where something else holds up the step, none is
+WORTH_ANOTHER = 0.0005
 
 
 @dataclass(frozen=True)
@@ -146,7 +148,7 @@ class RecomputeStarts:
             return False
         self._seen.add(reruns)
         cost = self.cost_of(reruns)
-        if cost is None or cost >= self.best_cost:
+        if cost is None or cost >= self.best_cost * (1 - WORTH_ANOTHER):
             return False
         self.best, self.best_cost = recipe, cost
         return True

@@ -10,14 +10,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from offcompile.ir import HOST, Machine, Problem
+from offcompile.ir import DEVICE, HOST, Machine, Problem
 
 from .frame import held_on_host, hostable
 
-#: shares of all host time, tried in this order, before the neighbours of the best one
-COARSE_SHARES = (0.5, 0.75, 0.25, 1.0, 0.0)
-#: distance of those neighbours, halved with each round
-FIRST_STEP, ROUNDS = 0.12, 2
+#: how far a share of the host's time is shifted, first and at least; around a known one, first
+FIRST_SHIFT, LEAST_SHIFT, NEAR_SHIFT = 0.2, 0.025, 0.1
 
 Cost = Callable[[frozenset[str]], float | None]
 
@@ -27,11 +25,14 @@ class UpdateSplit:
     """Weights that either side can update, in the order in which their gradients come.
 
     host_us: what the host would take for each. held: those that only the host can update.
+    balance: the share of the host's time with which it ends when the link has brought the others'
+    states.
     """
 
     weights: tuple[str, ...]
     host_us: tuple[float, ...]
     held: frozenset[str]
+    balance: float = 0.5
 
     @classmethod
     def of(cls, problem: Problem, machine: Machine) -> UpdateSplit:
@@ -48,7 +49,10 @@ class UpdateSplit:
                 came[weight] = max(made_at.get(t, 0) for t in gradients)
                 took[weight] = sum(op.host_duration_us or 0.0 for op in ops)
         order = sorted(came, key=lambda w: (came[w], w))
-        return cls(tuple(order), tuple(took[w] for w in order), held)
+        host_us = tuple(took[w] for w in order)
+        link_us = _link_us(problem, machine, order)
+        balance = link_us / (link_us + sum(host_us)) if order and link_us else 0.5
+        return cls(tuple(order), host_us, held, balance)
 
     def hosted(self, share: float) -> frozenset[str]:
         """The first gradients' weights, up to this share of the host's time, with those held."""
@@ -73,31 +77,45 @@ class UpdateSplit:
     ) -> float | None:
         """Call `cost_of` with splits, best guess first; return the cheapest one's share.
 
-        around: a share that is known to serve; only its neighbours are tried.
+        around: a share that is known to serve, in place of `balance`.
         """
         if not self.weights:
             return None
         costs: dict[frozenset[str], float] = {}
-        best: tuple[float, float] | None = None
+        best_share, best = self.balance if around is None else around, float("inf")
 
-        def attempt(share: float) -> None:
-            nonlocal best
+        def attempt(share: float) -> bool:
+            """Whether the share is the best so far."""
+            nonlocal best_share, best
+            share = min(1.0, max(0.0, share))
             hosted = self.hosted(share)
             if hosted in costs or is_over():
-                return
+                return False
             cost = cost_of(hosted)
             costs[hosted] = float("inf") if cost is None else cost
-            if cost is not None and (best is None or cost < best[0]):
-                best = cost, share
+            if costs[hosted] >= best:
+                return False
+            best_share, best = share, costs[hosted]
+            return True
 
-        for share in COARSE_SHARES if around is None else (around,):
-            attempt(share)
-        step = FIRST_STEP
-        for _ in range(ROUNDS):
-            centre = best[1] if best is not None else around
-            if centre is None:
-                break
-            attempt(min(1.0, centre + step))
-            attempt(max(0.0, centre - step))
-            step /= 2
-        return None if best is None else best[1]
+        attempt(best_share)
+        shift = FIRST_SHIFT if around is None else NEAR_SHIFT
+        while shift >= LEAST_SHIFT and not is_over():
+            before = best_share
+            for by in (shift, -shift):
+                while attempt(best_share + by):
+                    pass
+                if best_share != before:
+                    break
+            if best_share == before:
+                shift /= 2
+        return None if best == float("inf") else best_share
+
+
+def _link_us(problem: Problem, machine: Machine, weights: list[str]) -> float:
+    """What bringing all that these weights' updates have on the host takes of the link."""
+    rates = [lane.bytes_per_us for lane in machine.lanes_between(HOST, DEVICE)]
+    updates = hostable(problem)
+    operands = {t for w in weights for u in updates[w] for t in problem.op[u].operands}
+    nbytes = sum(t.nbytes for t in problem.tensors if t.id in operands and t.home == HOST)
+    return nbytes / sum(rates) if rates else 0.0
