@@ -134,7 +134,8 @@ def decide(
         roomy = None
         if holes is not None:
             roomy = _with_room(planned, capacity, floor, holes.wanted_bytes)
-        if roomy is not None and roomy.cost_us <= compute_us * (1 + NO_LOSS):
+        trial = worth_us < float("inf")  # plans that are only compared all leave that room
+        if roomy is not None and (trial or roomy.cost_us <= compute_us * (1 + NO_LOSS)):
             found = roomy
         else:
             refusing = (problem, machine_for, policy, budget_bytes, reserve_for, held_bytes)
