@@ -34,7 +34,7 @@ from .endurance import spilled_bytes, watch_for
 from .executions import Executions, Room, kept_between
 from .garbage import garbage
 from .graphs import BACKWARD, FORWARD, Graphs, outputs_of
-from .log import log_compiled, log_decision, tell_once
+from .log import log_compiled, log_decision, tell_once, warn
 from .lower import Compiled, Halves, Phase
 from .lower_order import pin_order
 from .needs import Needs, NeedsBySize, bytes_of, standing_in
@@ -56,6 +56,7 @@ from .turn import kept_at_turn
 from .update_advice import advice
 from .verified import Verified
 from .verifying import Verifying
+from .wall import Watch
 from .weight_places import WeightPlaces, weight_places
 
 #: of the runtime's reserve, what each lane may take to pack in: at most four do
@@ -204,6 +205,7 @@ class Pipeline:
                     result[i] = taken_or_kept(result[i])
             if phase == BACKWARD:
                 self.entry.end()
+                self.places.made_gradients()
             if phase != FORWARD:
                 if watched:
                     heap().end()
@@ -409,6 +411,9 @@ class Pipeline:
             timeline = decided.result.timeline
             by_device = advice(annotated, timeline, self.target.profile)
         self.places = weight_places(self.places, graphs, annotated, plan, by_device)
+        if self.places.has_any and graphs.backward is not None:
+            verified = None if self._verifying is None else self._verifying.verified
+            self.places.watch = Watch(self.names, partial(_tell_of_weights, self.name, verified))
         made = rewrite(graphs, annotated, plan, decided.order, settings.key, exact)
         tensors = annotated.problem.tensors
         packable = {t.id for t in tensors if t.kind == "activation" and not t.pinned}
@@ -483,6 +488,12 @@ def _check_one_device(name: str, graphs: Graphs, device: torch.device) -> None:
                     " can only move from one device of a graph. Put each device's part of the"
                     " model into a compiled function of its own, or set memory to None."
                 )
+
+
+def _tell_of_weights(name: str, verified: Verified | None, finding: str) -> None:
+    warn(f"{name}: {finding}")
+    if verified is not None:
+        verified.notes["weights"] = finding
 
 
 def _waiting(entry: weakref.ref[Entry]) -> int:

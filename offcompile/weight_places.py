@@ -17,6 +17,7 @@ from offcompile.runtime.weights import claim, live_on_device, live_on_host
 from .annotate import Annotated
 from .direct_ops import scattered_reads
 from .graphs import FORWARD, Graphs
+from .wall import Watch
 
 
 @dataclass(eq=False)
@@ -36,6 +37,8 @@ class WeightPlaces:
     fetched: frozenset[int] = frozenset()
     #: those that an optimizer with states on the host may update, and whether the device should
     by_device: Mapping[int, bool] = field(default_factory=dict)
+    #: over the first steps, that what is trained is what the graph reads; None: there is none
+    watch: Watch | None = None
     _others_came: bool = field(default=False, init=False)
 
     @property
@@ -67,7 +70,14 @@ class WeightPlaces:
             live_on_device([arguments[i] for i in sorted(others)])
             for i, by_device in self.by_device.items():
                 updates.advise([arguments[i]], by_device)
+        if self.watch is not None and self.watch.look(arguments, self.parameters, self.hosted):
+            self.watch = None
         return True
+
+    def made_gradients(self) -> None:
+        """The plan's backward has run."""
+        if self.watch is not None:
+            self.watch.made_gradients = True
 
     def place_alike(
         self, arguments: Sequence[torch.Tensor], others: Sequence[torch.Tensor]
