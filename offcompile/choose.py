@@ -88,9 +88,9 @@ def choose(
         return Choice(at_home, stay)
     if may_split and not _hides(leave.decided, leave.annotated.problem):
         least_us = min(d.cost_us for d in (stay, leave.decided) if d is not None)
-        leave = _longer(leave, least_us, decide)
-        least_us = min(least_us, leave.decided.cost_us)
         leave = _with_some_here(leave, least_us, on_host, decide)
+        if not leave.stays:
+            leave = _longer(leave, least_us, decide)
         if stay is not None:
             least_us = min(least_us, leave.decided.cost_us)
             stay = _longer(Choice(at_home, stay), least_us, decide).decided

@@ -27,6 +27,8 @@ MOST_RAISES = 8
 HOLES_COST, NO_LOSS = 0.02, 0.005
 #: what of the room that would be good is tried, until there is a plan with it
 ROOMS = (1, 3 / 4, 1 / 2, 1 / 4)
+#: ops of a step whose search takes half a minute: its plan with room for holes is the only one
+MANY_OPS = 2000
 #: a floor above the capacity by this factor is not brought down by computing small tensors again
 HOPELESS = 1.25
 
@@ -134,8 +136,11 @@ def decide(
         roomy = None
         if holes is not None:
             roomy = _with_room(planned, capacity, floor, holes.wanted_bytes)
-        trial = worth_us < float("inf")  # plans that are only compared all leave that room
-        if roomy is not None and (trial or roomy.cost_us <= compute_us * (1 + NO_LOSS)):
+        if roomy is not None and (
+            worth_us < float("inf")  # plans that are only compared all leave that room
+            or roomy.cost_us <= compute_us * (1 + NO_LOSS)
+            or len(problem.ops) > MANY_OPS  # a second search takes longer than it can save
+        ):
             found = roomy
         else:
             refusing = (problem, machine_for, policy, budget_bytes, reserve_for, held_bytes)

@@ -45,7 +45,7 @@ HEADROOMS = (0.0, 0.03, 0.08, 0.15, 0.25, 0.5)
 
 #: problems of so many runs and moves may take so much longer than was reckoned: a busy machine
 #: plans them no worse, only later
-LARGE, SLACK = 1000, 3.0
+LARGE, SLACK = 1000, 5.0
 #: how much of the time the first covers may take
 START_SHARE = 0.3
 #: how much of it starts that compute again may take, and how many of them are built with care
