@@ -78,6 +78,10 @@ class _Weight:
         return gradient is not None and bool(sampled(gradient).any())
 
 
+#: a tensor, with a sample of it
+_Sampled = tuple[weakref.ref[torch.Tensor], torch.Tensor]
+
+
 @dataclass(eq=False)
 class Watch:
     """The watch over one plan. `names`: what people call arguments; `tell`: gets a finding."""
@@ -89,10 +93,9 @@ class Watch:
     _weights: dict[int, _Weight] = field(default_factory=dict)
     #: ids of all parameters of the graph
     _known: set[int] = field(default_factory=set)
-    #: id of an optimizer that steps → some others of its parameters, with samples from before
-    _others: dict[int, list[tuple[weakref.ref[torch.Tensor], torch.Tensor]]] = field(
-        default_factory=dict
-    )
+    #: id of an optimizer that steps → some others of its parameters, with samples from before; one
+    #: list for each `step` that it is in, since that of a subclass may call its parent's
+    _others: dict[int, list[list[_Sampled]]] = field(default_factory=dict)
     _steps: int = 0
     _calls: int = 0
 
@@ -108,6 +111,7 @@ class Watch:
         """At a call, once its weights are on the host: judge steps since the last one. True: the
         watch is over."""
         self._calls += 1
+        self._others.clear()  # of steps that raised
         self._judge()
         for i in hosted:
             p = arguments[i]
@@ -133,12 +137,14 @@ class Watch:
         others = [p for p in _groups_of(optimizer) if id(p) not in self._weights]
         trained = [p for p in others if p.grad is not None and address_of(plain_parts(p)[0])]
         chosen = trained[:MOST_OTHERS]
-        self._others[id(optimizer)] = [(weakref.ref(p), sampled(p)) for p in chosen]
+        samples = [(weakref.ref(p), sampled(p)) for p in chosen]
+        self._others.setdefault(id(optimizer), []).append(samples)
 
     def after(self, optimizer: Optimizer) -> None:
         """An optimizer has stepped: note the weights that it should have changed."""
-        self._steps += 1
-        others = self._others.pop(id(optimizer), [])
+        steps = self._others.get(id(optimizer))
+        others = steps.pop() if steps else []
+        self._steps += not steps
         self._let_go_of_changed()
         if not self._weights:
             return

@@ -470,3 +470,26 @@ def _(place: Path, patch: pytest.MonkeyPatch) -> str:
     loss = model(x).square().sum()
     (slope,) = torch.autograd.grad(loss, x, create_graph=True)
     return told(lambda: slope.sum().backward(), RuntimeError)
+
+
+@says("steps of … have changed other weights and not these, … it writes elsewhere")
+def _(place: Path, patch: pytest.MonkeyPatch) -> str:
+    from offcompile import wall
+
+    class Elsewhere(torch.optim.SGD):
+        def step(self, closure: Any = None) -> None:
+            gradient, hosted.grad = hosted.grad, None
+            super().step()
+            hosted.grad = gradient
+
+    hosted, other = (nn.Parameter(torch.ones(8)) for _ in range(2))
+    optimizer = Elsewhere([hosted, other], 0.1)
+    found: list[str] = []
+    watch = wall.Watch({0: "fc.weight"}, found.append)
+    for _step in range(wall.STRIKES + 1):
+        watch.look([hosted, other], [0, 1], [0])
+        (hosted.sum() + other.sum()).backward()
+        optimizer.step()
+    wall._watches.discard(watch)
+    wall.take_hooks_away()
+    return "\n".join(found)

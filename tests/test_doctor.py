@@ -72,6 +72,7 @@ def tools(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Instruments:
     monkeypatch.setattr(
         base, "measure_disk", lambda place, s: DiskSpeed(*made.note("disk", 2e3, 1e3, 80.0))
     )
+    monkeypatch.setattr(base, "copy_toll_share", lambda: made.note("toll", 0.5)[0])
     monkeypatch.setattr(module, "attention_flop_per_us", lambda: made.note("attention", 4e5, 3e5))
     monkeypatch.setattr(module, "adam_parameters_per_us", lambda n: made.note("adam", 1e3)[0])
     monkeypatch.setattr(module, "copy_bytes_per_us", lambda: made.note("copy", 9e3)[0])

@@ -90,6 +90,7 @@ def test_an_optimizer_that_writes_to_former_memory_is_told(
     access: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     model = seeded(build)
+    torch.optim.SGD(model.parameters(), 0.05)  # hooks are called in its `step`, too, from now on
     optimizer, forward = ByAddress(model), ours(model, access)
     for seed in range(STEPS):
         loss_of(forward(batch(seed))).backward()
