@@ -63,7 +63,7 @@ def simple_lower_bound(problem: Problem, machine: Machine) -> float:
 
 def lower_bound(problem: Problem, machine: Machine, seconds: float = 5.0) -> Bound:
     """The best bound that `seconds` can prove; never less than the compute part."""
-    deadline = time.perf_counter() + seconds
+    deadline = time.thread_time() + seconds
     compute = compute_ns(problem, machine)
     best = Bound(compute / 1000, "compute", {"compute": compute / 1000})
     if not problem.ops:
@@ -87,7 +87,7 @@ class _Search:
         self.columns_of_a_second = float(COLUMNS_OF_A_SECOND)
 
     def left(self) -> float:
-        return self.deadline - time.perf_counter()
+        return self.deadline - time.thread_time()
 
     def run(self) -> Bound:
         whole = full(self.found)
@@ -111,7 +111,7 @@ class _Search:
     def _cut(self) -> None:
         if not self.found.problem.steady:
             seconds = max(CUT_SHARE * self.left(), LEAST_CUT_SECONDS)
-            self._prove(cut_bound(self.found, time.perf_counter() + seconds), "cut", 1e-9)
+            self._prove(cut_bound(self.found, time.thread_time() + seconds), "cut", 1e-9)
 
     def _ladder(self) -> None:
         """Merged slots, finer and finer, while the next is sure to be done in time."""

@@ -18,7 +18,7 @@ from scipy.optimize import linprog
 
 from offcompile.passes.min_cut import UNCUTTABLE, Network
 
-from .survey import Floats, Survey
+from .survey import Floats, Survey, priced
 
 if TYPE_CHECKING:
     from .cut import Cut
@@ -92,7 +92,7 @@ class Chains:
             return 0.0
         known = [best]
         dearest = best.price * MOST_RISE
-        while len(known) < MOST_CHOICES and time.perf_counter() < deadline:
+        while len(known) < MOST_CHOICES and time.thread_time() < deadline:
             weights, price, most = _most_promising(known, dearest)
             if most <= best.value * (1 + CLOSE):
                 break
@@ -105,7 +105,7 @@ class Chains:
         found = self._value(weights, price)
         for scale in SCALES:
             for factor in (scale, 1 / scale):
-                while found.price < price * HOPELESS and time.perf_counter() < deadline:
+                while found.price < price * HOPELESS and time.thread_time() < deadline:
                     tried = self._value(weights, found.price * factor)
                     if tried.value <= found.value:
                         break
@@ -118,15 +118,25 @@ class Chains:
         busy = [np.zeros(len(before)), np.zeros(len(after))]
         busy[0][0], busy[1][0] = cut.compute
         for ways in cut.first:
-            lane = int(np.argmin(_priced(ways, before)))
+            lane = int(np.argmin(priced(ways, before)))
             busy[0][lane] += ways[lane]
         value = price * (cut.excess - float(cut.nbytes.sum()))
-        kept = 0
+        sides, inside = cut.sides.priced(before, after), cut.sides.inside
+        room = price * cut.nbytes[cut.sides.row[inside]]
+        gone = np.ones(len(inside))
+        gone[inside] = sides.away[inside] <= sides.there[inside] + room
+        busy = [b + x for b, x in zip(busy, sides.busy(gone), strict=True)]
+        value += float(np.where(gone == 1, sides.away, sides.there).sum())
+        value += float(((1 - gone[inside]) * room).sum())
+        kept = float(((1 - gone[inside]) * cut.nbytes[cut.sides.row[inside]]).sum())
         ways_of = {t: self._having(t, weights, price) for t in cut.tensors}
         network, ops = Network(), self.survey.problem.ops
         seen: set[str] = set()
         waiting = []
+        updated = set(cut.sides.row[inside].tolist())
         for i, t in enumerate(cut.tensors):
+            if i in updated:
+                continue  # paid for with its update
             if np.isfinite(cut.again[i]):
                 network.from_source(("t", t), UNCUTTABLE)
                 waiting.append(t)
@@ -187,7 +197,7 @@ class Chains:
             back = back.copy()
             if t in self.survey.problem.in_place_ids:
                 back[0] = 0.0
-        outs, backs = _priced(out, before), _priced(back, after)
+        outs, backs = priced(out, before), priced(back, after)
         i, j = int(np.argmin(outs)), int(np.argmin(backs))
         moved = float(outs[i] + backs[j])
         if moved < price * nbytes:
@@ -228,10 +238,5 @@ def _whatever_is_away(cut: Cut, before: Floats, after: Floats) -> float:
     """How long lanes are busy in any case."""
     base = cut.compute[0] * before[0] + cut.compute[1] * after[0]
     for ways in cut.first:
-        base += float(np.min(_priced(ways, before)))
+        base += float(np.min(priced(ways, before)))
     return float(base)
-
-
-def _priced(ways: Floats, weights: Floats) -> Floats:
-    with np.errstate(invalid="ignore"):
-        return np.where(np.isinf(ways), np.inf, ways * weights)

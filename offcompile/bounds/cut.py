@@ -5,12 +5,13 @@ was carried out before it, or is loaded, accessed in place or computed again aft
 takes at least what the lanes and the compute lane are then busy, before and after, whichever
 tensors are away; and the cheapest choice of those is a fractional knapsack.
 
-Any weights that add up to one make a bound of how long several lanes are busy at once. Good ones
-are found by giving the lane that turns out busiest more weight.
+Any weights of the lanes that add up to one prove a bound of how long several lanes are busy at
+once; a small linear program finds the best ones (`weights`).
 """
 
 from __future__ import annotations
 
+import itertools
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
@@ -20,21 +21,21 @@ import numpy as np
 from offcompile.ir import DEVICE, Lane
 
 from .chains import Chains
-from .survey import Floats, Gap, Survey, always_there, least_ns, whole_ns
+from .sides import Carried, Sides, Updates
+from .survey import Floats, Gap, Survey, always_there, known, least_ns, priced, whole_ns
+from .weights import best_weights
 
-#: the moments that are tried: the most crowded op of so many stretches, and the ends of phases
-STRETCHES = 6
+#: the moments that are tried: the most crowded op of so many stretches, the ends of phases, and
+#: the gradients with which so many equal parts of the host's updates begin
+STRETCHES, PARTS = 6, 8
 #: moments for which chains of what runs again are looked at
 CHAINED = 3
-#: how often weights are changed: for each moment, and then for the best of them
-LOOKS, ROUNDS = 12, 60
-#: how far the first change goes
-STEP = 1.0
 
 
 @dataclass(frozen=True)
 class Cut:
-    """The choices at one moment; times in nanoseconds, a column for each lane, compute first.
+    """The choices at one moment; times in nanoseconds, a column for each lane, compute first and
+    the host's updates last.
 
     No way at all is infinite.
     """
@@ -52,6 +53,8 @@ class Cut:
     first: Floats
     #: of the compute lane before and after
     compute: tuple[float, float]
+    #: updates that may be the host's
+    sides: Sides
 
 
 def cut_bound(survey: Survey, deadline: float) -> float:
@@ -60,20 +63,21 @@ def cut_bound(survey: Survey, deadline: float) -> float:
     if survey.capacity is None:
         return 0.0
     account = _Account(survey)
-    found: list[tuple[float, int, Cut]] = []
+    found: list[tuple[float, int, Cut, list[Floats]]] = []
     for op in account.moments():
-        if time.perf_counter() > deadline:
+        if found and time.thread_time() > deadline:
             break
         cut = account.at(op, survey.capacity)
-        found.append((_best_weights(cut, LOOKS, deadline)[0], op, cut))
-    if not found:
-        return 0.0
+        weights = best_weights(cut)
+        if weights is None:
+            continue
+        value, _ = _bound(cut, *weights)
+        found.append((value or 0.0, op, cut, list(weights)))
     found.sort(key=lambda f: -f[0])
-    best = max(found[0][0], _best_weights(found[0][2], ROUNDS, deadline)[0])
-    for _, op, cut in found[:CHAINED]:
-        _, weights = _best_weights(cut, LOOKS, deadline)
+    best = max((f[0] for f in found), default=0.0)
+    for _, op, cut, start in found[:CHAINED]:
         chains = Chains(survey, account.lasting(op), account.crossing, cut)
-        best = max(best, chains.best(weights, deadline))
+        best = max(best, chains.best(start, deadline))
     return best
 
 
@@ -96,10 +100,11 @@ class _Account:
             ],
             dtype=float,
         )
+        self.updates = Updates.of(s)
         self.there = always_there(s.problem, s.host_ns, s.rewriters)
         self.ins = [x for x in s.lanes if x.target == DEVICE]
         self.outs = [x for x in s.lanes if x.source == DEVICE]
-        self.width = 1 + len(self.ins) + len(self.outs)
+        self.width = 1 + len(self.ins) + len(self.outs) + 1
         self.none = np.full(self.width, np.inf)
         self._times: dict[str, Floats] = {}
 
@@ -122,6 +127,8 @@ class _Account:
     def moments(self) -> list[int]:
         """Ops that run for some time, the most crowded first."""
         s = self.survey
+        phases = [op.phase for op in s.problem.ops]
+        rest = [i for i in range(s.n_ops) if phases[i] != "update"]
         ends = np.cumsum(np.maximum(self.least, 1e-3))
         stretch = np.minimum((ends / ends[-1] * STRETCHES).astype(int), STRETCHES - 1)
         picked = {s.n_ops - 1}
@@ -129,8 +136,8 @@ class _Account:
             ops = np.flatnonzero(stretch == k)
             if len(ops):
                 picked.add(int(ops[np.argmax(s.wanted[ops])]))
-        phases = [op.phase for op in s.problem.ops]
-        picked |= {i for i in range(s.n_ops - 1) if phases[i] != phases[i + 1]}
+        picked |= {i for i, j in itertools.pairwise(rest) if phases[i] != phases[j]}
+        picked |= set(self.updates.releases(PARTS))
         return sorted((i for i in picked if self.least[i] > 0), key=lambda i: (-s.wanted[i], i))
 
     def at(self, k: int, capacity: int) -> Cut:
@@ -165,6 +172,7 @@ class _Account:
                 again.append(self._again(t) if later else np.inf)
         compute = float(self.least[: k + 1].sum()), float(self.least[k + 1 :].sum())
         shape = (-1, self.width)
+        carried = Carried(s, self.ins, self.outs, self.width)
         return Cut(
             tuple(names),
             held + sum(nbytes) - capacity,
@@ -174,6 +182,7 @@ class _Account:
             np.array(again),
             np.array(first).reshape(shape),
             compute,
+            Sides(k, self.updates, carried, names),
         )
 
     def _back(self, t: str, reads: Sequence[int]) -> Floats:
@@ -238,50 +247,34 @@ def _reads_of(gaps: Sequence[Gap], at: int) -> Iterator[int]:
 # --- the bound of one moment -----------------------------------------------------------------
 
 
-def _best_weights(cut: Cut, rounds: int, deadline: float) -> tuple[float, list[Floats]]:
-    """The best bound that weights of the lanes were found to prove, and those weights."""
-    width = cut.out.shape[1]
-    weights = [np.full(width, 0.1 / width), np.full(width, 0.1 / width)]
-    for w in weights:
-        w[0] += 0.9
-    best, kept = 0.0, [w.copy() for w in weights]
-    for turn in range(rounds):
-        value, busy = _bound(cut, weights[0], weights[1])
-        if value is None:
-            return best, kept
-        if value > best:
-            best, kept = value, [w.copy() for w in weights]
-        if time.perf_counter() > deadline:
-            break
-        for side in (0, 1):
-            scale = max(float(busy[side].max()), 1.0)
-            grown = weights[side] * np.exp(STEP / (1 + turn / 4) * busy[side] / scale)
-            weights[side] = grown / grown.sum()
-    return best, kept
-
-
 def _bound(cut: Cut, before: Floats, after: Floats) -> tuple[float | None, list[Floats]]:
     """What weights of the lanes prove, and how busy each lane is in the cheapest choice; None: no
     choice at all."""
-    with np.errstate(invalid="ignore"):
-        out, first = (np.where(np.isinf(x), np.inf, x * before) for x in (cut.out, cut.first))
-        back = np.where(np.isinf(cut.back), np.inf, cut.back * after)
-        again = np.where(np.isinf(cut.again), np.inf, cut.again * after[0])
+    out, first = priced(cut.out, before), priced(cut.first, before)
+    back, again = priced(cut.back, after), priced(cut.again, after[0])
     n = len(cut.nbytes)
     rows = np.arange(n)
     by_out, by_back = out.argmin(axis=1), back.argmin(axis=1)
     moved = out[rows, by_out] + back[rows, by_back]
     anew = again < moved
     price = np.minimum(moved, again)
+    updates = cut.sides.priced(before, after)
+    inside = cut.sides.inside
+    rows_of = cut.sides.row[inside]
+    price[rows_of] = updates.away[inside] - updates.there[inside]
     share = _cheapest(cut, price)
     if share is None:
         return None, []
     busy = [np.zeros(len(before)), np.zeros(len(after))]
     busy[0][0], busy[1][0] = cut.compute
+    gone = np.ones(len(inside))
+    gone[inside] = share[rows_of]
+    busy = [b + x for b, x in zip(busy, updates.busy(gone), strict=True)]
     carried = share * ~anew
-    np.add.at(busy[0], by_out, carried * _known(cut.out[rows, by_out]))
-    np.add.at(busy[1], by_back, carried * _known(cut.back[rows, by_back]))
-    busy[1][0] += float((share * anew * _known(cut.again)).sum())
+    carried[rows_of] = 0.0
+    np.add.at(busy[0], by_out, carried * known(cut.out[rows, by_out]))
+    np.add.at(busy[1], by_back, carried * known(cut.back[rows, by_back]))
+    busy[1][0] += float((share * anew * known(cut.again)).sum())
     if len(first):
         by_first = first.argmin(axis=1)
         loads = cut.first[np.arange(len(first)), by_first]
@@ -303,7 +296,3 @@ def _cheapest(cut: Cut, price: Floats) -> Floats | None:
     before = np.cumsum(sizes) - sizes
     share[order] = np.clip((left - before) / sizes, 0.0, 1.0)
     return share if float(sizes.sum()) >= left else None
-
-
-def _known(times: Floats) -> Floats:
-    return np.where(np.isinf(times), 0.0, times)

@@ -315,3 +315,14 @@ def _reachable(problem: Problem, machine: Machine) -> tuple[tuple[str, ...], tup
         x for x in machine.lanes if x.source in kept and x.target in kept and x.source != x.target
     )
     return tiers, lanes
+
+
+def priced(ways: Floats, weights: Floats) -> Floats:
+    """Times at these weights of their lanes; no way at all stays infinite."""
+    with np.errstate(invalid="ignore"):
+        return np.where(np.isinf(ways), np.inf, ways * weights)
+
+
+def known(times: Floats) -> Floats:
+    """Times with 0 where there is no way at all."""
+    return np.where(np.isinf(times), 0.0, times)

@@ -1,0 +1,209 @@
+"""Updates that the host may make, seen from one moment: each takes the time of one side.
+
+On the host an update takes the host's one lane of updates, after its gradient has crossed to it. On
+the device it takes the compute lane, after its states have crossed: before the moment, and then
+they stand in the device's memory at that moment, or after it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+
+import numpy as np
+import numpy.typing as npt
+
+from offcompile.ir import DEVICE, Lane
+
+from .survey import Floats, Survey, known, least_ns, priced, whole_ns
+
+Ints = npt.NDArray[np.int64]
+
+
+@dataclass
+class Legs:
+    """Stretches of work: each on whichever of its lanes is cheapest; a column for each lane before
+    the moment, then for each after it. No way at all is infinite."""
+
+    width: int
+    ways: list[Mapping[int, float]] = field(default_factory=list)
+    owners: list[int] = field(default_factory=list)
+
+    def add(self, owner: int, ways: Mapping[int, float]) -> None:
+        self.ways.append(ways)
+        self.owners.append(owner)
+
+    @cached_property
+    def table(self) -> Floats:
+        """A row for each leg, once all of them are known."""
+        table = np.full((len(self.ways), 2 * self.width), np.inf)
+        for row, ways in zip(table, self.ways, strict=True):
+            for column, ns in ways.items():
+                row[column] = ns
+        return table
+
+    def priced(self, weights: Floats, count: int) -> tuple[Floats, Floats]:
+        """For each owner: what its legs cost, and how busy they keep each lane."""
+        busy = np.zeros((count, 2 * self.width))
+        if not self.ways:
+            return np.zeros(count), busy
+        prices = priced(self.table, weights)
+        picked, rows = prices.argmin(axis=1), np.arange(len(prices))
+        cost: Floats = np.zeros(count)
+        np.add.at(cost, self.owners, prices[rows, picked])
+        np.add.at(busy, (self.owners, picked), known(self.table[rows, picked]))
+        return cost, busy
+
+
+@dataclass(frozen=True)
+class Priced:
+    """The cheaper side of each update, for some weights of the lanes: its cost and busy lanes.
+
+    `away`: nothing of it stands on the device at the moment; `there`: its states do.
+    """
+
+    away: Floats
+    away_busy: Floats
+    there: Floats
+    there_busy: Floats
+
+    def busy(self, away: Floats) -> tuple[Floats, Floats]:
+        """How busy lanes are before and after, where so large a part of each is away."""
+        both = away @ self.away_busy + (1 - away) @ self.there_busy
+        return both[: len(both) // 2], both[len(both) // 2 :]
+
+
+class Sides:
+    """The updates of one problem, seen from just before op `k` ends.
+
+    `row`: for each, the row of its states among those that may be away then; -1: they need no room.
+    """
+
+    def __init__(self, k: int, updates: Updates, carried: Carried, names: Sequence[str]) -> None:
+        self.survey, self.k, self.carried = carried.survey, k, carried
+        self.width = carried.width
+        self.host, self.device = Legs(self.width), Legs(self.width)
+        self.late, self.early = Legs(self.width), Legs(self.width)
+        rows = {t: i for i, t in enumerate(names)}
+        found: list[int] = []
+        for u, host_ns in updates.host_ns.items():
+            self._on_host(len(found), host_ns, updates.makers.get(u))
+            found.append(self._on_device(len(found), u, updates.states[u], rows))
+        self.row: Ints = np.array(found, dtype=np.int64)
+        self.inside = self.row >= 0
+
+    def priced(self, before: Floats, after: Floats) -> Priced:
+        weights, count = np.concatenate((before, after)), len(self.row)
+        host, host_busy = self.host.priced(weights, count)
+        device, device_busy = self.device.priced(weights, count)
+        late, late_busy = self.late.priced(weights, count)
+        early, early_busy = self.early.priced(weights, count)
+        here = device + late
+        hosted = (host <= here)[:, None]
+        return Priced(
+            np.minimum(host, here),
+            np.where(hosted, host_busy, device_busy + late_busy),
+            device + early,
+            device_busy + early_busy,
+        )
+
+    def _on_host(self, i: int, host_ns: float, gradient: tuple[int, str] | None) -> None:
+        column = self.width - 1
+        if gradient is None or gradient[0] < self.k:
+            self.host.add(i, {column: host_ns, self.width + column: host_ns})
+            return
+        # the gradient comes after the moment, and so does everything that waits for it
+        self.host.add(i, {self.width + column: host_ns})
+        maker, t = gradient
+        if t in self.survey.rewriters:
+            return  # another run may write it where the host can read it
+        ways = self.carried.out(t)
+        if (maker, t) in self.survey.direct_ns:
+            ways[0] = max(0.0, float(self.survey.direct_ns[maker, t]))
+        self.host.add(i, {self.width + j: ns for j, ns in ways.items()})
+
+    def _on_device(self, i: int, u: int, states: Sequence[str], rows: Mapping[str, int]) -> int:
+        """The row of the states whose room is counted, or -1."""
+        s, op, shift = self.survey, self.survey.problem.ops[u], self.width if u > self.k else 0
+        self.device.add(i, {shift: float(least_ns(s.base_ns[u], op, s.direct_ns, u))})
+        counted = len(states) == 1 and u > self.k and states[0] in rows
+        for t in states:
+            ways = {} if s.problem.tensor[t].pinned else self.carried.into(t)
+            if (u, t) in s.direct_ns:
+                ways[0] = max(0.0, float(s.direct_ns[u, t]))
+            late = {self.width + j: ns for j, ns in ways.items()}
+            if counted:
+                self.late.add(i, late)
+                self.early.add(i, ways)
+            else:  # how long they stand there is not followed
+                self.device.add(i, ways | late if u > self.k else ways)
+        return rows[states[0]] if counted else -1
+
+
+@dataclass(frozen=True)
+class Updates:
+    """The updates of a problem that the host may make, by their ops."""
+
+    #: how long the host takes
+    host_ns: Mapping[int, float]
+    #: the last op of the device that makes something it reads, and that
+    makers: Mapping[int, tuple[int, str]]
+    #: what lies on the host until the update is its first user
+    states: Mapping[int, Sequence[str]]
+
+    @classmethod
+    def of(cls, survey: Survey) -> Updates:
+        tensor, used = survey.problem.tensor, set[str]()
+        written: dict[str, int] = {}
+        host_ns: dict[int, float] = {}
+        makers: dict[int, tuple[int, str]] = {}
+        states: dict[int, Sequence[str]] = {}
+        for i, op in enumerate(survey.problem.ops):
+            time_ns = survey.host_ns[i]
+            if time_ns is None:
+                written.update(dict.fromkeys(op.writes, i))
+            else:
+                host_ns[i] = float(time_ns)
+                made = [(written[t], t) for t in op.reads if t in written]
+                if made:
+                    makers[i] = max(made)
+                for t in op.writes:
+                    written.pop(t, None)
+                states[i] = [
+                    t
+                    for t in dict.fromkeys(op.reads)
+                    if t not in used and tensor[t].home not in (None, DEVICE) and tensor[t].nbytes
+                ]
+            used.update(op.operands)
+        return cls(host_ns, makers, states)
+
+    def releases(self, parts: int) -> Iterator[int]:
+        """The ops that make the gradients with which so many equal parts of the updates begin."""
+        waiting = sorted(self.makers, key=lambda u: self.makers[u][0])
+        whole = sum(self.host_ns[u] for u in waiting)
+        done, part = 0.0, 0
+        for u in waiting:
+            if done * parts >= part * whole:
+                yield self.makers[u][0]
+                part += 1
+            done += self.host_ns[u]
+
+
+@dataclass(frozen=True)
+class Carried:
+    """How long lanes take for a tensor out of the device and into it, by column."""
+
+    survey: Survey
+    ins: Sequence[Lane]
+    outs: Sequence[Lane]
+    width: int
+
+    def into(self, t: str) -> dict[int, float]:
+        return {1 + i: self._ns(t, lane) for i, lane in enumerate(self.ins)}
+
+    def out(self, t: str) -> dict[int, float]:
+        return {1 + len(self.ins) + i: self._ns(t, lane) for i, lane in enumerate(self.outs)}
+
+    def _ns(self, t: str, lane: Lane) -> float:
+        return float(whole_ns(self.survey.problem.tensor[t], lane, self.survey.machine))

@@ -1,0 +1,181 @@
+"""Which weights of the lanes prove most at one moment: one small linear program.
+
+Any weights prove a bound; the best ones are the prices of the lanes where the step is as short as
+choices spread over them allow. Layers are alike, so equal choices are counted instead of listed:
+a net of thousands of tensors has some dozens of them.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+from scipy.optimize import linprog
+from scipy.sparse import coo_array
+
+from .survey import Floats
+
+if TYPE_CHECKING:
+    from .cut import Cut
+    from .sides import Legs
+
+#: ns in the program's unit
+UNIT_NS = 1e6
+GIB = float(1 << 30)
+#: a way: (row of a lane, ns)
+Way = tuple[int, float]
+
+
+class _Program:
+    """Inequalities (at most 0 unless said) and equalities over columns that are at least 0."""
+
+    def __init__(self, cut: Cut) -> None:
+        self.width = cut.out.shape[1]
+        self.entries: list[tuple[bool, int, int, float]] = []  # (equality, row, column, value)
+        self.limits: list[float] = []
+        self.sums: list[float] = []
+        self.columns = 0
+        for side in range(2):
+            busy = cut.compute[side] / UNIT_NS
+            self.limits += [-busy, *[0.0] * (self.width - 1)]
+        times = [self.column() for _ in range(2)]
+        for lane in range(2 * self.width):
+            self.put(lane, times[lane // self.width], -1.0)
+        self.room = self.at_most(-cut.excess / GIB)
+
+    def column(self) -> int:
+        self.columns += 1
+        return self.columns - 1
+
+    def at_most(self, limit: float) -> int:
+        self.limits.append(limit)
+        return len(self.limits) - 1
+
+    def equal(self, total: float) -> int:
+        self.sums.append(total)
+        return len(self.sums) - 1
+
+    def put(self, row: int, column: int, value: float) -> None:
+        self.entries.append((False, row, column, value))
+
+    def put_equal(self, row: int, column: int, value: float) -> None:
+        self.entries.append((True, row, column, value))
+
+    def spread(self, total: int, ways: Iterable[Way]) -> None:
+        """Spread what the equality `total` asks for over ways."""
+        for lane, ns in ways:
+            column = self.column()
+            self.put(lane, column, ns / UNIT_NS)
+            self.put_equal(total, column, 1.0)
+
+    def free(self, column: int, nbytes: float) -> None:
+        """A unit of the column makes so much room."""
+        self.put(self.room, column, -nbytes / GIB)
+
+    def solve(self) -> tuple[Floats, Floats] | None:
+        def matrix(equal: bool, rows: int) -> coo_array:
+            mine = [e[1:] for e in self.entries if e[0] == equal]
+            at, columns, values = zip(*mine, strict=True) if mine else ((), (), ())
+            return coo_array((values, (at, columns)), shape=(rows, self.columns)).tocsr()
+
+        goal = np.zeros(self.columns)
+        goal[:2] = 1.0
+        found = linprog(
+            goal,
+            A_ub=matrix(False, len(self.limits)),
+            b_ub=self.limits,
+            A_eq=matrix(True, len(self.sums)),
+            b_eq=self.sums,
+        )
+        if found.status != 0:
+            return None
+        lanes = np.maximum(-found.ineqlin.marginals[: 2 * self.width], 0.0)
+        before, after = lanes[: self.width], lanes[self.width :]
+        if not before.sum() or not after.sum():
+            return None
+        return before / before.sum(), after / after.sum()
+
+
+def best_weights(cut: Cut) -> tuple[Floats, Floats] | None:
+    """The weights of the lanes before and after the moment; None: the program has no answer."""
+    program, width = _Program(cut), cut.out.shape[1]
+    updated = set(cut.sides.row[cut.sides.inside].tolist())
+    kinds = Counter(
+        (float(cut.nbytes[i]), tuple(cut.out[i]), tuple(cut.back[i]), float(cut.again[i]))
+        for i in range(len(cut.nbytes))
+        if i not in updated
+    )
+    for (nbytes, out, back, again), count in kinds.items():
+        most = program.at_most(float(count))
+        carried = program.column()
+        program.put(most, carried, 1.0)
+        program.free(carried, nbytes)
+        for ways, first in ((out, 0), (back, width)):
+            total = program.equal(0.0)
+            program.put_equal(total, carried, -1.0)
+            program.spread(total, _finite(ways, first))
+        if np.isfinite(again):
+            anew = program.column()
+            program.put(most, anew, 1.0)
+            program.put(width, anew, again / UNIT_NS)
+            program.free(anew, nbytes)
+    for ways, count in Counter(map(tuple, cut.first)).items():
+        program.spread(program.equal(float(count)), _finite(ways, 0))
+    for update, count in Counter(_updates(cut)).items():
+        _add_update(program, update, count)
+    return program.solve()
+
+
+def _finite(ways: Sequence[float], first: int) -> Iterable[Way]:
+    return ((first + lane, ns) for lane, ns in enumerate(ways) if np.isfinite(ns))
+
+
+#: for each leg of an update its ways
+LegWays = tuple[tuple[Way, ...], ...]
+
+
+@dataclass(frozen=True)
+class _Update:
+    """An update's work on each side, and the bytes of its states (0: they need no room)."""
+
+    nbytes: float
+    host: LegWays
+    device: LegWays
+    late: LegWays
+    early: LegWays
+
+
+def _updates(cut: Cut) -> Iterable[_Update]:
+    sides = cut.sides
+    host, device, late, early = map(_by_owner, (sides.host, sides.device, sides.late, sides.early))
+    for i, row in enumerate(sides.row.tolist()):
+        nbytes = float(cut.nbytes[row]) if row >= 0 else 0.0
+        legs = (found.get(i, ()) for found in (host, device, late, early))
+        yield _Update(nbytes, *legs)
+
+
+def _by_owner(legs: Legs) -> Mapping[int, LegWays]:
+    found: dict[int, LegWays] = {}
+    for owner, ways in zip(legs.owners, legs.ways, strict=True):
+        found[owner] = (*found.get(owner, ()), tuple(sorted(ways.items())))
+    return found
+
+
+def _add_update(program: _Program, update: _Update, count: int) -> None:
+    """Each is the host's, or the device's with its states there after the moment or before it."""
+    total = program.equal(float(count))
+    choices = [(update.host, True), (update.device + update.late, True)]
+    if update.nbytes:
+        choices.append((update.device + update.early, False))
+    for legs, away in choices:
+        column = program.column()
+        program.put_equal(total, column, 1.0)
+        if away:
+            program.free(column, update.nbytes)
+        for leg in legs:
+            share = program.equal(0.0)
+            program.put_equal(share, column, -1.0)
+            program.spread(share, leg)
