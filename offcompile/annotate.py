@@ -29,6 +29,7 @@ from .graphs import (
     Graphs,
     Hint,
     aliased_input,
+    bookkeeping,
     covers_its_storage,
     is_getitem,
     is_parameter,
@@ -132,6 +133,12 @@ class _Work:
         self.labels: dict[str, str] = {}
         self.inputs: dict[int, str] = {}  # storage key of a placeholder → storage id
         self.forward_names = {n.name for n in graphs.forward.graph.nodes}
+        backward = () if graphs.backward is None else graphs.backward.graph.nodes
+        self.backward_inputs = {n.name for n in backward if n.op == "placeholder"}
+        #: nodes of forward whose values end up in inputs and nowhere else
+        self.bookkeeping = bookkeeping(graphs.forward.graph)
+        #: storages of several arguments
+        self.shared: set[str] = set()
 
     # --- nodes ------------------------------------------------------------------------------
 
@@ -161,6 +168,7 @@ class _Work:
         if key is not None and key in self.inputs:
             shared = self.storages[self.inputs[key]]
             self.storage_of[phase, node.name] = shared.id
+            self.shared.add(shared.id)
             if phase == FORWARD:  # two arguments on one storage
                 shared.pinned = True
             return
@@ -199,6 +207,10 @@ class _Work:
         writes = dict.fromkeys(filter(None, mutated))
         if writes and isinstance(node.meta.get("val"), torch.Tensor):
             self.storage_of[phase, node.name] = next(iter(writes))
+        if phase == FORWARD and node.name in self.bookkeeping:
+            # what runs again may find the new value, and makes nothing of it
+            read = {self.storage_of.get((phase, n)) for n in self.backward_inputs} | self.shared
+            writes = {t: None for t in writes if t in read}
         workspace = cost.workspace_bytes
         for value, part in self.outputs(node):
             if part is None:  # returned and never looked at

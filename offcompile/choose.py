@@ -132,7 +132,7 @@ def _with_some_here(
     decide: Decide,
 ) -> Choice:
     """As many weights on the device as make the step fastest. least_us: what others cost."""
-    sizes = weights_in_use_order(leave.annotated.problem)
+    sizes = _without_host_updates(leave)
     found: dict[Fraction, Choice] = {}
 
     def cost(share: Fraction) -> float | None:
@@ -155,6 +155,12 @@ def _with_some_here(
     best = found[share]
     longer = Choice(best.annotated, decide(best.annotated, may_fit=False), best.stays)
     return min(longer, best, key=lambda c: c.decided.cost_us)
+
+
+def _without_host_updates(leave: Choice) -> list[tuple[str, int]]:
+    """The weights on the host that the device updates: the host's own are better where they are."""
+    hosted = {u.weight for u in leave.decided.result.plan.updates if u.where == HOST}
+    return [w for w in weights_in_use_order(leave.annotated.problem) if w[0] not in hosted]
 
 
 def weights_in_use_order(problem: Problem) -> list[tuple[str, int]]:

@@ -204,6 +204,19 @@ def mutated_inputs(node: fx.Node) -> list[fx.Node]:
     return found
 
 
+def bookkeeping(graph: fx.Graph) -> frozenset[str]:
+    """Names of the nodes of which nothing comes but new values of inputs, as of running statistics:
+    what else the graph makes is the same without them."""
+    found: set[fx.Node] = set()
+    for node in reversed(graph.nodes):
+        if node.op == "output" or (node.is_impure() and not mutated_inputs(node)):
+            continue
+        ends_here = not node.users and bool(mutated_inputs(node))
+        if ends_here or (node.users and found.issuperset(node.users)):
+            found.add(node)
+    return frozenset(node.name for node in found)
+
+
 def may_repeat(node: fx.Node) -> bool:
     """Whether running the op again gives the same bits and has no other effect."""
     target = node.target

@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from offcompile.bounds import lower_bound
 from offcompile.coarsen import Coarse, coarsen
 from offcompile.ir import (
+    HOST,
     BrokenPlan,
     Infeasible,
     InvalidInput,
@@ -20,6 +21,7 @@ from offcompile.ir import (
 )
 from offcompile.ir.jsonio import check_homes
 from offcompile.ir.verify import check_structure, check_timeline
+from offcompile.passes.frame import Mode
 from offcompile.passes.registry import make
 from offcompile.simulate import Simulator
 
@@ -103,7 +105,8 @@ def plan_problem(
 ) -> PlanResult:
     """Plan, verify, simulate and bound. Raises `Infeasible` or `InvalidInput`.
 
-    known: plans of the same ops with tensors at home elsewhere; what they compute again is tried.
+    known: plans of the same ops with tensors at home elsewhere; what they compute again, and which
+    updates they leave to the host, is tried first.
     worth_us: raises `Beaten` if no plan can take less than this.
     """
     began, busy_from = time.monotonic(), time.thread_time()
@@ -128,7 +131,7 @@ def plan_problem(
         hints=bound.away_hints,
         floor_us=bound.us,
         kept_floor_us=kept_floor_us,
-        known_reruns=tuple(dict.fromkeys(filter(None, map(coarse.reruns, known)))),
+        known_modes=_modes(known, coarse),
     )
     plan = coarse.expand(chosen.apply(coarse.problem, machine, Plan()))
     timeline = certify(problem, machine, plan, chosen.name)
@@ -140,6 +143,18 @@ def plan_problem(
         lower_bound_us=bound.us,
         bound_method=bound.method,
     )
+
+
+def _modes(plans: Sequence[Plan], coarse: Coarse) -> tuple[Mode, ...]:
+    """What plans compute again and have the host update, the newest first."""
+    found = (
+        Mode(
+            recomputes=coarse.reruns(plan),
+            hosted=frozenset(u.weight for u in plan.updates if u.where == HOST),
+        )
+        for plan in reversed(plans)
+    )
+    return tuple(dict.fromkeys(mode for mode in found if mode != Mode()))
 
 
 def _floor_of_keeping(problem: Problem, machine: Machine, floor_us: float) -> float:

@@ -238,7 +238,7 @@ class Planning:
         time_share: float = 1.0,
     ) -> Choice:
         survey = self.survey
-        #: plans of the step with its weights elsewhere, for what they compute again
+        #: plans of the step with its weights elsewhere, whose choices are tried
         known: list[Plan] = []
 
         def decided(
@@ -261,7 +261,7 @@ class Planning:
                 known=known,
                 worth_us=worth_us,
             )
-            if made.result.plan.recomputes:
+            if made.result.plan.recomputes or made.result.plan.updates:
                 known.append(made.result.plan)
             return made
 

@@ -39,6 +39,7 @@ from .graphs import (
     FORWARD,
     Graphs,
     aliased_input,
+    bookkeeping,
     is_getitem,
     mutated_inputs,
     outputs_of,
@@ -109,8 +110,11 @@ class _Tables:
     #: (phase, storage) → names of the nodes that look at it
     viewers: dict[tuple[str, str], list[str]] = field(default_factory=dict)
     old: dict[str, dict[str, fx.Node]] = field(default_factory=dict)
+    #: nodes of forward that need not run again with the others of their op
+    bookkeeping: frozenset[str] = frozenset()
 
     def __post_init__(self) -> None:
+        self.bookkeeping = bookkeeping(self.graphs.forward.graph)
         for (phase, name), storage in self.annotated.storage_of.items():
             self.viewers.setdefault((phase, storage), []).append(name)
         self.old = {p: {n.name: n for n in m.graph.nodes} for p, m in self.graphs}
@@ -335,6 +339,7 @@ class _Half:
         made = [
             self.run_node(op, phase, self.tables.old[phase][node])
             for phase, node in self.tables.annotated.node_of[op]
+            if phase == self.phase or node not in self.tables.bookkeeping
         ]
         return made[-1]
 

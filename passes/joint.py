@@ -24,6 +24,7 @@ from .frame import (
     direct_mode,
     forced_mode,
     held_on_host,
+    hostable,
     infeasible_host,
     recompute_everything,
 )
@@ -32,8 +33,9 @@ from .homecoming import brought_home
 from .lanes import Clock
 from .patience import Time, TimeIsUp, is_short, timed_by
 from .recompute_fit import FittingReruns
-from .recompute_starts import RecomputeStarts
+from .recompute_starts import WORTH_ANOTHER, RecomputeStarts
 from .rematerialization import Rematerialization, Rerun
+from .rerun_loads import rerun_modes
 from .schedule import Builder
 from .search import Search, State, mode_of
 from .update_split import UpdateSplit
@@ -58,8 +60,12 @@ NEW_SHARE, KNOWN_SHARE = 0.75, 0.4
 SPLIT_SHARES = (0.2, 0.6)
 #: how much of the time the single policies may take together
 POLICY_SHARE = 0.5
+#: how much less of the host's time updates take in the other split that recomputation is tried with
+FEWER_HOSTED = 0.12
 #: starts that take at most so many times the best are varied; so many of them
 NEAR, VARIED = 1.25, 2
+#: so many of the best starts give up loads for recomputation
+RERUN_STARTS = 3
 #: policies that go before all recomputation, and how much of the time they may take
 EARLY_POLICIES, EARLY_SHARE = ("recompute",), 0.2
 
@@ -125,8 +131,8 @@ class Joint:
     floor_us: float = 0.0
     #: no plan can be faster that computes nothing again
     kept_floor_us: float = 0.0
-    #: recomputations that served the same step with weights elsewhere: tried first
-    known_reruns: tuple[frozenset[Rerun], ...] = field(default=(), compare=False)
+    #: modes that served the same step with weights elsewhere: tried first
+    known_modes: tuple[Mode, ...] = field(default=(), compare=False)
 
     def apply(self, problem: Problem, machine: Machine, plan: Plan) -> Plan:
         if self.judge is None:
@@ -149,10 +155,12 @@ class Joint:
         states: list[State] = []
         for one in frames:
             states += self._starts(search, one, HEADROOMS[:1])
+        states += self._known(search, forced)
         split = UpdateSplit.of(problem, machine)
         states += self._splitting(search, split, forced, states, SPLIT_SHARES[0])
-        self._single_policies(search, EARLY_POLICIES, EARLY_SHARE)
-        again = self._recomputing(search, forced, states, bool(split.weights))
+        if not self.known_modes:
+            self._single_policies(search, EARLY_POLICIES, EARLY_SHARE)
+        again = self._recomputing(search, forced, states, split)
         again += self._splitting(search, split, forced, again, SPLIT_SHARES[1])
         states += again
         # where recomputation beats all that can be done without, that is looked at no further
@@ -160,6 +168,7 @@ class Joint:
         for one in self._worth_varying(search, states):
             states += self._starts(search, one, HEADROOMS[1:])
         states += self._balanced(search, states)
+        states += self._rerunning(search, states)
         late = tuple(n for n in _policies() if n not in (self.name, *EARLY_POLICIES))
         if not beaten:
             self._single_policies(search, late, POLICY_SHARE)
@@ -315,6 +324,21 @@ class Joint:
                         found.append(state)
         return found
 
+    def _known(self, search: Search, forced: Mode) -> list[State]:
+        """Starts with what plans of the same ops computed again and updated on the host."""
+        found: list[State] = []
+        may_host = frozenset(hostable(search.problem)) if self.known_modes else frozenset()
+        for known in self.known_modes:
+            if search.settled:
+                break
+            hosted = (known.hosted & may_host) | forced.hosted
+            mode = Mode(forced.directs, known.recomputes, hosted)
+            frame = self._frame(search.problem, search.machine, mode)
+            cover = self._greedy(frame, 0.0, False)
+            state = cover and search.evaluate(frame, cover, rounds=1)
+            found += [state] if state else []
+        return found
+
     def _splitting(
         self,
         search: Search,
@@ -343,39 +367,49 @@ class Joint:
         def is_over() -> bool:
             return search.settled or search.left <= least or time.thread_time() > deadline
 
-        split.search(cost_of, is_over, split.share(base.hosted) if base.recomputes else None)
+        around = split.share(base.hosted) if base.recomputes or base.hosted - split.held else None
+        split.search(cost_of, is_over, around)
         found.sort(key=lambda s: s.cost)
         return found[:1]
 
     def _recomputing(
-        self, search: Search, forced: Mode, states: list[State], splits: bool
+        self, search: Search, forced: Mode, states: list[State], split: UpdateSplit
     ) -> list[State]:
         """Starts that compute activations again, from nearly free ones to all within a block.
 
-        splits: whether updates are split anew afterwards.
+        Where updates are split, each is tried with fewer of them on the host too: the time that
+        recomputation saves the links shows only where the step does not wait for the host.
         """
         best = min(states, key=lambda s: s.cost, default=None)
         base = forced if best is None else best.frame.mode
+        hosts = [base.hosted]
+        if split.weights:
+            fewer = split.hosted(split.share(base.hosted) - FEWER_HOSTED) | forced.hosted
+            hosts += [fewer] if fewer != base.hosted else []
         found: list[State] = []
         deadline = time.thread_time() + RECOMPUTE_SHARE * self._longest(search.problem)
         # where others have found what pays, little is left to find
-        share = SPLIT_SHARES[0] if splits else KNOWN_SHARE if self.known_reruns else NEW_SHARE
+        share = KNOWN_SHARE if self.known_modes else NEW_SHARE
         least = search.left - int(share * search.left)
 
         def cost_of(reruns: frozenset[Rerun]) -> float | None:
-            mode = Mode(base.directs, reruns, base.hosted)
-            frame = self._frame(search.problem, search.machine, mode)
-            cover = self._greedy(frame, 0.0, False)
-            state = cover and search.evaluate(frame, cover, rounds=0)
-            if not state:
-                return None
-            found.append(state)
-            return state.us
+            costs: list[float] = []
+            for hosted in hosts:
+                if costs and (is_over() or costs[0] > search.best_us * NEAR):
+                    break
+                mode = Mode(base.directs, reruns, hosted)
+                frame = self._frame(search.problem, search.machine, mode)
+                cover = self._greedy(frame, 0.0, False)
+                state = cover and search.evaluate(frame, cover, rounds=0)
+                if state:
+                    found.append(state)
+                    costs.append(state.us)
+            return min(costs, default=None)
 
         def is_over() -> bool:
             return search.settled or search.left <= least or time.thread_time() > deadline
 
-        for reruns in (*self.known_reruns, *self._fitting(search, is_over)):
+        for reruns in self._fitting(search, is_over):
             cost_of(reruns)
         RecomputeStarts(search.problem, cost_of, is_over).run()
         found.sort(key=lambda s: s.cost)
@@ -411,6 +445,22 @@ class Joint:
                 break
             found.append(state)
             best = state
+        return found
+
+    def _rerunning(self, search: Search, states: list[State]) -> list[State]:
+        """The best starts with loads replaced by recomputation, as long as that helps."""
+        choices = Rematerialization(search.problem)
+        found: list[State] = []
+        for start in sorted(states, key=lambda s: s.cost)[:RERUN_STARTS]:
+            best: State | None = start
+            while best is not None and not search.done:
+                made = (
+                    search.evaluate(frame, cover, rounds=1)
+                    for frame, cover in rerun_modes(best, choices)
+                )
+                better = [s for s in made if s is not None and s.us < best.us * (1 - WORTH_ANOTHER)]
+                best = min(better, key=lambda s: s.cost, default=None)
+                found += [] if best is None else [best]
         return found
 
     def _greedy(self, frame: Frame, headroom: float, hinted: bool) -> Cover | None:

@@ -74,6 +74,10 @@ class Rematerialization:
         ops = (op for op in self.forward if op.recompute)
         return frozenset(op.id for op in ops if own_outputs(self.problem, op, writers))
 
+    def may_run_again(self, op: str, before: int) -> bool:
+        """True if a forward op can run again right before the op at this position."""
+        return op in self._repeatable and self._overwritten_at[op] >= before
+
     @cached_property
     def _overwritten_at(self) -> dict[str, int]:
         """Op → the first position after it at which something that it reads is written anew."""
