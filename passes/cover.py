@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import heapq
 import random
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from itertools import accumulate
+from itertools import accumulate, pairwise
 
 from .gaps import Gap, Gaps
 
@@ -41,15 +41,17 @@ class Cover:
         gap = self.gaps.gaps[index]
         self.away.add(index)
         self.values[gap.value] = self.values.get(gap.value, 0) + 1
-        for j in gap.cells:
-            self.held[j] -= gap.tensor.nbytes
+        held, nbytes = self.held, gap.tensor.nbytes
+        for a, b in gap.cells:
+            held[a:b] = [x - nbytes for x in held[a:b]]
 
     def remove(self, index: int) -> None:
         gap = self.gaps.gaps[index]
         self.away.discard(index)
         self.values[gap.value] -= 1
-        for j in gap.cells:
-            self.held[j] += gap.tensor.nbytes
+        held, nbytes = self.held, gap.tensor.nbytes
+        for a, b in gap.cells:
+            held[a:b] = [x + nbytes for x in held[a:b]]
 
     def cost(self, gap: Gap, prices: Prices) -> float:
         """Lane time the gap adds; with another gap of its value away the write-back is paid."""
@@ -72,7 +74,7 @@ class Cover:
         """Whether the gap could be spent on the device after all."""
         gap = self.gaps.gaps[index]
         room = capacity - gap.tensor.nbytes
-        return all(self.held[j] <= room for j in gap.cells)
+        return all(max(self.held[a:b]) <= room for a, b in gap.cells)
 
     def repair(
         self,
@@ -84,18 +86,17 @@ class Cover:
         """Send gaps away, best bytes per lane time first, until every run fits."""
         limit = [capacity] * len(self.held) if isinstance(capacity, (int, float)) else capacity
         gaps = self.gaps.gaps
-        over = {j: h - limit[j] for j, h in enumerate(self.held) if h > limit[j]}
         # lazy greedy: a gap's profit only falls as others are chosen, so a stale top is re-priced
         # among very many gaps one nearly as good as the best will do
         near = 1.0 if len(gaps) < 500 else 0.85
-        seen = {i for j in over for i in self.gaps.at[j]} - self.away - forbidden
-        freed = _Freed(over, len(self.held))
+        over = _Over(self.held, limit)
+        seen = set(self.gaps.over(over.cells())) - self.away - forbidden
         heap = [
-            (-weight(gaps[i]) * freed.by(gaps[i]) / self.cost(gaps[i], prices), i)
+            (-weight(gaps[i]) * over.freed_first(gaps[i]) / self.cost(gaps[i], prices), i)
             for i in sorted(seen)
         ]
         heapq.heapify(heap)
-        while over and heap:
+        while over.some and heap:
             _, i = heapq.heappop(heap)
             profit = self._profit(gaps[i], over, prices, weight)
             if profit <= 0:
@@ -105,19 +106,13 @@ class Cover:
                 continue
             before = self.values.get(gaps[i].value, 0)
             self.add(i)
-            for j in gaps[i].cells:
-                if j in over:
-                    left = self.held[j] - limit[j]
-                    if left > 0:
-                        over[j] = left
-                    else:
-                        del over[j]
+            over.lower(self.held, gaps[i])
             if not before:  # the discount makes the other gaps of this value cheaper
                 for k in self._siblings(i):
                     if k in seen and k not in self.away:
                         again = self._profit(gaps[k], over, prices, weight)
                         heapq.heappush(heap, (-again, k))
-        return not over
+        return not over.some
 
     def _siblings(self, index: int) -> list[int]:
         gap = self.gaps.gaps[index]
@@ -127,21 +122,11 @@ class Cover:
         ]
 
     def _profit(
-        self,
-        gap: Gap,
-        over: dict[int, float],
-        prices: Prices,
-        weight: Callable[[Gap], float],
+        self, gap: Gap, over: _Over, prices: Prices, weight: Callable[[Gap], float]
     ) -> float:
         if gap.index in self.away:
             return 0.0
-        size = gap.tensor.nbytes
-        freed = 0.0
-        for j in gap.cells:  # the innermost loop of a search
-            if j in over:
-                left = over[j]
-                freed += left if left < size else size
-        return weight(gap) * freed / self.cost(gap, prices)
+        return weight(gap) * over.freed(gap) / self.cost(gap, prices)
 
     def prune(self, capacity: float, prices: Prices, rng: random.Random | None = None) -> None:
         """Bring back what need not be away, dearest first."""
@@ -153,25 +138,55 @@ class Cover:
                 self.remove(i)
 
 
-class _Freed:
-    """Bytes over the limit that gaps would free, each by itself.
+class _Over:
+    """Bytes over the limit in each cell, and how many of them each gap would free by itself."""
 
-    Many gaps are of few sizes: of each size the sums over all cells serve all of its gaps.
-    """
-
-    def __init__(self, over: Mapping[int, float], cells: int) -> None:
-        self.over = [over.get(j, 0.0) for j in range(cells)]
+    def __init__(self, held: Sequence[float], limit: Sequence[float]) -> None:
+        self.limit = limit
+        self.left = [max(0, h - x) for h, x in zip(held, limit, strict=True)]
+        over = self.cells()
+        #: none is over before the first of these, or from the second on
+        self.low, self.high = (over[0], over[-1] + 1) if over else (0, 0)
         self._sums: dict[int, list[float]] = {}
 
-    def by(self, gap: Gap) -> float:
+    @property
+    def some(self) -> bool:
+        return self.low < self.high
+
+    def cells(self) -> list[int]:
+        return [j for j, left in enumerate(self.left) if left]
+
+    def freed(self, gap: Gap) -> float:
+        size, freed, low, high, left = gap.tensor.nbytes, 0.0, self.low, self.high, self.left
+        for a, b in gap.cells:  # the innermost loop of a search
+            part = left[a if a > low else low : b if b < high else high]
+            freed = sum([x if x < size else size for x in part], freed)
+        return freed
+
+    def freed_first(self, gap: Gap) -> float:
+        """The same before anything has been lowered, quickly.
+
+        Many gaps are of few sizes: of each size the sums over all cells serve all of its gaps.
+        """
         size, cells = gap.tensor.nbytes, gap.cells
         sums = self._sums.get(size)
         if sums is None:
-            each = (left if left < size else size for left in self.over)
+            each = [left if left < size else size for left in self.left]
             sums = self._sums[size] = list(accumulate(each, initial=0.0))
         if not cells:
             return 0.0
-        first, last = cells[0], cells[-1]
-        if last - first + 1 == len(cells):
-            return sums[last + 1] - sums[first]
-        return sum(sums[j + 1] - sums[j] for j in cells)
+        if len(cells) == 1:
+            first, end = cells[0]
+            return sums[end] - sums[first]
+        return sum([y - x for a, b in cells for x, y in pairwise(sums[a : b + 1])])
+
+    def lower(self, held: Sequence[float], gap: Gap) -> None:
+        """Look again at the cells of a gap that has been sent away."""
+        left = self.left
+        for a, b in gap.cells:
+            parts = zip(left[a:b], held[a:b], self.limit[a:b], strict=True)
+            left[a:b] = [h - x if before and h > x else 0 for before, h, x in parts]
+        while self.low < self.high and not left[self.low]:
+            self.low += 1
+        while self.low < self.high and not left[self.high - 1]:
+            self.high -= 1

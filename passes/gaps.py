@@ -7,12 +7,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from itertools import accumulate
 
 from offcompile.ir import DEVICE, HOST, SELF_ENDING_KINDS, Infeasible, Machine, Tensor
 
 from .decisions import Away
 from .lanes import Routes
-from .program import Access, Intervals, Program, span
+from .program import Access, Intervals, Program
 
 #: beyond so many runs neighbouring ones share a cell
 MOST_CELLS = 256
@@ -27,7 +28,8 @@ class Gap:
     after: str | None
     first: int  # the access before the gap
     last: int  # the access after it (at or below `first`: in the next step)
-    cells: tuple[int, ...]  # cells that lie wholly within the gap
+    #: cells that lie wholly within the gap: stretches from one until before another
+    cells: tuple[tuple[int, int], ...]
     #: gaps with one value share its write-back: the second is cheaper (the discount rule)
     value: int
     dirty: bool
@@ -41,7 +43,7 @@ class Gap:
         return Away(self.tensor.id, self.after, self.tier, self.codec)
 
 
-@dataclass(slots=True)
+@dataclass
 class Gaps:
     """Every gap of a program, and the bytes held when all of them are spent on the device.
 
@@ -52,16 +54,29 @@ class Gaps:
     gaps: list[Gap] = field(default_factory=list)
     #: most bytes held in each cell with every gap spent on the device
     full: list[int] = field(default_factory=list)
-    at: list[list[int]] = field(default_factory=list)  # cell → gaps over it
     cell_of: list[int] = field(default_factory=list)  # run → cell
+
+    def at(self, cell: int) -> list[int]:
+        """The gaps over a cell."""
+        return [g.index for g in self.gaps if any(a <= cell < b for a, b in g.cells)]
+
+    def over(self, cells: Iterable[int]) -> list[int]:
+        """The gaps over any of these cells."""
+        marks = [0] * len(self.full)
+        for c in cells:
+            marks[c] = 1
+        before = list(accumulate(marks, initial=0))
+        return [g.index for g in self.gaps if any(before[a] < before[b] for a, b in g.cells)]
 
     def held(self, away: Iterable[int]) -> list[int]:
         """Bytes per cell when the gaps in `away` are spent elsewhere."""
-        held = list(self.full)
+        steps = [0] * (len(self.full) + 1)
         for i in away:
-            for c in self.gaps[i].cells:
-                held[c] -= self.gaps[i].tensor.nbytes
-        return held
+            gap = self.gaps[i]
+            for a, b in gap.cells:
+                steps[a] -= gap.tensor.nbytes
+                steps[b] += gap.tensor.nbytes
+        return [x + y for x, y in zip(self.full, accumulate(steps), strict=False)]
 
 
 def find_gaps(program: Program, machine: Machine, tier: str = HOST, lossy: bool = False) -> Gaps:
@@ -70,7 +85,6 @@ def find_gaps(program: Program, machine: Machine, tier: str = HOST, lossy: bool 
     width = max(1, -(-n // MOST_CELLS))
     result = Gaps(cell_of=[j // width for j in range(n)])
     cells = result.cell_of[-1] + 1 if n else 0
-    result.at = [[] for _ in range(cells)]
     total = Intervals(n)
     ways = _Ways(machine, tier, lossy)
     values = 0
@@ -103,8 +117,6 @@ def find_gaps(program: Program, machine: Machine, tier: str = HOST, lossy: bool 
                 codec=codec,
             )
             result.gaps.append(gap)
-            for c in gap.cells:
-                result.at[c].append(gap.index)
         values += len(accesses) + 1
     result.full = [0] * cells
     for j, (own, more) in enumerate(zip(program.op_bytes, total.sums(), strict=True)):
@@ -113,18 +125,18 @@ def find_gaps(program: Program, machine: Machine, tier: str = HOST, lossy: bool 
     return result
 
 
-def _cells_within(first: int, last: int, width: int, n: int) -> tuple[int, ...]:
+def _cells_within(first: int, last: int, width: int, n: int) -> tuple[tuple[int, int], ...]:
     """Cells all of whose runs lie strictly between two positions of a ring."""
 
-    def between(low: int, high: int) -> range:  # both ends included
+    def between(low: int, high: int) -> tuple[int, int]:  # both ends included
         # the last cell may be a short one
-        return range(-(-low // width), -(-n // width) if high == n - 1 else (high + 1) // width)
+        return -(-low // width), -(-n // width) if high == n - 1 else (high + 1) // width
 
-    if width == 1:
-        return tuple(span(first, last, n))
     if last > first:
-        return tuple(between(first + 1, last - 1))
-    return tuple(dict.fromkeys((*between(first + 1, n - 1), *between(0, last - 1))))
+        found = [between(first + 1, last - 1)]
+    else:
+        found = [between(first + 1, n - 1), between(0, last - 1)]
+    return tuple((a, b) for a, b in found if a < b)
 
 
 def _stretches(

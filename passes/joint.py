@@ -425,7 +425,7 @@ class Joint:
         comes = any(t.home not in (None, DEVICE) and not t.pinned for t in search.problem.tensors)
         if capacity is None or comes:  # then something has to move anyhow
             return
-        cuts = Rematerialization(search.problem)
+        cuts = Rematerialization.of(search.problem)
         for parts in FITTING_PARTS:
             if is_over():
                 return

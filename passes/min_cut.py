@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Hashable
 from dataclasses import dataclass, field
 
@@ -13,28 +12,39 @@ _SOURCE, _SINK = 0, 1
 
 @dataclass(slots=True)
 class Network:
-    """Nodes are named by anything hashable; edges have whole capacities."""
+    """Nodes are named by anything hashable; edges have whole capacities.
+
+    Capacities may be changed and the network cut again.
+    """
 
     _index: dict[Hashable, int] = field(default_factory=dict)
-    #: per node: its edges as [target, capacity left, place of the reverse edge]
-    _edges: list[list[list[int]]] = field(default_factory=lambda: [[], []])
+    #: per node: its edges by number; an edge and its reverse differ in the last bit
+    _edges: list[list[int]] = field(default_factory=lambda: [[], []])
+    #: per edge: where it leads, and its capacity
+    _target: list[int] = field(default_factory=list)
+    _capacity: list[int] = field(default_factory=list)
 
-    def from_source(self, node: Hashable, capacity: int) -> None:
-        self._add(_SOURCE, self._node(node), capacity)
+    def from_source(self, node: Hashable, capacity: int) -> int:
+        return self._add(_SOURCE, self._node(node), capacity)
 
-    def to_sink(self, node: Hashable, capacity: int) -> None:
-        self._add(self._node(node), _SINK, capacity)
+    def to_sink(self, node: Hashable, capacity: int) -> int:
+        return self._add(self._node(node), _SINK, capacity)
 
-    def edge(self, source: Hashable, target: Hashable, capacity: int) -> None:
-        self._add(self._node(source), self._node(target), capacity)
+    def edge(self, source: Hashable, target: Hashable, capacity: int) -> int:
+        """Add an edge; return its number."""
+        return self._add(self._node(source), self._node(target), capacity)
+
+    def change(self, edge: int, capacity: int) -> None:
+        self._capacity[edge] = capacity
 
     def source_side(self) -> set[Hashable]:
         """Cut the network at least cost; the nodes that stay with the source."""
+        left = list(self._capacity)
         while True:
-            levels = self._levels()
+            levels = self._levels(left)
             if levels[_SINK] < 0:
                 return {node for node, i in self._index.items() if levels[i] >= 0}
-            self._block(levels)
+            self._block(levels, left)
 
     def _node(self, node: Hashable) -> int:
         found = self._index.get(node)
@@ -43,47 +53,68 @@ class Network:
             self._edges.append([])
         return found
 
-    def _add(self, source: int, target: int, capacity: int) -> None:
-        forth, back = self._edges[source], self._edges[target]
-        forth.append([target, capacity, len(back)])
-        back.append([source, 0, len(forth) - 1])
+    def _add(self, source: int, target: int, capacity: int) -> int:
+        number = len(self._target)
+        self._target += (target, source)
+        self._capacity += (capacity, 0)
+        self._edges[source].append(number)
+        self._edges[target].append(number + 1)
+        return number
 
-    def _levels(self) -> list[int]:
+    def _levels(self, left: list[int]) -> list[int]:
         """Edges from the source to each node over what capacity is left; -1: it is cut off."""
-        levels = [-1] * len(self._edges)
-        levels[_SOURCE] = 0
-        queue = deque([_SOURCE])
-        while queue:
-            node = queue.popleft()
-            for target, left, _ in self._edges[node]:
-                if left > 0 and levels[target] < 0:
-                    levels[target] = levels[node] + 1
-                    queue.append(target)
+        edges, target = self._edges, self._target
+        levels = [-1] * len(edges)
+        levels[_SOURCE] = level = 0
+        reached = [_SOURCE]
+        while reached:
+            level += 1
+            following: list[int] = []
+            for node in reached:
+                for edge in edges[node]:
+                    if left[edge]:
+                        to = target[edge]
+                        if levels[to] < 0:
+                            levels[to] = level
+                            following.append(to)
+            reached = following
         return levels
 
-    def _block(self, levels: list[int]) -> None:
+    def _block(self, levels: list[int], left: list[int]) -> None:
         """Send flow along shortest paths until each of them has an edge that is full."""
-        edges, at = self._edges, [0] * len(self._edges)
-        path: list[list[int]] = []
+        edges, target = self._edges, self._target
+        # only nodes nearer than the sink lie on a shortest path to it
+        last = levels[_SINK]
+        todo = [
+            [e for e in mine if left[e] and levels[target[e]] == level + 1]
+            if 0 <= level < last
+            else []
+            for mine, level in zip(edges, levels, strict=True)
+        ]
+        path: list[int] = []
         node = _SOURCE
         while True:
             if node == _SINK:
-                sent = min(edge[1] for edge in path)
-                for edge in path:
-                    edge[1] -= sent
-                    edges[edge[0]][edge[2]][1] += sent
-                path, node = [], _SOURCE
+                sent = min([left[edge] for edge in path])
+                full = len(path)
+                for at in range(len(path) - 1, -1, -1):
+                    edge = path[at]
+                    left[edge] -= sent
+                    left[edge ^ 1] += sent
+                    if not left[edge]:
+                        full = at
+                node = target[path[full] ^ 1]  # go on from before the first edge that is full
+                del path[full:]
                 continue
-            while at[node] < len(edges[node]):
-                edge = edges[node][at[node]]
-                if edge[1] > 0 and levels[edge[0]] == levels[node] + 1:
-                    path.append(edge)
-                    node = edge[0]
-                    break
-                at[node] += 1
+            mine = todo[node]
+            while mine and not left[mine[-1]]:
+                mine.pop()
+            if mine:
+                edge = mine[-1]
+                path.append(edge)
+                node = target[edge]
+            elif path:
+                node = target[path.pop() ^ 1]
+                todo[node].pop()
             else:
-                if not path:
-                    return
-                edge = path.pop()
-                node = edges[edge[0]][edge[2]][0]
-                at[node] += 1
+                return

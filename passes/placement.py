@@ -8,10 +8,14 @@ would only wait in its lane, so triggers keep to it unless the room is expected 
 
 from __future__ import annotations
 
+from bisect import bisect_left
+from itertools import accumulate
+
 from offcompile.ir import DEVICE
 
 from .lanes import Clock, Trip, last_run_by
-from .program import Program, too_small
+from .profile import Profile
+from .program import Intervals, Program, too_small
 
 #: how many runs earlier than needed a load is let start where there is room: enough to even out
 #: a lane, and it keeps the builder linear
@@ -31,25 +35,57 @@ class Placement:
     ) -> None:
         self.program, self.capacity, self.clock = program, capacity, clock
         self.n, self.steady = len(program.runs), program.problem.steady
-        self.hard = list(kept_bytes)
-        self.soft = list(kept_bytes)
-        #: per run, the copies on their way out when it starts: (µs until gone, bytes)
-        self.leaving: list[list[tuple[float, int]]] = [[] for _ in range(self.n)]
+        self.hard = Profile(kept_bytes)
+        #: copies on their way out: (first run that they are there at, the first that they are
+        #: not, when they are gone, bytes)
+        self._lags: list[tuple[int, int, float, int]] = []
+        #: the latest start of all runs up to each
+        self._latest = list(accumulate(clock.starts, max))
+        lags = Intervals(self.n)
         for trip in outs:
-            self._add_lag(trip)
+            first, end, done = self._lag(trip)
+            if end > first:
+                self._lags.append((first, end, done, trip.job.tensor.nbytes))
+                lags.add(first - 1, end if end <= self.n else end - self.n, trip.job.tensor.nbytes)
+        held = zip(kept_bytes, lags.sums(), strict=True)
+        self.soft = Profile([kept + lag for kept, lag in held]) if self._lags else self.hard.copy()
 
-    def _add_lag(self, trip: Trip) -> None:
-        """A copy that leaves is held until it has been written out."""
+    def _lag(self, trip: Trip) -> tuple[int, int, float]:
+        """The runs (ring positions) at whose start a copy that leaves is still being written out,
+        and when it is gone."""
         clock, n = self.clock, self.n
         done, leave = trip.hops[0].end_us, trip.job.leave.position
         if leave < trip.job.release.position:  # written in one step, leaves in the next
             done -= clock.period
-        for j in range(leave + 1, leave + n if self.steady else n):
-            start = clock.starts[j % n] + (clock.period if j >= n else 0.0)
-            if start >= done - 1e-9:
-                break
-            self.soft[j % n] += trip.job.tensor.nbytes
-            self.leaving[j % n].append((done - start, trip.job.tensor.nbytes))
+        gone = done - 1e-9
+        end = self._first_start(leave + 1, gone, 0.0)
+        if end < n or not self.steady:
+            return leave + 1, end, done
+        return leave + 1, min(leave + n, n + self._first_start(0, gone, clock.period)), done
+
+    def _first_start(self, first: int, time_us: float, shift_us: float) -> int:
+        """The first run from `first` on that starts no sooner than this; the number of runs: none.
+
+        shift_us: what comes on top of all starts.
+        """
+        latest, starts = self._latest, self.clock.starts
+        if first and latest[first - 1] + shift_us >= time_us:  # one before waits for longer
+            return next(
+                (j for j in range(first, self.n) if starts[j] + shift_us >= time_us), self.n
+            )
+        return bisect_left(latest, time_us, first, key=lambda start: start + shift_us)
+
+    def _leaving(self, j: int) -> list[tuple[float, int]]:
+        """Copies on their way out when a run starts: (µs until gone, bytes), the soonest first."""
+        n, start = self.n, self.clock.starts[j]
+        later = start + self.clock.period
+        found = []
+        for first, end, done, nbytes in self._lags:
+            if first <= j < end:
+                found.append((done - start, nbytes))
+            elif j + n < end:
+                found.append((done - later, nbytes))
+        return sorted(found)
 
     def place(self, loads: list[Trip]) -> None:
         """Triggers for loads in the order of need."""
@@ -94,25 +130,31 @@ class Placement:
         if trip.job.target != DEVICE:
             return min(first, end - 1)
         room = self.capacity - trip.job.tensor.nbytes
-        for j in range(end - 1, first, -1):
-            if self.soft[j % self.n] > room:
-                return j
-        return min(first, end - 1)
+        over = self._last_over(first + 1, end, room)
+        return min(first, end - 1) if over is None else over
+
+    def _last_over(self, first: int, end: int, room: float) -> int | None:
+        """The last run (a ring position) before `end`, not before `first`, without that room."""
+        n, soft = self.n, self.soft
+        while first < end:
+            turn = (end - 1) // n * n  # where the step of the last of them begins
+            low = max(first, turn)
+            at = soft.last_over(low - turn, end - turn, room)
+            if at is not None:
+                return at + turn
+            end = low
+        return None
 
     def _hold(self, trip: Trip, trigger: int, until: int) -> None:
         if trip.job.target != DEVICE or trigger + 1 >= until:
             return
-        nbytes, n = trip.job.tensor.nbytes, self.n
-        first, last = (trigger + 1) % n, (until - 1) % n
-        whole = until - trigger - 1 <= n
-        parts = [(first, last + 1)] if first <= last else [(first, n), (0, last + 1)]
-        for profile in (self.soft, self.hard):
-            if not whole:
-                for j in range(trigger + 1, until):
-                    profile[j % n] += nbytes
-                continue
-            for a, b in parts:
-                profile[a:b] = [held + nbytes for held in profile[a:b]]
+        nbytes, n, first = trip.job.tensor.nbytes, self.n, trigger + 1
+        while first < until:
+            turn = first // n * n
+            end = min(until, turn + n)
+            self.soft.add(first - turn, end - turn, nbytes)
+            self.hard.add(first - turn, end - turn, nbytes)
+            first = end
 
     def _start_during(self, trip: Trip) -> None:
         """Let a load start within the run whose end triggers it, when room comes free meanwhile.
@@ -128,7 +170,7 @@ class Placement:
             return
         free = self.capacity - self.soft[j]
         lasts = self.clock.ends[j] - self.clock.starts[j]
-        for after_us, freed in sorted(self.leaving[j]):
+        for after_us, freed in self._leaving(j):
             free += freed
             if after_us < lasts - 1e-6 and free >= nbytes:
                 self._hold(trip, t - 1, t + 1)
@@ -162,13 +204,14 @@ class Placement:
         trigger = earliest - self.n if wraps else earliest
         nbytes = trip.job.tensor.nbytes
         if trip.job.target == DEVICE:
-            over = max(range(trigger + 1, need), key=lambda j: self.hard[j % self.n], default=None)
-            if over is not None and self.hard[over % self.n] + nbytes > self.capacity:
+            n, held = self.n, self.hard.values()
+            over = max(range(trigger + 1, need), key=lambda j: held[j % n], default=None)
+            if over is not None and held[over % n] + nbytes > self.capacity:
                 if wraps:
                     return False
-                needed = self.hard[over % self.n] + nbytes
+                needed = held[over % n] + nbytes
                 what = f"with {trip.job.tensor.id} fetched after its update {release.name}"
-                raise too_small(over % self.n, needed, int(self.capacity), self.program, what)
+                raise too_small(over % n, needed, int(self.capacity), self.program, what)
         trip.trigger, trip.after_update = trigger, release.name
         self._hold(trip, trigger, need)
         return True

@@ -46,7 +46,7 @@ class FittingReruns:
 
     @cached_property
     def choices(self) -> Rematerialization:
-        return Rematerialization(self.problem)
+        return Rematerialization.of(self.problem)
 
     def decisions(self, reruns: Iterable[Rerun]) -> Decisions:
         return Decisions(away=self.away, recomputes=tuple(Recompute(*r) for r in sorted(reruns)))

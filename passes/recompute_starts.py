@@ -64,7 +64,7 @@ class RecomputeStarts:
     _seen: set[frozenset[Rerun]] = field(default_factory=set)
 
     def __post_init__(self) -> None:
-        self._choices = Rematerialization(self.problem)
+        self._choices = Rematerialization.of(self.problem)
         self._boundaries: dict[int, frozenset[str]] = {}
 
     def run(self) -> None:

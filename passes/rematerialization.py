@@ -14,8 +14,8 @@ classical checkpointing of blocks; each part runs again just before its own back
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
-from functools import cached_property
+from dataclasses import dataclass, field
+from functools import cached_property, lru_cache
 from itertools import accumulate
 
 from offcompile.ir import Op, Problem
@@ -33,6 +33,22 @@ class Rematerialization:
     """The choices of one problem. Ops of the phase "forward" may run again for all that follow."""
 
     problem: Problem
+    #: what has been asked for before, and networks of which only prices change
+    _known: dict[tuple[frozenset[str], tuple[int, ...]], frozenset[Rerun]] = field(
+        default_factory=dict, init=False, repr=False
+    )
+    _networks: dict[tuple[frozenset[str], frozenset[str]], tuple[Network, dict[str, int]]] = field(
+        default_factory=dict, init=False, repr=False
+    )
+
+    @classmethod
+    def of(cls, problem: Problem) -> Rematerialization:
+        """The choices of this problem, or of one that differs only in where tensors are at home."""
+        made = {t for op in problem.ops if op.phase == "forward" for t in op.writes}
+        tensors = tuple(
+            (t.id, t.nbytes, t.kind, t.home is None) for t in problem.tensors if t.id in made
+        )
+        return _shared(_Likeness(problem.ops, tensors, problem))
 
     @cached_property
     def forward(self) -> list[Op]:
@@ -135,19 +151,23 @@ class Rematerialization:
         self, price_ns: Callable[[str], float], boundaries: frozenset[str] = frozenset()
     ) -> frozenset[Rerun]:
         """What to run again, and before which op, where keeping a tensor costs `price_ns`."""
+        prices = {t: max(0, round(price_ns(t))) for t in self.maker if t not in boundaries}
+        asked = boundaries, tuple(prices.values())
+        if asked not in self._known:
+            self._known[asked] = self._cheapest(prices, boundaries)
+        return self._known[asked]
+
+    def _cheapest(self, prices: dict[str, int], boundaries: frozenset[str]) -> frozenset[Rerun]:
         repeatable = set(self._repeatable)
         while True:
-            again = self._cut(price_ns, boundaries, repeatable)
+            again = self._cut(prices, boundaries, repeatable)
             found, broken = self._just_in_time(again, boundaries)
             if not broken:
                 return frozenset(found)
             repeatable -= broken
 
     def _cut(
-        self,
-        price_ns: Callable[[str], float],
-        boundaries: frozenset[str],
-        repeatable: set[str],
+        self, prices: dict[str, int], boundaries: frozenset[str], repeatable: set[str]
     ) -> set[str]:
         """The ops that run again, at least cost.
 
@@ -155,17 +175,30 @@ class Rematerialization:
         does if it runs again. Between them lies the price of keeping: cut where the tensor is
         needed and its op does not run again.
         """
+        known = boundaries, frozenset(repeatable)
+        if known not in self._networks:
+            self._networks[known] = self._network(*known)
+        network, keeping = self._networks[known]
+        for t, edge in keeping.items():
+            network.change(edge, prices[t])
+        side = network.source_side()
+        return {op.id for op in self.forward if ("again", op.id) in side}
+
+    def _network(
+        self, boundaries: frozenset[str], repeatable: frozenset[str]
+    ) -> tuple[Network, dict[str, int]]:
+        """The network without prices, and the edge that keeping each tensor cuts."""
         network = Network()
         for t in self.saved - boundaries:
             network.from_source(("needed", t), UNCUTTABLE)
+        keeping: dict[str, int] = {}
         for t, op in self.maker.items():
             if t in boundaries:
                 continue
-            price = max(0, round(price_ns(t)))
             if op.id in repeatable:
-                network.edge(("needed", t), ("again", op.id), price)
+                keeping[t] = network.edge(("needed", t), ("again", op.id), 0)
             else:
-                network.to_sink(("needed", t), price)
+                keeping[t] = network.to_sink(("needed", t), 0)
         for op in self.forward:
             if op.id not in repeatable:
                 continue
@@ -173,8 +206,7 @@ class Rematerialization:
             for t in op.reads:
                 if t in self.maker and t not in boundaries:
                     network.edge(("again", op.id), ("needed", t), UNCUTTABLE)
-        side = network.source_side()
-        return {op.id for op in self.forward if ("again", op.id) in side}
+        return network, keeping
 
     def _just_in_time(
         self, again: set[str], boundaries: frozenset[str]
@@ -202,3 +234,17 @@ class Rematerialization:
                     broken.add(one)
                 stack += makers(self.problem.op[one].reads)
         return found, broken
+
+
+@dataclass(frozen=True)
+class _Likeness:
+    """All of a problem that its choices depend on."""
+
+    ops: tuple[Op, ...]
+    made: tuple[tuple[str, int, str, bool], ...]
+    problem: Problem = field(compare=False)
+
+
+@lru_cache(maxsize=4)
+def _shared(likeness: _Likeness) -> Rematerialization:
+    return Rematerialization(likeness.problem)

@@ -243,7 +243,7 @@ class Search:
         at = rng.randrange(n) if at is None else at
         over = (at - 1 - int(rng.random() ** 2 * n / 2)) % n
         gaps = state.frame.gaps
-        choices = [i for i in gaps.at[gaps.cell_of[over]] if i not in cover.away]
+        choices = [i for i in gaps.at(gaps.cell_of[over]) if i not in cover.away]
         if choices:
             cover.add(rng.choice(choices))
 

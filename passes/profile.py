@@ -1,0 +1,76 @@
+"""Bytes per run, to which stretches are added, and in which the last run that is full is sought.
+
+Runs are kept in blocks: what is added to a whole block is noted beside it, with its most.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from math import floor
+
+BITS = 5
+SIZE = 1 << BITS
+
+
+class Profile:
+    """A list of integers with quick sums over stretches."""
+
+    def __init__(self, values: Sequence[int]) -> None:
+        self._values = list(values)
+        #: per block: what comes on top of its values, and the most of it, with that
+        self._more = [0] * (len(values) + SIZE - 1 >> BITS)
+        self._most = [max(values[at : at + SIZE]) for at in range(0, len(values), SIZE)]
+
+    def copy(self) -> Profile:
+        other = Profile.__new__(Profile)
+        other._values, other._more = list(self._values), list(self._more)
+        other._most = list(self._most)
+        return other
+
+    def __getitem__(self, at: int) -> int:
+        return self._values[at] + self._more[at >> BITS]
+
+    def values(self) -> list[int]:
+        more = self._more
+        return [x + more[at >> BITS] for at, x in enumerate(self._values)]
+
+    def add(self, first: int, end: int, amount: int) -> None:
+        """Add to all from `first` until before `end`, of which there is at least one."""
+        low, high = first >> BITS, end - 1 >> BITS
+        if low == high:
+            self._add_within(low, first, end, amount)
+            return
+        if first & (SIZE - 1):
+            self._add_within(low, first, low + 1 << BITS, amount)
+            low += 1
+        if end & (SIZE - 1):
+            self._add_within(high, high << BITS, end, amount)
+            high -= 1
+        more, most = self._more, self._most
+        for block in range(low, high + 1):
+            more[block] += amount
+            most[block] += amount
+
+    def _add_within(self, block: int, first: int, end: int, amount: int) -> None:
+        values = self._values
+        values[first:end] = changed = [x + amount for x in values[first:end]]
+        most = max(changed) + self._more[block]
+        if amount < 0:
+            start = block << BITS
+            self._most[block] = max(values[start : start + SIZE]) + self._more[block]
+        elif most > self._most[block]:
+            self._most[block] = most
+
+    def last_over(self, first: int, end: int, limit: float) -> int | None:
+        """The last one from `first` until before `end` that is above a limit."""
+        values, most = self._values, self._most
+        while first < end:
+            block = end - 1 >> BITS
+            start = max(first, block << BITS)
+            if most[block] > limit:
+                rest = floor(limit) - self._more[block]  # exact
+                for at in range(end - 1, start - 1, -1):
+                    if values[at] > rest:
+                        return at
+            end = start
+        return None
