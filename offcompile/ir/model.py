@@ -6,10 +6,13 @@ views of one storage are one `Tensor`), durations are microseconds.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from types import MappingProxyType
+from typing import TypeVar, cast
+
+Made = TypeVar("Made")
 
 KINDS = ("weight", "gradient", "state", "activation", "input", "output", "temporary")
 PHASES = ("forward", "backward", "update")
@@ -76,6 +79,16 @@ class Problem:
     @cached_property
     def op_index(self) -> Mapping[str, int]:
         return MappingProxyType({o.id: i for i, o in enumerate(self.ops)})
+
+    @cached_property
+    def _made(self) -> dict[object, object]:
+        return {}
+
+    def once(self, make: Callable[[Problem], Made]) -> Made:
+        """What `make` makes of this problem, made once."""
+        if make not in self._made:
+            self._made[make] = make(self)
+        return cast("Made", self._made[make])
 
     @cached_property
     def read_ids(self) -> frozenset[str]:
