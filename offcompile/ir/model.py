@@ -200,7 +200,15 @@ class Machine:
         return MappingProxyType({c.name: c for c in self.codecs})
 
     def lanes_between(self, source: str, target: str) -> tuple[Lane, ...]:
-        return tuple(x for x in self.lanes if x.source == source and x.target == target)
+        return self._by_ends.get((source, target), ())
+
+    @cached_property
+    def _by_ends(self) -> Mapping[tuple[str, str], tuple[Lane, ...]]:
+        found: dict[tuple[str, str], tuple[Lane, ...]] = {}
+        for lane in self.lanes:
+            ends = lane.source, lane.target
+            found[ends] = (*found.get(ends, ()), lane)
+        return MappingProxyType(found)
 
     def with_capacity(self, tier: str, capacity_bytes: int | None) -> Machine:
         """The same machine with another budget on one tier."""

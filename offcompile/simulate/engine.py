@@ -92,7 +92,7 @@ class Engine(Copies):
 
     def _complete(self) -> None:
         """Everything that ends now, then the drops that this sets free."""
-        now, asked = self.now, []
+        now, asked = self.now, list[int]()
         if self.run_end == now:
             run = self.p.runs[self.run_index - 1]
             self.run_end, self.last_run_end = -1, now
