@@ -11,6 +11,7 @@ import heapq
 from bisect import bisect_left
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import pairwise
 
 from .knapsack import knapsack
@@ -79,8 +80,7 @@ class Cover:
                 continue
             low, high = self.ranges[i][way]
             change = sign * self.sizes[i]
-            for p in range(low, high):
-                self.left[p] += change
+            self.left[low:high] = [x + change for x in self.left[low:high]]
             tier = self.ways[i][way].tier
             if tier in self.load:
                 self.load[tier] -= sign * self.ways[i][way].load_bytes
@@ -183,19 +183,35 @@ class Cover:
             return
         limit = self.ways[i][old].cost
         self.put(i, None)
-        open_at = [p for p, x in enumerate(self.left) if x > 0]
-        if not open_at:
+        left, most = self.left, self.worst()
+        if most <= 0:
             return
-        low, high, most = open_at[0], open_at[-1], self.worst()
-        best: tuple[float, int, int] | None = None
-        for j, ways in enumerate(self.ways):
-            if self.choice[j] is not None or self.sizes[j] < most:
-                continue
-            for w, way in enumerate(ways):
-                first, end = self.ranges[j][w]
-                if way.cost < limit and first <= low and high < end and self.fits(j, w):
-                    limit, best = way.cost, (way.cost, j, w)
-        self.put(*((i, old) if best is None else best[1:]))
+        # what is open lies where the item was
+        low, end_of_all = self.ranges[i][old]
+        open_at = [p for p in range(low, end_of_all) if left[p] > 0]
+        low, high = open_at[0], open_at[-1]
+        for cost, j, w, first, end in self._cheapest_first:
+            if cost >= limit:
+                break
+            if (
+                first <= low
+                and high < end
+                and self.choice[j] is None
+                and self.sizes[j] >= most
+                and self.fits(j, w)
+            ):
+                self.put(j, w)
+                return
+        self.put(i, old)
+
+    @cached_property
+    def _cheapest_first(self) -> list[tuple[float, int, int, int, int]]:
+        """(cost, item, its way, where that begins and ends) of all."""
+        return sorted(
+            (way.cost, j, w, *self.ranges[j][w])
+            for j, ways in enumerate(self.ways)
+            for w, way in enumerate(ways)
+        )
 
 
 def _corners(items: Sequence[Item], need: Sequence[int]) -> list[int]:

@@ -144,11 +144,11 @@ def _stretches(
 ) -> Iterable[tuple[str | None, int, int, int, bool]]:
     """(after, first, last, number of the value, whether it must be written back) of each gap."""
     n, steady = len(program.runs), program.problem.steady
-    problem = program.problem
-    survives = problem.must_survive(tensor.id) or problem.stays_put(tensor.id)
-    ring = list(accesses)
+    survives = tensor.id in program.problem.surviving_ids
+    ring = accesses
     if not steady and tensor.home is not None:
-        ring.insert(0, Access(-1, None, tensor.home, False, True))
+        ring = [Access(-1, None, tensor.home, False, True), *accesses]
+    readers = _next_device_reads(ring, steady)
     last_write = None
     if steady:
         last_write = next((i for i in range(len(ring) - 1, -1, -1) if ring[i].writes), None)
@@ -157,30 +157,36 @@ def _stretches(
             last_write = i
         if a.tier != DEVICE:
             continue
-        following = ring[i + 1 :] + (ring[: i + 1] if steady else [])
-        reader = _next_device_read(following)
-        dirty = last_write is not None and ring[last_write].tier == DEVICE
-        value = -1 if last_write is None else last_write
+        reader = readers[i]
         if reader is not None:
             end = reader.position
-        elif (survives or (tensor.pinned and a.name is None)) and not any(
-            b.reads for b in following[:1]
-        ):
+        elif survives or (tensor.pinned and a.name is None):
             # the only copy of a value that must last: until the next write, or the end
-            end = following[0].position if following else n
+            following = ring[i + 1] if i + 1 < len(ring) else ring[0] if steady else None
+            if following is not None and following.reads:
+                continue
+            end = n if following is None else following.position
         else:
             continue
         if end - a.position != 1 and (end != 0 or a.position != n - 1):
-            yield a.name, a.position, end, value + 1, dirty
+            dirty = last_write is not None and ring[last_write].tier == DEVICE
+            value = 0 if last_write is None else last_write + 1
+            yield a.name, a.position, end, value, dirty
 
 
-def _next_device_read(following: list[Access]) -> Access | None:
-    for b in following:
-        if b.reads and b.tier == DEVICE:
-            return b
-        if b.writes:
-            return None
-    return None
+def _next_device_reads(ring: list[Access], steady: bool) -> list[Access | None]:
+    """For each access the next one on the device that reads the value it leaves."""
+    found: list[Access | None] = [None] * len(ring)
+    reader: Access | None = None
+    for _ in range(2 if steady else 1):
+        for i in range(len(ring) - 1, -1, -1):
+            found[i] = reader
+            b = ring[i]
+            if b.reads and b.tier == DEVICE:
+                reader = b
+            elif b.writes:
+                reader = None
+    return found
 
 
 class _Ways:
@@ -198,7 +204,7 @@ class _Ways:
         """`rounds`: whether what comes back may be less precise, where that is allowed at all."""
         if self.tier not in self.machine.tier:
             return None
-        ratios = tuple(sorted(tensor.ratios.items()))
+        ratios = tuple(sorted(tensor.ratios.items())) if tensor.ratios else ()
         key = (tensor.nbytes, tensor.kind in SELF_ENDING_KINDS, ratios, dirty, rounds)
         if key not in self._found:
             self._found[key] = self._cheapest(tensor, dirty, rounds)

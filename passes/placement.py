@@ -36,17 +36,18 @@ class Placement:
         self.program, self.capacity, self.clock = program, capacity, clock
         self.n, self.steady = len(program.runs), program.problem.steady
         self.hard = Profile(kept_bytes)
-        #: copies on their way out: (first run that they are there at, the first that they are
-        #: not, when they are gone, bytes)
-        self._lags: list[tuple[int, int, float, int]] = []
+        #: copies on their way out: (when they are gone, the first run that they are there at, the
+        #: first that they are not, bytes)
+        self._lags: list[tuple[float, int, int, int]] = []
         #: the latest start of all runs up to each
         self._latest = list(accumulate(clock.starts, max))
         lags = Intervals(self.n)
         for trip in outs:
             first, end, done = self._lag(trip)
             if end > first:
-                self._lags.append((first, end, done, trip.job.tensor.nbytes))
+                self._lags.append((done, first, end, trip.job.tensor.nbytes))
                 lags.add(first - 1, end if end <= self.n else end - self.n, trip.job.tensor.nbytes)
+        self._lags.sort()
         held = zip(kept_bytes, lags.sums(), strict=True)
         self.soft = Profile([kept + lag for kept, lag in held]) if self._lags else self.hard.copy()
 
@@ -75,16 +76,17 @@ class Placement:
             )
         return bisect_left(latest, time_us, first, key=lambda start: start + shift_us)
 
-    def _leaving(self, j: int) -> list[tuple[float, int]]:
-        """Copies on their way out when a run starts: (µs until gone, bytes), the soonest first."""
+    def _leaving(self, j: int, within_us: float) -> list[tuple[float, int]]:
+        """Copies on their way out when a run starts that go soon: (µs until gone, bytes), the
+        soonest first."""
         n, start = self.n, self.clock.starts[j]
-        later = start + self.clock.period
         found = []
-        for first, end, done, nbytes in self._lags:
-            if first <= j < end:
-                found.append((done - start, nbytes))
-            elif j + n < end:
-                found.append((done - later, nbytes))
+        for at, begun in ((j, start), (j + n, start + self.clock.period)):
+            low = bisect_left(self._lags, (begun - 1.0,))
+            high = bisect_left(self._lags, (begun + within_us + 1.0,))
+            for done, first, end, nbytes in self._lags[low:high]:
+                if first <= at < end and done - begun < within_us:
+                    found.append((done - begun, nbytes))
         return sorted(found)
 
     def place(self, loads: list[Trip]) -> None:
@@ -170,9 +172,9 @@ class Placement:
             return
         free = self.capacity - self.soft[j]
         lasts = self.clock.ends[j] - self.clock.starts[j]
-        for after_us, freed in self._leaving(j):
+        for _, freed in self._leaving(j, lasts - 1e-6):
             free += freed
-            if after_us < lasts - 1e-6 and free >= nbytes:
+            if free >= nbytes:
                 self._hold(trip, t - 1, t + 1)
                 trip.trigger = t - 1
                 return

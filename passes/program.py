@@ -10,11 +10,14 @@ from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from offcompile.ir import DEVICE, HOST, Infeasible, Op, Problem
 
-from .decisions import Decisions
+from .decisions import Away, Decisions
+
+if TYPE_CHECKING:
+    from .residency import Residency
 
 
 class Access(NamedTuple):
@@ -25,6 +28,10 @@ class Access(NamedTuple):
     tier: str
     reads: bool
     writes: bool
+
+
+#: makes an access quickly
+_access = tuple.__new__
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,6 +49,8 @@ class Program:
 
     def __init__(self, problem: Problem, decisions: Decisions) -> None:
         self.problem = problem
+        #: what earlier decisions asked of each tensor's copies (`residency`)
+        self.residencies: dict[tuple[str, tuple[Away, ...] | None], Residency] = {}
         directs: dict[str, set[str]] = {}
         for d in decisions.directs:
             directs.setdefault(d.op, set()).add(d.tensor)
@@ -50,6 +59,8 @@ class Program:
             again.setdefault(r.before, []).append(r.op)
         hosted = {u.weight for u in decisions.updates if u.where == HOST}
         self.runs: list[RunOf] = []
+        #: per run: what it needs on the device where all of it is there
+        self._plain_bytes: list[int | None] = []
         self.accesses: dict[str, list[Access]] = {t.id: [] for t in problem.tensors}
         at, none = problem.op_index, frozenset[str]()
         for i, op in enumerate(problem.ops):
@@ -61,16 +72,18 @@ class Program:
 
     def _add(self, name: str, index: int, direct: Collection[str], on_host: bool) -> None:
         op = self.problem.ops[index]
+        duration = op.duration_us
         if on_host:
             duration = op.host_duration_us or 0.0
-        else:
-            duration = op.duration_us + sum(op.direct[t] - op.duration_us for t in direct)
+        elif direct:
+            duration += sum(op.direct[t] - op.duration_us for t in direct)
         position = len(self.runs)
         self.runs.append(RunOf(name, op, max(0.0, duration), on_host))
-        accesses = self.accesses
+        accesses, plain = self.accesses, not (on_host or direct)
+        self._plain_bytes.append(self.problem.operand_bytes[index] if plain else None)
         for t, reads, writes in self.problem.uses[index]:
-            tier = HOST if on_host or t in direct else DEVICE
-            accesses[t].append(Access(position, name, tier, reads, writes))
+            tier = DEVICE if plain or not (on_host or t in direct) else HOST
+            accesses[t].append(_access(Access, (position, name, tier, reads, writes)))
 
     @cached_property
     def position(self) -> dict[str, int]:
@@ -79,13 +92,21 @@ class Program:
     @cached_property
     def op_bytes(self) -> list[int]:
         """Per run, what it needs on the device by itself: operands, outputs and workspace."""
-        nbytes = {t.id: t.nbytes for t in self.problem.tensors}
-        need = [0 if r.on_host else r.op.workspace_bytes for r in self.runs]
-        for tensor, accesses in self.accesses.items():
-            for a in accesses:
-                if a.tier == DEVICE:
-                    need[a.position] += nbytes[tensor]
+        need = []
+        for known, run in zip(self._plain_bytes, self.runs, strict=True):
+            if known is None:
+                known = self._bytes_of(run)
+            need.append(known)
         return need
+
+    def _bytes_of(self, run: RunOf) -> int:
+        tensor, position = self.problem.tensor, self.position[run.name]
+        return (0 if run.on_host else run.op.workspace_bytes) + sum(
+            tensor[t].nbytes
+            for t in run.op.operands
+            for a in self.accesses[t]
+            if a.position == position and a.tier == DEVICE
+        )
 
     def starts_us(self) -> list[float]:
         """When each run would start if nothing ever waited; one more entry: the end."""

@@ -45,15 +45,27 @@ class Residency:
 
 def plan_residency(program: Program, decisions: Decisions) -> Residency:
     result = Residency()
-    away: dict[str, dict[str | None, Away]] = {}
+    away: dict[str, tuple[Away, ...]] = {}
     for a in decisions.away:
-        away.setdefault(a.tensor, {})[a.after] = a
-    lasting = program.problem.surviving_ids
+        away[a.tensor] = (*away.get(a.tensor, ()), a)
+    lasting, known = program.problem.surviving_ids, program.residencies
     for tensor in program.problem.tensors:
         decided = away.get(tensor.id)
-        if decided is None and _stays_all_along(program, tensor, tensor.id in lasting, result):
-            continue
-        _Walk(program, tensor, decided or {}, result).run()
+        asked = tensor.id, decided
+        part = known.get(asked)
+        if part is None:
+            part = Residency()
+            lasts = tensor.id in lasting
+            if decided or not _stays_all_along(program, tensor, lasts, part):
+                _Walk(program, tensor, {a.after: a for a in decided or ()}, part).run()
+            known[asked] = part
+        result.held += part.held
+        if decided or part.drops or part.outs or part.loads:
+            result.outs += part.outs
+            result.loads += part.loads
+            result.drops += part.drops
+        if part.start:
+            result.start.update(part.start)
     return result
 
 

@@ -6,10 +6,13 @@ views of one storage are one `Tensor`), durations are microseconds.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from types import MappingProxyType
+from typing import TypeVar, cast
+
+Made = TypeVar("Made")
 
 KINDS = ("weight", "gradient", "state", "activation", "input", "output", "temporary")
 PHASES = ("forward", "backward", "update")
@@ -76,6 +79,16 @@ class Problem:
     @cached_property
     def op_index(self) -> Mapping[str, int]:
         return MappingProxyType({o.id: i for i, o in enumerate(self.ops)})
+
+    @cached_property
+    def _made(self) -> dict[object, object]:
+        return {}
+
+    def once(self, make: Callable[[Problem], Made]) -> Made:
+        """What `make` makes of this problem, made once."""
+        if make not in self._made:
+            self._made[make] = make(self)
+        return cast("Made", self._made[make])
 
     @cached_property
     def read_ids(self) -> frozenset[str]:
@@ -187,7 +200,15 @@ class Machine:
         return MappingProxyType({c.name: c for c in self.codecs})
 
     def lanes_between(self, source: str, target: str) -> tuple[Lane, ...]:
-        return tuple(x for x in self.lanes if x.source == source and x.target == target)
+        return self._by_ends.get((source, target), ())
+
+    @cached_property
+    def _by_ends(self) -> Mapping[tuple[str, str], tuple[Lane, ...]]:
+        found: dict[tuple[str, str], tuple[Lane, ...]] = {}
+        for lane in self.lanes:
+            ends = lane.source, lane.target
+            found[ends] = (*found.get(ends, ()), lane)
+        return MappingProxyType(found)
 
     def with_capacity(self, tier: str, capacity_bytes: int | None) -> Machine:
         """The same machine with another budget on one tier."""

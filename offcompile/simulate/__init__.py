@@ -11,17 +11,32 @@ from .engine import Engine
 __all__ = ["Simulator", "simulate"]
 
 
+#: searches come back to plans that they have tried: so many of the last ones are not run again
+MOST_KNOWN = 16
+
+
 class Simulator:
     """Runs many plans of one problem on one machine."""
 
     def __init__(self, problem: Problem, machine: Machine) -> None:
         self._base = CompiledProblem(problem, machine)
+        self._known: dict[tuple[Plan, bool], Timeline] = {}
 
     def run(self, plan: Plan, record: bool = True) -> Timeline:
         """The timeline of a plan whose structure is lawful.
 
         Without `record` no freed copies are listed, and stalls do not say what they waited for.
         """
+        asked = plan, record
+        found = self._known.get(asked)
+        if found is None:
+            found = self._run(plan, record)
+            while len(self._known) >= MOST_KNOWN:
+                del self._known[next(iter(self._known))]
+            self._known[asked] = found
+        return found
+
+    def _run(self, plan: Plan, record: bool) -> Timeline:
         base = self._base
         engine = None
         violations: tuple[Violation, ...] = ()

@@ -12,10 +12,13 @@ from offcompile.ir import (
     DEVICE,
     HOST,
     SELF_ENDING_KINDS,
+    Direct,
     Machine,
     Move,
     Plan,
     Problem,
+    Recompute,
+    Update,
 )
 from offcompile.ir.units import compressed_bytes, move_ns, round_ns
 
@@ -54,9 +57,19 @@ class CompiledProblem:
             for o in problem.ops
         ]
         self.lane_index = {lane.name: i for i, lane in enumerate(machine.lanes)}
+        #: per op: what it touches, and whether that is a pure write
+        self.op_touches = [
+            tuple((t, t not in reads) for t in dict.fromkeys(reads + writes))
+            for reads, writes in zip(self.op_reads, self.op_writes, strict=True)
+        ]
+        self.codec_index = {name: i + 1 for i, name in enumerate(machine.codec)}
         self._in_place = {self.tensor_index[t] for t in problem.in_place_ids}
         self._tolls = any(lane.toll_us or lane.toll_share for lane in machine.lanes)
         self._moves: dict[tuple[str, str, str | None], tuple[int, int]] = {}
+        #: figures of moves already met
+        self.transfers: dict[tuple[str, str, str, str, str | None], MoveFigures] = {}
+        #: orders of runs already met
+        self.orders: dict[Choices, RunOrder] = {}
         #: (op, whether on the host) → its figures, with nothing in place
         self.runs: dict[tuple[int, bool], Figures] = {}
 
@@ -104,6 +117,7 @@ class Run:
 
     id: str
     index: int  # its place on its own compute lane
+    number: int  # its own among the runs of both
     on_host: bool
     duration_ns: int
     workspace: int
@@ -112,10 +126,10 @@ class Run:
     writes: tuple[int, ...]  # copies that are written
     tensors: tuple[int, ...]
     written: tuple[int, ...]
-    before_moves: list[int] = field(default_factory=list)  # moves that it waits for
+    mortal: tuple[int, ...]  # those that end by themselves
+    outputs: tuple[tuple[int, bool, int], ...]  # copies written, whether on the device, bytes
     #: how many runs of the other compute lane must have ended in this step
     other_lane_runs: int = 0
-    drops: list[int] = field(default_factory=list)
 
 
 @dataclass(slots=True)
@@ -149,15 +163,21 @@ Figures = tuple[
     tuple[int, ...],
     tuple[int, ...],
     tuple[int, ...],
+    tuple[int, ...],
+    tuple[tuple[int, bool, int], ...],
 ]
+#: and of a move: the fields of `Transfer` from its tensor to its lane
+MoveFigures = tuple[int, int, int, int, bool, bool, int, int, int, int]
+#: what of a plan says which runs there are
+Choices = tuple[tuple[Direct, ...], tuple[Recompute, ...], tuple[Update, ...]]
+#: orders of runs kept of one problem
+MOST_ORDERS = 4
 
 
-class CompiledPlan:
-    """A plan whose structure is lawful (`verify.check_structure`), in integers."""
+class RunOrder:
+    """The runs of a step, which directs, recomputations and host updates settle."""
 
     def __init__(self, base: CompiledProblem, plan: Plan) -> None:
-        self.base = base
-        self.plan = plan
         problem = base.problem
         on_host = _host_update_ops(problem, plan)
         directs: dict[str, set[int]] = {}
@@ -172,6 +192,7 @@ class CompiledPlan:
         #: per tensor, in listed order: is each access a pure write?
         self.accesses: list[list[bool]] = [[] for _ in base.nbytes]
         self.where: dict[str, tuple[str, int]] = {}
+        accesses, none = self.accesses, set[int]()
         last_run_touching: dict[int, int] = {}
         last_update_touching: dict[int, int] = {}
 
@@ -181,31 +202,56 @@ class CompiledPlan:
                 if host_update
                 else (self.runs, "run", last_run_touching, last_update_touching)
             )
-            direct = directs.get(problem.ops[index].id, set())
-            run = _run(base, name, len(mine), index, direct, host_update)
-            run.other_lane_runs = max((last_other.get(t, 0) for t in run.tensors), default=0)
+            direct = directs.get(problem.ops[index].id, none) if directs else none
+            number = len(self.where)
+            run = _run(base, name, len(mine), number, index, direct, host_update)
             self.where[name] = (place, len(mine))
             mine.append(run)
-            reads = base.op_reads[index]
-            for t in run.tensors:
-                last_mine[t] = len(mine)
-                self.accesses[t].append(t not in reads)
+            if on_host:
+                run.other_lane_runs = max((last_other.get(t, 0) for t in run.tensors), default=0)
+                last_mine.update(dict.fromkeys(run.tensors, len(mine)))
+            for t, pure in base.op_touches[index]:
+                accesses[t].append(pure)
 
         for index, op in enumerate(problem.ops):
             for name in again.get(op.id, ()):
                 add(f"{name}@{op.id}", problem.op_index[name], False)
             add(op.id, index, op.id in on_host)
 
+    @classmethod
+    def of(cls, base: CompiledProblem, plan: Plan) -> RunOrder:
+        choices = plan.directs, plan.recomputes, plan.updates
+        found = base.orders.get(choices)
+        if found is None:
+            found = cls(base, plan)
+            while len(base.orders) >= MOST_ORDERS:
+                del base.orders[next(iter(base.orders))]
+            base.orders[choices] = found
+        return found
+
+
+class CompiledPlan:
+    """A plan whose structure is lawful (`verify.check_structure`), in integers."""
+
+    def __init__(self, base: CompiledProblem, plan: Plan) -> None:
+        self.base = base
+        self.plan = plan
+        order = RunOrder.of(base, plan)
+        self.runs, self.updates, self.accesses = order.runs, order.updates, order.accesses
+        where = order.where
         self.moves = [self._transfer(i, m) for i, m in enumerate(plan.moves)]
+        #: by number of the run: moves that it waits for, and drops after it
+        self.before_moves: dict[int, list[int]] = {}
+        self.run_drops: dict[int, list[int]] = {}
         move_index = {m.id: i for i, m in enumerate(plan.moves)}
         for i, m in enumerate(plan.moves):
             if m.start_after is not None:
-                self.moves[i].trigger = self.where.get(m.start_after) or (
+                self.moves[i].trigger = where.get(m.start_after) or (
                     "move",
                     move_index[m.start_after],
                 )
             if m.ready_before is not None:
-                self._run_at(self.where[m.ready_before]).before_moves.append(i)
+                self.before_moves.setdefault(self._number(where[m.ready_before]), []).append(i)
         self.lanes: list[list[int]] = [[] for _ in base.machine.lanes]
         for t in self.moves:
             self.lanes[t.lane].append(t.index)
@@ -217,35 +263,21 @@ class CompiledPlan:
         for i, drop in enumerate(plan.drops):
             if drop.after is None:
                 self.start_drops.append(i)
-            elif drop.after in self.where:
-                self._run_at(self.where[drop.after]).drops.append(i)
+            elif drop.after in where:
+                self.run_drops.setdefault(self._number(where[drop.after]), []).append(i)
             else:
                 self.moves[move_index[drop.after]].drops.append(i)
         self.start = self._start_copies()
 
-    def _run_at(self, place: tuple[str, int]) -> Run:
-        return (self.runs if place[0] == "run" else self.updates)[place[1]]
+    def _number(self, place: tuple[str, int]) -> int:
+        return (self.runs if place[0] == "run" else self.updates)[place[1]].number
 
     def _transfer(self, index: int, m: Move) -> Transfer:
-        base = self.base
-        duration, size = base.move_figures(m)
-        to_device = m.target == DEVICE
-        tensor = base.tensor_index[m.tensor]
-        return Transfer(
-            id=m.id,
-            index=index,
-            tensor=tensor,
-            source=base.key(m.tensor, m.source),
-            target=base.key(m.tensor, m.target),
-            target_tier=base.tier_index[m.target],
-            from_device=m.source == DEVICE,
-            to_device=to_device,
-            codec=0 if m.codec is None else 1 + list(base.machine.codec).index(m.codec),
-            duration_ns=duration,
-            target_bytes=base.nbytes[tensor] if to_device else size,
-            lane=base.lane_index[m.lane],
-            wraps=m.wraps,
-        )
+        asked = m.tensor, m.source, m.target, m.lane, m.codec
+        known = self.base.transfers.get(asked)
+        if known is None:
+            known = self.base.transfers[asked] = _move_figures(self.base, m)
+        return Transfer(m.id, index, *known, wraps=m.wraps)
 
     def _start_copies(self) -> list[tuple[int, int, int]]:
         """(copy, bytes, codec) of the settled state; what a compressed move left is compressed."""
@@ -268,15 +300,39 @@ def _host_update_ops(problem: Problem, plan: Plan) -> set[str]:
     return {o.id for o in problem.ops if o.phase == "update" and not weights.isdisjoint(o.writes)}
 
 
+def _move_figures(base: CompiledProblem, m: Move) -> MoveFigures:
+    duration, size = base.move_figures(m)
+    to_device = m.target == DEVICE
+    tensor = base.tensor_index[m.tensor]
+    return (
+        tensor,
+        base.key(m.tensor, m.source),
+        base.key(m.tensor, m.target),
+        base.tier_index[m.target],
+        m.source == DEVICE,
+        to_device,
+        0 if m.codec is None else base.codec_index[m.codec],
+        duration,
+        base.nbytes[tensor] if to_device else size,
+        base.lane_index[m.lane],
+    )
+
+
 def _run(
-    base: CompiledProblem, name: str, index: int, op: int, direct: set[int], on_host: bool
+    base: CompiledProblem,
+    name: str,
+    index: int,
+    number: int,
+    op: int,
+    direct: set[int],
+    on_host: bool,
 ) -> Run:
     known = base.runs.get((op, on_host)) if not direct else None
     if known is None:
         known = _figures(base, op, direct, on_host)
         if not direct:
             base.runs[op, on_host] = known
-    return Run(name, index, on_host, *known)
+    return Run(name, index, number, on_host, *known)
 
 
 def _figures(base: CompiledProblem, op: int, direct: set[int], on_host: bool) -> Figures:
@@ -293,12 +349,15 @@ def _figures(base: CompiledProblem, op: int, direct: set[int], on_host: bool) ->
     def keys(tensors: Sequence[int]) -> tuple[int, ...]:
         return tuple(t * n + (base.host if t in direct else base.device) for t in tensors)
 
+    tensors = tuple(dict.fromkeys(reads + writes))
     return (
         duration,
         base.problem.ops[op].workspace_bytes,
         keys(reads),
         frozenset(k for k in keys(reads) if k % n == base.host),
         keys(writes),
-        tuple(dict.fromkeys(reads + writes)),
+        tensors,
         writes,
+        tuple(t for t in tensors if base.self_ending[t]),
+        tuple((k, k % n == base.device, base.nbytes[k // n]) for k in keys(writes)),
     )

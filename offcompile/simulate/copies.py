@@ -35,8 +35,13 @@ class Copies:
         self.users = [0] * n_copies
         self.drop_asked = [False] * n_copies
         self.dropped_by: dict[int, str] = {}  # copy → what freed it, for messages
-        self.asked: list[int] = []
-        #: tensors of which something has changed since drops were last looked at: no other may go
+        #: drops that are pending: copy → how many had been asked for before
+        self.asked: dict[int, int] = {}
+        self._times_asked = 0
+        #: per tensor: how many drops of its copies are pending
+        self.pending = [0] * len(base.nbytes)
+        #: tensors with pending drops of which something has changed since those were last looked
+        #: at: no other may go
         self.stirred: set[int] = set()
         self.used = [0] * base.n_tiers
         self.peak = [0] * base.n_tiers
@@ -74,7 +79,8 @@ class Copies:
         self._hold(key, 0)
         if self.drop_asked[key]:
             self.drop_asked[key] = False
-            self.asked.remove(key)
+            del self.asked[key]
+            self.pending[key // self.base.n_tiers] -= 1
         if self.record:
             tensor, tier = self.name_of(key)
             self.freed.append(Freed(tensor, tier, self.now, cause, len(self.spans)))
@@ -96,11 +102,12 @@ class Copies:
         return not accesses or accesses[0]
 
     def _free_ended(self) -> None:
+        status, users = self.status, self.users
         for tensor in sorted(self.ending):
             held = False
             for key in self.copies(tensor):
-                if self.status[key] != NONE:
-                    if self.users[key]:
+                if status[key] != NONE:
+                    if users[key]:
                         held = True
                     else:
                         self._free(key, "death")
@@ -112,20 +119,26 @@ class Copies:
             key = self.p.drops[i]
             if self.status[key] != NONE and not self.drop_asked[key]:
                 self.drop_asked[key] = True
-                self.asked.append(key)
+                self.asked[key] = self._times_asked
+                self._times_asked += 1
+                self.pending[key // self.base.n_tiers] += 1
                 self.stirred.add(key // self.base.n_tiers)
                 self.dropped_by[key] = self.p.plan.drops[i].after or "the step's start"
 
     def _free_asked(self) -> None:
-        n, stirred = self.base.n_tiers, self.stirred
-        for key in [k for k in self.asked if k // n in stirred]:
+        asked, stirred = self.asked, self.stirred
+        keys = [k for t in stirred for k in self.copies(t) if k in asked]
+        if len(keys) > 1:
+            keys.sort(key=asked.__getitem__)
+        for key in keys:
             # one that goes lets no other go: it was what others could rest on
             if not self.users[key] and self.may_go(key):
                 self._free(key, "drop")
         stirred.clear()
 
     def may_go(self, key: int) -> bool:
-        tensor = key // self.base.n_tiers
-        if any(k != key and self.status[k] == VALID for k in self.copies(tensor)):
-            return True
+        tensor, status = key // self.base.n_tiers, self.status
+        for k in self.copies(tensor):
+            if status[k] == VALID and k != key:
+                return True
         return not self.base.must_survive[tensor] and self.value_is_over(tensor)

@@ -23,7 +23,7 @@ class Wait:
 def waits_of(e: Engine, run: Run) -> list[Wait]:
     """Why an op or host update may not start now."""
     waits = []
-    for m in run.before_moves:
+    for m in e.p.before_moves.get(run.number, ()):
         move = e.p.moves[m]
         if e.move_count[m] < (e.step if move.wraps else e.step + 1):
             rule = "late-move" if not move.wraps and _waits_for_run(e, move, run) else "deadlock"

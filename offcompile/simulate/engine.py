@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from offcompile.ir import COMPUTE, HOST_COMPUTE, Span, Stall, Violation
+from offcompile.ir import COMPUTE, HOST_COMPUTE, Freed, Span, Stall, Violation
 
 from .compiled import CompiledPlan, Run, Transfer
 from .copies import FILLING, STALE, VALID, Copies, Halt
@@ -23,6 +23,17 @@ class Window:
     start_ns: int
     starts: list[tuple[int, int, int]] = field(default_factory=list)
     stalls: list[Stall] = field(default_factory=list)
+
+
+@dataclass(frozen=True, slots=True)
+class Beginning:
+    """Where a step begins: all that its course depends on, relative to its start, and how much
+    has been written down before it."""
+
+    now: int
+    spans: int
+    freed: int
+    state: tuple[object, ...]
 
 
 class Engine(Copies):
@@ -42,6 +53,7 @@ class Engine(Copies):
         self.last_run_end = 0
         self.waiting: dict[str, None] = {}
         self.window = Window(0)
+        self.began = Beginning(0, 0, 0, ())
         self.previous: Window | None = None
         self.steps: list[tuple[int, int]] = []
         self.settled = True
@@ -51,6 +63,7 @@ class Engine(Copies):
     def run(self) -> None:
         self._ask_drops(self.p.start_drops)
         self._free_asked()
+        self._begin_step()
         lanes = [i for i, queue in enumerate(self.p.lanes) if queue]
         updates = bool(self.p.updates)
         while True:
@@ -79,21 +92,21 @@ class Engine(Copies):
 
     def _complete(self) -> None:
         """Everything that ends now, then the drops that this sets free."""
-        now, asked = self.now, []
+        now, asked = self.now, list[int]()
         if self.run_end == now:
             run = self.p.runs[self.run_index - 1]
             self.run_end, self.last_run_end = -1, now
             self.runs_done += 1
             self.used[self.base.device] -= run.workspace
             self._end_accesses(run)
-            asked += run.drops
+            asked += self.p.run_drops.get(run.number, ())
         if self.update_end == now:
             run = self.p.updates[self.update_index - 1]
             self.update_end = -1
             self.updates_done += 1
             self.used[self.base.host] -= run.workspace
             self._end_accesses(run)
-            asked += run.drops
+            asked += self.p.run_drops.get(run.number, ())
         for lane, end in enumerate(self.lane_end):
             if end == now:
                 move = self.p.moves[self.lane_move[lane]]
@@ -109,14 +122,17 @@ class Engine(Copies):
     # ---- what ends ---------------------------------------------------------------------------
 
     def _end_accesses(self, run: Run) -> None:
+        users, status, pending = self.users, self.status, self.pending
         for key in run.reads:
-            self.users[key] -= 1
+            users[key] -= 1
         for key in run.writes:
-            self.users[key] -= 1
-            self.status[key] = VALID
-        self.stirred.update(run.tensors)
+            users[key] -= 1
+            status[key] = VALID
         for t in run.tensors:
-            if self.base.self_ending[t] and self.value_is_over(t):
+            if pending[t]:
+                self.stirred.add(t)
+        for t in run.mortal:
+            if self.value_is_over(t):
                 self.ending.add(t)
 
     def _end_move(self, lane: int, move: Transfer) -> None:
@@ -130,7 +146,8 @@ class Engine(Copies):
         self.users[move.source] -= 1
         self.users[move.target] -= 1
         self.moving[move.tensor] -= 1
-        self.stirred.add(move.tensor)
+        if self.pending[move.tensor]:
+            self.stirred.add(move.tensor)
 
     # ---- ops and host updates ------------------------------------------------------------
 
@@ -171,7 +188,7 @@ class Engine(Copies):
 
     def _may_start(self, run: Run) -> bool:
         status, moves, step = self.status, self.p.moves, self.step
-        for m in run.before_moves:
+        for m in self.p.before_moves.get(run.number, ()):
             if self.move_count[m] < (step if moves[m].wraps else step + 1):
                 return False
         for key in run.reads:
@@ -186,17 +203,16 @@ class Engine(Copies):
         return self._fits(run)
 
     def _fits(self, run: Run) -> bool:
-        base = self.base
-        if len(run.writes) > 1 or run.on_host:
-            return all(left >= 0 for left in self.room_after(run).values())
-        need, tier = run.workspace, base.device  # the common case, kept quick
-        for key in run.writes:
-            extra = base.nbytes[key // base.n_tiers] - self.size[key]
-            if key % base.n_tiers == tier:
-                need += extra
-            elif extra > 0 and extra > base.capacity[base.host] - self.used[base.host]:
-                return False
-        return need <= 0 or need <= base.capacity[tier] - self.used[tier]
+        base, size = self.base, self.size
+        here, there = (0, run.workspace) if run.on_host else (run.workspace, 0)
+        for key, on_device, nbytes in run.outputs:
+            if on_device:
+                here += nbytes - size[key]
+            else:
+                there += nbytes - size[key]
+        if here > 0 and here > base.capacity[base.device] - self.used[base.device]:
+            return False
+        return there <= 0 or there <= base.capacity[base.host] - self.used[base.host]
 
     def room_after(self, run: Run) -> dict[int, int]:
         """Per tier, the bytes left (below 0: missing) once outputs and workspace are held."""
@@ -209,34 +225,44 @@ class Engine(Copies):
         return {tier: base.capacity[tier] - self.used[tier] - b for tier, b in need.items() if b}
 
     def _begin_accesses(self, run: Run, workspace_tier: int) -> None:
-        n = self.base.n_tiers
+        users, status, pending, next_access = (
+            self.users,
+            self.status,
+            self.pending,
+            self.next_access,
+        )
         for key in run.reads:
-            self.users[key] += 1
+            users[key] += 1
             if self.drop_asked[key]:
-                tensor, tier = self.name_of(key)
-                raise Halt(
-                    Violation(
-                        "read-after-drop",
-                        run.id,
-                        f"{run.id} reads {tensor} on {tier} while the drop after"
-                        f" {self.dropped_by[key]} is pending: no other valid copy lets it go",
-                    )
-                )
-        self.stirred.update(run.tensors)
+                self._halt_read(run, key)
         for t in run.tensors:
-            self.next_access[t] += 1
+            next_access[t] += 1
+            if pending[t]:
+                self.stirred.add(t)
         for t in run.written:
             self.ending.discard(t)
             for key in self.copies(t):
-                if self.status[key] == VALID:
-                    self.status[key] = STALE
-        for key in run.writes:
-            self.status[key], self.codec[key] = FILLING, 0
-            self.users[key] += 1
-            self._hold(key, self.base.nbytes[key // n])
+                if status[key] == VALID:
+                    status[key] = STALE
+        for key, _, nbytes in run.outputs:
+            status[key], self.codec[key] = FILLING, 0
+            users[key] += 1
+            if self.size[key] != nbytes:
+                self._hold(key, nbytes)
         if run.workspace:
             self.used[workspace_tier] += run.workspace
             self.peak[workspace_tier] = max(self.peak[workspace_tier], self.used[workspace_tier])
+
+    def _halt_read(self, run: Run, key: int) -> None:
+        tensor, tier = self.name_of(key)
+        raise Halt(
+            Violation(
+                "read-after-drop",
+                run.id,
+                f"{run.id} reads {tensor} on {tier} while the drop after"
+                f" {self.dropped_by[key]} is pending: no other valid copy lets it go",
+            )
+        )
 
     def _note_stall(self, op: str) -> None:
         since = max(self.last_run_end, self.window.start_ns)
@@ -332,6 +358,7 @@ class Engine(Copies):
         for key, status in enumerate(self.status):
             if status == STALE:
                 self._free(key, "stale")
+        freed_in_step = len(self.freed)
         same = self.previous is not None and self.previous.starts == self.window.starts
         lengths = [end - start for start, end in self.steps[-2:]]
         if same and lengths[0] == lengths[1]:
@@ -347,4 +374,46 @@ class Engine(Copies):
         self.stirred.update(key // self.base.n_tiers for key in self.asked)
         self._ask_drops(self.p.start_drops)
         self._free_asked()
+        before = self.began
+        self._begin_step()
+        if before.state == self.began.state:
+            self._repeat(before, freed_in_step)
+            return True
         return False
+
+    def _begin_step(self) -> None:
+        if not self.base.problem.steady:
+            return
+        lanes = []
+        for lane, queue in enumerate(self.p.lanes):
+            place, ahead = self.lane_place[lane], self.lane_step[lane] - self.step
+            if place == len(queue):  # it turns to the next step's as soon as there is one
+                place, ahead = 0, ahead + 1
+            end = self.lane_end[lane]
+            lanes.append((place, ahead, self.lane_move[lane], end - self.now if end >= 0 else -1))
+        state = (
+            lanes,
+            [count - self.step for count in self.move_count],
+            list(self.status),
+            list(self.size),
+            list(self.codec),
+            list(self.users),
+            list(self.asked),
+            set(self.ending),
+        )
+        self.began = Beginning(self.now, len(self.spans), len(self.freed), state)
+
+    def _repeat(self, before: Beginning, freed_in_step: int) -> None:
+        """The step that begins as the last one did runs as it did: write it down again."""
+        by, done = self.now - before.now, len(self.spans)
+        for s in self.spans[before.spans :]:
+            self.spans.append(Span(s.id, s.lane, s.step + 1, s.start_ns + by, s.end_ns + by))
+        for f in self.freed[before.freed : freed_in_step]:
+            started = f.started + done - before.spans
+            self.freed.append(Freed(f.tensor, f.tier, f.time_ns + by, f.cause, started))
+        assert self.previous is not None
+        self.window.stalls += [
+            Stall(s.op, s.start_ns + by, s.duration_ns, s.waited_for) for s in self.previous.stalls
+        ]
+        self.now += by
+        self.steps.append((self.window.start_ns, self.now))
