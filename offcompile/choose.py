@@ -149,7 +149,7 @@ def _with_some_here(
         found[share] = Choice(annotated, decided, stays)
         return decided.cost_us
 
-    share = best_share(cost, leave.decided.cost_us)
+    share = best_share(cost, min(least_us, leave.decided.cost_us))
     if share == 0 or not _faster(found[share].decided, leave.decided):
         return leave
     best = found[share]

@@ -41,7 +41,7 @@ from .search import Search, State, mode_of
 from .update_split import UpdateSplit
 
 #: evaluations a second that the effort is reckoned at, per (run + move) of the problem
-EVALUATIONS_PER_SECOND = 25_000.0
+EVALUATIONS_PER_SECOND = 50_000.0
 HEADROOMS = (0.0, 0.03, 0.08, 0.15, 0.25, 0.5)
 
 
@@ -163,12 +163,12 @@ class Joint:
         again = self._recomputing(search, forced, states, split)
         again += self._splitting(search, split, forced, again, SPLIT_SHARES[1])
         states += again
+        states += self._balanced(search, states)
+        states += self._rerunning(search, states)
         # where recomputation beats all that can be done without, that is looked at no further
         beaten = bool(again) and search.best_us <= self.kept_floor_us
         for one in self._worth_varying(search, states):
             states += self._starts(search, one, HEADROOMS[1:])
-        states += self._balanced(search, states)
-        states += self._rerunning(search, states)
         late = tuple(n for n in _policies() if n not in (self.name, *EARLY_POLICIES))
         if not beaten:
             self._single_policies(search, late, POLICY_SHARE)

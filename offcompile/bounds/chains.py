@@ -181,6 +181,9 @@ class Chains:
                 value += int(min(ways_of[t].cost, DEAR_NS))
                 kept += self._carry(t, ways_of[t], busy)
         value += _whatever_is_away(cut, before, after)
+        ending = cut.ending.busy(after)
+        value += float(ending @ after)
+        busy[1] += ending
         missing = cut.excess - float(cut.nbytes.sum()) + kept
         return Choice(value, price, busy, missing)
 

@@ -21,6 +21,7 @@ import numpy as np
 from offcompile.ir import DEVICE, Lane
 
 from .chains import Chains
+from .ending import Ending
 from .sides import Carried, Sides, Updates
 from .survey import Floats, Gap, Survey, always_there, known, least_ns, priced, whole_ns
 from .weights import best_weights
@@ -55,6 +56,8 @@ class Cut:
     compute: tuple[float, float]
     #: updates that may be the host's
     sides: Sides
+    #: what is made later and lasts
+    ending: Ending
 
 
 def cut_bound(survey: Survey, deadline: float) -> float:
@@ -107,6 +110,9 @@ class _Account:
         self.width = 1 + len(self.ins) + len(self.outs) + 1
         self.none = np.full(self.width, np.inf)
         self._times: dict[str, Floats] = {}
+        self.results = self._results()
+        lasting = (t for t in s.problem.tensors if t.home == DEVICE and s.problem.stays_put(t.id))
+        self.lasting_bytes = sum(t.nbytes for t in lasting)
 
     def lasting(self, k: int) -> frozenset[str]:
         """Tensors that are there for whatever runs again after op `k`."""
@@ -183,7 +189,33 @@ class _Account:
             np.array(first).reshape(shape),
             compute,
             Sides(k, self.updates, carried, names),
+            self._ending(k, capacity),
         )
+
+    def _ending(self, k: int, capacity: int) -> Ending:
+        late = [(n, ways) for at, n, ways in self.results if at > k]
+        nbytes = np.array([n for n, _ in late], dtype=float)
+        out = np.array([ways for _, ways in late]).reshape((-1, self.width))
+        return Ending(nbytes, out, self.lasting_bytes + float(nbytes.sum()) - capacity)
+
+    def _results(self) -> list[tuple[int, int, Floats]]:
+        """What the device makes and the step is for: the op that makes it, its bytes, ways out."""
+        s, found = self.survey, []
+        writers: dict[str, list[int]] = {}
+        for i, op in enumerate(s.problem.ops):
+            for t in op.writes:
+                writers.setdefault(t, []).append(i)
+        for tensor in s.problem.tensors:
+            made = writers.get(tensor.id, [])
+            lasts = tensor.home is None and s.problem.must_survive(tensor.id)
+            if not lasts or tensor.pinned or not tensor.nbytes or len(made) != 1:
+                continue
+            if s.host_ns[made[0]] is None:
+                ways = self._carried(tensor.id, self.outs, 1 + len(self.ins)).copy()
+                if s.optional(made[0], tensor.id):
+                    ways[0] = self._in_place(made[0], tensor.id)
+                found.append((made[0], tensor.nbytes, ways))
+        return found
 
     def _back(self, t: str, reads: Sequence[int]) -> Floats:
         """Ways to do these reads of one value that is not on the device."""
@@ -281,6 +313,7 @@ def _bound(cut: Cut, before: Floats, after: Floats) -> tuple[float | None, list[
         if np.isinf(loads).any():
             return None, []
         np.add.at(busy[0], by_first, loads)
+    busy[1] += cut.ending.busy(after)
     return float(busy[0] @ before + busy[1] @ after), busy
 
 

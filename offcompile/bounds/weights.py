@@ -45,6 +45,7 @@ class _Program:
         for lane in range(2 * self.width):
             self.put(lane, times[lane // self.width], -1.0)
         self.room = self.at_most(-cut.excess / GIB)
+        self.room_at_end = self.at_most(-cut.ending.excess / GIB)
 
     def column(self) -> int:
         self.columns += 1
@@ -124,6 +125,14 @@ def best_weights(cut: Cut) -> tuple[Floats, Floats] | None:
             program.free(anew, nbytes)
     for ways, count in Counter(map(tuple, cut.first)).items():
         program.spread(program.equal(float(count)), _finite(ways, 0))
+    kinds_made = Counter(zip(cut.ending.nbytes, map(tuple, cut.ending.out), strict=True))
+    for (nbytes, ways), count in kinds_made.items():
+        most = program.at_most(float(count))
+        for lane, ns in _finite(ways, width):
+            column = program.column()
+            program.put(most, column, 1.0)
+            program.put(lane, column, ns / UNIT_NS)
+            program.put(program.room_at_end, column, -nbytes / GIB)
     for update, count in Counter(_updates(cut)).items():
         _add_update(program, update, count)
     return program.solve()
