@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import subprocess
 import sys
 import time
@@ -224,7 +225,7 @@ def _head(lowering: str) -> list[str]:
         f"Planning is to take at most {MOST_SECONDS:.0f} s, or {MOST_SHARE:.0%} of the plain",
         "compile if that is longer.",
         "",
-        machine(),
+        f"{machine()}; load average {os.getloadavg()[1]:.1f} at the start",
         "",
         f"| {' | '.join(COLUMNS)} |",
         "|---" * len(COLUMNS) + "|",

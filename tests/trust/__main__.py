@@ -21,6 +21,7 @@ PARTS = (
     "drawn_modules",
     "wild",
     "ranks",
+    "peaks",
     "simulation",
     "schedules",
     "faults",
