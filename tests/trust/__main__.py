@@ -20,6 +20,7 @@ PARTS = (
     "models",
     "drawn_modules",
     "wild",
+    "inductor",
     "ranks",
     "peaks",
     "simulation",
