@@ -525,6 +525,8 @@ def _copy(gm: fx.GraphModule) -> fx.GraphModule:
     graph.output(graph.graph_copy(gm.graph, {}))
     made = fx.GraphModule(gm, graph)
     made.meta.update(gm.meta)
+    for node in graph.nodes:
+        node.meta.pop("grapharg", None)  # refers to the parameter; Dynamo drops its own, too
     return made
 
 

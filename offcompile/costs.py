@@ -140,9 +140,12 @@ class CostModel:
 
     def _measure(self, call: Call) -> None:
         """Runs the op and remembers what it took, unless there is no room or time, or it fails."""
-        needed = sum(s.nbytes for s in call.inputs + call.outputs) + workspace_bytes(call)
-        if needed > self.room_bytes or self._seconds_left <= 0:
+        made_bytes = sum(s.nbytes for s in call.outputs) + workspace_bytes(call)
+        inputs_bytes = sum(s.nbytes for s in call.inputs)
+        if made_bytes + inputs_bytes > self.room_bytes or self._seconds_left <= 0:
             return
+        # larger operands of an op before
+        self._operands.give_back(but_bytes=self.room_bytes - made_bytes)
         begun = time.perf_counter()
         found = measure_call(call, self._operands)
         self._seconds_left -= time.perf_counter() - begun

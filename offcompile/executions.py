@@ -7,7 +7,6 @@ learnt of their order (`passes.correlation`).
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -21,6 +20,7 @@ from offcompile.runtime import tickets
 from offcompile.runtime.keeping import Keeper
 from offcompile.runtime.mover import Saved
 from offcompile.runtime.registry import RuntimeSettings, runtime_for, runtimes
+from offcompile.runtime.weak import WeakTensor
 
 from .books import UNBOUND, Binding, Books, Entry
 from .graphs import BACKWARD, FORWARD
@@ -58,7 +58,7 @@ class Executions:
     binding: Binding = UNBOUND
     sizes: tuple[int, ...] = ()
     #: those of them on the host that the graph may fetch; None: it changes some
-    weights: Sequence[weakref.ref[torch.Tensor]] | None = ()
+    weights: Sequence[WeakTensor] | None = ()
 
     def call(self, binding: Binding, sizes: tuple[int, ...]) -> None:
         """Forward is about to run."""

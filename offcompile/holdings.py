@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import weakref
 from collections import deque
 from collections.abc import Iterable, Sequence
 from functools import partial
@@ -12,6 +11,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from offcompile.runtime.owners import device_bytes
 from offcompile.runtime.updates import updater_of
+from offcompile.runtime.weak import WeakTensor
 from offcompile.runtime.weights import is_on_host
 
 
@@ -32,7 +32,7 @@ class Holdings:
         #: bytes that its gradient will take there beyond what stands of one
         self.coming: dict[int, int] = {}
         self._total = 0
-        self._refs: dict[int, weakref.ref[torch.Tensor]] = {}
+        self._refs: dict[int, WeakTensor] = {}
         self._seen: dict[int, int] = {}
         #: those whose gradient was on the host when it was last seen
         self._leaving: set[int] = set()
@@ -48,7 +48,7 @@ class Holdings:
             key = id(p)
             if key not in self._refs:
                 self._seen[key] = device_bytes(p)
-                self._refs[key] = weakref.ref(p, partial(_died, self._dead, key))
+                self._refs[key] = WeakTensor(p, partial(self._dead.append, key))
                 self.seen_bytes += self._seen[key]
                 self.births += 1
                 self._addresses = None
@@ -117,10 +117,6 @@ class Holdings:
             comes = updater_of(parameter) is None
         self.coming[key] = max(0, self._seen[key] - standing) if comes else 0
         self._total += weight + standing
-
-
-def _died(dead: deque[int], key: int, _: weakref.ref[torch.Tensor]) -> None:
-    dead.append(key)
 
 
 def _addresses(parameters: Sequence[torch.Tensor]) -> tuple[list[int], list[int]] | None:

@@ -26,6 +26,7 @@ from torch.optim.optimizer import (
 )
 
 from offcompile.runtime.owners import address_of, plain_parts
+from offcompile.runtime.weak import WeakTensor
 
 #: steps without effect that are told
 STRIKES = 3
@@ -54,7 +55,7 @@ class _Weight:
     """A weight on the host that has not been seen to change."""
 
     name: str
-    parameter: weakref.ref[torch.Tensor]
+    parameter: WeakTensor
     version: int
     address: int | None
     sample: torch.Tensor | None = None
@@ -79,7 +80,7 @@ class _Weight:
 
 
 #: a tensor, with a sample of it
-_Sampled = tuple[weakref.ref[torch.Tensor], torch.Tensor]
+_Sampled = tuple[WeakTensor, torch.Tensor]
 
 
 @dataclass(eq=False)
@@ -117,7 +118,7 @@ class Watch:
             p = arguments[i]
             if p.requires_grad and id(p) not in self._known:
                 name = self.names.get(i, f"argument {i}")
-                self._weights[id(p)] = _Weight(name, weakref.ref(p), p._version, address_of(p))
+                self._weights[id(p)] = _Weight(name, WeakTensor(p), p._version, address_of(p))
         self._known.update(id(arguments[i]) for i in parameters)
         if self._weights and self._steps < MOST_STEPS and self._calls < MOST_CALLS:
             return False
@@ -137,7 +138,7 @@ class Watch:
         others = [p for p in _groups_of(optimizer) if id(p) not in self._weights]
         trained = [p for p in others if p.grad is not None and address_of(plain_parts(p)[0])]
         chosen = trained[:MOST_OTHERS]
-        samples = [(weakref.ref(p), sampled(p)) for p in chosen]
+        samples = [(WeakTensor(p), sampled(p)) for p in chosen]
         self._others.setdefault(id(optimizer), []).append(samples)
 
     def after(self, optimizer: Optimizer) -> None:

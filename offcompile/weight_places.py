@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
@@ -12,6 +11,7 @@ from offcompile.ir import HOST, Plan
 from offcompile.runtime import updates
 from offcompile.runtime.heap import heap
 from offcompile.runtime.registry import runtime_for
+from offcompile.runtime.weak import WeakTensor
 from offcompile.runtime.weights import claim, live_on_device, live_on_host
 
 from .annotate import Annotated
@@ -40,6 +40,7 @@ class WeightPlaces:
     #: over the first steps, that what is trained is what the graph reads; None: there is none
     watch: Watch | None = None
     _others_came: bool = field(default=False, init=False)
+    _called_with: tuple[WeakTensor, ...] = field(default=(), init=False)
 
     @property
     def has_any(self) -> bool:
@@ -89,9 +90,12 @@ class WeightPlaces:
             device = runtime_for(self.runtime).device
             live_on_host(device, [p for p in others if p.untyped_storage().nbytes() >= least])
 
-    def of(self, arguments: Sequence[torch.Tensor]) -> tuple[weakref.ref[torch.Tensor], ...]:
+    def of(self, arguments: Sequence[torch.Tensor]) -> tuple[WeakTensor, ...]:
         """The weights of a call that are on the host."""
-        return tuple(weakref.ref(arguments[i]) for i in self.hosted)
+        pairs = zip(self._called_with, self.hosted, strict=False)
+        if not self._called_with or any(ref() is not arguments[i] for ref, i in pairs):
+            self._called_with = tuple(WeakTensor(arguments[i]) for i in self.hosted)
+        return self._called_with
 
 
 def weight_places(

@@ -13,13 +13,13 @@ from dataclasses import dataclass
 from functools import partial
 
 import torch
-from torch.utils.weak import WeakIdKeyDictionary
 
 from . import tickets
 from .device import Copy, Label, Point, Slot
 from .failures import failure
 from .mover import Mover, Saved
 from .registry import Runtime, RuntimeSettings, runtime_for, runtimes
+from .weak import tensor_keys
 
 OUT, BACK = "d2h", "h2d"
 
@@ -56,7 +56,7 @@ class Carrier:
     def __init__(self, mover: Mover) -> None:
         self.mover, self.device = mover, mover.device
         # parameter → _Copied
-        self._copies: MutableMapping[torch.Tensor, _Copied] = WeakIdKeyDictionary()
+        self._copies: MutableMapping[torch.Tensor, _Copied] = tensor_keys()
         self._lock = threading.Lock()
         #: weights on their way back: the copy, what it is of, and from where
         self._returning: list[tuple[Copy, str, Slot]] = []

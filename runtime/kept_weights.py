@@ -8,7 +8,6 @@ follow. With the next sweep all copies are given up, and none is made for it bef
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable, Hashable, Iterable
 from dataclasses import dataclass, field
 from functools import partial
@@ -16,6 +15,7 @@ from functools import partial
 import torch
 
 from .device import Device, Slot
+from .weak import WeakTensor
 
 
 @dataclass(eq=False)
@@ -23,7 +23,7 @@ class Weight:
     """A parameter, and where it lies."""
 
     block: tuple[Hashable, str, int]
-    parameter: weakref.ref[torch.Tensor]
+    parameter: WeakTensor
     id: int
     address: int
     #: the last load's
@@ -115,16 +115,12 @@ class Weights:
         if weight is None or weight.parameter() is not parameter:
             self._made += 1
             weight = Weight(
-                ("weights", "", self._made), weakref.ref(parameter), id(parameter), address
+                ("weights", "", self._made), WeakTensor(parameter), id(parameter), address
             )
-            weight.parameter = weakref.ref(parameter, partial(_tell, self._died, weight))
+            weight.parameter = WeakTensor(parameter, partial(self._died, weight))
             self._by_id[weight.id] = self.of_block[weight.block] = weight
         elif weight.address != address and self._by_address.get(weight.address) is weight:
             del self._by_address[weight.address]
         weight.address = address
         self._by_address[address] = weight
         return weight
-
-
-def _tell(died: Callable[[Weight], None], weight: Weight, _: object) -> None:
-    died(weight)

@@ -187,6 +187,12 @@ class Operands:
         if self._used:
             cool(self._pool.data_ptr(), self._used)
 
+    def give_back(self, but_bytes: int) -> None:
+        """Let go of the buffer if it is larger than that; the next call gets one as it needs."""
+        if self._pool.numel() > but_bytes:
+            self._pool = torch.empty(0, dtype=torch.uint8, device="cpu")
+            self._used = 0
+
     def make(self, call: Call) -> tuple[list[object], dict[str, object]]:
         """Arguments to call the op with. Raises what torch raises when memory is short."""
         needed = PAGE_BYTES + sum(_room(spec) for spec in call.inputs)  # and room to align

@@ -15,12 +15,13 @@ from __future__ import annotations
 import weakref
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
-from torch.utils.weak import WeakIdKeyDictionary
 
 from offcompile.ir import OffloadError
+
+from .weak import WeakTensor, tensor_keys
 
 
 class Holder(Protocol):
@@ -50,7 +51,7 @@ class Call:
 
     def __init__(self, graph: str, parameters: Sequence[torch.Tensor]) -> None:
         self.graph = graph
-        self.parameters = tuple(map(weakref.ref, parameters))
+        self.parameters = tuple(map(WeakTensor, parameters))
         for parameter in parameters:
             _known(parameter).calls.add(self)
 
@@ -74,7 +75,7 @@ class _Known:
     by_device: bool | None = None
 
 
-_parameters: Any = WeakIdKeyDictionary()
+_parameters = tensor_keys()
 _holders: weakref.WeakSet[Holder] = weakref.WeakSet()
 _registrations = 0
 

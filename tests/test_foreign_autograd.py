@@ -7,7 +7,9 @@ import functools
 import pytest
 import torch
 from torch import nn
+from torch._dynamo import compiled_autograd
 
+import offcompile
 from offcompile.ir import OffloadError
 
 WIDTH, ROWS = 64, 256
@@ -65,3 +67,18 @@ def test_compiled_autograd_is_refused_and_the_model_still_trains() -> None:
         run(x)
     run(x).sum().backward()
     assert len(gradients(net)) == 4
+
+
+def test_compiled_autograd_around_backward_alone_gives_the_same_gradients() -> None:
+    """Forward has its own backward by then; compiled autograd calls it as it is."""
+    net = model()
+    x = torch.randn(ROWS, WIDTH)
+    torch.compile(net, backend="aot_eager")(x).square().mean().backward()
+    expected = [p.grad.clone() for p in net.parameters()]
+    net.zero_grad()
+    run, known = compiled(net, "minimum"), len(offcompile.reports())
+    loss = run(x).square().mean()
+    with compiled_autograd._enable(torch.compile(backend="eager")):
+        loss.backward()
+    assert all(map(torch.equal, gradients(net), expected))
+    assert not offcompile.reports()[known].fits

@@ -29,16 +29,17 @@ def rows(scale: float, seed: int) -> list[Row]:
     families: dict[str, list[Program]] = {}
     for program in chosen:
         families.setdefault(program.family, []).append(program)
-    found = [row_of(name, _judged(of)) for name, of in families.items()]
+    found = [row_of(name, judged(of)) for name, of in families.items()]
     broken = [f"{v.program}: {v.why}" for _, verdicts in found for v in verdicts if not v.holds]
     if broken:
         raise AssertionError("\n".join([f"{len(broken)} programs are broken:", *broken]))
     return [row for row, _ in found]
 
 
-def _judged(programs: Iterable[Program]) -> list[Verdict]:
+def judged(programs: Iterable[Program], *how: str) -> list[Verdict]:
+    """Judge these in a process of their own; `how`: further arguments of `python -m wild`."""
     names = [str(p) for p in programs]
-    command = [sys.executable, "-m", "wild", "--json", "--exactly", *names]
+    command = [sys.executable, "-m", "wild", "--json", "--exactly", *how, *names]
     ran = subprocess.run(
         command, cwd=_TESTS, stdout=subprocess.PIPE, text=True, timeout=LONGEST_S, check=False
     )

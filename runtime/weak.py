@@ -1,0 +1,98 @@
+"""Weak references to parameters that let torch swap what the parameters are.
+
+`torch.utils.swap_tensors` gives a parameter another tensor's content: `Module.to` does so for
+tensor subclasses, and for all parameters after `set_swap_module_params_on_conversion(True)`. It
+refuses a tensor that anything refers to weakly. So the references below are taken away for the
+swap, and stand again after it: the parameter goes on, with other memory, as after `p.data = …`.
+"""
+
+from __future__ import annotations
+
+import functools
+import weakref
+from collections.abc import Callable, MutableMapping
+from typing import Any
+
+import torch
+from torch.utils.weak import WeakIdKeyDictionary
+
+
+class WeakTensor:
+    """Calling it gives the tensor while it lives, then None. `died` is called once it is gone, by
+    whichever thread lets go of it."""
+
+    __slots__ = ("__weakref__", "_died", "_link")
+
+    def __init__(self, tensor: torch.Tensor, died: Callable[[], object] | None = None) -> None:
+        _allow_swaps()
+        self._died = died
+        self._link: _Link | None = _Link(tensor, self)
+
+    def __call__(self) -> torch.Tensor | None:
+        link = self._link
+        return None if link is None else link()
+
+
+class _Link(weakref.ref[torch.Tensor]):
+    """The reference itself, which is found at the tensor that it refers to."""
+
+    __slots__ = ("of",)
+
+    def __new__(cls, tensor: torch.Tensor, of: WeakTensor) -> _Link:
+        return super().__new__(cls, tensor, None if of._died is None else _tell)
+
+    def __init__(self, tensor: torch.Tensor, of: WeakTensor) -> None:
+        self.of = weakref.ref(of)
+
+
+def _tell(link: weakref.ref[torch.Tensor]) -> None:
+    of = link.of()  # type: ignore[attr-defined]
+    if of is not None and of._died is not None:
+        of._died()
+
+
+def tensor_keys() -> MutableMapping[torch.Tensor, Any]:
+    """Make a mapping that keeps none of its keys alive and tells them apart by identity."""
+    _allow_swaps()
+    made: MutableMapping[torch.Tensor, Any] = WeakIdKeyDictionary()
+    _mappings[id(made)] = made
+    return made
+
+
+_mappings: weakref.WeakValueDictionary[int, MutableMapping[torch.Tensor, Any]] = (
+    weakref.WeakValueDictionary()
+)
+
+
+@functools.cache
+def _allow_swaps() -> None:
+    swap: Any = torch.utils.swap_tensors  # untyped
+
+    @functools.wraps(swap)
+    def swap_tensors(t1: torch.Tensor, t2: torch.Tensor) -> None:
+        restore = [*_let_go(t1), *_let_go(t2)]
+        try:
+            swap(t1, t2)
+        finally:
+            for again in restore:
+                again()
+
+    torch.utils.swap_tensors = swap_tensors  # where Module looks for it
+
+
+def _let_go(tensor: torch.Tensor) -> list[Callable[[], object]]:
+    """Take our references to a tensor away; returns what brings them back."""
+    restore: list[Callable[[], object]] = []
+    for link in weakref.getweakrefs(tensor):
+        of = link.of() if isinstance(link, _Link) else None
+        if of is not None:
+            of._link = None
+            restore.append(functools.partial(_link_again, of, tensor))
+    for mapping in tuple(_mappings.values()):
+        if tensor in mapping:
+            restore.append(functools.partial(mapping.__setitem__, tensor, mapping.pop(tensor)))
+    return restore
+
+
+def _link_again(of: WeakTensor, tensor: torch.Tensor) -> None:
+    of._link = _Link(tensor, of)
