@@ -24,6 +24,8 @@ WORTH_LEAVING = 0.02
 #: plans that are only compared are searched for a shorter while, and those for a longer one that
 #: the bound says may still win so much
 TRIAL_SHARE, LONGER_SHARE = 1 / 3, 2.0
+#: of plans that cost so many times the best none is searched again
+NEAR = 1.1
 
 
 class Decide(Protocol):
@@ -89,6 +91,7 @@ def choose(
     if may_split and not _hides(leave.decided, leave.annotated.problem):
         least_us = min(d.cost_us for d in (stay, leave.decided) if d is not None)
         leave = _with_some_here(leave, least_us, on_host, decide)
+        least_us = min(least_us, leave.decided.cost_us)
         if not leave.stays:
             leave = _longer(leave, least_us, decide)
         if stay is not None:
@@ -118,7 +121,8 @@ def _least(
 def _longer(choice: Choice, least_us: float, decide: Decide) -> Choice:
     """Searched again, for longer, if a plan may still be found that beats what others cost."""
     worth_us = least_us * (1 - WORTH_LEAVING)
-    if choice.decided.result.lower_bound_us >= worth_us:
+    far = choice.decided.cost_us > least_us * NEAR
+    if far or choice.decided.result.lower_bound_us >= worth_us:
         return choice
     made = decide(choice.annotated, may_fit=False, share=LONGER_SHARE)
     found = Choice(choice.annotated, made, choice.stays)

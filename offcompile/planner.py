@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
 from offcompile.bounds import lower_bound
 from offcompile.coarsen import Coarse, coarsen
@@ -31,7 +32,6 @@ BOUND_SHARE = 0.3
 LEAST_SEARCH_SECONDS = 0.1
 #: as much goes into what a plan that computes nothing again can do at best
 KEEPING_SECONDS = 0.5
-JOINT = "joint"
 #: larger problems are planned on merged ops
 COARSEN_ABOVE_OPS = 1500
 
@@ -120,8 +120,6 @@ def plan_problem(
     if bound.us >= worth_us:
         raise Beaten
     left = seconds - (time.thread_time() - busy_from)
-    searches = policy.partition(":")[0] == JOINT
-    kept_floor_us = _floor_of_keeping(problem, machine, bound.us) if searches else 0.0
     coarse = coarsen(problem) if len(problem.ops) > COARSEN_ABOVE_OPS else Coarse.same(problem)
     chosen = make(
         policy,
@@ -130,7 +128,8 @@ def plan_problem(
         progress=progress,
         hints=bound.away_hints,
         floor_us=bound.us,
-        kept_floor_us=kept_floor_us,
+        kept_floor_us=partial(_floor_of_keeping, problem, machine, bound.us),
+        trial=worth_us < float("inf"),
         known_modes=_modes(known, coarse),
     )
     plan = coarse.expand(chosen.apply(coarse.problem, machine, Plan()))

@@ -169,7 +169,8 @@ class Planning:
             except Infeasible:
                 tell("planning with masks as bits")
         if found is not None:
-            moving = found[1].decided.cost_us > _compute_us(plain) * (1 + NO_LOSS)
+            least_us = max(_compute_us(plain), found[1].decided.result.lower_bound_us)
+            moving = found[1].decided.cost_us > least_us * (1 + BITS_COST)
             if (moving or budget is None) and packing._better(
                 found[1], made.graphs, smaller, fits, updated, tell
             ):
@@ -307,7 +308,7 @@ class Planning:
                 floor_of=partial(floor_of, machine_for=survey.machine),
                 must_leave=survey.options.gradient_reserve is not None,
                 # other policies are the papers', which do not know of it
-                may_split=survey.options.policy.partition(":")[0] == "joint",
+                may_split=survey.options.policy.partition(":")[0] == "joint" and time_share == 1.0,
             )
 
         try:

@@ -66,8 +66,6 @@ FEWER_HOSTED = 0.12
 NEAR, VARIED = 1.25, 2
 #: so many of the best starts give up loads for recomputation
 RERUN_STARTS = 3
-#: policies that go before all recomputation, and how much of the time they may take
-EARLY_POLICIES, EARLY_SHARE = ("recompute",), 0.2
 
 
 class _WithinTime:
@@ -103,10 +101,11 @@ class _WithinTime:
         return timeline
 
 
-def _policies() -> Iterable[str]:
+def _policies() -> list[str]:
+    """All of them; recomputation first, which the search looks at by itself too."""
     from .registry import POLICIES
 
-    return POLICIES
+    return sorted(POLICIES, key=lambda name: name != "recompute")
 
 
 @dataclass(frozen=True)
@@ -129,8 +128,10 @@ class Joint:
     hints: Mapping[tuple[str, str | None], float] = field(default_factory=dict, compare=False)
     #: no plan can be faster
     floor_us: float = 0.0
-    #: no plan can be faster that computes nothing again
-    kept_floor_us: float = 0.0
+    #: tells how fast a plan can be at best that computes nothing again
+    kept_floor_us: Callable[[], float] = field(default=lambda: 0.0, compare=False)
+    #: the plan is only compared with others, and the policies have had their turn with those
+    trial: bool = field(default=False, compare=False)
     #: modes that served the same step with weights elsewhere: tried first
     known_modes: tuple[Mode, ...] = field(default=(), compare=False)
 
@@ -158,20 +159,17 @@ class Joint:
         states += self._known(search, forced)
         split = UpdateSplit.of(problem, machine)
         states += self._splitting(search, split, forced, states, SPLIT_SHARES[0])
-        if not self.known_modes:
-            self._single_policies(search, EARLY_POLICIES, EARLY_SHARE)
         again = self._recomputing(search, forced, states, split)
         again += self._splitting(search, split, forced, again, SPLIT_SHARES[1])
         states += again
         states += self._balanced(search, states)
         states += self._rerunning(search, states)
         # where recomputation beats all that can be done without, that is looked at no further
-        beaten = bool(again) and search.best_us <= self.kept_floor_us
+        beaten = bool(again) and search.best_us <= self.kept_floor_us()
         for one in self._worth_varying(search, states):
             states += self._starts(search, one, HEADROOMS[1:])
-        late = tuple(n for n in _policies() if n not in (self.name, *EARLY_POLICIES))
-        if not beaten:
-            self._single_policies(search, late, POLICY_SHARE)
+        if not beaten and not (self.trial and search.best_plan is not None):
+            self._single_policies(search, [n for n in _policies() if n != self.name], POLICY_SHARE)
         if search.best_plan is None:
             blocked = self._last_resorts(search, frame, blocked, states)
             if search.best_plan is None and blocked is not None:

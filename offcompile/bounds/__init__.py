@@ -32,7 +32,7 @@ MILP_COLUMNS = 12_000
 WHOLE_COLUMNS = 5_000
 WHOLE_SLOTS = 8
 #: how much of the time is for the bound of one moment, where it is asked for, and at least how much
-CUT_SHARE, LEAST_CUT_SECONDS = 0.5, 0.25
+CUT_SHARE, LEAST_CUT_SECONDS = 0.5, 0.1
 
 
 @dataclass(frozen=True)
