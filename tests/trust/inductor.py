@@ -22,7 +22,6 @@ NAMES = (
     "compiling/returns_structures",
     "transformers/classifies_sequences",
     "timm/test_vit2",
-    "timm/test_resnet",
 )
 
 
