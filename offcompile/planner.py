@@ -130,7 +130,10 @@ def plan_problem(
         kept_floor_us=kept_floor_us,
         known_reruns=tuple(dict.fromkeys(filter(None, map(coarse.reruns, known)))),
     )
-    plan = coarse.expand(chosen.apply(coarse.problem, machine, Plan()))
+    try:
+        plan = coarse.expand(chosen.apply(coarse.problem, machine, Plan()))
+    finally:
+        coarse.problem.forget()
     timeline = certify(problem, machine, plan, chosen.name)
     return PlanResult(
         plan=plan,
