@@ -10,10 +10,10 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
+from .garbage import rarely_collected
+
 DTYPES = ("bfloat16", "float16", "float32")
 DONE, INFEASIBLE = 0, 3
-#: objects made until cycles are looked for: graphs are many objects, nearly all of which stay
-RARELY = (100_000, 50, 100)
 
 
 def add_fit(commands: Any) -> None:
@@ -67,13 +67,9 @@ def run_fit(options: argparse.Namespace) -> int:
 @contextmanager
 def _cycles_left_alone() -> Iterator[None]:
     """Looking for cycles among graphs takes a tenth of the time, and as long again at the exit."""
-    often = gc.get_threshold()
-    gc.set_threshold(*RARELY)
     atexit.register(gc.freeze)  # a process that ends need not look at all
-    try:
+    with rarely_collected():
         yield
-    finally:
-        gc.set_threshold(*often)
 
 
 def _fit(options: argparse.Namespace) -> int:

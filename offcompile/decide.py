@@ -13,6 +13,7 @@ from offcompile.passes.frame import Frame, Mode, direct_mode, held_on_host
 from offcompile.planner import PlanResult, plan_problem
 from offcompile.simulate import Simulator
 
+from .garbage import rarely_collected
 from .order import Order, static_order
 
 #: planning time: this much, and more for each op, within bounds
@@ -124,7 +125,8 @@ def decide(
 
     def planned(capacity: int, holes_bytes: int = 0) -> _Planned:
         machine = machine_for(max(1, capacity - holes_bytes))
-        result = plan_problem(problem, machine, policy, spend, progress, known, worth_us)
+        with rarely_collected():
+            result = plan_problem(problem, machine, policy, spend, progress, known, worth_us)
         touching_us = 0.0 if touching is None else touching(machine, result)
         return _Planned(machine, result, holes_bytes, touching_us)
 

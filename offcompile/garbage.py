@@ -8,6 +8,23 @@ can have come since the last time, and not otherwise.
 from __future__ import annotations
 
 import gc
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+#: thresholds with which the collector hardly ever looks
+RARELY = (100_000, 50, 100)
+
+
+@contextmanager
+def rarely_collected() -> Iterator[None]:
+    """Let the collector look rarely: plans are many small things, and hardly any in cycles."""
+    often = gc.get_threshold()
+    if often[0]:  # 0: it never looks
+        gc.set_threshold(*map(max, RARELY, often))
+    try:
+        yield
+    finally:
+        gc.set_threshold(*often)
 
 
 class Garbage:

@@ -132,7 +132,10 @@ def plan_problem(
         trial=worth_us < float("inf"),
         known_modes=_modes(known, coarse),
     )
-    plan = coarse.expand(chosen.apply(coarse.problem, machine, Plan()))
+    try:
+        plan = coarse.expand(chosen.apply(coarse.problem, machine, Plan()))
+    finally:
+        coarse.problem.forget()
     timeline = certify(problem, machine, plan, chosen.name)
     return PlanResult(
         plan=plan,

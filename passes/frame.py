@@ -70,7 +70,7 @@ class Frame:
 
     @cached_property
     def program(self) -> Program:
-        return Program(self.problem, self.mode.decisions(self.problem))
+        return Program.of(self.problem, self.mode.decisions(self.problem))
 
     @cached_property
     def gaps(self) -> Gaps:

@@ -81,6 +81,14 @@ class Gaps:
 
 def find_gaps(program: Program, machine: Machine, tier: str = HOST, lossy: bool = False) -> Gaps:
     """The gaps that may be spent on `tier`, with the codec that takes the lanes least time."""
+    tiers = tuple(t.name for t in machine.tiers)
+    asked = tiers, machine.lanes, machine.codecs, tier, lossy
+    if asked not in program.gaps:
+        program.gaps[asked] = _find_gaps(program, machine, tier, lossy)
+    return program.gaps[asked]
+
+
+def _find_gaps(program: Program, machine: Machine, tier: str, lossy: bool) -> Gaps:
     n = len(program.runs)
     width = max(1, -(-n // MOST_CELLS))
     result = Gaps(cell_of=[j // width for j in range(n)])

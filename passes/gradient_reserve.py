@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from fractions import Fraction
 from typing import ClassVar
 
-from offcompile.ir import Machine, Plan, Problem, Tensor
+from offcompile.ir import Machine, Op, Plan, Problem, Tensor
 from offcompile.ir.units import exact, round_ns
 
 from .contract import Judge
@@ -91,9 +91,14 @@ class _Gradients:
         for gap in self.plain.gaps.gaps:
             self.gaps.setdefault(gap.tensor.id, []).append(gap)
         hosted = {r.name for r in self.plain.program.runs if r.on_host}
+        writing: dict[str, list[Op]] = {}
+        for op in problem.ops:
+            if op.id not in hosted:
+                for t in dict.fromkeys(op.writes):
+                    writing.setdefault(t, []).append(op)
         for tensor in problem.tensors:
             g = tensor.id
-            writers = [o for o in problem.ops if g in o.writes and o.id not in hosted]
+            writers = writing.get(g, [])
             if tensor.kind != "gradient" or tensor.pinned or not writers:
                 continue
             if all(g in o.direct for o in writers):

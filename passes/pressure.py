@@ -28,7 +28,7 @@ class Pressure:
 
 
 def pressure(problem: Problem, decisions: Decisions) -> Pressure:
-    program = Program(problem, decisions)
+    program = Program.of(problem, decisions)
     residency = plan_residency(program, decisions)
     change = [0] * (len(program.runs) + 1)
     for tensor, first, last in residency.held:

@@ -12,11 +12,12 @@ from functools import cached_property
 from itertools import accumulate
 from typing import TYPE_CHECKING, NamedTuple
 
-from offcompile.ir import DEVICE, HOST, Infeasible, Op, Problem
+from offcompile.ir import DEVICE, HOST, Direct, Infeasible, Op, Problem, Recompute, Update
 
 from .decisions import Away, Decisions
 
 if TYPE_CHECKING:
+    from .gaps import Gaps
     from .residency import Residency
 
 
@@ -59,6 +60,8 @@ class Program:
             again.setdefault(r.before, []).append(r.op)
         hosted = {u.weight for u in decisions.updates if u.where == HOST}
         self.runs: list[RunOf] = []
+        #: gaps found in it (`gaps`)
+        self.gaps: dict[tuple[object, ...], Gaps] = {}
         #: per run: what it needs on the device where all of it is there
         self._plain_bytes: list[int | None] = []
         self.accesses: dict[str, list[Access]] = {t.id: [] for t in problem.tensors}
@@ -69,6 +72,17 @@ class Program:
                     self._add(f"{name}@{op.id}", at[name], directs.get(name, none), False)
             on_host = op.phase == "update" and not hosted.isdisjoint(op.writes)
             self._add(op.id, i, directs.get(op.id, none), on_host)
+
+    @classmethod
+    def of(cls, problem: Problem, decisions: Decisions) -> Program:
+        """The program of these decisions, which may be one that was made lately."""
+        known = problem.once(_lately)
+        asked = decisions.directs, decisions.recomputes, decisions.updates
+        found = known.pop(asked, None) or cls(problem, decisions)
+        known[asked] = found
+        if len(known) > MOST_PROGRAMS:
+            del known[next(iter(known))]
+        return found
 
     def _add(self, name: str, index: int, direct: Collection[str], on_host: bool) -> None:
         op = self.problem.ops[index]
@@ -116,6 +130,17 @@ class Program:
             if not r.on_host:
                 now += r.duration_us
         return [*starts, now]
+
+
+#: what of decisions changes the runs of a step
+Choices = tuple[tuple[Direct, ...], tuple[Recompute, ...], tuple[Update, ...]]
+#: programs kept of one problem
+MOST_PROGRAMS = 8
+
+
+def _lately(problem: Problem) -> dict[Choices, Program]:
+    """The programs made last of a problem: none yet."""
+    return {}
 
 
 def span(first: int, last: int, length: int) -> Iterable[int]:

@@ -54,7 +54,7 @@ class Builder:
     ) -> None:
         """program: that of the decisions, where somebody has made it already."""
         self.problem, self.machine, self.decisions = problem, machine, decisions
-        self.program = program or Program(problem, decisions)
+        self.program = program or Program.of(problem, decisions)
         self.residency: Residency = plan_residency(self.program, decisions)
         capacity = machine.tier[DEVICE].capacity_bytes
         self.capacity = float("inf") if capacity is None else capacity

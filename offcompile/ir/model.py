@@ -90,6 +90,10 @@ class Problem:
             self._made[make] = make(self)
         return cast("Made", self._made[make])
 
+    def forget(self) -> None:
+        """Let go of all that was made once: some of it is large."""
+        self._made.clear()
+
     @cached_property
     def read_ids(self) -> frozenset[str]:
         """Tensors that some op reads."""
