@@ -48,6 +48,8 @@ HEADROOMS = (0.0, 0.03, 0.08, 0.15, 0.25, 0.5)
 #: problems of so many runs and moves may take so much longer than was reckoned: a busy machine
 #: plans them no worse, only later
 LARGE, SLACK = 1000, 5.0
+#: of those a plan that is so near to the bound is good enough
+CLOSE = 0.002
 #: how much of the time the first covers may take
 START_SHARE = 0.3
 #: how much of it starts that compute again may take, and how many of them are built with care
@@ -99,6 +101,10 @@ class _WithinTime:
             search.offer(plan, timeline)
             self.tried += timeline.valid
         return timeline
+
+
+def _is_large(problem: Problem) -> bool:
+    return len(problem.ops) + len(problem.tensors) >= LARGE
 
 
 def _policies() -> list[str]:
@@ -219,11 +225,11 @@ class Joint:
             deadline=began + self._longest(problem),
             floor_us=self.floor_us,
             progress=self.progress,
+            close=CLOSE if _is_large(problem) else 0.0,
         )
 
     def _longest(self, problem: Problem) -> float:
-        large = len(problem.ops) + len(problem.tensors) >= LARGE
-        return self.seconds * (SLACK if large else 1.0)
+        return self.seconds * (SLACK if _is_large(problem) else 1.0)
 
     def _frame(self, problem: Problem, machine: Machine, mode: Mode, tier: str = HOST) -> Frame:
         return Frame(problem, machine, mode, tier, self.lossy)
@@ -291,10 +297,11 @@ class Joint:
         share = max(1, search.left // 8)
         walked = [search.walk(s, share) for s in states[:3]]
         best = min(walked, key=lambda s: s.cost)
-        while not search.done:
+        while not search.done and search.left >= 4:
+            before_us = best.us
             best = search.walk(best, max(1, search.left // 2))
-            if search.left < 4:
-                break
+            if _is_large(search.problem) and best.us > before_us * (1 - WORTH_ANOTHER):
+                break  # a walk that long has found nothing: another would take as long
 
     def _starts(self, search: Search, frame: Frame, headrooms: tuple[float, ...]) -> list[State]:
         found: list[State] = []

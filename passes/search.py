@@ -57,9 +57,12 @@ class Search:
         deadline: float,
         floor_us: float,
         progress: Callable[[str], None] | None = None,
+        close: float = 0.0,
     ) -> None:
+        """close: the share of the bound above which a plan is not worth improving."""
         self.problem, self.machine, self.judge = problem, machine, judge
         self.left, self.deadline, self.floor_us = evaluations, deadline, floor_us
+        self.close = close
         self.rng = random.Random(20240229)
         self.best_plan: Plan | None = None
         self.best_us = math.inf
@@ -81,7 +84,7 @@ class Search:
     @property
     def _near_floor_us(self) -> float:
         """The bound keeps a margin below what it proves."""
-        return self.floor_us + max(0.005, 1e-5 * self.floor_us)
+        return self.floor_us + max(0.005, max(1e-5, self.close) * self.floor_us)
 
     @property
     def done(self) -> bool:
