@@ -147,6 +147,7 @@ class _Over:
         over = self.cells()
         #: none is over before the first of these, or from the second on
         self.low, self.high = (over[0], over[-1] + 1) if over else (0, 0)
+        self.most = max(self.left, default=0)
         self._sums: dict[int, list[float]] = {}
 
     @property
@@ -157,10 +158,13 @@ class _Over:
         return [j for j, left in enumerate(self.left) if left]
 
     def freed(self, gap: Gap) -> float:
-        size, freed, low, high, left = gap.tensor.nbytes, 0.0, self.low, self.high, self.left
+        size, freed, left = gap.tensor.nbytes, 0.0, self.left
+        low, high, most = self.low, self.high, self.most
         for a, b in gap.cells:  # the innermost loop of a search
             part = left[a if a > low else low : b if b < high else high]
-            freed = sum([x if x < size else size for x in part], freed)
+            if size < most:
+                part = [x if x < size else size for x in part]
+            freed = sum(part, freed)
         return freed
 
     def freed_first(self, gap: Gap) -> float:
@@ -190,3 +194,4 @@ class _Over:
             self.low += 1
         while self.low < self.high and not left[self.high - 1]:
             self.high -= 1
+        self.most = max(left, default=0)

@@ -12,7 +12,7 @@ from functools import cached_property
 from itertools import accumulate
 from typing import TYPE_CHECKING, NamedTuple
 
-from offcompile.ir import DEVICE, HOST, Direct, Infeasible, Op, Problem, Recompute, Update
+from offcompile.ir import DEVICE, HOST, Direct, Infeasible, Op, Problem, Recompute, Start, Update
 
 from .decisions import Away, Decisions
 
@@ -60,6 +60,8 @@ class Program:
             again.setdefault(r.before, []).append(r.op)
         hosted = {u.weight for u in decisions.updates if u.where == HOST}
         self.runs: list[RunOf] = []
+        #: copies that steps began with: by tensor and tier
+        self.starts: dict[tuple[str, str], Start] = {}
         #: gaps found in it (`gaps`)
         self.gaps: dict[tuple[object, ...], Gaps] = {}
         #: per run: what it needs on the device where all of it is there

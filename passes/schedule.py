@@ -269,8 +269,19 @@ class Builder:
 
     def _start(self, start: dict[str, set[str]]) -> tuple[Start, ...]:
         order = [t.name for t in self.machine.tiers]
-        copies = []
+        known, copies = self.program.starts, []
+        missing = False
         for tensor in self.problem.tensors:
-            for tier in sorted(start.get(tensor.id, ()), key=lambda x: (x not in order, x)):
-                copies.append(Start(tensor.id, tier if tier in order else DEVICE))
-        return tuple(dict.fromkeys(copies))
+            tiers = start.get(tensor.id)
+            if not tiers:
+                continue
+            for tier in (
+                sorted(tiers, key=lambda x: (x not in order, x)) if len(tiers) > 1 else tiers
+            ):
+                asked = tensor.id, tier if tier in order else DEVICE
+                missing = missing or tier not in order
+                copy = known.get(asked)
+                if copy is None:
+                    copy = known[asked] = Start(*asked)
+                copies.append(copy)
+        return tuple(dict.fromkeys(copies) if missing else copies)

@@ -20,20 +20,22 @@ class Simulator:
 
     def __init__(self, problem: Problem, machine: Machine) -> None:
         self._base = CompiledProblem(problem, machine)
-        self._known: dict[tuple[Plan, bool], Timeline] = {}
+        self._known: dict[tuple[object, ...], tuple[Plan, Timeline]] = {}
 
     def run(self, plan: Plan, record: bool = True) -> Timeline:
         """The timeline of a plan whose structure is lawful.
 
         Without `record` no freed copies are listed, and stalls do not say what they waited for.
         """
-        asked = plan, record
-        found = self._known.get(asked)
-        if found is None:
-            found = self._run(plan, record)
-            while len(self._known) >= MOST_KNOWN:
-                del self._known[next(iter(self._known))]
-            self._known[asked] = found
+        likeness = record, len(plan.drops), tuple(m.start_after for m in plan.moves)
+        known = self._known.get(likeness)
+        if known is not None and known[0] == plan:
+            return known[1]
+        found = self._run(plan, record)
+        self._known.pop(likeness, None)
+        while len(self._known) >= MOST_KNOWN:
+            del self._known[next(iter(self._known))]
+        self._known[likeness] = plan, found
         return found
 
     def _run(self, plan: Plan, record: bool) -> Timeline:
