@@ -1,6 +1,6 @@
 """Models that people train, against their bound and against what is simpler.
 
-    python -m benchmarks.real [--only NAME] [--seconds S] [--quick]
+    python -m benchmarks.real [--only NAME] [--seconds S] [--jobs N] [--quick]
 
 Each row is planned in a process of its own, ahead of any hardware, and stands in the table as soon
 as it is done. A run without `--only` begins a new table; with it rows of that name are made anew.
@@ -16,6 +16,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterable
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
 from typing import Any
 
@@ -221,6 +222,7 @@ def main() -> None:
         "--only", metavar="NAME", help="rows whose model or card has it in its name"
     )
     parser.add_argument("--seconds", type=float, metavar="S", help="of each search for our plan")
+    parser.add_argument("--jobs", type=int, default=1, metavar="N", help="rows made at once")
     parser.add_argument("--quick", action="store_true", help="one small model, no file")
     parser.add_argument("--child", metavar="JSON", help=argparse.SUPPRESS)
     options = parser.parse_args()
@@ -229,15 +231,17 @@ def main() -> None:
         return
     cases = QUICK if options.quick else CASES
     known = _known() if options.only and not options.quick else {}
-    for case in cases:
-        if options.only and options.only not in f"{case.name} on {case.place}":
-            continue
-        known[case] = _in_child(case, options.seconds)
-        ordered = [(c, known[c]) for c in cases if c in known]
-        print(_line(case, known[case]), *behind_of(case, known[case]), sep="\n", flush=True)
-        if not options.quick:
-            RESULTS.write_text(table(ordered), "utf-8")
-            _keep(ordered)
+    asked = [c for c in cases if not options.only or options.only in f"{c.name} on {c.place}"]
+    with ThreadPoolExecutor(options.jobs) as pool:
+        made = {pool.submit(_in_child, case, options.seconds): case for case in asked}
+        for done in as_completed(made):
+            case = made[done]
+            known[case] = done.result()
+            ordered = [(c, known[c]) for c in cases if c in known]
+            print(_line(case, known[case]), *behind_of(case, known[case]), sep="\n", flush=True)
+            if not options.quick:
+                RESULTS.write_text(table(ordered), "utf-8")
+                _keep(ordered)
     if options.quick:
         print(table(known.items()))
 

@@ -138,9 +138,15 @@ def _with_some_here(
     """As many weights on the device as make the step fastest. least_us: what others cost."""
     sizes = _without_host_updates(leave)
     found: dict[Fraction, Choice] = {}
+    known: dict[frozenset[str], float | None] = {}
 
     def cost(share: Fraction) -> float | None:
         stays = spread(sizes, share)
+        if stays not in known:
+            known[stays] = planned(share, stays)
+        return known[stays]
+
+    def planned(share: Fraction, stays: frozenset[str]) -> float | None:
         annotated = on_host(stays)
         if annotated is None:
             return None
@@ -153,10 +159,10 @@ def _with_some_here(
         found[share] = Choice(annotated, decided, stays)
         return decided.cost_us
 
-    share = best_share(cost, min(least_us, leave.decided.cost_us))
-    if share == 0 or not _faster(found[share].decided, leave.decided):
+    best_share(cost, min(least_us, leave.decided.cost_us))
+    best = min(found.values(), key=lambda c: c.decided.cost_us, default=leave)
+    if not _faster(best.decided, leave.decided):
         return leave
-    best = found[share]
     longer = Choice(best.annotated, decide(best.annotated, may_fit=False), best.stays)
     return min(longer, best, key=lambda c: c.decided.cost_us)
 

@@ -17,7 +17,7 @@ from .garbage import rarely_collected
 from .order import Order, static_order
 
 #: planning time: this much, and more for each op, within bounds
-BASE_SECONDS, SECONDS_PER_OP, MOST_SECONDS = 0.5, 0.004, 6.0
+BASE_SECONDS, SECONDS_PER_OP, MOST_SECONDS = 0.3, 0.003, 4.2
 #: no longer than so many steps take: what a search could still gain of them is less
 MOST_STEPS, LEAST_SECONDS = 100, 0.2
 US_PER_S = 1e6

@@ -41,7 +41,7 @@ from .search import Search, State, mode_of
 from .update_split import UpdateSplit
 
 #: evaluations a second that the effort is reckoned at, per (run + move) of the problem
-EVALUATIONS_PER_SECOND = 50_000.0
+EVALUATIONS_PER_SECOND = 75_000.0
 HEADROOMS = (0.0, 0.03, 0.08, 0.15, 0.25, 0.5)
 
 
@@ -57,7 +57,7 @@ RECOMPUTE_SHARE, REFINED_STARTS = 0.6, 3
 #: into how many parts forward is cut for recomputation with which nothing has to move
 FITTING_PARTS = (1, 24)
 #: of all plans to be tried, those starts, where no other search has made any, and where one has
-NEW_SHARE, KNOWN_SHARE = 0.75, 0.4
+NEW_SHARE, KNOWN_SHARE = 0.6, 0.4
 #: how much of the time and of all plans to be tried each look for a split of updates may take
 SPLIT_SHARES = (0.2, 0.6)
 #: how much of the time the single policies may take together

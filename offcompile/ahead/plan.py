@@ -21,7 +21,7 @@ from offcompile.choose import Choice
 from offcompile.decide import planning_seconds
 from offcompile.graphs import Graphs
 from offcompile.hardware import load_profile
-from offcompile.ir import InvalidInput, Problem, Violation
+from offcompile.ir import InvalidInput, Violation
 from offcompile.options import Options
 from offcompile.planning import Planning
 from offcompile.profiling import Profile
@@ -34,8 +34,6 @@ from .surveyed import AheadSurvey, NotAlike, Twin
 from .updates import Updates
 
 CPU = "cpu"
-#: of the time that the backend would search for: a forecast is waited for
-PLANNING_SHARE = 0.7
 #: which positional argument of attention is the share that is dropped
 DROPOUT_AT = 4
 Tell = Callable[[str], None]
@@ -212,7 +210,7 @@ class Ahead:
         graphs = _graphs(trace_ahead(asked, asked.model, isinstance(target, CudaTarget)))
         survey = cls._survey(asked, target, graphs)
         found = survey.annotate(graphs, None, tell)
-        return cls(asked, target, graphs, survey, _seconds(found.problem))
+        return cls(asked, target, graphs, survey, planning_seconds(found.problem))
 
     @classmethod
     def _from_few(cls, asked: Asked, target: Target, layers: Layers, tell: Tell) -> Ahead:
@@ -226,7 +224,7 @@ class Ahead:
         survey = cls._survey(asked, target, few)
         survey.twin = Twin(cls._survey(asked, target, fewer), fewer, layers)
         found = survey.annotate(few, None, tell)
-        return cls(asked, target, few, survey, _seconds(found.problem))
+        return cls(asked, target, few, survey, planning_seconds(found.problem))
 
     @staticmethod
     def _survey(asked: Asked, target: Target, graphs: Graphs) -> AheadSurvey:
@@ -257,10 +255,6 @@ class Ahead:
         memory = self.asked.options.memory
         planning = self._planning(replace(self.survey.options, memory=memory))
         return planning.report(choice or self.choose(memory, tell))
-
-
-def _seconds(problem: Problem) -> float:
-    return PLANNING_SHARE * planning_seconds(problem)
 
 
 def _graphs(traced: Traced) -> Graphs:
