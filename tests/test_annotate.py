@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import torch
 from captured import Attention, Perceptron, capture
-from torch import nn
+from torch import fx, nn
 
 from offcompile.annotate import Annotated, annotate
 from offcompile.costs import OpCost
 from offcompile.decide import plain_plan
-from offcompile.graphs import Graphs
+from offcompile.graphs import Graphs, bookkeeping
 from offcompile.ir import DEVICE, Machine, Tier
 from offcompile.ir.jsonio import problem_from_json, problem_to_json
 from offcompile.simulate import simulate
@@ -174,3 +174,21 @@ def test_what_annotate_makes_is_a_problem_that_can_be_written_and_read() -> None
     (graphs,) = capture(Attention(32, 2), torch.randn(2, 16, 32))
     problem = annotated(graphs).problem
     assert problem_from_json(problem_to_json(problem)) == problem
+
+
+def statistics(shown: bool = False) -> fx.Graph:
+    """A mean that is taken off, and that a running mean remembers."""
+    graph = fx.Graph()
+    x, running = graph.placeholder("x"), graph.placeholder("running")
+    mean = graph.call_function(torch.ops.aten.mean.default, (x,))
+    centred = graph.call_function(torch.ops.aten.sub.Tensor, (x, mean))
+    kept = graph.call_function(torch.ops.aten.mul.Tensor, (running, 0.9))
+    later = graph.call_function(torch.ops.aten.add.Tensor, (kept, mean))
+    graph.call_function(torch.ops.aten.copy_.default, (running, later))
+    graph.output((centred, later) if shown else (centred,))
+    return graph
+
+
+def test_what_only_new_values_of_inputs_come_of_is_bookkeeping() -> None:
+    assert bookkeeping(statistics()) == {"mul_tensor", "add_tensor", "copy__default"}
+    assert bookkeeping(statistics(shown=True)) == {"copy__default"}

@@ -73,3 +73,26 @@ def test_a_faster_link_or_host_never_raises_the_bound() -> None:
     by_host = [bound_us(updates(us), machine()) for us in (100.0, 50.0, 10.0, 1.0)]
     for found in (by_link, by_host):
         assert found == sorted(found, reverse=True)
+
+
+def gradients(count: int = 10) -> Problem:
+    """A forward op, and gradients that are for whoever comes after the step."""
+    tensors = [Tensor("a", 10, "activation")]
+    tensors += [Tensor(f"g{i}", 100, "gradient") for i in range(count)]
+    ops = [Op("F", "forward", 100.0, (), ("a",))]
+    ops += [Op(f"B{i}", "backward", 1.0, ("a",), (f"g{i}",)) for i in range(count)]
+    return Problem(tuple(tensors), tuple(ops))
+
+
+def slow_out(capacity: int) -> Machine:
+    lanes = (Lane("h2d", "host", "device", 10.0), Lane("d2h", "device", "host", 10.0))
+    return Machine((Tier("device", capacity), Tier("host")), lanes)
+
+
+def test_gradients_without_room_at_the_end_leave_after_forward() -> None:
+    """Of ten the device holds three: seven cross in 10 µs each, after the 100 µs of forward."""
+    found = bound_us(gradients(), slow_out(310))
+    assert found == pytest.approx(100 + 7 * 10, rel=0.01)
+    assert found <= planned_us(gradients(), slow_out(310)) * (1 + 1e-9)
+    # with room for all, compute is what takes time
+    assert bound_us(gradients(), slow_out(2000)) <= 110 + 1e-6

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import functools
 import gc
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -14,6 +16,7 @@ import torch.nn.functional as F
 from captured import Attention, Perceptron
 from torch import fx, nn
 
+import offcompile
 from offcompile.annotate import Annotated, annotate
 from offcompile.costs import OpCost
 from offcompile.decide import Decided, decide, floor_of
@@ -303,3 +306,26 @@ def test_what_a_lane_still_reads_when_forward_ends_is_held_until_then(runtime: s
         (source,) = barrier.args[1]
         assert barrier.args[0].args[0] is source
         assert barrier in out.all_input_nodes
+
+
+def test_batch_norm_runs_again_without_its_running_statistics() -> None:
+    """Its kernel also makes them, and forward has written them down by the time it runs again."""
+    torch.manual_seed(0)
+    convolution = functools.partial(nn.Conv2d, 8, 8, 3, padding=1, bias=False)
+    layers = [m for _ in range(5) for m in (convolution(), nn.BatchNorm2d(8), nn.ReLU())]
+    plain = nn.Sequential(*layers)
+    ours = copy.deepcopy(plain)
+    options = {"lowering": "inductor", "memory": "minimum", "policy": "recompute"}
+    compiled = torch.compile(ours, backend="offcompile", options=options | {"hardware": "cpu"})
+    x = torch.randn(8, 8, 32, 32)
+    for _ in range(2):
+        for model in (torch.compile(plain), compiled):
+            model(x).square().mean().backward()
+    again = [r.op for r in offcompile.reports()[-1].plan.recomputes]
+    kernels = {op.id for op in offcompile.reports()[-1].problem.ops if len(op.writes) > 2}
+    assert kernels.intersection(again)
+    for a, b in zip(
+        (*plain.parameters(), *plain.buffers()), (*ours.parameters(), *ours.buffers()), strict=True
+    ):
+        torch.testing.assert_close(a, b)
+        torch.testing.assert_close(a.grad, b.grad)
