@@ -8,6 +8,7 @@ it and back, as `offcompile.optim` does it unless `stream=False`.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 import torch
@@ -22,6 +23,10 @@ USUAL_HOST_GBPS = 50.0
 FP32_BYTES = 4
 #: float32 values that each element has beside weight and gradient
 STATES = {"sgd": 0, "momentum": 1, "adam": 2, "adamw": 2}
+
+
+#: what only the host can update, so that it is there that the next step finds its weights
+HOME = Tensor("home", 1, "weight", HOST, pinned=True)
 
 
 @dataclass(frozen=True)
@@ -77,8 +82,21 @@ class Updates:
             named.update({t.id: names[weight.id] for t in states})
             after.setdefault(max(last[gradient.id], last.get(weight.id, 0)), []).append(op)
         ops = [o for i, op in enumerate(problem.ops) for o in (op, *after.get(i, ()))]
+        if back := self._back_home(ops, tensors):
+            ops.append(back)
+            tensors[HOME.id] = HOME
+            labels[back.id] = labels[HOME.id] = "weights and states back on the host"
         found = replace(problem, tensors=tuple(tensors.values()), ops=tuple(ops))
         return replace(annotated, problem=found, labels=labels, names=named)
+
+    def _back_home(self, ops: list[Op], tensors: Mapping[str, Tensor]) -> Op | None:
+        """The end of a step, which finds on the host what the next one begins with there."""
+        written = dict.fromkeys(t for op in ops if op.phase == "update" for t in op.writes)
+        at_home = [t for t in written if tensors[t].home == HOST and not tensors[t].pinned]
+        if not self.streams or not at_home:
+            return None
+        reads, writes = (*at_home, HOME.id), (HOME.id,)
+        return Op("back home", "update", 0.0, reads, writes, host_duration_us=0.0)
 
     def _states(
         self, weight: Tensor, gradient: Tensor, dtype: torch.dtype | None

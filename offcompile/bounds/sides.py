@@ -14,7 +14,7 @@ from functools import cached_property
 import numpy as np
 import numpy.typing as npt
 
-from offcompile.ir import DEVICE, Lane
+from offcompile.ir import DEVICE, HOST, Lane
 
 from .survey import Floats, Survey, known, least_ns, priced, whole_ns
 
@@ -81,7 +81,7 @@ class Sides:
     """
 
     def __init__(self, k: int, updates: Updates, carried: Carried, names: Sequence[str]) -> None:
-        self.survey, self.k, self.carried = carried.survey, k, carried
+        self.survey, self.k, self.carried, self.updates = carried.survey, k, carried, updates
         self.width = carried.width
         self.host, self.device = Legs(self.width), Legs(self.width)
         self.late, self.early = Legs(self.width), Legs(self.width)
@@ -128,6 +128,11 @@ class Sides:
         s, op, shift = self.survey, self.survey.problem.ops[u], self.width if u > self.k else 0
         self.device.add(i, {shift: float(least_ns(s.base_ns[u], op, s.direct_ns, u))})
         counted = len(states) == 1 and u > self.k and states[0] in rows
+        for t in self.survey.problem.ops[u].writes:
+            if t in self.updates.back:  # the step ends with it on the host
+                out = self.carried.out(t)
+                later = {self.width + j: ns for j, ns in out.items()}
+                self.device.add(i, later if u > self.k else out | later)
         for t in states:
             ways = {} if s.problem.tensor[t].pinned else self.carried.into(t)
             if (u, t) in s.direct_ns:
@@ -151,6 +156,8 @@ class Updates:
     makers: Mapping[int, tuple[int, str]]
     #: what lies on the host until the update is its first user
     states: Mapping[int, Sequence[str]]
+    #: what an op that only the host can run reads last
+    back: frozenset[str] = frozenset()
 
     @classmethod
     def of(cls, survey: Survey) -> Updates:
@@ -176,7 +183,7 @@ class Updates:
                     if t not in used and tensor[t].home not in (None, DEVICE) and tensor[t].nbytes
                 ]
             used.update(op.operands)
-        return cls(host_ns, makers, states)
+        return cls(host_ns, makers, states, _back(survey))
 
     def releases(self, parts: int) -> Iterator[int]:
         """The ops that make the gradients with which so many equal parts of the updates begin."""
@@ -188,6 +195,16 @@ class Updates:
                 yield self.makers[u][0]
                 part += 1
             done += self.host_ns[u]
+
+
+def _back(survey: Survey) -> frozenset[str]:
+    """What is read on the host at the very end, whoever has written it."""
+    tensor, last = survey.problem.tensor, survey.n_ops - 1
+    if last < 0 or survey.host_ns[last] is None:
+        return frozenset()
+    reads = survey.problem.ops[last].reads
+    pinned = any(tensor[t].pinned and tensor[t].home == HOST for t in reads)
+    return frozenset(t for t in reads if not tensor[t].pinned) if pinned else frozenset()
 
 
 @dataclass(frozen=True)
