@@ -249,6 +249,12 @@ def test_updates_are_part_of_the_step() -> None:
     for op in tight.annotated.problem.ops:
         if op.host_duration_us is not None:
             assert (on_host | crossing) & set(op.writes)
+    # and the step ends with all of it back on the host, for the next one to begin with
+    back = {m.tensor for m in made.moves if m.target == "host"}
+    tensor = tight.annotated.problem.tensor
+    for op in tight.annotated.problem.ops:
+        if op.phase == "update" and not on_host & set(op.writes):
+            assert {t for t in op.writes if tensor[t].home == "host"} <= back
     assert tight.decided.order.peak_bytes <= 4 << 20
     steps_us = [d.result.makespan_us for d in (plain, roomy.decided, tight.decided)]
     assert steps_us == sorted(steps_us)
