@@ -148,7 +148,7 @@ def plan_problem(
 
 
 def _modes(plans: Sequence[Plan], coarse: Coarse) -> tuple[Mode, ...]:
-    """What plans compute again and have the host update, the newest first."""
+    """List the recomputations and host updates of plans, the newest first."""
     found = (
         Mode(
             recomputes=coarse.reruns(plan),

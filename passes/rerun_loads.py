@@ -105,7 +105,7 @@ class _Swaps:
         return chain
 
     def _is_there(self, t: str, position: int) -> bool:
-        """Whether the device holds the tensor at a run, or brings it anyway."""
+        """True if the device holds the tensor at a run, or brings it anyway."""
         tensor = self.state.frame.problem.tensor[t]
         if tensor.pinned and tensor.home == DEVICE:
             return True

@@ -198,7 +198,7 @@ class Updates:
 
 
 def _back(survey: Survey) -> frozenset[str]:
-    """What is read on the host at the very end, whoever has written it."""
+    """Name the tensors that an op reads on the host at the very end, whoever has written them."""
     tensor, last = survey.problem.tensor, survey.n_ops - 1
     if last < 0 or survey.host_ns[last] is None:
         return frozenset()

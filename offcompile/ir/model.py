@@ -85,7 +85,7 @@ class Problem:
         return {}
 
     def once(self, make: Callable[[Problem], Made]) -> Made:
-        """What `make` makes of this problem, made once."""
+        """Return the result of `make` for this problem, made once."""
         if make not in self._made:
             self._made[make] = make(self)
         return cast("Made", self._made[make])

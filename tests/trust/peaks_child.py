@@ -52,7 +52,7 @@ _TIMM = (
 
 
 class WithLoss(nn.Module):
-    """What autograd keeps of a loss outside no plan can know of."""
+    """Compute a loss inside the model: no plan knows of tensors that autograd keeps outside."""
 
     def __init__(self, model: nn.Module, loss: Callable[[Any, Tensor], Tensor]) -> None:
         super().__init__()

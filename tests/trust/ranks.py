@@ -37,7 +37,7 @@ def rows(scale: float, seed: int) -> list[Row]:
 
 
 def run(cases: Mapping[str, Sequence[str]]) -> list[list[dict[str, Any]]]:
-    """What each rank found for each case."""
+    """Return each rank's findings for each case."""
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
     with tempfile.TemporaryDirectory() as folder:
         command = [sys.executable, "-m", "trust.ranks_child"]
