@@ -199,7 +199,7 @@ class _Account:
         return Ending(nbytes, out, self.lasting_bytes + float(nbytes.sum()) - capacity)
 
     def _results(self) -> list[tuple[int, int, Floats]]:
-        """List results that the device makes: the op that makes each, its bytes and its ways out."""
+        """List results that the device makes: who makes each, its bytes and its ways out."""
         s, found = self.survey, []
         writers: dict[str, list[int]] = {}
         for i, op in enumerate(s.problem.ops):
