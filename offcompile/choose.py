@@ -7,6 +7,7 @@ costs no more than `WORTH_LEAVING` is taken.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from fractions import Fraction
@@ -26,6 +27,8 @@ WORTH_LEAVING = 0.02
 TRIAL_SHARE, LONGER_SHARE = 1 / 3, 2.0
 #: of plans that cost so many times the best none is searched again
 NEAR = 1.1
+#: after so much processor time no other choice of weights is planned for, and none for longer
+ENOUGH_SECONDS = 20.0
 
 
 class Decide(Protocol):
@@ -69,6 +72,7 @@ def choose(
     """
     if to_floor:
         return _least(at_home, on_host(frozenset()), decide, floor_of)
+    until = time.thread_time() + ENOUGH_SECONDS
     stay = refused = None
     try:
         stay = decide(at_home, may_fit=True)
@@ -90,13 +94,13 @@ def choose(
         return Choice(at_home, stay)
     if may_split and not _hides(leave.decided, leave.annotated.problem):
         least_us = min(d.cost_us for d in (stay, leave.decided) if d is not None)
-        leave = _with_some_here(leave, least_us, on_host, decide)
+        leave = _with_some_here(leave, least_us, on_host, decide, until)
         least_us = min(least_us, leave.decided.cost_us)
         if not leave.stays:
-            leave = _longer(leave, least_us, decide)
+            leave = _longer(leave, least_us, decide, until)
         if stay is not None:
             least_us = min(least_us, leave.decided.cost_us)
-            stay = _longer(Choice(at_home, stay), least_us, decide).decided
+            stay = _longer(Choice(at_home, stay), least_us, decide, until).decided
     if stay is None or must_leave or _faster(leave.decided, stay):
         return leave
     return Choice(at_home, stay)
@@ -118,11 +122,11 @@ def _least(
     return min(stay, leave, key=lambda c: c.decided.order.peak_bytes)
 
 
-def _longer(choice: Choice, least_us: float, decide: Decide) -> Choice:
-    """Searched again, for longer, if a plan may still be found that beats what others cost."""
+def _longer(choice: Choice, least_us: float, decide: Decide, until: float) -> Choice:
+    """Search again, for longer, if there is time and a plan may still beat what others cost."""
     worth_us = least_us * (1 - WORTH_LEAVING)
     far = choice.decided.cost_us > least_us * NEAR
-    if far or choice.decided.result.lower_bound_us >= worth_us:
+    if far or time.thread_time() > until or choice.decided.result.lower_bound_us >= worth_us:
         return choice
     made = decide(choice.annotated, may_fit=False, share=LONGER_SHARE)
     found = Choice(choice.annotated, made, choice.stays)
@@ -134,14 +138,17 @@ def _with_some_here(
     least_us: float,
     on_host: Callable[[frozenset[str]], Annotated | None],
     decide: Decide,
+    until: float,
 ) -> Choice:
-    """As many weights on the device as make the step fastest. least_us: what others cost."""
+    """Keep as many weights on the device as make the step fastest. least_us: what others cost."""
     sizes = _without_host_updates(leave)
     found: dict[Fraction, Choice] = {}
     known: dict[frozenset[str], float | None] = {}
 
     def cost(share: Fraction) -> float | None:
         stays = spread(sizes, share)
+        if stays not in known and time.thread_time() > until:
+            return None
         if stays not in known:
             known[stays] = planned(share, stays)
         return known[stays]
@@ -163,6 +170,8 @@ def _with_some_here(
     best = min(found.values(), key=lambda c: c.decided.cost_us, default=leave)
     if not _faster(best.decided, leave.decided):
         return leave
+    if time.thread_time() > until:
+        return best
     longer = Choice(best.annotated, decide(best.annotated, may_fit=False), best.stays)
     return min(longer, best, key=lambda c: c.decided.cost_us)
 

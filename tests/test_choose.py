@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
+from offcompile import choose as module
 from offcompile.annotate import Annotated
 from offcompile.choose import Choice, Decide, choose, weights_in_use_order
 from offcompile.decide import Decided, decide, floor_of, planning_seconds
@@ -88,6 +91,21 @@ def test_some_weights_stay_where_loading_them_all_is_slow() -> None:
     assert "w0" in found.stays
     assert found.decided.result.makespan_us < 0.9 * everything.result.makespan_us
     assert found.decided.order.peak_bytes <= budget
+
+
+def test_without_time_only_the_two_simple_choices_are_planned_for(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    budget, asked = 8 * WEIGHT_BYTES, []
+    assert chosen(budget).stays  # some weights stay
+
+    def counted(found: Annotated, **given: Any) -> Decided:
+        asked.append(found)
+        return at(budget)(found, **given)
+
+    monkeypatch.setattr(module, "ENOUGH_SECONDS", -1.0)
+    found = choose(tower(False), on_host, counted, False, least)
+    assert found.stays == frozenset() and len(asked) == 2
 
 
 def test_the_floor_has_all_of_them_on_the_host() -> None:
