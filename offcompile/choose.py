@@ -28,7 +28,7 @@ TRIAL_SHARE, LONGER_SHARE = 1 / 3, 2.0
 #: of plans that cost so many times the best none is searched again
 NEAR = 1.1
 #: after so much processor time no other choice of weights is planned for, and none for longer
-ENOUGH_SECONDS = 20.0
+ENOUGH_SECONDS = 25.0
 
 
 class Decide(Protocol):
