@@ -207,10 +207,12 @@ class _Work:
         writes = dict.fromkeys(filter(None, mutated))
         if writes and isinstance(node.meta.get("val"), torch.Tensor):
             self.storage_of[phase, node.name] = next(iter(writes))
-        if phase == FORWARD and node.name in self.bookkeeping:
-            # what runs again may find the new value, and makes nothing of it
-            read = {self.storage_of.get((phase, n)) for n in self.backward_inputs} | self.shared
-            writes = {t: None for t in writes if t in read}
+        if phase == FORWARD:
+            # what runs again may find the new value there, and makes nothing of it
+            unread = {
+                self.storage_of.get((phase, n.name)) for n in mutated_inputs(node) if self.unread(n)
+            }
+            writes = {t: None for t in writes if t not in unread or t in self.shared}
         workspace = cost.workspace_bytes
         for value, part in self.outputs(node):
             if part is None:  # returned and never looked at
@@ -238,6 +240,11 @@ class _Work:
             )
         )
         self.labels[name] = _label(node)
+
+    def unread(self, argument: fx.Node) -> bool:
+        """True if nothing but new values of arguments depends on this one."""
+        inside = argument.op == "placeholder" and argument.name in self.bookkeeping
+        return inside and argument.name not in self.backward_inputs
 
     def direct(
         self, phase: str, node: fx.Node, duration_us: float, reads: list[str]

@@ -209,7 +209,8 @@ def bookkeeping(graph: fx.Graph) -> frozenset[str]:
     what else the graph makes is the same without them."""
     found: set[fx.Node] = set()
     for node in reversed(graph.nodes):
-        if node.op == "output" or (node.is_impure() and not mutated_inputs(node)):
+        changes = node.op != "placeholder" and node.is_impure() and not mutated_inputs(node)
+        if node.op == "output" or changes:
             continue
         ends_here = not node.users and bool(mutated_inputs(node))
         if ends_here or (node.users and found.issuperset(node.users)):

@@ -190,5 +190,10 @@ def statistics(shown: bool = False) -> fx.Graph:
 
 
 def test_what_only_new_values_of_inputs_come_of_is_bookkeeping() -> None:
-    assert bookkeeping(statistics()) == {"mul_tensor", "add_tensor", "copy__default"}
+    assert bookkeeping(statistics()) == {
+        "running",
+        "mul_tensor",
+        "add_tensor",
+        "copy__default",
+    }
     assert bookkeeping(statistics(shown=True)) == {"copy__default"}

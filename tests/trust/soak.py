@@ -114,8 +114,10 @@ class Kind:
 
 
 HOSTED = {"policy": "gradient_reserve"}
+#: a search so short that activations move, and are packed, where a longer one makes them again
+SPILLED = {"policy": "joint:evaluations=4"}
 KINDS = (
-    Kind("activations", {}, micro=2),
+    Kind("activations", SPILLED, micro=2),
     Kind("weights", HOSTED, dynamic=True, ours={"states": "host", "overlap": True}),
     Kind("states", {}, dynamic=True, ours={"states": "disk", "overlap": True}),
 )
