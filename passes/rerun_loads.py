@@ -71,10 +71,10 @@ class _Swaps:
             run = program.runs[gap.last]
             if gap.last <= gap.first or run.on_host or run.op.phase == "forward":
                 continue
-            chain = self._chain(gap)
+            before = run.name.partition("@")[2] or run.op.id
+            chain = self._chain(gap, before)
             if chain is None:
                 continue
-            before = run.name.partition("@")[2] or run.op.id
             op = self.state.frame.problem.op
             took_us = sum(op[o].duration_us for o in chain)
             alone = self.state.cover.values.get(gap.value, 0) == 1
@@ -83,14 +83,11 @@ class _Swaps:
                 reruns = frozenset((o, before) for o in chain)
                 yield Swap(i, reruns, gain_us, run.name in held_up)
 
-    def _chain(self, gap: Gap) -> set[str] | None:
+    def _chain(self, gap: Gap, before: str) -> set[str] | None:
         """The ops that make the tensor from what is there right before its use; None: none do."""
         chain: set[str] = set()
         wanted = [gap.tensor.id]
-        at_op = self.state.frame.problem.op_index[self.state.frame.program.runs[gap.last].op.id]
-        before = self.state.frame.program.runs[gap.last].name.partition("@")[2]
-        if before:
-            at_op = self.state.frame.problem.op_index[before]
+        at_op = self.state.frame.problem.op_index[before]
         while wanted:
             t = wanted.pop()
             maker = self.choices.maker.get(t)
