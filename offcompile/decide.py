@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from offcompile.ir import DEVICE, Infeasible, Machine, Plan, Problem, Start
 from offcompile.ir.units import show_bytes
 from offcompile.passes.frame import Frame, Mode, direct_mode, held_on_host
-from offcompile.planner import PlanResult, plan_problem
+from offcompile.planner import Beaten, PlanResult, plan_problem
 from offcompile.simulate import Simulator
 
 from .garbage import rarely_collected
@@ -122,11 +122,13 @@ def decide(
     compute_us = sum(op.duration_us for op in problem.ops)
     spend = seconds or planning_seconds(problem)
     touching = None if holes is None else holes.touching_us
+    roomy: _Planned | None = None
 
-    def planned(capacity: int, holes_bytes: int = 0) -> _Planned:
+    def planned(capacity: int, holes_bytes: int = 0, worth_us: float = worth_us) -> _Planned:
         machine = machine_for(max(1, capacity - holes_bytes))
+        seeds = known if roomy is None else [*known, roomy.result.plan]
         with rarely_collected():
-            result = plan_problem(problem, machine, policy, spend, progress, known, worth_us)
+            result = plan_problem(problem, machine, policy, spend, progress, seeds, worth_us)
         touching_us = 0.0 if touching is None else touching(machine, result)
         return _Planned(machine, result, holes_bytes, touching_us)
 
@@ -135,7 +137,6 @@ def decide(
     else:
         capacity = budget_bytes - reserve_for(budget_bytes)
         floor = floor_of(problem, machine_for)
-        roomy = None
         if holes is not None:
             roomy = _with_room(planned, capacity, floor, holes.wanted_bytes)
         if roomy is not None and (
@@ -144,6 +145,13 @@ def decide(
             or len(problem.ops) > MANY_OPS  # a second search takes longer than it can save
         ):
             found = roomy
+        elif roomy is not None:
+            # a plan without room for holes must gain more than the holes cost
+            worth_us = roomy.cost_us / (1 + HOLES_COST)
+            found = roomy
+            with contextlib.suppress(Infeasible, Beaten):
+                tight = planned(capacity, worth_us=worth_us)
+                found = tight if tight.cost_us < worth_us else roomy
         else:
             refusing = (problem, machine_for, policy, budget_bytes, reserve_for, held_bytes)
             if floor > capacity * HOPELESS and (refusal := _with_budget(None, *refusing)):
@@ -158,8 +166,6 @@ def decide(
                     None,
                     "Set memory to 'minimum', or to a little more.",
                 ) from None
-            if roomy is not None and roomy.cost_us <= found.cost_us * (1 + HOLES_COST):
-                found = roomy
     machine, result = found.machine, found.result
     order = static_order(problem, machine, result.plan, result.timeline)
     return Decided(result, machine, order, False, found.holes_bytes, touching_us=found.touching_us)

@@ -160,7 +160,8 @@ class Pipeline:
         garbage.compiled()
         observe = partial(report.observe, FORWARD if phase == "inference" else phase)
         clock = self._clock
-        watched = not report.fits and self._kind == "cpu"
+        # a step that fits keeps to its budget by itself only while freed memory goes back
+        watched = self._kind == "cpu" and (not report.fits or heap().keeps)
 
         offered = self.offers.outputs if self.offers is not None and phase == BACKWARD else ()
         direct_reads = self._direct_reads(phase)

@@ -112,6 +112,8 @@ class Heap:
         self._limit_bytes: int | None = None
         self._left_bytes = 0
         self._budget_bytes = 0
+        #: True once freed blocks stay with the process until somebody trims
+        self.keeps = False
         #: most of a step's budget that was seen to be held
         self.peak_bytes = 0
         self._huge_from = self._huge_until = 0
@@ -153,6 +155,7 @@ class Heap:
                 self.trim()
             self._limit(None)
         else:
+            self.keeps = True
             self._process.mallopt(_M_MMAP_THRESHOLD, KEPT_BYTES)
             self._process.mallopt(_M_TRIM_THRESHOLD, NEVER)
             self._process.mallopt(_M_TOP_PAD, GROWTH_BYTES)

@@ -7,11 +7,13 @@ import subprocess
 import sys
 import textwrap
 import threading
+from collections.abc import Callable
 
 import pytest
+import torch
 
 from offcompile.runtime import heap as heap_module
-from offcompile.runtime.heap import address_space_is_limited, heap
+from offcompile.runtime.heap import Heap, address_space_is_limited, heap
 
 MIB = 1 << 20
 
@@ -218,3 +220,22 @@ print(h.live_bytes(), h._budget_bytes, int(h._thread.is_alive()))
 """
     )
     assert held > budget and watched
+
+
+def test_a_plan_that_moves_nothing_keeps_to_its_budget_once_malloc_keeps_what_is_freed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Measuring ops leaves malloc keeping freed blocks, so steps that fit must be limited, too."""
+    budgets: list[int] = []
+    begin = Heap.begin
+
+    def noted(self: Heap, planned: int, budget: int, at_rest: Callable[[], None]) -> None:
+        budgets.append(budget)
+        begin(self, planned, budget, at_rest)
+
+    monkeypatch.setattr(Heap, "begin", noted)
+    heap().prepare()
+    options = {"memory": 64 * MIB, "lowering": "aot_eager", "hardware": "cpu"}
+    model = torch.compile(torch.nn.Linear(8, 8), backend="offcompile", options=options)
+    model(torch.randn(4, 8)).sum().backward()
+    assert set(budgets) == {64 * MIB}
