@@ -102,7 +102,7 @@ class CostModel:
                 self._measure(call)
             if (known := self.cache.get(call.key)) is not None:
                 return OpCost(*known)
-        return OpCost(estimate, workspace_bytes(call))
+        return OpCost(estimate, workspace_bytes(call, self.device.type))
 
     def to_measure(self, node: fx.Node, hint: Hint) -> Call | None:
         """The call that `price` would run now."""
@@ -140,7 +140,7 @@ class CostModel:
 
     def _measure(self, call: Call) -> None:
         """Runs the op and remembers what it took, unless there is no room or time, or it fails."""
-        made_bytes = sum(s.nbytes for s in call.outputs) + workspace_bytes(call)
+        made_bytes = sum(s.nbytes for s in call.outputs) + workspace_bytes(call, self.device.type)
         inputs_bytes = sum(s.nbytes for s in call.inputs)
         if made_bytes + inputs_bytes > self.room_bytes or self._seconds_left <= 0:
             return

@@ -94,18 +94,31 @@ def roofline_us(work: Work, profile: HardwareProfile, overheads: Overheads) -> f
     return overheads.op_us + fresh_us + max(_arithmetic_us(work, profile), traffic_us)
 
 
-def workspace_bytes(call: Call) -> int:
-    """Where it cannot be measured: what the usual kernels take beyond inputs and outputs.
+def workspace_bytes(call: Call, device_type: str) -> int:
+    """Estimate memory beyond inputs and outputs, as the usual kernels take it.
 
     Convolutions reorder every operand into blocks of channels; the backward of fused attention
     adds up the gradient of the queries in single precision; others take next to nothing.
     """
     name = op_name(call)
     if name in ("convolution", "convolution_backward"):
-        return sum(spec.nbytes for spec in call.inputs + call.outputs)
+        read, written = (8, 8) if name == "convolution" else (8, 16)
+        if device_type != "cpu":
+            read = written = 1
+        return sum(_in_blocks(spec, read) for spec in call.inputs) + sum(
+            _in_blocks(spec, written) for spec in call.outputs
+        )
     if _is_attention(name) and name.endswith("_backward") and len(call.inputs) > 1:
         return call.inputs[1].numel * torch.float32.itemsize
     return 0
+
+
+def _in_blocks(spec: TensorSpec, channels: int) -> int:
+    """Bytes of an operand whose channels come in blocks of so many (measured with oneDNN: images
+    of one or three channels take as much as those of eight, and their gradients twice that)."""
+    if len(spec.size) < 3 or not spec.size[1]:
+        return spec.nbytes
+    return spec.nbytes // spec.size[1] * (-(-spec.size[1] // channels) * channels)
 
 
 def _arithmetic_us(work: Work, profile: HardwareProfile) -> float:

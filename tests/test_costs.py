@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import fx, nn
 from torch.fx.experimental.proxy_tensor import make_fx
 
@@ -501,3 +502,13 @@ def test_a_profile_without_rates_for_products_still_prices_them() -> None:
     graph = graph_of(torch.mm, torch.rand(512, 512), torch.rand(512, 512))
     cost = CostModel(profile, False, "aot_eager").cost(node_of(graph, aten.mm.default), hint)
     assert cost.duration_us == pytest.approx(4.0 + 3 * 2**20 / 10_000)
+
+
+@pytest.mark.parametrize("channels", [1, 3, 8, 12])
+def test_convolutions_take_workspace_for_channels_in_blocks(channels: int) -> None:
+    image, weight = torch.rand(4, channels, 32, 32), torch.rand(16, channels, 3, 3)
+    graph = graph_of(lambda x, w: F.conv2d(x, w, padding=1), image, weight)
+    node = node_of(graph, aten.convolution.default)
+    made, in_blocks = 4 * 16 * 32 * 32 * 4, 4 * 32 * 32 * 4 * -(-channels // 8) * 8
+    on_cpu = costs_of_graph(graph, model(), hint)[node.name].workspace_bytes
+    assert on_cpu >= made + in_blocks

@@ -184,15 +184,20 @@ def train(
 def measured(
     case: Case, rows: int, compiler: Callable[[nn.Module], Any]
 ) -> tuple[list[str], int, int]:
-    """Losses, and the most that steps took beyond what the process had: the first, and others."""
+    """Losses, and the most that steps took beyond what the process had: the first, and others.
+
+    Pages of files count apart: they are the host tier's weights, mapped, and the system may have
+    them back at any time.
+    """
     torch._dynamo.reset()
     gc.collect()
     heap().trim()
-    before = sum(memory.resident())
+    own, files = memory.resident()
     peaks: list[int] = []
 
     def count() -> None:
-        peaks.append(memory.peak_bytes() - before)
+        mapped = max(0, memory.resident()[1] - files)
+        peaks.append(memory.peak_bytes() - own - files - mapped)
         memory.reset_peak()
 
     memory.reset_peak()
