@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from fractions import Fraction
 from typing import Protocol
 
-from offcompile.ir import HOST, Infeasible, Problem
+from offcompile.ir import DEVICE, HOST, Infeasible, Problem
 from offcompile.passes.residents import best_share, spread
 
 from .annotate import Annotated
@@ -25,8 +25,8 @@ WORTH_LEAVING = 0.02
 #: plans that are only compared are searched for a shorter while, and those for a longer one that
 #: the bound says may still win so much
 TRIAL_SHARE, LONGER_SHARE = 1 / 3, 2.0
-#: of plans that cost so many times the best none is searched again
-NEAR = 1.1
+#: no plan is searched again that costs so many times the best, or is so near its bound
+NEAR, CLOSE = 1.1, 0.03
 #: after so much processor time no other choice of weights is planned for, and none for longer
 ENOUGH_SECONDS = 25.0
 
@@ -94,7 +94,8 @@ def choose(
         return Choice(at_home, stay)
     if may_split and not _hides(leave.decided, leave.annotated.problem):
         least_us = min(d.cost_us for d in (stay, leave.decided) if d is not None)
-        leave = _with_some_here(leave, least_us, on_host, decide, until)
+        room_bytes = _room_bytes(leave, floor_of)
+        leave = _with_some_here(leave, least_us, on_host, decide, until, room_bytes)
         least_us = min(least_us, leave.decided.cost_us)
         if not leave.stays:
             leave = _longer(leave, least_us, decide, until)
@@ -126,7 +127,9 @@ def _longer(choice: Choice, least_us: float, decide: Decide, until: float) -> Ch
     """Search again, for longer, if there is time and a plan may still beat what others cost."""
     worth_us = least_us * (1 - WORTH_LEAVING)
     far = choice.decided.cost_us > least_us * NEAR
-    if far or time.thread_time() > until or choice.decided.result.lower_bound_us >= worth_us:
+    close = choice.decided.result.gap < CLOSE
+    late = time.thread_time() > until
+    if far or close or late or choice.decided.result.lower_bound_us >= worth_us:
         return choice
     made = decide(choice.annotated, may_fit=False, share=LONGER_SHARE)
     found = Choice(choice.annotated, made, choice.stays)
@@ -139,9 +142,16 @@ def _with_some_here(
     on_host: Callable[[frozenset[str]], Annotated | None],
     decide: Decide,
     until: float,
+    room_bytes: int,
 ) -> Choice:
-    """Keep as many weights on the device as make the step fastest. least_us: what others cost."""
+    """Keep as many weights on the device as make the step fastest.
+
+    least_us: what others cost. room_bytes: no more fits beside the ops that need most.
+    """
     sizes = _without_host_updates(leave)
+    total_bytes = sum(nbytes for _, nbytes in sizes)
+    if room_bytes <= min((nbytes for _, nbytes in sizes), default=0):
+        return leave
     found: dict[Fraction, Choice] = {}
     known: dict[frozenset[str], float | None] = {}
 
@@ -166,7 +176,8 @@ def _with_some_here(
         found[share] = Choice(annotated, decided, stays)
         return decided.cost_us
 
-    best_share(cost, min(least_us, leave.decided.cost_us))
+    room = min(Fraction(1), Fraction(room_bytes, max(1, total_bytes)))
+    best_share(cost, min(least_us, leave.decided.cost_us), room)
     best = min(found.values(), key=lambda c: c.decided.cost_us, default=leave)
     if not _faster(best.decided, leave.decided):
         return leave
@@ -174,6 +185,15 @@ def _with_some_here(
         return best
     longer = Choice(best.annotated, decide(best.annotated, may_fit=False), best.stays)
     return min(longer, best, key=lambda c: c.decided.cost_us)
+
+
+def _room_bytes(leave: Choice, floor_of: Callable[[Problem], int]) -> int:
+    """Tell how much more the device could hold at the op that needs most of it."""
+    capacity = leave.decided.machine.tier[DEVICE].capacity_bytes
+    problem = leave.annotated.problem
+    if capacity is None:
+        return sum(t.nbytes for t in problem.tensors)
+    return max(0, capacity - floor_of(problem))
 
 
 def _without_host_updates(leave: Choice) -> list[tuple[str, int]]:

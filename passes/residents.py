@@ -30,22 +30,25 @@ def spread(sizes: Sequence[tuple[str, int]], share: Fraction) -> frozenset[str]:
     return frozenset(chosen)
 
 
-def best_share(cost_of: Callable[[Fraction], float | None], none: float) -> Fraction:
+def best_share(
+    cost_of: Callable[[Fraction], float | None], none: float, room: Fraction = Fraction(1)
+) -> Fraction:
     """The cheapest share found; `cost_of` gives None where there is no plan, `none` is the cost of
-    staying at none.
+    staying at none, and beyond `room` no share fits.
 
     All, a half, and then halves of the interval around the best so far: enough, since cost falls
     with each byte that stays until the device is too full, and rises from there, ever faster. So
-    what lies on a slope that does not come down to the best is not tried.
+    what lies on a slope that does not come down to the best is not tried, nor what leaves the rest
+    of the step no room at all.
     """
     costs: dict[Fraction, float | None] = {Fraction(0): none}
-    for share in FIRST_SHARES:
-        costs[share] = cost_of(share)
-    step = FIRST_SHARES[-1] / 2
+    for share in FIRST_SHARES if room >= 1 else FIRST_SHARES[1:]:
+        costs[share * room] = cost_of(share * room)
+    step = FIRST_SHARES[-1] * room / 2
     while step >= LEAST_STEP:
         middle = _cheapest(costs)
         for share in (middle - step, middle + step):
-            if 0 < share < 1 and share not in costs and not _above_best(costs, share):
+            if 0 < share < room and share not in costs and not _above_best(costs, share):
                 costs[share] = cost_of(share)
         step /= 2
     return _cheapest(costs)
