@@ -32,6 +32,7 @@ from offcompile.ir import InvalidInput, Violation
 from .graphs import name_saved_alike
 from .lower_order import MovementOps, pin_order
 from .progress import Progress
+from .sizes import write_known_floats
 
 __all__ = ["Compiled", "Halves", "Hooks", "Lowering", "MovementOps", "Phase", "lower", "pin_order"]
 
@@ -220,6 +221,7 @@ def _inductor(graph: fx.GraphModule, inputs: Sequence[Any], job: _Job) -> Callab
                 # A buffer that a later one of its size takes over is held until then.
                 settings.enter_context(inductor_config.patch(allow_buffer_reuse=False))
                 _saved_as_they_are(half)
+                write_known_floats(half.graph)
                 if job.hooks.lends:
                     settings.enter_context(inductor_config.patch(inplace_buffers=False))
             with Progress("compiling") as say:

@@ -93,6 +93,20 @@ class SizeMaker:
         return made
 
 
+def write_known_floats(graph: fx.Graph) -> None:
+    """Replace symbolic floats by numbers where their symbols have become numbers.
+
+    Inductor does not evaluate every such expression: 1.0 over a product of sizes stays a fraction.
+    """
+    for node in graph.nodes:
+        value = node.meta.get("val")
+        if node.op != "call_function" or not isinstance(value, torch.SymFloat):
+            continue
+        inner = value.node
+        if not inner.shape_env.replace(inner.expr).free_symbols and inner.hint is not None:
+            node.replace_all_uses_with(float(inner.hint))
+
+
 def symbols_in(size: Size) -> frozenset[sympy.Symbol]:
     """The symbols that a size depends on."""
     return frozenset(size.node.expr.free_symbols) if isinstance(size, torch.SymInt) else frozenset()
