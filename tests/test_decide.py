@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import pytest
 
+import offcompile.decide as decide_module
 from offcompile.decide import Decided, Holes, decide, floor_of, floors_by_run
 from offcompile.ir import Infeasible, Lane, Machine, Op, Problem, Tensor, Tier
-from offcompile.planner import PlanResult
+from offcompile.planner import PlanResult, plan_problem
 
 MIB = 1 << 20
 LAYERS = 8
@@ -139,3 +140,28 @@ def test_a_plan_leaves_room_where_touching_memory_again_takes_longer(
     assert found.holes_bytes == (4 * MIB if roomy else 0)
     assert found.touching_us == (0.0 if roomy else us_per_mib * 4)
     assert found.cost_us == found.result.cost_us + found.touching_us
+
+
+def test_room_for_holes_is_given_up_only_in_a_search_that_can_win(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The second search is told what it must beat: the first plan, and what holes cost."""
+    asked: list[float] = []
+
+    def noted(*given: object) -> PlanResult:
+        asked.append(given[-1])  # type: ignore[arg-type]
+        return plan_problem(*given)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(decide_module, "plan_problem", noted)
+    near = [rate for rate in (0.5, 1.0, 2.0, 4.0) if searches(asked, rate * MIB / 1000) == 2]
+    assert near, "each plan was within 0.5% of compute"
+
+
+def searches(asked: list[float], bytes_per_us: float) -> int:
+    asked.clear()
+    found = decided(25 * MIB, bytes_per_us)
+    if len(asked) == 2:
+        first, second = asked
+        assert first == float("inf") and second < float("inf")
+        assert found.holes_bytes == 4 * MIB or found.cost_us < second
+    return len(asked)
