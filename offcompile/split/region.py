@@ -20,7 +20,6 @@ from dataclasses import dataclass, field
 import torch
 from torch import fx
 
-from . import rules_words  # noqa: F401  # brings its rules
 from .layout import SUM, Rows, Space, args_of, is_static, shape_of
 from .rules import Known, Made, apply, numel_of_others
 
