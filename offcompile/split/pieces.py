@@ -21,20 +21,28 @@ import torch
 from torch import fx
 from torch.utils.checkpoint import CheckpointPolicy
 
+from offcompile.runtime.ops import barrier
+
 from .builder import Builder
 from .layout import SUM, Rows, Space, shape_of
 from .region import Region
 
 aten = torch.ops.aten
+convert = torch.ops.prims.convert_element_type.default
 #: sums of these are kept in fp32
 ROUGH = (torch.float16, torch.bfloat16)
 #: torch tells regions that are computed again apart by numbers, which it counts from 0
 OURS = 1 << 30
 
 
-def in_pieces(joint: fx.GraphModule, regions: list[Region], count: int) -> fx.GraphModule:
-    """The graph with each region in so many pieces. `joint` stays as it is."""
-    graph = _Rewriting(joint, regions, count).run()
+def in_pieces(
+    joint: fx.GraphModule, regions: list[Region], count: int, ordered: bool = False
+) -> fx.GraphModule:
+    """The graph with its regions in so many pieces. `joint` stays as it is.
+
+    ordered: what a piece multiplies passes through a barrier behind the piece before it.
+    """
+    graph = _Rewriting(joint, regions, count, ordered).run()
     made = fx.GraphModule(joint, graph)
     made.meta.update(joint.meta)
     return made
@@ -52,7 +60,10 @@ def bounds(tokens: int, size: int) -> list[tuple[int, int]]:
 
 
 class _Rewriting:
-    def __init__(self, joint: fx.GraphModule, regions: list[Region], count: int) -> None:
+    def __init__(
+        self, joint: fx.GraphModule, regions: list[Region], count: int, ordered: bool
+    ) -> None:
+        self.ordered = ordered
         self.old, self.new = joint.graph, fx.Graph()
         self.build = Builder(self.old).on(self.new)
         self.made: dict[fx.Node, fx.Node] = {}
@@ -148,6 +159,7 @@ class _Turns:
         outs = [n for n in region.outs() if n in turn]
         parts: dict[fx.Node, list[fx.Node]] = {n: [] for n in outs}
         for piece in self.pieces:
+            piece.after = [made[-1] for made in parts.values() if made]
             for node in turn:
                 build.meta = self._notes_of(node, late)
                 made = region.made[node].emit(piece)
@@ -178,7 +190,7 @@ class _Turns:
         build, dtype = self.whole.build, made.meta["val"].dtype
         if not sofar:
             if dtype in ROUGH:
-                return build(aten._to_copy.default, made, dtype=torch.float32)
+                return build(convert, made, torch.float32)
             return made
         if made.target is aten.mm.default and dtype not in ROUGH:
             added = build(aten.addmm.default, sofar[0], *made.args)
@@ -214,7 +226,7 @@ class _Turns:
         if layout == SUM:
             (found,) = parts
             if found.meta["val"].dtype != value.dtype:
-                found = build(aten._to_copy.default, found, dtype=value.dtype)
+                found = build(convert, found, value.dtype)
             return self._shaped(found, shape_of(node))
         found = parts[0] if len(parts) == 1 else build(aten.cat.default, parts)
         others = layout.others(shape_of(node))
@@ -235,10 +247,9 @@ def _put_back(turns: _Turns, found: fx.Node, space: Space, others: tuple[int, ..
     sizes = list(space.sizes)
     sizes[space.dim] = space.end - space.start
     found = turns._shaped(found, (*sizes, *others))
-    whole = [*space.sizes, *others]
-    found = turns.whole.build(
-        aten.slice_backward.default, found, whole, space.dim, space.start, space.end, 1
-    )
+    around = (space.start, space.sizes[space.dim] - space.end)
+    behind = len(space.sizes) + len(others) - space.dim - 1
+    found = turns.whole.build(aten.constant_pad_nd.default, found, [0, 0] * behind + [*around])
     assert space.parent is not None
     return turns._shaped(found, (space.parent.count, *others))
 
@@ -251,11 +262,16 @@ class _Piece:
         self.count = end - start
         self.build = turns.whole.build
         self.made: dict[fx.Node, fx.Node] = {}
+        #: results of the piece before
+        self.after: list[fx.Node] = []
 
     def rows(self, node: fx.Node) -> fx.Node:
         if node not in self.made:
             found = self.turns.entering[node]
-            self.made[node] = self.build(aten.slice.Tensor, found, 0, self.start, self.end)
+            made = self.build(aten.slice.Tensor, found, 0, self.start, self.end)
+            if self.turns.whole.ordered and self.after and len(shape_of(made)) > 1:
+                made = self.build(barrier, made, self.after)
+            self.made[node] = made
         return self.made[node]
 
     def whole(self, node: fx.Node) -> fx.Node:

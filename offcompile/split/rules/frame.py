@@ -1,4 +1,4 @@
-"""Which ops may be computed for some tokens alone, and how.
+"""Says what a rule is given, and what it answers.
 
 A rule looks at a node of which at least one operand, or the result, has a known layout. It answers
 with the layout of the result, with the layouts that the other operands must have, and with how the

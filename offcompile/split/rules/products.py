@@ -52,9 +52,7 @@ def _times_from_left(node: fx.Node, a: fx.Node, b: fx.Node, rows: Rows) -> Made:
     """(others, words) @ (words, tokens): in rows the transposes, the other way round."""
 
     def emit(piece: Piece) -> fx.Node:
-        return piece.build(
-            aten.mm.default, piece.rows(b), piece.build(aten.t.default, piece.whole(a))
-        )
+        return piece.build(aten.mm.default, piece.rows(b), turned(piece, piece.whole(a)))
 
     return Made(Rows(1, 2, rows.space, rows.padded), emit, {b: rows})
 
@@ -71,8 +69,10 @@ def _contracted(
         return None
 
     def emit(piece: Piece) -> fx.Node:
-        return piece.build(
-            aten.mm.default, piece.build(aten.t.default, piece.rows(a)), piece.rows(b)
-        )
+        return piece.build(aten.mm.default, turned(piece, piece.rows(a)), piece.rows(b))
 
     return Made(SUM, emit, {a: left, b: right})
+
+
+def turned(piece: Piece, node: fx.Node) -> fx.Node:
+    return piece.build(aten.permute.default, node, [1, 0])

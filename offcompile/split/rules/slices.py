@@ -112,10 +112,11 @@ def slice_scatter(node: fx.Node, known: Known) -> Made | None:
             return None
         return Made(layout, lambda piece: piece.rows(source), {source: rows})
 
+    begin, stop = _bounds(start, end, shape[dim])
+    pads = [0, 0] * (len(rows.others(shape)) - place) + [begin, shape[dim] - stop]
+
     def emit(piece: Piece) -> fx.Node:
-        sizes = [piece.count, *rows.others(shape)]
-        args = (piece.rows(source), sizes, place, start, end, step)
-        return piece.build(aten.slice_backward.default, *args)
+        return piece.build(aten.constant_pad_nd.default, piece.rows(source), pads)
 
     return Made(rows, emit, {source: rows})
 
