@@ -27,9 +27,9 @@ HEAD = """# A loss in pieces
 
 `python -m benchmarks.split`: the least memory that a step takes when whatever can leave has left
 (its floor), whole and with its loss in pieces, by the datasheet of an H100. Models are bf16, under
-Inductor, without an optimizer. The time is that of all ops with nothing moved, whole against pieces:
-products of fewer tokens, one launch more for each op of a piece, and sums in float32. The pieces
-are the fewest whose floor is within 2% of the lowest.
+Inductor, without an optimizer. The time is that of all ops with nothing moved: in pieces there are
+products of fewer tokens, more launches, and sums in float32. The pieces are the fewest whose floor
+is within 2% of the lowest.
 """
 COLUMNS = (
     "model",

@@ -73,13 +73,15 @@ class Region:
 
 
 def find_regions(graph: fx.Graph) -> list[Region]:
-    """Those around the largest products, in order."""
+    """Those around the largest products that can be split, in order."""
+    order = {n: i for i, n in enumerate(graph.nodes)}
     seeds = [n for n in graph.nodes if n.target in PRODUCTS and _widens(n)]
-    most = max((n.meta["val"].numel() for n in seeds), default=0)
     found: list[Region] = []
-    for seed in seeds:
-        taken = any(seed in region.made for region in found)
-        if taken or 2 * seed.meta["val"].numel() < most:
+    for seed in sorted(seeds, key=lambda n: -n.meta["val"].numel()):
+        largest = found[0].seed.meta["val"].numel() if found else 0
+        if 2 * seed.meta["val"].numel() < largest:
+            break
+        if any(seed in region.made for region in found):
             continue
         try:
             region = region_at(graph, seed)
@@ -87,7 +89,7 @@ def find_regions(graph: fx.Graph) -> list[Region]:
             continue
         if not any(region.made.keys() & other.made.keys() for other in found):
             found.append(region)
-    return found
+    return sorted(found, key=lambda region: order[region.seed])
 
 
 def _widens(node: fx.Node) -> bool:
