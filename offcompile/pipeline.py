@@ -116,7 +116,7 @@ class Pipeline:
     _packable: frozenset[str] = frozenset()
     #: storages that forward saves on the device for backward, output by output
     _saved: tuple[str | None, ...] = ()
-    #: the graph with a loss in pieces, and in how many it is now
+    #: the graph with a loss in pieces, until that is decided, and in how many it is now
     _splits: Splits | None = None
     _pieces: int | None = None
 
@@ -339,6 +339,7 @@ class Pipeline:
         self._planning, graphs, choice = found
         if self._pieces is not None:
             choice = replace(choice, split=splits.describe(self._pieces))
+        self._splits = None  # holds the whole joint graph
         return graphs, choice
 
     def _plan(self, given: Graphs) -> Graphs | None:
