@@ -232,6 +232,8 @@ class _Search:
         pipeline = self._pipeline(batch, traced)
         if self.plain:
             return self._plain(batch, pipeline, traced)
+        if traced.splits is not None:
+            pipeline.may_split(traced.splits)
         decided = pipeline.plan_only(*traced.graphs)
         reserve = 0 if decided.fits else pipeline.target.reserve_bytes(pipeline.budget() or 0)
         peak = decided.order.peak_bytes + reserve

@@ -30,6 +30,7 @@ from offcompile.ir import InvalidInput, OffloadError, Violation
 from .graphs import outputs_of
 from .lower import Compiled, Halves, Lowering, Phase, lower
 from .names import argument_names
+from .split import Splits
 
 
 @dataclass(frozen=True)
@@ -41,6 +42,8 @@ class Traced:
     device: torch.device
     #: argument → what people call it
     names: Mapping[int, str] = field(default_factory=dict)
+    #: the same in pieces; None: it trains nothing
+    splits: Splits | None = None
 
 
 class _Seen(Exception):
@@ -54,6 +57,10 @@ class _Catch:
 
     def __init__(self) -> None:
         self.graphs: tuple[fx.GraphModule, fx.GraphModule | None, int] | None = None
+        self.splits: Splits | None = None
+
+    def may_split(self, splits: Splits) -> None:
+        self.splits = splits
 
     def training(
         self, forward: fx.GraphModule, backward: fx.GraphModule, num_outputs: int, inputs: Any
@@ -107,7 +114,8 @@ def trace_call(
         given = enumerate(example_inputs)
         parameters = frozenset(i for i, x in given if isinstance(x, nn.Parameter))
         if catch.graphs is not None:
-            found.append(Traced(catch.graphs, parameters, _device_of(example_inputs), names))
+            device = _device_of(example_inputs)
+            found.append(Traced(catch.graphs, parameters, device, names, catch.splits))
         return gm.forward
 
     with mode:

@@ -53,6 +53,8 @@ class Choice:
     decided: Decided
     #: weights that stay on the device although others are on the host; None: no weight leaves
     stays: frozenset[str] | None = None
+    #: what of the graph was split into pieces, in words; "": nothing
+    split: str = ""
 
 
 def choose(

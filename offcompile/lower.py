@@ -16,7 +16,7 @@ import functools
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
-from typing import Any, Literal, Protocol, TypeVar, cast
+from typing import Any, Literal, Protocol, TypeVar, cast, runtime_checkable
 
 from torch import fx
 from torch._dynamo.backends.common import aot_autograd
@@ -29,10 +29,11 @@ from torch._inductor.custom_graph_pass import CustomPartitionerFn
 
 from offcompile.ir import InvalidInput, Violation
 
-from .graphs import name_saved_alike
+from .graphs import copied, name_saved_alike
 from .lower_order import MovementOps, pin_order
 from .progress import Progress
 from .sizes import write_known_floats
+from .split import Splits
 
 __all__ = ["Compiled", "Halves", "Hooks", "Lowering", "MovementOps", "Phase", "lower", "pin_order"]
 
@@ -67,6 +68,14 @@ class Hooks(Protocol):
         first run, or with forward when sizes are dynamic."""
 
 
+@runtime_checkable
+class SplitHooks(Protocol):
+    """Hooks that may put graphs in their places in which a loss is split."""
+
+    def may_split(self, splits: Splits) -> None:
+        """Called before `training`, about the same joint graph."""
+
+
 def lower(
     graph: fx.GraphModule, inputs: Sequence[Any], lowering: Lowering, hooks: Hooks
 ) -> Callable[..., Any]:
@@ -79,7 +88,7 @@ def lower(
         raise InvalidInput(
             [Violation("bad-value", "lowering", f"{lowering!r} is none of 'inductor', 'aot_eager'")]
         )
-    job = _Job(hooks)
+    job = _Job(hooks, lowering == "inductor")
     with functorch_config.patch(enable_autograd_cache=False, enable_remote_autograd_cache=False):
         if lowering == "aot_eager":
             return _aot_eager(graph, inputs, job)
@@ -91,15 +100,24 @@ class _Job:
     """One compilation: the hooks, and whether they replaced its graphs."""
 
     hooks: Hooks
+    #: whether what is compiled runs in an order of its own
+    reorders: bool = False
     changed: bool = False
 
     def partition(self, plain: Partition, joint: fx.GraphModule, inputs: Any, **how: Any) -> Halves:
         """`plain`'s halves or those of the hooks. The bodies of nested regions, which torch
         partitions with the same function before and without inputs, are none of ours."""
-        forward, backward = plain(joint, inputs, **how)
         if not inputs:
-            return forward, backward
-        name_saved_alike(forward, backward, how["num_fwd_outputs"])
+            return plain(joint, inputs, **how)
+
+        def halves(graph: fx.GraphModule) -> Halves:
+            made = plain(graph, inputs, **how)
+            name_saved_alike(*made, how["num_fwd_outputs"])
+            return made
+
+        if isinstance(self.hooks, SplitHooks):
+            self.hooks.may_split(Splits(copied(joint), halves, self.reorders))
+        forward, backward = halves(joint)
         return self._replaced(
             self.hooks.training(forward, backward, how["num_fwd_outputs"], inputs),
             (forward, backward),

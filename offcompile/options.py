@@ -79,6 +79,9 @@ class Options:
     verify_spill: bool = False
     #: the first step is run plainly too, and all that it gives is compared
     verify: bool = False
+    #: whether a loss over many words may be computed piece by piece; a number: in so many pieces;
+    #: None: where a budget needs it, under Inductor only
+    split: bool | int | None = None
 
     @classmethod
     def read(
@@ -128,6 +131,18 @@ class Options:
         if self.lossy is not None and _may_be_lossy(policy):
             policy += f"{',' if ':' in policy else ':'}lossy=true"
         return policy
+
+    @property
+    def may_split(self) -> bool:
+        """True if the planner may split a loss, which sums in another order."""
+        if self.split is None:
+            return self.lowering == "inductor" and not self.minimum
+        return self.split is not False
+
+    @property
+    def pieces(self) -> int | None:
+        """The number of pieces that was asked for; None: the planner decides."""
+        return None if self.split is None or isinstance(self.split, bool) else self.split
 
     @property
     def minimum(self) -> bool:
@@ -194,6 +209,9 @@ def _unwritten(option: str, text: str) -> object:
         return text.split(os.pathsep)
     if option in ("verify_spill", "verify"):
         return _SWITCHES.get(text.lower(), text)
+    if option == "split" and text.lower() != "none":
+        is_count = text.isdecimal() and int(text) > 1
+        return int(text) if is_count else _SWITCHES.get(text.lower(), text)
     if text.lower() == "none" and option not in ("policy", "lowering"):
         return None
     return float(text) if option in ("seconds", "gradient_reserve") else text
@@ -339,6 +357,15 @@ def _switch(value: object, where: str) -> bool:
     return value
 
 
+def _split(value: object, where: str) -> bool | int | None:
+    if value is None or isinstance(value, bool):
+        return value
+    if isinstance(value, numbers.Integral) and int(value) > 1:
+        return int(value)
+    detail = "write True, False, None, or a number of pieces from 2 on"
+    raise _refusal(where, f"{_show(value)} does not say how to split; {detail}")
+
+
 _READERS: Mapping[str, Callable[[object, str], object]] = {
     "memory": _memory,
     "host_memory": _host_memory,
@@ -352,6 +379,7 @@ _READERS: Mapping[str, Callable[[object, str], object]] = {
     "gradient_reserve": _gradient_reserve,
     "verify_spill": _switch,
     "verify": _switch,
+    "split": _split,
 }
 assert tuple(_READERS) == tuple(f.name for f in fields(Options))
 

@@ -27,6 +27,7 @@ from offcompile.runtime.update_ops import taken_or_kept
 
 from .annotate import Annotated
 from .books import Entry
+from .choose import Choice
 from .decide import Decided
 from .dump import Compiled as Compilation
 from .dump import dump
@@ -40,7 +41,7 @@ from .lower_order import pin_order
 from .needs import Needs, NeedsBySize, bytes_of, standing_in
 from .offers import Offers
 from .options import Options
-from .planning import Planning
+from .planning import Planning, Tell
 from .profiling import Profile, Settled
 from .progress import Progress
 from .recording import Touched, recorded, touched_by, weights_of
@@ -48,6 +49,8 @@ from .report import PlanReport, remember
 from .rewrite import rewrite
 from .sizes import hint_of
 from .splinters import HINT, malloc_leaves_holes
+from .split import Splits
+from .splitting import Ways
 from .stalls import move_names
 from .step_recorder import StepRecorder
 from .survey import Survey, values
@@ -113,6 +116,9 @@ class Pipeline:
     _packable: frozenset[str] = frozenset()
     #: storages that forward saves on the device for backward, output by output
     _saved: tuple[str | None, ...] = ()
+    #: the graph with a loss in pieces, until that is decided, and in how many it is now
+    _splits: Splits | None = None
+    _pieces: int | None = None
 
     def __post_init__(self) -> None:
         kind = self.traced_on or self.target.device.type
@@ -299,10 +305,48 @@ class Pipeline:
 
     # --- the plan -----------------------------------------------------------------------------
 
+    def may_split(self, splits: Splits) -> None:
+        self._splits = splits
+
+    def _settle(self, given: Graphs, tell: Tell) -> tuple[Graphs, Choice]:
+        """The graphs to plan, whole or with a loss in pieces, and the plan."""
+        base, splits = self._planning, self._splits
+        if splits is None or given.backward is None:
+            return base.settle(given, self.updated, tell)
+
+        def whole() -> tuple[Planning, Graphs, Choice]:
+            return base, *base.settle(given, self.updated, tell)
+
+        def in_pieces(pieces: int) -> tuple[Planning, Graphs, Choice]:
+            tell(f"planning with the loss in {pieces} pieces")
+            planning = replace(base, survey=replace(base.survey), explains=False)
+            halves = self._pair(*splits.into(pieces), given.num_outputs)
+            return planning, *planning.settle(halves, self.updated, tell)
+
+        ways = Ways(
+            self.options,
+            base.budget(),
+            whole,
+            in_pieces,
+            lambda: splits.most_pieces,
+            lambda: splits.largest_bytes,
+            lambda made: made[2],
+        )
+        if self.settled is not None:
+            self._pieces = self.settled.pieces
+            found = whole() if self._pieces is None else in_pieces(self._pieces)
+        else:
+            found, self._pieces = ways.best()
+        self._planning, graphs, choice = found
+        if self._pieces is not None:
+            choice = replace(choice, split=splits.describe(self._pieces))
+        self._splits = None  # holds the whole joint graph
+        return graphs, choice
+
     def _plan(self, given: Graphs) -> Graphs | None:
         options, target = self.options, self.target
         with Progress(self.name) as progress:
-            graphs, choice = self._planning.settle(given, self.updated, progress)
+            graphs, choice = self._settle(given, progress)
             annotated, decided = choice.annotated, choice.decided
         if options.verify:
             self._verifying = self._verifying_of(given, annotated, decided)
@@ -367,7 +411,7 @@ class Pipeline:
 
     def _verifying_of(self, given: Graphs, annotated: Annotated, decided: Decided) -> Verifying:
         rounds = _rounds(decided.result.plan, decided.machine)
-        exact = self.options.lowering == "aot_eager" and not rounds
+        exact = self.options.lowering == "aot_eager" and not rounds and self._pieces is None
 
         def label(phase: str, node: fx.Node) -> str:
             return annotated.labels.get(annotated.storage_of.get((phase, node.name), ""), "")
@@ -380,7 +424,7 @@ class Pipeline:
         """What would be decided about these graphs, which stay as they are: nothing is rewritten,
         and nothing runs unless ops are measured. Raises `Infeasible`."""
         graphs = self._pair(forward, backward, num_outputs)
-        _, choice = self._planning.settle(graphs, frozenset(), lambda text: None)
+        _, choice = self._settle(graphs, lambda text: None)
         return choice.decided
 
     def step_that_moves_nothing(
@@ -450,7 +494,7 @@ class Pipeline:
             )
         self.profile.decided(text, found is not None)
         log_decision(self.name, text)
-        return found
+        return None if found is None else replace(found, pieces=self._pieces)
 
     # --- later sizes --------------------------------------------------------------------------
 

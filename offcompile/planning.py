@@ -108,6 +108,7 @@ class Planning:
             room=target.room(whole_bytes),
             touch_us_per_mib=self.survey.touch_again_us_per_mib,
             beside_bytes=self.held_bytes,
+            split=choice.split,
             life=partial(planned_life, annotated.problem, decided.result.plan, target.runtime),
         )
 

@@ -46,6 +46,8 @@ class Settled:
     problem: Problem
     budget_bytes: int | None
     decided: Decided
+    #: in how many pieces the graph was that the plan is for; None: it was not split
+    pieces: int | None = None
 
     def fits(self, problem: Problem, budget_bytes: int | None) -> bool:
         return budget_bytes == self.budget_bytes and problem == self.problem

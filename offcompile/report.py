@@ -70,6 +70,8 @@ class PlanReport:
     beside_bytes: int = 0
     #: what was kept between the graphs that share the budget; None: nothing was
     kept: Callable[[], str | None] | None = field(default=None, repr=False)
+    #: what of the graph was split into pieces, in words; "": nothing
+    split: str = ""
     #: with `verify=True`, what the first step showed beside the plain run
     verified: Verified | None = field(default=None, repr=False)
     #: what blocks and holes may fill of the device; None: it gives nothing back

@@ -27,6 +27,8 @@ def facts(report: PlanReport) -> Iterator[tuple[str, str]]:
     if report.layout_waste is not None:
         yield "layout", f"offsets planned ahead would need {report.layout_waste:.1%} more than it"
     yield "floor", f"{show_bytes(report.floor_bytes)}; moving cannot do with less"
+    if report.split:
+        yield "split", f"{report.split}; sums differ from plain in the last bits"
     yield "plan", _census(report)
     yield "policy", f"{report.policy}, planned in {report.result.seconds:.1f} s"
     for told in report.profile.said if report.profile is not None else ():
@@ -114,7 +116,8 @@ def counted(count: int, noun: str) -> str:
 
 def _census(report: PlanReport) -> str:
     if report.fits:
-        return "everything fits; nothing moves and the graphs are untouched"
+        graphs = "" if report.split else " and the graphs are untouched"
+        return f"everything fits; nothing moves{graphs}"
     spans = settled_spans(report.timeline)
     plan = report.plan
     again_us = sum(

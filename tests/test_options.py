@@ -201,6 +201,7 @@ def test_every_option_has_its_variable() -> None:
         "OFFCOMPILE_GRADIENT_RESERVE": "none",
         "OFFCOMPILE_VERIFY_SPILL": "1",
         "OFFCOMPILE_VERIFY": "true",
+        "OFFCOMPILE_SPLIT": "8",
     }
     assert set(environ) == {f"OFFCOMPILE_{f.name.upper()}" for f in fields(Options)}
     assert Options.read(None, environ) == Options(
@@ -216,6 +217,7 @@ def test_every_option_has_its_variable() -> None:
         None,
         True,
         True,
+        8,
     )
 
 
@@ -247,6 +249,37 @@ def test_a_switch_from_the_shell(text: str, meant: bool) -> None:
 def test_a_switch_is_true_or_false(given: object) -> None:
     with pytest.raises(InvalidInput, match=r"verify_spill: .* neither True nor False"):
         Options.read({"verify_spill": given}, {})
+
+
+@pytest.mark.parametrize(
+    ("text", "meant"), [("1", True), ("false", False), ("none", None), ("2", 2), ("12", 12)]
+)
+def test_splitting_from_the_shell(text: str, meant: object) -> None:
+    assert Options.read({}, {"OFFCOMPILE_SPLIT": text}).split is meant or meant in (2, 12)
+    assert Options.read({}, {"OFFCOMPILE_SPLIT": text}).split == meant
+
+
+@pytest.mark.parametrize("given", [1, 0, -4, 2.5, "8", "loss"])
+def test_splitting_is_a_switch_or_a_number_of_pieces(given: object) -> None:
+    with pytest.raises(InvalidInput, match=r"split: .* a number of pieces from 2 on"):
+        Options.read({"split": given}, {})
+
+
+@pytest.mark.parametrize(
+    ("given", "may", "pieces"),
+    [
+        ({}, True, None),
+        ({"memory": "minimum"}, False, None),
+        ({"memory": "minimum", "split": True}, True, None),
+        ({"lowering": "aot_eager"}, False, None),
+        ({"lowering": "aot_eager", "split": True}, True, None),
+        ({"lowering": "aot_eager", "split": 6}, True, 6),
+        ({"split": False}, False, None),
+    ],
+)
+def test_when_a_loss_may_be_split(given: dict[str, object], may: bool, pieces: object) -> None:
+    read = Options.read(given, {})
+    assert (read.may_split, read.pieces) == (may, pieces)
 
 
 def test_code_wins_over_variables_also_where_it_says_none() -> None:

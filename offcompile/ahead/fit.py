@@ -20,6 +20,7 @@ from offcompile.options import Options
 from offcompile.progress import Progress
 from offcompile.report import PlanReport
 from offcompile.runtime.mapping import page_multiple
+from offcompile.splitting import LADDER
 
 from .plan import CPU, Ahead, Asked, Tell, check_model, refuse_measuring
 from .scaled import Scale
@@ -256,17 +257,23 @@ class _Fitting:
         return pareto(points)
 
     def floor(self, ahead: Ahead) -> int:
-        return min(floor_of(p, ahead.survey.machine) for p in variants(ahead))
+        problems = variants(ahead) + variants_in_pieces(ahead, self.tell)
+        return min(floor_of(p, ahead.survey.machine) for p in problems)
 
     # --- other batches ------------------------------------------------------------------------
 
     def largest(self) -> int | None:
         """None: batches do not compare."""
         other = Ahead.of(self.asked(2 * self.batch), self.tell, self.target)
+        batches = self.batch, 2 * self.batch
         pairs = zip(variants(self.ahead), variants(other), strict=False)
-        scales = [Scale(a, b, (self.batch, 2 * self.batch)) for a, b in pairs]
+        scales = [Scale(a, b, batches) for a, b in pairs]
         if not scales or not all(s.lines_up for s in scales):
             return None
+        split = (variants_in_pieces(ahead, self.tell) for ahead in (self.ahead, other))
+        in_pieces = [Scale(a, b, batches) for a, b in zip(*split, strict=False)]
+        homes = {id(some[0]) for some in (scales, in_pieces) if some}
+        scales += [s for s in in_pieces if s.lines_up]
         self.tell("looking for the largest batch")
         machine, capacity = self.ahead.survey.machine, self.target.device_bytes
         capacity = min(capacity, self.budget)
@@ -282,9 +289,7 @@ class _Fitting:
             middle = (low + high) // 2
             low, high = (middle, high) if fits(middle) else (low, middle)
         for _ in range(MOST_TRIES):
-            if low == 0 or any(
-                self.planned(s.at(low), at_home=i == 0) for i, s in enumerate(scales)
-            ):
+            if low == 0 or any(self.planned(s.at(low), at_home=id(s) in homes) for s in scales):
                 return low
             low -= max(1, int(low * PRECISION))
         return low
@@ -329,6 +334,13 @@ def variants(ahead: Ahead) -> list[Problem]:
     if in_place is None:
         return [plain]
     return [plain, survey.problem(ahead.graphs, in_place).problem]
+
+
+def variants_in_pieces(ahead: Ahead, tell: Tell) -> list[Problem]:
+    """The same with the loss in as many pieces as the planner tries; none where it tries none."""
+    if not ahead.may_split:
+        return []
+    return variants(ahead.in_pieces(min(LADDER[-1], ahead.most_pieces), tell))
 
 
 def pareto(points: Iterable[Point]) -> tuple[Point, ...]:

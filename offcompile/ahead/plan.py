@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -27,6 +27,7 @@ from offcompile.planning import Planning
 from offcompile.profiling import Profile
 from offcompile.progress import Progress
 from offcompile.report import PlanReport
+from offcompile.splitting import Ways
 from offcompile.target import CpuTarget, CudaTarget, Target, target_for
 
 from .layers import PERIODS, Layers, find_layers, shortened
@@ -196,6 +197,12 @@ class Ahead:
     survey: AheadSurvey
     #: planning time of each search
     seconds: float
+    #: what was traced, to be put in pieces: the model, and the same with a period of layers less
+    traces: tuple[Traced, ...] = ()
+    layers: Layers | None = None
+    #: in how many pieces the loss is
+    pieces: int | None = None
+    _in_pieces: dict[int, Ahead] = field(default_factory=dict)
 
     @classmethod
     def of(cls, asked: Asked, tell: Tell, target: Target | None = None) -> Ahead:
@@ -207,10 +214,8 @@ class Ahead:
             except NotAlike as error:
                 tell(f"{error} All of them are traced.")
         tell("tracing")
-        graphs = _graphs(trace_ahead(asked, asked.model, isinstance(target, CudaTarget)))
-        survey = cls._survey(asked, target, graphs)
-        found = survey.annotate(graphs, None, tell)
-        return cls(asked, target, graphs, survey, planning_seconds(found.problem))
+        trace = trace_ahead(asked, asked.model, isinstance(target, CudaTarget))
+        return cls._made(asked, target, (trace,), None, None, tell)
 
     @classmethod
     def _from_few(cls, asked: Asked, target: Target, layers: Layers, tell: Tell) -> Ahead:
@@ -219,12 +224,53 @@ class Ahead:
             kept = layers.kept(periods)
             tell(f"tracing {kept} of {layers.count} layers in {layers.path}")
             few_layers = shortened(asked.model, layers, periods)
-            traces.append(_graphs(trace_ahead(asked, few_layers, isinstance(target, CudaTarget))))
-        few, fewer = traces
-        survey = cls._survey(asked, target, few)
-        survey.twin = Twin(cls._survey(asked, target, fewer), fewer, layers)
-        found = survey.annotate(few, None, tell)
-        return cls(asked, target, few, survey, planning_seconds(found.problem))
+            traces.append(trace_ahead(asked, few_layers, isinstance(target, CudaTarget)))
+        return cls._made(asked, target, tuple(traces), layers, None, tell)
+
+    @classmethod
+    def _made(
+        cls,
+        asked: Asked,
+        target: Target,
+        traces: tuple[Traced, ...],
+        layers: Layers | None,
+        pieces: int | None,
+        tell: Tell,
+    ) -> Ahead:
+        graphs = [_graphs(trace, pieces) for trace in traces]
+        survey = cls._survey(asked, target, graphs[0])
+        if layers is not None:
+            survey.twin = Twin(cls._survey(asked, target, graphs[1]), graphs[1], layers)
+        found = survey.annotate(graphs[0], None, tell)
+        seconds = planning_seconds(found.problem)
+        return cls(asked, target, graphs[0], survey, seconds, traces, layers, pieces)
+
+    # --- in pieces --------------------------------------------------------------------------
+
+    def in_pieces(self, pieces: int, tell: Tell) -> Ahead:
+        """The same model with its loss in pieces."""
+        if pieces not in self._in_pieces:
+            tell(f"putting the loss in {pieces} pieces")
+            made = self._made(self.asked, self.target, self.traces, self.layers, pieces, tell)
+            self._in_pieces[pieces] = made
+        return self._in_pieces[pieces]
+
+    @property
+    def most_pieces(self) -> int:
+        """0: there is nothing to split."""
+        splits = self.traces[0].splits if self.traces else None
+        return 0 if splits is None or self.graphs.backward is None else splits.most_pieces
+
+    @property
+    def may_split(self) -> bool:
+        return self.asked.options.may_split and self.most_pieces > 1
+
+    @property
+    def words_split(self) -> int:
+        """The most words of a loss that may be split."""
+        splits = self.traces[0].splits
+        found = None if splits is None else splits.found
+        return 0 if found is None else max(region.words for region in found.regions)
 
     @staticmethod
     def _survey(asked: Asked, target: Target, graphs: Graphs) -> AheadSurvey:
@@ -240,7 +286,26 @@ class Ahead:
     def choose(
         self, memory: Any, tell: Tell, seconds: float | None = None, explains: bool = True
     ) -> Choice:
-        """Raises `Infeasible`."""
+        """The plan of the model, whole or with its loss in pieces. Raises `Infeasible`."""
+        options = replace(self.asked.options, memory=memory)
+        splits = self.traces[0].splits if self.traces else None
+        found, pieces = Ways(
+            options,
+            options.memory_bytes(self.target.device_bytes),
+            lambda: self.choose_whole(memory, tell, seconds, explains),
+            lambda n: self.in_pieces(n, tell).choose_whole(memory, tell, seconds, False),
+            lambda: self.most_pieces,
+            lambda: 0 if splits is None else splits.largest_bytes,
+            lambda choice: choice,
+        ).best()
+        if pieces is not None and splits is not None:
+            found = replace(found, split=splits.describe(pieces))
+        return found
+
+    def choose_whole(
+        self, memory: Any, tell: Tell, seconds: float | None = None, explains: bool = True
+    ) -> Choice:
+        """The plan of the model as it is here. Raises `Infeasible`."""
         options = self.survey.options
         options = replace(
             options, memory=memory, seconds=seconds or options.seconds or self.seconds
@@ -257,6 +322,9 @@ class Ahead:
         return planning.report(choice or self.choose(memory, tell))
 
 
-def _graphs(traced: Traced) -> Graphs:
+def _graphs(traced: Traced, pieces: int | None = None) -> Graphs:
     forward, backward, outputs = traced.graphs
+    if pieces is not None:
+        assert traced.splits is not None
+        forward, backward = traced.splits.into(pieces)
     return Graphs(forward, backward, outputs, traced.parameters, CPU, traced.names)

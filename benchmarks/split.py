@@ -1,0 +1,173 @@
+"""What a loss in pieces does to the least memory that a step takes, and to its time.
+
+    python -m benchmarks.split [--quick]
+
+Each row is planned by datasheets, and nothing runs: the model is traced once, and its loss is put
+in 4, 8, 16 and 32 pieces.
+"""
+
+from __future__ import annotations
+
+import argparse
+from dataclasses import dataclass
+from pathlib import Path
+
+from offcompile.ahead.fit import variants
+from offcompile.ahead.huggingface import SIZES, build
+from offcompile.ahead.plan import Ahead, Asked
+from offcompile.decide import floor_of, with_reserve
+from offcompile.options import Options
+from offcompile.splitting import LADDER
+
+from .turns import machine
+
+RESULTS = Path(__file__).parent / "results" / "split.md"
+GIB = 1 << 30
+HEAD = """# A loss in pieces
+
+`python -m benchmarks.split`: the least memory that a step takes when whatever can leave has left
+(its floor), whole and with its loss in pieces, by the datasheet of an H100. Models are bf16, under
+Inductor, without an optimizer. The time is that of all ops with nothing moved: in pieces there are
+products of fewer tokens, more launches, and sums in float32. The pieces are the fewest whose floor
+is within 2% of the lowest.
+"""
+COLUMNS = (
+    "model",
+    "batch × length",
+    "words",
+    "floor",
+    "in pieces",
+    "times lower",
+    "pieces",
+    "time of the ops",
+    "in pieces",
+    "",
+)
+LONGEST = """
+## The longest sequence
+
+One sequence on one card, its weights on the host where that helps, and all that can leave away: the
+longest multiple of 4,096 tokens, up to 131,072, whose floor the card holds.
+
+| model | card | whole | in pieces |
+|---|---|---|---|
+"""
+
+
+@dataclass(frozen=True)
+class Case:
+    model: str
+    batch: int
+    length: int
+    #: instead of the model's own
+    words: int | None = None
+
+    @property
+    def name(self) -> str:
+        return self.model if self.words is None else f"{self.model}, with 256k words"
+
+
+CASES = (
+    Case("llama-3.2-1b", 8, 2048),
+    Case("llama-3.1-8b", 1, 8192),
+    Case("gpt2-medium", 16, 1024),
+    Case("llama-3.2-1b", 4, 2048, 256_000),
+)
+QUICK = (Case("gpt2", 2, 256),)
+CARDS = (("llama-3.2-1b", "rtx4090"),)
+STEP_TOKENS, MOST_TOKENS = 4096, 131_072
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--quick", action="store_true", help="one small model, no file")
+    quick = parser.parse_args().quick
+    lines = [HEAD, machine(), ""]
+    lines += ["| " + " | ".join(COLUMNS) + " |", "|---" * len(COLUMNS) + "|"]
+    lines += [_row(case) for case in (QUICK if quick else CASES)]
+    if not quick:
+        lines.append(LONGEST.rstrip("\n"))
+        lines += [_longest(model, card) for model, card in CARDS]
+    text = "\n".join([*lines, ""])
+    print(text)
+    if not quick:
+        RESULTS.write_text(text, "utf-8")
+
+
+def traced(case: Case, hardware: str) -> Ahead:
+    if case.words is not None:
+        kind, values = SIZES[case.model]
+        name = f"{case.model} of {case.words}"
+        SIZES[name] = kind, {**values, "vocab_size": case.words}  # type: ignore[index]
+        model, inputs, loss = build(name, case.length, "bfloat16")
+    else:
+        model, inputs, loss = build(case.model, case.length, "bfloat16")
+    options = Options.read({"hardware": hardware}, {})
+    return Ahead.of(Asked(model, (), inputs(case.batch), options, loss), _quiet)
+
+
+def _quiet(text: str) -> None:
+    pass
+
+
+@dataclass(frozen=True)
+class Figures:
+    pieces: int
+    floor_bytes: int
+    step_us: float
+
+    @classmethod
+    def of(cls, ahead: Ahead, pieces: int) -> Figures:
+        problems = variants(ahead)
+        floor = min(floor_of(p, ahead.survey.machine) for p in problems)
+        return cls(pieces, floor, sum(op.duration_us for op in problems[0].ops))
+
+
+def _row(case: Case) -> str:
+    ahead = traced(case, "h100")
+    whole = Figures.of(ahead, 1)
+    ladder = [n for n in LADDER if n <= ahead.most_pieces]
+    found = [Figures.of(ahead.in_pieces(n, _quiet), n) for n in ladder]
+    lowest = min(f.floor_bytes for f in found)
+    split = next(f for f in found if f.floor_bytes <= 1.02 * lowest)
+    words = ahead.words_split
+    cells = (
+        case.name,
+        f"{case.batch} × {case.length:,}",
+        f"{words:,}",
+        f"{whole.floor_bytes / GIB:.2f} GiB",
+        f"{split.floor_bytes / GIB:.2f} GiB",
+        f"{whole.floor_bytes / split.floor_bytes:.1f} ×",
+        str(split.pieces),
+        f"{whole.step_us / 1e3:.1f} ms",
+        f"{split.step_us / 1e3:.1f} ms",
+        f"{split.step_us / whole.step_us - 1:+.1%}",
+    )
+    return "| " + " | ".join(cells) + " |"
+
+
+def _longest(model: str, card: str) -> str:
+    found = []
+    for pieces in (1, LADDER[-1]):
+        low, high = 0, MOST_TOKENS // STEP_TOKENS + 1
+        while high - low > 1:
+            middle = (low + high) // 2
+            if _fits(model, card, middle * STEP_TOKENS, pieces):
+                low = middle
+            else:
+                high = middle
+        found.append(low * STEP_TOKENS)
+    cells = (model, card, *(f"{n:,} tokens" for n in found))
+    return "| " + " | ".join(cells) + " |"
+
+
+def _fits(model: str, card: str, length: int, pieces: int) -> bool:
+    ahead = traced(Case(model, 1, length), card)
+    if pieces > 1:
+        ahead = ahead.in_pieces(pieces, _quiet)
+    floor = Figures.of(ahead, pieces).floor_bytes
+    return with_reserve(floor, ahead.target.reserve_bytes) <= ahead.target.device_bytes
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,261 @@
+"""When the planner splits a loss, into how many pieces, and what it says of it."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from split_losses import furthest
+from torch import nn
+from torch.nn import functional as F
+
+import offcompile
+from offcompile.ir import Infeasible
+from offcompile.options import Options
+from offcompile.splitting import LADDER, Ways
+
+WORDS, WIDTH, TOKENS = 2048, 32, 512
+MIB = 1 << 20
+LOGITS_BYTES = WORDS * TOKENS * 4
+
+
+class Model(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.words = nn.Embedding(WORDS, WIDTH)
+        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(3))
+        self.head = nn.Linear(WIDTH, WORDS, bias=False)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        h = self.words(tokens)
+        for layer in self.layers:
+            h = h + torch.tanh(layer(h))
+        return F.cross_entropy(self.head(h[:, :-1]).flatten(0, 1), tokens[:, 1:].flatten())
+
+
+def tokens(batch: int = 4) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(1)
+    return torch.randint(0, WORDS, (batch, TOKENS // 4), generator=generator)
+
+
+def gradients(model: Model, run: Any) -> list[torch.Tensor]:
+    model.zero_grad()
+    loss = run(tokens())
+    loss.backward()
+    return [loss.detach(), *(p.grad for p in model.parameters() if p.grad is not None)]
+
+
+def trained(**options: object) -> tuple[list[torch.Tensor], Any]:
+    """Gradients and the report of a compiled model."""
+    torch._dynamo.reset()
+    given = {"lowering": "aot_eager", "hardware": "cpu", "seconds": 0.5} | options
+    model = Model()
+    run = torch.compile(model, backend="offcompile", options=given)
+    found = gradients(model, run)
+    return found, offcompile.reports()[-1]
+
+
+@pytest.fixture(scope="module")
+def plain() -> list[torch.Tensor]:
+    model = Model()
+    return gradients(model, model)
+
+
+# --- the choice by itself -------------------------------------------------------------------
+
+
+def ways(costs: dict[int | None, float | None], **more: Any) -> tuple[Ways[Any], list[Any]]:
+    """Ways in which pieces → what a plan costs, over 100 of compute; None: there is no plan."""
+    asked: list[Any] = []
+
+    def made(pieces: int | None) -> Any:
+        asked.append(pieces)
+        cost = costs[pieces]
+        if cost is None:
+            raise Infeasible(f"no plan for {pieces}.", 1, "Set memory to more.")
+        peak = more.get("peaks", {}).get(pieces, 0)
+        return SimpleNamespace(
+            pieces=pieces,
+            annotated=SimpleNamespace(
+                problem=SimpleNamespace(ops=[SimpleNamespace(duration_us=100.0)])
+            ),
+            decided=SimpleNamespace(
+                fits=cost <= 100, cost_us=cost, order=SimpleNamespace(peak_bytes=peak)
+            ),
+        )
+
+    return (
+        Ways(
+            Options.read(more.get("options", {}), {}),
+            more.get("budget", 100),
+            lambda: made(None),
+            made,
+            lambda: more.get("most", 1000),
+            lambda: more.get("largest", 50),
+            lambda found: found,
+        ),
+        asked,
+    )
+
+
+def chosen(costs: dict[int | None, float | None], **more: Any) -> tuple[int | None, list[Any]]:
+    found, asked = ways(costs, **more)
+    made, pieces = found.best()
+    assert made.pieces == pieces
+    return pieces, asked
+
+
+def test_what_fits_stays_whole() -> None:
+    assert chosen({None: 100}) == (None, [None])
+
+
+def test_a_plan_that_hardly_costs_more_than_its_ops_stays_whole() -> None:
+    assert chosen({None: 101}) == (None, [None])
+
+
+def test_where_only_pieces_fit_the_cheapest_are_taken() -> None:
+    costs = {None: None, 4: None, 8: 130, 16: 115, 32: 120}
+    assert chosen(costs) == (16, [None, 4, 8, 16, 32])
+
+
+def test_pieces_with_which_nothing_moves_end_the_search() -> None:
+    assert chosen({None: None, 4: 140, 8: 100}) == (8, [None, 4, 8])
+
+
+def test_pieces_that_beat_moving_are_taken() -> None:
+    assert chosen({None: 150, 4: 99}) == (4, [None, 4])
+    assert chosen({None: 110, 4: 120, 8: 130, 16: 140, 32: 150})[0] is None
+
+
+def test_a_loss_that_is_small_beside_the_budget_is_not_tried() -> None:
+    assert chosen({None: 150}, largest=12) == (None, [None])
+
+
+def test_no_more_pieces_than_tokens() -> None:
+    assert chosen({None: None, 4: 130, 8: 120}, most=12)[0] == 8
+    with pytest.raises(Infeasible, match="no plan for None"):
+        chosen({None: None}, most=3)
+
+
+def test_at_the_floor_the_least_memory_is_taken_if_asked_for() -> None:
+    costs = {None: 200, 4: 210, 8: 220, 16: 230, 32: 240}
+    peaks = {None: 90, 4: 40, 8: 30, 16: 30, 32: 31}
+    more = {"budget": None, "peaks": peaks}
+    assert chosen(costs, **more, options={"memory": "minimum", "split": True})[0] == 8
+    assert chosen(costs, **more, options={"memory": "minimum"}) == (None, [None])
+
+
+def test_a_number_is_taken_at_its_word() -> None:
+    assert chosen({6: 500}, options={"split": 6}) == (6, [6])
+    assert chosen({3: 500}, options={"split": 6}, most=3) == (3, [3])
+    assert chosen({None: 100}, options={"split": 6}, most=0) == (None, [None])
+
+
+@pytest.mark.parametrize("options", [{"split": False}, {"lowering": "aot_eager"}])
+def test_a_refusal_says_if_splitting_would_do(options: dict[str, object]) -> None:
+    found, _ = ways({None: None, 4: None, 8: 130}, options=options)
+    with pytest.raises(Infeasible) as caught:
+        found.best()
+    assert caught.value.reason == "no plan for None."
+    assert "Or set split=True: the loss in 8 pieces fits" in caught.value.smallest_change
+
+    hopeless, _ = ways(dict.fromkeys([None, *LADDER]), options=options)
+    with pytest.raises(Infeasible) as caught:
+        hopeless.best()
+    assert "split" not in caught.value.smallest_change
+
+
+# --- with the backend -----------------------------------------------------------------------
+
+
+def test_a_budget_below_the_whole_loss_is_kept_in_pieces(plain: list[torch.Tensor]) -> None:
+    budget = 6 * MIB
+    assert budget < 2 * LOGITS_BYTES
+    found, report = trained(memory=budget, split=True)
+    assert furthest(found, plain) < 1e-5
+    assert "508 tokens by 2,048" in report.split
+    assert report.planned_peak_bytes <= budget
+    assert report.split in report.to_text()
+    assert max(t.nbytes for t in report.problem.tensors) < LOGITS_BYTES / 2
+
+
+def test_a_roomy_budget_leaves_the_loss_whole(plain: list[torch.Tensor]) -> None:
+    found, report = trained(memory="1GiB", split=True)
+    assert report.split == ""
+    assert "split" not in report.to_text()
+    assert all(torch.equal(a, b) for a, b in zip(found, plain, strict=True))
+
+
+def test_aot_eager_refuses_unasked_and_says_what_would_do() -> None:
+    with pytest.raises(Infeasible, match=r"Or set split=True: the loss in \d+ pieces fits"):
+        trained(memory=6 * MIB)
+
+
+def test_inductor_splits_unasked(plain: list[torch.Tensor]) -> None:
+    found, report = trained(memory=6 * MIB, lowering="inductor")
+    assert furthest(found, plain) < 1e-5
+    assert "pieces" in report.split
+
+
+def test_a_number_splits_what_fits_too(plain: list[torch.Tensor]) -> None:
+    found, report = trained(split=8)
+    assert "in 8 pieces" in report.split
+    assert "nothing moves" in report.to_text()
+    assert furthest(found, plain) < 1e-5
+
+
+def test_a_verified_split_step_may_differ_in_the_last_bits(plain: list[torch.Tensor]) -> None:
+    found, report = trained(split=8, verify=True)
+    assert furthest(found, plain) < 1e-5
+    assert report.verified is not None
+    assert not report.verified.exact
+
+
+def test_the_floor_of_a_split_loss_is_a_fraction() -> None:
+    _, whole = trained(memory="minimum")
+    _, split = trained(memory="minimum", split=True)
+    assert split.floor_bytes < whole.floor_bytes / 3
+
+
+# --- ahead ----------------------------------------------------------------------------------
+
+
+def ahead(**options: object) -> Any:
+    given = {"memory": "12MiB", "hardware": "cpu", "options": options}
+    return offcompile.plan(Model(), tokens(), **given)  # type: ignore[arg-type]
+
+
+def test_a_forecast_takes_the_same_way() -> None:
+    report = ahead()
+    assert "pieces" in report.split
+    with pytest.raises(Infeasible, match="the loss in"):
+        ahead(split=False)
+    with pytest.raises(Infeasible, match="the loss in"):
+        ahead(lowering="aot_eager")
+
+
+def test_fit_knows_larger_batches_in_pieces() -> None:
+    def largest(**options: object) -> int | None:
+        found = offcompile.fit(
+            Model(), tokens, 4, memory="40MiB", hardware="cpu", table=False, options=options
+        )
+        return found.largest_batch
+
+    split, whole = largest(), largest(split=False)
+    assert split is not None
+    assert whole is not None
+    assert split > whole
+
+
+def test_max_batch_counts_on_pieces() -> None:
+    def largest(split: bool) -> int:
+        options = {"lowering": "aot_eager", "split": split, "seconds": 0.1}
+        found = offcompile.max_batch(
+            Model(), tokens, memory="8MiB", hardware="cpu", most=8, options=options
+        )
+        return found.largest.batch
+
+    assert largest(True) > largest(False)
