@@ -57,8 +57,8 @@ Row = dict[str, Any]
 def measured(case: Case, seconds: float | None) -> Row:
     """The row's figures, in µs and bytes; `ours` None: no plan."""
     from offcompile.ahead.factories import build
-    from offcompile.ahead.fit import published_ways, simple_ways, variants
-    from offcompile.ahead.plan import Ahead, Asked
+    from offcompile.ahead.fit import published_ways, variants
+    from offcompile.ahead.plan import Ahead, Asked, simple_ways
     from offcompile.batch_trace import as_arguments
     from offcompile.decide import floor_of, peak_alone, with_reserve
     from offcompile.ir import Infeasible

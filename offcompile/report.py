@@ -23,6 +23,7 @@ from offcompile.passes.holes import Returns, Room
 from offcompile.planned_layout import planned_layout, planned_returns
 from offcompile.planner import PlanResult
 from offcompile.report_words import counted, facts, measured_zeros, traffic
+from offcompile.simple_way import SimpleWay, against
 from offcompile.stalls import StallRow, measured_to_json, print_stalls, stall_rows
 from offcompile.timelines import moved_bytes, timeline_to_json
 from offcompile.trace_events import to_trace
@@ -80,6 +81,8 @@ class PlanReport:
     touch_us_per_mib: float = field(default=0.0, repr=False)
     #: where measured steps are found; None: nothing runs
     steps: Steps | None = field(default=None, repr=False)
+    #: what simpler ways would take of the same step, where that was asked
+    simple_ways: tuple[SimpleWay, ...] = field(default=(), repr=False)
     _steps_us: dict[str, list[float]] = field(default_factory=dict, init=False, repr=False)
     _corrected: list[Corrected] = field(default_factory=list, init=False, repr=False)
 
@@ -262,6 +265,8 @@ class PlanReport:
             lines += ["", "  what moves, per step", *(f"    {row}" for row in traffic(self))]
         if packed := measured_zeros(self):
             lines += ["", "  zeros, as measured", *(f"    {row}" for row in packed)]
+        if self.simple_ways:
+            lines += ["", *(f"  {row}" for row in against(self.planned_us, self.simple_ways))]
         return "\n".join(lines)
 
     __str__ = to_text
@@ -326,6 +331,7 @@ class PlanReport:
             "densities": {} if self.profile is None else dict(self.profile.densities),
             "verified": None if self.verified is None else self.verified.to_json(),
             "decisions": [] if self.profile is None else list(self.profile.said),
+            "simple_ways": [way.to_json() for way in self.simple_ways],
             "labels": dict(self.labels),
             "problem": problem_to_json(self.problem),
             "machine": machine_to_json(self.machine),

@@ -12,8 +12,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from offcompile.ahead.fit import fit, published_ways, simple_ways, variants
-from offcompile.ahead.plan import Ahead, Asked
+from offcompile.ahead.fit import fit, published_ways, variants
+from offcompile.ahead.plan import Ahead, Asked, plan, simple_ways
 from offcompile.ahead.simple_ways import BUDGETED, CHECKPOINTED
 from offcompile.ahead.updates import USUAL_HOST_GBPS, Updates
 from offcompile.decide import peak_alone
@@ -164,6 +164,21 @@ def test_fit_says_what_simpler_ways_take() -> None:
     refused = fit(model, inputs, BATCH, memory=budget // 10, **quick)
     assert not refused.fits and not any(way.fits for way in refused.simple_ways)
     assert "this plan" not in refused.to_text() and CHECKPOINTED in refused.to_text()
+
+
+def test_reports_of_plans_say_what_simpler_ways_take() -> None:
+    with torch.device("meta"):
+        model = Rows()
+    budget = int(0.75 * alone_of(traced(Rows)))
+    asked: dict[str, Any] = {"hardware": CARD, "options": {"seconds": 0.3}}
+    report = plan(model, inputs_of(Rows, BATCH), memory=budget, **asked)
+    assert [way.name for way in report.simple_ways] == [CHECKPOINTED, BUDGETED]
+    assert report.planned_us <= min(w.step_us or 0 for w in report.simple_ways if w.fits)
+    text = report.to_text()
+    assert text.index("against simpler ways") < text.index("this plan") < text.index(CHECKPOINTED)
+    assert [way["name"] for way in report.to_json()["simple_ways"]] == [CHECKPOINTED, BUDGETED]
+    roomy = plan(model, inputs_of(Rows, BATCH), memory="20GiB", **asked)
+    assert roomy.simple_ways == () and "simpler ways" not in roomy.to_text()
 
 
 def test_the_host_updates_as_much_slower_as_its_memory_is() -> None:

@@ -20,11 +20,12 @@ from offcompile.options import Options
 from offcompile.progress import Progress
 from offcompile.report import PlanReport
 from offcompile.runtime.mapping import page_multiple
+from offcompile.simple_way import SimpleWay, against
 from offcompile.splitting import LADDER
 
-from .plan import CPU, Ahead, Asked, Tell, check_model, refuse_measuring
+from .plan import CPU, Ahead, Asked, Tell, check_model, refuse_measuring, simple_ways
 from .scaled import Scale
-from .simple_ways import SimpleWay, SimpleWays, policy_ways
+from .simple_ways import policy_ways
 
 #: other budgets are planned for until so much time has gone by
 TABLE_SECONDS = 20.0
@@ -96,6 +97,8 @@ class FitReport:
             )
             for tier, nbytes in self.tier_bytes.items():
                 yield f"  {tier:14} {size(nbytes)} at most"
+            if report.split:
+                yield f"  split          {report.split}; sums differ in the last bits"
             if self.spilled_bytes:
                 yield f"  to disk        {size(self.spilled_bytes)} written with every step"
         if self.largest_batch:
@@ -110,10 +113,7 @@ class FitReport:
                 yield f"{size(point.memory_bytes):>12}  {show_us(point.step_us):>12}{note}"
         if self.simple_ways:
             yield ""
-            yield f"{'against simpler ways':40}  {'step':>12}"
-            if report is not None:
-                yield SimpleWay("this plan", report.planned_us, None).to_line()
-            yield from (way.to_line() for way in self.simple_ways)
+            yield from against(None if report is None else report.planned_us, self.simple_ways)
 
     def to_json(self) -> dict[str, Any]:
         report = self.report
@@ -137,6 +137,7 @@ class FitReport:
             "gap": report.gap,
             "tier_bytes": dict(self.tier_bytes),
             "spilled_bytes": self.spilled_bytes,
+            "split": report.split,
         }
 
 
@@ -310,13 +311,6 @@ class _Fitting:
         except Infeasible:
             return False
         return True
-
-
-def simple_ways(ahead: Ahead, budget: int) -> list[SimpleWay]:
-    found, updates = ahead.survey.problem(ahead.graphs), ahead.survey.updates
-    factor = None if updates is None else updates.host_factor
-    machine = ahead.survey.machine(budget)
-    return list(SimpleWays(found.problem, machine, budget, found.labels, factor).all())
 
 
 def published_ways(ahead: Ahead, budget: int, seconds: float) -> list[SimpleWay]:

@@ -27,10 +27,12 @@ from offcompile.planning import Planning
 from offcompile.profiling import Profile
 from offcompile.progress import Progress
 from offcompile.report import PlanReport
+from offcompile.simple_way import SimpleWay
 from offcompile.splitting import Ways
 from offcompile.target import CpuTarget, CudaTarget, Target, target_for
 
 from .layers import PERIODS, Layers, find_layers, shortened
+from .simple_ways import SimpleWays
 from .surveyed import AheadSurvey, NotAlike, Twin
 from .updates import Updates
 
@@ -103,10 +105,26 @@ def plan(
     )
     with Progress("plan") as tell:
         try:
-            return Ahead.of(asked, tell).report(tell)
+            return _compared(Ahead.of(asked, tell), tell)
         except NotAlike as error:  # as with operands on the host, which are measured only now
             tell(f"{error} All of them are traced.")
-            return Ahead.of(replace(asked, repeats=False), tell).report(tell)
+            return _compared(Ahead.of(replace(asked, repeats=False), tell), tell)
+
+
+def _compared(ahead: Ahead, tell: Tell) -> PlanReport:
+    """The report, with what simpler ways take where something has to move."""
+    report = ahead.report(tell)
+    if report.fits:
+        return report
+    tell("comparing with simpler ways")
+    return replace(report, simple_ways=tuple(simple_ways(ahead, report.budget_bytes)))
+
+
+def simple_ways(ahead: Ahead, budget: int) -> list[SimpleWay]:
+    found, updates = ahead.survey.problem(ahead.graphs), ahead.survey.updates
+    factor = None if updates is None else updates.host_factor
+    machine = ahead.survey.machine(budget)
+    return list(SimpleWays(found.problem, machine, budget, found.labels, factor).all())
 
 
 def refuse_measuring(hardware: str | Path | None, measure: bool) -> None:

@@ -9,17 +9,16 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass, replace
-from typing import Any
+from dataclasses import dataclass, replace
 
-from offcompile.cli_tables import size
 from offcompile.ir import DEVICE, HOST, Infeasible, Lane, Machine, Op, Problem
-from offcompile.ir.units import move_ns, show_us
+from offcompile.ir.units import move_ns
 from offcompile.passes.decisions import Away, Decisions
 from offcompile.passes.patience import Time, TimeIsUp, timed_by
 from offcompile.passes.registry import POLICIES
 from offcompile.passes.schedule import build
 from offcompile.planner import plan_problem
+from offcompile.simple_way import SimpleWay
 from offcompile.simulate import Simulator
 
 from .simple_reruns import Rerunning, Reruns
@@ -31,34 +30,6 @@ OFFLOADED = "ZeRO-Offload"
 BOTH = "ZeRO-Offload, every block checkpointed"
 #: what is compared with itself: it tries the others
 OURS = "joint"
-
-
-@dataclass(frozen=True)
-class SimpleWay:
-    """One way. `step_us` and `peak_bytes` are what it takes whether it fits or not; None: it has
-    no plan at all, and `reason` says why."""
-
-    name: str
-    step_us: float | None
-    peak_bytes: int | None
-    #: over the budget; 0: it fits
-    missing_bytes: int = 0
-    reason: str = ""
-
-    @property
-    def fits(self) -> bool:
-        return self.step_us is not None and self.missing_bytes == 0
-
-    def to_line(self) -> str:
-        """Name, step, and by how much it misses the budget if it does."""
-        step = "no plan" if self.step_us is None else show_us(self.step_us)
-        note = f"  {self.reason}" if self.reason else ""
-        if self.missing_bytes:
-            note = f"  does not fit: {size(self.missing_bytes)} missing"
-        return f"{self.name:40}  {step:>12}{note}"
-
-    def to_json(self) -> dict[str, Any]:
-        return {**asdict(self), "fits": self.fits}
 
 
 @dataclass(frozen=True, eq=False)
