@@ -1,44 +1,60 @@
-"""Some of the programs of others (tests/wild) with Inductor's kernels, near the plain run."""
+"""Programs of others (tests/wild) with Inductor's kernels, near the plain run."""
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 
 from wild.families import load
-from wild.judge import BROKEN, NEAR, Verdict
+from wild.judge import BROKEN, NEAR, REFUSED, Verdict
+from wild.program import Program
 
 from .rows import Row
 from .wild import judged
 
-NAMES = (
-    "loops/allocates_gradients_itself",
-    "loops/evaluates_between_steps",
-    "representations/calls_triplets",
-    "parameters/freezes_and_unfreezes",
-    "parameters/converts_after_compiling",
-    "parameters/converts_in_place_of_swapping",
-    "parameters/updates_in_backward",
-    "compiling/breaks_its_graph",
-    "compiling/returns_structures",
-    "transformers/classifies_sequences",
-    "timm/test_vit2",
+#: whole families: two compilations of each program take a minute together
+FAMILIES = (
+    "loops",
+    "compiling",
+    "parameters",
+    "representations",
+    "generative",
+    "decisions",
+    "peft",
+    "transformers",
+    "trainer",
 )
+#: some of the image models
+TIMM = ("timm/test_vit2", "timm/test_convnext2", "timm/test_efficientnet")
+
+
+def chosen() -> list[Program]:
+    return [p for name, p in load().items() if p.family in FAMILIES or name in TIMM]
 
 
 def rows(scale: float, seed: int) -> list[Row]:
     """Nothing here is drawn: `seed` says where a short run starts."""
-    wanted = max(1, min(len(NAMES), round(scale * len(NAMES))))
-    chosen = [NAMES[(int(n * len(NAMES) / wanted) + seed) % len(NAMES)] for n in range(wanted)]
-    programs = load()
-    return [row_of(judged([programs[name] for name in chosen], "--inductor"))]
+    programs = chosen()
+    wanted = max(1, min(len(programs), round(scale * len(programs))))
+    step = len(programs) / wanted
+    families: dict[str, list[Program]] = {}
+    for n in range(wanted):
+        program = programs[int(n * step + seed) % len(programs)]
+        families.setdefault(program.family, []).append(program)
+    return [row_of([v for of in families.values() for v in judged(of, "--inductor")])]
 
 
 def row_of(verdicts: Sequence[Verdict]) -> Row:
     broken = [f"{v.program}: {v.why}" for v in verdicts if v.kind == BROKEN]
     if broken:
         raise AssertionError("\n".join([f"{len(broken)} programs are broken:", *broken]))
-    others = tuple(f"{v.program}: {v.kind} ({v.why})" for v in verdicts if v.kind != NEAR)
+    kinds = Counter(v.kind for v in verdicts)
+    others = tuple(
+        f"{v.program}: {v.kind} ({v.why})" for v in verdicts if v.kind not in (NEAR, REFUSED)
+    )
     figures = (
+        (NEAR, str(kinds[NEAR])),
+        (REFUSED, str(kinds[REFUSED])),
         ("moves planned", f"{sum(v.moves for v in verdicts):,}"),
         ("bytes sent out", f"{sum(v.bytes_out for v in verdicts):,}"),
     )
