@@ -26,10 +26,13 @@ FAMILIES = (
 )
 #: some of the image models
 TIMM = ("timm/test_vit2", "timm/test_convnext2", "timm/test_efficientnet")
+#: plain Inductor reads a tensor of zeros that has no memory, and may end the process
+LEFT_OUT = "decisions/solves_an_equation_with_func"
 
 
 def chosen() -> list[Program]:
-    return [p for name, p in load().items() if p.family in FAMILIES or name in TIMM]
+    found = {n: p for n, p in load().items() if p.family in FAMILIES or n in TIMM}
+    return [program for name, program in found.items() if name != LEFT_OUT]
 
 
 def rows(scale: float, seed: int) -> list[Row]:
