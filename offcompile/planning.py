@@ -28,7 +28,6 @@ from .decide import (
     with_figure,
     with_reserve,
 )
-from .dropout import in_two_parts
 from .endurance import planned_life
 from .graphs import BACKWARD, Graphs
 from .offers import Offers, read_after_update
@@ -126,7 +125,7 @@ class Planning:
         if self.hosts:
             return graphs, self._choose(graphs, plain, budget, tell)
         fits = budget is not None and fits_as_it_is(plain.problem, self.survey.machine, budget)
-        if not fits and (apart := in_two_parts(graphs)) is not graphs:
+        if not fits and (apart := self.survey.apart(graphs)) is not graphs:
             graphs, plain = apart, self.survey.annotate(apart, budget, tell)
         if self.settled is not None and not has_bits(self.settled.problem):
             return self._settle(graphs, plain, fits, updated, tell)

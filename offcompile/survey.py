@@ -16,6 +16,7 @@ from .corrections import Factors, with_factors
 from .costs import CostModel, OpCost, costs_of_graph, open_cost_cache
 from .costs_fusion import calls_library
 from .costs_in_place import with_in_place
+from .dropout import in_two_parts
 from .graphs import Graphs, Hint, storage_bytes, storage_key
 from .hardware import BYTES_PER_US_PER_GBPS
 from .kernels import merge_kernels
@@ -72,6 +73,10 @@ class Survey:
         """With lanes as fast as they turned out to be."""
         machine = self.profile.lanes.applied(self.target.machine(device_bytes))
         return with_combinations(machine, self.options.lossy)
+
+    def apart(self, graphs: Graphs) -> Graphs:
+        """The graphs with ops taken apart of which only a part may run again."""
+        return in_two_parts(graphs)
 
     def annotate(
         self, graphs: Graphs, budget: int | None, progress: Callable[[str], None]

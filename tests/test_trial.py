@@ -288,7 +288,7 @@ def test_ops_faster_than_their_costs_bring_another_plan(run: Run) -> None:
     run.times = lambda n, report: as_planned(report, 0.25 if n == 0 else 1.0)
     run.steps(2 * FEW + 2)
     first, second = run.reports
-    assert first.plan.moves and not first.plan.recomputes
+    assert first.plan.moves
     profile = second.profile
     assert profile is not None and profile.replans == 1
     (said,) = [line for line in profile.said if "it is taken" in line]

@@ -41,6 +41,10 @@ class AheadSurvey(Survey):
     #: what was unrolled last, and of what
     _last: tuple[Graphs, InPlace | None, Annotated] | None = field(default=None, repr=False)
 
+    def apart(self, graphs: Graphs) -> Graphs:
+        """The graphs as they are: their twin's must stay alike."""
+        return graphs
+
     def annotate(
         self, graphs: Graphs, budget: int | None, progress: Callable[[str], None]
     ) -> Annotated:

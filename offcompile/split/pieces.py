@@ -131,7 +131,10 @@ class _Turns:
     def make(self, out: fx.Node) -> None:
         """Make a result of the region; the others of its turn come with it."""
         if out not in self.results:
-            self._run(out in self.region.late)
+            late = out in self.region.late
+            if late and not self.region.at_once and not self.pieces:
+                self._run(False)  # backward reads what forward's part of a piece has made
+            self._run(late)
         result = self.results[out]
         if self.region.tangent is not None and out in self.region.late:
             tangent = self.whole.of(self.region.tangent)
