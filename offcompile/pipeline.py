@@ -167,7 +167,8 @@ class Pipeline:
         observe = partial(report.observe, FORWARD if phase == "inference" else phase)
         clock = self._clock
         # a step that fits keeps to its budget by itself only while freed memory goes back
-        watched = self._kind == "cpu" and (not report.fits or heap().keeps)
+        budgeted = self.options.memory is not None and heap().keeps
+        watched = self._kind == "cpu" and (not report.fits or budgeted)
 
         offered = self.offers.outputs if self.offers is not None and phase == BACKWARD else ()
         direct_reads = self._direct_reads(phase)
@@ -185,7 +186,8 @@ class Pipeline:
             with self._recorded(phase, arguments), self._among_others(phase, arguments) as room:
                 if watched and (phase != BACKWARD or room is not None):
                     if first:
-                        garbage.collect_of_compiling()
+                        if not report.fits:
+                            garbage.collect_of_compiling()
                         heap().settle()
                         first = False
                     assert self.executions is not None
@@ -195,7 +197,7 @@ class Pipeline:
                     if room is not None:
                         standing += room.held_bytes
                         most = room.peak_bytes + room.kept_limit_bytes
-                    heap().begin(standing, most, self._at_rest)
+                    heap().begin(standing, most, self._at_rest, lays_out=not report.fits)
                 started = clock.start()
                 with recorder.running(phase), profile.watching(tensor_of):
                     result = compiled(arguments)

@@ -193,15 +193,20 @@ class Heap:
         self._to_measure = _MEASUREMENTS
 
     def begin(
-        self, planned_bytes: int, budget_bytes: int, at_rest: Callable[[], None] = lambda: None
+        self,
+        planned_bytes: int,
+        budget_bytes: int,
+        at_rest: Callable[[], None] = lambda: None,
+        lays_out: bool = True,
     ) -> None:
         """A step begins: of its budget, `planned_bytes` stand already.
 
         at_rest: returns when no block waits any more for a lane to fill it, and to touch its pages.
+        lays_out: have addresses for the budget ready, as a step wants that will use all of it.
         """
         if self._process is None:
             return
-        if not address_space_is_limited():
+        if lays_out and not address_space_is_limited():
             self._lay_out(budget_bytes)
         if self._to_measure:
             self._to_measure -= 1
