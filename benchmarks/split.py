@@ -1,4 +1,4 @@
-"""What a loss in pieces does to the least memory that a step takes, and to its time.
+"""Measure how a loss in pieces changes a step: the least memory it takes, and its time.
 
     python -m benchmarks.split [--quick]
 

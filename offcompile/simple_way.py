@@ -1,4 +1,4 @@
-"""What a simpler way takes of a step: said beside our plan, wherever that is shown."""
+"""Show what simpler ways take of a step, beside our plan."""
 
 from __future__ import annotations
 

@@ -244,7 +244,7 @@ class InPieces:
 
     @property
     def largest_elements(self) -> int:
-        """Of all tensors that the graphs compute."""
+        """Count the elements of the largest tensor that the graphs compute."""
         return max(
             node.meta["val"].numel()
             for halves in self.made

@@ -59,7 +59,7 @@ class Splittable:
 
 
 def splittable(joint: fx.GraphModule, ordered: bool = False) -> Splittable | None:
-    """What may be split in a joint graph; None: nothing. The graph itself stays as it is.
+    """Find what may be split in a joint graph, which stays as it is; None: there is nothing.
 
     ordered: pieces hold their order by edges of the graph, which those cannot have whose backward
     runs their forward again: they are left alone.

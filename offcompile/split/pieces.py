@@ -182,7 +182,7 @@ class _Turns:
         build.meta = {}
 
     def _notes_of(self, node: fx.Node, late: bool) -> Mapping[str, Any]:
-        """What people are told of a node; and that backward runs forward's part again."""
+        """Keep the notes that people are shown, and mark what backward runs again of forward."""
         kept = ("stack_trace", "nn_module_stack", "source_fn_stack", "original_aten")
         notes = {key: node.meta[key] for key in kept if key in node.meta}
         if not self.region.at_once and not late:

@@ -14,7 +14,7 @@ A region runs in one of two ways:
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
 import torch
@@ -61,11 +61,11 @@ class Region:
         return rows is not None and numel_of_others(rows, node) >= self.words
 
     def outs(self) -> list[fx.Node]:
-        """What is read outside, in order."""
+        """List the nodes that others outside read, in order."""
         return [n for n in self.made if any(user not in self.made for user in n.users)]
 
     def entering(self) -> dict[fx.Node, Rows]:
-        """What comes from outside with tokens."""
+        """Find the operands from outside that have tokens."""
         found: dict[fx.Node, Rows] = {}
         for made in self.made.values():
             found |= {n: rows for n, rows in made.operands.items() if n not in self.made}
@@ -163,28 +163,30 @@ def _pull(region: Region, node: fx.Node, rows: Rows) -> None:
 
 def _reached(nodes: Iterable[fx.Node], without: Iterable[fx.Node] = ()) -> set[fx.Node]:
     """The nodes, and all that depend on them by a way that leads through none of `without`."""
-    closed, found, waiting = set(without), set(), list(nodes)
-    while waiting:
-        node = waiting.pop()
-        if node not in found:
-            found.add(node)
-            waiting += [u for u in node.users if u not in closed]
-    return found
+    return _closure(nodes, without, lambda node: node.users)
 
 
 def _needed(nodes: Iterable[fx.Node], without: Iterable[fx.Node] = ()) -> set[fx.Node]:
     """The nodes, and all that they depend on by a way that leads through none of `without`."""
+    return _closure(nodes, without, lambda node: node.all_input_nodes)
+
+
+def _closure(
+    nodes: Iterable[fx.Node],
+    without: Iterable[fx.Node],
+    next_of: Callable[[fx.Node], Iterable[fx.Node]],
+) -> set[fx.Node]:
     closed, found, waiting = set(without), set(), list(nodes)
     while waiting:
         node = waiting.pop()
         if node not in found:
             found.add(node)
-            waiting += [n for n in node.all_input_nodes if n not in closed]
+            waiting += [n for n in next_of(node) if n not in closed]
     return found
 
 
 def _between(region: Region, start: set[fx.Node], end: set[fx.Node]) -> set[fx.Node]:
-    """What lies outside on the way from some nodes of the region to others."""
+    """Find the nodes outside that lie between some nodes of the region and others."""
     inside = region.made.keys()
     return (_reached(start, inside) & _needed(end, inside)) - inside
 

@@ -47,7 +47,7 @@ class Made:
 
 @dataclass(frozen=True)
 class Known:
-    """What is known when a rule is asked."""
+    """The layouts known so far, which a rule asks for."""
 
     layouts: dict[fx.Node, Rows]
     #: the layout that the result must have; None: it follows from the operands

@@ -102,7 +102,7 @@ def expand(node: fx.Node, known: Known) -> Made | None:
 
 
 def fill_of(node: fx.Node) -> Any:
-    """What a node fills its result with; None: it is no such node."""
+    """Tell the number that a node fills its result with; None: it fills with none."""
     target, args = node.target, args_of(node)
     if target in (aten.zeros_like.default, aten.new_zeros.default, aten.zeros.default):
         return 0
