@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.turns import LOWERINGS, MIB, Child, machine
-from offcompile.report_words import counted
+from offcompile.ir.units import counted
 
 RESULT = Path(__file__).parent / "results" / "forecast.md"
 MODULE = "benchmarks.forecast"

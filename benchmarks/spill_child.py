@@ -23,7 +23,8 @@ from offcompile.runtime.codecs import Codec, codec
 from offcompile.runtime.cpu import CpuDevice
 from offcompile.runtime.heap import heap
 from offcompile.runtime.mapping import Mapping
-from offcompile.runtime.mover import Load, Mover, Saved
+from offcompile.runtime.mover import Load, Mover
+from offcompile.runtime.saved import Saved
 from offcompile.runtime.spill import SpillStore
 
 MIB = 1 << 20

@@ -14,9 +14,8 @@ if TYPE_CHECKING:
     from offcompile.batch_search import max_batch
     from offcompile.born_on_host import host_init
     from offcompile.loading import load_weights
-    from offcompile.page import save_html
     from offcompile.recording import record
-    from offcompile.report import PlanReport, reports
+    from offcompile.report import PlanReport, reports, save_html
     from offcompile.runtime.counters import counters
     from offcompile.saving import save
 
@@ -54,7 +53,7 @@ _LATER = {
     "record": "offcompile.recording",
     "reports": "offcompile.report",
     "save": "offcompile.saving",
-    "save_html": "offcompile.page",
+    "save_html": "offcompile.report",
 }
 
 

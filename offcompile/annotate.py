@@ -18,14 +18,9 @@ import sympy
 import torch
 from torch import fx
 
-from offcompile.ir import DEVICE, HOST, Op, Problem, Tensor
-from offcompile.runtime import update_ops
-
 from .costs import OpCost
 from .direct_ops import touched_bytes, workspace_of, write_of
 from .graphs import (
-    BACKWARD,
-    FORWARD,
     Graphs,
     Hint,
     aliased_input,
@@ -42,7 +37,10 @@ from .graphs import (
     storage_key,
     tensors_in,
 )
+from .in_place import InPlace
+from .ir import BACKWARD, DEVICE, FORWARD, HOST, Op, Problem, Tensor
 from .names import tensor_names
+from .runtime import update_ops
 from .sizes import symbols_in
 
 Place = tuple[str, str]  # (phase, node name)
@@ -79,18 +77,6 @@ class Annotated:
 
 
 Costs = Mapping[Place, OpCost]
-
-
-@dataclass(frozen=True)
-class InPlace:
-    """What each byte of an operand adds to an op that uses it in place on the host."""
-
-    read_us_per_byte: float = 0.0
-    write_us_per_byte: float = 0.0
-
-    def us(self, duration_us: float, nbytes: int, writes: bool = False) -> float:
-        """Of an op that takes `duration_us` otherwise."""
-        return duration_us + nbytes * (self.write_us_per_byte if writes else self.read_us_per_byte)
 
 
 def annotate(

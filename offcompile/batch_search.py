@@ -11,9 +11,8 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from offcompile.cli_tables import size
 from offcompile.ir import DEVICE, Infeasible, InvalidInput, Violation
-from offcompile.ir.units import show_us
+from offcompile.ir.units import show_us, size
 
 from .batch_trace import Traced, trace
 from .books import Books

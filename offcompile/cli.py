@@ -17,19 +17,21 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import NoReturn
 
-from offcompile.cli_files import (
+from offcompile.ir.jsonio import plan_to_json
+from offcompile.ir.units import printable
+
+from .cli_files import (
     BadPlan,
     invalid,
     open_output,
-    printable,
     read_inputs,
     read_plan,
     write_plan,
 )
-from offcompile.cli_fit import add_fit
-from offcompile.cli_record import add_record
-from offcompile.hardware_toml import write_profile
-from offcompile.ir import (
+from .cli_fit import add_fit
+from .cli_record import add_record
+from .hardware_toml import write_profile
+from .ir import (
     Infeasible,
     InvalidInput,
     Machine,
@@ -37,7 +39,6 @@ from offcompile.ir import (
     Timeline,
     Violation,
 )
-from offcompile.ir.jsonio import plan_to_json
 
 DONE, VIOLATIONS, BAD_INPUT, INFEASIBLE, INTERRUPTED = 0, 1, 2, 3, 130
 
@@ -199,7 +200,7 @@ def _plan(options: argparse.Namespace) -> int:
     problem, machine = read_inputs(options)
     output = None if options.output is None else open_output(options.output)
     page = None if options.html is None else open_output(options.html)
-    from offcompile.planner import plan_problem
+    from .planner import plan_problem
 
     try:
         with _progress("planning") as say:
@@ -209,7 +210,7 @@ def _plan(options: argparse.Namespace) -> int:
     if output is not None:
         write_plan(output, result.plan)
     if page is not None:
-        from offcompile.page import save_plan
+        from .page import save_plan
 
         save_plan(page, Path(options.problem or options.trace).stem, problem, machine, result)
     if options.json:
@@ -225,7 +226,7 @@ def _plan(options: argparse.Namespace) -> int:
             }
         )
     else:
-        from offcompile.cli_tables import show_plan
+        from .cli_tables import show_plan
 
         show_plan(problem, machine, result)
     return DONE
@@ -237,7 +238,7 @@ def _check(options: argparse.Namespace) -> int:
         plan = read_plan(options.plan)
     except BadPlan as error:
         return _say_check(machine, error.violations, None, options.json)
-    from offcompile.planner import check_plan
+    from .planner import check_plan
 
     with _progress("checking"):
         result = check_plan(problem, machine, plan)
@@ -251,7 +252,7 @@ def _say_check(
     as_json: bool,
 ) -> int:
     if not as_json:
-        from offcompile.cli_tables import show_check
+        from .cli_tables import show_check
 
         show_check(machine, violations, timeline)
     elif violations or timeline is None:
@@ -280,7 +281,7 @@ def _say_infeasible(error: Infeasible, as_json: bool) -> int:
 
 
 def _run(options: argparse.Namespace) -> int:
-    from offcompile.launch import start
+    from .launch import start
 
     if not options.module and not os.path.exists(options.script):
         raise invalid("bad-value", options.script, "there is no such script")
@@ -288,15 +289,15 @@ def _run(options: argparse.Namespace) -> int:
 
 
 def _hardware(_: argparse.Namespace) -> int:
-    from offcompile.cli_tables import show_profiles
-    from offcompile.hardware import list_profiles, load_profile
+    from .cli_tables import show_profiles
+    from .hardware import list_profiles, load_profile
 
     show_profiles([load_profile(name) for name in list_profiles()])
     return DONE
 
 
 def _doctor(options: argparse.Namespace) -> int:
-    from offcompile import doctor
+    from . import doctor
 
     output = None if options.output is None else doctor.open_output(options.output)
     directories = doctor.spill_directories(options.spill)
@@ -313,7 +314,7 @@ def _doctor(options: argparse.Namespace) -> int:
     if options.json:
         _print_json(doctor.to_json(found, list(paths)))
     else:
-        from offcompile.doctor_tables import show_examination
+        from .doctor_tables import show_examination
 
         show_examination(found, list(paths))
     return DONE
@@ -340,7 +341,7 @@ def _print_json(value: dict[str, object]) -> None:
 @contextmanager
 def _progress(doing: str) -> Iterator[Callable[[str], None] | None]:
     """A line on stderr with the time gone by and what was found so far; None off a terminal."""
-    from offcompile.progress import Progress
+    from .progress import Progress
 
     with Progress(doing) as progress:
         yield progress if progress.shown else None

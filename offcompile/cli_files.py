@@ -36,13 +36,6 @@ class BadPlan(Exception):
         self.violations = violations
 
 
-def printable(text: str) -> str:
-    """The text with everything but plain characters and line ends spelt out."""
-    return "".join(
-        c if c.isprintable() or c == "\n" else c.encode("unicode_escape").decode() for c in text
-    )
-
-
 def read_inputs(options: argparse.Namespace) -> tuple[Problem, Machine]:
     def size(flag: str, text: str | None) -> int | None:
         return None if text is None else _named(flag, lambda: parse_bytes(text))

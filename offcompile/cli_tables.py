@@ -14,11 +14,11 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
-from offcompile.cli_files import printable
-from offcompile.hardware import HardwareProfile
-from offcompile.ir import HOST_COMPUTE, Machine, Plan, Problem, Span, Timeline, Violation
-from offcompile.ir.units import compressed_bytes, show_us
-from offcompile.planner import PlanResult
+from offcompile.ir.units import compressed_bytes, printable, show_us, size
+
+from .hardware import HardwareProfile
+from .ir import HOST_COMPUTE, Machine, Plan, Problem, Span, Timeline, Violation
+from .planner import PlanResult
 
 MOVES_SHOWN = 24
 STALLS_SHOWN = 8
@@ -227,14 +227,6 @@ def _moved_bytes(problem: Problem, tensor_id: str, codec: str | None) -> int:
     if codec is None or codec not in tensor.ratios:
         return tensor.nbytes
     return compressed_bytes(tensor.nbytes, tensor.ratios[codec])
-
-
-def size(nbytes: int) -> str:
-    """Bytes in the unit that fits; exact figures are for `--json`."""
-    for name, unit in (("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10)):
-        if nbytes >= unit:
-            return f"{nbytes / unit:.2f} {name}"
-    return f"{nbytes} B"
 
 
 # --- rich ----------------------------------------------------------------------------------

@@ -9,8 +9,7 @@ from __future__ import annotations
 import sys
 from dataclasses import dataclass, replace
 
-from offcompile.ir import COMPUTE, Machine, Op, Plan, Problem, Timeline
-
+from .ir import COMPUTE, Machine, Op, Plan, Problem, Timeline
 from .measured import MeasuredStep
 from .simulate import Simulator
 from .timelines import settled_spans

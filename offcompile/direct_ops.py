@@ -9,18 +9,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import fx
 
-from offcompile.runtime import direct_ops
-
-from .graphs import FORWARD, Graphs, Hint, aliased_input, outputs_of, tensors_in
+from .graphs import Graphs, Hint, aliased_input, outputs_of, tensors_in
+from .ir import FORWARD
+from .runtime import direct_ops
 from .stream_products import stream_addmm, stream_mm
-
-if TYPE_CHECKING:
-    from .annotate import Annotated
 
 aten = torch.ops.aten
 
@@ -95,7 +92,7 @@ def gathers(node: fx.Node, operand: fx.Node) -> bool:
     return node.target is aten.embedding.default and node.args[0] is operand
 
 
-def scattered_reads(graphs: Graphs, annotated: Annotated) -> frozenset[str]:
+def scattered_reads(graphs: Graphs, storage_of: Mapping[tuple[str, str], str]) -> frozenset[str]:
     """Weights of which a step reads, and a later update of all of it will read, only some rows.
 
     So only those without a gradient in these graphs: an optimizer goes through the whole table.
@@ -106,7 +103,7 @@ def scattered_reads(graphs: Graphs, annotated: Annotated) -> frozenset[str]:
             if node.op != "call_function" or aliased_input(node) is not None:
                 continue
             for operand in node.all_input_nodes:
-                storage = annotated.storage_of.get((phase, operand.name))
+                storage = storage_of.get((phase, operand.name))
                 if storage is not None:
                     reads.setdefault(storage, []).append(gathers(node, operand))
     trained = set()
@@ -114,7 +111,7 @@ def scattered_reads(graphs: Graphs, annotated: Annotated) -> frozenset[str]:
         wanted = graphs.forward.graph.find_nodes(op="placeholder")
         for of, gradient in zip(wanted, outputs_of(graphs.backward), strict=False):
             if gradient is not None:
-                trained.add(annotated.storage_of.get((FORWARD, of.name)))
+                trained.add(storage_of.get((FORWARD, of.name)))
     return frozenset(t for t, found in reads.items() if all(found) and t not in trained)
 
 

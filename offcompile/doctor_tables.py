@@ -9,10 +9,9 @@ from rich.console import RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from offcompile.cli_files import printable
-from offcompile.cli_tables import _cells, _facts, _print, _table, size
-from offcompile.ir.units import show_us
+from offcompile.ir.units import printable, show_us, size
 
+from .cli_tables import _cells, _facts, _print, _table
 from .doctor_figures import Examination, Gpu, Spill
 from .doctor_words import findings
 from .hardware import ADAM_BYTES_PER_PARAMETER, HardwareProfile

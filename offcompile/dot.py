@@ -11,8 +11,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING
 
-from offcompile.cli_tables import size
-from offcompile.ir.units import show_us
+from offcompile.ir.units import show_us, size
 
 if TYPE_CHECKING:
     from torch import fx

@@ -16,15 +16,15 @@ import torch
 
 from offcompile.ir.units import show_bytes
 from offcompile.passes.correlation.predictor import Predictor
-from offcompile.runtime import tickets
 from offcompile.runtime.keeping import Keeper
-from offcompile.runtime.mover import Saved
 from offcompile.runtime.registry import RuntimeSettings, runtime_for, runtimes
+from offcompile.runtime.saved import Saved
 from offcompile.runtime.weak import WeakTensor
 
 from .books import UNBOUND, Binding, Books, Entry
-from .graphs import BACKWARD, FORWARD
+from .ir import BACKWARD, FORWARD
 from .log import first_time, warn
+from .runtime import tickets
 
 #: of the room beside a run, what the keeper has at least, however much holes may take
 KEEPER_SHARE = 3 / 8

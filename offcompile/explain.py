@@ -8,9 +8,8 @@ from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
 
-from offcompile.cli_tables import size
 from offcompile.ir import DEVICE, Machine, Move, Plan, Problem, Span, Tensor, Timeline
-from offcompile.ir.units import move_ns, show_us
+from offcompile.ir.units import move_ns, show_us, size
 from offcompile.timelines import (
     NS_PER_US,
     duration_us,

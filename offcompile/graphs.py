@@ -13,11 +13,11 @@ from dataclasses import dataclass, field
 import torch
 from torch import fx
 
+from .ir import BACKWARD, FORWARD
+
 Size = int | torch.SymInt
 #: a size as a number: what the plan is made for
 Hint = Callable[[Size], int]
-
-FORWARD, BACKWARD = "forward", "backward"
 
 
 @dataclass(frozen=True)

@@ -5,12 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
-from offcompile.cli_tables import size
-from offcompile.explain import Fate
-from offcompile.ir import DEVICE, HOST, Op, Plan, Problem
-from offcompile.ir.units import show_us
+from offcompile.ir.units import show_us, size
 
-FORWARD = "forward"
+from .explain import Fate
+from .ir import DEVICE, FORWARD, HOST, Op, Plan, Problem
+
 #: what belongs to no module that is known
 WHOLE = "(the model)"
 #: this share of a duration is not worth telling

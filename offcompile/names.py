@@ -9,9 +9,9 @@ from types import MappingProxyType
 
 from torch import fx
 
-from offcompile.runtime import update_ops
-
-from .graphs import BACKWARD, FORWARD, Graphs, argument_name, outputs_of
+from .graphs import Graphs, argument_name, outputs_of
+from .ir import BACKWARD, FORWARD
+from .runtime import update_ops
 
 #: one step of the path in Dynamo's words: `._modules['up']`, `._parameters['weight']`, `['x']`
 _STEP = re.compile(r"(?:\._(?:modules|parameters|buffers))?\['?([^'\]]*)'?\]")

@@ -20,13 +20,9 @@ import torch
 from torch import fx
 from torch._functorch._aot_autograd.descriptors import SavedForBackwardsAOTOutput
 
-from offcompile.runtime import update_ops
-
 from .annotate import Annotated, Place
 from .costs import OpCost
 from .graphs import (
-    BACKWARD,
-    FORWARD,
     Graphs,
     Hint,
     closed,
@@ -35,8 +31,10 @@ from .graphs import (
     outputs_of,
     storage_bytes,
 )
+from .ir import BACKWARD, FORWARD
 from .order import Order, Run
 from .resave import new_placeholder
+from .runtime import update_ops
 
 #: bytes that an update reads and writes for each byte of gradient: with two moments, 28 for 4
 BYTES_PER_BYTE = 7.0

@@ -22,10 +22,12 @@ from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from offcompile.ir import (
+from offcompile.ir.units import compressed_bytes
+
+from .ir import (
     DEVICE,
+    FORWARD,
     HOST,
-    PHASES,
     InvalidInput,
     Machine,
     Plan,
@@ -33,12 +35,8 @@ from offcompile.ir import (
     Timeline,
     Violation,
 )
-from offcompile.ir.units import compressed_bytes
-
 from .order_ledger import Ledger
 from .presence import Arrival, Presence, Step, presence
-
-FORWARD = PHASES[0]
 
 
 @dataclass(frozen=True)

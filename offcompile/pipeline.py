@@ -18,8 +18,6 @@ import sympy
 import torch
 from torch import fx
 
-from offcompile.ir import Machine, OffloadError, Plan, Problem
-from offcompile.runtime import tensor_memory
 from offcompile.runtime.clock import Clock, clock_for
 from offcompile.runtime.heap import heap
 from offcompile.runtime.registry import runtime_for
@@ -34,7 +32,8 @@ from .dump import dump
 from .endurance import spilled_bytes, watch_for
 from .executions import Executions, Room, kept_between
 from .garbage import garbage
-from .graphs import BACKWARD, FORWARD, Graphs, outputs_of
+from .graphs import Graphs, outputs_of
+from .ir import BACKWARD, FORWARD, Machine, OffloadError, Plan, Problem
 from .log import log_compiled, log_decision, tell_once, warn
 from .lower import Compiled, Halves, Phase
 from .lower_order import pin_order
@@ -47,6 +46,7 @@ from .progress import Progress
 from .recording import Touched, recorded, touched_by, weights_of
 from .report import PlanReport, remember
 from .rewrite import rewrite
+from .runtime import tensor_memory
 from .sizes import hint_of
 from .splinters import HINT, malloc_leaves_holes
 from .split import Splits

@@ -8,11 +8,10 @@ from functools import partial
 
 import torch
 
-from offcompile.ir import DEVICE, Infeasible, Machine, Plan, Problem
 from offcompile.ir.units import show_bytes
 from offcompile.runtime.heap import address_space_is_limited
 
-from .annotate import Annotated, InPlace
+from .annotate import Annotated
 from .choose import TRIAL_SHARE, Choice, choose
 from .compact import compact, has_bits
 from .corrections import with_factors
@@ -29,7 +28,9 @@ from .decide import (
     with_reserve,
 )
 from .endurance import planned_life
-from .graphs import BACKWARD, Graphs
+from .graphs import Graphs
+from .in_place import InPlace
+from .ir import BACKWARD, DEVICE, Infeasible, Machine, Plan, Problem
 from .offers import Offers, read_after_update
 from .planned_layout import planned_returns
 from .planner import PlanResult

@@ -11,7 +11,7 @@ from rich.console import Console
 from rich.progress import Progress as Bar
 from rich.progress import SpinnerColumn, TextColumn, TimeElapsedColumn
 
-from offcompile.cli_tables import size
+from offcompile.ir.units import size
 
 #: work shorter than this is not spoken of
 SILENT_SECONDS = 1.0

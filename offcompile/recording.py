@@ -20,7 +20,6 @@ from pathlib import Path
 
 import torch
 
-from offcompile.ir import InvalidInput, Op, Problem, Violation
 from offcompile.ir.trace import Trace
 from offcompile.ir.traceio import print_trace, trace_to_json
 from offcompile.passes.correlation.recorder import MOST_RUNS, Recorder
@@ -29,7 +28,8 @@ from offcompile.runtime.registry import runtimes
 
 from .annotate import Annotated
 from .books import Binding, Pass
-from .graphs import BACKWARD, FORWARD, Graphs
+from .graphs import Graphs
+from .ir import BACKWARD, FORWARD, InvalidInput, Op, Problem, Violation
 
 
 @dataclass(frozen=True)

@@ -4,19 +4,15 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
 
-from offcompile.cli_tables import size
 from offcompile.ir import DEVICE
-from offcompile.ir.units import show_bytes, show_us
+from offcompile.ir.units import counted, show_bytes, show_us, size
+from offcompile.report_record import Record
 from offcompile.stalls import stall_line
 from offcompile.timelines import moved_bytes, settled_spans
 
-if TYPE_CHECKING:
-    from offcompile.report import PlanReport
 
-
-def facts(report: PlanReport) -> Iterator[tuple[str, str]]:
+def facts(report: Record) -> Iterator[tuple[str, str]]:
     beside = f", beside {show_bytes(report.beside_bytes)} that others hold"
     yield "budget", show_bytes(report.budget_bytes) + (beside if report.beside_bytes else "")
     if report.reserve_bytes:
@@ -71,7 +67,7 @@ def facts(report: PlanReport) -> Iterator[tuple[str, str]]:
         yield "verified", report.verified.words()
 
 
-def traffic(report: PlanReport) -> Iterator[str]:
+def traffic(report: Record) -> Iterator[str]:
     """Bytes per step by kind and way."""
     nbytes: Counter[tuple[str, str, str]] = Counter()
     moves: Counter[tuple[str, str, str]] = Counter()
@@ -89,7 +85,7 @@ def traffic(report: PlanReport) -> Iterator[str]:
         yield (f"{kind:{widths[0]}}  {way:{widths[1]}}  {count:>{widths[2]}}  {total:>{widths[3]}}")
 
 
-def measured_zeros(report: PlanReport) -> list[str]:
+def measured_zeros(report: Record) -> list[str]:
     """Of each tensor that leaves and has zeros worth a word: how many, and how it leaves."""
     if report.profile is None:
         return []
@@ -110,11 +106,7 @@ def measured_zeros(report: PlanReport) -> list[str]:
     return [f"{t:{widths[0]}}  {zeros:>{widths[1]}}  {goes}" for t, zeros, goes in rows]
 
 
-def counted(count: int, noun: str) -> str:
-    return f"{count} {noun}{'' if count == 1 else 's'}"
-
-
-def _census(report: PlanReport) -> str:
+def _census(report: Record) -> str:
     if report.fits:
         graphs = "" if report.split else " and the graphs are untouched"
         return f"everything fits; nothing moves{graphs}"
@@ -136,7 +128,7 @@ def _census(report: PlanReport) -> str:
     return "; ".join(said for said, there_is in parts.items() if there_is)
 
 
-def _also(report: PlanReport) -> Iterator[str]:
+def _also(report: Record) -> Iterator[str]:
     """What is foreseen beside what is planned."""
     if report.timeline.toll_us:
         moves = counted(len(report.plan.moves), "move")

@@ -29,14 +29,9 @@ import torch
 from torch import fx
 from torch._subclasses.fake_tensor import FakeTensor
 
-from offcompile.ir import DEVICE, HOST, BrokenPlan, Move, Plan
-from offcompile.runtime import ops
-
 from .annotate import Annotated, Place
 from .direct_ops import is_store, reader_of, write_of
 from .graphs import (
-    BACKWARD,
-    FORWARD,
     Graphs,
     aliased_input,
     bookkeeping,
@@ -45,8 +40,10 @@ from .graphs import (
     outputs_of,
     tensors_in,
 )
+from .ir import BACKWARD, DEVICE, FORWARD, HOST, BrokenPlan, Move, Plan
 from .order import Order, ProgramStep, Run, Start
 from .resave import Saved, finish_backward, finish_forward, new_placeholder
+from .runtime import ops
 from .sizes import SizeMaker
 
 

@@ -6,7 +6,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from .cli_tables import size
+from offcompile.ir.units import size
+
 from .ir.units import show_us
 
 

@@ -10,9 +10,10 @@ from dataclasses import replace
 
 import torch
 
-from offcompile.ir import DEVICE, PHASES, Codec, Machine, Problem, Tensor
 from offcompile.ir.units import compressed_bytes, move_ns
 from offcompile.runtime.codecs import CODEC_NAMES, codec, sampled_density
+
+from .ir import DEVICE, PHASES, Codec, Machine, Problem, Tensor
 
 FORWARD = PHASES[0]
 #: a codec is offered where out and back take less than this share of what they take without

@@ -14,11 +14,10 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
-from offcompile.ir import COMPUTE
 from offcompile.runtime.clock import Clock
 from offcompile.runtime.listening import Listener, listening, profiled, profiling
 
-from .graphs import BACKWARD, FORWARD
+from .ir import BACKWARD, COMPUTE, FORWARD
 from .measured import MeasuredSpan, MeasuredStep, MeasuredWait
 from .order import ProgramStep, Run, Start
 

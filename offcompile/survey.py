@@ -8,10 +8,9 @@ from dataclasses import dataclass, field, replace
 import sympy
 import torch
 
-from offcompile.ir import Machine
 from offcompile.runtime.registry import runtime_for
 
-from .annotate import Annotated, InPlace, Place, annotate
+from .annotate import Annotated, Place, annotate
 from .corrections import Factors, with_factors
 from .costs import CostModel, OpCost, costs_of_graph, open_cost_cache
 from .costs_fusion import calls_library
@@ -19,6 +18,8 @@ from .costs_in_place import with_in_place
 from .dropout import in_two_parts
 from .graphs import Graphs, Hint, storage_bytes, storage_key
 from .hardware import BYTES_PER_US_PER_GBPS
+from .in_place import InPlace
+from .ir import Machine
 from .kernels import merge_kernels
 from .offers import Offers, costs_of_offers, with_offers
 from .options import Options

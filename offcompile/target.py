@@ -15,18 +15,18 @@ from pathlib import Path
 
 import torch
 
-from offcompile.hardware import BYTES_PER_US_PER_GBPS, HardwareProfile, load_profile
-from offcompile.ir import DEVICE, Machine, OffloadError
 from offcompile.passes.holes import Room
-from offcompile.runtime import tensor_memory
 from offcompile.runtime.cuda_facts import cuda_index, library_bytes, reaches_host, usable_bytes
 from offcompile.runtime.directories import check_directory, default_directory
 from offcompile.runtime.heap import MARGIN_BYTES, address_space_is_limited, heap
 from offcompile.runtime.memory import RETURNED_BYTES, machine_memory_bytes
 from offcompile.runtime.registry import RuntimeSettings
 
-from .annotate import InPlace
+from .hardware import BYTES_PER_US_PER_GBPS, HardwareProfile, load_profile
+from .in_place import InPlace
+from .ir import DEVICE, Machine, OffloadError
 from .options import Options, default_spill
+from .runtime import tensor_memory
 from .splinters import SPLINTER_BYTES, malloc_leaves_holes
 from .this_gpu import this_gpu, to_cuda_machine
 from .this_machine import codec_gbps, this_machine, to_cpu_machine

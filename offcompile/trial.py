@@ -12,8 +12,7 @@ import os
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from offcompile.cli_tables import size
-from offcompile.ir.units import show_us
+from offcompile.ir.units import show_us, size
 from offcompile.runtime.heap import heap
 
 from .corrections import Factors, corrected, factors_of

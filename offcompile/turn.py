@@ -13,13 +13,21 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 
-from offcompile.ir import DEVICE, Infeasible, Machine, Op, Plan, Problem, Timeline
-from offcompile.simulate import Simulator
-
 from .decide import Decided, decide, floors_by_run
-from .graphs import BACKWARD, FORWARD
+from .ir import (
+    BACKWARD,
+    DEVICE,
+    FORWARD,
+    Infeasible,
+    Machine,
+    Op,
+    Plan,
+    Problem,
+    Timeline,
+)
 from .order import Order, Run
 from .replay import worst_case
+from .simulate import Simulator
 
 
 def decide_emptied(

@@ -20,8 +20,6 @@ from offcompile.runtime.weights import claim
 
 from .comparing import compare
 from .graphs import (
-    BACKWARD,
-    FORWARD,
     Graphs,
     argument_name,
     copied,
@@ -29,6 +27,7 @@ from .graphs import (
     outputs_of,
     storage_key,
 )
+from .ir import BACKWARD, FORWARD
 from .log import warn
 from .plain_run import PlainRun, own_random_numbers, random_state_kept
 from .verified import NAMED, Compared, Verified

@@ -7,8 +7,6 @@ from dataclasses import dataclass, field, replace
 
 import torch
 
-from offcompile.ir import HOST, Plan
-from offcompile.runtime import updates
 from offcompile.runtime.heap import heap
 from offcompile.runtime.registry import runtime_for
 from offcompile.runtime.weak import WeakTensor
@@ -16,7 +14,9 @@ from offcompile.runtime.weights import claim, live_on_device, live_on_host
 
 from .annotate import Annotated
 from .direct_ops import scattered_reads
-from .graphs import FORWARD, Graphs
+from .graphs import Graphs
+from .ir import FORWARD, HOST, Plan
+from .runtime import updates
 from .wall import Watch
 
 
@@ -108,7 +108,7 @@ def weight_places(
     """As the plan has them. by_device: weight → whether the device should update it."""
     hosted = _hosted_arguments(graphs, annotated)
     in_place = {d.tensor for d in plan.directs}
-    rows_only = scattered_reads(graphs, annotated)
+    rows_only = scattered_reads(graphs, annotated.storage_of)
     return replace(
         before,
         hosted=tuple(hosted.values()),

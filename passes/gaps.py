@@ -85,7 +85,8 @@ def find_gaps(program: Program, machine: Machine, tier: str = HOST, lossy: bool 
     asked = tiers, machine.lanes, machine.codecs, tier, lossy
     if asked not in program.gaps:
         program.gaps[asked] = _find_gaps(program, machine, tier, lossy)
-    return program.gaps[asked]
+    found: Gaps = program.gaps[asked]
+    return found
 
 
 def _find_gaps(program: Program, machine: Machine, tier: str, lossy: bool) -> Gaps:

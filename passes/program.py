@@ -10,15 +10,11 @@ from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate
-from typing import TYPE_CHECKING, NamedTuple
+from typing import Any, NamedTuple
 
 from offcompile.ir import DEVICE, HOST, Direct, Infeasible, Op, Problem, Recompute, Start, Update
 
 from .decisions import Away, Decisions
-
-if TYPE_CHECKING:
-    from .gaps import Gaps
-    from .residency import Residency
 
 
 class Access(NamedTuple):
@@ -51,7 +47,7 @@ class Program:
     def __init__(self, problem: Problem, decisions: Decisions) -> None:
         self.problem = problem
         #: what earlier decisions asked of each tensor's copies (`residency`)
-        self.residencies: dict[tuple[str, tuple[Away, ...] | None], Residency] = {}
+        self.residencies: dict[tuple[str, tuple[Away, ...] | None], Any] = {}
         directs: dict[str, set[str]] = {}
         for d in decisions.directs:
             directs.setdefault(d.op, set()).add(d.tensor)
@@ -63,7 +59,7 @@ class Program:
         #: copies that steps began with: by tensor and tier
         self.starts: dict[tuple[str, str], Start] = {}
         #: gaps found in it (`gaps`)
-        self.gaps: dict[tuple[object, ...], Gaps] = {}
+        self.gaps: dict[tuple[object, ...], Any] = {}
         #: per run: what it needs on the device where all of it is there
         self._plain_bytes: list[int | None] = []
         self.accesses: dict[str, list[Access]] = {t.id: [] for t in problem.tensors}

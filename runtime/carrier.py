@@ -17,8 +17,9 @@ import torch
 from . import tickets
 from .device import Copy, Label, Point, Slot
 from .failures import failure
-from .mover import Mover, Saved
+from .mover import Mover
 from .registry import Runtime, RuntimeSettings, runtime_for, runtimes
+from .saved import Saved
 from .weak import tensor_keys
 
 OUT, BACK = "d2h", "h2d"

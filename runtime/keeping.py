@@ -18,7 +18,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Iterable
 from functools import partial
-from typing import TYPE_CHECKING, TypeVar
+from typing import TypeVar
 
 import torch
 
@@ -26,9 +26,7 @@ from .device import Copy, Slot
 from .kept import Block, Foresight, Kept, Known, flat, nothing, version_of
 from .kept_room import KeptRoom
 from .kept_weights import Weight, Weights
-
-if TYPE_CHECKING:
-    from .mover import Mover, Saved
+from .saved import Moving, Saved
 
 #: so much is noted of executions and their tensors; what was noted first is forgotten first
 MOST_NOTES = 65536
@@ -39,7 +37,7 @@ Value = TypeVar("Value")
 class Keeper(KeptRoom):
     """Of one mover. Safe to call from several threads; `foresight` is called by one at a time."""
 
-    def __init__(self, mover: Mover, foresight: Foresight) -> None:
+    def __init__(self, mover: Moving, foresight: Foresight) -> None:
         super().__init__(mover, foresight)
         self._known: dict[Saved, Known] = {}
         self._by_block: dict[Block, Known] = {}

@@ -4,15 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 import torch
 
 from .device import Copy
 from .kept_weights import Weight
-
-if TYPE_CHECKING:
-    from .mover import Saved
+from .saved import Saved
 
 #: execution, tag, and which of the tensors of that name that are alive; weights have their own
 Block = tuple[Hashable, str, int]

@@ -5,20 +5,17 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterable
 from functools import partial
-from typing import TYPE_CHECKING
 
+from .device import Copy
 from .failures import failure
 from .kept import Block, Foresight, Kept
-
-if TYPE_CHECKING:
-    from .device import Copy
-    from .mover import Mover
+from .saved import Moving
 
 
 class KeptRoom:
     """Of one mover. What a method does to what is held, `foresight` hears of."""
 
-    def __init__(self, mover: Mover, foresight: Foresight) -> None:
+    def __init__(self, mover: Moving, foresight: Foresight) -> None:
         self.mover, self.foresight = mover, foresight
         self.limit_bytes = 0
         self._lock = threading.RLock()

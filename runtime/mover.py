@@ -8,7 +8,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Protocol, TypeVar
+from typing import TypeVar
 
 import torch
 
@@ -21,38 +21,8 @@ from .failures import failure
 from .keeping import Keeper
 from .ledger import Ledger
 from .listening import listener
+from .saved import KeptCounts, Saved
 from .watching import show
-
-
-@dataclass(eq=False)
-class Saved:
-    """A tensor that left. Its slot is freed when nothing uses it: ticket, out copy, loads."""
-
-    mover: Mover
-    tag: str
-    lane: str
-    slot: Slot
-    users: int = 1  # the ticket; then the copy out, and loads
-    number: int = 0
-    ticket_alive: bool = True
-    awaited: bool = False  # compute may be queued behind the copy: it can no longer be cancelled
-    copy: Copy | None = None
-    #: on host memory that ops can use in place: that memory, as a flat uint8 tensor
-    host: torch.Tensor | None = None
-    #: size and stride in which it left
-    layout: tuple[Sequence[int], Sequence[int]] | None = None
-
-    def stride_of(self, size: Sequence[int], traced: Sequence[int]) -> Sequence[int]:
-        """The stride in which its bytes lie: an op may have laid its result out otherwise than its
-        traced form (convolutions on channels that lie last)."""
-        if self.layout is None or tuple(self.layout[0]) != tuple(size):
-            return traced
-        return self.layout[1]
-
-    @property
-    def written(self) -> bool:
-        """Whether the slot holds it, or will once the copy has ended."""
-        return self.copy is not None and self.copy.error is None
 
 
 @dataclass(eq=False)
@@ -72,15 +42,6 @@ class Load:
 
 
 _Entry = TypeVar("_Entry", Saved, Load)
-
-
-class KeptCounts(Protocol):
-    """See the counters `keeper_*`."""
-
-    hits: int
-    misses: int
-    late: int
-    wasted_bytes: int
 
 
 class Mover:

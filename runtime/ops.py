@@ -17,8 +17,9 @@ from offcompile.ir import OffloadError
 
 from . import tickets
 from .define import define
-from .mover import Load, Saved
+from .mover import Load
 from .registry import runtime_for
+from .saved import Saved
 
 SCHEMAS = {
     "start_out": "(Tensor x, str tag, str tier, str lane, str runtime, str? codec=None) -> Tensor",

@@ -21,10 +21,13 @@ from offcompile.ir import OffloadError
 from . import forks, watchdog
 from .directories import ELSEWHERE
 from .disk_queue import DiskQueue, Work, side_by_side
+from .disk_speed import speed_of
 from .mapping import PAGE_BYTES, page_multiple
 from .spill_file import Files, SpillFile, calls_for, part_of
 from .striping import Turns, shares, stripe_of
 
+#: several directories: the speed of each disk is measured for so long
+STRIPE_SPEED_S = 0.1
 _LEAST_STEP_BYTES = 64 << 20
 _MOST_STEP_BYTES = 1 << 30
 #: one system call moves about this much at most, so that a fork waits for little
@@ -297,7 +300,7 @@ class SpillStore:
     def _whole_piece(self, nbytes: int) -> Piece | None:
         """One range of `nbytes` in the file whose turn it is, or in the next that has room."""
         if self._turns is None:
-            self._turns = Turns(shares(self.directories))
+            self._turns = Turns(shares(self.directories, _stripe_speed))
         for at in self._turns.order(nbytes):
             file = self._files[at]
             start = file.take(nbytes)
@@ -447,3 +450,10 @@ def _pieces_of(extent: Extent, offset: int, nbytes: int) -> Iterator[tuple[Piece
         if low < high:
             yield piece, low - at, low - offset, high - low
         at += piece.nbytes
+
+
+def _stripe_speed(directory: Path) -> float:
+    """Bytes in a microsecond of a stripe that is written once and read once."""
+    with SpillStore([directory], reserve_bytes=0) as store:
+        speed = speed_of(store, STRIPE_SPEED_S)
+    return 2 / (1 / speed.write_bytes_per_us + 1 / speed.read_bytes_per_us)

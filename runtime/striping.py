@@ -9,8 +9,6 @@ from pathlib import Path
 
 from offcompile.ir import OffloadError
 
-#: what is measured at first use of several directories, for each disk
-MEASURED_S = 0.1
 #: stripes are no smaller: a system call would move too little
 LEAST_STRIPE_BYTES = 1 << 20
 #: an extent is cut into so many stripes for each directory, so that shares come out
@@ -60,7 +58,7 @@ def stripe_of(nbytes: int, directories: int, most_bytes: int) -> int:
     return min(most_bytes, max(LEAST_STRIPE_BYTES, share))
 
 
-def shares(directories: Sequence[Path], measure: Measure | None = None) -> list[float]:
+def shares(directories: Sequence[Path], measure: Measure) -> list[float]:
     """What part of the stripes each directory is to get: by the speed of its disk.
 
     That is measured once per disk and process, and not at all where all are on one disk.
@@ -79,16 +77,8 @@ def shares(directories: Sequence[Path], measure: Measure | None = None) -> list[
         with _lock:
             if disk not in _measured:
                 try:
-                    _measured[disk] = (measure or _speed)(place)
+                    _measured[disk] = measure(place)
                 except OffloadError:
                     return equal
             found.append(_measured[disk] / disks.count(disk))
     return found
-
-
-def _speed(directory: Path) -> float:
-    from .measure_disk import measure_disk  # which measures with a store of its own
-
-    speed = measure_disk(directory, MEASURED_S)
-    # a stripe is written once and read once
-    return 2 / (1 / speed.write_bytes_per_us + 1 / speed.read_bytes_per_us)

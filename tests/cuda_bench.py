@@ -14,7 +14,8 @@ import torch
 
 from offcompile.runtime import staging, tickets
 from offcompile.runtime.cuda import CudaDevice
-from offcompile.runtime.mover import Load, Mover, Saved
+from offcompile.runtime.mover import Load, Mover
+from offcompile.runtime.saved import Saved
 from offcompile.runtime.simulated_streams import Faults, SimulatedStreams
 from offcompile.runtime.spill import Extent, SpillStore
 

@@ -283,7 +283,7 @@ def _(place: Path, patch: pytest.MonkeyPatch) -> str:
 @says("Ticket … stands for …, not for a …")
 def _(place: Path, patch: pytest.MonkeyPatch) -> str:
     from offcompile.runtime import tickets
-    from offcompile.runtime.mover import Saved
+    from offcompile.runtime.saved import Saved
 
     return told(lambda: tickets.find(torch.tensor([1 << 60]), Saved))
 

@@ -12,8 +12,9 @@ import torch
 from offcompile.ir import OffloadError
 from offcompile.runtime import mapped, tickets
 from offcompile.runtime.channels import Channels
-from offcompile.runtime.mover import Load, Saved
+from offcompile.runtime.mover import Load
 from offcompile.runtime.registry import Runtime, RuntimeSettings
+from offcompile.runtime.saved import Saved
 
 
 @pytest.fixture

@@ -22,7 +22,8 @@ from offcompile.runtime import tickets
 from offcompile.runtime.cuda import CudaDevice
 from offcompile.runtime.device import Filled, Point, Slot
 from offcompile.runtime.lanes import Job as LaneJob
-from offcompile.runtime.mover import Load, Mover, Saved
+from offcompile.runtime.mover import Load, Mover
+from offcompile.runtime.saved import Saved
 from offcompile.runtime.simulated import SimulatedDevice
 from offcompile.runtime.simulated_streams import Faults
 

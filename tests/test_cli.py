@@ -16,10 +16,10 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from offcompile import cli
-from offcompile.cli_files import printable
 from offcompile.ir import DEVICE
 from offcompile.ir.jsonio import loads_machine, loads_plan, loads_problem, machine_from_toml
 from offcompile.ir.textio import print_machine, print_plan, print_problem
+from offcompile.ir.units import printable
 from offcompile.planner import check_plan
 
 ROOT = Path(__file__).parent.parent

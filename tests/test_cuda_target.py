@@ -17,9 +17,9 @@ from offcompile import target as targets
 from offcompile.annotate import annotate
 from offcompile.costs import CostModel, OpCost, costs_of_graph
 from offcompile.decide import decide
-from offcompile.graphs import FORWARD, Graphs
+from offcompile.graphs import Graphs
 from offcompile.hardware import load_profile
-from offcompile.ir import DEVICE, HOST, OffloadError
+from offcompile.ir import DEVICE, FORWARD, HOST, OffloadError
 from offcompile.options import Options
 from offcompile.pipeline import _check_one_device
 from offcompile.rewrite import rewrite

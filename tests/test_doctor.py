@@ -23,8 +23,8 @@ from offcompile.hardware import HardwareProfile, list_profiles, load_measured, l
 from offcompile.hardware_toml import profile_to_toml
 from offcompile.ir import OffloadError
 from offcompile.options import Options
+from offcompile.runtime.disk_speed import DiskSpeed
 from offcompile.runtime.limits import read_limits
-from offcompile.runtime.measure_disk import DiskSpeed
 from offcompile.runtime.measure_host import (
     AttentionShape,
     FileSpeed,

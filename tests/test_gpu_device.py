@@ -19,7 +19,8 @@ from offcompile.runtime.cuda import CudaDevice
 from offcompile.runtime.cuda_copies import CudaCopy
 from offcompile.runtime.gds import this_cufile
 from offcompile.runtime.host_arena import HostArena
-from offcompile.runtime.mover import Load, Mover, Saved
+from offcompile.runtime.mover import Load, Mover
+from offcompile.runtime.saved import Saved
 from offcompile.runtime.spill import SpillStore
 from offcompile.runtime.streams import TorchStreams, flat_bytes
 

@@ -16,7 +16,8 @@ from offcompile.runtime import tickets
 from offcompile.runtime.arena import Arena
 from offcompile.runtime.cpu import CpuDevice
 from offcompile.runtime.keeping import Keeper
-from offcompile.runtime.mover import Load, Mover, Saved
+from offcompile.runtime.mover import Load, Mover
+from offcompile.runtime.saved import Saved
 from offcompile.runtime.simulated import SimulatedDevice
 from offcompile.runtime.spill import SpillStore
 from offcompile.runtime.spill_file import Files

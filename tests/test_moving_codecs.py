@@ -18,8 +18,9 @@ from offcompile.runtime.codecs import codec
 from offcompile.runtime.cpu import CpuDevice
 from offcompile.runtime.directories import default_directory
 from offcompile.runtime.mapping import PAGE_BYTES
-from offcompile.runtime.mover import Load, Mover, Saved
+from offcompile.runtime.mover import Load, Mover
 from offcompile.runtime.packing import PackedSlot
+from offcompile.runtime.saved import Saved
 from offcompile.runtime.spill import SpillFull, SpillStore
 from offcompile.runtime.spill_file import Files
 

@@ -40,8 +40,9 @@ from offcompile.runtime import cuda_packing, staging, tickets
 from offcompile.runtime.codecs import Codec
 from offcompile.runtime.cuda import CudaDevice
 from offcompile.runtime.cuda_packing import Aside, PackedHostSlot
-from offcompile.runtime.mover import Mover, Saved
+from offcompile.runtime.mover import Mover
 from offcompile.runtime.packing import PackedSlot
+from offcompile.runtime.saved import Saved
 from offcompile.runtime.simulated_streams import Faults, SimulatedStreams
 from offcompile.runtime.streams import Stream
 

@@ -17,8 +17,8 @@ from test_gpu_device import Bench, bench_on
 
 from offcompile.runtime import kernels, tickets
 from offcompile.runtime.cuda_packing import PackedHostSlot
-from offcompile.runtime.mover import Saved
 from offcompile.runtime.packing import PackedSlot
+from offcompile.runtime.saved import Saved
 from offcompile.runtime.streams import flat_bytes
 
 HERE = Path(__file__).parent

@@ -15,8 +15,7 @@ from torch import Tensor, nn
 
 import offcompile
 from offcompile.executions import Executions, Room
-from offcompile.graphs import BACKWARD
-from offcompile.ir import HOST
+from offcompile.ir import BACKWARD, HOST
 from offcompile.needs import bytes_of, standing_in
 from offcompile.results import Results
 from offcompile.runtime.counters import reset_counters

@@ -21,7 +21,8 @@ from offcompile.runtime import tickets
 from offcompile.runtime.counters import record
 from offcompile.runtime.cuda_copies import CudaCopy
 from offcompile.runtime.device import How
-from offcompile.runtime.mover import Load, Saved
+from offcompile.runtime.mover import Load
+from offcompile.runtime.saved import Saved
 
 
 @pytest.fixture

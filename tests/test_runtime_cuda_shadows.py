@@ -21,7 +21,8 @@ from offcompile.runtime import tickets
 from offcompile.runtime.cuda import CudaDevice
 from offcompile.runtime.device import Copy, Point
 from offcompile.runtime.host_arena import HostArena, HostFull
-from offcompile.runtime.mover import Mover, Saved
+from offcompile.runtime.mover import Mover
+from offcompile.runtime.saved import Saved
 from offcompile.runtime.shadows import Shadows, ShadowSlot
 from offcompile.runtime.simulated import SimulatedDevice
 from offcompile.runtime.streams import Event, Stream

@@ -20,8 +20,9 @@ from offcompile.runtime.arena import Arena
 from offcompile.runtime.counters import counters, record, reset_counters
 from offcompile.runtime.cpu import STAGED_BYTES, CpuDevice
 from offcompile.runtime.directories import default_directory
-from offcompile.runtime.mover import Load, Mover, Saved
+from offcompile.runtime.mover import Load, Mover
 from offcompile.runtime.registry import RuntimeSettings, close_all, runtime_for, runtimes
+from offcompile.runtime.saved import Saved
 from offcompile.runtime.spill import SpillFull, SpillStore
 from offcompile.runtime.spill_file import Files
 
@@ -390,7 +391,7 @@ FORK = """
 import os, sys, torch
 from offcompile.ir import OffloadError
 from offcompile.runtime import tickets
-from offcompile.runtime.mover import Saved
+from offcompile.runtime.saved import Saved
 from offcompile.runtime.registry import RuntimeSettings, runtime_for
 
 key = RuntimeSettings().key

@@ -11,7 +11,8 @@ import torch
 
 from offcompile.runtime import tickets
 from offcompile.runtime.device import Copy, Point
-from offcompile.runtime.mover import Load, Mover, Saved
+from offcompile.runtime.mover import Load, Mover
+from offcompile.runtime.saved import Saved
 from offcompile.runtime.simulated import SimulatedDevice
 
 NBYTES = 64

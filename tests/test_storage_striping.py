@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from offcompile.ir import OffloadError
-from offcompile.runtime import striping
+from offcompile.runtime import spill, striping
 from offcompile.runtime.arena import Arena
 from offcompile.runtime.disk_queue import DiskQueue, side_by_side
 from offcompile.runtime.spill import Extent, SpillStore
@@ -142,7 +142,7 @@ def test_equal_shares_on_one_disk_and_where_nothing_can_be_measured(
 
 
 def test_a_real_disk_is_measured(tmp_path: Path) -> None:
-    assert striping._speed(tmp_path) > 0
+    assert spill._stripe_speed(tmp_path) > 0
 
 
 def test_directories_work_at_the_same_time(places: list[Path]) -> None:

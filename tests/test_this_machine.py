@@ -12,8 +12,8 @@ import offcompile.this_machine as module
 from offcompile.cost_cache import document_path
 from offcompile.hardware import load_profile
 from offcompile.ir import InvalidInput, OffloadError
+from offcompile.runtime.disk_speed import DiskSpeed
 from offcompile.runtime.measure import cpu_model, machine_identity
-from offcompile.runtime.measure_disk import DiskSpeed
 from offcompile.runtime.memory import machine_memory_bytes
 from offcompile.this_machine import this_machine, to_cpu_machine
 

@@ -13,7 +13,7 @@ from cuda_bench import Bench, fill
 from offcompile.runtime import tickets
 from offcompile.runtime.carrier import Brought, Carrier
 from offcompile.runtime.channels import Channels, Job
-from offcompile.runtime.mover import Saved
+from offcompile.runtime.saved import Saved
 
 
 class SimulatedCarrier(Carrier):

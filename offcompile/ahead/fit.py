@@ -11,11 +11,10 @@ from typing import Any
 from torch import nn
 
 from offcompile.batch_trace import as_arguments
-from offcompile.cli_tables import size
 from offcompile.decide import decide, floor_of, peak_alone, with_reserve
 from offcompile.endurance import spilled_bytes
 from offcompile.ir import DEVICE, HOST, Infeasible, InvalidInput, Problem, Violation
-from offcompile.ir.units import show_us
+from offcompile.ir.units import show_us, size
 from offcompile.options import Options
 from offcompile.progress import Progress
 from offcompile.report import PlanReport

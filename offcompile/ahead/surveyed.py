@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
-from offcompile.annotate import Annotated, InPlace
+from offcompile.annotate import Annotated
 from offcompile.compact import compact
 from offcompile.graphs import Graphs, Hint
+from offcompile.in_place import InPlace
 from offcompile.ir import DEVICE, HOST, OffloadError, Problem
 from offcompile.sizes import hint_of
 from offcompile.survey import Survey

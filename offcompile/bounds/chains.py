@@ -11,17 +11,14 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import numpy as np
 from scipy.optimize import linprog
 
 from offcompile.passes.min_cut import UNCUTTABLE, Network
 
+from .moment import Cut
 from .survey import Floats, Survey, priced
-
-if TYPE_CHECKING:
-    from .cut import Cut
 
 #: choices that are looked at, at the most; when what they leave open is as small, that is enough
 MOST_CHOICES, CLOSE = 40, 1e-4

@@ -22,6 +22,7 @@ from offcompile.ir import DEVICE, Lane
 
 from .chains import Chains
 from .ending import Ending
+from .moment import Cut
 from .sides import Carried, Sides, Updates
 from .survey import Floats, Gap, Survey, always_there, known, least_ns, priced, whole_ns
 from .weights import best_weights
@@ -31,33 +32,6 @@ from .weights import best_weights
 STRETCHES, PARTS = 6, 8
 #: moments for which chains of what runs again are looked at
 CHAINED = 3
-
-
-@dataclass(frozen=True)
-class Cut:
-    """The choices at one moment; times in nanoseconds, a column for each lane, compute first and
-    the host's updates last.
-
-    No way at all is infinite.
-    """
-
-    #: those that may be away
-    tensors: tuple[str, ...]
-    #: bytes that have to go at least
-    excess: float
-    nbytes: Floats
-    #: carrying out, before; coming back, after; computing again, after
-    out: Floats
-    back: Floats
-    again: Floats
-    #: loads that come before whatever is away then
-    first: Floats
-    #: of the compute lane before and after
-    compute: tuple[float, float]
-    #: updates that may be the host's
-    sides: Sides
-    #: what is made later and lasts
-    ending: Ending
 
 
 def cut_bound(survey: Survey, deadline: float) -> float:

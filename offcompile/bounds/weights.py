@@ -10,17 +10,14 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import numpy as np
 from scipy.optimize import linprog
 from scipy.sparse import coo_array
 
+from .moment import Cut
+from .sides import Legs
 from .survey import Floats
-
-if TYPE_CHECKING:
-    from .cut import Cut
-    from .sides import Legs
 
 #: ns in the program's unit
 UNIT_NS = 1e6

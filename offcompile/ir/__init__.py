@@ -2,11 +2,14 @@
 
 from .errors import RULES, BrokenPlan, Infeasible, InvalidInput, OffloadError, Violation
 from .model import (
+    BACKWARD,
     DEVICE,
+    FORWARD,
     HOST,
     KINDS,
     PHASES,
     SELF_ENDING_KINDS,
+    UPDATE,
     Codec,
     Lane,
     Machine,
@@ -32,14 +35,17 @@ from .plan import (
 )
 
 __all__ = [
+    "BACKWARD",
     "COMPUTE",
     "DEVICE",
+    "FORWARD",
     "HOST",
     "HOST_COMPUTE",
     "KINDS",
     "PHASES",
     "RULES",
     "SELF_ENDING_KINDS",
+    "UPDATE",
     "BrokenPlan",
     "Codec",
     "Direct",

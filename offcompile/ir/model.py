@@ -15,7 +15,8 @@ from typing import TypeVar, cast
 Made = TypeVar("Made")
 
 KINDS = ("weight", "gradient", "state", "activation", "input", "output", "temporary")
-PHASES = ("forward", "backward", "update")
+FORWARD, BACKWARD, UPDATE = "forward", "backward", "update"
+PHASES = (FORWARD, BACKWARD, UPDATE)
 DEVICE = "device"  # the tier that ops compute on
 HOST = "host"  # the tier whose copies may be accessed in place
 

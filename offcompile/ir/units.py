@@ -56,6 +56,25 @@ def show_bytes(nbytes: int) -> str:
     return f"{nbytes:,} bytes"
 
 
+def size(nbytes: int) -> str:
+    """Bytes in the unit that fits; exact figures are for `--json`."""
+    for name, unit in _STEPS:
+        if nbytes >= unit:
+            return f"{nbytes / unit:.2f} {name}"
+    return f"{nbytes} B"
+
+
+def counted(count: int, noun: str) -> str:
+    return f"{count} {noun}{'' if count == 1 else 's'}"
+
+
+def printable(text: str) -> str:
+    """The text with everything but plain characters and line ends spelt out."""
+    return "".join(
+        c if c.isprintable() or c == "\n" else c.encode("unicode_escape").decode() for c in text
+    )
+
+
 def show_us(duration_us: float) -> str:
     """A duration for people."""
     if duration_us >= 1e6:

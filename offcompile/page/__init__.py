@@ -9,24 +9,19 @@ from hashlib import sha256
 from html import escape
 from importlib.resources import files
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from offcompile.ir import DEVICE, Machine, OffloadError, Problem
-
-if TYPE_CHECKING:
-    from offcompile.planner import PlanResult
-    from offcompile.report import PlanReport
+from offcompile.page.data import report_data
+from offcompile.planner import PlanResult
+from offcompile.report_record import Record
 
 #: in the order in which they run
 SCRIPTS = ("units.js", "view.js", "memory.js", "lanes.js", "tables.js", "main.js")
 
 
-def save_html(path: str | Path, reports: Sequence[PlanReport] | None = None) -> None:
-    """Write the page of `reports`, by default of every graph compiled in this process."""
-    if reports is None:
-        from offcompile.report import reports as every
-
-        reports = every()
+def save_html(path: str | Path, reports: Sequence[Record]) -> None:
+    """Write the page of `reports`."""
     if not reports:
         raise OffloadError(
             "There is nothing to report yet: no graph was compiled with backend='offcompile' in "
@@ -43,17 +38,13 @@ def save_plan(
     path: str | Path, name: str, problem: Problem, machine: Machine, result: PlanResult
 ) -> None:
     """Write the page of a plan that nothing has run yet."""
-    from offcompile.report import PlanReport
-
     capacity = machine.tier[DEVICE].capacity_bytes
     held = result.timeline.peak_bytes[DEVICE]
-    save_html(path, [PlanReport(name, problem, machine, result, capacity or held)])
+    save_html(path, [Record(name, problem, machine, result, capacity or held)])
 
 
-def page(reports: Sequence[PlanReport]) -> str:
+def page(reports: Sequence[Record]) -> str:
     """The whole file."""
-    from offcompile.page.data import report_data
-
     return fill({"reports": [report_data(report) for report in reports]})
 
 

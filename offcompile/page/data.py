@@ -3,19 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from offcompile.cli_tables import size
 from offcompile.ir import COMPUTE, DEVICE, HOST, HOST_COMPUTE
-from offcompile.ir.units import show_us
+from offcompile.ir.units import show_us, size
 from offcompile.page.lanes import lanes_data
 from offcompile.page.memory import memory_data
 from offcompile.page.tables import module_table
 from offcompile.page.waits import waits_data
+from offcompile.report_record import Record
 from offcompile.timelines import NS_PER_US, moved_bytes, settled_spans, total_us
-
-if TYPE_CHECKING:
-    from offcompile.report import PlanReport
 
 #: what proved the lower bound, in words
 PROOFS = {
@@ -31,7 +28,7 @@ MEANING = (
 )
 
 
-def report_data(report: PlanReport) -> dict[str, Any]:
+def report_data(report: Record) -> dict[str, Any]:
     return {
         "name": report.name,
         "verdict": verdict(report),
@@ -48,7 +45,7 @@ def report_data(report: PlanReport) -> dict[str, Any]:
     }
 
 
-def verdict(report: PlanReport) -> str:
+def verdict(report: Record) -> str:
     """What came of it, in a sentence."""
     peak, budget = size(report.planned_peak_bytes), size(report.budget_bytes)
     if report.fits:
@@ -63,7 +60,7 @@ def verdict(report: PlanReport) -> str:
     return f"Planned at {show_us(report.planned_us)} a step, {gap}, {held}."
 
 
-def _cards(report: PlanReport) -> Iterator[tuple[str, str, str]]:
+def _cards(report: Record) -> Iterator[tuple[str, str, str]]:
     result = report.result
     yield (
         "Planned step",
@@ -94,7 +91,7 @@ def _cards(report: PlanReport) -> Iterator[tuple[str, str, str]]:
     yield from _drives(report)
 
 
-def _crossing(report: PlanReport) -> tuple[int, int]:
+def _crossing(report: Record) -> tuple[int, int]:
     """Bytes that leave the device in a step, and that come to it."""
     moves, problem = report.plan.moves, report.problem
     away = sum(moved_bytes(problem, m.tensor, m.codec) for m in moves if m.source == DEVICE)
@@ -102,7 +99,7 @@ def _crossing(report: PlanReport) -> tuple[int, int]:
     return away, back
 
 
-def _drives(report: PlanReport) -> Iterator[tuple[str, str, str]]:
+def _drives(report: Record) -> Iterator[tuple[str, str, str]]:
     life = None if report.life is None else report.life(report.measured_us or report.planned_us)
     written = sum(
         moved_bytes(report.problem, move.tensor, move.codec)
@@ -116,7 +113,7 @@ def _drives(report: PlanReport) -> Iterator[tuple[str, str, str]]:
         yield "Written to disk", size(written), "per step, as planned"
 
 
-def _certificate(report: PlanReport) -> Iterator[tuple[str, str]]:
+def _certificate(report: Record) -> Iterator[tuple[str, str]]:
     problem, plan, result = report.problem, report.plan, report.result
     yield (
         "Valid",
@@ -160,7 +157,7 @@ def _proof(method: str) -> str:
     return f"{method} ({PROOFS[method]})" if method in PROOFS else method
 
 
-def _rates(report: PlanReport) -> Iterator[dict[str, Any]]:
+def _rates(report: Record) -> Iterator[dict[str, Any]]:
     """Each lane of the machine: its rate, and how much of the planned step it is busy."""
     spans = settled_spans(report.timeline).values()
 

@@ -4,23 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from offcompile.ir import COMPUTE, HOST_COMPUTE
+from offcompile.measured import MeasuredStep
 from offcompile.modes import path_in
 from offcompile.page.memory import DRAWN
+from offcompile.report_record import Record
 from offcompile.stalls import direction_of, move_names, tensor_name
 from offcompile.timelines import moved_bytes, step_start_ns
-
-if TYPE_CHECKING:
-    from offcompile.measured import MeasuredStep
-    from offcompile.report import PlanReport
 
 Row = tuple[str, int, int]  # id, start, end
 Rows = dict[str, list[Row]]
 
 
-def lanes_data(report: PlanReport) -> dict[str, Any]:
+def lanes_data(report: Record) -> dict[str, Any]:
     """`things`: what spans name, once each; `lanes`: start, duration and thing of every span.
 
     A thing is (id, label, what, band or phase, tensor, bytes). Times are nanoseconds since the
@@ -40,7 +38,7 @@ def _seen(measured: MeasuredStep) -> Rows:
 
 
 class _Gatherer:
-    def __init__(self, report: PlanReport) -> None:
+    def __init__(self, report: Record) -> None:
         self.report = report
         self.things: dict[str, list[Any]] = {}
         self.place: dict[str, int] = {}

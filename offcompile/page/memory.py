@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 from collections import Counter
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from offcompile.ir import DEVICE
 from offcompile.page.occupancy import WORKSPACE, Change, occupancy
+from offcompile.report_record import Record
 from offcompile.timelines import step_start_ns
-
-if TYPE_CHECKING:
-    from offcompile.report import PlanReport
 
 #: kind of tensor → what it is drawn as; in the order of drawing, from the bottom up
 DRAWN = {
@@ -26,7 +24,7 @@ DRAWN = {
 BANDS = list(dict.fromkeys(DRAWN.values()))
 
 
-def memory_data(report: PlanReport) -> list[dict[str, Any]]:
+def memory_data(report: Record) -> list[dict[str, Any]]:
     """Of each tier that holds anything: its limit, and each change of a band's bytes in order.
 
     `base` is held at the step's start; `t` are nanoseconds since then, each less the one before;

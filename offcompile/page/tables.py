@@ -4,13 +4,11 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from offcompile.explain import Fate
 from offcompile.modes import Mode, modes, module_of, path_in
-
-if TYPE_CHECKING:
-    from offcompile.report import PlanReport
+from offcompile.report_record import Record
 
 #: what no module made, such as most values of the backward pass
 NO_MODULE = "(no module)"
@@ -48,7 +46,7 @@ class _Row:
         }
 
 
-def module_table(report: PlanReport) -> list[dict[str, Any]]:
+def module_table(report: Record) -> list[dict[str, Any]]:
     """Modules, those that cost the step most first; in each its tensors, in the same order."""
     fates = report.fates()
     found = modes(report.problem, report.plan, {fate.tensor.id: fate for fate in fates})
@@ -63,7 +61,7 @@ def module_table(report: PlanReport) -> list[dict[str, Any]]:
     return sorted(rows, key=lambda r: (-r["cost_us"], -r["lane_us"], -r["nbytes"], r["name"]))
 
 
-def module_named(report: PlanReport, tensor: str) -> str:
+def module_named(report: Record, tensor: str) -> str:
     """The module that a tensor belongs to, by its parameter's name or by what made it."""
     if name := report.names.get(tensor):
         return module_of(name)

@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from offcompile.ir.units import show_us
+from offcompile.report_record import Record
 from offcompile.timelines import NS_PER_US
-
-if TYPE_CHECKING:
-    from offcompile.report import PlanReport
 
 #: waits named in the sentence; the table has all
 TOLD = 3
 
 
-def waits_data(report: PlanReport) -> dict[str, Any]:
+def waits_data(report: Record) -> dict[str, Any]:
     """`said` and `steps` (length, computing) by `planned` and `measured`; `rows`: every wait."""
     measured = report.measured_step
     rows = report.stall_rows(measured)

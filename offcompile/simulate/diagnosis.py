@@ -8,7 +8,7 @@ from offcompile.ir import Violation
 
 from .compiled import Run, Transfer
 from .copies import FILLING, NONE, VALID
-from .engine import Engine
+from .state import State
 
 
 @dataclass(frozen=True)
@@ -20,7 +20,7 @@ class Wait:
     rule: str = "deadlock"
 
 
-def waits_of(e: Engine, run: Run) -> list[Wait]:
+def waits_of(e: State, run: Run) -> list[Wait]:
     """Why an op or host update may not start now."""
     waits = []
     for m in e.p.before_moves.get(run.number, ()):
@@ -51,7 +51,7 @@ def waits_of(e: Engine, run: Run) -> list[Wait]:
     return waits
 
 
-def _no_room(e: Engine, tier: int, missing: int) -> Wait:
+def _no_room(e: State, tier: int, missing: int) -> Wait:
     name = e.base.tier_names[tier]
     return Wait(
         f"space on {name}",
@@ -61,14 +61,14 @@ def _no_room(e: Engine, tier: int, missing: int) -> Wait:
     )
 
 
-def _mover(e: Engine, tensor: int) -> str:
+def _mover(e: State, tensor: int) -> str:
     for m in e.lane_move:
         if m >= 0 and e.p.moves[m].tensor == tensor:
             return e.p.moves[m].id
     return e.base.problem.tensors[tensor].id
 
 
-def _missing_read(e: Engine, run: Run, key: int) -> Wait:
+def _missing_read(e: State, run: Run, key: int) -> Wait:
     tensor, tier = e.name_of(key)
     for m in e.lane_move:
         if m >= 0 and e.p.moves[m].target == key:
@@ -98,12 +98,12 @@ def _missing_read(e: Engine, run: Run, key: int) -> Wait:
     return Wait(tensor, f"{tensor} has no copy on {tier} and no move brings one", "missing-copy")
 
 
-def _still_to_come(e: Engine, move: Transfer) -> bool:
+def _still_to_come(e: State, move: Transfer) -> bool:
     """Whether a run of the move that may serve this step has yet to start."""
     return e.move_count[move.index] < (e.step if move.wraps else e.step + 1)
 
 
-def _waits_for_run(e: Engine, move: Transfer, run: Run, seen: tuple[str, ...] = ()) -> bool:
+def _waits_for_run(e: State, move: Transfer, run: Run, seen: tuple[str, ...] = ()) -> bool:
     """Whether the move's trigger, followed through other moves, is this run or a later one."""
     kind, index = move.trigger
     if kind == "move":
@@ -112,7 +112,7 @@ def _waits_for_run(e: Engine, move: Transfer, run: Run, seen: tuple[str, ...] = 
     return kind == ("update" if run.on_host else "run") and index >= run.index
 
 
-def move_waits(e: Engine, lane: int, move: Transfer) -> list[Wait]:
+def move_waits(e: State, lane: int, move: Transfer) -> list[Wait]:
     """Why the move at the head of a lane may not start now."""
     waits = []
     if not e.triggered(move, e.lane_step[lane]):
@@ -134,7 +134,7 @@ def move_waits(e: Engine, lane: int, move: Transfer) -> list[Wait]:
     return waits
 
 
-def _missing_source(e: Engine, move: Transfer, tensor: str, tier: str) -> Wait:
+def _missing_source(e: State, move: Transfer, tensor: str, tier: str) -> Wait:
     comes = any(m.target == move.source and _still_to_come(e, m) for m in e.p.moves)
     later = [*e.p.runs[e.run_index :], *e.p.updates[e.update_index :]]
     comes = comes or any(move.source in run.writes for run in later)
@@ -145,7 +145,7 @@ def _missing_source(e: Engine, move: Transfer, tensor: str, tier: str) -> Wait:
     return Wait(tensor, f"{tensor} has no copy on {tier} and never gets one", "missing-copy")
 
 
-def explain_stuck(e: Engine) -> list[Violation]:
+def explain_stuck(e: State) -> list[Violation]:
     """Name the laws broken; where only waiting is left, the deadlock and the bytes missing."""
     blocked: list[tuple[str, list[Wait]]] = []
     if e.run_index < len(e.p.runs):
