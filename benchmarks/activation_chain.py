@@ -5,8 +5,8 @@ from __future__ import annotations
 import random
 
 from offcompile.ir import Codec, Lane, Machine, Op, Problem, Tensor, Tier
-from offcompile.passes.decisions import Decisions
-from offcompile.passes.pressure import pressure
+from offcompile.passes.build.decisions import Decisions
+from offcompile.passes.select.pressure import pressure
 
 
 def chain(

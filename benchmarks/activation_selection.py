@@ -20,7 +20,8 @@ from scipy.optimize import Bounds, LinearConstraint, milp
 
 from benchmarks.activation_chain import chain
 from offcompile.ir import Infeasible, Plan
-from offcompile.passes.activation_selection import (
+from offcompile.passes.registry import make
+from offcompile.passes.select.activation_selection import (
     Candidate,
     Option,
     by_benefit,
@@ -30,8 +31,7 @@ from offcompile.passes.activation_selection import (
     printed,
     transfer_ns,
 )
-from offcompile.passes.covering import Choice
-from offcompile.passes.registry import make
+from offcompile.passes.select.covering import Choice
 from offcompile.simulate import Simulator
 
 RESULT = Path(__file__).parent / "results" / "activation_selection.md"

@@ -20,9 +20,9 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import offcompile
-from offcompile.runtime import memory
-from offcompile.runtime.heap import heap
-from offcompile.runtime.registry import runtimes
+from offcompile.runtime.base import process_memory as memory
+from offcompile.runtime.memory.heap import heap
+from offcompile.runtime.moves.registry import runtimes
 
 
 class Attention(nn.Module):

@@ -20,7 +20,7 @@ NEEDED = {
     "numpy": "planning and the runtime",
     "sympy": "planning (sizes)",
     "scipy": "planning (offcompile/bounds: the lower bound that plans are held against)",
-    "rich": "the backend (offcompile/progress.py and offcompile/cli_tables.py)",
+    "rich": "the backend (runtime/base/progress.py and offcompile/cli/tables.py)",
 }
 USEFUL = {
     "triton": "Inductor on a GPU, and kernels",

@@ -17,8 +17,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from offcompile.ir import DEVICE, HOST, Lane, Machine, Op, Problem, Tensor, Tier
-from offcompile.passes.decisions import Away, Decisions
-from offcompile.passes.pressure import pressure
+from offcompile.passes.build.decisions import Away, Decisions
+from offcompile.passes.select.pressure import pressure
 
 MIB, GIB = 1 << 20, 1 << 30
 HIDDEN = 3072

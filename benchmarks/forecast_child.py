@@ -21,9 +21,9 @@ import offcompile
 from benchmarks.activations_child import gpt, resnet
 from benchmarks.weights_child import Tower
 from offcompile.ir import HOST
-from offcompile.report import PlanReport
-from offcompile.runtime import memory
-from offcompile.runtime.heap import heap
+from offcompile.report.report import PlanReport
+from offcompile.runtime.base import process_memory as memory
+from offcompile.runtime.memory.heap import heap
 
 RATE, LOOK_S, WATCHED_STEPS = 0.01, 0.0003, 2
 

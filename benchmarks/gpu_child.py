@@ -216,7 +216,7 @@ class Variant:
     def warm(self) -> dict[str, Any]:
         """Compile and run twice, within the budget or, where no plan can do with it, the floor."""
         from offcompile import Infeasible
-        from offcompile.runtime import counters
+        from offcompile.runtime.base import counters
 
         small = TINY_CASES[self.task["case"]]
         # brings in compiler, runtime, libraries and their workspaces, which are not the model's
@@ -296,14 +296,14 @@ class Variant:
             torch.cuda.empty_cache()
 
     def held_bytes(self) -> int:
-        from offcompile.runtime import memory
+        from offcompile.runtime.base import process_memory as memory
 
         return sum(memory.resident())
 
     def peak_bytes(self) -> int:
         if self.on_gpu:
             return torch.cuda.max_memory_allocated(self.device)
-        from offcompile.runtime import memory
+        from offcompile.runtime.base import process_memory as memory
 
         return memory.peak_bytes()
 
@@ -313,7 +313,7 @@ class Variant:
             torch.cuda.empty_cache()
             torch.cuda.reset_peak_memory_stats(self.device)
             return
-        from offcompile.runtime import memory
+        from offcompile.runtime.base import process_memory as memory
 
         memory.reset_peak()
 

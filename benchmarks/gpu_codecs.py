@@ -14,9 +14,9 @@ from functools import partial
 import torch
 
 from offcompile.runtime import kernels
-from offcompile.runtime.alias import cuda_alias
-from offcompile.runtime.host_arena import HostArena
 from offcompile.runtime.kernels import BitmaskPlan
+from offcompile.runtime.memory.alias import cuda_alias
+from offcompile.runtime.memory.host_arena import HostArena
 
 LENGTH = 1 << 26
 ZEROS = (0.0, 0.5, 0.75, 0.95)

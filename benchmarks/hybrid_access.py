@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from offcompile.passes.gradient_reserve import reserve_dp, reserve_exact, reserve_ratio
-from offcompile.passes.hybrid_modes import (
+from offcompile.passes.select.hybrid_modes import (
     VARIANTS,
     LayerTimes,
     choose_dfgb,

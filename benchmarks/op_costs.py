@@ -23,11 +23,11 @@ import torch
 from torch import fx
 
 from benchmarks.turns import machine
-from offcompile.costs import WORTH_MEASURING_US
-from offcompile.costs_calls import call_of, is_view
-from offcompile.runtime import tensor_memory
-from offcompile.runtime.heap import heap
-from offcompile.runtime.measure_op import Call, Operands, measure_call
+from offcompile.graph.costs.calls import call_of, is_view
+from offcompile.graph.costs.op_costs import WORTH_MEASURING_US
+from offcompile.runtime.measure.op import Call, Operands, measure_call
+from offcompile.runtime.memory import tensor_memory
+from offcompile.runtime.memory.heap import heap
 
 RESULT = Path(__file__).parent / "results" / "op_costs.md"
 CASES = ("mlp", "bert", "gpt", "resnet")

@@ -15,8 +15,8 @@ from torch import nn
 import offcompile
 from benchmarks.weights_child import CASES, QUICK_CASES, Watch
 from offcompile import optim
-from offcompile.runtime import memory
-from offcompile.runtime.heap import heap
+from offcompile.runtime.base import process_memory as memory
+from offcompile.runtime.memory.heap import heap
 
 
 def optimizer_of(model: nn.Module, task: dict[str, Any]) -> torch.optim.Optimizer:

@@ -14,8 +14,8 @@ import torch
 from torch import nn
 
 from offcompile import optim
-from offcompile.runtime.arena import Arena
-from offcompile.runtime.spill import SpillStore
+from offcompile.runtime.disk.spill import SpillStore
+from offcompile.runtime.memory.arena import Arena
 
 #: p, g, m and v are read, p, m and v written
 BYTES_PER_PARAMETER = 28

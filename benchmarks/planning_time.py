@@ -24,7 +24,7 @@ from unittest import mock
 import torch
 from torch import Tensor, nn
 
-from offcompile.report import PlanReport
+from offcompile.report.report import PlanReport
 
 from .turns import LOWERINGS, machine
 
@@ -155,7 +155,7 @@ def _child(name: str, lowering: str) -> Row:
 def measured(name: str, lowering: str) -> Row:
     """Seconds of first steps, and of planning within ours."""
     import offcompile
-    from offcompile.planning import Planning
+    from offcompile.run.plan_graph import Planning
 
     case = next(c for c in CASES if c.name == name)
     inputs = case.inputs()
@@ -206,8 +206,8 @@ def _middling(least: Iterable[PlanReport]) -> int:
 
 
 def _alone(report: PlanReport) -> int:
-    from offcompile.decide import peak_alone
     from offcompile.ir import DEVICE
+    from offcompile.planning.decide import peak_alone
 
     tensors = tuple(replace(t, home=t.home and DEVICE) for t in report.problem.tensors)
     machine = report.machine

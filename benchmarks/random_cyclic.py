@@ -14,7 +14,7 @@ from pathlib import Path
 
 from benchmarks.families import random_cyclic
 from offcompile.ir import Infeasible
-from offcompile.planner import PlanResult, check_plan, plan_problem
+from offcompile.planning.planner import PlanResult, check_plan, plan_problem
 
 RESULT = Path(__file__).parent / "results" / "random_cyclic.md"
 POLICIES = ("weight_rotation", "joint")

@@ -56,13 +56,13 @@ Row = dict[str, Any]
 
 def measured(case: Case, seconds: float | None) -> Row:
     """The row's figures, in µs and bytes; `ours` None: no plan."""
+    from offcompile.ahead.batch_trace import as_arguments
     from offcompile.ahead.factories import build
     from offcompile.ahead.fit import published_ways, variants
     from offcompile.ahead.plan import Ahead, Asked, simple_ways
-    from offcompile.batch_trace import as_arguments
-    from offcompile.decide import floor_of, peak_alone, with_reserve
     from offcompile.ir import Infeasible
-    from offcompile.options import Options
+    from offcompile.machine.options import Options
+    from offcompile.planning.decide import floor_of, peak_alone, with_reserve
 
     began = time.monotonic()
     (model, inputs, loss), _ = build(case.model, case.batch, case.length, "bfloat16")
@@ -105,7 +105,7 @@ def _quiet(told: str) -> None:
 
 
 def budget_bytes(asked: str, alone: int, floor: int) -> int:
-    from offcompile.options import Options
+    from offcompile.machine.options import Options
 
     """A share that is below the floor is taken to be `NEAR_FLOOR`."""
     near_floor = int(floor + FLOOR_SHARE * max(0, alone - floor))

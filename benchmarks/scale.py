@@ -14,14 +14,14 @@ from pathlib import Path
 from typing import ParamSpec, TypeVar
 
 from benchmarks.families import deep_chain, duplex
-from offcompile.coarsen import coarsen
 from offcompile.ir import Machine, Op, Plan, Problem, Tensor
 from offcompile.ir.verify import check_timeline
-from offcompile.passes.decisions import Decisions
-from offcompile.passes.frame import Frame, Mode
+from offcompile.passes.build.decisions import Decisions
+from offcompile.passes.build.schedule import Builder
 from offcompile.passes.registry import make
-from offcompile.passes.schedule import Builder
-from offcompile.planner import judge_for, plan_problem
+from offcompile.passes.search.frame import Frame, Mode
+from offcompile.planning.coarsen import coarsen
+from offcompile.planning.planner import judge_for, plan_problem
 from offcompile.simulate import Simulator
 
 RESULT = Path(__file__).parent / "results" / "scale.md"

@@ -14,18 +14,19 @@ from typing import Any
 import torch
 
 from benchmarks import activations_child
-from offcompile import pipeline, profiling
+from offcompile.graph.lowering.rewrite import rewrite
 from offcompile.ir import Plan
-from offcompile.rewrite import rewrite
-from offcompile.runtime import tickets
-from offcompile.runtime.arena import Arena
+from offcompile.planning.feedback import profiling
+from offcompile.run import pipeline
+from offcompile.runtime.base.mapping import Mapping
 from offcompile.runtime.codecs import Codec, codec
-from offcompile.runtime.cpu import CpuDevice
-from offcompile.runtime.heap import heap
-from offcompile.runtime.mapping import Mapping
-from offcompile.runtime.mover import Load, Mover
-from offcompile.runtime.saved import Saved
-from offcompile.runtime.spill import SpillStore
+from offcompile.runtime.device import tickets
+from offcompile.runtime.device.cpu import CpuDevice
+from offcompile.runtime.disk.spill import SpillStore
+from offcompile.runtime.memory.arena import Arena
+from offcompile.runtime.memory.heap import heap
+from offcompile.runtime.moves.mover import Load, Mover
+from offcompile.runtime.moves.saved import Saved
 
 MIB = 1 << 20
 CHUNK_BYTES = 8 * MIB

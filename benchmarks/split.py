@@ -15,9 +15,9 @@ from pathlib import Path
 from offcompile.ahead.fit import variants
 from offcompile.ahead.huggingface import SIZES, build
 from offcompile.ahead.plan import Ahead, Asked
-from offcompile.decide import floor_of, with_reserve
-from offcompile.options import Options
-from offcompile.splitting import LADDER
+from offcompile.graph.split.decision import LADDER
+from offcompile.machine.options import Options
+from offcompile.planning.decide import floor_of, with_reserve
 
 from .turns import machine
 

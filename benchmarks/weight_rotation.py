@@ -25,7 +25,7 @@ from benchmarks.families import (
 from offcompile.ir import Machine, Plan, Problem
 from offcompile.ir.units import round_ns
 from offcompile.passes.weight_rotation import WeightRotation
-from offcompile.planner import judge_for, plan_problem
+from offcompile.planning.planner import judge_for, plan_problem
 
 RESULT = Path(__file__).parent / "results" / "weight_rotation.md"
 #: (tightness, link load): the prices of `spread` were set on the first six, at 36 and 200 layers

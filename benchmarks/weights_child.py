@@ -17,8 +17,8 @@ from torch import Tensor, nn
 
 import offcompile
 from benchmarks.activations_child import gpt
-from offcompile.runtime import memory
-from offcompile.runtime.heap import heap
+from offcompile.runtime.base import process_memory as memory
+from offcompile.runtime.memory.heap import heap
 
 
 class Block(nn.Module):

@@ -13,8 +13,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from offcompile.runtime.device import Label
-from offcompile.runtime.registry import RuntimeSettings, runtime_for
+from offcompile.runtime.device.interface import Label
+from offcompile.runtime.moves.registry import RuntimeSettings, runtime_for
 
 MIB = 1 << 20
 ROUNDS = 5

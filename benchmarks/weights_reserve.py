@@ -7,7 +7,7 @@ On the CPU target it is not, so the sweep is planned: 24 layers of 48 MB on a ca
 from __future__ import annotations
 
 from offcompile.ir import DEVICE, HOST, Lane, Machine, Op, Problem, Tensor, Tier
-from offcompile.planner import plan_problem
+from offcompile.planning.planner import plan_problem
 
 LAYERS, WEIGHT_BYTES = 24, 48_000_000
 FORWARD_US, BACKWARD_US, WRITE_BYTES_PER_US = 1000.0, 2000.0, 12_500.0

@@ -28,7 +28,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import offcompile
-from offcompile.this_machine import this_machine
+from offcompile.machine.this_machine import this_machine
 
 GIB = 1 << 30
 VOCABULARY = 50257

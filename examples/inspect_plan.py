@@ -18,7 +18,7 @@ from demo.gpt import GPT, batches
 
 import offcompile
 from offcompile.ir.jsonio import loads_machine, loads_plan, loads_problem
-from offcompile.planner import check_plan
+from offcompile.planning.planner import check_plan
 
 
 def judge(folder: Path) -> None:

@@ -22,10 +22,10 @@ from hypothesis import HealthCheck, given, settings
 from offcompile.bounds import lower_bound
 from offcompile.ir import HOST, Infeasible, Machine, Plan, Problem
 from offcompile.ir.jsonio import loads_problem, machine_from_toml
-from offcompile.passes import schedule
-from offcompile.passes.contract import Judge
-from offcompile.passes.decisions import Away, Decisions
-from offcompile.planner import certify, check_plan, judge_for
+from offcompile.passes.build import schedule
+from offcompile.passes.build.contract import Judge
+from offcompile.passes.build.decisions import Away, Decisions
+from offcompile.planning.planner import certify, check_plan, judge_for
 from offcompile.testing import problems_with_machines
 
 #: sums of floats

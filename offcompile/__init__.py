@@ -5,19 +5,20 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from offcompile.ir import Infeasible, InvalidInput, OffloadError
+from .ir import Infeasible, InvalidInput, OffloadError
 
 if TYPE_CHECKING:
-    from offcompile import optim
+    from offcompile.ahead.batch_search import max_batch
     from offcompile.ahead.fit import FitReport, fit
     from offcompile.ahead.plan import plan
-    from offcompile.batch_search import max_batch
-    from offcompile.born_on_host import host_init
-    from offcompile.loading import load_weights
-    from offcompile.recording import record
-    from offcompile.report import PlanReport, reports, save_html
-    from offcompile.runtime.counters import counters
-    from offcompile.saving import save
+    from offcompile.report.report import PlanReport, reports, save_html
+    from offcompile.run.host_init import host_init
+    from offcompile.run.loading import load_weights
+    from offcompile.run.recording import record
+    from offcompile.run.saving import save
+    from offcompile.runtime.base.counters import counters
+
+    from . import optim
 
 __all__ = [
     "FitReport",
@@ -43,17 +44,17 @@ __version__ = "0.1.0"
 #: what brings torch along is imported when it is first asked for
 _LATER = {
     "FitReport": "offcompile.ahead.fit",
-    "PlanReport": "offcompile.report",
-    "counters": "offcompile.runtime.counters",
+    "PlanReport": "offcompile.report.report",
+    "counters": "offcompile.runtime.base.counters",
     "fit": "offcompile.ahead.fit",
-    "host_init": "offcompile.born_on_host",
-    "load_weights": "offcompile.loading",
-    "max_batch": "offcompile.batch_search",
+    "host_init": "offcompile.run.host_init",
+    "load_weights": "offcompile.run.loading",
+    "max_batch": "offcompile.ahead.batch_search",
     "plan": "offcompile.ahead.plan",
-    "record": "offcompile.recording",
-    "reports": "offcompile.report",
-    "save": "offcompile.saving",
-    "save_html": "offcompile.report",
+    "record": "offcompile.run.recording",
+    "reports": "offcompile.report.report",
+    "save": "offcompile.run.saving",
+    "save_html": "offcompile.report.report",
 }
 
 

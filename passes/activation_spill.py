@@ -13,13 +13,13 @@ from typing import ClassVar
 
 from offcompile.ir import DEVICE, HOST, Infeasible, Machine, Plan, Problem, Recompute, Timeline
 
-from .activation_selection import by_benefit, by_makespan, missing_bytes, printed
-from .contract import Judge
-from .decisions import Decisions
-from .pressure import pressure
+from .build.contract import Judge
+from .build.decisions import Decisions
 from .recompute import partial_sets
-from .spill_options import decide, gaps_of, room_beyond
-from .trials import Trials
+from .search.trials import Trials
+from .select.activation_selection import by_benefit, by_makespan, missing_bytes, printed
+from .select.pressure import pressure
+from .select.spill_options import decide, gaps_of, room_beyond
 
 VARIANTS = ("benefit", "printed")
 TIERS = ("host+disk", "host", "disk")

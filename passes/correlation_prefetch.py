@@ -17,12 +17,12 @@ from typing import ClassVar
 
 from offcompile.ir import DEVICE, HOST, Infeasible, Machine, Plan, Problem
 
-from .contract import Judge
+from .build.contract import Judge
+from .build.decisions import Decisions
+from .build.gaps import Gap, find_gaps
+from .build.program import Program, RunOf, span, too_small
+from .build.schedule import Builder
 from .correlation.predictor import Predictor
-from .decisions import Decisions
-from .gaps import Gap, find_gaps
-from .program import Program, RunOf, span, too_small
-from .schedule import Builder
 
 VARIANTS = ("correlation", "oracle", "belady", "lru")
 

@@ -20,11 +20,11 @@ from typing import ClassVar
 from offcompile.ir import Machine, Op, Plan, Problem, Tensor
 from offcompile.ir.units import exact, round_ns
 
-from .contract import Judge
-from .fitting import Fitting
-from .frame import Frame, Mode
-from .gaps import Gap
-from .program import Intervals
+from .build.contract import Judge
+from .build.gaps import Gap
+from .build.program import Intervals
+from .search.fitting import Fitting
+from .search.frame import Frame, Mode
 
 #: cells of the dynamic program's table: they set its quantum unless one is given
 TABLE_CELLS = 2_000_000

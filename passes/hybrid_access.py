@@ -17,10 +17,11 @@ from typing import ClassVar
 from offcompile.ir import DEVICE, HOST, Infeasible, Machine, Move, Op, Plan, Problem
 from offcompile.ir.units import round_ns
 
-from .contract import Judge
-from .fitting import Fitting, Key
-from .frame import Frame, Mode
-from .hybrid_modes import (
+from .build.contract import Judge
+from .build.lanes import Routes
+from .search.fitting import Fitting, Key
+from .search.frame import Frame, Mode
+from .select.hybrid_modes import (
     VARIANTS,
     LayerTimes,
     Schedule,
@@ -29,7 +30,6 @@ from .hybrid_modes import (
     repaired,
     zero_offload,
 )
-from .lanes import Routes
 
 #: points of the fronts over all layers: 4,000 each for 200 layers, which is exact on nets whose
 #: layers differ in kind; where direct access costs nearly the same per byte, fronts are thinned

@@ -15,10 +15,13 @@ from typing import ClassVar
 
 from offcompile.ir import DEVICE, HOST, Infeasible, Machine, Plan, Problem, Timeline
 
-from .balance import balanced
-from .contract import Judge
-from .cover import Cover, Prices
-from .frame import (
+from .build.contract import Judge
+from .build.gaps import Gap
+from .build.lanes import Clock
+from .build.patience import Time, TimeIsUp, is_short, timed_by
+from .build.schedule import Builder
+from .search.balance import balanced
+from .search.frame import (
     Frame,
     Mode,
     direct_mode,
@@ -28,17 +31,14 @@ from .frame import (
     infeasible_host,
     recompute_everything,
 )
-from .gaps import Gap
-from .homecoming import brought_home
-from .lanes import Clock
-from .patience import Time, TimeIsUp, is_short, timed_by
-from .recompute_fit import FittingReruns
-from .recompute_starts import WORTH_ANOTHER, RecomputeStarts
-from .rematerialization import Rematerialization, Rerun
-from .rerun_loads import rerun_modes
-from .schedule import Builder
-from .search import Search, State, mode_of
-from .update_split import UpdateSplit
+from .search.homecoming import brought_home
+from .search.recompute_fit import FittingReruns
+from .search.recompute_starts import WORTH_ANOTHER, RecomputeStarts
+from .search.rerun_loads import rerun_modes
+from .search.search import Search, State, mode_of
+from .search.update_split import UpdateSplit
+from .select.cover import Cover, Prices
+from .select.rematerialization import Rematerialization, Rerun
 
 #: evaluations a second that the effort is reckoned at, per (run + move) of the problem
 EVALUATIONS_PER_SECOND = 75_000.0

@@ -19,11 +19,11 @@ from typing import ClassVar
 from offcompile.ir import DEVICE, HOST, Infeasible, Lane, Machine, Op, Plan, Problem
 from offcompile.ir.units import round_ns
 
-from .contract import Judge
-from .fitting import Fitting, with_hosted
-from .frame import Mode, may_run_on_host
-from .lanes import Routes
-from .update_share import HostRun, host_ends_ns
+from .build.contract import Judge
+from .build.lanes import Routes
+from .search.fitting import Fitting, with_hosted
+from .search.frame import Mode, may_run_on_host
+from .select.update_share import HostRun, host_ends_ns
 
 PLACES = ("auto", "host", "device")
 #: how many splits the judge is asked about, all and none on the host beside them: fewer the

@@ -20,15 +20,15 @@ from offcompile.ir import (
     Recompute,
 )
 
-from .contract import Judge
-from .cover_search import QUICK, ROUNDS, cover
-from .covering import Item, Way
-from .decisions import Decisions
-from .droppable import Droppable, droppable_ops, recomputes_for
-from .footprint import footprint, order_of
-from .patience import is_short
-from .recompute_starts import recipes_of
-from .trials import Trials
+from .build.contract import Judge
+from .build.decisions import Decisions
+from .build.patience import is_short
+from .search.recompute_starts import recipes_of
+from .search.trials import Trials
+from .select.cover_search import QUICK, ROUNDS, cover
+from .select.covering import Item, Way
+from .select.droppable import Droppable, droppable_ops, recomputes_for
+from .select.footprint import footprint, order_of
 
 VARIANTS = ("benefit", "all", "sqrt")
 #: of the minimum cuts that fit, those that are built

@@ -12,7 +12,7 @@ from typing import Any
 
 from offcompile.ir import InvalidInput, Violation
 
-from .contract import Judge, Pass
+from .build.contract import Judge, Pass
 
 #: name → where it is; imported when asked for
 POLICIES: Mapping[str, str] = types.MappingProxyType(

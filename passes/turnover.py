@@ -14,7 +14,7 @@ from typing import ClassVar
 
 from offcompile.ir import DEVICE, Drop, Infeasible, Machine, Move, Plan, Problem, Start, Tensor
 
-from .contract import Judge
+from .build.contract import Judge
 
 
 @dataclass(frozen=True)

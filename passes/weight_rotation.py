@@ -18,13 +18,13 @@ from typing import ClassVar
 from offcompile.ir import DEVICE, HOST, Infeasible, Machine, Plan, Problem, Tensor
 from offcompile.ir.units import round_ns
 
-from .contract import Judge
-from .decisions import Away, Decisions
-from .lanes import Clock, Routes
-from .program import Program
-from .residency import Residency, plan_residency
-from .rotation_selection import Gap, Need, Selection, choose, plain_coverage
-from .schedule import Builder
+from .build.contract import Judge
+from .build.decisions import Away, Decisions
+from .build.lanes import Clock, Routes
+from .build.program import Program
+from .build.residency import Residency, plan_residency
+from .build.schedule import Builder
+from .select.rotation_selection import Gap, Need, Selection, choose, plain_coverage
 
 ROTATING = ("weight", "state")
 VARIANTS = ("best", "aware", "spread", "printed", "printed_once", "l2l", "l2l_overlapped")

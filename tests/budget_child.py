@@ -17,8 +17,8 @@ import torch
 from zoo import GPT, MLP, Specimen
 
 import offcompile
-from offcompile.runtime import memory
-from offcompile.runtime.heap import heap
+from offcompile.runtime.base import process_memory as memory
+from offcompile.runtime.memory.heap import heap
 
 STEPS = 3
 

@@ -9,8 +9,8 @@ import torch
 from torch import fx, nn
 from torch.nn import functional as F
 
-from offcompile.graphs import Graphs
-from offcompile.lower import lower
+from offcompile.graph.graphs import Graphs
+from offcompile.graph.lowering.lower import lower
 
 
 class Spy:

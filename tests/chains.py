@@ -5,9 +5,9 @@ from __future__ import annotations
 import random
 
 from offcompile.ir import Codec, Lane, Machine, Op, Problem, Tensor, Tier
-from offcompile.passes.decisions import Decisions
-from offcompile.passes.frame import Frame, Mode
-from offcompile.passes.schedule import Builder
+from offcompile.passes.build.decisions import Decisions
+from offcompile.passes.build.schedule import Builder
+from offcompile.passes.search.frame import Frame, Mode
 
 
 def chain(

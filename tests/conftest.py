@@ -23,7 +23,7 @@ if "PYTEST_XDIST_WORKER" not in os.environ:
 import pytest
 from hypothesis import HealthCheck, Phase, settings
 
-from offcompile.runtime.directories import in_memory
+from offcompile.runtime.disk.directories import in_memory
 
 # where the temporary directory lies in RAM, tests of files use another that does not
 ON_DISK = Path("/var/tmp")
@@ -59,7 +59,7 @@ def pytest_collection_finish() -> None:
     """
     if "PYTEST_XDIST_WORKER" in os.environ:  # what every worker comes to import anyhow
         importlib.import_module("torch._inductor.compile_fx")
-        importlib.import_module("offcompile.backend")
+        importlib.import_module("offcompile.run.backend")
     gc.collect()
     gc.freeze()
 
@@ -71,8 +71,8 @@ def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> 
         return
     if "torch._dynamo" in sys.modules:
         sys.modules["torch._dynamo"].reset()
-    if "offcompile.report" in sys.modules:
-        sys.modules["offcompile.report"]._remembered.clear()
+    if "offcompile.report.report" in sys.modules:
+        sys.modules["offcompile.report.report"]._remembered.clear()
     gc.collect()
     gc.freeze()
 
@@ -81,7 +81,7 @@ def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> 
 def books_of_its_own() -> Iterator[None]:
     """What compiled models of other tests hold is no matter of this one's budget."""
     yield
-    books = sys.modules.get("offcompile.books")
+    books = sys.modules.get("offcompile.run.accounts.books")
     if books is not None:
         books._all_books.clear()
 
@@ -90,7 +90,7 @@ def books_of_its_own() -> Iterator[None]:
 def no_trials(monkeypatch: pytest.MonkeyPatch) -> None:
     """Plans are not judged by how fast this machine happens to be; tests of that make times up."""
     if "torch" in sys.modules:
-        trial = importlib.import_module("offcompile.trial")
+        trial = importlib.import_module("offcompile.run.trial")
         monkeypatch.setattr(trial, "STEPS_BEFORE", sys.maxsize)
 
 

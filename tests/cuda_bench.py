@@ -11,13 +11,14 @@ from functools import partial
 
 import numpy as np
 import torch
+from support.simulated_streams import Faults, SimulatedStreams
 
-from offcompile.runtime import staging, tickets
-from offcompile.runtime.cuda import CudaDevice
-from offcompile.runtime.mover import Load, Mover
-from offcompile.runtime.saved import Saved
-from offcompile.runtime.simulated_streams import Faults, SimulatedStreams
-from offcompile.runtime.spill import Extent, SpillStore
+from offcompile.runtime.device import tickets
+from offcompile.runtime.device.cuda import staging
+from offcompile.runtime.device.cuda.device import CudaDevice
+from offcompile.runtime.disk.spill import Extent, SpillStore
+from offcompile.runtime.moves.mover import Load, Mover
+from offcompile.runtime.moves.saved import Saved
 
 PAGE = 4096
 STAGING = staging.CHUNKS * PAGE

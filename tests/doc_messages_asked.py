@@ -12,9 +12,9 @@ from doc_messages import says, told, warned
 from torch import nn
 
 import offcompile
-from offcompile import hardware
 from offcompile.ir import Infeasible, InvalidInput
-from offcompile.options import Options
+from offcompile.machine import hardware
+from offcompile.machine.options import Options
 
 # --- the budget ----------------------------------------------------------------------------------
 
@@ -33,7 +33,7 @@ def _(place: Path, patch: pytest.MonkeyPatch) -> str:
 def _(place: Path, patch: pytest.MonkeyPatch) -> str:
     from test_decide import FAST, MIB, chain, machine
 
-    from offcompile.decide import decide
+    from offcompile.planning.decide import decide
 
     given: Any = (chain(), machine(FAST), 12 * MIB, lambda _: 0, "weight_rotation", 1.0)
     return told(lambda: decide(*given), Infeasible)
@@ -41,7 +41,7 @@ def _(place: Path, patch: pytest.MonkeyPatch) -> str:
 
 @says("other compiled graphs of this process hold …, which is the whole budget")
 def _(place: Path, patch: pytest.MonkeyPatch) -> str:
-    from offcompile.planning import Planning
+    from offcompile.run.plan_graph import Planning
 
     survey = SimpleNamespace(
         options=Options.read({"memory": "1MiB"}), target=SimpleNamespace(device_bytes=1 << 30)
@@ -116,7 +116,7 @@ def _(place: Path, patch: pytest.MonkeyPatch) -> str:
 
 @says("mode=… is not for this backend; leave it out")
 def _(place: Path, patch: pytest.MonkeyPatch) -> str:
-    from offcompile.backend import _compile
+    from offcompile.run.backend import _compile
 
     nothing: Any = None
     return told(lambda: _compile(nothing, [], None, "max-autotune"), InvalidInput)
@@ -157,7 +157,7 @@ def _(place: Path, patch: pytest.MonkeyPatch) -> str:
 
 @says("This graph computes on …; offcompile moves tensors of the CPU and of CUDA devices so far")
 def _(place: Path, patch: pytest.MonkeyPatch) -> str:
-    from offcompile.target import target_for
+    from offcompile.machine.target import target_for
 
     return told(lambda: target_for(Options.read({}), torch.device("mps")))
 
@@ -166,14 +166,14 @@ def _(place: Path, patch: pytest.MonkeyPatch) -> str:
 def _(place: Path, patch: pytest.MonkeyPatch) -> str:
     from test_cuda_target import captured
 
-    from offcompile.pipeline import _check_one_device
+    from offcompile.run.pipeline import _check_one_device
 
     return told(lambda: _check_one_device("graph 0", captured(), torch.device("cuda:1")))
 
 
 @says("is asked for, and this process sees no CUDA device")
 def _(place: Path, patch: pytest.MonkeyPatch) -> str:
-    from offcompile.runtime.cuda_facts import cuda_index
+    from offcompile.runtime.device.cuda.facts import cuda_index
 
     patch.setattr(torch.cuda, "is_available", lambda: False)
     return told(lambda: cuda_index(torch.device("cuda")))
@@ -181,7 +181,7 @@ def _(place: Path, patch: pytest.MonkeyPatch) -> str:
 
 @says("There is no cuda:…: this process sees … CUDA devices")
 def _(place: Path, patch: pytest.MonkeyPatch) -> str:
-    from offcompile.runtime.cuda_facts import cuda_index
+    from offcompile.runtime.device.cuda.facts import cuda_index
 
     patch.setattr(torch.cuda, "is_available", lambda: True)
     patch.setattr(torch.cuda, "device_count", lambda: 1)
@@ -190,7 +190,7 @@ def _(place: Path, patch: pytest.MonkeyPatch) -> str:
 
 @says("Host memory cannot be pinned: CUDA refused to register … bytes")
 def _(place: Path, patch: pytest.MonkeyPatch) -> str:
-    from offcompile.runtime import pinning
+    from offcompile.runtime.memory import pinning
 
     patch.setattr(pinning, "_warned", {})
     return warned(lambda: pinning.warn_pageable(1 << 30, 2))

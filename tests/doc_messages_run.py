@@ -15,17 +15,20 @@ from doc_messages import says, told, warned
 from torch import nn
 
 import offcompile
-from offcompile import cost_cache, optim
+from offcompile import optim
 from offcompile.ir import Plan
-from offcompile.runtime import cpu, tensor_memory, watchdog
-from offcompile.runtime.device import Label
-from offcompile.runtime.lanes import Lanes
+from offcompile.machine import cost_cache
+from offcompile.runtime.base import watchdog
+from offcompile.runtime.device import cpu
+from offcompile.runtime.device.interface import Label
+from offcompile.runtime.device.lanes import Lanes
+from offcompile.runtime.memory import tensor_memory
 
 # --- directories and disks -----------------------------------------------------------------------
 
 
 def checked(directory: Path) -> str:
-    from offcompile.runtime.directories import check_directory
+    from offcompile.runtime.disk.directories import check_directory
 
     return told(lambda: check_directory(directory))
 
@@ -43,7 +46,7 @@ def _(place: Path, patch: pytest.MonkeyPatch) -> str:
 
 @says("is on …, which keeps files in RAM, so that moving tensors there frees nothing")
 def _(place: Path, patch: pytest.MonkeyPatch) -> str:
-    from offcompile.runtime import directories
+    from offcompile.runtime.disk import directories
 
     patch.setattr(directories, "filesystem_type", lambda path: "tmpfs")
     return checked(place)
@@ -51,7 +54,7 @@ def _(place: Path, patch: pytest.MonkeyPatch) -> str:
 
 @says("belongs to another user (uid …) and anyone may write to it")
 def _(place: Path, patch: pytest.MonkeyPatch) -> str:
-    from offcompile.runtime import directories
+    from offcompile.runtime.disk import directories
 
     place.chmod(0o777)
     patch.setattr(directories, "filesystem_type", lambda path: "ext4")
@@ -61,7 +64,7 @@ def _(place: Path, patch: pytest.MonkeyPatch) -> str:
 
 @says("is not writable (…): make it so, or …")
 def _(place: Path, patch: pytest.MonkeyPatch) -> str:
-    from offcompile.runtime import directories
+    from offcompile.runtime.disk import directories
 
     def refuse(dir: Path) -> None:
         raise PermissionError(errno.EACCES, "Permission denied")
@@ -73,7 +76,7 @@ def _(place: Path, patch: pytest.MonkeyPatch) -> str:
 
 @says("no spill file can be made in …")
 def _(place: Path, patch: pytest.MonkeyPatch) -> str:
-    from offcompile.runtime.spill_file import open_unlinked
+    from offcompile.runtime.disk.spill_file import open_unlinked
 
     return told(lambda: open_unlinked(place / "missing"))
 
@@ -83,7 +86,7 @@ def _(place: Path, patch: pytest.MonkeyPatch) -> str:
     from test_checksums import PAGE, block
     from test_spill_faults import Disk, refusing
 
-    from offcompile.runtime.spill import SpillStore
+    from offcompile.runtime.disk.spill import SpillStore
 
     store = SpillStore([place])
     extent = store.allocate(PAGE)
@@ -98,7 +101,7 @@ def _(place: Path, patch: pytest.MonkeyPatch) -> str:
 
 @says("could not be copied out to …: …. The parameters were not touched by this copy")
 def _(place: Path, patch: pytest.MonkeyPatch) -> str:
-    from offcompile.runtime.failures import failure
+    from offcompile.runtime.device.failures import failure
 
     slot: Any = SimpleNamespace(nbytes=4096, where=f"the disk tier at {place}")
     return str(failure(OSError(errno.EIO, "Input/output error"), "out", "layer 3", slot))
@@ -108,7 +111,7 @@ def _(place: Path, patch: pytest.MonkeyPatch) -> str:
 def _(place: Path, patch: pytest.MonkeyPatch) -> str:
     from test_checksums import PAGE, block, swap
 
-    from offcompile.runtime.checksums import VerifiedStore
+    from offcompile.runtime.disk.checksums import VerifiedStore
 
     store = VerifiedStore([place])
     extent = store.allocate(PAGE)
@@ -123,7 +126,7 @@ def _(place: Path, patch: pytest.MonkeyPatch) -> str:
 
 @says("a drive rated for … written lasts … at this rate, without a pause")
 def _(place: Path, patch: pytest.MonkeyPatch) -> str:
-    from offcompile.runtime.drive_life import DriveWatch
+    from offcompile.runtime.disk.drive_life import DriveWatch
 
     watch = DriveWatch(10**12)
     return warned(lambda: [watch.step_over(i * 10**10, i * 60.0) for i in range(3)])
@@ -216,7 +219,7 @@ def _(place: Path, patch: pytest.MonkeyPatch) -> str:
 
 @says("The dump of … cannot be written to …: …")
 def _(place: Path, patch: pytest.MonkeyPatch) -> str:
-    from offcompile.dump import dump
+    from offcompile.report.dump import dump
 
     (place / "file").write_text("")
     nothing: Any = None
@@ -225,7 +228,7 @@ def _(place: Path, patch: pytest.MonkeyPatch) -> str:
 
 @says("the operating system refused … bytes of …: lower memory")
 def _(place: Path, patch: pytest.MonkeyPatch) -> str:
-    from offcompile.runtime.arena import Arena
+    from offcompile.runtime.memory.arena import Arena
 
     return told(lambda: Arena(0).block(1 << 60))
 
@@ -237,7 +240,8 @@ def _(place: Path, patch: pytest.MonkeyPatch) -> str:
 def _(place: Path, patch: pytest.MonkeyPatch) -> str:
     from test_trial import reported, step_of
 
-    from offcompile import log, trial
+    from offcompile.report import log
+    from offcompile.run import trial
 
     ms = 1_000_000
     said: list[str] = []
@@ -265,7 +269,7 @@ def _(place: Path, patch: pytest.MonkeyPatch) -> str:
 
 @says("Tensors move unpacked, which takes longer: …")
 def _(place: Path, patch: pytest.MonkeyPatch) -> str:
-    from offcompile.runtime.cuda_packing import Packers
+    from offcompile.runtime.device.cuda.packing import Packers
 
     streams = SimpleNamespace(why_not_pack=lambda in_place: "Triton is not installed")
     packing: Any = SimpleNamespace(streams=streams)
@@ -274,7 +278,7 @@ def _(place: Path, patch: pytest.MonkeyPatch) -> str:
 
 @says("This tensor was moved by the parent process before fork()")
 def _(place: Path, patch: pytest.MonkeyPatch) -> str:
-    from offcompile.runtime.mover import Mover
+    from offcompile.runtime.moves.mover import Mover
 
     parents: Any = SimpleNamespace(_pid=os.getpid() + 1)
     return told(lambda: Mover._enter(parents))
@@ -282,8 +286,8 @@ def _(place: Path, patch: pytest.MonkeyPatch) -> str:
 
 @says("Ticket … stands for …, not for a …")
 def _(place: Path, patch: pytest.MonkeyPatch) -> str:
-    from offcompile.runtime import tickets
-    from offcompile.runtime.saved import Saved
+    from offcompile.runtime.device import tickets
+    from offcompile.runtime.moves.saved import Saved
 
     return told(lambda: tickets.find(torch.tensor([1 << 60]), Saved))
 
@@ -292,7 +296,7 @@ def _(place: Path, patch: pytest.MonkeyPatch) -> str:
 def _(place: Path, patch: pytest.MonkeyPatch) -> str:
     from test_runtime_weights import SIZE, fetch
 
-    from offcompile.runtime.registry import RuntimeSettings
+    from offcompile.runtime.moves.registry import RuntimeSettings
 
     key = RuntimeSettings(directories=(str(place),)).key
     return told(lambda: fetch(torch.ones(SIZE), key))
@@ -300,7 +304,7 @@ def _(place: Path, patch: pytest.MonkeyPatch) -> str:
 
 @says("and then got a second gradient in it, from outside of the compiled graph")
 def _(place: Path, patch: pytest.MonkeyPatch) -> str:
-    from offcompile.runtime import updates
+    from offcompile.runtime.states import updates
 
     weight = nn.Parameter(torch.ones(2, 2))
     patch.setattr(updates, "_backward_pass", lambda: 7)
@@ -314,7 +318,7 @@ def _(place: Path, patch: pytest.MonkeyPatch) -> str:
     from test_decide import FAST, MIB, chain, machine
 
     from offcompile.ir import Drop
-    from offcompile.planner import certify
+    from offcompile.planning.planner import certify
 
     plan = Plan(drops=(Drop("no such tensor", "device", "no such op"),))
     return told(lambda: certify(chain(), machine(FAST)(12 * MIB), plan, "ours"))
@@ -418,7 +422,7 @@ def _(place: Path, patch: pytest.MonkeyPatch) -> str:
 
 @says("weights that stay on the device: … (its memory is also that of …)")
 def _(place: Path, patch: pytest.MonkeyPatch) -> str:
-    from offcompile import fixed_weights
+    from offcompile.run.accounts import fixed_weights
 
     said: list[str] = []
     patch.setattr(fixed_weights, "warn", said.append)
@@ -435,7 +439,7 @@ def _(place: Path, patch: pytest.MonkeyPatch) -> str:
 def _(place: Path, patch: pytest.MonkeyPatch) -> str:
     from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
-    from offcompile.sizes import SizeMaker
+    from offcompile.graph.sizes import SizeMaker
 
     env = ShapeEnv()
     size = env.create_unbacked_symint()
@@ -449,8 +453,8 @@ def _(place: Path, patch: pytest.MonkeyPatch) -> str:
 def _(place: Path, patch: pytest.MonkeyPatch) -> str:
     from captured import capture
 
-    from offcompile import verifying
-    from offcompile.verified import Verified
+    from offcompile.report.verified import Verified
+    from offcompile.run import verifying
 
     said: list[str] = []
     patch.setattr(verifying, "warn", said.append)
@@ -474,7 +478,7 @@ def _(place: Path, patch: pytest.MonkeyPatch) -> str:
 
 @says("steps of … have changed other weights and not these, … it writes elsewhere")
 def _(place: Path, patch: pytest.MonkeyPatch) -> str:
-    from offcompile import wall
+    from offcompile.run.accounts import wall
 
     class Elsewhere(torch.optim.SGD):
         def step(self, closure: Any = None) -> None:

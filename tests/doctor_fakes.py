@@ -6,12 +6,12 @@ from collections.abc import Callable, Mapping
 
 import torch
 
-from offcompile.doctor_figures import Examination, Gpu, Spill
-from offcompile.hardware import HardwareProfile, load_profile
-from offcompile.runtime.cuda_calls import COMPUTE, LOADS, OUTS, Calls, Card
-from offcompile.runtime.limits import Limits, PciLink
-from offcompile.runtime.measure_cuda import Sizes
-from offcompile.runtime.measure_host import AttentionShape
+from offcompile.cli.doctor.figures import Examination, Gpu, Spill
+from offcompile.machine.hardware import HardwareProfile, load_profile
+from offcompile.runtime.base.limits import Limits, PciLink
+from offcompile.runtime.device.cuda.calls import COMPUTE, LOADS, OUTS, Calls, Card
+from offcompile.runtime.measure.cuda import Sizes
+from offcompile.runtime.measure.host import AttentionShape
 
 GIB = 1 << 30
 TINY = Sizes(

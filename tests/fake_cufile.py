@@ -8,7 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from offcompile.runtime.gds import CuFile, open_cufile
+from offcompile.runtime.disk.gds import CuFile, open_cufile
 
 
 class Call:

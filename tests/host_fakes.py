@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from offcompile.runtime import host_arena, host_limits, pinning
-from offcompile.runtime.host_arena import HostArena
+from offcompile.runtime.base import host_limits
+from offcompile.runtime.memory import host_arena, pinning
+from offcompile.runtime.memory.host_arena import HostArena
 
 OUT_OF_MEMORY = 2
 ILLEGAL_ACCESS = 700

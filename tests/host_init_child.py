@@ -18,7 +18,7 @@ import torch
 from torch import nn
 
 import offcompile
-from offcompile.runtime import memory
+from offcompile.runtime.base import process_memory as memory
 
 WIDTH, LAYERS = 2048, 8
 

@@ -21,8 +21,8 @@ from torch._inductor.graph import GraphLowering
 from torch._inductor.scheduler import Scheduler
 from torch.fx.node import has_side_effect
 
-from offcompile.lower_nodes import is_view
-from offcompile.lower_order import MovementOps
+from offcompile.graph.lowering.nodes import is_view
+from offcompile.graph.lowering.order import MovementOps
 
 _library = torch.library.Library("lowertest", "FRAGMENT")
 _ids = itertools.count(1)

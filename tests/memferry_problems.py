@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from offcompile.ir import DEVICE, HOST, Infeasible, Lane, Machine, Op, Plan, Problem, Tensor, Tier
 from offcompile.ir.verify import check_structure
 from offcompile.passes.registry import make
-from offcompile.planner import judge_for
+from offcompile.planning.planner import judge_for
 from offcompile.simulate import simulate
 
 RATE = 100.0  # bytes per microsecond

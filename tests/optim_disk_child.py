@@ -19,9 +19,9 @@ import torch
 import torch._dynamo  # else every child would import it, at its first step
 
 from offcompile.optim import AdamW, places
-from offcompile.runtime.disk_states import DiskStates
-from offcompile.runtime.spill_file import Files
-from offcompile.saving import Calls, save
+from offcompile.run.saving import Calls, save
+from offcompile.runtime.disk.spill_file import Files
+from offcompile.runtime.states.disk_states import DiskStates
 
 STEPS, EVERY = 8, 3
 

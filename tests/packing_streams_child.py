@@ -14,8 +14,8 @@ import interpreter_rounding
 import torch
 
 from offcompile.runtime.codecs import codec
-from offcompile.runtime.cuda_packing import used_bytes
-from offcompile.runtime.streams import TorchStreams
+from offcompile.runtime.device.cuda.packing import used_bytes
+from offcompile.runtime.device.streams import TorchStreams
 
 assert interpreter_rounding.KNOWN
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 import offcompile
-from offcompile.runtime.weights import is_on_host
+from offcompile.runtime.moves.weights import is_on_host
 
 # the profile is given, and the policy searches little: plans do not depend on the machine
 PLANNING = {"hardware": "cpu", "policy": "gradient_reserve", "seconds": 0.05}

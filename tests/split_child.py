@@ -18,8 +18,8 @@ from torch import nn
 from torch.nn import functional as F
 
 import offcompile
-from offcompile.runtime import memory
-from offcompile.runtime.heap import heap
+from offcompile.runtime.base import process_memory as memory
+from offcompile.runtime.memory.heap import heap
 
 WORDS, TOKENS, WIDTH = 32_768, 4096, 48
 

@@ -10,8 +10,8 @@ import torch
 from torch import fx, nn
 from torch.nn import functional as F
 
-from offcompile.lower import Lowering, lower
-from offcompile.split import Halves, Splits
+from offcompile.graph.lowering.lower import Lowering, lower
+from offcompile.graph.split import Halves, Splits
 
 WIDTH, WORDS = 12, 53
 IGNORED = -100

@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 from benchmarks.activation_chain import chain
 from benchmarks.activation_selection import exact, makespan_ns, random_instance
 from offcompile.ir import Infeasible, Machine, Plan, Problem, Timeline
-from offcompile.passes.activation_selection import (
+from offcompile.passes.activation_spill import ActivationSpill
+from offcompile.passes.select.activation_selection import (
     Candidate,
     Option,
     by_benefit,
@@ -22,10 +23,9 @@ from offcompile.passes.activation_selection import (
     printed,
     transfer_ns,
 )
-from offcompile.passes.activation_spill import ActivationSpill
-from offcompile.passes.cover_search import cover
-from offcompile.passes.covering import Item, Way
-from offcompile.passes.knapsack import knapsack
+from offcompile.passes.select.cover_search import cover
+from offcompile.passes.select.covering import Item, Way
+from offcompile.passes.select.knapsack import knapsack
 from offcompile.simulate import Simulator
 
 

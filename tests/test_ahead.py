@@ -15,21 +15,23 @@ import torch.nn.functional as F
 from torch import nn
 
 import offcompile
-from offcompile import cli, costs, costs_in_place
 from offcompile.ahead.factories import build as build_named
 from offcompile.ahead.fit import Point, fit, pareto, tier_bytes
 from offcompile.ahead.layers import find_layers, shortened
 from offcompile.ahead.plan import Ahead, Asked, plan
 from offcompile.ahead.scaled import Scale
 from offcompile.ahead.unroll import alike, relabelled, unroll
-from offcompile.hardware import load_profile
+from offcompile.cli import main as cli
+from offcompile.graph.costs import in_place as costs_in_place
+from offcompile.graph.costs import op_costs as costs
 from offcompile.ir import InvalidInput, OffloadError
-from offcompile.options import Options
-from offcompile.runtime.heap import Heap
-from offcompile.runtime.measure_in_place import Slowdown
-from offcompile.runtime.measure_op import Measured
-from offcompile.survey import Survey
-from offcompile.target import CpuTarget
+from offcompile.machine.hardware import load_profile
+from offcompile.machine.options import Options
+from offcompile.machine.target import CpuTarget
+from offcompile.run.survey import Survey
+from offcompile.runtime.measure.in_place import Slowdown
+from offcompile.runtime.measure.op import Measured
+from offcompile.runtime.memory.heap import Heap
 
 WIDTH, WORDS, LENGTH = 64, 96, 32
 CARD = "rtx4090"

@@ -6,14 +6,14 @@ import torch
 from captured import Attention, Perceptron, capture
 from torch import fx, nn
 
-from offcompile.annotate import Annotated, annotate
-from offcompile.costs import OpCost
-from offcompile.decide import plain_plan
-from offcompile.graphs import Graphs, bookkeeping
+from offcompile.graph.annotate import Annotated, annotate
+from offcompile.graph.costs.op_costs import OpCost
+from offcompile.graph.graphs import Graphs, bookkeeping
+from offcompile.graph.sizes import hint_of
 from offcompile.ir import DEVICE, Machine, Tier
 from offcompile.ir.jsonio import problem_from_json, problem_to_json
+from offcompile.planning.decide import plain_plan
 from offcompile.simulate import simulate
-from offcompile.sizes import hint_of
 
 
 def annotated(graphs: Graphs, small: int = 1) -> Annotated:

@@ -13,10 +13,10 @@ from torch import nn
 from torch.nn import functional as F
 
 import offcompile
-from offcompile import executions
-from offcompile.hardware import parse_bytes
 from offcompile.ir import InvalidInput, OffloadError
-from offcompile.report import PlanReport
+from offcompile.machine.hardware import parse_bytes
+from offcompile.report.report import PlanReport
+from offcompile.run.accounts import executions
 
 # the joint search is counted, the profile given: what is planned does not depend on the machine
 POLICY = "joint:evaluations=10,seconds=20"

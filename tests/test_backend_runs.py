@@ -16,10 +16,10 @@ from torch import nn
 
 import offcompile
 from offcompile.ir import DEVICE, OffloadError
-from offcompile.order import Start, Wait, static_order
-from offcompile.runtime.counters import record
-from offcompile.runtime.registry import close_all, runtimes
-from offcompile.runtime.spill_file import Files
+from offcompile.planning.order import Start, Wait, static_order
+from offcompile.runtime.base.counters import record
+from offcompile.runtime.disk.spill_file import Files
+from offcompile.runtime.moves.registry import close_all, runtimes
 
 OPTIONS = {"hardware": "cpu", "policy": "joint:evaluations=10,seconds=20", "seconds": 0.5}
 

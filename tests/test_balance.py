@@ -8,11 +8,11 @@ import pytest
 from chains import link
 
 from offcompile.ir import Op, Problem, Tensor
-from offcompile.passes.balance import balanced
-from offcompile.passes.frame import Frame, Mode
-from offcompile.passes.schedule import Builder
-from offcompile.passes.search import State
-from offcompile.planner import judge_for, plan_problem
+from offcompile.passes.build.schedule import Builder
+from offcompile.passes.search.balance import balanced
+from offcompile.passes.search.frame import Frame, Mode
+from offcompile.passes.search.search import State
+from offcompile.planning.planner import judge_for, plan_problem
 from offcompile.simulate import simulate
 
 READS, NBYTES, RATE = 40, 300, 10.0

@@ -9,7 +9,7 @@ from offcompile.bounds.cut import cut_bound
 from offcompile.bounds.survey import survey
 from offcompile.ir import Infeasible, Lane, Machine, Op, Plan, Problem, Tensor, Tier
 from offcompile.passes.registry import make
-from offcompile.planner import judge_for
+from offcompile.planning.planner import judge_for
 from offcompile.testing import problems_with_machines
 
 FAR_AWAY = float("inf")

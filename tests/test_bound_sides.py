@@ -11,7 +11,7 @@ from offcompile.bounds.cut import cut_bound
 from offcompile.bounds.survey import survey
 from offcompile.ir import Lane, Machine, Op, Plan, Problem, Tensor, Tier
 from offcompile.passes.registry import make
-from offcompile.planner import judge_for
+from offcompile.planning.planner import judge_for
 
 COUNT = 12
 STATE_BYTES = 100

@@ -10,11 +10,11 @@ import pytest
 import torch
 
 from offcompile.ir import OffloadError
-from offcompile.runtime import mapped, tickets
-from offcompile.runtime.channels import Channels
-from offcompile.runtime.mover import Load
-from offcompile.runtime.registry import Runtime, RuntimeSettings
-from offcompile.runtime.saved import Saved
+from offcompile.runtime.device import mapped, tickets
+from offcompile.runtime.moves.mover import Load
+from offcompile.runtime.moves.registry import Runtime, RuntimeSettings
+from offcompile.runtime.moves.saved import Saved
+from offcompile.runtime.states.channels import Channels
 
 
 @pytest.fixture

@@ -15,17 +15,17 @@ import numpy as np
 import pytest
 import torch
 from cuda_bench import NOTHING, Bench, bench_of, fill
+from support.simulated import SimulatedDevice
+from support.simulated_streams import Faults
 from update_bench import KINDS, SimulatedCarrier, produce, updates_of, use, weight_of
 
 from offcompile.ir import OffloadError
-from offcompile.runtime import tickets
-from offcompile.runtime.cuda import CudaDevice
-from offcompile.runtime.device import Filled, Point, Slot
-from offcompile.runtime.lanes import Job as LaneJob
-from offcompile.runtime.mover import Load, Mover
-from offcompile.runtime.saved import Saved
-from offcompile.runtime.simulated import SimulatedDevice
-from offcompile.runtime.simulated_streams import Faults
+from offcompile.runtime.device import tickets
+from offcompile.runtime.device.cuda.device import CudaDevice
+from offcompile.runtime.device.interface import Filled, Point, Slot
+from offcompile.runtime.device.lanes import Job as LaneJob
+from offcompile.runtime.moves.mover import Load, Mover
+from offcompile.runtime.moves.saved import Saved
 
 SIZES = (64, 200, 64)
 

@@ -14,13 +14,13 @@ from hypothesis import strategies as st
 from test_moving_codecs_cuda import expect_half, half_zero
 
 from offcompile.ir import OffloadError
-from offcompile.runtime.arena import Arena, Block
-from offcompile.runtime.checksums import VerifiedStore
+from offcompile.runtime.base.mapping import PAGE_BYTES as PAGE
 from offcompile.runtime.codecs import engine
 from offcompile.runtime.codecs.engines import Engine
 from offcompile.runtime.codecs.native import Native
 from offcompile.runtime.codecs.reference import Reference
-from offcompile.runtime.mapping import PAGE_BYTES as PAGE
+from offcompile.runtime.disk.checksums import VerifiedStore
+from offcompile.runtime.memory.arena import Arena, Block
 
 linux = pytest.mark.skipif(not os.path.isdir("/proc/self/fd"), reason="files of Linux")
 

@@ -6,13 +6,13 @@ from typing import Any
 
 import pytest
 
-from offcompile import choose as module
-from offcompile.annotate import Annotated
-from offcompile.choose import Choice, Decide, choose, weights_in_use_order
-from offcompile.decide import Decided, decide, floor_of, planning_seconds
-from offcompile.explain import fates
+from offcompile.graph import choose as module
+from offcompile.graph.annotate import Annotated
+from offcompile.graph.choose import Choice, Decide, choose, weights_in_use_order
 from offcompile.ir import DEVICE, HOST, Infeasible, Lane, Machine, Op, Problem, Tensor, Tier
-from offcompile.modes import modes, module_rows
+from offcompile.planning.decide import Decided, decide, floor_of, planning_seconds
+from offcompile.report.explain import fates
+from offcompile.report.modes import modes, module_rows
 
 LAYERS, WEIGHT_BYTES, OP_US = 12, 1_000_000, 1000.0
 

@@ -15,12 +15,12 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from offcompile import cli
+from offcompile.cli import main as cli
 from offcompile.ir import DEVICE
 from offcompile.ir.jsonio import loads_machine, loads_plan, loads_problem, machine_from_toml
 from offcompile.ir.textio import print_machine, print_plan, print_problem
 from offcompile.ir.units import printable
-from offcompile.planner import check_plan
+from offcompile.planning.planner import check_plan
 
 ROOT = Path(__file__).parent.parent
 PLANS = ROOT / "examples" / "plans"

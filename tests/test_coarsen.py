@@ -8,10 +8,10 @@ from chains import bytes_range, chain, link
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from offcompile.coarsen import coarsen
 from offcompile.ir import Infeasible, Op, Plan, Problem, Tensor
 from offcompile.passes.registry import make
-from offcompile.planner import check_plan, judge_for
+from offcompile.planning.coarsen import coarsen
+from offcompile.planning.planner import check_plan, judge_for
 from offcompile.simulate import Simulator
 
 

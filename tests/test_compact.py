@@ -12,11 +12,11 @@ from torch.nn import functional as F
 from zoo import Encoder, Specimen, Trace, train
 
 import offcompile
-from offcompile.compact import Compacted, compact, has_bits
-from offcompile.graphs import Graphs
-from offcompile.lower import Lowering, lower
-from offcompile.runtime import bit_ops
-from offcompile.sizes import hint_of
+from offcompile.graph.compact import Compacted, compact, has_bits
+from offcompile.graph.graphs import Graphs
+from offcompile.graph.lowering.lower import Lowering, lower
+from offcompile.graph.sizes import hint_of
+from offcompile.runtime.kernels import bit_ops
 
 
 class Pooled(nn.Module):

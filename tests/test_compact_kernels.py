@@ -15,12 +15,11 @@ from codec_cases import BF16, F32, as_bytes, bits
 from triton_targets import TARGETS, compile_launch, needs_compiler
 
 from offcompile.ir import OffloadError
-from offcompile.runtime import bit_ops
 from offcompile.runtime.codecs.engines import Engine
 from offcompile.runtime.codecs.native import Native
 from offcompile.runtime.codecs.reference import Reference
+from offcompile.runtime.kernels import bit_ops, has_triton
 from offcompile.runtime.kernels import bits as masks
-from offcompile.runtime.kernels import has_triton
 
 HERE = Path(__file__).parent
 LENGTHS = (0, 1, 63, 64, 128, 1000, 100_003)

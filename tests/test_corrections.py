@@ -7,12 +7,18 @@ from dataclasses import replace
 import pytest
 from test_report import MACHINE, PROBLEM, made
 
-from offcompile.corrections import SAME, Factors, corrected, factors_of, with_factors
-from offcompile.decide import Decided
 from offcompile.ir import COMPUTE, Infeasible, Op, Plan, Problem, Recompute, Start, Tensor
-from offcompile.measured import MeasuredSpan, MeasuredStep, MeasuredWait
-from offcompile.planner import certify
-from offcompile.profiling import reconsider
+from offcompile.planning.decide import Decided
+from offcompile.planning.feedback.corrections import (
+    SAME,
+    Factors,
+    corrected,
+    factors_of,
+    with_factors,
+)
+from offcompile.planning.feedback.measured import MeasuredSpan, MeasuredStep, MeasuredWait
+from offcompile.planning.feedback.profiling import reconsider
+from offcompile.planning.planner import certify
 
 US = 1000
 WAIT = MeasuredWait("bc", "m", 4000 * US, 700 * US)

@@ -17,7 +17,7 @@ from offcompile.passes.correlation.predictor import Predictor
 from offcompile.passes.correlation.problem import problem_of
 from offcompile.passes.correlation.recorder import Listener, Recorder
 from offcompile.passes.registry import make
-from offcompile.planner import certify, judge_for
+from offcompile.planning.planner import certify, judge_for
 
 
 def makespan_us(variant: str, trace: Trace) -> float:

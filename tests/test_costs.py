@@ -14,21 +14,21 @@ import torch.nn.functional as F
 from torch import fx, nn
 from torch.fx.experimental.proxy_tensor import make_fx
 
-import offcompile.costs as costs_module
-from offcompile.cost_cache import (
+import offcompile.graph.costs.op_costs as costs_module
+from offcompile.graph.costs.calls import call_of
+from offcompile.graph.costs.op_costs import CostModel, OpCost, costs_of_graph, open_cost_cache
+from offcompile.graph.costs.roofline import USUAL_OVERHEADS, roofline_us, work_of
+from offcompile.machine.cost_cache import (
     CostCache,
     cache_folder,
     document_path,
     measured_here,
     write_document,
 )
-from offcompile.costs import CostModel, OpCost, costs_of_graph, open_cost_cache
-from offcompile.costs_calls import call_of
-from offcompile.costs_roofline import USUAL_OVERHEADS, roofline_us, work_of
-from offcompile.hardware import HardwareProfile, load_profile
-from offcompile.runtime.measure import Overheads, undisturbed
-from offcompile.runtime.measure_op import Call, Measured, Operands, TensorSpec, measure_call
-from offcompile.runtime.registry import close_all
+from offcompile.machine.hardware import HardwareProfile, load_profile
+from offcompile.runtime.measure.op import Call, Measured, Operands, TensorSpec, measure_call
+from offcompile.runtime.measure.timing import Overheads, undisturbed
+from offcompile.runtime.moves.registry import close_all
 
 aten = torch.ops.aten
 CPU = load_profile("cpu")

@@ -16,13 +16,14 @@ import pytest
 import torch
 from cuda_bench import NOTHING, PAGE, Bench, Disk, bench_of, train, wander
 from fake_cufile import FakeLibrary
+from support.simulated_streams import SimulatedStreams
 
 from offcompile.ir import OffloadError
-from offcompile.runtime import cuda_direct_files, gds
-from offcompile.runtime.checksums import VerifiedStore
-from offcompile.runtime.cuda import RATED_BYTES, CudaDevice
-from offcompile.runtime.gds import CuFile
-from offcompile.runtime.simulated_streams import SimulatedStreams
+from offcompile.runtime.device.cuda import direct_files as cuda_direct_files
+from offcompile.runtime.device.cuda.device import RATED_BYTES, CudaDevice
+from offcompile.runtime.disk import gds
+from offcompile.runtime.disk.checksums import VerifiedStore
+from offcompile.runtime.disk.gds import CuFile
 
 pytestmark = pytest.mark.usefixtures("on_a_disk")
 

@@ -13,21 +13,23 @@ from torch._functorch._aot_autograd.descriptors import PlainAOTInput
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from offcompile import target as targets
-from offcompile.annotate import annotate
-from offcompile.costs import CostModel, OpCost, costs_of_graph
-from offcompile.decide import decide
-from offcompile.graphs import Graphs
-from offcompile.hardware import load_profile
+from offcompile.graph.annotate import annotate
+from offcompile.graph.costs.op_costs import CostModel, OpCost, costs_of_graph
+from offcompile.graph.graphs import Graphs
+from offcompile.graph.lowering.rewrite import rewrite
 from offcompile.ir import DEVICE, FORWARD, HOST, OffloadError
-from offcompile.options import Options
-from offcompile.pipeline import _check_one_device
-from offcompile.rewrite import rewrite
-from offcompile.runtime import clock, cuda_facts, ops
-from offcompile.runtime.clock import StreamClock, WallClock, clock_for
-from offcompile.runtime.registry import RuntimeSettings
-from offcompile.target import CudaTarget, target_for
-from offcompile.this_gpu import to_cuda_machine
+from offcompile.machine import target as targets
+from offcompile.machine.hardware import load_profile
+from offcompile.machine.options import Options
+from offcompile.machine.target import CudaTarget, target_for
+from offcompile.machine.this_gpu import to_cuda_machine
+from offcompile.planning.decide import decide
+from offcompile.run.pipeline import _check_one_device
+from offcompile.runtime.base import clock
+from offcompile.runtime.base.clock import StreamClock, WallClock, clock_for
+from offcompile.runtime.device.cuda import facts as cuda_facts
+from offcompile.runtime.moves import ops
+from offcompile.runtime.moves.registry import RuntimeSettings
 
 MIB = 1 << 20
 SIDE = 512

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-import offcompile.decide as decide_module
-from offcompile.decide import Decided, Holes, decide, floor_of, floors_by_run
+import offcompile.planning.decide as decide_module
 from offcompile.ir import Infeasible, Lane, Machine, Op, Problem, Tensor, Tier
-from offcompile.planner import PlanResult, plan_problem
+from offcompile.planning.decide import Decided, Holes, decide, floor_of, floors_by_run
+from offcompile.planning.planner import PlanResult, plan_problem
 
 MIB = 1 << 20
 LAYERS = 8

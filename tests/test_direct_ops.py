@@ -15,15 +15,15 @@ import torch
 from torch import nn
 
 import offcompile
-from offcompile.report import PlanReport
-from offcompile.runtime import direct_ops, ops
-from offcompile.runtime.mapped import MappedSlot
-from offcompile.runtime.mapping import PAGE_BYTES
-from offcompile.runtime.measure_in_place import InPlaceCall, Slowdown, measure_in_place
-from offcompile.runtime.measure_op import Call, Operands, TensorSpec
-from offcompile.runtime.registry import Runtime, RuntimeSettings, close_all, runtime_for
-from offcompile.runtime.residency import resident_pages
-from offcompile.runtime.weights import is_on_host
+from offcompile.report.report import PlanReport
+from offcompile.runtime.base.mapping import PAGE_BYTES
+from offcompile.runtime.device.mapped import MappedSlot
+from offcompile.runtime.disk.residency import resident_pages
+from offcompile.runtime.measure.in_place import InPlaceCall, Slowdown, measure_in_place
+from offcompile.runtime.measure.op import Call, Operands, TensorSpec
+from offcompile.runtime.moves import direct_ops, ops
+from offcompile.runtime.moves.registry import Runtime, RuntimeSettings, close_all, runtime_for
+from offcompile.runtime.moves.weights import is_on_host
 
 aten = torch.ops.aten
 ROWS, WIDTH, CLASSES = 500, 64, 96
@@ -255,7 +255,7 @@ def test_a_gather_from_a_cold_table_reads_its_rows_only(tmp_path: Path, clean: N
     assert is_on_host(model.weight)
     (slot,) = (
         s
-        for r in offcompile.runtime.registry.runtimes()
+        for r in offcompile.runtime.moves.registry.runtimes()
         if isinstance(s := r.device.slot_of(model.weight), MappedSlot)
     )
     assert slot.scattered
@@ -268,7 +268,7 @@ def test_a_gather_from_a_cold_table_reads_its_rows_only(tmp_path: Path, clean: N
 def test_a_table_that_is_trained_is_read_ahead(tmp_path: Path, clean: None) -> None:
     model = nn.Sequential(nn.Embedding(ROWS, WIDTH), nn.Linear(WIDTH, CLASSES))
     compiled(model, tmp_path)(batch(0)).sum().backward()
-    runtimes = offcompile.runtime.registry.runtimes()
+    runtimes = offcompile.runtime.moves.registry.runtimes()
     slots = [r.device.slot_of(p) for r in runtimes for p in model.parameters()]
     assert not any(s.scattered for s in slots if isinstance(s, MappedSlot))
 
@@ -321,7 +321,7 @@ def test_a_plan_goes_by_what_was_measured(
         asked.append(what.key)
         return Slowdown(ratio, False)
 
-    monkeypatch.setattr("offcompile.costs_in_place.measure_in_place", slowdown)
+    monkeypatch.setattr("offcompile.graph.costs.in_place.measure_in_place", slowdown)
     model = nn.Sequential(nn.Linear(256, 512), nn.ReLU(), nn.Linear(512, 256))
     compiled(model, tmp_path)(torch.randn(64, 256)).sum().backward()
     report: PlanReport = offcompile.reports()[-1]

@@ -16,9 +16,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from offcompile.ir import OffloadError
-from offcompile.runtime.disk_states import DiskStates
-from offcompile.runtime.spill_file import Files
-from offcompile.runtime.state_blocks import GRAIN, cut, padded_bytes
+from offcompile.runtime.disk.spill_file import Files
+from offcompile.runtime.states.disk_states import DiskStates
+from offcompile.runtime.states.state_blocks import GRAIN, cut, padded_bytes
 
 pytestmark = pytest.mark.usefixtures("on_a_disk")
 

@@ -12,11 +12,11 @@ import pytest
 import torch
 
 from offcompile.ir import OffloadError
-from offcompile.runtime import state_blocks
-from offcompile.runtime.disk_states import DiskStates
-from offcompile.runtime.spill import SpillFull
-from offcompile.runtime.spill_file import Files
-from offcompile.runtime.state_blocks import GRAIN
+from offcompile.runtime.disk.spill import SpillFull
+from offcompile.runtime.disk.spill_file import Files
+from offcompile.runtime.states import state_blocks
+from offcompile.runtime.states.disk_states import DiskStates
+from offcompile.runtime.states.state_blocks import GRAIN
 
 pytestmark = pytest.mark.usefixtures("on_a_disk")
 

@@ -19,10 +19,10 @@ from doc_blocks import DOCUMENTS, ROOT, Block, all_blocks, anchors, commands, li
 from torch import nn
 
 import offcompile
-from offcompile import report as reporting
-from offcompile.cli import main
-from offcompile.options import OTHER_VARIABLES, Options, _variable
-from offcompile.report import PlanReport
+from offcompile.cli.main import main
+from offcompile.machine.options import OTHER_VARIABLES, Options, _variable
+from offcompile.report import report as reporting
+from offcompile.report.report import PlanReport
 
 EXAMPLES = ROOT / "examples"
 #: sizes and places in the documents that are too large, or not there, in a test

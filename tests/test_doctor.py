@@ -14,18 +14,19 @@ from doctor_fakes import CPU, LIMITS, SPILL, TINY, FakeCalls, machine, of_gpu
 from hypothesis import given
 from hypothesis import strategies as st
 
-import offcompile.doctor as module
-import offcompile.this_machine as this_machine_module
-from offcompile import cli
-from offcompile.doctor_figures import Examination, Gpu
-from offcompile.doctor_tables import show_examination
-from offcompile.hardware import HardwareProfile, list_profiles, load_measured, load_profile
-from offcompile.hardware_toml import profile_to_toml
+import offcompile.cli.doctor.doctor as module
+import offcompile.machine.this_machine as this_machine_module
+from offcompile.cli import main as cli
+from offcompile.cli.doctor.figures import Examination, Gpu
+from offcompile.cli.doctor.tables import show_examination
 from offcompile.ir import OffloadError
-from offcompile.options import Options
-from offcompile.runtime.disk_speed import DiskSpeed
-from offcompile.runtime.limits import read_limits
-from offcompile.runtime.measure_host import (
+from offcompile.machine.hardware import HardwareProfile, list_profiles, load_measured, load_profile
+from offcompile.machine.hardware_toml import profile_to_toml
+from offcompile.machine.options import Options
+from offcompile.machine.this_machine import this_machine
+from offcompile.runtime.base.limits import read_limits
+from offcompile.runtime.disk.speed import DiskSpeed
+from offcompile.runtime.measure.host import (
     AttentionShape,
     FileSpeed,
     adam_parameters_per_us,
@@ -34,7 +35,6 @@ from offcompile.runtime.measure_host import (
     measure_files,
     passes_page_cache,
 )
-from offcompile.this_machine import this_machine
 
 Run = Callable[..., tuple[int, str, str]]
 
@@ -315,7 +315,7 @@ def test_measuring_leaves_gradients_and_random_numbers_alone() -> None:
 def test_a_disk_that_fails_beside_another_thread_ends_both(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from offcompile.runtime import measure_host
+    from offcompile.runtime.measure import host as measure_host
 
     def refuse(self: object, *arguments: object) -> None:
         raise OffloadError("the disk cannot be read")

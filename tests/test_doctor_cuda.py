@@ -8,13 +8,13 @@ import pytest
 import torch
 from doctor_fakes import GIB, RATES, TINY, FakeCalls
 
-import offcompile.this_machine as this_machine_module
-from offcompile.gpu_figures import gpu_profile, measure_card
-from offcompile.hardware import DIRECT_WAYS
-from offcompile.runtime import measure_cuda
-from offcompile.runtime.cuda_calls import Card, CudaCalls, count_cards, why_no_cards
-from offcompile.runtime.limits import PciLink, pci_link
-from offcompile.runtime.measure_cuda import PinningFailed, rates_together
+import offcompile.machine.this_machine as this_machine_module
+from offcompile.machine.gpu_figures import gpu_profile, measure_card
+from offcompile.machine.hardware import DIRECT_WAYS
+from offcompile.runtime.base.limits import PciLink, pci_link
+from offcompile.runtime.device.cuda.calls import Card, CudaCalls, count_cards, why_no_cards
+from offcompile.runtime.measure import cuda as measure_cuda
+from offcompile.runtime.measure.cuda import PinningFailed, rates_together
 
 
 @pytest.fixture(autouse=True)

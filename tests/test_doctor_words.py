@@ -7,10 +7,10 @@ from dataclasses import replace
 import pytest
 from doctor_fakes import CPU, GIB, LIMITS, SPILL, machine, of_gpu
 
-from offcompile.doctor_figures import Examination, Gpu
-from offcompile.doctor_models import Finding
-from offcompile.doctor_words import findings
-from offcompile.runtime.limits import PciLink
+from offcompile.cli.doctor.figures import Examination, Gpu
+from offcompile.cli.doctor.models import Finding
+from offcompile.cli.doctor.words import findings
+from offcompile.runtime.base.limits import PciLink
 
 
 def said(found: Examination, part: str) -> Finding:

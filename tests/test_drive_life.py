@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from offcompile.ir import OffloadError
-from offcompile.runtime.drive_life import DriveWarning, DriveWatch, capacity_of, drive_life
+from offcompile.runtime.disk.drive_life import DriveWarning, DriveWatch, capacity_of, drive_life
 
 TB = 10**12
 YEAR_S = 365.25 * 24 * 3600

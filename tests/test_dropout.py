@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 import offcompile
-from offcompile.dropout import aten
+from offcompile.graph.dropout import aten
 
 DEPTH, WIDTH, BUDGET = 12, 64, 48 << 20
 

@@ -19,16 +19,16 @@ import torch
 from torch import fx
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from offcompile.dot import COMPUTE, INPUT, MOVEMENT, ORDER, OUTPUT, draw, to_dot
-from offcompile.dump import Compiled, check_dump_directory, dump
 from offcompile.ir import InvalidInput, Lane, Machine, OffloadError, Op, Problem, Tensor, Tier
 from offcompile.ir.jsonio import loads_machine, loads_plan, loads_problem
 from offcompile.ir.textio import parse_plan, parse_problem
-from offcompile.log import log_compiled
-from offcompile.planner import plan_problem
-from offcompile.report import PlanReport
-from offcompile.runtime import ops as _ops  # noqa: F401  (defines torch.ops.offcompile)
-from offcompile.svg import to_svg
+from offcompile.planning.planner import plan_problem
+from offcompile.report.dot import COMPUTE, INPUT, MOVEMENT, ORDER, OUTPUT, draw, to_dot
+from offcompile.report.dump import Compiled, check_dump_directory, dump
+from offcompile.report.log import log_compiled
+from offcompile.report.report import PlanReport
+from offcompile.report.svg import to_svg
+from offcompile.runtime.moves import ops as _ops  # noqa: F401  (defines torch.ops.offcompile)
 
 ROOT = Path(__file__).parent.parent
 MOVE = torch.ops.offcompile

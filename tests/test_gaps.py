@@ -8,9 +8,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from offcompile.ir import DEVICE, Op, Problem, Tensor
-from offcompile.passes.frame import Frame, Mode
-from offcompile.passes.gaps import MOST_CELLS, _cells_within
-from offcompile.planner import plan_problem
+from offcompile.passes.build.gaps import MOST_CELLS, _cells_within
+from offcompile.passes.search.frame import Frame, Mode
+from offcompile.planning.planner import plan_problem
 
 
 @given(st.integers(1, 60), st.integers(1, 9), st.data())

@@ -13,8 +13,8 @@ from torch import nn
 from zoo import MLP
 
 import offcompile
-from offcompile import garbage as garbage_module
-from offcompile.garbage import Garbage
+from offcompile.runtime.base import garbage as garbage_module
+from offcompile.runtime.base.garbage import Garbage
 
 ROWS, WIDTH, DEPTH = 512, 64, 6
 

@@ -15,7 +15,7 @@ from test_laws import SPECS
 from offcompile.ir import Infeasible, Plan
 from offcompile.ir.textio import print_plan
 from offcompile.passes.registry import make
-from offcompile.planner import certify, judge_for
+from offcompile.planning.planner import certify, judge_for
 
 GOLDEN = Path(__file__).parent / "golden"
 

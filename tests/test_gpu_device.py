@@ -14,15 +14,15 @@ from contextlib import contextmanager
 import pytest
 import torch
 
-from offcompile.runtime import tickets
-from offcompile.runtime.cuda import CudaDevice
-from offcompile.runtime.cuda_copies import CudaCopy
-from offcompile.runtime.gds import this_cufile
-from offcompile.runtime.host_arena import HostArena
-from offcompile.runtime.mover import Load, Mover
-from offcompile.runtime.saved import Saved
-from offcompile.runtime.spill import SpillStore
-from offcompile.runtime.streams import TorchStreams, flat_bytes
+from offcompile.runtime.device import tickets
+from offcompile.runtime.device.cuda.copies import CudaCopy
+from offcompile.runtime.device.cuda.device import CudaDevice
+from offcompile.runtime.device.streams import TorchStreams, flat_bytes
+from offcompile.runtime.disk.gds import this_cufile
+from offcompile.runtime.disk.spill import SpillStore
+from offcompile.runtime.memory.host_arena import HostArena
+from offcompile.runtime.moves.mover import Load, Mover
+from offcompile.runtime.moves.saved import Saved
 
 pytestmark = [
     pytest.mark.gpu,

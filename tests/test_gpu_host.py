@@ -17,9 +17,9 @@ import pytest
 import torch
 
 from offcompile.ir import OffloadError
-from offcompile.runtime import pinning
-from offcompile.runtime.alias import _by_dlpack, _by_interface, check_alias, cuda_alias
-from offcompile.runtime.host_arena import HostArena, HostFull
+from offcompile.runtime.memory import pinning
+from offcompile.runtime.memory.alias import _by_dlpack, _by_interface, check_alias, cuda_alias
+from offcompile.runtime.memory.host_arena import HostArena, HostFull
 
 pytestmark = [
     pytest.mark.gpu,
@@ -248,8 +248,8 @@ def last():
 
 addresses = []
 atexit.register(last)
-from offcompile.runtime.alias import cuda_alias
-from offcompile.runtime.host_arena import HostArena
+from offcompile.runtime.memory.alias import cuda_alias
+from offcompile.runtime.memory.host_arena import HostArena
 
 arena = HostArena(1 << 30)
 blocks = [arena.block(200 << 20), arena.block(200 << 20)]
@@ -276,7 +276,7 @@ def test_at_exit_the_device_is_waited_for_and_everything_unregistered() -> None:
 
 FORK = """
 import os, torch
-from offcompile.runtime.host_arena import HostArena
+from offcompile.runtime.memory.host_arena import HostArena
 arena = HostArena(1 << 30, 256 << 20)
 block = arena.block(1 << 20)
 block.tensor.fill_(4)

@@ -16,9 +16,9 @@ import torch
 from kernel_cases import CASES, assert_same, random_bits
 
 from offcompile.runtime import kernels
-from offcompile.runtime.alias import cuda_alias
-from offcompile.runtime.host_arena import HostArena
 from offcompile.runtime.kernels import CANDIDATES, Config, Launch
+from offcompile.runtime.memory.alias import cuda_alias
+from offcompile.runtime.memory.host_arena import HostArena
 
 pytestmark = [
     pytest.mark.gpu,

@@ -16,12 +16,13 @@ from torch import nn
 
 import offcompile
 from offcompile import optim
-from offcompile.runtime import kernels, ops
-from offcompile.runtime.carrier import carrier_of
-from offcompile.runtime.channels import Channels
+from offcompile.runtime import kernels
 from offcompile.runtime.kernels import AdamStep, AdamTensors, adam_launch, adam_torch, adam_update
-from offcompile.runtime.registry import Runtime, RuntimeSettings, runtime_for
-from offcompile.runtime.weights import is_on_host, live_on_host
+from offcompile.runtime.moves import ops
+from offcompile.runtime.moves.registry import Runtime, RuntimeSettings, runtime_for
+from offcompile.runtime.moves.weights import is_on_host, live_on_host
+from offcompile.runtime.states.carrier import carrier_of
+from offcompile.runtime.states.channels import Channels
 
 gpu = [
     pytest.mark.gpu,

@@ -12,14 +12,15 @@ from gpu_checks import OVERHEAD_BYTES, deterministic
 from torch import nn
 
 import offcompile
-from offcompile.runtime import kernels, ops
-from offcompile.runtime.cuda import CudaDevice
-from offcompile.runtime.host_arena import HostArena
-from offcompile.runtime.mover import Load, Mover
-from offcompile.runtime.registry import Runtime, RuntimeSettings, runtime_for
-from offcompile.runtime.streams import TorchStreams
-from offcompile.runtime.tickets import find
-from offcompile.runtime.weights import is_on_host
+from offcompile.runtime import kernels
+from offcompile.runtime.device.cuda.device import CudaDevice
+from offcompile.runtime.device.streams import TorchStreams
+from offcompile.runtime.device.tickets import find
+from offcompile.runtime.memory.host_arena import HostArena
+from offcompile.runtime.moves import ops
+from offcompile.runtime.moves.mover import Load, Mover
+from offcompile.runtime.moves.registry import Runtime, RuntimeSettings, runtime_for
+from offcompile.runtime.moves.weights import is_on_host
 
 gpu = [
     pytest.mark.gpu,

@@ -16,7 +16,7 @@ from offcompile.passes.gradient_reserve import (
     reserve_exact,
     reserve_ratio,
 )
-from offcompile.planner import judge_for
+from offcompile.planning.planner import judge_for
 from offcompile.testing import problems_with_machines
 
 items = st.lists(st.tuples(st.integers(0, 30), st.integers(-5, 40)), max_size=9)

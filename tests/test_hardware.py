@@ -9,7 +9,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from offcompile.hardware import (
+from offcompile.ir import InvalidInput
+from offcompile.ir.jsonio import machine_from_json, machine_to_json
+from offcompile.machine.hardware import (
     HardwareProfile,
     list_profiles,
     load_measured,
@@ -17,8 +19,6 @@ from offcompile.hardware import (
     parse_bytes,
     to_machine,
 )
-from offcompile.ir import InvalidInput
-from offcompile.ir.jsonio import machine_from_json, machine_to_json
 
 GIB = 1 << 30
 

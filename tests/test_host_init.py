@@ -21,9 +21,9 @@ from torch.nn.modules import module as torch_modules
 
 import offcompile
 from offcompile.ir import InvalidInput, OffloadError
-from offcompile.runtime.mapped import MappedStore
-from offcompile.runtime.registry import Runtime, runtimes
-from offcompile.runtime.weights import is_on_host
+from offcompile.runtime.device.mapped import MappedStore
+from offcompile.runtime.moves.registry import Runtime, runtimes
+from offcompile.runtime.moves.weights import is_on_host
 
 CHILD = Path(__file__).parent / "host_init_child.py"
 MIB = 1 << 20
@@ -369,7 +369,7 @@ class Mixed(nn.Module):
 def test_safetensors_load_where_parameters_lie(
     chunk_bytes: int, tmp_path: Path, inside: Inside, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("offcompile.runtime.checkpoint_files.CHUNK_BYTES", chunk_bytes)
+    monkeypatch.setattr("offcompile.runtime.disk.checkpoint_files.CHUNK_BYTES", chunk_bytes)
     saved = Mixed().state_dict()
     write_safetensors(saved, tmp_path / "m.safetensors")
     with inside():

@@ -37,15 +37,19 @@ ROOMS = (
     Room("passes", "offcompile.passes", ("offcompile.ir",)),
     Room("offcompile/simulate", "offcompile.simulate", JUDGES),
     Room("offcompile/bounds", "offcompile.bounds", JUDGES),
-    Room("offcompile/coarsen.py", "offcompile.coarsen", JUDGES),
-    Room("offcompile/order.py", "offcompile.order", ("offcompile.ir",)),
-    Room("offcompile/order_ledger.py", "offcompile.order_ledger", ("offcompile.ir",)),
-    Room("offcompile/presence.py", "offcompile.presence", ("offcompile.ir",)),
-    Room("offcompile/hardware.py", "offcompile.hardware", JUDGES),
+    Room("offcompile/planning/coarsen.py", "offcompile.planning.coarsen", JUDGES),
+    Room("offcompile/planning/order.py", "offcompile.planning.order", ("offcompile.ir",)),
     Room(
-        "offcompile/planner.py",
-        "offcompile.planner",
-        (*JUDGES, "offcompile.simulate", "offcompile.bounds", "offcompile.coarsen"),
+        "offcompile/planning/order_ledger.py",
+        "offcompile.planning.order_ledger",
+        ("offcompile.ir",),
+    ),
+    Room("offcompile/planning/presence.py", "offcompile.planning.presence", ("offcompile.ir",)),
+    Room("offcompile/machine/hardware.py", "offcompile.machine.hardware", JUDGES),
+    Room(
+        "offcompile/planning/planner.py",
+        "offcompile.planning.planner",
+        (*JUDGES, "offcompile.simulate", "offcompile.bounds", "offcompile.planning.coarsen"),
     ),
     Room(
         "runtime",
@@ -68,7 +72,7 @@ def imports(source: str, where: str) -> Iterator[tuple[str, str]]:
                 yield f"{where}:{node.lineno}", alias.name
         elif isinstance(node, ast.ImportFrom) and node.level == 0 and node.module:
             for alias in node.names:
-                # `from offcompile import planner` imports offcompile.planner
+                # `from offcompile import planner` imports offcompile.planning.planner
                 whole = f"{node.module}.{alias.name}" if node.module == "offcompile" else ""
                 yield f"{where}:{node.lineno}", whole or node.module
         elif isinstance(node, ast.ImportFrom) and node.level > 1:
@@ -108,8 +112,8 @@ def test_a_room_imports_only_what_it_may(room: Room) -> None:
         ("import numpy as np", "numpy"),
         ("def f():\n    import torch.cuda", "torch.cuda"),
         ("from offcompile.simulate import simulate", "offcompile.simulate"),
-        ("from offcompile import planner", "offcompile.planner"),
-        ("from offcompile.passes.contract import Pass", "offcompile.passes.contract"),
+        ("from offcompile.planning import planner", "offcompile.planning.planner"),
+        ("from offcompile.passes.build.contract import Pass", "offcompile.passes.build.contract"),
         ("from ..planner import plan_problem", "..planner"),
         ("if True:\n    from offcompile.irrelevant import x", "offcompile.irrelevant"),
     ],
@@ -130,9 +134,9 @@ def test_the_guard_of_passes_lets_the_ir_the_room_and_the_standard_library_in() 
     ("modules", "unimported"),
     [
         ("offcompile.ir, offcompile.passes, offcompile.passes.registry", "torch numpy scipy rich"),
-        ("offcompile.simulate, offcompile.bounds, offcompile.planner", "torch rich"),
-        ("offcompile.hardware, offcompile.cli", "torch numpy scipy sympy rich"),
-        ("offcompile.cli_tables, offcompile.cli_files", "torch"),
+        ("offcompile.simulate, offcompile.bounds, offcompile.planning.planner", "torch rich"),
+        ("offcompile.machine.hardware, offcompile.cli", "torch numpy scipy sympy rich"),
+        ("offcompile.cli.tables, offcompile.cli.files", "torch"),
     ],
 )
 def test_importing_leaves_heavy_modules_unimported(modules: str, unimported: str) -> None:
@@ -213,7 +217,9 @@ def test_wheel_and_sdist_hold_the_linked_rooms_and_the_profiles(tmp_path: Path) 
         for top in ("offcompile", "passes", "runtime")
         for f in _python(top)
     }
-    profiles = {str(f.relative_to(ROOT)) for f in (ROOT / "offcompile/profiles").glob("*.toml")}
+    profiles = {
+        str(f.relative_to(ROOT)) for f in (ROOT / "offcompile/machine/profiles").glob("*.toml")
+    }
     assert len(profiles) > 5
     codecs = {
         f"offcompile/{f.relative_to(ROOT)}"

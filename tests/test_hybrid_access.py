@@ -13,7 +13,7 @@ from memferry_problems import apply, machine, makespan, stands_the_law, step
 from offcompile.ir import DEVICE, HOST, Infeasible, Lane, Machine, Op, Plan, Problem, Tensor, Tier
 from offcompile.ir.plan import Direct, Update
 from offcompile.passes.hybrid_access import HybridAccess
-from offcompile.passes.hybrid_modes import (
+from offcompile.passes.select.hybrid_modes import (
     VARIANTS,
     LayerTimes,
     as_printed,
@@ -24,7 +24,7 @@ from offcompile.passes.hybrid_modes import (
     repaired,
     zero_offload,
 )
-from offcompile.planner import certify, judge_for
+from offcompile.planning.planner import certify, judge_for
 from offcompile.testing import problems_with_machines
 
 layer = st.builds(

@@ -8,7 +8,7 @@ import pytest
 from chains import bytes_range, chain, link, random_chain
 
 from offcompile.ir import Infeasible, Machine, Op, Problem, Tensor, Tier
-from offcompile.planner import check_plan, plan_problem
+from offcompile.planning.planner import check_plan, plan_problem
 
 
 def test_when_everything_fits_nothing_moves():

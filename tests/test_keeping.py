@@ -9,18 +9,18 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from support.simulated import SimulatedDevice
 
 from offcompile.ir import OffloadError
 from offcompile.passes.correlation.predictor import Predictor
-from offcompile.runtime import tickets
-from offcompile.runtime.arena import Arena
-from offcompile.runtime.cpu import CpuDevice
-from offcompile.runtime.keeping import Keeper
-from offcompile.runtime.mover import Load, Mover
-from offcompile.runtime.saved import Saved
-from offcompile.runtime.simulated import SimulatedDevice
-from offcompile.runtime.spill import SpillStore
-from offcompile.runtime.spill_file import Files
+from offcompile.runtime.device import tickets
+from offcompile.runtime.device.cpu import CpuDevice
+from offcompile.runtime.disk.spill import SpillStore
+from offcompile.runtime.disk.spill_file import Files
+from offcompile.runtime.memory.arena import Arena
+from offcompile.runtime.moves.keeping import Keeper
+from offcompile.runtime.moves.mover import Load, Mover
+from offcompile.runtime.moves.saved import Saved
 
 NBYTES = 64
 LAYERS, PER_LAYER = 5, 2

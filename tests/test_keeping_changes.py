@@ -10,12 +10,12 @@ import pytest
 import torch
 
 from offcompile.passes.correlation.predictor import Predictor
-from offcompile.runtime import tickets
-from offcompile.runtime.arena import Arena
-from offcompile.runtime.cpu import CpuDevice
-from offcompile.runtime.keeping import Keeper
-from offcompile.runtime.mapped import MappedStore
-from offcompile.runtime.mover import Load, Mover
+from offcompile.runtime.device import tickets
+from offcompile.runtime.device.cpu import CpuDevice
+from offcompile.runtime.device.mapped import MappedStore
+from offcompile.runtime.memory.arena import Arena
+from offcompile.runtime.moves.keeping import Keeper
+from offcompile.runtime.moves.mover import Load, Mover
 
 
 class Bench:

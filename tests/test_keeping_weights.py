@@ -10,16 +10,16 @@ from itertools import pairwise
 import numpy as np
 import pytest
 import torch
+from support.simulated import SimulatedDevice
 from torch import nn
 
 import offcompile
 from offcompile.ir import HOST
 from offcompile.passes.correlation.predictor import Predictor
-from offcompile.runtime import tickets
-from offcompile.runtime.keeping import Keeper
-from offcompile.runtime.mover import Load, Mover
-from offcompile.runtime.registry import runtimes
-from offcompile.runtime.simulated import SimulatedDevice
+from offcompile.runtime.device import tickets
+from offcompile.runtime.moves.keeping import Keeper
+from offcompile.runtime.moves.mover import Load, Mover
+from offcompile.runtime.moves.registry import runtimes
 
 NBYTES = 64
 LAYERS, PER_LAYER = 4, 2

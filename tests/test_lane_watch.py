@@ -12,14 +12,15 @@ import torch
 from torch import nn
 
 import offcompile
-from offcompile import profiling, target
-from offcompile.hardware import DISK, HardwareProfile
 from offcompile.ir import DEVICE, HOST, Lane, Machine, Tier
-from offcompile.lane_watch import FORGOTTEN_AFTER, LEAST_MOVES, MARGIN, LaneWatch
-from offcompile.lane_watch import reached_bytes_per_us as reached
-from offcompile.profiling import FIRST_STEPS, Profile
-from offcompile.runtime.cpu import CpuDevice, CpuSlot
-from offcompile.runtime.lane_rates import LaneRates, Moved
+from offcompile.machine import target
+from offcompile.machine.hardware import DISK, HardwareProfile
+from offcompile.planning.feedback import profiling
+from offcompile.planning.feedback.lane_watch import FORGOTTEN_AFTER, LEAST_MOVES, MARGIN, LaneWatch
+from offcompile.planning.feedback.lane_watch import reached_bytes_per_us as reached
+from offcompile.planning.feedback.profiling import FIRST_STEPS, Profile
+from offcompile.runtime.device.cpu import CpuDevice, CpuSlot
+from offcompile.runtime.device.lane_rates import LaneRates, Moved
 
 MACHINE = Machine(
     (Tier(DEVICE, 1 << 20), Tier(HOST, None), Tier(DISK, None)),

@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from offcompile.launch import NO_CACHE, VARIABLE, environment
-from offcompile.runtime import tensor_memory
-from offcompile.splinters import malloc_leaves_holes
+from offcompile.machine.launch import NO_CACHE, VARIABLE, environment
+from offcompile.machine.splinters import malloc_leaves_holes
+from offcompile.runtime.memory import tensor_memory
 
 SCRIPT = "import os, sys; print(os.environ['GLIBC_TUNABLES'], *sys.argv[1:]); sys.exit(7)"
 

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from offcompile.bounds import lower_bound
 from offcompile.ir import Infeasible, Plan
 from offcompile.passes.registry import POLICIES, make
-from offcompile.planner import certify, judge_for
+from offcompile.planning.planner import certify, judge_for
 from offcompile.testing import problems_with_machines
 
 #: every policy, with the variants that follow the papers

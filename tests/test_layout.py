@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from zoo import MLP
 
 import offcompile
-from offcompile.passes.layout import Layout, Stay, lay_out, peak_bytes
+from offcompile.passes.build.layout import Layout, Stay, lay_out, peak_bytes
 
 STAYS = st.lists(
     st.builds(

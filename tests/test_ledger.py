@@ -11,11 +11,11 @@ import torch
 from torch import Tensor, nn
 
 import offcompile
-from offcompile.books import Books, Entry, books_of
 from offcompile.passes.correlation.learned import Limits
-from offcompile.runtime.counters import reset_counters
-from offcompile.runtime.registry import close_all, runtimes
-from offcompile.runtime.updates import count
+from offcompile.run.accounts.books import Books, Entry, books_of
+from offcompile.runtime.base.counters import reset_counters
+from offcompile.runtime.moves.registry import close_all, runtimes
+from offcompile.runtime.states.updates import count
 
 CPU = torch.device("cpu")
 

@@ -22,8 +22,8 @@ from torch._functorch import config as functorch_config
 from torch._guards import TracingContext
 from torch._inductor import config as inductor_config
 
+from offcompile.graph.lowering.lower import lower, pin_order
 from offcompile.ir import InvalidInput
-from offcompile.lower import lower, pin_order
 
 LOWERINGS = ("aot_eager", "inductor")
 
@@ -165,7 +165,7 @@ def plain_backend(lowering: str, seen: Seen) -> Callable[..., Any]:
 def test_silent_hooks_leave_the_plain_graphs(lowering: str, name: str, dynamic: bool) -> None:
     plain, ours, hooks = Seen(), Seen(), Hooks()
     where = {
-        "aot_eager": "offcompile.lower.boxed_nop",
+        "aot_eager": "offcompile.graph.lowering.lower.boxed_nop",
         "inductor": "torch._inductor.compile_fx.compile_fx_inner",
     }
     with functorch_config.patch(enable_autograd_cache=False):

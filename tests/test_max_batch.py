@@ -13,8 +13,8 @@ from captured import Perceptron
 from torch import nn
 
 import offcompile
-from offcompile import batch_search
-from offcompile.batch_search import BatchReport, _Search
+from offcompile.ahead import batch_search
+from offcompile.ahead.batch_search import BatchReport, _Search
 from offcompile.ir import Infeasible, InvalidInput, OffloadError
 
 WIDTH, DEPTH = 64, 6

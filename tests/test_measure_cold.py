@@ -14,13 +14,15 @@ import pytest
 import torch
 
 from offcompile.ir import OffloadError
-from offcompile.runtime import cold, measure_op, tensor_memory
-from offcompile.runtime import heap as heap_module
-from offcompile.runtime.cold import cool
-from offcompile.runtime.heap import address_space_is_limited
-from offcompile.runtime.measure import time_us
-from offcompile.runtime.measure_op import Call, Operands, TensorSpec, measure_call
-from offcompile.runtime.tensor_memory import will_fit
+from offcompile.runtime.measure import cold
+from offcompile.runtime.measure import op as measure_op
+from offcompile.runtime.measure.cold import cool
+from offcompile.runtime.measure.op import Call, Operands, TensorSpec, measure_call
+from offcompile.runtime.measure.timing import time_us
+from offcompile.runtime.memory import heap as heap_module
+from offcompile.runtime.memory import tensor_memory
+from offcompile.runtime.memory.heap import address_space_is_limited
+from offcompile.runtime.memory.tensor_memory import will_fit
 
 aten = torch.ops.aten
 MIB = 1 << 20
@@ -116,7 +118,7 @@ def test_without_a_compiler_ops_are_measured_all_the_same(
     monkeypatch.setattr(cold, "library", refuse)
     spec = TensorSpec(torch.float32, (64, 64), (64, 1))
     try:
-        with caplog.at_level(logging.INFO, "offcompile.runtime.cold"):
+        with caplog.at_level(logging.INFO, "offcompile.runtime.measure.cold"):
             assert not cool(0, 1 << 40)
             found = measure_call(Call(aten.neg.default, (spec,), {}, (spec,)), Operands())
         assert found is not None and found.duration_us > 0
@@ -135,9 +137,9 @@ def in_a_process(code: str) -> list[int]:
 
 SETUP = """
 import gc, resource, torch
-from offcompile.runtime import tensor_memory
-from offcompile.runtime.heap import heap
-from offcompile.runtime.measure_op import Call, Operands, TensorSpec, measure_call
+from offcompile.runtime.memory import tensor_memory
+from offcompile.runtime.memory.heap import heap
+from offcompile.runtime.measure.op import Call, Operands, TensorSpec, measure_call
 h = heap()
 def faults(): return resource.getrusage(resource.RUSAGE_SELF).ru_minflt
 def made(): return torch.ones(40 << 18)
@@ -174,7 +176,7 @@ def test_measuring_large_blocks_takes_no_more_memory_with_each_run() -> None:
     before, peak, after = in_a_process(
         SETUP
         + """
-from offcompile.runtime import memory
+from offcompile.runtime.base import process_memory as memory
 aten = torch.ops.aten
 spec = TensorSpec(torch.float32, (40 << 18,), (1,))
 measure_call(Call(aten.neg.default, (TensorSpec(torch.float32, (4,), (1,)),), {}, ()), Operands())

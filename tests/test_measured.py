@@ -18,15 +18,15 @@ from test_report import made
 
 import offcompile
 from offcompile.ir import COMPUTE, DEVICE, OffloadError
-from offcompile.measured import MeasuredSpan, MeasuredStep, MeasuredWait
-from offcompile.order import Run, Start, Wait
-from offcompile.report import PlanReport
-from offcompile.runtime.clock import Clock
-from offcompile.runtime.cpu import CpuDevice
-from offcompile.runtime.listening import HeardCopy, Listener, listener, listening
-from offcompile.runtime.registry import close_all, runtimes
-from offcompile.stalls import stall_line, tensor_name
-from offcompile.step_recorder import STEPS_AT_FIRST, StepRecorder
+from offcompile.planning.feedback.measured import MeasuredSpan, MeasuredStep, MeasuredWait
+from offcompile.planning.order import Run, Start, Wait
+from offcompile.report.report import PlanReport
+from offcompile.report.stalls import stall_line, tensor_name
+from offcompile.run.step_recorder import STEPS_AT_FIRST, StepRecorder
+from offcompile.runtime.base.clock import Clock
+from offcompile.runtime.device.cpu import CpuDevice
+from offcompile.runtime.device.listening import HeardCopy, Listener, listener, listening
+from offcompile.runtime.moves.registry import close_all, runtimes
 
 OPTIONS = {"hardware": "cpu", "policy": "joint:evaluations=10,seconds=20", "seconds": 0.5}
 

@@ -12,17 +12,17 @@ import pytest
 import torch
 
 from offcompile.ir import OffloadError
-from offcompile.runtime import packing, tickets
-from offcompile.runtime.arena import Arena
+from offcompile.runtime.base.mapping import PAGE_BYTES
 from offcompile.runtime.codecs import codec
-from offcompile.runtime.cpu import CpuDevice
-from offcompile.runtime.directories import default_directory
-from offcompile.runtime.mapping import PAGE_BYTES
-from offcompile.runtime.mover import Load, Mover
-from offcompile.runtime.packing import PackedSlot
-from offcompile.runtime.saved import Saved
-from offcompile.runtime.spill import SpillFull, SpillStore
-from offcompile.runtime.spill_file import Files
+from offcompile.runtime.device import packing, tickets
+from offcompile.runtime.device.cpu import CpuDevice
+from offcompile.runtime.device.packing import PackedSlot
+from offcompile.runtime.disk.directories import default_directory
+from offcompile.runtime.disk.spill import SpillFull, SpillStore
+from offcompile.runtime.disk.spill_file import Files
+from offcompile.runtime.memory.arena import Arena
+from offcompile.runtime.moves.mover import Load, Mover
+from offcompile.runtime.moves.saved import Saved
 
 KIB, MIB = 1 << 10, 1 << 20
 PIECE = 64 * KIB  # float32 elements: a quarter of a piece

@@ -22,6 +22,7 @@ from cuda_bench import (
     train,
     wander,
 )
+from support.simulated_streams import Faults, SimulatedStreams
 from test_runtime_cuda import (
     ComputeWaitsForNothing,
     KeepsNothing,
@@ -36,15 +37,16 @@ from test_runtime_cuda import (
 from test_runtime_simulated import run as run_simulated
 
 from offcompile.ir import OffloadError
-from offcompile.runtime import cuda_packing, staging, tickets
 from offcompile.runtime.codecs import Codec
-from offcompile.runtime.cuda import CudaDevice
-from offcompile.runtime.cuda_packing import Aside, PackedHostSlot
-from offcompile.runtime.mover import Mover
-from offcompile.runtime.packing import PackedSlot
-from offcompile.runtime.saved import Saved
-from offcompile.runtime.simulated_streams import Faults, SimulatedStreams
-from offcompile.runtime.streams import Stream
+from offcompile.runtime.device import tickets
+from offcompile.runtime.device.cuda import packing as cuda_packing
+from offcompile.runtime.device.cuda import staging
+from offcompile.runtime.device.cuda.device import CudaDevice
+from offcompile.runtime.device.cuda.packing import Aside, PackedHostSlot
+from offcompile.runtime.device.packing import PackedSlot
+from offcompile.runtime.device.streams import Stream
+from offcompile.runtime.moves.mover import Mover
+from offcompile.runtime.moves.saved import Saved
 
 IN_PLACE, ASIDE = True, False
 

@@ -15,11 +15,12 @@ import pytest
 import torch
 from test_gpu_device import Bench, bench_on
 
-from offcompile.runtime import kernels, tickets
-from offcompile.runtime.cuda_packing import PackedHostSlot
-from offcompile.runtime.packing import PackedSlot
-from offcompile.runtime.saved import Saved
-from offcompile.runtime.streams import flat_bytes
+from offcompile.runtime import kernels
+from offcompile.runtime.device import tickets
+from offcompile.runtime.device.cuda.packing import PackedHostSlot
+from offcompile.runtime.device.packing import PackedSlot
+from offcompile.runtime.device.streams import flat_bytes
+from offcompile.runtime.moves.saved import Saved
 
 HERE = Path(__file__).parent
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")

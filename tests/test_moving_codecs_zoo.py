@@ -20,12 +20,12 @@ from torch import Tensor, nn
 from zoo import BY_NAME, MLP, Specimen, Trace, train
 
 import offcompile
-from offcompile import pipeline
+from offcompile.graph.lowering.rewrite import rewrite
 from offcompile.ir import DEVICE, OffloadError, Plan
-from offcompile.rewrite import rewrite
-from offcompile.runtime.registry import close_all, runtimes
-from offcompile.runtime.spill_file import Files
-from offcompile.timelines import moved_bytes
+from offcompile.planning.timelines import moved_bytes
+from offcompile.run import pipeline
+from offcompile.runtime.disk.spill_file import Files
+from offcompile.runtime.moves.registry import close_all, runtimes
 
 QUICK = {"hardware": "cpu", "memory": "minimum", "lowering": "aot_eager", "seconds": 0.5}
 

@@ -9,8 +9,8 @@ import torch
 from torch import nn
 
 import offcompile
-from offcompile.modes import module_of
-from offcompile.names import plain_path
+from offcompile.graph.names import plain_path
+from offcompile.report.modes import module_of
 
 
 @pytest.mark.parametrize(

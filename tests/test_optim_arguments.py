@@ -12,8 +12,8 @@ import torch
 from torch import nn
 
 from offcompile import InvalidInput, OffloadError, optim
-from offcompile.runtime.mapped import MappedStore
-from offcompile.runtime.states import HostStates, MemoryStates
+from offcompile.runtime.device.mapped import MappedStore
+from offcompile.runtime.states.states import HostStates, MemoryStates
 from tests.optim_runs import (
     loss_of,
     one_thread,

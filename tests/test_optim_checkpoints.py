@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from offcompile import OffloadError, optim
-from offcompile.runtime.states import HostStates
+from offcompile.runtime.states.states import HostStates
 from tests.optim_runs import (
     KINDS,
     PLACES,

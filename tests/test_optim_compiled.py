@@ -15,7 +15,7 @@ from torch import nn
 import offcompile
 from offcompile import optim
 from offcompile.optim import apply
-from offcompile.runtime.weights import is_on_host
+from offcompile.runtime.moves.weights import is_on_host
 
 WIDTH, WORDS, STEPS, MICRO = 48, 160, 10, 3
 

@@ -19,8 +19,8 @@ import torch
 import offcompile
 from offcompile.ir import OffloadError
 from offcompile.optim import SGD, Adam, AdamW, places
-from offcompile.runtime.disk_states import DiskFacts, DiskStates
-from offcompile.runtime.spill_file import Files
+from offcompile.runtime.disk.spill_file import Files
+from offcompile.runtime.states.disk_states import DiskFacts, DiskStates
 
 pytestmark = pytest.mark.usefixtures("on_a_disk")
 

@@ -11,8 +11,8 @@ from torch import nn
 
 import offcompile
 from offcompile import OffloadError
-from offcompile.modes import TAKEN
-from offcompile.runtime import updates
+from offcompile.report.modes import TAKEN
+from offcompile.runtime.states import updates
 
 WIDTH = 64
 

@@ -13,8 +13,8 @@ from torch import nn
 
 from offcompile import OffloadError, optim
 from offcompile.optim.ways import TRIALS, WARM_STEPS, Ways
-from offcompile.runtime import updates
-from offcompile.runtime.channels import Channels
+from offcompile.runtime.states import updates
+from offcompile.runtime.states.channels import Channels
 from tests.optim_runs import (
     KINDS,
     PLACES,

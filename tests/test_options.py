@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from offcompile.ir import InvalidInput, OffloadError
-from offcompile.options import Options
+from offcompile.machine.options import Options
 from offcompile.passes.registry import make
 
 GIB = 1 << 30
@@ -332,7 +332,8 @@ def test_options_are_values() -> None:
 
 def test_importing_options_and_reports_imports_no_torch() -> None:
     script = (
-        "import sys, offcompile.options, offcompile.report, offcompile.dump, offcompile.log\n"
+        "import sys, offcompile.machine.options, offcompile.report.report\n"
+        "import offcompile.report.dump, offcompile.report.log\n"
         "print('torch' in sys.modules)"
     )
     done = subprocess.run(

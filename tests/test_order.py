@@ -31,10 +31,10 @@ from offcompile.ir import (
     Update,
 )
 from offcompile.ir import Start as Begins
-from offcompile.order import Order, Run, Wait, static_order
-from offcompile.order import Start as Begin
 from offcompile.passes.registry import make
-from offcompile.planner import judge_for
+from offcompile.planning.order import Order, Run, Wait, static_order
+from offcompile.planning.order import Start as Begin
+from offcompile.planning.planner import judge_for
 from offcompile.simulate import simulate
 from offcompile.testing import plans, problems_with_machines
 

@@ -24,13 +24,13 @@ from test_report import MIB, PROBLEM, made
 
 from offcompile.ir import Infeasible, OffloadError, Plan, Problem, Start, Timeline
 from offcompile.ir.units import show_us, size
-from offcompile.measured import MeasuredSpan, MeasuredStep, MeasuredWait
-from offcompile.page import page
-from offcompile.page.data import report_data, verdict
-from offcompile.page.occupancy import occupancy, peak_bytes
 from offcompile.passes.registry import make
-from offcompile.planner import certify, judge_for
-from offcompile.report import PlanReport, save_html
+from offcompile.planning.feedback.measured import MeasuredSpan, MeasuredStep, MeasuredWait
+from offcompile.planning.planner import certify, judge_for
+from offcompile.report.page import page
+from offcompile.report.page.data import report_data, verdict
+from offcompile.report.page.occupancy import occupancy, peak_bytes
+from offcompile.report.report import PlanReport, save_html
 from offcompile.simulate import simulate
 from offcompile.testing import plans, problems_with_machines
 

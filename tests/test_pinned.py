@@ -12,7 +12,6 @@ from hypothesis import strategies as st
 from test_laws import SPECS
 
 from offcompile.bounds import lower_bound
-from offcompile.coarsen import coarsen
 from offcompile.ir import (
     DEVICE,
     HOST,
@@ -31,11 +30,12 @@ from offcompile.ir import (
 from offcompile.ir.jsonio import problem_from_json, problem_to_json
 from offcompile.ir.textio import parse_problem, print_problem
 from offcompile.ir.verify import check_structure
-from offcompile.passes.decisions import Decisions
-from offcompile.passes.gaps import find_gaps
-from offcompile.passes.program import Program
+from offcompile.passes.build.decisions import Decisions
+from offcompile.passes.build.gaps import find_gaps
+from offcompile.passes.build.program import Program
 from offcompile.passes.registry import make
-from offcompile.planner import certify, check_plan, judge_for, plan_problem
+from offcompile.planning.coarsen import coarsen
+from offcompile.planning.planner import certify, check_plan, judge_for, plan_problem
 from offcompile.simulate import Simulator
 from offcompile.testing import problems_with_machines
 

@@ -10,8 +10,8 @@ import torch
 from torch import nn
 
 import offcompile
-from offcompile import profiling
-from offcompile.report import PlanReport
+from offcompile.planning.feedback import profiling
+from offcompile.report.report import PlanReport
 
 #: a disk so slow that what moves is waited for, and a codec that is not
 PROFILE = """

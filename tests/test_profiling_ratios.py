@@ -8,26 +8,26 @@ from pathlib import Path
 import pytest
 import torch
 
-import offcompile.this_machine as this_machine_module
-from offcompile.hardware import load_profile, to_machine
+import offcompile.machine.this_machine as this_machine_module
 from offcompile.ir import DEVICE, HOST, Codec, Lane, Machine, Op, Problem, Tensor, Tier
-from offcompile.passes.decisions import Decisions
-from offcompile.passes.gaps import find_gaps
-from offcompile.passes.pressure import pressure
-from offcompile.passes.program import Program
-from offcompile.passes.spill_options import gaps_of
-from offcompile.profiling import Profile
-from offcompile.runtime.codecs import codec
-from offcompile.runtime.measure_codecs import codec_bytes_per_us
-from offcompile.runtime.watching import show, watching
-from offcompile.sparsity import (
+from offcompile.machine.hardware import load_profile, to_machine
+from offcompile.machine.target import CpuTarget
+from offcompile.passes.build.decisions import Decisions
+from offcompile.passes.build.gaps import find_gaps
+from offcompile.passes.build.program import Program
+from offcompile.passes.select.pressure import pressure
+from offcompile.passes.select.spill_options import gaps_of
+from offcompile.planning.feedback.profiling import Profile
+from offcompile.planning.feedback.sparsity import (
     density_of,
     ratios_of,
     those_that_pay,
     with_combinations,
     with_ratios,
 )
-from offcompile.target import CpuTarget
+from offcompile.runtime.codecs import codec
+from offcompile.runtime.measure.codecs import codec_bytes_per_us
+from offcompile.runtime.moves.watching import show, watching
 
 MIB = 1 << 20
 

@@ -13,8 +13,8 @@ import torch
 from torch import nn
 
 import offcompile
-from offcompile import progress
-from offcompile.progress import Progress
+from offcompile.runtime.base import progress
+from offcompile.runtime.base.progress import Progress
 
 
 class Terminal(io.StringIO):
@@ -173,8 +173,8 @@ def test_loading_and_host_init_tell_how_far_they_are(
 def test_compiling_and_measuring_tell_what_goes_on(
     terminal: Terminal, timers: Timers, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    from offcompile import target
-    from offcompile.hardware import load_profile
+    from offcompile.machine import target
+    from offcompile.machine.hardware import load_profile
 
     heard = Heard.listen(monkeypatch)
     asked = []

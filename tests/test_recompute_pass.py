@@ -19,8 +19,8 @@ from offcompile.ir import (
     Tier,
     Timeline,
 )
-from offcompile.passes.droppable import droppable_ops, recomputes_for
 from offcompile.passes.recompute import Recomputation, spread_sets
+from offcompile.passes.select.droppable import droppable_ops, recomputes_for
 from offcompile.simulate import Simulator
 
 

@@ -15,7 +15,7 @@ import offcompile
 from offcompile.ir import InvalidInput
 from offcompile.ir.trace import Run, Trace
 from offcompile.ir.traceio import loads_trace, parse_trace
-from offcompile.runtime.registry import close_all
+from offcompile.runtime.moves.registry import close_all
 
 WIDTH, BATCH = 16, 32
 #: of one linear layer
@@ -154,14 +154,14 @@ def test_the_command_runs_a_script_with_its_arguments(tmp_path: Path) -> None:
 def test_the_command_names_a_script_that_is_not_there(
     capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
-    from offcompile.cli import main
+    from offcompile.cli.main import main
 
     assert main(["record", "--output", str(tmp_path / "t.json"), "nothing.py"]) == 2
     assert "nothing.py" in capsys.readouterr().err
 
 
 def test_a_trace_can_be_planned(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    from offcompile.cli import main
+    from offcompile.cli.main import main
 
     runs = [f"run block 100.0 on {i} reads w{i}" for i in (0, 1, 2, 0, 1, 2)]
     lines = [*(f"block w{i} 1000000" for i in range(3)), *runs]

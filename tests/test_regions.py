@@ -12,8 +12,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import offcompile
-from offcompile.runtime.counters import reset_counters
-from offcompile.runtime.registry import close_all, runtimes
+from offcompile.runtime.base.counters import reset_counters
+from offcompile.runtime.moves.registry import close_all, runtimes
 
 WIDTH, LAYERS, BATCH, LENGTH = 64, 6, 4, 512
 

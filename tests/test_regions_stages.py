@@ -14,13 +14,13 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import offcompile
-from offcompile.executions import Executions, Room
 from offcompile.ir import BACKWARD, HOST
-from offcompile.needs import bytes_of, standing_in
-from offcompile.results import Results
-from offcompile.runtime.counters import reset_counters
-from offcompile.runtime.registry import close_all
-from offcompile.runtime.weights import is_on_host
+from offcompile.planning.needs import bytes_of, standing_in
+from offcompile.run.accounts.executions import Executions, Room
+from offcompile.run.accounts.results import Results
+from offcompile.runtime.base.counters import reset_counters
+from offcompile.runtime.moves.registry import close_all
+from offcompile.runtime.moves.weights import is_on_host
 
 MIB = 1 << 20
 WIDTHS = (128, 192, 256, 128)

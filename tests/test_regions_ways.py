@@ -15,10 +15,10 @@ from torch.utils.checkpoint import checkpoint
 import offcompile
 from offcompile.ir import DEVICE, HOST, Lane, Machine, Op, Problem, Tier
 from offcompile.ir import Tensor as Stored
-from offcompile.order import Run
-from offcompile.runtime.counters import reset_counters
-from offcompile.runtime.registry import close_all
-from offcompile.turn import decide_emptied
+from offcompile.planning.order import Run
+from offcompile.planning.turn import decide_emptied
+from offcompile.runtime.base.counters import reset_counters
+from offcompile.runtime.moves.registry import close_all
 
 MIB = 1 << 20
 WIDTH, HEADS, LAYERS, BATCH, LENGTH = 64, 4, 3, 4, 128

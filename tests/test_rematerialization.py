@@ -12,13 +12,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from offcompile.ir import DEVICE, Machine, Op, Plan, Problem, Recompute, Tensor, Tier
-from offcompile.passes.decisions import Decisions
-from offcompile.passes.min_cut import UNCUTTABLE, Network
-from offcompile.passes.pressure import pressure
+from offcompile.passes.build.decisions import Decisions
 from offcompile.passes.recompute import Recomputation
-from offcompile.passes.recompute_starts import Recipe, RecomputeStarts, recipes_of
-from offcompile.passes.rematerialization import Rematerialization
-from offcompile.planner import judge_for, plan_problem
+from offcompile.passes.search.recompute_starts import Recipe, RecomputeStarts, recipes_of
+from offcompile.passes.select.min_cut import UNCUTTABLE, Network
+from offcompile.passes.select.pressure import pressure
+from offcompile.passes.select.rematerialization import Rematerialization
+from offcompile.planning.planner import judge_for, plan_problem
 
 BLOCKS, NARROW, WIDE = 6, 100, 1000
 Edge = tuple[int, int, int]

@@ -8,8 +8,6 @@ from pathlib import Path
 
 import pytest
 
-from offcompile import report as reporting
-from offcompile.explain import DIRECT, ELSEWHERE, MOVES, RECOMPUTED, STAYS
 from offcompile.ir import (
     Direct,
     Drop,
@@ -26,9 +24,11 @@ from offcompile.ir import (
     Tier,
 )
 from offcompile.ir.jsonio import loads_machine, loads_plan, loads_problem
-from offcompile.planner import PlanResult, certify
-from offcompile.report import PlanReport, remember, reports
-from offcompile.timelines import print_timeline
+from offcompile.planning.planner import PlanResult, certify
+from offcompile.planning.timelines import print_timeline
+from offcompile.report import report as reporting
+from offcompile.report.explain import DIRECT, ELSEWHERE, MOVES, RECOMPUTED, STAYS
+from offcompile.report.report import PlanReport, remember, reports
 
 MIB = 1 << 20
 

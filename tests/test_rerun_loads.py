@@ -7,13 +7,13 @@ from chains import link
 
 from offcompile.ir import DEVICE, Machine, Op, Plan, Problem, Tensor
 from offcompile.passes import joint
-from offcompile.passes.cover import Prices
-from offcompile.passes.frame import Frame, Mode
 from offcompile.passes.registry import make
-from offcompile.passes.rematerialization import Rematerialization
-from offcompile.passes.rerun_loads import rerun_modes
-from offcompile.passes.search import Search, State
-from offcompile.planner import certify, judge_for
+from offcompile.passes.search.frame import Frame, Mode
+from offcompile.passes.search.rerun_loads import rerun_modes
+from offcompile.passes.search.search import Search, State
+from offcompile.passes.select.cover import Prices
+from offcompile.passes.select.rematerialization import Rematerialization
+from offcompile.planning.planner import certify, judge_for
 
 SIZE, LAYERS = 100, 6
 #: a tensor crosses in 20 µs, and is made from the one before in 2

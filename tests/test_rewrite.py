@@ -17,18 +17,18 @@ from captured import Attention, Perceptron
 from torch import fx, nn
 
 import offcompile
-from offcompile.annotate import Annotated, annotate
-from offcompile.costs import OpCost
-from offcompile.decide import Decided, decide, floor_of
-from offcompile.graphs import Graphs, aliased_input, is_getitem
+from offcompile.graph.annotate import Annotated, annotate
+from offcompile.graph.costs.op_costs import OpCost
+from offcompile.graph.graphs import Graphs, aliased_input, is_getitem
+from offcompile.graph.lowering.lower import lower
+from offcompile.graph.lowering.rewrite import Rewritten, rewrite
+from offcompile.graph.sizes import hint_of
 from offcompile.ir import DEVICE, Lane, Machine, Tier
-from offcompile.lower import lower
-from offcompile.order import ProgramStep, Run, Start, Wait
-from offcompile.replay import worst_case
-from offcompile.rewrite import Rewritten, rewrite
-from offcompile.runtime.counters import counters
-from offcompile.runtime.registry import RuntimeSettings
-from offcompile.sizes import hint_of
+from offcompile.planning.decide import Decided, decide, floor_of
+from offcompile.planning.order import ProgramStep, Run, Start, Wait
+from offcompile.planning.replay import worst_case
+from offcompile.runtime.base.counters import counters
+from offcompile.runtime.moves.registry import RuntimeSettings
 
 
 def machine(capacity: int) -> Machine:

@@ -18,9 +18,10 @@ from host_fakes import FakeRegistrar
 from torch.utils.dlpack import from_dlpack
 
 from offcompile.ir import OffloadError
-from offcompile.runtime import alias as module
-from offcompile.runtime import host_limits, pinning
-from offcompile.runtime.alias import (
+from offcompile.runtime.base import host_limits
+from offcompile.runtime.memory import alias as module
+from offcompile.runtime.memory import pinning
+from offcompile.runtime.memory.alias import (
     ArrayInterface,
     alias_bytes,
     check_alias,
@@ -29,7 +30,7 @@ from offcompile.runtime.alias import (
     prove_alias,
     return_capsule,
 )
-from offcompile.runtime.host_arena import HostArena, HostFull
+from offcompile.runtime.memory.host_arena import HostArena, HostFull
 
 PAGE = 4096
 CPU = torch.device("cpu")
@@ -254,8 +255,8 @@ def test_interpreters_end_in_peace_while_aliases_live() -> None:
         f"sys.path.insert(0, {str(Path(__file__).parent)!r})\n"
         "import torch\n"
         "from host_fakes import FakeRegistrar\n"
-        "from offcompile.runtime.alias import cuda_alias\n"
-        "from offcompile.runtime.host_arena import HostArena\n"
+        "from offcompile.runtime.memory.alias import cuda_alias\n"
+        "from offcompile.runtime.memory.host_arena import HostArena\n"
         "arena = HostArena(1 << 20, 1 << 20, FakeRegistrar())\n"
         "kept = cuda_alias(arena.block(4096), torch.device('cpu'), torch.uint8, (4096,))\n"
         # dies when the modules have been taken apart
@@ -388,7 +389,7 @@ def test_the_check_is_made_once_and_remembers_its_answer(monkeypatch: pytest.Mon
             super().__init__()
             made.append(self)
 
-    monkeypatch.setattr("offcompile.runtime.host_arena.CudaRegistrar", Registrar)
+    monkeypatch.setattr("offcompile.runtime.memory.host_arena.CudaRegistrar", Registrar)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
     check_alias(CPU)
     check_alias(CPU)

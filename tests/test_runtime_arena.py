@@ -17,10 +17,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from offcompile.ir import OffloadError
-from offcompile.runtime import memory
-from offcompile.runtime.arena import Arena
-from offcompile.runtime.extents import FreeRanges
-from offcompile.runtime.mapping import PAGE_BYTES, page_multiple
+from offcompile.runtime.base import process_memory as memory
+from offcompile.runtime.base.mapping import PAGE_BYTES, page_multiple
+from offcompile.runtime.disk.extents import FreeRanges
+from offcompile.runtime.memory.arena import Arena
 
 MIB = 1 << 20
 PAGE = page_multiple(1)
@@ -195,8 +195,8 @@ def test_refusals_name_what_was_asked() -> None:
 LIMITED = f"""
 import resource
 from offcompile.ir import OffloadError
-from offcompile.runtime.arena import Arena
-from offcompile.runtime.memory import data_bytes
+from offcompile.runtime.memory.arena import Arena
+from offcompile.runtime.base.process_memory import data_bytes
 arena = Arena({MIB})
 limit = data_bytes() + {64 * MIB}
 resource.setrlimit(resource.RLIMIT_DATA, (limit, limit))
@@ -312,7 +312,7 @@ def test_a_forked_child_has_a_copy_of_its_own() -> None:
 
 def test_interpreters_end_in_peace_while_blocks_live() -> None:
     script = (
-        "from offcompile.runtime.arena import Arena\n"
+        "from offcompile.runtime.memory.arena import Arena\n"
         "import threading, torch\n"
         "arena = Arena(1 << 20)\n"
         "kept = [arena.block(4096).tensor(), arena.block(2 << 20).tensor()]\n"
@@ -403,7 +403,7 @@ def test_few_addresses_are_enough_for_an_arena() -> None:
     # the reservation of addresses is bounded by `ulimit -v`, and the arena still works
     script = (
         "import resource\n"
-        "from offcompile.runtime.arena import Arena\n"
+        "from offcompile.runtime.memory.arena import Arena\n"
         "told = dict(line.split(':', 1) for line in open('/proc/self/status') if ':' in line)\n"
         "room = int(told['VmSize'].split()[0]) * 1024 + (256 << 20)\n"
         "resource.setrlimit(resource.RLIMIT_AS, (room, room))\n"

@@ -23,12 +23,12 @@ from cuda_bench import (
     wander,
 )
 
-from offcompile.runtime import staging
-from offcompile.runtime.cuda import CudaDevice
-from offcompile.runtime.cuda_copies import CudaCopy
-from offcompile.runtime.device import Copy, Point, Waited
-from offcompile.runtime.mover import Mover
-from offcompile.runtime.streams import Event, Stream
+from offcompile.runtime.device.cuda import staging
+from offcompile.runtime.device.cuda.copies import CudaCopy
+from offcompile.runtime.device.cuda.device import CudaDevice
+from offcompile.runtime.device.interface import Copy, Point, Waited
+from offcompile.runtime.device.streams import Event, Stream
+from offcompile.runtime.moves.mover import Mover
 
 
 @pytest.fixture
@@ -215,7 +215,7 @@ def test_an_order_taken_away_is_found_every_time(
     device = fault if issubclass(fault, CudaDevice) else CudaDevice
     mover = fault if issubclass(fault, Mover) else Mover
     if issubclass(fault, staging.Ring):
-        monkeypatch.setattr("offcompile.runtime.staging.Ring", fault)  # type: ignore[attr-defined]
+        monkeypatch.setattr("offcompile.runtime.device.cuda.staging.Ring", fault)  # type: ignore[attr-defined]
     for seed in range(40):
         bench = bench_of(seed, disk, device, mover)
         program(bench)

@@ -22,16 +22,16 @@ from cuda_bench import (
     bench_of,
     train,
 )
+from support.simulated_streams import Faults, SimulatedStreams
 
 from offcompile.ir import OffloadError
-from offcompile.runtime.counters import counters, record, reset_counters
-from offcompile.runtime.cuda import CudaDevice, DeviceFull
-from offcompile.runtime.device import Copy, Label, Point
-from offcompile.runtime.host_arena import HostArena
-from offcompile.runtime.mover import Mover
-from offcompile.runtime.simulated_streams import Faults, SimulatedStreams
-from offcompile.runtime.spill import SpillFull
-from offcompile.runtime.streams import flat_bytes, when_storage_dies
+from offcompile.runtime.base.counters import counters, record, reset_counters
+from offcompile.runtime.device.cuda.device import CudaDevice, DeviceFull
+from offcompile.runtime.device.interface import Copy, Label, Point
+from offcompile.runtime.device.streams import flat_bytes, when_storage_dies
+from offcompile.runtime.disk.spill import SpillFull
+from offcompile.runtime.memory.host_arena import HostArena
+from offcompile.runtime.moves.mover import Mover
 
 ROOT = Path(__file__).parent.parent
 

@@ -17,12 +17,12 @@ from cuda_bench import (
 )
 
 from offcompile.ir import OffloadError
-from offcompile.runtime import tickets
-from offcompile.runtime.counters import record
-from offcompile.runtime.cuda_copies import CudaCopy
-from offcompile.runtime.device import How
-from offcompile.runtime.mover import Load
-from offcompile.runtime.saved import Saved
+from offcompile.runtime.base.counters import record
+from offcompile.runtime.device import tickets
+from offcompile.runtime.device.cuda.copies import CudaCopy
+from offcompile.runtime.device.interface import How
+from offcompile.runtime.moves.mover import Load
+from offcompile.runtime.moves.saved import Saved
 
 
 @pytest.fixture

@@ -15,17 +15,17 @@ import numpy as np
 import pytest
 import torch
 from cuda_bench import NOTHING, STAGING, Bench, Disk, bench_of, fill
+from support.simulated import SimulatedDevice
 
 from offcompile.ir import OffloadError
-from offcompile.runtime import tickets
-from offcompile.runtime.cuda import CudaDevice
-from offcompile.runtime.device import Copy, Point
-from offcompile.runtime.host_arena import HostArena, HostFull
-from offcompile.runtime.mover import Mover
-from offcompile.runtime.saved import Saved
-from offcompile.runtime.shadows import Shadows, ShadowSlot
-from offcompile.runtime.simulated import SimulatedDevice
-from offcompile.runtime.streams import Event, Stream
+from offcompile.runtime.device import tickets
+from offcompile.runtime.device.cuda.device import CudaDevice
+from offcompile.runtime.device.cuda.shadows import Shadows, ShadowSlot
+from offcompile.runtime.device.interface import Copy, Point
+from offcompile.runtime.device.streams import Event, Stream
+from offcompile.runtime.memory.host_arena import HostArena, HostFull
+from offcompile.runtime.moves.mover import Mover
+from offcompile.runtime.moves.saved import Saved
 
 SIZES = (64, 200, 64)
 
@@ -414,7 +414,7 @@ def train_by_threads(kind: type[Mover], seed: int) -> tuple[list[str], list[str]
 
 
 def _load() -> type:
-    from offcompile.runtime.mover import Load
+    from offcompile.runtime.moves.mover import Load
 
     return Load
 

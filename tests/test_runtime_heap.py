@@ -12,8 +12,8 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from offcompile.runtime import heap as heap_module
-from offcompile.runtime.heap import Heap, address_space_is_limited, heap
+from offcompile.runtime.memory import heap as heap_module
+from offcompile.runtime.memory.heap import Heap, address_space_is_limited, heap
 
 MIB = 1 << 20
 
@@ -28,7 +28,7 @@ def in_a_process(text: str) -> list[int]:
 
 SETUP = """
 import time, torch
-from offcompile.runtime.heap import heap
+from offcompile.runtime.memory.heap import heap
 h = heap()
 h.prepare()
 def take(n): return [torch.ones(8 << 18) for _ in range(n)]  # 8 MiB each
@@ -86,7 +86,7 @@ def test_under_a_limit_that_came_late_holes_from_before_it_go_back_too() -> None
         SETUP
         + """
 import resource
-from offcompile.runtime import memory
+from offcompile.runtime.base import process_memory as memory
 before, keep = take(32), []
 while not keep or keep[-1].data_ptr() < before[-1].data_ptr():
     keep.append(torch.ones(1 << 18))  # behind it, so that one large hole stays

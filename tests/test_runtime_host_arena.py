@@ -16,8 +16,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from offcompile.ir import OffloadError
-from offcompile.runtime import memory, pinning
-from offcompile.runtime.host_arena import ALIGN_BYTES, HostArena, HostBlock, HostFull
+from offcompile.runtime.base import process_memory as memory
+from offcompile.runtime.memory import pinning
+from offcompile.runtime.memory.host_arena import ALIGN_BYTES, HostArena, HostBlock, HostFull
 
 KIB, MIB = 1 << 10, 1 << 20
 PAGE = 4096

@@ -11,9 +11,10 @@ from pathlib import Path
 import pytest
 from host_fakes import FakeRegistrar, arena_of, isolate
 
-from offcompile.runtime import host_limits, pinning
-from offcompile.runtime.host_arena import HostArena, HostFull
-from offcompile.runtime.host_limits import Bound
+from offcompile.runtime.base import host_limits
+from offcompile.runtime.base.host_limits import Bound
+from offcompile.runtime.memory import pinning
+from offcompile.runtime.memory.host_arena import HostArena, HostFull
 
 MIB = 1 << 20
 
@@ -130,8 +131,8 @@ def test_the_limit_on_locked_memory_is_read(monkeypatch: pytest.MonkeyPatch) -> 
 
 LIMITED = f"""
 import resource, sys
-from offcompile.runtime import memory
-from offcompile.runtime.host_arena import HostArena, HostFull
+from offcompile.runtime.base import process_memory as memory
+from offcompile.runtime.memory.host_arena import HostArena, HostFull
 sys.path.insert(0, {str(Path(__file__).parent)!r})
 from host_fakes import FakeRegistrar
 which, used = (

@@ -9,9 +9,9 @@ from collections.abc import Iterator
 import pytest
 
 from offcompile.ir import OffloadError
-from offcompile.runtime.counters import record
-from offcompile.runtime.device import Copy, How, Label
-from offcompile.runtime.lanes import Job, Lanes, Needed
+from offcompile.runtime.base.counters import record
+from offcompile.runtime.device.interface import Copy, How, Label
+from offcompile.runtime.device.lanes import Job, Lanes, Needed
 
 
 class Yard:

@@ -12,8 +12,9 @@ import pytest
 import torch
 
 from offcompile.ir import OffloadError
-from offcompile.runtime import mapped, memory
-from offcompile.runtime.mapped import MappedStore
+from offcompile.runtime.base import process_memory as memory
+from offcompile.runtime.device import mapped
+from offcompile.runtime.device.mapped import MappedStore
 
 MIB = 1 << 20
 

@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 
 from offcompile.ir import OffloadError
-from offcompile.runtime import memory
-from offcompile.runtime.mapping import Mapping
+from offcompile.runtime.base import process_memory as memory
+from offcompile.runtime.base.mapping import Mapping
 
 MIB = 1 << 20
 # other threads come and go, and the kernel makes huge pages of small ones when it likes
@@ -164,7 +164,7 @@ def test_the_machine_has_the_memory_that_it_says() -> None:
 
 FREEING = """
 import ctypes, sys
-from offcompile.runtime.memory import resident, return_freed_memory
+from offcompile.runtime.base.process_memory import resident, return_freed_memory
 if sys.argv[1] == "returned":
     return_freed_memory()
 libc = ctypes.CDLL(None)

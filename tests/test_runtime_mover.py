@@ -15,16 +15,16 @@ import pytest
 import torch
 
 from offcompile.ir import OffloadError
-from offcompile.runtime import tickets
-from offcompile.runtime.arena import Arena
-from offcompile.runtime.counters import counters, record, reset_counters
-from offcompile.runtime.cpu import STAGED_BYTES, CpuDevice
-from offcompile.runtime.directories import default_directory
-from offcompile.runtime.mover import Load, Mover
-from offcompile.runtime.registry import RuntimeSettings, close_all, runtime_for, runtimes
-from offcompile.runtime.saved import Saved
-from offcompile.runtime.spill import SpillFull, SpillStore
-from offcompile.runtime.spill_file import Files
+from offcompile.runtime.base.counters import counters, record, reset_counters
+from offcompile.runtime.device import tickets
+from offcompile.runtime.device.cpu import STAGED_BYTES, CpuDevice
+from offcompile.runtime.disk.directories import default_directory
+from offcompile.runtime.disk.spill import SpillFull, SpillStore
+from offcompile.runtime.disk.spill_file import Files
+from offcompile.runtime.memory.arena import Arena
+from offcompile.runtime.moves.mover import Load, Mover
+from offcompile.runtime.moves.registry import RuntimeSettings, close_all, runtime_for, runtimes
+from offcompile.runtime.moves.saved import Saved
 
 ROOT = Path(__file__).parent.parent
 KIB = 1024
@@ -390,9 +390,9 @@ def test_counters_add_up_over_runtimes_and_start_again() -> None:
 FORK = """
 import os, sys, torch
 from offcompile.ir import OffloadError
-from offcompile.runtime import tickets
-from offcompile.runtime.saved import Saved
-from offcompile.runtime.registry import RuntimeSettings, runtime_for
+from offcompile.runtime.device import tickets
+from offcompile.runtime.moves.saved import Saved
+from offcompile.runtime.moves.registry import RuntimeSettings, runtime_for
 
 key = RuntimeSettings().key
 def trip():
@@ -401,7 +401,7 @@ def trip():
     saved = tickets.find(ticket, Saved)
     mover.wait_out(saved)
     buffer, load = mover.start_load(saved, "x", "in")
-    from offcompile.runtime.mover import Load
+    from offcompile.runtime.moves.mover import Load
     mover.wait_load(tickets.find(load, Load))
     assert buffer.view(torch.float32).sum() == 15000
     return ticket

@@ -15,9 +15,9 @@ from torch._inductor.compile_fx import compile_fx_inner
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from offcompile.ir import OffloadError
-from offcompile.runtime import ops
-from offcompile.runtime.counters import counters, record
-from offcompile.runtime.registry import RuntimeSettings, close_all, runtimes
+from offcompile.runtime.base.counters import counters, record
+from offcompile.runtime.moves import ops
+from offcompile.runtime.moves.registry import RuntimeSettings, close_all, runtimes
 
 KEY = RuntimeSettings(chunk_bytes=1 << 20).key
 SIZE = 128

@@ -15,8 +15,9 @@ import pytest
 import torch
 from host_fakes import FakeRegistrar, arena_of, isolate
 
-from offcompile.runtime import host_limits, pinning
-from offcompile.runtime.host_arena import HostArena
+from offcompile.runtime.base import host_limits
+from offcompile.runtime.memory import pinning
+from offcompile.runtime.memory.host_arena import HostArena
 
 MIB = 1 << 20
 PAGE = 4096
@@ -175,7 +176,7 @@ CHILD = f"""
 import os, sys
 sys.path.insert(0, {str(Path(__file__).parent)!r})
 from offcompile.ir import OffloadError
-from offcompile.runtime.host_arena import HostArena
+from offcompile.runtime.memory.host_arena import HostArena
 class Telling:
     def register(self, address, nbytes):
         os.write(1, f"register {{os.getpid() == parent}}\\n".encode())
@@ -263,7 +264,7 @@ def test_forks_in_the_middle_of_other_threads_work_leave_no_lock_taken() -> None
 
 def test_at_exit_everything_is_unregistered_once_while_tensors_live() -> None:
     script = (
-        "from offcompile.runtime.host_arena import HostArena\n"
+        "from offcompile.runtime.memory.host_arena import HostArena\n"
         "class Telling:\n"
         "    def register(self, address, nbytes): return 0\n"
         "    def unregister(self, address):\n"

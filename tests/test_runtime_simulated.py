@@ -8,12 +8,12 @@ from collections.abc import Sequence
 import numpy as np
 import pytest
 import torch
+from support.simulated import SimulatedDevice
 
-from offcompile.runtime import tickets
-from offcompile.runtime.device import Copy, Point
-from offcompile.runtime.mover import Load, Mover
-from offcompile.runtime.saved import Saved
-from offcompile.runtime.simulated import SimulatedDevice
+from offcompile.runtime.device import tickets
+from offcompile.runtime.device.interface import Copy, Point
+from offcompile.runtime.moves.mover import Load, Mover
+from offcompile.runtime.moves.saved import Saved
 
 NBYTES = 64
 SEEDS = range(40)

@@ -17,18 +17,18 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from offcompile.ir import OffloadError
-from offcompile.runtime import directories
-from offcompile.runtime.arena import Arena
-from offcompile.runtime.directories import (
+from offcompile.runtime.base.mapping import Mapping
+from offcompile.runtime.disk import directories
+from offcompile.runtime.disk.directories import (
     check_directory,
     default_directory,
     filesystem_type,
     free_bytes,
 )
-from offcompile.runtime.mapping import Mapping
-from offcompile.runtime.measure_disk import measure_disk
-from offcompile.runtime.spill import Extent, SpillFull, SpillStore
-from offcompile.runtime.spill_file import Files
+from offcompile.runtime.disk.spill import Extent, SpillFull, SpillStore
+from offcompile.runtime.disk.spill_file import Files
+from offcompile.runtime.measure.disk import measure_disk
+from offcompile.runtime.memory.arena import Arena
 
 pytestmark = pytest.mark.usefixtures("on_a_disk")
 
@@ -244,7 +244,7 @@ def test_files_are_direct_private_and_without_a_name(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, unnamed: bool
 ) -> None:
     if not unnamed:
-        monkeypatch.setattr("offcompile.runtime.spill_file._O_TMPFILE", 0)
+        monkeypatch.setattr("offcompile.runtime.disk.spill_file._O_TMPFILE", 0)
     before = set(descriptors())
     with SpillStore([tmp_path]) as store:
         (opened,) = set(descriptors()) - before
@@ -269,7 +269,7 @@ def test_files_are_direct_private_and_without_a_name(
 def test_without_direct_io_everything_works_through_the_page_cache(
     tmp_path: Path, arena: Arena, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("offcompile.runtime.spill_file._O_DIRECT", 0)
+    monkeypatch.setattr("offcompile.runtime.disk.spill_file._O_DIRECT", 0)
     with SpillStore([tmp_path]) as store:
         assert not store.direct
         extent, view, back = store.allocate(MIB), filled(arena, MIB), arena.block(MIB).view

@@ -10,16 +10,16 @@ from pathlib import Path
 
 import pytest
 
-from offcompile.runtime import tensor_memory
-from offcompile.runtime.heap import heap
-from offcompile.runtime.tensor_memory import MENDED_VERSION, USUAL, VARIABLE
+from offcompile.runtime.memory import tensor_memory
+from offcompile.runtime.memory.heap import heap
+from offcompile.runtime.memory.tensor_memory import MENDED_VERSION, USUAL, VARIABLE
 
 SETUP = """
 import gc, os, pickle, sys, threading
 import torch
-from offcompile.runtime import tensor_memory
-from offcompile.runtime.heap import heap
-from offcompile.runtime.tensor_memory import install, will_fit
+from offcompile.runtime.memory import tensor_memory
+from offcompile.runtime.memory.heap import heap
+from offcompile.runtime.memory.tensor_memory import install, will_fit
 MIB = 1 << 20
 """
 INSTALLED = SETUP + "assert will_fit() and install() and install()\n"

@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from offcompile.ir import OffloadError
-from offcompile.runtime import ops
-from offcompile.runtime.registry import Runtime, RuntimeSettings, close_all, runtime_for
+from offcompile.runtime.moves import ops
+from offcompile.runtime.moves.registry import Runtime, RuntimeSettings, close_all, runtime_for
 
 SIZE, STRIDE = (300, 500), (500, 1)
 

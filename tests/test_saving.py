@@ -17,9 +17,9 @@ import pytest
 import torch
 
 import offcompile
-from offcompile import saving
 from offcompile.ir import OffloadError
-from offcompile.saving import Calls
+from offcompile.run import saving
+from offcompile.run.saving import Calls
 
 
 def checkpoint(number: int) -> dict[str, object]:
@@ -154,7 +154,7 @@ def test_refusals(tmp_path: Path, made: Callable[[Path], object], told: str) -> 
 
 KILLED = """
 import os, signal, sys, torch
-from offcompile.saving import Calls, save
+from offcompile.run.saving import Calls, save
 path, at = sys.argv[1], int(sys.argv[2])
 number = 0
 def fatal(real):

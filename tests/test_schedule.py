@@ -10,9 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from offcompile.ir import Direct, Infeasible, Recompute
-from offcompile.passes.decisions import Away, Decisions
-from offcompile.passes.schedule import Builder, build
-from offcompile.planner import check_plan, judge_for
+from offcompile.passes.build.decisions import Away, Decisions
+from offcompile.passes.build.schedule import Builder, build
+from offcompile.planning.planner import check_plan, judge_for
 
 US = 10.0
 NO_GAP = {("w5", "F5"), ("w0", "B0")}

@@ -25,9 +25,9 @@ from offcompile.ahead.simple_ways import (
     policy_ways,
 )
 from offcompile.ir import DEVICE, HOST, Infeasible, Lane, Machine, Op, Problem, Tensor, Tier
+from offcompile.passes.build.schedule import build
 from offcompile.passes.registry import POLICIES
-from offcompile.passes.schedule import build
-from offcompile.planner import certify
+from offcompile.planning.planner import certify
 
 
 def link(capacity: int, bytes_per_us: float = 10.0) -> Machine:

@@ -15,11 +15,11 @@ from torch import nn
 from offcompile.ahead.fit import fit, published_ways, variants
 from offcompile.ahead.plan import Ahead, Asked, plan, simple_ways
 from offcompile.ahead.simple_ways import BUDGETED, CHECKPOINTED
-from offcompile.ahead.updates import USUAL_HOST_GBPS, Updates
-from offcompile.decide import peak_alone
-from offcompile.hardware import load_profile
-from offcompile.options import Options
-from offcompile.planner import plan_problem
+from offcompile.graph.updates import USUAL_HOST_GBPS, Updates
+from offcompile.machine.hardware import load_profile
+from offcompile.machine.options import Options
+from offcompile.planning.decide import peak_alone
+from offcompile.planning.planner import plan_problem
 
 CARD, WIDTH, WORDS, LENGTH, LAYERS = "rtx4090", 128, 256, 64, 4
 #: a plan is behind what is faster by more than this share
@@ -129,7 +129,7 @@ def test_checkpointing_of_a_language_model_saves_memory_for_less_than_its_forwar
 def test_no_plan_is_behind_a_simple_way(
     kind: type[nn.Module], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("offcompile.planner.BOUND_SHARE", 0.002)  # nothing is asked of it
+    monkeypatch.setattr("offcompile.planning.planner.BOUND_SHARE", 0.002)  # nothing is asked of it
     ahead, compared = traced(kind), 0
     for share in SHARES:
         memory = int(share * alone_of(ahead))

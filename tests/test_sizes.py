@@ -9,7 +9,7 @@ import torch
 from torch import fx
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from offcompile.sizes import write_known_floats
+from offcompile.graph.sizes import write_known_floats
 
 
 def averaging() -> tuple[fx.GraphModule, torch.SymInt]:

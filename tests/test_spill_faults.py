@@ -22,15 +22,15 @@ from torch import Tensor
 from zoo import MLP
 
 import offcompile
-from offcompile import pipeline
+from offcompile.graph.lowering.rewrite import rewrite
 from offcompile.ir import OffloadError, Plan
-from offcompile.rewrite import rewrite
-from offcompile.runtime.arena import Arena
-from offcompile.runtime.checksums import VerifiedStore
-from offcompile.runtime.mapping import PAGE_BYTES
-from offcompile.runtime.registry import Runtime, close_all, runtime_for, runtimes
-from offcompile.runtime.spill import SpillStore
-from offcompile.runtime.spill_file import Files
+from offcompile.run import pipeline
+from offcompile.runtime.base.mapping import PAGE_BYTES
+from offcompile.runtime.disk.checksums import VerifiedStore
+from offcompile.runtime.disk.spill import SpillStore
+from offcompile.runtime.disk.spill_file import Files
+from offcompile.runtime.memory.arena import Arena
+from offcompile.runtime.moves.registry import Runtime, close_all, runtime_for, runtimes
 
 OPTIONS = {"hardware": "cpu", "memory": "minimum", "lowering": "aot_eager", "seconds": 0.2}
 Call = Callable[[int, Sequence[memoryview], int], int]

@@ -205,6 +205,6 @@ def _work(node: Any) -> int:
 
 
 def test_hooks_that_ask_for_pieces_are_told_of_them() -> None:
-    from offcompile.lower import SplitHooks
+    from offcompile.graph.lowering.lower import SplitHooks
 
     assert isinstance(InPieces(2), SplitHooks)

@@ -12,9 +12,9 @@ from torch import nn
 from torch.nn import functional as F
 
 import offcompile
+from offcompile.graph.split.decision import LADDER, Ways
 from offcompile.ir import Infeasible
-from offcompile.options import Options
-from offcompile.splitting import LADDER, Ways
+from offcompile.machine.options import Options
 
 WORDS, WIDTH, TOKENS = 2048, 32, 512
 MIB = 1 << 20

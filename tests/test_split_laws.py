@@ -26,8 +26,8 @@ from split_losses import (
     z_loss,
 )
 
-from offcompile.split.layout import Rows, Space, permuted, reshaped
-from offcompile.split.pieces import bounds
+from offcompile.graph.split.layout import Rows, Space, permuted, reshaped
+from offcompile.graph.split.pieces import bounds
 
 LOSSES: tuple[Loss, ...] = (
     causal_lm,

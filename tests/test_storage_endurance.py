@@ -10,12 +10,18 @@ import torch
 from torch import nn
 
 import offcompile
-from offcompile import endurance
-from offcompile.endurance import SPILLED, SpillWatch, daily_bytes, planned_life, spilled_bytes
 from offcompile.ir import DEVICE, HOST, Move, Op, Plan, Problem, Tensor
-from offcompile.runtime import drive_life
-from offcompile.runtime.drive_life import DriveWarning
-from offcompile.runtime.registry import RuntimeSettings
+from offcompile.planning import endurance
+from offcompile.planning.endurance import (
+    SPILLED,
+    SpillWatch,
+    daily_bytes,
+    planned_life,
+    spilled_bytes,
+)
+from offcompile.runtime.disk import drive_life
+from offcompile.runtime.disk.drive_life import DriveWarning
+from offcompile.runtime.moves.registry import RuntimeSettings
 
 MIB = 1 << 20
 PROBLEM = Problem(
@@ -72,7 +78,7 @@ def test_training_that_spills_tells_and_warns_once(
     monkeypatch.setattr(endurance, "capacity_of", lambda places: 10**6)
     watches: dict[str, SpillWatch] = {}
     monkeypatch.setattr(
-        "offcompile.pipeline.watch_for",
+        "offcompile.run.pipeline.watch_for",
         lambda settings: watches.setdefault(
             settings.key, SpillWatch(settings, now_s=lambda: now_s[0])
         ),

@@ -12,10 +12,10 @@ import pytest
 from fake_cufile import FakeLibrary, driver, opened
 
 from offcompile.ir import OffloadError
-from offcompile.runtime import gds
-from offcompile.runtime.arena import Arena
-from offcompile.runtime.gds import CHUNK_BYTES, GdsStore, open_cufile
-from offcompile.runtime.spill import SpillStore
+from offcompile.runtime.disk import gds
+from offcompile.runtime.disk.gds import CHUNK_BYTES, GdsStore, open_cufile
+from offcompile.runtime.disk.spill import SpillStore
+from offcompile.runtime.memory.arena import Arena
 
 pytestmark = pytest.mark.usefixtures("on_a_disk")
 

@@ -12,12 +12,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from offcompile.ir import OffloadError
-from offcompile.runtime import spill, striping
-from offcompile.runtime.arena import Arena
-from offcompile.runtime.disk_queue import DiskQueue, side_by_side
-from offcompile.runtime.spill import Extent, SpillStore
-from offcompile.runtime.spill_file import Files
-from offcompile.runtime.striping import Turns, shares, stripe_of
+from offcompile.runtime.disk import spill, striping
+from offcompile.runtime.disk.disk_queue import DiskQueue, side_by_side
+from offcompile.runtime.disk.spill import Extent, SpillStore
+from offcompile.runtime.disk.spill_file import Files
+from offcompile.runtime.disk.striping import Turns, shares, stripe_of
+from offcompile.runtime.memory.arena import Arena
 
 pytestmark = pytest.mark.usefixtures("on_a_disk")
 

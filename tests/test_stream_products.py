@@ -10,9 +10,9 @@ from torch import fx
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from offcompile import stream_products
-from offcompile.direct_ops import reader_of
-from offcompile.runtime import stream_ops
+from offcompile.graph import stream_products
+from offcompile.graph.direct_ops import reader_of
+from offcompile.runtime.kernels import stream_ops
 
 aten = torch.ops.aten
 

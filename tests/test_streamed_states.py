@@ -10,14 +10,14 @@ import numpy as np
 import pytest
 import torch
 from cuda_bench import Bench, bench_of
+from support.simulated_streams import Faults
 from torch import nn
 
 from offcompile import optim
 from offcompile.ir import OffloadError
-from offcompile.runtime import updates
-from offcompile.runtime.simulated_streams import Faults
-from offcompile.runtime.state_blocks import GRAIN
-from offcompile.runtime.streamed_states import StreamedStates
+from offcompile.runtime.states import updates
+from offcompile.runtime.states.state_blocks import GRAIN
+from offcompile.runtime.states.streamed_states import StreamedStates
 
 #: elements of each key: one block and a bit, exactly one, several
 SIZES = (GRAIN + 3, GRAIN, 3 * GRAIN + 17, 5)

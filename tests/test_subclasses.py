@@ -12,7 +12,7 @@ from torch.testing._internal.two_tensor import TwoTensor
 from weights_runs import clean_slate, on_host, seeded
 
 import offcompile
-from offcompile.runtime.owners import address_of, device_bytes, why_it_stays
+from offcompile.runtime.device.owners import address_of, device_bytes, why_it_stays
 
 WIDTH = 64
 OPTIONS = {"lowering": "aot_eager", "hardware": "cpu", "seconds": 0.05}

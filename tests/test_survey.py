@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from captured import Perceptron, capture
 
-from offcompile.sizes import hint_of
-from offcompile.survey import standing_bytes
+from offcompile.graph.sizes import hint_of
+from offcompile.run.survey import standing_bytes
 
 
 def test_what_backward_will_be_given_does_not_stand_yet() -> None:

@@ -16,7 +16,7 @@ from weights_runs import pair as build
 
 import offcompile
 from offcompile.optim import AdamW
-from offcompile.runtime.weak import WeakTensor, tensor_keys
+from offcompile.runtime.base.weak import WeakTensor, tensor_keys
 
 
 @pytest.fixture(autouse=True)
@@ -54,7 +54,7 @@ def test_a_compiled_model_may_be_converted_by_swapping(swapping: None) -> None:
     found = converting(ours(model), model)
     assert all(map(torch.equal, found, expected))
     assert on_host(model) == LAYERS and identities == list(map(id, model.parameters()))
-    seen = offcompile.backend.books_of(torch.device("cpu")).holdings
+    seen = offcompile.run.backend.books_of(torch.device("cpu")).holdings
     assert len(seen.living()) == len(identities)
     del model, found
     torch._dynamo.reset()
@@ -83,7 +83,7 @@ def test_an_optimizer_beside_backward_goes_on_with_swapped_parameters(swapping: 
         loss_of(forward(batch(seed))).backward()
         optimizer.step()
         optimizer.zero_grad()
-    from offcompile.runtime.updates import updater_of
+    from offcompile.runtime.states.updates import updater_of
 
     before = [updater_of(p) for p in model.parameters()]
     model.double()

@@ -8,14 +8,14 @@ from pathlib import Path
 import pytest
 import torch
 
-import offcompile.this_machine as module
-from offcompile.cost_cache import document_path
-from offcompile.hardware import load_profile
+import offcompile.machine.this_machine as module
 from offcompile.ir import InvalidInput, OffloadError
-from offcompile.runtime.disk_speed import DiskSpeed
-from offcompile.runtime.measure import cpu_model, machine_identity
-from offcompile.runtime.memory import machine_memory_bytes
-from offcompile.this_machine import this_machine, to_cpu_machine
+from offcompile.machine.cost_cache import document_path
+from offcompile.machine.hardware import load_profile
+from offcompile.machine.this_machine import this_machine, to_cpu_machine
+from offcompile.runtime.base.process_memory import machine_memory_bytes
+from offcompile.runtime.disk.speed import DiskSpeed
+from offcompile.runtime.measure.timing import cpu_model, machine_identity
 
 
 class Instruments:

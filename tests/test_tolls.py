@@ -11,9 +11,7 @@ import torch
 from chains import link, random_chain
 from hypothesis import given, settings
 
-import offcompile.runtime.measure_beside as beside
-from offcompile.corrections import Factors, factors_of
-from offcompile.hardware import load_profile
+import offcompile.runtime.measure.beside as beside
 from offcompile.ir import (
     DEVICE,
     HOST,
@@ -28,11 +26,13 @@ from offcompile.ir import (
 )
 from offcompile.ir.jsonio import machine_from_json, machine_to_json
 from offcompile.ir.textio import parse_machine, print_machine
-from offcompile.measured import MeasuredSpan, MeasuredStep
-from offcompile.planner import plan_problem
-from offcompile.runtime.measure import Watch
+from offcompile.machine.hardware import load_profile
+from offcompile.machine.target import ASKING_US, LEAST_TOLL, CpuTarget
+from offcompile.planning.feedback.corrections import Factors, factors_of
+from offcompile.planning.feedback.measured import MeasuredSpan, MeasuredStep
+from offcompile.planning.planner import plan_problem
+from offcompile.runtime.measure.timing import Watch
 from offcompile.simulate import Simulator
-from offcompile.target import ASKING_US, LEAST_TOLL, CpuTarget
 from offcompile.testing import machines
 
 RATE = 10.0

@@ -13,14 +13,17 @@ from test_report import made
 from torch import nn
 
 import offcompile
-from offcompile import costs, log, target, trial
-from offcompile.corrections import Factors
-from offcompile.hardware import HardwareProfile
+from offcompile.graph.costs import op_costs as costs
 from offcompile.ir import COMPUTE
-from offcompile.measured import MeasuredSpan, MeasuredStep, MeasuredWait
-from offcompile.report import PlanReport
-from offcompile.step_recorder import STEPS_KEPT, StepRecorder
-from offcompile.trial import LEAST_STEP_NS, LOOK_EVERY, LOSES, Trial
+from offcompile.machine import target
+from offcompile.machine.hardware import HardwareProfile
+from offcompile.planning.feedback.corrections import Factors
+from offcompile.planning.feedback.measured import MeasuredSpan, MeasuredStep, MeasuredWait
+from offcompile.report import log
+from offcompile.report.report import PlanReport
+from offcompile.run import trial
+from offcompile.run.step_recorder import STEPS_KEPT, StepRecorder
+from offcompile.run.trial import LEAST_STEP_NS, LOOK_EVERY, LOSES, Trial
 
 MS = 1_000_000
 BEFORE = STEPS_KEPT + 1

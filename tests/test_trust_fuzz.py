@@ -20,11 +20,11 @@ from trust import bombs, fuzz
 from trust.hostile import NAMES
 
 import offcompile
-from offcompile import cost_cache
 from offcompile.ir import OffloadError
-from offcompile.page import page
-from offcompile.runtime import spill_file
-from offcompile.runtime.mapped import MappedFile
+from offcompile.machine import cost_cache
+from offcompile.report.page import page
+from offcompile.runtime.device.mapped import MappedFile
+from offcompile.runtime.disk import spill_file
 
 ROOT = Path(__file__).parent.parent
 IDENTITY: cost_cache.Identity = {"machine": "m"}
@@ -80,7 +80,7 @@ def test_no_name_steers_the_terminal(tmp_path: Path, capsys: pytest.CaptureFixtu
 
 
 def test_spill_files_have_no_name_and_are_ours_alone(tmp_path: Path) -> None:
-    store = offcompile.runtime.spill.SpillStore([tmp_path])
+    store = offcompile.runtime.disk.spill.SpillStore([tmp_path])
     mapped = MappedFile(tmp_path, 4096)
     for descriptor in (*store.descriptors, mapped._descriptor):
         told = os.fstat(descriptor)

@@ -7,7 +7,7 @@ from dataclasses import replace
 from hypothesis import given
 from hypothesis import strategies as st
 
-from offcompile.passes.update_share import HostRun, Update, device_share
+from offcompile.passes.select.update_share import HostRun, Update, device_share
 
 TIMES = st.integers(0, 1000)
 

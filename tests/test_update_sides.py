@@ -10,11 +10,11 @@ from hypothesis import strategies as st
 from torch import nn
 
 from offcompile.ahead.plan import Ahead, Asked
-from offcompile.options import Options
-from offcompile.passes.update_sides import Idle, Ready, updated_on_device
-from offcompile.runtime.updates import advice_for
-from offcompile.update_advice import advice
-from offcompile.weight_places import WeightPlaces
+from offcompile.graph.update_advice import advice
+from offcompile.machine.options import Options
+from offcompile.passes.select.update_sides import Idle, Ready, updated_on_device
+from offcompile.run.accounts.weight_places import WeightPlaces
+from offcompile.runtime.states.updates import advice_for
 
 BUSY = st.lists(st.tuples(st.integers(0, 60), st.integers(1, 9)).map(lambda t: (t[0], sum(t))))
 

@@ -9,10 +9,10 @@ import pytest
 from memferry_problems import machine, step
 
 from offcompile.ir import HOST, Machine, Problem
-from offcompile.passes.frame import hostable
 from offcompile.passes.joint import Joint
-from offcompile.passes.update_split import UpdateSplit
-from offcompile.planner import certify
+from offcompile.passes.search.frame import hostable
+from offcompile.passes.search.update_split import UpdateSplit
+from offcompile.planning.planner import certify
 from offcompile.simulate import simulate
 
 LAYERS = 12

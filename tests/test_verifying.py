@@ -15,14 +15,14 @@ from torch._inductor import inductor_prims
 from weights_runs import LAYERS, Pair, batch, loss_of, on_host, pair
 
 import offcompile
-from offcompile import verifying
-from offcompile.comparing import compare
-from offcompile.graphs import outputs_of
-from offcompile.options import Options
-from offcompile.plain_run import PlainRun, moved
-from offcompile.report import PlanReport
-from offcompile.runtime.mover import Load, Mover
-from offcompile.verified import Verified
+from offcompile.graph.graphs import outputs_of
+from offcompile.machine.options import Options
+from offcompile.report.comparing import compare
+from offcompile.report.report import PlanReport
+from offcompile.report.verified import Verified
+from offcompile.run import verifying
+from offcompile.run.plain_run import PlainRun, moved
+from offcompile.runtime.moves.mover import Load, Mover
 
 GIVEN = {"hardware": "cpu", "policy": "gradient_reserve", "seconds": 0.05}
 

@@ -27,8 +27,8 @@ from weights_runs import (
 from weights_runs import pair as build
 
 import offcompile
-from offcompile import wall
 from offcompile.optim import AdamW as AdamWBeside
+from offcompile.run.accounts import wall
 
 STEPS = 6
 

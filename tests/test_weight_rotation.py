@@ -18,8 +18,8 @@ from benchmarks.families import (
 )
 from offcompile.ir import DEVICE, HOST, Infeasible, Lane, Machine, Op, Plan, Problem, Tensor, Tier
 from offcompile.ir.units import round_ns
-from offcompile.passes.lanes import Clock
-from offcompile.passes.rotation_selection import (
+from offcompile.passes.build.lanes import Clock
+from offcompile.passes.select.rotation_selection import (
     Congestion,
     Gap,
     Need,
@@ -31,7 +31,7 @@ from offcompile.passes.rotation_selection import (
     prune,
 )
 from offcompile.passes.weight_rotation import VARIANTS, Rotation, WeightRotation
-from offcompile.planner import certify, judge_for
+from offcompile.planning.planner import certify, judge_for
 from offcompile.testing import problems_with_machines
 
 FAST_ROWS = [row for row in TABLE_1 if row.depth in (38, 96)]

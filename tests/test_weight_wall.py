@@ -13,8 +13,8 @@ from weights_runs import LAYERS, Pair, batch, clean_slate, descend, loss_of, on_
 from weights_runs import pair as build
 
 import offcompile
-from offcompile.fixed_weights import FixedWeights
-from offcompile.runtime.owners import has_others, name_holders, plain_parts, why_it_stays
+from offcompile.run.accounts.fixed_weights import FixedWeights
+from offcompile.runtime.device.owners import has_others, name_holders, plain_parts, why_it_stays
 
 
 @pytest.fixture(autouse=True)

@@ -13,8 +13,8 @@ import torch
 from torch import nn
 
 import offcompile
-from offcompile.report import PlanReport
-from offcompile.runtime.weights import is_on_host
+from offcompile.report.report import PlanReport
+from offcompile.runtime.moves.weights import is_on_host
 
 WIDTH, LAYERS, ROWS = 128, 4, 32
 

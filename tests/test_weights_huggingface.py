@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from weights_runs import clean_slate
 from zoo import ZOO, Specimen
 
-from offcompile.runtime.weights import is_on_host
+from offcompile.runtime.moves.weights import is_on_host
 
 STEPS, WORDS, WIDTH = 5, 160, 64
 #: what may move: a storage of at least this

@@ -29,7 +29,7 @@ from weights_runs import (
     some_steps,
 )
 
-from offcompile.runtime.weights import is_on_host
+from offcompile.runtime.moves.weights import is_on_host
 
 
 @pytest.fixture(autouse=True)

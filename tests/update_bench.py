@@ -10,10 +10,10 @@ import numpy as np
 import torch
 from cuda_bench import Bench, fill
 
-from offcompile.runtime import tickets
-from offcompile.runtime.carrier import Brought, Carrier
-from offcompile.runtime.channels import Channels, Job
-from offcompile.runtime.saved import Saved
+from offcompile.runtime.device import tickets
+from offcompile.runtime.moves.saved import Saved
+from offcompile.runtime.states.carrier import Brought, Carrier
+from offcompile.runtime.states.channels import Channels, Job
 
 
 class SimulatedCarrier(Carrier):

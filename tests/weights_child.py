@@ -23,9 +23,9 @@ import torch
 from torch import Tensor, nn
 
 import offcompile
-from offcompile.runtime import memory
-from offcompile.runtime.heap import heap
-from offcompile.runtime.weights import is_on_host
+from offcompile.runtime.base import process_memory as memory
+from offcompile.runtime.memory.heap import heap
+from offcompile.runtime.moves.weights import is_on_host
 
 STEPS, ROWS = 3, 64
 DROP_PAGES = 4  # MADV_DONTNEED of Linux: on a shared mapping of a file it loses nothing

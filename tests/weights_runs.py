@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 import offcompile
-from offcompile.runtime.weights import is_on_host
+from offcompile.runtime.moves.weights import is_on_host
 
 WIDTH, ROWS, WORDS = 48, 8, 64
 #: the weights of a `Pair` that move

@@ -18,9 +18,9 @@ import torch
 from torch import nn
 
 import offcompile
-from offcompile.options import Options
-from offcompile.runtime import memory
-from offcompile.target import target_for
+from offcompile.machine.options import Options
+from offcompile.machine.target import target_for
+from offcompile.runtime.base import process_memory as memory
 
 from .gpt import GPT, SEED, batches
 

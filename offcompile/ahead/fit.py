@@ -10,18 +10,18 @@ from typing import Any
 
 from torch import nn
 
-from offcompile.batch_trace import as_arguments
-from offcompile.decide import decide, floor_of, peak_alone, with_reserve
-from offcompile.endurance import spilled_bytes
+from offcompile.graph.split.decision import LADDER
 from offcompile.ir import DEVICE, HOST, Infeasible, InvalidInput, Problem, Violation
 from offcompile.ir.units import show_us, size
-from offcompile.options import Options
-from offcompile.progress import Progress
-from offcompile.report import PlanReport
-from offcompile.runtime.mapping import page_multiple
-from offcompile.simple_way import SimpleWay, against
-from offcompile.splitting import LADDER
+from offcompile.machine.options import Options
+from offcompile.planning.decide import decide, floor_of, peak_alone, with_reserve
+from offcompile.planning.endurance import spilled_bytes
+from offcompile.report.report import PlanReport
+from offcompile.report.simple_way import SimpleWay, against
+from offcompile.runtime.base.mapping import page_multiple
+from offcompile.runtime.base.progress import Progress
 
+from .batch_trace import as_arguments
 from .plan import CPU, Ahead, Asked, Tell, check_model, refuse_measuring, simple_ways
 from .scaled import Scale
 from .simple_ways import policy_ways

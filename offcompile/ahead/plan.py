@@ -16,25 +16,25 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn import functional
 from torch.utils._pytree import tree_map_only
 
-from offcompile.batch_trace import Traced, trace_call
-from offcompile.choose import Choice
-from offcompile.decide import planning_seconds
-from offcompile.graphs import Graphs
-from offcompile.hardware import load_profile
+from offcompile.graph.choose import Choice
+from offcompile.graph.graphs import Graphs
+from offcompile.graph.split.decision import Ways
+from offcompile.graph.updates import Updates
 from offcompile.ir import InvalidInput, Violation
-from offcompile.options import Options
-from offcompile.planning import Planning
-from offcompile.profiling import Profile
-from offcompile.progress import Progress
-from offcompile.report import PlanReport
-from offcompile.simple_way import SimpleWay
-from offcompile.splitting import Ways
-from offcompile.target import CpuTarget, CudaTarget, Target, target_for
+from offcompile.machine.hardware import load_profile
+from offcompile.machine.options import Options
+from offcompile.machine.target import CpuTarget, CudaTarget, Target, target_for
+from offcompile.planning.decide import planning_seconds
+from offcompile.planning.feedback.profiling import Profile
+from offcompile.report.report import PlanReport
+from offcompile.report.simple_way import SimpleWay
+from offcompile.run.plan_graph import Planning
+from offcompile.runtime.base.progress import Progress
 
+from .batch_trace import Traced, trace_call
 from .layers import PERIODS, Layers, find_layers, shortened
 from .simple_ways import SimpleWays
 from .surveyed import AheadSurvey, NotAlike, Twin
-from .updates import Updates
 
 CPU = "cpu"
 #: which positional argument of attention is the share that is dropped

@@ -11,8 +11,8 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 
 from offcompile.ir import Op, Problem
-from offcompile.passes.recompute_fit import DEAR, FittingReruns, rank
-from offcompile.passes.recompute_fit import Rerunning as Rerunning
+from offcompile.passes.search.recompute_fit import DEAR, FittingReruns, rank
+from offcompile.passes.search.recompute_fit import Rerunning as Rerunning
 
 #: into how many parts forward is cut where no names tell its blocks apart
 PARTS = (24, 12, 6)

@@ -13,12 +13,12 @@ from dataclasses import dataclass, replace
 
 from offcompile.ir import DEVICE, HOST, Infeasible, Lane, Machine, Op, Problem
 from offcompile.ir.units import move_ns
-from offcompile.passes.decisions import Away, Decisions
-from offcompile.passes.patience import Time, TimeIsUp, timed_by
+from offcompile.passes.build.decisions import Away, Decisions
+from offcompile.passes.build.patience import Time, TimeIsUp, timed_by
+from offcompile.passes.build.schedule import build
 from offcompile.passes.registry import POLICIES
-from offcompile.passes.schedule import build
-from offcompile.planner import plan_problem
-from offcompile.simple_way import SimpleWay
+from offcompile.planning.planner import plan_problem
+from offcompile.report.simple_way import SimpleWay
 from offcompile.simulate import Simulator
 
 from .simple_reruns import Rerunning, Reruns

@@ -5,17 +5,17 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
-from offcompile.annotate import Annotated
-from offcompile.compact import compact
-from offcompile.graphs import Graphs, Hint
-from offcompile.in_place import InPlace
+from offcompile.graph.annotate import Annotated
+from offcompile.graph.compact import compact
+from offcompile.graph.graphs import Graphs, Hint
+from offcompile.graph.sizes import hint_of
+from offcompile.graph.updates import Updates
 from offcompile.ir import DEVICE, HOST, OffloadError, Problem
-from offcompile.sizes import hint_of
-from offcompile.survey import Survey
+from offcompile.machine.in_place import InPlace
+from offcompile.run.survey import Survey
 
 from .layers import Layers
 from .unroll import relabelled, unroll
-from .updates import Updates
 
 
 class NotAlike(OffloadError):

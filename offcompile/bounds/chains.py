@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import numpy as np
 from scipy.optimize import linprog
 
-from offcompile.passes.min_cut import UNCUTTABLE, Network
+from offcompile.passes.select.min_cut import UNCUTTABLE, Network
 
 from .moment import Cut
 from .survey import Floats, Survey, priced

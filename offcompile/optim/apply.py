@@ -9,8 +9,8 @@ from typing import Any
 
 import torch
 
-from offcompile.runtime.carrier import Brought
-from offcompile.runtime.states import MemoryStates
+from offcompile.runtime.states.carrier import Brought
+from offcompile.runtime.states.states import MemoryStates
 
 from .core import MASTER, Core, Entry
 from .layout import flat, flat_like, is_dense

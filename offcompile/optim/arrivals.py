@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from offcompile.ir import OffloadError
-from offcompile.runtime import updates
+from offcompile.runtime.states import updates
 
 from .clipping import norm
 from .core import Core, Entry

@@ -12,8 +12,8 @@ import torch
 from torch._compile import _disable_dynamo
 
 from offcompile.ir import OffloadError
-from offcompile.runtime import updates
-from offcompile.runtime.states import StatesFacts
+from offcompile.runtime.states import updates
+from offcompile.runtime.states.states import StatesFacts
 
 from . import apply, checkpoints, clipping
 from .arrivals import Arrivals

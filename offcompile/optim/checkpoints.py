@@ -9,9 +9,9 @@ from typing import Any
 import torch
 
 from offcompile.ir import OffloadError
-from offcompile.runtime.directories import default_directory
-from offcompile.runtime.mapped import MappedStore
-from offcompile.runtime.states import MemoryStates
+from offcompile.runtime.device.mapped import MappedStore
+from offcompile.runtime.disk.directories import default_directory
+from offcompile.runtime.states.states import MemoryStates
 
 from .core import MASTER, Core, Entry
 from .layout import flat_like, shaped_like

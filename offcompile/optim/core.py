@@ -11,9 +11,9 @@ from typing import Any
 import torch
 
 from offcompile.ir import OffloadError
-from offcompile.runtime.carrier import Carrier, carrier_of
-from offcompile.runtime.disk_states import DiskStates
-from offcompile.runtime.states import MemoryStates, States
+from offcompile.runtime.states.carrier import Carrier, carrier_of
+from offcompile.runtime.states.disk_states import DiskStates
+from offcompile.runtime.states.states import MemoryStates, States
 
 from .layout import shaped_like
 from .places import Places, device_in, is_kept_there, is_streamed

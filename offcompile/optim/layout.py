@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from offcompile.runtime.registry import runtimes
+from offcompile.runtime.moves.registry import runtimes
 
 
 def is_dense(tensor: torch.Tensor) -> bool:

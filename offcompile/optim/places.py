@@ -6,13 +6,13 @@ from collections.abc import Iterable, Sequence
 
 import torch
 
-from offcompile.runtime import updates
-from offcompile.runtime.carrier import runtime_on
-from offcompile.runtime.directories import default_directory
-from offcompile.runtime.disk_states import DiskStates
-from offcompile.runtime.limits import read_limits
-from offcompile.runtime.states import HostStates, MemoryStates, States
-from offcompile.runtime.streamed_states import StreamedStates
+from offcompile.runtime.base.limits import read_limits
+from offcompile.runtime.disk.directories import default_directory
+from offcompile.runtime.states import updates
+from offcompile.runtime.states.carrier import runtime_on
+from offcompile.runtime.states.disk_states import DiskStates
+from offcompile.runtime.states.states import HostStates, MemoryStates, States
+from offcompile.runtime.states.streamed_states import StreamedStates
 
 from .settings import Settings
 

@@ -12,8 +12,8 @@ from typing import Any, Literal, TypedDict
 
 import torch
 
-from offcompile.hardware import parse_bytes
 from offcompile.ir import InvalidInput, Violation
+from offcompile.machine.hardware import parse_bytes
 
 StatesAt = Literal["auto", "device", "host", "disk"]
 Directory = str | PathLike[str] | Sequence[str | PathLike[str]]

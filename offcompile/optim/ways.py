@@ -6,10 +6,10 @@ from time import perf_counter_ns
 
 import torch
 
-from offcompile.runtime.carrier import Brought
-from offcompile.runtime.channels import Channels, Job
-from offcompile.runtime.device import Device
-from offcompile.runtime.weights import device_of
+from offcompile.runtime.device.interface import Device
+from offcompile.runtime.moves.weights import device_of
+from offcompile.runtime.states.carrier import Brought
+from offcompile.runtime.states.channels import Channels, Job
 
 from . import apply
 from .core import Core, Entry

@@ -1,7 +1,7 @@
 """Hypothesis strategies for problems, machines and plans: small, but wild.
 
     from hypothesis import given, strategies as st
-    from offcompile.testing import plans, problems_with_machines
+    from . import plans, problems_with_machines
 
     @given(st.data())
     def test_something(data):

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from offcompile.ir import OffloadError
-from offcompile.runtime.mapping import PAGE_BYTES
+from offcompile.runtime.base.mapping import PAGE_BYTES
 
 from .layout import Layout
 from .native import Native

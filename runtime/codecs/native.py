@@ -16,8 +16,8 @@ import numpy as np
 import torch
 
 from offcompile.ir import OffloadError
-from offcompile.runtime.mapping import PAGE_BYTES
-from offcompile.runtime.small_cpp import library
+from offcompile.runtime.base.mapping import PAGE_BYTES
+from offcompile.runtime.base.small_cpp import library
 
 from .layout import WIDEST_BYTES, Layout
 from .reference import Array

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from offcompile.runtime.mapping import PAGE_BYTES
+from offcompile.runtime.base.mapping import PAGE_BYTES
 
 from .layout import OFFSET_BYTES, ROW, WIDEST_BYTES, Layout
 from .refusals import damaged

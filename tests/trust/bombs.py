@@ -101,11 +101,11 @@ def _all(folder: str) -> None:
 
 
 def _outcome(name: str, folder: Path) -> str:
-    from offcompile.cli_files import read_inputs
-    from offcompile.cost_cache import document_path, read_document
-    from offcompile.hardware import load_profile
+    from offcompile.cli.files import read_inputs
     from offcompile.ir import OffloadError
-    from offcompile.runtime import checkpoint_files
+    from offcompile.machine.cost_cache import document_path, read_document
+    from offcompile.machine.hardware import load_profile
+    from offcompile.runtime.disk import checkpoint_files
 
     suffix, make = BOMBS[name]
     if suffix in ("cache", "pipe"):

@@ -14,11 +14,12 @@ import torch
 from torch import Tensor
 
 import offcompile
-from offcompile import report as report_module
-from offcompile import survey, target, trial
-from offcompile.decide import peak_alone
 from offcompile.ir import DEVICE
-from offcompile.runtime.registry import runtimes
+from offcompile.machine import target
+from offcompile.planning.decide import peak_alone
+from offcompile.report import report as report_module
+from offcompile.run import survey, trial
+from offcompile.runtime.moves.registry import runtimes
 
 from .rows import Row
 

@@ -18,10 +18,14 @@ from unittest import mock
 import torch
 
 from offcompile.ir import OffloadError
-from offcompile.runtime import arena, cpu, registry, state_blocks, watchdog
-from offcompile.runtime.mapping import PAGE_BYTES
-from offcompile.runtime.threads import bare
-from offcompile.saving import Calls
+from offcompile.run.saving import Calls
+from offcompile.runtime.base import watchdog
+from offcompile.runtime.base.mapping import PAGE_BYTES
+from offcompile.runtime.base.threads import bare
+from offcompile.runtime.device import cpu
+from offcompile.runtime.memory import arena
+from offcompile.runtime.moves import registry
+from offcompile.runtime.states import state_blocks
 
 from .fault_rig import Record, Rig, disks, refusing, same, short, short_write
 from .faults import Cell

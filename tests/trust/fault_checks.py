@@ -13,12 +13,12 @@ import pytest
 import torch
 
 from offcompile.ir import OffloadError
-from offcompile.runtime import watchdog
-from offcompile.runtime.channels import Channels
-from offcompile.runtime.device import Label
-from offcompile.runtime.disk_queue import DiskQueue, side_by_side
-from offcompile.runtime.lanes import Job, Lanes
-from offcompile.runtime.watchdog import LOOKS, WARN_AT, Stalled, StallWarning, Wait
+from offcompile.runtime.base import watchdog
+from offcompile.runtime.base.watchdog import LOOKS, WARN_AT, Stalled, StallWarning, Wait
+from offcompile.runtime.device.interface import Label
+from offcompile.runtime.device.lanes import Job, Lanes
+from offcompile.runtime.disk.disk_queue import DiskQueue, side_by_side
+from offcompile.runtime.states.channels import Channels
 from trust import faults
 
 

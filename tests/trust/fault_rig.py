@@ -23,12 +23,12 @@ from zoo import MLP
 
 import offcompile
 from offcompile.optim import AdamW, places
-from offcompile.runtime import spill
-from offcompile.runtime.disk_states import DiskStates
-from offcompile.runtime.registry import close_all, runtimes
-from offcompile.runtime.spill import SpillStore
-from offcompile.runtime.spill_file import Files
-from offcompile.saving import Calls, save
+from offcompile.run.saving import Calls, save
+from offcompile.runtime.disk import spill
+from offcompile.runtime.disk.spill import SpillStore
+from offcompile.runtime.disk.spill_file import Files
+from offcompile.runtime.moves.registry import close_all, runtimes
+from offcompile.runtime.states.disk_states import DiskStates
 
 PHASES = ("forward", "backward", "update", "checkpoint", "init")
 STEPS = 2

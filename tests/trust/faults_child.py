@@ -21,7 +21,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import torch
 
 from offcompile.ir import OffloadError
-from offcompile.runtime.registry import close_all
+from offcompile.runtime.moves.registry import close_all
 from trust.fault_acts import at_disk
 from trust.fault_rig import Rig, same
 from trust.faults import MATRIX, Cell

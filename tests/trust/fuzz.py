@@ -22,12 +22,12 @@ from unittest import mock
 
 import torch
 
-from offcompile import cli
-from offcompile.cli_files import BadPlan, read_inputs, read_plan
-from offcompile.cost_cache import CostCache, document_path
-from offcompile.hardware import load_profile
+from offcompile.cli import main as cli
+from offcompile.cli.files import BadPlan, read_inputs, read_plan
 from offcompile.ir import OffloadError
-from offcompile.runtime import checkpoint_files
+from offcompile.machine.cost_cache import CostCache, document_path
+from offcompile.machine.hardware import load_profile
+from offcompile.runtime.disk import checkpoint_files
 
 from .bombs import BOMBS, defuse
 from .hostile import CACHE_IDENTITY, EXAMPLES, NAMES, File, good_files, safetensors, spoil

@@ -10,12 +10,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from offcompile.hardware import load_profile
-from offcompile.hardware_toml import profile_to_toml
 from offcompile.ir.jsonio import loads_plan, loads_problem, machine_from_toml, machine_to_json
 from offcompile.ir.textio import print_machine, print_plan, print_problem
 from offcompile.ir.trace import Block, Run, Trace
 from offcompile.ir.traceio import print_trace, trace_to_json
+from offcompile.machine.hardware import load_profile
+from offcompile.machine.hardware_toml import profile_to_toml
 
 #: of which machine the document of measurements tells
 CACHE_IDENTITY: dict[str, str | int | bool] = {"machine": "fuzzed"}

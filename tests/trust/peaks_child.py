@@ -22,8 +22,8 @@ from wild.parts import Gpt, conv_net, mlp, next_word_loss
 from wild.timm_models import MODELS, Model, import_timm
 
 import offcompile
-from offcompile.runtime import memory
-from offcompile.runtime.heap import heap
+from offcompile.runtime.base import process_memory as memory
+from offcompile.runtime.memory.heap import heap
 
 STEPS = 3
 #: what autograd keeps of one forward

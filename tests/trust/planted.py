@@ -10,11 +10,11 @@ from unittest import mock
 
 import torch
 
-from offcompile.runtime.cuda import CudaDevice
-from offcompile.runtime.device import Copy, Point, Slot
-from offcompile.runtime.mover import Mover
-from offcompile.runtime.state_blocks import Block
-from offcompile.runtime.state_flow import Flow
+from offcompile.runtime.device.cuda.device import CudaDevice
+from offcompile.runtime.device.interface import Copy, Point, Slot
+from offcompile.runtime.moves.mover import Mover
+from offcompile.runtime.states.state_blocks import Block
+from offcompile.runtime.states.state_flow import Flow
 
 _wait, _pin, _unpin = Mover._wait, Flow.pin, Flow.unpin
 

@@ -16,17 +16,17 @@ from captured import Attention, Perceptron, capture
 from hypothesis import HealthCheck, Phase, settings
 from torch import fx, nn
 
-from offcompile.annotate import Annotated, annotate
-from offcompile.costs import OpCost
-from offcompile.graphs import Graphs
+from offcompile.graph.annotate import Annotated, annotate
+from offcompile.graph.costs.op_costs import OpCost
+from offcompile.graph.graphs import Graphs
+from offcompile.graph.lowering.rewrite import rewrite
+from offcompile.graph.sizes import hint_of
 from offcompile.ir import DEVICE, Lane, Machine, Tier
-from offcompile.order import static_order
-from offcompile.planner import check_plan
-from offcompile.rewrite import rewrite
-from offcompile.runtime import spill
-from offcompile.runtime.counters import counters
-from offcompile.runtime.registry import RuntimeSettings, close_all
-from offcompile.sizes import hint_of
+from offcompile.planning.order import static_order
+from offcompile.planning.planner import check_plan
+from offcompile.runtime.base.counters import counters
+from offcompile.runtime.disk import spill
+from offcompile.runtime.moves.registry import RuntimeSettings, close_all
 from offcompile.testing import plans
 
 from .interleaving import Interleaving

@@ -9,8 +9,8 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from offcompile.runtime.mapping import PAGE_BYTES
-from offcompile.runtime.spill_file import Files
+from offcompile.runtime.base.mapping import PAGE_BYTES
+from offcompile.runtime.disk.spill_file import Files
 
 #: what a call may do instead of all that it was asked for
 READ_FAULTS = ("EIO", "torn", "short", "nothing")

@@ -17,10 +17,12 @@ from pathlib import Path
 from unittest import mock
 
 import torch
+from support.simulated_streams import Faults
 
 from offcompile.ir import OffloadError
-from offcompile.runtime import spill_file, state_blocks, watchdog
-from offcompile.runtime.simulated_streams import Faults
+from offcompile.runtime.base import watchdog
+from offcompile.runtime.disk import spill_file
+from offcompile.runtime.states import state_blocks
 
 from .interleaving import Interleaving, Stuck
 from .planted import PLANTS

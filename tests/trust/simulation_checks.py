@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from offcompile.runtime.disk_queue import DiskQueue
+from offcompile.runtime.disk.disk_queue import DiskQueue
 from trust import schedules, simulation
 from trust.interleaving import Interleaving, Stuck
 from trust.simulated_disk import SimulatedDisk

@@ -29,11 +29,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import offcompile
-from offcompile import report
-from offcompile.books import books_of
-from offcompile.runtime import tickets
-from offcompile.runtime.memory import resident
-from offcompile.runtime.registry import close_all, runtimes
+from offcompile.report import report
+from offcompile.run.accounts.books import books_of
+from offcompile.runtime.base.process_memory import resident
+from offcompile.runtime.device import tickets
+from offcompile.runtime.moves.registry import close_all, runtimes
 
 from .rows import Row
 

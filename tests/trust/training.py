@@ -17,17 +17,17 @@ from pathlib import Path
 import numpy as np
 import torch
 from cuda_bench import STAGING, Bench, Disk, fill
+from support.simulated_streams import SimulatedStreams
 from update_bench import KINDS, SimulatedCarrier, Updates, produce, weight_of
 
 from offcompile.ir import OffloadError
 from offcompile.passes.correlation.predictor import Predictor
-from offcompile.runtime.channels import Channels
-from offcompile.runtime.cuda import CudaDevice
-from offcompile.runtime.disk_states import DiskStates
-from offcompile.runtime.keeping import Keeper
-from offcompile.runtime.mover import Mover
-from offcompile.runtime.simulated_streams import SimulatedStreams
-from offcompile.runtime.state_blocks import GRAIN
+from offcompile.runtime.device.cuda.device import CudaDevice
+from offcompile.runtime.moves.keeping import Keeper
+from offcompile.runtime.moves.mover import Mover
+from offcompile.runtime.states.channels import Channels
+from offcompile.runtime.states.disk_states import DiskStates
+from offcompile.runtime.states.state_blocks import GRAIN
 
 from .interleaving import Interleaving
 from .simulated_disk import SimulatedDisk

@@ -1,0 +1,290 @@
+"""The largest batch that fits a budget, and the one with the best throughput, found by planning.
+
+Each batch that is tried is traced on tensors without memory, priced and planned as the backend
+would; nothing is trained, so nothing can run out of memory.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from offcompile.ir import DEVICE, Infeasible, InvalidInput, Violation
+from offcompile.ir.units import show_us, size
+from offcompile.machine.hardware import list_profiles, load_profile, parse_bytes
+from offcompile.machine.options import Options
+from offcompile.machine.target import CpuTarget, CudaTarget, Target, target_for
+from offcompile.planning.decide import plain_plan
+from offcompile.planning.feedback.profiling import Profile
+from offcompile.run.accounts.books import Books
+from offcompile.run.pipeline import Pipeline
+from offcompile.runtime.base.progress import Progress
+from offcompile.simulate import Simulator
+
+from .batch_trace import Traced, trace
+
+#: batches tried between the neighbours of the best one so far
+REFINEMENTS = 6
+#: batches are told apart up to this share of them
+PRECISION = 0.01
+#: planning time for each batch; the backend itself takes longer where a graph is large
+SECONDS = 1.0
+US_PER_SECOND = 1e6
+CPU = "cpu"
+#: profiles of cards; others are taken for machines without one unless the model is on a card
+CARDS = frozenset(list_profiles()) - {CPU}
+
+
+@dataclass(frozen=True)
+class BatchRow:
+    """One batch that fits: the simulated step, and the most of the device that it holds."""
+
+    batch: int
+    step_us: float
+    peak_bytes: int
+    #: whether something moves
+    moves: bool
+
+    @property
+    def samples_per_second(self) -> float:
+        return self.batch / self.step_us * US_PER_SECOND
+
+
+@dataclass(frozen=True)
+class BatchReport:
+    """Every batch that was tried and fits, in order, and the smallest one that does not."""
+
+    rows: tuple[BatchRow, ...]
+    too_large: int | None
+    #: why that one does not fit
+    reason: str
+
+    @property
+    def largest(self) -> BatchRow:
+        return self.rows[-1]
+
+    @property
+    def best(self) -> BatchRow:
+        """The one with the most samples a second, by simulated time."""
+        return max(self.rows, key=lambda row: row.samples_per_second)
+
+    def to_text(self) -> str:
+        lines = [f"{'batch':>10}  {'step':>12}  {'samples/s':>12}  {'peak':>12}"]
+        for row in self.rows:
+            marks = [m for m, of in (("largest", self.largest), ("best", self.best)) if of is row]
+            note = "" if row.moves else "  nothing moves"
+            lines.append(
+                f"{row.batch:>10}  {show_us(row.step_us):>12}  {row.samples_per_second:>12.4g}"
+                f"  {size(row.peak_bytes):>12}{note}{'  ← ' + ', '.join(marks) if marks else ''}"
+            )
+        if self.too_large is not None:
+            lines.append(f"{self.too_large:>10}  does not fit: {self.reason}")
+        return "\n".join(lines)
+
+    __str__ = to_text
+
+    def to_json(self) -> dict[str, Any]:
+        rows = [
+            {
+                "batch": row.batch,
+                "step_us": row.step_us,
+                "samples_per_second": row.samples_per_second,
+                "peak_bytes": row.peak_bytes,
+                "moves": row.moves,
+            }
+            for row in self.rows
+        ]
+        return {
+            "largest": self.largest.batch,
+            "best": self.best.batch,
+            "rows": rows,
+            "too_large": self.too_large,
+            "reason": self.reason,
+        }
+
+
+def max_batch(
+    model: Callable[..., Any],
+    make_inputs: Callable[[int], Any],
+    memory: int | float | str | None = None,
+    *,
+    policy: str | None = "joint",
+    hardware: str | Path | None = None,
+    held: int | str = 0,
+    most: int = 1 << 16,
+    measure: bool = False,
+    densities: Mapping[str, float] | None = None,
+    options: Mapping[str, object] | None = None,
+) -> BatchReport:
+    """The largest batch that fits, and the one with the best throughput.
+
+    model: a module, or a function of the inputs that uses modules; what would be compiled.
+    make_inputs: from a batch size to the arguments (a tuple, or one tensor); called with tensors
+    that have no memory.
+    memory: as in the backend's options, without "minimum".
+    policy: as there; None: nothing moves, as without offcompile.
+    hardware: a profile to plan for; None: this machine, which is measured once.
+    held: what else the device holds, such as states of an optimizer.
+    most: larger batches are not asked for.
+    measure: run ops that are not known yet to see what they take, instead of reckoning it.
+    densities: shares of elements that are not zero, as `PlanReport.profile` has them, so that
+    codecs can be planned with.
+    options: others of the backend's.
+
+    Raises `Infeasible` if not even a batch of 1 fits.
+    """
+    if most < 1:
+        raise _refusal("most", f"{most} is no batch; give 1 or more")
+    if hardware is not None and measure:
+        raise _refusal("measure", "ops cannot be run on a profile; leave out hardware or measure")
+    given = dict(options or {}) | {"memory": memory, "hardware": hardware}
+    given = {"seconds": SECONDS} | given | ({} if policy is None else {"policy": policy})
+    asked = Options.read(given)
+    if asked.minimum:
+        raise _refusal("memory", "every batch fits its own minimum; give a size")
+    held_bytes = parse_bytes(held) if isinstance(held, str) else held
+    with Progress("max_batch") as progress:
+        search = _Search(
+            model,
+            make_inputs,
+            asked,
+            plain=policy is None,
+            measure=measure,
+            held_bytes=held_bytes,
+            densities=dict(densities or {}),
+            tell=progress,
+        )
+        search.grow(most)
+        search.refine()
+    return search.report()
+
+
+def _refusal(where: str, detail: str) -> InvalidInput:
+    return InvalidInput([Violation("bad-value", where, detail)])
+
+
+@dataclass
+class _Search:
+    model: Callable[..., Any]
+    make_inputs: Callable[[int], Any]
+    options: Options
+    plain: bool
+    measure: bool
+    held_bytes: int
+    densities: dict[str, float]
+    tell: Callable[[str], None]
+    rows: dict[int, BatchRow] = field(default_factory=dict)
+    refused: dict[int, Infeasible] = field(default_factory=dict)
+    target: Target | None = None
+
+    # --- which batches ------------------------------------------------------------------------
+
+    def grow(self, most: int) -> None:
+        """Twice as much until it does not fit, then halfway between, up to the precision."""
+        fits, fails = 0, most + 1
+        batch = 1
+        while batch < fails:
+            if not self.try_one(batch):
+                if batch == 1:
+                    raise self.refused[1]
+                fails = batch
+                break
+            fits, batch = batch, min(2 * batch, most) if batch < most else fails
+        while fails - fits > max(1, int(fits * PRECISION)):
+            middle = (fits + fails) // 2
+            if self.try_one(middle):
+                fits = middle
+            else:
+                fails = middle
+
+    def refine(self) -> None:
+        """Look for the best throughput beside the best one known."""
+        for _ in range(REFINEMENTS):
+            known = sorted(self.rows)
+            at = known.index(max(known, key=lambda b: self.rows[b].samples_per_second))
+            gaps = [
+                (known[i + 1] - known[i], (known[i] + known[i + 1]) // 2)
+                for i in (at - 1, at)
+                if 0 <= i < len(known) - 1
+            ]
+            width, middle = max(gaps, default=(0, 0))
+            if width <= max(1, int(known[at] * PRECISION)):
+                return
+            self.try_one(middle)
+
+    # --- one batch ----------------------------------------------------------------------------
+
+    def try_one(self, batch: int) -> bool:
+        if batch in self.rows or batch in self.refused:
+            return batch in self.rows
+        self.tell(f"trying a batch of {batch}")
+        traced = trace(self.model, self.make_inputs, batch, self.options.lowering)
+        try:
+            self.rows[batch] = self._row(batch, traced)
+        except Infeasible as error:
+            self.refused[batch] = error
+        return batch in self.rows
+
+    def _row(self, batch: int, traced: Traced) -> BatchRow:
+        pipeline = self._pipeline(batch, traced)
+        if self.plain:
+            return self._plain(batch, pipeline, traced)
+        if traced.splits is not None:
+            pipeline.may_split(traced.splits)
+        decided = pipeline.plan_only(*traced.graphs)
+        reserve = 0 if decided.fits else pipeline.target.reserve_bytes(pipeline.budget() or 0)
+        peak = decided.order.peak_bytes + reserve
+        return BatchRow(batch, decided.cost_us, peak, not decided.fits)
+
+    def _plain(self, batch: int, pipeline: Pipeline, traced: Traced) -> BatchRow:
+        problem = pipeline.step_that_moves_nothing(*traced.graphs)
+        total = sum(t.nbytes for t in problem.tensors)
+        total += max((op.workspace_bytes for op in problem.ops), default=0)
+        machine = pipeline.target.machine(max(1, total))
+        timeline = Simulator(problem, machine).run(plain_plan(problem), record=False)
+        peak, limit = timeline.peak_bytes[DEVICE], pipeline.budget()
+        if limit is not None and peak > limit:
+            raise Infeasible(
+                f"a batch of {batch} holds {size(peak)} at once and has {size(limit)}",
+                peak - limit,
+                "Let something move: give a policy.",
+            )
+        return BatchRow(batch, timeline.makespan_us, peak, False)
+
+    def _pipeline(self, batch: int, traced: Traced) -> Pipeline:
+        if self.target is None:
+            self.target = self._target(traced)
+        # costs of ops are reckoned, not measured, where a profile is named
+        hardware = None if self.measure else self.options.hardware or CPU
+        return Pipeline(
+            replace(self.options, hardware=hardware),
+            self.target,
+            f"a batch of {batch}",
+            Books().open(),
+            traced.parameters,
+            self.held_bytes,
+            profile=Profile(densities=self.densities),
+            traced_on=traced.device.type,
+            explains=batch == 1,
+        )
+
+    def _target(self, traced: Traced) -> Target:
+        options, on_card = self.options, traced.device.type == "cuda"
+        if options.hardware is None:
+            return target_for(options, traced.device if on_card else None, self.tell)
+        profile = load_profile(options.hardware)
+        if on_card or options.hardware in CARDS:
+            disks = () if options.host_memory is None else options.spill
+            bounds = profile.device_memory_bytes, options.host_memory
+            return CudaTarget(profile, disks, *bounds)
+        return CpuTarget(profile, options.spill, profile.device_memory_bytes, options.host_memory)
+
+    # --- the answer ---------------------------------------------------------------------------
+
+    def report(self) -> BatchReport:
+        rows = tuple(self.rows[batch] for batch in sorted(self.rows))
+        above = [b for b in sorted(self.refused) if b > rows[-1].batch]
+        first = above[0] if above else None
+        return BatchReport(rows, first, "" if first is None else self.refused[first].reason)

@@ -1,0 +1,1 @@
+"""`offcompile doctor`: measures this machine, and says in words what would help it."""

@@ -1,0 +1,99 @@
+"""`offcompile fit`: will it fit, how fast would it be, before there is any hardware."""
+
+from __future__ import annotations
+
+import argparse
+import atexit
+import gc
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from offcompile.runtime.base.garbage import rarely_collected
+
+DTYPES = ("bfloat16", "float16", "float32")
+DONE, INFEASIBLE = 0, 3
+
+
+def add_fit(commands: Any) -> None:
+    """The command, as one of the subparsers `commands`."""
+    fit = commands.add_parser(
+        "fit",
+        help="say whether a model fits, how fast it would train, and which batch is largest",
+        description="Nothing is allocated and nothing runs: the hardware need not be there.",
+    )
+    fit.add_argument(
+        "model",
+        metavar="MODEL",
+        help="file.py:factory, module:factory, hf:NAME (such as hf:gpt2-xl) or hf:FOLDER; a factory"
+        " returns (model, inputs) or (model, inputs, loss) and may take batch",
+    )
+    fit.add_argument(
+        "--hardware", metavar="NAME", help="a profile's name or .toml file (default: this machine)"
+    )
+    fit.add_argument("--memory", metavar="SIZE", help="device budget (default: all of it)")
+    fit.add_argument("--host-memory", metavar="SIZE", help="host budget; more goes to disk")
+    fit.add_argument("--batch", type=int, default=1, metavar="N", help="default: %(default)s")
+    fit.add_argument(
+        "--length", type=int, default=1024, metavar="N", help="of hf: models (default: %(default)s)"
+    )
+    fit.add_argument(
+        "--dtype", choices=DTYPES, default=DTYPES[0], help="of hf: models (default: %(default)s)"
+    )
+    fit.add_argument(
+        "--optimizer", metavar="NAME", help="adamw, adam, momentum or sgd (default: no updates)"
+    )
+    fit.add_argument(
+        "--stream-states",
+        action=argparse.BooleanOptionalAction,
+        default=True,
+        help="let states on the host cross to the device for updates there (default: they may)",
+    )
+    fit.add_argument("--quick", action="store_true", help="no other budgets, no largest batch")
+    fit.add_argument(
+        "--compare", action="store_true", help="plan with each published policy by itself too"
+    )
+    fit.add_argument("--html", metavar="FILE", help="also write the plan as a page")
+    fit.add_argument("--json", action="store_true", help="print one JSON object")
+    fit.set_defaults(run=run_fit)
+
+
+def run_fit(options: argparse.Namespace) -> int:
+    with _cycles_left_alone():
+        return _fit(options)
+
+
+@contextmanager
+def _cycles_left_alone() -> Iterator[None]:
+    """Looking for cycles among graphs takes a tenth of the time, and as long again at the exit."""
+    atexit.register(gc.freeze)  # a process that ends need not look at all
+    with rarely_collected():
+        yield
+
+
+def _fit(options: argparse.Namespace) -> int:
+    from offcompile.ahead.factories import build
+    from offcompile.ahead.fit import fit
+
+    (model, inputs, loss), several = build(
+        options.model, options.batch, options.length, options.dtype
+    )
+    found = fit(
+        model,
+        inputs,
+        options.batch,
+        memory=options.memory,
+        hardware=options.hardware,
+        loss=loss,
+        optimizer=options.optimizer,
+        host_memory=options.host_memory,
+        table=not options.quick,
+        largest=several and not options.quick,
+        compare=options.compare,
+        stream_states=options.stream_states,
+    )
+    if options.html is not None and found.report is not None:
+        found.report.save_html(options.html)
+    print(json.dumps(found.to_json(), allow_nan=False) if options.json else found.to_text())
+    return DONE if found.fits else INFEASIBLE

@@ -1,0 +1,220 @@
+"""Where weights and their gradients live: on the device, on the host, or some here and some there.
+
+Three kinds of plan compete: everything at home on the device, so that only activations move; all
+weights on the host; and some of them there, the others staying for good. The simplest one that
+costs no more than `WORTH_LEAVING` is taken.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from fractions import Fraction
+from typing import Protocol
+
+from offcompile.ir import DEVICE, HOST, Infeasible, Problem
+from offcompile.passes.select.residents import best_share, spread
+from offcompile.planning.decide import Decided
+from offcompile.planning.planner import Beaten
+
+from .annotate import Annotated
+
+#: weights leave for the host, and some of them stay after all, where a step gains more than this
+WORTH_LEAVING = 0.02
+#: plans that are only compared are searched for a shorter while, and those for a longer one that
+#: the bound says may still win so much
+TRIAL_SHARE, LONGER_SHARE = 1 / 3, 2.0
+#: no plan is searched again that costs so many times the best, or is so near its bound
+NEAR, CLOSE = 1.1, 0.03
+#: after so much processor time no other choice of weights is planned for, and none for longer
+ENOUGH_SECONDS = 25.0
+
+
+class Decide(Protocol):
+    """A plan for a step as annotated; raises Infeasible. `share` is of the usual planning time.
+
+    worth_us: raises `Beaten` if no plan can cost less.
+    """
+
+    def __call__(
+        self,
+        found: Annotated,
+        *,
+        may_fit: bool,
+        share: float = 1.0,
+        worth_us: float = float("inf"),
+    ) -> Decided: ...
+
+
+@dataclass(frozen=True)
+class Choice:
+    annotated: Annotated
+    decided: Decided
+    #: weights that stay on the device although others are on the host; None: no weight leaves
+    stays: frozenset[str] | None = None
+    #: what of the graph was split into pieces, in words; "": nothing
+    split: str = ""
+
+
+def choose(
+    at_home: Annotated,
+    on_host: Callable[[frozenset[str]], Annotated | None],
+    decide: Decide,
+    to_floor: bool,
+    floor_of: Callable[[Problem], int],
+    must_leave: bool = False,
+    may_split: bool = True,
+) -> Choice:
+    """The fastest plan that fits; `to_floor`: the one that does with least.
+
+    `on_host` annotates the step with weights on the host but for those given; None where that
+    cannot be, or where no weight is worth a move. `must_leave`: gradients are to leave whatever it
+    gains, unless everything fits as it is. `may_split`: some weights may stay while others leave.
+    """
+    if to_floor:
+        return _least(at_home, on_host(frozenset()), decide, floor_of)
+    until = time.thread_time() + ENOUGH_SECONDS
+    stay = refused = None
+    try:
+        stay = decide(at_home, may_fit=True)
+    except Infeasible as error:
+        refused = error
+    if stay is not None and (stay.fits or (_hides(stay, at_home.problem) and not must_leave)):
+        return Choice(at_home, stay)
+    all_there = on_host(frozenset())
+    leave: Choice | None = None
+    if all_there is not None:
+        try:
+            leave = Choice(all_there, decide(all_there, may_fit=False), frozenset())
+        except Infeasible as error:
+            refused = error
+    if leave is None:
+        if stay is None:
+            assert refused is not None
+            raise refused
+        return Choice(at_home, stay)
+    if may_split and not _hides(leave.decided, leave.annotated.problem):
+        least_us = min(d.cost_us for d in (stay, leave.decided) if d is not None)
+        room_bytes = _room_bytes(leave, floor_of)
+        leave = _with_some_here(leave, least_us, on_host, decide, until, room_bytes)
+        least_us = min(least_us, leave.decided.cost_us)
+        if not leave.stays:
+            leave = _longer(leave, least_us, decide, until)
+        if stay is not None:
+            least_us = min(least_us, leave.decided.cost_us)
+            stay = _longer(Choice(at_home, stay), least_us, decide, until).decided
+    if stay is None or must_leave or _faster(leave.decided, stay):
+        return leave
+    return Choice(at_home, stay)
+
+
+def _least(
+    at_home: Annotated,
+    on_host: Annotated | None,
+    decide: Decide,
+    floor_of: Callable[[Problem], int],
+) -> Choice:
+    """The plan that does with least; one whose floor is above another's peak is not made."""
+    if on_host is None:
+        return Choice(at_home, decide(at_home, may_fit=True))
+    leave = Choice(on_host, decide(on_host, may_fit=False), frozenset())
+    if floor_of(at_home.problem) >= leave.decided.order.peak_bytes:
+        return leave
+    stay = Choice(at_home, decide(at_home, may_fit=True))
+    return min(stay, leave, key=lambda c: c.decided.order.peak_bytes)
+
+
+def _longer(choice: Choice, least_us: float, decide: Decide, until: float) -> Choice:
+    """Search again, for longer, if there is time and a plan may still beat what others cost."""
+    worth_us = least_us * (1 - WORTH_LEAVING)
+    far = choice.decided.cost_us > least_us * NEAR
+    close = choice.decided.result.gap < CLOSE
+    late = time.thread_time() > until
+    if far or close or late or choice.decided.result.lower_bound_us >= worth_us:
+        return choice
+    made = decide(choice.annotated, may_fit=False, share=LONGER_SHARE)
+    found = Choice(choice.annotated, made, choice.stays)
+    return min(found, choice, key=lambda c: c.decided.cost_us)
+
+
+def _with_some_here(
+    leave: Choice,
+    least_us: float,
+    on_host: Callable[[frozenset[str]], Annotated | None],
+    decide: Decide,
+    until: float,
+    room_bytes: int,
+) -> Choice:
+    """Keep as many weights on the device as make the step fastest.
+
+    least_us: what others cost. room_bytes: no more fits beside the ops that need most.
+    """
+    sizes = _without_host_updates(leave)
+    total_bytes = sum(nbytes for _, nbytes in sizes)
+    if room_bytes <= min((nbytes for _, nbytes in sizes), default=0):
+        return leave
+    found: dict[Fraction, Choice] = {}
+    known: dict[frozenset[str], float | None] = {}
+
+    def cost(share: Fraction) -> float | None:
+        stays = spread(sizes, share)
+        if stays not in known and time.thread_time() > until:
+            return None
+        if stays not in known:
+            known[stays] = planned(share, stays)
+        return known[stays]
+
+    def planned(share: Fraction, stays: frozenset[str]) -> float | None:
+        annotated = on_host(stays)
+        if annotated is None:
+            return None
+        best_us = min([least_us, *(c.decided.cost_us for c in found.values())])
+        worth_us = best_us * (1 - WORTH_LEAVING)
+        try:
+            decided = decide(annotated, may_fit=False, share=TRIAL_SHARE, worth_us=worth_us)
+        except (Infeasible, Beaten):
+            return None
+        found[share] = Choice(annotated, decided, stays)
+        return decided.cost_us
+
+    room = min(Fraction(1), Fraction(room_bytes, max(1, total_bytes)))
+    best_share(cost, min(least_us, leave.decided.cost_us), room)
+    best = min(found.values(), key=lambda c: c.decided.cost_us, default=leave)
+    if not _faster(best.decided, leave.decided):
+        return leave
+    if time.thread_time() > until:
+        return best
+    longer = Choice(best.annotated, decide(best.annotated, may_fit=False), best.stays)
+    return min(longer, best, key=lambda c: c.decided.cost_us)
+
+
+def _room_bytes(leave: Choice, floor_of: Callable[[Problem], int]) -> int:
+    """Tell how much more the device could hold at the op that needs most of it."""
+    capacity = leave.decided.machine.tier[DEVICE].capacity_bytes
+    problem = leave.annotated.problem
+    if capacity is None:
+        return sum(t.nbytes for t in problem.tensors)
+    return max(0, capacity - floor_of(problem))
+
+
+def _without_host_updates(leave: Choice) -> list[tuple[str, int]]:
+    """The weights on the host that the device updates: the host's own are better where they are."""
+    hosted = {u.weight for u in leave.decided.result.plan.updates if u.where == HOST}
+    return [w for w in weights_in_use_order(leave.annotated.problem) if w[0] not in hosted]
+
+
+def weights_in_use_order(problem: Problem) -> list[tuple[str, int]]:
+    hosted = {t.id: t.nbytes for t in problem.tensors if t.kind == "weight" and t.home == HOST}
+    order = dict.fromkeys(t for op in problem.ops for t in op.reads if t in hosted)
+    return [(t, hosted[t]) for t in order]
+
+
+def _hides(decided: Decided, problem: Problem) -> bool:
+    """Whether moving costs next to nothing."""
+    compute_us = sum(op.duration_us for op in problem.ops)
+    return decided.cost_us <= compute_us * (1 + WORTH_LEAVING)
+
+
+def _faster(leave: Decided, stay: Decided) -> bool:
+    return leave.cost_us < stay.cost_us * (1 - WORTH_LEAVING)

@@ -1,0 +1,225 @@
+"""A simple account of what Inductor fuses, for what fused kernels cost.
+
+Pointwise and reduction nodes over the same number of elements become one kernel, as long as no
+kernel of another kind stands between them; a value that only nodes of its own kernel use is never
+written. Where Inductor may go either way, a value counts as written: memory is rather planned for
+in vain than missing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Protocol
+
+import torch
+from torch import fx
+
+from offcompile.graph.graphs import Hint, is_getitem, mutated_inputs
+from offcompile.machine.hardware import HardwareProfile
+from offcompile.runtime.base.process_memory import RETURNED_BYTES
+from offcompile.runtime.measure.timing import Overheads
+
+from .calls import call_of, is_view, value_bytes
+from .roofline import GATHERS, OpCost, Work, op_name, roofline_us
+
+MOST_NODES = 64  # what Inductor puts into one kernel
+
+_NORMS = ("linalg_vector_norm", "norm")
+_EXTREMES = ("amax", "amin", "max", "min", "argmax", "argmin")
+_REDUCTIONS = frozenset(
+    ("sum", "mean", "prod", "var", "var_mean", "any", "all", "xor_sum", *_EXTREMES, *_NORMS)
+)
+_FILLS = ("full", "full_like", "zeros", "zeros_like", "ones", "ones_like", "arange", "iota")
+_COPIES = ("clone", "copy", "copy_", "_to_copy", "convert_element_type", "lift_fresh_copy")
+_MORE = ("scalar_tensor", "constant_pad_nd", "slice_scatter", "select_scatter", "avg_pool2d")
+_POOLS = (
+    "max_pool2d_with_indices",
+    "_low_memory_max_pool_with_offsets",
+    "_low_memory_max_pool_offsets_to_indices",
+)
+_RANDOM = tuple(f"inductor_{name}" for name in ("random", "randint", "lookup_seed", "seeds"))
+#: beside what is tagged as pointwise
+_FUSED = frozenset((*_REDUCTIONS, *GATHERS, *_FILLS, *_COPIES, *_MORE, *_POOLS, *_RANDOM))
+#: Inductor generates these too, and may run them in one kernel with what comes after; the value is
+#: always written
+_PUTS = ("index_put", "_unsafe_index_put", "_unsafe_masked_index_put_accumulate")
+_ENDS = frozenset(("cat", "stack", "scatter", "scatter_add", "scatter_reduce", *_PUTS))
+#: views that keep the order of elements
+_KEEPS_ORDER = frozenset(
+    ["view", "_unsafe_view", "reshape", "squeeze", "unsqueeze", "alias", "detach"]
+)
+
+
+class Model(Protocol):
+    """Of a cost model, what groups need."""
+
+    profile: HardwareProfile
+    overheads: Overheads
+
+
+def is_extern(node: fx.Node) -> bool:
+    """Whether no other node shares the node's kernel: products, convolutions, …"""
+    return not _fuses(node) and not is_view(node) and not is_getitem(node)
+
+
+def calls_library(node: fx.Node) -> bool:
+    """Whether under Inductor the node runs as it does by itself, so that measuring it tells."""
+    return is_extern(node) and _name(node) not in _ENDS
+
+
+def _name(node: fx.Node) -> str:
+    schema = getattr(node.target, "_schema", None)
+    return "" if schema is None else str(schema.name).rpartition("::")[2]
+
+
+def _fuses(node: fx.Node) -> bool:
+    target = node.target
+    if node.op != "call_function" or not isinstance(target, torch._ops.OpOverload):
+        return False
+    if target.namespace not in ("aten", "prims", "inductor"):
+        return False
+    return torch.Tag.pointwise in target.tags or _name(node) in _FUSED
+
+
+def spread_over_groups(
+    nodes: Sequence[fx.Node], alone: Mapping[str, OpCost], model: Model, hint: Hint
+) -> dict[str, OpCost]:
+    """What nodes cost under Inductor: calls on a kernel's first node, traffic where it arises."""
+    groups = _Groups(nodes, hint)
+    costs = dict(alone)
+    seen: set[tuple[int, fx.Node]] = set()
+    called: set[int] = set()
+    for node in nodes:
+        if node not in groups.space:
+            if is_view(node):
+                costs[node.name] = OpCost(0.0)
+            continue
+        group = groups.find(node)
+        written = groups.materialises(node)
+        read_bytes = 0
+        for given in node.all_input_nodes:
+            base = groups.base(given)
+            inside = base in groups.space and groups.find(base) == group
+            if (inside and not groups.crosses(base)) or (group, base) in seen:
+                continue
+            seen.add((group, base))
+            read_bytes += _read(node, given, hint)
+        work = _work(node, read_bytes, hint) if written else Work(read_bytes=read_bytes)
+        duration_us = roofline_us(work, model.profile, model.overheads)
+        if group in called:
+            duration_us -= model.overheads.op_us
+        called.add(group)
+        costs[node.name] = OpCost(max(duration_us, 0.0), 0, written)
+    return costs
+
+
+def _read(node: fx.Node, given: fx.Node, hint: Hint) -> int:
+    if _name(node) in GATHERS and given is node.args[0]:
+        return value_bytes(node.meta.get("val"), hint)
+    return value_bytes(given.meta.get("val"), hint)
+
+
+def _work(node: fx.Node, read_bytes: int, hint: Hint) -> Work:
+    written = value_bytes(node.meta.get("val"), hint)
+    call = call_of(node, hint)
+    fresh = 0
+    if call is not None and not mutated_inputs(node) and not op_name(call).startswith("empty"):
+        fresh = sum(s.nbytes for s in call.outputs if s.nbytes >= RETURNED_BYTES)
+    return Work(0.0, read_bytes, written, fresh)
+
+
+class _Groups:
+    """Which nodes share a kernel (union-find over the nodes that fuse)."""
+
+    def __init__(self, nodes: Sequence[fx.Node], hint: Hint) -> None:
+        #: fusible node → elements that its loop runs over
+        self.space: dict[fx.Node, int] = {}
+        self._parent: dict[int, int] = {}
+        self._size: dict[int, int] = {}
+        self._number = {node: i for i, node in enumerate(nodes)}
+        self._level: dict[fx.Node, int] = {}  # how many reductions of its kernel come before
+        self._users: dict[fx.Node, list[fx.Node]] = {}
+        externs: dict[fx.Node, int] = {}  # how many kernels of another kind come before
+        for node in nodes:
+            inputs = node.all_input_nodes
+            # ops on sizes and other constants come before everything
+            externs[node] = max((externs[n] for n in inputs), default=0)
+            if not _fuses(node) or is_view(node):
+                externs[node] += node.op == "call_function" and is_extern(node)
+                continue
+            self._add(node, hint)
+            for base in map(self.base, inputs):
+                if base in self.space and externs[base] == externs[node]:
+                    self._join(base, node)
+        self._find_levels(nodes)
+
+    def base(self, node: fx.Node) -> fx.Node:
+        """What the node is a view or a part of, or the node itself."""
+        while is_getitem(node) or (node.op == "call_function" and is_view(node)):
+            node = node.all_input_nodes[0]
+        return node
+
+    def find(self, node: fx.Node) -> int:
+        number = self._number[node]
+        while self._parent[number] != number:
+            number = self._parent[number]
+        return number
+
+    def crosses(self, node: fx.Node) -> bool:
+        """Whether the value is needed again in its kernel after a reduction has ended."""
+        group, level = self.find(node), self._after(node)
+        return any(
+            user in self.space and self.find(user) == group and self._level[user] > level
+            for user in self._users[node]
+        )
+
+    def materialises(self, node: fx.Node) -> bool:
+        """Whether the value may have to be written to memory."""
+        users, group = self._users[node], self.find(node)
+        if not users or mutated_inputs(node) or self.crosses(node):
+            return True
+        if any(user not in self.space or self.find(user) != group for user in users):
+            return True
+        return len(users) > 1 and self._reordered(node)
+
+    def _after(self, node: fx.Node) -> int:
+        return self._level[node] + _is_reduction(node)
+
+    def _reordered(self, node: fx.Node) -> bool:
+        views = [user for user in node.users if is_getitem(user) or is_view(user)]
+        return any(_name(v) not in _KEEPS_ORDER or self._reordered(v) for v in views)
+
+    def _add(self, node: fx.Node, hint: Hint) -> None:
+        call = call_of(node, hint)
+        specs = () if call is None else call.outputs
+        if call is not None and _is_reduction(node):
+            specs = call.inputs
+        self.space[node] = max((spec.numel for spec in specs), default=0)
+        number = self._number[node]
+        self._parent[number], self._size[number] = number, 1
+
+    def _join(self, producer: fx.Node, consumer: fx.Node) -> None:
+        one, other = self.find(producer), self.find(consumer)
+        size = self._size[one] + self._size[other]
+        if one == other or size > MOST_NODES or self.space[producer] != self.space[consumer]:
+            return
+        self._parent[max(one, other)] = min(one, other)
+        self._size[min(one, other)] = size
+
+    def _find_levels(self, nodes: Sequence[fx.Node]) -> None:
+        self._users = {node: [] for node in nodes}
+        for node in nodes:
+            if node in self.space:
+                inside = [
+                    base
+                    for base in map(self.base, node.all_input_nodes)
+                    if base in self.space and self.find(base) == self.find(node)
+                ]
+                self._level[node] = max(map(self._after, inside), default=0)
+            if not (is_getitem(node) or (node.op == "call_function" and is_view(node))):
+                for base in map(self.base, node.all_input_nodes):
+                    self._users[base].append(node)
+
+
+def _is_reduction(node: fx.Node) -> bool:
+    return _name(node) in _REDUCTIONS

@@ -1,0 +1,180 @@
+"""What an op costs by arithmetic: its floating point operations, its traffic, its workspace.
+
+The estimate for everything that is not measured, and the only one when planning for hardware
+that is not there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+import torch
+
+from offcompile.machine.hardware import BYTES_PER_US_PER_GBPS, HardwareProfile
+from offcompile.runtime.base.process_memory import RETURNED_BYTES
+from offcompile.runtime.measure.op import Call, TensorSpec
+from offcompile.runtime.measure.timing import Overheads
+
+FLOP_PER_US_PER_TFLOPS = 1e6
+
+#: for machines on which nothing is measured
+USUAL_OVERHEADS = Overheads(op_us=4.0, view_us=1.5, fresh_us_per_mib=0.0)
+#: a kernel that does nothing takes about this on the device; views are the host's business
+CUDA_OVERHEADS = Overheads(op_us=3.0, view_us=0.0, fresh_us_per_mib=0.0)
+
+_DTYPE_NAMES = {
+    torch.float64: "fp64",
+    torch.float32: "fp32",
+    torch.bfloat16: "bf16",
+    torch.float16: "fp16",
+    torch.float8_e4m3fn: "fp8",
+    torch.float8_e5m2: "fp8",
+    torch.int8: "int8",
+}
+
+#: reads of its table only what it returns
+GATHERS = frozenset({"embedding", "gather", "index", "index_select", "_unsafe_index"})
+#: returns memory as it is
+_EMPTY = frozenset(
+    {"empty", "empty_like", "empty_strided", "empty_permuted", "new_empty", "new_empty_strided"}
+)
+
+
+@dataclass(frozen=True)
+class OpCost:
+    duration_us: float
+    #: memory beyond inputs and outputs, for as long as the op runs
+    workspace_bytes: int = 0
+    #: False: the value only ever exists inside a fused kernel
+    materialises: bool = True
+    #: storage → what the op takes with that operand on the host, in memory there, as measured
+    in_place: Mapping[str, float] = field(default_factory=dict, hash=False)
+
+
+@dataclass(frozen=True)
+class Work:
+    """What there is to do, wherever it is done."""
+
+    flop: float = 0.0
+    read_bytes: int = 0
+    written_bytes: int = 0
+    #: of the bytes written, those in outputs so large that each gets memory of its own
+    fresh_bytes: int = 0
+    dtype: torch.dtype = torch.float32
+
+
+def op_name(call: Call) -> str:
+    """`mm` for aten.mm.default."""
+    return call.target._schema.name.rpartition("::")[2]
+
+
+def work_of(call: Call) -> Work:
+    name, inputs, outputs = op_name(call), call.inputs, call.outputs
+    dtype = inputs[0].dtype if inputs else torch.float32
+    if name in _EMPTY:
+        return Work(dtype=dtype)
+    written = sum(spec.nbytes for spec in outputs)
+    if name in GATHERS:
+        read = sum(spec.nbytes for spec in inputs[1:]) + written
+    else:
+        read = sum(spec.nbytes for spec in inputs)
+    fresh = 0 if call.target._schema.is_mutable else _fresh(outputs)
+    return Work(_flop(name, call), read, written, fresh, dtype)
+
+
+def roofline_us(work: Work, profile: HardwareProfile, overheads: Overheads) -> float:
+    """Arithmetic or traffic, whichever takes longer, then first touches, then the call itself."""
+    memory = profile.memory_gbps * BYTES_PER_US_PER_GBPS
+    fresh_us = work.fresh_bytes / 2**20 * overheads.fresh_us_per_mib
+    # the rate at which fresh outputs fill has their writing in it
+    touched = work.written_bytes - (work.fresh_bytes if fresh_us else 0)
+    traffic_us = (work.read_bytes + touched) / memory
+    return overheads.op_us + fresh_us + max(_arithmetic_us(work, profile), traffic_us)
+
+
+def workspace_bytes(call: Call, device_type: str) -> int:
+    """Estimate memory beyond inputs and outputs, as the usual kernels take it.
+
+    Convolutions reorder every operand into blocks of channels; the backward of fused attention
+    adds up the gradient of the queries in single precision; others take next to nothing.
+    """
+    name = op_name(call)
+    if name in ("convolution", "convolution_backward"):
+        read, written = (8, 8) if name == "convolution" else (8, 16)
+        if device_type != "cpu":
+            read = written = 1
+        return sum(_in_blocks(spec, read) for spec in call.inputs) + sum(
+            _in_blocks(spec, written) for spec in call.outputs
+        )
+    if _is_attention(name) and name.endswith("_backward") and len(call.inputs) > 1:
+        return call.inputs[1].numel * torch.float32.itemsize
+    return 0
+
+
+def _in_blocks(spec: TensorSpec, channels: int) -> int:
+    """Bytes of an operand whose channels come in blocks of so many (measured with oneDNN: images
+    of one or three channels take as much as those of eight, and their gradients twice that)."""
+    if len(spec.size) < 3 or not spec.size[1]:
+        return spec.nbytes
+    return spec.nbytes // spec.size[1] * (-(-spec.size[1] // channels) * channels)
+
+
+def _arithmetic_us(work: Work, profile: HardwareProfile) -> float:
+    rates: Mapping[str, float] = profile.matmul_tflops
+    if work.flop == 0 or not rates:
+        return 0.0
+    known = rates.get(_DTYPE_NAMES.get(work.dtype, ""))
+    tflops = known or rates.get("fp32") or min(rates.values())
+    return work.flop / (tflops * FLOP_PER_US_PER_TFLOPS)
+
+
+def _fresh(outputs: tuple[TensorSpec, ...]) -> int:
+    return sum(spec.nbytes for spec in outputs if spec.nbytes >= RETURNED_BYTES)
+
+
+# --- floating point operations -------------------------------------------------------------
+
+
+def _flop(name: str, call: Call) -> float:
+    if name in ("mm", "bmm"):
+        return _product(*call.inputs[:2])
+    if name in ("addmm", "baddbmm") and len(call.inputs) >= 3:
+        return _product(*call.inputs[1:3])
+    if name == "convolution" and call.outputs:
+        source, weight = call.inputs[:2]
+        return _convolution(source, weight, call.outputs[0], transposed=bool(call.args[6]))
+    if name == "convolution_backward":
+        gradient, source, weight = call.inputs[:3]
+        once = _convolution(source, weight, gradient, transposed=bool(call.args[7]))
+        wanted = call.args[10]
+        return once * (sum(map(bool, wanted[:2])) if isinstance(wanted, list | tuple) else 2)
+    if _is_attention(name):
+        return _attention(name, call)
+    return 0.0
+
+
+def _product(left: TensorSpec, right: TensorSpec) -> float:
+    return 2.0 * left.numel * right.size[-1]
+
+
+def _convolution(
+    source: TensorSpec, weight: TensorSpec, result: TensorSpec, transposed: bool
+) -> float:
+    # a weight's first dimension counts the channels of what it is laid over
+    over = source if transposed else result
+    return 2.0 * over.numel * weight.numel / max(weight.size[0], 1)
+
+
+def _is_attention(name: str) -> bool:
+    return "scaled_dot_product" in name
+
+
+def _attention(name: str, call: Call) -> float:
+    backward = "_backward" in name
+    query, key, value = call.inputs[1:4] if backward else call.inputs[:3]
+    # queries against keys, then weights against values
+    per_pair = query.size[-1] + value.size[-1]
+    pairs = query.numel // max(query.size[-1], 1) * key.size[-2]
+    causal = any(argument is True for argument in call.args) or call.kwargs.get("is_causal") is True
+    return 2.0 * pairs * per_pair * (2.5 if backward else 1.0) * (0.5 if causal else 1.0)

@@ -1,0 +1,146 @@
+"""What takes an op's place where the plan has one of its operands on the host, in place.
+
+Two tables. `write_of`: the op that makes a gradient on the host's memory instead of the device's.
+`IN_PLACE`: for a kind of device, the op that reads a weight there better than the plain one does.
+An op without an entry reads in place as it is, and cannot write so.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx
+
+from offcompile.ir import FORWARD
+from offcompile.runtime.moves import direct_ops
+
+from .graphs import Graphs, Hint, aliased_input, outputs_of, tensors_in
+from .stream_products import stream_addmm, stream_mm
+
+aten = torch.ops.aten
+
+#: a node, and which of its arguments lie on the host → the op of the same arguments to run
+Reader = Callable[[fx.Node, frozenset[int]], Any]
+#: kind of device → op → what chooses its stand-in; None: the op itself
+IN_PLACE: dict[str, dict[Any, Reader]] = {
+    "cuda": {aten.mm.default: stream_mm, aten.addmm.default: stream_addmm}
+}
+
+
+@dataclass(frozen=True)
+class Write:
+    """`target(*args, size, stride, dtype, tag, runtime)` writes what the node would have made."""
+
+    target: Any
+    #: of the graph that the node is in
+    args: tuple[Any, ...]
+
+
+def reader_of(node: fx.Node, hosted: frozenset[int], kind: str, exact: bool = True) -> Any:
+    """The op to run instead, with the node's own arguments; None: as it stands.
+
+    exact: the result has to be the node's own to the last bit, which no stand-in's is.
+    """
+    choose = None if exact else IN_PLACE.get(kind, {}).get(node.target)
+    return None if choose is None else choose(node, hosted)
+
+
+def write_of(node: fx.Node) -> Write | None:
+    """How the node's value can be made on the host; None: only on the device."""
+    make = _WRITES.get(node.target)
+    value = node.meta.get("val")
+    if make is None or not isinstance(value, torch.Tensor):
+        return None
+    given = [t for n in node.all_input_nodes for t in tensors_in(n.meta.get("val"))]
+    if any(t.device != value.device for t in given):
+        return None
+    return make(node)
+
+
+def workspace_of(node: fx.Node, hint: Hint) -> int:
+    """Device memory that writing the node's value in place takes, beside the operands."""
+    if not does_less(node):
+        return 0
+    gradient, indices = (n.meta["val"] for n in node.all_input_nodes[:2])
+    rows: int = hint(gradient.numel()) * gradient.element_size()  # every row another one
+    # and to find that out: the indices sorted, and their places
+    return rows + 4 * hint(indices.numel()) * torch.int64.itemsize
+
+
+def does_less(node: fx.Node) -> bool:
+    """Whether making the value in place is less work: of a gradient's table, a few rows."""
+    return bool(node.target is aten.embedding_dense_backward.default)
+
+
+def is_store(node: fx.Node) -> bool:
+    return node.target in direct_ops.STORES
+
+
+def touched_bytes(node: fx.Node, operand: fx.Node, nbytes: int, hint: Hint) -> int:
+    """Of an operand's bytes, those that the op looks at: a gather reads rows only."""
+    value = node.meta.get("val")
+    if not gathers(node, operand) or not isinstance(value, torch.Tensor):
+        return nbytes
+    looked_at: int = hint(value.numel()) * value.element_size()
+    return min(nbytes, looked_at)
+
+
+def gathers(node: fx.Node, operand: fx.Node) -> bool:
+    """Whether the op reads of this operand only rows that another one names."""
+    return node.target is aten.embedding.default and node.args[0] is operand
+
+
+def scattered_reads(graphs: Graphs, storage_of: Mapping[tuple[str, str], str]) -> frozenset[str]:
+    """Weights of which a step reads, and a later update of all of it will read, only some rows.
+
+    So only those without a gradient in these graphs: an optimizer goes through the whole table.
+    """
+    reads: dict[str, list[bool]] = {}
+    for phase, module in graphs:
+        for node in module.graph.nodes:
+            if node.op != "call_function" or aliased_input(node) is not None:
+                continue
+            for operand in node.all_input_nodes:
+                storage = storage_of.get((phase, operand.name))
+                if storage is not None:
+                    reads.setdefault(storage, []).append(gathers(node, operand))
+    trained = set()
+    if graphs.backward is not None:
+        wanted = graphs.forward.graph.find_nodes(op="placeholder")
+        for of, gradient in zip(wanted, outputs_of(graphs.backward), strict=False):
+            if gradient is not None:
+                trained.add(storage_of.get((FORWARD, of.name)))
+    return frozenset(t for t, found in reads.items() if all(found) and t not in trained)
+
+
+def _product(target: Any) -> Callable[[fx.Node], Write]:
+    return lambda node: Write(target, tuple(node.args))
+
+
+def _sum(node: fx.Node) -> Write | None:
+    a, b = node.args[:2]
+    value = node.meta["val"]
+    if not all(isinstance(x, fx.Node) and x.meta["val"].dtype == value.dtype for x in (a, b)):
+        return None
+    return Write(direct_ops.store_add, (a, b, node.kwargs.get("alpha", 1)))
+
+
+def _cast(node: fx.Node) -> Write:
+    return Write(direct_ops.store_copy, (node.args[0],))
+
+
+def _embedding(node: fx.Node) -> Write:
+    return Write(direct_ops.store_embedding, tuple(node.args))
+
+
+_WRITES: Mapping[Any, Callable[[fx.Node], Write | None]] = {
+    aten.mm.default: _product(direct_ops.store_mm),
+    aten.bmm.default: _product(direct_ops.store_bmm),
+    aten.add.Tensor: _sum,
+    aten._to_copy.default: _cast,
+    torch.ops.prims.convert_element_type.default: _cast,
+    aten.embedding_dense_backward.default: _embedding,
+}

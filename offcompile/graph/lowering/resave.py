@@ -1,0 +1,151 @@
+"""What forward hands to backward, kept in the order that AOTAutograd counts on.
+
+Forward returns what the user sees, then saved tensors, then sizes; backward takes sizes, then
+saved tensors, then tangents. New saved values go to the front of the saved tensors on both sides,
+which keeps every later rule (unchecked versions last, opaque objects after tensors) as it was.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import fx
+from torch._functorch._aot_autograd.descriptors import SavedForBackwardsAOTOutput
+
+from offcompile.graph.graphs import Graphs, outputs_of
+
+
+@dataclass(frozen=True)
+class Saved:
+    """What a placeholder of backward stands for: a node of forward, a storage's ticket, or a
+    weight's copy on the device."""
+
+    node: str | None = None
+    copy_of: str | None = None
+    ticket_of: str | None = None
+    tier: str | None = None
+
+    @property
+    def name(self) -> str:
+        if self.copy_of is not None:
+            return f"copy_{self.copy_of}"
+        return self.node if self.node is not None else f"ticket_{self.ticket_of}"
+
+
+class Half(Protocol):
+    """One rewritten graph, as `rewrite` builds it."""
+
+    graph: fx.Graph
+    module: fx.GraphModule
+    new: dict[str, fx.Node]
+    old: dict[str, fx.Node]
+    saved: dict[fx.Node, Saved]
+    tickets: dict[tuple[str, str], fx.Node]
+    device: dict[str, fx.Node]
+
+    def value(self, node: fx.Node) -> fx.Node: ...
+    def span(self, storage: str) -> fx.Node: ...
+
+
+def new_placeholder(graph: fx.Graph, name: str, value: object) -> fx.Node:
+    """One more saved tensor for backward, before those that it has."""
+    first = next((n for n in graph.nodes if not _is_size(n)), None)
+    if first is None:
+        new = graph.placeholder(name)
+    else:
+        with graph.inserting_before(first):
+            new = graph.placeholder(name)
+    new.meta["val"] = value
+    return new
+
+
+def finish_backward(half: Half) -> fx.GraphModule:
+    """Close the graph; saved tensors that nobody asks for any more are not taken."""
+    _run_effects(half)
+    _output(half, [half.value(o) if isinstance(o, fx.Node) else o for o in _old_outputs(half)])
+    for node in [n for n in half.saved if not n.users and not _is_size(n)]:
+        half.graph.erase_node(node)
+        del half.saved[node]
+    return _module(half)
+
+
+def finish_forward(half: Half, graphs: Graphs, backward: Half | None) -> fx.GraphModule:
+    """Close the graph: what the user sees, then what backward takes, in backward's order."""
+    _run_effects(half)
+    old = _old_outputs(half)
+    seen, rest = old[: graphs.num_outputs], old[graphs.num_outputs :]
+    outputs: list[object] = [half.value(o) if isinstance(o, fx.Node) else o for o in seen]
+    if backward is not None:
+        wanted = [backward.saved[n] for n in backward.graph.nodes if n in backward.saved]
+        before = {o.name for o in rest if isinstance(o, fx.Node)}
+        new = [w for w in wanted if w.node is None or w.node not in before]
+        kept = {w.node for w in wanted if w.node is not None}
+        outputs += [_saved(half, w) for w in new]
+        outputs += [
+            half.value(o) if isinstance(o, fx.Node) else o
+            for o in rest
+            if not isinstance(o, fx.Node) or o.name in kept
+        ]
+    _output(half, outputs)
+    _describe(half, old, outputs, graphs.num_outputs)
+    return _module(half)
+
+
+def _saved(half: Half, what: Saved) -> fx.Node:
+    if what.ticket_of is not None:
+        assert what.tier is not None
+        return half.tickets[what.ticket_of, what.tier]
+    if what.copy_of is not None:
+        return half.device[what.copy_of]
+    assert what.node is not None
+    return half.value(half.old[what.node])
+
+
+def _old_outputs(half: Half) -> list[object]:
+    return outputs_of(half.module)
+
+
+def _run_effects(half: Half) -> None:
+    """Nodes that are no ops of the plan but have an effect (checks of sizes and the like)."""
+    for node in half.old.values():
+        if node.op == "call_function" and node.name not in half.new and node.is_impure():
+            half.value(node)
+
+
+def _output(half: Half, outputs: list[object]) -> None:
+    node = half.graph.output(tuple(outputs))  # type: ignore[arg-type]
+    (old,) = half.module.graph.find_nodes(op="output")
+    node.meta.update(old.meta)
+
+
+def _describe(half: Half, old: list[object], outputs: list[object], seen: int) -> None:
+    """AOTAutograd keeps a description beside each output; saved ones are counted anew."""
+    (node,) = half.graph.find_nodes(op="output")
+    known = node.meta.get("desc")
+    if known is None:
+        return
+    kind_of: dict[int, Any] = {
+        id(half.new.get(o.name)): type(d) for o, d in _nodes(old[seen:], known[seen:])
+    }
+    node.meta["desc"] = [
+        *known[:seen],
+        *(kind_of.get(id(o), SavedForBackwardsAOTOutput)(i) for i, o in enumerate(outputs[seen:])),
+    ]
+
+
+def _nodes(outputs: list[object], known: list[object]) -> list[tuple[fx.Node, object]]:
+    both = zip(outputs, known, strict=True)
+    return [(o, d) for o, d in both if isinstance(o, fx.Node)]
+
+
+def _is_size(node: fx.Node) -> bool:
+    return node.op == "placeholder" and not isinstance(node.meta.get("val"), torch.Tensor)
+
+
+def _module(half: Half) -> fx.GraphModule:
+    module = fx.GraphModule(half.module, half.graph)
+    module.meta.update(half.module.meta)
+    module.graph.lint()
+    return module

@@ -1,0 +1,499 @@
+"""Movement written into the graphs: the static order of a plan becomes nodes.
+
+Both graphs are built anew by walking the order. Before → after, for an activation `x` that
+forward makes, backward needs, and the plan sends to the host in between:
+
+    forward    x = op(a)            x = op(a)
+               return y, x          ticket = start_out(x); …; sent = wait_out(ticket, x)
+                                    return y, sent
+    backward   (x)                  (sent)
+               g = op_b(x)          buffer, load = start_load(sent); …
+                                    x_1 = wait_load(buffer, load); g = op_b(x_1)
+
+Views travel with their storage: they are made again from what comes back. An op that the plan
+runs again is copied to where it runs again.
+
+A weight that lives on the host enters as what it is there: an op that uses it in place gets just
+that, others what `start_fetch` brings. A gradient that leaves is returned as the host memory that
+`start_store` filled; one that is written there to begin with, as what the stand-in of its op did.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, cast
+
+import torch
+from torch import fx
+from torch._subclasses.fake_tensor import FakeTensor
+
+from offcompile.graph.annotate import Annotated, Place
+from offcompile.graph.direct_ops import is_store, reader_of, write_of
+from offcompile.graph.graphs import (
+    Graphs,
+    aliased_input,
+    bookkeeping,
+    is_getitem,
+    mutated_inputs,
+    outputs_of,
+    tensors_in,
+)
+from offcompile.graph.sizes import SizeMaker
+from offcompile.ir import BACKWARD, DEVICE, FORWARD, HOST, BrokenPlan, Move, Plan
+from offcompile.planning.order import Order, ProgramStep, Run, Start
+from offcompile.runtime.moves import ops
+
+from .resave import Saved, finish_backward, finish_forward, new_placeholder
+
+
+@dataclass(frozen=True)
+class Rewritten:
+    """The new graphs, and which node of which graph each step of the order became."""
+
+    graphs: Graphs
+    nodes: Mapping[ProgramStep, Place]
+    #: what forward saves for backward, output by output: the storage, where it is one on the device
+    saved: tuple[str | None, ...] = ()
+
+
+def rewrite(
+    graphs: Graphs,
+    annotated: Annotated,
+    plan: Plan,
+    order: Order,
+    runtime: str,
+    exact: bool = True,
+) -> Rewritten:
+    """New graphs for the plan's order. The given ones are left as they are.
+
+    `runtime` names the runtime that the movement nodes will run on. `exact`: results are to stay
+    as they are to the last bit.
+    """
+    moves = {m.id: m for m in plan.moves}
+    directs = frozenset((d.op, d.tensor) for d in plan.directs)
+    tables = _Tables(graphs, annotated, moves, runtime, directs, exact)
+    forward = _Half(tables, FORWARD, graphs.forward, None)
+    forward.walk(order.forward())
+    if graphs.backward is None:
+        forward.walk(order.backward())
+        module = finish_forward(forward, graphs, None)
+        return Rewritten(Graphs(module, None, graphs.num_outputs), forward.nodes)
+    backward = _Half(tables, BACKWARD, graphs.backward, forward)
+    backward.walk(order.backward())
+    module_b = finish_backward(backward)
+    module_f = finish_forward(forward, graphs, backward)
+    nodes = {**forward.nodes, **backward.nodes}
+    made = Graphs(module_f, module_b, graphs.num_outputs)
+    old = {new: name for name, new in forward.new.items()}
+    saved = (
+        annotated.storage_of.get((FORWARD, old.get(out, ""))) if isinstance(out, fx.Node) else None
+        for out in outputs_of(module_f)[graphs.num_outputs :]
+    )
+    return Rewritten(made, nodes, tuple(saved))
+
+
+@dataclass
+class _Tables:
+    graphs: Graphs
+    annotated: Annotated
+    moves: Mapping[str, Move]
+    runtime: str
+    #: (op, storage) that the op uses, or makes, in place on the host
+    directs: frozenset[tuple[str, str]] = frozenset()
+    exact: bool = True
+    #: weights that live there
+    hosted: frozenset[str] = frozenset()
+    #: (phase, storage) → names of the nodes that look at it
+    viewers: dict[tuple[str, str], list[str]] = field(default_factory=dict)
+    old: dict[str, dict[str, fx.Node]] = field(default_factory=dict)
+    #: nodes of forward that need not run again with the others of their op
+    bookkeeping: frozenset[str] = frozenset()
+
+    def __post_init__(self) -> None:
+        self.bookkeeping = bookkeeping(self.graphs.forward.graph)
+        for (phase, name), storage in self.annotated.storage_of.items():
+            self.viewers.setdefault((phase, storage), []).append(name)
+        self.old = {p: {n.name: n for n in m.graph.nodes} for p, m in self.graphs}
+        tensors = self.annotated.problem.tensors
+        self.hosted = frozenset(t.id for t in tensors if t.home == HOST)
+
+    def base(self, storage: str) -> fx.Node:
+        """The old node that made the storage."""
+        phase, name = self.annotated.base_of[storage]
+        return self.old[phase][name]
+
+
+class _Half:
+    """One graph under construction. `old` nodes are those of the graph as it was."""
+
+    def __init__(
+        self, tables: _Tables, phase: str, module: fx.GraphModule, forward: _Half | None
+    ) -> None:
+        self.tables, self.phase, self.module, self.forward = tables, phase, module, forward
+        self.old = tables.old[phase]
+        self.graph = fx.Graph()
+        self.sizes = SizeMaker(self.graph)
+        self.nodes: dict[ProgramStep, Place] = {}
+        #: old node of this graph → its node as things stand
+        self.new: dict[str, fx.Node] = {}
+        #: old node of forward → its value made again in backward
+        self.again: dict[str, fx.Node] = {}
+        #: storage → the node that spans it as things stand
+        self.base: dict[str, fx.Node] = {}
+        #: (storage, tier) → what stands for the bytes there
+        self.tickets: dict[tuple[str, str], fx.Node] = {}
+        self.loads: dict[str, tuple[fx.Node, fx.Node]] = {}
+        #: weight → what it is on the host, and its copy on the device
+        self.host: dict[str, fx.Node] = {}
+        self.device: dict[str, fx.Node] = {}
+        #: placeholders of backward that forward must fill → with what
+        self.saved: dict[fx.Node, Saved] = {}
+        for node in module.graph.find_nodes(op="placeholder"):
+            self.placeholder(node)
+        self.sizes.learn_dims(map(self.new.__getitem__, filter(self.stands, self.new)))
+
+    def stands(self, placeholder: str) -> bool:
+        """True if nothing the plan does takes the placeholder's memory away."""
+        storage = self.tables.annotated.storage_of.get((self.phase, placeholder))
+        return storage is None or self.tables.annotated.problem.tensor[storage].pinned
+
+    def placeholder(self, node: fx.Node) -> None:
+        new = self.graph.node_copy(node)
+        self.new[node.name] = new
+        self.sizes.learn(new)
+        storage = self.tables.annotated.storage_of.get((self.phase, node.name))
+        if storage is not None and self.tables.annotated.base_of[storage][1] == node.name:
+            self.base[storage] = new
+            if storage in self.tables.hosted:
+                self.host[storage] = new
+        if self.forward is not None and node.name in self.forward.old:
+            self.saved[new] = Saved(node=node.name)
+
+    def walk(self, steps: tuple[ProgramStep, ...]) -> None:
+        for step in steps:
+            if isinstance(step, Run):
+                made = self.run(step.name)
+            else:
+                move = self.tables.moves[step.move]
+                begins = isinstance(step, Start)
+                if move.source == DEVICE:
+                    made = self.start_out(move) if begins else self.wait_out(move)
+                elif move.target == DEVICE:
+                    made = self.start_load(move) if begins else self.wait_load(move)
+                else:
+                    raise BrokenPlan(
+                        f"move {move.id} goes from {move.source} to {move.target}, which the"
+                        " runtime cannot do in one step. Please report this plan."
+                    )
+            self.nodes[step] = (self.phase, made.name)
+        self.finish_stores()
+        self.hold_unawaited()
+        for storage in self.host:  # what is handed on is the weight itself
+            self.look_at(storage, self.host[storage])
+
+    # --- values ---------------------------------------------------------------------------------
+
+    def value(self, node: fx.Node) -> fx.Node:
+        """The new node for an old one of this graph, as things stand."""
+        found = self.new.get(node.name)
+        if found is not None:
+            return found
+        if node.op == "placeholder":  # its storage has been brought back, or made again
+            storage = self.tables.annotated.storage_of[self.phase, node.name]
+            new = self.view(node, storage)
+        else:
+            new = self.copy(node)
+        self.new[node.name] = new
+        return new
+
+    def copy(self, node: fx.Node) -> fx.Node:
+        new = self.graph.node_copy(node, self.value)
+        self.sizes.learn(new)
+        return new
+
+    def view(self, like: fx.Node, storage: str) -> fx.Node:
+        """What `like` looked at, seen through the node that spans its storage now."""
+        base = self.base[storage]
+        value, whole = like.meta["val"], base.meta["val"]
+        if _same_place(value, whole):
+            return base
+        replayed = self.replayed(self.tables.old[FORWARD].get(like.name, like), storage)
+        if replayed is not None:
+            return replayed
+        size, stride = self.sizes.make(value.shape), self.sizes.make(value.stride())
+        offset = self.sizes.node(value.storage_offset())
+        new = self.graph.call_function(
+            torch.ops.aten.as_strided.default, (base, size, stride, offset)
+        )
+        new.meta = {k: v for k, v in like.meta.items() if k in ("val", "tensor_meta")}
+        return new
+
+    def replayed(self, node: fx.Node, storage: str) -> fx.Node | None:
+        """A node of forward made again from what spans its storage now, by the views that it was
+        made by: they hold for any layout, and an op may lay out its result otherwise than traced.
+        None: it is no view of that."""
+        if (FORWARD, node.name) == self.tables.annotated.base_of[storage]:
+            return self.base[storage]
+        if aliased_input(node) is None or mutated_inputs(node):
+            return None
+        source, *rest = node.args
+        sizes = [n for n in node.all_input_nodes if n is not source]
+        if not isinstance(source, fx.Node) or any(tensors_in(n.meta["val"]) for n in sizes):
+            return None
+        viewed = self.replayed(source, storage)
+        if viewed is None:
+            return None
+        args, kwargs = fx.node.map_arg(
+            ((viewed, *rest), node.kwargs),
+            lambda n: n if n is viewed else self.sizes.node(n.meta["val"]),
+        )
+        new = self.graph.call_function(cast(Any, node.target), args, kwargs)
+        new.meta = {k: v for k, v in node.meta.items() if k in ("val", "tensor_meta")}
+        return new
+
+    def rebase(self, storage: str, base: fx.Node) -> None:
+        """From here on `base` spans the storage; what looked at it before is made anew."""
+        for name in self.tables.viewers.get((self.phase, storage), ()):
+            self.new.pop(name, None)
+        for name in self.tables.viewers.get((FORWARD, storage), ()):
+            self.again.pop(name, None)
+        self.base[storage] = base
+        phase, name = self.tables.annotated.base_of[storage]
+        (self.new if phase == self.phase else self.again)[name] = base
+
+    def span(self, storage: str) -> fx.Node:
+        """The node that spans a storage which is on the device."""
+        if storage not in self.base:
+            phase, name = self.tables.annotated.base_of[storage]
+            if phase == self.phase:
+                self.base[storage] = self.value(self.old[name])
+            else:
+                self.base[storage] = self.take(Saved(node=name), self.tables.base(storage))
+        return self.base[storage]
+
+    def take(self, what: Saved, like: fx.Node) -> fx.Node:
+        """A placeholder of backward for something that forward will hand over."""
+        for new, known in self.saved.items():
+            if known == what:
+                return new
+        new = new_placeholder(self.graph, what.name, like.meta["val"])
+        self.saved[new] = what
+        return new
+
+    # --- weights on the host --------------------------------------------------------------------
+
+    def on_host(self, storage: str) -> fx.Node:
+        if storage not in self.host:
+            name = self.tables.annotated.base_of[storage][1]
+            self.host[storage] = self.take(Saved(node=name), self.tables.base(storage))
+        return self.host[storage]
+
+    def on_device(self, storage: str) -> fx.Node:
+        """The weight's copy there, forward's if this graph has fetched none."""
+        if storage not in self.device:
+            self.device[storage] = self.take(Saved(copy_of=storage), self.tables.base(storage))
+        return self.device[storage]
+
+    def look_at(self, storage: str, node: fx.Node) -> None:
+        if self.base.get(storage) is not node:
+            self.rebase(storage, node)
+
+    def finish_stores(self) -> None:
+        """Gradients that left are from here on what they are on the host."""
+        for (storage, tier), ticket in list(self.tickets.items()):
+            start = ticket
+            while start.target is ops.wait_out:
+                start = start.args[0]  # type: ignore[assignment]
+            stored = is_store(start)
+            if start.target is not ops.start_store and not stored:
+                continue
+            if ticket is start and not stored:
+                ticket = self.graph.call_function(ops.wait_out, (start, start.args[0]))
+                ticket.meta["val"] = start.meta["val"]
+                self.tickets[storage, tier] = ticket
+            like = self.tables.base(storage).meta["val"]
+            args: tuple[Any, ...] = (ticket, *self.laid_out(like))
+            if like.device.type != "cpu":
+                args += (str(like.device),)
+            kept = self.graph.call_function(ops.host_of, args)
+            kept.meta["val"] = like.new_empty_strided(like.shape, like.stride())
+            self.rebase(storage, kept)
+
+    def laid_out(self, like: torch.Tensor) -> tuple[Any, ...]:
+        size, stride = self.sizes.make(like.shape), self.sizes.make(like.stride())
+        return size, stride, like.dtype
+
+    # --- ops ------------------------------------------------------------------------------------
+
+    def run(self, name: str) -> fx.Node:
+        op = name.partition("@")[0]
+        for storage in self.tables.annotated.problem.op[op].operands:
+            if storage in self.tables.hosted:
+                in_place = (op, storage) in self.tables.directs
+                used = self.on_host(storage) if in_place else self.on_device(storage)
+                self.look_at(storage, used)
+        made = [
+            self.run_node(op, phase, self.tables.old[phase][node])
+            for phase, node in self.tables.annotated.node_of[op]
+            if phase == self.phase or node not in self.tables.bookkeeping
+        ]
+        return made[-1]
+
+    def run_node(self, op: str, phase: str, node: fx.Node) -> fx.Node:
+        made_there = self.tables.annotated.storage_of.get((phase, node.name), "")
+        is_base = self.tables.annotated.base_of.get(made_there) == (phase, node.name)
+        if is_base and (op, made_there) in self.tables.directs:
+            return self.store(made_there, node)
+        if phase == self.phase:
+            new = self.copy(node)
+            self.new[node.name] = new
+        else:
+            new = self.graph.node_copy(node, self.from_forward)
+            self.again[node.name] = new
+        new.target = self.reader(op, phase, node) or node.target
+        for made in _made_by(node):
+            storage = self.tables.annotated.storage_of.get((phase, made.name))
+            if storage is None or self.tables.annotated.base_of[storage] != (phase, made.name):
+                continue
+            self.rebase(storage, new if made is node else self.graph.node_copy(made, lambda _: new))
+        return new
+
+    def reader(self, op: str, phase: str, node: fx.Node) -> Any:
+        """What reads better in place, if the op has something there."""
+        storage_of, directs = self.tables.annotated.storage_of, self.tables.directs
+        hosted = frozenset(
+            i
+            for i, given in enumerate(node.args)
+            if isinstance(given, fx.Node) and (op, storage_of.get((phase, given.name))) in directs
+        )
+        if not hosted:
+            return None
+        return reader_of(node, hosted, self.tables.graphs.device, self.tables.exact)
+
+    def store(self, storage: str, node: fx.Node) -> fx.Node:
+        """The op that makes the storage on the host."""
+        write = write_of(node)
+        assert write is not None, f"{node.name} cannot write in place"
+        like = self.tables.base(storage).meta["val"]
+        args = fx.node.map_arg(write.args, self.value)
+        args += (*self.laid_out(like), storage, self.tables.runtime)
+        ticket = self.graph.call_function(write.target, args)
+        ticket.meta["val"] = _like_ticket(like)
+        self.tickets[storage, HOST] = ticket
+        return ticket
+
+    def from_forward(self, node: fx.Node) -> fx.Node:
+        """A value of forward, wanted in backward."""
+        found = self.again.get(node.name)
+        if found is not None:
+            return found
+        value = node.meta.get("val")
+        if isinstance(value, torch.SymInt):
+            new = self.sizes.node(value)
+            if isinstance(new, fx.Node):
+                return new
+        storage = self.tables.annotated.storage_of.get((FORWARD, node.name))
+        if storage is None:
+            raise BrokenPlan(
+                f"the plan computes again what needs {node.name}, which has no storage."
+                " Please report this model."
+            )
+        self.span(storage)
+        self.again[node.name] = self.view(node, storage)
+        return self.again[node.name]
+
+    # --- moves ----------------------------------------------------------------------------------
+
+    def start_out(self, move: Move) -> fx.Node:
+        source = self.span(move.tensor)
+        args: tuple[Any, ...] = (source, move.id, move.target, move.lane, self.tables.runtime)
+        stays = self.tables.annotated.problem.tensor[move.tensor].kind == "gradient"
+        if move.codec is not None:
+            if stays:
+                raise BrokenPlan(
+                    f"move {move.id} packs the gradient {move.tensor} with {move.codec}: a gradient"
+                    " on the host is used in place there. Please report this plan."
+                )
+            args += (move.codec,)
+        ticket = self.graph.call_function(ops.start_store if stays else ops.start_out, args)
+        ticket.meta["val"] = _like_ticket(source.meta["val"])
+        self.tickets[move.tensor, move.target] = ticket
+        return ticket
+
+    def wait_out(self, move: Move) -> fx.Node:
+        ticket = self.ticket(move.tensor, move.target)
+        # begun in forward and awaited in backward: there the lane alone keeps the source
+        begun_here = ticket.op != "placeholder"
+        args = (ticket, self.span(move.tensor) if begun_here else None)
+        waited = self.graph.call_function(ops.wait_out, args)
+        waited.meta["val"] = ticket.meta["val"]
+        self.tickets[move.tensor, move.target] = waited
+        return waited
+
+    def hold_unawaited(self) -> None:
+        """Keep to the graph's end what copies out still read there: awaited later or never, it
+        would look free to a compiler that reuses memory."""
+        for (storage, tier), ticket in self.tickets.items():
+            if ticket.target is ops.start_out:
+                held = self.graph.call_function(ops.barrier, (ticket, [ticket.args[0]]))
+                held.meta["val"] = ticket.meta["val"]
+                self.tickets[storage, tier] = held
+
+    def ticket(self, storage: str, tier: str) -> fx.Node:
+        found = self.tickets.get((storage, tier))
+        if found is None:
+            assert self.forward is not None, f"{storage} never went to {tier}"
+            like = self.forward.tickets[storage, tier]
+            found = self.take(Saved(ticket_of=storage, tier=tier), like)
+            self.tickets[storage, tier] = found
+        return found
+
+    def start_load(self, move: Move) -> fx.Node:
+        like = self.tables.base(move.tensor).meta["val"]
+        hosted = move.tensor in self.tables.hosted
+        ticket = None if hosted else self.ticket(move.tensor, move.source)
+        source = self.on_host(move.tensor) if ticket is None else ticket
+        args: tuple[Any, ...] = (source, *self.laid_out(like), move.id, move.lane, [])
+        if hosted:
+            args += (self.tables.runtime,)
+        if like.device.type != "cpu":
+            args += (str(like.device),)
+        both = self.graph.call_function(ops.start_fetch if hosted else ops.start_load, args)
+        buffer = self.graph.call_function(operator.getitem, (both, 0))
+        load = self.graph.call_function(operator.getitem, (both, 1))
+        buffer.meta["val"] = like.new_empty_strided(like.shape, like.stride())
+        load.meta["val"] = _like_ticket(like)
+        both.meta["val"] = (buffer.meta["val"], load.meta["val"])
+        self.loads[move.id] = (buffer, load)
+        return both
+
+    def wait_load(self, move: Move) -> fx.Node:
+        args = self.loads.pop(move.id)
+        here = self.graph.call_function(ops.wait_load, args)
+        here.meta["val"] = args[0].meta["val"]
+        if move.tensor in self.tables.hosted:
+            self.device[move.tensor] = here
+        else:
+            self.rebase(move.tensor, here)
+        return here
+
+
+def _made_by(node: fx.Node) -> list[fx.Node]:
+    """The nodes that hold what an op makes: its parts, or itself."""
+    parts = [u for u in node.users if is_getitem(u) and aliased_input(u) is None]
+    return parts or [node]
+
+
+def _like_ticket(like: torch.Tensor) -> torch.Tensor:
+    """A ticket as the graph's fake tensors are."""
+    assert isinstance(like, FakeTensor)
+    with like.fake_mode:
+        return torch.empty((1,), dtype=torch.int64, device="cpu")
+
+
+def _same_place(a: torch.Tensor, b: torch.Tensor) -> bool:
+    return (
+        a.shape == b.shape and a.stride() == b.stride() and a.storage_offset() == b.storage_offset()
+    )

@@ -1,0 +1,217 @@
+"""Weights updated while backward still computes: each large gradient is offered where it is made.
+
+    forward    …                         call = begin_call([0, 2, …]); …
+               return y, saved           return y, call, saved
+    backward   (saved, tangents)         (call, saved, tangents)
+               g = mm(…); …              g = mm(…); …  until nothing reads the weight any more
+                                         offered = offer(call, g, …)
+               return g                  return offered
+
+`offer` updates the weight, so it stands behind the last op that reads it, and the gradient is gone
+with it. What comes back in its place is resolved when backward is over (`resolve`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+import torch
+from torch import fx
+from torch._functorch._aot_autograd.descriptors import SavedForBackwardsAOTOutput
+
+from offcompile.ir import BACKWARD, FORWARD
+from offcompile.planning.order import Order, Run
+from offcompile.runtime.states import update_ops
+
+from .annotate import Annotated, Place
+from .costs.op_costs import OpCost
+from .graphs import (
+    Graphs,
+    Hint,
+    closed,
+    copied,
+    is_parameter,
+    outputs_of,
+    storage_bytes,
+)
+from .lowering.resave import new_placeholder
+
+#: bytes that an update reads and writes for each byte of gradient: with two moments, 28 for 4
+BYTES_PER_BYTE = 7.0
+
+
+@dataclass(frozen=True)
+class Offers:
+    """The graphs with offers in them."""
+
+    graphs: Graphs
+    #: weight's storage → name of the node that offers its gradient
+    nodes: Mapping[str, str]
+    #: which outputs of backward are offers
+    outputs: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class _Offered:
+    """One weight: its argument, where its gradient stands in the outputs, what reads it last."""
+
+    weight: fx.Node
+    argument: int
+    storage: str
+    output: int
+    gradient: fx.Node
+    after: fx.Node
+
+
+def with_offers(
+    graphs: Graphs,
+    annotated: Annotated,
+    wanted: frozenset[int],
+    hint: Hint,
+    least_bytes: int,
+    runtime: str,
+    without: frozenset[str] = frozenset(),
+) -> Offers | None:
+    """The graphs with the gradients of these arguments offered; None if there is none to offer.
+
+    Left out are gradients of less than `least_bytes`, and those of the weights `without`.
+    """
+    if graphs.backward is None:
+        return None
+    found = [
+        o
+        for o in _offered(graphs, annotated, wanted)
+        if o.storage not in without and storage_bytes(o.gradient.meta["val"], hint) >= least_bytes
+    ]
+    if not found:
+        return None
+    forward, call = _forward(graphs, [o.argument for o in found])
+    backward, nodes = _backward(graphs.backward, found, call, runtime)
+    made = replace(graphs, forward=forward, backward=backward)
+    return Offers(made, nodes, tuple(o.output for o in found))
+
+
+def _offered(graphs: Graphs, annotated: Annotated, wanted: frozenset[int]) -> list[_Offered]:
+    assert graphs.backward is not None
+    nodes = list(graphs.backward.graph.nodes)
+    position = {n: i for i, n in enumerate(nodes)}
+    outputs = outputs_of(graphs.backward)
+    storage_of = annotated.storage_of
+    stored = [
+        storage_of.get((BACKWARD, o.name)) if isinstance(o, fx.Node) else None for o in outputs
+    ]
+    weights = list(graphs.forward.graph.find_nodes(op="placeholder"))
+    owners = [storage_of.get((FORWARD, w.name)) for w in weights]
+    found = []
+    for i, (weight, gradient) in enumerate(zip(weights, outputs, strict=False)):
+        argument = getattr(weight.meta.get("desc"), "idx", -1)
+        storage = owners[i]
+        if argument not in wanted or not is_parameter(weight, graphs) or storage is None:
+            continue
+        if not isinstance(gradient, fx.Node) or gradient.op != "call_function":
+            continue
+        if not all(isinstance(n, int) for n in weight.meta["val"].shape):
+            continue
+        made = stored[i]
+        whole = made is not None and annotated.problem.tensor[made].home is None
+        # sharing memory with another argument, or gradient, it has more than one owner
+        if not whole or stored.count(made) > 1 or owners.count(storage) > 1:
+            continue
+        readers = (
+            n
+            for n in nodes
+            if n.op == "call_function"
+            and any(storage_of.get((BACKWARD, a.name)) == storage for a in n.all_input_nodes)
+        )
+        after = max((gradient, *readers), key=position.__getitem__)
+        found.append(_Offered(weight, argument, storage, i, gradient, after))
+    return found
+
+
+def _forward(graphs: Graphs, arguments: list[int]) -> tuple[fx.GraphModule, fx.Node]:
+    """Forward, with one more tensor saved: the ticket of the call."""
+    module = copied(graphs.forward)
+    graph = module.graph
+    first = next(n for n in graph.nodes if n.op != "placeholder")
+    with graph.inserting_before(first):
+        call = graph.call_function(update_ops.begin_call, (arguments,))
+    call.meta["val"] = _ticket_like(graphs)
+    (output,) = graph.find_nodes(op="output")
+    outputs = list(output.args[0])
+    outputs.insert(graphs.num_outputs, call)
+    output.args = (tuple(outputs),)
+    known = output.meta.get("desc")
+    if known is not None:
+        seen = list(known[: graphs.num_outputs])
+        rest = [SavedForBackwardsAOTOutput, *map(type, known[graphs.num_outputs :])]
+        output.meta["desc"] = [*seen, *(kind(i) for i, kind in enumerate(rest))]
+    return closed(module), call
+
+
+def _backward(
+    old: fx.GraphModule, found: list[_Offered], call: fx.Node, runtime: str
+) -> tuple[fx.GraphModule, dict[str, str]]:
+    module = copied(old)
+    graph = module.graph
+    new = {n.name: n for n in graph.nodes}
+    ticket = new_placeholder(graph, call.name, call.meta["val"])
+    (output,) = graph.find_nodes(op="output")
+    outputs = list(output.args[0])
+    names = {}
+    for o in found:
+        value = o.weight.meta["val"]
+        args = (
+            ticket,
+            new[o.gradient.name],
+            found.index(o),
+            list(value.shape),
+            list(value.stride()),
+            runtime,
+        )
+        with graph.inserting_after(new[o.after.name]):
+            node = graph.call_function(update_ops.offer, args)
+        node.meta["val"] = call.meta["val"].clone()
+        outputs[o.output] = node
+        names[o.storage] = node.name
+    output.args = (tuple(outputs),)
+    return closed(module), names
+
+
+def _ticket_like(graphs: Graphs) -> torch.Tensor:
+    like = next(
+        v
+        for n in graphs.forward.graph.find_nodes(op="placeholder")
+        if isinstance(v := n.meta.get("val"), torch._subclasses.FakeTensor)
+    )
+    with like.fake_mode:
+        return torch.empty((1,), dtype=torch.int64, device="cpu")
+
+
+def costs_of_offers(offers: Offers, hint: Hint, bytes_per_us: float) -> dict[Place, OpCost]:
+    """What the new nodes cost: an update beside its states runs at the rate of memory."""
+    assert offers.graphs.backward is not None
+    costs: dict[Place, OpCost] = {}
+    for node in offers.graphs.backward.graph.find_nodes(
+        op="call_function", target=update_ops.offer
+    ):
+        nbytes = storage_bytes(node.args[1].meta["val"], hint)
+        duration_us = round(BYTES_PER_BYTE * nbytes / bytes_per_us, 3)
+        costs[BACKWARD, node.name] = OpCost(duration_us)
+    return costs
+
+
+def read_after_update(offers: Offers, annotated: Annotated, order: Order) -> frozenset[str]:
+    """Weights that an op of this order, computing something again, would read when they have
+    been updated."""
+    problem = annotated.problem
+    updated: set[str] = set()
+    late: set[str] = set()
+    weight_of = {name: storage for storage, name in offers.nodes.items()}
+    for step in order.steps:
+        if not isinstance(step, Run):
+            continue
+        op = step.name.partition("@")[0]
+        late |= updated.intersection(problem.op[op].reads)
+        updated |= {weight_of[name] for _, name in annotated.node_of[op] if name in weight_of}
+    return frozenset(late)

@@ -1,0 +1,104 @@
+"""Chains of ops that are split along tokens, so that their largest tensors never exist as a whole.
+
+In goes AOTAutograd's joint graph of forward and backward, before it is partitioned; out comes one
+that computes its loss over many words piece by piece. What is split is found by structure: `region`
+asks of each op's rule (`rules`) whether it may be computed for some tokens alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cached_property
+
+from torch import fx
+
+from offcompile.graph.graphs import closed, copied
+
+from .builder import Builder
+from .losses import take_apart
+from .pieces import bounds, in_pieces, tokens_in_each
+from .region import Region, find_regions
+
+__all__ = ["Halves", "Splits", "Splittable", "splittable"]
+
+Halves = tuple[fx.GraphModule, fx.GraphModule]
+
+
+@dataclass(frozen=True, eq=False)
+class Splittable:
+    """A joint graph in which something may be split."""
+
+    joint: fx.GraphModule
+    regions: tuple[Region, ...]
+
+    #: whether pieces are held in their order by edges of the graph: Inductor keeps no other
+    ordered: bool = False
+
+    def into(self, pieces: int) -> fx.GraphModule:
+        """The joint graph with all of them in so many pieces."""
+        made = in_pieces(self.joint, list(self.regions), pieces, self.ordered)
+        made.graph.eliminate_dead_code()
+        return closed(made)
+
+    @property
+    def most_pieces(self) -> int:
+        return sum(region.space.count for region in self.regions)
+
+    def describe(self, pieces: int) -> str:
+        """Which products, and how many pieces there are of each."""
+        size = tokens_in_each(list(self.regions), pieces)
+        said = []
+        for region in self.regions:
+            count = len(bounds(region.space.count, size))
+            shape = f"{region.space.count:,} tokens by {region.words:,}"
+            again = "" if region.at_once else ", computed again in backward"
+            pieces_said = f"{count} piece{'s' if count > 1 else ''}"
+            said.append(f"{region.seed.name} ({shape}) in {pieces_said}{again}")
+        return "; ".join(said)
+
+
+def splittable(joint: fx.GraphModule, ordered: bool = False) -> Splittable | None:
+    """Find what may be split in a joint graph, which stays as it is; None: there is nothing.
+
+    ordered: pieces hold their order by edges of the graph, which those cannot have whose backward
+    runs their forward again: they are left alone.
+    """
+    graph = copied(joint)
+    take_apart(graph.graph, Builder(graph.graph))
+    regions = find_regions(graph.graph)
+    regions = [r for r in regions if r.at_once or not ordered]
+    return Splittable(graph, tuple(regions), ordered) if regions else None
+
+
+@dataclass(eq=False)
+class Splits:
+    """A joint graph that is about to be partitioned, for those who want it in pieces instead."""
+
+    joint: fx.GraphModule
+    #: how the graph would be partitioned
+    partition: Callable[[fx.GraphModule], Halves]
+    ordered: bool
+
+    @cached_property
+    def found(self) -> Splittable | None:
+        return splittable(self.joint, self.ordered)
+
+    @property
+    def most_pieces(self) -> int:
+        return 0 if self.found is None else self.found.most_pieces
+
+    @property
+    def largest_bytes(self) -> int:
+        """The largest tensor that splitting does away with."""
+        regions = () if self.found is None else self.found.regions
+        seeds = [region.seed.meta["val"] for region in regions]
+        return max((seed.numel() * seed.element_size() for seed in seeds), default=0)
+
+    def into(self, pieces: int) -> Halves:
+        assert self.found is not None
+        return self.partition(self.found.into(pieces))
+
+    def describe(self, pieces: int) -> str:
+        assert self.found is not None
+        return self.found.describe(pieces)

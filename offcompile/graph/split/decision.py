@@ -1,0 +1,114 @@
+"""The decision whether to split a loss along tokens, and into how many pieces.
+
+A graph stays as it is where everything fits, and where its plan is no worse than one in pieces.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Generic, TypeVar
+
+from offcompile.graph.choose import Choice
+from offcompile.ir import Infeasible
+from offcompile.machine.options import Options
+from offcompile.planning.decide import NO_LOSS, Decided
+
+#: numbers of pieces to try, in turn
+LADDER = (4, 8, 16, 32)
+#: for a better plan alone, only what takes such a share of the budget is split
+WORTH_SPLITTING = 1 / 8
+#: a plan this close to the time of its ops cannot gain by a split
+NEARLY_FREE = 1.02
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Ways(Generic[T]):
+    """How one graph may be planned. `whole` and `in_pieces` raise `Infeasible`."""
+
+    options: Options
+    #: bytes of the device; None: the floor
+    budget: int | None
+    whole: Callable[[], T]
+    in_pieces: Callable[[int], T]
+    #: 0: there is nothing to split
+    most_pieces: Callable[[], int]
+    #: the largest tensor that a split does away with
+    largest_bytes: Callable[[], int]
+    choice: Callable[[T], Choice]
+
+    def best(self) -> tuple[T, int | None]:
+        """The plan, and the number of pieces; None: the graph stays whole."""
+        asked = self.options.pieces
+        if asked is not None and self.most_pieces() > 1:
+            pieces = min(asked, self.most_pieces())
+            return self.in_pieces(pieces), pieces
+        try:
+            whole = self.whole()
+        except Infeasible as error:
+            if not self.options.may_split:
+                raise self._with_advice(error) from None
+            found = self._best_in_pieces(None)
+            if found is None:
+                raise
+            return found
+        if self.options.may_split and self._may_gain(self.choice(whole)):
+            found = self._best_in_pieces(self.choice(whole).decided)
+            if found is not None:
+                return found
+        return whole, None
+
+    def _may_gain(self, whole: Choice) -> bool:
+        if self.budget is None:
+            return self.most_pieces() > 1
+        compute_us = sum(op.duration_us for op in whole.annotated.problem.ops)
+        if whole.decided.fits or whole.decided.cost_us <= compute_us * NEARLY_FREE:
+            return False
+        return self.largest_bytes() >= self.budget * WORTH_SPLITTING
+
+    def _best_in_pieces(self, whole: Decided | None) -> tuple[T, int] | None:
+        """The best plan in pieces, if it beats the one without."""
+        best: tuple[T, int] | None = None
+        beaten = whole
+        for pieces in self._ladder():
+            try:
+                found = self.in_pieces(pieces)
+            except Infeasible:
+                continue
+            decided = self.choice(found).decided
+            if beaten is None or self._beats(decided, beaten):
+                best, beaten = (found, pieces), decided
+            elif best is not None:
+                break
+            if decided.fits:
+                break
+        return best
+
+    def _ladder(self) -> Iterator[int]:
+        most = self.most_pieces()
+        yield from (pieces for pieces in LADDER if pieces <= most)
+
+    def _beats(self, one: Decided, other: Decided) -> bool:
+        faster = one.cost_us < other.cost_us * (1 - NO_LOSS)
+        if self.budget is not None:
+            return faster
+        mine, theirs = one.order.peak_bytes, other.order.peak_bytes
+        return mine < theirs or (mine == theirs and faster)
+
+    def _with_advice(self, error: Infeasible) -> Infeasible:
+        """The refusal, saying where splitting would do."""
+        if self.budget is None:
+            return error
+        for pieces in self._ladder():
+            try:
+                self.in_pieces(pieces)
+            except Infeasible:
+                continue
+            change = (
+                f"{error.smallest_change} Or set split=True: the loss in {pieces} pieces fits, and"
+                " its sums differ in the last bits."
+            )
+            return Infeasible(error.reason, error.needed_bytes, change)
+        return error

@@ -1,0 +1,281 @@
+"""A joint graph with its regions computed piece by piece.
+
+    logits = hidden @ W                         for each piece of the tokens:
+    loss = nll(log_softmax(logits)).sum()           logits_i = hidden[i] @ W
+    …                                               row_i = nll(log_softmax(logits_i))
+    g = (softmax(logits) - one_hot) · tangent       g_i = softmax(logits_i) - one_hot_i
+    d_hidden = g @ Wᵀ; d_W = hiddenᵀ @ g            d_i = g_i @ Wᵀ; s += hidden[i]ᵀ @ g_i
+                                                loss = cat(row_i).sum()
+                                                d_hidden = cat(d_i) · tangent; d_W = s · tangent
+
+Pieces stand one after the other, so at most one piece's logits exist.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import fx
+from torch.utils.checkpoint import CheckpointPolicy
+
+from offcompile.runtime.moves.ops import barrier
+
+from .builder import Builder
+from .layout import SUM, Rows, Space, shape_of
+from .region import Region
+
+aten = torch.ops.aten
+convert = torch.ops.prims.convert_element_type.default
+#: sums of these are kept in fp32
+ROUGH = (torch.float16, torch.bfloat16)
+#: torch tells regions that are computed again apart by numbers, which it counts from 0
+OURS = 1 << 30
+
+
+def in_pieces(
+    joint: fx.GraphModule, regions: list[Region], count: int, ordered: bool = False
+) -> fx.GraphModule:
+    """The graph with its regions in so many pieces. `joint` stays as it is.
+
+    ordered: what a piece multiplies passes through a barrier behind the piece before it.
+    """
+    graph = _Rewriting(joint, regions, count, ordered).run()
+    made = fx.GraphModule(joint, graph)
+    made.meta.update(joint.meta)
+    return made
+
+
+def tokens_in_each(regions: list[Region], count: int) -> int:
+    """How many tokens a piece has where all regions together are cut into so many: what the user
+    has cut up already is cut up less."""
+    return max(1, -(-sum(region.space.count for region in regions) // count))
+
+
+def bounds(tokens: int, size: int) -> list[tuple[int, int]]:
+    """Where pieces begin and end: all of one size, but for the last one."""
+    return [(at, min(at + size, tokens)) for at in range(0, tokens, size)]
+
+
+class _Rewriting:
+    def __init__(
+        self, joint: fx.GraphModule, regions: list[Region], count: int, ordered: bool
+    ) -> None:
+        self.ordered = ordered
+        self.old, self.new = joint.graph, fx.Graph()
+        self.build = Builder(self.old).on(self.new)
+        self.made: dict[fx.Node, fx.Node] = {}
+        #: outside of regions, what depends on a tangent, for a tangent of one
+        self.of_one: dict[fx.Node, fx.Node] = {}
+        self.home = {n: r for r in regions for n in r.made}
+        size = tokens_in_each(regions, count)
+        self.turns = {r: _Turns(r, self, size) for r in regions}
+
+    def run(self) -> fx.Graph:
+        for node in self.old.nodes:
+            if node.op in ("placeholder", "get_attr"):
+                self._copy(node)
+        for node in self.old.nodes:
+            if node not in self.home:
+                self.of(node)
+        return self.new
+
+    def of(self, node: fx.Node) -> fx.Node:
+        """The node in the new graph, made with all that it needs where it is not there yet."""
+        if node not in self.made:
+            if node in self.home:
+                self.turns[self.home[node]].make(node)
+            else:
+                for operand in node.all_input_nodes:
+                    self.of(operand)
+                self._copy(node)
+        return self.made[node]
+
+    def _copy(self, node: fx.Node) -> None:
+        self.made[node] = self.new.node_copy(node, self.made.__getitem__)
+
+    def with_tangent_of_one(self, node: fx.Node, late: set[fx.Node]) -> fx.Node:
+        if node not in late:
+            return self.of(node)
+        if node not in self.of_one:
+            value = node.meta["val"]
+            if node.op == "placeholder":
+                made = self.build(aten.full.default, [], 1, dtype=value.dtype, device=value.device)
+            else:
+
+                def operand(n: fx.Node) -> fx.Node:
+                    return self.with_tangent_of_one(n, late)
+
+                args, kwargs = fx.node.map_arg((node.args, node.kwargs), operand)
+                made = self.build(node.target, *args, **kwargs)
+            self.of_one[node] = made
+        return self.of_one[node]
+
+
+@dataclass
+class _Turns:
+    """One region: its pieces, and what was made of them."""
+
+    region: Region
+    whole: _Rewriting
+    #: tokens of a piece
+    size: int
+    #: what enters, in rows of the smallest space
+    entering: dict[fx.Node, fx.Node] = field(default_factory=dict)
+    #: results, before a tangent is multiplied in
+    results: dict[fx.Node, fx.Node] = field(default_factory=dict)
+    pieces: list[_Piece] = field(default_factory=list)
+
+    def make(self, out: fx.Node) -> None:
+        """Make a result of the region; the others of its turn come with it."""
+        if out not in self.results:
+            late = out in self.region.late
+            if late and not self.region.at_once and not self.pieces:
+                self._run(False)  # backward reads what forward's part of a piece has made
+            self._run(late)
+        result = self.results[out]
+        if self.region.tangent is not None and out in self.region.late:
+            tangent = self.whole.of(self.region.tangent)
+            result = self.whole.build(aten.mul.Tensor, result, tangent)
+        self.whole.made[out] = result
+
+    def of(self, node: fx.Node) -> fx.Node:
+        if self.region.tangent is None:
+            return self.whole.of(node)
+        return self.whole.with_tangent_of_one(node, self.region.late)
+
+    def _run(self, late: bool) -> None:
+        region, build = self.region, self.whole.build
+        turn = [n for n in region.made if region.at_once or (n in region.late) == late]
+        rows = region.entering()
+        for node in turn:
+            for operand in node.all_input_nodes:
+                if operand in rows and operand not in self.entering:
+                    self.entering[operand] = self._in_rows(operand, rows[operand])
+                elif operand not in rows and operand not in region.made:
+                    self.of(operand)
+        if not self.pieces:
+            places = bounds(region.space.count, self.size)
+            self.pieces = [_Piece(self, start, end) for start, end in places]
+        outs = [n for n in region.outs() if n in turn]
+        parts: dict[fx.Node, list[fx.Node]] = {n: [] for n in outs}
+        for piece in self.pieces:
+            piece.after = [made[-1] for made in parts.values() if made]
+            for node in turn:
+                build.meta = self._notes_of(node, late)
+                made = region.made[node].emit(piece)
+                if region.made[node].layout == SUM:
+                    parts[node] = [self._added(parts[node], made)]
+                    continue
+                piece.made[node] = made
+                if node in parts:
+                    parts[node].append(made)
+            build.meta = {}
+        for node in outs:
+            build.meta = self._notes_of(node, late)
+            self.results[node] = self._joined(node, parts[node])
+            if self.region.tangent is not None and node in region.late:
+                kept = {"recompute": CheckpointPolicy.MUST_SAVE, "ac_graph_id": OURS}
+                self.results[node].meta.update(kept)
+        build.meta = {}
+
+    def _notes_of(self, node: fx.Node, late: bool) -> Mapping[str, Any]:
+        """Keep the notes that people are shown, and mark what backward runs again of forward."""
+        kept = ("stack_trace", "nn_module_stack", "source_fn_stack", "original_aten")
+        notes = {key: node.meta[key] for key in kept if key in node.meta}
+        if not self.region.at_once and not late:
+            notes |= {"recompute": CheckpointPolicy.MUST_RECOMPUTE, "ac_graph_id": OURS}
+        return notes
+
+    def _added(self, sofar: list[fx.Node], made: fx.Node) -> fx.Node:
+        build, dtype = self.whole.build, made.meta["val"].dtype
+        if not sofar:
+            if dtype in ROUGH:
+                return build(convert, made, torch.float32)
+            return made
+        if made.target is aten.mm.default and dtype not in ROUGH:
+            added = build(aten.addmm.default, sofar[0], *made.args)
+            self.whole.new.erase_node(made)
+            return added
+        return build(aten.add.Tensor, sofar[0], made)
+
+    def _in_rows(self, node: fx.Node, rows: Rows) -> fx.Node:
+        """A tensor from outside, in rows, for the tokens of the smallest space."""
+        build, shape = self.whole.build, shape_of(node)
+        found = self.of(node)
+        others = rows.others(shape)
+        if rows.low:
+            front = range(rows.low, rows.high)
+            rest = [d for d in range(len(shape)) if d not in front]
+            found = build(aten.permute.default, found, [*front, *rest])
+        found = self._shaped(found, (rows.space.count, *others))
+        for space in self.region.space.steps_from(rows.space):
+            found = self._shaped(found, (*space.sizes, *others))
+            found = build(aten.slice.Tensor, found, space.dim, space.start, space.end)
+            found = self._shaped(found, (space.count, *others))
+        return found
+
+    def _shaped(self, node: fx.Node, shape: tuple[int, ...]) -> fx.Node:
+        if shape_of(node) == shape:
+            return node
+        return self.whole.build(aten.reshape.default, node, list(shape))
+
+    def _joined(self, node: fx.Node, parts: list[fx.Node]) -> fx.Node:
+        """A result as the rest of the graph knows it."""
+        build, layout = self.whole.build, self.region.made[node].layout
+        value = node.meta["val"]
+        if layout == SUM:
+            (found,) = parts
+            if found.meta["val"].dtype != value.dtype:
+                found = build(convert, found, value.dtype)
+            return self._shaped(found, shape_of(node))
+        found = parts[0] if len(parts) == 1 else build(aten.cat.default, parts)
+        others = layout.others(shape_of(node))
+        for space in reversed(self.region.space.steps_from(layout.space)):
+            found = _put_back(self, found, space, others)
+        if layout.low:
+            shape = shape_of(node)
+            back = list(range(layout.high - layout.low, layout.high))
+            tokens = list(range(layout.high - layout.low))
+            found = self._shaped(found, (*layout.tokens(shape), *others))
+            rest = list(range(layout.high, len(shape)))
+            return build(aten.permute.default, found, [*back, *tokens, *rest])
+        return self._shaped(found, shape_of(node))
+
+
+def _put_back(turns: _Turns, found: fx.Node, space: Space, others: tuple[int, ...]) -> fx.Node:
+    """A gradient of some tokens as one of all, zero for those that were left out."""
+    sizes = list(space.sizes)
+    sizes[space.dim] = space.end - space.start
+    found = turns._shaped(found, (*sizes, *others))
+    around = (space.start, space.sizes[space.dim] - space.end)
+    behind = len(space.sizes) + len(others) - space.dim - 1
+    found = turns.whole.build(aten.constant_pad_nd.default, found, [0, 0] * behind + [*around])
+    assert space.parent is not None
+    return turns._shaped(found, (space.parent.count, *others))
+
+
+class _Piece:
+    """The tokens from `start` to `end`."""
+
+    def __init__(self, turns: _Turns, start: int, end: int) -> None:
+        self.turns, self.start, self.end = turns, start, end
+        self.count = end - start
+        self.build = turns.whole.build
+        self.made: dict[fx.Node, fx.Node] = {}
+        #: results of the piece before
+        self.after: list[fx.Node] = []
+
+    def rows(self, node: fx.Node) -> fx.Node:
+        if node not in self.made:
+            found = self.turns.entering[node]
+            made = self.build(aten.slice.Tensor, found, 0, self.start, self.end)
+            if self.turns.whole.ordered and self.after and len(shape_of(made)) > 1:
+                made = self.build(barrier, made, self.after)
+            self.made[node] = made
+        return self.made[node]
+
+    def whole(self, node: fx.Node) -> fx.Node:
+        return self.turns.of(node)

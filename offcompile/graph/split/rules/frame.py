@@ -1,0 +1,111 @@
+"""Says what a rule is given, and what it answers.
+
+A rule looks at a node of which at least one operand, or the result, has a known layout. It answers
+with the layout of the result, with the layouts that the other operands must have, and with how the
+node is made for a piece; or with None: the op mixes tokens, or nobody has written its rule.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal, Protocol
+
+import torch
+from torch import fx
+
+from offcompile.graph.split.builder import Builder
+from offcompile.graph.split.layout import SUM, Rows, settled, shape_of
+
+aten = torch.ops.aten
+
+
+class Piece(Protocol):
+    """The tokens of one piece, and what has been made for them."""
+
+    build: Builder
+    count: int
+
+    def rows(self, node: fx.Node) -> fx.Node:
+        """The node's value in rows, of these tokens."""
+
+    def whole(self, node: fx.Node) -> fx.Node:
+        """A value without tokens."""
+
+
+Emit = Callable[[Piece], fx.Node]
+
+
+@dataclass(frozen=True)
+class Made:
+    layout: Rows | Literal["sum"]
+    emit: Emit
+    #: operands with tokens, and where they must have them
+    operands: dict[fx.Node, Rows] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Known:
+    """The layouts known so far, which a rule asks for."""
+
+    layouts: dict[fx.Node, Rows]
+    #: the layout that the result must have; None: it follows from the operands
+    want: Rows | None = None
+
+    def of(self, node: object) -> Rows | None:
+        return self.layouts.get(node) if isinstance(node, fx.Node) else None
+
+
+Rule = Callable[[fx.Node, Known], Made | None]
+RULES: dict[Any, Rule] = {}
+
+
+def rule(*targets: Any) -> Callable[[Rule], Rule]:
+    def add(found: Rule) -> Rule:
+        RULES.update(dict.fromkeys(targets, found))
+        return found
+
+    return add
+
+
+def apply(node: fx.Node, known: Known) -> Made | None:
+    if node.op != "call_function" or not isinstance(node.meta.get("val"), torch.Tensor):
+        return None
+    tags = getattr(node.target, "tags", ())
+    if torch.Tag.nondeterministic_seeded in tags:
+        return None
+    if known.want is None and not any(n in known.layouts for n in node.all_input_nodes):
+        return None
+    found = RULES.get(node.target)
+    if found is None and torch.Tag.pointwise in tags:
+        found = RULES[torch.Tag.pointwise]
+    made = None if found is None else found(node, known)
+    if made is not None and made.layout != SUM and known.want is not None:
+        wanted, got = known.want, made.layout
+        if (wanted.low, wanted.high, wanted.space) != (got.low, got.high, got.space):
+            return None
+    return made
+
+
+def numel_of_others(rows: Rows, node: fx.Node) -> int:
+    return math.prod(rows.others(shape_of(node)))
+
+
+def viewed(piece: Piece, node: fx.Node, shape: Sequence[int]) -> fx.Node:
+    if shape_of(node) == tuple(shape):
+        return node
+    return piece.build(aten.reshape.default, node, list(shape))
+
+
+def same_places(rows: Rows, *nodes: fx.Node, known: Known) -> dict[fx.Node, Rows] | None:
+    """The operands, all with tokens at the same places; None: not all of them can be so."""
+    found = {}
+    for node in nodes:
+        own = known.of(node) or Rows(rows.low, rows.high, rows.space)
+        if (own.low, own.high, own.space) != (rows.low, rows.high, rows.space):
+            return None
+        if settled(own, shape_of(node)) is None:
+            return None
+        found[node] = own
+    return found

@@ -1,0 +1,315 @@
+"""What a graph will run on: which device, how much of it, over which links, with which runtime.
+
+Two targets. On the CPU the device is a budget of RAM and the slow tiers are files. On CUDA the
+device is the card, the host tier pinned memory, and the disk a third tier for who names a
+directory or bounds the host.
+"""
+
+from __future__ import annotations
+
+import os
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+
+from offcompile.ir import DEVICE, Machine, OffloadError
+from offcompile.passes.build.holes import Room
+from offcompile.runtime.base.process_memory import RETURNED_BYTES, machine_memory_bytes
+from offcompile.runtime.device.cuda.facts import (
+    cuda_index,
+    library_bytes,
+    reaches_host,
+    usable_bytes,
+)
+from offcompile.runtime.disk.directories import check_directory, default_directory
+from offcompile.runtime.memory import tensor_memory
+from offcompile.runtime.memory.heap import MARGIN_BYTES, address_space_is_limited, heap
+from offcompile.runtime.moves.registry import RuntimeSettings
+
+from .hardware import BYTES_PER_US_PER_GBPS, HardwareProfile, load_profile
+from .in_place import InPlace
+from .options import Options, default_spill
+from .splinters import SPLINTER_BYTES, malloc_leaves_holes
+from .this_gpu import this_gpu, to_cuda_machine
+from .this_machine import codec_gbps, this_machine, to_cpu_machine
+
+KIB, MIB = 1 << 10, 1 << 20
+#: what the runtime takes of a budget for its own: staging, and holes too small to be reused
+RESERVE_SHARE, LEAST_RESERVE, MOST_RESERVE = 64, 512 * KIB, 32 * MIB
+#: the share of a budget that is left to holes between tensors where moving more costs nothing
+HOLES_SHARE = 4
+#: what a move takes of the computing thread, in the cold caches of a step: to start it, and to find
+#: that it is over (docs/backend.md)
+ASKING_US = 300.0
+#: a smaller share of copies that is lost to compute is not told from noise
+LEAST_TOLL = 0.1
+#: on CUDA: rounding to the allocator's blocks, beside what the libraries take
+LEAST_CUDA_RESERVE = 1 * MIB
+#: on CUDA torch's allocator splits and keeps blocks by itself; so much is left to it
+CUDA_HOLES_SHARE = 16
+#: on CUDA: how much slower than a copy direct access is taken to be where nobody measured it
+UNMEASURED_DIRECT = 2
+#: files up to this part of the machine's memory are taken to stay in its page cache
+CACHED_SHARE = 2
+#: staging: one block per lane that writes
+ARENA_BYTES = 512 * KIB
+#: most that one system call moves: large, since each one's end waits for Python's lock
+CHUNK_BYTES = 8 * MIB
+
+
+class Target(ABC):
+    """A device with all that planning and running on it asks for."""
+
+    profile: HardwareProfile
+    directories: tuple[Path, ...]
+    #: all that a budget may be
+    device_bytes: int
+    #: bound of the host tier; None: none
+    host_bytes: int | None
+
+    @property
+    @abstractmethod
+    def device(self) -> torch.device: ...
+
+    @abstractmethod
+    def machine(self, device_bytes: int) -> Machine:
+        """The machine whose device holds so many bytes."""
+
+    @property
+    @abstractmethod
+    def runtime(self) -> RuntimeSettings: ...
+
+    def in_place(self, host_bytes: int) -> InPlace | None:
+        """What an op takes with an operand used in place on the host, if weights and gradients of
+        so many bytes live there; None: the runtime cannot have them there."""
+        return None
+
+    def with_codecs(self) -> Target:
+        """The same with codecs as fast as they are on this machine, measured if need be."""
+        return self
+
+    @abstractmethod
+    def reserve_bytes(self, budget_bytes: int) -> int:
+        """What the runtime takes of a budget."""
+
+    @abstractmethod
+    def holes_bytes(self, budget_bytes: int) -> int:
+        """What the runtime would have beside its reserve, so that freed blocks need not go back."""
+
+    def room(self, budget_bytes: int) -> Room | None:
+        """What blocks and holes between them may fill; None: nothing goes back to the system."""
+        return None
+
+
+@dataclass(frozen=True)
+class CpuTarget(Target):
+    """The device is a budget of RAM, the slow tiers are files."""
+
+    profile: HardwareProfile
+    directories: tuple[Path, ...]
+    device_bytes: int
+    host_bytes: int | None
+    verify_spill: bool = False
+
+    @property
+    def device(self) -> torch.device:
+        return torch.device("cpu")
+
+    def machine(self, device_bytes: int) -> Machine:
+        whole = to_cpu_machine(self.profile, None, self.host_bytes)
+        return self._with_tolls(whole.with_capacity(DEVICE, device_bytes))
+
+    def _with_tolls(self, machine: Machine) -> Machine:
+        """With what moves take from compute, where that was measured on the machine itself."""
+        share = self.profile.copy_toll_share
+        if not self.profile.measured or share is None:
+            return machine
+        share = share if share >= LEAST_TOLL else 0.0
+        lanes = tuple(replace(x, toll_us=ASKING_US, toll_share=share) for x in machine.lanes)
+        return replace(machine, lanes=lanes)
+
+    @property
+    def runtime(self) -> RuntimeSettings:
+        return _cpu_runtime(self.directories, self.host_bytes, self.verify_spill)
+
+    def in_place(self, host_bytes: int) -> InPlace | None:
+        if host_bytes <= self.device_bytes // CACHED_SHARE:
+            return InPlace()
+        # pages come as they are touched, not ahead, half as fast as a copy (docs/backend.md)
+        touching = 2 / (self.profile.h2d_gbps * BYTES_PER_US_PER_GBPS)
+        return InPlace(touching, touching)
+
+    def with_codecs(self) -> CpuTarget:
+        return replace(self, profile=replace(self.profile, codec_gbps=codec_gbps()))
+
+    def reserve_bytes(self, budget_bytes: int) -> int:
+        return min(max(budget_bytes // RESERVE_SHARE, LEAST_RESERVE), MOST_RESERVE)
+
+    def holes_bytes(self, budget_bytes: int) -> int:
+        return budget_bytes // HOLES_SHARE
+
+    def room(self, budget_bytes: int) -> Room | None:
+        if not heap().gives_back:
+            return None
+        return Room(
+            budget_bytes,
+            0 if tensor_memory.will_fit() else MARGIN_BYTES,
+            SPLINTER_BYTES if malloc_leaves_holes(os.environ) else 0,
+            RETURNED_BYTES if address_space_is_limited() else None,
+        )
+
+
+@dataclass(frozen=True)
+class CudaTarget(Target):
+    """The device is one card. `library_bytes`: what matrix libraries hold of it for good.
+
+    reaches_host: whether kernels can use pinned memory in place, as weights that leave ask for.
+    `directories` may be empty: then there is no disk tier.
+    """
+
+    profile: HardwareProfile
+    directories: tuple[Path, ...]
+    device_bytes: int
+    host_bytes: int | None
+    index: int = 0
+    library_bytes: int = 0
+    reaches_host: bool = True
+    verify_spill: bool = False
+
+    @property
+    def device(self) -> torch.device:
+        return torch.device("cuda", self.index)
+
+    def machine(self, device_bytes: int) -> Machine:
+        whole = to_cuda_machine(self.profile, self.host_bytes, bool(self.directories))
+        return whole.with_capacity(DEVICE, device_bytes)
+
+    @property
+    def runtime(self) -> RuntimeSettings:
+        return _cuda_runtime(self.index, self.directories, self.host_bytes, self.verify_spill)
+
+    def in_place(self, host_bytes: int) -> InPlace | None:
+        if not self.reaches_host:
+            return None
+        direct, profile = self.profile.direct_gbps, self.profile
+        link = min(profile.h2d_gbps, profile.d2h_gbps) / UNMEASURED_DIRECT
+        # ordinary kernels ask for what they need when they need it: nothing of it overlaps
+        return InPlace(
+            *(1 / (direct.get(way, link) * BYTES_PER_US_PER_GBPS) for way in ("read", "write"))
+        )
+
+    def reserve_bytes(self, budget_bytes: int) -> int:
+        rounding = min(max(budget_bytes // RESERVE_SHARE, LEAST_CUDA_RESERVE), MOST_RESERVE)
+        return self.library_bytes + rounding
+
+    def holes_bytes(self, budget_bytes: int) -> int:
+        # only a budget that is nearly the whole card meets what the allocator keeps
+        whole = budget_bytes > self.device_bytes * (1 - 1 / CUDA_HOLES_SHARE)
+        return budget_bytes // CUDA_HOLES_SHARE if whole else 0
+
+
+def target_for(
+    options: Options,
+    device: torch.device | None = None,
+    progress: Callable[[str], None] | None = None,
+) -> Target:
+    """Checks the spill directories and measures the machine, unless a profile is named."""
+    if device is not None and device.type == "cuda":
+        return _cuda_target(options, device, progress)
+    if device is not None and device.type != "cpu":
+        raise OffloadError(
+            f"This graph computes on {device}; offcompile moves tensors of the CPU and of CUDA"
+            " devices so far. Compile it with backend='inductor'."
+        )
+    directories = _cpu_directories(options)
+    if options.hardware is not None:
+        profile = load_profile(options.hardware)
+    else:
+        profile = _measured(directories, progress)
+    return CpuTarget(
+        profile, directories, machine_memory_bytes(), options.host_memory, options.verify_spill
+    )
+
+
+def _cuda_target(
+    options: Options, device: torch.device, progress: Callable[[str], None] | None
+) -> CudaTarget:
+    index = cuda_index(device)
+    directories = _cuda_directories(options)
+    if options.hardware is not None:
+        profile = load_profile(options.hardware)
+    else:
+        profile = this_gpu(index, directories, progress=progress)
+    return CudaTarget(
+        profile,
+        directories,
+        usable_bytes(index),
+        options.host_memory,
+        index,
+        library_bytes(index),
+        reaches_host(index),
+        options.verify_spill,
+    )
+
+
+def runtime_settings(options: Options, device: torch.device) -> RuntimeSettings:
+    """Those that a graph gets which is compiled with these options for this device."""
+    if device.type == "cuda":
+        index = cuda_index(device)
+        directories = _cuda_directories(options)
+        return _cuda_runtime(index, directories, options.host_memory, options.verify_spill)
+    return _cpu_runtime(_cpu_directories(options), options.host_memory, options.verify_spill)
+
+
+def _cpu_runtime(
+    directories: tuple[Path, ...], host_bytes: int | None, verify_spill: bool
+) -> RuntimeSettings:
+    return RuntimeSettings(
+        target="cpu",
+        directories=tuple(str(d) for d in directories),
+        host_bytes=host_bytes,
+        arena_bytes=ARENA_BYTES,
+        chunk_bytes=CHUNK_BYTES,
+        verify_spill=verify_spill,
+    )
+
+
+def _cuda_runtime(
+    index: int, directories: tuple[Path, ...], host_bytes: int | None, verify_spill: bool
+) -> RuntimeSettings:
+    return RuntimeSettings(
+        target=f"cuda:{index}",
+        directories=tuple(str(d) for d in directories),
+        host_bytes=host_bytes,
+        verify_spill=verify_spill,
+    )
+
+
+def _cpu_directories(options: Options) -> tuple[Path, ...]:
+    directories = options.spill
+    if directories == default_spill():
+        directories = (default_directory(),)
+    for directory in directories:
+        check_directory(directory)
+    return directories
+
+
+def _cuda_directories(options: Options) -> tuple[Path, ...]:
+    """None unless a disk was asked for, or the host is bounded."""
+    if options.spill == default_spill() and options.host_memory is None:
+        return ()
+    return _cpu_directories(options)
+
+
+_known: dict[tuple[Path, ...], HardwareProfile] = {}
+
+
+def _measured(
+    directories: tuple[Path, ...], progress: Callable[[str], None] | None
+) -> HardwareProfile:
+    if directories not in _known:
+        _known[directories] = this_machine(directories, progress=progress)
+    return _known[directories]

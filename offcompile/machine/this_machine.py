@@ -1,0 +1,336 @@
+"""The machine that this process runs on, as a hardware profile: measured once, then remembered.
+
+On the CPU target the device tier is a budget of RAM and the host tier files in the spill
+directories, so the link between them is the disk.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+
+from offcompile.ir import DEVICE, HOST, InvalidInput, Lane, Machine, Tier, Violation
+from offcompile.runtime.base.process_memory import machine_memory_bytes
+from offcompile.runtime.disk.directories import check_directory, filesystem_type
+from offcompile.runtime.measure.beside import copy_toll_share
+from offcompile.runtime.measure.codecs import codec_bytes_per_us
+from offcompile.runtime.measure.disk import measure_disk
+from offcompile.runtime.measure.timing import (
+    Watch,
+    cpu_model,
+    machine_identity,
+    matmul_flop_per_us,
+    memory_bytes_per_us,
+    undisturbed,
+)
+
+from .cost_cache import (
+    MOST_TRIES,
+    Identity,
+    document_path,
+    positive_number,
+    read_document,
+    write_document,
+)
+from .hardware import (
+    ADAM_BYTES_PER_PARAMETER,
+    ATTENTION,
+    BYTES_PER_US_PER_GBPS,
+    CODECS,
+    DISK,
+    HardwareProfile,
+    to_machine,
+)
+from .more_figures import kept_more
+
+Progress = Callable[[str], None]
+
+DISK_SECONDS = 1.0
+#: document of what copies take from compute; a figure that is kept is above zero
+COPY_TOLL, LEAST_SHARE = "copy-toll", 0.001
+#: document of what codecs do here
+CODEC_RATES = "codecs"
+#: documents of what the doctor measures besides
+MORE_OF_MACHINE, MORE_OF_DISK = "machine-more", "disk-more"
+#: in the order of `Disks`
+MORE_DISK_FIGURES = ("read_both", "write_both", "read_buffered", "write_buffered")
+FLOP_PER_US_PER_TFLOPS = 1e6
+MATMUL_DTYPES = {
+    "fp64": torch.float64,
+    "fp32": torch.float32,
+    "bf16": torch.bfloat16,
+    "fp16": torch.float16,
+}
+
+
+def this_machine(
+    directories: Sequence[Path], refresh: bool = False, progress: Progress | None = None
+) -> HardwareProfile:
+    """What this machine can do with these spill directories, from the cache or measured now.
+
+    Directories on different file systems are taken to be different disks, whose rates add up.
+    Takes about two seconds and one per disk, the first time or with `refresh`; `progress` is told.
+    Codecs are as `codec_gbps` measured them, if it was ever asked.
+    What the doctor measured besides is there if it was run.
+    Raises `OffloadError` for a directory that cannot hold spill files.
+    """
+    if not directories:
+        raise InvalidInput(
+            [Violation("bad-value", "spill", "no directory is given: name one on a disk")]
+        )
+    tell = progress or (lambda text: None)
+    rates = _compute_rates(refresh, tell)
+    disks = disks_profile(directories, refresh, tell)
+    more = kept_more(MORE_OF_MACHINE, machine_identity())
+    profile = HardwareProfile(
+        name="this-machine",
+        title=f"{cpu_model()}, {torch.get_num_threads()} threads",
+        device_memory_bytes=machine_memory_bytes(),
+        memory_gbps=rates["memory"] / BYTES_PER_US_PER_GBPS,
+        h2d_gbps=disks.read_gbps,
+        d2h_gbps=disks.write_gbps,
+        source=f"measured here with torch {torch.__version__}; the link is the disk of "
+        + ", ".join(map(str, directories)),
+        matmul_tflops={name: rates[name] / FLOP_PER_US_PER_TFLOPS for name in MATMUL_DTYPES},
+        latency_us=disks.latency_us,
+        measured=True,
+        h2d_both_gbps=disks.read_both_gbps,
+        d2h_both_gbps=disks.write_both_gbps,
+        attention_tflops=attention_tflops(more),
+        codec_gbps=_kept_codecs(),
+        copy_toll_share=_copy_toll_share(refresh, tell),
+    )
+    return with_host(with_disks(profile, disks))
+
+
+@dataclass(frozen=True)
+class Disks:
+    """The spill directories together; None: the doctor has not measured them all."""
+
+    read_gbps: float
+    write_gbps: float
+    latency_us: float
+    read_both_gbps: float | None = None
+    write_both_gbps: float | None = None
+    read_buffered_gbps: float | None = None
+    write_buffered_gbps: float | None = None
+
+
+def disks_profile(
+    directories: Sequence[Path], refresh: bool = False, tell: Progress = lambda text: None
+) -> Disks:
+    """Directories on different file systems are different disks, whose rates add up."""
+    places = one_per_disk(directories)
+    disks = [disk_figures(place, refresh, tell) for place in places]
+    more = [kept_more(MORE_OF_DISK, disk_identity(place)) for place in places]
+
+    def together(name: str) -> float | None:
+        if not all(name in figures for figures in more):
+            return None
+        return sum(figures[name] for figures in more) / BYTES_PER_US_PER_GBPS
+
+    return Disks(
+        sum(disk["read"] for disk in disks) / BYTES_PER_US_PER_GBPS,
+        sum(disk["write"] for disk in disks) / BYTES_PER_US_PER_GBPS,
+        max(disk["latency"] for disk in disks),
+        *(together(name) for name in MORE_DISK_FIGURES),
+    )
+
+
+def with_disks(profile: HardwareProfile, disks: Disks) -> HardwareProfile:
+    return replace(
+        profile,
+        disk_read_gbps=disks.read_gbps,
+        disk_write_gbps=disks.write_gbps,
+        disk_latency_us=disks.latency_us,
+        disk_read_both_gbps=disks.read_both_gbps,
+        disk_write_both_gbps=disks.write_both_gbps,
+        disk_read_buffered_gbps=disks.read_buffered_gbps,
+        disk_write_buffered_gbps=disks.write_buffered_gbps,
+    )
+
+
+def with_host(profile: HardwareProfile) -> HardwareProfile:
+    """With what is known of the processor beside the device."""
+    base = read_document("machine", machine_identity())
+    more = kept_more(MORE_OF_MACHINE, machine_identity())
+    memory, adam = positive_number((base or {}).get("memory")), more.get("adam")
+    copy = more.get("copy")
+    return replace(
+        profile,
+        host_memory_gbps=None if memory is None else memory / BYTES_PER_US_PER_GBPS,
+        host_copy_gbps=None if copy is None else copy / BYTES_PER_US_PER_GBPS,
+        host_adam_gbps=None
+        if adam is None
+        else adam * ADAM_BYTES_PER_PARAMETER / BYTES_PER_US_PER_GBPS,
+    )
+
+
+def attention_tflops(more: Mapping[str, float]) -> dict[str, float]:
+    return {
+        way: more[f"attention_{way}"] / FLOP_PER_US_PER_TFLOPS
+        for way in ATTENTION
+        if f"attention_{way}" in more
+    }
+
+
+def codec_gbps(refresh: bool = False, tell: Progress = lambda text: None) -> dict[str, float]:
+    """Raw bytes that each codec packs or unpacks beside compute, from the cache or measured now,
+    which takes about three seconds."""
+
+    def measure() -> dict[str, float]:
+        tell("measuring codecs")
+        return codec_bytes_per_us(tuple(CODECS))
+
+    rates = figures_of(CODEC_RATES, machine_identity(), tuple(CODECS), measure, refresh)
+    return {name: rate / BYTES_PER_US_PER_GBPS for name, rate in rates.items()}
+
+
+def _kept_codecs() -> dict[str, float]:
+    """Those that were measured before; none may be."""
+    kept = _numbers(read_document(CODEC_RATES, machine_identity()), tuple(CODECS)) or {}
+    return {name: rate / BYTES_PER_US_PER_GBPS for name, rate in kept.items()}
+
+
+def to_cpu_machine(
+    profile: HardwareProfile,
+    memory_bytes: int | None = None,
+    host_bytes: int | None = None,
+    disk_bytes: int | None = None,
+) -> Machine:
+    """The machine to plan for on the CPU target: `device` is a budget of RAM, `host` is files.
+
+    With `host_bytes` (a limited host tier) there is a tier `disk` too, reached from the device
+    directly. It is the same drive: its lanes are planned as if they ran beside `h2d` and `d2h` at
+    full rate, so a plan that uses both at once is too hopeful about time (never about memory).
+    """
+    link = replace(profile, host_memory_bytes=None)
+    machine = to_machine(link, memory_bytes, host_bytes)
+    if host_bytes is None:
+        return machine
+    inwards, outwards = machine.lane["h2d"], machine.lane["d2h"]
+    assert (inwards.source, outwards.target) == (HOST, HOST)
+    lanes = (
+        Lane("disk_to_device", DISK, DEVICE, inwards.bytes_per_us, inwards.latency_us),
+        Lane("device_to_disk", DEVICE, DISK, outwards.bytes_per_us, outwards.latency_us),
+    )
+    tiers = (*machine.tiers, Tier(DISK, disk_bytes))
+    return Machine(tiers, machine.lanes + lanes, machine.codecs)
+
+
+# --- measuring -----------------------------------------------------------------------------
+
+
+def _compute_rates(refresh: bool, tell: Progress) -> dict[str, float]:
+    """`memory` in bytes per microsecond and every dtype's flop per microsecond."""
+
+    def measure() -> dict[str, float]:
+        tell("measuring this machine: memory")
+        rates = {"memory": memory_bytes_per_us()}
+        for i, (name, dtype) in enumerate(MATMUL_DTYPES.items(), start=1):
+            tell(f"measuring this machine: {name} matrix products ({i} of {len(MATMUL_DTYPES)})")
+            rates[name] = matmul_flop_per_us(dtype)
+        return rates
+
+    return figures_of("machine", machine_identity(), ("memory", *MATMUL_DTYPES), measure, refresh)
+
+
+def _copy_toll_share(refresh: bool, tell: Progress) -> float:
+    """As it was measured, or is now. While others are at work: what it was wherever it was
+    measured, all where every core computes, and nothing where one is free."""
+    identity = machine_identity()
+    kept = None if refresh else _numbers(read_document(COPY_TOLL, identity), ("share",))
+    if kept is not None:
+        return kept["share"]
+    tell("measuring this machine: copies beside compute")
+    share = copy_toll_share()
+    if share is None:
+        return float(torch.get_num_threads() >= len(os.sched_getaffinity(0)))
+    share = max(share, LEAST_SHARE)
+    write_document(COPY_TOLL, identity, {"share": share})
+    return share
+
+
+def disk_figures(directory: Path, refresh: bool, tell: Progress) -> dict[str, float]:
+    """`read` and `write` in bytes per microsecond, and `latency` in microseconds."""
+
+    def measure() -> dict[str, float]:
+        tell(f"measuring the disk of {directory} for about {DISK_SECONDS:g} s")
+        with undisturbed():
+            speed = measure_disk(directory, DISK_SECONDS)
+        rates = (speed.read_bytes_per_us, speed.write_bytes_per_us, speed.latency_us)
+        return dict(zip(_DISK_FIGURES, rates, strict=True))
+
+    return figures_of("disk", disk_identity(directory), _DISK_FIGURES, measure, refresh)
+
+
+def figures_of(
+    kind: str,
+    identity: Identity,
+    names: Sequence[str],
+    measure: Callable[[], dict[str, float]],
+    refresh: bool,
+) -> dict[str, float]:
+    """The figures kept, or measured and kept now.
+
+    Those taken while other work held the processor are taken again by the next processes, a few
+    times; of those the best of each figure stays.
+    """
+    content = read_document(kind, identity) or {}
+    kept = None if refresh else _numbers(content, names)
+    told = content.get("disturbed")
+    tries = told if isinstance(told, int) else 0
+    here = (kind, document_path(kind, identity))
+    if kept is not None and (here in _settled or not 0 < tries < MOST_TRIES):
+        return kept
+    with Watch() as watch:
+        figures = measure()
+    if watch.disturbed and kept is not None:
+        better = {name: min if name == "latency" else max for name in names}
+        figures = {name: better[name](figures[name], kept[name]) for name in names}
+    disturbed = tries * (kept is not None) + 1 if watch.disturbed else 0
+    _settled.add(here)
+    write_document(kind, identity, {**figures, "disturbed": disturbed})
+    return figures
+
+
+#: what this process has measured: not twice in one process
+_settled: set[tuple[str, Path]] = set()
+
+_DISK_FIGURES = ("read", "write", "latency")
+
+
+def disk_identity(directory: Path) -> Identity:
+    """A file system on a machine: how many threads torch has does not matter to it."""
+    device = _device(directory)
+    return {
+        "cpu": cpu_model(),
+        "cores": len(os.sched_getaffinity(0)),
+        "device": f"{os.major(device)}:{os.minor(device)}",
+        "filesystem": filesystem_type(directory) or "unknown",
+        "bytes": os.statvfs(directory).f_blocks * os.statvfs(directory).f_frsize,
+    }
+
+
+def _device(directory: Path) -> int:
+    """The file system that holds the directory, as the system numbers it."""
+    return os.stat(directory).st_dev
+
+
+def one_per_disk(directories: Sequence[Path]) -> list[Path]:
+    found: dict[int, Path] = {}
+    for directory in directories:
+        check_directory(directory)
+        found.setdefault(_device(directory), directory)
+    return list(found.values())
+
+
+def _numbers(content: dict[str, object] | None, names: Sequence[str]) -> dict[str, float] | None:
+    """Every named figure, or None if one is missing or makes no sense."""
+    numbers = {name: positive_number((content or {}).get(name)) for name in names}
+    found = {name: number for name, number in numbers.items() if number is not None}
+    return found if len(found) == len(numbers) else None

@@ -1,0 +1,100 @@
+"""What lanes reach while a model trains, and when that is far from what its plan rests on.
+
+A lane's rate is measured once, alone. Beside a program that crowds the host's memory, or on a disk
+that has become slow, it reaches less; then another tier may be the better place. FlashNeuron's
+case study shows the first: an SSD that is reached past the host keeps its rate.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+
+from offcompile.ir import Lane, Machine
+from offcompile.runtime.device.lane_rates import Moved
+
+#: a rate that is higher or lower by no more than this factor is the same
+MARGIN = 1.3
+#: less is no measurement
+LEAST_MOVES = 8
+#: looks at a lane that moved nothing after which its rate counts as the machine's again
+FORGOTTEN_AFTER = 2
+_NOTHING = Moved(0, 0, 0)
+
+
+def reached_bytes_per_us(lane: Lane, moved: Moved) -> float | None:
+    """The rate, without the latency of each move; None: too few, or latency was most of it."""
+    busy_us, starting_us = moved.busy_ns / 1000, moved.moves * lane.latency_us
+    if moved.moves < LEAST_MOVES or busy_us <= 2 * starting_us:
+        return None
+    return moved.nbytes / (busy_us - starting_us)
+
+
+@dataclass
+class LaneWatch:
+    """Of one graph. `rates`: what its plans rest on where that is not the machine's own."""
+
+    rates: dict[str, float] = field(default_factory=dict)
+    _before: Mapping[str, Moved] | None = None
+    _idle: dict[str, int] = field(default_factory=dict)
+
+    def begin(self, totals: Mapping[str, Moved]) -> None:
+        """What was moved so far does not count."""
+        self._before = dict(totals)
+
+    def restart(self) -> None:
+        """Nor does what is moved until the next look: a new plan runs for the first time."""
+        self._before = None
+
+    def look(self, machine: Machine, totals: Mapping[str, Moved]) -> str | None:
+        """Compare what lanes reached since the last look with what the plan rests on.
+
+        machine: as measured, without `rates`. Returns what changed, in words, with `rates` brought
+        up to date for those lanes; None: nothing by more than `MARGIN`.
+        """
+        before, self._before = self._before, dict(totals)
+        if before is None:
+            return None
+        said = []
+        for lane in machine.lanes:
+            moved = _since(before.get(lane.name, _NOTHING), totals.get(lane.name, _NOTHING))
+            found = self._rate(lane, moved)
+            known = self.rates.get(lane.name, lane.bytes_per_us)
+            if found is None or 1 / MARGIN <= found / known <= MARGIN:
+                continue
+            if moved.moves:
+                said.append(f"{lane.name} reaches {found / 1000:.3g} GB/s, not {known / 1000:.3g}")
+                self.rates[lane.name] = found
+            else:
+                said.append(f"{lane.name} has rested, and counts as {found / 1000:.3g} GB/s again")
+                del self.rates[lane.name]
+        return "; ".join(said) or None
+
+    def _rate(self, lane: Lane, moved: Moved) -> float | None:
+        if moved.moves:
+            self._idle.pop(lane.name, None)
+            return reached_bytes_per_us(lane, moved)
+        if lane.name not in self.rates:
+            return None
+        self._idle[lane.name] = self._idle.get(lane.name, 0) + 1
+        if self._idle[lane.name] < FORGOTTEN_AFTER:
+            return None
+        del self._idle[lane.name]
+        return lane.bytes_per_us
+
+    def applied(self, machine: Machine) -> Machine:
+        """The machine whose lanes are as fast as they were seen to be."""
+        if not self.rates:
+            return machine
+        lanes = tuple(
+            replace(lane, bytes_per_us=self.rates.get(lane.name, lane.bytes_per_us))
+            for lane in machine.lanes
+        )
+        return Machine(machine.tiers, lanes, machine.codecs)
+
+
+def _since(before: Moved, now: Moved) -> Moved:
+    """A runtime that was closed begins again."""
+    if now.moves < before.moves:
+        return now
+    return Moved(*(b - a for a, b in zip(before, now, strict=True)))

@@ -1,0 +1,243 @@
+"""What steps show of the tensors that could leave and of lanes, and when that asks for a new plan.
+
+The first plan of a graph is made before anything ran, so it packs nothing. Its first steps are
+looked at, then one in `WATCH_EVERY`: each tensor that leaves, and each that stays for backward, is
+sampled once. A look costs the CPU about a microsecond per row sampled; elsewhere it waits for the
+device. Decisions fall between steps, and few of them: planning takes seconds, compiling more.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
+
+import torch
+
+from offcompile.ir import Infeasible, Machine, Plan, Problem
+from offcompile.planning.decide import Decided
+from offcompile.runtime.device.lane_rates import Moved
+from offcompile.runtime.moves.watching import watching
+from offcompile.simulate import Simulator
+
+from .corrections import Factors
+from .lane_watch import LaneWatch
+from .sparsity import density_of, with_ratios
+
+#: steps looked at before the first decision
+FIRST_STEPS = 2
+#: afterwards one step in so many; twice as rarely after each decision
+WATCH_EVERY = 50
+#: densities that changed by no more are the same: batches differ
+DRIFT = 0.1
+#: of a step's time: what a new plan must gain, by simulation, where compiling is cheap and where
+#: it takes as long as hundreds of steps
+WORTH = {"aot_eager": 0.03, "inductor": 0.05}
+#: of all that is denser no codec can make much
+WORTH_A_CODEC = 0.9
+#: of one graph: decisions that cost planning, and new plans
+MOST_DECISIONS, MOST_REPLANS = 8, 4
+
+
+@dataclass(frozen=True)
+class Settled:
+    """A plan that was made for a problem and a budget, to be used where both come again."""
+
+    problem: Problem
+    budget_bytes: int | None
+    decided: Decided
+    #: in how many pieces the graph was that the plan is for; None: it was not split
+    pieces: int | None = None
+
+    def fits(self, problem: Problem, budget_bytes: int | None) -> bool:
+        return budget_bytes == self.budget_bytes and problem == self.problem
+
+
+@dataclass
+class Profile:
+    """Densities of one graph's tensors over all its plans: shares of elements that are not zero;
+    and what lanes reach that its moves take."""
+
+    densities: dict[str, float] = field(default_factory=dict)
+    lanes: LaneWatch = field(default_factory=LaneWatch)
+    #: what ops take over their costs, once that was seen to differ
+    factors: Factors | None = None
+    #: what became of each decision, for people
+    said: list[str] = field(default_factory=list)
+    replans: int = 0
+    _steps: int = 0
+    _looking: bool = False
+    _every: int = 0
+    _decisions: int = 0
+    #: densities that the last decision went by; None: there was none
+    _known: dict[str, float] | None = None
+    _found: dict[str, float] = field(default_factory=dict)
+    #: what the next decision is for: lanes or ops that are not as planned, in words
+    _lanes_changed: str | None = None
+    _costs_changed: str | None = None
+
+    # --- looking ----------------------------------------------------------------------------
+
+    def begin_step(self) -> None:
+        """A forward is about to run; backward belongs to it."""
+        self._every = self._every or WATCH_EVERY
+        first = self._steps < FIRST_STEPS
+        self._looking = first or (self._open and (self._steps - FIRST_STEPS) % self._every == 0)
+        self._steps += 1
+
+    def watching(self, tensor_of: Mapping[str, str]) -> AbstractContextManager[None]:
+        """Inside, what this thread sends out is looked at if it is a step for that.
+
+        tensor_of: move → the tensor that it moves.
+        """
+        if not self._looking:
+            return nullcontext()
+
+        def look(x: torch.Tensor, move: str) -> None:
+            if move in tensor_of:
+                self.look(tensor_of[move], x)
+
+        return watching(look)
+
+    def look_at_saved(self, tensors: Sequence[str | None], values: Sequence[object]) -> None:
+        """What forward leaves on the device for backward; None: no storage of the plan's."""
+        if self._looking:
+            for tensor, value in zip(tensors, values, strict=True):
+                if tensor is not None and isinstance(value, torch.Tensor):
+                    self.look(tensor, value)
+
+    def look(self, tensor: str, x: torch.Tensor) -> None:
+        if tensor in self._found or x.numel() * x.element_size() != x.untyped_storage().nbytes():
+            return
+        density = density_of(x)
+        if density is not None:
+            self._found[tensor] = density
+
+    def has_zeros(self, tensor: str) -> bool:
+        """Whether it was seen to have so many that a codec could make something of it."""
+        return self.densities.get(tensor, 1.0) <= WORTH_A_CODEC
+
+    @property
+    def shows_zeros(self) -> bool:
+        return any(density <= WORTH_A_CODEC for density in self.densities.values())
+
+    # --- deciding ---------------------------------------------------------------------------
+
+    @property
+    def _open(self) -> bool:
+        """Whether looking can still come to anything."""
+        return self._decisions < MOST_DECISIONS and self.replans < MOST_REPLANS
+
+    def due(self) -> bool:
+        """Whether the steps so far have shown what was not known at the last decision.
+
+        To be asked between steps. Passes what was seen on into `densities`.
+        """
+        if not self._found:
+            return False
+        for tensor, density in self._found.items():
+            before = self.densities.get(tensor)
+            both = before is not None and self._steps <= FIRST_STEPS
+            self.densities[tensor] = (density + before) / 2 if both else density  # type: ignore[operator]
+        self._found.clear()
+        return self._steps >= FIRST_STEPS and self._open and self._changed()
+
+    @property
+    def looked(self) -> bool:
+        """Whether the last step was one that is looked at."""
+        return self._looking and self._open
+
+    def lanes_due(self, machine: Machine, totals: Mapping[str, Moved]) -> bool:
+        """The same of lanes: whether they reached something else, by far, than the plan rests on.
+
+        machine: as it was measured; totals: of the runtime. To be asked where `due` is, after it.
+        The first steps do not count, nor those of a new plan until the next look: memory and files
+        are touched for the first time there.
+        """
+        if not self.looked:
+            return False
+        if self._steps <= FIRST_STEPS + 1:
+            self.lanes.begin(totals)
+        else:
+            self._lanes_changed = self.lanes.look(machine, totals)
+        return self._lanes_changed is not None
+
+    def costs_due(self, factors: Factors, machine: Machine, totals: Mapping[str, Moved]) -> bool:
+        """The same of ops, once: whether they, or lanes meanwhile, are far from their costs.
+
+        factors: of a plan that was made without any.
+        """
+        if self.factors is not None or not self._open:
+            return False
+        self._lanes_changed = self.lanes.look(machine, totals)
+        if not factors.same:
+            self.factors, self._costs_changed = factors, factors.words()
+        return self.seen != "densities"
+
+    @property
+    def seen(self) -> str:
+        """What the decision to be made now is for."""
+        if self._costs_changed is not None:
+            return "costs"
+        return "densities" if self._lanes_changed is None else "rates"
+
+    def _changed(self) -> bool:
+        known = self._known
+        return known is None or any(
+            tensor not in known or abs(density - known[tensor]) > DRIFT
+            for tensor, density in self.densities.items()
+        )
+
+    def decided(self, text: str, again: bool) -> None:
+        """Take note of a decision, and whether a new plan comes of it."""
+        self._known = dict(self.densities)
+        self._decisions += 1
+        self.replans += again
+        self._every *= 2
+        reasons = [r for r in (self._costs_changed, self._lanes_changed) if r is not None]
+        self._costs_changed = self._lanes_changed = None
+        self.note(": ".join(["; ".join(reasons), text] if reasons else [text]))
+        if again:
+            self.lanes.restart()
+
+    def note(self, text: str) -> None:
+        """Say what became of the plan."""
+        self.said.append(f"after {self._steps} steps: {text}")
+
+
+def reconsider(
+    problem: Problem,
+    current: Plan,
+    machine: Machine,
+    dtypes: Mapping[str, torch.dtype],
+    densities: Mapping[str, float],
+    lossy: str | None,
+    worth: float,
+    plan: Callable[[Problem], Decided],
+    seen: str = "densities",
+) -> tuple[str, tuple[Problem, Decided] | None]:
+    """What the densities say of a plan; with another plan for them if that is worth it.
+
+    `problem` is as it was planned; `machine` the one of the current plan, with what is known of
+    codecs and lanes by now. seen: what else is known anew, `rates` of lanes or `costs` of ops. The
+    text says why, for people.
+    """
+    shown = with_ratios(problem, machine, dtypes, densities, lossy, only_paying=False)
+    asked = with_ratios(problem, machine, dtypes, densities, lossy)
+    now = Simulator(shown, machine).run(current, record=False)
+    now_us = now.cost_us if now.valid else float("inf")
+    compute_us = sum(op.duration_us for op in problem.ops)
+    packs = any(move.codec for move in current.moves)
+    if seen == "densities" and not packs and not any(t.ratios for t in asked.tensors):
+        return "no tensor has zeros enough to be worth packing", None
+    if now_us * (1 - worth) <= compute_us:
+        return "moving costs next to nothing as it is; the plan stays", None
+    try:
+        found = plan(asked)
+    except Infeasible:
+        return f"no plan was found for these {seen}: the plan stays", None
+    gain = 1 - found.result.cost_us / now_us
+    told = f"{100 * gain:.1f}% of a step" if now.valid else "a plan that runs"
+    if gain <= worth:
+        return f"a plan for these {seen} gains {told}: the plan stays", None
+    return f"a plan for these {seen} gains {told}: it is taken", (asked, found)

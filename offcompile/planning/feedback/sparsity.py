@@ -1,0 +1,104 @@
+"""What a share of zeros makes of a tensor under each codec, and which codecs are worth it.
+
+Zero means that every bit is: −0.0 is not, since codecs give it back as it was.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
+
+import torch
+
+from offcompile.ir import DEVICE, PHASES, Codec, Machine, Problem, Tensor
+from offcompile.ir.units import compressed_bytes, move_ns
+from offcompile.runtime.codecs import CODEC_NAMES, codec, sampled_density
+
+FORWARD = PHASES[0]
+#: a codec is offered where out and back take less than this share of what they take without
+PAYS_BELOW = 0.95
+#: sizes of packed tensors are taken from those of one so large
+_ELEMENTS = 1 << 20
+_DIGITS = 4
+#: does not give values back but their signs: no codec for what is read otherwise
+_SIGN = "sign"
+
+
+def density_of(x: torch.Tensor) -> float | None:
+    """The share of elements that are not zero in bits, from a sample of rows; None where nothing
+    can be told. `x` is dense; elsewhere than on the CPU this waits for the device."""
+    if x.numel() == 0 or x.layout is not torch.strided:
+        return None
+    with torch.no_grad():
+        return sampled_density(x.detach().as_strided((x.numel(),), (1,), x.storage_offset()))
+
+
+def ratios_of(
+    dtype: torch.dtype, density: float | None, codecs: Iterable[Codec], lossy: str | None
+) -> dict[str, float]:
+    """Codec → packed over raw bytes, of the codecs that keep a tensor exact or are the one that
+    was asked for. `density` None: it is not known."""
+    raw, found = _ELEMENTS * dtype.itemsize, {}
+    for name in (c.name for c in codecs if c.lossless or lossy in c.name.split("+")):
+        known = name in CODEC_NAMES and name != _SIGN and codec(name).takes(dtype)
+        if known and (density is not None or "bitmask" not in name):
+            share = 1.0 if density is None else density
+            packed = codec(name).packed_bytes(_ELEMENTS, dtype, share)
+            found[name] = max(round(packed / raw, _DIGITS), 10**-_DIGITS)
+    return found
+
+
+def those_that_pay(nbytes: int, ratios: Mapping[str, float], machine: Machine) -> dict[str, float]:
+    """Those with which leaving the device and coming back is worth the packing."""
+
+    def both_ways_ns(ratio: float, rate: float | None) -> int:
+        moved = compressed_bytes(nbytes, ratio)
+        return sum(
+            move_ns(moved, lane.bytes_per_us, lane.latency_us, nbytes, rate)
+            for lane in machine.lanes
+            if DEVICE in (lane.source, lane.target)
+        )
+
+    most_ns = PAYS_BELOW * both_ways_ns(1.0, None)
+    return {
+        name: ratio
+        for name, ratio in ratios.items()
+        if both_ways_ns(ratio, machine.codec[name].bytes_per_us) < most_ns
+    }
+
+
+def with_combinations(machine: Machine, lossy: str | None) -> Machine:
+    """The machine with the bit mask of rounded elements too, if rounding is allowed: it takes as
+    long as one after the other."""
+    known = machine.codec
+    if lossy is None or not {"bitmask", lossy} <= set(known):
+        return machine
+    rate = 1 / (1 / known["bitmask"].bytes_per_us + 1 / known[lossy].bytes_per_us)
+    return replace(machine, codecs=(*machine.codecs, Codec(f"bitmask+{lossy}", False, rate)))
+
+
+def with_ratios(
+    problem: Problem,
+    machine: Machine,
+    dtypes: Mapping[str, torch.dtype],
+    densities: Mapping[str, float],
+    lossy: str | None,
+    only_paying: bool = True,
+) -> Problem:
+    """The problem with what each activation that may move shrinks to under each codec.
+
+    What backward makes for itself stays exact: small gradients would be rounded to nothing.
+    """
+    forwards = {t for op in problem.ops if op.phase == FORWARD for t in op.writes}
+
+    def of(tensor: Tensor) -> Tensor:
+        dtype = dtypes.get(tensor.id)
+        if tensor.kind != "activation" or tensor.pinned or dtype is None or not tensor.nbytes:
+            return tensor
+        rounded = lossy if tensor.id in forwards else None
+        found = ratios_of(dtype, densities.get(tensor.id), machine.codecs, rounded)
+        if only_paying:
+            found = those_that_pay(tensor.nbytes, found, machine)
+        return replace(tensor, ratios=found) if found or tensor.ratios else tensor
+
+    return replace(problem, tensors=tuple(map(of, problem.tensors)))

@@ -1,0 +1,216 @@
+"""From a problem to a plan that has been verified and timed, with a certificate beside it."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+
+from offcompile.bounds import lower_bound
+from offcompile.ir import (
+    HOST,
+    BrokenPlan,
+    Infeasible,
+    InvalidInput,
+    Machine,
+    Plan,
+    Problem,
+    Timeline,
+    Violation,
+)
+from offcompile.ir.jsonio import check_homes
+from offcompile.ir.verify import check_structure, check_timeline
+from offcompile.passes.registry import make
+from offcompile.passes.search.frame import Mode
+from offcompile.simulate import Simulator
+
+from .coarsen import Coarse, coarsen
+
+#: how much of the time given goes into the proven bound (which also guides the search)
+BOUND_SHARE = 0.3
+#: the search gets this much whatever bounding has taken
+LEAST_SEARCH_SECONDS = 0.1
+#: as much goes into what a plan that computes nothing again can do at best
+KEEPING_SECONDS = 0.5
+#: larger problems are planned on merged ops
+COARSEN_ABOVE_OPS = 1500
+
+
+class Beaten(Exception):
+    """No plan of the problem can cost as little as the caller has already."""
+
+
+@dataclass(frozen=True)
+class PlanResult:
+    """A plan, what it does, and how far from a proven lower bound it stands."""
+
+    plan: Plan
+    timeline: Timeline
+    policy: str
+    seconds: float
+    lower_bound_us: float
+    bound_method: str
+
+    @property
+    def makespan_us(self) -> float:
+        return self.timeline.makespan_us
+
+    @property
+    def cost_us(self) -> float:
+        """The step's time, and what its moves take from compute."""
+        return self.timeline.cost_us
+
+    @property
+    def gap(self) -> float:
+        """Makespan over lower bound, less one."""
+        if self.lower_bound_us <= 0:
+            return 0.0 if self.makespan_us <= 0 else float("inf")
+        return max(0.0, self.makespan_us / self.lower_bound_us - 1)
+
+
+@dataclass(frozen=True)
+class CheckResult:
+    violations: tuple[Violation, ...]
+    timeline: Timeline | None
+
+    @property
+    def valid(self) -> bool:
+        return not self.violations
+
+
+def judge_for(problem: Problem, machine: Machine) -> Callable[[Problem, Machine, Plan], Timeline]:
+    """The simulator as passes see it: one compiled problem, many plans."""
+    simulator = Simulator(problem, machine)
+    others: dict[int, tuple[Problem, Machine, Simulator]] = {}
+
+    def judge(p: Problem, m: Machine, plan: Plan) -> Timeline:
+        if p is problem and m is machine:
+            return simulator.run(plan, record=False)
+        found = others.get(id(p))
+        if found is None or found[0] is not p or found[1] is not m:
+            found = others[id(p)] = (p, m, Simulator(p, m))
+        return found[2].run(plan, record=False)
+
+    return judge
+
+
+def plan_problem(
+    problem: Problem,
+    machine: Machine,
+    policy: str = "joint",
+    seconds: float = 15.0,
+    progress: Callable[[str], None] | None = None,
+    known: Sequence[Plan] = (),
+    worth_us: float = float("inf"),
+) -> PlanResult:
+    """Plan, verify, simulate and bound. Raises `Infeasible` or `InvalidInput`.
+
+    known: plans of the same ops with tensors at home elsewhere; what they compute again, and which
+    updates they leave to the host, is tried first.
+    worth_us: raises `Beaten` if no plan can take less than this.
+    """
+    began, busy_from = time.monotonic(), time.thread_time()
+    wrong = check_homes(problem, machine)
+    if wrong:
+        raise InvalidInput(wrong)
+    _check_made(problem)
+    if progress is not None:
+        progress("bounding")
+    bound = lower_bound(problem, machine, seconds=BOUND_SHARE * seconds)
+    if bound.us >= worth_us:
+        raise Beaten
+    left = seconds - (time.thread_time() - busy_from)
+    coarse = coarsen(problem) if len(problem.ops) > COARSEN_ABOVE_OPS else Coarse.same(problem)
+    chosen = make(
+        policy,
+        judge_for(coarse.problem, machine),
+        seconds=max(LEAST_SEARCH_SECONDS, 0.95 * left),
+        progress=progress,
+        hints=bound.away_hints,
+        floor_us=bound.us,
+        kept_floor_us=partial(_floor_of_keeping, problem, machine, bound.us),
+        trial=worth_us < float("inf"),
+        known_modes=_modes(known, coarse),
+    )
+    try:
+        plan = coarse.expand(chosen.apply(coarse.problem, machine, Plan()))
+    finally:
+        coarse.problem.forget()
+    timeline = certify(problem, machine, plan, chosen.name)
+    return PlanResult(
+        plan=plan,
+        timeline=timeline,
+        policy=policy,
+        seconds=time.monotonic() - began,
+        lower_bound_us=bound.us,
+        bound_method=bound.method,
+    )
+
+
+def _modes(plans: Sequence[Plan], coarse: Coarse) -> tuple[Mode, ...]:
+    """List the recomputations and host updates of plans, the newest first."""
+    found = (
+        Mode(
+            recomputes=coarse.reruns(plan),
+            hosted=frozenset(u.weight for u in plan.updates if u.where == HOST),
+        )
+        for plan in reversed(plans)
+    )
+    return tuple(dict.fromkeys(mode for mode in found if mode != Mode()))
+
+
+def _floor_of_keeping(problem: Problem, machine: Machine, floor_us: float) -> float:
+    """How fast a plan can be that computes nothing again."""
+    if not any(op.recompute for op in problem.ops):
+        return floor_us
+    ops = tuple(replace(op, recompute=False) for op in problem.ops)
+    once = lower_bound(replace(problem, ops=ops), machine, seconds=KEEPING_SECONDS)
+    return max(floor_us, once.us)
+
+
+def _check_made(problem: Problem) -> None:
+    """What must be there at the end must come from somewhere."""
+    if problem.steady:
+        return
+    written = {t for op in problem.ops for t in op.writes}
+    for tensor in problem.tensors:
+        if problem.must_survive(tensor.id) and tensor.home is None and tensor.id not in written:
+            raise Infeasible(
+                f"The {tensor.kind} {tensor.id} must be there at the end of the step, but it has"
+                " no home and no op writes it.",
+                None,
+                f"Give {tensor.id} a home, let an op write it, or leave it out.",
+            )
+
+
+def certify(problem: Problem, machine: Machine, plan: Plan, who: str) -> Timeline:
+    """Verify and time a pass's plan. A plan that cannot go on is not handed out."""
+    broken = check_structure(problem, machine, plan)
+    if broken:
+        raise BrokenPlan(f"{who} made an unlawful plan: {broken[0]}. Please report this problem.")
+    timeline = Simulator(problem, machine).run(plan)
+    if timeline.violations:
+        first = timeline.violations[0]
+        raise Infeasible(
+            f"The plan of {who} cannot go on within the capacities given: {first.detail}.",
+            None,
+            "Raise the capacity of the tier named, or use the policy joint.",
+        )
+    audit = check_timeline(problem, machine, plan, timeline)
+    if audit:
+        raise BrokenPlan(
+            f"the plan of {who} does not stand its audit: {audit[0]}. Please report this problem."
+        )
+    return timeline
+
+
+def check_plan(problem: Problem, machine: Machine, plan: Plan) -> CheckResult:
+    """Is this plan lawful, and what does it do? For plans from any source."""
+    broken = check_structure(problem, machine, plan)
+    if broken:
+        return CheckResult(broken, None)
+    timeline = Simulator(problem, machine).run(plan)
+    if timeline.violations:
+        return CheckResult(timeline.violations, timeline)
+    return CheckResult(check_timeline(problem, machine, plan, timeline), timeline)

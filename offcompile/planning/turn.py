@@ -1,0 +1,154 @@
+"""A plan under which as little as can be stands between forward and backward, or after both.
+
+For a graph among others whose budget is too tight for the policy `turnover`, which holds as much
+within forward and within backward as the step takes alone; and for one whose weights are on the
+host because they do not fit beside those of others, so that its gradients would not either. To the
+planner the room of the others is an op at the turn, or at the end: it wants, for itself, all of the
+budget but what cannot leave. So every policy and the verifier keep to it as they keep to any op.
+Before anything runs the ops are taken out again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+from offcompile.ir import (
+    BACKWARD,
+    DEVICE,
+    FORWARD,
+    Infeasible,
+    Machine,
+    Op,
+    Plan,
+    Problem,
+    Timeline,
+)
+from offcompile.simulate import Simulator
+
+from .decide import Decided, decide, floors_by_run
+from .order import Order, Run
+from .replay import worst_case
+
+
+def decide_emptied(
+    problem: Problem,
+    machine_for: Callable[[int], Machine],
+    budget_bytes: int,
+    reserve_for: Callable[[int], int],
+    policy: str,
+    seconds: float | None = None,
+    progress: Callable[[str], None] | None = None,
+    turns: bool = True,
+    ends: bool = False,
+) -> Decided:
+    """As `decide`; of what may leave, nothing stands at the turn, or at the end. Raises
+    `Infeasible`.
+
+    The problem has a forward and a backward.
+    """
+    capacity = budget_bytes - reserve_for(budget_bytes)
+    emptied, gone = problem, []
+    if turns:
+        # of forward: what leaves has left when forward is over
+        at = max(i for i, op in enumerate(problem.ops) if op.phase == FORWARD) + 1
+        emptied, name = with_others_at(emptied, machine_for, capacity, at, FORWARD)
+        gone.append(name)
+    if ends:
+        at = len(emptied.ops)
+        emptied, name = with_others_at(emptied, machine_for, capacity, at, BACKWARD)
+        gone.append(name)
+    found = decide(
+        emptied, machine_for, budget_bytes, reserve_for, policy, seconds, progress, may_fit=False
+    )
+    return _without(gone, emptied, problem, found)
+
+
+def with_others_at(
+    problem: Problem,
+    machine_for: Callable[[int], Machine],
+    capacity_bytes: int,
+    at: int,
+    phase: str,
+) -> tuple[Problem, str]:
+    """The same problem with an op before the one at `at` that leaves room only for what cannot
+    leave, and the op's name."""
+    name = "others"
+    while name in problem.op or name in problem.tensor:
+        name += "'"
+
+    def made(workspace_bytes: int) -> Problem:
+        others = Op(name, phase, 0.0, workspace_bytes=workspace_bytes)
+        return replace(problem, ops=(*problem.ops[:at], others, *problem.ops[at:]))
+
+    stands = floors_by_run(made(0), machine_for)[name]
+    return made(max(0, capacity_bytes - stands)), name
+
+
+def _without(gone: list[str], emptied: Problem, problem: Problem, found: Decided) -> Decided:
+    """The plan and the order for the problem as it was."""
+    names = [op.id for op in emptied.ops]
+
+    def start(name: str | None) -> str | None:
+        return names[names.index(name) - 1] if name in gone else name
+
+    def end(name: str | None) -> str | None:
+        if name is None or name not in gone:
+            return name
+        return next(iter(names[names.index(name) + 1 :]), None)
+
+    plan = found.result.plan
+    plan = replace(
+        plan,
+        moves=tuple(
+            replace(m, start_after=start(m.start_after), ready_before=end(m.ready_before))
+            for m in plan.moves
+        ),
+        drops=tuple(replace(d, after=start(d.after)) for d in plan.drops),
+    )
+    timeline = Simulator(problem, found.machine).run(plan)
+    if timeline.violations:
+        raise Infeasible(
+            "A plan under which nothing stands between the runs of others does not run within the"
+            f" budget: {timeline.violations[0].detail}.",
+            None,
+            "Set memory to a little more.",
+        )
+    return replace(
+        found,
+        result=replace(found.result, plan=plan, timeline=timeline),
+        order=_order_without(gone, found.order, problem, plan),
+        kept=kept_at_turn(emptied, found.result.timeline),
+    )
+
+
+def _order_without(gone: list[str], order: Order, problem: Problem, plan: Plan) -> Order:
+    """The same steps but for those: what was waited for before them still is."""
+    runs = [s.name for s in order.steps if isinstance(s, Run)]
+    steps = tuple(s for s in order.steps if not (isinstance(s, Run) and s.name in gone))
+    held = zip(runs, order.device_bytes, strict=True)
+    return replace(
+        order,
+        steps=steps,
+        device_bytes=tuple(nbytes for name, nbytes in held if name not in gone),
+        peak_bytes=worst_case(problem, plan, steps),
+        split=order.split - sum(name in gone for name in runs[: order.split]),
+    )
+
+
+def kept_at_turn(problem: Problem, timeline: Timeline) -> frozenset[str]:
+    """What forward leaves on the device for backward, but for weights and inputs."""
+    phases = {op.id: op.phase for op in problem.ops}
+    backward = [s.start_ns for s in timeline.spans if phases.get(s.id) == BACKWARD]
+    if not backward:
+        return frozenset()
+    turn = min(backward)
+    made = {t for s in timeline.spans if s.start_ns < turn for t in _written_by(problem, s.id)}
+    gone = {f.tensor for f in timeline.freed if f.tier == DEVICE and f.time_ns <= turn}
+    homeless = {t.id for t in problem.tensors if t.home is None}
+    return frozenset((homeless & made) - gone)
+
+
+def _written_by(problem: Problem, span: str) -> tuple[str, ...]:
+    op = problem.op.get(span)
+    return op.writes if op is not None else ()

@@ -1,0 +1,92 @@
+"""What goes to the log: `TORCH_LOGS=offcompile` says one line a graph, `+offcompile` everything.
+
+torch finds the logger by the package's name, so nothing needs to be registered; without the
+variable it is an ordinary logger of the standard library.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import sys
+from collections.abc import Callable
+from functools import cache
+
+from offcompile.ir.textio import print_plan, print_problem
+from offcompile.planning.timelines import print_timeline
+from offcompile.runtime.base.progress import at_terminal
+
+from .dump import Compiled, readable
+
+LOGGER = logging.getLogger("offcompile")
+
+
+def log_compiled(compiled: Compiled) -> None:
+    """INFO: the certificate. DEBUG: graphs before and after, problem, plan, order, timeline."""
+    report = compiled.report
+    LOGGER.info("%s", report.summary(), stacklevel=2)
+    if LOGGER.isEnabledFor(logging.DEBUG):
+        for title, text in _parts(compiled):
+            LOGGER.debug("%s: %s\n%s", report.name, title, text.rstrip(), stacklevel=2)
+    trace_artifact(f"offcompile_{report.name}_summary", report.to_text)
+    trace_artifact(f"offcompile_{report.name}_explained", report.explain)
+    trace_artifact(f"offcompile_{report.name}", lambda: json.dumps(report.to_json()), "json")
+    timeline = f"offcompile_{report.name}_timeline"
+    trace_artifact(timeline, lambda: json.dumps(report.to_trace()), "json")
+
+
+def log_decision(name: str, text: str) -> None:
+    LOGGER.info("%s: %s", name, text, stacklevel=2)
+
+
+@cache
+def tell_once(text: str) -> None:
+    LOGGER.info("%s", text, stacklevel=3)
+
+
+def say(text: str) -> None:
+    """A calm line: INFO where somebody listens to that, else for a person at a terminal."""
+    if LOGGER.isEnabledFor(logging.INFO):
+        LOGGER.info("%s", text, stacklevel=2)
+    elif LOGGER.isEnabledFor(logging.WARNING) and at_terminal():
+        print(f"offcompile: {text}", file=sys.stderr)
+
+
+def warn(text: str) -> None:
+    """Shown unless the logger is told otherwise."""
+    LOGGER.warning("offcompile: %s", text, stacklevel=2)
+
+
+_said: set[str] = set()
+
+
+def first_time(what: str) -> bool:
+    """Whether this is about to be said for the first time in this process."""
+    if what in _said:
+        return False
+    _said.add(what)
+    return True
+
+
+def _parts(compiled: Compiled) -> list[tuple[str, str]]:
+    report = compiled.report
+    return [
+        *((f"{side} before", readable(module)) for side, module in compiled.before.items()),
+        *((f"{side} after", readable(module)) for side, module in compiled.after.items()),
+        ("problem", print_problem(report.problem)),
+        ("plan", print_plan(report.plan)),
+        *([("order", compiled.order)] if compiled.order is not None else []),
+        ("timeline", print_timeline(report.machine, report.timeline)),
+    ]
+
+
+def trace_artifact(name: str, payload: Callable[[], str], encoding: str = "string") -> None:
+    """One file in what `tlparse` shows of a `TORCH_TRACE`; `payload` is called only for that."""
+    from torch._logging._internal import trace_structured
+
+    trace_structured(
+        "artifact",
+        metadata_fn=lambda: {"name": name.replace(" ", "_"), "encoding": encoding},
+        payload_fn=payload,
+        expect_trace_id=False,
+    )

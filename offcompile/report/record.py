@@ -1,0 +1,347 @@
+"""The record of one compiled graph: what it was planned to do, and what it did."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from offcompile.ir import DEVICE, PHASES, Machine, OffloadError, Plan, Problem, Timeline
+from offcompile.ir.jsonio import machine_to_json, plan_to_json, problem_to_json
+from offcompile.ir.units import counted, show_us, size
+from offcompile.passes.build.holes import Returns, Room
+from offcompile.planning.decide import floor_of
+from offcompile.planning.feedback.corrections import Corrected
+from offcompile.planning.feedback.measured import MeasuredStep, Steps
+from offcompile.planning.feedback.profiling import Profile
+from offcompile.planning.planned_layout import planned_layout, planned_returns
+from offcompile.planning.planner import PlanResult
+from offcompile.planning.timelines import moved_bytes, timeline_to_json
+from offcompile.runtime.disk.drive_life import DriveLife
+
+from .explain import Fate, fates, print_fate
+from .modes import modes, module_rows, modules_of
+from .simple_way import SimpleWay
+from .stalls import StallRow, measured_to_json, print_stalls, stall_rows
+from .trace_events import to_trace
+from .verified import Verified
+
+#: steps per phase that the measured time is the median of
+STEPS_REMEMBERED = 512
+
+
+@dataclass(frozen=True, eq=False)
+class Record:
+    """One compiled graph: its problem, its plan, the certificate, and the steps measured so far.
+
+    `machine` has what the plan may use of the device: the budget less `reserve_bytes` and
+    `holes_bytes`.
+    """
+
+    name: str
+    problem: Problem
+    machine: Machine
+    result: PlanResult
+    budget_bytes: int
+    #: what the runtime itself takes of the budget
+    reserve_bytes: int = 0
+    #: what the plan leaves of the budget beside that, for holes between tensors
+    holes_bytes: int = 0
+    #: most the plan's bytes reach in the order that runs, however fast the lanes are;
+    #: None: take the timeline's peak
+    worst_peak_bytes: int | None = None
+    #: tensor or op id → what people know it by (module path, shape)
+    labels: Mapping[str, str] = field(default_factory=dict, repr=False)
+    #: weight or gradient → the parameter's name
+    names: Mapping[str, str] = field(default_factory=dict, repr=False)
+    #: what runs have shown of the tensors, over all plans of this graph
+    profile: Profile | None = field(default=None, repr=False)
+    #: passes on what has been measured behind the caller's back
+    settle: Callable[[], None] | None = field(default=None, repr=False)
+    #: from the time of a step: what steps like these do to the drives that spill files lie on
+    life: Callable[[float], DriveLife | None] | None = field(default=None, repr=False)
+    #: what others on the device held when this was planned: not in the budget
+    beside_bytes: int = 0
+    #: what was kept between the graphs that share the budget; None: nothing was
+    kept: Callable[[], str | None] | None = field(default=None, repr=False)
+    #: what of the graph was split into pieces, in words; "": nothing
+    split: str = ""
+    #: with `verify=True`, what the first step showed beside the plain run
+    verified: Verified | None = field(default=None, repr=False)
+    #: what blocks and holes may fill of the device; None: it gives nothing back
+    room: Room | None = field(default=None, repr=False)
+    #: what it takes to touch memory that went back; 0: not known, or in the costs already
+    touch_us_per_mib: float = field(default=0.0, repr=False)
+    #: where measured steps are found; None: nothing runs
+    steps: Steps | None = field(default=None, repr=False)
+    #: what simpler ways would take of the same step, where that was asked
+    simple_ways: tuple[SimpleWay, ...] = field(default=(), repr=False)
+    _steps_us: dict[str, list[float]] = field(default_factory=dict, init=False, repr=False)
+    _corrected: list[Corrected] = field(default_factory=list, init=False, repr=False)
+
+    # --- planned ----------------------------------------------------------------------------
+
+    @property
+    def plan(self) -> Plan:
+        return self.result.plan
+
+    @property
+    def timeline(self) -> Timeline:
+        return self.result.timeline
+
+    @property
+    def policy(self) -> str:
+        return self.result.policy
+
+    @property
+    def lower_bound_us(self) -> float:
+        return self.result.lower_bound_us
+
+    @property
+    def gap(self) -> float:
+        """Planned time over the lower bound, less one."""
+        return self.result.gap
+
+    @property
+    def planned_us(self) -> float:
+        return self.result.makespan_us
+
+    @property
+    def planned_peak_bytes(self) -> int:
+        """Most of the device held at once, the runtime's reserve and the holes included."""
+        return self.needed_peak_bytes + self.holes_bytes
+
+    @property
+    def needed_peak_bytes(self) -> int:
+        """The same without holes: they can be given back."""
+        peak = self.worst_peak_bytes
+        if peak is None:
+            peak = self.timeline.peak_bytes.get(DEVICE, 0)
+        return peak + self.reserve_bytes
+
+    @cached_property
+    def floor_bytes(self) -> int:
+        """What the device holds at the least when whatever can move has moved."""
+        return floor_of(self.problem, self._machine_for) + self.reserve_bytes
+
+    @cached_property
+    def layout_waste(self) -> float | None:
+        """What offsets planned ahead would need beyond the peak, as a share of the peak.
+
+        None where nothing moves, or where the plan repeats without a beginning.
+        """
+        if self.fits or self.problem.steady:
+            return None
+        return planned_layout(self.problem, self.machine, self.plan, self.timeline).waste
+
+    @cached_property
+    def returns(self) -> Returns | None:
+        """What goes back to the system in a step for want of room, and is touched again."""
+        if self.room is None or self.problem.steady:
+            return None
+        return planned_returns(self.problem, self.machine, self.plan, self.timeline, self.room)
+
+    @property
+    def foreseen_us(self) -> float:
+        """The planned step, with what moves take from compute, and touching again what went back to
+        the system meanwhile."""
+        touching_us = 0.0
+        if self.touch_us_per_mib and self.returns is not None:
+            touching_us = self.returns.touched_mib * self.touch_us_per_mib
+        return self.result.cost_us + touching_us
+
+    def _machine_for(self, device_bytes: int) -> Machine:
+        return self.machine.with_capacity(DEVICE, device_bytes)
+
+    @property
+    def fits(self) -> bool:
+        """Whether everything stays on the device, so that the graphs are untouched."""
+        return self.plan.moves_nothing
+
+    # --- measured ---------------------------------------------------------------------------
+
+    def observe(self, phase: str, us: float) -> None:
+        """One run of a phase took so long."""
+        if phase not in PHASES:
+            raise ValueError(f"{phase!r} is no phase; there are {', '.join(PHASES)}")
+        runs_us = self._steps_us.setdefault(phase, [])
+        runs_us.append(us)
+        if len(runs_us) > STEPS_REMEMBERED:
+            del runs_us[: STEPS_REMEMBERED // 2]
+
+    @property
+    def measured_us(self) -> float | None:
+        """The median step: of each phase, added up. None until every phase has run."""
+        if self.settle is not None:
+            self.settle()
+        needed = {op.phase for op in self.problem.ops}
+        if not needed or not all(self._steps_us.get(phase) for phase in needed):
+            return None
+        return sum(median(list(self._steps_us[phase])) for phase in needed)
+
+    @property
+    def measured_over_planned(self) -> float | None:
+        measured_us = self.measured_us
+        if measured_us is None or self.planned_us <= 0:
+            return None
+        return measured_us / self.planned_us
+
+    def correct(self, corrected: Corrected) -> None:
+        """Take note of what the plan's step takes with costs as first steps showed them."""
+        self._corrected[:] = [corrected]
+
+    @property
+    def corrected(self) -> Corrected | None:
+        """The plan's step with costs as first steps showed them; None: before that."""
+        return self._corrected[0] if self._corrected else None
+
+    @property
+    def predicted_us(self) -> float:
+        """What a step is expected to take: as corrected, or else as foreseen."""
+        return self.foreseen_us if self.corrected is None else self.corrected.step_us
+
+    @property
+    def measured_steps(self) -> int:
+        """How many steps `measured_us` is the median of."""
+        return min(len(self._steps_us[p]) for p in {op.phase for op in self.problem.ops})
+
+    @property
+    def measured_over_predicted(self) -> float | None:
+        measured_us = self.measured_us
+        if measured_us is None or self.predicted_us <= 0:
+            return None
+        return measured_us / self.predicted_us
+
+    @property
+    def measured_step(self) -> MeasuredStep | None:
+        """When moves and waits were, in the median of the last steps that were recorded.
+
+        None where none was, or where it is not certain which backward belonged to which forward.
+        """
+        return None if self.steps is None else self.steps.median()
+
+    def watch(self, steps: int = 5) -> None:
+        """Record the next steps. On the CPU all are, on CUDA otherwise the first eight alone."""
+        if steps < 1:
+            raise OffloadError(f"watch(steps={steps}): at least one step has to be recorded.")
+        if self.steps is not None:
+            self.steps.watch(steps)
+
+    def stall_rows(self, measured: MeasuredStep | None = None) -> tuple[StallRow, ...]:
+        """What compute waits for in a step, as planned and as `measured`; the largest first."""
+        return stall_rows(self.plan, self.timeline, measured, self.labels, self.names)
+
+    # --- said -------------------------------------------------------------------------------
+
+    def summary(self) -> str:
+        """The certificate in one line."""
+        bound = f"bound {show_us(self.lower_bound_us)}, gap {100 * self.gap:.2f}%"
+        peak = f"peak {size(self.planned_peak_bytes)} of {size(self.budget_bytes)}"
+        if self.fits:
+            return f"{self.name}: fits, nothing moves; {show_us(self.planned_us)}, {bound}; {peak}"
+        out, back = self._moved_bytes(DEVICE, None), self._moved_bytes(None, DEVICE)
+        again = (
+            f", {counted(len(self.plan.recomputes), 'op')} recomputed"
+            if self.plan.recomputes
+            else ""
+        )
+        return (
+            f"{self.name}: planned {show_us(self.planned_us)}, {bound}; {peak}; per step "
+            f"{size(out)} out, {size(back)} in{again} ({self.policy})"
+        )
+
+    def stalls(self, limit: int | None = None) -> str:
+        """Where the step's time goes: compute, and what it waits for, planned and measured."""
+        measured = self.measured_step
+        return print_stalls(self.stall_rows(measured), self.timeline, measured, limit)
+
+    def fates(self) -> tuple[Fate, ...]:
+        """What becomes of each tensor; those that cost the step most first."""
+        return fates(self.problem, self.machine, self.plan, self.timeline)
+
+    def modules(self) -> str:
+        """For each module how what it holds is treated, and what decided; the dearest first."""
+        found = modes(self.problem, self.plan, {fate.tensor.id: fate for fate in self.fates()})
+        rows = list(module_rows(found, modules_of(self.names, self.labels)))
+        widths = [max((len(row[i]) for row in rows), default=0) for i in range(5)]
+        lines = ("  ".join(f"{v:{w}}" for v, w in zip(r, widths, strict=True)) for r in rows)
+        return "\n".join(line.rstrip() for line in lines)
+
+    def explain(self, limit: int | None = None) -> str:
+        """Each module's treatment, then for each tensor where it lives, when it goes and returns,
+        and why; the dearest first."""
+        told = self.modules()
+        tensors = self._explain_tensors(limit)
+        checked = [] if self.verified is None else ["beside the plain run", *self.verified.lines()]
+        return "\n\n".join(filter(None, (told, tensors, "\n".join(checked))))
+
+    def _explain_tensors(self, limit: int | None) -> str:
+        every = self.fates()
+        shown = every if limit is None else every[:limit]
+        said = [print_fate(fate, self.labels.get(fate.tensor.id, "")) for fate in shown]
+        if len(shown) < len(every):
+            said.append(f"… and {len(every) - len(shown)} more")
+        return "\n".join(said) if said else "no tensors"
+
+    def to_json(self) -> dict[str, Any]:
+        """All of it, as plain values."""
+        measured = self.measured_step
+        rows = self.stall_rows(measured)
+        return {
+            "name": self.name,
+            "policy": self.policy,
+            "fits": self.fits,
+            "budget_bytes": self.budget_bytes,
+            "reserve_bytes": self.reserve_bytes,
+            "holes_bytes": self.holes_bytes,
+            "floor_bytes": self.floor_bytes,
+            "planned_peak_bytes": self.planned_peak_bytes,
+            "planned_us": self.planned_us,
+            "lower_bound_us": self.lower_bound_us,
+            "bound_method": self.result.bound_method,
+            "gap": self.gap,
+            "measured_us": self.measured_us,
+            "measured_over_planned": self.measured_over_planned,
+            "predicted_us": self.predicted_us,
+            "touched_again_bytes": None if self.returns is None else self.returns.touched_bytes,
+            "measured_over_predicted": self.measured_over_predicted,
+            "measured": None if measured is None else measured_to_json(measured, rows),
+            "planning_seconds": self.result.seconds,
+            "densities": {} if self.profile is None else dict(self.profile.densities),
+            "verified": None if self.verified is None else self.verified.to_json(),
+            "decisions": [] if self.profile is None else list(self.profile.said),
+            "simple_ways": [way.to_json() for way in self.simple_ways],
+            "labels": dict(self.labels),
+            "problem": problem_to_json(self.problem),
+            "machine": machine_to_json(self.machine),
+            "plan": plan_to_json(self.plan),
+            "timeline": timeline_to_json(self.timeline),
+        }
+
+    def save_trace(self, path: str | Path) -> None:
+        """Planned and measured lanes, as JSON that Perfetto (ui.perfetto.dev) and Chrome open."""
+        trace = self.to_trace()
+        try:
+            Path(path).write_text(json.dumps(trace), "utf-8")
+        except OSError as error:
+            raise OffloadError(f"The trace cannot be written: {error}") from error
+
+    def to_trace(self) -> dict[str, Any]:
+        """What `save_trace` writes."""
+        return to_trace(
+            self.problem, self.plan, self.timeline, self.measured_step, self.labels, self.names
+        )
+
+    # --- parts ------------------------------------------------------------------------------
+
+    def _moved_bytes(self, source: str | None, target: str | None) -> int:
+        """Bytes per step that leave `source` or reach `target`."""
+        return sum(
+            moved_bytes(self.problem, move.tensor, move.codec)
+            for move in self.plan.moves
+            if source in (None, move.source) and target in (None, move.target)
+        )

@@ -1,0 +1,54 @@
+"""Reports that people print, explain and save, and the list of those of this process."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from . import page
+from .record import Record
+from .simple_way import against
+from .words import facts, measured_zeros, traffic
+
+
+class PlanReport(Record):
+    """One compiled graph: its problem, its plan, the certificate, and the steps measured so far."""
+
+    def to_text(self) -> str:
+        told = list(facts(self))
+        width = max(len(name) for name, _ in told)
+        lines = [self.name, *(f"  {name:{width}}  {value}" for name, value in told)]
+        if self.plan.moves:
+            lines += ["", "  what moves, per step", *(f"    {row}" for row in traffic(self))]
+        if packed := measured_zeros(self):
+            lines += ["", "  zeros, as measured", *(f"    {row}" for row in packed)]
+        if self.simple_ways:
+            lines += ["", *(f"  {row}" for row in against(self.planned_us, self.simple_ways))]
+        return "\n".join(lines)
+
+    __str__ = to_text
+
+    def save_html(self, path: str | Path) -> None:
+        """All of it as one page for a browser, which needs no network and no other file."""
+        page.save_html(path, [self])
+
+
+#: a process that compiles anew for ever keeps the newest
+MOST_REMEMBERED = 1_000
+_remembered: list[PlanReport] = []
+
+
+def remember(report: PlanReport) -> None:
+    """Keep the report of a graph that was compiled in this process."""
+    _remembered.append(report)
+    del _remembered[:-MOST_REMEMBERED]
+
+
+def reports() -> list[PlanReport]:
+    """Of every graph compiled in this process, in order; if there are more, of the last 1,000."""
+    return list(_remembered)
+
+
+def save_html(path: str | Path, reports: Sequence[Record] | None = None) -> None:
+    """Write the page of `reports`, by default of every graph compiled in this process."""
+    page.save_html(path, _remembered if reports is None else reports)

@@ -1,0 +1,91 @@
+"""Weights of one graph that stay on the device whatever the plan, because others rest on them.
+
+Planning has to know them before it decides (`Graphs.fixed`); what comes up later, when a weight is
+about to leave, makes another plan.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import torch
+
+from offcompile.ir import Infeasible
+from offcompile.report.log import log_decision, warn
+from offcompile.runtime.device.owners import SHARED, name_holders, why_it_stays
+from offcompile.runtime.moves.weights import is_on_host
+
+#: weights named in a message
+NAMED = 3
+
+
+@dataclass(eq=False)
+class FixedWeights:
+    """Arguments that are such weights, with the reason. `names`: what people call arguments."""
+
+    graph: str
+    names: Mapping[int, str]
+    why: dict[int, str] = field(default_factory=dict)
+    #: the parameter, by id, that each was noted for
+    _whose: dict[int, int] = field(default_factory=dict)
+    _told: set[int] = field(default_factory=set)
+
+    @property
+    def indices(self) -> frozenset[int]:
+        return frozenset(self.why)
+
+    def look(self, arguments: Sequence[torch.Tensor], among: Iterable[int]) -> None:
+        """Note those of `among` that must not leave, and forget those of the same call that may by
+        now: a view that a backward pass had saved is gone after it."""
+        shared = []
+        for i in among:
+            parameter = arguments[i]
+            if (i in self.why and self._whose[i] != id(parameter)) or is_on_host(parameter):
+                continue
+            reason = why_it_stays(parameter)
+            if reason is None:
+                self.why.pop(i, None)
+            elif i not in self.why:
+                self.why[i], self._whose[i] = reason, id(parameter)
+                if reason == SHARED:
+                    shared.append(i)
+        if not shared:
+            return
+        for i, holder in zip(shared, name_holders([arguments[i] for i in shared]), strict=True):
+            self.why[i] = f"its memory is also that of {holder}"
+
+    def words(self) -> str:
+        """Say which weights stay and why; "" where there are none."""
+        if not self.why:
+            return ""
+        groups: dict[str, list[str]] = {}
+        for i, reason in sorted(self.why.items()):
+            groups.setdefault(reason, []).append(self.names.get(i, f"argument {i}"))
+        said = []
+        for reason, names in list(groups.items())[:NAMED]:
+            more = f" and {len(names) - NAMED} more" if len(names) > NAMED else ""
+            said.append(f"{', '.join(names[:NAMED])}{more} ({reason})")
+        rest = f"; {len(groups) - NAMED} more kinds of them" if len(groups) > NAMED else ""
+        return "; ".join(said) + rest
+
+    def tell(self) -> None:
+        """Warn once of weights that a plan would have had move."""
+        new = self.why.keys() - self._told
+        if new:
+            self._told |= new
+            text = f"weights that stay on the device: {self.words()}."
+            if any("also that of" in self.why[i] for i in new):
+                warn(
+                    f"{self.graph}: {text} On the host they would share it no more. What is yours"
+                    " of that, let go of before the first compiled call, and they can leave."
+                )
+            else:
+                log_decision(self.graph, text)
+
+    def explained(self, error: Infeasible) -> Infeasible:
+        """The same refusal, with the weights that could not leave."""
+        if not self.why:
+            return error
+        reason = f"{error.reason} Weights that had to stay on the device: {self.words()}."
+        return Infeasible(reason, error.needed_bytes, error.smallest_change)

@@ -1,0 +1,142 @@
+"""What parameters and their gradients take of a device; quick to ask again and again."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable, Sequence
+from functools import partial
+
+import torch
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+from offcompile.runtime.base.weak import WeakTensor
+from offcompile.runtime.device.owners import device_bytes
+from offcompile.runtime.moves.weights import is_on_host
+from offcompile.runtime.states.updates import updater_of
+
+
+class Holdings:
+    """Of parameters that it does not keep alive, by id.
+
+    What was found is asked anew where memory has another address: memory that stands does not go
+    to another tier where it stands.
+    """
+
+    def __init__(self) -> None:
+        #: bytes of the parameters that live, as large as they were when first seen
+        self.seen_bytes = 0
+        #: changes whenever parameters come
+        self.births = 0
+        #: of each: bytes on the device
+        self.weight: dict[int, int] = {}
+        #: bytes that its gradient will take there beyond what stands of one
+        self.coming: dict[int, int] = {}
+        self._total = 0
+        self._refs: dict[int, WeakTensor] = {}
+        self._seen: dict[int, int] = {}
+        #: those whose gradient was on the host when it was last seen
+        self._leaving: set[int] = set()
+        #: ids of those that have died; filled at any time, by any thread
+        self._dead: deque[int] = deque()
+        #: what was found at the last look: id → addresses of weight and gradient, and their bytes
+        self._addresses: tuple[list[int], list[int]] | None = None
+        self._standing: dict[int, int] = {}
+
+    def add(self, parameters: Iterable[torch.Tensor]) -> None:
+        """Those of them that are not known."""
+        for p in parameters:
+            key = id(p)
+            if key not in self._refs:
+                self._seen[key] = device_bytes(p)
+                self._refs[key] = WeakTensor(p, partial(self._dead.append, key))
+                self.seen_bytes += self._seen[key]
+                self.births += 1
+                self._addresses = None
+
+    def bury(self) -> list[int]:
+        """Forget those that have died; their ids, which others may have now."""
+        gone = []
+        while self._dead:
+            key = self._dead.popleft()
+            gone.append(key)
+            del self._refs[key]
+            self.seen_bytes -= self._seen.pop(key)
+            self._leaving.discard(key)
+            self._addresses = None
+        return gone
+
+    def living(self) -> list[torch.Tensor]:
+        return [p for ref in tuple(self._refs.values()) if (p := ref()) is not None]
+
+    def total_bytes(self) -> int:
+        """Of all weights and gradients on the device now; `weight` and `coming` are of now, too."""
+        parameters = self.living()
+        found = _addresses(parameters) if len(parameters) == len(self._refs) else None
+        if found is None:
+            self._look_at_all()
+        elif self._addresses is None:
+            self._look_at_all()
+            self._addresses = found
+        elif found != self._addresses:
+            keys = tuple(self._refs)
+            for i, (a, b, c, d) in enumerate(zip(*found, *self._addresses, strict=True)):
+                p = parameters[i]
+                if (a, b) != (c, d) and p is not None:
+                    self._look(keys[i], p)
+            self._addresses = found
+        return self._total
+
+    def takes(self, parameter: torch.Tensor) -> int:
+        """Bytes of its own and of the gradient to come, when last looked at."""
+        return self.weight.get(id(parameter), 0) + self.coming.get(id(parameter), 0)
+
+    def expect_on_host(self, parameters: Iterable[torch.Tensor]) -> None:
+        """Their gradients are to go there from now on, until one is seen on the device."""
+        self._leaving.update(id(p) for p in parameters if not _bytes_on_device(p))
+        self._addresses = None
+
+    def _look_at_all(self) -> None:
+        self.weight.clear()
+        self.coming.clear()
+        self._standing.clear()
+        self._total = 0
+        for key, ref in tuple(self._refs.items()):
+            p = ref()
+            if p is not None:
+                self._look(key, p)
+
+    def _look(self, key: int, parameter: torch.Tensor) -> None:
+        self._total -= self.weight.get(key, 0) + self._standing.get(key, 0)
+        weight = _bytes_on_device(parameter)
+        standing = 0 if parameter.grad is None else _gradient_bytes(parameter.grad)
+        if parameter.grad is not None:
+            (self._leaving.discard if standing else self._leaving.add)(key)
+        self.weight[key], self._standing[key] = weight, standing
+        comes = parameter.requires_grad and key not in self._leaving
+        if comes and not weight:  # of a weight on the host; an optimizer there takes it at once
+            comes = updater_of(parameter) is None
+        self.coming[key] = max(0, self._seen[key] - standing) if comes else 0
+        self._total += weight + standing
+
+
+def _addresses(parameters: Sequence[torch.Tensor]) -> tuple[list[int], list[int]] | None:
+    """Of weights and of gradients (0: none); None: some tensor has no single address."""
+    gradients = [p.grad for p in parameters]
+    try:
+        if any(map(is_traceable_wrapper_subclass, parameters)):
+            return None
+        weights = [p.data_ptr() for p in parameters]
+        return weights, [0 if g is None else g.data_ptr() for g in gradients]
+    except RuntimeError:  # what torch says of sparse ones, and of subclasses without memory
+        return None
+
+
+def _gradient_bytes(gradient: torch.Tensor) -> int:
+    """Its own share where gradients of several parameters are views of one bucket, as in DDP."""
+    nbytes = _bytes_on_device(gradient)
+    strided = gradient.layout is torch.strided
+    return min(nbytes, gradient.numel() * gradient.element_size()) if strided else nbytes
+
+
+def _bytes_on_device(tensor: torch.Tensor) -> int:
+    return 0 if is_on_host(tensor) else device_bytes(tensor)

@@ -1,0 +1,77 @@
+"""`torch.compile(model, backend="offcompile", options={…})`: what Dynamo calls."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import fx
+
+from offcompile.ir import InvalidInput, OffloadError, Violation
+from offcompile.machine.options import Options
+from offcompile.machine.target import target_for
+from offcompile.report.dump import check_dump_directory
+from offcompile.runtime.base.progress import Progress
+
+from .accounts.books import books_of
+from .compiled import Compiled
+from .refusals import raised
+
+
+def compile_graph(
+    gm: fx.GraphModule,
+    example_inputs: Sequence[Any],
+    *,
+    options: Mapping[str, object] | None = None,
+    mode: str | None = None,
+) -> Callable[..., Any]:
+    """The backend. `options` are those of `torch.compile`; see `Options`."""
+    try:
+        return _compile(gm, example_inputs, options, mode)
+    except OffloadError as error:
+        # Dynamo would wrap it; raised by the call, it reaches the user as it is
+        return _refusal(raised(error))
+
+
+def _refusal(error: OffloadError) -> Callable[..., Any]:
+    def refuse(*args: Any) -> Any:
+        raise raised(error)
+
+    return refuse
+
+
+def _compile(
+    gm: fx.GraphModule,
+    example_inputs: Sequence[Any],
+    options: Mapping[str, object] | None,
+    mode: str | None,
+) -> Callable[..., Any]:
+    if mode not in (None, "default"):
+        raise InvalidInput(
+            [
+                Violation(
+                    "bad-value",
+                    "mode",
+                    f"mode={mode!r} is not for this backend; leave it out, and say what you want"
+                    " with options={'memory': …}",
+                )
+            ]
+        )
+    settings = Options.read(options)
+    if settings.dump is not None:
+        check_dump_directory(settings.dump)
+    with Progress("this machine") as progress:
+        target = target_for(settings, _device_of(gm), progress)
+    compiled = Compiled(gm, example_inputs, settings, target, books_of(target.device))
+    compiled.first(example_inputs)
+    return compiled
+
+
+def _device_of(gm: fx.GraphModule) -> torch.device | None:
+    """The accelerator that a graph computes on; None where there is none in it."""
+    for node in gm.graph.nodes:
+        value = node.meta.get("example_value")
+        if isinstance(value, torch.Tensor) and value.device.type not in ("cpu", "meta"):
+            return value.device
+    return None

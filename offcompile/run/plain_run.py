@@ -1,0 +1,105 @@
+"""A graph run op by op, holding nothing on the device but what the op at hand works on.
+
+So it runs where the graph as a whole would not fit: what an op makes goes to the host, and what an
+op reads is brought back for it alone. Arguments stay where they are. On the CPU there is nowhere
+else to go.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import fx
+from torch.utils._pytree import tree_map_only
+
+from offcompile.graph.graphs import aliased_input, is_getitem, mutated_inputs
+
+_HOST = torch.device("cpu")
+
+
+class PlainRun(fx.Interpreter):
+    """`rests`: whether results go to the host between ops."""
+
+    def __init__(self, module: fx.GraphModule, device: torch.device, rests: bool) -> None:
+        super().__init__(module)
+        self.device, self.rests = device, rests
+        #: nodes whose values are on the host instead of the device
+        self._resting: set[fx.Node] = set()
+
+    def __call__(self, arguments: Sequence[Any]) -> list[Any]:
+        """The graph's outputs; those that are arguments are the very objects."""
+        results = self.run(*arguments, enable_io_processing=False)
+        return list(results)
+
+    def run_node(self, n: fx.Node) -> Any:
+        if not self.rests or n.op != "call_function":
+            return super().run_node(n)
+        written = mutated_inputs(n)
+        if is_getitem(n) or (aliased_input(n) is not None and not written):
+            if not self._resting.isdisjoint(n.all_input_nodes):
+                self._resting.add(n)
+            return super().run_node(n)
+        brought: dict[fx.Node, Any] = {}
+
+        def bring(node: fx.Node) -> Any:
+            if node not in brought:
+                value = self.env[node]
+                here = isinstance(value, torch.Tensor) and node in self._resting
+                brought[node] = moved(value, self.device) if here and _was_on(node, self) else value
+            return brought[node]
+
+        args, kwargs = fx.map_arg(n.args, bring), fx.map_arg(n.kwargs, bring)
+        with self._set_current_node(n):
+            result = self.call_function(n.target, args, kwargs)
+        for node in written:
+            if brought[node] is not self.env[node]:
+                self.env[node].copy_(brought[node])
+        if written and aliased_input(n) is not None:
+            return self.env[written[0]]
+        self._resting.add(n)
+        return tree_map_only(torch.Tensor, self._at_rest, result)
+
+    def _at_rest(self, value: torch.Tensor) -> torch.Tensor:
+        return moved(value, _HOST) if value.device.type == self.device.type else value
+
+
+def _was_on(node: fx.Node, run: PlainRun) -> bool:
+    value = node.meta.get("val")
+    return not isinstance(value, torch.Tensor) or value.device.type == run.device.type
+
+
+def moved(x: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """A copy with the same strides, also where elements overlap or leave gaps."""
+    if x.layout is not torch.strided:
+        return x.to(device, copy=True)
+    if x.numel() == 0:
+        return torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=device)
+    extent = 1 + sum((n - 1) * step for n, step in zip(x.shape, x.stride(), strict=True))
+    flat = x.as_strided((extent,), (1,)).to(device, copy=True)
+    return flat.as_strided(x.shape, x.stride(), 0)
+
+
+@contextmanager
+def random_state_kept(device: torch.device) -> Iterator[None]:
+    """What is drawn inside is drawn again afterwards."""
+    restore: list[Callable[[], None]] = []
+    host = torch.get_rng_state()
+    restore.append(lambda: torch.set_rng_state(host))
+    if device.type == "cuda":
+        state = torch.cuda.get_rng_state(device)
+        restore.append(lambda: torch.cuda.set_rng_state(state, device))
+    try:
+        yield
+    finally:
+        for put_back in restore:
+            put_back()
+
+
+def own_random_numbers(module: fx.GraphModule) -> bool:
+    """Whether the graph draws them in Inductor's own way, which no op gives outside of it."""
+    targets = (n.target for n in module.graph.nodes if n.op == "call_function")
+    prims = [str(t) for t in targets if getattr(t, "namespace", "") == "prims"]
+    return any(f"inductor_{what}" in name for name in prims for what in ("seed", "rand"))

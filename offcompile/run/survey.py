@@ -1,0 +1,182 @@
+"""What is known of a captured graph before anything is decided: its costs, as a Problem."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
+
+import sympy
+import torch
+
+from offcompile.graph.annotate import Annotated, Place, annotate
+from offcompile.graph.costs.fusion import calls_library
+from offcompile.graph.costs.in_place import with_in_place
+from offcompile.graph.costs.op_costs import CostModel, OpCost, costs_of_graph, open_cost_cache
+from offcompile.graph.dropout import in_two_parts
+from offcompile.graph.graphs import Graphs, Hint, storage_bytes, storage_key
+from offcompile.graph.kernels import merge_kernels
+from offcompile.graph.offers import Offers, costs_of_offers, with_offers
+from offcompile.graph.sizes import hint_of
+from offcompile.ir import Machine
+from offcompile.machine.hardware import BYTES_PER_US_PER_GBPS
+from offcompile.machine.in_place import InPlace
+from offcompile.machine.options import Options
+from offcompile.machine.target import Target
+from offcompile.planning.feedback.corrections import Factors, with_factors
+from offcompile.planning.feedback.profiling import Profile
+from offcompile.planning.feedback.sparsity import with_combinations, with_ratios
+from offcompile.runtime.moves.registry import runtime_for
+
+#: storages below this share of the largest are not worth a move
+SMALL_SHARE = 1 / 2048
+LEAST_MOVE_BYTES = 4096
+#: ops that need less than this to run are measured whatever the budget
+LEAST_ROOM_BYTES = 16 << 20
+
+
+@dataclass(eq=False)
+class Survey:
+    """Of one graph for given sizes. `target` is replaced once rates of codecs are known."""
+
+    options: Options
+    target: Target
+    #: what runs of the graph have shown of its tensors
+    profile: Profile
+    #: the kind of device that the graph was traced on
+    kind: str
+    sizes: Mapping[sympy.Symbol, int] = field(default_factory=dict)
+    _costs: dict[Place, OpCost] = field(default_factory=dict)
+    _min_move: int = LEAST_MOVE_BYTES
+    #: what it takes to touch memory that went back to the system; 0: not measured
+    _touch_us_per_mib: float = 0.0
+    #: what has measured the costs, until it has measured them on the host too
+    _unmeasured: CostModel | None = None
+    _codecs_known: bool = False
+    #: what was known of costs' correctness when this was planned
+    costs_as_planned: Factors | None = None
+
+    def __post_init__(self) -> None:
+        self.costs_as_planned = self.profile.factors
+
+    @property
+    def touch_again_us_per_mib(self) -> float:
+        """Costs that measured steps have put right have it in them."""
+        return self._touch_us_per_mib if self.costs_as_planned is None else 0.0
+
+    def learn_codecs(self) -> None:
+        """Measure how fast they are, where that may matter and no profile says it."""
+        asked = self.options.lossy is not None or self.profile.shows_zeros
+        if asked and self.options.hardware is None and not self._codecs_known:
+            self.target, self._codecs_known = self.target.with_codecs(), True
+
+    def machine(self, device_bytes: int) -> Machine:
+        """With lanes as fast as they turned out to be."""
+        machine = self.profile.lanes.applied(self.target.machine(device_bytes))
+        return with_combinations(machine, self.options.lossy)
+
+    def apart(self, graphs: Graphs) -> Graphs:
+        """The graphs with ops taken apart of which only a part may run again."""
+        return in_two_parts(graphs)
+
+    def annotate(
+        self, graphs: Graphs, budget: int | None, progress: Callable[[str], None]
+    ) -> Annotated:
+        """The step with everything at home. Large ops are measured unless a profile is named."""
+        hint = hint_of(self.sizes)
+        standing = standing_bytes(graphs, hint, self.kind)
+        measure = self.options.hardware is None
+        model = CostModel(
+            self.target.profile,
+            measure=measure,
+            lowering=self.options.lowering,
+            cache=open_cost_cache(self.target.device) if measure else None,
+            progress=progress,
+            # measuring an op must keep the budget too
+            room_bytes=None if budget is None else max(budget - standing, LEAST_ROOM_BYTES),
+            device=self.target.device,
+        )
+        self._unmeasured = model
+        self._touch_us_per_mib = model.overheads.touch_us_per_mib
+        self._costs = {
+            (phase, name): cost
+            for phase, module in graphs
+            for name, cost in costs_of_graph(module.graph, model, hint).items()
+        }
+        found = annotate(graphs, self._costs, hint, LEAST_MOVE_BYTES)
+        largest = max((t.nbytes for t in found.problem.tensors if not t.pinned), default=0)
+        self._min_move = max(LEAST_MOVE_BYTES, int(largest * SMALL_SHARE))
+        return self.problem(graphs)
+
+    def measure_in_place(self, graphs: Graphs, in_place: InPlace) -> None:
+        """Have the costs say what ops take with weights and gradients on the host."""
+        model, self._unmeasured = self._unmeasured, None
+        if model is None or not model.measure:
+            return
+        hint, key = hint_of(self.sizes), self.target.runtime.key
+        asked = annotate(graphs, self._costs, hint, self._min_move, in_place)
+        self._costs = with_in_place(
+            self._costs,
+            graphs,
+            asked,
+            model,
+            hint,
+            lambda nbytes: runtime_for(key).device.addressable([nbytes])[0],
+            key,
+        )
+
+    def problem(
+        self,
+        graphs: Graphs,
+        in_place: InPlace | None = None,
+        stays: frozenset[str] = frozenset(),
+        hint: Hint | None = None,
+    ) -> Annotated:
+        """The step as `annotate` sees it, with kernels that fuse as one op, and ratios of codecs.
+
+        `hint`: sizes other than those that the plan is made for.
+        """
+        found = self.annotated(graphs, in_place, stays, hint or hint_of(self.sizes))
+        if self.options.lowering == "inductor":
+            found = merge_kernels(found, graphs, lambda node: not calls_library(node))
+        machine, lossy = self.machine(1), self.options.lossy
+        seen = self.profile.densities
+        problem = with_factors(found.problem, self.costs_as_planned)
+        problem = with_ratios(problem, machine, found.dtypes, seen, lossy)
+        return replace(found, problem=problem)
+
+    def annotated(
+        self, graphs: Graphs, in_place: InPlace | None, stays: frozenset[str], hint: Hint
+    ) -> Annotated:
+        """Node by node."""
+        return annotate(graphs, self._costs, hint, self._min_move, in_place, stays)
+
+    def with_offers(
+        self, graphs: Graphs, plain: Annotated, wanted: frozenset[int], without: frozenset[str]
+    ) -> Offers | None:
+        """The graphs with gradients of these arguments offered to an optimizer."""
+        hint, key = hint_of(self.sizes), self.target.runtime.key
+        made = with_offers(graphs, plain, wanted, hint, self._min_move, key, without)
+        if made is not None:
+            bytes_per_us = self.target.profile.memory_gbps * BYTES_PER_US_PER_GBPS
+            self._costs = {**self._costs, **costs_of_offers(made, hint, bytes_per_us)}
+        return made
+
+
+def standing_bytes(graphs: Graphs, hint: Hint, kind: str) -> int:
+    """What is there on such a device before the step: of what forward is given, each memory once.
+
+    What backward is given besides comes of forward, and is not there yet.
+    """
+    made: dict[int, int] = {}
+    for node in graphs.forward.graph.find_nodes(op="placeholder"):
+        value = node.meta.get("val")
+        if isinstance(value, torch.Tensor) and value.device.type == kind:
+            key = storage_key(value)
+            if key is not None:
+                made[key] = storage_bytes(value, hint)
+    return sum(made.values())
+
+
+def values(graphs: Graphs) -> Iterator[object]:
+    """What the placeholders of both graphs stand for."""
+    return (n.meta.get("val") for _, m in graphs for n in m.graph.find_nodes(op="placeholder"))

@@ -1,0 +1,287 @@
+"""The one builder: decisions become a plan, with every move's trigger placed so that it is legal.
+
+Legality by construction. A copy that comes in is held from its trigger to its use, and triggers
+are placed only where every run in between still fits beside it; loads on a lane are queued in the
+order of need. So whatever the lanes' speed, each run finds its room once the copies on their way
+out have gone, and nothing can wait in a circle. Timing only decides how early triggers are.
+"""
+
+from __future__ import annotations
+
+from offcompile.ir import (
+    DEVICE,
+    SELF_ENDING_KINDS,
+    Drop,
+    Infeasible,
+    Machine,
+    Move,
+    Plan,
+    Problem,
+    Start,
+)
+
+from .contract import Judge
+from .decisions import Decisions
+from .lanes import Clock, Routes, Trip, fill_backward, fill_forward
+from .placement import Placement
+from .program import Intervals, Program, too_small
+from .residency import Residency, plan_residency
+
+#: how often the builder looks at the simulated times and places triggers anew
+ROUNDS = 3
+
+
+def build(
+    problem: Problem, machine: Machine, decisions: Decisions, judge: Judge | None = None
+) -> Plan:
+    """A legal plan that does what `decisions` says, as fast as the builder can make it.
+
+    Raises `Infeasible` when the device cannot hold what the decisions keep on it.
+    """
+    return Builder(problem, machine, decisions).best(judge)
+
+
+class Builder:
+    """One set of decisions, built for one or several estimates of the times."""
+
+    def __init__(
+        self,
+        problem: Problem,
+        machine: Machine,
+        decisions: Decisions,
+        check: bool = True,
+        program: Program | None = None,
+    ) -> None:
+        """program: that of the decisions, where somebody has made it already."""
+        self.problem, self.machine, self.decisions = problem, machine, decisions
+        self.program = program or Program.of(problem, decisions)
+        self.residency: Residency = plan_residency(self.program, decisions)
+        capacity = machine.tier[DEVICE].capacity_bytes
+        self.capacity = float("inf") if capacity is None else capacity
+        self.runs = self.program.runs
+        self.n = len(self.runs)
+        self.dropped_after: dict[tuple[str, str], list[str]] = {}
+        for drop in self.residency.drops:
+            if drop.after is not None:
+                self.dropped_after.setdefault((drop.tensor, drop.tier), []).append(drop.after)
+        self.kept_bytes = self._kept()
+        if check:
+            self._check_kept()
+
+    def reserve(self, nbytes: float) -> None:
+        """Stay this far below capacity where loads are placed, as far as what is kept allows."""
+        self.capacity = max(self.capacity - nbytes, max(self.kept_bytes, default=0))
+
+    def lazy(self) -> Plan:
+        """Every load starts only when the run before its use has ended: no overlap at all."""
+        return self.at(Clock.unhindered(self.program), lazy=True)
+
+    def best(self, judge: Judge | None) -> Plan:
+        """The best of a few builds, each with the times that the one before really had."""
+        clock = Clock.unhindered(self.program)
+        best = self.at(clock)
+        if judge is None or not best.moves:
+            return best
+        timeline = judge(self.problem, self.machine, best)
+        best_us = timeline.cost_us if timeline.valid else float("inf")
+        for _ in range(ROUNDS):
+            if not timeline.valid or best_us <= clock.period:
+                break
+            plan = self.at(Clock.simulated(self.program, timeline))
+            timeline = judge(self.problem, self.machine, plan)
+            if not timeline.valid or timeline.cost_us >= best_us:
+                break
+            best, best_us = plan, timeline.cost_us
+        return best
+
+    def _kept(self) -> list[int]:
+        """Per run, the bytes that the decisions hold on the device."""
+        held = Intervals(self.n)
+        for tensor, first, last in self.residency.held:
+            held.add(first, last, tensor.nbytes)
+        idle = self._idle_bytes()
+        return [a + b + idle for a, b in zip(self.program.op_bytes, held.sums(), strict=True)]
+
+    def _idle_bytes(self) -> int:
+        """What no op touches stands on its home tier, or on the device where that is missing.
+
+        What is pinned to the device stands there.
+        """
+        if not self.problem.steady:
+            return 0  # homes are given, and held as residency says
+        return sum(
+            t.nbytes
+            for t in self.problem.tensors
+            if not self.program.accesses[t.id]
+            and any(
+                tier == DEVICE or tier not in self.machine.tier
+                for tier in self.residency.start.get(t.id, ())
+            )
+        )
+
+    def _check_kept(self) -> None:
+        self._check_homes()
+        kept = self.kept_bytes
+        j = max(range(self.n), key=kept.__getitem__, default=0)
+        if kept and kept[j] > self.capacity:
+            what = f"{self.program.op_bytes[j]:,} of its own and what stays beside it"
+            raise too_small(j, kept[j], int(self.capacity), self.program, what)
+
+    def _check_homes(self) -> None:
+        """Where nothing can be moved before the step begins, homes must fit as they are."""
+        if self.problem.steady:
+            return
+        for tier in self.machine.tiers:
+            used = sum(t.nbytes for t in self.problem.tensors if t.home == tier.name)
+            if tier.capacity_bytes is not None and used > tier.capacity_bytes:
+                over = used - tier.capacity_bytes
+                raise Infeasible(
+                    f"Tensors at home on {tier.name} take {used:,} bytes and its capacity is"
+                    f" {tier.capacity_bytes:,}: {over:,} are missing.",
+                    over,
+                    f"Raise the capacity of {tier.name} to {used:,} bytes, or give some of them"
+                    " another home.",
+                )
+
+    def at(self, clock: Clock, lazy: bool = False) -> Plan:
+        """The plan whose triggers suit these times."""
+        routes = Routes(self.machine)
+        outs = [routes.trip(j) for j in self.residency.outs]
+        loads = [routes.trip(j) for j in self.residency.loads]
+        fill_forward(outs, clock, self.problem.steady)
+        fill_backward(loads, clock, self.problem.steady)
+        placement = Placement(self.program, self.capacity, self.kept_bytes, outs, clock)
+        loads.sort(key=placement.need)
+        if lazy:
+            for trip in loads:
+                trip.trigger = placement.need(trip) - 1
+        else:
+            placement.place(loads)
+        return self._emit(outs, loads)
+
+    # ---- the plan ------------------------------------------------------------------------
+
+    def _emit(self, outs: list[Trip], loads: list[Trip]) -> Plan:
+        start = {t: set(tiers) for t, tiers in self.residency.start.items()}
+        moves: list[Move] = []
+        drops = list(self.residency.drops)
+        for trip in sorted(outs, key=lambda t: t.order):
+            job = trip.job
+            need = None if job.need is None else job.need.position
+            wraps = (
+                self.problem.steady
+                and not self._ends_in_step(trip)
+                and (need is None or need <= job.release.position)
+            )
+            self._add_out(trip, wraps, moves, drops)
+            if wraps:
+                start.setdefault(job.tensor.id, set()).add(job.target)
+        for trip in sorted(loads, key=self._wraps):
+            self._add_load(trip, moves, drops)
+            if self._wraps(trip):
+                start.setdefault(trip.job.tensor.id, set()).add(trip.job.target)
+        return Plan(
+            start=self._start(start),
+            moves=tuple(moves),
+            drops=tuple(drops),
+            directs=self.decisions.directs,
+            recomputes=self._ordered_recomputes(),
+            updates=self.decisions.updates,
+        )
+
+    def _ordered_recomputes(self) -> tuple:  # type: ignore[type-arg]
+        index = self.problem.op_index
+        return tuple(
+            sorted(self.decisions.recomputes, key=lambda r: (index[r.before], index[r.op]))
+        )
+
+    def _ends_in_step(self, trip: Trip) -> bool:
+        """Whether the copy made is dropped or outdated before the step ends, or dies by itself."""
+        job, position = trip.job, self.program.position
+        if job.tensor.kind in SELF_ENDING_KINDS:
+            return True
+        made = job.release.position
+        dropped = self.dropped_after.get((job.tensor.id, job.target), ())
+        return any(position[name] > made for name in dropped) or any(
+            a.writes and a.position > made for a in self.program.accesses[job.tensor.id]
+        )
+
+    def _trigger_name(self, position: int) -> str | None:
+        """The op after which a move starts; host updates keep their own time and do not serve."""
+        if position == -1:
+            return None
+        runs = self.runs
+        at = position % self.n
+        for j in range(at, -1, -1):
+            if not runs[j].on_host:
+                return runs[j].name
+        return None
+
+    def _add_out(self, trip: Trip, wraps: bool, moves: list[Move], drops: list[Drop]) -> None:
+        """Out over one lane, or over two with the host as a stop between."""
+        job, after, source = trip.job, trip.job.release.name, trip.job.source
+        for hop in trip.hops:
+            name = f"out:{job.tensor.id}:{job.release.name or 'start'}"
+            move = Move(
+                id=self._unique(name if source == job.source else f"{name}/2"),
+                tensor=job.tensor.id,
+                source=source,
+                target=hop.lane.target,
+                lane=hop.lane.name,
+                start_after=after,
+                wraps=wraps,
+                codec=job.codec,
+            )
+            moves.append(move)
+            if source != job.source:
+                drops.append(Drop(job.tensor.id, source, move.id))
+            after, source = move.id, hop.lane.target
+
+    def _add_load(self, trip: Trip, moves: list[Move], drops: list[Drop]) -> None:
+        job, after = trip.job, trip.after_update or self._trigger_name(trip.trigger)
+        need = job.need.name if job.need else None
+        for i, hop in enumerate(trip.hops):
+            last = i == len(trip.hops) - 1
+            name = f"in:{job.tensor.id}:{need or 'end'}"
+            move = Move(
+                id=self._unique(name if last else f"{name}/1"),
+                tensor=job.tensor.id,
+                source=hop.lane.source,
+                target=hop.lane.target,
+                lane=hop.lane.name,
+                start_after=after,
+                ready_before=need if last else None,
+                wraps=self._wraps(trip),
+                codec=job.codec,
+            )
+            moves.append(move)
+            if i:
+                drops.append(Drop(job.tensor.id, hop.lane.source, move.id))
+            after = move.id
+
+    def _wraps(self, trip: Trip) -> bool:
+        if trip.after_update is not None:
+            return trip.job.need is None or trip.job.release.position >= trip.job.need.position
+        return trip.trigger < -1
+
+    def _unique(self, name: str) -> str:
+        return name if name not in self.program.position else f"move {name}"
+
+    def _start(self, start: dict[str, set[str]]) -> tuple[Start, ...]:
+        order = [t.name for t in self.machine.tiers]
+        known, copies = self.program.starts, []
+        missing = False
+        for tensor in self.problem.tensors:
+            tiers = start.get(tensor.id)
+            if not tiers:
+                continue
+            for tier in (
+                sorted(tiers, key=lambda x: (x not in order, x)) if len(tiers) > 1 else tiers
+            ):
+                asked = tensor.id, tier if tier in order else DEVICE
+                missing = missing or tier not in order
+                copy = known.get(asked)
+                if copy is None:
+                    copy = known[asked] = Start(*asked)
+                copies.append(copy)
+        return tuple(dict.fromkeys(copies) if missing else copies)

@@ -1,0 +1,113 @@
+"""Loads become direct accesses where the lane is what everything waits for.
+
+A step whose weights stream in is as long as the lane is busy, and compute waits meanwhile. Each
+read of a weight that stands on the host can be made there instead: the op takes longer, and the
+lane carries that much less. Reads are changed that lengthen compute least for the time that the
+lane gains, spread over the whole step, and only as many as leave both equally busy.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import groupby
+
+from offcompile.ir import DEVICE, HOST, Move, Plan
+from offcompile.passes.build.lanes import Clock
+from offcompile.passes.select.cover import Cover, Prices
+
+from .frame import Frame, Mode, may_access
+from .search import State
+
+#: below this share of compute the lane is not what a step waits for
+WORTH = 1.02
+#: costs this near to each other are taken to be the same
+ALIKE = 0.02
+NS_PER_US = 1000
+
+
+@dataclass(frozen=True)
+class _Read:
+    """A load that serves one op, which could read the host's copy instead."""
+
+    position: int
+    op: str
+    tensor: str
+    lane_us: float
+    more_us: float
+
+    @property
+    def price(self) -> float:
+        return self.more_us / self.lane_us
+
+
+def balanced(state: State) -> tuple[Frame, Cover] | None:
+    """The same choices with some loads made direct; None: nothing is gained by that."""
+    frame = state.frame
+    took_us = {s.id: (s.end_ns - s.start_ns) / NS_PER_US for s in state.timeline.spans}
+    loads = [m for m in state.plan.moves if m.target == DEVICE]
+    lane_us = sum(took_us[m.id] for m in loads)
+    compute_us = Clock.unhindered(frame.program).period
+    if lane_us <= compute_us * WORTH:
+        return None
+    reads = _reads(frame, state.plan, loads, took_us)
+    chosen = _enough(reads, lane_us - compute_us)
+    if not chosen:
+        return None
+    directs = frame.mode.directs | {(r.op, r.tensor) for r in chosen}
+    mode = Mode(directs, frame.mode.recomputes, frame.mode.hosted)
+    made, cover = frame.in_mode(mode, state.cover)
+    return (made, cover) if cover.repair(made.capacity, Prices()) else None
+
+
+def _reads(
+    frame: Frame, plan: Plan, loads: Sequence[Move], took_us: Mapping[str, float]
+) -> list[_Read]:
+    """Loads of weights from the host that one op needs and nobody else."""
+    program, problem = frame.program, frame.problem
+    dropped = {(d.tensor, d.after) for d in plan.drops if d.tier == DEVICE}
+    found = []
+    for load in loads:
+        t, name = load.tensor, load.ready_before
+        if problem.tensor[t].kind != "weight" or load.source != HOST:
+            continue
+        if name is None or name not in problem.op:
+            continue
+        op, at = problem.op[name], program.position[name]
+        last = program.accesses[t][-1].position == at and not problem.steady
+        alone = (t, name) in dropped or last
+        if not alone or t in op.writes or t not in may_access(problem, op):
+            continue
+        lane_us, more_us = took_us[load.id], op.direct[t] - op.duration_us
+        if lane_us + more_us > 0:
+            found.append(_Read(at, name, t, lane_us, more_us))
+    return found
+
+
+def _enough(reads: Sequence[_Read], excess_us: float) -> list[_Read]:
+    """The cheapest reads that take the excess away, of those that cost alike evenly many."""
+    chosen: list[_Read] = []
+    for _, same in groupby(sorted(reads, key=lambda r: r.price), key=_Steps()):
+        group = sorted(same, key=lambda r: r.position)
+        gained = sum(r.lane_us + r.more_us for r in group)
+        if gained <= excess_us:
+            chosen += group
+            excess_us -= gained
+            continue
+        count = int(len(group) * excess_us / gained)
+        chosen += [group[(2 * k + 1) * len(group) // (2 * count)] for k in range(count)]
+        break
+    return chosen
+
+
+class _Steps:
+    """Numbers prices that come in rising order, the same number for those that are alike."""
+
+    def __init__(self) -> None:
+        self.number, self.most = 0, float("-inf")
+
+    def __call__(self, read: _Read) -> int:
+        if read.price > self.most:
+            self.number += 1
+            self.most = read.price + ALIKE * abs(read.price)
+        return self.number

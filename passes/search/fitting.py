@@ -1,0 +1,112 @@
+"""A policy's wishes made to fit: what it wants away leaves, then more does, until all runs fit.
+
+For policies that decide only about some tensors. If what they want does not fit, tensors of the
+kinds they name leave first, then any; if no wish gives a plan, everything that can leave leaves.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from offcompile.ir import DEVICE, HOST, Infeasible, Machine, Plan, Problem
+from offcompile.passes.build.contract import Judge
+from offcompile.passes.select.cover import Cover, Prices
+
+from .frame import Frame, Mode, forced_mode, infeasible_host, may_run_on_host
+from .search import mode_of
+from .trials import Trials
+
+#: (tensor, the op before the gap)
+Key = tuple[str, str | None]
+
+
+def with_hosted(problem: Problem, mode: Mode, hosted: Iterable[str]) -> Mode:
+    """`mode` with these weights updated on the host too, where every operand is in place.
+
+    Those stay on the device that some op updates which cannot run on the host.
+    """
+    unable = {
+        t
+        for o in problem.ops
+        if o.phase == "update" and not may_run_on_host(problem, o)
+        for t in o.writes
+    }
+    weights = (mode.hosted | frozenset(hosted)) - unable
+    ops = {o.id for o in problem.ops if o.phase == "update" and not weights.isdisjoint(o.writes)}
+    directs = frozenset(d for d in mode.directs if d[0] not in ops)
+    return Mode(directs, mode.recomputes, weights)
+
+
+class Fitting:
+    """Offers modes and gaps to the builder, beginning with what an earlier plan decided."""
+
+    def __init__(
+        self, problem: Problem, machine: Machine, judge: Judge | None, plan: Plan, first: str
+    ) -> None:
+        self.problem, self.machine = problem, machine
+        self.first = first  # the kind of tensors that leave before any other
+        self.trials = Trials(problem, machine, judge)
+        self.forced = with_hosted(problem, forced_mode(problem, machine), ())
+        given = mode_of(plan)
+        joined = Mode(given.directs | self.forced.directs, given.recomputes, given.hosted)
+        #: what the plan before this policy does, and what no plan can do without
+        self.base = with_hosted(problem, joined, self.forced.hosted)
+        self.away: frozenset[Key] = frozenset(
+            (d.tensor, d.after) for d in plan.drops if d.tier == DEVICE
+        )
+
+    @property
+    def host(self) -> bool:
+        return HOST in self.machine.tier
+
+    def frame(self, mode: Mode) -> Frame:
+        return Frame(self.problem, self.machine, mode)
+
+    def offer(self, frame: Frame, away: Iterable[Key]) -> bool:
+        """Whether this, made to fit, gives a better plan than what was offered before."""
+        try:
+            cover = frame.cover({*self.away, *away})
+            if not self._fit(frame, cover):
+                return False
+        except Infeasible as error:
+            self.trials.refused = error.reason
+            return False
+        return self.trials.attempt(frame.decisions(cover))
+
+    def _fit(self, frame: Frame, cover: Cover) -> bool:
+        """Send more away while something does not fit: the kind named first, then any."""
+        prices = Prices()
+        fits = cover.repair(
+            frame.capacity, prices, lambda gap: 1.0 if gap.tensor.kind == self.first else 0.0
+        )
+        return fits or cover.repair(frame.capacity, prices)
+
+    def plan(self) -> Plan:
+        """The best plan of what was offered, or one of last resort; else why there is none."""
+        if self.trials.best is None:
+            self._last_resorts()
+        if self.trials.best is None:
+            self.frame(self.forced).check_floor()
+            raise infeasible_host(
+                "Everything that can leave the device fits it, but no plan found gets it out and"
+                f" back within the other tiers. {self.trials.refused}".strip()
+            )
+        return self.trials.best
+
+    def _last_resorts(self) -> None:
+        """All that can leave does, to the host, then to the other tiers; then greedily."""
+        beyond = [t.name for t in self.machine.tiers if t.name not in (DEVICE, HOST)]
+        for mode in dict.fromkeys((self.base, self.forced)):
+            for tier in (HOST, *beyond):
+                for everything in (True, False):
+                    frame = Frame(self.problem, self.machine, mode, tier)
+                    try:
+                        count = len(frame.gaps.gaps) if everything else 0
+                        cover = Cover(frame.gaps, range(count))
+                        if not cover.repair(frame.capacity, Prices()):
+                            continue
+                    except Infeasible as error:
+                        self.trials.refused = error.reason
+                        continue
+                    if self.trials.attempt(frame.decisions(cover)):
+                        return

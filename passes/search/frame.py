@@ -1,0 +1,267 @@
+"""A frame: the choices that change the program itself, and the gaps that this leaves.
+
+Direct accesses, recomputations and host updates change which runs there are and what they need on
+the device; which gaps are then spent away is chosen within the frame (`cover`, `search`).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from functools import cached_property
+
+from offcompile.ir import (
+    DEVICE,
+    HOST,
+    SELF_ENDING_KINDS,
+    Direct,
+    Infeasible,
+    Machine,
+    Op,
+    Problem,
+    Recompute,
+    Update,
+)
+from offcompile.passes.build.decisions import Away, Decisions
+from offcompile.passes.build.gaps import Gaps, find_gaps
+from offcompile.passes.build.program import Program, too_small
+from offcompile.passes.build.schedule import Builder
+from offcompile.passes.select.cover import Cover
+
+
+@dataclass(frozen=True)
+class Mode:
+    """Which ops depart from plain execution, as sets that are easy to change."""
+
+    directs: frozenset[tuple[str, str]] = frozenset()
+    recomputes: frozenset[tuple[str, str]] = frozenset()
+    hosted: frozenset[str] = frozenset()  # weights updated on the host
+
+    def decisions(self, problem: Problem, away: tuple[Away, ...] = ()) -> Decisions:
+        at, op = problem.op_index, problem.op
+        # a host update has all its operands in place: nothing is left to access directly,
+        # and no device run of it to repeat
+        hosted = {o.id for o in problem.ops if o.phase == "update"} if self.hosted else set()
+        hosted = {o for o in hosted if not self.hosted.isdisjoint(op[o].writes)}
+        directs = sorted(self.directs, key=lambda d: (at[d[0]], d[1]))
+        recomputes = sorted(self.recomputes, key=lambda r: (at[r[1]], at[r[0]]))
+        return Decisions(
+            away=away,
+            directs=tuple(Direct(*d) for d in directs if d[0] not in hosted),
+            recomputes=tuple(Recompute(*r) for r in recomputes if r[0] not in hosted),
+            updates=tuple(Update(w, HOST) for w in sorted(self.hosted)),
+        )
+
+
+@dataclass
+class Frame:
+    """A mode with its program and gaps on one machine."""
+
+    problem: Problem
+    machine: Machine
+    mode: Mode
+    tier: str = HOST
+    lossy: bool = False
+    capacity: float = field(init=False)
+
+    def __post_init__(self) -> None:
+        capacity = self.machine.tier[DEVICE].capacity_bytes
+        self.capacity = float("inf") if capacity is None else capacity
+
+    @cached_property
+    def program(self) -> Program:
+        return Program.of(self.problem, self.mode.decisions(self.problem))
+
+    @cached_property
+    def gaps(self) -> Gaps:
+        return find_gaps(self.program, self.machine, self.tier, self.lossy)
+
+    @cached_property
+    def index_of(self) -> dict[tuple[str, str | None], int]:
+        return {(g.tensor.id, g.after): g.index for g in self.gaps.gaps}
+
+    def cover(self, away: set[tuple[str, str | None]]) -> Cover:
+        return Cover(self.gaps, (self.index_of[k] for k in away if k in self.index_of))
+
+    def in_mode(self, mode: Mode, cover: Cover) -> tuple[Frame, Cover]:
+        """Another mode, with the same gaps away as far as it has them."""
+        made = Frame(self.problem, self.machine, mode, self.tier, self.lossy)
+        gaps = self.gaps.gaps
+        return made, made.cover({(gaps[i].tensor.id, gaps[i].after) for i in cover.away})
+
+    def decisions(self, cover: Cover) -> Decisions:
+        gaps = self.gaps.gaps
+        return self.mode.decisions(self.problem, tuple(gaps[i].away for i in sorted(cover.away)))
+
+    @cached_property
+    def floor(self) -> list[int]:
+        """Bytes that each run holds on the device when every gap is spent away."""
+        away = tuple(gap.away for gap in self.gaps.gaps)
+        decisions = self.mode.decisions(self.problem, away)
+        return Builder(self.problem, self.machine, decisions, check=False).kept_bytes
+
+    def check_floor(self) -> None:
+        """Raise if even with every gap spent away some run does not fit."""
+        floor = self.floor
+        j = max(range(len(floor)), key=floor.__getitem__, default=0)
+        if floor and floor[j] > self.capacity:
+            what = f"{self.program.op_bytes[j]:,} of its own and what has no way out and back"
+            raise too_small(j, floor[j], int(self.capacity), self.program, what)
+
+
+def hostable(problem: Problem) -> dict[str, tuple[str, ...]]:
+    """Weights all of whose update ops may run on the host, with those ops."""
+    updates: dict[str, list[Op]] = {}
+    for op in problem.ops:
+        if op.phase == "update":
+            for t in op.writes:
+                if problem.tensor[t].kind == "weight":
+                    updates.setdefault(t, []).append(op)
+    return {
+        weight: tuple(op.id for op in ops)
+        for weight, ops in updates.items()
+        if all(may_run_on_host(problem, op) for op in ops)
+    }
+
+
+def may_run_on_host(problem: Problem, op: Op) -> bool:
+    """Whether an update may run there: it has a figure, and nothing it touches is pinned away."""
+    return op.host_duration_us is not None and not any(
+        t.pinned and t.home != HOST for t in map(problem.tensor.__getitem__, op.operands)
+    )
+
+
+def held_on_host(problem: Problem) -> frozenset[str]:
+    """Weights that only the host can update: something that the update needs is pinned there."""
+    pinned = {t.id for t in problem.tensors if t.pinned and t.home == HOST}
+    if not pinned:
+        return frozenset()
+    op = problem.op
+    return frozenset(
+        weight
+        for weight, updates in hostable(problem).items()
+        if any(not pinned.isdisjoint(op[u].operands) for u in updates)
+    )
+
+
+def forced_mode(problem: Problem, machine: Machine) -> Mode:
+    """The fewest direct accesses and host updates without which some op can never run."""
+    capacity = machine.tier[DEVICE].capacity_bytes
+    hosted = set(held_on_host(problem))
+    if capacity is None:
+        return Mode(hosted=frozenset(hosted))
+    directs: set[tuple[str, str]] = set()
+    may_host = hostable(problem) if HOST in machine.tier else {}
+    for op in problem.ops:
+        over = _bytes_of(problem, op) - capacity
+        if over <= 0:
+            continue
+        weight = next((t for t in op.writes if t in may_host and op.phase == "update"), None)
+        if weight is not None:
+            hosted.add(weight)
+            continue
+        operands = [t for t in may_access(problem, op) if HOST in machine.tier]
+        for t in _cheapest_cover(problem, op, operands, over):
+            directs.add((op.id, t))
+    return Mode(frozenset(directs), frozenset(), frozenset(hosted))
+
+
+def may_access(problem: Problem, op: Op) -> list[str]:
+    """Operands that the op may access in place."""
+    return [t for t in op.direct if t in op.operands and not problem.tensor[t].pinned]
+
+
+def direct_mode(problem: Problem, machine: Machine, only_free: bool = False) -> Mode:
+    """Everything in place that may be; `only_free`: that costs no time there, or less than a move
+    would take from compute."""
+    if HOST not in machine.tier:
+        return Mode()
+    directs = frozenset(
+        (op.id, t)
+        for op in problem.ops
+        for t in may_access(problem, op)
+        if not only_free or op.direct[t] <= op.duration_us + _toll_us(problem, machine, op, t)
+    )
+    return Mode(directs, hosted=held_on_host(problem))
+
+
+def _toll_us(problem: Problem, machine: Machine, op: Op, tensor: str) -> float:
+    """What is taken from compute by the move that bringing or sending this operand asks for."""
+    reads = tensor in op.reads
+    lanes = machine.lanes_between(*((HOST, DEVICE) if reads else (DEVICE, HOST)))
+    nbytes = problem.tensor[tensor].nbytes
+    return min(
+        (lane.toll_us + lane.toll_share * nbytes / lane.bytes_per_us for lane in lanes),
+        default=0.0,
+    )
+
+
+#: beyond so many repeated runs recomputing everything is no way out
+MOST_RECOMPUTED = 4000
+
+
+def recompute_everything(problem: Problem) -> frozenset[tuple[str, str]]:
+    """Run again, right before each op, all that made what it reads and did not stay in use.
+
+    Values whose inputs are gone as well are recomputed from further back, as often as needed: the
+    least memory that recomputation can do with, at up to the square of the compute.
+    """
+    writer: dict[str, int] = {}
+    touched: dict[str, int] = {}
+    found: set[tuple[str, str]] = set()
+
+    def source_of(t: str) -> Op | None:
+        made = problem.ops[writer[t]] if t in writer else None
+        if made is None or not made.recompute or problem.tensor[t].kind not in SELF_ENDING_KINDS:
+            return None
+        return made
+
+    for b, op in enumerate(problem.ops):
+        gone = [t for t in op.reads if source_of(t) and touched[t] < b - 1]
+        # once a chain is made anew, what else it leads to need not have been kept beside it
+        wanted = [
+            t for t in op.reads if (made := source_of(t)) and gone and made.phase != op.phase
+        ] + gone
+        while wanted and len(found) <= MOST_RECOMPUTED:
+            t = wanted.pop()
+            made = source_of(t)
+            if made is None or (made.id, op.id) in found:
+                continue
+            found.add((made.id, op.id))
+            # what only leads to it is gone again afterwards: it is not marked as touched
+            wanted += [u for u in made.reads if touched.get(u, b) < b - 1 or u in op.reads]
+        for t in op.operands:
+            touched[t] = b
+        writer.update(dict.fromkeys(op.writes, b))
+    return frozenset(found) if len(found) <= MOST_RECOMPUTED else frozenset()
+
+
+def _bytes_of(problem: Problem, op: Op) -> int:
+    return op.workspace_bytes + sum(problem.tensor[t].nbytes for t in op.operands)
+
+
+def _cheapest_cover(problem: Problem, op: Op, operands: list[str], over: int) -> list[str]:
+    """Direct operands that free `over` bytes: best bytes per added time first, none to spare."""
+
+    def added(t: str) -> float:
+        return max(op.direct[t] - op.duration_us, 1e-9)
+
+    size = {t: problem.tensor[t].nbytes for t in operands}
+    chosen: list[str] = []
+    for t in sorted(operands, key=lambda t: (-min(size[t], over) / added(t), t)):
+        if over <= 0:
+            break
+        chosen.append(t)
+        over -= size[t]
+    for t in sorted(chosen, key=lambda t: (-added(t), t)):
+        if over + size[t] <= 0:
+            chosen.remove(t)
+            over += size[t]
+    return chosen
+
+
+def infeasible_host(reason: str) -> Infeasible:
+    return Infeasible(
+        reason,
+        None,
+        "Raise the capacity of the host tier, or give the machine a disk tier.",
+    )

@@ -1,0 +1,123 @@
+"""The least recomputation with which a step fits, when nothing else is done about memory.
+
+A kept byte has a price, and a minimum cut says what runs again at that price (`rematerialization`).
+The least price at which the step fits is found by trying them from cheap to dear; between it and
+the next cheaper one, only as many early layers pay it as must.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+
+from offcompile.ir import Problem, Recompute
+from offcompile.passes.build.decisions import Away, Decisions
+from offcompile.passes.select.footprint import footprint
+from offcompile.passes.select.pressure import pressure
+from offcompile.passes.select.rematerialization import NS_PER_US, Rematerialization, Rerun
+
+#: keeping a tensor costs more than any op, in ns
+DEAR = 1 << 40
+#: uniform prices tried, from cheap to dear, and halvings between the last too cheap and the first
+#: dear enough
+PRICES, HALVINGS = 8, 4
+
+
+@dataclass(frozen=True)
+class Rerunning:
+    """One choice of what runs again, the time that it adds, and the device memory that is left."""
+
+    reruns: frozenset[Rerun]
+    added_us: float
+    peak_bytes: int
+
+
+@dataclass(eq=False)
+class FittingReruns:
+    """Choices for one problem in which the tensors of `away` leave, and nothing else moves."""
+
+    problem: Problem
+    away: tuple[Away, ...] = ()
+    #: tensors at which chains end
+    kept: frozenset[str] = frozenset()
+    _tried: dict[frozenset[Rerun], Rerunning] = field(default_factory=dict)
+
+    @cached_property
+    def choices(self) -> Rematerialization:
+        return Rematerialization.of(self.problem)
+
+    def decisions(self, reruns: Iterable[Rerun]) -> Decisions:
+        return Decisions(away=self.away, recomputes=tuple(Recompute(*r) for r in sorted(reruns)))
+
+    def of(self, reruns: frozenset[Rerun]) -> Rerunning:
+        if reruns not in self._tried:
+            peak = max(self._kept(reruns), default=0)
+            added_us = sum(self.problem.op[op].duration_us for op, _ in reruns)
+            self._tried[reruns] = Rerunning(reruns, added_us, peak)
+        return self._tried[reruns]
+
+    def _kept(self, reruns: frozenset[Rerun]) -> Sequence[int]:
+        if self.away:
+            return pressure(self.problem, self.decisions(reruns)).kept_bytes
+        return footprint(self.problem, reruns)
+
+    def budgeted(self, capacity: int) -> Rerunning:
+        """The least added time at which the step fits, where each kept byte costs the same."""
+        found = [self.of(frozenset())]
+        if found[0].peak_bytes <= capacity:
+            return found[0]
+        low = 0.0
+        for price in self._prices():
+            found.append(self._at(price, price, 1.0))
+            if found[-1].peak_bytes <= capacity:
+                found += self._between(low, price, capacity)
+                break
+            low = price
+        return min(found, key=lambda r: rank(r, capacity))
+
+    def _between(self, low: float, high: float, capacity: int) -> list[Rerunning]:
+        """Fewer and fewer early layers that pay the dearer price, as long as it fits."""
+        found: list[Rerunning] = []
+        fits, fails = 1.0, 0.0
+        for _ in range(HALVINGS):
+            share = (fits + fails) / 2
+            found.append(self._at(low, high, share))
+            if found[-1].peak_bytes <= capacity:
+                fits = share
+            else:
+                fails = share
+        return found
+
+    def _at(self, low: float, high: float, share: float) -> Rerunning:
+        """Prices in ns per byte: the high one for what is made in that share of forward."""
+        tensor, made = self.problem.tensor, self.choices.progress
+
+        def price_ns(t: str) -> float:
+            return (high if made[t] <= share else low) * tensor[t].nbytes
+
+        return self.of(self.choices.reruns(price_ns, self.kept))
+
+    def _prices(self) -> list[float]:
+        """From the cheapest byte to the dearest, in steps of equally many bytes; then all."""
+        freed: dict[str, int] = {}
+        for t in self.choices.saved:
+            op = self.choices.maker[t]
+            freed[op.id] = freed.get(op.id, 0) + self.problem.tensor[t].nbytes
+        dear = sorted(
+            (NS_PER_US * self.problem.op[op].duration_us / n, n) for op, n in freed.items() if n
+        )
+        total, passed = sum(n for _, n in dear), 0
+        found: list[float] = []
+        for price, n in dear:
+            passed += n
+            if passed * PRICES >= total * (len(found) + 1):
+                found.append(price * (1 + 1e-6))
+        return [*sorted({p for p in found if p > 0}), float(DEAR)]
+
+
+def rank(r: Rerunning, capacity: int) -> tuple[bool, float, float]:
+    """The fastest that fits is first; where none does, the one that needs least."""
+    if r.peak_bytes <= capacity:
+        return False, r.added_us, r.peak_bytes
+    return True, r.peak_bytes, r.added_us

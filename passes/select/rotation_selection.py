@@ -1,0 +1,290 @@
+"""Which gaps of which weights to spend off the device: greedy choice (weight-offloading paper, §5).
+
+Pure: gaps, bytes and estimated times in, chosen gaps out. Positions are those of `Program`; on the
+ring of a steady problem a gap may run past the end of the step, so its end is counted onwards.
+
+Quick for deep nets: gains are summed block by block, and a gap's profit only falls as others are
+chosen (but for the discount, which is told), so a heap of stale profits gives the best one after
+few looks.
+"""
+
+from __future__ import annotations
+
+import heapq
+from bisect import bisect_left, bisect_right
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
+
+from offcompile.passes.build.lanes import Clock
+
+
+@dataclass(frozen=True, slots=True)
+class Gap:
+    """A stretch between two uses of one tensor during which its device copy only waits."""
+
+    tensor: str
+    nbytes: int
+    after: str | None  # the access before it
+    tier: str  # where it would wait
+    first: int  # the position of that access
+    last: int  # of the access after it; on a ring above `first`, perhaps beyond the end
+    #: (tensor, position of its write): gaps of one value share its write-back (§3, the discount);
+    #: None: a copy is out there already
+    value: tuple[str, int] | None
+    out_us: float
+    back_us: float  # 0: nobody uses the tensor again
+
+
+@dataclass(frozen=True, slots=True)
+class Need:
+    """Bytes over the budget at each run if every gap is spent on the device (below 0: room)."""
+
+    excess: tuple[int, ...]
+    gaps: tuple[Gap, ...]
+    steady: bool
+
+    def with_reserve(self, nbytes: int) -> Need:
+        """The same need in a budget smaller by `nbytes`, to leave room for copies under way."""
+        return replace(self, excess=tuple(x + nbytes for x in self.excess))
+
+
+#: per gap, the positions freed: from, to (exclusive), counted onwards past the end of the ring
+Coverage = Sequence[tuple[int, int]]
+#: microseconds that a gap adds to the lanes, or worse; told whether its write-back is still to pay
+Price = Callable[[Gap, bool], float]
+
+
+def lane_time(gap: Gap, writes: bool) -> float:
+    """§5's cost: the copy back, and the write-back unless another gap of the value pays for it."""
+    return gap.back_us + (gap.out_us if writes else 0.0)
+
+
+def plain_coverage(need: Need) -> Coverage:
+    """§5: everything between the two uses, whatever time the copies take."""
+    return [(g.first + 1, g.last) for g in need.gaps]
+
+
+def aware_coverage(need: Need, clock: Clock) -> Coverage:
+    """Without the runs that overlap the weight's own write-back or its own prefetch: until the
+    one has ended, and from when the other must start, the bytes are taken all the same."""
+    turns = 3 if need.steady else 1
+    starts = [t * clock.period + x for t in range(turns) for x in clock.starts]
+    ends = [t * clock.period + x for t in range(turns) for x in clock.ends]
+    covered = []
+    for g in need.gaps:
+        low, high = g.first + 1, g.last
+        if g.value is not None:
+            written = g.value[1]
+            gone_us = clock.end_of(written) + g.out_us
+            if written > g.first:  # written in the step before
+                gone_us -= clock.period
+            low = max(low, bisect_left(starts, gone_us - 1e-9))
+        if g.back_us:
+            high = min(high, bisect_right(ends, starts[g.last] - g.back_us + 1e-9))
+        covered.append((low, max(low, high)))
+    return covered
+
+
+class Congestion:
+    """Prices that rise where a lane is already busy, so that what is chosen spreads over the step.
+
+    Equal layers have gaps of nearly equal profit in a row; taken in a row, their copies crowd the
+    lanes at two moments of the step. Each lane's step is cut into stretches of about one copy;
+    a copy occupies the one it would run in and the one before (in) or after it (out).
+    """
+
+    STRETCHES = (8, 4096)  # least and most
+    SPAN = 2
+    WEIGHT = 20.0  # how much dearer a lane is where it is full
+
+    def __init__(self, need: Need, clock: Clock) -> None:
+        self.clock, self.n = clock, len(need.excess)
+        self.period = max(clock.period, 1e-9)
+        mean_us = sum(g.back_us for g in need.gaps) / max(1, len(need.gaps))
+        least, most = self.STRETCHES
+        self.stretches = max(least, min(most, int(self.period / max(mean_us, 1e-9))))
+        self.out, self.back = [0.0] * self.stretches, [0.0] * self.stretches
+
+    def _places(self, at_us: float, step: int) -> list[int]:
+        here = int(at_us / self.period * self.stretches)
+        return [(here + step * k) % self.stretches for k in range(self.SPAN)]
+
+    def _out(self, gap: Gap) -> list[int]:
+        return self._places(self.clock.end_of(gap.first), 1)
+
+    def _back(self, gap: Gap) -> list[int]:
+        return self._places(self.clock.starts[gap.last % self.n], -1)
+
+    def price(self, gap: Gap, writes: bool) -> float:
+        price = gap.back_us * (1 + self.WEIGHT * sum(self.back[b] for b in self._back(gap)))
+        if writes:
+            price += gap.out_us * (1 + self.WEIGHT * sum(self.out[b] for b in self._out(gap)))
+        return price
+
+    def take(self, gap: Gap, writes: bool) -> None:
+        share = self.stretches / self.period / self.SPAN**2
+        for b in self._back(gap):
+            self.back[b] += gap.back_us * share
+        for b in self._out(gap) if writes else ():
+            self.out[b] += gap.out_us * share
+
+
+class Selection:
+    """Gaps chosen so far, and what is still over the budget at each run.
+
+    Runs are looked at in blocks whose least, greatest and summed excess are known.
+    """
+
+    BLOCK = 48
+
+    def __init__(self, need: Need, coverage: Coverage, chosen: Iterable[int] = ()) -> None:
+        self.need, self.coverage, self.n = need, coverage, len(need.excess)
+        self.left = list(need.excess)
+        self.chosen: set[int] = set()
+        self.values: dict[tuple[str, int], int] = {}  # value → how many of its gaps are chosen
+        count = -(-self.n // self.BLOCK)
+        self._least, self._most, self._over = [0] * count, [0] * count, [0] * count
+        self._survey(0, self.n)
+        for i in chosen:
+            self.add(i)
+
+    @property
+    def worst(self) -> int:
+        return max(self._most, default=0)
+
+    def _survey(self, low: int, high: int) -> None:
+        """Look again at the blocks that these positions touch."""
+        for b in range(low // self.BLOCK, -(-high // self.BLOCK)):
+            block = self.left[b * self.BLOCK : (b + 1) * self.BLOCK]
+            self._least[b], self._most[b] = min(block), max(block)
+            self._over[b] = sum(x for x in block if x > 0) if self._most[b] > 0 else 0
+
+    def _pieces(self, i: int) -> tuple[tuple[int, int], ...]:
+        low, high = self.coverage[i]
+        if low >= high:
+            return ()
+        low, high = low % self.n, low % self.n + high - low
+        return ((low, high),) if high <= self.n else ((low, self.n), (0, high - self.n))
+
+    def _change(self, i: int, nbytes: int, count: int) -> None:
+        for low, high in self._pieces(i):
+            self.left[low:high] = [x + nbytes for x in self.left[low:high]]
+            self._survey(low, high)
+        value = self.need.gaps[i].value
+        if value is not None:
+            self.values[value] = self.values.get(value, 0) + count
+
+    def add(self, i: int) -> None:
+        self.chosen.add(i)
+        self._change(i, -self.need.gaps[i].nbytes, 1)
+
+    def remove(self, i: int) -> None:
+        self.chosen.discard(i)
+        self._change(i, self.need.gaps[i].nbytes, -1)
+
+    def writes(self, i: int) -> bool:
+        """Whether this gap, besides the others chosen, brings about a write-back."""
+        value = self.need.gaps[i].value
+        return value is not None and self.values.get(value, 0) == (i in self.chosen)
+
+    def gain(self, i: int) -> int:
+        """Bytes over the budget that the gap would take away, summed over the runs it covers."""
+        size = self.need.gaps[i].nbytes
+        return sum(self._gain(low, high, size) for low, high in self._pieces(i))
+
+    def _gain(self, low: int, high: int, size: int) -> int:
+        first, last = -(-low // self.BLOCK), high // self.BLOCK
+        if first >= last:
+            return _within(self.left[low:high], size)
+        gain = _within(self.left[low : first * self.BLOCK], size)
+        gain += _within(self.left[last * self.BLOCK : high], size)
+        for b in range(first, last):
+            if self._least[b] >= size:
+                gain += size * self.BLOCK
+            elif self._most[b] <= size:
+                gain += self._over[b]
+            else:
+                gain += _within(self.left[b * self.BLOCK : (b + 1) * self.BLOCK], size)
+        return gain
+
+    def spare(self, i: int) -> bool:
+        """Whether the chosen gap could be spent on the device after all."""
+        size = self.need.gaps[i].nbytes
+        return all(max(self.left[low:high]) <= -size for low, high in self._pieces(i))
+
+
+def _within(excess: Sequence[int], size: int) -> int:
+    return sum([x if x < size else size for x in excess if x > 0])
+
+
+def greedy(
+    selection: Selection,
+    price: Price = lane_time,
+    discount: bool = True,
+    take: Callable[[Gap, bool], None] | None = None,
+) -> None:
+    """Algorithm 1: take the gap with most gain for its price until nothing is over the budget.
+
+    `price` may only rise as gaps are taken; `take` hears of each.
+    """
+    gaps, chosen = selection.need.gaps, selection.chosen
+    siblings: dict[tuple[str, int], list[int]] = {}
+    for i, gap in enumerate(gaps):
+        if gap.value is not None:
+            siblings.setdefault(gap.value, []).append(i)
+
+    def profit(i: int) -> float:
+        gain = selection.gain(i)
+        if not gain:
+            return 0.0
+        writes = selection.writes(i) if discount else gaps[i].value is not None
+        return gain / max(price(gaps[i], writes), 1e-9)
+
+    heap = [(-profit(i), i) for i in range(len(gaps)) if i not in chosen]
+    heapq.heapify(heap)
+    while heap and selection.worst > 0:
+        i = heapq.heappop(heap)[1]
+        now = 0.0 if i in chosen else profit(i)
+        if now <= 0:
+            continue
+        if heap and now < -heap[0][0] * (1 - 1e-12):
+            heapq.heappush(heap, (-now, i))
+            continue
+        gap, writes = gaps[i], selection.writes(i)
+        if take is not None:
+            take(gap, writes)
+        selection.add(i)
+        if discount and writes and gap.value is not None:
+            for k in siblings[gap.value]:  # the write-back is paid for: they are worth more now
+                if k not in chosen:
+                    heapq.heappush(heap, (-profit(k), k))
+
+
+def prune(selection: Selection) -> None:
+    """Keep on the device what need not leave, dearest first."""
+    gaps = selection.need.gaps
+    cost = {i: lane_time(gaps[i], selection.writes(i)) for i in selection.chosen}
+    for i in sorted(selection.chosen, key=lambda i: (-cost[i], i)):
+        if selection.spare(i):
+            selection.remove(i)
+
+
+def choose(need: Need, clock: Clock, variant: str) -> set[int]:
+    """The gaps that a variant of the policy spends off the device."""
+    if variant in ("l2l", "l2l_overlapped"):
+        return set(range(len(need.gaps)))
+    if variant in ("printed", "printed_once"):
+        selection = Selection(need, plain_coverage(need))
+        greedy(selection, discount=variant == "printed")
+        return selection.chosen
+    selection = Selection(need, aware_coverage(need, clock))
+    if variant == "spread":
+        congestion = Congestion(need, clock)
+        greedy(selection, congestion.price, take=congestion.take)
+    else:
+        greedy(selection)
+    prune(selection)
+    if selection.worst > 0:  # some copies will be waited for; but what must leave, must leave
+        selection = Selection(need, plain_coverage(need), sorted(selection.chosen))
+        greedy(selection)
+    return selection.chosen

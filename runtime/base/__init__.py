@@ -1,0 +1,1 @@
+"""Tools that the rest of the runtime stands on: threads, limits, counters, clocks, pages."""

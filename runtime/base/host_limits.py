@@ -1,0 +1,152 @@
+"""How much more memory this process can have and keep, and what may stand in the way of pinning."""
+
+from __future__ import annotations
+
+import os
+import resource
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from .process_memory import data_bytes, machine_memory_bytes
+
+#: share of the machine's memory that an arena without a limit of its own may take, in percent
+SHARE_PERCENT = 85
+#: left to everything else, whatever bounds it: 5% of the limit, this at most
+MOST_SPARE_BYTES = 1 << 30
+
+_V1 = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file", "total_active_file")
+_V2 = ("memory.max", "memory.current", "inactive_file", "active_file")
+
+
+@dataclass(frozen=True)
+class Bound:
+    """`nbytes` more can be had now; `source` says what bounds it and `advice` what would help."""
+
+    nbytes: int
+    source: str
+    advice: str
+
+
+def default_limit_bytes(root: Path = Path("/")) -> int:
+    """What an arena may hold where nobody said: 85% of the machine's memory or the cgroup's."""
+    return machine_memory_bytes(root) * SHARE_PERCENT // 100
+
+
+def growth_bounds(root: Path = Path("/")) -> list[Bound]:
+    """Everything that bounds how much more this process can map and touch, as far as it is told.
+
+    root: where to look for `proc` and `sys`, another place in tests.
+    """
+    return [*_available(root), *_cgroups(root), *_rlimits()]
+
+
+def memlock_bytes() -> int | None:
+    """The limit on locked memory (`ulimit -l`); None where there is none."""
+    limit = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
+    return None if limit == resource.RLIM_INFINITY else limit
+
+
+def in_wsl(root: Path = Path("/")) -> bool:
+    """Whether Windows runs this Linux."""
+    return "microsoft" in (_text(root / "proc/sys/kernel/osrelease") or "").lower()
+
+
+def in_container(root: Path = Path("/")) -> bool:
+    """Whether Docker, Podman or Kubernetes runs this process, by the marks that they leave."""
+    marks = (".dockerenv", "run/.containerenv", "var/run/secrets/kubernetes.io")
+    return any((root / mark).exists() for mark in marks)
+
+
+def _available(root: Path) -> Iterator[Bound]:
+    told = dict(
+        line.split(":", 1)
+        for line in (_text(root / "proc/meminfo") or "").splitlines()
+        if ":" in line
+    )
+    if "MemAvailable" in told and "MemTotal" in told:
+        available, total = (
+            int(told[key].split()[0]) * 1024 for key in ("MemAvailable", "MemTotal")
+        )
+        yield Bound(
+            max(0, available - _spare_bytes(total)),
+            f"the machine's free memory ({available} of {total} bytes available, "
+            f"{_spare_bytes(total)} left alone)",
+            "end other programs, or move less to the host (name a spill directory)",
+        )
+
+
+def _cgroups(root: Path) -> Iterator[Bound]:
+    for folder, (limit_name, usage_name, *cached_names) in _cgroup_folders(root):
+        limit, usage = _text(folder / limit_name) or "", _text(folder / usage_name) or ""
+        if not (limit.isdigit() and usage.isdigit()):
+            continue
+        # a v1 group without a limit tells the largest number of pages that there is
+        if int(limit) >= 1 << 62:
+            continue
+        counted = dict(line.split() for line in (_text(folder / "memory.stat") or "").splitlines())
+        cached = sum(int(counted.get(name, 0)) for name in cached_names)
+        spare = _spare_bytes(int(limit))
+        # pages of files are dropped when their room is needed
+        yield Bound(
+            max(0, int(limit) - max(0, int(usage) - cached) - spare),
+            f"the cgroup's memory limit of {limit} bytes ({folder / limit_name})",
+            "give the container or job more memory (docker run --memory, a pod's limits, "
+            "systemd's MemoryMax)",
+        )
+
+
+def _cgroup_folders(root: Path) -> Iterator[tuple[Path, tuple[str, ...]]]:
+    """The folders of this process's memory cgroup and of those around it, and their file names."""
+    groups = (_text(root / "proc/self/cgroup") or "").splitlines()
+    mounts = (_text(root / "proc/self/mountinfo") or "").splitlines()
+    for _, controllers, group in (line.split(":", 2) for line in groups):
+        if controllers and "memory" not in controllers.split(","):
+            continue
+        kind, names = ("cgroup", _V1) if controllers else ("cgroup2", _V2)
+        for mount in mounts:
+            before, _, after = mount.partition(" - ")
+            fields, described = before.split(), after.split()
+            if described[0] != kind:
+                continue
+            if controllers and "memory" not in described[-1].split(","):
+                continue
+            top, mounted = root / fields[4].lstrip("/"), fields[3]
+            # in a container the path may be the host's, of which only a part is to be seen
+            place = Path(group)
+            inside = place.relative_to(mounted) if place.is_relative_to(mounted) else Path()
+            for folder in (inside, *inside.parents):
+                yield top / folder, names
+
+
+def _rlimits() -> Iterator[Bound]:
+    for which, option, what in (
+        (resource.RLIMIT_DATA, "-d", "data"),
+        (resource.RLIMIT_AS, "-v", "addresses"),
+    ):
+        limit = resource.getrlimit(which)[0]
+        if limit == resource.RLIM_INFINITY:
+            continue
+        used = data_bytes() if which == resource.RLIMIT_DATA else _address_bytes()
+        yield Bound(
+            max(0, limit - used - _spare_bytes(limit)),
+            f"the limit on this process's {what} (`ulimit {option}`: {limit} bytes, {used} taken, "
+            f"{_spare_bytes(limit)} left alone)",
+            f"raise it (`ulimit {option} unlimited`)",
+        )
+
+
+def _address_bytes() -> int:
+    pages = (_text(Path("/proc/self/statm")) or "0").split()[0]
+    return int(pages) * os.sysconf("SC_PAGE_SIZE")
+
+
+def _spare_bytes(total: int) -> int:
+    return min(MOST_SPARE_BYTES, total // 20)
+
+
+def _text(path: Path) -> str | None:
+    try:
+        return path.read_text().strip()
+    except OSError:
+        return None

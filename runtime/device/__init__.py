@@ -1,0 +1,1 @@
+"""Devices as the runtime sees them: lanes, streams, copies, tickets; the CPU target and CUDA."""

@@ -1,0 +1,170 @@
+"""What the CUDA device hands out: points in compute, slots in host memory, copies."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from contextlib import nullcontext, suppress
+from typing import Protocol
+
+import torch
+
+from offcompile.runtime.base import watchdog
+from offcompile.runtime.base.counters import note, now_ns
+from offcompile.runtime.base.threads import bare
+from offcompile.runtime.device.failures import not_arrived
+from offcompile.runtime.device.interface import Copy, Label, Point, Slot
+from offcompile.runtime.device.lanes import Job, Needed
+from offcompile.runtime.device.streams import Event, Stream, Streams, flat_bytes, flat_elements
+
+
+class Block(Protocol):
+    """What the device needs of a block of host memory (`host_arena.HostBlock`)."""
+
+    @property
+    def tensor(self) -> torch.Tensor: ...
+
+    def free(self) -> None: ...
+
+
+class Blocks(Protocol):
+    """What the device needs of `host_arena.HostArena`."""
+
+    @property
+    def pinned(self) -> bool: ...
+
+    def block(self, nbytes: int, align_bytes: int = 256) -> Block: ...
+
+
+class Mark(Point):
+    """A point in compute; or one behind other work, whose failure is told to others (`quiet`)."""
+
+    def __init__(self, event: Event, quiet: bool = False) -> None:
+        self.event = event
+        self.quiet = quiet
+
+
+class HostSlot(Slot):
+    """A block of host memory."""
+
+    tier = "host"
+
+    def __init__(self, block: Block, nbytes: int, pinned: bool) -> None:
+        self.nbytes = nbytes
+        self.block = block
+        self._pinned = pinned
+
+    @property
+    def where(self) -> str:
+        return "pinned host memory" if self._pinned else "host memory"
+
+    def free(self) -> None:
+        self.block.free()
+
+
+class CudaCopy(Copy):
+    """A copy; `keep` is its tensor on the device, `home` the compute stream it was issued from.
+
+    event: behind what the GPU was given of it so far, all of it once `issued` is set.
+    parts: events behind single parts of a load, each of which may tell of a failure.
+    """
+
+    def __init__(
+        self,
+        lane: str,
+        label: Label,
+        slot: Slot,
+        keep: torch.Tensor,
+        home: Stream,
+        needs: tuple[CudaCopy, ...],
+        on_end: Callable[[Copy], None],
+    ) -> None:
+        self.lane = lane
+        self.label = label
+        self.slot = slot
+        self.keep: torch.Tensor | None = keep
+        self.home = home
+        self.needs = needs
+        self.on_end: Callable[[Copy], None] | None = on_end
+        self.event: Event | None = None
+        self.parts: list[Event] = []
+        self.began: Event | None = None
+        self.began_ns = now_ns()
+        self.issued = threading.Event()
+        self.job: Job | None = None
+        self.awaited = False
+        self.over = False
+
+    @property
+    def ended(self) -> bool:
+        return self.over
+
+    def part_given(self, event: Event | None) -> None:
+        if event is not None:
+            self.parts.append(event)
+        self.event = event
+
+    def synchronize(self, streams: Streams) -> None:
+        """Block until the GPU has passed all that it was given; raises what failed of it."""
+        for event in self.parts or [self.event]:
+            if event is not None:
+                streams.synchronize(event)
+
+    def await_issued(self) -> None:
+        """Block until all of it was given to the GPU: at once, unless a disk has a part in it."""
+        if not self.issued.is_set():
+            watchdog.until_set(self.issued, self._described)
+
+    def _described(self) -> str:
+        way = "copy out" if self.label.direction == "out" else "load"
+        size = f"{self.slot.nbytes} bytes, {self.slot.where}"
+        return f"The {way} of {self.label.tag} ({size}) on lane {self.lane}"
+
+    def part(self, start: int, size: int) -> torch.Tensor:
+        assert self.keep is not None
+        return flat_bytes(self.keep)[start : start + size]
+
+    def elements(self, dtype: torch.dtype) -> torch.Tensor:
+        """All of the tensor, flat, as elements of `dtype`."""
+        assert self.keep is not None
+        return flat_elements(self.keep, dtype)
+
+
+def reach(streams: Streams, point: Point) -> None:
+    """Block the calling thread until the GPU has passed a mark or a copy; raise what failed."""
+    assert isinstance(point, CudaCopy | Mark)
+    if isinstance(point, Mark):
+        with suppress(Exception) if point.quiet else nullcontext():
+            streams.synchronize(point.event)
+        return
+    point.await_issued()
+    try:
+        point.synchronize(streams)
+    except Exception as error:
+        point.error = point.error or bare(error)
+    if point.error is not None:
+        raise not_arrived(point.label, point.error)
+
+
+def note_end(streams: Streams, copy: CudaCopy) -> int | None:
+    """Record that a copy of a stream has ended; returns what the GPU's clock said it took."""
+    end_ns, took_ns = now_ns(), None
+    if copy.began is not None and copy.event is not None and copy.error is None:
+        took_ns = int(streams.elapsed_us(copy.began, copy.event) * 1e3)
+    begin_ns = copy.began_ns if took_ns is None else end_ns - took_ns
+    label = copy.label
+    note(f"begin_{label.direction}", label.tag, copy.lane, begin_ns)
+    note(f"end_{label.direction}", label.tag, copy.lane, end_ns, end_ns - begin_ns)
+    return took_ns
+
+
+def check_needs(copy: CudaCopy) -> None:
+    for need in copy.needs:
+        if need.error is not None:
+            raise needed(need, need.error)
+
+
+def needed(need: CudaCopy, error: BaseException) -> Needed:
+    told = Needed(f"{need.label.tag}: {error}")
+    told.__cause__ = error
+    return told

@@ -1,0 +1,513 @@
+"""A GPU as a device: streams for lanes, pinned host memory as the near tier, disks behind it.
+
+A copy to or from the host tier is queued at once, on the stream of its lane, and nothing blocks
+the host: orders are events between streams, and a thread for each lane sees the ends. Between
+device and disk a thread for each lane moves chunks through pinned staging, or past the host where
+that can be (`cuda_direct_files`); there, a wait blocks the host until the last copy on the GPU's
+side was queued, and no longer.
+
+Nothing uses `record_stream`, which would keep memory from going round until the host happens to
+look: a copy holds its tensor until compute was made to wait for it, on the stream it was issued
+from, or until its end was seen. Memory that goes back after the first is used again by compute
+only, behind the wait.
+
+Errors of a copy stand on `copy.error` and are raised by those who wait for it. A load can fail
+after compute was let past its wait; the next wait on this device, or `drain`, raises that one.
+
+Where host memory is not pinned (`arena.pinned` is False) CUDA copies through staging of its own:
+a copy out returns when it has ended, so the host waits for compute there and little overlaps,
+and a copy in returns when its source was read. All else is the same, and as correct: nothing here
+concludes from a copy's return that it has ended.
+"""
+
+from __future__ import annotations
+
+import threading
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
+
+import torch
+
+from offcompile.ir import OffloadError
+from offcompile.runtime.base.counters import now_ns
+from offcompile.runtime.base.threads import bare
+from offcompile.runtime.device.cpu import PAGE_BYTES, CpuSlot
+from offcompile.runtime.device.failures import failure
+from offcompile.runtime.device.interface import Copy, Device, How, Label, Point, Slot, Waited
+from offcompile.runtime.device.lane_rates import LaneRates
+from offcompile.runtime.device.lanes import Lanes
+from offcompile.runtime.device.listening import HeardCopy
+from offcompile.runtime.device.packing import PackedSlot, elements_in
+from offcompile.runtime.device.streams import Event, Stream, Streams, when_storage_dies
+from offcompile.runtime.disk.gds import CuFile, this_cufile
+from offcompile.runtime.disk.spill import SpillFull, SpillStore
+from offcompile.runtime.memory.host_arena import HostFull
+
+from .completions import Completions
+from .copies import (
+    Block,
+    Blocks,
+    CudaCopy,
+    HostSlot,
+    Mark,
+    check_needs,
+    needed,
+    note_end,
+    reach,
+)
+from .direct_files import DirectFiles
+from .disk_steps import packing_steps, rated, raw_steps, unpacking_steps
+from .packing import PackedHostSlot, Packers, Rooms
+from .shadows import Shadows, ShadowSlot
+from .staging import CHUNKS, Ring, Step, ring_in
+
+#: copies of the host tier that the GPU's clock times, so that it is known what their lane reaches
+RATED_BYTES = 1 << 20
+#: lanes between device and disk that have their staging from the start
+DISK_LANES = ("device_to_disk", "disk_to_device")
+
+
+class DeviceFull(OffloadError, torch.OutOfMemoryError):
+    """The device has no room for what is to come back to it."""
+
+
+class CudaDevice(Device):
+    """stores: of the tier `disk`, or none; a full host tier yields to it.
+
+    staging_bytes: pinned memory that each lane between device and disk goes through.
+    timed: have the GPU's clock tell how long copies of the host tier took (for recordings).
+    cufile: asked, when something first moves to or from the disk, for a way past the host.
+    """
+
+    name = "cuda"
+
+    def __init__(
+        self,
+        streams: Streams,
+        arena: Blocks,
+        stores: Mapping[str, SpillStore],
+        staging_bytes: int = 16 << 20,
+        timed: bool = False,
+        cufile: Callable[[], CuFile | str] = this_cufile,
+    ) -> None:
+        if staging_bytes < CHUNKS * PAGE_BYTES:
+            raise OffloadError(
+                f"staging_bytes is {staging_bytes}: it must be at least {CHUNKS * PAGE_BYTES}."
+            )
+        if set(stores) - {"disk"}:
+            raise OffloadError(
+                f"A CUDA device has files on the tier `disk` only, not on {', '.join(stores)}."
+            )
+        self.streams = streams
+        self.arena = arena
+        self.shadows = Shadows(streams, arena)
+        self.packers = Packers(streams, arena.pinned)
+        self.stores = dict(stores)
+        self.timed = timed
+        self._chunk_bytes = staging_bytes // CHUNKS // PAGE_BYTES * PAGE_BYTES
+        self._lanes = Lanes("cuda")
+        self.rates = LaneRates()
+        self._completions: Completions[CudaCopy] = Completions(self._complete)
+        self._before: Callable[[], None] | None = None
+        self._issuing: dict[str, threading.Lock] = {}
+        self._over = threading.Condition()
+        self._unfinished: set[CudaCopy] = set()
+        self._late: list[CudaCopy] = []
+        self._closed = False
+        self._rings: dict[str, Ring] = {}
+        self._direct: DirectFiles | None = None
+        if self.stores:
+            # now, while the host tier has room
+            self._rings = {lane: self._new_ring() for lane in DISK_LANES}
+            self._direct = DirectFiles(streams, self.stores["disk"], self.rates, cufile)
+
+    @property
+    def staging_bytes(self) -> int:
+        """What packing has taken; other staging lies on the host."""
+        return self.packers.nbytes + self.streams.packing_bytes
+
+    # -- memory --------------------------------------------------------------------------------
+
+    def slot(
+        self, source: torch.Tensor, tier: str, codec: str | None = None
+    ) -> HostSlot | CpuSlot | PackedSlot:
+        nbytes = source.numel() * source.element_size()
+        kind = None if codec is None else self.packers.codec(codec)
+        if tier == "host":
+            try:
+                if kind is None:
+                    return HostSlot(self._block(nbytes), nbytes, self.arena.pinned)
+                rooms = Rooms(source, kind, self.packers.in_place)
+                return PackedHostSlot(self._block(rooms.nbytes), nbytes, self.arena.pinned, rooms)
+            except HostFull as full:
+                if not self.stores:
+                    raise SpillFull(str(full)) from full
+        elif tier not in self.stores:
+            known = ", ".join(("host", *self.stores))
+            raise OffloadError(f"There is no tier {tier!r} to move to; this runtime has: {known}.")
+        if kind is not None:
+            per_piece = elements_in(self._chunk_bytes, kind, source.dtype)
+            return PackedSlot(self.stores["disk"], "disk", source, kind, per_piece)
+        return CpuSlot(self.stores["disk"], "disk", nbytes, skew_bytes=0)
+
+    def _block(self, nbytes: int) -> Block:
+        try:
+            return self.arena.block(nbytes)
+        except HostFull:
+            if not self.shadows.spare_bytes:
+                raise
+            self.shadows.release()
+            return self.arena.block(nbytes)
+
+    def addressable(self, sizes: Sequence[int]) -> list[torch.Tensor]:
+        return self.shadows.tensors(sizes)
+
+    def slot_of(self, tensor: torch.Tensor) -> Slot | None:
+        return self.shadows.slot_of(tensor)
+
+    def allocate(self, slot: Slot, freed: Callable[[], None]) -> torch.Tensor:
+        try:
+            buffer = self.streams.empty(slot.nbytes)
+        except torch.OutOfMemoryError as error:
+            raise DeviceFull(
+                f"{self.streams.name} is out of memory: a tensor of {slot.nbytes} bytes could not "
+                'come back. Lower options={"memory": …}, or leave more of the device to this '
+                f"process. It said: {error}"
+            ) from error
+        when_storage_dies(buffer, freed)
+        return buffer
+
+    def _new_ring(self) -> Ring:
+        return ring_in(self.streams, self.arena, self._chunk_bytes)
+
+    # -- the host itself ---------------------------------------------------------------------------
+
+    def on_host(self, tensor: torch.Tensor) -> torch.Tensor:
+        slot = self._slot(tensor)
+        assert isinstance(slot, ShadowSlot)
+        # what the arena gave, at the address that the device uses too
+        host = slot.block.tensor[: slot.nbytes].view(tensor.dtype)
+        return host.as_strided(tensor.size(), tensor.stride(), tensor.storage_offset())
+
+    def reached(self, point: Point) -> None:
+        reach(self.streams, point)
+
+    def _users(self, slot: Slot) -> Sequence[Point | None]:
+        assert isinstance(slot, ShadowSlot)
+        # lanes may still read for a load that nobody waited for; its failure is told to its own
+        loads = tuple(slot.points.values())
+        return [*super()._users(slot), *(Mark(event, quiet=True) for event in loads)]
+
+    # -- orders ----------------------------------------------------------------------------------
+
+    def mark(self) -> Mark:
+        return Mark(self.streams.record(self.streams.compute()))
+
+    def wait(self, copy: Copy) -> Waited:
+        assert isinstance(copy, CudaCopy)
+        self._raise_late()
+        began_ns = now_ns()
+        how = How.READY
+        if not copy.issued.is_set():
+            hurried = copy.job is not None and self._lanes.hurry(copy.job)
+            how = How.PROMOTED if hurried else How.LATE
+            copy.await_issued()
+        compute = self.streams.compute()
+        try:
+            if copy.event is not None:
+                if how is How.READY and not self.streams.ended(copy.event):
+                    how = How.LATE
+                self._let_compute_wait(compute, copy.event)
+        except Exception as error:
+            copy.error = copy.error or bare(error)
+        with self._over:
+            # whoever called looks at `copy.error` next, and never again
+            copy.awaited = copy.error is None
+        if compute == copy.home and copy.awaited:
+            # its memory goes back to the allocator of that stream, which is behind the copy now
+            copy.keep = None
+        return Waited(how, now_ns() - began_ns)
+
+    def _let_compute_wait(self, compute: Stream, event: Event) -> None:
+        self.streams.wait(compute, event)
+
+    def _order(self, stream: Stream, after: Sequence[Point]) -> None:
+        """What is given to `stream` from now on runs after these points."""
+        for point in after:
+            if isinstance(point, CudaCopy):
+                point.await_issued()
+            elif not isinstance(point, Mark):
+                raise OffloadError(f"A {type(point).__name__} is no point on {self.streams.name}.")
+            if point.event is not None:
+                self.streams.wait(stream, point.event)
+
+    # -- copies --------------------------------------------------------------------------------
+
+    def copy_out(
+        self,
+        lane: str,
+        source: torch.Tensor,
+        slot: Slot,
+        after: Sequence[Point],
+        label: Label,
+        on_end: Callable[[Copy], None],
+    ) -> Copy:
+        return self._copy(lane, source, slot, after, label, on_end, outward=True)
+
+    def copy_in(
+        self,
+        lane: str,
+        slot: Slot,
+        target: torch.Tensor,
+        after: Sequence[Point],
+        label: Label,
+        on_end: Callable[[Copy], None],
+    ) -> Copy:
+        return self._copy(lane, target, slot, after, label, on_end, outward=False)
+
+    def _copy(
+        self,
+        lane: str,
+        tensor: torch.Tensor,
+        slot: Slot,
+        after: Sequence[Point],
+        label: Label,
+        on_end: Callable[[Copy], None],
+        outward: bool,
+    ) -> Copy:
+        needs = tuple(point for point in after if isinstance(point, CudaCopy))
+        home = self.streams.compute()
+        copy = CudaCopy(lane, label, slot, tensor, home, needs, on_end)
+        with self._over:
+            if self._closed:
+                raise OffloadError(f"The cuda runtime is closed: {label.tag} cannot move.")
+            self._completions.ready(lane)
+            self._unfinished.add(copy)
+        aside = isinstance(slot, PackedHostSlot) and not self.packers.in_place
+        if isinstance(slot, HostSlot) and not aside:
+            self._by_stream(copy, slot, after, outward)
+        else:
+            assert isinstance(slot, CpuSlot | PackedSlot | PackedHostSlot)
+            self._by_thread(copy, slot, after, outward)
+        return copy
+
+    def _by_stream(
+        self, copy: CudaCopy, slot: HostSlot, after: Sequence[Point], outward: bool
+    ) -> None:
+        stream = self.streams.stream(copy.lane)
+        lock = self._issuing.setdefault(copy.lane, threading.Lock())
+        # ends are seen in the order of the stream
+        with lock:
+            try:
+                check_needs(copy)
+                self._order(stream, after)
+                heard = copy.label.heard
+                timed = self.timed or heard is not None or slot.nbytes >= RATED_BYTES
+                if timed:
+                    copy.began = self.streams.record(stream, timing=True)
+                if isinstance(slot, PackedHostSlot):
+                    self._through(copy, slot, stream, outward)
+                elif slot.nbytes:
+                    device, host = copy.part(0, slot.nbytes), slot.block.tensor
+                    target, source = (host, device) if outward else (device, host)
+                    self.streams.copy(stream, target, source)
+                copy.event = self.streams.record(stream, timing=timed)
+                if isinstance(slot, ShadowSlot):
+                    slot.points[stream] = copy.event
+                if heard is not None:
+                    began, ended = copy.began, copy.event
+                    heard.copies.append(HeardCopy(copy.label.tag, copy.lane, began, ended))
+            except Exception as error:
+                copy.error = bare(error)
+            self._ending(copy)
+
+    def _through(self, copy: CudaCopy, slot: PackedHostSlot, stream: Stream, outward: bool) -> None:
+        packer = self.packers.of(copy.lane, self.packers.in_place)
+        flat = copy.elements(slot.rooms.dtype)
+        (slot.pack if outward else slot.unpack)(packer, stream, flat)
+
+    def _ending(self, copy: CudaCopy) -> None:
+        """All of it was given to the GPU, or never will be."""
+        copy.issued.set()
+        self._completions.add(copy.lane, copy)
+
+    def _by_thread(
+        self,
+        copy: CudaCopy,
+        slot: CpuSlot | PackedSlot | PackedHostSlot,
+        after: Sequence[Point],
+        outward: bool,
+    ) -> None:
+        work = partial(self._move, copy, slot, tuple(after), outward)
+        over = partial(self._job_over, copy, outward)
+        needs = [need.job for need in copy.needs if need.job is not None]
+        try:
+            # the host's clock is not that of whoever listens
+            label = replace(copy.label, heard=None)
+            copy.job = self._lanes.submit(copy.lane, work, needs, label, over)
+        except BaseException:
+            with self._over:
+                self._unfinished.discard(copy)
+            raise
+
+    # -- on a lane's thread ----------------------------------------------------------------------
+
+    def _move(
+        self,
+        copy: CudaCopy,
+        slot: CpuSlot | PackedSlot | PackedHostSlot,
+        after: Sequence[Point],
+        outward: bool,
+    ) -> None:
+        check_needs(copy)
+        stream = self.streams.stream(copy.lane)
+        if isinstance(slot, PackedHostSlot):
+            self._order(stream, after)
+            try:
+                self._through(copy, slot, stream, outward)
+            finally:  # after an error, too, what was queued is to be waited for
+                copy.event = self.streams.record(stream)
+            return
+        ring = self._rings.get(copy.lane)
+        if ring is None:
+            ring = self._rings[copy.lane] = self._new_ring()
+        self._order(stream, after)
+        begin = 0
+        if self._direct is not None and isinstance(slot, CpuSlot):
+            begin = self._direct.move(copy, slot, stream, outward)
+            if begin == slot.nbytes:
+                return
+        steps = self._steps(copy, slot, ring, outward, begin)
+        if isinstance(slot, CpuSlot) and not begin:
+            steps = rated(self.rates, copy.lane, slot.nbytes, steps)
+        if outward:
+            ring.write(stream, steps, partial(_issued, copy))
+        else:
+            ring.read(stream, steps, copy.part_given)
+
+    def _steps(
+        self, copy: CudaCopy, slot: CpuSlot | PackedSlot, ring: Ring, outward: bool, begin: int
+    ) -> Iterator[Step]:
+        """What is left of a copy whose first bytes, up to `begin`, have moved."""
+        if isinstance(slot, CpuSlot):
+            return raw_steps(self.streams, slot, copy.part, ring.chunk_bytes, outward, begin)
+        packer = self.packers.of(copy.lane, self.packers.in_place and ring.from_arena)
+        flat = copy.elements(slot.dtype)
+        return (packing_steps if outward else unpacking_steps)(packer, slot, flat)
+
+    def _job_over(self, copy: CudaCopy, outward: bool, job: Copy) -> None:
+        copy.error = job.error
+        if outward and not isinstance(copy.slot, HostSlot):
+            copy.issued.set()
+            self._finish(copy)
+        else:
+            # the last copies to the GPU still run, while this thread reads the next tensor
+            self._ending(copy)
+
+    # -- ends ------------------------------------------------------------------------------------
+
+    def _complete(self, copy: CudaCopy) -> None:
+        """On a completion thread: see the copy end."""
+        if self._before is not None:
+            self._before()
+        error: BaseException | None = None
+        for one in (*copy.needs, copy):
+            try:
+                one.synchronize(self.streams)
+            except Exception as found:
+                error = error or (bare(found) if one is copy else needed(one, bare(found)))
+        with self._over:
+            if copy.error is None and error is not None:
+                copy.error = error
+                if copy.awaited and copy.label.direction == "load":
+                    self._late.append(copy)
+        if isinstance(copy.slot, PackedHostSlot) and copy.error is None:
+            copy.slot.look()  # a load may be seen to end before its copy out is
+        if isinstance(copy.slot, HostSlot) and copy.job is None:
+            busy_ns = note_end(self.streams, copy)
+            if busy_ns is not None and not isinstance(copy.slot, PackedHostSlot):
+                self.rates.add(copy.lane, copy.slot.nbytes, busy_ns)
+        self._finish(copy)
+
+    def _finish(self, copy: CudaCopy) -> None:
+        slot, on_end, copy.on_end = copy.slot, copy.on_end, None
+        self._let_go(copy)
+        if isinstance(slot, HostSlot):
+            self.streams.let_go(slot.block.tensor)
+        copy.needs = ()
+        if on_end is not None:
+            on_end(copy)
+            # whoever drains finds that what it kept alive is gone
+            on_end = None
+        with self._over:
+            copy.over = True
+            self._unfinished.discard(copy)
+            self._over.notify_all()
+
+    def _let_go(self, copy: CudaCopy) -> None:
+        keep, copy.keep = copy.keep, None
+        if keep is not None:
+            self.streams.let_go(keep)
+
+    def _raise_late(self) -> None:
+        """A load that failed when compute had been let past its wait: raised once."""
+        if self._late:
+            with self._over:
+                copy = self._late.pop(0) if self._late else None
+            if copy is not None and copy.error is not None:
+                raise failure(copy.error, "load", copy.label.tag, copy.slot)
+
+    # -- the rest --------------------------------------------------------------------------------
+
+    def cancel(self, copy: Copy) -> bool:
+        """Only what goes between device and disk can be: the rest was given to the GPU."""
+        assert isinstance(copy, CudaCopy)
+        if copy.job is None or not self._lanes.cancel(copy.job):
+            return False
+        self._cancelled(copy)
+        return True
+
+    def _cancelled(self, copy: CudaCopy) -> None:
+        assert copy.job is not None
+        copy.error = copy.job.error
+        copy.on_end = None
+        copy.issued.set()
+        self._finish(copy)
+
+    def before_copies(self, hook: Callable[[], None]) -> None:
+        """Also before the end of a copy is waited for: those were begun by their callers."""
+        self._before = self._lanes.before = hook
+
+    def drain(self) -> None:
+        """Raises what `wait` would: a load that failed when compute had been let past its wait."""
+        with self._over:
+            while self._unfinished:
+                self._over.wait()
+        self._raise_late()
+
+    def close(self) -> None:
+        with self._over:
+            self._closed = True
+        self._lanes.close()
+        with self._over:
+            queued = [copy for copy in self._unfinished if copy.job and not copy.issued.is_set()]
+        for copy in queued:
+            self._cancelled(copy)
+        self._completions.close()
+        if self._direct is not None:
+            self._direct.close()
+        for ring in self._rings.values():
+            ring.close()
+        self._rings.clear()
+        self.packers.close()
+        for copy in self._late:
+            error = failure(copy.error or OffloadError(), "load", copy.label.tag, copy.slot)
+            warnings.warn(f"What was computed last is wrong: {error}", stacklevel=2)
+        self._late.clear()
+
+
+def _issued(copy: CudaCopy, event: Event | None) -> None:
+    copy.event = event
+    copy.issued.set()

@@ -1,0 +1,113 @@
+"""What a CUDA device is and has, as planning needs it; effects are calls of torch.cuda only."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cache
+
+import torch
+
+from offcompile.ir import OffloadError
+from offcompile.runtime.memory.alias import check_alias
+
+#: of what is free on the card, so much is left to the driver and to blocks between tensors
+LEFT_SHARE = 32
+SMALL_SIDE = 64
+
+
+@dataclass(frozen=True)
+class CudaFacts:
+    index: int
+    name: str
+    capability: tuple[int, int]
+    total_bytes: int
+    multiprocessors: int
+    cuda: str
+
+
+def cuda_index(device: torch.device) -> int:
+    """The card that `cuda` or `cuda:1` means. OffloadError where there is none such."""
+    if not torch.cuda.is_available():
+        raise OffloadError(
+            f"{device} is asked for, and this process sees no CUDA device: torch"
+            f" {torch.__version__} was built {_built()}. Install a CUDA build, check the driver and"
+            " CUDA_VISIBLE_DEVICES, or run on the CPU."
+        )
+    index = torch.cuda.current_device() if device.index is None else device.index
+    count = torch.cuda.device_count()
+    if not 0 <= index < count:
+        raise OffloadError(f"There is no cuda:{index}: this process sees {count} CUDA devices.")
+    return index
+
+
+def _built() -> str:
+    return f"for CUDA {torch.version.cuda}" if torch.version.cuda else "without CUDA"
+
+
+@cache
+def cuda_facts(index: int) -> CudaFacts:
+    found = torch.cuda.get_device_properties(index)
+    return CudaFacts(
+        index=index,
+        name=found.name,
+        capability=(found.major, found.minor),
+        total_bytes=found.total_memory,
+        multiprocessors=found.multi_processor_count,
+        cuda=str(torch.version.cuda),
+    )
+
+
+def cuda_identity(index: int) -> dict[str, str | int | bool]:
+    """What a measurement on the card depends on: card, driver, torch and its global flags."""
+    facts = cuda_facts(index)
+    return {
+        "gpu": facts.name,
+        "capability": ".".join(map(str, facts.capability)),
+        "memory_gib": facts.total_bytes >> 30,
+        "multiprocessors": facts.multiprocessors,
+        "cuda": facts.cuda,
+        "torch": torch.__version__,
+        "precision": torch.get_float32_matmul_precision(),
+        "deterministic": torch.are_deterministic_algorithms_enabled(),
+    }
+
+
+def usable_bytes(index: int) -> int:
+    """What this process could hold on the card: what is free, and what torch has reserved."""
+    free_bytes, _ = torch.cuda.mem_get_info(index)
+    reserved_bytes = torch.cuda.memory_reserved(index)
+    whole = int(free_bytes) + int(reserved_bytes)
+    return whole - whole // LEFT_SHARE
+
+
+@cache
+def reaches_host(index: int) -> bool:
+    """Whether kernels of the card can use pinned host memory in place; also False where CUDA pins
+    none."""
+    if not torch.cuda.is_available():
+        return False
+    try:
+        check_alias(torch.device("cuda", index))
+    except OffloadError:
+        return False
+    return True
+
+
+@cache
+def library_bytes(index: int) -> int:
+    """What matrix products take of torch's allocator once, and keep: their libraries' workspaces.
+
+    They stand for as long as the process lives, on every stream that has multiplied.
+    """
+    with torch.cuda.device(index):
+        torch.cuda.synchronize(index)
+        clear = getattr(torch._C, "_cuda_clearCublasWorkspaces", None)
+        if clear is not None:
+            clear()
+        before = torch.cuda.memory_allocated(index)
+        side = torch.zeros(SMALL_SIDE, SMALL_SIDE, device=f"cuda:{index}")
+        torch.addmm(side[0], side, side)
+        torch.mm(side.bfloat16(), side.bfloat16())
+        del side
+        torch.cuda.synchronize(index)
+        return max(0, torch.cuda.memory_allocated(index) - before)

@@ -1,0 +1,45 @@
+"""What a failed copy says to the person: which tensor, which way, where, why and what to do."""
+
+from __future__ import annotations
+
+import errno
+
+from offcompile.ir import OffloadError
+
+from .interface import Label, Slot
+from .lanes import Needed
+
+_ADVICE = {
+    errno.ENOSPC: 'free space there, or name a roomier directory with options={"spill": …}',
+    errno.EDQUOT: 'the disk quota is used up: raise it, or set options={"spill": …}',
+    errno.EIO: "the drive reports an error: look at its health and at the system log, and name "
+    'another directory with options={"spill": …}',
+    errno.ENOMEM: 'the system is out of memory: lower options={"memory": …}',
+}
+
+
+def failure(error: BaseException, direction: str, tag: str, slot: Slot) -> OffloadError:
+    """The error to raise where the data is needed; `error` stays its cause."""
+    root = error
+    while isinstance(root, OffloadError) and root.__cause__ is not None:
+        root = root.__cause__
+    doing = "copied out to" if direction == "out" else "loaded from"
+    # a load that never ran because what it needs was not written
+    also = " (it had not been written there)" if isinstance(error, Needed) else ""
+    code = root.errno if isinstance(root, OSError) else None
+    advice = _ADVICE.get(code or 0, 'name another directory with options={"spill": …}')
+    why = root.strerror if isinstance(root, OSError) and root.strerror else str(root)
+    told = OffloadError(
+        f"{tag} ({slot.nbytes} bytes) could not be {doing} {slot.where}{also}: "
+        f"{why or type(root).__name__}. The parameters were not touched by this copy; to go on, "
+        f"{advice}."
+    )
+    told.__cause__ = error
+    return told
+
+
+def not_arrived(label: Label, error: BaseException) -> OffloadError:
+    """The error for whoever, on the host, waited for a copy that failed."""
+    told = OffloadError(f"{label.tag} did not arrive on the host: {error or type(error).__name__}")
+    told.__cause__ = error
+    return told

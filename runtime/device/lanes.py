@@ -1,0 +1,320 @@
+"""Lanes: queues of jobs, each worked off in order by one thread that lives for ever.
+
+Orders that hold: a job runs after the jobs that it `needs` (a lane whose first job may not start
+yet waits for it, nothing overtakes by itself); apart from that jobs of a lane run as submitted.
+`hurry` changes the second, never the first: it brings a job and whatever it needs to the front of
+their lanes. That cannot deadlock: there is always one order of all unfinished jobs in which each
+stands behind what it needs and of which every queue is a part (at first the order of submission;
+hurrying puts a job and everything it needs, in that order, before all the rest).
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from enum import Enum
+from functools import partial
+
+from offcompile.ir import OffloadError
+from offcompile.runtime.base import watchdog
+from offcompile.runtime.base.counters import note, now_ns
+from offcompile.runtime.base.threads import bare, died, started
+
+from .interface import Copy, How, Label, Waited
+from .listening import HeardCopy
+
+
+class State(Enum):
+    QUEUED = 0
+    RUNNING = 1
+    ENDED = 2
+
+
+class Needed(OffloadError):
+    """A job was not run because one that it needs had failed."""
+
+
+class Job(Copy):
+    """One piece of work on a lane. `keep` is held alive until the job ends or is let go."""
+
+    __slots__ = (
+        *("awaited", "error", "keep", "label", "lane", "needs", "on_end"),
+        *("seq", "state", "work"),
+    )
+
+    def __init__(
+        self,
+        lane: Lane,
+        seq: int,
+        work: Callable[[], None],
+        needs: Sequence[Job],
+        label: Label,
+        on_end: Callable[[Copy], None] | None,
+        keep: object,
+    ) -> None:
+        self.lane = lane
+        self.seq = seq
+        self.work: Callable[[], None] | None = work
+        self.needs = tuple(needs)
+        self.label = label
+        self.on_end = on_end
+        self.keep = keep
+        #: somebody sleeps until it has ended
+        self.awaited = False
+        self.state = State.QUEUED
+        self.error: BaseException | None = None
+
+    @property
+    def ended(self) -> bool:
+        return self.state is State.ENDED
+
+
+class Lane:
+    """A queue and the condition that its thread sleeps on. A strict lane is never reordered."""
+
+    def __init__(self, name: str, lock: threading.Lock, strict: bool) -> None:
+        self.name = name
+        self.strict = strict
+        self.queue: deque[Job] = deque()
+        self.wake = threading.Condition(lock)
+        self.thread: threading.Thread | None = None
+        #: what its thread is at
+        self.at: Job | None = None
+
+    def ready(self) -> bool:
+        return bool(self.queue) and all(need.ended for need in self.queue[0].needs)
+
+
+class Lanes:
+    """All lanes of one device. Threads are daemons and start with the first job of their lane.
+
+    `before` runs on a lane's thread, with no lock held, before it takes a job: what has died
+    meanwhile can still be cancelled there. `delay_s` gives a pause before each job (simulation).
+    """
+
+    def __init__(
+        self,
+        owner: str,
+        before: Callable[[], None] | None = None,
+        delay_s: Callable[[], float] | None = None,
+    ) -> None:
+        self._owner = owner
+        self._lock = threading.Lock()
+        self._ended = threading.Condition(self._lock)
+        self._lanes: dict[str, Lane] = {}
+        self._seq = 0
+        self._unfinished = 0
+        self._closed = False
+        self._delay_s = delay_s
+        self.before = before
+
+    def submit(
+        self,
+        lane: str,
+        work: Callable[[], None],
+        needs: Sequence[Job],
+        label: Label,
+        on_end: Callable[[Copy], None] | None = None,
+        keep: object = None,
+        strict: bool = False,
+    ) -> Job:
+        with self._lock:
+            if self._closed:
+                raise OffloadError(f"The {self._owner} runtime is closed: {label.tag} cannot move.")
+            line = self._lanes.get(lane)
+            if line is None:
+                line = self._lanes[lane] = Lane(lane, self._lock, strict)
+            if line.thread is None:
+                self._start(line)  # nothing is queued if that fails
+            self._seq += 1
+            job = Job(line, self._seq, work, needs, label, on_end, keep)
+            line.queue.append(job)
+            self._unfinished += 1
+            if line.queue[0] is job:
+                line.wake.notify()
+        return job
+
+    def _start(self, lane: Lane) -> None:
+        lane.thread = started(f"offcompile-{lane.name}", self._run, lane)
+
+    def wait(self, job: Job) -> Waited:
+        """Block until `job` has ended, hurrying it if it is queued. An error stays on the job."""
+        if job.state is State.ENDED:
+            return Waited(How.READY, 0)
+        began_ns = now_ns()
+        with self._lock:
+            how = How.PROMOTED if job.state is State.QUEUED else How.LATE
+            if job.state is State.QUEUED:
+                self._hurry(job)
+            job.awaited = True
+            watchdog.until(self._ended, lambda: job.ended, lambda: _described(job))
+        return Waited(how, now_ns() - began_ns)
+
+    def hurry(self, job: Job) -> bool:
+        """Bring a queued job, and what it needs, to the front; False if it is not queued."""
+        with self._lock:
+            if job.state is not State.QUEUED:
+                return False
+            self._hurry(job)
+            return True
+
+    def _hurry(self, job: Job) -> None:
+        wanted: dict[int, Job] = {}
+        stack = [job]
+        while stack:
+            one = stack.pop()
+            if one.state is State.QUEUED and one.seq not in wanted:
+                wanted[one.seq] = one
+                stack.extend(one.needs)
+        for seq in sorted(wanted, reverse=True):
+            one = wanted[seq]
+            if not one.lane.strict and one.lane.queue[0] is not one:
+                one.lane.queue.remove(one)
+                one.lane.queue.appendleft(one)
+            one.lane.wake.notify()
+
+    def cancel(self, job: Job) -> bool:
+        """Take a queued job out and drop what it holds; `on_end` is not called for it."""
+        with self._lock:
+            if job.state is not State.QUEUED:
+                return False
+            job.lane.queue.remove(job)
+            job.error = OffloadError(f"The copy of {job.label.tag} was cancelled.")
+            # dropped below, outside the lock: it may be the last reference to a tensor
+            dropped = (job.work, job.keep)
+            job.work = job.on_end = job.keep = None
+            self._end(job)
+        del dropped
+        return True
+
+    def drain(self) -> None:
+        with self._lock:
+            owner = f"The end of all copies of the {self._owner} runtime"
+            watchdog.until(self._ended, lambda: not self._unfinished, lambda: owner)
+
+    def close(self) -> bool:
+        """Cancel what is queued, let what runs finish, and end the threads.
+
+        False: some did not end, and were left behind (`watchdog.joined`).
+        """
+        with self._lock:
+            self._closed = True
+            queued = [job for lane in self._lanes.values() for job in lane.queue]
+        for job in queued:
+            self.cancel(job)
+        with self._lock:
+            lanes = [(lane.name, lane.thread) for lane in self._lanes.values() if lane.thread]
+            for lane in self._lanes.values():
+                lane.wake.notify_all()
+        ended = [
+            watchdog.joined(thread, partial("The end of lane {}".format, name))
+            for name, thread in lanes
+            if thread is not threading.current_thread()
+        ]
+        return all(ended)
+
+    # -- the lane's own thread -----------------------------------------------------------------
+
+    def _run(self, lane: Lane) -> None:
+        try:
+            self._work_off(lane)
+        except BaseException as error:
+            self._died(lane, error)
+
+    def _died(self, lane: Lane, error: BaseException) -> None:
+        """Fail what the thread was at, or about to begin, and have another take its place."""
+        with self._lock:
+            job, lane.at = lane.at, None
+            if job is not None and job.state is State.QUEUED:
+                lane.queue.remove(job)
+                job.state = State.RUNNING  # who waits for it from now on has nothing to hurry
+        try:
+            if job is not None and not job.ended:
+                job.error = died(f"offcompile-{lane.name}", error)
+                self._over(job)
+        finally:
+            with self._lock:
+                lane.thread = None
+                if lane.queue:
+                    self._start(lane)
+
+    def _work_off(self, lane: Lane) -> None:
+        while True:
+            with self._lock:
+                while not lane.ready():
+                    if self._closed and not lane.queue:
+                        return
+                    lane.wake.wait()
+                lane.at = lane.queue[0]
+            if self.before is not None:
+                self.before()
+            if self._delay_s is not None:
+                time.sleep(self._delay_s())
+            with self._lock:
+                if not lane.ready():
+                    lane.at = None
+                    continue
+                job = lane.queue.popleft()
+                job.state = State.RUNNING
+                lane.at = job
+            self._work(job)
+            # the last job must not be held until the next one comes
+            del job
+
+    def _work(self, job: Job) -> None:
+        label, lane = job.label, job.lane.name
+        began_ns = now_ns()
+        note(f"begin_{label.direction}", label.tag, lane, began_ns)
+        failed = next((need for need in job.needs if need.error is not None), None)
+        if failed is not None:
+            job.error = Needed(f"{failed.label.tag}: {failed.error}")
+            job.error.__cause__ = failed.error
+        else:
+            try:
+                assert job.work is not None
+                job.work()
+            except BaseException as error:
+                job.error = bare(error)
+        ended_ns = now_ns()
+        note(f"end_{label.direction}", label.tag, lane, ended_ns, ended_ns - began_ns)
+        if label.heard is not None and job.error is None:
+            label.heard.copies.append(HeardCopy(label.tag, lane, began_ns, ended_ns))
+        self._over(job)
+
+    def _over(self, job: Job) -> None:
+        on_end, job.on_end = job.on_end, None
+        job.work = job.keep = None
+        try:
+            if on_end is not None:
+                on_end(job)
+        except BaseException as error:
+            job.error = job.error or died(f"offcompile-{job.lane.name}", error)
+            raise
+        finally:
+            with self._lock:
+                job.lane.at = None
+                self._end(job)
+
+    def _end(self, job: Job) -> None:
+        job.needs = ()
+        job.state = State.ENDED
+        self._unfinished -= 1
+        watchdog.progress()
+        # who is woken for nothing takes time that the next job wants to start in
+        if job.awaited or not self._unfinished:
+            self._ended.notify_all()
+        for lane in self._lanes.values():
+            if lane.ready():
+                lane.wake.notify()
+
+
+def _described(job: Job) -> str:
+    """For whoever waits for it: which tensor, which way, and where it stands."""
+    nbytes, ahead = getattr(job.keep, "nbytes", None), job.lane.at
+    way = "copy out" if job.label.direction == "out" else "load"
+    size = "" if nbytes is None else f" ({nbytes} bytes)"
+    behind = "" if ahead is None or ahead is job else f", behind {ahead.label.tag}"
+    stands = f"{job.state.name.lower()} on lane {job.lane.name}{behind}"
+    return f"The {way} of {job.label.tag}{size}, {stands},"

@@ -1,0 +1,234 @@
+"""Host memory of the CPU target that ops can use in place: files, mapped.
+
+What lies there takes no memory of the process's own: its pages belong to the page cache, which the
+system keeps while it has room and drops when it has none. Copies to and from it go by reads and
+writes of the file, so that they touch no page of the mapping and never wait for one.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import threading
+from collections import deque
+from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
+from weakref import WeakKeyDictionary
+
+import numpy as np
+import torch
+
+from offcompile.ir import OffloadError
+from offcompile.runtime.base.mapping import PAGE_BYTES, page_multiple
+from offcompile.runtime.disk.directories import check_directory, free_bytes
+from offcompile.runtime.disk.residency import read_scattered, resident_pages, zero_range
+from offcompile.runtime.disk.spill_file import open_unlinked
+from offcompile.runtime.memory.mapped_rooms import Rooms
+
+from .interface import Slot
+from .owners import address_of
+from .tickets import telling
+
+#: Files grow with what is in use, so that their number (each holds descriptors) stays below a few
+#: hundred whatever the number of tensors.
+LEAST_FILE_BYTES, USUAL_FILE_BYTES, FILE_SHARE = 1 << 20, 64 << 20, 8
+#: Zeros are written where more than this part of the pages is in memory: 128 MiB take 3 ms there,
+#: and 90 ms where pages are read first. The file system zeroes in 0.1 ms what is not in memory;
+#: what is takes it 35 ms, and 50 ms more as pages come back.
+RESIDENT_SHARE = 0.5
+
+
+class MappedSlot(Slot):
+    """Room of one tensor within a mapped file, which lives as long as any slot of it."""
+
+    __slots__ = ("_file", "nbytes", "offset", "scattered", "tier")
+
+    def __init__(self, file: MappedFile, offset: int, nbytes: int, tier: str) -> None:
+        self._file = file
+        self.offset, self.nbytes, self.tier = offset, nbytes, tier
+        self.scattered = False
+
+    @property
+    def where(self) -> str:
+        return str(self._file.directory)
+
+    def __del__(self) -> None:
+        # possibly a finalizer: no lock
+        self._file.given_back.append((self.offset, page_multiple(max(self.nbytes, 1))))
+
+    def array(self) -> np.ndarray[tuple[int], np.dtype[np.generic]]:
+        """The memory itself; keeps the file."""
+        return np.frombuffer(self._file.memory, np.uint8, self.nbytes, self.offset)
+
+    def free(self) -> None:
+        """The room goes with the tensor on it."""
+
+    def clear_absent(self) -> bool:
+        """Make it all zero if most of it is not in memory; False: left as it was."""
+        found = resident_pages(self.array().ctypes.data, self.nbytes)
+        if found is None or found * PAGE_BYTES > RESIDENT_SHARE * self.nbytes:
+            return False
+        return self._file.clear(self.offset, self.nbytes)
+
+    def expect_scattered(self, scattered: bool) -> bool:
+        """Let each page that is touched come alone, or with many that follow it (as at first)."""
+        if scattered == self.scattered:
+            return False
+        self.scattered = scattered
+        read_scattered(self._file.memory, self.offset, self.nbytes, scattered)
+        return True
+
+    def read(self, start: int, view: memoryview) -> None:
+        """Fill `view` with the tensor's bytes from `start` on."""
+        self._file.transfer(os.preadv, self.offset + start, view)
+
+    def write(self, start: int, view: memoryview) -> None:
+        self._file.transfer(os.pwritev, self.offset + start, view)
+
+
+class MappedFile:
+    """One unlinked file, all of it mapped and shared between the mapping and its descriptor."""
+
+    def __init__(self, directory: Path, nbytes: int) -> None:
+        check_directory(directory)
+        self.directory = directory
+        #: (offset, bytes) of slots that died
+        self.given_back: deque[tuple[int, int]] = deque()
+        size = max(PAGE_BYTES, page_multiple(nbytes))
+        if free_bytes(directory) < size:
+            raise OffloadError(
+                f"{size} bytes are needed in {directory} for what stays outside of the device, and"
+                f" {free_bytes(directory)} are free there: free space, or name another directory"
+                ' with options={"spill": "/path"}'
+            )
+        self._descriptor = open_unlinked(directory)
+        try:
+            # taken now: a mapping of space that is missing kills the process when it is touched
+            os.posix_fallocate(self._descriptor, 0, size)
+            self.memory = mmap.mmap(self._descriptor, size)
+        except OSError as error:
+            os.close(self._descriptor)
+            raise OffloadError(
+                f"a file of {size} bytes in {directory} cannot be mapped ({error.strerror}): free"
+                ' space there, or name another directory with options={"spill": "/path"}'
+            ) from error
+
+    def transfer(
+        self, call: Callable[[int, Sequence[memoryview], int], int], at: int, view: memoryview
+    ) -> None:
+        done = 0
+        while done < len(view):
+            try:
+                moved = call(self._descriptor, [view[done:]], at + done)
+            except OSError as error:
+                raise self._failed(at + done, error.strerror or str(error)) from error
+            if not moved:
+                raise self._failed(at + done, "nothing was moved")
+            done += moved
+
+    def clear(self, offset: int, nbytes: int) -> bool:
+        """Zero whole pages without touching them; False where the file system cannot."""
+        return zero_range(self._descriptor, offset, nbytes)
+
+    def _failed(self, at: int, why: str) -> OffloadError:
+        return OffloadError(
+            f"the file of weights and gradients in {self.directory} failed at byte {at} ({why}):"
+            ' check that disk, or name another directory with options={"spill": "/path"}'
+        )
+
+    def __del__(self) -> None:
+        descriptor = getattr(self, "_descriptor", None)
+        if descriptor is not None:
+            os.close(descriptor)
+
+
+class MappedStore:
+    """Makes slots that ops can use in place, and knows them by their addresses.
+
+    Room of a tensor that died is kept for the next one of its size (gradients come again with
+    every step), as long as that is not more than what is in use, or is kept for someone.
+    """
+
+    def __init__(self, directory: Path, tier: str = "host") -> None:
+        self.directory, self.tier = directory, tier
+        self.used_bytes = self.spare_bytes = 0
+        self._kept_for: WeakKeyDictionary[object, int] = WeakKeyDictionary()
+        self._lock = threading.Lock()
+        self._slots: dict[int, MappedSlot] = {}
+        self._spare: dict[int, list[MappedSlot]] = {}  # by size
+        self._dead: deque[int] = deque()
+        self._rooms = Rooms(partial(MappedFile, directory))
+
+    def tensors(self, sizes: Sequence[int]) -> list[torch.Tensor]:
+        """Flat uint8 tensors of these sizes, new ones one behind the other in one file.
+
+        What they hold is undefined. `slot_of` knows each, and all that shares its storage, for as
+        long as it lives.
+        """
+        with self._lock:
+            self._sweep()
+            found = [self._take(nbytes) for nbytes in sizes]
+            missing = [n for n, slot in zip(sizes, found, strict=True) if slot is None]
+            new = iter(self._new(missing) if missing else ())
+            return [self._made(slot or next(new)) for slot in found]
+
+    def _take(self, nbytes: int) -> MappedSlot | None:
+        spare = self._spare.get(nbytes)
+        if not spare:
+            return None
+        self.spare_bytes -= nbytes
+        return spare.pop()
+
+    def _new(self, sizes: Sequence[int]) -> list[MappedSlot]:
+        offsets, end = [], 0
+        for nbytes in sizes:
+            offsets.append(end)
+            end += page_multiple(max(nbytes, 1))
+        file, start = self._rooms.take(end, self._ahead(end))
+        pairs = zip(offsets, sizes, strict=True)
+        return [MappedSlot(file, start + offset, nbytes, self.tier) for offset, nbytes in pairs]
+
+    def _ahead(self, nbytes: int) -> int:
+        """Bytes of a new file that is made for `nbytes`, with room for what may come after."""
+        if not self.used_bytes:
+            return nbytes
+        usual = min(max(self.used_bytes, LEAST_FILE_BYTES), USUAL_FILE_BYTES)
+        ahead = page_multiple(max(nbytes, usual, self.used_bytes // FILE_SHARE))
+        # a disk that is nearly full is left to what is needed
+        return ahead if free_bytes(self.directory) >= 2 * ahead else nbytes
+
+    def _made(self, slot: MappedSlot) -> torch.Tensor:
+        array = slot.array()
+        address = array.ctypes.data
+        # runs inside a finalizer: no lock
+        tensor = telling(array, partial(self._dead.append, address))
+        self._slots[address] = slot
+        self.used_bytes += slot.nbytes
+        return tensor
+
+    def keep_room(self, owner: object, nbytes: int) -> None:
+        """As long as `owner` lives, keep so much room of tensors that died."""
+        with self._lock:
+            self._kept_for[owner] = nbytes
+
+    def slot_of(self, tensor: torch.Tensor) -> MappedSlot | None:
+        """The slot on whose memory the tensor's storage lies."""
+        address = address_of(tensor)
+        with self._lock:
+            self._sweep()
+            return None if address is None else self._slots.get(address)
+
+    def _sweep(self) -> None:
+        while self._dead:
+            slot = self._slots.pop(self._dead.popleft())
+            slot.expect_scattered(False)
+            slot.forget()
+            self.used_bytes -= slot.nbytes
+            self.spare_bytes += slot.nbytes
+            self._spare.setdefault(slot.nbytes, []).append(slot)
+        kept_bytes = max(self.used_bytes, sum(self._kept_for.values()))
+        while self.spare_bytes > kept_bytes:
+            size = max(size for size, slots in self._spare.items() if slots)
+            self._spare[size].pop()
+            self.spare_bytes -= size

@@ -1,0 +1,315 @@
+"""The thin layer between the CUDA device and torch.cuda: streams, events, copies, memory.
+
+Everything the runtime asks of a GPU goes through `Streams`, so that the same code runs on a
+simulation that finds races (`simulated_streams`).
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import weakref
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+import torch
+
+from offcompile.ir import OffloadError
+from offcompile.runtime import kernels
+from offcompile.runtime.codecs import Codec
+from offcompile.runtime.codecs.kinds import Bitmask, Stash
+from offcompile.runtime.codecs.layout import WIDEST_BYTES
+from offcompile.runtime.memory.alias import cuda_alias
+
+from .cuda.facts import reaches_host
+
+#: what only the layer that made them looks into; streams can be compared with `==`
+Stream: TypeAlias = Any
+Event: TypeAlias = Any
+
+
+@dataclass(frozen=True)
+class MemoryUse:
+    """What the device's allocator has handed out, and what it holds; peaks since `reset_peak`."""
+
+    allocated_bytes: int
+    peak_allocated_bytes: int
+    reserved_bytes: int
+    peak_reserved_bytes: int
+
+
+class Streams(ABC):
+    """Streams of one device. Any thread may call anything, whatever its current device is."""
+
+    #: for messages
+    name: str
+
+    @abstractmethod
+    def compute(self) -> Stream:
+        """The stream that the calling thread's work for this device goes to, now."""
+
+    @abstractmethod
+    def stream(self, name: str) -> Stream:
+        """The lane stream of this name: one in a process, for ever."""
+
+    @abstractmethod
+    def record(self, stream: Stream, timing: bool = False) -> Event:
+        """A point behind everything given to `stream` so far."""
+
+    @abstractmethod
+    def wait(self, stream: Stream, event: Event) -> None:
+        """What is given to `stream` from now on runs after `event`; the host does not wait."""
+
+    @abstractmethod
+    def ended(self, event: Event) -> bool:
+        """Whether the device has passed `event`; raises what went wrong before it."""
+
+    @abstractmethod
+    def synchronize(self, event: Event) -> None:
+        """Block the host, other threads going on, until `ended`."""
+
+    @abstractmethod
+    def copy(self, stream: Stream, target: torch.Tensor, source: torch.Tensor) -> None:
+        """Queue a copy between flat uint8 tensors of equal size, one of them on the host.
+
+        Both have to live, and the host's to stay as it is, until the copy has ended.
+        """
+
+    @abstractmethod
+    def empty(self, nbytes: int) -> torch.Tensor:
+        """A flat uint8 tensor for use on `compute()`; torch.OutOfMemoryError if there is no room.
+
+        Work that was queued there before may still be using the same memory.
+        """
+
+    @abstractmethod
+    def scratch(self, stream: Stream, nbytes: int) -> torch.Tensor:
+        """As `empty`, for use on `stream` alone."""
+
+    @abstractmethod
+    def why_not_pack(self, in_place: bool) -> str | None:
+        """Why kernels here do not pack, `in_place` into host memory; None if they do."""
+
+    @abstractmethod
+    def pack(self, stream: Stream, codec: Codec, flat: torch.Tensor, packed: torch.Tensor) -> None:
+        """Queue what packs a flat tensor of the device into `packed`, flat uint8 of the worst case.
+
+        That may be host memory which the device can use in place, as may be that of `unpack`.
+        """
+
+    @abstractmethod
+    def unpack(
+        self, stream: Stream, codec: Codec, packed: torch.Tensor, flat: torch.Tensor
+    ) -> None:
+        """Queue what fills a flat tensor of the device from `packed`."""
+
+    @property
+    def packing_bytes(self) -> int:
+        """Device memory that packing has taken for good."""
+        return 0
+
+    @abstractmethod
+    def alias(self, host: torch.Tensor) -> torch.Tensor:
+        """A flat uint8 tensor of the device on the memory of `host`, whose storage keeps `host`.
+
+        host: flat uint8 on the host. OffloadError where the device cannot use it in place.
+        """
+
+    @abstractmethod
+    def elapsed_us(self, begin: Event, end: Event) -> float:
+        """Device time between two events that have ended and were recorded with `timing`."""
+
+    @abstractmethod
+    def memory(self) -> MemoryUse:
+        """The allocator's own figures."""
+
+    @abstractmethod
+    def reset_peak(self) -> None:
+        """Let the peaks of `memory` count from now."""
+
+    def on_card(self) -> AbstractContextManager[object]:
+        """Inside, the device is the calling thread's current one, for libraries that ask."""
+        return nullcontext()
+
+    def let_go(self, tensor: torch.Tensor) -> None:  # noqa: B027
+        """The calling thread is about to drop a reference, and saw its copies end before.
+
+        Only race detectors have a use for this: the last reference may die on another thread.
+        """
+
+    def taken(self, tensor: torch.Tensor) -> None:  # noqa: B027
+        """The calling thread was handed memory that others let go before; see `let_go`."""
+
+
+_made: dict[tuple[int, str], torch.cuda.Stream] = {}
+_making = threading.Lock()
+
+
+def _forget_parents() -> None:
+    # CUDA does not survive a fork: what the parent made means nothing in the child
+    global _making
+    _making = threading.Lock()
+    _made.clear()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_forget_parents)
+
+
+class TorchStreams(Streams):
+    """A CUDA device by way of torch.cuda. Nothing here relies on the current device."""
+
+    def __init__(self, device: torch.device) -> None:
+        index = torch.cuda.current_device() if device.index is None else device.index
+        self.device = torch.device("cuda", index)
+        self.name = str(self.device)
+        self._index = index
+        self._packing = threading.Lock()
+        self._workspaces: dict[torch.cuda.Stream, torch.Tensor] = {}
+
+    def compute(self) -> torch.cuda.Stream:
+        return torch.cuda.current_stream(self.device)
+
+    def stream(self, name: str) -> torch.cuda.Stream:
+        key = (self._index, name)
+        made = _made.get(key)
+        if made is None:
+            with _making:
+                made = _made.get(key)
+                if made is None:
+                    made = _made[key] = torch.cuda.Stream(self.device)  # type: ignore[no-untyped-call]
+        return made
+
+    def record(self, stream: torch.cuda.Stream, timing: bool = False) -> torch.cuda.Event:
+        # blocking: threads that wait for it sleep, where they would spin on a core
+        event: torch.cuda.Event
+        event = torch.cuda.Event(enable_timing=timing, blocking=True)  # type: ignore[no-untyped-call]
+        event.record(stream)
+        return event
+
+    def wait(self, stream: torch.cuda.Stream, event: torch.cuda.Event) -> None:
+        stream.wait_event(event)
+
+    def ended(self, event: torch.cuda.Event) -> bool:
+        return bool(event.query())  # type: ignore[no-untyped-call]
+
+    def synchronize(self, event: torch.cuda.Event) -> None:
+        event.synchronize()
+
+    def copy(self, stream: torch.cuda.Stream, target: torch.Tensor, source: torch.Tensor) -> None:
+        # makes the stream's device current as well, and puts both back
+        with torch.cuda.stream(stream):
+            target.copy_(source, non_blocking=True)
+
+    def empty(self, nbytes: int) -> torch.Tensor:
+        with torch.cuda.device(self.device):
+            return torch.empty(nbytes, dtype=torch.uint8, device=self.device)
+
+    def scratch(self, stream: torch.cuda.Stream, nbytes: int) -> torch.Tensor:
+        with torch.cuda.stream(stream):
+            return torch.empty(nbytes, dtype=torch.uint8, device=self.device)
+
+    def why_not_pack(self, in_place: bool) -> str | None:
+        reason = kernels.why_not(self.device)
+        if reason is None and in_place and not reaches_host(self._index):
+            reason = f"{self.device} cannot use host memory in place"
+        return reason
+
+    def pack(
+        self, stream: torch.cuda.Stream, codec: Codec, flat: torch.Tensor, packed: torch.Tensor
+    ) -> None:
+        room = self._near(packed)
+        with self._packing, torch.cuda.stream(stream):
+            if isinstance(codec, Stash):
+                used = codec.worst_bytes(flat.numel(), flat.dtype)
+                return kernels.copy_into(room[:used].view(codec.stash), flat)
+            plan, elements = bitmask_plan(codec, flat, staged=room is not packed)
+            plan.pack(elements, room, self._workspace(stream, plan.workspace_bytes))
+
+    def unpack(
+        self, stream: torch.cuda.Stream, codec: Codec, packed: torch.Tensor, flat: torch.Tensor
+    ) -> None:
+        room = self._near(packed)
+        with self._packing, torch.cuda.stream(stream):
+            if isinstance(codec, Stash):
+                used = codec.worst_bytes(flat.numel(), flat.dtype)
+                return kernels.copy_into(flat, room[:used].view(codec.stash))
+            plan, elements = bitmask_plan(codec, flat, staged=room is not packed)
+            plan.unpack(room, elements, self._workspace(stream, plan.workspace_bytes))
+
+    def _near(self, packed: torch.Tensor) -> torch.Tensor:
+        return packed if packed.device.type != "cpu" else self.alias(packed)
+
+    def _workspace(self, stream: torch.cuda.Stream, nbytes: int) -> torch.Tensor:
+        """One for each stream, whose order lets its users follow each other. Under the lock."""
+        room = self._workspaces.get(stream)
+        if room is None or room.numel() < nbytes:
+            room = None
+            self._workspaces.pop(stream, None)  # before there is another
+            room = self._workspaces[stream] = self.scratch(stream, nbytes)
+        return room
+
+    @property
+    def packing_bytes(self) -> int:
+        with self._packing:
+            return sum(room.numel() for room in self._workspaces.values())
+
+    def alias(self, host: torch.Tensor) -> torch.Tensor:
+        return cuda_alias(host, self.device, torch.uint8, host.shape)
+
+    def on_card(self) -> AbstractContextManager[object]:
+        return torch.cuda.device(self.device)
+
+    def elapsed_us(self, begin: torch.cuda.Event, end: torch.cuda.Event) -> float:
+        return float(begin.elapsed_time(end)) * 1e3
+
+    def memory(self) -> MemoryUse:
+        told = torch.cuda.memory_stats(self.device)
+        return MemoryUse(
+            told.get("allocated_bytes.all.current", 0),
+            told.get("allocated_bytes.all.peak", 0),
+            told.get("reserved_bytes.all.current", 0),
+            told.get("reserved_bytes.all.peak", 0),
+        )
+
+    def reset_peak(self) -> None:
+        torch.cuda.reset_peak_memory_stats(self.device)
+
+
+def bitmask_plan(
+    codec: Codec, flat: torch.Tensor, staged: bool
+) -> tuple[kernels.BitmaskPlan, torch.Tensor]:
+    """What kernels do for a codec, and the elements that they take. `staged`: on host memory."""
+    if not isinstance(codec, Bitmask):
+        raise OffloadError(
+            f'codec "{codec.name}" has no kernels for moves: use bitmask, fp16, bf16, bitmask+fp16'
+            " or bitmask+bf16"
+        )
+    if flat.itemsize > WIDEST_BYTES:
+        flat = flat.view(torch.int64)
+    return kernels.BitmaskPlan(flat.numel(), flat.dtype, codec.stash, staged), flat
+
+
+def flat_bytes(tensor: torch.Tensor) -> torch.Tensor:
+    """All bytes of a dense tensor, in the order in which they lie in memory; shares its storage."""
+    nbytes = tensor.numel() * tensor.element_size()
+    start = tensor.storage_offset() * tensor.element_size()
+    flat = torch.empty(0, dtype=torch.uint8, device=tensor.device)
+    return flat.set_(tensor.untyped_storage(), start, (nbytes,), (1,))
+
+
+def flat_elements(tensor: torch.Tensor, dtype: torch.dtype | None = None) -> torch.Tensor:
+    """As `flat_bytes`, taken as elements of `dtype`; None: of the tensor's own."""
+    return flat_bytes(tensor).view(dtype or tensor.dtype)
+
+
+def when_storage_dies(tensor: torch.Tensor, died: Callable[[], None]) -> None:
+    """Have `died` called when the last tensor on this storage is gone, whoever holds it.
+
+    It runs inside a finalizer, on any thread: it must not take a lock. Not at interpreter exit.
+    """
+    # torch keeps the storage's Python object for as long as anything, also in C++, holds it
+    weakref.finalize(tensor.untyped_storage(), died).atexit = False

@@ -1,0 +1,1 @@
+"""Spill files with direct I/O: places, growth, stripes, queues and checksums."""

@@ -1,0 +1,1 @@
+"""Rates and times of this machine, measured the way the runtime works."""

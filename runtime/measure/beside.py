@@ -1,0 +1,104 @@
+"""What a copy takes from compute beside it, where it is the processor that copies.
+
+With a core to spare, next to nothing. Where every core computes, the parts of an op are shared out
+evenly among its threads, all of them wait for the one whose core the copy is on, and compute loses
+nearly as long as the copy would have taken alone.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import statistics
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+
+from .timing import Watch, matmul_flop_per_us, undisturbed
+
+#: one product between two looks at the clock takes about so long
+PRODUCT_US = 8_000.0
+SIDE = 1024
+#: each is twice a few products, once alone and once beside copies
+ROUNDS, PRODUCTS = 5, 4
+COPY_BYTES, PIECE_BYTES = 64 << 20, 8 << 20
+
+
+def copy_toll_share(
+    product_us: float = PRODUCT_US, rounds: int = ROUNDS, copy_bytes: int = COPY_BYTES
+) -> float | None:
+    """What compute with all of torch's threads loses to copies of one more, over what the copies
+    take alone: from 0 (nothing) to 1. None: others held the processor, and nothing can be said."""
+    with undisturbed():
+        flop = product_us * matmul_flop_per_us(torch.float32)
+        left = torch.ones(max(1, int(flop / (2 * SIDE**2))), SIDE, device="cpu")
+        right = torch.ones(SIDE, SIDE, device="cpu")
+        copies = _Copies(copy_bytes)
+
+        def product_s() -> float:
+            begun = time.perf_counter()
+            for _ in range(PRODUCTS):
+                torch.mm(left, right)
+            return (time.perf_counter() - begun) / PRODUCTS
+
+        product_s()
+        alone_s = copies.alone_s()
+        shares = []
+        for _ in range(rounds):
+            with Watch() as watch:
+                free_s = product_s()
+            if watch.disturbed:
+                continue
+            with copies.running():
+                beside_s = product_s()
+            if copies.mean_s > 0:
+                lost = 1 - free_s / beside_s
+                shares.append(lost * copies.mean_s / alone_s)
+    if 2 * len(shares) <= rounds:
+        return None
+    return min(max(statistics.median(shares), 0.0), 1.0)
+
+
+class _Copies:
+    """Memory copied again and again by a thread of its own, in pieces as lanes copy."""
+
+    def __init__(self, nbytes: int) -> None:
+        self._source, self._target = (torch.ones(nbytes, dtype=torch.uint8) for _ in range(2))
+        self._nbytes = nbytes
+        self._stop = threading.Event()
+        #: of a piece, in the last run
+        self.mean_s = 0.0
+
+    def alone_s(self) -> float:
+        taken = list(self._pieces())
+        return statistics.median(taken)
+
+    @contextmanager
+    def running(self) -> Iterator[None]:
+        self._stop.clear()
+        thread = threading.Thread(target=self._run, daemon=True)
+        thread.start()
+        try:
+            yield
+        finally:
+            self._stop.set()
+            thread.join()
+
+    def _run(self) -> None:
+        taken: list[float] = []
+        while not self._stop.is_set():
+            for piece_s in self._pieces():
+                taken.append(piece_s)
+                if self._stop.is_set():
+                    break
+        self.mean_s = statistics.fmean(taken) if taken else 0.0
+
+    def _pieces(self) -> Iterator[float]:
+        to, source = self._target.data_ptr(), self._source.data_ptr()
+        piece = min(PIECE_BYTES, self._nbytes)
+        for start in range(0, self._nbytes - piece + 1, piece):
+            begun = time.perf_counter()
+            ctypes.memmove(to + start, source + start, piece)
+            yield time.perf_counter() - begun

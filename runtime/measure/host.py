@@ -1,0 +1,183 @@
+"""What the host does beside matrix products: attention, AdamW, copies by one thread, files.
+
+Each one takes sizes, so that a test need not wait; those that stand here give steady figures.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import tempfile
+import threading
+import time
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+
+from offcompile.runtime.disk.spill import Extent, SpillStore
+from offcompile.runtime.memory.arena import Arena, Block
+
+from .timing import time_us, undisturbed
+
+ADAM_PARAMETERS = 1 << 24
+COPY_BYTES = 64 << 20
+FILE_BYTES = 128 << 20
+_CHUNK_BYTES = 8 << 20
+
+
+class AttentionShape(NamedTuple):
+    batch: int
+    heads: int
+    sequence: int
+    head_size: int
+
+    @property
+    def forward_flop(self) -> int:
+        """Two products of scores and values, without a mask."""
+        return 4 * self.batch * self.heads * self.sequence**2 * self.head_size
+
+    @property
+    def backward_flop(self) -> int:
+        """Five products, one of them the scores again."""
+        return self.forward_flop * 5 // 2
+
+
+ATTENTION_SHAPE = AttentionShape(1, 8, 1024, 64)
+
+
+def attention_flop_per_us(
+    shape: AttentionShape = ATTENTION_SHAPE, dtype: torch.dtype = torch.float32
+) -> tuple[float, float]:
+    """Rates of scaled dot product attention, forward and backward."""
+    with undisturbed(), torch.enable_grad():
+        q, k, v = (torch.randn(shape).to(dtype).requires_grad_() for _ in range(3))
+        out = F.scaled_dot_product_attention(q, k, v)
+        grad = torch.ones_like(out)
+
+        def forward() -> None:
+            F.scaled_dot_product_attention(q, k, v)
+
+        def backward() -> None:
+            torch.autograd.grad(out, (q, k, v), grad, retain_graph=True)
+
+        return (
+            shape.forward_flop / time_us(forward, 0.1),
+            shape.backward_flop / time_us(backward, 0.1),
+        )
+
+
+def adam_parameters_per_us(parameters: int = ADAM_PARAMETERS) -> float:
+    """Rate of torch's fused AdamW on float32 in memory, all threads."""
+    with undisturbed():
+        weight = torch.nn.Parameter(torch.ones(parameters))
+        weight.grad = torch.full_like(weight, 1e-3)
+        optimizer = torch.optim.AdamW([weight], lr=1e-4, fused=True)
+        optimizer.step()
+        return parameters / time_us(optimizer.step, 0.1)
+
+
+def copy_bytes_per_us(nbytes: int = COPY_BYTES) -> float:
+    """Bytes that one thread copies from memory to memory."""
+    with undisturbed():
+        source, target = (torch.ones(nbytes, dtype=torch.uint8) for _ in range(2))
+        pointers = target.data_ptr(), source.data_ptr()
+        return nbytes / time_us(lambda: ctypes.memmove(*pointers, nbytes), 0.1)
+
+
+# --- files ---------------------------------------------------------------------------------
+
+
+class FileSpeed(NamedTuple):
+    """Bytes in a microsecond; what `measure_disk` tells is left to it."""
+
+    read_buffered: float
+    write_buffered: float
+    read_both: float
+    write_both: float
+
+
+def passes_page_cache(directory: str | os.PathLike[str]) -> bool:
+    """Whether direct I/O works there."""
+    with SpillStore([directory], reserve_bytes=0) as store:
+        return store.direct
+
+
+def measure_files(
+    directory: str | os.PathLike[str], seconds: float = 1.0, nbytes: int = FILE_BYTES
+) -> FileSpeed:
+    """Through the page cache, and both ways at once as lanes go; leaves nothing behind."""
+    chunk = min(_CHUNK_BYTES, nbytes)
+    blocks = [Arena(chunk).block(chunk) for _ in range(2)]
+    for block in blocks:
+        block.tensor().random_(0, 256)  # some disks are quicker on zeros
+    read_buffered, write_buffered = _buffered(directory, blocks[0], nbytes // chunk)
+    with SpillStore([directory], reserve_bytes=0) as store:
+        extents = [store.allocate(nbytes // chunk * chunk) for _ in range(2)]
+        for extent in extents:
+            for at in range(0, extent.nbytes, chunk):
+                store.write(extent, at, blocks[0].view)
+        if not store.direct:
+            store.flush()
+        read_both, write_both = _both(store, extents, blocks, seconds)
+    return FileSpeed(read_buffered, write_buffered, read_both, write_both)
+
+
+def _buffered(directory: str | os.PathLike[str], block: Block, chunks: int) -> tuple[float, float]:
+    """Writing ends when the disk has it; reading finds none of it in memory."""
+    nbytes = chunks * len(block.view)
+    with tempfile.TemporaryFile(dir=directory, buffering=0) as file:
+        # once for the room on the disk, once for the time
+        for _ in range(2):
+            file.seek(0)
+            begun = time.perf_counter()
+            for _ in range(chunks):
+                file.write(block.view)
+            os.fdatasync(file.fileno())
+            writing = time.perf_counter() - begun
+        os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+        file.seek(0)
+        begun = time.perf_counter()
+        for _ in range(chunks):
+            file.readinto(block.view)
+        reading = time.perf_counter() - begun
+    return nbytes / (reading * 1e6), nbytes / (writing * 1e6)
+
+
+def _both(
+    store: SpillStore, extents: list[Extent], blocks: list[Block], seconds: float
+) -> tuple[float, float]:
+    """One thread reads one extent while another writes the other; each for the whole time."""
+    begin = threading.Barrier(2)
+    rates = [0.0, 0.0]
+    errors: list[BaseException] = []
+
+    def run(which: int, move: Callable[[Extent, int, memoryview], None]) -> None:
+        extent, view = extents[which], blocks[which].view
+        offsets = range(0, extent.nbytes, len(view))
+        moved = 0
+        try:
+            begin.wait()
+            begun = time.perf_counter()
+            while not moved or time.perf_counter() - begun < seconds:
+                move(extent, offsets[moved % len(offsets)], view)
+                moved += 1
+            taken = time.perf_counter() - begun
+        except Exception as error:
+            begin.abort()
+            errors.append(error)
+        else:
+            rates[which] = moved * len(view) / (taken * 1e6)
+
+    # not direct: reads may come from memory, and `passes_page_cache` says so
+    threads = [
+        threading.Thread(target=run, args=pair) for pair in ((0, store.read), (1, store.write))
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    if errors:
+        raise errors[0]
+    return rates[0], rates[1]

@@ -1,0 +1,52 @@
+"""One op on a CUDA device: its time by events in the stream, its workspace by the allocator.
+
+Not run on a GPU yet (docs/gpu.md).
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable
+from itertools import pairwise
+
+import torch
+
+from offcompile.runtime.base.clock import timed_event
+
+WARM_RUNS, MOST_RUNS = 2, 20
+#: the allocator's own unit: less is rounding
+LEAST_WORKSPACE_BYTES = 512
+
+
+def cuda_time_us(run: Callable[[], object], device: torch.device, seconds: float) -> float:
+    """Median time of one run among several that were queued one behind the other."""
+    for _ in range(WARM_RUNS):
+        run()
+    first_us = _runs_us(run, device, 1)[0]
+    count = max(3, min(MOST_RUNS, int(seconds * 1e6 / max(first_us, 1.0))))
+    return statistics.median(_runs_us(run, device, count))
+
+
+def _runs_us(run: Callable[[], object], device: torch.device, count: int) -> list[float]:
+    stream = torch.cuda.current_stream(device)
+    marks = [timed_event() for _ in range(count + 1)]
+    marks[0].record(stream)
+    for mark in marks[1:]:
+        run()
+        mark.record(stream)
+    marks[-1].synchronize()
+    return [a.elapsed_time(b) * 1e3 for a, b in pairwise(marks)]
+
+
+def cuda_workspace_bytes(
+    run: Callable[[], object], device: torch.device, made_bytes: Callable[[object], int]
+) -> int:
+    """What a warm run takes of the allocator at most beyond its inputs and what it returns."""
+    run()
+    torch.cuda.synchronize(device)
+    before = torch.cuda.memory_allocated(device)
+    torch.cuda.reset_peak_memory_stats(device)
+    made = run()
+    torch.cuda.synchronize(device)
+    beyond = torch.cuda.max_memory_allocated(device) - before - made_bytes(made)
+    return beyond if beyond > LEAST_WORKSPACE_BYTES else 0

@@ -1,0 +1,52 @@
+"""Free room within files that are in use, so that many small tensors share few files."""
+
+from __future__ import annotations
+
+import weakref
+from collections import deque
+from collections.abc import Callable
+from typing import Generic, Protocol, TypeVar
+
+from offcompile.runtime.disk.extents import FreeRanges
+
+
+class RoomFile(Protocol):
+    """A file; whoever has room in it keeps it, and appends (offset, bytes) here at the end."""
+
+    given_back: deque[tuple[int, int]]
+
+
+File = TypeVar("File", bound=RoomFile)
+
+
+class Rooms(Generic[File]):
+    """Hands out ranges of files and forgets a file when the last range of it is gone.
+
+    No lock here: the owner has one.
+    """
+
+    def __init__(self, make: Callable[[int], File]) -> None:
+        self._make = make
+        self._files: list[tuple[weakref.ref[File], FreeRanges]] = []
+
+    def take(self, nbytes: int, file_bytes: int) -> tuple[File, int]:
+        """A file and the offset of `nbytes` in it; a new file has `file_bytes`, at least as many.
+
+        What is given back counts as free from the next call on.
+        """
+        self._files = [(ref, free) for ref, free in self._files if ref() is not None]
+        for ref, free in self._files:
+            file = ref()
+            if file is None:
+                continue
+            while file.given_back:
+                free.add(*file.given_back.popleft())
+            start = free.take_best(nbytes)
+            if start is not None:
+                return file, start
+        file = self._make(file_bytes)
+        free = FreeRanges()
+        if file_bytes > nbytes:
+            free.add(nbytes, file_bytes - nbytes)
+        self._files.append((weakref.ref(file), free))
+        return file, 0

@@ -1,0 +1,64 @@
+"""Pieces of memory that a host arena grows by: mapped, touched by several threads, registered."""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from dataclasses import dataclass
+
+import numpy as np
+
+from offcompile.runtime.base.mapping import Mapping, page_multiple
+
+from . import pinning
+from .pinning import Registrar
+
+_LEAST_TOUCHED_BYTES = 16 << 20
+
+
+@dataclass(eq=False)
+class Segment:
+    """A mapping and the place of its first byte among an arena's offsets.
+
+    array: its bytes; does not keep them. number: its registration; None when CUDA does not know
+    it. An arena and its blocks refer to a segment, nothing else does: it dies with the last.
+    """
+
+    mapping: Mapping
+    nbytes: int
+    number: int | None
+    array: np.ndarray[tuple[int], np.dtype[np.uint8]]
+    start: int = 0
+
+
+def make(nbytes: int, registrar: Registrar | None, threads: int) -> tuple[Segment, int]:
+    """A segment, touched, and what CUDA said: 0 if it is registered, or not to be.
+
+    OffloadError when the system has no memory for it.
+    """
+    mapping = Mapping(nbytes)
+    mapping.open(0, mapping.nbytes)
+    _touch(mapping, threads)
+    number, code = pinning.register(mapping, registrar) if registrar else (None, 0)
+    segment = Segment(mapping, nbytes, number, np.frombuffer(mapping.view(0, nbytes), np.uint8))
+    if number is not None:
+        weakref.finalize(segment, pinning.let_go, number).atexit = False
+    return segment, code
+
+
+def _touch(mapping: Mapping, threads: int) -> None:
+    part = page_multiple(max(-(-mapping.nbytes // threads), _LEAST_TOUCHED_BYTES))
+    parts = [(at, min(part, mapping.nbytes - at)) for at in range(0, mapping.nbytes, part)]
+    mine, helpers = parts[:1], []
+    for start, nbytes in parts[1:]:
+        helper = threading.Thread(target=mapping.touch, args=(start, nbytes))
+        try:
+            helper.start()
+        except RuntimeError:  # a limit leaves no room for its stack
+            mine.append((start, nbytes))
+        else:
+            helpers.append(helper)
+    for start, nbytes in mine:
+        mapping.touch(start, nbytes)
+    for helper in helpers:
+        helper.join()

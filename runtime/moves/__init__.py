@@ -1,0 +1,1 @@
+"""Moves of tensors while graphs run: the ops in the graphs, the mover, the cache beside plans."""

@@ -1,0 +1,103 @@
+"""Ops that make a gradient on the host's memory: on the device it never stands.
+
+Each does what an aten op does, bit for bit, into memory that `Device.addressable` gives, and
+returns a ticket for it: `ops.host_of` makes of that the gradient, as of `start_store`'s. Importing
+this module defines them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from offcompile.runtime.base.define import define
+
+from .registry import runtime_for
+
+aten = torch.ops.aten
+
+#: after the op's own arguments: how the gradient lies in its storage, and where that comes from
+_PLACE = "SymInt[] size, SymInt[] stride, ScalarType dtype, str tag, str runtime"
+SCHEMAS = {
+    "store_mm": "(Tensor a, Tensor b, {})",
+    "store_bmm": "(Tensor a, Tensor b, {})",
+    "store_add": "(Tensor a, Tensor b, Scalar alpha, {})",
+    "store_copy": "(Tensor x, {})",
+    "store_embedding": "(Tensor grad, Tensor indices, SymInt num_weights, SymInt padding_idx, "
+    "bool scale_grad_by_freq, {})",
+}
+
+
+def _kernel(fill: Callable[..., None], zeroed: bool = False) -> Callable[..., torch.Tensor]:
+    """The op that has `fill(host, …)` write all of the gradient, or what is not zero of it."""
+
+    def store(*args: Any) -> torch.Tensor:
+        *own, size, stride, dtype, tag, runtime = args
+        numel = 1
+        for length in size:
+            numel *= length
+        mover = runtime_for(runtime).mover
+        flat, ticket = mover.store_in_place(numel * dtype.itemsize, tag, zeroed)
+        with torch.no_grad():
+            fill(flat.view(dtype).as_strided(size, stride), *own)
+        mover.stored(flat)
+        return ticket
+
+    return store
+
+
+def _mm(host: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> None:
+    aten.mm.out(a, b, out=host)
+
+
+def _bmm(host: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> None:
+    aten.bmm.out(a, b, out=host)
+
+
+def _add(host: torch.Tensor, a: torch.Tensor, b: torch.Tensor, alpha: float) -> None:
+    aten.add.out(a, b, alpha=alpha, out=host)
+
+
+def _copy(host: torch.Tensor, x: torch.Tensor) -> None:
+    host.copy_(x)
+
+
+def _embedding(
+    host: torch.Tensor,
+    grad: torch.Tensor,
+    indices: torch.Tensor,
+    num_weights: int,
+    padding_idx: int,
+    scale_grad_by_freq: bool,
+) -> None:
+    """Only the rows that were looked up are made on the device; the rest of `host` is zero.
+
+    The same op makes them, of rows counted anew: what is added to each, and in which order, stays.
+    """
+    rows, places = torch.unique(indices, return_inverse=True)
+    padding = (rows == padding_idx).nonzero()
+    made = aten.embedding_dense_backward.default(
+        grad, places, len(rows), int(padding[0]) if len(padding) else -1, scale_grad_by_freq
+    )
+    host.index_copy_(0, rows, made)
+
+
+def _fake(*args: Any) -> torch.Tensor:
+    return torch.empty((1,), dtype=torch.int64, device="cpu")
+
+
+_FILLS: dict[str, tuple[Callable[..., None], bool]] = {
+    "store_mm": (_mm, False),
+    "store_bmm": (_bmm, False),
+    "store_add": (_add, False),
+    "store_copy": (_copy, False),
+    "store_embedding": (_embedding, True),
+}
+
+
+store_mm, store_bmm, store_add, store_copy, store_embedding = STORES = tuple(
+    define(name, f"{schema.format(_PLACE)} -> Tensor", _kernel(*_FILLS[name]), _fake)
+    for name, schema in SCHEMAS.items()
+)

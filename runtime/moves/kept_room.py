@@ -1,0 +1,138 @@
+"""The room of a `Keeper`: what it holds, how that comes, and how it goes when room is wanted."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterable
+from functools import partial
+
+from offcompile.runtime.device.failures import failure
+from offcompile.runtime.device.interface import Copy
+
+from .kept import Block, Foresight, Kept
+from .saved import Moving
+
+
+class KeptRoom:
+    """Of one mover. What a method does to what is held, `foresight` hears of."""
+
+    def __init__(self, mover: Moving, foresight: Foresight) -> None:
+        self.mover, self.foresight = mover, foresight
+        self.limit_bytes = 0
+        self._lock = threading.RLock()
+        self._kept: dict[Block, Kept] = {}
+        self._held_bytes = 0
+
+    @property
+    def held_bytes(self) -> int:
+        """What it holds now, with what is still on its way out."""
+        return self._held_bytes
+
+    @property
+    def _free_bytes(self) -> int:
+        return self.limit_bytes - self._held_bytes
+
+    def _begin_in(self, kept: Kept, lane: str, ahead: bool) -> None:
+        nbytes = kept.saved.slot.nbytes
+        self._kept[kept.block] = kept
+        self._held_bytes += nbytes
+        self.foresight.fetching(kept.block, nbytes, prefetch=ahead)
+        try:
+            arrived = partial(self._arrived, kept)
+            kept.copy = self.mover.begin_in(kept.saved, kept.tensor, lane, arrived)
+        except BaseException:
+            self._drop(kept)
+            raise
+
+    def _hand_out(self, kept: Kept) -> None:
+        """A graph gets it, and waits for it before it is over."""
+        kept.awaited = True
+        self.foresight.arrived(kept.block)
+
+    def _give_up(self, chosen: Iterable[Kept], waits: bool = True) -> None:
+        """Drop clean ones, also on their way in; `waits`: return when nothing comes for nobody."""
+        for kept in chosen:
+            with self._lock:
+                if self._kept.get(kept.block) is not kept:
+                    continue
+                self._drop(kept)
+            if not kept.under_way:
+                continue
+            assert kept.copy is not None
+            if self.mover.device.cancel(kept.copy):
+                self.mover.copy_cancelled(kept.saved)
+            elif waits:
+                self.mover.device.wait(kept.copy)
+
+    def _victims(self, over_bytes: int) -> list[Kept]:
+        if over_bytes <= 0:
+            return []
+        chosen = [self._kept.get(v.block) for v in self.foresight.victims(over_bytes)]
+        return self._mark_leaving([k for k in chosen if k is not None])
+
+    def _mark_leaving(self, chosen: list[Kept]) -> list[Kept]:
+        """Those that have to be written begin to leave; clean ones are gone at once."""
+        for kept in chosen:
+            if kept.clean:
+                self._drop(kept)
+            else:
+                kept.leaving = True
+                self.foresight.leaving(kept.block)
+        return chosen
+
+    def _send(self, kept: Kept) -> None:
+        with self._lock:
+            if kept.leaving and kept.copy is None:
+                ended = partial(self._left, kept)
+                kept.copy = self.mover.begin_out(kept.saved, kept.tensor, ended)
+
+    def _await_gone(self, kept: Kept) -> None:
+        """Return when a tensor's copy out is complete, or compute is made to wait for it."""
+        copy = kept.copy
+        if copy is None or not kept.leaving:
+            return
+        kept.awaited = kept.saved.awaited = True
+        self.mover.device.wait(copy)
+        with self._lock:
+            dead = self._kept.get(kept.block) is not kept
+            if copy.error is None:
+                self._drop_if_leaving(kept)
+        # nobody misses the copy of what has died: that may have been cancelled
+        if copy.error is not None and not dead:
+            raise failure(copy.error, "out", kept.saved.tag, kept.saved.slot)
+
+    def _arrived(self, kept: Kept, copy: Copy) -> None:
+        with self._lock:
+            if self._kept.get(kept.block) is kept:
+                self.foresight.arrived(kept.block)
+                if copy.error is not None:  # who asks for it will load it, and hear why not
+                    self._drop(kept)
+            else:
+                _let_go(kept)
+
+    def _left(self, kept: Kept, copy: Copy) -> None:
+        with self._lock:
+            if self._kept.get(kept.block) is not kept:
+                _let_go(kept)
+            elif copy.error is None:
+                self._drop_if_leaving(kept)
+            else:
+                # it is still here, and nothing is lost; who wanted its room hears of it
+                kept.leaving, kept.copy = False, None
+                self.foresight.stays(kept.block)
+
+    def _drop_if_leaving(self, kept: Kept) -> None:
+        if kept.leaving and self._kept.get(kept.block) is kept:
+            self.foresight.cleaned(kept.block)
+            self._drop(kept)
+
+    def _drop(self, kept: Kept) -> None:
+        self.foresight.left(kept.block)
+        _let_go(kept)
+        del self._kept[kept.block]
+        self._held_bytes -= kept.saved.slot.nbytes
+
+
+def _let_go(kept: Kept) -> None:
+    """Now, and not when the last note of it dies: its copy has ended, or compute waits for it."""
+    vars(kept).pop("tensor", None)

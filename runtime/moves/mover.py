@@ -1,0 +1,510 @@
+"""The four movement ops, written against the Device interface alone."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import TypeVar
+
+import torch
+
+from offcompile.ir import OffloadError
+from offcompile.runtime.base.counters import add_gauges, new_tally, note, now_ns
+from offcompile.runtime.device import tickets
+from offcompile.runtime.device.failures import failure
+from offcompile.runtime.device.interface import Copy, Device, How, Label, Point, Slot
+from offcompile.runtime.device.listening import listener
+
+from .keeping import Keeper
+from .ledger import Ledger
+from .saved import KeptCounts, Saved
+from .watching import show
+
+
+@dataclass(eq=False)
+class Load:
+    """A tensor on its way back, into a buffer of its own."""
+
+    mover: Mover
+    tag: str
+    lane: str
+    saved: Saved
+    number: int = 0
+    awaited: bool = False
+    #: None: the data was there
+    copy: Copy | None = None
+    #: the buffer is the keeper's, and so is the copy
+    kept: bool = False
+
+
+_Entry = TypeVar("_Entry", Saved, Load)
+
+
+class Mover:
+    """Moves tensors out of and into the memory of one device.
+
+    in_flight_bytes bounds sources of unfinished copies out, reload buffers and staging together:
+    a caller that would exceed it waits until copies out have drained, and no longer (what only
+    the caller itself can free is never waited for). Safe to call from several threads.
+    """
+
+    def __init__(self, device: Device, in_flight_bytes: int | None = None) -> None:
+        self.device = device
+        self.tally = new_tally()
+        self._pid = os.getpid()
+        self._lock = threading.Lock()
+        self._ledger = Ledger(in_flight_bytes, self._lock, self.tally, lambda: device.staging_bytes)
+        self._live_tickets = 0
+        #: uses what room there is between graphs; None: what leaves leaves
+        self.keeper: Keeper | None = None
+        self._kept_counted = (0, 0, 0, 0)
+        # filled by finalizers, which may run between any two lines and take no lock
+        self._deaths: deque[Callable[[], None]] = deque()
+        self._is_closed = self._sweeps = False
+        device.before_copies(self.sweep)
+        self._forget_gauges = add_gauges(self._gauges)
+
+    # -- the ops -------------------------------------------------------------------------------
+
+    def start_out(
+        self, x: torch.Tensor, tag: str, tier: str, lane: str, codec: str | None = None
+    ) -> torch.Tensor:
+        """Begin copying x, which is dense and covers its storage, to `tier`; returns its ticket.
+
+        `codec` packs it on its way; loads of the ticket unpack it. SpillFull if there is no room.
+        x must not change before `wait_out`.
+        """
+        began_ns = now_ns()
+        self._enter()
+        _check_dense(x, tag)
+        show(x, tag)
+        slot = self.device.slot(x, tier, codec)
+        saved = Saved(self, tag, lane, slot, layout=(x.shape, x.stride()))
+        ticket = self._issue(saved, self._saved_died)
+        if self.keeper is not None and self.keeper.keep(saved, x):
+            note("keep", tag, lane, began_ns, now_ns() - began_ns)
+            return ticket
+        return self._start_out(x, saved, ticket, began_ns)
+
+    def start_store(self, x: torch.Tensor, tag: str, lane: str) -> torch.Tensor:
+        """As `start_out`, to host memory that ops can use in place: `host_of` gives it.
+
+        The copy is made whatever becomes of the ticket: somebody may hold that memory.
+        """
+        began_ns = now_ns()
+        self._enter()
+        _check_dense(x, tag)
+        (host,) = self.device.addressable([x.numel() * x.element_size()])
+        slot = self.device.slot_of(host)
+        assert slot is not None, "the device does not know its own memory"
+        layout = (x.shape, x.stride())
+        saved = Saved(self, tag, lane, slot, awaited=True, host=host, layout=layout)
+        ticket = self._start_out(x, saved, self._issue(saved, self._saved_died), began_ns)
+        self.device.sent(host, saved.copy)
+        return ticket
+
+    def store_in_place(
+        self, nbytes: int, tag: str, zeroed: bool = False
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Host memory, flat, that an op is about to write in place, and the ticket for it.
+
+        What the memory holds is undefined, unless `zeroed`.
+        """
+        self._enter()
+        (host,) = self.device.addressable([nbytes])
+        slot = self.device.slot_of(host)
+        assert slot is not None, "the device does not know its own memory"
+        if zeroed:
+            self.device.clear(host)
+        saved = Saved(self, tag, "", slot, awaited=True, host=host)
+        return host, self._issue(saved, self._saved_died)
+
+    def stored(self, host: torch.Tensor) -> None:
+        """The op that writes what `store_in_place` gave was given to compute."""
+        self.device.sent(host, self.device.mark())
+
+    def _start_out(
+        self, x: torch.Tensor, saved: Saved, ticket: torch.Tensor, began_ns: int
+    ) -> torch.Tensor:
+        """The ticket's death undoes everything, also when something is raised."""
+        tag, lane = saved.tag, saved.lane
+        nbytes = saved.slot.nbytes
+        self._reserve(nbytes, tag)
+        try:
+            saved.users += 1
+            saved.copy = self.device.copy_out(
+                lane,
+                x,
+                saved.slot,
+                self._after(self.device.mark()),
+                Label("out", tag, listener()),
+                partial(self._out_ended, saved),
+            )
+        except BaseException:
+            saved.users -= 1
+            self._ledger.release(nbytes, drained=True)
+            raise
+        note("start_out", tag, lane, began_ns, now_ns() - began_ns)
+        return ticket
+
+    def wait_out(self, saved: Saved) -> None:
+        """Return when the copy is complete (or compute is made to wait for it): x may go."""
+        began_ns = now_ns()
+        self._enter()
+        if self.keeper is not None and self.keeper.settle(saved):
+            note("wait_out", saved.tag, saved.lane, began_ns, now_ns() - began_ns)
+            return
+        assert saved.copy is not None
+        saved.awaited = True
+        self._stand(saved.copy, saved.tag, load=False)
+        note("wait_out", saved.tag, saved.lane, began_ns, now_ns() - began_ns)
+        if saved.copy.error is not None:
+            raise failure(saved.copy.error, "out", saved.tag, saved.slot)
+
+    def start_fetch(
+        self, host: torch.Tensor, tag: str, lane: str
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Begin loading what stands on `addressable` memory into a new buffer; see `start_load`.
+
+        What compute has been given to write there before comes along; what holds that memory
+        (`Device.hold`) is waited for first.
+        """
+        began_ns = now_ns()
+        self._enter()
+        self._claim(host, tag)
+        slot = self.device.slot_of(host)
+        if slot is None:
+            raise OffloadError(
+                f"{tag} cannot be fetched: its {host.untyped_storage().nbytes()} bytes do not lie"
+                " on the host tier. They were replaced while the compiled step ran; change"
+                " parameters between steps only."
+            )
+        saved = self.saved_on_host(host, slot, tag, lane)
+        kept = None if self.keeper is None else self.keeper.fetch(host, tag, lane)
+        return self._start_load(saved, tag, lane, kept, began_ns)
+
+    def start_load(self, saved: Saved, tag: str, lane: str) -> tuple[torch.Tensor, torch.Tensor]:
+        """Begin loading what was saved into a new buffer: (flat uint8 buffer, load ticket).
+
+        The buffer must not be touched before `wait_load`. Any number of loads of one ticket,
+        which must be alive.
+        """
+        began_ns = now_ns()
+        self._enter()
+        kept = None if self.keeper is None else self.keeper.take(saved, lane)
+        return self._start_load(saved, tag, lane, kept, began_ns)
+
+    def _start_load(
+        self,
+        saved: Saved,
+        tag: str,
+        lane: str,
+        kept: tuple[torch.Tensor, Copy | None] | None,
+        began_ns: int,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        load = Load(self, tag, lane, saved)
+        ticket = self._issue(load, self._load_died)
+        if kept is not None:
+            load.kept = True
+            buffer, load.copy = kept
+            note("take", tag, lane, began_ns, now_ns() - began_ns)
+            return buffer, ticket
+        nbytes = saved.slot.nbytes
+        self._reserve(nbytes, tag, drains=False)
+        try:
+            gone = partial(self._deaths.append, partial(self._ledger.release, nbytes))
+            buffer = self.device.allocate(saved.slot, gone)
+        except BaseException:
+            self._ledger.release(nbytes)
+            raise
+        with self._lock:
+            saved.users += 1
+        try:
+            load.copy = self.device.copy_in(
+                lane,
+                saved.slot,
+                buffer,
+                self._after(self.device.mark(), saved.copy),
+                Label("load", tag, listener()),
+                partial(self._load_ended, load),
+            )
+        except BaseException:
+            with self._lock:
+                self._drop_user(saved)
+            raise
+        note("start_load", tag, lane, began_ns, now_ns() - began_ns)
+        return buffer, ticket
+
+    def wait_load(self, load: Load) -> None:
+        """Return when the buffer holds the data (or compute is made to wait for it)."""
+        began_ns = now_ns()
+        self._enter()
+        load.awaited = True
+        if load.copy is None:
+            with self._lock:
+                self.tally.prefetch_hits += 1
+            return
+        self._stand(load.copy, load.tag, load=True)
+        note("wait_load", load.tag, load.lane, began_ns, now_ns() - began_ns)
+        if load.copy.error is not None:
+            raise failure(load.copy.error, "load", load.tag, load.saved.slot)
+
+    def read_in_place(self, count: int) -> None:
+        """Note that ops have used so many operands on the host."""
+        with self._lock:
+            self.tally.direct_reads += count
+
+    # -- what the keeper does ----------------------------------------------------------------------
+
+    def begin_out(self, saved: Saved, x: torch.Tensor, ended: Callable[[Copy], None]) -> Copy:
+        """Begin copying out what was kept so far; `ended` is called when it is over."""
+        return self._begin(saved, "out", saved.lane, x, ended)
+
+    def begin_in(
+        self, saved: Saved, buffer: torch.Tensor, lane: str, ended: Callable[[Copy], None]
+    ) -> Copy:
+        """Begin loading into a buffer of the keeper's, which nobody has asked for yet."""
+        return self._begin(saved, "load", lane, buffer, ended)
+
+    def saved_on_host(self, host: torch.Tensor, slot: Slot, tag: str, lane: str) -> Saved:
+        """What stands on `addressable` memory, to be loaded."""
+        return Saved(self, tag, lane, slot, users=0, host=host)
+
+    def died(self, tell: Callable[[], None]) -> None:
+        """Have `tell` called with the next sweep. For finalizers: takes no lock."""
+        self._deaths.append(tell)
+
+    def count_kept(self, counted: KeptCounts) -> None:
+        """What a keeper's forecast has counted since it was made."""
+        now = counted.hits, counted.misses, counted.late, counted.wasted_bytes
+        with self._lock:
+            hits, misses, late, wasted = (
+                b - a for a, b in zip(self._kept_counted, now, strict=True)
+            )
+            self._kept_counted = now
+            tally = self.tally
+            tally.keeper_hits += hits
+            tally.keeper_misses += misses
+            tally.keeper_late += late
+            tally.keeper_wasted_bytes += wasted
+
+    def copy_cancelled(self, saved: Saved) -> None:
+        with self._lock:
+            self._drop_user(saved)
+
+    def _begin(
+        self,
+        saved: Saved,
+        direction: str,
+        lane: str,
+        tensor: torch.Tensor,
+        ended: Callable[[Copy], None],
+    ) -> Copy:
+        with self._lock:
+            saved.users += 1
+
+        def over(copy: Copy) -> None:
+            with self._lock:
+                if copy.error is None:
+                    self._count(saved, direction)
+                self._drop_user(saved)
+            ended(copy)
+
+        label = Label(direction, saved.tag)
+        try:
+            if direction == "out":
+                after = self._after(self.device.mark())
+                copy = self.device.copy_out(lane, tensor, saved.slot, after, label, over)
+                saved.copy = copy
+            else:
+                after = self._after(self.device.mark(), saved.copy)
+                copy = self.device.copy_in(lane, saved.slot, tensor, after, label, over)
+        except BaseException:
+            self.copy_cancelled(saved)
+            raise
+        return copy
+
+    def _count(self, saved: Saved, direction: str) -> None:
+        slot, tally = saved.slot, self.tally
+        tally.moves += 1
+        if direction == "out":
+            tally.bytes_out += slot.crossed_bytes
+            tally.raw_bytes_out += slot.nbytes
+        else:
+            tally.bytes_in += slot.crossed_bytes
+            tally.raw_bytes_in += slot.nbytes
+
+    # -- waits, with whoever listens -------------------------------------------------------------
+
+    def _stand(self, copy: Copy, tag: str, load: bool) -> None:
+        heard = listener()
+        if heard is None:
+            self._wait(copy, load)
+            return
+        began = None if copy.ended else heard.now()
+        with heard.wait_range(tag):
+            self._wait(copy, load)
+        if began is not None:
+            heard.waited(tag, began)
+
+    def _claim(self, host: torch.Tensor, tag: str) -> None:
+        heard = listener() if self.device.ever_held else None
+        slot = None if heard is None else self.device.slot_of(host)
+        if heard is None or slot is None or not slot.holds:
+            self.device.claim(host)
+            return
+        began = heard.now()
+        with heard.wait_range(tag):
+            self.device.claim(host)
+        heard.waited(tag, began, starting=True)
+
+    def _reserve(self, nbytes: int, tag: str, drains: bool = True) -> None:
+        heard = listener()
+        began = None if heard is None else heard.now()
+        if self._ledger.reserve(nbytes, drains) and heard is not None:
+            heard.waited(tag, began, starting=True)
+
+    # -- orders and waits: what a subclass in a test takes away ----------------------------------
+
+    def _after(self, mark: Point | None, out: Copy | None = None) -> Sequence[Point]:
+        """What a copy starts after: compute up to here and, for a load, the copy out."""
+        return [point for point in (mark, out) if point is not None]
+
+    def _wait(self, copy: Copy, load: bool) -> None:
+        waited = self.device.wait(copy)
+        with self._lock:
+            tally = self.tally
+            tally.wait_us += waited.duration_ns / 1000
+            tally.late += waited.how is not How.READY
+            if load:
+                tally.prefetch_hits += waited.how is How.READY
+                tally.demand_misses += waited.how is How.PROMOTED
+
+    # -- ends and deaths -------------------------------------------------------------------------
+
+    def sweep(self) -> None:
+        """Give back what has died since the last time. Called at every op and before every job."""
+        if self._is_closed and self._sweeps:
+            return  # the one below, which was interrupted by a finalizer, goes on until all is done
+        self._sweeps = True
+        try:
+            self._sweep()
+        finally:
+            self._sweeps = False
+
+    def _note_death(self, died: Callable[[], None]) -> None:
+        """For finalizers. Once it is closed nobody comes to sweep, and no lock of ours is held."""
+        self._deaths.append(died)
+        if self._is_closed:
+            self.sweep()
+
+    def _sweep(self) -> None:
+        while self._deaths:
+            try:
+                died = self._deaths.popleft()
+            except IndexError:  # another thread was faster
+                return
+            died()
+            del died  # what it held may die with it, and come next
+
+    def _issue(self, entry: _Entry, died: Callable[[_Entry], None]) -> torch.Tensor:
+        entry.number, ticket = tickets.issue(entry, partial(self._note_death, partial(died, entry)))
+        with self._lock:
+            self._live_tickets += 1
+        return ticket
+
+    def _out_ended(self, saved: Saved, copy: Copy) -> None:
+        with self._lock:
+            if copy.error is None:
+                self._count(saved, "out")
+            self._out_over(saved)
+
+    def _out_over(self, saved: Saved) -> None:
+        self._ledger.release_locked(saved.slot.nbytes, drained=True)
+        self._drop_user(saved)
+
+    def _load_ended(self, load: Load, copy: Copy) -> None:
+        with self._lock:
+            if copy.error is None:
+                self._count(load.saved, "load")
+            self._drop_user(load.saved)
+
+    def _saved_died(self, saved: Saved) -> None:
+        tickets.retire(saved.number)
+        with self._lock:
+            self._live_tickets -= 1
+            saved.ticket_alive = False
+            self._drop_user(saved)
+        if self.keeper is not None:
+            self.keeper.forget(saved)
+        self._cancel_if_unwanted(saved)
+
+    def _load_died(self, load: Load) -> None:
+        tickets.retire(load.number)
+        with self._lock:
+            self._live_tickets -= 1
+        # nobody can wait for it any more: not begun, it need not begin
+        if load.copy is None or load.kept or load.awaited:
+            return
+        if self.device.cancel(load.copy):
+            with self._lock:
+                self._drop_user(load.saved)
+            self._cancel_if_unwanted(load.saved)
+
+    def _cancel_if_unwanted(self, saved: Saved) -> None:
+        with self._lock:
+            unwanted = not (saved.ticket_alive or saved.awaited) and saved.users == 1
+        if unwanted and saved.copy is not None and self.device.cancel(saved.copy):
+            with self._lock:
+                self._out_over(saved)
+
+    def _drop_user(self, saved: Saved) -> None:
+        saved.users -= 1
+        if not saved.users:
+            saved.slot.free()
+
+    # -- the rest --------------------------------------------------------------------------------
+
+    def _enter(self) -> None:
+        if os.getpid() != self._pid:
+            raise OffloadError(
+                "This tensor was moved by the parent process before fork(): what copies it did not "
+                "come along. Run the compiled step wholly in one process, or start the workers "
+                "with the `spawn` method."
+            )
+        if self._deaths:
+            self.sweep()
+
+    def _gauges(self) -> dict[str, int]:
+        self.sweep()
+        held = {
+            "live_tickets": self._live_tickets,
+            "in_flight_bytes": self._ledger.held_bytes,
+        }
+        if self.keeper is not None:
+            held["keeper_bytes"] = self.keeper.held_bytes
+            held["keeper_table_bytes"] = self.keeper.foresight.table_bytes
+        return held
+
+    def close(self) -> None:
+        """Stop. Waits and loads of what was not there yet fail from now on."""
+        self._forget_gauges()
+        self.device.close()
+        self._ledger.close()
+        self._is_closed = True
+        self.sweep()
+
+
+def _check_dense(x: torch.Tensor, tag: str) -> None:
+    if x.is_contiguous():
+        return
+    last = sum((size - 1) * stride for size, stride in zip(x.shape, x.stride(), strict=True))
+    if x.numel() and last + 1 != x.numel():
+        raise OffloadError(
+            f"{tag} cannot move: a tensor of size {tuple(x.shape)} and stride {x.stride()} does "
+            "not fill its memory. Move the storage, as one dense tensor, and rebuild the view."
+        )

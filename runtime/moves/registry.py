@@ -1,0 +1,246 @@
+"""One runtime for each set of settings in a process, found by a key that graphs can carry."""
+
+from __future__ import annotations
+
+import atexit
+import json
+import os
+import re
+import threading
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, fields
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+
+from offcompile.ir import OffloadError
+from offcompile.runtime.base import watchdog
+from offcompile.runtime.base.counters import add_gauges, forget_parent
+from offcompile.runtime.device.cpu import CpuDevice
+from offcompile.runtime.device.interface import Device
+from offcompile.runtime.device.lane_rates import Moved
+from offcompile.runtime.device.mapped import MappedStore
+from offcompile.runtime.disk.checksums import VerifiedStore
+from offcompile.runtime.disk.directories import default_directory
+from offcompile.runtime.disk.spill import SpillStore
+from offcompile.runtime.memory.arena import Arena
+from offcompile.runtime.memory.heap import heap
+
+from .mover import Mover
+
+if TYPE_CHECKING:
+    from offcompile.runtime.memory.host_arena import HostArena
+
+#: on CUDA: pinned memory of each lane between the device and a disk
+DISK_LANES, STAGING_BYTES = 2, 16 << 20
+TARGETS = ("cpu", "cuda:0, cuda:1, …")
+_TARGET = re.compile(r"cpu|cuda:\d+")
+
+
+@dataclass(frozen=True)
+class RuntimeSettings:
+    """What a runtime is made of. Models with equal settings share one.
+
+    target: `cpu`, or one CUDA device. On the CPU both tiers are files; on CUDA the host tier is
+    pinned memory, and there is a disk tier where directories are named.
+    directories: where spill files go; none: on the CPU the system's temporary directory.
+    host_bytes, disk_bytes: most that each tier holds; None: no bound, 0: there is no such tier.
+    arena_bytes: memory made ready at the start (the arena grows where it does not suffice).
+    in_flight_bytes: bound on what moves hold of the device; None: no bound.
+    verify_spill: what is read from spill files is checked (`checksums`).
+    """
+
+    target: str = "cpu"
+    directories: tuple[str, ...] = ()
+    host_bytes: int | None = None
+    disk_bytes: int | None = None
+    arena_bytes: int = 0
+    chunk_bytes: int = 8 << 20
+    in_flight_bytes: int | None = None
+    verify_spill: bool = False
+
+    def __post_init__(self) -> None:
+        if not _TARGET.fullmatch(self.target):
+            raise OffloadError(
+                f"There is no runtime for the target {self.target!r}: choose one of {TARGETS}."
+            )
+        object.__setattr__(self, "directories", tuple(os.fspath(d) for d in self.directories))
+        for name in ("host_bytes", "disk_bytes", "arena_bytes", "in_flight_bytes"):
+            value = getattr(self, name)
+            if value is not None and value < 0:
+                raise OffloadError(f"{name} is {value}: it must not be negative.")
+        if self.host_bytes == 0 and self.disk_bytes == 0:
+            raise OffloadError("host_bytes and disk_bytes are both 0: nothing could move anywhere.")
+
+    @cached_property
+    def key(self) -> str:
+        """The settings as canonical JSON: equal settings have equal keys."""
+        return json.dumps(asdict(self), sort_keys=True, separators=(",", ":"))
+
+    @classmethod
+    def from_key(cls, key: str) -> RuntimeSettings:
+        try:
+            found = json.loads(key)
+        except ValueError:
+            found = None
+        if not isinstance(found, dict):
+            raise OffloadError(f"{key!r} is not the key of a runtime (JSON of its settings).")
+        known = {f.name for f in fields(cls)}
+        if unknown := sorted(set(found) - known):
+            raise OffloadError(f"The runtime key has unknown settings: {', '.join(unknown)}.")
+        found["directories"] = tuple(found.get("directories", ()))
+        return cls(**found)
+
+
+class Runtime:
+    """Arena, spill files, lanes and mover of one set of settings; stays until closed."""
+
+    def __init__(self, settings: RuntimeSettings) -> None:
+        watchdog.limit_s()  # what is wrong there is said now, and not in the middle of a wait
+        self.settings = settings
+        self.stores: dict[str, SpillStore] = {}
+        #: pinned memory on CUDA, staging on the CPU
+        self.arena: Arena | HostArena
+        self.device: Device
+        try:
+            if settings.target == "cpu":
+                self._on_cpu()
+            else:
+                self._on_cuda()
+        except BaseException:
+            self._close_stores()
+            raise
+        self.mover = Mover(self.device, settings.in_flight_bytes)
+        self._forget_gauges = add_gauges(self._gauges)
+
+    def _on_cpu(self) -> None:
+        settings = self.settings
+        self._open_stores({"host": settings.host_bytes, "disk": settings.disk_bytes})
+        self.arena = Arena(settings.arena_bytes)
+        self.device = CpuDevice(
+            self.arena, self.stores, settings.chunk_bytes, MappedStore(self._directories[0])
+        )
+
+    def _on_cuda(self) -> None:
+        # a process that computes on the CPU has no use for these
+        from offcompile.runtime.device.cuda.device import CudaDevice
+        from offcompile.runtime.device.streams import TorchStreams
+        from offcompile.runtime.memory.host_arena import HostArena
+
+        settings = self.settings
+        if settings.directories:
+            self._open_stores({"disk": settings.disk_bytes})
+        device = torch.device(settings.target)
+        limit_bytes = settings.host_bytes
+        if limit_bytes is not None and self.stores:
+            limit_bytes += DISK_LANES * STAGING_BYTES  # what passes through is no tensor's
+        with torch.cuda.device(device):  # registering puts a context on the current one
+            self.arena = HostArena(limit_bytes, settings.arena_bytes)
+        self.device = CudaDevice(TorchStreams(device), self.arena, self.stores, STAGING_BYTES)
+
+    @cached_property
+    def _directories(self) -> tuple[Path, ...]:
+        named = self.settings.directories
+        return tuple(map(Path, named)) if named else (default_directory(),)
+
+    def _open_stores(self, capacities: dict[str, int | None]) -> None:
+        directories = self._directories
+        kind = VerifiedStore if self.settings.verify_spill else SpillStore
+        for tier, capacity in capacities.items():
+            if capacity != 0:
+                self.stores[tier] = kind(directories, capacity)
+
+    def _gauges(self) -> dict[str, int]:
+        used = {tier: store.used_bytes for tier, store in self.stores.items()}
+        host_bytes, arena_bytes = used.get("host", 0), self.arena.capacity_bytes
+        if isinstance(self.arena, Arena):
+            arena_bytes += self.arena.overflow_bytes
+        else:
+            host_bytes = self.arena.used_bytes
+        return {
+            "spill_bytes": sum(used.values()),
+            "host_bytes": host_bytes,
+            "spill_bytes_written": sum(s.bytes_written for s in self.stores.values()),
+            "arena_bytes": arena_bytes,
+            "device_peak_bytes": self._device_peak_bytes(),
+            **self._waste(),
+        }
+
+    def _waste(self) -> dict[str, int]:
+        if self.settings.target != "cpu":
+            kept_bytes = torch.cuda.max_memory_reserved(torch.device(self.settings.target))
+            return {"heap_waste_bytes": int(kept_bytes) - self._device_peak_bytes()}
+        kept = heap()
+        return {
+            "heap_waste_bytes": kept.waste_bytes,
+            "heap_trims": kept.trims,
+            "heap_trim_us": kept.trim_ns // 1000,
+        }
+
+    def _device_peak_bytes(self) -> int:
+        if self.settings.target == "cpu":
+            return heap().peak_bytes
+        return int(torch.cuda.max_memory_allocated(torch.device(self.settings.target)))
+
+    def _close_stores(self) -> None:
+        for store in self.stores.values():
+            store.close()
+
+    def close(self) -> None:
+        """End the lanes and give the files back; tensors that are still out are lost."""
+        self._forget_gauges()
+        self.mover.close()
+        self._close_stores()
+        if not isinstance(self.arena, Arena):
+            self.arena.close()
+
+
+_lock = threading.Lock()
+_runtimes: dict[str, Runtime] = {}
+
+
+def runtime_for(key: str) -> Runtime:
+    """The runtime of this key (`RuntimeSettings.key`), made at the first call."""
+    runtime = _runtimes.get(key)
+    if runtime is None:
+        settings = RuntimeSettings.from_key(key)
+        with _lock:
+            runtime = _runtimes.get(key)
+            if runtime is None:
+                runtime = _runtimes[key] = Runtime(settings)
+    return runtime
+
+
+def lanes_moved(key: str) -> Mapping[str, Moved]:
+    """What the lanes of the runtime of this key have moved; nothing where there is none."""
+    runtime = _runtimes.get(key)
+    return {} if runtime is None else runtime.device.rates.totals()
+
+
+def runtimes() -> tuple[Runtime, ...]:
+    """Those that are open."""
+    return tuple(_runtimes.values())
+
+
+def close_all() -> None:
+    """Close every runtime of this process; the next use of a key makes a fresh one."""
+    with _lock:
+        closing = tuple(_runtimes.values())
+        _runtimes.clear()
+    for runtime in closing:
+        runtime.close()
+
+
+def _forget_parents() -> None:
+    # threads and locks of the parent mean nothing here: the child starts with none of it
+    global _lock
+    _lock = threading.Lock()
+    _runtimes.clear()
+    forget_parent()
+
+
+atexit.register(close_all)
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_forget_parents)

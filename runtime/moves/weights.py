@@ -1,0 +1,94 @@
+"""Parameters whose memory is the host tier's: still ordinary parameters to everyone else."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+import torch
+
+from offcompile.runtime.device.interface import Device, Slot
+from offcompile.runtime.device.owners import has_others, why_it_stays
+
+from .registry import runtimes
+
+
+def live_on_host(device: Device, parameters: Sequence[torch.Tensor]) -> tuple[int, int]:
+    """Give parameters memory on the host tier, one behind the other in the order given.
+
+    Those that have it stay as they are, and so do those whose memory others rest on
+    (`why_it_stays`). Each covers its storage. Returns how many moved, and how many had to stay.
+    """
+    moving, staying = [], 0
+    for parameter in parameters:
+        slot = device.slot_of(parameter)
+        if slot is not None:
+            slot.planned = True
+        elif why_it_stays(parameter) is None:
+            moving.append(parameter)
+        else:
+            staying += 1
+    if not moving:
+        return 0, staying
+    sizes = [p.untyped_storage().nbytes() for p in moving]
+    # what is made in inference mode could not be trained later
+    with torch.inference_mode(False), torch.no_grad():
+        for parameter, flat in zip(moving, device.addressable(sizes), strict=True):
+            host = flat.view(parameter.dtype).as_strided(parameter.size(), parameter.stride())
+            host.copy_(parameter.detach())
+            # what stood on the device goes with its last user
+            parameter.data = host
+            slot = device.slot_of(parameter)
+            assert slot is not None
+            slot.planned = True
+    return len(moving), staying
+
+
+def live_on_device(parameters: Sequence[torch.Tensor]) -> int:
+    """Bring parameters that were born on the host to the device; returns how many.
+
+    Those that another plan wants on the host stay there, and so do those that share their memory,
+    which would not share it afterwards.
+    """
+    moved = 0
+    with torch.inference_mode(False), torch.no_grad():
+        for parameter in parameters:
+            slot = _slot_of(parameter)
+            if slot is None or slot.planned or has_others(parameter):
+                continue
+            here = torch.empty_strided(
+                parameter.size(), parameter.stride(), dtype=parameter.dtype, device=parameter.device
+            )
+            parameter.data = here.copy_(parameter.detach())
+            moved += 1
+    return moved
+
+
+def is_on_host(tensor: torch.Tensor) -> bool:
+    """Whether the tensor's memory is the host tier's, of whichever runtime."""
+    return _slot_of(tensor) is not None
+
+
+def is_there_by_plan(tensor: torch.Tensor) -> bool:
+    """Whether a plan has the tensor on the host; what was born there may still come over."""
+    slot = _slot_of(tensor)
+    return slot is not None and slot.planned
+
+
+def device_of(tensor: torch.Tensor) -> Device | None:
+    """The device whose host tier the tensor's memory is."""
+    devices = (runtime.device for runtime in runtimes())
+    return next((d for d in devices if d.slot_of(tensor) is not None), None)
+
+
+def claim(parameters: Iterable[torch.Tensor]) -> None:
+    """Return when nothing holds the memory of these any more (`Device.hold`)."""
+    devices = [r.device for r in runtimes() if r.device.ever_held]
+    if devices:
+        for parameter in parameters:
+            for device in devices:
+                device.claim(parameter)
+
+
+def _slot_of(tensor: torch.Tensor) -> Slot | None:
+    found = (runtime.device.slot_of(tensor) for runtime in runtimes())
+    return next((slot for slot in found if slot is not None), None)

@@ -1,0 +1,183 @@
+"""Gradients to the host and weights back, for an optimizer beside a device that runs on its own.
+
+A weight is updated where the host keeps it: in its own memory where that is the host tier's, else
+in a pinned copy that is sent to the device after each update. A gradient crosses once. Nothing here
+blocks the host but what `bring` returns, and compute waits for weights that come back, at `finish`.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, MutableMapping
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+
+from offcompile.runtime.base.weak import tensor_keys
+from offcompile.runtime.device import tickets
+from offcompile.runtime.device.failures import failure
+from offcompile.runtime.device.interface import Copy, Label, Point, Slot
+from offcompile.runtime.moves.mover import Mover
+from offcompile.runtime.moves.registry import Runtime, RuntimeSettings, runtime_for, runtimes
+from offcompile.runtime.moves.saved import Saved
+
+OUT, BACK = "d2h", "h2d"
+
+
+@dataclass(frozen=True)
+class Brought:
+    """A gradient on its way, to be kept until it was used: its memory goes with this.
+
+    gradient: where it will be, on the processor, once `arrive()` returns. Then what
+    `Carrier.place` gives for its weight may be overwritten, too.
+    """
+
+    gradient: torch.Tensor
+    arrive: Callable[[], None]
+    held: torch.Tensor
+
+
+@dataclass(eq=False)
+class _Copied:
+    """A weight that stays on the device: its copy on the host, and who uses the two."""
+
+    home: torch.Tensor
+    #: autograd's count of the weight's changes, when the two were equal
+    version: int
+    #: compute may read the weight itself up to there
+    used: Point | None = None
+    #: the copy's last way back, which reads it
+    back: Copy | None = None
+
+
+class Carrier:
+    """Of one device. `bring` and `finish` belong to threads that give work to compute."""
+
+    def __init__(self, mover: Mover) -> None:
+        self.mover, self.device = mover, mover.device
+        # parameter → _Copied
+        self._copies: MutableMapping[torch.Tensor, _Copied] = tensor_keys()
+        self._lock = threading.Lock()
+        #: weights on their way back: the copy, what it is of, and from where
+        self._returning: list[tuple[Copy, str, Slot]] = []
+
+    def place(self, parameter: torch.Tensor) -> torch.Tensor:
+        """The parameter for the host to update, a tensor of the processor; see `updated`.
+
+        A copy is made at the first call, and anew when autograd has seen the weight change.
+        """
+        copied = self._copied(parameter)
+        return self.device.on_host(parameter if copied is None else copied.home)
+
+    def _copied(self, parameter: torch.Tensor) -> _Copied | None:
+        """None: the parameter itself lies on the host tier."""
+        if self.device.slot_of(parameter) is not None:
+            return None
+        copied, version = self._copies.get(parameter), parameter._version
+        if copied is None or copied.version != version:
+            home = self._send(parameter.detach(), f"a weight of shape {tuple(parameter.shape)}")
+            self.device.await_on_host([home])()
+            copied = self._copies[parameter] = _Copied(home, version)
+        return copied
+
+    def bring(
+        self, parameter: torch.Tensor, gradient: torch.Tensor, label: str, lent: bool = False
+    ) -> Brought:
+        """Begin to bring a gradient of the parameter to the host.
+
+        lent: its memory may be written again once this returns, otherwise not before it dies.
+        """
+        copied, host = self._copied(parameter), gradient.detach()
+        if self.device.slot_of(host) is None:
+            host = self._send(self._duplicate(host) if lent else host, label)
+        back = None
+        if copied is not None:
+            copied.used, back = self.device.mark(), copied.back
+        arrive = self.device.await_on_host([host], [parameter] if copied is None else [])
+        return Brought(self.device.on_host(host), partial(self._arrive, arrive, back), host)
+
+    def _arrive(self, arrive: Callable[[], None], back: Copy | None) -> None:
+        arrive()
+        if back is not None:
+            self.device.reached(back)
+
+    def _send(self, tensor: torch.Tensor, label: str) -> torch.Tensor:
+        ticket = self.mover.start_store(tensor, label, OUT)
+        flat = tickets.find(ticket, Saved).host
+        assert flat is not None
+        # the copy holds its source until its end was seen: nobody has to wait for it
+        return flat.view(tensor.dtype).as_strided(tensor.size(), tensor.stride())
+
+    def _duplicate(self, tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.clone()
+
+    def updated(self, parameter: torch.Tensor, label: str) -> None:
+        """On any thread: `place(parameter)` was written. A copy goes to the device.
+
+        Autograd counts that the weight has changed.
+        """
+        torch.autograd.graph.increment_version(parameter)
+        if self.device.slot_of(parameter) is not None:
+            return
+        copied = self._copies[parameter]
+        copied.version = parameter._version
+        slot = self.device.slot_of(copied.home)
+        assert slot is not None
+        after = [] if copied.used is None else [copied.used]
+        target = parameter.detach()
+        back = self.device.copy_in(BACK, slot, target, after, Label("load", label), _nothing)
+        with self._lock:
+            copied.back = back
+            self._returning.append((back, label, slot))
+
+    def finish(self) -> None:
+        """What compute is given from now on sees the weights that `updated` was called for."""
+        with self._lock:
+            returning, self._returning = self._returning, []
+        failed = None
+        try:
+            while returning:
+                back, label, slot = returning[0]
+                self.device.wait(back)
+                del returning[0]
+                if back.error is not None and failed is None:
+                    failed = failure(back.error, "load", label, slot)
+        finally:  # another load's failure may come in between: the rest is still to be waited for
+            with self._lock:
+                self._returning[:0] = returning
+        if failed is not None:
+            raise failed
+
+
+def _nothing(copy: Copy) -> None:
+    """Who waits for it asks the copy itself."""
+
+
+_carriers: dict[Mover, Carrier] = {}
+
+
+def carrier_of(parameter: torch.Tensor) -> Carrier | None:
+    """The one for a parameter; None on the processor, where compute is over when it returns."""
+    if parameter.device.type == "cpu":
+        return None
+    for runtime in runtimes():
+        if runtime.device.slot_of(parameter) is not None:
+            return _carrier(runtime.mover)
+    return _carrier(runtime_on(parameter.device).mover)
+
+
+def runtime_on(device: torch.device) -> Runtime:
+    """A runtime of this device: one that there is, or one of usual settings."""
+    if device.type != "cpu" and device.index is None:
+        device = torch.device(device.type, torch.cuda.current_device())
+    mine = [r for r in runtimes() if r.settings.target == str(device)]
+    return mine[0] if mine else runtime_for(RuntimeSettings(target=str(device)).key)
+
+
+def _carrier(mover: Mover) -> Carrier:
+    if mover not in _carriers:
+        for closed in set(_carriers) - {runtime.mover for runtime in runtimes()}:
+            del _carriers[closed]
+        _carriers[mover] = Carrier(mover)
+    return _carriers[mover]

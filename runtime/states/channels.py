@@ -1,0 +1,301 @@
+"""Channels: threads that update weights while backward still makes gradients.
+
+They take jobs in turn: while one waits for its gradient to arrive, another updates. Updates run
+one at a time, in the order of submission, so that what they compute does not depend on timing.
+"""
+
+from __future__ import annotations
+
+import atexit
+import queue
+import threading
+import warnings
+import weakref
+from collections.abc import Callable
+from enum import Enum
+from functools import partial
+
+import torch
+
+from offcompile.ir import OffloadError
+from offcompile.runtime.base import forks, watchdog
+from offcompile.runtime.base.threads import died, started
+
+
+class State(Enum):
+    QUEUED = "queued"
+    ARRIVING = "arriving"
+    UPDATING = "updating"
+    DONE = "done"
+    FAILED = "failed"
+    #: not run, since a job before it had failed, or the process was ending
+    SKIPPED = "skipped"
+
+
+_OVER = frozenset({State.DONE, State.FAILED, State.SKIPPED})
+
+
+class Job:
+    """One update. `error` is set if it failed, in arriving or in updating."""
+
+    __slots__ = ("_arrive", "_line", "_work", "error", "label", "number", "state")
+
+    def __init__(
+        self,
+        line: _Line,
+        arrive: Callable[[], None],
+        work: Callable[[], None],
+        label: str,
+        number: int,
+    ) -> None:
+        self._line = line
+        self._arrive: Callable[[], None] | None = arrive
+        self._work: Callable[[], None] | None = work
+        self.label = label
+        self.number = number
+        self.state = State.QUEUED
+        self.error: BaseException | None = None
+
+    @property
+    def over(self) -> bool:
+        return self.state in _OVER
+
+    def wait(self) -> None:
+        """Block until it is over; OffloadError unless it was done. `settle` tells failures too."""
+        self.until_over()
+        if self.state is not State.DONE:
+            raise OffloadError(
+                f"The update of {self.label} was {self.state.value}: {self.error or _SKIPPED}"
+            ) from self.error
+
+    def until_over(self) -> None:
+        """Block until it is over, however it went."""
+        self._line.wait(lambda: self.over)
+
+
+_SKIPPED = "an update before it had failed, or the process was ending"
+
+
+class Channels:
+    """`count` threads; daemons that start with the first job and end with their owner.
+
+    threads: torch's intra-op threads in an update. None: as many as elsewhere, which is right
+    where the device computes and the processor has nothing else to do; fewer where the cores are
+    busy. Each channel has a pool of its own, of which one at a time works.
+    """
+
+    def __init__(self, count: int = 2, threads: int | None = None) -> None:
+        if count < 1 or (threads is not None and threads < 1):
+            raise OffloadError(f"There is no work with {count} channels of {threads} threads.")
+        self._line = _Line(count, threads)
+        _lines.add(self._line)
+        # `end` takes no lock: garbage is collected on any thread, between any two lines
+        self._ended = weakref.finalize(self, self._line.end)
+        self._ended.atexit = False
+
+    def submit(self, arrive: Callable[[], None], work: Callable[[], None], label: str) -> Job:
+        """Queue an update. It keeps what its functions hold until it is over.
+
+        arrive: block until the gradient is there; channels do this at the same time.
+        work: the update; one channel at a time, in the order of submission, and only if every
+        update since the last `settle` has gone well.
+        """
+        if not self._ended.alive:
+            raise OffloadError(f"The channels are closed: {label} cannot be updated.")
+        return self._line.submit(arrive, work, label)
+
+    def settle(self) -> None:
+        """Return when all jobs are over; OffloadError tells the first failure, once.
+
+        An interrupt while it waits changes nothing: call it again.
+        """
+        failed = self._line.settle()
+        if failed is not None:
+            raise OffloadError(
+                f"The update of {failed.label} failed, and those after it were not made: "
+                f"{failed.error or type(failed.error).__name__}"
+            ) from failed.error
+
+    def close(self) -> None:
+        """Finish what was submitted and end the threads; a failure nobody was told is warned of."""
+        if not self._ended.alive:
+            return
+        failed = self._line.settle()
+        self._ended()
+        self._line.join()
+        if failed is not None:
+            warnings.warn(f"The update of {failed.label} had failed: {failed.error}", stacklevel=2)
+
+
+class _Line:
+    """What the threads share; it does not keep its Channels alive."""
+
+    def __init__(self, count: int, threads: int | None) -> None:
+        self.count, self.threads = count, threads
+        self._abandoned = False
+        self._start_afresh()
+        forks.watch(self)
+
+    def _start_afresh(self) -> None:
+        self._moved = threading.Condition(threading.Lock())
+        # its `put` may be called in a finalizer
+        self._queue: queue.SimpleQueue[Job | None] = queue.SimpleQueue()
+        self._workers: list[threading.Thread] = []
+        self._at: set[Job | None] = set()
+        self._submitted = self._over = 0
+        self._failed: Job | None = None
+
+    # -- the submitter's side ----------------------------------------------------------------------
+
+    def submit(self, arrive: Callable[[], None], work: Callable[[], None], label: str) -> Job:
+        with self._moved:
+            if not self._workers:
+                self._start()  # nothing is queued if that fails
+            job = Job(self, arrive, work, label, self._submitted)
+            self._submitted += 1
+            self._queue.put(job)
+        return job
+
+    def _start(self) -> None:
+        elsewhere = torch.get_num_threads()
+        for number in range(self.count):
+            name = f"offcompile-channel-{number}"
+            try:
+                worker = started(name, self._run, self._queue, elsewhere)
+            except OffloadError:
+                if not self._workers:
+                    raise
+                break  # one channel does it all
+            self._workers.append(worker)
+
+    def wait(self, reached: Callable[[], bool]) -> None:
+        if threading.current_thread() in self._workers:
+            raise OffloadError("An update cannot wait for updates: it is one of them.")
+        with self._moved:
+            watchdog.until(self._moved, reached, self._described)
+
+    def _described(self) -> str:
+        at = [job for job in tuple(self._at) if job is not None and not job.over]
+        left = self._submitted - self._over
+        first = min(at, key=lambda job: job.number, default=None)
+        named = "" if first is None else f", of which {first.label} is {first.state.value}"
+        return f"The end of {left} updates{named},"
+
+    def settle(self) -> Job | None:
+        """The first job that failed since the last time, once all are over."""
+        self.wait(lambda: self._over == self._submitted)
+        with self._moved:
+            failed, self._failed = self._failed, None
+        return failed
+
+    def end(self) -> None:
+        for _ in range(self.count):
+            self._queue.put(None)
+
+    def join(self) -> None:
+        for worker in tuple(self._workers):
+            if worker is not threading.current_thread():
+                watchdog.joined(worker, partial("The end of {}".format, worker.name))
+
+    def abandon(self) -> None:
+        """What has not begun is skipped; returns when nothing runs."""
+        self._abandoned = True
+        self.end()
+        self.join()
+
+    # -- on a channel ------------------------------------------------------------------------------
+
+    def _run(self, jobs: queue.SimpleQueue[Job | None], elsewhere: int) -> None:
+        if self.threads is not None:
+            _compute_with(self.threads, elsewhere)
+        job: Job | None = None
+        while True:
+            try:
+                job = jobs.get()
+                if job is None:
+                    return
+                self._at.add(job)
+                self._arrive(job)
+                self._update(job)
+            except BaseException as error:
+                # whatever it was (memory, mostly): those who wait for the job are to hear of it
+                if job is not None and not job.over:
+                    job.error = died(threading.current_thread().name, error)
+                    self._update(job)
+            # the last one must not be held until the next one comes
+            self._at.discard(job)
+            job = None
+
+    def _skips(self) -> bool:
+        return self._failed is not None or self._abandoned
+
+    def _arrive(self, job: Job) -> None:
+        arrive, job._arrive = job._arrive, None
+        if self._skips():
+            return
+        job.state = State.ARRIVING
+        assert arrive is not None
+        try:
+            arrive()
+        except BaseException as error:
+            # its turn decides whether it is the first failure
+            job.error = error.with_traceback(None)
+
+    def _update(self, job: Job) -> None:
+        work, job._work = job._work, None
+        with self._moved:
+            while self._over != job.number:
+                self._moved.wait()
+            skipped = self._skips()
+        state = State.SKIPPED
+        if not skipped and job.error is None:
+            job.state = State.UPDATING
+            assert work is not None
+            try:
+                work()
+                state = State.DONE
+            except BaseException as error:
+                job.error = error.with_traceback(None)
+        # outside of the lock: it may hold the last reference to a tensor
+        work = None
+        with self._moved:
+            if not skipped and job.error is not None:
+                state, self._failed = State.FAILED, job
+            job.state = state
+            self._over += 1
+            watchdog.progress()
+            self._moved.notify_all()
+
+    # -- forks -------------------------------------------------------------------------------------
+
+    def before_fork(self) -> None:
+        self._moved.acquire()
+
+    def after_fork(self, in_child: bool) -> None:
+        self._moved.release()
+        if in_child:
+            # what was queued is the parent's to do
+            self._start_afresh()
+
+
+def _compute_with(threads: int, elsewhere: int) -> None:
+    """Have torch use so many threads for what the calling thread computes, and for nothing else."""
+    # torch looks for the number when a thread first asks: that must not come later
+    torch.get_num_threads()
+    torch.set_num_threads(threads)
+    # it is also what threads yet to come start with: say to those what held before
+    teller = threading.Thread(target=torch.set_num_threads, args=(elsewhere,))
+    teller.start()
+    teller.join()
+
+
+_lines: weakref.WeakSet[_Line] = weakref.WeakSet()
+
+
+def _at_exit() -> None:
+    # a thread that writes weights while the interpreter goes down would take the process with it
+    for line in tuple(_lines):
+        line.abandon()
+
+
+atexit.register(_at_exit)

@@ -1,0 +1,284 @@
+"""Tensors that are born on the host tier, and parameters taken there when a module gets them.
+
+Large tensors out of torch's factories (`torch.empty`, `torch.zeros`, …) are made on host memory,
+so that what initialises them writes there; every parameter, and every large buffer, that a module
+is given from elsewhere moves there. Random numbers come out as they do in ordinary memory.
+"""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections.abc import Callable
+from types import TracebackType
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.modules.module import (
+    register_module_buffer_registration_hook,
+    register_module_parameter_registration_hook,
+)
+from torch.nn.parameter import is_lazy
+from torch.overrides import TorchFunctionMode
+
+from offcompile.runtime.device.interface import Device
+
+from .factories import ALIKE, FACTORIES
+
+#: smaller tensors stay ordinary unless they become parameters
+LARGE_BYTES = 256 << 10
+
+#: of a tensor on the host these make another there: `deepcopy` and `Module.to` go by them
+_COPIES = {
+    torch.clone,
+    torch.Tensor.clone,
+    torch.Tensor.to,
+    torch.Tensor.half,
+    torch.Tensor.float,
+    torch.Tensor.double,
+    torch.Tensor.bfloat16,
+}
+_SET_DATA: Any = torch.Tensor.data.__set__  # type: ignore[attr-defined]
+
+
+class _Here(threading.local):
+    """Of this thread: the contexts it is inside of, and whether one of them is at work."""
+
+    def __init__(self) -> None:
+        self.births: list[Birth] = []
+        self.at_work = False
+
+
+_here = _Here()
+
+
+class Birth(TorchFunctionMode):
+    """While entered, what this thread makes on `home` is made on memory of `device`'s host tier.
+
+    Enter each object once. Other threads notice nothing. tell: gets the bytes made so far.
+    """
+
+    def __init__(
+        self, device: Device, home: torch.device, tell: Callable[[int], None] = lambda nbytes: None
+    ) -> None:
+        super().__init__()
+        self._device, self._home = device, home
+        self._tell, self._nbytes = tell, 0
+        #: (address, offset, bytes) of ordinary memory → its storage, while it lives, and what
+        #: took its place
+        self._moved: dict[
+            tuple[int, int, int], tuple[weakref.ref[torch.UntypedStorage], torch.Tensor]
+        ] = {}
+
+    def __enter__(self) -> Birth:
+        super().__enter__()  # type: ignore[no-untyped-call]
+        _hooks.take()
+        _here.births.append(self)
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        _here.births.remove(self)
+        _hooks.let_go()
+        self._moved.clear()
+        super().__exit__(kind, error, trace)  # type: ignore[no-untyped-call]
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        made = None
+        if not torch.compiler.is_compiling() and not _here.at_work:
+            _here.at_work = True
+            try:
+                if func in FACTORIES or func in ALIKE:
+                    made = self._factory(func, args, kwargs)
+                elif func in _COPIES:
+                    made = self._copy(func, args, kwargs)
+            finally:
+                _here.at_work = False
+        if made is not None:
+            return made
+        result = func(*args, **kwargs)
+        if func == _SET_DATA and isinstance(args[0], nn.Parameter):
+            _take(self, args[0])
+        return result
+
+    def take(self, tensor: torch.Tensor) -> None:
+        """Give a tensor that a module holds its memory on the host, if it is not there.
+
+        Two on the same bytes of the same storage stay together; others part from what they share.
+        """
+        if not _plain(tensor) or tensor.device != self._home or not tensor.numel():
+            return
+        if self._device.slot_of(tensor) is not None:
+            return
+        nbytes = tensor.numel() * tensor.element_size()
+        storage = tensor.untyped_storage()
+        place = storage.data_ptr(), tensor.data_ptr() - storage.data_ptr(), nbytes
+        known = self._moved.get(place)
+        with torch.no_grad():
+            shape = torch.empty_like(tensor, device="meta")  # dense, as it lies if it can
+            if known is not None and known[0]() is storage:
+                tensor.data = _laid_out(known[1], shape)
+                return
+            flat = self._memory(nbytes)
+            moved = _laid_out(flat, shape)
+            moved.copy_(tensor)
+            self._moved[place] = weakref.ref(storage, lambda _: self._moved.pop(place, None)), flat
+            tensor.data = moved
+
+    def _factory(
+        self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> torch.Tensor | None:
+        asked, least_bytes = kwargs.get("device"), LARGE_BYTES
+        if func in ALIKE:
+            default, fill = args[0].device if args else None, ALIKE[func]
+            if args and args[0].is_meta:  # `Module.to_empty`: what was a parameter there
+                least_bytes = 1
+        else:
+            default, fill = torch.get_default_device(), FACTORIES[func]
+        special = [kwargs.get(k) for k in ("out", "pin_memory", "names")]
+        if any(v is not None and v is not False for v in special):
+            return None
+        if self._away(default if asked is None else asked):
+            return None
+        # the same call without memory tells size, strides and type
+        told = {k: v for k, v in kwargs.items() if k not in ("generator", "requires_grad")}
+        made = self._made(_shape(func, args, {**told, "device": "meta"}), least_bytes)
+        if made is None:
+            return None
+        with torch.no_grad():
+            fill(made, args, kwargs)
+        return made.requires_grad_() if kwargs.get("requires_grad") else made
+
+    def _copy(
+        self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> torch.Tensor | None:
+        source = args[0] if args else None
+        if source is None or not _plain(source) or source.device != self._home:
+            return None
+        if (source.requires_grad and torch.is_grad_enabled()) or (
+            self._device.slot_of(source) is None
+        ):
+            return None
+        shape = torch.empty_strided(
+            source.size(), source.stride(), dtype=source.dtype, device="meta"
+        )
+        rest = [self._as_meta(a) for a in args[1:]]
+        if any(isinstance(a, torch.Tensor) for a in (*rest, *kwargs.values())):
+            return None
+        told = {k: self._as_meta(v) for k, v in kwargs.items()}
+        result = _shape(func, (shape, *rest), told)
+        if result is shape:  # nothing to do: it gives the source itself
+            return None
+        made = self._made(result, 1)
+        return None if made is None else made.copy_(source.detach())
+
+    def _made(self, shape: torch.Tensor | None, least_bytes: int) -> torch.Tensor | None:
+        """Memory on the host for what the meta tensor tells; None if that is not for us."""
+        if shape is None or not _plain(shape) or not shape.is_meta:
+            return None
+        if _nbytes(shape) < least_bytes:
+            return None
+        if _nbytes(shape) != shape.untyped_storage().nbytes():
+            return None
+        return _laid_out(self._memory(_nbytes(shape)), shape)
+
+    def _memory(self, nbytes: int) -> torch.Tensor:
+        (flat,) = self._device.addressable([nbytes])
+        self._nbytes += nbytes
+        self._tell(self._nbytes)
+        return flat
+
+    def _away(self, device: Any) -> bool:
+        try:
+            asked = torch.device(device)
+        except (TypeError, RuntimeError):  # torch says what is wrong with it
+            return True
+        if asked.type != self._home.type or asked.type == "cpu":
+            return asked.type != self._home.type
+        index = torch.cuda.current_device() if asked.index is None else asked.index
+        return index != self._home.index
+
+    def _as_meta(self, value: Any) -> Any:
+        named = isinstance(value, str | torch.device)
+        return torch.device("meta") if named and not self._away(value) else value
+
+
+def _shape(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor | None:
+    """What a call on the device meta tells; None where it fails, then or on any other device."""
+    try:
+        return func(*args, **kwargs)  # type: ignore[no-any-return]
+    except (RuntimeError, TypeError, ValueError):
+        return None
+
+
+def _plain(tensor: torch.Tensor) -> bool:
+    """Whether it is a dense tensor with memory of its own kind: no subclass, none to come."""
+    if is_lazy(tensor) or tensor.layout != torch.strided or tensor.is_quantized:
+        return False
+    return type(tensor) is torch.Tensor or (
+        isinstance(tensor, nn.Parameter | nn.Buffer) and type(tensor.data) is torch.Tensor
+    )
+
+
+def _nbytes(tensor: torch.Tensor) -> int:
+    return tensor.numel() * tensor.element_size()
+
+
+def _laid_out(flat: torch.Tensor, shape: torch.Tensor) -> torch.Tensor:
+    return flat.view(shape.dtype).as_strided(shape.size(), shape.stride())
+
+
+class _Hooks:
+    """Module hooks, in place while any thread is inside."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._users = 0
+        self._handles: list[Any] = []
+
+    def take(self) -> None:
+        with self._lock:
+            self._users += 1
+            if self._users == 1:
+                self._handles = [
+                    register_module_parameter_registration_hook(_parameter),
+                    register_module_buffer_registration_hook(_buffer),
+                ]
+
+    def let_go(self) -> None:
+        with self._lock:
+            self._users -= 1
+            if not self._users:
+                for handle in self._handles:
+                    handle.remove()
+                self._handles = []
+
+
+_hooks = _Hooks()
+
+
+def _parameter(module: nn.Module, name: str, value: nn.Parameter | None) -> None:
+    if value is not None and _here.births:
+        _take(_here.births[-1], value)
+
+
+def _buffer(module: nn.Module, name: str, value: torch.Tensor | None) -> None:
+    if value is not None and _here.births and _nbytes(value) >= LARGE_BYTES:
+        _take(_here.births[-1], value)
+
+
+def _take(birth: Birth, tensor: torch.Tensor) -> None:
+    if not _here.at_work:
+        _here.at_work = True
+        try:
+            birth.take(tensor)
+        finally:
+            _here.at_work = False

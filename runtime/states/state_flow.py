@@ -1,0 +1,354 @@
+"""Blocks on their way between disk and memory: read ahead, kept, written behind.
+
+One thread reads and one writes. A block is never read before its own write has ended, and what
+could not be written stays in memory until it can.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Callable, Iterable
+from itertools import islice
+
+import numpy as np
+
+from offcompile.ir import OffloadError
+from offcompile.runtime.base import watchdog
+from offcompile.runtime.disk.spill import SpillStore
+
+from .lingering import Lingering
+from .state_blocks import Block, Frame, Frames, Phase
+
+#: how many of the coming blocks are looked at
+_LOOK_AHEAD = 16
+#: nobody else holds the lock for so long: who cannot have it holds it
+_INSIDE_S = 1.0
+
+
+class Flow:
+    """Gives blocks frames to lie in while they are visited, and after that while there is room.
+
+    host_bytes: of frames that may lie idle; what `frames` has besides is for blocks on their way.
+    upcoming: the blocks that will be visited next, called with the lock held.
+    """
+
+    def __init__(
+        self,
+        store: SpillStore,
+        frames: Frames,
+        host_bytes: int,
+        most_ahead: int,
+        upcoming: Callable[[], Iterable[Block]],
+    ) -> None:
+        self.lock = threading.Lock()
+        self.host_bytes, self.idle_bytes = host_bytes, 0
+        self._store, self._frames = store, frames
+        self._most_ahead, self._upcoming = most_ahead, upcoming
+        self._changed = threading.Condition(self.lock)
+        self._demands: deque[Block] = deque()
+        self._ahead: list[Block] = []  # in memory, for a visit to come
+        self._idle: dict[Block, None] = {}  # in memory, in the order in which they were visited
+        self._leaving: deque[Block] = deque()
+        self._writing: Block | None = None
+        #: why nothing is written any more, until someone was told
+        self._failure: BaseException | None = None
+        states = "offcompile-states"
+        self._reader = Lingering(
+            f"{states}-in", self._changed, self._next_read, self._read, self._reader_died
+        )
+        self._writer = Lingering(
+            f"{states}-out", self._changed, self._next_write, self._write, self._writer_died
+        )
+        self._step = 0
+        self._is_open = True
+
+    # -- for visits; `raise_failure`, `look_ahead`, `step_over` and `forget` need the lock ---------
+
+    def pin(self, block: Block, write: bool) -> None:
+        """Return when the block is in its frame, where it stays until `unpin`."""
+        with self.lock:
+            block.error = None
+            block.waiting += 1
+            try:
+                watchdog.until(
+                    self._changed, lambda: self._came(block, write), lambda: _described(block)
+                )
+            finally:
+                block.waiting -= 1
+            self._out_of_lists(block)
+            block.pins += 1
+            self.look_ahead()
+
+    def _came(self, block: Block, write: bool) -> bool:
+        """One try to have it there."""
+        if block.phase is Phase.READY:
+            return True
+        if not self._is_open or block.is_removed:
+            raise OffloadError("the states were closed or removed while they were visited")
+        if block.error is not None:
+            error, block.error = block.error, None
+            raise error
+        if block.phase is Phase.LEAVING:
+            self._leaving.remove(block)
+            block.phase = Phase.READY
+            return True
+        if block.phase is Phase.ABSENT:
+            if write and not self._frames.has_room(block.nbytes):
+                self.raise_failure()
+            if block not in self._demands:
+                self._demands.append(block)
+            self.look_ahead()
+        return False
+
+    def unpin(self, block: Block, write: bool) -> None:
+        with self.lock:
+            block.pins -= 1
+            block.is_dirty |= write
+            if block.pins or not self._is_open:
+                return
+            block.step = self._step
+            self._idle[block] = None
+            assert block.frame is not None
+            self.idle_bytes += block.frame.nbytes
+            while self.idle_bytes > self.host_bytes:
+                self._leave(self._needed_last())
+            self._changed.notify_all()
+
+    def look_ahead(self) -> None:
+        self._reader.wake()
+
+    def step_over(self) -> None:
+        self._step += 1
+
+    def raise_failure(self) -> None:
+        """Say what could not be written; it is tried again from now on."""
+        if self._failure is not None:
+            error, self._failure = self._failure, None
+            self._writer.wake()
+            raise error
+
+    def forget(self, block: Block) -> None:
+        """The block's frame and extent are free, at once or when they are no longer moved."""
+        block.is_removed = True
+        if block.phase not in (Phase.READING, Phase.WRITING):
+            self._release(block)
+            if not self._leaving and self._writing is None:
+                self._failure = None
+        self._changed.notify_all()
+
+    def settle(self) -> None:
+        """Wait for all that is to be written; raises what failed. May be tried again."""
+        with self.lock:
+            self._failure = None
+            if self._leaving:
+                self._writer.wake()
+            watchdog.until(self._changed, self._settled, self._what_leaves)
+            self.raise_failure()
+
+    def _settled(self) -> bool:
+        over = self._failure is not None or not self._is_open
+        return over or not (self._leaving or self._writing)
+
+    def _what_leaves(self) -> str:
+        blocks = [*self._leaving, *filter(None, [self._writing])]
+        nbytes = sum(block.nbytes for block in blocks)
+        return f"The writing of {nbytes} bytes of optimizer states in {len(blocks)} blocks"
+
+    def close(self) -> bool:
+        """End the threads and drop all frames.
+
+        False: they end later, and frames go with them. So it is when garbage collection closes
+        the store from inside of one of the store's own lines, and when a disk hangs.
+        """
+        self._is_open = False
+        self._reader.end()
+        self._writer.end()
+        if self._reader.is_this_thread() or self._writer.is_this_thread():
+            return False
+        if not self.lock.acquire(timeout=_INSIDE_S):
+            return False
+        self.lock.release()
+        # both, before one is left behind
+        if not all([self._reader.join(), self._writer.join()]):
+            return False
+        self.drop()
+        return True
+
+    def drop(self) -> None:
+        """Let go of everything, without a lock: for a forked child, which has no threads."""
+        self._is_open = False
+        for queue in (self._demands, self._ahead, self._idle, self._leaving):
+            queue.clear()
+        self.idle_bytes = 0
+        self._frames.clear()
+
+    # -- who stays and who leaves ----------------------------------------------------------------
+
+    def _needed_last(self) -> Block:
+        """What this step has visited already, the latest first; else what lay idle the longest."""
+        latest = next(reversed(self._idle))
+        return latest if latest.step == self._step else next(iter(self._idle))
+
+    def _leave(self, block: Block) -> None:
+        """Have the frame free, now or when what it holds has been written."""
+        self._out_of_lists(block)
+        if block.is_dirty:
+            block.phase = Phase.LEAVING
+            self._leaving.append(block)
+            self._writer.wake()
+        else:
+            self._empty(block)
+
+    def _out_of_lists(self, block: Block) -> None:
+        if block in self._idle:
+            del self._idle[block]
+            assert block.frame is not None
+            self.idle_bytes -= block.frame.nbytes
+        for queue in (self._ahead, self._demands, self._leaving):
+            if block in queue:
+                queue.remove(block)
+
+    def _empty(self, block: Block) -> None:
+        frame, block.frame = block.frame, None
+        block.phase = Phase.ABSENT
+        if frame is not None:
+            self._frames.give_back(frame)
+
+    def _release(self, block: Block) -> None:
+        self._out_of_lists(block)
+        self._empty(block)
+        self._store.release(block.extent)
+
+    def _stay(self, block: Block) -> None:
+        """For the one who waits for it; should nobody come, it goes before anything else."""
+        block.phase = Phase.READY
+        self._ahead.append(block)
+
+    # -- the two threads -------------------------------------------------------------------------
+
+    def _next_read(self) -> Block | None:
+        while self._demands:
+            block = self._demands[0]
+            frame = self._demanded_frame(block) if block.phase is Phase.ABSENT else None
+            if frame is None and block.phase is Phase.ABSENT and block.error is None:
+                return None  # one will be free when it has been written
+            self._demands.popleft()
+            if frame is not None:
+                return _begun(block, frame)
+        return self._next_ahead()
+
+    def _demanded_frame(self, block: Block) -> Frame | None:
+        try:
+            frame = self._frames.take(block.nbytes)
+            for other in reversed(self._ahead):
+                if frame is None and not other.waiting:
+                    self._leave(other)
+                    frame = self._frames.take(block.nbytes)
+            # there may be less memory than was agreed: then what could stay goes too
+            while frame is None and not self._is_writing() and self._idle_that_can_go():
+                self._leave(self._needed_last())
+                frame = self._frames.take(block.nbytes)
+            if frame is None and not self._is_writing():
+                frame = self._frames.take(block.nbytes, beyond_limit=True)
+            return frame
+        except OffloadError as error:
+            block.error = error
+            self._changed.notify_all()
+            return None
+
+    def _is_writing(self) -> bool:
+        return self._failure is None and bool(self._leaving or self._writing)
+
+    def _idle_that_can_go(self) -> bool:
+        return bool(self._idle) and (self._failure is None or not self._needed_last().is_dirty)
+
+    def _next_ahead(self) -> Block | None:
+        coming = list(islice(self._upcoming(), _LOOK_AHEAD))
+        for block in coming:
+            if block.phase is Phase.ABSENT and block.error is None:
+                if len(self._ahead) >= self._most_ahead:
+                    useless = [b for b in self._ahead if b not in coming and not b.waiting]
+                    if not useless:
+                        return None
+                    self._leave(useless[0])
+                try:
+                    frame = self._frames.take(block.nbytes)
+                except OffloadError as error:
+                    block.error, frame = error, None
+                return None if frame is None else _begun(block, frame)
+        return None
+
+    def _read(self, block: Block) -> None:
+        assert block.frame is not None
+        error: BaseException | None = None
+        try:
+            pages = block.frame.view[: block.nbytes]
+            if block.is_written:
+                self._store.read(block.extent, 0, pages)
+            else:
+                np.frombuffer(pages, np.uint8).fill(0)
+        except BaseException as failed:
+            error = failed
+        with self.lock:
+            if block.is_removed:
+                self._release(block)
+            elif error is not None:
+                block.error = error
+                self._empty(block)
+            else:
+                self._stay(block)
+            self._changed.notify_all()
+
+    def _reader_died(self, block: Block | None, error: OffloadError) -> None:
+        """Those who wait for it, or for any block if it was between two, are told."""
+        for one in [block] if block is not None else list(self._demands):
+            if one.phase is Phase.READING:
+                self._empty(one)
+            one.error = error
+
+    def _writer_died(self, block: Block | None, error: OffloadError) -> None:
+        self._failure = error
+        lost, self._writing = self._writing, None
+        if lost is not None and lost.phase is Phase.WRITING:
+            lost.phase = Phase.LEAVING
+            self._leaving.appendleft(lost)
+
+    def _next_write(self) -> Block | None:
+        if self._failure is not None or not self._leaving:
+            return None
+        self._writing = self._leaving.popleft()
+        self._writing.phase = Phase.WRITING
+        return self._writing
+
+    def _write(self, block: Block) -> None:
+        assert block.frame is not None
+        error: BaseException | None = None
+        try:
+            self._store.write(block.extent, 0, block.frame.view[: block.nbytes])
+        except BaseException as failed:
+            error = failed
+        with self.lock:
+            self._writing = None
+            if block.is_removed:
+                self._release(block)
+            elif error is not None:
+                self._failure = error
+                block.phase = Phase.LEAVING
+                self._leaving.appendleft(block)
+            else:
+                block.is_written, block.is_dirty = True, False
+                if block.waiting:
+                    self._stay(block)
+                else:
+                    self._empty(block)
+            self._changed.notify_all()
+
+
+def _described(block: Block) -> str:
+    return f"A block of {block.nbytes} bytes of optimizer states ({block.phase.value})"
+
+
+def _begun(block: Block, frame: Frame) -> Block:
+    block.frame, block.phase = frame, Phase.READING
+    return block

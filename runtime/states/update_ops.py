@@ -1,0 +1,122 @@
+"""Gradients offered to an optimizer from inside a compiled backward, as ops that graphs can hold.
+
+`begin_call` in forward notes which parameters the call is bound to; its ticket is saved for
+backward, where `offer` hands over one gradient at a time and returns a ticket in the gradient's
+place. `taken_or_kept` says what autograd is to get for that: None for a gradient that was taken.
+Importing this module defines the ops.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+
+from offcompile.ir import OffloadError
+from offcompile.runtime.base.define import define
+from offcompile.runtime.device import tickets
+from offcompile.runtime.moves.registry import runtime_for
+
+from . import updates
+
+
+class _Bound(threading.local):
+    """The call that this thread is about to run."""
+
+    graph: str = ""
+    arguments: Sequence[object] = ()
+
+
+_bound = _Bound()
+
+
+@contextmanager
+def calling(graph: str, arguments: Sequence[object]) -> Iterator[None]:
+    """While a compiled graph runs: its name, and what it was called with."""
+    before = _bound.graph, _bound.arguments
+    _bound.graph, _bound.arguments = graph, arguments
+    try:
+        yield
+    finally:
+        _bound.graph, _bound.arguments = before
+
+
+@dataclass(eq=False)
+class Offered:
+    """What became of a gradient: kept in memory that the plan does not count, or taken (None)."""
+
+    kept: torch.Tensor | None
+
+
+def _begin_call(positions: Sequence[int]) -> torch.Tensor:
+    parameters = [_bound.arguments[i] for i in positions]
+    if not all(isinstance(p, torch.Tensor) for p in parameters):
+        raise OffloadError("A compiled forward was run apart from the function that was compiled.")
+    return _ticket(updates.Call(_bound.graph, parameters))  # type: ignore[arg-type]
+
+
+def _offer(
+    call: torch.Tensor,
+    gradient: torch.Tensor,
+    position: int,
+    size: Sequence[int],
+    stride: Sequence[int],
+    runtime: str,
+) -> torch.Tensor:
+    """`position`: among those of `begin_call`. `size`, `stride`: how the parameter lies."""
+    entry = tickets.find(call, updates.Call)
+    if updates.offer(entry, position, gradient):
+        return _ticket(Offered(None))
+    nbytes = gradient.numel() * gradient.element_size()
+    (flat,) = runtime_for(runtime).device.addressable([nbytes])
+    # as the parameter lies, so that autograd adopts it
+    kept = flat.view(gradient.dtype).as_strided(size, stride).copy_(gradient)
+    updates.returned(entry, position, kept)
+    return _ticket(Offered(kept))
+
+
+def taken_or_kept(ticket: torch.Tensor) -> torch.Tensor | None:
+    """What autograd is to get for a gradient that was offered."""
+    offered = tickets.find(ticket, Offered)
+    kept, offered.kept = offered.kept, None  # autograd adopts what nobody else holds
+    return kept
+
+
+def _ticket(entry: object) -> torch.Tensor:
+    number: list[int] = []
+    issued, ticket = tickets.issue(entry, partial(_retire, number))
+    number.append(issued)
+    return ticket
+
+
+def _retire(number: list[int]) -> None:
+    tickets.retire(number[0])
+
+
+def _fake_begin_call(positions: Sequence[int]) -> torch.Tensor:
+    return torch.empty((1,), dtype=torch.int64, device="cpu")
+
+
+def _fake_offer(
+    call: torch.Tensor,
+    gradient: torch.Tensor,
+    position: int,
+    size: Sequence[int],
+    stride: Sequence[int],
+    runtime: str,
+) -> torch.Tensor:
+    return torch.empty((1,), dtype=torch.int64, device="cpu")
+
+
+begin_call = define("begin_call", "(int[] positions) -> Tensor", _begin_call, _fake_begin_call)
+offer = define(
+    "offer",
+    "(Tensor call, Tensor gradient, int position, SymInt[] size, SymInt[] stride, str runtime)"
+    " -> Tensor",
+    _offer,
+    _fake_offer,
+)

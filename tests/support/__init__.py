@@ -1,0 +1,1 @@
+"""Devices and fakes that tests share."""
