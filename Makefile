@@ -15,7 +15,7 @@ SHARED_OUT = -n auto --maxprocesses=8 --dist worksteal
 BENCHMARKS = $(filter-out gpu_run gpu_table,\
   $(notdir $(basename $(shell grep -l __main__ benchmarks/*.py))))
 
-.PHONY: help venv demo test soak lint format bench gpu clean
+.PHONY: help venv demo test soak lint format bench house gpu clean
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-8s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -49,6 +49,9 @@ bench: $(READY) ## run every benchmark again and write its table to benchmarks/r
 	@set -e; for name in $(BENCHMARKS); do echo "== $$name"; \
 	  $(BIN)/python -m benchmarks.$$name; done
 	@git --no-pager diff --stat -- benchmarks/results || true
+
+house: $(READY) ## figures of the code's shape; draws docs/rooms.svg again
+	@cd tests && ../$(BIN)/python -m support.house --draw ../docs/rooms.svg && ../$(BIN)/python -m support.house
 
 gpu: ## tests and benchmark on a GPU, in 8 minutes; nothing is installed or fetched for it
 	@python=$(BIN)/python; [ -x $$python ] || python=$(PYTHON); $$python -m benchmarks.gpu_run $(ARGS)

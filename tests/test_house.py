@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ast
 import os
 import shutil
 import subprocess
@@ -11,97 +10,38 @@ import tarfile
 import tomllib
 import zipfile
 from collections.abc import Iterator
-from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
 
 import pytest
+from support import house
 
 ROOT = Path(__file__).parent.parent
-STANDARD = frozenset(sys.stdlib_module_names)
 
 
-@dataclass(frozen=True)
-class Room:
-    """The files of a room, what it may import beside the standard library, and its own name."""
-
-    files: str
-    package: str
-    may: tuple[str, ...] = ()
+FILES = house.modules()
+SELECT = "offcompile.passes.select.knapsack"
 
 
-NUMBERS = ("numpy", "scipy", "sympy")
-JUDGES = ("offcompile.ir", "offcompile.passes", *NUMBERS)
-ROOMS = (
-    Room("offcompile/ir", "offcompile.ir"),
-    Room("passes", "offcompile.passes", ("offcompile.ir",)),
-    Room("offcompile/simulate", "offcompile.simulate", JUDGES),
-    Room("offcompile/bounds", "offcompile.bounds", JUDGES),
-    Room("offcompile/planning/coarsen.py", "offcompile.planning.coarsen", JUDGES),
-    Room("offcompile/planning/order.py", "offcompile.planning.order", ("offcompile.ir",)),
-    Room(
-        "offcompile/planning/order_ledger.py",
-        "offcompile.planning.order_ledger",
-        ("offcompile.ir",),
-    ),
-    Room("offcompile/planning/presence.py", "offcompile.planning.presence", ("offcompile.ir",)),
-    Room("offcompile/machine/hardware.py", "offcompile.machine.hardware", JUDGES),
-    Room(
-        "offcompile/planning/planner.py",
-        "offcompile.planning.planner",
-        (*JUDGES, "offcompile.simulate", "offcompile.bounds", "offcompile.planning.coarsen"),
-    ),
-    Room(
-        "runtime",
+def test_every_file_is_in_a_room_or_is_a_documented_path() -> None:
+    outside = {module for module in FILES if house.room_of(module) is None}
+    assert outside == {
+        "offcompile",
+        "offcompile.__main__",
         "offcompile.runtime",
-        # the predictor is a decision, and the runtime drives it
-        ("offcompile.ir", "offcompile.passes.correlation", "torch", "triton", "numpy"),
-    ),
-)
+        "offcompile.backend",
+        "offcompile.hardware",
+        "offcompile.planner",
+    }
 
 
-def within(module: str, packages: tuple[str, ...]) -> bool:
-    return any(module == p or module.startswith(f"{p}.") for p in packages)
-
-
-def imports(source: str, where: str) -> Iterator[tuple[str, str]]:
-    """(place, module) of every import by absolute name, wherever in the file it stands."""
-    for node in ast.walk(ast.parse(source)):
-        if isinstance(node, ast.Import):
-            for alias in node.names:
-                yield f"{where}:{node.lineno}", alias.name
-        elif isinstance(node, ast.ImportFrom) and node.level == 0 and node.module:
-            for alias in node.names:
-                # `from offcompile import planner` imports offcompile.planning.planner
-                whole = f"{node.module}.{alias.name}" if node.module == "offcompile" else ""
-                yield f"{where}:{node.lineno}", whole or node.module
-        elif isinstance(node, ast.ImportFrom) and node.level > 1:
-            yield f"{where}:{node.lineno}", f"{'.' * node.level}{node.module or ''}"
-
-
-def trespasses(source: str, may: tuple[str, ...], where: str) -> list[str]:
-    return [
-        f"{place} imports {module}"
-        for place, module in imports(source, where)
-        if module.split(".")[0] not in STANDARD and not within(module, may)
-    ]
-
-
-def sources(room: Room) -> list[Path]:
-    path = ROOT / room.files
-    return [path] if path.is_file() else sorted(path.rglob("*.py"))
-
-
-@pytest.mark.parametrize("room", ROOMS, ids=lambda room: room.package)
-def test_a_room_imports_only_what_it_may(room: Room) -> None:
-    found = sources(room)
-    assert found, f"{room.files} has no files"
+@pytest.mark.parametrize("room", house.ROOMS, ids=lambda room: room.package)
+def test_a_room_imports_only_what_it_may(room: house.Room) -> None:
+    inside = {m: f for m, f in FILES.items() if house.room_of(m) is room}
+    assert inside, f"{room.package} has no files"
     wrong = []
-    for file in found:
-        # a folder inside the room reaches the room by its whole name
-        nested = file.parent not in (ROOT / room.files, (ROOT / room.files).parent)
-        may = (*room.may, room.package) if nested else room.may
-        wrong += trespasses(file.read_text(), may, str(file.relative_to(ROOT)))
+    for module, file in inside.items():
+        wrong += house.trespasses(file.read_text(), module, file.name == "__init__.py", FILES)
     assert not wrong
 
 
@@ -111,23 +51,50 @@ def test_a_room_imports_only_what_it_may(room: Room) -> None:
         ("import torch", "torch"),
         ("import numpy as np", "numpy"),
         ("def f():\n    import torch.cuda", "torch.cuda"),
-        ("from offcompile.simulate import simulate", "offcompile.simulate"),
-        ("from offcompile.planning import planner", "offcompile.planning.planner"),
-        ("from offcompile.passes.build.contract import Pass", "offcompile.passes.build.contract"),
-        ("from ..planner import plan_problem", "..planner"),
-        ("if True:\n    from offcompile.irrelevant import x", "offcompile.irrelevant"),
+        ("from offcompile.simulate import Simulator", "offcompile.simulate.Simulator"),
+        ("from offcompile import planner", "offcompile.planner"),
+        ("from offcompile.passes import joint", "offcompile.passes.joint"),
+        ("from ..search import frame", "offcompile.passes.search.frame"),
+        ("if True:\n    from offcompile.irrelevant import x", "offcompile.irrelevant.x"),
     ],
 )
-def test_the_guard_of_passes_catches(source: str, caught: str) -> None:
-    (passes,) = [room for room in ROOMS if room.files == "passes"]
-    (found,) = trespasses(source, passes.may, "x.py")
+def test_the_guard_catches(source: str, caught: str) -> None:
+    (found,) = house.trespasses(source, SELECT, False, FILES)
     assert found.endswith(f"imports {caught}")
 
 
-def test_the_guard_of_passes_lets_the_ir_the_room_and_the_standard_library_in() -> None:
-    (passes,) = [room for room in ROOMS if room.files == "passes"]
-    source = "import math\nfrom offcompile.ir import Op\nfrom .contract import Pass\n"
-    assert trespasses(source, passes.may, "x.py") == []
+def test_the_guard_lets_lower_rooms_the_room_and_the_standard_library_in() -> None:
+    source = (
+        "import math\nfrom offcompile.ir import Op\nfrom .covering import cover\n"
+        "from offcompile.passes.build.decisions import Away\n"
+    )
+    assert house.trespasses(source, SELECT, False, FILES) == []
+
+
+def test_the_runtime_makes_no_plans() -> None:
+    source = "from offcompile.passes.build.schedule import build"
+    assert house.trespasses(source, "offcompile.runtime.moves.mover", False, FILES)
+    source = "from offcompile.passes.correlation.predictor import Predictor"
+    assert not house.trespasses(source, "offcompile.runtime.moves.mover", False, FILES)
+
+
+def test_no_files_import_each_other_in_a_circle() -> None:
+    assert house.circles(house.graph(FILES)) == []
+
+
+def test_the_guard_finds_circles() -> None:
+    edges = {"a": {"b"}, "b": {"c"}, "c": {"a", "d"}, "d": set[str]()}
+    assert house.circles(edges) == [["a", "b", "c"]]
+
+
+def test_a_folder_has_no_more_files_than_one_can_see() -> None:
+    reasons = {room.package: room.many for room in house.ROOMS if room.many}
+    folders = house.files_by_folder(FILES)
+    assert {f for f, n in folders.items() if n > house.MOST_FILES} == set(reasons)
+
+
+def test_the_picture_of_the_rooms_is_up_to_date() -> None:
+    assert house.PICTURE.read_text() == house.draw(), "draw it again with `make house`"
 
 
 @pytest.mark.parametrize(
@@ -188,7 +155,7 @@ def test_make_alone_explains_every_target() -> None:
         for line in (ROOT / "Makefile").read_text().splitlines()
         if line.startswith(".PHONY:")
     )
-    assert {"demo", "test", "lint", "bench", "gpu"} <= explained
+    assert {"demo", "test", "lint", "bench", "gpu", "house"} <= explained
     assert explained == set(phony)
 
 
@@ -229,7 +196,7 @@ def test_wheel_and_sdist_hold_the_linked_rooms_and_the_profiles(tmp_path: Path) 
     assert len(codecs) > 1
     pages = {
         str(f.relative_to(ROOT))
-        for f in (ROOT / "offcompile/page").iterdir()
+        for f in (ROOT / "offcompile/report/page").iterdir()
         if f.suffix in (".html", ".css", ".js")
     }
     assert len(pages) > 2

@@ -1,0 +1,342 @@
+"""The rooms of the code, read from its imports: their order, their files, and figures of shape.
+
+`make house` prints the figures; `python -m support.house --draw FILE` draws the rooms as SVG.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import sys
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass
+from html import escape
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+STANDARD = frozenset(sys.stdlib_module_names)
+MOST_FILES = 15
+
+
+@dataclass(frozen=True)
+class Room:
+    """A package, the libraries that it may import, and for what it is there."""
+
+    package: str
+    libraries: tuple[str, ...]
+    purpose: str
+    #: rooms that it may import, where not all lower ones
+    may: tuple[str, ...] | None = None
+    #: why it has more than `MOST_FILES` files
+    many: str = ""
+
+
+NUMBERS = ("numpy", "scipy", "sympy")
+TORCH = ("torch", "numpy", "sympy")
+IR = "offcompile.ir"
+PASSES, RUNTIME = "offcompile.passes", "offcompile.runtime"
+
+#: lowest first: a room imports itself and rooms above it in this list, never one below
+ROOMS = (
+    Room(IR, (), "problems, machines, plans; the verifier"),
+    Room(f"{PASSES}.build", (), "decisions into plans"),
+    Room(
+        f"{PASSES}.select",
+        (),
+        "choices among candidates",
+        many="one algorithm a file",
+    ),
+    Room(f"{PASSES}.search", (), "search over whole plans"),
+    Room(f"{PASSES}.correlation", (), "the predictor of what runs next"),
+    Room(PASSES, (), "the policies, one a file"),
+    Room(f"{RUNTIME}.base", ("torch", "rich"), "threads, limits, counters, pages"),
+    Room(f"{RUNTIME}.codecs", ("torch", "numpy"), "lossless and lossy packing"),
+    Room(f"{RUNTIME}.kernels", ("torch", "triton"), "Triton kernels and who launches them"),
+    Room(f"{RUNTIME}.disk", ("torch", "numpy"), "spill files with direct I/O"),
+    Room(f"{RUNTIME}.memory", ("torch", "numpy"), "arenas, pinning, malloc"),
+    Room(f"{RUNTIME}.device", ("torch", "numpy"), "lanes, streams, copies"),
+    Room(f"{RUNTIME}.moves", ("torch",), "moves while graphs run"),
+    Room(f"{RUNTIME}.states", ("torch", "numpy"), "gradients and optimizer states"),
+    Room(f"{RUNTIME}.measure", ("torch", "numpy"), "rates of this machine"),
+    Room("offcompile.machine", ("torch",), "the machine planned for; options"),
+    Room("offcompile.simulate", NUMBERS, "what a plan takes"),
+    Room(
+        "offcompile.bounds",
+        NUMBERS,
+        "what no plan can beat",
+        many="one argument or one kind of choice a file",
+    ),
+    Room("offcompile.planning", TORCH, "one problem planned, fitted, ordered"),
+    Room("offcompile.graph", TORCH, "torch's graphs in, graphs that carry out plans out"),
+    Room("offcompile.report", ("rich", "torch"), "what people see"),
+    Room("offcompile.run", ("torch", "sympy"), "the backend at run time"),
+    Room("offcompile.optim", ("torch",), "optimizers whose states lie elsewhere"),
+    Room("offcompile.ahead", ("torch", "transformers"), "plans without the hardware"),
+    Room("offcompile.cli", ("rich", "torch"), "the command line and the doctor"),
+    Room("offcompile.testing", ("hypothesis",), "strategies for other people's tests", may=(IR,)),
+)
+#: the picture of this table in the documents
+PICTURE = ROOT / "docs" / "rooms.svg"
+#: the runtime carries plans out and makes none; the predictor is a decision that it drives
+OF_RUNTIME = (IR, f"{PASSES}.correlation", RUNTIME)
+
+
+def modules(root: Path = ROOT) -> dict[str, Path]:
+    """Every module of the package, by its name."""
+    found = {}
+    for top in ("offcompile", "passes", "runtime"):
+        for file in sorted((root / top).rglob("*.py")):
+            parts = file.relative_to(root).with_suffix("").parts
+            if top == "offcompile" and parts[1] in ("passes", "runtime"):
+                continue  # the links
+            if top != "offcompile":
+                parts = ("offcompile", *parts)
+            found[".".join(parts[:-1] if parts[-1] == "__init__" else parts)] = file
+    return found
+
+
+def imports(source: str, module: str, is_package: bool) -> Iterator[tuple[int, str]]:
+    """(line, module or name) of every import, wherever in the file it stands."""
+    package = module if is_package else module.rpartition(".")[0]
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Import):
+            for alias in node.names:
+                yield node.lineno, alias.name
+        elif isinstance(node, ast.ImportFrom):
+            parts = package.split(".")
+            base = ".".join(parts[: len(parts) - node.level + 1]) if node.level else ""
+            for alias in node.names:
+                yield node.lineno, ".".join(filter(None, (base, node.module, alias.name)))
+
+
+def graph(files: dict[str, Path]) -> dict[str, set[str]]:
+    """Module → modules of ours that it imports, late imports and those for types included."""
+    found: dict[str, set[str]] = {}
+    for module, file in files.items():
+        wanted = imports(file.read_text(), module, file.name == "__init__.py")
+        found[module] = {m for _, name in wanted if (m := _known(name, files)) is not None}
+        found[module].discard(module)
+    return found
+
+
+def _known(name: str, files: dict[str, Path]) -> str | None:
+    """The module that an imported name is, or comes from."""
+    while name and name not in files:
+        name = name.rpartition(".")[0]
+    return name or None
+
+
+def room_of(module: str) -> Room | None:
+    """None: the face of the package, which leads into every room."""
+    inside = [r for r in ROOMS if module == r.package or module.startswith(f"{r.package}.")]
+    return max(inside, key=lambda room: len(room.package), default=None)
+
+
+def trespasses(source: str, module: str, is_package: bool, files: dict[str, Path]) -> list[str]:
+    """Imports of rooms above, or of libraries that the room has no use for."""
+    room = room_of(module)
+    if room is None:
+        return []
+    return [
+        f"{module}:{line} imports {name}"
+        for line, name in imports(source, module, is_package)
+        if not _allowed(room, name, files)
+    ]
+
+
+def _allowed(room: Room, name: str, files: dict[str, Path]) -> bool:
+    top = name.split(".")[0]
+    if top != "offcompile":
+        return top in STANDARD or top in room.libraries
+    other = room_of(_known(name, files) or name)
+    if other is None:
+        return False  # faces are for people: inside, everyone names the room
+    if room.package.startswith(RUNTIME) and not within(other.package, OF_RUNTIME):
+        return False
+    if room.may is not None:
+        return other is room or other.package in room.may
+    return ROOMS.index(other) <= ROOMS.index(room)
+
+
+def within(module: str, packages: tuple[str, ...]) -> bool:
+    return any(module == p or module.startswith(f"{p}.") for p in packages)
+
+
+def circles(edges: dict[str, set[str]]) -> list[list[str]]:
+    """Sets of modules that import each other, in one or more steps (Tarjan's algorithm)."""
+    index: dict[str, int] = {}
+    low: dict[str, int] = {}
+    stack: list[str] = []
+    found: list[list[str]] = []
+
+    def visit(v: str) -> None:
+        index[v] = low[v] = len(index)
+        stack.append(v)
+        for w in sorted(edges[v]):
+            if w not in index:
+                visit(w)
+                low[v] = min(low[v], low[w])
+            elif w in stack:
+                low[v] = min(low[v], index[w])
+        if low[v] == index[v]:
+            at = stack.index(v)
+            if len(stack) - at > 1:
+                found.append(sorted(stack[at:]))
+            del stack[at:]
+
+    for v in edges:
+        if v not in index:
+            visit(v)
+    return found
+
+
+def files_by_folder(files: dict[str, Path]) -> Counter[str]:
+    """Modules side by side in each folder, its face not counted."""
+    return Counter(
+        module.rpartition(".")[0] for module, file in files.items() if file.name != "__init__.py"
+    )
+
+
+def class_names_twice(files: dict[str, Path]) -> dict[str, list[str]]:
+    found: dict[str, list[str]] = {}
+    for module, file in files.items():
+        for node in ast.parse(file.read_text()).body:
+            if isinstance(node, ast.ClassDef):
+                found.setdefault(node.name, []).append(module)
+    return {name: places for name, places in found.items() if len(places) > 1}
+
+
+def widest(files: dict[str, Path]) -> list[tuple[int, str]]:
+    """Functions with most parameters, kernels aside; the widest first."""
+    found = []
+    for module, file in files.items():
+        if module.startswith(f"{RUNTIME}.kernels"):
+            continue
+        for node in ast.walk(ast.parse(file.read_text())):
+            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+                a = node.args
+                names = [x.arg for x in (*a.posonlyargs, *a.args, *a.kwonlyargs)]
+                count = len([n for n in names if n not in ("self", "cls")])
+                found.append((count, f"{module}:{node.name}"))
+    return sorted(found, reverse=True)
+
+
+def most_attributes(files: dict[str, Path]) -> list[tuple[int, str]]:
+    """Classes by the attributes that their own methods set, or their bodies declare."""
+    found = []
+    for module, file in files.items():
+        for node in ast.walk(ast.parse(file.read_text())):
+            if not isinstance(node, ast.ClassDef):
+                continue
+            names = {
+                x.target.id
+                for x in node.body
+                if isinstance(x, ast.AnnAssign) and isinstance(x.target, ast.Name)
+            }
+            for x in ast.walk(node):
+                if (
+                    isinstance(x, ast.Attribute)
+                    and isinstance(x.ctx, ast.Store)
+                    and isinstance(x.value, ast.Name)
+                    and x.value.id == "self"
+                ):
+                    names.add(x.attr)
+            found.append((len(names), f"{module}.{node.name}"))
+    return sorted(found, reverse=True)
+
+
+def mutable_state(files: dict[str, Path]) -> list[str]:
+    """Names of modules that begin as an empty or filled container, or that functions rebind."""
+    found = []
+    for module, file in files.items():
+        tree = ast.parse(file.read_text())
+        rebound = {n for x in ast.walk(tree) if isinstance(x, ast.Global) for n in x.names}
+        for node in tree.body:
+            names = []
+            if isinstance(node, ast.Assign):
+                names = [t.id for t in node.targets if isinstance(t, ast.Name)]
+            elif isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):
+                names = [node.target.id]
+            for name in names:
+                value = getattr(node, "value", None)
+                grows = isinstance(value, ast.Dict | ast.List | ast.Set) and not name.isupper()
+                called = getattr(getattr(value, "func", None), "id", "") in ("dict", "list", "set")
+                weak = getattr(getattr(value, "func", None), "attr", "").startswith("Weak")
+                if name in rebound or (name != "__all__" and (grows or called or weak)):
+                    found.append(f"{module}.{name}")
+    return found
+
+
+def count_lines(files: dict[str, Path]) -> int:
+    return sum(len(file.read_text().splitlines()) for file in files.values())
+
+
+def draw() -> str:
+    """The rooms, the lowest at the bottom, with a dot wherever one imports another, as SVG."""
+    names = [room.package for room in ROOMS]
+    edges = {name: set[str]() for name in names}
+    for module, wanted in graph(modules()).items():
+        room = room_of(module)
+        for other in filter(None, map(room_of, wanted)):
+            if room is not None and other is not room:
+                edges[room.package].add(other.package)
+    cell, left = 24, 520
+    side = len(ROOMS) * cell
+    parts = []
+    for row, room in enumerate(reversed(ROOMS)):
+        y = 8 + row * cell
+        parts.append(
+            f'<rect x="8" y="{y}" width="{left + side}" height="{cell}" class="row{row % 2}"/>'
+            f'<text x="16" y="{y + 16}" class="name">{escape(room.package)}</text>'
+            f'<text x="230" y="{y + 16}">{escape(room.purpose)}</text>'
+        )
+        own = len(ROOMS) - 1 - row
+        parts.append(
+            f'<rect x="{left + own * cell + 4}" y="{y + 4}" width="{cell - 8}" '
+            f'height="{cell - 8}" rx="3" class="own"/>'
+        )
+        parts += [
+            f'<circle cx="{left + at * cell + cell // 2}" cy="{y + cell // 2}" r="5">'
+            f"<title>{escape(room.package)} imports {escape(name)}</title></circle>"
+            for at, name in enumerate(names)
+            if name in edges[room.package]
+        ]
+    style = (
+        "text{font:13px sans-serif;fill:#222}.name{font-family:monospace;font-weight:bold}"
+        ".row0{fill:#f4f6fa}.row1{fill:#fff}.own{fill:#7fa8d9}circle{fill:#335c92}"
+    )
+    return (
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {left + side + 16} {side + 16}" '
+        f'role="img" aria-label="Rooms: each imports only rooms drawn below it">'
+        f'<style>{style}</style><rect width="100%" height="100%" fill="#fff"/>\n'
+        + "\n".join(parts)
+        + "\n</svg>\n"
+    )
+
+
+def _show() -> None:
+    files = modules()
+    folders = files_by_folder(files)
+    twice = class_names_twice(files)
+    state = mutable_state(files)
+    print(f"lines                      {count_lines(files):,}")
+    print(f"files                      {len(files)}")
+    over = {k: v for k, v in folders.items() if v > MOST_FILES}
+    print(f"folders over {MOST_FILES} files      {over or 'none'}")
+    print(f"circles                    {circles(graph(files)) or 'none'}")
+    print(f"class names that stand twice   {len(twice)}: {', '.join(sorted(twice))}")
+    print(f"mutable state of modules   {len(state)}")
+    print(f"widest signatures          {', '.join(f'{n} {w}' for n, w in widest(files)[:5])}")
+    crowded = [f"{n} {w}" for n, w in most_attributes(files) if n > 15]
+    print(f"classes over 15 attributes {len(crowded)}: {', '.join(crowded[:8])} …")
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--draw", metavar="FILE", type=Path, help="draw the rooms as SVG")
+    asked = parser.parse_args()
+    if asked.draw:
+        asked.draw.write_text(draw())
+    else:
+        _show()
