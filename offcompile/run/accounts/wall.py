@@ -1,9 +1,9 @@
 """Watches over the first optimizer steps of a plan that what is trained is what its graph reads.
 
 A weight on the host has other memory than it was made with. `runtime/device/owners.py` counts the
-tensors that would go on using the old memory; code that kept a bare address is counted
-nowhere, and would train memory that no graph reads. Such a step leaves a trace: an optimizer trains other tensors
-visibly while a weight, whose gradient was there, stays as it is. Three such steps are told.
+tensors that would go on using the old memory; code that kept a bare address is counted nowhere, and
+would train memory that no graph reads. Such a step leaves a trace: an optimizer trains other
+tensors visibly while a weight, whose gradient was there, stays as it is. Three such steps are told.
 
 Judgement waits for the next call, since updates may go on beside the step, or be copied back from
 a master after it. A weight that was seen to change is looked at no more.
