@@ -51,7 +51,7 @@ bench: $(READY) ## run every benchmark again and write its table to benchmarks/r
 	@git --no-pager diff --stat -- benchmarks/results || true
 
 house: $(READY) ## figures of the code's shape; draws docs/rooms.svg again
-	@cd tests && ../$(BIN)/python -m support.house --draw ../docs/rooms.svg && ../$(BIN)/python -m support.house
+	@cd tests && ../$(BIN)/python support/house.py --draw ../docs/rooms.svg && ../$(BIN)/python support/house.py
 
 gpu: ## tests and benchmark on a GPU, in 8 minutes; nothing is installed or fetched for it
 	@python=$(BIN)/python; [ -x $$python ] || python=$(PYTHON); $$python -m benchmarks.gpu_run $(ARGS)

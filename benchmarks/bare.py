@@ -24,7 +24,7 @@ NEEDED = {
 }
 USEFUL = {
     "triton": "Inductor on a GPU, and kernels",
-    "pytest": "the tests marked gpu; without it only tests/gpu_checks.py runs",
+    "pytest": "the tests marked gpu; without it only tests/support/gpu_checks.py runs",
 }
 
 

@@ -38,8 +38,8 @@ def call(command: Sequence[str], env: dict[str, str], seconds: float) -> int | N
 
 def test_command() -> list[str]:
     if find_spec("pytest") is None:
-        return [sys.executable, "-u", "tests/gpu_checks.py"]
-    files = sorted(str(p.relative_to(ROOT)) for p in (ROOT / "tests").glob("test_gpu_*.py"))
+        return [sys.executable, "-u", "tests/support/gpu_checks.py"]
+    files = sorted(str(p.relative_to(ROOT)) for p in (ROOT / "tests" / "gpu").glob("test_gpu_*.py"))
     # conftest.py sets up hypothesis, which may be absent, and no test of these needs it
     options = ["--noconftest", "-m", "gpu", "-rfEs", "-v", "--tb=short", "-p", "no:cacheprovider"]
     return [sys.executable, "-m", "pytest", *options, *files]

@@ -1,6 +1,6 @@
 """The rooms of the code, read from its imports: their order, their files, and figures of shape.
 
-`make house` prints the figures; `python -m support.house --draw FILE` draws the rooms as SVG.
+`make house` prints the figures; `python tests/support/house.py --draw FILE` draws the rooms as SVG.
 """
 
 from __future__ import annotations

@@ -15,11 +15,11 @@ from functools import partial
 
 import numpy as np
 import torch
+from simulated import Race
 
 from offcompile.runtime.device.streams import MemoryUse
 from offcompile.runtime.device.tickets import telling
 from offcompile.runtime.memory.host_arena import HostFull
-from support.simulated import Race
 
 _Bytes = np.ndarray[tuple[int], np.dtype[np.uint8]]
 _PAGE_BYTES = 4096

@@ -23,11 +23,11 @@ from functools import partial
 
 import numpy as np
 import torch
+from simulated import Race
+from simulated_memory import SimulatedArena, Watch
 
 from offcompile.runtime.codecs import Codec
 from offcompile.runtime.device.streams import MemoryUse, Streams
-from support.simulated import Race
-from support.simulated_memory import SimulatedArena, Watch
 
 _Bytes = np.ndarray[tuple[int], np.dtype[np.uint8]]
 COMPUTE = "compute"

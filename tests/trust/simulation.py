@@ -17,7 +17,7 @@ from pathlib import Path
 from unittest import mock
 
 import torch
-from support.simulated_streams import Faults
+from simulated_streams import Faults
 
 from offcompile.ir import OffloadError
 from offcompile.runtime.base import watchdog

@@ -17,7 +17,7 @@ from pathlib import Path
 import numpy as np
 import torch
 from cuda_bench import STAGING, Bench, Disk, fill
-from support.simulated_streams import SimulatedStreams
+from simulated_streams import SimulatedStreams
 from update_bench import KINDS, SimulatedCarrier, Updates, produce, weight_of
 
 from offcompile.ir import OffloadError

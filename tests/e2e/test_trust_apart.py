@@ -1,0 +1,25 @@
+"""Tests of the trust package that need a process of their own.
+
+The simulation puts stand-ins for threads and clocks of the whole runtime, and faults take memory,
+threads and signals: what other tests have left open must not meet those, nor what these leave
+meet other tests.
+"""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+@pytest.mark.parametrize("checks", ["simulation_checks.py", "fault_checks.py"])
+def test_the_checks_hold_in_a_process_of_their_own(checks: str) -> None:
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider"]
+    command += [f"tests/trust/{checks}"]
+    ran = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert ran.returncode == 0, ran.stdout[-6000:] + ran.stderr[-2000:]
+    assert " passed" in ran.stdout and "failed" not in ran.stdout

@@ -1,0 +1,261 @@
+"""What the documents say holds: code runs, commands run, links lead somewhere, examples run."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+import types
+from collections.abc import Callable, Iterator
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+from unittest.mock import create_autospec
+
+import pytest
+import torch
+from doc_blocks import DOCUMENTS, ROOT, Block, all_blocks, anchors, commands, links
+from torch import nn
+
+import offcompile
+from offcompile.cli.main import main
+from offcompile.machine.options import OTHER_VARIABLES, Options, _variable
+from offcompile.report import report as reporting
+from offcompile.report.report import PlanReport
+
+EXAMPLES = ROOT / "examples"
+#: sizes and places in the documents that are too large, or not there, in a test
+SMALLER = {
+    '"8GiB"': '"1MiB"',
+    '"20GiB"': '"2MiB"',
+    '"2GiB"': '"1MiB"',
+    '"600MiB"': '"1MiB"',
+    "seconds=5": "seconds=0.2",
+}
+PLACES = ("/data/tmp", "/var/tmp")
+
+
+# --- Python -----------------------------------------------------------------------------------
+
+
+class Model(nn.Module):
+    """Takes anything with numbers in it; its blocks may be compiled by themselves."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Linear(8, 8) for _ in range(2))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = x.reshape(x.shape[0], -1)[:, :8]
+        for block in self.blocks:
+            x = torch.tanh(block(x))
+        return x.square().mean()
+
+
+def train(steps: int) -> None:
+    model = Model()
+    for _ in range(steps):
+        model(torch.ones(4, 8)).backward()
+
+
+def for_correlation(names: dict[str, Any]) -> None:
+    """The block lists calls and is no sequence of them: names and arguments are held."""
+    from offcompile.passes.correlation.predictor import Predictor
+
+    predictor = create_autospec(Predictor, instance=True, counters={}, table_bytes=0)
+    names |= {"Predictor": lambda: predictor}
+    names |= {"block": "w0", "nbytes": 4096, "free_bytes": 1, "missing": 1, "wanted": 1}
+
+
+def for_codecs(names: dict[str, Any]) -> None:
+    x = torch.relu(torch.randn(4096))
+    names |= {"x": x, "out": torch.empty_like(x)}
+
+
+def for_host_init(names: dict[str, Any]) -> None:
+    from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
+
+    sizes = {"vocab_size": 32, "hidden_size": 16, "intermediate_size": 16}
+    heads = {"num_hidden_layers": 1, "num_attention_heads": 2}
+    LlamaForCausalLM(LlamaConfig(**sizes, **heads)).save_pretrained("weights")
+    names |= {"AutoModelForCausalLM": AutoModelForCausalLM, "folder": "weights"}
+
+
+#: a part of the block → what else it needs
+NEEDS: dict[str, Callable[[dict[str, Any]], None]] = {
+    "predictor = Predictor()": for_correlation,
+    "how.pack(x, room)": for_codecs,
+    "from_pretrained(folder)": for_host_init,
+}
+
+
+@pytest.fixture(scope="module")
+def one_report() -> Iterator[PlanReport]:
+    """Of a step in which something moves."""
+    options = {"memory": "minimum", "lowering": "aot_eager", "hardware": "cpu", "seconds": 0.1}
+    step = torch.compile(Model(), backend="offcompile", options=options)
+    known = len(offcompile.reports())
+    for _ in range(2):
+        step(torch.ones(4, 8)).backward()
+    (report,) = offcompile.reports()[known:]
+    yield report
+    torch._dynamo.reset()
+
+
+@pytest.fixture
+def in_a_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With the examples in it, and the weights of a `Model`."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "examples").symlink_to(EXAMPLES)
+    (tmp_path / "weights").mkdir()
+
+
+@pytest.mark.usefixtures("in_a_folder")
+@pytest.mark.parametrize("block", all_blocks("python"), ids=str)
+def test_python_runs(
+    block: Block, one_report: PlanReport, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    text = block.text
+    for large, small in SMALLER.items():
+        text = text.replace(large, small)
+    for place in PLACES:
+        text = text.replace(place, str(tmp_path))
+    # what the code does not say itself: quick to compile, and nothing is measured
+    monkeypatch.setenv("OFFCOMPILE_LOWERING", "aot_eager")
+    monkeypatch.setenv("OFFCOMPILE_HARDWARE", "cpu")
+    monkeypatch.setattr(reporting, "_remembered", [one_report])
+    # a module of its own, in the room whose neighbours it may import
+    name = "offcompile.passes.documented"
+    module = types.ModuleType(name)
+    monkeypatch.setitem(sys.modules, name, module)
+    model = Model()
+    torch.save(model.state_dict(), tmp_path / "weights" / "weights.pt")
+    names = module.__dict__
+    names |= {"torch": torch, "offcompile": offcompile, "model": model, "step": model}
+    names |= {"batch": torch.ones(4, 8), "x": torch.ones(4, 8), "data": [torch.ones(4, 8)] * 2}
+    names |= {
+        "build_model": Model,
+        "make_inputs": lambda n: torch.empty(n, 3, 64, 64),
+        "train": train,
+    }
+    for part, prepare in NEEDS.items():
+        if part in text:
+            (tmp_path / "weights" / "weights.pt").unlink()
+            prepare(names)
+    try:
+        exec(compile(text, str(block), "exec"), names)
+    finally:
+        torch._dynamo.reset()
+
+
+# --- commands ---------------------------------------------------------------------------------
+
+#: how a command that is not run here begins → why
+NOT_RUN = {
+    "make": "installs, or runs all tests; `make demo` is examples/train_gpt.py, which runs below",
+    "python train.py": "stands for a script of the reader's",
+    "python examples/": "run below with --quick",
+    "python -m benchmarks.gpu": "needs minutes; tests/gpu/test_benchmark_gpu.py runs it small",
+    "offcompile fit hf:llama": "takes a minute; docs/fit.md has a small one, which runs",
+    "offcompile record": "runs a script of the reader's; tests/run/test_record.py runs it",
+    "offcompile plan --trace": "plans what that has recorded; tests/run/test_record.py runs it",
+}
+#: what keeps a command short here
+SHORTER = {"plan": ["--seconds", "0.2"]}
+
+
+def test_every_command_is_run_or_has_a_reason() -> None:
+    said = [" ".join(words) for block in all_blocks("sh") for words in commands(block)]
+    assert len(said) > 10
+    for beginning in NOT_RUN:
+        assert any(without_variables(one).startswith(beginning) for one in said), beginning
+
+
+def without_variables(command: str) -> str:
+    """`A=1 B=2 python x.py` without what is set."""
+    return re.sub(r"^(?:[A-Z_]+=\S*\s+)+", "", command)
+
+
+@pytest.mark.usefixtures("in_a_folder")
+@pytest.mark.parametrize("block", all_blocks("sh"), ids=str)
+def test_commands_run(block: Block, capsys: pytest.CaptureFixture[str]) -> None:
+    for words in commands(block):
+        command = without_variables(" ".join(words))
+        if any(command.startswith(beginning) for beginning in NOT_RUN):
+            for script in (w for w in words if w.startswith("examples/")):
+                assert Path(script).name in {e.name for e in EXAMPLES.glob("*.py")}
+            continue
+        assert words[0] == "offcompile", f"{block}: run {command!r}, or say in NOT_RUN why not"
+        assert main([*words[1:], *SHORTER.get(words[1], [])]) == 0, command
+        assert capsys.readouterr().out
+
+
+# --- links and tables -------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("path", DOCUMENTS, ids=lambda path: path.name)
+def test_links_lead_somewhere(path: Path) -> None:
+    for link in links(path):
+        if re.match(r"https?://", link):
+            continue
+        file, _, anchor = link.partition("#")
+        target = path.parent / file if file else path
+        assert target.exists(), link
+        if anchor:
+            assert anchor in anchors(target), link
+
+
+def test_the_index_names_every_document() -> None:
+    named = set(links(ROOT / "docs" / "README.md"))
+    for path in (ROOT / "docs").glob("*.md"):
+        assert path.name == "README.md" or path.name in named, path.name
+
+
+def rows(document: str) -> list[list[str]]:
+    """Cells of the lines whose first cell is one name in code."""
+    text = (ROOT / "docs" / document).read_text()
+    lines = re.findall(r"^\| (`\w+` \|.+) \|$", text, re.M)
+    return [re.split(r" \| ", line) for line in lines]
+
+
+def test_options_are_those_that_there_are() -> None:
+    table = {cells[0].strip("`"): cells[1:] for cells in rows("options.md")}
+    assert list(table) == [field.name for field in fields(Options)]
+    for field in fields(Options):
+        variable, default, _ = table[field.name]
+        assert variable == f"`{_variable(field.name)}`"
+        if field.name != "spill":  # the system's temporary directory
+            shown = f'`"{field.default}"`' if isinstance(field.default, str) else field.default
+            assert default.partition(":")[0] == str(shown)
+    text = (ROOT / "docs" / "options.md").read_text()
+    assert OTHER_VARIABLES[0] in text
+    for field in fields(Options):
+        assert f"- **`{field.name}`**" in text  # when to use it
+
+
+# --- examples ---------------------------------------------------------------------------------
+
+
+def runs() -> list[list[str]]:
+    """Each example once, and those with ways that differ once for each."""
+    found = {path.name: [[]] for path in sorted(EXAMPLES.glob("*.py"))}
+    found["finetune_hf.py"] = [[], ["--lora", "--loop"]]
+    return [[name, *more] for name, ways in found.items() for more in ways]
+
+
+@pytest.mark.parametrize("words", runs(), ids=" ".join)
+def test_examples_run(words: list[str], tmp_path: Path) -> None:
+    script = EXAMPLES / words[0]
+    assert f"examples/{words[0]}" in script.read_text(), "says how it is run"
+    settings = {"OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"}
+    done = subprocess.run(
+        [sys.executable, script, *words[1:], "--quick"],
+        cwd=tmp_path,
+        env={**os.environ, **settings},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert done.stdout + done.stderr

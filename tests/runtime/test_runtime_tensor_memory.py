@@ -1,0 +1,270 @@
+"""Memory of torch's tensors from malloc's plain call: it fits again, and keeps a limit."""
+
+from __future__ import annotations
+
+import logging
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from offcompile.runtime.memory import tensor_memory
+from offcompile.runtime.memory.heap import heap
+from offcompile.runtime.memory.tensor_memory import MENDED_VERSION, USUAL, VARIABLE
+
+SETUP = """
+import gc, os, pickle, sys, threading
+import torch
+from offcompile.runtime.memory import tensor_memory
+from offcompile.runtime.memory.heap import heap
+from offcompile.runtime.memory.tensor_memory import install, will_fit
+MIB = 1 << 20
+"""
+INSTALLED = SETUP + "assert will_fit() and install() and install()\n"
+
+
+def ran(code: str, **variables: str) -> str:
+    """What it prints. What a process allocates with is chosen once: each has one of its own."""
+    given = {k: v for k, v in os.environ.items() if k not in ("CXX", "GLIBC_TUNABLES", VARIABLE)}
+    environment = {**given, "PYTHONPATH": str(Path(__file__).parents[2]), **variables}
+    command = [sys.executable, "-c", code]
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=120)
+    assert done.returncode == 0, done.stderr
+    return done.stdout.strip()
+
+
+SAME_PLACE = """
+heap().prepare()
+def made():
+    return torch.ones(MIB // 4)
+first = [made() for _ in range(8)]
+beside = [torch.ones(3) for _ in range(64)]  # small ones take what lies about
+places = {x.data_ptr() for x in first[2:6]}
+del first[2:6]
+beside += [torch.ones(3) for _ in range(64)]
+several = [made() for _ in range(4)]
+print(len(places & {x.data_ptr() for x in several}))
+"""
+
+
+def test_a_place_fits_the_next_of_its_size() -> None:
+    assert ran(INSTALLED + SAME_PLACE) == "4"
+
+
+def test_tensors_are_as_they_were() -> None:
+    code = (
+        INSTALLED
+        + """
+torch.set_num_threads(1)  # OpenMP does not survive a fork
+sizes = [0, 1, 7, 63, 64, 65, 4096, 5 * MIB + 3]
+for n in sizes:
+    x = torch.arange(n, dtype=torch.uint8)
+    assert n == 0 or x.data_ptr() % 64 == 0
+    assert torch.equal(x, torch.arange(n) % 256)
+old = torch.arange(1000.0)
+grown = old.clone().untyped_storage()
+grown.resize_(80000)
+assert torch.equal(torch.tensor(grown[:4000].tolist(), dtype=torch.uint8).view(torch.float32), old)
+assert torch.equal(pickle.loads(pickle.dumps(old)), old)
+assert old.clone().numpy().sum() == old.sum().item()
+assert torch.equal(old.clone().share_memory_(), old)
+made = []
+threads = [threading.Thread(target=lambda: made.append(torch.ones(MIB))) for _ in range(4)]
+[t.start() for t in threads]; [t.join() for t in threads]
+child = os.fork()
+if child == 0:
+    made.clear()
+    os._exit(int(torch.ones(MIB).sum().item()) != MIB)
+assert os.waitpid(child, 0)[1] == 0
+with torch.profiler.profile(profile_memory=True, record_shapes=False) as profile:
+    x = torch.empty(MIB); del x
+print(max(e.self_cpu_memory_usage for e in profile.key_averages()))
+"""
+    )
+    assert ran(code) == str(4 << 20)
+
+
+def test_what_is_freed_is_free() -> None:
+    code = (
+        INSTALLED
+        + """
+gc.collect()
+before = heap().live_bytes()
+x = torch.ones(8 * MIB); y = torch.ones(100)
+held = heap().live_bytes() - before
+del x, y
+print(round(held / MIB / 8), round((heap().live_bytes() - before) / MIB / 8))
+"""
+    )
+    assert ran(code) == "4 0"  # of 8 MiB each: others come and go by less
+
+
+def test_tensors_from_before_are_freed_as_they_were_made() -> None:
+    code = (
+        SETUP
+        + """
+old = [torch.ones(n) for n in (3, 1000, MIB)]
+assert install()
+new = [x + 1 for x in old]
+del old
+print(sum(x.sum().item() for x in new))
+"""
+    )
+    assert float(ran(code)) == 2.0 * (3 + 1000 + (1 << 20))
+
+
+@pytest.mark.parametrize("nbytes", [1 << 62, (1 << 63) - 1])
+def test_memory_that_is_not_there_is_refused_in_the_words_that_are_looked_for(nbytes: int) -> None:
+    code = (
+        INSTALLED
+        + f"""
+try:
+    torch.empty({nbytes}, dtype=torch.uint8)
+except RuntimeError as error:
+    print(str(error).splitlines()[0])
+"""
+    )
+    told = ran(code)
+    assert "DefaultCPUAllocator: can't allocate memory: you tried to allocate" in told
+    assert f"{nbytes} bytes" in told
+
+
+def test_without_a_compiler_torchs_own_stays(tmp_path: Path) -> None:
+    code = (
+        SETUP
+        + """
+import logging
+logging.basicConfig(level=logging.INFO)
+print(will_fit(), install(), will_fit(), torch.ones(MIB).sum().item())
+"""
+    )
+    found = ran(code, CXX=str(tmp_path / "none"), TORCHINDUCTOR_CACHE_DIR=str(tmp_path / "cache"))
+    assert found == f"False False False {float(1 << 20)}"
+
+
+def test_a_compiler_that_fails_is_logged(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def fails() -> None:
+        raise RuntimeError("no such header")
+
+    monkeypatch.setattr(tensor_memory, "_wanted", lambda: True)
+    monkeypatch.setattr(tensor_memory, "_compile_and_install", fails)
+    tensor_memory._installed.cache_clear()
+    try:
+        with caplog.at_level(logging.INFO):
+            assert not tensor_memory.install()
+            assert not tensor_memory.will_fit()
+        assert "no such header" in caplog.text
+    finally:
+        tensor_memory._installed.cache_clear()
+
+
+def test_who_does_not_want_it_keeps_torchs_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(VARIABLE, USUAL)
+    assert not tensor_memory.will_fit() and not tensor_memory.install()
+    monkeypatch.delenv(VARIABLE)
+    monkeypatch.setattr(tensor_memory, "address_space_is_limited", lambda: True)
+    assert not tensor_memory.will_fit() and not tensor_memory.install()
+    monkeypatch.setattr(tensor_memory, "address_space_is_limited", lambda: False)
+    monkeypatch.setattr(heap(), "_process", None)  # another malloc
+    assert not tensor_memory.will_fit() and not tensor_memory.install()
+
+
+def test_which_malloc_leaves_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    for version, leaves in ((None, False), ((2, 38), True), (MENDED_VERSION, False)):
+        monkeypatch.setattr(tensor_memory, "glibc_version", lambda found=version: found)
+        assert tensor_memory.malloc_leaves_ends() == leaves
+
+
+# --- the limit --------------------------------------------------------------------------------
+
+LIMITED = (
+    INSTALLED
+    + """
+h = heap()
+h.prepare()
+h._watch = lambda: None  # who looks now and then
+def churn(rounds):
+    # each leaves holes where nothing of the next fits
+    kept, peak = [], 0
+    for i in range(rounds):
+        several = [torch.ones((3 + i) * MIB // 4) for _ in range(4)]
+        kept.append(several[1])
+        peak = max(peak, h.resident_bytes())
+        del several
+    return peak
+"""
+)
+
+
+def test_holes_go_back_before_a_tensor_is_touched_that_would_exceed_the_limit() -> None:
+    code = (
+        LIMITED
+        + """
+h.begin(0, 62 * MIB)
+start, before = h.resident_bytes(), h.trims
+most = churn(6) - start
+h.end()
+print(most / MIB, h.trims - before, h.trim_ns > 0)
+"""
+    )
+    most, trims, timed = ran(code).split()
+    assert 57 <= float(most) <= 63  # 57 live at once
+    assert 1 <= int(trims) <= 24 and timed == "True"
+
+
+def test_between_steps_nothing_goes_back() -> None:
+    code = (
+        LIMITED
+        + """
+h.begin(0, 8 * MIB); h.end()
+before = h.trims
+churn(6)
+print(h.trims - before)
+"""
+    )
+    assert ran(code) == "0"
+
+
+def test_what_no_trim_can_take_is_tried_for_once_for_each_mib_that_comes() -> None:
+    code = (
+        LIMITED
+        + """
+h.begin(0, 8 * MIB)
+before = h.trims
+live = [torch.ones(MIB // 4) for _ in range(64)]
+print(h.trims - before)
+"""
+    )
+    assert 1 <= int(ran(code)) <= 64
+
+
+def test_a_forked_child_has_no_limit_of_its_parents() -> None:
+    code = (
+        LIMITED
+        + """
+torch.set_num_threads(1)  # OpenMP does not survive a fork
+h.begin(0, 8 * MIB)
+before = h.trims
+child = os.fork()
+if child == 0:
+    churn(6)
+    os._exit(min(h.trims - before, 255))
+print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+"""
+    )
+    assert ran(code) == "0"
+
+
+def test_versions_are_read_from_the_system(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "confstr", lambda name: "glibc 2.41")
+    assert tensor_memory.glibc_version() == (2, 41)
+
+    def unknown(name: str) -> str:
+        raise ValueError(name)
+
+    monkeypatch.setattr(os, "confstr", unknown)
+    assert tensor_memory.glibc_version() is None

@@ -1,1 +1,0 @@
-"""Devices and fakes that tests share."""
