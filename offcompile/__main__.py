@@ -1,5 +1,5 @@
 """`python -m offcompile` is the command `offcompile`."""
 
-from offcompile.cli.main import main
+from offcompile.cli.command import main
 
 raise SystemExit(main())

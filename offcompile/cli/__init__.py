@@ -4,6 +4,6 @@ In: arguments and files. Out: tables or JSON, and an exit status. Heavy modules 
 command that needs them.
 """
 
-from .main import main
+from .command import main
 
 __all__ = ["main"]

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 from statistics import median
-from typing import Any
+from typing import Any, Protocol
 
 from offcompile.ir import DEVICE, PHASES, Machine, OffloadError, Plan, Problem, Timeline
 from offcompile.ir.jsonio import machine_to_json, plan_to_json, problem_to_json
@@ -17,7 +17,6 @@ from offcompile.passes.build.holes import Returns, Room
 from offcompile.planning.decide import floor_of
 from offcompile.planning.feedback.corrections import Corrected
 from offcompile.planning.feedback.measured import MeasuredStep, Steps
-from offcompile.planning.feedback.profiling import Profile
 from offcompile.planning.planned_layout import planned_layout, planned_returns
 from offcompile.planning.planner import PlanResult
 from offcompile.planning.timelines import moved_bytes, timeline_to_json
@@ -32,6 +31,18 @@ from .verified import Verified
 
 #: steps per phase that the measured time is the median of
 STEPS_REMEMBERED = 512
+
+
+class Seen(Protocol):
+    """The part of a run's `Profile` that reports tell; a `Profile` itself brings torch along."""
+
+    @property
+    def densities(self) -> Mapping[str, float]: ...
+    @property
+    def said(self) -> Sequence[str]: ...
+    @property
+    def lanes(self) -> Any: ...
+    def has_zeros(self, tensor: str, /) -> bool: ...
 
 
 @dataclass(frozen=True, eq=False)
@@ -59,7 +70,7 @@ class Record:
     #: weight or gradient → the parameter's name
     names: Mapping[str, str] = field(default_factory=dict, repr=False)
     #: what runs have shown of the tensors, over all plans of this graph
-    profile: Profile | None = field(default=None, repr=False)
+    profile: Seen | None = field(default=None, repr=False)
     #: passes on what has been measured behind the caller's back
     settle: Callable[[], None] | None = field(default=None, repr=False)
     #: from the time of a step: what steps like these do to the drives that spill files lie on

@@ -21,7 +21,7 @@ from offcompile.ahead.layers import find_layers, shortened
 from offcompile.ahead.plan import Ahead, Asked, plan
 from offcompile.ahead.scaled import Scale
 from offcompile.ahead.unroll import alike, relabelled, unroll
-from offcompile.cli import main as cli
+from offcompile.cli import command as cli
 from offcompile.graph.costs import in_place as costs_in_place
 from offcompile.graph.costs import op_costs as costs
 from offcompile.ir import InvalidInput, OffloadError

@@ -15,7 +15,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from offcompile.cli import main as cli
+from offcompile.cli import command as cli
 from offcompile.ir import DEVICE
 from offcompile.ir.jsonio import loads_machine, loads_plan, loads_problem, machine_from_toml
 from offcompile.ir.textio import print_machine, print_plan, print_problem

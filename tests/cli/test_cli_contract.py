@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from offcompile.cli.main import main
+from offcompile.cli.command import main
 
 RULES = {
     "unknown-key", "bad-value", "duplicate-id", "unknown-id", "wrong-lane", "stale-read",

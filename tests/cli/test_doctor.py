@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 import offcompile.cli.doctor.doctor as module
 import offcompile.machine.this_machine as this_machine_module
-from offcompile.cli import main as cli
+from offcompile.cli import command as cli
 from offcompile.cli.doctor.figures import Examination, Gpu
 from offcompile.cli.doctor.tables import show_examination
 from offcompile.ir import OffloadError

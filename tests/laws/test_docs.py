@@ -19,7 +19,7 @@ from doc_blocks import DOCUMENTS, ROOT, Block, all_blocks, anchors, commands, li
 from torch import nn
 
 import offcompile
-from offcompile.cli.main import main
+from offcompile.cli.command import main
 from offcompile.machine.options import OTHER_VARIABLES, Options, _variable
 from offcompile.report import report as reporting
 from offcompile.report.report import PlanReport

@@ -154,14 +154,14 @@ def test_the_command_runs_a_script_with_its_arguments(tmp_path: Path) -> None:
 def test_the_command_names_a_script_that_is_not_there(
     capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
-    from offcompile.cli.main import main
+    from offcompile.cli.command import main
 
     assert main(["record", "--output", str(tmp_path / "t.json"), "nothing.py"]) == 2
     assert "nothing.py" in capsys.readouterr().err
 
 
 def test_a_trace_can_be_planned(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    from offcompile.cli.main import main
+    from offcompile.cli.command import main
 
     runs = [f"run block 100.0 on {i} reads w{i}" for i in (0, 1, 2, 0, 1, 2)]
     lines = [*(f"block w{i} 1000000" for i in range(3)), *runs]

@@ -22,7 +22,7 @@ from unittest import mock
 
 import torch
 
-from offcompile.cli import main as cli
+from offcompile.cli import command as cli
 from offcompile.cli.files import BadPlan, read_inputs, read_plan
 from offcompile.ir import OffloadError
 from offcompile.machine.cost_cache import CostCache, document_path
