@@ -19,7 +19,7 @@ from offcompile.ir.verify import check_timeline
 from offcompile.passes.build.decisions import Decisions
 from offcompile.passes.build.schedule import Builder
 from offcompile.passes.registry import make
-from offcompile.passes.search.frame import Frame, Mode
+from offcompile.passes.search.frame import Choices, ProgramVariant
 from offcompile.planning.coarsen import coarsen
 from offcompile.planning.planner import judge_for, plan_problem
 from offcompile.simulate import Simulator
@@ -72,7 +72,7 @@ def repeated_layers(layers: int) -> tuple[Problem, Machine]:
     problem = Problem(tuple(tensors), tuple(ops), True)
     machine = duplex(None, 1000.0, 10.0)
     builder = Builder(problem, machine, Decisions())
-    low = max(Frame(problem, machine, Mode()).floor)
+    low = max(ProgramVariant(problem, machine, Choices()).floor)
     return problem, machine.with_capacity("device", (low + max(builder.kept_bytes)) // 2)
 
 

@@ -24,7 +24,7 @@ from .build.contract import Judge
 from .build.gaps import Gap
 from .build.program import Intervals
 from .search.fitting import Fitting
-from .search.frame import Frame, Mode
+from .search.frame import Choices, ProgramVariant
 
 #: cells of the dynamic program's table: they set its quantum unless one is given
 TABLE_CELLS = 2_000_000
@@ -82,7 +82,7 @@ class _Gradients:
 
     def __init__(self, problem: Problem, fitting: Fitting) -> None:
         self.problem, self.fitting = problem, fitting
-        self.plain: Frame = fitting.frame(fitting.base)
+        self.plain: ProgramVariant = fitting.frame(fitting.base)
         self.gaps: dict[str, list[Gap]] = {}
         self.direct: dict[str, tuple[str, ...]] = {}  # gradient → ops that write it in place
         self.all: list[Tensor] = []
@@ -114,10 +114,10 @@ class _Gradients:
             return sum(round_ns(o.direct[g]) - round_ns(o.duration_us) for o in ops)
         return sum(round_ns(gap.out_us + gap.in_us) for gap in self.gaps[g])
 
-    def mode(self, reserved: frozenset[str]) -> Mode:
+    def mode(self, reserved: frozenset[str]) -> Choices:
         base = self.fitting.base
         born = {(o, g) for g, ops in self.direct.items() if g not in reserved for o in ops}
-        return Mode(base.directs | born, base.recomputes, base.hosted)
+        return Choices(base.directs | born, base.recomputes, base.hosted)
 
     def away(self, reserved: frozenset[str]) -> set[tuple[str, str | None]]:
         """Gaps that gradients without a reserved place spend on the host."""

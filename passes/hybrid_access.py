@@ -20,7 +20,7 @@ from offcompile.ir.units import round_ns
 from .build.contract import Judge
 from .build.lanes import Routes
 from .search.fitting import Fitting, Key
-from .search.frame import Frame, Mode
+from .search.frame import Choices, ProgramVariant
 from .select.hybrid_modes import (
     VARIANTS,
     LayerTimes,
@@ -65,7 +65,7 @@ class HybridAccess:
         for asked, directs in enumerate(self._choices(layers), 1):
             kept = frozenset(d for d in fitting.base.directs if not layers.decides(d))
             forced = fitting.forced.directs & fitting.base.directs
-            mode = Mode(kept | forced | directs, fitting.base.recomputes, fitting.base.hosted)
+            mode = Choices(kept | forced | directs, fitting.base.recomputes, fitting.base.hosted)
             frame = fitting.frame(mode)
             fitting.offer(frame, _between_steps(frame, layers.weights))
             if fitting.trials.best is not None and asked >= patience:
@@ -134,7 +134,7 @@ def _all_loaded_first(problem: Problem, machine: Machine, plan: Plan, judge: Jud
     return made
 
 
-def _between_steps(frame: Frame, weights: Iterable[str]) -> set[Key]:
+def _between_steps(frame: ProgramVariant, weights: Iterable[str]) -> set[Key]:
     """The gaps of these weights around the end of the step: there they live on the host."""
     mine = set(weights)
     return {
@@ -166,7 +166,7 @@ class _Layers:
     computation going to the last.
     """
 
-    def __init__(self, problem: Problem, machine: Machine, base: Mode) -> None:
+    def __init__(self, problem: Problem, machine: Machine, base: Choices) -> None:
         self.problem, self.base = problem, base
         self.hosted = {
             o.id

@@ -18,12 +18,12 @@ from offcompile.ir import DEVICE, HOST, Infeasible, Machine, Plan, Problem, Time
 from .build.contract import Judge
 from .build.gaps import Gap
 from .build.lanes import Clock
-from .build.patience import Time, TimeIsUp, is_short, timed_by
+from .build.patience import TimeIsUp, TimeLeft, is_short, timed_by
 from .build.schedule import Builder
 from .search.balance import balanced
 from .search.frame import (
-    Frame,
-    Mode,
+    Choices,
+    ProgramVariant,
     direct_mode,
     forced_mode,
     held_on_host,
@@ -37,7 +37,7 @@ from .search.recompute_starts import WORTH_ANOTHER, RecomputeStarts
 from .search.rerun_loads import rerun_modes
 from .search.search import Search, State, mode_of
 from .search.update_split import UpdateSplit
-from .select.cover import Cover, Prices
+from .select.cover import GapSet, Prices
 from .select.rematerialization import Rematerialization, Rerun
 
 #: evaluations a second that the effort is reckoned at, per (run + move) of the problem
@@ -85,13 +85,13 @@ class _WithinTime:
     def all_over(self) -> bool:
         return self.search.best_plan is not None and time.thread_time() > self.deadline
 
-    def time(self) -> Time:
+    def time(self) -> TimeLeft:
         search, now = self.search, time.thread_time()
         if now <= min(self.deadline, search.deadline):
-            return Time.ENOUGH
+            return TimeLeft.ENOUGH
         if search.best_plan is None:
-            return Time.SHORT
-        return Time.OVER if self.tried or now > search.deadline else Time.SHORT
+            return TimeLeft.SHORT
+        return TimeLeft.OVER if self.tried or now > search.deadline else TimeLeft.SHORT
 
     def __call__(self, problem: Problem, machine: Machine, plan: Plan) -> Timeline:
         is_short()  # stops it, if it is to stop
@@ -139,7 +139,7 @@ class Joint:
     #: the plan is only compared with others, and the policies have had their turn with those
     trial: bool = field(default=False, compare=False)
     #: modes that served the same step with weights elsewhere: tried first
-    known_modes: tuple[Mode, ...] = field(default=(), compare=False)
+    known_modes: tuple[Choices, ...] = field(default=(), compare=False)
 
     def apply(self, problem: Problem, machine: Machine, plan: Plan) -> Plan:
         if self.judge is None:
@@ -156,7 +156,7 @@ class Joint:
         free = direct_mode(problem, machine, only_free=True).directs
         if not free <= forced.directs:
             in_place = self._frame(
-                problem, machine, Mode(forced.directs | free, forced.recomputes, forced.hosted)
+                problem, machine, Choices(forced.directs | free, forced.recomputes, forced.hosted)
             )
             frames += [] if self._floor(in_place) is not None else [in_place]
         states: list[State] = []
@@ -189,7 +189,7 @@ class Joint:
             )
         return brought_home(problem, machine, search.best_plan, self.judge)
 
-    def _worth_varying(self, search: Search, states: list[State]) -> list[Frame]:
+    def _worth_varying(self, search: Search, states: list[State]) -> list[ProgramVariant]:
         """The frames of starts that come near the best one, each once, the best first."""
         if not states:
             return []
@@ -201,7 +201,7 @@ class Joint:
         """When everything fits and nothing waits there is nothing to decide."""
         assert self.judge is not None
         try:
-            mode = Mode(hosted=held_on_host(problem))
+            mode = Choices(hosted=held_on_host(problem))
             builder = Builder(problem, machine, mode.decisions(problem))
             plan = builder.best(self.judge)
         except Infeasible:
@@ -231,10 +231,12 @@ class Joint:
     def _longest(self, problem: Problem) -> float:
         return self.seconds * (SLACK if _is_large(problem) else 1.0)
 
-    def _frame(self, problem: Problem, machine: Machine, mode: Mode, tier: str = HOST) -> Frame:
-        return Frame(problem, machine, mode, tier, self.lossy)
+    def _frame(
+        self, problem: Problem, machine: Machine, mode: Choices, tier: str = HOST
+    ) -> ProgramVariant:
+        return ProgramVariant(problem, machine, mode, tier, self.lossy)
 
-    def _floor(self, frame: Frame) -> Infeasible | None:
+    def _floor(self, frame: ProgramVariant) -> Infeasible | None:
         """Why nothing can fit, if with everything away it still does not."""
         try:
             frame.check_floor()
@@ -243,16 +245,16 @@ class Joint:
         return None
 
     def _last_resorts(
-        self, search: Search, frame: Frame, blocked: Infeasible | None, states: list[State]
+        self, search: Search, frame: ProgramVariant, blocked: Infeasible | None, states: list[State]
     ) -> Infeasible | None:
         """Everything away, then everything computed again as well, then everything in place that
         may be; why none fits, if so."""
         frames = [frame]
         if again := recompute_everything(search.problem):
-            mode = Mode(frame.mode.directs, again, frame.mode.hosted)
+            mode = Choices(frame.mode.directs, again, frame.mode.hosted)
             frames.append(self._frame(search.problem, search.machine, mode))
         if directs := direct_mode(search.problem, search.machine).directs - frame.mode.directs:
-            mode = Mode(frame.mode.directs | directs, frozenset(), frame.mode.hosted)
+            mode = Choices(frame.mode.directs | directs, frozenset(), frame.mode.hosted)
             frames.append(self._frame(search.problem, search.machine, mode))
         for resort in frames:
             reason = self._floor(resort)
@@ -262,7 +264,7 @@ class Joint:
                 continue
             blocked = None
             for away in (range(0), range(len(resort.gaps.gaps))):
-                cover = Cover(resort.gaps, away)
+                cover = GapSet(resort.gaps, away)
                 if cover.repair(resort.capacity, Prices()):
                     state = search.evaluate(resort, cover, rounds=1)
                     states += [] if state is None else [state]
@@ -303,7 +305,9 @@ class Joint:
             if _is_large(search.problem) and best.us > before_us * (1 - WORTH_ANOTHER):
                 break  # a walk that long has found nothing: another would take as long
 
-    def _starts(self, search: Search, frame: Frame, headrooms: tuple[float, ...]) -> list[State]:
+    def _starts(
+        self, search: Search, frame: ProgramVariant, headrooms: tuple[float, ...]
+    ) -> list[State]:
         found: list[State] = []
         deadline = time.thread_time() + START_SHARE * self._longest(search.problem)
         tiers = [HOST, *(t.name for t in search.machine.tiers if t.name not in (DEVICE, HOST))]
@@ -329,7 +333,7 @@ class Joint:
                         found.append(state)
         return found
 
-    def _known(self, search: Search, forced: Mode) -> list[State]:
+    def _known(self, search: Search, forced: Choices) -> list[State]:
         """Starts with what plans of the same ops computed again and updated on the host."""
         found: list[State] = []
         may_host = frozenset(hostable(search.problem)) if self.known_modes else frozenset()
@@ -337,7 +341,7 @@ class Joint:
             if search.settled:
                 break
             hosted = (known.hosted & may_host) | forced.hosted
-            mode = Mode(forced.directs, known.recomputes, hosted)
+            mode = Choices(forced.directs, known.recomputes, hosted)
             frame = self._frame(search.problem, search.machine, mode)
             cover = self._greedy(frame, 0.0, False)
             state = cover and search.evaluate(frame, cover, rounds=1)
@@ -348,7 +352,7 @@ class Joint:
         self,
         search: Search,
         split: UpdateSplit,
-        forced: Mode,
+        forced: Choices,
         states: list[State],
         share: float,
     ) -> list[State]:
@@ -360,7 +364,7 @@ class Joint:
         least = search.left - int(share * search.left)
 
         def cost_of(hosted: frozenset[str]) -> float | None:
-            mode = Mode(base.directs, base.recomputes, hosted | forced.hosted)
+            mode = Choices(base.directs, base.recomputes, hosted | forced.hosted)
             frame = self._frame(search.problem, search.machine, mode)
             cover = self._greedy(frame, 0.0, False)
             state = cover and search.evaluate(frame, cover, rounds=0)
@@ -378,7 +382,7 @@ class Joint:
         return found[:1]
 
     def _recomputing(
-        self, search: Search, forced: Mode, states: list[State], split: UpdateSplit
+        self, search: Search, forced: Choices, states: list[State], split: UpdateSplit
     ) -> list[State]:
         """Starts that compute activations again, from nearly free ones to all within a block.
 
@@ -402,7 +406,7 @@ class Joint:
             for hosted in hosts:
                 if costs and (is_over() or costs[0] > search.best_us * NEAR):
                     break
-                mode = Mode(base.directs, reruns, hosted)
+                mode = Choices(base.directs, reruns, hosted)
                 frame = self._frame(search.problem, search.machine, mode)
                 cover = self._greedy(frame, 0.0, False)
                 state = cover and search.evaluate(frame, cover, rounds=0)
@@ -468,8 +472,8 @@ class Joint:
                 found += [] if best is None else [best]
         return found
 
-    def _greedy(self, frame: Frame, headroom: float, hinted: bool) -> Cover | None:
-        cover = Cover(frame.gaps)
+    def _greedy(self, frame: ProgramVariant, headroom: float, hinted: bool) -> GapSet | None:
+        cover = GapSet(frame.gaps)
         prices = Prices()
         spare = headroom * max((g.tensor.nbytes for g in frame.gaps.gaps), default=0) * 2
         hints = self.hints

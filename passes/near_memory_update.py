@@ -22,7 +22,7 @@ from offcompile.ir.units import round_ns
 from .build.contract import Judge
 from .build.lanes import Routes
 from .search.fitting import Fitting, with_hosted
-from .search.frame import Mode, may_run_on_host
+from .search.frame import Choices, may_run_on_host
 from .select.update_share import HostRun, host_ends_ns
 
 PLACES = ("auto", "host", "device")
@@ -62,12 +62,12 @@ class NearMemoryUpdate:
             hosted = {w for u in chosen for w in u.weights}
             base = fitting.base
             if self.where == "device":  # what an earlier plan put on the host comes back
-                base = Mode(base.directs, base.recomputes, fitting.forced.hosted)
+                base = Choices(base.directs, base.recomputes, fitting.forced.hosted)
             mode = with_hosted(problem, base, hosted)
             fitting.offer(fitting.frame(mode), ())
             born = _written_in_place(problem, balance, chosen, mode)
             if self.judge is not None and born and patience > 1:
-                mode = Mode(mode.directs | born, mode.recomputes, mode.hosted)
+                mode = Choices(mode.directs | born, mode.recomputes, mode.hosted)
                 fitting.offer(fitting.frame(mode), ())
         return fitting.plan()
 
@@ -176,7 +176,7 @@ class _Balance:
 
 
 def _written_in_place(
-    problem: Problem, balance: _Balance, chosen: Iterable[HostUpdate], mode: Mode
+    problem: Problem, balance: _Balance, chosen: Iterable[HostUpdate], mode: Choices
 ) -> frozenset[tuple[str, str]]:
     """Gradients of host updates that are better written on the host than moved there."""
     wanted = {t for u in chosen for o in u.ops for t in o.reads}

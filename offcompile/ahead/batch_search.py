@@ -18,7 +18,7 @@ from offcompile.machine.options import Options
 from offcompile.machine.target import CpuTarget, CudaTarget, Target, target_for
 from offcompile.planning.decide import plain_plan
 from offcompile.planning.feedback.profiling import Profile
-from offcompile.run.accounts.books import Books
+from offcompile.run.accounts.books import DeviceUsage
 from offcompile.run.pipeline import Pipeline
 from offcompile.runtime.base.progress import Progress
 from offcompile.simulate import Simulator
@@ -262,7 +262,7 @@ class _Search:
             replace(self.options, hardware=hardware),
             self.target,
             f"a batch of {batch}",
-            Books().open(),
+            DeviceUsage().open(),
             traced.parameters,
             self.held_bytes,
             profile=Profile(densities=self.densities),

@@ -34,7 +34,7 @@ from offcompile.runtime.base.progress import Progress
 from .batch_trace import Traced, trace_call
 from .layers import PERIODS, Layers, find_layers, shortened
 from .simple_ways import SimpleWays
-from .surveyed import AheadSurvey, NotAlike, Twin
+from .surveyed import AheadProblemSource, NotAlike, Twin
 
 CPU = "cpu"
 #: which positional argument of attention is the share that is dropped
@@ -212,7 +212,7 @@ class Ahead:
     asked: Asked
     target: Target
     graphs: Graphs
-    survey: AheadSurvey
+    survey: AheadProblemSource
     #: planning time of each search
     seconds: float
     #: what was traced, to be put in pieces: the model, and the same with a period of layers less
@@ -291,7 +291,7 @@ class Ahead:
         return 0 if found is None else max(region.words for region in found.regions)
 
     @staticmethod
-    def _survey(asked: Asked, target: Target, graphs: Graphs) -> AheadSurvey:
+    def _survey(asked: Asked, target: Target, graphs: Graphs) -> AheadProblemSource:
         # costs of ops are reckoned, not measured, where a profile is named
         hardware = asked.options.hardware or (None if asked.measures else CPU)
         options = replace(asked.options, hardware=hardware)
@@ -299,7 +299,7 @@ class Ahead:
         if asked.optimizer is not None and graphs.backward is not None:
             on_card = isinstance(target, CudaTarget)
             updates = Updates.read(asked.optimizer, target.profile, on_card, asked.streams)
-        return AheadSurvey(options, target, Profile(), CPU, updates=updates, traced=graphs)
+        return AheadProblemSource(options, target, Profile(), CPU, updates=updates, traced=graphs)
 
     def choose(
         self, memory: Any, tell: Tell, seconds: float | None = None, explains: bool = True

@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from offcompile.ir import DEVICE, HOST, Infeasible, Lane, Machine, Op, Problem
 from offcompile.ir.units import move_ns
 from offcompile.passes.build.decisions import Away, Decisions
-from offcompile.passes.build.patience import Time, TimeIsUp, timed_by
+from offcompile.passes.build.patience import TimeIsUp, TimeLeft, timed_by
 from offcompile.passes.build.schedule import build
 from offcompile.passes.registry import POLICIES
 from offcompile.planning.planner import plan_problem
@@ -143,9 +143,9 @@ def policy_ways(problems: list[Problem], machine: Machine, seconds: float) -> It
 def _planned(policy: str, problem: Problem, machine: Machine, seconds: float) -> SimpleWay:
     deadline = time.monotonic() + seconds
 
-    def clock() -> Time:
+    def clock() -> TimeLeft:
         late = time.monotonic() - deadline
-        return Time.ENOUGH if late < 0 else Time.SHORT if late < seconds else Time.OVER
+        return TimeLeft.ENOUGH if late < 0 else TimeLeft.SHORT if late < seconds else TimeLeft.OVER
 
     try:
         with timed_by(clock):

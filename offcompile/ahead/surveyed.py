@@ -12,7 +12,7 @@ from offcompile.graph.sizes import hint_of
 from offcompile.graph.updates import Updates
 from offcompile.ir import DEVICE, HOST, OffloadError, Problem
 from offcompile.machine.in_place import InPlace
-from offcompile.run.survey import Survey
+from offcompile.run.survey import ProblemSource
 
 from .layers import Layers
 from .unroll import relabelled, unroll
@@ -26,13 +26,13 @@ class NotAlike(OffloadError):
 class Twin:
     """The same model with one period of layers less."""
 
-    survey: Survey
+    survey: ProblemSource
     graphs: Graphs
     layers: Layers
 
 
 @dataclass(eq=False)
-class AheadSurvey(Survey):
+class AheadProblemSource(ProblemSource):
     """`twin`: what the layers that were left out are told from; None: all were traced."""
 
     twin: Twin | None = None

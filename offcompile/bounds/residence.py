@@ -11,7 +11,7 @@ from offcompile.ir import DEVICE, HOST
 
 from .access import begins, ends, remade_on_host, spared
 from .matrix import Ints
-from .stay import Frame, Heads, Stay
+from .stay import Heads, Stay, StayFrame
 from .survey import Gap, least_bytes
 from .times import Times
 
@@ -115,7 +115,7 @@ class Residence:
             self._space(stay)
         return stay
 
-    def _frame(self, gap: Gap, heads: Heads) -> Frame:
+    def _frame(self, gap: Gap, heads: Heads) -> StayFrame:
         """Marks stand where memory is short, or anywhere if other tiers may be short of it."""
         inside = self.grid.inside(gap)
         slots = self.grid.slots(gap, inside)
@@ -125,9 +125,9 @@ class Residence:
         window = np.zeros(len(slots), dtype=np.int64)
         window[len(slots) - len(inside) :] = np.cumsum(marked)
         boundary = int(marked[: self.grid.before_boundary(gap)].sum()) if gap.wraps else 0
-        return Frame(gap, heads, slots, window, inside[marked], boundary)
+        return StayFrame(gap, heads, slots, window, inside[marked], boundary)
 
-    def _book(self, frame: Frame, loads: bool) -> tuple[dict[str, Ints], dict[str, list[Ints]]]:
+    def _book(self, frame: StayFrame, loads: bool) -> tuple[dict[str, Ints], dict[str, list[Ints]]]:
         """Columns for what each lane carries, by lane, and by the tier where it arrives."""
         gap, flows = frame.gap, {}
         gained: dict[str, list[Ints]] = defaultdict(list)
@@ -142,7 +142,7 @@ class Residence:
         return flows, gained
 
     def _levels(
-        self, frame: Frame, gained: Mapping[str, list[Ints]]
+        self, frame: StayFrame, gained: Mapping[str, list[Ints]]
     ) -> tuple[dict[str, Ints], dict[str, Ints]]:
         """What has been carried to each tier, and what still stands on those with a limit."""
         held, kept = {}, {}
@@ -163,7 +163,7 @@ class Residence:
                 self.rows.put(tier_rows[frame.marks], kept[tier][:-1], share)
         return held, kept
 
-    def _grow(self, levels: Ints, start: int, flows: list[Ints], frame: Frame) -> Ints:
+    def _grow(self, levels: Ints, start: int, flows: list[Ints], frame: StayFrame) -> Ints:
         """Each level is at most the one before and what flowed in since."""
         rows = self.rows.reserve(len(levels))
         self.rows.put(rows, levels, 1.0)
@@ -172,7 +172,7 @@ class Residence:
             self.rows.put(rows[frame.window], flow, -1.0)
         return rows
 
-    def _redo(self, frame: Frame, loads: bool) -> tuple[Ints | None, int]:
+    def _redo(self, frame: StayFrame, loads: bool) -> tuple[Ints | None, int]:
         """What recomputations bring back, and whether there were any since the value's head."""
         redoers = self.s.rewriters.get(frame.gap.tensor, ())
         if not redoers:

@@ -20,7 +20,7 @@ class Heads:
 
 
 @dataclass(frozen=True)
-class Frame:
+class StayFrame:
     """When a gap is looked at: at its marks, which are samples, and at its end."""
 
     gap: Gap
@@ -39,7 +39,7 @@ class Frame:
 class Stay:
     """One gap. Each array has a column per mark, then one for the gap's end."""
 
-    frame: Frame
+    frame: StayFrame
     stays: int  # the part that is on the device throughout
     load: Ints  # the part that its last load has brought back
     redone: Ints | None  # the part that a recomputation has brought back

@@ -112,7 +112,7 @@ def positive_number(value: object) -> float | None:
 
 
 @dataclass(frozen=True)
-class Entry:
+class CacheEntry:
     duration_us: float
     workspace_bytes: int
     #: how often it was measured while other work held the processor; 0: it was undisturbed
@@ -129,8 +129,8 @@ class CostCache:
 
     def __init__(self, identity: Identity | None = None) -> None:
         self.identity = identity
-        self._entries: dict[str, Entry] = {}
-        self._new: dict[str, Entry] = {}  # to be written
+        self._entries: dict[str, CacheEntry] = {}
+        self._new: dict[str, CacheEntry] = {}  # to be written
         if identity is not None:
             self._entries = _entries(read_document("costs", identity))
         where = None if identity is None else document_path("costs", identity)
@@ -152,9 +152,9 @@ class CostCache:
     def put(
         self, key: str, duration_us: float, workspace_bytes: int = 0, disturbed: bool = False
     ) -> None:
-        entry, before = Entry(duration_us, workspace_bytes), self._entries.get(key)
+        entry, before = CacheEntry(duration_us, workspace_bytes), self._entries.get(key)
         if disturbed and before is not None:
-            entry = Entry(
+            entry = CacheEntry(
                 min(duration_us, before.duration_us),
                 min(workspace_bytes, before.workspace_bytes),
                 before.disturbed + 1,
@@ -175,15 +175,15 @@ class CostCache:
         self._new.clear()
 
 
-def _entries(content: Mapping[str, object] | None) -> dict[str, Entry]:
+def _entries(content: Mapping[str, object] | None) -> dict[str, CacheEntry]:
     """The entries that make sense; anything else is left out, and so measured again."""
     rows = (content or {}).get("ops")
-    found: dict[str, Entry] = {}
+    found: dict[str, CacheEntry] = {}
     for row in rows if isinstance(rows, list) else ():
         if not isinstance(row, list) or len(row) != 4 or not isinstance(row[0], str):
             continue
         duration_us, (workspace, disturbed) = positive_number(row[1]), row[2:]
         counts = isinstance(workspace, int) and isinstance(disturbed, int)
         if duration_us is not None and counts and 0 <= workspace <= _MOST_FIGURE and disturbed >= 0:
-            found[row[0]] = Entry(duration_us, workspace, disturbed)
+            found[row[0]] = CacheEntry(duration_us, workspace, disturbed)
     return found

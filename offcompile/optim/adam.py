@@ -7,14 +7,14 @@ from typing import Unpack
 import torch
 from torch.optim.optimizer import ParamsT
 
-from .beside import Beside, as_fused
+from .beside import OffloadedOptimizer, as_fused
 from .rules import AdamRule
 from .settings import Asked
 
 Number = float | torch.Tensor
 
 
-class Adam(Beside, torch.optim.Adam):
+class Adam(OffloadedOptimizer, torch.optim.Adam):
     """`torch.optim.Adam(fused=True)`, bit for bit, with its states elsewhere.
 
     `beside`: what torch's has not, see `settings.Asked` and docs/optim.md.
@@ -55,7 +55,7 @@ class Adam(Beside, torch.optim.Adam):
         self._ready()
 
 
-class AdamW(Beside, torch.optim.AdamW):
+class AdamW(OffloadedOptimizer, torch.optim.AdamW):
     """`torch.optim.AdamW(fused=True)`, bit for bit, with its states elsewhere.
 
     `beside`: what torch's has not, see `settings.Asked` and docs/optim.md.

@@ -40,7 +40,7 @@ class OptimizerFacts:
     channels: bool | None
 
 
-class Beside(torch.optim.Optimizer):
+class OffloadedOptimizer(torch.optim.Optimizer):
     """To be inherited before one of torch's optimizers, whose fused kernel is `rule`."""
 
     rule: ClassVar[Rule]

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from offcompile.ir import OffloadError
-from offcompile.runtime.states.carrier import Carrier, carrier_of
+from offcompile.runtime.states.carrier import GradientTransport, carrier_of
 from offcompile.runtime.states.disk_states import DiskStates
 from offcompile.runtime.states.states import MemoryStates, States
 
@@ -84,7 +84,7 @@ class Core:
     #: place → those that were visited in this step, and what its store was told to expect
     _visited: dict[str, list[int]] = field(default_factory=dict)
     _expected: dict[str, list[int]] = field(default_factory=dict)
-    _carriers: weakref.WeakSet[Carrier] = field(default_factory=weakref.WeakSet)
+    _carriers: weakref.WeakSet[GradientTransport] = field(default_factory=weakref.WeakSet)
     _next_key: int = 0
     #: what `held_bytes` said, until something changes
     _held_bytes: int | None = None
@@ -128,7 +128,7 @@ class Core:
     def has_master(self, entry: Entry) -> bool:
         return entry.parameter.dtype in _HALVES and self.settings.master is not False
 
-    def carrier(self, entry: Entry) -> Carrier | None:
+    def carrier(self, entry: Entry) -> GradientTransport | None:
         """Who brings gradients to where it is updated, if that is not where they are made."""
         found = carrier_of(entry.parameter) if self.is_beside(entry) else None
         if found is not None:

@@ -7,14 +7,14 @@ from typing import Unpack
 import torch
 from torch.optim.optimizer import ParamsT
 
-from .beside import Beside, as_fused
+from .beside import OffloadedOptimizer, as_fused
 from .rules import SGDRule
 from .settings import Asked
 
 Number = float | torch.Tensor
 
 
-class SGD(Beside, torch.optim.SGD):
+class SGD(OffloadedOptimizer, torch.optim.SGD):
     """`torch.optim.SGD(fused=True)`, bit for bit, with its states elsewhere.
 
     `beside`: what torch's has not, see `settings.Asked` and docs/optim.md.

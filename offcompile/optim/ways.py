@@ -9,7 +9,7 @@ import torch
 from offcompile.runtime.device.interface import Device
 from offcompile.runtime.moves.weights import device_of
 from offcompile.runtime.states.carrier import Brought
-from offcompile.runtime.states.channels import Channels, Job
+from offcompile.runtime.states.channels import Job, UpdateWorkers
 
 from . import apply
 from .core import Core, Entry
@@ -30,7 +30,7 @@ class Ways:
         asked = core.settings.channels
         self.chosen: bool | None = asked if isinstance(asked, bool) else None
         self._measures = asked == "measure"
-        self._channels: Channels | None = None
+        self._channels: UpdateWorkers | None = None
         self._steps = 0
         self._best_ns: dict[bool, int] = {}
         self._since_ns = 0
@@ -119,7 +119,7 @@ class Ways:
             apply.update(self.core, entry, gradient, hyper, coefficient, grad_scale, brought)
 
         if self._channels is None:
-            self._channels = Channels()
+            self._channels = UpdateWorkers()
         return self._channels.submit(brought.arrive, work, entry.label)
 
     def _beside(self, entry: Entry) -> bool:

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from offcompile.ir import DEVICE, Infeasible, Machine, Plan, Problem, Start
 from offcompile.ir.units import show_bytes
-from offcompile.passes.search.frame import Frame, Mode, direct_mode, held_on_host
+from offcompile.passes.search.frame import Choices, ProgramVariant, direct_mode, held_on_host
 from offcompile.runtime.base.garbage import rarely_collected
 from offcompile.simulate import Simulator
 
@@ -240,11 +240,11 @@ def floors_by_run(problem: Problem, machine_for: Callable[[int], Machine]) -> di
 
 def _floor_per_op(
     problem: Problem, machine_for: Callable[[int], Machine]
-) -> tuple[Frame, list[int]]:
+) -> tuple[ProgramVariant, list[int]]:
     machine = machine_for(1)
-    copied = Mode(hosted=held_on_host(problem))
+    copied = Choices(hosted=held_on_host(problem))
     in_place = direct_mode(problem, machine)
-    frames = [Frame(problem, machine, m) for m in dict.fromkeys((copied, in_place))]
+    frames = [ProgramVariant(problem, machine, m) for m in dict.fromkeys((copied, in_place))]
     frame = min(frames, key=lambda f: max(f.floor, default=0))
     return frame, frame.floor
 
@@ -313,7 +313,7 @@ def with_figure(error: Infeasible, total_bytes: int, budget_bytes: int) -> Infea
     )
 
 
-def _held_at(problem: Problem, op_id: str, position: int, frame: Frame) -> str:
+def _held_at(problem: Problem, op_id: str, position: int, frame: ProgramVariant) -> str:
     """What makes the floor at one op, largest first."""
     op = problem.op[op_id]
     own = [problem.tensor[t] for t in op.operands]

@@ -12,7 +12,7 @@ from .order import ProgramStep
 from .replay import worst_case
 
 
-class Needs(NamedTuple):
+class Footprint(NamedTuple):
     """Bytes on the device."""
 
     #: when the step begins
@@ -27,7 +27,7 @@ class Needs(NamedTuple):
 class NeedsBySize:
     """Of one plan in one order. `planned` holds where no size can change."""
 
-    planned: Needs
+    planned: Footprint
     #: the step at other sizes; None: there are none
     problem_at: Callable[[tuple[int, ...]], Problem] | None
     plan: Plan
@@ -35,16 +35,16 @@ class NeedsBySize:
     reserve_bytes: int
     #: the tensors that forward leaves
     kept: frozenset[str]
-    known: dict[tuple[int, ...], Needs] = field(default_factory=dict)
+    known: dict[tuple[int, ...], Footprint] = field(default_factory=dict)
 
-    def at(self, sizes: tuple[int, ...]) -> Needs:
+    def at(self, sizes: tuple[int, ...]) -> Footprint:
         """For the values of the graph's symbols, in order."""
         if not sizes or self.problem_at is None:
             return self.planned
         found = self.known.get(sizes)
         if found is None:
             problem = self.problem_at(sizes)
-            found = self.known[sizes] = Needs(
+            found = self.known[sizes] = Footprint(
                 standing_in(problem),
                 worst_case(problem, self.plan, self.steps) + self.reserve_bytes,
                 bytes_of(problem, self.kept),

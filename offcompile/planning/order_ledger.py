@@ -13,7 +13,7 @@ from itertools import count
 
 from offcompile.ir import OffloadError
 
-from .presence import Arrival, Stay, Step
+from .presence import Arrival, Lifetime, Step
 
 
 class Ledger:
@@ -30,14 +30,14 @@ class Ledger:
         self.used = self.peak = self.runs_done = 0
         self.started: set[str] = set()
         self.waited: set[str] = set()
-        self.there: dict[str, Stay] = {}  # by tensor: one stay begins when the last has ended
-        self._awaiting: dict[str, list[Stay]] = {}  # move → stays that need it complete
-        self._gated: dict[int, list[Stay]] = {}  # run → stays that last until it has ended
+        self.there: dict[str, Lifetime] = {}  # by tensor: one stay begins when the last has ended
+        self._awaiting: dict[str, list[Lifetime]] = {}  # move → stays that need it complete
+        self._gated: dict[int, list[Lifetime]] = {}  # run → stays that last until it has ended
         #: stays that only moves keep, the first that the simulation let go first
-        self._leaving: list[tuple[int, int, Stay]] = []
+        self._leaving: list[tuple[int, int, Lifetime]] = []
         self._serial = count()
 
-    def begin(self, stay: Stay) -> None:
+    def begin(self, stay: Lifetime) -> None:
         """Take a stay's space; there must be room, and no older stay of its tensor."""
         self.there[stay.tensor] = stay
         self.used += stay.nbytes
@@ -82,7 +82,7 @@ class Ledger:
 
     def make_room(self, nbytes: int, step: Step | None) -> None:
         """Wait for stays to end until `nbytes` are free before `step` (None: the end)."""
-        kept: list[tuple[int, int, Stay]] = []
+        kept: list[tuple[int, int, Lifetime]] = []
         while self.used + nbytes > self.capacity and self._leaving:
             entry = heapq.heappop(self._leaving)
             end_ns, _, stay = entry
@@ -104,7 +104,7 @@ class Ledger:
                 " Simulate the plan on it and try again."
             )
 
-    def could_begin(self, stay: Stay, beside_bytes: int, step: Step | None) -> bool:
+    def could_begin(self, stay: Lifetime, beside_bytes: int, step: Step | None) -> bool:
         """Whether there is room for the stay and what else, after waits that cost nothing before
         `step` (None: without any)."""
         old = self.there.get(stay.tensor)
@@ -122,20 +122,20 @@ class Ledger:
                 missing -= other.nbytes
         return missing <= 0
 
-    def _passed(self, stay: Stay) -> None:
+    def _passed(self, stay: Lifetime) -> None:
         """No run keeps the stay any more."""
         if not self._end_if_free(stay):
             last = max(self.arrivals[m].span.end_ns for m in stay.needs)
             heapq.heappush(self._leaving, (last, next(self._serial), stay))
 
-    def _end_if_free(self, stay: Stay) -> bool:
+    def _end_if_free(self, stay: Lifetime) -> bool:
         free = stay.gate < self.runs_done and stay.needs <= self.waited
         if free and self.there.get(stay.tensor) is stay:
             del self.there[stay.tensor]
             self.used -= stay.nbytes
         return free
 
-    def _may_end(self, stay: Stay, step: Step | None) -> bool:
+    def _may_end(self, stay: Lifetime, step: Step | None) -> bool:
         """Whether all that keeps the stay had ended when the simulation started `step`."""
         if stay.gate >= self.runs_done or stay.gone_at is None:
             return False
@@ -148,7 +148,7 @@ class Ledger:
                 return False
         return True
 
-    def _let_go(self, stay: Stay) -> None:
+    def _let_go(self, stay: Lifetime) -> None:
         """Wait for all that keeps the stay, in the order in which it ended."""
         left = (self.arrivals[m] for m in stay.needs - self.waited)
         self.wait(a.move.id for a in sorted(left, key=lambda a: (a.span.end_ns, a.position)))

@@ -10,8 +10,8 @@ from offcompile.passes.build.holes import Returns, Room, returns_of
 from offcompile.passes.build.layout import Layout, Stay, lay_out
 from offcompile.runtime.memory.heap import KEPT_BYTES
 
+from .presence import Lifetime as Held
 from .presence import Presence, presence
-from .presence import Stay as Held
 
 #: placing takes the square of their number: of more, only the largest are laid out
 MOST_STAYS = 800

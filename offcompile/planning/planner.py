@@ -22,7 +22,7 @@ from offcompile.ir import (
 from offcompile.ir.jsonio import check_homes
 from offcompile.ir.verify import check_structure, check_timeline
 from offcompile.passes.registry import make
-from offcompile.passes.search.frame import Mode
+from offcompile.passes.search.frame import Choices
 from offcompile.simulate import Simulator
 
 from .coarsen import Coarse, coarsen
@@ -148,16 +148,16 @@ def plan_problem(
     )
 
 
-def _modes(plans: Sequence[Plan], coarse: Coarse) -> tuple[Mode, ...]:
+def _modes(plans: Sequence[Plan], coarse: Coarse) -> tuple[Choices, ...]:
     """List the recomputations and host updates of plans, the newest first."""
     found = (
-        Mode(
+        Choices(
             recomputes=coarse.reruns(plan),
             hosted=frozenset(u.weight for u in plan.updates if u.where == HOST),
         )
         for plan in reversed(plans)
     )
-    return tuple(dict.fromkeys(mode for mode in found if mode != Mode()))
+    return tuple(dict.fromkeys(mode for mode in found if mode != Choices()))
 
 
 def _floor_of_keeping(problem: Problem, machine: Machine, floor_us: float) -> float:

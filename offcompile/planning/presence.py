@@ -16,7 +16,7 @@ from offcompile.ir.verify.order import Run, executed, start_codecs, touches
 
 
 @dataclass(eq=False)
-class Stay:
+class Lifetime:
     """A device copy from the event that takes its space to the one that gives it back.
 
     Its space is free once the run `gate` has ended and the moves in `needs` are complete: those
@@ -45,7 +45,7 @@ class Arrival:
     #: the last run that must have ended: its trigger, a write of its tensor before it, or a use of
     #: the copy that was on its target before
     after_run: int
-    stay: Stay | None  # what it fills, if that is on the device
+    stay: Lifetime | None  # what it fills, if that is on the device
 
 
 @dataclass
@@ -55,7 +55,7 @@ class Step:
     run: Run
     span: Span
     position: int
-    stays: list[Stay] = field(default_factory=list)  # that it writes
+    stays: list[Lifetime] = field(default_factory=list)  # that it writes
     awaits: list[str] = field(default_factory=list)  # moves that must be complete before it
 
 
@@ -65,7 +65,7 @@ class Presence:
 
     steps: list[Step] = field(default_factory=list)
     arrivals: dict[str, Arrival] = field(default_factory=dict)
-    at_start: list[Stay] = field(default_factory=list)
+    at_start: list[Lifetime] = field(default_factory=list)
     #: per tensor, its moves in the order in which they started
     moves_of: dict[str, list[str]] = field(default_factory=dict)
     #: run name → its place in `steps`
@@ -90,7 +90,7 @@ class _Replay:
             if drop.tier == DEVICE:
                 self.asks.setdefault(drop.after, []).append(drop.tensor)
         self.start = start_codecs(problem, plan)
-        self.stays: dict[str, Stay] = {}  # on the device now
+        self.stays: dict[str, Lifetime] = {}  # on the device now
         self.filler: dict[Place, str | None] = {}  # the move that brought each copy, if one did
         self.written: dict[str, int] = {}  # tensor → the last run that wrote it
         self.used: dict[Place, int] = {}  # the last run that used a copy there
@@ -175,14 +175,14 @@ class _Replay:
             stay,
         )
 
-    def _hold(self, place: Place) -> Stay | None:
+    def _hold(self, place: Place) -> Lifetime | None:
         """Take space for a copy, not valid yet; its stay if that is on the device."""
         self.books.hold(place, None, valid=False)
         if place[1] != DEVICE:
             return None
         tensor = place[0]
         if tensor not in self.stays:
-            self.stays[tensor] = Stay(tensor, self.problem.tensor[tensor].nbytes)
+            self.stays[tensor] = Lifetime(tensor, self.problem.tensor[tensor].nbytes)
         return self.stays[tensor]
 
     # ---- ends ----------------------------------------------------------------------------
@@ -230,7 +230,7 @@ class _Replay:
             if place[1] == DEVICE:
                 self._end_stay(self.stays.pop(place[0]), "death" in grounds)
 
-    def _end_stay(self, stay: Stay, died: bool) -> None:
+    def _end_stay(self, stay: Lifetime, died: bool) -> None:
         stay.gone_at = len(self.found.steps)
         if stay.asked_by is not None and not died:
             if stay.asked_by in self.moves:

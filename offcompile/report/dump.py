@@ -31,7 +31,7 @@ BACKWARD_SUFFIX = ".bw"
 
 
 @dataclass(frozen=True)
-class Compiled:
+class Dumped:
     """What one compiled graph was, and what it became."""
 
     report: PlanReport
@@ -53,7 +53,7 @@ def check_dump_directory(directory: Path) -> None:
         raise InvalidInput([Violation("bad-value", "option dump", detail)]) from error
 
 
-def dump(directory: Path, name: str, compiled: Compiled) -> Path:
+def dump(directory: Path, name: str, compiled: Dumped) -> Path:
     """Write a folder `<directory>/<name>-NN` that was not there before, and return it."""
     try:
         folder = _new_folder(directory, name)
@@ -81,7 +81,7 @@ def _new_folder(directory: Path, name: str) -> Path:
     raise AssertionError("there is always another number")
 
 
-def files(compiled: Compiled) -> Iterator[tuple[str, Callable[[], str]]]:
+def files(compiled: Dumped) -> Iterator[tuple[str, Callable[[], str]]]:
     """File name → how to make what it holds."""
     report = compiled.report
     for side, given in compiled.before.items():

@@ -16,12 +16,12 @@ from offcompile.ir.textio import print_plan, print_problem
 from offcompile.planning.timelines import print_timeline
 from offcompile.runtime.base.progress import at_terminal
 
-from .dump import Compiled, readable
+from .dump import Dumped, readable
 
 LOGGER = logging.getLogger("offcompile")
 
 
-def log_compiled(compiled: Compiled) -> None:
+def log_compiled(compiled: Dumped) -> None:
     """INFO: the certificate. DEBUG: graphs before and after, problem, plan, order, timeline."""
     report = compiled.report
     LOGGER.info("%s", report.summary(), stacklevel=2)
@@ -68,7 +68,7 @@ def first_time(what: str) -> bool:
     return True
 
 
-def _parts(compiled: Compiled) -> list[tuple[str, str]]:
+def _parts(compiled: Dumped) -> list[tuple[str, str]]:
     report = compiled.report
     return [
         *((f"{side} before", readable(module)) for side, module in compiled.before.items()),

@@ -14,8 +14,8 @@ from offcompile.machine.target import target_for
 from offcompile.report.dump import check_dump_directory
 from offcompile.runtime.base.progress import Progress
 
-from .accounts.books import books_of
-from .compiled import Compiled
+from .accounts.books import usage_of
+from .compiled import GraphVariants
 from .refusals import raised
 
 
@@ -63,7 +63,7 @@ def _compile(
         check_dump_directory(settings.dump)
     with Progress("this machine") as progress:
         target = target_for(settings, _device_of(gm), progress)
-    compiled = Compiled(gm, example_inputs, settings, target, books_of(target.device))
+    compiled = GraphVariants(gm, example_inputs, settings, target, usage_of(target.device))
     compiled.first(example_inputs)
     return compiled
 

@@ -32,8 +32,8 @@ from offcompile.runtime.moves.weights import is_there_by_plan
 from offcompile.runtime.states.update_ops import calling
 from offcompile.runtime.states.updates import updater_of
 
-from .accounts.books import Binding, Books
-from .accounts.executions import Executions
+from .accounts.books import DeviceUsage, ParameterSet
+from .accounts.executions import GraphRuns
 from .accounts.fixed_weights import FixedWeights
 from .foreign_autograd import refuse_foreign_autograd
 from .pipeline import Pipeline
@@ -57,7 +57,7 @@ class Variant:
     run: Callable[..., Any]
 
 
-class Compiled:
+class GraphVariants:
     """A captured graph with as many plans as its sizes and its surroundings have asked for."""
 
     def __init__(
@@ -66,7 +66,7 @@ class Compiled:
         example_inputs: Sequence[Any],
         options: Options,
         target: Target,
-        books: Books,
+        books: DeviceUsage,
     ) -> None:
         self.gm = gm
         #: as traced; holding the real ones would keep a batch alive
@@ -91,7 +91,7 @@ class Compiled:
         # freed blocks go back at once and leave no holes.
         if self.budget is not None and not address_space_is_limited():
             holes = target.holes_bytes(self.budget) * 4 // 3
-        self.executions = Executions(
+        self.executions = GraphRuns(
             self.name, self.budget, books, self.entry, target.runtime, holes
         )
         #: arguments that an optimizer updates during backward
@@ -103,7 +103,7 @@ class Compiled:
         #: whether all that is kept is to be able to leave, and all weights: what has no plan
         self._in_vain: set[tuple[bool, bool]] = set()
         #: with each set of parameters, the sizes and the plan of the last run
-        self._ran: weakref.WeakKeyDictionary[Binding, tuple[tuple[int, ...], Variant]] = (
+        self._ran: weakref.WeakKeyDictionary[ParameterSet, tuple[tuple[int, ...], Variant]] = (
             weakref.WeakKeyDictionary()
         )
 
@@ -160,7 +160,7 @@ class Compiled:
 
     def _plan_first(self, args: Sequence[Any], inputs: Sequence[Any] | None) -> None:
         """Compile for the sizes that were traced. `inputs`: given while Dynamo compiles."""
-        self.books.stir()
+        self.books.invalidate()
         self._look_at_weights(args)
         held = self._likely_held(args)
         try:
@@ -272,7 +272,7 @@ class Compiled:
             variant.pipeline.places.place_alike(args, call)
             self.books.holdings.expect_on_host(call)
             self.books.sent.update(map(id, call))
-            self.books.stir()
+            self.books.invalidate()
         return self._within(variant, self._held(args), values)
 
     def _by_preference(self, args: Sequence[Any]) -> list[Variant]:
@@ -301,7 +301,7 @@ class Compiled:
         """The same without models that have had their last step and wait to be collected."""
         if self._held(args):
             garbage.collect_models()
-            self.books.stir()
+            self.books.invalidate()
         return self._held(args)
 
     def _surely_held(self, args: Sequence[Any]) -> int:
@@ -309,7 +309,7 @@ class Compiled:
         if self._held(args):
             let_go()
             garbage.collect()
-            self.books.stir()
+            self.books.invalidate()
         return self._held(args)
 
     def _turning(self, args: Sequence[Any], values: tuple[int, ...]) -> Variant | None:
@@ -359,7 +359,7 @@ class Compiled:
             return wanted > self.budget // 2
         return self.goes_on and wanted + kept_bytes > self.budget * WITH_ANOTHER
 
-    def _binding(self, args: Sequence[Any]) -> Binding:
+    def _binding(self, args: Sequence[Any]) -> ParameterSet:
         return self.entry.bind([args[i] for i in self._in_order])
 
     def _sizes_of(self, args: Sequence[Any]) -> tuple[int, ...]:

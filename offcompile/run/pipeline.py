@@ -36,9 +36,9 @@ from offcompile.machine.target import CudaTarget, Target
 from offcompile.planning.decide import Decided
 from offcompile.planning.endurance import spilled_bytes, watch_for
 from offcompile.planning.feedback.profiling import Profile, Settled
-from offcompile.planning.needs import Needs, NeedsBySize, bytes_of, standing_in
+from offcompile.planning.needs import Footprint, NeedsBySize, bytes_of, standing_in
 from offcompile.planning.turn import kept_at_turn
-from offcompile.report.dump import Compiled as Compilation
+from offcompile.report.dump import Dumped as Compilation
 from offcompile.report.dump import dump
 from offcompile.report.log import log_compiled, log_decision, tell_once, warn
 from offcompile.report.report import PlanReport, remember
@@ -52,14 +52,14 @@ from offcompile.runtime.memory.heap import heap
 from offcompile.runtime.moves.registry import runtime_for
 from offcompile.runtime.states.update_ops import taken_or_kept
 
-from .accounts.books import Entry
-from .accounts.executions import Executions, Room, kept_between
+from .accounts.books import GraphUsage
+from .accounts.executions import GraphRuns, Room, kept_between
 from .accounts.wall import Watch
 from .accounts.weight_places import WeightPlaces, weight_places
 from .plan_graph import Planning, Tell
 from .recording import Touched, recorded, touched_by, weights_of
 from .step_recorder import StepRecorder
-from .survey import Survey, values
+from .survey import ProblemSource, values
 from .verifying import Verifying
 
 #: of the runtime's reserve, what each lane may take to pack in: at most four do
@@ -73,7 +73,7 @@ class Pipeline:
     options: Options
     target: Target
     name: str
-    entry: Entry
+    entry: GraphUsage
     #: which arguments of the captured function are parameters
     parameters: frozenset[int]
     held_bytes: int = 0
@@ -98,7 +98,7 @@ class Pipeline:
     #: parameters that stay on the device because others rest on their memory
     fixed: frozenset[int] = frozenset()
     #: runs of the graph among those of others
-    executions: Executions | None = None
+    executions: GraphRuns | None = None
     #: the graph's symbols, in the order of its arguments
     symbols: tuple[sympy.Symbol, ...] = ()
     _graphs: Graphs | None = None
@@ -122,7 +122,7 @@ class Pipeline:
 
     def __post_init__(self) -> None:
         kind = self.traced_on or self.target.device.type
-        survey = Survey(self.options, self.target, self.profile, kind, self.sizes)
+        survey = ProblemSource(self.options, self.target, self.profile, kind, self.sizes)
         survey.learn_codecs()
         self.target = survey.target
         self._planning = Planning(
@@ -235,9 +235,9 @@ class Pipeline:
             phase, arguments, self._peak_at, lends, self.turns, self.moves, self._holds_saved
         )
 
-    def needs_at(self, sizes: tuple[int, ...]) -> Needs:
+    def needs_at(self, sizes: tuple[int, ...]) -> Footprint:
         """What the plan takes for these values of the graph's symbols."""
-        return Needs() if self._needs is None else self._needs.at(sizes)
+        return Footprint() if self._needs is None else self._needs.at(sizes)
 
     def knows_needs_at(self, sizes: tuple[int, ...]) -> bool:
         """Whether that takes no reckoning."""
@@ -386,7 +386,7 @@ class Pipeline:
             kept = kept_at_turn(annotated.problem, decided.result.timeline)
         problem = annotated.problem
         self._needs = NeedsBySize(
-            Needs(standing_in(problem), self.report.needed_peak_bytes, bytes_of(problem, kept)),
+            Footprint(standing_in(problem), self.report.needed_peak_bytes, bytes_of(problem, kept)),
             None if self._graphs is None else self._problem_at,
             decided.result.plan,
             decided.order.steps,
@@ -543,7 +543,7 @@ def _tell_of_weights(name: str, verified: Verified | None, finding: str) -> None
         verified.notes["weights"] = finding
 
 
-def _waiting(entry: weakref.ref[Entry]) -> int:
+def _waiting(entry: weakref.ref[GraphUsage]) -> int:
     """Forwards that wait for their backward. A report has this, and outlives its graph."""
     found = entry()
     return 0 if found is None else len(found.waiting())

@@ -38,7 +38,7 @@ from offcompile.planning.turn import decide_emptied
 from offcompile.report.report import PlanReport
 from offcompile.runtime.memory.heap import address_space_is_limited
 
-from .survey import Survey
+from .survey import ProblemSource
 
 #: what of the user's may leave for the host beside activations
 LEAVING = ("weight", "gradient")
@@ -54,7 +54,7 @@ class Planning:
     """Of what a survey found. Afterwards it says what else the decision rests on."""
 
     name: str
-    survey: Survey
+    survey: ProblemSource
     #: bytes of the budget that others hold
     held_bytes: int = 0
     #: a plan to use if the problem turns out to be the one that it was made for

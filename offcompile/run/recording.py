@@ -29,7 +29,7 @@ from offcompile.passes.correlation.recorder import MOST_RUNS, Recorder
 from offcompile.runtime.base.counters import now_ns
 from offcompile.runtime.moves.registry import runtimes
 
-from .accounts.books import Binding, Pass
+from .accounts.books import ParameterSet, PendingBackward
 
 
 @dataclass(frozen=True)
@@ -85,7 +85,7 @@ class _Forward:
     execution: Hashable
     number: int
     blocks: list[tuple[str, int]]
-    waits: weakref.ref[Pass] | None = None
+    waits: weakref.ref[PendingBackward] | None = None
 
 
 class Clock:
@@ -106,7 +106,7 @@ class Recording:
 
     def __init__(self, most_runs: int = MOST_RUNS) -> None:
         self._recorder = Recorder(Clock(), most_runs)
-        self._bindings: weakref.WeakKeyDictionary[Binding, int] = weakref.WeakKeyDictionary()
+        self._bindings: weakref.WeakKeyDictionary[ParameterSet, int] = weakref.WeakKeyDictionary()
         self._numbers = itertools.count()
         self._weights: dict[int, str] = {}
         self._forwards: list[_Forward] = []
@@ -117,7 +117,7 @@ class Recording:
 
     @contextmanager
     def running(
-        self, graph: str, phase: str, binding: Binding, touched: Touched, device: torch.device
+        self, graph: str, phase: str, binding: ParameterSet, touched: Touched, device: torch.device
     ) -> Iterator[None]:
         """Around a run of one half of a graph, which is over on its device when this ends."""
         self._bury()
@@ -143,7 +143,7 @@ class Recording:
             _finish(device)
             self._recorder.leave()
 
-    def waits(self, one: Pass | None) -> None:
+    def waits(self, one: PendingBackward | None) -> None:
         """The forward that has just run waits for its backward; None: there will be none."""
         newest, self._newest = self._newest, None
         if newest is not None and one is not None:
@@ -152,7 +152,7 @@ class Recording:
         elif newest is not None:
             self._die(newest)
 
-    def _weight(self, tensor: str, where: str, binding: Binding, touched: Touched) -> str:
+    def _weight(self, tensor: str, where: str, binding: ParameterSet, touched: Touched) -> str:
         position = touched.weights[tensor]
         if position is None or position >= len(binding.in_order):
             return f"{where}.{tensor}"

@@ -18,7 +18,7 @@ from offcompile.ir import BACKWARD, COMPUTE, FORWARD
 from offcompile.planning.feedback.measured import MeasuredSpan, MeasuredStep, MeasuredWait
 from offcompile.planning.order import ProgramStep, Run, Start
 from offcompile.runtime.base.clock import Clock
-from offcompile.runtime.device.listening import Listener, listening, profiled, profiling
+from offcompile.runtime.device.listening import MoveListener, listening, profiled, profiling
 
 #: the median of so many is shown
 STEPS_KEPT = 5
@@ -30,7 +30,7 @@ STEPS_AT_FIRST = 8
 class _Half:
     """One run of one half; the forward that it belongs to."""
 
-    listener: Listener
+    listener: MoveListener
     forward: _Half | None = None
     began: Any = None
     ended: Any = None
@@ -83,8 +83,8 @@ class StepRecorder:
             self._kept.append(half)
             self.recorded += 1
 
-    def _listener(self) -> Listener:
-        return Listener(self._clock.start, self._names)
+    def _listener(self) -> MoveListener:
+        return MoveListener(self._clock.start, self._names)
 
     def _begin(self, phase: str) -> _Half | None:
         """What is to be recorded of this run; None: nothing."""

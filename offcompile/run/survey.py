@@ -35,7 +35,7 @@ LEAST_ROOM_BYTES = 16 << 20
 
 
 @dataclass(eq=False)
-class Survey:
+class ProblemSource:
     """Of one graph for given sizes. `target` is replaced once rates of codecs are known."""
 
     options: Options

@@ -12,7 +12,7 @@ from contextvars import ContextVar
 from enum import IntEnum
 
 
-class Time(IntEnum):
+class TimeLeft(IntEnum):
     ENOUGH = 0
     #: a first answer will do, however poor
     SHORT = 1
@@ -24,15 +24,15 @@ class TimeIsUp(Exception):
     """A search has had its time; what it had not found yet is not needed."""
 
 
-def _always() -> Time:
-    return Time.ENOUGH
+def _always() -> TimeLeft:
+    return TimeLeft.ENOUGH
 
 
-_clock: ContextVar[Callable[[], Time]] = ContextVar("clock", default=_always)
+_clock: ContextVar[Callable[[], TimeLeft]] = ContextVar("clock", default=_always)
 
 
 @contextmanager
-def timed_by(clock: Callable[[], Time]) -> Iterator[None]:
+def timed_by(clock: Callable[[], TimeLeft]) -> Iterator[None]:
     """Within this, searches go by `clock`."""
     token = _clock.set(clock)
     try:
@@ -44,6 +44,6 @@ def timed_by(clock: Callable[[], Time]) -> Iterator[None]:
 def is_short() -> bool:
     """Whether to be content with what is there. Raises `TimeIsUp` where nothing is wanted."""
     time = _clock.get()()
-    if time is Time.OVER:
+    if time is TimeLeft.OVER:
         raise TimeIsUp
-    return time is Time.SHORT
+    return time is TimeLeft.SHORT

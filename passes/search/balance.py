@@ -14,9 +14,9 @@ from itertools import groupby
 
 from offcompile.ir import DEVICE, HOST, Move, Plan
 from offcompile.passes.build.lanes import Clock
-from offcompile.passes.select.cover import Cover, Prices
+from offcompile.passes.select.cover import GapSet, Prices
 
-from .frame import Frame, Mode, may_access
+from .frame import Choices, ProgramVariant, may_access
 from .search import State
 
 #: below this share of compute the lane is not what a step waits for
@@ -41,7 +41,7 @@ class _Read:
         return self.more_us / self.lane_us
 
 
-def balanced(state: State) -> tuple[Frame, Cover] | None:
+def balanced(state: State) -> tuple[ProgramVariant, GapSet] | None:
     """The same choices with some loads made direct; None: nothing is gained by that."""
     frame = state.frame
     took_us = {s.id: (s.end_ns - s.start_ns) / NS_PER_US for s in state.timeline.spans}
@@ -55,13 +55,13 @@ def balanced(state: State) -> tuple[Frame, Cover] | None:
     if not chosen:
         return None
     directs = frame.mode.directs | {(r.op, r.tensor) for r in chosen}
-    mode = Mode(directs, frame.mode.recomputes, frame.mode.hosted)
+    mode = Choices(directs, frame.mode.recomputes, frame.mode.hosted)
     made, cover = frame.in_mode(mode, state.cover)
     return (made, cover) if cover.repair(made.capacity, Prices()) else None
 
 
 def _reads(
-    frame: Frame, plan: Plan, loads: Sequence[Move], took_us: Mapping[str, float]
+    frame: ProgramVariant, plan: Plan, loads: Sequence[Move], took_us: Mapping[str, float]
 ) -> list[_Read]:
     """Loads of weights from the host that one op needs and nobody else."""
     program, problem = frame.program, frame.problem

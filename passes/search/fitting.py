@@ -10,9 +10,9 @@ from collections.abc import Iterable
 
 from offcompile.ir import DEVICE, HOST, Infeasible, Machine, Plan, Problem
 from offcompile.passes.build.contract import Judge
-from offcompile.passes.select.cover import Cover, Prices
+from offcompile.passes.select.cover import GapSet, Prices
 
-from .frame import Frame, Mode, forced_mode, infeasible_host, may_run_on_host
+from .frame import Choices, ProgramVariant, forced_mode, infeasible_host, may_run_on_host
 from .search import mode_of
 from .trials import Trials
 
@@ -20,7 +20,7 @@ from .trials import Trials
 Key = tuple[str, str | None]
 
 
-def with_hosted(problem: Problem, mode: Mode, hosted: Iterable[str]) -> Mode:
+def with_hosted(problem: Problem, mode: Choices, hosted: Iterable[str]) -> Choices:
     """`mode` with these weights updated on the host too, where every operand is in place.
 
     Those stay on the device that some op updates which cannot run on the host.
@@ -34,7 +34,7 @@ def with_hosted(problem: Problem, mode: Mode, hosted: Iterable[str]) -> Mode:
     weights = (mode.hosted | frozenset(hosted)) - unable
     ops = {o.id for o in problem.ops if o.phase == "update" and not weights.isdisjoint(o.writes)}
     directs = frozenset(d for d in mode.directs if d[0] not in ops)
-    return Mode(directs, mode.recomputes, weights)
+    return Choices(directs, mode.recomputes, weights)
 
 
 class Fitting:
@@ -48,7 +48,7 @@ class Fitting:
         self.trials = Trials(problem, machine, judge)
         self.forced = with_hosted(problem, forced_mode(problem, machine), ())
         given = mode_of(plan)
-        joined = Mode(given.directs | self.forced.directs, given.recomputes, given.hosted)
+        joined = Choices(given.directs | self.forced.directs, given.recomputes, given.hosted)
         #: what the plan before this policy does, and what no plan can do without
         self.base = with_hosted(problem, joined, self.forced.hosted)
         self.away: frozenset[Key] = frozenset(
@@ -59,10 +59,10 @@ class Fitting:
     def host(self) -> bool:
         return HOST in self.machine.tier
 
-    def frame(self, mode: Mode) -> Frame:
-        return Frame(self.problem, self.machine, mode)
+    def frame(self, mode: Choices) -> ProgramVariant:
+        return ProgramVariant(self.problem, self.machine, mode)
 
-    def offer(self, frame: Frame, away: Iterable[Key]) -> bool:
+    def offer(self, frame: ProgramVariant, away: Iterable[Key]) -> bool:
         """Whether this, made to fit, gives a better plan than what was offered before."""
         try:
             cover = frame.cover({*self.away, *away})
@@ -73,7 +73,7 @@ class Fitting:
             return False
         return self.trials.attempt(frame.decisions(cover))
 
-    def _fit(self, frame: Frame, cover: Cover) -> bool:
+    def _fit(self, frame: ProgramVariant, cover: GapSet) -> bool:
         """Send more away while something does not fit: the kind named first, then any."""
         prices = Prices()
         fits = cover.repair(
@@ -99,10 +99,10 @@ class Fitting:
         for mode in dict.fromkeys((self.base, self.forced)):
             for tier in (HOST, *beyond):
                 for everything in (True, False):
-                    frame = Frame(self.problem, self.machine, mode, tier)
+                    frame = ProgramVariant(self.problem, self.machine, mode, tier)
                     try:
                         count = len(frame.gaps.gaps) if everything else 0
-                        cover = Cover(frame.gaps, range(count))
+                        cover = GapSet(frame.gaps, range(count))
                         if not cover.repair(frame.capacity, Prices()):
                             continue
                     except Infeasible as error:

@@ -25,11 +25,11 @@ from offcompile.passes.build.decisions import Away, Decisions
 from offcompile.passes.build.gaps import Gaps, find_gaps
 from offcompile.passes.build.program import Program, too_small
 from offcompile.passes.build.schedule import Builder
-from offcompile.passes.select.cover import Cover
+from offcompile.passes.select.cover import GapSet
 
 
 @dataclass(frozen=True)
-class Mode:
+class Choices:
     """Which ops depart from plain execution, as sets that are easy to change."""
 
     directs: frozenset[tuple[str, str]] = frozenset()
@@ -53,12 +53,12 @@ class Mode:
 
 
 @dataclass
-class Frame:
+class ProgramVariant:
     """A mode with its program and gaps on one machine."""
 
     problem: Problem
     machine: Machine
-    mode: Mode
+    mode: Choices
     tier: str = HOST
     lossy: bool = False
     capacity: float = field(init=False)
@@ -79,16 +79,16 @@ class Frame:
     def index_of(self) -> dict[tuple[str, str | None], int]:
         return {(g.tensor.id, g.after): g.index for g in self.gaps.gaps}
 
-    def cover(self, away: set[tuple[str, str | None]]) -> Cover:
-        return Cover(self.gaps, (self.index_of[k] for k in away if k in self.index_of))
+    def cover(self, away: set[tuple[str, str | None]]) -> GapSet:
+        return GapSet(self.gaps, (self.index_of[k] for k in away if k in self.index_of))
 
-    def in_mode(self, mode: Mode, cover: Cover) -> tuple[Frame, Cover]:
+    def in_mode(self, mode: Choices, cover: GapSet) -> tuple[ProgramVariant, GapSet]:
         """Another mode, with the same gaps away as far as it has them."""
-        made = Frame(self.problem, self.machine, mode, self.tier, self.lossy)
+        made = ProgramVariant(self.problem, self.machine, mode, self.tier, self.lossy)
         gaps = self.gaps.gaps
         return made, made.cover({(gaps[i].tensor.id, gaps[i].after) for i in cover.away})
 
-    def decisions(self, cover: Cover) -> Decisions:
+    def decisions(self, cover: GapSet) -> Decisions:
         gaps = self.gaps.gaps
         return self.mode.decisions(self.problem, tuple(gaps[i].away for i in sorted(cover.away)))
 
@@ -143,12 +143,12 @@ def held_on_host(problem: Problem) -> frozenset[str]:
     )
 
 
-def forced_mode(problem: Problem, machine: Machine) -> Mode:
+def forced_mode(problem: Problem, machine: Machine) -> Choices:
     """The fewest direct accesses and host updates without which some op can never run."""
     capacity = machine.tier[DEVICE].capacity_bytes
     hosted = set(held_on_host(problem))
     if capacity is None:
-        return Mode(hosted=frozenset(hosted))
+        return Choices(hosted=frozenset(hosted))
     directs: set[tuple[str, str]] = set()
     may_host = hostable(problem) if HOST in machine.tier else {}
     for op in problem.ops:
@@ -162,7 +162,7 @@ def forced_mode(problem: Problem, machine: Machine) -> Mode:
         operands = [t for t in may_access(problem, op) if HOST in machine.tier]
         for t in _cheapest_cover(problem, op, operands, over):
             directs.add((op.id, t))
-    return Mode(frozenset(directs), frozenset(), frozenset(hosted))
+    return Choices(frozenset(directs), frozenset(), frozenset(hosted))
 
 
 def may_access(problem: Problem, op: Op) -> list[str]:
@@ -170,18 +170,18 @@ def may_access(problem: Problem, op: Op) -> list[str]:
     return [t for t in op.direct if t in op.operands and not problem.tensor[t].pinned]
 
 
-def direct_mode(problem: Problem, machine: Machine, only_free: bool = False) -> Mode:
+def direct_mode(problem: Problem, machine: Machine, only_free: bool = False) -> Choices:
     """Everything in place that may be; `only_free`: that costs no time there, or less than a move
     would take from compute."""
     if HOST not in machine.tier:
-        return Mode()
+        return Choices()
     directs = frozenset(
         (op.id, t)
         for op in problem.ops
         for t in may_access(problem, op)
         if not only_free or op.direct[t] <= op.duration_us + _toll_us(problem, machine, op, t)
     )
-    return Mode(directs, hosted=held_on_host(problem))
+    return Choices(directs, hosted=held_on_host(problem))
 
 
 def _toll_us(problem: Problem, machine: Machine, op: Op, tensor: str) -> float:

@@ -15,10 +15,10 @@ from functools import cached_property
 
 from offcompile.ir import DEVICE, SELF_ENDING_KINDS
 from offcompile.passes.build.gaps import Gap
-from offcompile.passes.select.cover import Cover, Prices
+from offcompile.passes.select.cover import GapSet, Prices
 from offcompile.passes.select.rematerialization import Rematerialization, Rerun
 
-from .frame import Frame, Mode
+from .frame import Choices, ProgramVariant
 from .search import State
 
 #: an op that reads what is not there asks for so many others at the most
@@ -37,7 +37,9 @@ class Swap:
     stalls: bool
 
 
-def rerun_modes(state: State, choices: Rematerialization) -> Iterator[tuple[Frame, Cover]]:
+def rerun_modes(
+    state: State, choices: Rematerialization
+) -> Iterator[tuple[ProgramVariant, GapSet]]:
     """The same plan with some loads replaced by recomputation, the boldest change first."""
     found = sorted(_Swaps(state, choices).all(), key=lambda s: -s.gain_us)
     seen: set[frozenset[Rerun]] = set()
@@ -50,7 +52,7 @@ def rerun_modes(state: State, choices: Rematerialization) -> Iterator[tuple[Fram
             if reruns == mode.recomputes or reruns in seen:
                 continue
             seen.add(reruns)
-            made, cover = frame.in_mode(Mode(mode.directs, reruns, mode.hosted), state.cover)
+            made, cover = frame.in_mode(Choices(mode.directs, reruns, mode.hosted), state.cover)
             if cover.repair(made.capacity, Prices()):
                 cover.prune(made.capacity, Prices())
                 yield made, cover

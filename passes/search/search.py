@@ -21,9 +21,9 @@ from offcompile.passes.build.decisions import Decisions
 from offcompile.passes.build.gaps import Gap
 from offcompile.passes.build.lanes import Clock
 from offcompile.passes.build.schedule import Builder
-from offcompile.passes.select.cover import Cover, Prices
+from offcompile.passes.select.cover import GapSet, Prices
 
-from .frame import Frame, Mode, hostable, may_access
+from .frame import Choices, ProgramVariant, hostable, may_access
 
 #: where nothing is left to gain but what moves take from compute: plans tried for a better one,
 #: which has to be better by so much
@@ -32,8 +32,8 @@ TOLL_PATIENCE, WORTH_WAITING = 40, 0.001
 
 @dataclass
 class State:
-    frame: Frame
-    cover: Cover
+    frame: ProgramVariant
+    cover: GapSet
     plan: Plan
     timeline: Timeline
     us: float
@@ -115,8 +115,8 @@ class Search:
 
     def evaluate(
         self,
-        frame: Frame,
-        cover: Cover,
+        frame: ProgramVariant,
+        cover: GapSet,
         clock: Clock | None = None,
         rounds: int = 1,
         reserve: float = 0.0,
@@ -144,7 +144,7 @@ class Search:
             clock = Clock.simulated(builder.program, timeline)
         return best
 
-    def _decisions(self, frame: Frame, cover: Cover) -> Decisions:
+    def _decisions(self, frame: ProgramVariant, cover: GapSet) -> Decisions:
         return frame.decisions(cover)
 
     # ---- the walk ------------------------------------------------------------------------
@@ -178,7 +178,7 @@ class Search:
                     best = found
         return best
 
-    def _neighbour(self, state: State) -> tuple[Frame, Cover] | None:
+    def _neighbour(self, state: State) -> tuple[ProgramVariant, GapSet] | None:
         draw = self.rng.random()
         if draw < 0.12:
             changed = self._other_frame(state)
@@ -215,7 +215,7 @@ class Search:
         stall = self.rng.choices(stalls, weights=[s.duration_ns for s in stalls])[0]
         return state.frame.program.position[stall.op]
 
-    def _ruin(self, state: State, cover: Cover, at: int | None, count: int) -> None:
+    def _ruin(self, state: State, cover: GapSet, at: int | None, count: int) -> None:
         gaps, n, rng = state.frame.gaps.gaps, len(state.frame.program.runs), self.rng
         away = sorted(cover.away)
         if not away:
@@ -240,7 +240,7 @@ class Search:
         if rng.random() < 0.7:
             cover.prune(capacity, prices, rng)
 
-    def _make_room(self, state: State, cover: Cover, at: int | None) -> None:
+    def _make_room(self, state: State, cover: GapSet, at: int | None) -> None:
         """Send one more tensor away over the runs before a stall, so that loads start earlier."""
         n, rng = len(state.frame.program.runs), self.rng
         at = rng.randrange(n) if at is None else at
@@ -265,7 +265,7 @@ class Search:
             limit[gaps.cell_of[(at - 1 - k) % n]] = capacity - spare
         return limit
 
-    def _other_frame(self, state: State) -> tuple[Frame, Cover] | None:
+    def _other_frame(self, state: State) -> tuple[ProgramVariant, GapSet] | None:
         mode = change_mode(self.choices, state.frame.mode, self.rng, state.timeline)
         if mode is None:
             return None
@@ -304,8 +304,8 @@ def mode_choices(problem: Problem) -> dict[str, list[tuple[str, str]]]:
 
 
 def change_mode(
-    choices: dict[str, list[tuple[str, str]]], mode: Mode, rng: random.Random, timeline: Timeline
-) -> Mode | None:
+    choices: dict[str, list[tuple[str, str]]], mode: Choices, rng: random.Random, timeline: Timeline
+) -> Choices | None:
     """One choice of the mode turned over, near a stall when there is one."""
     kinds = [k for k, v in choices.items() if v]
     if not kinds:
@@ -317,15 +317,15 @@ def change_mode(
         near = [d for d in choices[kind] if d[0] in stalled]
         pick = rng.choice(near) if near else pick
     if kind == "direct":
-        return Mode(mode.directs ^ {pick}, mode.recomputes, mode.hosted)
+        return Choices(mode.directs ^ {pick}, mode.recomputes, mode.hosted)
     if kind == "recompute":
-        return Mode(mode.directs, mode.recomputes ^ {pick}, mode.hosted)
-    return Mode(mode.directs, mode.recomputes, mode.hosted ^ {pick[0]})
+        return Choices(mode.directs, mode.recomputes ^ {pick}, mode.hosted)
+    return Choices(mode.directs, mode.recomputes, mode.hosted ^ {pick[0]})
 
 
-def mode_of(plan: Plan) -> Mode:
+def mode_of(plan: Plan) -> Choices:
     """The mode that a plan of any policy uses."""
-    return Mode(
+    return Choices(
         frozenset((d.op, d.tensor) for d in plan.directs if isinstance(d, Direct)),
         frozenset((r.op, r.before) for r in plan.recomputes),
         frozenset(u.weight for u in plan.updates if u.where == "host"),

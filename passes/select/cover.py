@@ -19,7 +19,7 @@ class Prices:
     back: float = 1.0
 
 
-class Cover:
+class GapSet:
     """A set of gaps spent away, with the bytes held in every cell kept up to date."""
 
     def __init__(self, gaps: Gaps, away: Iterable[int] = ()) -> None:
@@ -31,8 +31,8 @@ class Cover:
             value = gaps.gaps[i].value
             self.values[value] = self.values.get(value, 0) + 1
 
-    def copy(self) -> Cover:
-        other = Cover.__new__(Cover)
+    def copy(self) -> GapSet:
+        other = GapSet.__new__(GapSet)
         other.gaps, other.away = self.gaps, set(self.away)
         other.held, other.values = list(self.held), dict(self.values)
         return other

@@ -18,7 +18,7 @@ import torch
 from offcompile.ir import OffloadError
 
 from .lane_rates import LaneRates
-from .listening import Listener
+from .listening import MoveListener
 
 
 class How(Enum):
@@ -44,7 +44,7 @@ class Label:
 
     direction: str
     tag: str
-    heard: Listener | None = field(default=None, compare=False, repr=False)
+    heard: MoveListener | None = field(default=None, compare=False, repr=False)
 
 
 class Point:

@@ -38,7 +38,7 @@ class HeardWait(NamedTuple):
 
 
 @dataclass(eq=False, slots=True)
-class Listener:
+class MoveListener:
     """What one run has been told. `now`: where compute stands; `names`: move → for people."""
 
     now: Callable[[], Instant]
@@ -60,14 +60,14 @@ class Listener:
 _here = threading.local()
 
 
-def listener() -> Listener | None:
+def listener() -> MoveListener | None:
     """Who listens on this thread."""
-    found: Listener | None = getattr(_here, "listener", None)
+    found: MoveListener | None = getattr(_here, "listener", None)
     return found
 
 
 @contextmanager
-def listening(one: Listener | None) -> Iterator[None]:
+def listening(one: MoveListener | None) -> Iterator[None]:
     """Inside, `one` hears of what this thread starts and waits for; None: nobody does."""
     outer = listener()
     _here.listener = one

@@ -1,10 +1,10 @@
 """What plans let leave, kept on the device while there is room; what comes next, there beforehand.
 
 A plan of one graph says what leaves and what is loaded if the device holds no more than the plan
-does. Between graphs there may be more room than that, now and then. A `Keeper` uses it: a tensor
-that is to leave stays, and is copied out only when its room is wanted for something that is
-expected sooner; what left is loaded again before a graph asks for it. So the plan is the worst
-case, and what it moves is moved only where that is needed.
+does. Between graphs there may be more room than that, now and then. An `ActivationCache` uses it:
+a tensor that is to leave stays, and is copied out only when its room is wanted for something
+that is expected sooner; what left is loaded again before a graph asks for it. So the plan is the
+worst case, and what it moves is moved only where that is needed.
 
 So it is with weights that live on the host: what was copied of them stays for whoever wants it
 next in the same sweep, and comes beforehand where there is room (`kept_weights`).
@@ -24,9 +24,9 @@ import torch
 
 from offcompile.runtime.device.interface import Copy, Slot
 
-from .kept import Block, Foresight, Kept, Known, flat, nothing, version_of
-from .kept_room import KeptRoom
-from .kept_weights import Weight, Weights
+from .kept import Block, Cached, Foresight, Known, flat, nothing, version_of
+from .kept_room import CacheRoom
+from .kept_weights import CachedWeights, Weight
 from .saved import Moving, Saved
 
 #: so much is noted of executions and their tensors; what was noted first is forgotten first
@@ -35,7 +35,7 @@ Key = TypeVar("Key")
 Value = TypeVar("Value")
 
 
-class Keeper(KeptRoom):
+class ActivationCache(CacheRoom):
     """Of one mover. Safe to call from several threads; `foresight` is called by one at a time."""
 
     def __init__(self, mover: Moving, foresight: Foresight) -> None:
@@ -49,7 +49,7 @@ class Keeper(KeptRoom):
         self._execution: Hashable = None
         self._lends = self._backward = False
         # finalizers take no lock
-        self._weights = Weights(
+        self._weights = CachedWeights(
             mover.device, lambda weight: mover.died(partial(self._weight_died, weight))
         )
 
@@ -135,7 +135,7 @@ class Keeper(KeptRoom):
                 self.foresight.cleaned(block)
                 self.foresight.left(block)
                 return False
-            self._kept[block] = Kept(block, saved, x)
+            self._kept[block] = Cached(block, saved, x)
             self._held_bytes += nbytes
             known.room = victims
         for kept in victims:
@@ -233,7 +233,7 @@ class Keeper(KeptRoom):
                     continue
                 slot = known.saved.slot
                 buffer = self.mover.device.allocate(slot, nothing)
-                self._begin_in(Kept(known.block, known.saved, buffer), lane, ahead=True)
+                self._begin_in(Cached(known.block, known.saved, buffer), lane, ahead=True)
                 free -= slot.nbytes
 
     def make_room_ahead(self) -> None:
@@ -241,7 +241,7 @@ class Keeper(KeptRoom):
 
         What may go without a copy goes for all that the next run in want of room needs.
         """
-        victims: list[Kept] = []
+        victims: list[Cached] = []
         with self._lock:
             position: int | None = None
             while (short := self.foresight.shortfall(self._free_bytes)) is not None:
@@ -272,11 +272,11 @@ class Keeper(KeptRoom):
 
     # -- inside ----------------------------------------------------------------------------------
 
-    def _begin_copy(self, weight: Weight, host: torch.Tensor, slot: Slot, ahead: bool) -> Kept:
+    def _begin_copy(self, weight: Weight, host: torch.Tensor, slot: Slot, ahead: bool) -> Cached:
         # the alias keeps the memory, which would go round with another content if it died
         saved = self.mover.saved_on_host(flat(host), slot, weight.tag, weight.lane)
         buffer = self.mover.device.allocate(slot, nothing)
-        kept = Kept(weight.block, saved, buffer, weight=weight, version=version_of(host))
+        kept = Cached(weight.block, saved, buffer, weight=weight, version=version_of(host))
         self._begin_in(kept, weight.lane, ahead)
         return kept
 

@@ -42,7 +42,7 @@ class Foresight(Protocol):
 
 
 @dataclass(eq=False)
-class Kept:
+class Cached:
     """A tensor on the device that no plan counts."""
 
     block: Block
@@ -84,7 +84,7 @@ class Known:
     #: by which it comes back, once that is known
     lane: str | None = None
     #: copies that make room for it
-    room: list[Kept] = field(default_factory=list)
+    room: list[Cached] = field(default_factory=list)
 
 
 def version_of(tensor: torch.Tensor) -> int:

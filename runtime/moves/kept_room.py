@@ -9,18 +9,18 @@ from functools import partial
 from offcompile.runtime.device.failures import failure
 from offcompile.runtime.device.interface import Copy
 
-from .kept import Block, Foresight, Kept
+from .kept import Block, Cached, Foresight
 from .saved import Moving
 
 
-class KeptRoom:
+class CacheRoom:
     """Of one mover. What a method does to what is held, `foresight` hears of."""
 
     def __init__(self, mover: Moving, foresight: Foresight) -> None:
         self.mover, self.foresight = mover, foresight
         self.limit_bytes = 0
         self._lock = threading.RLock()
-        self._kept: dict[Block, Kept] = {}
+        self._kept: dict[Block, Cached] = {}
         self._held_bytes = 0
 
     @property
@@ -32,7 +32,7 @@ class KeptRoom:
     def _free_bytes(self) -> int:
         return self.limit_bytes - self._held_bytes
 
-    def _begin_in(self, kept: Kept, lane: str, ahead: bool) -> None:
+    def _begin_in(self, kept: Cached, lane: str, ahead: bool) -> None:
         nbytes = kept.saved.slot.nbytes
         self._kept[kept.block] = kept
         self._held_bytes += nbytes
@@ -44,12 +44,12 @@ class KeptRoom:
             self._drop(kept)
             raise
 
-    def _hand_out(self, kept: Kept) -> None:
+    def _hand_out(self, kept: Cached) -> None:
         """A graph gets it, and waits for it before it is over."""
         kept.awaited = True
         self.foresight.arrived(kept.block)
 
-    def _give_up(self, chosen: Iterable[Kept], waits: bool = True) -> None:
+    def _give_up(self, chosen: Iterable[Cached], waits: bool = True) -> None:
         """Drop clean ones, also on their way in; `waits`: return when nothing comes for nobody."""
         for kept in chosen:
             with self._lock:
@@ -64,13 +64,13 @@ class KeptRoom:
             elif waits:
                 self.mover.device.wait(kept.copy)
 
-    def _victims(self, over_bytes: int) -> list[Kept]:
+    def _victims(self, over_bytes: int) -> list[Cached]:
         if over_bytes <= 0:
             return []
         chosen = [self._kept.get(v.block) for v in self.foresight.victims(over_bytes)]
         return self._mark_leaving([k for k in chosen if k is not None])
 
-    def _mark_leaving(self, chosen: list[Kept]) -> list[Kept]:
+    def _mark_leaving(self, chosen: list[Cached]) -> list[Cached]:
         """Those that have to be written begin to leave; clean ones are gone at once."""
         for kept in chosen:
             if kept.clean:
@@ -80,13 +80,13 @@ class KeptRoom:
                 self.foresight.leaving(kept.block)
         return chosen
 
-    def _send(self, kept: Kept) -> None:
+    def _send(self, kept: Cached) -> None:
         with self._lock:
             if kept.leaving and kept.copy is None:
                 ended = partial(self._left, kept)
                 kept.copy = self.mover.begin_out(kept.saved, kept.tensor, ended)
 
-    def _await_gone(self, kept: Kept) -> None:
+    def _await_gone(self, kept: Cached) -> None:
         """Return when a tensor's copy out is complete, or compute is made to wait for it."""
         copy = kept.copy
         if copy is None or not kept.leaving:
@@ -101,7 +101,7 @@ class KeptRoom:
         if copy.error is not None and not dead:
             raise failure(copy.error, "out", kept.saved.tag, kept.saved.slot)
 
-    def _arrived(self, kept: Kept, copy: Copy) -> None:
+    def _arrived(self, kept: Cached, copy: Copy) -> None:
         with self._lock:
             if self._kept.get(kept.block) is kept:
                 self.foresight.arrived(kept.block)
@@ -110,7 +110,7 @@ class KeptRoom:
             else:
                 _let_go(kept)
 
-    def _left(self, kept: Kept, copy: Copy) -> None:
+    def _left(self, kept: Cached, copy: Copy) -> None:
         with self._lock:
             if self._kept.get(kept.block) is not kept:
                 _let_go(kept)
@@ -121,18 +121,18 @@ class KeptRoom:
                 kept.leaving, kept.copy = False, None
                 self.foresight.stays(kept.block)
 
-    def _drop_if_leaving(self, kept: Kept) -> None:
+    def _drop_if_leaving(self, kept: Cached) -> None:
         if kept.leaving and self._kept.get(kept.block) is kept:
             self.foresight.cleaned(kept.block)
             self._drop(kept)
 
-    def _drop(self, kept: Kept) -> None:
+    def _drop(self, kept: Cached) -> None:
         self.foresight.left(kept.block)
         _let_go(kept)
         del self._kept[kept.block]
         self._held_bytes -= kept.saved.slot.nbytes
 
 
-def _let_go(kept: Kept) -> None:
+def _let_go(kept: Cached) -> None:
     """Now, and not when the last note of it dies: its copy has ended, or compute waits for it."""
     vars(kept).pop("tensor", None)

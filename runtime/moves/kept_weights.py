@@ -40,7 +40,7 @@ class Weight:
         return found
 
 
-class Weights:
+class CachedWeights:
     """Those that graphs have been called with. `died` is called, by a finalizer, with one that is
     no more; it must take no lock. One thread at a time."""
 

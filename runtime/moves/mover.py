@@ -19,7 +19,7 @@ from offcompile.runtime.device.failures import failure
 from offcompile.runtime.device.interface import Copy, Device, How, Label, Point, Slot
 from offcompile.runtime.device.listening import listener
 
-from .keeping import Keeper
+from .keeping import ActivationCache
 from .ledger import Ledger
 from .saved import KeptCounts, Saved
 from .watching import show
@@ -60,7 +60,7 @@ class Mover:
         self._ledger = Ledger(in_flight_bytes, self._lock, self.tally, lambda: device.staging_bytes)
         self._live_tickets = 0
         #: uses what room there is between graphs; None: what leaves leaves
-        self.keeper: Keeper | None = None
+        self.keeper: ActivationCache | None = None
         self._kept_counted = (0, 0, 0, 0)
         # filled by finalizers, which may run between any two lines and take no lock
         self._deaths: deque[Callable[[], None]] = deque()

@@ -30,7 +30,7 @@ class Brought:
     """A gradient on its way, to be kept until it was used: its memory goes with this.
 
     gradient: where it will be, on the processor, once `arrive()` returns. Then what
-    `Carrier.place` gives for its weight may be overwritten, too.
+    `GradientTransport.place` gives for its weight may be overwritten, too.
     """
 
     gradient: torch.Tensor
@@ -51,7 +51,7 @@ class _Copied:
     back: Copy | None = None
 
 
-class Carrier:
+class GradientTransport:
     """Of one device. `bring` and `finish` belong to threads that give work to compute."""
 
     def __init__(self, mover: Mover) -> None:
@@ -154,10 +154,10 @@ def _nothing(copy: Copy) -> None:
     """Who waits for it asks the copy itself."""
 
 
-_carriers: dict[Mover, Carrier] = {}
+_carriers: dict[Mover, GradientTransport] = {}
 
 
-def carrier_of(parameter: torch.Tensor) -> Carrier | None:
+def carrier_of(parameter: torch.Tensor) -> GradientTransport | None:
     """The one for a parameter; None on the processor, where compute is over when it returns."""
     if parameter.device.type == "cpu":
         return None
@@ -175,9 +175,9 @@ def runtime_on(device: torch.device) -> Runtime:
     return mine[0] if mine else runtime_for(RuntimeSettings(target=str(device)).key)
 
 
-def _carrier(mover: Mover) -> Carrier:
+def _carrier(mover: Mover) -> GradientTransport:
     if mover not in _carriers:
         for closed in set(_carriers) - {runtime.mover for runtime in runtimes()}:
             del _carriers[closed]
-        _carriers[mover] = Carrier(mover)
+        _carriers[mover] = GradientTransport(mover)
     return _carriers[mover]

@@ -76,7 +76,7 @@ class Job:
 _SKIPPED = "an update before it had failed, or the process was ending"
 
 
-class Channels:
+class UpdateWorkers:
     """`count` threads; daemons that start with the first job and end with their owner.
 
     threads: torch's intra-op threads in an update. None: as many as elsewhere, which is right

@@ -16,7 +16,7 @@ _LINGER_S = 0.2
 Item = TypeVar("Item")
 
 
-class Lingering(Generic[Item]):
+class IdleThread(Generic[Item]):
     """A daemon thread, there while needed, that takes items with the lock and works without it.
 
     `take` is called with the condition's lock held, whenever something changed, and gives the next

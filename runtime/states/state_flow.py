@@ -17,7 +17,7 @@ from offcompile.ir import OffloadError
 from offcompile.runtime.base import watchdog
 from offcompile.runtime.disk.spill import SpillStore
 
-from .lingering import Lingering
+from .lingering import IdleThread
 from .state_blocks import Block, Frame, Frames, Phase
 
 #: how many of the coming blocks are looked at
@@ -54,10 +54,10 @@ class Flow:
         #: why nothing is written any more, until someone was told
         self._failure: BaseException | None = None
         states = "offcompile-states"
-        self._reader = Lingering(
+        self._reader = IdleThread(
             f"{states}-in", self._changed, self._next_read, self._read, self._reader_died
         )
-        self._writer = Lingering(
+        self._writer = IdleThread(
             f"{states}-out", self._changed, self._next_write, self._write, self._writer_died
         )
         self._step = 0

@@ -28,7 +28,7 @@ from offcompile.ir import InvalidInput, OffloadError
 from offcompile.machine.hardware import load_profile
 from offcompile.machine.options import Options
 from offcompile.machine.target import CpuTarget
-from offcompile.run.survey import Survey
+from offcompile.run.survey import ProblemSource
 from offcompile.runtime.measure.in_place import Slowdown
 from offcompile.runtime.measure.op import Measured
 from offcompile.runtime.memory.heap import Heap
@@ -185,7 +185,7 @@ def test_the_plan_ahead_is_the_plan_that_compiling_makes() -> None:
 
 
 def test_plans_are_compared_by_what_their_reports_foresee(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Survey, "touch_again_us_per_mib", 250.0)
+    monkeypatch.setattr(ProblemSource, "touch_again_us_per_mib", 250.0)
     monkeypatch.setattr(Heap, "gives_back", True)
     options = Options.read({"lowering": "aot_eager", "seconds": 0.2, "hardware": "cpu"})
     found = Ahead.of(Asked(language(4), (text(64),), {}, options), quiet)

@@ -22,7 +22,7 @@ from offcompile.runtime.moves import ops
 from offcompile.runtime.moves.registry import Runtime, RuntimeSettings, runtime_for
 from offcompile.runtime.moves.weights import is_on_host, live_on_host
 from offcompile.runtime.states.carrier import carrier_of
-from offcompile.runtime.states.channels import Channels
+from offcompile.runtime.states.channels import UpdateWorkers
 
 gpu = [
     pytest.mark.gpu,
@@ -228,7 +228,7 @@ def test_a_weight_is_held_until_its_update(device: str) -> None:
     made, key = runtime(device)
     parameter = nn.Parameter(torch.zeros(4 * MIB, device=device))
     live_on_host(made.device, [parameter])
-    carrier, channels = carrier_of(parameter), Channels()
+    carrier, channels = carrier_of(parameter), UpdateWorkers()
     assert carrier is not None
     for value in range(1, 6):
         torch.cuda._sleep(LONG // 10)

@@ -29,7 +29,7 @@ from torch import nn
 from offcompile import OffloadError, optim
 from offcompile.optim.ways import TRIALS, WARM_STEPS, Ways
 from offcompile.runtime.states import updates
-from offcompile.runtime.states.channels import Channels
+from offcompile.runtime.states.channels import UpdateWorkers
 
 
 @pytest.fixture(autouse=True)
@@ -353,7 +353,7 @@ def test_a_failed_update_that_was_told_holds_its_weight_no_longer() -> None:
     device = SimpleNamespace(hold=lambda parameter, wait: waits.append(wait))
     settings = SimpleNamespace(channels=True, tail=True)
     ways = Ways(SimpleNamespace(settings=settings, finish=lambda: None))  # type: ignore[arg-type]
-    ways._channels = Channels()
+    ways._channels = UpdateWorkers()
     entry: Any = Mock()
     ways._hold(entry, device, ways._channels.submit(lambda: None, fail, "w"))  # type: ignore[arg-type]
     for use in (waits[0], waits[0], ways.settle):

@@ -10,7 +10,7 @@ from chains import link
 from offcompile.ir import Op, Problem, Tensor
 from offcompile.passes.build.schedule import Builder
 from offcompile.passes.search.balance import balanced
-from offcompile.passes.search.frame import Frame, Mode
+from offcompile.passes.search.frame import Choices, ProgramVariant
 from offcompile.passes.search.search import State
 from offcompile.planning.planner import judge_for, plan_problem
 from offcompile.simulate import simulate
@@ -31,7 +31,7 @@ def streaming(direct_us: float) -> Problem:
 def made_direct(problem: Problem, room: int) -> list[tuple[str, str]]:
     """Of the step in which everything is loaded."""
     machine = link(room, RATE)
-    frame = Frame(problem, machine, Mode())
+    frame = ProgramVariant(problem, machine, Choices())
     cover = frame.cover(set())
     plan = Builder(problem, machine, frame.decisions(cover)).best(judge_for(problem, machine))
     timeline = simulate(problem, machine, plan)

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from offcompile.ir import DEVICE, Op, Problem, Tensor
 from offcompile.passes.build.gaps import MOST_CELLS, _cells_within
-from offcompile.passes.search.frame import Frame, Mode
+from offcompile.passes.search.frame import Choices, ProgramVariant
 from offcompile.planning.planner import plan_problem
 
 
@@ -33,7 +33,7 @@ def test_gradients_leave_at_the_end_of_a_program_of_any_length(more: int) -> Non
     tensors = [Tensor(f"g{i}", nbytes, "gradient") for i in range(n)]
     ops = [Op(f"B{i}", "backward", 5, (), (f"g{i}",)) for i in range(n)]
     problem, machine = Problem(tuple(tensors), tuple(ops)), link(20 * nbytes, 10.0)
-    gaps = Frame(problem, machine, Mode()).gaps
+    gaps = ProgramVariant(problem, machine, Choices()).gaps
     assert max(gaps.held(range(len(gaps.gaps)))) <= 10 * nbytes
     result = plan_problem(problem, machine, seconds=1)
     assert result.timeline.peak_bytes[DEVICE] <= 20 * nbytes

@@ -8,7 +8,7 @@ from chains import link
 from offcompile.ir import DEVICE, Machine, Op, Plan, Problem, Tensor
 from offcompile.passes import joint
 from offcompile.passes.registry import make
-from offcompile.passes.search.frame import Frame, Mode
+from offcompile.passes.search.frame import Choices, ProgramVariant
 from offcompile.passes.search.rerun_loads import rerun_modes
 from offcompile.passes.search.search import Search, State
 from offcompile.passes.select.cover import Prices
@@ -38,7 +38,7 @@ def all_away(problem: Problem, machine: Machine) -> State:
     """The plan in which whatever has to leave crosses the link."""
     judge = judge_for(problem, machine)
     search = Search(problem, machine, judge, 100, float("inf"), 0.0)
-    frame = Frame(problem, machine, Mode())
+    frame = ProgramVariant(problem, machine, Choices())
     cover = frame.cover(set())
     assert cover.repair(frame.capacity, Prices())
     state = search.evaluate(frame, cover)

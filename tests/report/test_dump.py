@@ -24,7 +24,7 @@ from offcompile.ir.jsonio import loads_machine, loads_plan, loads_problem
 from offcompile.ir.textio import parse_plan, parse_problem
 from offcompile.planning.planner import plan_problem
 from offcompile.report.dot import COMPUTE, INPUT, MOVEMENT, ORDER, OUTPUT, draw, to_dot
-from offcompile.report.dump import Compiled, check_dump_directory, dump
+from offcompile.report.dump import Dumped, check_dump_directory, dump
 from offcompile.report.log import log_compiled
 from offcompile.report.report import PlanReport
 from offcompile.report.svg import to_svg
@@ -71,7 +71,7 @@ def graph_with_moves(layers: int, work: int = 1, moves: bool = True) -> fx.Graph
     return fx.GraphModule({}, graph)
 
 
-def compiled(order: str | None = "run mm\nstart t0\n") -> Compiled:
+def compiled(order: str | None = "run mm\nstart t0\n") -> Dumped:
     problem = Problem(
         (Tensor("x", 8192, "input", "device"), Tensor("relu", 8192, "activation")),
         (
@@ -87,7 +87,7 @@ def compiled(order: str | None = "run mm\nstart t0\n") -> Compiled:
     report = PlanReport("graph 0", problem, machine, result, 1 << 20)
     before = {s: graph_with_moves(1, moves=False) for s in ("forward", "backward")}
     after = {"forward": graph_with_moves(1)}
-    return Compiled(report, before, after, order)
+    return Dumped(report, before, after, order)
 
 
 # --- pictures ------------------------------------------------------------------------------
@@ -238,7 +238,7 @@ def test_a_dump_never_overwrites(tmp_path: Path) -> None:
 
 def test_an_inference_graph_has_one_side(tmp_path: Path) -> None:
     given = compiled()
-    only = Compiled(given.report, {"forward": given.before["forward"]}, {})
+    only = Dumped(given.report, {"forward": given.before["forward"]}, {})
     folder = dump(tmp_path, "g", only)
     assert not list(folder.glob("backward*"))
     assert (folder / "forward_after.py").exists()
@@ -282,7 +282,7 @@ def test_info_is_one_line_and_debug_is_everything(caplog: pytest.LogCaptureFixtu
 
 SCRIPT = f"""
 import logging, os, sys
-sys.path.insert(0, {str(ROOT / "tests/support")!r})
+sys.path[:0] = {[str(ROOT / "tests" / room) for room in ("support", "report")]!r}
 import torch
 from test_dump import compiled, log_compiled
 log_compiled(compiled())

@@ -25,7 +25,7 @@ from offcompile.report.stalls import stall_line, tensor_name
 from offcompile.run.step_recorder import STEPS_AT_FIRST, StepRecorder
 from offcompile.runtime.base.clock import Clock
 from offcompile.runtime.device.cpu import CpuDevice
-from offcompile.runtime.device.listening import HeardCopy, Listener, listener, listening
+from offcompile.runtime.device.listening import HeardCopy, MoveListener, listener, listening
 from offcompile.runtime.moves.registry import close_all, runtimes
 
 OPTIONS = {"hardware": "cpu", "policy": "joint:evaluations=10,seconds=20", "seconds": 0.5}
@@ -184,13 +184,13 @@ class Graph:
         self.recorder = StepRecorder("graph 0", clock, lambda: self.waiting, steps)
 
     @contextmanager
-    def forward(self) -> Iterator[Listener | None]:
+    def forward(self) -> Iterator[MoveListener | None]:
         with self.recorder.running("forward"):
             yield listener()
         self.waiting += 1
 
     @contextmanager
-    def backward(self) -> Iterator[Listener | None]:
+    def backward(self) -> Iterator[MoveListener | None]:
         with self.recorder.running("backward"):
             yield listener()
         self.waiting -= 1
@@ -298,12 +298,12 @@ def test_forwards_on_two_threads_are_nobodys() -> None:
 
 
 def test_runs_hear_their_own_moves_alone() -> None:
-    one, other = Listener(Ticking().start), Listener(Ticking().start)
+    one, other = MoveListener(Ticking().start), MoveListener(Ticking().start)
     with listening(one):
         with listening(other):
             assert listener() is other
         assert listener() is one
-        found: list[Listener | None] = []
+        found: list[MoveListener | None] = []
         thread = threading.Thread(target=lambda: found.append(listener()))
         thread.start()
         thread.join()
@@ -322,7 +322,7 @@ def test_on_cuda_events_in_the_streams_tell(seed: int) -> None:
     def now() -> Any:
         return streams.record(streams.compute(), timing=True)
 
-    heard = Listener(now)
+    heard = MoveListener(now)
     x = bench.full(64, 1)
     with listening(heard):
         began = now()
@@ -347,7 +347,7 @@ def test_on_cuda_events_in_the_streams_tell(seed: int) -> None:
 
 def test_a_move_that_waits_for_room_is_heard() -> None:
     bench = bench_of(0, in_flight_bytes=100)
-    heard = Listener(Ticking().start)
+    heard = MoveListener(Ticking().start)
     sent: list[torch.Tensor] = []
 
     def send() -> None:
@@ -370,7 +370,7 @@ def test_a_move_that_waits_for_room_is_heard() -> None:
 
 def test_a_fetch_that_waits_for_the_host_is_heard() -> None:
     bench = bench_of(0)
-    heard = Listener(Ticking().start)
+    heard = MoveListener(Ticking().start)
     (host,) = bench.device.addressable([64])
     called: list[int] = []
     bench.device.hold(host, lambda: called.append(1))

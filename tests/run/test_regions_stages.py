@@ -16,8 +16,8 @@ from torch import Tensor, nn
 import offcompile
 from offcompile.ir import BACKWARD, HOST
 from offcompile.planning.needs import bytes_of, standing_in
-from offcompile.run.accounts.executions import Executions, Room
-from offcompile.run.accounts.results import Results
+from offcompile.run.accounts.executions import GraphRuns, Room
+from offcompile.run.accounts.results import LiveOutputs
 from offcompile.runtime.base.counters import reset_counters
 from offcompile.runtime.moves.registry import close_all
 from offcompile.runtime.moves.weights import is_on_host
@@ -47,11 +47,11 @@ class Seen:
 def seen(monkeypatch: pytest.MonkeyPatch) -> Iterator[Seen]:
     torch._dynamo.reset()
     reset_counters()
-    found, running = Seen(), Executions.running
+    found, running = Seen(), GraphRuns.running
 
     @contextmanager
     def watched(
-        self: Executions,
+        self: GraphRuns,
         phase: str,
         arguments: Sequence[Any],
         peak_at: Callable[[tuple[int, ...]], int],
@@ -69,7 +69,7 @@ def seen(monkeypatch: pytest.MonkeyPatch) -> Iterator[Seen]:
             found.peaks.setdefault(sizes, set()).add(peak)
             yield room
 
-    monkeypatch.setattr(Executions, "running", watched)
+    monkeypatch.setattr(GraphRuns, "running", watched)
     yield found
     torch._dynamo.reset()
     close_all()
@@ -161,7 +161,7 @@ def test_the_room_beside_a_run_is_that_of_its_own_sizes(tmp_path: Path, seen: Se
 
 
 def test_a_result_counts_from_when_another_graph_has_got_it_until_it_dies() -> None:
-    results = Results()
+    results = LiveOutputs()
     first, second = torch.zeros(64), torch.zeros(32)
     results.given([])
     results.made([first, first.view(8, 8)])

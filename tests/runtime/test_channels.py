@@ -16,7 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from offcompile.ir import OffloadError
-from offcompile.runtime.states.channels import Channels, Job, State
+from offcompile.runtime.states.channels import Job, State, UpdateWorkers
 
 
 def nothing() -> None:
@@ -24,8 +24,8 @@ def nothing() -> None:
 
 
 @pytest.fixture
-def channels() -> Iterator[Channels]:
-    made = Channels()
+def channels() -> Iterator[UpdateWorkers]:
+    made = UpdateWorkers()
     yield made
     made.close()
 
@@ -37,7 +37,7 @@ def failing(error: BaseException) -> Callable[[], None]:
     return fail
 
 
-def test_one_receives_while_the_other_updates(channels: Channels) -> None:
+def test_one_receives_while_the_other_updates(channels: UpdateWorkers) -> None:
     receiving, updated = threading.Event(), threading.Event()
     seen: list[str] = []
 
@@ -58,7 +58,7 @@ def test_one_receives_while_the_other_updates(channels: Channels) -> None:
     assert (first.state, second.state) == (State.DONE, State.DONE)
 
 
-def test_updates_keep_their_order_whatever_arrives_first(channels: Channels) -> None:
+def test_updates_keep_their_order_whatever_arrives_first(channels: UpdateWorkers) -> None:
     late, there = threading.Event(), threading.Event()
     seen: list[int] = []
     channels.submit(late.wait, lambda: seen.append(0), "late")
@@ -79,7 +79,7 @@ def test_updates_keep_their_order_whatever_arrives_first(channels: Channels) -> 
 def test_any_jobs_run_once_in_order_up_to_the_first_failure(
     count: int, jobs: list[str], settled: set[int]
 ) -> None:
-    channels = Channels(count)
+    channels = UpdateWorkers(count)
     updating = threading.Lock()
     ran: list[int] = []
     arrived: list[int] = []
@@ -135,7 +135,7 @@ def test_any_jobs_run_once_in_order_up_to_the_first_failure(
 
 
 def test_a_failure_is_told_once_with_its_cause_and_the_next_period_is_clean(
-    channels: Channels,
+    channels: UpdateWorkers,
 ) -> None:
     channels.submit(nothing, failing(ValueError("no such block")), "layer.3.weight")
     after = channels.submit(nothing, nothing, "layer.2.weight")
@@ -151,7 +151,7 @@ def test_a_failure_is_told_once_with_its_cause_and_the_next_period_is_clean(
     assert again.state is State.DONE
 
 
-def test_one_job_can_be_waited_for(channels: Channels) -> None:
+def test_one_job_can_be_waited_for(channels: UpdateWorkers) -> None:
     held = threading.Event()
     first = channels.submit(nothing, nothing, "first")
     second = channels.submit(held.wait, nothing, "second")
@@ -161,13 +161,13 @@ def test_one_job_can_be_waited_for(channels: Channels) -> None:
     channels.settle()
 
 
-def test_an_update_that_waits_for_updates_is_refused(channels: Channels) -> None:
+def test_an_update_that_waits_for_updates_is_refused(channels: UpdateWorkers) -> None:
     channels.submit(nothing, channels.settle, "loop")
     with pytest.raises(OffloadError, match=r"loop failed.*it is one of them"):
         channels.settle()
 
 
-def test_an_interrupted_settle_can_be_called_again(channels: Channels) -> None:
+def test_an_interrupted_settle_can_be_called_again(channels: UpdateWorkers) -> None:
     held, entered = threading.Event(), threading.Event()
     job = channels.submit(held.wait, nothing, "slow")
     wait, interrupted = channels._line._moved.wait, []
@@ -188,7 +188,7 @@ def test_an_interrupted_settle_can_be_called_again(channels: Channels) -> None:
     assert job.state is State.DONE
 
 
-def test_what_a_job_holds_is_let_go_before_it_is_over(channels: Channels) -> None:
+def test_what_a_job_holds_is_let_go_before_it_is_over(channels: UpdateWorkers) -> None:
     gradient = torch.ones(3)
     gone = weakref.ref(gradient)
     channels.submit(gradient.sum, gradient.zero_, "w")
@@ -202,7 +202,7 @@ def test_what_a_job_holds_is_let_go_before_it_is_over(channels: Channels) -> Non
 
 
 def test_threads_start_with_the_first_job_and_end_with_their_owner() -> None:
-    made = Channels(3)
+    made = UpdateWorkers(3)
     assert made._line._workers == []
     made.submit(nothing, nothing, "w")
     made.settle()
@@ -216,7 +216,7 @@ def test_threads_start_with_the_first_job_and_end_with_their_owner() -> None:
 
 
 def test_close_finishes_the_jobs_and_warns_of_what_nobody_was_told() -> None:
-    made, seen = Channels(), list[int]()
+    made, seen = UpdateWorkers(), list[int]()
     for number in range(5):
         made.submit(nothing, lambda n=number: seen.append(n), "w")
     made.submit(nothing, failing(ValueError("broken")), "bad")
@@ -232,12 +232,12 @@ def test_close_finishes_the_jobs_and_warns_of_what_nobody_was_told() -> None:
 @pytest.mark.parametrize(("count", "threads"), [(0, None), (2, 0)])
 def test_channels_without_anyone_to_work_are_refused(count: int, threads: int | None) -> None:
     with pytest.raises(OffloadError, match=f"with {count} channels of {threads} threads"):
-        Channels(count, threads)
+        UpdateWorkers(count, threads)
 
 
 def test_threads_of_an_update_are_nobody_else_s() -> None:
     here = torch.get_num_threads()
-    made, found = Channels(threads=here + 2), list[int]()
+    made, found = UpdateWorkers(threads=here + 2), list[int]()
     for _ in range(2):
         made.submit(nothing, lambda: found.append(torch.get_num_threads()), "w")
     made.close()
@@ -248,7 +248,7 @@ def test_threads_of_an_update_are_nobody_else_s() -> None:
     assert torch.get_num_threads() == here
 
 
-def test_a_child_has_none_of_it_and_can_start_its_own(channels: Channels) -> None:
+def test_a_child_has_none_of_it_and_can_start_its_own(channels: UpdateWorkers) -> None:
     held, seen = threading.Event(), list[str]()
     channels.submit(held.wait, lambda: seen.append("parent"), "w")
     child = os.fork()

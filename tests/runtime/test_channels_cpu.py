@@ -14,7 +14,7 @@ from offcompile.runtime.device import mapped, tickets
 from offcompile.runtime.moves.mover import Load
 from offcompile.runtime.moves.registry import Runtime, RuntimeSettings
 from offcompile.runtime.moves.saved import Saved
-from offcompile.runtime.states.channels import Channels
+from offcompile.runtime.states.channels import UpdateWorkers
 
 
 @pytest.fixture
@@ -42,7 +42,7 @@ def test_a_channel_waits_for_the_copy_and_not_for_its_lane(
         really(slot, start, view)
 
     monkeypatch.setattr(mapped.MappedSlot, "write", write)
-    device, channels, sums = runtime.device, Channels(), list[float]()
+    device, channels, sums = runtime.device, UpdateWorkers(), list[float]()
     for gradient in (first, second):
         host = sent(runtime, gradient)
         arrive = device.await_on_host([host])

@@ -18,7 +18,7 @@ from offcompile.runtime.device.cpu import CpuDevice
 from offcompile.runtime.disk.spill import SpillStore
 from offcompile.runtime.disk.spill_file import Files
 from offcompile.runtime.memory.arena import Arena
-from offcompile.runtime.moves.keeping import Keeper
+from offcompile.runtime.moves.keeping import ActivationCache
 from offcompile.runtime.moves.mover import Load, Mover
 from offcompile.runtime.moves.saved import Saved
 
@@ -36,7 +36,9 @@ def fill(value: int) -> object:
 class Blocks:
     """A stack of blocks that are graphs of their own: all forwards, then all backwards."""
 
-    def __init__(self, mover: Mover, device: SimulatedDevice, keeper: Keeper, limit: int) -> None:
+    def __init__(
+        self, mover: Mover, device: SimulatedDevice, keeper: ActivationCache, limit: int
+    ) -> None:
         self.mover, self.device, self.keeper, self.limit = mover, device, keeper, limit
         self.saved: dict[int, list[torch.Tensor]] = {}
         self.seen: list[int] = []
@@ -86,7 +88,7 @@ def expected(step: int) -> list[int]:
 def blocks(seed: int, limit: int) -> Blocks:
     device = SimulatedDevice(seed, longest_pause_s=0.0001)
     mover = Mover(device)
-    mover.keeper = Keeper(mover, Predictor())
+    mover.keeper = ActivationCache(mover, Predictor())
     return Blocks(mover, device, mover.keeper, limit)
 
 
@@ -153,7 +155,7 @@ def test_a_disk_that_fails_when_room_is_wanted_loses_nothing(tmp_path: Path) -> 
     writes = Broken()
     store = SpillStore([tmp_path], files=Files(pwritev=writes))
     mover = Mover(CpuDevice(Arena(1 << 20), {"host": store}))
-    keeper = mover.keeper = Keeper(mover, Predictor())
+    keeper = mover.keeper = ActivationCache(mover, Predictor())
     x = torch.arange(4096, dtype=torch.float32)
     keeper.enter("F0", 1 << 20)
     ticket = mover.start_out(x, "x", "host", "out")

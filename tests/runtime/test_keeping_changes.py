@@ -14,7 +14,7 @@ from offcompile.runtime.device import tickets
 from offcompile.runtime.device.cpu import CpuDevice
 from offcompile.runtime.device.mapped import MappedStore
 from offcompile.runtime.memory.arena import Arena
-from offcompile.runtime.moves.keeping import Keeper
+from offcompile.runtime.moves.keeping import ActivationCache
 from offcompile.runtime.moves.mover import Load, Mover
 
 
@@ -22,7 +22,7 @@ class Bench:
     def __init__(self, folder: Path) -> None:
         device = CpuDevice(Arena(1 << 20), {}, mapped=MappedStore(folder))
         self.mover = Mover(device)
-        self.keeper = self.mover.keeper = Keeper(self.mover, Predictor())
+        self.keeper = self.mover.keeper = ActivationCache(self.mover, Predictor())
 
     def parameter(self, value: float, numel: int = 1024) -> torch.nn.Parameter:
         (host,) = self.mover.device.addressable([4 * numel])

@@ -17,7 +17,7 @@ import offcompile
 from offcompile.ir import HOST
 from offcompile.passes.correlation.predictor import Predictor
 from offcompile.runtime.device import tickets
-from offcompile.runtime.moves.keeping import Keeper
+from offcompile.runtime.moves.keeping import ActivationCache
 from offcompile.runtime.moves.mover import Load, Mover
 from offcompile.runtime.moves.registry import runtimes
 
@@ -31,7 +31,7 @@ class Blocks:
     def __init__(self, seed: int, limit: int, mover_of: Callable[..., Mover] = Mover) -> None:
         self.device = SimulatedDevice(seed, longest_pause_s=0.0001)
         self.mover = mover_of(self.device)
-        self.keeper = self.mover.keeper = Keeper(self.mover, Predictor())
+        self.keeper = self.mover.keeper = ActivationCache(self.mover, Predictor())
         self.limit = limit
         self.weights = [self.device.addressable([NBYTES] * PER_LAYER) for _ in range(LAYERS)]
         self.seen: list[int] = []
@@ -169,7 +169,7 @@ class Block(nn.Module):
         return x + self.down(torch.tanh(self.up(self.norm(x))))
 
 
-def run_blocks(policy: str | None, steps: int) -> tuple[list[torch.Tensor], list[Keeper]]:
+def run_blocks(policy: str | None, steps: int) -> tuple[list[torch.Tensor], list[ActivationCache]]:
     """Losses, outputs of evaluations between the steps, and weights; None: not compiled."""
     torch.manual_seed(0)
     blocks = nn.ModuleList(Block() for _ in range(STACK))
@@ -180,7 +180,7 @@ def run_blocks(policy: str | None, steps: int) -> tuple[list[torch.Tensor], list
         for block in blocks:  # the same options: one graph with many sets of weights
             block.compile(backend="offcompile", options=options)
     found: list[torch.Tensor] = []
-    keepers: list[Keeper] = []
+    keepers: list[ActivationCache] = []
     for step in range(steps):
         x = torch.randn(16, WIDTH, generator=torch.Generator().manual_seed(step))
         y = x * stem

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 import offcompile
 from offcompile.passes.correlation.learned import Limits
-from offcompile.run.accounts.books import Books, Entry, books_of
+from offcompile.run.accounts.books import DeviceUsage, GraphUsage, usage_of
 from offcompile.runtime.base.counters import reset_counters
 from offcompile.runtime.moves.registry import close_all, runtimes
 from offcompile.runtime.states.updates import count
@@ -52,9 +52,9 @@ def compiled(model: nn.Module, memory: int | str, spill: Path) -> nn.Module:
 def held_now() -> int:
     """What everything that is in the books of the CPU holds between two steps."""
     gc.collect()
-    books = books_of(CPU)
+    books = usage_of(CPU)
     stranger = books.open()
-    books.stir()
+    books.invalidate()
     return books.held_beside(stranger, stranger.bind([])).now
 
 
@@ -70,14 +70,14 @@ def parameter(numel: int = 16) -> nn.Parameter:
 
 
 def test_what_is_held_beside_a_graph_follows_what_happens_to_weights_and_gradients() -> None:
-    books = Books()
+    books = DeviceUsage()
     mine, theirs = books.open(), books.open()
     a, b = parameter(), parameter(32)
     binding = mine.bind([a])
     theirs.bind([b])
 
     def beside() -> int:
-        books.stir()
+        books.invalidate()
         return books.held_beside(mine, binding).now
 
     assert beside() == 128
@@ -96,7 +96,7 @@ def test_what_is_held_beside_a_graph_follows_what_happens_to_weights_and_gradien
 
 
 def test_gradients_that_come_between_the_halves_count_once_that_is_known() -> None:
-    books = Books()
+    books = DeviceUsage()
     first, second = books.open(), books.open()
     a, b = parameter(), parameter()
     outer, inner = first.bind([a]), second.bind([b])
@@ -105,7 +105,7 @@ def test_gradients_that_come_between_the_halves_count_once_that_is_known() -> No
     outputs = [x * 2, x * 3]
     assert first.begin(outputs[0], outer, 8, 8) is not None
     assert second.begin(outputs[1], inner, 4, 4) is not None
-    books.stir()
+    books.invalidate()
     assert books.held_beside(first, outer) == (64 + 8 + 4, 64 + 8 + 4)
     second.end()
     first.end()
@@ -114,7 +114,7 @@ def test_gradients_that_come_between_the_halves_count_once_that_is_known() -> No
 
 
 def test_a_graph_that_is_gone_is_in_no_books_and_a_pass_dies_with_its_outputs() -> None:
-    books = Books()
+    books = DeviceUsage()
     gone, stays = books.open(), books.open()
     p, x = parameter(), torch.ones(1, requires_grad=True)
     binding = gone.bind([p])
@@ -125,11 +125,11 @@ def test_a_graph_that_is_gone_is_in_no_books_and_a_pass_dies_with_its_outputs() 
     assert books.unmoved_bytes() == 0
     del gone
     assert books.entries() == [stays]
-    assert isinstance(stays, Entry)
+    assert isinstance(stays, GraphUsage)
 
 
 def test_what_died_leaves_no_binding_behind() -> None:
-    books = Books()
+    books = DeviceUsage()
     entry = books.open()
     keeps = parameter()
     for _ in range(50):
@@ -145,22 +145,22 @@ class Optimizer:
 
 
 def test_what_optimizers_hold_counts_once_for_all_parameters_of_theirs() -> None:
-    books = Books()
+    books = DeviceUsage()
     entry = books.open()
     a, b = parameter(), parameter()
     binding = entry.bind([a, b])
     assert books.held_beside(entry, binding).now == 0
     mine = Optimizer()
     count([a, b], mine)
-    books.stir()
+    books.invalidate()
     assert books.held_beside(entry, binding).now == 1000
     del mine
-    books.stir()
+    books.invalidate()
     assert books.held_beside(entry, binding).now == 0
 
 
 def test_only_what_runs_between_two_runs_makes_a_graph_one_of_several() -> None:
-    books = Books()
+    books = DeviceUsage()
     alone, other = books.open(), books.open()
     a, b = parameter(), parameter()
     mine, theirs = alone.bind([a]), other.bind([b])

@@ -20,7 +20,7 @@ from simulated import SimulatedDevice
 from offcompile.ir import OffloadError
 from offcompile.runtime.device import tickets
 from offcompile.runtime.device.cuda.device import CudaDevice
-from offcompile.runtime.device.cuda.shadows import Shadows, ShadowSlot
+from offcompile.runtime.device.cuda.shadows import HostAliases, ShadowSlot
 from offcompile.runtime.device.interface import Copy, Point
 from offcompile.runtime.device.streams import Event, Stream
 from offcompile.runtime.memory.host_arena import HostArena, HostFull
@@ -225,12 +225,12 @@ class NoWaitOut(Mover):
             super()._wait(copy, load)
 
 
-class ReusedAtOnce(Shadows):
+class ReusedAtOnce(HostAliases):
     def _follow(self, home: Stream, slot: ShadowSlot) -> None:
         return None
 
 
-class GivenBackAtOnce(Shadows):
+class GivenBackAtOnce(HostAliases):
     def _see_end(self, event: Event) -> None:
         return None
 
@@ -251,7 +251,7 @@ def test_an_order_taken_away_is_found_every_time(
     mover = fault if issubclass(fault, Mover) else Mover
     for seed in range(40):
         bench = bench_of(seed, mover=mover)
-        if issubclass(fault, Shadows):
+        if issubclass(fault, HostAliases):
             bench.device.shadows = fault(bench.streams, bench.device.arena)
         program(bench)
         bench.device.drain()

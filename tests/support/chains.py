@@ -7,7 +7,7 @@ import random
 from offcompile.ir import Codec, Lane, Machine, Op, Problem, Tensor, Tier
 from offcompile.passes.build.decisions import Decisions
 from offcompile.passes.build.schedule import Builder
-from offcompile.passes.search.frame import Frame, Mode
+from offcompile.passes.search.frame import Choices, ProgramVariant
 
 
 def chain(
@@ -86,7 +86,7 @@ def bytes_range(problem: Problem, machine: Machine) -> tuple[int, int]:
     """(least, most) device bytes: with everything that can leave away, and with nothing away."""
     roomy = machine.with_capacity("device", None)
     kept = Builder(problem, roomy, Decisions()).kept_bytes
-    return max(Frame(problem, roomy, Mode()).floor, default=0), max(kept, default=0)
+    return max(ProgramVariant(problem, roomy, Choices()).floor, default=0), max(kept, default=0)
 
 
 def random_chain(

@@ -12,11 +12,11 @@ from cuda_bench import Bench, fill
 
 from offcompile.runtime.device import tickets
 from offcompile.runtime.moves.saved import Saved
-from offcompile.runtime.states.carrier import Brought, Carrier
-from offcompile.runtime.states.channels import Channels, Job
+from offcompile.runtime.states.carrier import Brought, GradientTransport
+from offcompile.runtime.states.channels import Job, UpdateWorkers
 
 
-class SimulatedCarrier(Carrier):
+class SimulatedCarrier(GradientTransport):
     """Duplicates by a simulated kernel."""
 
     bench: Bench
@@ -37,7 +37,7 @@ class Updates:
 
     bench: Bench
     carrier: SimulatedCarrier
-    channels: Channels = field(default_factory=Channels)
+    channels: UpdateWorkers = field(default_factory=UpdateWorkers)
     #: what is known once the last update is over
     clock: int = 0
 

@@ -18,7 +18,7 @@ from offcompile.runtime.base.watchdog import LOOKS, WARN_AT, Stalled, StallWarni
 from offcompile.runtime.device.interface import Label
 from offcompile.runtime.device.lanes import Job, Lanes
 from offcompile.runtime.disk.disk_queue import DiskQueue, side_by_side
-from offcompile.runtime.states.channels import Channels
+from offcompile.runtime.states.channels import UpdateWorkers
 from trust import faults
 
 
@@ -228,7 +228,7 @@ def refuse(thread: threading.Thread) -> None:
 
 
 def test_threads_that_cannot_start_leave_nothing_queued(monkeypatch: pytest.MonkeyPatch) -> None:
-    lanes, queue, channels, done = Lanes("test"), DiskQueue("queue"), Channels(), list[str]()
+    lanes, queue, channels, done = Lanes("test"), DiskQueue("queue"), UpdateWorkers(), list[str]()
     with monkeypatch.context() as patch:
         patch.setattr(threading.Thread, "start", refuse)
         for use in (
@@ -278,7 +278,7 @@ def test_a_disk_queue_whose_thread_dies_fails_what_it_had(monkeypatch: pytest.Mo
 
 
 def test_a_channel_that_dies_fails_its_update(monkeypatch: pytest.MonkeyPatch) -> None:
-    channels, line_type = Channels(1), type(Channels(1)._line)
+    channels, line_type = UpdateWorkers(1), type(UpdateWorkers(1)._line)
     with monkeypatch.context() as patch:
         patch.setattr(line_type, "_arrive", lambda line, job: die())
         job = channels.submit(lambda: None, lambda: None, "w")

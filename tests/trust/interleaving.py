@@ -409,7 +409,7 @@ def _runtime_modules() -> list[Any]:
     return [
         module
         for name, module in list(sys.modules.items())
-        if name.startswith("offcompile.runtime.") and module is not None
+        if name.startswith(("offcompile.runtime.", "simulated")) and module is not None
     ]
 
 

@@ -23,9 +23,9 @@ from update_bench import KINDS, SimulatedCarrier, Updates, produce, weight_of
 from offcompile.ir import OffloadError
 from offcompile.passes.correlation.predictor import Predictor
 from offcompile.runtime.device.cuda.device import CudaDevice
-from offcompile.runtime.moves.keeping import Keeper
+from offcompile.runtime.moves.keeping import ActivationCache
 from offcompile.runtime.moves.mover import Mover
-from offcompile.runtime.states.channels import Channels
+from offcompile.runtime.states.channels import UpdateWorkers
 from offcompile.runtime.states.disk_states import DiskStates
 from offcompile.runtime.states.state_blocks import GRAIN
 
@@ -112,12 +112,12 @@ class Training:
         self.store.streams = streams
         made = CudaDevice(streams, streams.arena(), {"disk": self.store}, STAGING, cufile=_no_way)
         self.bench = Bench(streams, made, Mover(made, shape.in_flight_bytes))
-        self.keeper: Keeper | None = None
+        self.keeper: ActivationCache | None = None
         if shape.kept_bytes is not None:
-            self.keeper = self.bench.mover.keeper = Keeper(self.bench.mover, Predictor())
+            self.keeper = self.bench.mover.keeper = ActivationCache(self.bench.mover, Predictor())
         carrier = SimulatedCarrier(self.bench.mover)
         carrier.bench = self.bench
-        self.updates = Updates(self.bench, carrier, Channels(shape.channels))
+        self.updates = Updates(self.bench, carrier, UpdateWorkers(shape.channels))
         self.states = DiskStates(
             [place],
             shape.states_kept * BLOCK_BYTES,

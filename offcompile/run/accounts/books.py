@@ -18,11 +18,11 @@ import torch
 
 from offcompile.runtime.states.updates import Holder, all_held_bytes, holders_of, registrations
 
-from .holdings import Holdings
-from .results import Results
+from .holdings import ParameterMemory
+from .results import LiveOutputs
 
 
-class Binding:
+class ParameterSet:
     """The parameters that a graph is called with, by id; equal to itself alone."""
 
     __slots__ = ("__weakref__", "ids", "in_order", "ran")
@@ -34,15 +34,15 @@ class Binding:
 
 
 #: before the first call
-UNBOUND = Binding(())
+UNBOUND = ParameterSet(())
 
 
-class Pass:
+class PendingBackward:
     """One forward run that waits for its backward; dies with the autograd graph."""
 
     __slots__ = ("__weakref__", "binding", "full_bytes", "kept_bytes", "waiting")
 
-    def __init__(self, binding: Binding, kept_bytes: int, full_bytes: int) -> None:
+    def __init__(self, binding: ParameterSet, kept_bytes: int, full_bytes: int) -> None:
         self.waiting = True
         self.binding = binding
         #: what it left on the device, and what it would have if nothing had moved
@@ -50,10 +50,10 @@ class Pass:
 
 
 @dataclass(eq=False)
-class Entry:
+class GraphUsage:
     """One compiled graph: what it holds when it is not running."""
 
-    books: Books
+    books: DeviceUsage
     #: the key of what moves its tensors
     runtime: str = ""
     #: ids of the parameters that it has been called with, and that live
@@ -61,39 +61,39 @@ class Entry:
     #: whether its backward makes gradients for them
     trains: bool = False
     #: forwards that wait for their backward, in order
-    passes: list[weakref.ref[Pass]] = field(default_factory=list)
+    passes: list[weakref.ref[PendingBackward]] = field(default_factory=list)
     #: whether a backward has run
     has_returned: bool = False
     #: whether others, or itself with other parameters, have run between its runs
     in_turn: bool = False
     #: graphs whose backward has run between its forward and its backward: their gradients come then
-    amid: weakref.WeakSet[Entry] = field(default_factory=weakref.WeakSet)
+    amid: weakref.WeakSet[GraphUsage] = field(default_factory=weakref.WeakSet)
     #: the most that was held together, if nothing had moved, while a forward of its waited or ran
     most_wanted_bytes: int = 0
     #: the most that one forward of its kept then
     most_kept_bytes: int = 0
-    _bindings: dict[tuple[int, ...], Binding] = field(default_factory=dict)
+    _bindings: dict[tuple[int, ...], ParameterSet] = field(default_factory=dict)
 
-    def bind(self, parameters: Sequence[torch.Tensor]) -> Binding:
+    def bind(self, parameters: Sequence[torch.Tensor]) -> ParameterSet:
         """Those of one call. New ones are noted."""
-        self.books.bury()
+        self.books.drop_dead()
         key = tuple(map(id, parameters))
         binding = self._bindings.get(key)
         if binding is None:
-            binding = self._bindings[key] = Binding(key)
+            binding = self._bindings[key] = ParameterSet(key)
             self.parameters.update(key)
             self.books.holdings.add(parameters)
         return binding
 
-    def bound(self) -> list[Binding]:
+    def bound(self) -> list[ParameterSet]:
         """The sets of parameters that live, in the order in which it was called with them."""
-        self.books.bury()
+        self.books.drop_dead()
         return list(self._bindings.values())
 
     @property
     def bindings(self) -> int:
         """With how many sets of parameters that live it has been called."""
-        self.books.bury()
+        self.books.drop_dead()
         return len(self._bindings)
 
     def forget(self, parameter: int) -> None:
@@ -103,14 +103,14 @@ class Entry:
             for gone in [k for k, b in self._bindings.items() if parameter in b.ids]:
                 del self._bindings[gone]
 
-    def waiting(self) -> list[Pass]:
+    def waiting(self) -> list[PendingBackward]:
         """The forwards that wait for their backward, the newest last."""
         found = [(ref, one) for ref in self.passes if (one := ref()) is not None and one.waiting]
         if len(found) < len(self.passes):
             self.passes[:] = [ref for ref, _ in found]
         return [one for _, one in found]
 
-    def left_by(self, binding: Binding) -> int:
+    def left_by(self, binding: ParameterSet) -> int:
         """Bytes on the device of the newest forward with these parameters."""
         return next((p.kept_bytes for p in reversed(self.waiting()) if p.binding is binding), 0)
 
@@ -118,14 +118,14 @@ class Entry:
         return sum(one.kept_bytes for one in self.waiting())
 
     def begin(
-        self, outputs: object, binding: Binding, kept_bytes: int, full_bytes: int
-    ) -> Pass | None:
+        self, outputs: object, binding: ParameterSet, kept_bytes: int, full_bytes: int
+    ) -> PendingBackward | None:
         """A forward has run: until its backward, what it kept stays. None: there will be none."""
         node = _autograd_node(outputs)
         if node is None:
             return None
-        one = Pass(binding, kept_bytes, full_bytes)
-        metadata = cast("dict[str, list[Pass]]", node.metadata)
+        one = PendingBackward(binding, kept_bytes, full_bytes)
+        metadata = cast("dict[str, list[PendingBackward]]", node.metadata)
         metadata.setdefault("offcompile", []).append(one)
         self.passes.append(weakref.ref(one))
         return one
@@ -146,52 +146,52 @@ def _autograd_node(outputs: object) -> torch.autograd.graph.Node | None:
     return None
 
 
-class Beside(NamedTuple):
+class HeldBeside(NamedTuple):
     """Bytes that others than one graph hold: now, and at any time of its step."""
 
     now: int
     in_step: int
 
 
-class Books:
+class DeviceUsage:
     """The entries of all graphs that compute on one device, in the order of their compilation."""
 
     def __init__(self) -> None:
-        self.holdings = Holdings()
-        self.results = Results()
+        self.holdings = ParameterMemory()
+        self.results = LiveOutputs()
         #: ids of parameters that were sent to the host to make room for those of other calls
         self.sent: set[int] = set()
-        self._entries: list[weakref.ref[Entry]] = []
+        self._entries: list[weakref.ref[GraphUsage]] = []
         #: with what the last run was
-        self._last: weakref.ref[Binding] | None = None
+        self._last: weakref.ref[ParameterSet] | None = None
         #: what was found when somebody asked, until something may have changed
-        self._found: tuple[Entry, Binding, Beside] | None = None
+        self._found: tuple[GraphUsage, ParameterSet, HeldBeside] | None = None
         self._holders: tuple[tuple[int, int], list[weakref.ref[Holder]]] = ((-1, -1), [])
 
-    def open(self, runtime: str = "") -> Entry:
+    def open(self, runtime: str = "") -> GraphUsage:
         """An entry for a graph; it is in the books as long as somebody else holds it."""
-        entry = Entry(self, runtime)
+        entry = GraphUsage(self, runtime)
         self._entries.append(weakref.ref(entry))
         return entry
 
-    def entries(self) -> list[Entry]:
+    def entries(self) -> list[GraphUsage]:
         found = [(ref, entry) for ref in self._entries if (entry := ref()) is not None]
         if len(found) < len(self._entries):
             self._entries[:] = [ref for ref, _ in found]
         return [entry for _, entry in found]
 
-    def bury(self) -> None:
+    def drop_dead(self) -> None:
         """Forget parameters that have died."""
-        for key in self.holdings.bury():
+        for key in self.holdings.drop_dead():
             self.sent.discard(key)
             for entry in self.entries():
                 entry.forget(key)
 
     # --- who runs -------------------------------------------------------------------------------
 
-    def begins(self, entry: Entry, binding: Binding) -> None:
+    def begins(self, entry: GraphUsage, binding: ParameterSet) -> None:
         """A run of either half begins."""
-        self.stir()
+        self.invalidate()
         if not entry.in_turn:
             last = None if self._last is None else self._last()
             between = binding.ran and last is not None and last is not binding
@@ -201,18 +201,18 @@ class Books:
         binding.ran = True
         self._last = weakref.ref(binding)
 
-    def returned(self, entry: Entry) -> None:
+    def returned(self, entry: GraphUsage) -> None:
         """A backward has run; forwards that still wait ran before its own, and go on after it."""
         for other in self.entries():
             if other.waiting():
                 other.amid.add(entry)
-        self.stir()
+        self.invalidate()
 
-    def stir(self) -> None:
+    def invalidate(self) -> None:
         """Something may have changed that these books are not told."""
         self._found = None
 
-    def others(self, entry: Entry, binding: Binding) -> list[list[torch.Tensor]]:
+    def others(self, entry: GraphUsage, binding: ParameterSet) -> list[list[torch.Tensor]]:
         """Parameters that a graph's runtime can move and that are not the call's: call by call,
         those that were seen first come first, each once."""
         living = {id(p): p for p in self.holdings.living()}
@@ -240,7 +240,7 @@ class Books:
         return sum(p.full_bytes - p.kept_bytes for e in self.entries() for p in e.waiting())
 
     def crowded(
-        self, entry: Entry, wanted_bytes: int, kept_bytes: int, budget_bytes: int
+        self, entry: GraphUsage, wanted_bytes: int, kept_bytes: int, budget_bytes: int
     ) -> bool | None:
         """Whether what this graph and others keep for backward is too much for the budget together;
         None: until a backward has run, nobody knows how many graphs follow.
@@ -260,7 +260,7 @@ class Books:
         entry.most_kept_bytes = max(entry.most_kept_bytes, kept_bytes)
         return None
 
-    def held_beside(self, entry: Entry, binding: Binding) -> Beside:
+    def held_beside(self, entry: GraphUsage, binding: ParameterSet) -> HeldBeside:
         """Bytes on the device that are not this graph's own.
 
         The parameters of the call are in the graph's own plan, with the gradients that it makes.
@@ -270,7 +270,7 @@ class Books:
         known = self._found
         if known is not None and known[0] is entry and known[1] is binding:
             return known[2]
-        self.bury()
+        self.drop_dead()
         held = self.results.standing_bytes() + self.holdings.total_bytes()
         held += sum(h.held_bytes() for h in self._all_holders())
         weight, coming = self.holdings.weight, self.holdings.coming
@@ -285,7 +285,7 @@ class Books:
                 if other is entry:  # whose plan is to have those of hosted weights leave
                     keys = {key for key in keys if weight.get(key)}
                 more += sum(coming.get(key, 0) for key in keys)
-        found = Beside(held, held + more)
+        found = HeldBeside(held, held + more)
         self._found = (entry, binding, found)
         return found
 
@@ -297,9 +297,9 @@ class Books:
         return [h for ref in self._holders[1] if (h := ref()) is not None]
 
 
-_all_books: dict[torch.device, Books] = {}
+_all_usages: dict[torch.device, DeviceUsage] = {}
 
 
-def books_of(device: torch.device) -> Books:
+def usage_of(device: torch.device) -> DeviceUsage:
     """The books of one device of this process."""
-    return _all_books.setdefault(device, Books())
+    return _all_usages.setdefault(device, DeviceUsage())

@@ -20,11 +20,11 @@ from offcompile.passes.correlation.predictor import Predictor
 from offcompile.report.log import first_time, warn
 from offcompile.runtime.base.weak import WeakTensor
 from offcompile.runtime.device import tickets
-from offcompile.runtime.moves.keeping import Keeper
+from offcompile.runtime.moves.keeping import ActivationCache
 from offcompile.runtime.moves.registry import RuntimeSettings, runtime_for, runtimes
 from offcompile.runtime.moves.saved import Saved
 
-from .books import UNBOUND, Binding, Books, Entry
+from .books import UNBOUND, DeviceUsage, GraphUsage, ParameterSet
 
 #: of the room beside a run, what the keeper has at least, however much holes may take
 KEEPER_SHARE = 3 / 8
@@ -43,24 +43,24 @@ class Room:
 
 
 @dataclass(eq=False)
-class Executions:
+class GraphRuns:
     """Those of one captured graph."""
 
     name: str
     #: None: as little as can be, whatever others hold
     budget_bytes: int | None
-    books: Books
-    entry: Entry
+    books: DeviceUsage
+    entry: GraphUsage
     settings: RuntimeSettings
     #: of the budget, what the keeper had better leave to holes between tensors
     holes_bytes: int = 0
     #: of the call that runs, with the sizes of what it was given
-    binding: Binding = UNBOUND
+    binding: ParameterSet = UNBOUND
     sizes: tuple[int, ...] = ()
     #: those of them on the host that the graph may fetch; None: it changes some
     weights: Sequence[WeakTensor] | None = ()
 
-    def call(self, binding: Binding, sizes: tuple[int, ...]) -> None:
+    def call(self, binding: ParameterSet, sizes: tuple[int, ...]) -> None:
         """Forward is about to run."""
         self.binding, self.sizes = binding, sizes
 
@@ -77,9 +77,9 @@ class Executions:
     ) -> Iterator[Room | None]:
         """Around a run of one half; None: it is alone under its budget.
 
-        peak_at: what the plan takes at most, for given sizes. lends: see `Keeper.enter`. turns:
-        what it keeps for backward may leave. moves: so may anything. holds_saved: its plan counts
-        all that forward saved from where backward begins, wherever it is.
+        peak_at: what the plan takes at most, for given sizes. lends: see `ActivationCache.enter`.
+        turns: what it keeps for backward may leave. moves: so may anything. holds_saved: its plan
+        counts all that forward saved from where backward begins, wherever it is.
         """
         keepers = self._keepers()
         mine = keepers.pop(self.settings.key, None)
@@ -94,7 +94,7 @@ class Executions:
         keeper = mine
         if keeper is None and shares and moves:
             mover = runtime_for(self.settings.key).mover
-            keeper = mover.keeper = Keeper(mover, Predictor())
+            keeper = mover.keeper = ActivationCache(mover, Predictor())
         others = [k for k in keepers.values() if k.held_bytes]
         held_bytes = 0 if keeper is None else keeper.held_bytes
         if not (others or held_bytes or (shares and keeper is not None)):
@@ -129,12 +129,12 @@ class Executions:
         finally:
             keeper.leave()
 
-    def _keepers(self) -> dict[str, Keeper]:
+    def _keepers(self) -> dict[str, ActivationCache]:
         """Those of all runtimes that move tensors of this device, by key."""
         mine = (r for r in runtimes() if r.settings.target == self.settings.target)
         return {r.settings.key: r.mover.keeper for r in mine if r.mover.keeper is not None}
 
-    def forward_of(self, arguments: Sequence[Any]) -> tuple[Binding, tuple[int, ...]]:
+    def forward_of(self, arguments: Sequence[Any]) -> tuple[ParameterSet, tuple[int, ...]]:
         """That which saved what backward gets: with which parameters, and which sizes."""
         keeper = self._keepers().get(self.settings.key)
         if keeper is not None:
@@ -147,7 +147,7 @@ class Executions:
         return newest[0].binding if newest else self.binding, self.sizes
 
 
-def _share(limit_bytes: int, others: Sequence[Keeper]) -> int:
+def _share(limit_bytes: int, others: Sequence[ActivationCache]) -> int:
     """What a graph's own keeper may hold beside others of the device: half is theirs at most."""
     for other in others:
         other.bound(limit_bytes // 2)

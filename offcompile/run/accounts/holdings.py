@@ -15,7 +15,7 @@ from offcompile.runtime.moves.weights import is_on_host
 from offcompile.runtime.states.updates import updater_of
 
 
-class Holdings:
+class ParameterMemory:
     """Of parameters that it does not keep alive, by id.
 
     What was found is asked anew where memory has another address: memory that stands does not go
@@ -53,7 +53,7 @@ class Holdings:
                 self.births += 1
                 self._addresses = None
 
-    def bury(self) -> list[int]:
+    def drop_dead(self) -> list[int]:
         """Forget those that have died; their ids, which others may have now."""
         gone = []
         while self._dead:

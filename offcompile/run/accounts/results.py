@@ -13,7 +13,7 @@ import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
 
-class Results:
+class LiveOutputs:
     """On one device."""
 
     def __init__(self) -> None:

@@ -60,7 +60,7 @@ from .copies import (
 from .direct_files import DirectFiles
 from .disk_steps import packing_steps, rated, raw_steps, unpacking_steps
 from .packing import PackedHostSlot, Packers, Rooms
-from .shadows import Shadows, ShadowSlot
+from .shadows import HostAliases, ShadowSlot
 from .staging import CHUNKS, Ring, Step, ring_in
 
 #: copies of the host tier that the GPU's clock times, so that it is known what their lane reaches
@@ -102,7 +102,7 @@ class CudaDevice(Device):
             )
         self.streams = streams
         self.arena = arena
-        self.shadows = Shadows(streams, arena)
+        self.shadows = HostAliases(streams, arena)
         self.packers = Packers(streams, arena.pinned)
         self.stores = dict(stores)
         self.timed = timed

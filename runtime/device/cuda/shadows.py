@@ -62,7 +62,7 @@ class ShadowSlot(HostSlot):
         self.points: dict[Stream, Event] = {}
 
 
-class Shadows:
+class HostAliases:
     """Makes such tensors, and knows them by their addresses. Thread safe.
 
     used_bytes: what lives. spare_bytes: what is kept for the next ones of the same sizes (gradients
