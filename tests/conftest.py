@@ -83,7 +83,7 @@ def books_of_its_own() -> Iterator[None]:
     yield
     books = sys.modules.get("offcompile.run.accounts.books")
     if books is not None:
-        books._all_books.clear()
+        books._all_usages.clear()
 
 
 @pytest.fixture(autouse=True)
