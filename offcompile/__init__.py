@@ -1,4 +1,4 @@
-"""Train models that do not fit their device. Importing this imports no torch."""
+"""Train models that do not fit their device. Importing this package does not import torch."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ __all__ = [
 ]
 __version__ = "0.1.0"
 
-#: what brings torch along is imported when it is first asked for
+#: names whose modules import torch; imported at first access
 _LATER = {
     "FitReport": "offcompile.ahead.fit",
     "PlanReport": "offcompile.report.report",

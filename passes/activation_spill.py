@@ -1,8 +1,8 @@
-"""Saved activations leave the device between their forward and their backward use.
+"""Evicts saved activations between their forward and their backward use.
 
-FlashNeuron §3.3 (`variant="printed"`) and ours (`"benefit"`), on the same candidates: the gaps
-that an activation spends on the device if nothing moves. The figures come from
-`spill_options.py`, the choice from `activation_selection.py`, the plan from the one builder.
+FlashNeuron §3.3 (`variant="printed"`) and ours (`"benefit"`) use the same candidates: the gaps that
+an activation spends on the device if nothing moves. `spill_options.py` provides the figures,
+`activation_selection.py` makes the choice, and the builder makes the plan.
 """
 
 from __future__ import annotations
@@ -23,23 +23,24 @@ from .select.spill_options import decide, gaps_of, room_beyond
 
 VARIANTS = ("benefit", "printed")
 TIERS = ("host+disk", "host", "disk")
-#: rounds of `by_makespan` at first and in each answer to the judge; the others: least transfer
+#: rounds of `by_makespan`, initially and in each answer to the judge; the last two minimize
+#: transfer
 FULL, BRIEF, TRANSFER, QUICK_TRANSFER = 24, 8, 0, -1
 
 
 @dataclass(frozen=True)
 class ActivationSpill:
-    """Activations to the host or to disk, as they are or compressed, or recomputed."""
+    """Offloads activations to the host or to disk, plain or compressed, or recomputes them."""
 
     name: ClassVar[str] = "activation_spill"
 
     variant: str = "benefit"
     tiers: str = "host+disk"
-    #: whether codecs that lose precision may be used
+    #: True if codecs that lose precision may be used
     lossy: bool = False
-    #: whether activations may be computed again instead
+    #: True if activations may be recomputed instead
     recompute: bool = False
-    #: how many further plans are made where the judge saw waiting
+    #: number of further plans made after the judge saw stalls
     rounds: int = 8
     judge: Judge | None = None
 
@@ -71,7 +72,7 @@ class ActivationSpill:
         return trials.best
 
     def _search(self, trials: Trials, ways: Sequence[_Moves]) -> None:
-        """Each share of recomputation with the moves it leaves; the best one is then refined."""
+        """Tries each share of recomputation with the moves it leaves, then refines the best one."""
         refined: _Moves | None = None
         best, best_us = ways[0], float("inf")
         for way in ways:
@@ -92,7 +93,7 @@ class ActivationSpill:
 
 
 class _Moves:
-    """Which gaps to spend away, given what is recomputed."""
+    """Chooses the gaps in which to evict, for a given set of recomputations."""
 
     def __init__(
         self, options: ActivationSpill, trials: Trials, again: tuple[Recompute, ...]
@@ -104,12 +105,12 @@ class _Moves:
         self.compute_us = self.base.program.starts_us()[-1]
         tiers = [t for t in options.tiers.split("+") if t in self.machine.tier]
         if options.variant == "printed":
-            tiers = tiers[-1:]  # one place for all: the SSD, where there is one
+            tiers = tiers[-1:]  # a single tier: the SSD if there is one
         self.gaps = gaps_of(self.machine, self.base, tiers, options.lossy)
         self.candidates = [g.candidate for g in self.gaps]
         self.room = room_beyond(self.machine, self.base)
         self.limits = self.room
-        #: bytes that could leave, per run, and what would be missing even then
+        #: bytes that could be evicted at each run, and the bytes missing even then
         self.coverable = [0] * len(self.excess)
         for gap in self.gaps:
             for at in range(gap.first, gap.last + 1):
@@ -121,10 +122,10 @@ class _Moves:
     # ---- FlashNeuron's selection ---------------------------------------------------------
 
     def select_printed(self) -> None:
-        """What the forward pass saves, by sums (§3.3); more is asked for until it fits.
+        """Selects among saved activations by sums (§3.3), and asks for more until the plan fits.
 
-        The paper stops where sums say that it fits. Where they mislead, and what forward saves
-        is not enough, every gap is a candidate, so that there is always a plan.
+        The paper stops when the sums say that it fits. If they mislead, and the saved activations
+        are not enough, every gap becomes a candidate, so that there is always a plan.
         """
         forward = [i for i, g in enumerate(self.gaps) if g.saved]
         ops = self.problem.ops
@@ -152,7 +153,7 @@ class _Moves:
     # ---- ours ----------------------------------------------------------------------------
 
     def select(self) -> None:
-        """For the least transfer and for the least time on the lanes."""
+        """Selects for the least transfer and for the least lane time."""
         for limits in self._limits():
             if self._cover(self.excess, QUICK_TRANSFER, limits):
                 self.limits = limits
@@ -160,18 +161,18 @@ class _Moves:
         self._cover(self.excess, FULL, self.limits)
 
     def refine(self, rounds: int) -> None:
-        """Ask for more room where the plan waited, and select again."""
+        """Asks for more room where the plan stalled, and selects again."""
         need = list(self.excess)
         for at in range(rounds):
             timeline = self.trials.best_timeline
             if timeline is None or not timeline.stalls or not self.gaps:
-                break  # without a judge, too: there is nothing to learn from
+                break  # also without a judge: there is nothing to learn from
             need = self._relieve(need, timeline)
             if self._cover(need, BRIEF if at % 2 else QUICK_TRANSFER, self.limits):
                 need = list(self.excess)
 
     def move_everything(self) -> None:
-        """The last resort: all that can leave does."""
+        """The last resort: evicts everything possible."""
         for limits in [*self._limits(), {}]:
             if self._cover(self.coverable, QUICK_TRANSFER, limits):
                 break
@@ -189,7 +190,7 @@ class _Moves:
         return self.trials.attempt(decide(self.gaps, choice, self.again))
 
     def _relieve(self, need: list[int], timeline: Timeline) -> list[int]:
-        """`need` with room beside what was waited for, where the plan waited longest."""
+        """Returns `need` plus room for the tensors waited for, at the longest stalls."""
         moved = {m.id: m.tensor for m in (self.trials.best.moves if self.trials.best else ())}
         position = self.base.program.position
         need = list(need)
@@ -207,14 +208,14 @@ class _Moves:
     # ---- figures -------------------------------------------------------------------------
 
     def _turn(self) -> tuple[int, int]:
-        """Compute time before and after the run where most must be away."""
+        """Returns compute time before and after the run with the largest excess."""
         starts = self.base.program.starts_us()
         at = self.excess.index(max(self.excess))
         forward_ns = round(starts[at] * 1000)
         return forward_ns, round(starts[-1] * 1000) - forward_ns
 
     def _limits(self) -> list[dict[str, int]]:
-        """What each tier may take in: all its room, or less where it is also a stop on the way."""
+        """Returns byte limits per tier: all its room, or less if transfers also pass through it."""
         stop = max((g.candidate.nbytes for g in self.gaps), default=0)
         room = self.room.get(HOST)
         if room is None or not any(g.over_host for g in self.gaps):
@@ -223,7 +224,7 @@ class _Moves:
         return [self.room | {HOST: max(0, room - reserve)} for reserve in reserves]
 
     def check_floor(self) -> None:
-        """Raise if the device is too small even when all that can leave has left."""
+        """Raises if the device is too small even with everything possible evicted."""
         if self.missing <= 0:
             return
         left = [e - c for e, c in zip(self.excess, self.coverable, strict=True)]
@@ -240,10 +241,10 @@ class _Moves:
         )
 
     def nothing_works(self) -> Infeasible:
-        """The error where activations could leave, and yet no plan runs to its end."""
+        """Builds the error for when activations could be evicted, but no plan runs to its end."""
         excess = max(self.excess, default=0)
         if excess <= 0 and self.trials.error is not None:
-            return self.trials.error  # nothing to do with activations
+            return self.trials.error  # not caused by activations
         change = "Raise the budgets of the other tiers"
         if excess > 0:
             change = f"Raise the device budget by {excess:,} bytes, so that nothing need leave"

@@ -1,4 +1,4 @@
-"""The documented path of `offcompile.passes.build.contract`."""
+"""The public import path of `offcompile.passes.build.contract`."""
 
 from offcompile.passes.build.contract import (
     Judge,

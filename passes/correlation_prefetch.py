@@ -1,12 +1,12 @@
-"""Moves placed by what has been learnt so far (DeepUM, §4 and §5), beside its references.
+"""Places moves by learned correlations (DeepUM, §4 and §5), next to its reference policies.
 
-The ops run past once, in order, as they would reach a runtime. An op with the same phase and the
-same operands is the same execution. Where the device is full, what is predicted to be needed last
-leaves; what the tables had announced comes back in time, and the rest when it is missed. A steady
-problem is seen once before it is decided.
+The ops pass once, in order, as a runtime would see them. Ops with the same phase and the same
+operands count as the same execution. When the device is full, the tensor predicted to be needed
+last is evicted; tensors that the tables predict are prefetched in time, and the others are loaded
+on a miss. A steady problem is observed for one step before decisions start.
 
-The builder places the moves. What a wrong prediction would fetch in vain is not in the plan: the
-simulator of traces (`offcompile.simulate.trace_run`) counts it.
+The builder places the moves. Useless prefetches after a wrong prediction are not in the plan: the
+simulator of traces (`offcompile.simulate.trace_run`) counts them.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ VARIANTS = ("correlation", "oracle", "belady", "lru")
 
 @dataclass(frozen=True)
 class CorrelationPrefetch:
-    """One policy with three references.
+    """Correlation prefetching and three reference policies.
 
-    - `correlation` (default): learnt from what has run before;
-    - `oracle`: what is needed last leaves, by the true order, and all comes back in time;
-    - `belady`: the same, but each tensor comes back only when it is missed;
-    - `lru`: what was used least recently leaves, and comes back when it is missed.
+    - `correlation` (default): learned from earlier executions;
+    - `oracle`: evicts the tensor needed last in the true order, and reloads everything in time;
+    - `belady`: the same, but reloads each tensor only on a miss;
+    - `lru`: evicts the least recently used tensor, and reloads it on a miss.
     """
 
     name: ClassVar[str] = "correlation_prefetch"
@@ -46,7 +46,7 @@ class CorrelationPrefetch:
             raise ValueError(f"variant {self.variant!r} is not one of {', '.join(VARIANTS)}")
 
     def apply(self, problem: Problem, machine: Machine, plan: Plan) -> Plan:
-        """Adds moves to the directs, recomputations and updates that `plan` decides."""
+        """Adds moves to the direct accesses, recomputations and updates that `plan` decides."""
         made = self._made(problem, machine, plan)
         timeline = None if self.judge is None else self.judge(problem, machine, made)
         if timeline is not None and not timeline.valid:
@@ -76,7 +76,7 @@ class CorrelationPrefetch:
 
 
 class _Walk:
-    """The ops in order, and which gaps are spent away as they go by."""
+    """Walks the ops in order, and chooses the gaps in which to evict as they go by."""
 
     def __init__(self, problem: Problem, machine: Machine, plan: Plan, variant: str) -> None:
         self.steady, self.variant = problem.steady, variant
@@ -90,7 +90,7 @@ class _Walk:
         self.nbytes = {t.id: t.nbytes for t in problem.tensors}
         self.gaps = self._all_gaps(machine)
         self.away: set[int] = set()
-        #: (tensor, position) of the accesses that nothing had announced
+        #: (tensor, position) of accesses that were not predicted
         self.missed: set[tuple[str, int]] = set()
         self._predictor = Predictor()
         self._announced: set[str] = set()
@@ -99,12 +99,12 @@ class _Walk:
             self._opens.setdefault(gap.first + 1, []).append(i)
 
     def _all_gaps(self, machine: Machine) -> list[Gap]:
-        """Every gap once, on the host where it can be, else on the next tier."""
+        """Returns every gap once, on the host if possible, else on the next tier."""
         tiers = [HOST, *(t.name for t in machine.tiers if t.name not in (DEVICE, HOST))]
         found: dict[tuple[str, str | None], Gap] = {}
         for tier in tiers:
             for gap in find_gaps(self.program, machine, tier).gaps:
-                # a clean copy that nobody reads again is dropped anyway
+                # a clean copy that is not read again is dropped anyway
                 if gap.dirty or gap.last < self.n or self.steady:
                     found.setdefault((gap.tensor.id, gap.after), gap)
         return list(found.values())
@@ -146,21 +146,21 @@ class _Walk:
             raise too_small(j, self.held[j], int(self.capacity), self.program, what)
 
     def _needed_in(self, gap: Gap, j: int) -> int:
-        """In how many runs the policy takes the tensor to be needed."""
+        """Returns the number of runs until the policy expects the tensor to be needed."""
         age = (j - gap.first) % self.n if self.steady else j - gap.first
         if self.variant == "lru":
             return age
         if self.variant != "correlation":
             return (gap.last - j) % self.n if self.steady else gap.last - j
         window = self._predictor.window
-        # the run that is now being looked at has left the chain already
+        # the chain no longer contains the current run
         due = window.due(gap.tensor.id)
         if due is not None:
             return due[0] - window.position + 1
         return max(age, len(window.chain)) if gap.tensor.id in self._announced else age
 
     def _learn(self, j: int) -> None:
-        """One run goes by: what it touches was announced or not, and is remembered."""
+        """Learns from one run, and records which of its tensors were not predicted."""
         run, predictor = self.runs[j], self._predictor
         window = predictor.window
         execution = _execution(run)
@@ -179,12 +179,12 @@ class _Walk:
 
 
 def _execution(run: RunOf) -> Hashable:
-    """What runs, and on what: DeepUM hashes a kernel's name and arguments."""
+    """Returns the key of an execution; DeepUM hashes a kernel's name and arguments."""
     return run.op.phase, run.op.reads, run.op.writes
 
 
 def _on_demand(plan: Plan, walk: _Walk) -> Plan:
-    """The plan with loads that nothing announced begun only when the run before them has ended."""
+    """Returns the plan with unpredicted loads delayed until the run before their use has ended."""
     position, runs = walk.program.position, walk.runs
     moves = []
     for move in plan.moves:

@@ -1,4 +1,4 @@
-"""The documented path of `offcompile.passes.build.decisions`."""
+"""The public import path of `offcompile.passes.build.decisions`."""
 
 from offcompile.passes.build.decisions import (
     Away,

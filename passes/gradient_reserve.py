@@ -1,12 +1,13 @@
-"""GO-MemFerry: which gradients keep their place on the device; the others are born on the host.
+"""GO-MemFerry: chooses which gradients stay on the device; the host gets the others.
 
-MemFerry §IV-D: every gradient is first taken to be written in place on the host, and the
-reserve factor says how many bytes of them may be produced on the device after all. Choosing
-them is a 0/1 knapsack: the gain of a gradient is what its backward op saves. A gradient that
-cannot be written in place is written on the device and moved out at once.
+MemFerry §IV-D: initially every gradient is written in place on the host, and the reserve factor
+sets how many bytes of gradients may be produced on the device after all. Choosing them is a 0/1
+knapsack: the gain of a gradient is the time saved by its backward op. A gradient that cannot be
+written in place is written on the device and moved out at once.
 
 The paper limits the sum of the bytes. The true limit is a peak over time, so without a reserve
-factor the knapsack (which is safe) is followed by whatever else fits where it lives.
+factor the knapsack (which is safe) is followed by adding any gradient that fits during its
+lifetime.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from .build.program import Intervals
 from .search.fitting import Fitting
 from .search.frame import Choices, ProgramVariant
 
-#: cells of the dynamic program's table: they set its quantum unless one is given
+#: cells of the dynamic program's table; they determine its quantum unless one is given
 TABLE_CELLS = 2_000_000
 
 METHODS = ("dp", "ratio")
@@ -34,10 +35,10 @@ METHODS = ("dp", "ratio")
 
 @dataclass(frozen=True)
 class GradientReserve:
-    """Gradients go to the host, written in place where they can be, unless reserved a place.
+    """Sends gradients to the host, written in place if possible, unless reserved on the device.
 
-    `reserve` is the fraction of all gradient bytes that may be kept on the device (None: as much
-    as fits); `method` is `dp` (the paper's) or `ratio` (most gain per byte first).
+    `reserve` is the fraction of all gradient bytes that may stay on the device (None: as much as
+    fits); `method` is `dp` (the paper's) or `ratio` (most gain per byte first).
     """
 
     name: ClassVar[str] = "gradient_reserve"
@@ -56,7 +57,7 @@ class GradientReserve:
         fitting = Fitting(problem, machine, self.judge, plan, first="gradient")
         gradients = _Gradients(problem, fitting)
         kept = self._kept(gradients)
-        # where even the reserve asked for does not fit, none: the paper's default
+        # if the requested reserve does not fit, use none: the paper's default
         for reserved in dict.fromkeys((kept, frozenset[str]())):
             frame = fitting.frame(gradients.mode(reserved))
             fitting.offer(frame, gradients.away(reserved))
@@ -78,7 +79,7 @@ class GradientReserve:
 
 
 class _Gradients:
-    """The gradients of a problem: what each gains from a place on the device, and where it lies."""
+    """The gradients of a problem, the gain of each from staying on the device, and its gaps."""
 
     def __init__(self, problem: Problem, fitting: Fitting) -> None:
         self.problem, self.fitting = problem, fitting
@@ -107,7 +108,7 @@ class _Gradients:
                 self.all.append(tensor)
 
     def gain_ns(self, tensor: Tensor) -> int:
-        """What a place on the device saves: slower writers, or else the way out and back."""
+        """Returns the time saved by staying on the device: faster writers, or no transfers."""
         g = tensor.id
         if g in self.direct:
             ops = [self.problem.op[o] for o in self.direct[g]]
@@ -120,12 +121,12 @@ class _Gradients:
         return Choices(base.directs | born, base.recomputes, base.hosted)
 
     def away(self, reserved: frozenset[str]) -> set[tuple[str, str | None]]:
-        """Gaps that gradients without a reserved place spend on the host."""
+        """Returns the gaps that gradients without a reserved place spend on the host."""
         outside = [t.id for t in self.all if t.id not in reserved and t.id not in self.direct]
         return {(g, gap.after) for g in outside for gap in self.gaps[g]}
 
     def _held(self, reserved: frozenset[str]) -> list[int]:
-        """Bytes on the device run by run: with all of it in place, less what is not reserved."""
+        """Returns device bytes per run: everything in place, minus the gradients not reserved."""
         program = self.plain.program
         total = Intervals(len(program.runs))
         for gap in self.plain.gaps.gaps:
@@ -143,14 +144,14 @@ class _Gradients:
         return [t.id for t in self.all if t.id not in reserved]
 
     def room(self) -> int:
-        """Bytes left at the worst run when no gradient is reserved: the sum that always fits."""
+        """Returns the bytes free at the worst run with no gradient reserved: they always fit."""
         capacity = self.plain.capacity
         if capacity == float("inf"):
             return sum(t.nbytes for t in self.all)
         return int(capacity) - max(self._held(frozenset()), default=0)
 
     def extended(self, reserved: Sequence[str], order: Sequence[str]) -> frozenset[str]:
-        """`reserved`, and in this order what else fits beside it at every run."""
+        """Returns `reserved` plus other gradients that fit at every run, tried in this order."""
         kept = frozenset(reserved)
         capacity = self.plain.capacity
         if capacity == float("inf"):
@@ -162,7 +163,7 @@ class _Gradients:
 
 
 def _by_ratio(sizes: Sequence[int], gains: Sequence[int]) -> list[int]:
-    """Items worth taking, most gain per byte first."""
+    """Returns the items with a gain, most gain per byte first."""
     worth = [n for n, gain in enumerate(gains) if gain > 0]
     return sorted(worth, key=lambda n: (-Fraction(gains[n], max(sizes[n], 1)), n))
 
@@ -170,7 +171,7 @@ def _by_ratio(sizes: Sequence[int], gains: Sequence[int]) -> list[int]:
 def _fill(
     order: Sequence[int], sizes: Sequence[int], room: int, taken: AbstractSet[int], without: int
 ) -> set[int]:
-    """`taken`, and what else fits, in order."""
+    """Returns `taken` plus other items that fit, in order."""
     filled = set(taken)
     room -= sum(sizes[n] for n in taken)
     for n in order:
@@ -183,7 +184,7 @@ def _fill(
 def _improve(
     sizes: Sequence[int], gains: Sequence[int], room: int, taken: set[int]
 ) -> frozenset[int]:
-    """Fill up, then as long as it gains: leave one item out, or force one in, and fill up again."""
+    """Fills the room, then leaves one item out or forces one in and refills, while that gains."""
     order = _by_ratio(sizes, gains)
     best = _fill(order, sizes, room, taken, -1)
     best_gain = sum(gains[n] for n in best)
@@ -204,7 +205,7 @@ def _improve(
 
 
 def reserve_ratio(sizes: Sequence[int], gains: Sequence[int], capacity: int) -> frozenset[int]:
-    """Which items to reserve: most gain per byte first, then exchanges that gain."""
+    """Returns the items to reserve: most gain per byte first, then exchanges that gain."""
     return _improve(sizes, gains, capacity, set())
 
 
@@ -215,12 +216,11 @@ def reserve_dp(
     quantum: int | None = None,
     fill: bool = True,
 ) -> frozenset[int]:
-    """Which items to reserve: the recursion D(i, j) of §IV-D, a column per `quantum` bytes.
+    """Returns the items to reserve, by recursion D(i, j) of §IV-D, a column per `quantum` bytes.
 
-    Sizes are rounded up to whole quanta, so the answer always fits, and what that leaves
-    unused costs a little: `fill` hands the unused bytes to what still fits, with exchanges
-    (the paper does not). Without a quantum it is as fine as `TABLE_CELLS` allow: 10,000
-    columns for 200 items.
+    Sizes are rounded up to whole quanta, so the answer always fits, but the rounding wastes a
+    little: `fill` gives the unused bytes to other items that fit, with exchanges (the paper does
+    not). Without a quantum, it is as fine as `TABLE_CELLS` allows: 10,000 columns for 200 items.
     """
     items = [n for n in range(len(sizes)) if gains[n] > 0 and sizes[n] <= capacity]
     if sum(sizes[n] for n in items) <= capacity:
@@ -247,11 +247,11 @@ def reserve_dp(
 
 
 def reserve_exact(sizes: Sequence[int], gains: Sequence[int], capacity: int) -> frozenset[int]:
-    """Which items to reserve: the optimum.
+    """Returns the optimal set of items to reserve.
 
-    Nemhauser and Ullmann's lists of undominated (bytes, gain), most gain per byte first, with
-    every entry left out whose fractional completion cannot beat the best answer known. Fast
-    on what profiles give; gains that are nearly linear in bytes can make the lists long.
+    Uses Nemhauser and Ullmann's lists of undominated (bytes, gain), most gain per byte first, and
+    drops entries whose fractional completion cannot beat the best answer known. Fast on profiled
+    data; gains that are nearly linear in bytes can make the lists long.
     """
     order = [n for n in _by_ratio(sizes, gains) if sizes[n] <= capacity]
     free = [n for n in order if sizes[n] == 0]
@@ -263,10 +263,10 @@ def reserve_exact(sizes: Sequence[int], gains: Sequence[int], capacity: int) -> 
         summed.append((summed[-1][0] + sizes[n], summed[-1][1] + gains[n]))
 
     def bound(at: int, used: int, gain: int) -> int:
-        """`gain` and the best that items `at`… add if they could be cut (rounded up)."""
+        """Returns `gain` plus the best that items `at`… could add if divisible (rounded up)."""
         low, high = at, len(order)
         limit = capacity - used + summed[at][0]
-        while low < high:  # the last whole number of items that fit
+        while low < high:  # the largest whole number of items that fit
             half = (low + high + 1) // 2
             if summed[half][0] <= limit:
                 low = half
@@ -278,8 +278,8 @@ def reserve_exact(sizes: Sequence[int], gains: Sequence[int], capacity: int) -> 
             total += -(-(limit - summed[low][0]) * gains[n] // sizes[n])
         return total
 
-    front: list[tuple[int, int, int]] = [(0, 0, -1)]  # bytes, gain, index of the last taking
-    links: list[tuple[int, int]] = []  # (item, index of the taking before it)
+    front: list[tuple[int, int, int]] = [(0, 0, -1)]  # bytes, gain, index of the last link
+    links: list[tuple[int, int]] = []  # (item, index of the link before it)
     best_gain, best_link = known_gain, -2
     for at, n in enumerate(order):
         size, gain = sizes[n], gains[n]

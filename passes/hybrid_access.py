@@ -1,11 +1,11 @@
-"""MemFerry: weights live on the host; per weight, load it or compute on the host copy in place.
+"""MemFerry: weights live on the host; for each, load it or compute on the host copy in place.
 
-MemFerry §IV-B names three modes. GFGB: loaded for the forward op and kept for backward. DHA:
-accessed in place both times. DFGB: in place forward, loaded for backward. `hybrid_modes` chooses
-on plain figures; the plan is the one builder's. What differs from the paper: lanes here are one
-way, so gradients leaving do not close the window in which DFGB weights are loaded (the variants
-after the paper keep its window), and memory is a limit: where GFGB weights cannot all stay from
-forward to backward, some leave in between.
+MemFerry §IV-B names three modes. GFGB loads the weight for the forward op and keeps it for
+backward. DHA accesses it in place both times. DFGB accesses it in place in forward and loads it for
+backward. `hybrid_modes` chooses from plain figures, and the builder makes the plan. Differences
+from the paper: lanes here are one-way, so gradients that leave do not close the window in which
+DFGB weights are loaded (the variants taken from the paper keep its window); and memory is limited:
+if the GFGB weights cannot all stay from forward to backward, some leave in between.
 """
 
 from __future__ import annotations
@@ -31,21 +31,22 @@ from .select.hybrid_modes import (
     zero_offload,
 )
 
-#: points of the fronts over all layers: 4,000 each for 200 layers, which is exact on nets whose
-#: layers differ in kind; where direct access costs nearly the same per byte, fronts are thinned
+#: total points of the Pareto fronts over all layers: 4,000 each for 200 layers, which is exact for
+#: nets whose layers differ in kind; fronts are thinned where direct access costs almost the same
+#: per byte
 POINTS = 800_000
-#: the judge is asked about every choice up to this many ops, then about fewer, down to one
+#: number of choices tried times number of ops: longer steps try fewer choices, at least one
 OPS_ASKED = 2400
 
 
 @dataclass(frozen=True)
 class HybridAccess:
-    """Per weight: load before use (GFGB), access in place (DHA), or in place and then load (DFGB).
+    """Per weight: load before use (GFGB), access in place (DHA), or in place, then load (DFGB).
 
-    `variant` says who chooses: `exact` (Pareto program; a judge is also asked about the repaired
-    choice, about loading all for backward, and all for both), `repaired` or `printed`
-    (Algorithm 1), `zero_offload` (everything is loaded), or `load_all` (the same, and no op starts
-    before all of it is there: the schedule that others are measured against).
+    `variant` selects the algorithm: `exact` (a Pareto program; the judge also tries the repaired
+    choice, loading everything for backward, and loading everything for both), `repaired` or
+    `printed` (Algorithm 1), `zero_offload` (load everything), or `load_all` (also loads everything,
+    and no op starts before all of it has arrived: the baseline for the other schedules).
     """
 
     name: ClassVar[str] = "hybrid_access"
@@ -78,7 +79,7 @@ class HybridAccess:
         return self.variant == "load_all"
 
     def _choices(self, layers: _Layers) -> Iterator[frozenset[tuple[str, str]]]:
-        """Sets of direct accesses to try."""
+        """Yields sets of direct accesses to try."""
         if self.variant != "exact":
             forward = layers.forward(VARIANTS[self.variant])
             yield layers.directs(forward, layers.backward(forward, _windowed))
@@ -106,9 +107,9 @@ def _unwindowed(layers: list[LayerTimes], link: int, start: int, window: int | N
 
 
 def _all_loaded_first(problem: Problem, machine: Machine, plan: Plan, judge: Judge | None) -> Plan:
-    """The plan with each weight's first load at the start, and nothing that reads one before all.
+    """Returns the plan with the first loads of all weights before any op that reads one.
 
-    Infeasible where the device does not hold them all at once.
+    Raises `Infeasible` if the device cannot hold all of them at once.
     """
     first: dict[str, Move] = {}
     for move in plan.moves:
@@ -135,7 +136,7 @@ def _all_loaded_first(problem: Problem, machine: Machine, plan: Plan, judge: Jud
 
 
 def _between_steps(frame: ProgramVariant, weights: Iterable[str]) -> set[Key]:
-    """The gaps of these weights around the end of the step: there they live on the host."""
+    """The gaps of these weights across the end of the step, which they spend on the host."""
     mine = set(weights)
     return {
         (g.tensor.id, g.after) for g in frame.gaps.gaps if g.tensor.id in mine and g.last <= g.first
@@ -144,7 +145,7 @@ def _between_steps(frame: ProgramVariant, weights: Iterable[str]) -> set[Key]:
 
 @dataclass(frozen=True)
 class _Weight:
-    """A weight to be decided, the ops of each phase that touch it, and how long its load takes."""
+    """A weight to decide on, the ops of each phase that touch it, and its load time."""
 
     id: str
     load_ns: int
@@ -152,18 +153,18 @@ class _Weight:
     backward: tuple[Op, ...]
 
     def extra_ns(self, ops: tuple[Op, ...]) -> int | None:
-        """What accessing it in place adds to these ops; None if one of them cannot."""
+        """Returns the time that access in place adds to these ops; None if one of them cannot."""
         if any(self.id not in op.direct for op in ops):
             return None
         return sum(round_ns(op.direct[self.id]) - round_ns(op.duration_us) for op in ops)
 
 
 class _Layers:
-    """A problem as MemFerry sees it: one layer for each weight, in the order of first use.
+    """A problem as MemFerry models it: one layer per weight, in order of first use.
 
-    A weight that several forward ops read (tied) is one layer where it is first read, and direct
-    only if all of them can access it so. An op with several weights gives a layer for each, the
-    computation going to the last.
+    A weight that several forward ops read (tied) is one layer at its first read, and may be direct
+    only if all of them can access it in place. An op with several weights becomes one layer per
+    weight; the last one gets the computation.
     """
 
     def __init__(self, problem: Problem, machine: Machine, base: Choices) -> None:
@@ -190,7 +191,7 @@ class _Layers:
                 self.weights[tensor.id] = _Weight(tensor.id, load, forward, backward)
 
     def decides(self, direct: tuple[str, str]) -> bool:
-        """Whether this direct access is one that the modes decide."""
+        """True if the modes decide this direct access."""
         return direct[1] in self.weights and self.problem.op[direct[0]].phase != "update"
 
     def forward(self, choose: Callable[[list[LayerTimes]], Schedule]) -> _Chosen:
@@ -206,7 +207,7 @@ class _Layers:
         forward: _Chosen,
         choose: Callable[[list[LayerTimes], int, int, int | None], Schedule],
     ) -> frozenset[str]:
-        """Which weights in place so far are accessed so backward too; the rest is loaded (DFGB)."""
+        """Returns the weights accessed in place in backward too; the others are loaded (DFGB)."""
         ops = [o for o in self.problem.ops if o.phase != "forward" and o.id not in self.hosted]
         open_weights = {
             w: x.backward for w, x in self.weights.items() if w not in forward.loaded and x.backward
@@ -217,7 +218,7 @@ class _Layers:
         return frozenset(w for w, load in zip(owners, chosen.loaded, strict=True) if w and not load)
 
     def directs(self, forward: _Chosen, backward: frozenset[str]) -> frozenset[tuple[str, str]]:
-        """The direct accesses that these modes come to."""
+        """Returns the direct accesses that these modes amount to."""
         found: set[tuple[str, str]] = set()
         for w, weight in self.weights.items():
             if w not in forward.loaded:
@@ -229,12 +230,12 @@ class _Layers:
     def _times(
         self, ops: list[Op], uses: dict[str, tuple[Op, ...]]
     ) -> tuple[list[LayerTimes], list[str | None]]:
-        """Layers and whose they are (None: computation before the first layer)."""
+        """Returns the layers and the weight of each (None: computation before the first layer)."""
         layers: list[LayerTimes] = []
         owners: list[str | None] = []
         for op in ops:
             here = [w for w in op.operands if w in uses and uses[w][0].id == op.id]
-            # what must be loaded is waited for before anything in place is computed
+            # wait for weights that must be loaded before computing anything in place
             here.sort(key=lambda w: self.weights[w].extra_ns(uses[w]) is not None)
             duration = round_ns(op.duration_us)
             if not here and layers:
@@ -254,7 +255,7 @@ class _Layers:
         return layers, owners
 
     def _first_gradient_ns(self, ops: list[Op], start_ns: int) -> int | None:
-        """When the first gradient is there to be sent: the end of the paper's idle window."""
+        """Returns when the first gradient is ready to send: the end of the paper's idle window."""
         for op in ops:
             start_ns += round_ns(op.duration_us)
             if any(self.problem.tensor[t].kind == "gradient" for t in op.writes):
@@ -264,7 +265,7 @@ class _Layers:
 
 @dataclass(frozen=True)
 class _Chosen:
-    """The forward modes: which weights are loaded, when compute ends and the link is free."""
+    """The forward modes: the weights loaded, the end of compute, and when the link is free."""
 
     loaded: frozenset[str]
     end_ns: int
@@ -272,7 +273,7 @@ class _Chosen:
 
 
 def _load_times(problem: Problem, machine: Machine) -> Callable[[str], int]:
-    """How long a weight holds the way from the host to the device; for ever if there is none."""
+    """Returns a function from weight to load time from the host (if no lane: near infinity)."""
     routes = Routes(machine)
     try:
         lanes = routes.lanes(HOST, DEVICE)

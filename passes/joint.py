@@ -1,9 +1,9 @@
-"""All tensor kinds decided together; the default.
+"""The default policy: decides all kinds of tensors together.
 
-Floor first: if everything that can leave leaves and it still does not fit, say so. Then the best
-single policy, then greedy covers of the excess with different headroom, then local search against
-the simulator until the bound is met or the effort is spent. So it is never worse than any single
-policy, and tensors of all kinds trade places freely.
+It checks the floor first and reports if the step does not fit even with every evictable tensor off
+the device. Then it tries the best single policy, then greedy covers of the excess with different
+headroom, then local search against the simulator until the bound is met or the effort is spent. So
+it is never worse than any single policy, and tensors of all kinds compete for the same memory.
 """
 
 from __future__ import annotations
@@ -40,46 +40,47 @@ from .search.update_split import UpdateSplit
 from .select.cover import GapSet, Prices
 from .select.rematerialization import Rematerialization, Rerun
 
-#: evaluations a second that the effort is reckoned at, per (run + move) of the problem
+#: evaluations per second assumed when budgeting the effort, per (run + move) of the problem
 EVALUATIONS_PER_SECOND = 75_000.0
 HEADROOMS = (0.0, 0.03, 0.08, 0.15, 0.25, 0.5)
 
 
-#: problems of so many runs and moves may take so much longer than was reckoned: a busy machine
-#: plans them no worse, only later
+#: problems of at least LARGE runs and moves may take SLACK times longer than estimated: on a busy
+#: machine their plans come later, but are no worse
 LARGE, SLACK = 1000, 5.0
-#: of those a plan that is so near to the bound is good enough
+#: for large problems, a plan this close to the bound is good enough
 CLOSE = 0.002
-#: how much of the time the first covers may take
+#: share of the time that the first covers may take
 START_SHARE = 0.3
-#: how much of it starts that compute again may take, and how many of them are built with care
+#: share of the time for starts with recomputation, and how many of them are refined
 RECOMPUTE_SHARE, REFINED_STARTS = 0.6, 3
-#: into how many parts forward is cut for recomputation with which nothing has to move
+#: numbers of parts to cut forward into when looking for recomputation that needs no moves
 FITTING_PARTS = (1, 24)
-#: of all plans to be tried, those starts, where no other search has made any, and where one has
+#: share of all evaluations for starts with recomputation: without and with modes known from other
+#: searches
 NEW_SHARE, KNOWN_SHARE = 0.6, 0.4
-#: how much of the time and of all plans to be tried each look for a split of updates may take
+#: share of the time and of all evaluations for each search for a split of the updates
 SPLIT_SHARES = (0.2, 0.6)
-#: how much of the time the single policies may take together
+#: share of the time for all single policies together
 POLICY_SHARE = 0.5
-#: how much less of the host's time updates take in the other split that recomputation is tried with
+#: share of the host's time taken off the updates in the second split tried with recomputation
 FEWER_HOSTED = 0.12
-#: starts that take at most so many times the best are varied; so many of them
+#: starts within this factor of the best are varied, up to this many
 NEAR, VARIED = 1.25, 2
-#: so many of the best starts give up loads for recomputation
+#: number of best starts that try recomputation in place of loads
 RERUN_STARTS = 3
 
 
 class _WithinTime:
-    """The judge as single policies see it: keeps the best plan they try, and stops them.
+    """The judge given to single policies: keeps the best plan they try, and stops them on time.
 
-    Past their common share of the time the one at work may still finish its first plan, and no
-    other begins; past the search's own deadline none may go on.
+    After their common share of the time, the running policy may still finish its first plan, and no
+    other starts; after the deadline of the search, none continues.
     """
 
     def __init__(self, search: Search, deadline: float) -> None:
         self.search, self.deadline = search, deadline
-        self.tried = 0  # valid plans of the policy at work
+        self.tried = 0  # valid plans of the running policy
 
     @property
     def all_over(self) -> bool:
@@ -94,7 +95,7 @@ class _WithinTime:
         return TimeLeft.OVER if self.tried or now > search.deadline else TimeLeft.SHORT
 
     def __call__(self, problem: Problem, machine: Machine, plan: Plan) -> Timeline:
-        is_short()  # stops it, if it is to stop
+        is_short()  # raises if the policy must stop
         search = self.search
         timeline = search.judge(problem, machine, plan)
         if problem is search.problem and machine is search.machine:
@@ -108,7 +109,7 @@ def _is_large(problem: Problem) -> bool:
 
 
 def _policies() -> list[str]:
-    """All of them; recomputation first, which the search looks at by itself too."""
+    """Returns all policy names, recomputation first, since the search explores it by itself too."""
     from .registry import POLICIES
 
     return sorted(POLICIES, key=lambda name: name != "recompute")
@@ -116,29 +117,29 @@ def _policies() -> list[str]:
 
 @dataclass(frozen=True)
 class Joint:
-    """Everything decided together. `seconds` bounds the search, `lossy` allows lossy codecs.
+    """Decides everything together. `seconds` bounds the search; `lossy` allows lossy codecs.
 
-    The search is counted in plans tried, so that a run can be repeated exactly; the clock only
-    cuts it off on a machine much slower than was reckoned with. It counts this thread's processor
-    time: beside other work the same plan takes longer to find, and is not a worse one.
+    The search budget is counted in plans tried, so that a run is exactly reproducible; the clock
+    only cuts it off on a machine much slower than assumed. The clock counts this thread's CPU time:
+    next to other work, the same plan takes longer to find but is no worse.
     """
 
     name: ClassVar[str] = "joint"
     seconds: float = 10.0
-    #: how many plans the search may try; None: as many as `seconds` should allow for
+    #: number of plans that the search may try; None: as many as `seconds` should allow
     evaluations: int | None = None
     lossy: bool = False
     judge: Judge | None = field(default=None, compare=False)
     progress: Callable[[str], None] | None = field(default=None, compare=False)
-    #: (tensor, op before the gap) → how much of it a relaxation spends away
+    #: (tensor, op before the gap) → fraction of the gap that a relaxation spends off the device
     hints: Mapping[tuple[str, str | None], float] = field(default_factory=dict, compare=False)
-    #: no plan can be faster
+    #: lower bound on the time of any plan
     floor_us: float = 0.0
-    #: tells how fast a plan can be at best that computes nothing again
+    #: returns the lower bound for plans without recomputation
     kept_floor_us: Callable[[], float] = field(default=lambda: 0.0, compare=False)
-    #: the plan is only compared with others, and the policies have had their turn with those
+    #: True if the plan is only compared with others for which the policies have already been tried
     trial: bool = field(default=False, compare=False)
-    #: modes that served the same step with weights elsewhere: tried first
+    #: modes that worked for the same step with its weights elsewhere: tried first
     known_modes: tuple[Choices, ...] = field(default=(), compare=False)
 
     def apply(self, problem: Problem, machine: Machine, plan: Plan) -> Plan:
@@ -170,7 +171,7 @@ class Joint:
         states += again
         states += self._balanced(search, states)
         states += self._rerunning(search, states)
-        # where recomputation beats all that can be done without, that is looked at no further
+        # if recomputation beats everything possible without it, do not look there any further
         beaten = bool(again) and search.best_us <= self.kept_floor_us()
         for one in self._worth_varying(search, states):
             states += self._starts(search, one, HEADROOMS[1:])
@@ -190,7 +191,7 @@ class Joint:
         return brought_home(problem, machine, search.best_plan, self.judge)
 
     def _worth_varying(self, search: Search, states: list[State]) -> list[ProgramVariant]:
-        """The frames of starts that come near the best one, each once, the best first."""
+        """Returns the frames of starts close to the best one, each once, best first."""
         if not states:
             return []
         near = [s for s in sorted(states, key=lambda s: s.cost) if s.us <= search.best_us * NEAR]
@@ -198,7 +199,7 @@ class Joint:
         return list(reversed(frames.values()))[:VARIED]
 
     def _plain(self, problem: Problem, machine: Machine) -> Plan | None:
-        """When everything fits and nothing waits there is nothing to decide."""
+        """Returns the plan without any eviction, if it fits and nothing waits."""
         assert self.judge is not None
         try:
             mode = Choices(hosted=held_on_host(problem))
@@ -237,7 +238,7 @@ class Joint:
         return ProgramVariant(problem, machine, mode, tier, self.lossy)
 
     def _floor(self, frame: ProgramVariant) -> Infeasible | None:
-        """Why nothing can fit, if with everything away it still does not."""
+        """Returns the error if the step does not fit even with everything evicted."""
         try:
             frame.check_floor()
         except Infeasible as error:
@@ -247,8 +248,10 @@ class Joint:
     def _last_resorts(
         self, search: Search, frame: ProgramVariant, blocked: Infeasible | None, states: list[State]
     ) -> Infeasible | None:
-        """Everything away, then everything computed again as well, then everything in place that
-        may be; why none fits, if so."""
+        """Tries everything evicted, then all recomputed as well, then all possible in place.
+
+        Returns the reason if none of these fits.
+        """
         frames = [frame]
         if again := recompute_everything(search.problem):
             mode = Choices(frame.mode.directs, again, frame.mode.hosted)
@@ -295,7 +298,7 @@ class Joint:
         if not states:
             return
         states.sort(key=lambda s: s.cost)
-        # a short walk from the best few, then the rest of the effort from the best of those
+        # a short walk from each of the best few, then the rest of the effort from the best result
         share = max(1, search.left // 8)
         walked = [search.walk(s, share) for s in states[:3]]
         best = min(walked, key=lambda s: s.cost)
@@ -303,7 +306,7 @@ class Joint:
             before_us = best.us
             best = search.walk(best, max(1, search.left // 2))
             if _is_large(search.problem) and best.us > before_us * (1 - WORTH_ANOTHER):
-                break  # a walk that long has found nothing: another would take as long
+                break  # a walk this long found nothing: another would take as long
 
     def _starts(
         self, search: Search, frame: ProgramVariant, headrooms: tuple[float, ...]
@@ -334,7 +337,7 @@ class Joint:
         return found
 
     def _known(self, search: Search, forced: Choices) -> list[State]:
-        """Starts with what plans of the same ops computed again and updated on the host."""
+        """Returns starts that reuse recomputations and host updates of plans for the same ops."""
         found: list[State] = []
         may_host = frozenset(hostable(search.problem)) if self.known_modes else frozenset()
         for known in self.known_modes:
@@ -356,7 +359,7 @@ class Joint:
         states: list[State],
         share: float,
     ) -> list[State]:
-        """Starts that differ in which updates the host makes, around the best so far."""
+        """Returns starts with other splits of the updates over host and device, near the best."""
         best = min(states, key=lambda s: s.cost, default=None)
         base = forced if best is None else best.frame.mode
         found: list[State] = []
@@ -384,10 +387,10 @@ class Joint:
     def _recomputing(
         self, search: Search, forced: Choices, states: list[State], split: UpdateSplit
     ) -> list[State]:
-        """Starts that compute activations again, from nearly free ones to all within a block.
+        """Returns starts with recomputation, from nearly free ops to whole blocks.
 
-        Where updates are split, each is tried with fewer of them on the host too: the time that
-        recomputation saves the links shows only where the step does not wait for the host.
+        If updates are split, each start is also tried with fewer of them on the host: the link time
+        that recomputation saves shows only if the step does not wait for the host.
         """
         best = min(states, key=lambda s: s.cost, default=None)
         base = forced if best is None else best.frame.mode
@@ -397,7 +400,7 @@ class Joint:
             hosts += [fewer] if fewer != base.hosted else []
         found: list[State] = []
         deadline = time.thread_time() + RECOMPUTE_SHARE * self._longest(search.problem)
-        # where others have found what pays, little is left to find
+        # little is left to find if other searches have found good modes
         share = KNOWN_SHARE if self.known_modes else NEW_SHARE
         least = search.left - int(share * search.left)
 
@@ -429,10 +432,10 @@ class Joint:
         ]
 
     def _fitting(self, search: Search, is_over: Callable[[], bool]) -> Iterator[frozenset[Rerun]]:
-        """The least recomputation with which everything else may stay, where there is such."""
+        """Yields the least recomputation that fits with everything else on the device, if any."""
         capacity = search.machine.tier[DEVICE].capacity_bytes
         comes = any(t.home not in (None, DEVICE) and not t.pinned for t in search.problem.tensors)
-        if capacity is None or comes:  # then something has to move anyhow
+        if capacity is None or comes:  # then something has to move anyway
             return
         cuts = Rematerialization.of(search.problem)
         for parts in FITTING_PARTS:
@@ -444,7 +447,7 @@ class Joint:
                 yield found.reruns
 
     def _balanced(self, search: Search, states: list[State]) -> list[State]:
-        """The best start with loads made direct, where the lane holds it up."""
+        """Returns variants of the best start with loads made direct, if the lane limits it."""
         found: list[State] = []
         best = min(states, key=lambda s: s.cost, default=None)
         while best is not None and not search.done:
@@ -457,7 +460,7 @@ class Joint:
         return found
 
     def _rerunning(self, search: Search, states: list[State]) -> list[State]:
-        """The best starts with loads replaced by recomputation, as long as that helps."""
+        """Returns the best starts with loads replaced by recomputation, as long as that helps."""
         choices = Rematerialization(search.problem)
         found: list[State] = []
         for start in sorted(states, key=lambda s: s.cost)[:RERUN_STARTS]:
@@ -488,7 +491,7 @@ class Joint:
         return cover
 
     def _state_of(self, search: Search, plan: Plan) -> State | None:
-        """A plan of another policy as a state of this search."""
+        """Converts a plan of another policy into a state of this search."""
         frame = self._frame(search.problem, search.machine, mode_of(plan))
         away = {(d.tensor, d.after) for d in plan.drops if d.tier == DEVICE}
         return search.evaluate(frame, frame.cover(away), rounds=2)

@@ -1,13 +1,13 @@
-"""Updates run where the optimizer's states live: on the host, while backward still computes.
+"""Runs updates on the host, next to the optimizer states, while backward is still computing.
 
-Of the AXDIMM platform (§5.2) its software: a gradient leaves for the host as soon as it is
-produced, its place on the device is freed, and the update of that weight runs beside the states,
-overlapped with backward and with the other gradients on their way. Weights come back updated
-when the next forward pass wants them. The module's two channels (§3.2, §5.2) need no decision
-here: they make transfers and updates run at the same time, as the host lane and links do anyway.
+This is the software side of the AXDIMM platform (§5.2): each gradient is sent to the host as soon
+as it is produced, which frees its device memory, and the host updates that weight next to its
+states, overlapped with backward and with the transfers of other gradients. Updated weights return
+when the next forward pass needs them. The module's two channels (§3.2, §5.2) need no decision here:
+they let transfers and updates run concurrently, as the host lane and the links do anyway.
 
-The platform puts every update on the host. The last gradients of a step then have nothing left
-to hide behind; `auto` leaves the updates of those on the device and looks for the balance.
+The platform runs every update on the host. The last gradients of a step then have nothing left to
+overlap with; `auto` leaves their updates on the device and searches for the balance.
 """
 
 from __future__ import annotations
@@ -26,18 +26,19 @@ from .search.frame import Choices, may_run_on_host
 from .select.update_share import HostRun, host_ends_ns
 
 PLACES = ("auto", "host", "device")
-#: how many splits the judge is asked about, all and none on the host beside them: fewer the
-#: longer the step, down to one
+#: how many splits the judge tries besides all and none on the host: fewer for longer steps, down to
+#: one
 ASKED = 4
 OPS_ASKED = 2400
 
 
 @dataclass(frozen=True)
 class NearMemoryUpdate:
-    """Which updates run on the host. `where`: `host` (all that may), `device` (none) or `auto`.
+    """Chooses which updates run on the host: all that may, none, or some of them.
 
-    `auto` splits them in the order in which their gradients are ready, the first on the host,
-    where host lane, links and compute come out best.
+    `where` is `host` (all that may), `device` (none) or `auto`. `auto` splits them in the order in
+    which their gradients become ready, the first ones on the host, at the point that best balances
+    host lane, links and compute.
     """
 
     name: ClassVar[str] = "near_memory_update"
@@ -61,7 +62,7 @@ class NearMemoryUpdate:
             chosen = updates[:count]
             hosted = {w for u in chosen for w in u.weights}
             base = fitting.base
-            if self.where == "device":  # what an earlier plan put on the host comes back
+            if self.where == "device":  # undo host updates of an earlier plan
                 base = Choices(base.directs, base.recomputes, fitting.forced.hosted)
             mode = with_hosted(problem, base, hosted)
             fitting.offer(fitting.frame(mode), ())
@@ -74,31 +75,32 @@ class NearMemoryUpdate:
     def _splits(
         self, updates: tuple[HostUpdate, ...], balance: _Balance, patience: int
     ) -> list[int]:
-        """How many updates to put on the host, the likeliest first."""
+        """Returns numbers of updates to run on the host, the most promising first."""
         everything = len(updates)
         if self.where != "auto":
             return [everything if self.where == "host" else 0]
-        # of equal estimates the one with more on the host: it frees more of the device
+        # among equal estimates, prefer more on the host: it frees more of the device
         ranked = sorted(range(everything + 1), key=lambda k: (balance.end_ns(k), -k))
         return list(dict.fromkeys([*ranked[:patience], everything, 0]))
 
 
 @dataclass(frozen=True)
 class HostUpdate:
-    """Update ops that go to the host together, and the weights that they are named by."""
+    """Update ops that move to the host together, and the weights that identify them."""
 
     weights: tuple[str, ...]
     ops: tuple[Op, ...]
-    #: index of the last op that writes something for them: their gradients are ready then
+    #: index of the last op that writes one of their inputs: then their gradients are ready
     ready: int
 
 
 def host_updates(problem: Problem) -> tuple[HostUpdate, ...]:
-    """Every update that may run on the host, in the order in which the gradients are ready.
+    """Returns every update that may run on the host, in the order in which gradients become ready.
 
-    To name a weight is to move all update ops that write it, and with them their other weights.
+    Naming a weight moves all update ops that write it, and the other weights of those ops with
+    them.
     """
-    group: dict[str, set[str]] = {}  # weight → the weights that go with it
+    group: dict[str, set[str]] = {}  # weight → the weights that move with it
     ops = [o for o in problem.ops if o.phase == "update"]
     for op in ops:
         weights = [t for t in op.writes if problem.tensor[t].kind == "weight"]
@@ -116,7 +118,7 @@ def host_updates(problem: Problem) -> tuple[HostUpdate, ...]:
 
 
 def _ready(problem: Problem, update: Op, own: Iterable[Op]) -> int:
-    """Index of the last op before `update` that writes one of its operands (−1: none does)."""
+    """Index of the last op before `update` that writes one of its operands (−1: none)."""
     besides = {o.id for o in own}
     operands = set(update.operands)
     for i in range(problem.op_index[update.id] - 1, -1, -1):
@@ -127,7 +129,7 @@ def _ready(problem: Problem, update: Op, own: Iterable[Op]) -> int:
 
 
 class _Balance:
-    """An estimate of the step's length when the first `k` updates run on the host."""
+    """Estimates the step time when the first `k` updates run on the host."""
 
     def __init__(self, problem: Problem, machine: Machine, updates: tuple[HostUpdate, ...]) -> None:
         self.problem, self.updates = problem, updates
@@ -155,7 +157,7 @@ class _Balance:
         return round_ns(max(self.routes.move_us(t, lane, None) for lane in lanes))
 
     def end_ns(self, count: int) -> int:
-        """Compute, both links and the host lane side by side; what ends last ends the step."""
+        """Estimates when the step ends: the latest of compute, both links and the host lane."""
         on_host = {o.id for u in self.updates[:count] for o in u.ops}
         now, ends = 0, []
         for op in self.problem.ops:
@@ -178,7 +180,7 @@ class _Balance:
 def _written_in_place(
     problem: Problem, balance: _Balance, chosen: Iterable[HostUpdate], mode: Choices
 ) -> frozenset[tuple[str, str]]:
-    """Gradients of host updates that are better written on the host than moved there."""
+    """Returns gradients of host updates that are cheaper to write on the host than to move."""
     wanted = {t for u in chosen for o in u.ops for t in o.reads}
     hosted = {o.id for u in chosen for o in u.ops}
     found: set[tuple[str, str]] = set()

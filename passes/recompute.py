@@ -1,8 +1,9 @@
-"""Activations computed again instead of kept, so that the memory excess goes.
+"""Recomputes activations instead of keeping them, until the step fits in memory.
 
-`benefit` drops what frees most bytes over the step per nanosecond of added compute: the same
-covering problem as for moves, then checked with the memory that recomputation itself takes.
-`sqrt` keeps evenly spread checkpoints, as few as fit; `all` drops whatever can be computed again.
+`benefit` drops the outputs that free most bytes over the step per nanosecond of added compute: the
+same covering problem as for moves, then checked with the memory that recomputation itself needs.
+`sqrt` keeps evenly spaced checkpoints, as few as fit; `all` drops everything that can be
+recomputed.
 """
 
 from __future__ import annotations
@@ -31,21 +32,21 @@ from .select.droppable import Droppable, droppable_ops, recomputes_for
 from .select.footprint import footprint, order_of
 
 VARIANTS = ("benefit", "all", "sqrt")
-#: of the minimum cuts that fit, those that are built
+#: number of fitting minimum cuts that are built
 MOST_CUTS = 2
-#: how often the memory that recomputation takes is asked for again
+#: number of times that the memory of the recomputation itself is added to the need
 REPAIRS = 8
-#: with more ops than this to choose from the choice is a quicker one
+#: with more candidate ops than this, the choice is made by a quicker search
 THOROUGH = 120
-#: runs of ops looked at in trying what can be kept after all
+#: runs examined while trying to keep outputs after all
 TRIM_WORK = 20_000
-#: parts of the excess that recomputation takes on when moves take the rest
+#: shares of the excess covered by recomputation if moves take the rest
 SHARES = (0.125, 0.25, 0.5, 0.75, 1.0)
 
 
 @dataclass(frozen=True)
 class Recomputation:
-    """Ops marked `recompute` run again where their outputs are read after a long gap."""
+    """Reruns ops marked `recompute` where their outputs are read after a long gap."""
 
     name: ClassVar[str] = "recompute"
 
@@ -76,13 +77,13 @@ class Recomputation:
             trials.attempt(Decisions(recomputes=recomputes_for(problem, droppable, dropped)))
         if trials.best is None:
             if excess <= 0 and trials.error is not None:
-                raise trials.error  # nothing to do with activations
+                raise trials.error  # not caused by activations
             raise _does_not_fit(problem, machine, sets, excess, trials.refused)
         return trials.best
 
 
 def spread_sets(ops: Sequence[str]) -> list[list[str]]:
-    """All but every k-th op, for k from 2 up; the square root of the count is among them."""
+    """Returns all ops but every k-th, for k from 2 up, including the square root of the count."""
     steps: list[int] = []
     k = 2
     while k < 2 * len(ops):
@@ -95,7 +96,7 @@ def spread_sets(ops: Sequence[str]) -> list[list[str]]:
 def _excess(
     problem: Problem, machine: Machine, recomputes: tuple[Recompute, ...]
 ) -> tuple[list[int], int]:
-    """Excess at each op of the problem (its recomputations counted with it), and added time."""
+    """Returns the excess at each op (its recomputations included), and the added compute time."""
     reruns = [(r.op, r.before) for r in recomputes]
     kept = footprint(problem, reruns)
     capacity = machine.tier[DEVICE].capacity_bytes
@@ -114,7 +115,7 @@ def _excess(
 def _first_fitting(
     problem: Problem, machine: Machine, sets: Sequence[Sequence[str]]
 ) -> list[Sequence[str]]:
-    """Those sets that fit, the least added compute first; all of them if none does."""
+    """Returns up to two sets that fit, least added compute first; the first set if none fits."""
     droppable = droppable_ops(problem)
     fitting = []
     for i, dropped in enumerate(sets):
@@ -127,7 +128,7 @@ def _first_fitting(
 def _benefit_sets(
     problem: Problem, machine: Machine, droppable: Sequence[Droppable], trims: int = 3
 ) -> list[Sequence[str]]:
-    """What fits for the least added compute, each start freed of what need not be dropped."""
+    """Returns the sets that fit with the least added compute, without drops that are not needed."""
     base, _ = _excess(problem, machine, ())
     starts = _covering_starts(problem, machine, droppable, base)
     names = [d.op for d in droppable]
@@ -143,8 +144,10 @@ def _benefit_sets(
 
 
 def _cuts(problem: Problem, machine: Machine) -> list[tuple[Recompute, ...]]:
-    """Minimum cuts that fit, the least added compute first: blocks that run again as a whole are
-    among them."""
+    """Returns minimum cuts that fit, least added compute first.
+
+    Blocks that are recomputed as a whole are among them.
+    """
     fitting = []
     for i, reruns in enumerate(recipes_of(problem)):
         again = tuple(Recompute(*rerun) for rerun in sorted(reruns))
@@ -159,7 +162,7 @@ def _cuts(problem: Problem, machine: Machine) -> list[tuple[Recompute, ...]]:
 def _covering_starts(
     problem: Problem, machine: Machine, droppable: Sequence[Droppable], base: Sequence[int]
 ) -> list[Sequence[str]]:
-    """Cover the excess; ask again for what the recomputations and their inputs bring on top."""
+    """Covers the excess, repeatedly adding the memory that recomputations and their inputs need."""
     items = [
         Item(d.nbytes, (Way(d.first, d.last, float(max(1, d.duration_ns))),)) for d in droppable
     ]
@@ -188,12 +191,12 @@ def _covering_starts(
 def _trim(
     problem: Problem, machine: Machine, droppable: Sequence[Droppable], dropped: Sequence[str]
 ) -> tuple[int, Sequence[str]]:
-    """Keep what can be kept after all, the dearest first."""
+    """Keeps outputs that need not be dropped after all, most expensive first."""
     duration = {d.op: d.duration_ns for d in droppable}
     kept = sorted(dropped, key=lambda x: (-duration[x], x))
     _, best = _excess(problem, machine, recomputes_for(problem, droppable, kept))
     tries = max(16, TRIM_WORK // max(1, len(problem.ops)))
-    # half of them at once, and where that fails half of that half
+    # try half of them at once, and if that fails, half of that half
     groups = [kept[len(kept) // 2 :], kept[: len(kept) // 2]]
     while groups and tries and not is_short():
         group = groups.pop()
@@ -208,7 +211,7 @@ def _trim(
 
 
 def partial_sets(problem: Problem, machine: Machine) -> list[tuple[Recompute, ...]]:
-    """Recomputations for parts of the excess, for a policy that sees to the rest, and for all."""
+    """Returns recomputations for shares of the excess (other policies do the rest) and for all."""
     droppable = droppable_ops(problem)
     base, _ = _excess(problem, machine, ())
     sets: list[Sequence[str]] = []
@@ -227,7 +230,7 @@ def _does_not_fit(
     excess: int,
     refused: str,
 ) -> Infeasible:
-    """With the bytes missing when recomputation has done what it can."""
+    """Builds the error, with the bytes still missing after the best recomputation."""
     droppable = droppable_ops(problem)
     names = [d.op for d in droppable]
     missing = excess

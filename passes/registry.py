@@ -1,4 +1,4 @@
-"""Every policy by name. A new one is one file here in `passes/` and one line in `POLICIES`."""
+"""The registry of policies. To add one, add a file to `passes/` and a line to `POLICIES`."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from offcompile.ir import InvalidInput, Violation
 
 from .build.contract import Judge, Pass
 
-#: name → where it is; imported when asked for
+#: policy name → `module:class`, imported on first use
 POLICIES: Mapping[str, str] = types.MappingProxyType(
     {
         "joint": "joint:Joint",
@@ -50,17 +50,17 @@ def policy_class(name: str) -> type[Any]:
 
 
 def options(cls: type[Any]) -> dict[str, Any]:
-    """The options that a person may set: name → type."""
+    """Returns the options that a user may set: name → type."""
     hints = typing.get_type_hints(cls)
     hidden = ("judge", "progress", "hints", "floor_us", "kept_floor_us", "known_modes", "trial")
     return {f.name: hints[f.name] for f in dataclasses.fields(cls) if f.name not in hidden}
 
 
 def make(spec: str, judge: Judge | None = None, **given: Any) -> Pass:
-    """The pass that `NAME` or `NAME:key=value,…` names, with the judge if it wants one.
+    """Builds the pass that `NAME` or `NAME:key=value,…` names, with the judge if it takes one.
 
-    `given` are settings of the caller's, used where the pass has such a field and the spec does
-    not set it.
+    `given` holds the caller's settings. Each applies if the pass has a field of that name and the
+    spec does not set it.
     """
     name, _, rest = spec.partition(":")
     cls = policy_class(name)

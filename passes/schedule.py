@@ -1,4 +1,4 @@
-"""The documented path of `offcompile.passes.build.schedule`."""
+"""The public import path of `offcompile.passes.build.schedule`."""
 
 from offcompile.passes.build.schedule import (
     ROUNDS,

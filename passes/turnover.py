@@ -1,9 +1,9 @@
-"""Every activation that forward saves leaves until backward wants it: the worst case of a plan.
+"""Evicts every saved activation until backward needs it: the worst-case plan.
 
-For a graph among others, of which nobody knows when it is planned how much room they leave: its
-forward and its backward lie apart, and between them nothing of it need be on the device. What is
-moved in the end is decided while running, by what there is room for (the runtime's keeper). So the
-plan is not made to be fast by itself: its first load waits for its last copy out.
+For a graph that shares the device with others, whose free memory is unknown at planning time: its
+forward and backward run at separate times, and in between none of its activations need be on the
+device. The runtime's keeper decides at run time, by the memory available, which of them to move. So
+the plan is not optimized for speed: its first reload waits for its last eviction.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from .build.contract import Judge
 
 @dataclass(frozen=True)
 class Turnover:
-    """All that lives from forward to backward is away in between."""
+    """Evicts everything that lives from forward to backward in between."""
 
     name: ClassVar[str] = "turnover"
     judge: Judge | None = None
@@ -64,7 +64,7 @@ def _plan(problem: Problem, machine: Machine) -> Plan:
     by_need = sorted(crossing, key=lambda c: (c.first, c.tensor.id))
     loads = [backs[c.tensor.id] for c in by_need if c.tensor.id in backs]
     made = [replace(m, start_after=outs[-1].id) for m in loads]
-    if made:  # backward begins when the last copy out has ended: nothing stands at the turn
+    if made:  # backward begins after the last eviction: no saved activation is left
         made[0] = replace(made[0], ready_before=ops[_turn(problem)].id)
     return Plan(
         start=tuple(Start(t.id, t.home) for t in problem.tensors if t.home is not None),
@@ -80,7 +80,7 @@ def _new_name(problem: Problem, name: str) -> str:
 
 
 def _turn(problem: Problem) -> int:
-    """The position of the first backward op; that of the end where there is none."""
+    """Returns the position of the first backward op, or that of the end if there is none."""
     backward = (i for i, op in enumerate(problem.ops) if op.phase == "backward")
     return next(backward, len(problem.ops))
 
@@ -110,7 +110,7 @@ def _may_leave(tensor: Tensor) -> bool:
 
 
 def _tiers(machine: Machine) -> list[str]:
-    """Those that the device has lanes to and from."""
+    """Returns the tiers that the device has lanes both to and from."""
     ways = {(lane.source, lane.target) for lane in machine.lanes}
     names = [t.name for t in machine.tiers if t.name != DEVICE]
     return [t for t in names if (DEVICE, t) in ways and (t, DEVICE) in ways]
@@ -122,7 +122,7 @@ def _lane(machine: Machine, source: str, target: str) -> str:
 
 
 def _takes(room: Mapping[str, int | None], tier: str, nbytes: int) -> bool:
-    """Whether a tier has so much room left, which is then taken."""
+    """Reserves `nbytes` of a tier's room; False if it does not have that much left."""
     assert isinstance(room, dict)
     left = room[tier]
     if left is None:

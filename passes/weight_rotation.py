@@ -1,11 +1,11 @@
 """Weights that take turns on the device (weight-offloading paper, hal-03580767, §3 to §5).
 
-Between two uses a weight may wait elsewhere; which gaps are spent so is chosen until no run is over
-the budget (`rotation_selection`). The paper's chain of forward and backward ops is one case: every
-weight or state is looked at, whatever ops touch it, on the ring of a steady problem or not.
+A weight may be evicted between two uses; `rotation_selection` chooses the gaps to spend that way
+until no run exceeds the budget. The paper's chain of forward and backward ops is a special case:
+every weight and state is considered, whatever ops touch it, in steady problems (a ring) or not.
 
 Departures from the paper: the current weight is counted once (eq. 1 and Alg. 1 together count it
-twice); Alg. 2, whose feasibility and cut points are not defined, is replaced by the one builder.
+twice); Alg. 2, whose feasibility and cut points are not defined, is replaced by the builder.
 """
 
 from __future__ import annotations
@@ -28,23 +28,23 @@ from .select.rotation_selection import Gap, Need, Selection, choose, plain_cover
 
 ROTATING = ("weight", "state")
 VARIANTS = ("best", "aware", "spread", "printed", "printed_once", "l2l", "l2l_overlapped")
-#: up to so many runs, selections for a smaller budget are tried too
+#: up to this many runs, selections for a smaller budget are tried too
 SMALL = 600
-#: beyond so many runs, `best` leaves out `aware`, which takes long to tell near ties apart
+#: beyond this many runs, `best` leaves out `aware`, which spends long on breaking near ties
 LARGE = 2500
 
 
 @dataclass(frozen=True)
 class WeightRotation:
-    """One policy with the paper's versions beside ours.
+    """Weight rotation, in the paper's variants and ours.
 
-    - `best` (default): `aware` and `spread`, the better by the judge (without one: `spread`);
-    - `aware`: a gap frees nothing while the weight's own write-back or prefetch is under way;
-    - `spread`: `aware`, with gaps the dearer the busier the lanes are at that time of the step;
+    - `best` (default): `aware` and `spread`; keeps the better by the judge (without one: `spread`);
+    - `aware`: a gap frees nothing while the weight's own write-back or prefetch is in flight;
+    - `spread`: `aware`, with higher prices for gaps where the lanes are busier in the step;
     - `printed`: Algorithm 1; `printed_once`: Greedy* of Table 1, which prices each gap as if it
       were the weight's only one (no discount for a second gap of the same value);
-    - `l2l`: everything leaves after each use and comes back only when needed, nothing overlapped;
-      `l2l_overlapped`: the same decisions with prefetches as early as there is room.
+    - `l2l`: evicts everything after each use and reloads it only when needed, without overlap;
+      `l2l_overlapped`: the same decisions, with prefetches as early as there is room.
     """
 
     name: ClassVar[str] = "weight_rotation"
@@ -56,14 +56,14 @@ class WeightRotation:
             raise ValueError(f"variant {self.variant!r} is not one of {', '.join(VARIANTS)}")
 
     def apply(self, problem: Problem, machine: Machine, plan: Plan) -> Plan:
-        """Adds rotation to the directs, recomputations and updates that `plan` decides."""
+        """Adds rotation to the direct accesses, recomputations and updates that `plan` decides."""
         rotation = Rotation(problem, machine, plan)
         if self.variant != "best":
             wishes = [(self.variant, 0.0)]
         elif self.judge is None:
             wishes = [("spread", 0.0)]
         else:
-            # a reserve of about one weight helps where several copies are under way at once
+            # a reserve of about one weight helps if several copies are in flight at once
             wishes = [("spread", 0.0)]
             wishes += [("aware", 0.0)] if rotation.n <= LARGE else []
             wishes += [("spread", 1.0), ("aware", 1.0)] if rotation.n <= SMALL else []
@@ -71,7 +71,7 @@ class WeightRotation:
 
 
 class Rotation:
-    """The gaps of a problem, and plans that spend some of them away."""
+    """The gaps of a problem, and plans that evict weights in some of them."""
 
     def __init__(self, problem: Problem, machine: Machine, plan: Plan) -> None:
         self.problem, self.machine, self.given = problem, machine, plan
@@ -83,7 +83,7 @@ class Rotation:
         self.need = Need(self._excess(residency), tuple(self._gaps(residency)), problem.steady)
 
     def best(self, wishes: Iterable[tuple[str, float]], judge: Judge | None) -> Plan:
-        """The best plan of several (variant, reserve in median weights)."""
+        """Returns the best plan over several (variant, reserve in median weights)."""
         self._check_floor()
         best: tuple[float, Plan] | None = None
         stuck: Plan | None = None
@@ -109,7 +109,7 @@ class Rotation:
         raise self._stuck(stuck, judge)
 
     def _stuck(self, plan: Plan, judge: Judge) -> Infeasible:
-        """Why a plan that fits the device cannot go on: mostly another tier is too small."""
+        """Builds the error for a plan that fits the device but cannot run: often a tier is full."""
         wide = self.machine
         for tier in wide.tiers:
             wide = wide.with_capacity(tier.name, None)
@@ -131,7 +131,7 @@ class Rotation:
         )
 
     def select(self, variant: str, reserve: float = 0.0) -> set[int]:
-        """Indices of the gaps to spend away."""
+        """Returns the indices of the gaps in which to evict."""
         need = self.need
         if reserve and need.gaps:
             need = need.with_reserve(int(reserve * statistics.median(g.nbytes for g in need.gaps)))
@@ -149,7 +149,7 @@ class Rotation:
         return sum(round_ns(r.duration_us) for r in self.program.runs if not r.on_host) / 1000
 
     def _check_floor(self) -> None:
-        """Raise if even with every gap spent away some run is over the budget."""
+        """Raises if some run exceeds the budget even with an eviction in every gap."""
         need = self.need
         left = Selection(need, plain_coverage(need), range(len(need.gaps))).left
         missing = max(left, default=0)
@@ -165,7 +165,7 @@ class Rotation:
                 " which moves activations too.",
             )
 
-    # ---- what could be away ----------------------------------------------------------------
+    # ---- candidates for eviction -----------------------------------------------------------
 
     def _excess(self, residency: Residency) -> tuple[int, ...]:
         n = self.n
@@ -208,7 +208,7 @@ class Rotation:
             )
 
     def _written(self, tensor: Tensor, first: int) -> int | None:
-        """The write whose value waits in the gap after `first`; None: a copy is elsewhere too."""
+        """Returns the write of the value held after `first`; None: another tier has a copy."""
         writes = [a for a in self.program.accesses[tensor.id] if a.writes]
         before = [a for a in writes if a.position <= first]
         if not before and not self.problem.steady:
@@ -218,7 +218,7 @@ class Rotation:
 
 
 class _Routes:
-    """Where each tensor would wait, and how long its ways take."""
+    """The tier to which each tensor would be evicted, and its transfer times."""
 
     def __init__(self, problem: Problem, machine: Machine) -> None:
         self.machine, self.steady = machine, problem.steady
@@ -234,7 +234,7 @@ class _Routes:
         return sum(self.routes.move_us(tensor, lane, None) for lane in lanes)
 
     def refuge(self, tensor: Tensor) -> str | None:
-        """The quickest tier with room, the host before others; a full one if none has any."""
+        """Returns the fastest tier with room, preferring the host; a full one if none has room."""
         if tensor.id in self.chosen:
             return self.chosen[tensor.id]
         reachable = []
@@ -247,7 +247,7 @@ class _Routes:
         reachable.sort()
         names = [name for _, _, name in reachable]
         if not self.steady and tensor.home in names:
-            found: str | None = tensor.home  # its bytes are taken there already
+            found: str | None = tensor.home  # its bytes are already accounted for there
         else:
             fitting = (t for t in names if self._has_room(t, tensor.nbytes))
             found = next(fitting, names[0] if names else None)

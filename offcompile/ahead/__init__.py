@@ -1,1 +1,1 @@
-"""Plans for models and machines that are not there: nothing is allocated, nothing runs."""
+"""Plans ahead of time, for hardware that need not be present: allocates and runs nothing."""

@@ -1,7 +1,7 @@
-"""The largest batch that fits a budget, and the one with the best throughput, found by planning.
+"""Finds the largest batch that fits a budget, and the one with the best throughput, by planning.
 
-Each batch that is tried is traced on tensors without memory, priced and planned as the backend
-would; nothing is trained, so nothing can run out of memory.
+Each candidate is traced on fake tensors, costed and planned as in the backend. Nothing is
+trained, so nothing can run out of memory.
 """
 
 from __future__ import annotations
@@ -25,26 +25,26 @@ from offcompile.simulate import Simulator
 
 from .batch_trace import Traced, trace
 
-#: batches tried between the neighbours of the best one so far
+#: most batches to try next to the best one so far
 REFINEMENTS = 6
-#: batches are told apart up to this share of them
+#: relative precision of batches
 PRECISION = 0.01
-#: planning time for each batch; the backend itself takes longer where a graph is large
+#: planning time per batch; the backend itself plans longer for large graphs
 SECONDS = 1.0
 US_PER_SECOND = 1e6
 CPU = "cpu"
-#: profiles of cards; others are taken for machines without one unless the model is on a card
+#: GPU profiles; other profiles count as machines without one, unless the model is on a GPU
 CARDS = frozenset(list_profiles()) - {CPU}
 
 
 @dataclass(frozen=True)
 class BatchRow:
-    """One batch that fits: the simulated step, and the most of the device that it holds."""
+    """One batch that fits, with its simulated step time and peak device memory."""
 
     batch: int
     step_us: float
     peak_bytes: int
-    #: whether something moves
+    #: True if anything moves
     moves: bool
 
     @property
@@ -54,11 +54,11 @@ class BatchRow:
 
 @dataclass(frozen=True)
 class BatchReport:
-    """Every batch that was tried and fits, in order, and the smallest one that does not."""
+    """All tried batches that fit, in order, and the smallest one that does not."""
 
     rows: tuple[BatchRow, ...]
     too_large: int | None
-    #: why that one does not fit
+    #: the reason that `too_large` does not fit
     reason: str
 
     @property
@@ -67,7 +67,7 @@ class BatchReport:
 
     @property
     def best(self) -> BatchRow:
-        """The one with the most samples a second, by simulated time."""
+        """The batch with the most samples per second, by simulated time."""
         return max(self.rows, key=lambda row: row.samples_per_second)
 
     def to_text(self) -> str:
@@ -118,20 +118,19 @@ def max_batch(
     densities: Mapping[str, float] | None = None,
     options: Mapping[str, object] | None = None,
 ) -> BatchReport:
-    """The largest batch that fits, and the one with the best throughput.
+    """Find the largest batch that fits, and the one with the best throughput.
 
-    model: a module, or a function of the inputs that uses modules; what would be compiled.
-    make_inputs: from a batch size to the arguments (a tuple, or one tensor); called with tensors
-    that have no memory.
-    memory: as in the backend's options, without "minimum".
-    policy: as there; None: nothing moves, as without offcompile.
+    model: the module to compile, or a function of the inputs that uses modules.
+    make_inputs: maps a batch size to the arguments (a tuple, or one tensor); called under fake
+    tensors.
+    memory: as in the backend's options, except "minimum".
+    policy: as in the backend's options; None: nothing moves, as without offcompile.
     hardware: a profile to plan for; None: this machine, which is measured once.
-    held: what else the device holds, such as states of an optimizer.
-    most: larger batches are not asked for.
-    measure: run ops that are not known yet to see what they take, instead of reckoning it.
-    densities: shares of elements that are not zero, as `PlanReport.profile` has them, so that
-    codecs can be planned with.
-    options: others of the backend's.
+    held: bytes that others hold on the device, such as optimizer states.
+    most: the largest batch to try.
+    measure: run ops of unknown cost to measure them, instead of estimating.
+    densities: shares of nonzero elements, as in `PlanReport.profile`, to plan with codecs.
+    options: other options of the backend.
 
     Raises `Infeasible` if not even a batch of 1 fits.
     """
@@ -179,10 +178,10 @@ class _Search:
     refused: dict[int, Infeasible] = field(default_factory=dict)
     target: Target | None = None
 
-    # --- which batches ------------------------------------------------------------------------
+    # --- the search ---------------------------------------------------------------------------
 
     def grow(self, most: int) -> None:
-        """Twice as much until it does not fit, then halfway between, up to the precision."""
+        """Double the batch until it does not fit, then bisect up to the precision."""
         fits, fails = 0, most + 1
         batch = 1
         while batch < fails:
@@ -200,7 +199,7 @@ class _Search:
                 fails = middle
 
     def refine(self) -> None:
-        """Look for the best throughput beside the best one known."""
+        """Search for a better throughput next to the best batch so far."""
         for _ in range(REFINEMENTS):
             known = sorted(self.rows)
             at = known.index(max(known, key=lambda b: self.rows[b].samples_per_second))
@@ -256,7 +255,7 @@ class _Search:
     def _pipeline(self, batch: int, traced: Traced) -> Pipeline:
         if self.target is None:
             self.target = self._target(traced)
-        # costs of ops are reckoned, not measured, where a profile is named
+        # with a named profile, op costs are estimated, not measured
         hardware = None if self.measure else self.options.hardware or CPU
         return Pipeline(
             replace(self.options, hardware=hardware),

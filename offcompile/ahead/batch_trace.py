@@ -1,8 +1,8 @@
-"""A model's graphs for one batch, traced on tensors without memory: nothing runs, nothing is held.
+"""Traces a model's graphs for one batch on fake tensors: runs nothing and allocates nothing.
 
-The model is copied onto fake tensors and compiled as the backend would compile it, up to where the
-backend plans. What was compiled of the real model is left alone: the copies are called by a
-function of its own, to which all that Dynamo remembers belongs.
+The model is copied onto fake tensors and compiled as in the backend, up to the point where the
+backend plans. Compiled code of the real model is not affected: the copies are called by a separate
+function, which owns all of Dynamo's cache entries.
 """
 
 from __future__ import annotations
@@ -34,23 +34,23 @@ from offcompile.ir import InvalidInput, OffloadError, Violation
 
 @dataclass(frozen=True)
 class Traced:
-    #: forward, backward (None: it trains nothing), and how many of forward's outputs are seen
+    #: forward, backward (None: no training), and the number of forward's outputs that users see
     graphs: tuple[fx.GraphModule, fx.GraphModule | None, int]
-    #: which arguments of the graph are parameters
+    #: indices of the arguments that are parameters
     parameters: frozenset[int]
     device: torch.device
-    #: argument → what people call it
+    #: argument → its readable name
     names: Mapping[int, str] = field(default_factory=dict)
-    #: the same in pieces; None: it trains nothing
+    #: the same graphs with the loss in pieces; None: no training
     splits: Splits | None = None
 
 
 class _Seen(Exception):
-    """The graphs are there: nothing needs to be compiled."""
+    """Raised once the graphs are known, to end the compilation."""
 
 
 class _Catch:
-    """Hooks that end the compilation as soon as they have the graphs."""
+    """Lowering hooks that end the compilation as soon as they have the graphs."""
 
     lends = False
 
@@ -78,9 +78,9 @@ class _Catch:
 def trace(
     model: Callable[..., Any], make_inputs: Callable[[int], Any], batch: int, lowering: Lowering
 ) -> Traced:
-    """The one graph that a call with `make_inputs(batch)` is compiled to.
+    """Trace the one graph that a call with `make_inputs(batch)` compiles to.
 
-    OffloadError where the model is compiled to several, or to none.
+    Raises OffloadError if the model compiles to several graphs, or to none.
     """
     mode = FakeTensorMode()
     with FakeCopyMode(mode):
@@ -99,8 +99,8 @@ def trace_call(
     when: str = "",
     loss: Callable[[Any], Any] | None = None,
 ) -> Traced:
-    """As `trace`, of a model on fake tensors already. `when`: for messages. `loss`: from what the
-    model returns to what is differentiated."""
+    """Like `trace`, for a model that is on fake tensors already. `when`: for messages. `loss`: maps
+    the model's output to the value to differentiate."""
     found: list[Traced] = []
 
     def backend(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
@@ -144,9 +144,9 @@ def _raise_models_own(
     keywords: Mapping[str, Any],
     loss: Callable[[Any], Any] | None,
 ) -> None:
-    """Raise what the call itself raises, without a compiler around it; Dynamo hides that.
+    """Call the model without compiling, to raise its own error, which Dynamo hides.
 
-    Errors of fake tensors alone, which have no data to go by, are not the model's.
+    Ignores errors that only fake tensors raise because they have no data.
     """
     try:
         result = model(*inputs, **keywords)
@@ -165,7 +165,7 @@ def _raise_models_own(
 
 
 def _fresh_caller() -> Callable[..., Any]:
-    """A function with code of its own, so that no other compilation of anything counts."""
+    """Make a function with its own code object, so that it shares no compilations."""
 
     def call(
         model: Callable[..., Any],

@@ -1,8 +1,8 @@
-"""What a person names on the command line, as a model with its inputs.
+"""Builds the model and inputs that are named on the command line.
 
-`file.py:function` or `package.module:function`. The function is called where tensors have no memory
-and returns `(model, inputs)` or `(model, inputs, loss)`; inputs are a tensor, a tuple or a
-dictionary of keywords. If it takes `batch`, it is called once for each batch that is looked at.
+A name is `file.py:function` or `package.module:function`. The function is called with the meta
+device as default and returns `(model, inputs)` or `(model, inputs, loss)`; inputs are a tensor, a
+tuple or a dictionary of keywords. If it takes `batch`, it is called once per batch size.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ Built = tuple[Any, Callable[[int], Any], Any]
 
 
 def build(name: str, batch: int, length: int, dtype: str) -> tuple[Built, bool]:
-    """Model, inputs for a batch, loss; and whether other batches can be asked for."""
+    """Return (model, inputs for a batch, loss), and True if other batch sizes can be asked for."""
     if name.startswith(huggingface.PREFIX):
         return huggingface.build(name.removeprefix(huggingface.PREFIX), length, dtype), True
     factory = _factory(name)
@@ -73,7 +73,7 @@ def _names_in(place: str) -> dict[str, Any]:
     if place.endswith(".py"):
         if not path.is_file():
             raise InvalidInput([Violation("bad-value", "model", f"there is no file {place}")])
-        sys.path.insert(0, str(path.resolve().parent))  # as `python file.py` has it
+        sys.path.insert(0, str(path.resolve().parent))  # like `python file.py`
         return runpy.run_path(place, run_name=path.stem)
     sys.path.insert(0, "")
     try:

@@ -1,4 +1,4 @@
-"""`offcompile.fit`: does it fit, how fast would it be, and what else could one do?"""
+"""`offcompile.fit`: tells if a step fits, how fast it would be, and what the alternatives are."""
 
 from __future__ import annotations
 
@@ -26,16 +26,16 @@ from .plan import CPU, Ahead, Asked, Tell, check_model, refuse_measuring, simple
 from .scaled import Scale
 from .simple_ways import policy_ways
 
-#: other budgets are planned for until so much time has gone by
+#: no further budgets are planned after this time
 TABLE_SECONDS = 20.0
 #: planning time of each search for another budget or batch
 TRIAL_SECONDS = 1.0
 #: planning time of each published policy
 COMPARED_SECONDS = 2.0
-#: of the way from the floor to all that the step takes when nothing moves
+#: budgets to plan, as shares of the way from the floor to the peak when nothing moves
 SHARES = (0.5, 0.25, 0.75, 0.1)
-#: the largest batch is told apart up to this share of it; below a batch that has no plan although
-#: its floor fits, so many smaller ones are tried
+#: relative precision of the largest batch; and the number of smaller batches to try if a batch has
+#: no plan although its floor fits
 PRECISION, MOST_TRIES = 0.01, 4
 
 
@@ -45,15 +45,15 @@ class Point:
 
     memory_bytes: int
     step_us: float
-    #: whether anything moves
+    #: True if anything moves
     moves: bool
     policy: str = ""
 
 
 @dataclass(frozen=True)
 class FitReport:
-    """The answer. `report` is None where nothing fits; then `reason` and `smallest_change` say why,
-    and what would help."""
+    """The answer. `report` is None if nothing fits; then `reason` says why, and `smallest_change`
+    what would help."""
 
     hardware: str
     batch: int
@@ -61,15 +61,15 @@ class FitReport:
     report: PlanReport | None
     reason: str = ""
     smallest_change: str = ""
-    #: budgets and what a step takes under each, the least memory first
+    #: step times under other budgets, least memory first
     table: tuple[Point, ...] = ()
-    #: None: not looked for
+    #: None: not searched
     largest_batch: int | None = None
-    #: most bytes of each tier, rounding included
+    #: peak bytes of each tier, including rounding
     tier_bytes: Mapping[str, int] = field(default_factory=dict)
-    #: written to files with every step
+    #: bytes written to files in every step
     spilled_bytes: int = 0
-    #: what simpler ways take of the same step; none where nothing has to move
+    #: the same step by simpler ways; empty if nothing has to move
     simple_ways: tuple[SimpleWay, ...] = ()
 
     @property
@@ -157,12 +157,12 @@ def fit(
     stream_states: bool = True,
     options: Mapping[str, object] | None = None,
 ) -> FitReport:
-    """Whether a training step fits, what it would take, and what the other choices are.
+    """Tell if a training step fits, how long it would take, and what the other choices are.
 
-    make_inputs: from a batch size to the model's arguments: a tensor, a tuple, or a dictionary of
-    keywords. table: plan under other budgets too; largest: look for the largest batch that fits;
-    compare: plan with each published policy by itself too.
-    The rest is as in `offcompile.plan`, which raises where this answers.
+    make_inputs: maps a batch size to the model's arguments: a tensor, a tuple, or a dictionary of
+    keywords. table: also plan under other budgets; largest: search for the largest batch that fits;
+    compare: also plan with each published policy by itself.
+    The other arguments are those of `offcompile.plan`, which raises if nothing fits.
     """
     if batch < 1:
         raise InvalidInput(
@@ -225,7 +225,7 @@ class _Fitting:
         return replace(found, table=points, largest_batch=most, simple_ways=ways)
 
     def simple_ways(self, report: PlanReport | None, compare: bool) -> tuple[SimpleWay, ...]:
-        """None where nothing has to move: there is nothing to compare."""
+        """Evaluate simpler ways; none if nothing has to move."""
         if report is not None and report.fits:
             return ()
         self.tell("comparing with simpler ways")
@@ -263,7 +263,7 @@ class _Fitting:
     # --- other batches ------------------------------------------------------------------------
 
     def largest(self) -> int | None:
-        """None: batches do not compare."""
+        """Find the largest batch that fits; None if traces of different batches do not line up."""
         other = Ahead.of(self.asked(2 * self.batch), self.tell, self.target)
         batches = self.batch, 2 * self.batch
         pairs = zip(variants(self.ahead), variants(other), strict=False)
@@ -295,7 +295,7 @@ class _Fitting:
         return low
 
     def planned(self, problem: Problem, at_home: bool) -> bool:
-        """Whether there is a plan for it within the budget."""
+        """True if there is a plan for it within the budget."""
         try:
             decide(
                 problem,
@@ -313,13 +313,14 @@ class _Fitting:
 
 
 def published_ways(ahead: Ahead, budget: int, seconds: float) -> list[SimpleWay]:
-    """seconds: of each policy with weights here, and again with weights on the host."""
+    """Plan with each published policy. seconds: per policy, with weights on the device and again
+    with weights on the host."""
     room = max(1, budget - ahead.target.reserve_bytes(budget))
     return list(policy_ways(variants(ahead), ahead.survey.machine(room), seconds))
 
 
 def variants(ahead: Ahead) -> list[Problem]:
-    """The step with everything at home, and with weights on the host."""
+    """The step with all tensors on the device, and with weights on the host."""
     survey = ahead.survey
     plain = survey.problem(ahead.graphs).problem
     weights = sum(t.nbytes for t in plain.tensors if t.kind == "weight")
@@ -330,14 +331,14 @@ def variants(ahead: Ahead) -> list[Problem]:
 
 
 def variants_in_pieces(ahead: Ahead, tell: Tell) -> list[Problem]:
-    """The same with the loss in as many pieces as the planner tries; none where it tries none."""
+    """Like `variants`, with the loss in as many pieces as the planner tries; maybe empty."""
     if not ahead.may_split:
         return []
     return variants(ahead.in_pieces(min(LADDER[-1], ahead.most_pieces), tell))
 
 
 def pareto(points: Iterable[Point]) -> tuple[Point, ...]:
-    """Those that no other beats in both memory and time, the least memory first."""
+    """Keep the points that no other beats in both memory and time, least memory first."""
     kept: list[Point] = []
     for point in sorted(points, key=lambda p: (p.memory_bytes, p.step_us)):
         if not kept or point.step_us < kept[-1].step_us:
@@ -346,7 +347,7 @@ def pareto(points: Iterable[Point]) -> tuple[Point, ...]:
 
 
 def tier_bytes(report: PlanReport) -> dict[str, int]:
-    """Most of each tier: of the device with what the runtime takes, elsewhere in whole pages."""
+    """Peak bytes per tier: the device including the runtime's reserve, others in whole pages."""
     found = {DEVICE: report.planned_peak_bytes}
     for tier, nbytes in report.timeline.peak_bytes.items():
         if tier == DEVICE or nbytes == 0:

@@ -1,6 +1,6 @@
-"""`hf:NAME` and `hf:FOLDER`: models of transformers by size, without weights or a network.
+"""`hf:NAME` and `hf:FOLDER`: builds transformers models without weights or network access.
 
-Sizes are those of the models' published configurations.
+Sizes are from the models' published configurations.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def _llama(
     }
 
 
-#: name → class of the configuration, and what differs from its defaults
+#: name → configuration class, and values that differ from its defaults
 SIZES: Mapping[str, tuple[str, Mapping[str, int]]] = {
     "gpt2": _gpt2(12, 768, 12),
     "gpt2-medium": _gpt2(24, 1024, 16),
@@ -61,8 +61,8 @@ SIZES: Mapping[str, tuple[str, Mapping[str, int]]] = {
     "llama-3.1-70b": _llama(80, 8192, 28_672, 64, 8, 128_256),
     "mistral-7b": _llama(32, 4096, 14_336, 32, 8, 32_768),
 }
-#: heads that train a language model, in the order of preference, and the name of their loss: where
-#: it is not said, transformers writes a warning, which would break the graph
+#: heads that train a language model, in order of preference → name of their loss; without a name,
+#: transformers logs a warning, which would break the graph
 HEADS = {
     "AutoModelForCausalLM": "ForCausalLM",
     "AutoModelForMaskedLM": "ForMaskedLM",
@@ -71,7 +71,7 @@ HEADS = {
 
 
 def build(name: str, length: int, dtype: str) -> tuple[Any, Callable[[int], Any], Any]:
-    """Model on the meta device, inputs for a batch, and the loss; `name` without its prefix."""
+    """Build a meta model, its inputs for a batch, and its loss. `name` comes without the prefix."""
     import torch
 
     config = _config(name)
@@ -79,7 +79,7 @@ def build(name: str, length: int, dtype: str) -> tuple[Any, Callable[[int], Any]
     if length > most:
         detail = f"{length} is more than the {most} positions of {name}; give that or less"
         raise InvalidInput([Violation("bad-value", "--length", detail)])
-    config.use_cache = False  # nothing is generated while training
+    config.use_cache = False  # training generates nothing
     head, loss_type = _head_for(config, name)
     with torch.device("meta"):
         model = head.from_config(config).to(getattr(torch, dtype))

@@ -1,4 +1,4 @@
-"""Equal layers of a model, and the same model with fewer of them."""
+"""Finds equal layers of a model, and makes the same model with fewer of them."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from typing import Any
 
 from torch import nn
 
-#: traced of equal layers: so many periods, and one less
+#: equal layers are traced with this many periods, and with one less
 PERIODS = 4
 #: shorter stacks are traced whole
 FEWEST_PERIODS = 6
-#: layers of so many kinds may take turns
+#: most kinds of layers that may alternate
 LONGEST_PERIOD = 8
 
 _HOOKS = tuple(k for k in vars(nn.Module()) if "hooks" in k)
@@ -22,7 +22,7 @@ _OF_MODULES = frozenset({*vars(nn.Module()), "_modules", "_parameters", "_buffer
 
 @dataclass(frozen=True)
 class Layers:
-    """A list of layers in a model: `count` of them, every `period`-th equal."""
+    """A list of `count` layers in a model, of which every `period`-th is equal."""
 
     path: str
     count: int
@@ -30,16 +30,16 @@ class Layers:
 
     @property
     def beyond(self) -> int:
-        """Periods that are left out where `PERIODS` of them stand for all."""
+        """Number of periods left out if `PERIODS` of them stand for all."""
         return (self.count - self.kept(PERIODS)) // self.period
 
     def kept(self, periods: int) -> int:
-        """So many periods' layers, and what is left over at the end of the whole list."""
+        """Number of layers in that many periods, plus the remainder at the end of the list."""
         return periods * self.period + self.count % self.period
 
 
 def find_layers(model: nn.Module) -> Layers | None:
-    """The longest list of equal layers; None: there is none that is worth it."""
+    """Find the longest list of equal layers; None if no list is worth shortening."""
     found = []
     for path, module in model.named_modules():
         if not isinstance(module, nn.ModuleList | nn.Sequential):
@@ -56,8 +56,8 @@ def find_layers(model: nn.Module) -> Layers | None:
 
 
 def shortened(model: nn.Module, layers: Layers, periods: int) -> nn.Module:
-    """The model with the first so many periods of layers. It shares everything with the given one,
-    which stays as it is."""
+    """Make the model with only the first `periods` periods of layers. It shares everything with
+    the given model, which is unchanged."""
     whole = model.get_submodule(layers.path)
     assert isinstance(whole, nn.ModuleList | nn.Sequential)
     few = list(whole)[: layers.kept(periods)]
@@ -77,7 +77,7 @@ def _with(module: nn.Module, path: list[str], new: nn.Module) -> nn.Module:
     return made
 
 
-# --- what makes layers equal -----------------------------------------------------------------
+# --- equality of layers ----------------------------------------------------------------------
 
 
 def _repeat(layers: list[nn.Module], told: list[list[Any]], period: int) -> bool:
@@ -90,7 +90,7 @@ def _repeat(layers: list[nn.Module], told: list[list[Any]], period: int) -> bool
 
 
 def _told_of_each(model: nn.Module, count: int) -> list[list[Any]]:
-    """Lists with one value for each layer, such as kinds of attention in a configuration."""
+    """Find lists with one value per layer, such as attention types in a configuration."""
     found: list[list[Any]] = []
     for module in model.modules():
         for value in _attributes(module).values():
@@ -100,7 +100,7 @@ def _told_of_each(model: nn.Module, count: int) -> list[list[Any]]:
 
 
 def _equal(a: nn.Module, b: nn.Module, i: int, j: int) -> bool:
-    """Whether two layers compute alike, as far as can be seen: what cannot be compared differs."""
+    """True if two layers provably compute alike; incomparable values count as different."""
     ours, theirs = list(a.named_modules()), list(b.named_modules())
     if len(ours) != len(theirs):
         return False
@@ -140,7 +140,7 @@ def _is_plain(value: Any) -> bool:
 
 
 def _same(a: Any, b: Any, i: int, j: int) -> bool:
-    """A layer may know which one it is."""
+    """Compare two attribute values; a layer's own index may differ."""
     if a is b or (type(a) is int and (a, b) == (i, j)):
         return True
     if type(a) is not type(b):

@@ -1,4 +1,4 @@
-"""Where a step repeats: what the longer of two traces has more than the shorter."""
+"""Finds the periodic parts of a step: the runs of ops that only the longer of two traces has."""
 
 from __future__ import annotations
 
@@ -9,19 +9,19 @@ from functools import cached_property
 from offcompile.ir import Op, Problem, Tensor
 
 FORWARD = "forward"
-#: more runs of ops than this, which the longer trace has more in one half, are not looked for
+#: most extra runs of ops to look for in one half of the longer trace
 MOST_WINDOWS = 4
 
 Shape = tuple[object, ...]
 
 
 def slots_of(op: Op) -> tuple[str, ...]:
-    """Its operands, reads first, each as often as it is named."""
+    """The operands of an op with repetitions, reads first."""
     return op.reads + op.writes
 
 
 def shape_of(op: Op) -> Shape:
-    """What two ops have in common that differ only in their tensors."""
+    """The properties of an op other than its tensors."""
     direct = tuple(op.direct.get(t) for t in slots_of(op))
     counts = len(op.reads), len(op.writes)
     costs = op.duration_us, op.workspace_bytes, op.host_duration_us
@@ -29,29 +29,29 @@ def shape_of(op: Op) -> Shape:
 
 
 def looks(tensor: Tensor) -> tuple[object, ...]:
-    """What two tensors have in common that differ only in their names."""
+    """The properties of a tensor other than its name."""
     ratios = tuple(sorted(tensor.ratios.items()))
     return tensor.nbytes, tensor.kind, tensor.home, tensor.pinned, ratios
 
 
 @dataclass(frozen=True)
 class Window:
-    """So many ops from `start` on are the first period of several."""
+    """A periodic part of a step, whose first period is `length` ops from `start` on."""
 
     start: int
     length: int
-    #: the last period like it, counted from 0
+    #: index of the last equal period, counted from 0
     last: int
 
     def period(self, position: int) -> int:
-        """Which one an op belongs to; below 0: it stands before them, above `last`: after them."""
+        """The period that an op belongs to; < 0: before all periods, > `last`: after them."""
         return (position - self.start) // self.length
 
 
 @dataclass(eq=False)
 class Facts:
-    """A problem with the place of each tensor: the op that touches it first, and as which of that
-    op's operands."""
+    """A problem with the place of each tensor: the first op that touches it, and the operand slot
+    in that op."""
 
     problem: Problem
 
@@ -75,21 +75,21 @@ class Facts:
         return self.problem.tensor[name]
 
     def region(self, windows: Sequence[Window], position: int) -> int | None:
-        """The window whose periods an op is one of, or else stands behind, or else before, in the
-        same half of the step; None: this half has no window."""
+        """The window that an op is in, or else the one that it follows, or else the first, in the
+        same half of the step; None if this half has no window."""
         half = [i for i, w in enumerate(windows) if (w.start < self.turn) == (position < self.turn)]
         before = [i for i in half if windows[i].start <= position]
         return before[-1] if before else next(iter(half), None)
 
 
 def turn_of(problem: Problem) -> int:
-    """Index of the first op that is not forward's."""
+    """Index of the first op after forward."""
     return next((i for i, op in enumerate(problem.ops) if op.phase != FORWARD), len(problem.ops))
 
 
 def find_windows(larger: Problem, smaller: Problem) -> list[Window] | None:
-    """Where `larger` has periods more than `smaller`, in order; None: that is not what tells them
-    apart."""
+    """Find where `larger` has more periods than `smaller`, in order; None if they differ in other
+    ways."""
     long, short = ([shape_of(op) for op in p.ops] for p in (larger, smaller))
     turns = turn_of(larger), turn_of(smaller)
     facts = Facts(larger)
@@ -117,7 +117,7 @@ def find_windows(larger: Problem, smaller: Problem) -> list[Window] | None:
 def _runs(
     short: Sequence[Shape], long: Sequence[Shape], at: int, left: int
 ) -> list[tuple[int, int]] | None:
-    """Position and length of each run that the longer has more, each equal to what is before it."""
+    """Position and length of each extra run of `long`; each equals the run before it."""
     at = next((i for i in range(at, len(short)) if short[i] != long[i]), len(short))
     missing = len(long) - len(short)
     if missing == 0:
@@ -141,8 +141,8 @@ def _first(
     length: int,
     steps: set[int],
 ) -> Window | None:
-    """The earliest period around a run whose ops are those of the next, with operands that are the
-    same, or one of these steps apart."""
+    """Find the earliest period around a run that has the same ops as the next period, with operands
+    that are equal or one of these steps apart."""
     start = at - length
     while start > low and shapes[start - 1] == shapes[start - 1 + length]:
         start -= 1

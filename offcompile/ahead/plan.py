@@ -1,4 +1,4 @@
-"""`offcompile.plan`: what the backend would do with a model, on hardware that need not be there."""
+"""`offcompile.plan`: plans a model as the backend would, for hardware that need not be present."""
 
 from __future__ import annotations
 
@@ -37,14 +37,14 @@ from .simple_ways import SimpleWays
 from .surveyed import AheadProblemSource, NotAlike, Twin
 
 CPU = "cpu"
-#: which positional argument of attention is the share that is dropped
+#: position of the dropout probability in the arguments of attention
 DROPOUT_AT = 4
 Tell = Callable[[str], None]
 
 
 @dataclass(frozen=True)
 class Asked:
-    """What to plan, and for what."""
+    """A request to plan a model."""
 
     model: nn.Module
     inputs: tuple[Any, ...]
@@ -52,11 +52,11 @@ class Asked:
     options: Options
     loss: Callable[[Any], Any] | None = None
     optimizer: str | None = None
-    #: whether equal layers are traced a few times only
+    #: True if only a few of equal layers are traced
     repeats: bool = True
-    #: whether ops are run that are not known, to see what they take
+    #: True if ops of unknown cost are run and measured
     measures: bool = False
-    #: whether an optimizer's states on the host may cross to the device for their update
+    #: True if optimizer states on the host may stream to the device for their update
     streams: bool = True
 
 
@@ -73,20 +73,20 @@ def plan(
     options: Mapping[str, object] | None = None,
     **keywords: Any,
 ) -> PlanReport:
-    """What a training step of the model would take, without the hardware: nothing is allocated, and
-    nothing runs. The report is the one that a compiled model has, but for what is measured.
+    """Predict a training step of the model without the hardware: allocates nothing and runs
+    nothing. The report is that of a compiled model, without measurements.
 
-    model: may be on the meta device. inputs, keywords: what it is called with; of tensors only
-    shape and type count, so these may be on the meta device too.
-    memory: as in the backend's options; None: all that the device has.
-    hardware: a profile's name or file; None: this machine, which is measured once.
-    loss: from the model's output to what is differentiated; None: the output is.
-    optimizer: "adamw", "adam", "momentum", "sgd": its states and updates are part of the step, as
+    model: may be on the meta device. inputs, keywords: its arguments; only shapes and dtypes of
+    tensors matter, so they may be on the meta device too.
+    memory: as in the backend's options; None: all memory of the device.
+    hardware: name or file of a profile; None: this machine, which is measured once.
+    loss: maps the model's output to the value to differentiate; None: the output itself.
+    optimizer: "adamw", "adam", "momentum" or "sgd": the step includes its states and updates, as
     `offcompile.optim` runs them with `overlap=True`; None: the step ends with the gradients.
-    stream_states: the device may make some of the updates of weights on the host, their states
-    crossing to it and back (`stream` of `offcompile.optim`); False: the host makes all of them.
-    measure: run ops that are not known yet to see what they take, instead of reckoning it.
-    options: others of the backend's.
+    stream_states: the device may make some updates of weights on the host, with states streamed to
+    it and back (`stream` of `offcompile.optim`); False: the host makes all of them.
+    measure: run ops of unknown cost to measure them, instead of estimating.
+    options: other options of the backend.
 
     Raises `Infeasible` if no plan fits, with the smallest change that would help.
     """
@@ -106,13 +106,13 @@ def plan(
     with Progress("plan") as tell:
         try:
             return _compared(Ahead.of(asked, tell), tell)
-        except NotAlike as error:  # as with operands on the host, which are measured only now
+        except NotAlike as error:  # e.g. with operands on the host, which are measured only now
             tell(f"{error} All of them are traced.")
             return _compared(Ahead.of(replace(asked, repeats=False), tell), tell)
 
 
 def _compared(ahead: Ahead, tell: Tell) -> PlanReport:
-    """The report, with what simpler ways take where something has to move."""
+    """Make the report; compare with simpler ways if something has to move."""
     report = ahead.report(tell)
     if report.fits:
         return report
@@ -144,7 +144,7 @@ def check_model(model: object) -> nn.Module:
 
 
 def trace_ahead(asked: Asked, model: nn.Module, for_card: bool) -> Traced:
-    """The graphs of a call, on tensors without memory that say to be on the CPU."""
+    """Trace the graphs of a call on fake CPU tensors."""
     mode = FakeTensorMode()
     fake = _without_memory(mode, model)
     inputs, keywords = tree_map_only(
@@ -156,7 +156,7 @@ def trace_ahead(asked: Asked, model: nn.Module, for_card: bool) -> Traced:
 
 @contextmanager
 def fused_attention() -> Iterator[None]:
-    """Attention as cards have it: fused with dropout too, which the CPU takes apart."""
+    """Trace attention as on GPUs, fused even with dropout; the CPU would decompose it."""
     plain = functional.scaled_dot_product_attention
 
     def fused(*given: Any, **named: Any) -> torch.Tensor:
@@ -180,14 +180,14 @@ def _faked(mode: FakeTensorMode, given: torch.Tensor) -> torch.Tensor:
 
 
 def _without_memory(mode: FakeTensorMode, model: nn.Module) -> nn.Module:
-    """A copy of the model whose parameters and buffers have none."""
+    """Copy the model with fake parameters and buffers."""
     known: dict[int, torch.Tensor] = {}
     for t in (*model.parameters(), *model.buffers()):
         made = _faked(mode, t)
         if isinstance(t, nn.Parameter):
             made = nn.Parameter(made.detach(), requires_grad=t.requires_grad)
         known[id(t)] = made
-    # what is known already is not copied
+    # tensors in the memo are not copied
     return copy.deepcopy(model, dict(known))
 
 
@@ -195,7 +195,7 @@ def _without_memory(mode: FakeTensorMode, model: nn.Module) -> nn.Module:
 
 
 def target_ahead(options: Options, tell: Tell) -> Target:
-    """The machine of the profile; this one where none is named."""
+    """The target of the named hardware profile; this machine if none is named."""
     if options.hardware is None:
         return target_for(options, None, tell)
     profile = load_profile(options.hardware)
@@ -215,10 +215,10 @@ class Ahead:
     survey: AheadProblemSource
     #: planning time of each search
     seconds: float
-    #: what was traced, to be put in pieces: the model, and the same with a period of layers less
+    #: traces to split: the model, and the same with one period of layers less
     traces: tuple[Traced, ...] = ()
     layers: Layers | None = None
-    #: in how many pieces the loss is
+    #: number of pieces of the loss; None: whole
     pieces: int | None = None
     _in_pieces: dict[int, Ahead] = field(default_factory=dict)
 
@@ -266,7 +266,7 @@ class Ahead:
     # --- in pieces --------------------------------------------------------------------------
 
     def in_pieces(self, pieces: int, tell: Tell) -> Ahead:
-        """The same model with its loss in pieces."""
+        """Return the same model with its loss in pieces."""
         if pieces not in self._in_pieces:
             tell(f"putting the loss in {pieces} pieces")
             made = self._made(self.asked, self.target, self.traces, self.layers, pieces, tell)
@@ -275,7 +275,7 @@ class Ahead:
 
     @property
     def most_pieces(self) -> int:
-        """0: there is nothing to split."""
+        """The most pieces of the loss; 0 if there is nothing to split."""
         splits = self.traces[0].splits if self.traces else None
         return 0 if splits is None or self.graphs.backward is None else splits.most_pieces
 
@@ -285,14 +285,14 @@ class Ahead:
 
     @property
     def words_split(self) -> int:
-        """The most words of a loss that may be split."""
+        """The largest word count of a loss that can be split."""
         splits = self.traces[0].splits
         found = None if splits is None else splits.found
         return 0 if found is None else max(region.words for region in found.regions)
 
     @staticmethod
     def _survey(asked: Asked, target: Target, graphs: Graphs) -> AheadProblemSource:
-        # costs of ops are reckoned, not measured, where a profile is named
+        # with a named profile, op costs are estimated, not measured
         hardware = asked.options.hardware or (None if asked.measures else CPU)
         options = replace(asked.options, hardware=hardware)
         updates = None
@@ -304,7 +304,7 @@ class Ahead:
     def choose(
         self, memory: Any, tell: Tell, seconds: float | None = None, explains: bool = True
     ) -> Choice:
-        """The plan of the model, whole or with its loss in pieces. Raises `Infeasible`."""
+        """Plan the model, whole or with its loss in pieces. Raises `Infeasible`."""
         options = replace(self.asked.options, memory=memory)
         splits = self.traces[0].splits if self.traces else None
         found, pieces = Ways(
@@ -323,7 +323,7 @@ class Ahead:
     def choose_whole(
         self, memory: Any, tell: Tell, seconds: float | None = None, explains: bool = True
     ) -> Choice:
-        """The plan of the model as it is here. Raises `Infeasible`."""
+        """Plan the model without splitting further. Raises `Infeasible`."""
         options = self.survey.options
         options = replace(
             options, memory=memory, seconds=seconds or options.seconds or self.seconds

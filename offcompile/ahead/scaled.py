@@ -1,7 +1,7 @@
-"""A step at other batch sizes, from two that were traced: sizes and durations are straight lines.
+"""Scales a step to other batch sizes, by linear interpolation between two traced batches.
 
-Bytes are exact where every dimension is the batch times something, or does not know of it; a
-duration is exact where the same limit of the hardware holds for all batches in between.
+Bytes are exact if every dimension is proportional to the batch or independent of it. A duration is
+exact if the same hardware limit bounds the op for all batches in between.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from offcompile.ir import Op, Problem, Tensor
 
 @dataclass(frozen=True)
 class Scale:
-    """The same step twice, for a smaller and a larger batch."""
+    """The same step, traced for a smaller and a larger batch."""
 
     small: Problem
     large: Problem
@@ -22,7 +22,7 @@ class Scale:
 
     @property
     def lines_up(self) -> bool:
-        """Whether both have the same ops on the same tensors."""
+        """True if both have the same ops on the same tensors."""
         a, b = self.small, self.large
         if len(a.ops) != len(b.ops) or a.tensor.keys() != b.tensor.keys():
             return False

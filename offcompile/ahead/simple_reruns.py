@@ -1,8 +1,8 @@
-"""Recomputation as people have it without a planner: blocks checkpointed, or torch's budget.
+"""Simulates recomputation without a planner: checkpointed blocks, or torch's memory budget.
 
-Both run on the problem that the planner is given. There the addition that ends a block may be one
-kernel with the norm that begins the next, and whoever runs the norm again would run the addition
-too. Checkpointing ends its kernels where blocks end, so there such a kernel is taken apart.
+Both use the problem that the planner gets. In it, the addition that ends a block may be fused with
+the norm that begins the next, so recomputing the norm would recompute the addition too. Kernels of
+checkpointed blocks end where blocks end, so such a kernel is split for checkpointing.
 """
 
 from __future__ import annotations
@@ -14,34 +14,34 @@ from offcompile.ir import Op, Problem
 from offcompile.passes.search.recompute_fit import DEAR, FittingReruns, rank
 from offcompile.passes.search.recompute_fit import Rerunning as Rerunning
 
-#: into how many parts forward is cut where no names tell its blocks apart
+#: numbers of parts to cut forward into if names do not reveal its blocks
 PARTS = (24, 12, 6)
-#: blocks named by the first number in a module's path, by two, by three
+#: blocks may be named by the first one, two or three numbers in a module's path
 DEPTHS = (1, 2, 3)
-#: fewer blocks than this are no blocks
+#: with fewer, names do not reveal blocks
 FEWEST_BLOCKS = 2
-#: words of a label that has no path
+#: number of words in a label without a path
 SHAPE_AND_TYPE = 2
-#: results of a kernel below this share of a block's input are statistics of it
+#: kernel outputs below this share of a block's input size count as statistics of it
 SMALL_SHARE = 1 / 8
 
 
 @dataclass(eq=False)
 class Reruns(FittingReruns):
-    """Choices for one problem in which the tensors of `away` leave, and nothing else moves.
+    """Recomputation choices for one problem in which only the tensors of `away` move.
 
     `budgeted` stands for `torch._functorch.config.activation_memory_budget`, set to the largest
-    share that fits. Torch solves a knapsack over the ops that its own cut would not repeat; both
-    weigh saved bytes against time and know nothing of when an op runs again.
+    share that fits. Torch solves a knapsack over the ops that its own cut would not recompute; both
+    weigh saved bytes against time, and ignore when an op is recomputed.
     """
 
     def blocks_again(self, labels: Mapping[str, str], capacity: int) -> tuple[Reruns, Rerunning]:
-        """Keep what enters each block and what is made outside of blocks; run the insides again.
+        """Keep inputs of blocks and tensors made outside of blocks; recompute the inside of blocks.
 
-        A block is a module that has a number in its path, the outermost such or one within; without
-        names forward is cut into equal parts. Of these the fastest that fits counts, or else the
-        one that does with least memory. It comes with the choices of the problem that it is for,
-        in which kernels end where blocks do.
+        A block is a module with a number in its path, the outermost such or a nested one; without
+        names, forward is cut into equal parts. Returns the fastest choice that fits, or else the
+        one with the lowest peak, along with the `Reruns` of its problem, in which kernels end where
+        blocks end.
         """
         found: list[tuple[Reruns, Rerunning]] = []
         for depth in DEPTHS:
@@ -67,7 +67,7 @@ def _dear(tensor: str) -> float:
 
 
 def blocks_of(problem: Problem, labels: Mapping[str, str], depth: int) -> list[str | None]:
-    """Per forward op the block that it belongs to; None: it stands before or after all of them.
+    """The block of each forward op; None: the op is outside of all blocks.
 
     An op without a path belongs to the block of the op before it.
     """
@@ -84,20 +84,20 @@ def blocks_of(problem: Problem, labels: Mapping[str, str], depth: int) -> list[s
 
 
 def path_of(label: str) -> str:
-    """The module's path in a label; before shape and type, which a tuple does not have."""
+    """The module path in a label. Shape and dtype follow it, except for tuples."""
     words = label.split(" ")
     return "" if len(words) == SHAPE_AND_TYPE else words[0]
 
 
 def block_named(path: str, depth: int) -> str | None:
-    """`transformer.h.3` of `transformer.h.3.mlp.act`, for depth 1; None: it has fewer numbers."""
+    """`transformer.h.3.mlp.act` → `transformer.h.3` for depth 1; None if it has fewer numbers."""
     parts = path.split(".")
     numbers = [i for i, part in enumerate(parts) if part.isdecimal()]
     return ".".join(parts[: numbers[depth - 1] + 1]) if len(numbers) >= depth else None
 
 
 def crossing(problem: Problem, starts: Iterable[int]) -> set[str]:
-    """Tensors made in forward before one of these positions of it, and read there or later."""
+    """Tensors made before one of these positions of forward, and read there or later."""
     made: dict[str, int] = {}
     last: dict[str, int] = {}
     forward = [op for op in problem.ops if op.phase == "forward"]
@@ -110,11 +110,11 @@ def crossing(problem: Problem, starts: Iterable[int]) -> set[str]:
 
 
 def kernels_parted(problem: Problem, starts: Iterable[int]) -> tuple[Problem, set[str]]:
-    """The problem with no kernel that belongs to two blocks, and what enters blocks then.
+    """Split kernels that belong to two blocks; return the problem and the inputs of blocks.
 
-    Of the results of one kernel that cross into a block, the one that is read last is taken to be
-    the block's input, and the others to be made of it in half of the kernel's time, with what is
-    too small to be anything but a statistic.
+    If several outputs of one kernel cross into a block, the one that is read last is taken as the
+    block's input. The others, and outputs small enough to be statistics, are assumed to be computed
+    from it in half of the kernel's time.
     """
     enters = crossing(problem, starts)
     forward = [op for op in problem.ops if op.phase == "forward"]

@@ -1,8 +1,8 @@
-"""The simple ways to fit a step, on the problem that the planner is given: what would they take?
+"""Evaluates simple ways to fit a step, on the same problem that the planner gets.
 
-A plan that is behind one of them is a fault. Each is judged by the same simulator, and in doubt in
-its favour: nothing is taken from the budget for a runtime, gradients go as soon as an update has
-read them, host updates reach the rate that plans reckon with.
+A plan that is slower than one of them is a bug. All are judged by the same simulator, and in their
+favour if in doubt: no budget is reserved for a runtime, gradients are freed as soon as an update
+has read them, and host updates reach the rate that plans assume.
 """
 
 from __future__ import annotations
@@ -28,16 +28,16 @@ CHECKPOINTED = "every block checkpointed"
 BUDGETED = "torch's activation_memory_budget"
 OFFLOADED = "ZeRO-Offload"
 BOTH = "ZeRO-Offload, every block checkpointed"
-#: what is compared with itself: it tries the others
+#: our own policy, which tries the others; not compared
 OURS = "joint"
 
 
 @dataclass(frozen=True, eq=False)
 class SimpleWays:
-    """What the simple ways take of one step.
+    """The simple ways for one step.
 
-    at_home: the step with all weights, gradients and states on the device. host_factor: how many
-    times longer an update takes on the host than on the device; None: the host updates nothing.
+    at_home: the step with all weights, gradients and states on the device. host_factor: duration of
+    an update on the host relative to the device; None: the host updates nothing.
     labels: op → the module that it belongs to.
     """
 
@@ -48,7 +48,7 @@ class SimpleWays:
     host_factor: float | None = None
 
     def all(self) -> Iterator[SimpleWay]:
-        """Recomputation alone, then ZeRO-Offload if there is an optimizer."""
+        """Evaluate recomputation alone, then ZeRO-Offload if there is an optimizer."""
         here = Reruns(self.at_home)
         yield self._recomputed(CHECKPOINTED, *here.blocks_again(self.labels, self.budget_bytes))
         yield self._recomputed(BUDGETED, here, here.budgeted(self.budget_bytes))
@@ -70,7 +70,7 @@ class SimpleWays:
     @property
     def without_updates(self) -> Problem:
         """Forward and backward with weights on the device, states on the host, and gradients that
-        are left for the host."""
+        may leave for the host."""
         tensors = tuple(
             replace(t, home=HOST)
             if t.kind == "state"
@@ -90,8 +90,8 @@ class SimpleWays:
         return SimpleWay(name, step_us, chosen.peak_bytes, self._missing(chosen.peak_bytes))
 
     def _offloaded(self, name: str, reruns: Reruns, chosen: Rerunning) -> SimpleWay:
-        """Gradients leave while backward runs. When all are there the host updates, one parameter
-        after the other, and each goes back while the next is updated."""
+        """Evaluate ZeRO-Offload: gradients leave while backward runs. Then the host updates one
+        parameter after the other, and copies each back while it updates the next."""
         found = self._recomputed(name, reruns, chosen)
         lane, factor = self._lane_back, self.host_factor
         if found.step_us is None or lane is None or factor is None:
@@ -105,7 +105,7 @@ class SimpleWays:
     def _judged_us(
         self, name: str, problem: Problem, decisions: Decisions, chosen: Rerunning
     ) -> float:
-        """The step's time under the budget, or under the least capacity at which it runs."""
+        """Simulate the step under the budget, or under its own peak if that is larger."""
         capacity = max(self.budget_bytes, chosen.peak_bytes)
         machine = self.machine.with_capacity(DEVICE, capacity)
         timeline = Simulator(problem, machine).run(build(problem, machine, decisions), record=False)
@@ -124,15 +124,15 @@ def _weights_ns(problem: Problem, op: Op, lane: Lane) -> int:
 
 
 def leaving_gradients(problem: Problem) -> tuple[Away, ...]:
-    """Each gradient leaves after the last op that touches it."""
+    """Make each gradient leave after the last op that touches it."""
     last = {t: op.id for op in problem.ops for t in op.operands}
     gradients = (t.id for t in problem.tensors if t.kind == "gradient" and t.id in last)
     return tuple(Away(g, last[g]) for g in gradients)
 
 
 def policy_ways(problems: list[Problem], machine: Machine, seconds: float) -> Iterator[SimpleWay]:
-    """Each published policy by itself, on the best of the problems (weights here, weights there),
-    for so many seconds on each of them."""
+    """Plan with each published policy, for `seconds` per problem (weights on the device, weights on
+    the host); yields the best of each policy."""
     for policy in POLICIES:
         if policy == OURS:
             continue

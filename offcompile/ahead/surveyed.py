@@ -1,4 +1,4 @@
-"""The survey of a model whose equal layers were traced a few times only."""
+"""Surveys a model of which only a few of the equal layers were traced."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from .unroll import relabelled, unroll
 
 
 class NotAlike(OffloadError):
-    """Layers that look equal are not compiled to equal parts: trace all of them."""
+    """Raised if layers that look equal do not compile to equal parts: trace all of them."""
 
 
 @dataclass(frozen=True)
@@ -33,23 +33,23 @@ class Twin:
 
 @dataclass(eq=False)
 class AheadProblemSource(ProblemSource):
-    """`twin`: what the layers that were left out are told from; None: all were traced."""
+    """A survey that can extrapolate. `twin`: used to infer missing layers; None: none missing."""
 
     twin: Twin | None = None
     updates: Updates | None = None
-    #: graphs as they were traced; others are the same with masks as bits
+    #: graphs as traced; other graphs are the same with masks packed as bits
     traced: Graphs | None = field(default=None, repr=False)
-    #: what was unrolled last, and of what
+    #: cached arguments and result of the last unrolling
     _last: tuple[Graphs, InPlace | None, Annotated] | None = field(default=None, repr=False)
 
     def apart(self, graphs: Graphs) -> Graphs:
-        """The graphs as they are: their twin's must stay alike."""
+        """Return the graphs unchanged, since they must stay like their twin's."""
         return graphs
 
     def annotate(
         self, graphs: Graphs, budget: int | None, progress: Callable[[str], None]
     ) -> Annotated:
-        self._last = None  # costs are found anew
+        self._last = None  # costs change
         if self.twin is not None:
             self.twin = self._twin_of(self.twin, graphs)
             self.twin.survey.annotate(self.twin.graphs, budget, progress)
@@ -60,7 +60,7 @@ class AheadProblemSource(ProblemSource):
         super().measure_in_place(graphs, in_place)
         if mine is None:
             return
-        self._last = None  # as above
+        self._last = None  # costs change
         if self.twin is None:
             return
         twin = self.twin.survey
@@ -135,7 +135,7 @@ class AheadProblemSource(ProblemSource):
         )
 
     def _twin_of(self, twin: Twin, graphs: Graphs) -> Twin:
-        """The twin of these graphs, with a survey of its own: others may still ask the first."""
+        """Make the twin of these graphs, with its own survey: the first may still be in use."""
         if graphs is self.traced:
             return twin
         made = compact(twin.graphs, hint_of(self.sizes), fuses=self.options.lowering == "inductor")
@@ -145,7 +145,7 @@ class AheadProblemSource(ProblemSource):
 
 
 def staying(problem: Problem, stays: frozenset[str]) -> Problem:
-    """The step with these weights on the device, for good."""
+    """Pin these weights to the device."""
     if not stays:
         return problem
     tensors = tuple(

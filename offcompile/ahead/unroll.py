@@ -1,12 +1,12 @@
-"""A step of many equal layers from one of few: the parts that repeat are repeated more often.
+"""Extrapolates a step of many equal layers from a step of few, by repeating its periodic parts.
 
 Two traces of the same model, with k and k−1 periods of its layers, differ by a few runs of ops that
-the longer one has more: one in forward, one in backward, and sometimes others (what backward needs
-of all layers may be made at forward's end). Around each such run the ops repeat: from one period to
-the next, every operand is the same tensor, or the one that stands one period further on where it is
-made, or one period further back. Copies of a period then stand for more layers. With one period
-less, the same rule must give the shorter trace, op by op and tensor by tensor: otherwise it is not
-exact, and not used.
+only the longer one has: one in forward, one in backward, and sometimes others (tensors that
+backward needs of all layers may be made at the end of forward). Around each such run the ops
+repeat: from one period to the next, every operand is the same tensor, or the tensor made one period
+later, or one period earlier. Copies of a period then stand for more layers. As a check, the same
+rule for one period less must give the shorter trace, op by op and tensor by tensor; otherwise the
+extrapolation is not exact, and is not used.
 """
 
 from __future__ import annotations
@@ -18,23 +18,23 @@ from offcompile.ir import Op, Problem, Tensor
 
 from .periods import Facts, Window, find_windows, looks, shape_of, slots_of
 
-#: how the tensor that an op uses changes from one period to the next
+#: change of an operand from one period to the next: none, one period later, one earlier
 SAME, ALONG, AGAINST = 0, 1, -1
-#: what cannot move and is smaller may differ in size
+#: pinned tensors smaller than this may differ in size
 SMALL_BYTES = 4096
 
 
 @dataclass(frozen=True)
 class Unrolled:
     problem: Problem
-    #: op or tensor → the one of the traced problem that it is a copy of, and how many periods
-    #: further on its module is
+    #: op or tensor → its original in the traced problem, and the number of periods by which its
+    #: module is shifted
     origin: dict[str, tuple[str, int]]
 
 
 def unroll(larger: Problem, smaller: Problem, more: int) -> Unrolled | None:
-    """`larger` with so many periods more, `smaller` being the same with one less; None: they do
-    not repeat in a way that is understood, or not exactly."""
+    """Add `more` periods to `larger`. `smaller` is the same step with one period less than
+    `larger`. None if the steps do not repeat exactly, or not in a known pattern."""
     windows = find_windows(larger, smaller)
     if windows is None:
         return None
@@ -46,8 +46,8 @@ def unroll(larger: Problem, smaller: Problem, more: int) -> Unrolled | None:
 
 
 def alike(one: Problem, other: Problem) -> bool:
-    """Whether two problems are the same but for names, the order in which tensors are listed, and
-    the sizes of what is too small to matter (one random seed for each layer, in one tensor)."""
+    """True if two problems are equal except for names, the order of the list of tensors, and sizes
+    of negligible tensors (such as one tensor with a random seed per layer)."""
     if len(one.ops) != len(other.ops) or len(one.tensors) != len(other.tensors):
         return False
     if one.steady != other.steady:
@@ -77,7 +77,7 @@ def _unused(problem: Problem) -> list[tuple[object, ...]]:
 
 
 def relabelled(label: str, layers: str, shift: int, period: int) -> str:
-    """`blocks.1.up 4×4` as `blocks.5.up 4×4`: two periods further on, each of two `layers`."""
+    """Shift a label: `blocks.1.up 4×4` → `blocks.5.up 4×4` by two periods of two `layers`."""
     head = f"{layers}." if layers else ""
     at = f" {label}".find(f" {head}")
     if shift == 0 or at < 0:
@@ -94,16 +94,16 @@ def relabelled(label: str, layers: str, shift: int, period: int) -> str:
 
 @dataclass(frozen=True)
 class _Ways:
-    #: op of a window, operand → which way its tensors go
+    #: (op of a window, operand) → the direction in which its tensor changes
     of: dict[tuple[int, int], int]
-    #: which way windows go beside each other, as their operands have it
+    #: pair of windows → their relative direction, inferred from operands
     between: dict[tuple[int, int], int]
     #: tensors that every period uses
     same: frozenset[str]
 
 
 def _ways(facts: Facts, windows: Sequence[Window]) -> _Ways | None:
-    """None: an operand goes neither way."""
+    """Find the direction of each operand; None if an operand has none."""
     of: dict[tuple[int, int], int] = {}
     between: dict[tuple[int, int], int] = {}
     same: set[str] = set()
@@ -149,7 +149,7 @@ class _Unrolling:
         return Unrolled(replace(problem, tensors=tensors, ops=ops), self.origin)
 
     def _in_order(self) -> Iterator[Tensor]:
-        """Copies stand behind what they are copies of."""
+        """List tensors in the original order, copies right after their originals."""
         copies: dict[str, list[Tensor]] = {}
         for name, tensor in self.tensors.items():
             copies.setdefault(self.origin[name][0], []).append(tensor)
@@ -178,7 +178,7 @@ class _Unrolling:
         )
 
     def _operand(self, t: str, position: int, copy: int | None) -> str:
-        """The tensor that takes the place of `t` in an op, or in one of its copies."""
+        """The tensor that replaces `t` in an op, or in one of its copies."""
         made, slot = self.facts.place[t]
         v = self.facts.region(self.windows, made)
         if v is None or t in self.ways.same:
@@ -192,8 +192,8 @@ class _Unrolling:
         return self._at(window, period + shift, offset, slot)
 
     def _shift(self, t: str, position: int, copy: int | None, v: int, period: int) -> int | None:
-        """How many periods further on the tensor is, seen from the first; None: it does not belong
-        to any."""
+        """The number of periods to shift an operand by, for the given copy of an op; None if the
+        tensor belongs to no period."""
         u = self.facts.region(self.windows, position)
         if u is None:
             return 0
@@ -205,7 +205,7 @@ class _Unrolling:
             if copy is None:
                 copy = self.more if mine > 0 else 0
             return copy if way == ALONG else self.more - copy
-        if period > self.windows[v].last:  # what follows the layers follows them still
+        if period > self.windows[v].last:  # tensors made after the layers stay after them
             return None
         way = ALONG if u == v else self.ways.between.get((u, v), ALONG)
         sees_last = (mine > 0) == (way == ALONG)
@@ -220,7 +220,7 @@ class _Unrolling:
 
     def _tensor(self, position: int, slot: int, copy: int | None) -> str:
         old = slots_of(self.facts.ops[position])[slot]
-        # an operand may have been there before: its own place counts
+        # an operand may be first touched elsewhere: that place counts
         name = self._named(old, self.facts.place[old][0], copy)
         if name not in self.tensors:
             self.tensors[name] = replace(self.facts.tensor(old), id=name)

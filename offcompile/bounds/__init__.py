@@ -1,8 +1,8 @@
 """Proven lower bounds: no valid plan of the problem is faster (contract §2).
 
-A bound holds for every plan: a free settled start, any tensor moved, direct access,
-recomputation, codecs, host updates, every tier and lane. Like `makespan_us` itself it speaks of
-the settled step of a steady problem.
+A bound holds for every plan: with any settled start, any moves, direct accesses, recomputations,
+codecs and host updates, on every tier and lane. Like `makespan_us` itself, it refers to the
+settled step of a steady problem.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ from .survey import Survey, survey
 
 __all__ = ["Bound", "Floor", "floor_bytes", "lower_bound", "simple_lower_bound"]
 
-#: an LP of so many columns takes about a second; the time grows with the square
+#: size of an LP that takes about a second; the time grows with the square
 COLUMNS_OF_A_SECOND = 6_500
 FIRST_SLOTS = 16
-#: beyond these no MILP is tried; none in which space too is taken whole
+#: largest sizes for a MILP, and for a MILP in which space is integral too
 MILP_COLUMNS = 12_000
 WHOLE_COLUMNS = 5_000
 WHOLE_SLOTS = 8
-#: how much of the time is for the bound of one moment, where it is asked for, and at least how much
+#: share of the time for the bound of one moment, if it is tried, and its minimum
 CUT_SHARE, LEAST_CUT_SECONDS = 0.5, 0.1
 
 
@@ -39,12 +39,12 @@ CUT_SHARE, LEAST_CUT_SECONDS = 0.5, 0.1
 class Bound:
     """A makespan that no valid plan can beat.
 
-    `method`: the argument that gave `us`: *compute* (every op runs), *cut* (what crosses before and
-    after one moment), *traffic* (the LP with merged slots), *lp* or *milp*. `parts`: what each
-    argument that was tried gave, in µs.
-    `complete`: every argument meant for a problem of this size came to its end.
+    `method`: the argument that gave `us`: *compute* (every op runs), *cut* (transfers before and
+    after one moment), *traffic* (the LP with merged slots), *lp* or *milp*. `parts`: the result of
+    each argument that was tried, in µs.
+    `complete`: every argument meant for a problem of this size was carried through.
     `away_hints`: (tensor, op before the gap) → part of the tensor that is away in that gap in the
-    best solution seen; gaps not named need no leaving.
+    best solution seen; gaps not named need no eviction.
     """
 
     us: float
@@ -52,12 +52,12 @@ class Bound:
     parts: Mapping[str, float] = field(default_factory=dict, hash=False)
     complete: bool = True
     away_hints: Mapping[tuple[str, str | None], float] = field(default_factory=dict, hash=False)
-    #: the solver found that no plan at all can exist (not counted as a proof in `us`)
+    #: the solver found that no plan exists (not counted as a proof in `us`)
     infeasible: bool = False
 
 
 def simple_lower_bound(problem: Problem, machine: Machine) -> float:
-    """The compute part alone, in µs: quick, exact, and weak where memory is tight."""
+    """The compute part alone, in µs: quick, exact, and weak if memory is tight."""
     return compute_ns(problem, machine) / 1000
 
 
@@ -75,7 +75,7 @@ def lower_bound(problem: Problem, machine: Machine, seconds: float = 5.0) -> Bou
 
 
 class _Search:
-    """From the cheapest argument to the dearest, while there is time."""
+    """Tries the arguments from the cheapest to the most expensive, while there is time."""
 
     def __init__(self, found: Survey, compute: int, deadline: float) -> None:
         self.found, self.deadline = found, deadline
@@ -105,7 +105,7 @@ class _Search:
         return self._bound()
 
     def _seconds(self, columns: int) -> float:
-        """About what an LP takes: from the last one if it said more than the rule of thumb."""
+        """Estimates the seconds of an LP from the last LP, or from a default before the first."""
         return (columns / self.columns_of_a_second) ** 2
 
     def _cut(self) -> None:
@@ -114,7 +114,7 @@ class _Search:
             self._prove(cut_bound(self.found, time.thread_time() + seconds), "cut", 1e-9)
 
     def _ladder(self) -> None:
-        """Merged slots, finer and finer, while the next is sure to be done in time."""
+        """Solves LPs with merged slots, ever finer, while the next one surely fits the time."""
         count = FIRST_SLOTS
         while count < self.found.n_ops:
             grid = coarse(self.found, count)
@@ -126,7 +126,7 @@ class _Search:
             count = count * 3 // 2
 
     def _milp(self, model: Model, finest: Grid) -> None:
-        """First who leaves, whole; then also the space that it takes, in finer and finer slots."""
+        """Solves MILPs with integral departures, then also with integral space, in finer slots."""
         columns, n = model.program.n_columns, self.found.n_ops
         if columns > MILP_COLUMNS or self.left() < 0.1:
             self.complete = False
@@ -143,7 +143,7 @@ class _Search:
         self.complete &= columns > WHOLE_COLUMNS
 
     def _lp(self, found: Survey, grid: Grid, name: str) -> Model | None:
-        """The model, if its LP has a solution; its bound is taken."""
+        """Solves the LP and uses its bound; returns the model if there is a solution."""
         if self.left() <= 0:
             self.complete = False
             return None
@@ -155,7 +155,7 @@ class _Search:
         return model if answer.ns is not None else None
 
     def _take(self, answer: Answer, name: str, margin: float, hints: bool = True) -> None:
-        """Round down by what the arithmetic may have got wrong, and a nanosecond."""
+        """Uses an answer, rounded down by its possible arithmetic error and a nanosecond."""
         self.complete &= answer.finished
         self.infeasible |= answer.infeasible
         if answer.away and hints:
@@ -181,7 +181,7 @@ class _Search:
 
 
 def columns_of(found: Survey, grid: Grid) -> int:
-    """About how many columns the program of a grid has."""
+    """The approximate number of columns in the program of a grid."""
     per_slot = len(found.lanes) + 2 + len(found.tiers)
     inside = (grid.inside(g) for gaps in found.gaps.values() for g in gaps if g.free)
     return sum((len(i) + 1) * per_slot for i in inside)

@@ -1,4 +1,4 @@
-"""What the accesses at both ends of a gap ask for, and what they leave behind."""
+"""Constraints of the accesses at both ends of a gap."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from .times import Times
 
 
 def remade_on_host(survey: Survey, tensor: str) -> bool:
-    """Whether a recomputation may write the tensor on the host."""
+    """True if a recomputation may write the tensor on the host."""
     ops = survey.problem.ops
     return any(tensor in ops[op].direct for op in survey.rewriters.get(tensor, ()))
 
 
 def spared(times: Times, gap: Gap, limited: bool) -> list[int]:
-    """Host updates, run early or late, that excuse the value from being anywhere."""
+    """Host updates that, run early or late, make any copy of the gap's value unnecessary."""
     found = []
     after = None if gap.after is None else times.on_host.get(gap.after)
     if after is not None and (limited or not _reads(times, gap.after, gap.tensor)):
@@ -30,7 +30,7 @@ def spared(times: Times, gap: Gap, limited: bool) -> list[int]:
 
 
 def ends(times: Times, stay: Stay) -> None:
-    """The access after the gap: a device copy, or one on the host to be accessed there."""
+    """The access after the gap: it needs a device copy, or a host copy to be accessed in place."""
     gap, add = stay.gap, times.rows.add
     if gap.kind == "late":
         return
@@ -56,7 +56,7 @@ def ends(times: Times, stay: Stay) -> None:
 
 
 def begins(times: Times, stay: Stay, ended: Mapping[tuple[str, int], Stay]) -> None:
-    """The access before the gap, if it may have done without a device copy."""
+    """The access before the gap, if it may have needed no device copy."""
     gap, add = stay.gap, times.rows.add
     op = gap.before
     if op is None or not times.survey.optional(op, gap.tensor):

@@ -1,9 +1,9 @@
-"""The bound of one moment, where what runs again asks for operands of its own.
+"""The bound of one moment if recomputations need operands of their own.
 
-In `cut` each tensor that is made again costs its own op and no more. Here that op's operands have
-to be there too: kept at that moment, carried out before it and back after it, or made again
-themselves. For given weights of the lanes and a given price of a byte at that moment the cheapest
-choice is a minimum cut, and whatever the weights and the price, its cost is a bound (weak duality).
+In `cut` each recomputed tensor costs only its own op. Here the operands of that op have to be
+present too: kept at that moment, carried out before it and back after it, or recomputed
+themselves. For given weights of the lanes and a given price of a byte at that moment, the cheapest
+choice is a minimum cut, and for any weights and price, its cost is a bound (weak duality).
 """
 
 from __future__ import annotations
@@ -20,22 +20,22 @@ from offcompile.passes.select.min_cut import UNCUTTABLE, Network
 from .moment import Cut
 from .survey import Floats, Survey, priced
 
-#: choices that are looked at, at the most; when what they leave open is as small, that is enough
+#: limit on the choices examined; relative gap at which the search stops
 MOST_CHOICES, CLOSE = 40, 1e-4
-#: steps in which the first price is looked for, from coarse to fine; how far it may rise after that
+#: factors for finding the first price, from coarse to fine; limit on its rise after that
 SCALES, MOST_RISE = (4.0, 2.0), 16.0
-#: beyond so many times the middling price there is no hill
+#: beyond this multiple of the typical price, the bound has no maximum
 HOPELESS = 1e9
-#: least weight of a lane to begin with
+#: minimum weight of a lane at the start
 LEAST = 1e-3
-#: no tensor costs as much
+#: an upper limit of the cost of a tensor
 DEAR_NS = float(1 << 50)
 
 
 @dataclass(frozen=True, eq=False)
 class Choice:
-    """What is cheapest for some weights and price of a byte: how much they prove, how busy lanes
-    are before and after the moment, and the bytes for which there is no room in it."""
+    """The cheapest choice for some weights and price of a byte: the bound it proves, the busy
+    time of lanes before and after the moment, and the bytes for which it has no room."""
 
     value: float
     price: float
@@ -45,7 +45,7 @@ class Choice:
 
 @dataclass(frozen=True, eq=False)
 class Way:
-    """To have a tensor: on the device (lanes None), or out over a lane before and back after."""
+    """A way to have a tensor: on the device (lanes None), or moved out before and back after."""
 
     cost: float
     lanes: tuple[int, int] | None
@@ -54,9 +54,9 @@ class Way:
 
 
 class Chains:
-    """Of one moment. lasting: what is there anyway for ops that run again.
+    """The chains of one moment. lasting: tensors that are present for recomputations anyway.
 
-    crossing: ways of a tensor out before the moment and back after it, a column for each lane.
+    crossing: ways of a tensor out before the moment and back after it, one column per lane.
     """
 
     def __init__(
@@ -70,10 +70,10 @@ class Chains:
         self.row = {t: i for i, t in enumerate(cut.tensors)}
 
     def best(self, weights: list[Floats], deadline: float) -> float:
-        """The best bound found from these weights on, in nanoseconds; 0: none.
+        """The best bound found, starting from these weights, in nanoseconds; 0: none.
 
-        Each choice that was cheapest somewhere says, for all weights and prices, how much they can
-        prove at most. Those which could prove most by what is known are looked at next.
+        Each choice that was cheapest somewhere limits, for all weights and prices, the bound that
+        they can prove. The search continues with those of the highest limit.
         """
         cut = self.cut
         chained = [i for i in range(len(cut.tensors)) if np.isfinite(cut.again[i])]
@@ -81,7 +81,7 @@ class Chains:
         if cut.excess <= 0 or not chained or impossible:
             return 0.0
         sizes = cut.nbytes[chained]
-        # a middling price: what making a byte again takes by itself
+        # a typical price: the cost of recomputing a byte, without operands
         price = float(np.median(cut.again[chained] / np.maximum(sizes, 1.0)))
         weights = [np.maximum(w, LEAST) / np.maximum(w, LEAST).sum() for w in weights]
         best = self._climb(weights, price, deadline)
@@ -98,7 +98,7 @@ class Chains:
         return best.value
 
     def _climb(self, weights: list[Floats], price: float, deadline: float) -> Choice:
-        """The price of a byte that proves most with these weights: there is one hill."""
+        """Climbs to the price of a byte that proves most with these weights: the only maximum."""
         found = self._value(weights, price)
         for scale in SCALES:
             for factor in (scale, 1 / scale):
@@ -110,7 +110,7 @@ class Chains:
         return found
 
     def _value(self, weights: list[Floats], price: float) -> Choice:
-        """What these weights and this price of a byte prove, and the choice that says so."""
+        """The bound that these weights and this price of a byte prove, and its choice."""
         cut, (before, after) = self.cut, weights
         busy = [np.zeros(len(before)), np.zeros(len(after))]
         busy[0][0], busy[1][0] = cut.compute
@@ -133,7 +133,7 @@ class Chains:
         updated = set(cut.sides.row[inside].tolist())
         for i, t in enumerate(cut.tensors):
             if i in updated:
-                continue  # paid for with its update
+                continue  # included in the cost of its update
             if np.isfinite(cut.again[i]):
                 network.from_source(("t", t), UNCUTTABLE)
                 waiting.append(t)
@@ -151,7 +151,7 @@ class Chains:
             cost = int(min(ways_of[t].cost, DEAR_NS))
             makers = self.survey.rewriters.get(t, ())
             if len(makers) > 1:
-                continue  # one run may be shared in ways that nobody follows here: it costs nothing
+                continue  # runs may be shared in ways not modelled here, so it costs nothing
             if not makers:
                 network.to_sink(("t", t), cost)
                 continue
@@ -185,7 +185,7 @@ class Chains:
         return Choice(value, price, busy, missing)
 
     def _having(self, t: str, weights: list[Floats], price: float) -> Way:
-        """The cheapest way to have the tensor after the moment without making it again."""
+        """The cheapest way to have the tensor after the moment without recomputing it."""
         before, after = weights
         row = self.row.get(t)
         nbytes = self.survey.problem.tensor[t].nbytes
@@ -193,7 +193,7 @@ class Chains:
             out, back = self.cut.out[row], self.cut.back[row]
         else:
             out, back = self.crossing(t)
-            # an op that runs again may read it in place, where that may be
+            # a recomputation may read it in place, if that is allowed
             back = back.copy()
             if t in self.survey.problem.in_place_ids:
                 back[0] = 0.0
@@ -205,7 +205,7 @@ class Chains:
         return Way(price * nbytes, None, out, back)
 
     def _carry(self, t: str, way: Way, busy: list[Floats]) -> int:
-        """Count what having the tensor takes: lanes, or bytes on the device, which it returns."""
+        """Adds the cost of having the tensor: busy lanes, or bytes on the device, returned."""
         if way.lanes is None:
             return self.survey.problem.tensor[t].nbytes
         out, back = way.lanes
@@ -215,11 +215,10 @@ class Chains:
 
 
 def _most_promising(known: list[Choice], dearest: float) -> tuple[list[Floats], float, float]:
-    """Weights and price for which no known choice proves that little can be proven, and how much
-    that may be at most."""
+    """Weights and price for which the known choices allow the highest bound, and that bound."""
     width = len(known[0].busy[0]), len(known[0].busy[1])
     scale = max(1.0, max(c.value for c in known))
-    # variables: weights before, weights after, the price as a share of the dearest, what is proven
+    # variables: weights before, weights after, the price as a share of the dearest, the bound
     rows = [
         [*(-c.busy[0] / scale), *(-c.busy[1] / scale), -c.missing * dearest / scale, 1.0]
         for c in known
@@ -235,7 +234,7 @@ def _most_promising(known: list[Choice], dearest: float) -> tuple[list[Floats], 
 
 
 def _whatever_is_away(cut: Cut, before: Floats, after: Floats) -> float:
-    """How long lanes are busy in any case."""
+    """The busy time of lanes that no choice avoids."""
     base = cut.compute[0] * before[0] + cut.compute[1] * after[0]
     for ways in cut.first:
         base += float(np.min(priced(ways, before)))

@@ -1,4 +1,4 @@
-"""What holds before any memory is looked at: the compute lane, and what one op needs at once."""
+"""Bounds without memory: the time of the compute lane, and the memory of a single op."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from offcompile.ir.units import round_ns
 
 @dataclass(frozen=True)
 class Floor:
-    """The op that needs the most device memory under any plan, and what it needs it for."""
+    """The op that needs the most device memory under any plan, and its tensors."""
 
     op: str | None
     needed_bytes: int
@@ -22,7 +22,7 @@ def compute_ns(problem: Problem, machine: Machine) -> int:
     """Every op runs once, at the best of its direct accesses; updates share two serial lanes.
 
     The split of the updates between the compute lane and `host_compute` is the fractional one
-    that ends both soonest: move over those that cost the host least per device time saved.
+    that ends both soonest: it moves those that cost the host least per device time saved.
     """
     has_host = HOST in machine.tier
     fixed, movable = 0, []
@@ -44,7 +44,7 @@ def compute_ns(problem: Problem, machine: Machine) -> int:
 
 
 def floor_bytes(problem: Problem, machine: Machine) -> Floor:
-    """The most bytes that must be on the device at one op, whatever the plan.
+    """The most bytes that must be on the device during one op, under any plan.
 
     Operands and outputs that cannot be accessed in place, and workspace. Updates that may run on
     the host need nothing.

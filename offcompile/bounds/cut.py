@@ -1,12 +1,12 @@
-"""What must cross the link before one moment, and what after it: for problems too large for an LP.
+"""The traffic before and after one moment: a bound for problems too large for an LP.
 
-Just before some op ends the device holds only so much. A tensor that is not there at that moment
-was carried out before it, or is loaded, accessed in place or computed again after it. So the step
-takes at least what the lanes and the compute lane are then busy, before and after, whichever
-tensors are away; and the cheapest choice of those is a fractional knapsack.
+Just before some op ends, the device holds only so much. A tensor that is not there at that moment
+was carried out before it, or is loaded, accessed in place or recomputed after it. So the step
+takes at least the time for which the lanes and the compute lane are then busy, before and after,
+whichever tensors are away; the cheapest choice of those is a fractional knapsack.
 
-Any weights of the lanes that add up to one prove a bound of how long several lanes are busy at
-once; a small linear program finds the best ones (`weights`).
+Any weights of the lanes that add up to one prove a bound on the time for which several lanes are
+busy at once; a small linear program finds the best weights (`weights`).
 """
 
 from __future__ import annotations
@@ -27,15 +27,15 @@ from .sides import Carried, Sides, Updates
 from .survey import Floats, Gap, Survey, always_there, known, least_ns, priced, whole_ns
 from .weights import best_weights
 
-#: the moments that are tried: the most crowded op of so many stretches, the ends of phases, and
-#: the gradients with which so many equal parts of the host's updates begin
+#: moments to try: the most crowded op of that many stretches, the ends of phases, and the
+#: gradients with which that many equal parts of the host's updates begin
 STRETCHES, PARTS = 6, 8
-#: moments for which chains of what runs again are looked at
+#: number of moments for which chains of recomputations are examined
 CHAINED = 3
 
 
 def cut_bound(survey: Survey, deadline: float) -> float:
-    """The best such bound, in nanoseconds. Of a problem that is not steady."""
+    """The best such bound, in nanoseconds. The problem must not be steady."""
     assert not survey.problem.steady
     if survey.capacity is None:
         return 0.0
@@ -64,14 +64,14 @@ def cut_bound(survey: Survey, deadline: float) -> float:
 @dataclass
 class _Account:
     survey: Survey
-    #: time of each op on the compute lane, at the least
+    #: minimum time of each op on the compute lane
     least: Floats = field(init=False)
 
     def __post_init__(self) -> None:
         s = self.survey
         self.least = np.array(
             [
-                # what the host may update costs the compute lane nothing then
+                # an update that the host may run costs the compute lane nothing then
                 0 if s.host_ns[i] is not None else least_ns(s.base_ns[i], op, s.direct_ns, i)
                 for i, op in enumerate(s.problem.ops)
             ],
@@ -89,7 +89,7 @@ class _Account:
         self.lasting_bytes = sum(t.nbytes for t in lasting)
 
     def lasting(self, k: int) -> frozenset[str]:
-        """Tensors that are there for whatever runs again after op `k`."""
+        """Tensors that are present for recomputations after op `k`."""
         s = self.survey
         made_before = {t for op in s.problem.ops[: k + 1] for t in op.writes}
         at_home = {t.id for t in s.problem.tensors if t.home is not None}
@@ -101,11 +101,11 @@ class _Account:
         )
 
     def crossing(self, t: str) -> tuple[Floats, Floats]:
-        """Ways out and back of a tensor that is kept only for what runs again."""
+        """Ways out and back of a tensor that is kept only for recomputations."""
         return self._carried(t, self.outs, 1 + len(self.ins)), self._carried(t, self.ins, 1)
 
     def moments(self) -> list[int]:
-        """Ops that run for some time, the most crowded first."""
+        """Ops with a duration above 0, the most crowded first."""
         s = self.survey
         phases = [op.phase for op in s.problem.ops]
         rest = [i for i in range(s.n_ops) if phases[i] != "update"]
@@ -173,7 +173,7 @@ class _Account:
         return Ending(nbytes, out, self.lasting_bytes + float(nbytes.sum()) - capacity)
 
     def _results(self) -> list[tuple[int, int, Floats]]:
-        """List results that the device makes: who makes each, its bytes and its ways out."""
+        """Lists the results that the device makes: maker, bytes and ways out of each."""
         s, found = self.survey, []
         writers: dict[str, list[int]] = {}
         for i, op in enumerate(s.problem.ops):
@@ -192,7 +192,7 @@ class _Account:
         return found
 
     def _back(self, t: str, reads: Sequence[int]) -> Floats:
-        """Ways to do these reads of one value that is not on the device."""
+        """Ways to serve these reads of one value that is not on the device."""
         ways = self._carried(t, self.ins, 1).copy()
         if not reads:
             ways[0] = 0.0
@@ -201,7 +201,7 @@ class _Account:
         return ways
 
     def _out(self, t: str, gaps: Sequence[Gap], at: int) -> Floats:
-        """Ways in which the value of a gap came to be off the device as well."""
+        """Ways in which a copy of a gap's value got off the device."""
         ways = self._carried(t, self.outs, 1 + len(self.ins)).copy()
         head = next((g for g in reversed(gaps[: at + 1]) if g.new_value), None)
         if head is None or head.before is None:
@@ -212,7 +212,7 @@ class _Account:
         return ways
 
     def _again(self, t: str) -> float:
-        """The tensor's part of the time of the cheapest op that makes it again."""
+        """The tensor's share of the time of the cheapest op that recomputes it."""
         s, size = self.survey, self.survey.problem.tensor
         return min(
             (
@@ -254,8 +254,8 @@ def _reads_of(gaps: Sequence[Gap], at: int) -> Iterator[int]:
 
 
 def _bound(cut: Cut, before: Floats, after: Floats) -> tuple[float | None, list[Floats]]:
-    """What weights of the lanes prove, and how busy each lane is in the cheapest choice; None: no
-    choice at all."""
+    """The bound that weights of the lanes prove, and the time that each lane is busy in the
+    cheapest choice; None if there is no choice at all."""
     out, first = priced(cut.out, before), priced(cut.first, before)
     back, again = priced(cut.back, after), priced(cut.again, after[0])
     n = len(cut.nbytes)
@@ -292,7 +292,7 @@ def _bound(cut: Cut, before: Floats, after: Floats) -> tuple[float | None, list[
 
 
 def _cheapest(cut: Cut, price: Floats) -> Floats | None:
-    """The part of each tensor that is away, so that enough are, for the least money."""
+    """The part of each tensor that is away, so that enough bytes are, at the least cost."""
     share = np.where(price <= 0.0, 1.0, 0.0)
     left = cut.excess - float((share * cut.nbytes).sum())
     if left <= 0:

@@ -1,4 +1,4 @@
-"""Room at the end of a step: what is made after a moment and lasts stands there, or has left."""
+"""Memory at the end of a step: lasting results of later ops are on the device, or have left."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from .survey import Floats, known, priced
 
 @dataclass(frozen=True)
 class Ending:
-    """Results made after the moment; a row of ways out for each, none of which is infinite.
+    """Results made after the moment, each with a row of ways out; infinite where there is none.
 
-    excess: bytes of them for which the device has no room when the step ends.
+    excess: bytes of results for which the device has no room when the step ends.
     """
 
     nbytes: Floats
@@ -21,7 +21,7 @@ class Ending:
     excess: float
 
     def busy(self, after: Floats) -> Floats:
-        """How busy lanes are after the moment, where those that leave are cheapest to send out."""
+        """Time that each lane is busy after the moment, when the cheapest results leave."""
         busy = np.zeros(len(after))
         if self.excess <= 0 or not len(self.nbytes):
             return busy

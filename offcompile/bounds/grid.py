@@ -1,4 +1,4 @@
-"""When memory is looked at: starts and ends of ops cut the step into slots."""
+"""The instants at which memory is checked: starts and ends of ops cut the step into slots."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from .survey import Gap, Survey
 class Grid:
     """`samples` are instants: 2k is the start of op k, 2k + 1 the moment before it ends.
 
-    Looking when ops end bounds the loads: what the next op waits for is largely there while this
-    one still holds what it needs. Looking when they start ("Weight Offloading Strategies" §6)
-    bounds what is carried out.
+    Checks at the ends of ops bound the loads: most operands of the next op are there while this
+    op still holds its own. Checks at the starts ("Weight Offloading Strategies" §6) bound the
+    transfers out.
 
     Slot k runs from sample k−1 to sample k. When the problem is steady there is no slot 0: the
     last slot runs on to the first sample of the next step.
@@ -61,14 +61,14 @@ class Grid:
         return found
 
     def is_one_op(self, slot: int) -> bool:
-        """Whether the slot is exactly the time of one op: then no waiting lies in it."""
+        """True if the slot is exactly the time of one op, and so contains no waiting."""
         if not 0 < slot < len(self.samples):
             return False
         first, last = self.samples[slot - 1 : slot + 1].tolist()
         return bool(first % 2 == 0 and last == first + 1)
 
     def inside(self, gap: Gap) -> Ints:
-        """Positions in `samples` of those strictly inside the gap, in order of time."""
+        """The positions of the samples strictly inside the gap, in order of time."""
         count = len(self.samples)
         hi = count if gap.after is None else self._position(2 * gap.after, "left")
         if gap.wraps:
@@ -80,7 +80,7 @@ class Grid:
         return 0 if gap.before is None else self._position(2 * gap.before + 1, "right")
 
     def slots(self, gap: Gap, inside: Ints) -> Ints:
-        """The slots that the gap meets: at least one before the first sample inside it, one after.
+        """The slots that the gap overlaps: at least one before its first sample, one after.
 
         Moves of a tensor may run while an op only reads it, so that op's own slot comes first.
         """
@@ -92,7 +92,7 @@ class Grid:
         return slots if own == first else np.concatenate([[own], slots])
 
     def before_boundary(self, gap: Gap) -> int:
-        """How many samples inside a gap that wraps come before the step ends."""
+        """The number of samples inside a wrapping gap that come before the step ends."""
         return len(self.samples) - self._first(gap)
 
 
@@ -110,7 +110,7 @@ def coarse(survey: Survey, count: int) -> Grid:
     """About `count` samples: the most crowded op of each stretch of equal compute time.
 
     Merging slots only loses constraints (the traffic of a slot may then happen anywhere in the
-    merged one, and memory is looked at less often), so a bound stays a bound.
+    merged one, and memory is checked less often), so a bound stays a bound.
     """
     n = survey.n_ops
     if count >= n:

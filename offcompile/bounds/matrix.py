@@ -14,7 +14,7 @@ Floats = npt.NDArray[np.float64]
 
 @dataclass(frozen=True)
 class Program:
-    """One LP, or MILP where `integral`. Every column is bounded on both sides."""
+    """One LP, or MILP if any column is `integral`. Every column is bounded on both sides."""
 
     cost: Floats
     matrix: csr_matrix
@@ -36,7 +36,7 @@ class Columns:
     def new(
         self, count: int, lo: float = 0.0, hi: float = 1.0, cost: float = 0.0, whole: bool = False
     ) -> Ints:
-        """`count` columns side by side."""
+        """Adds `count` adjacent columns."""
         first = self._count
         self._count += count
         self._blocks.append((count, lo, hi, cost, whole))
@@ -57,7 +57,7 @@ class Columns:
 
 
 class Rows:
-    """Rows `Σ coefficient · column ≤ rhs`; entries of one place add up."""
+    """Rows `Σ coefficient · column ≤ rhs`; entries at the same place add up."""
 
     def __init__(self) -> None:
         self.rhs: list[float] = []
@@ -66,20 +66,20 @@ class Rows:
         self._values: list[Floats] = []
 
     def reserve(self, count: int, rhs: float = 0.0) -> Ints:
-        """Rows to be filled with `put`."""
+        """Adds rows to be filled with `put`."""
         first = len(self.rhs)
         self.rhs.extend([rhs] * count)
         return np.arange(first, first + count)
 
     def put(self, rows: Ints | int, cols: Ints | int, value: float | Floats) -> None:
-        """Add `value` at each (row, column); single figures are spread over the longer side."""
+        """Adds `value` at each (row, column); scalars are broadcast to the longer side."""
         r, c, v = np.broadcast_arrays(rows, cols, value)
         self._rows.append(np.atleast_1d(r))
         self._cols.append(np.atleast_1d(c))
         self._values.append(np.atleast_1d(v).astype(float))
 
     def add(self, rhs: float, *terms: tuple[int, float]) -> int:
-        """One row, spelt out."""
+        """Adds one row, given all its terms."""
         row = int(self.reserve(1, rhs)[0])
         self.put(row, np.array([c for c, _ in terms]), np.array([v for _, v in terms], dtype=float))
         return row

@@ -1,4 +1,4 @@
-"""Tensors that a coarse grid cannot tell apart become one: deep nets in few columns."""
+"""Merges tensors that a coarse grid cannot tell apart: deep nets need few columns."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from offcompile.ir import Tensor
 from .grid import Grid
 from .survey import Gap, Survey
 
-#: begins the names of tensors taken together; no id in a problem does
+#: prefix of the names of merged tensors; no id in a problem begins with it
 MERGED = "\0merged "
 
 
 def merged_tensors(survey: Survey, grid: Grid) -> Survey:
-    """The same problem with tensors of the same gaps, in the grid's slots, taken together.
+    """Returns the same problem, merging tensors with the same gaps in the grid's slots.
 
     Their columns would be interchangeable: the program of the sum is satisfied by their mean,
-    weighted by size. Carrying a byte costs what it costs for the cheapest of them, and of the
+    weighted by size. Carrying a byte costs as little as for the cheapest of them, and among the
     ops at each end the one that leaves most time counts, so a bound stays a bound.
     """
     if any(survey.machine.tier[t].capacity_bytes is not None for t in survey.tiers):
@@ -59,7 +59,7 @@ def _optional(survey: Survey, gap: Gap) -> bool:
 
 
 def _seen(grid: Grid, gap: Gap) -> tuple[object, ...]:
-    """All that a program sees of a gap."""
+    """Everything that a program sees of a gap."""
     inside = grid.inside(gap)
     slots = grid.slots(gap, inside)
     last = None if gap.after is None else grid.slot_before(gap.after)

@@ -1,19 +1,19 @@
 """The relaxation: a linear program that every valid plan satisfies, per slot of the step.
 
-It follows the lower bound of "Weight Offloading Strategies" §6 (Theorem 2), widened from weights
-to everything that contract §2 allows. What a valid plan does is read off as follows.
+It follows the lower bound of "Weight Offloading Strategies" §6 (Theorem 2), extended from weights
+to everything that contract §2 allows. A valid plan maps to the program as follows.
 
 - A tensor in a gap between two accesses either *stays* on the device throughout, or leaves:
-  `not_gone` is then the part that has not gone yet, `load` the part that its last load brought
-  back, `redone` what a recomputation brought back. All of them take memory.
+  `not_gone` is then the part that has not left yet, `load` the part that its last load brought
+  back, `redone` the part that a recomputation brought back. All of them take memory.
 - `held` per tier is the part of the current value that has been carried there since it was
-  written; it starts at 0 when the device writes the tensor, at 1 when the host does. Nothing
+  written; it starts at 0 if the device writes the tensor, at 1 if the host does. Nothing
   leaves before it is held.
-- A slot is at least as long as what its ops take, and as what each lane carries in it; what an
-  op writes can be carried only in what remains of the slot after it (eq. (3) of the paper).
+- A slot is at least as long as its ops take, and as its transfers take on each lane; the output
+  of an op can be carried only in the rest of the slot after the op (eq. (3) of the paper).
 
-Plans are whole where the program is fractional, and reserve space before the bytes come: the
-program is a relaxation. With `stays` whole it is the MILP.
+Plans are integral where the program is fractional, and reserve space before the bytes arrive:
+the program is a relaxation. With integral `stays` it is the MILP.
 """
 
 from __future__ import annotations
@@ -34,12 +34,12 @@ from .times import Times
 class Model:
     program: Program
     unit_ns: float  # one unit of time of the program
-    most_ns: float  # longer makespans are not looked at: the bound is capped here
+    most_ns: float  # the bound is capped here: longer makespans are not considered
     stays: tuple[Stay, ...]
 
 
 def build(survey: Survey, grid: Grid, whole: bool = False) -> Model:
-    """The program of one grid. `whole`: in the MILP, space too is taken whole (dear)."""
+    """The program of one grid. `whole`: in the MILP, space is integral too (expensive)."""
     times = Times(survey, grid)
     crowded = np.flatnonzero(survey.crowded[grid.samples // 2])
     memory = np.full(len(grid.samples), -1)
@@ -60,7 +60,7 @@ def build(survey: Survey, grid: Grid, whole: bool = False) -> Model:
 
 
 def _operands(r: Residence, sample: int) -> None:
-    """What an op holds on the device until it ends: operands, outputs, workspace."""
+    """Adds the memory that an op holds on the device until it ends: operands and workspace."""
     s, t = r.s, r.t
     op, row = int(r.grid.samples[sample]) // 2, int(r.memory[sample])
     workspace = s.problem.ops[op].workspace_bytes

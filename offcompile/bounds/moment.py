@@ -11,26 +11,26 @@ from .survey import Floats
 
 @dataclass(frozen=True)
 class Cut:
-    """The choices at one moment; times in nanoseconds, a column for each lane, compute first and
-    the host's updates last.
+    """The choices at one moment; times in nanoseconds, one column per lane: compute first, host
+    updates last.
 
-    No way at all is infinite.
+    A time is infinite where there is no way at all.
     """
 
-    #: those that may be away
+    #: tensors that may be away
     tensors: tuple[str, ...]
-    #: bytes that have to go at least
+    #: minimum of bytes that have to be away
     excess: float
     nbytes: Floats
-    #: carrying out, before; coming back, after; computing again, after
+    #: times to carry out before, to bring back after, and to recompute after the moment
     out: Floats
     back: Floats
     again: Floats
-    #: loads that come before whatever is away then
+    #: loads before the moment that every choice needs
     first: Floats
-    #: of the compute lane before and after
+    #: busy time of the compute lane before and after
     compute: tuple[float, float]
-    #: updates that may be the host's
+    #: updates that may run on the host
     sides: Sides
-    #: what is made later and lasts
+    #: lasting results that are made later
     ending: Ending

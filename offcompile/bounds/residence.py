@@ -1,4 +1,4 @@
-"""Where each tensor may be in each of its gaps, and what getting there takes."""
+"""The places where each tensor may be in each of its gaps, and the transfers that requires."""
 
 from __future__ import annotations
 
@@ -24,23 +24,23 @@ class Residence:
     ) -> None:
         """`memory`: row per sample (−1: everything fits); `limits`: tier → capacity, rows.
 
-        `whole`: copies take all of their space, or none, in the MILP.
+        `whole`: in the MILP, copies take all of their space or none.
         """
         self.t, self.s, self.grid = times, times.survey, times.grid
         self.cols, self.rows, self.whole = times.cols, times.rows, whole
         self.memory, self.limits = memory, limits
         self.made: list[Stay] = []
-        self.ended: dict[tuple[str, int], Stay] = {}  # by tensor and the op after
+        self.ended: dict[tuple[str, int], Stay] = {}  # by tensor and the op after the gap
 
     def share(self, nbytes: int) -> float:
         return nbytes / max(1, self.s.capacity or 1)
 
     def fix(self, sample: int, nbytes: int) -> None:
-        """Bytes that are surely on the device at a sample."""
+        """Adds bytes that are certainly on the device at a sample."""
         self.rows.rhs[int(self.memory[sample])] -= self.share(nbytes)
 
     def add(self, gaps: tuple[Gap, ...]) -> None:
-        """One tensor: its gaps in order, a new value's first gap first."""
+        """Adds one tensor: its gaps in order, the first gap of a new value first."""
         for gap in gaps:
             if not gap.free:
                 inside = self.grid.inside(gap)
@@ -69,7 +69,7 @@ class Residence:
         self.made += mine
 
     def _heads(self, gap: Gap) -> Heads:
-        """What stands off the device as the first gap of a value begins."""
+        """The copies off the device as the first gap of a value begins."""
         zero, unity = self.t.zero, self.t.unity
         born = zero
         if gap.new_value and gap.before is not None:
@@ -82,7 +82,7 @@ class Residence:
             home = self.s.problem.tensor[gap.tensor].home
             held = {t: unity if t == home else zero for t in self.s.tiers}
         else:
-            # never written in a steady step: a copy once made is good for ever, if it has room
+            # never written in a steady step: a copy once made stays valid, if it has room
             held = dict.fromkeys(self.s.tiers, unity)
             return Heads(held, {t: self.cols.one() for t in self.limits}, zero, zero)
         return Heads(held, {t: held[t] for t in self.limits}, born, zero)
@@ -98,7 +98,7 @@ class Residence:
         held, kept = self._levels(frame, gained)
         stays = t.unity
         if gap.free:
-            # a copy in flight across an optional access is neither there nor away: not whole
+            # a copy in flight across an optional access is neither present nor away: not integral
             whole = gap.before is None or not s.optional(gap.before, gap.tensor)
             elsewhere = gap.kind == "late" or (gap.before is None and home != DEVICE)
             stays = t.zero if elsewhere else self.cols.one(whole=whole)
@@ -116,7 +116,7 @@ class Residence:
         return stay
 
     def _frame(self, gap: Gap, heads: Heads) -> StayFrame:
-        """Marks stand where memory is short, or anywhere if other tiers may be short of it."""
+        """Sets marks where memory is short, or everywhere if other tiers may be short of it."""
         inside = self.grid.inside(gap)
         slots = self.grid.slots(gap, inside)
         marked = (self.memory[inside] >= 0) & gap.free
@@ -128,7 +128,7 @@ class Residence:
         return StayFrame(gap, heads, slots, window, inside[marked], boundary)
 
     def _book(self, frame: StayFrame, loads: bool) -> tuple[dict[str, Ints], dict[str, list[Ints]]]:
-        """Columns for what each lane carries, by lane, and by the tier where it arrives."""
+        """Adds columns for the transfers, by lane, and by the tier where they arrive."""
         gap, flows = frame.gap, {}
         gained: dict[str, list[Ints]] = defaultdict(list)
         for lane in self.s.lanes:
@@ -144,7 +144,7 @@ class Residence:
     def _levels(
         self, frame: StayFrame, gained: Mapping[str, list[Ints]]
     ) -> tuple[dict[str, Ints], dict[str, Ints]]:
-        """What has been carried to each tier, and what still stands on those with a limit."""
+        """The parts carried to each tier, and the parts still held on tiers with a limit."""
         held, kept = {}, {}
         for tier in self.s.tiers:
             start = frame.heads.held[tier]
@@ -164,7 +164,7 @@ class Residence:
         return held, kept
 
     def _grow(self, levels: Ints, start: int, flows: list[Ints], frame: StayFrame) -> Ints:
-        """Each level is at most the one before and what flowed in since."""
+        """Limits each level to the one before plus the flow since."""
         rows = self.rows.reserve(len(levels))
         self.rows.put(rows, levels, 1.0)
         self.rows.put(rows, np.concatenate([[start], levels[:-1]]), -1.0)
@@ -173,7 +173,7 @@ class Residence:
         return rows
 
     def _redo(self, frame: StayFrame, loads: bool) -> tuple[Ints | None, int]:
-        """What recomputations bring back, and whether there were any since the value's head."""
+        """The parts that recomputations bring back, and whether any ran since the value's head."""
         redoers = self.s.rewriters.get(frame.gap.tensor, ())
         if not redoers:
             return None, frame.heads.remade
@@ -189,9 +189,9 @@ class Residence:
         return redone, ever
 
     def _sources(self, stay: Stay, flows: Mapping[str, Ints]) -> None:
-        """A lane carries no more from a tier than was there, or came between the same marks.
+        """A lane carries no more from a tier than was there, or arrived between the same marks.
 
-        With one tier and no limit it is implied: what left the device is held there.
+        With one tier and no limit this is implied: everything that left the device is held there.
         """
         if len(self.s.tiers) == 1 and not self.limits:
             return
@@ -218,7 +218,7 @@ class Residence:
     # ---- memory --------------------------------------------------------------------------
 
     def _space(self, stay: Stay) -> None:
-        """At each crowded mark: the bytes on the device, and the value must be somewhere."""
+        """Adds the bytes on the device at each crowded mark; the value must be somewhere."""
         gap, rows = stay.gap, self.rows
         share = self.share(self.s.problem.tensor[gap.tensor].nbytes)
         at = np.flatnonzero(self.memory[stay.frame.marks] >= 0)
@@ -231,7 +231,7 @@ class Residence:
             rows.put(memory, stay.redone[at], share)
         places = [stay.kept.get(tier, levels)[at] for tier, levels in stay.held.items()]
         if any((p == self.t.unity).all() for p in places) or (gap.kind == "late" and self.limits):
-            return  # it is safe elsewhere, or may have gone once the host update was done
+            return  # the value is elsewhere, or may be gone since the host update is done
         not_gone = self.cols.new(len(at), whole=self.whole)
         rows.put(memory, not_gone, share)
         redo = gap.kind == "live" and gap.tensor in self.s.rewriters
@@ -243,7 +243,7 @@ class Residence:
         if gap.kind == "late":
             rows.put(need, self.t.on_host[gap.before or 0], 1.0)
         elif redo:
-            # what comes back by a load has been somewhere, unless it was made anew in between
+            # a loaded value has been held somewhere, unless it was recomputed in between
             rows.put(need, int(stay.load[-1]), 1.0)
             rows.put(need, stay.ever, -1.0)
         else:
@@ -252,7 +252,7 @@ class Residence:
                 rows.put(need, stay.load[at], -1.0)
 
     def _reserved(self, stay: Stay, at: Ints) -> Ints:
-        """Space of a load at some marks. In the MILP it is held, whole, from the load's start."""
+        """The space of a load at some marks. In the MILP it is integral, from the load's start."""
         if not self.whole or stay.gap.kind != "live":
             return stay.load[at]
         reserved = self.cols.new(len(at), whole=True)

@@ -1,8 +1,8 @@
-"""Updates that the host may make, seen from one moment: each takes the time of one side.
+"""Updates that may run on the host, relative to one moment: each takes time on one side.
 
-On the host an update takes the host's one lane of updates, after its gradient has crossed to it. On
-the device it takes the compute lane, after its states have crossed: before the moment, and then
-they stand in the device's memory at that moment, or after it.
+On the host an update takes the host's only lane for updates, after its gradient has arrived
+there. On the device it takes the compute lane, after its states have arrived: either before the
+moment, in which case they occupy device memory at that moment, or after it.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ Ints = npt.NDArray[np.int64]
 
 @dataclass
 class Legs:
-    """Stretches of work: each on whichever of its lanes is cheapest; a column for each lane before
-    the moment, then for each after it. No way at all is infinite."""
+    """Pieces of work, each on the cheapest of its lanes; one column per lane before the moment,
+    then one per lane after it. A time is infinite where there is no way at all."""
 
     width: int
     ways: list[Mapping[int, float]] = field(default_factory=list)
@@ -36,7 +36,7 @@ class Legs:
 
     @cached_property
     def table(self) -> Floats:
-        """A row for each leg, once all of them are known."""
+        """One row per leg, once all of them are known."""
         table = np.full((len(self.ways), 2 * self.width), np.inf)
         for row, ways in zip(table, self.ways, strict=True):
             for column, ns in ways.items():
@@ -44,7 +44,7 @@ class Legs:
         return table
 
     def priced(self, weights: Floats, count: int) -> tuple[Floats, Floats]:
-        """For each owner: what its legs cost, and how busy they keep each lane."""
+        """For each owner: the cost of its legs, and the time that they occupy each lane."""
         busy = np.zeros((count, 2 * self.width))
         if not self.ways:
             return np.zeros(count), busy
@@ -60,7 +60,7 @@ class Legs:
 class Priced:
     """The cheaper side of each update, for some weights of the lanes: its cost and busy lanes.
 
-    `away`: nothing of it stands on the device at the moment; `there`: its states do.
+    `away`: nothing of it is on the device at the moment; `there`: its states are.
     """
 
     away: Floats
@@ -69,7 +69,7 @@ class Priced:
     there_busy: Floats
 
     def busy(self, away: Floats) -> tuple[Floats, Floats]:
-        """How busy lanes are before and after, where so large a part of each is away."""
+        """Busy time of the lanes before and after, given the part of each update that is away."""
         both = away @ self.away_busy + (1 - away) @ self.there_busy
         return both[: len(both) // 2], both[len(both) // 2 :]
 
@@ -77,7 +77,8 @@ class Priced:
 class Sides:
     """The updates of one problem, seen from just before op `k` ends.
 
-    `row`: for each, the row of its states among those that may be away then; -1: they need no room.
+    `row`: per update, the row of its states among those that may be away then; -1: they need no
+    room.
     """
 
     def __init__(self, k: int, updates: Updates, carried: Carried, names: Sequence[str]) -> None:
@@ -113,18 +114,18 @@ class Sides:
         if gradient is None or gradient[0] < self.k:
             self.host.add(i, {column: host_ns, self.width + column: host_ns})
             return
-        # the gradient comes after the moment, and so does everything that waits for it
+        # the gradient is made after the moment, and so is everything that waits for it
         self.host.add(i, {self.width + column: host_ns})
         maker, t = gradient
         if t in self.survey.rewriters:
-            return  # another run may write it where the host can read it
+            return  # a recomputation may write it where the host can read it
         ways = self.carried.out(t)
         if (maker, t) in self.survey.direct_ns:
             ways[0] = max(0.0, float(self.survey.direct_ns[maker, t]))
         self.host.add(i, {self.width + j: ns for j, ns in ways.items()})
 
     def _on_device(self, i: int, u: int, states: Sequence[str], rows: Mapping[str, int]) -> int:
-        """The row of the states whose room is counted, or -1."""
+        """The row of the states whose memory is counted, or -1."""
         s, op, shift = self.survey, self.survey.problem.ops[u], self.width if u > self.k else 0
         self.device.add(i, {shift: float(least_ns(s.base_ns[u], op, s.direct_ns, u))})
         counted = len(states) == 1 and u > self.k and states[0] in rows
@@ -141,22 +142,22 @@ class Sides:
             if counted:
                 self.late.add(i, late)
                 self.early.add(i, ways)
-            else:  # how long they stand there is not followed
+            else:  # the time that they spend on the device is not modelled
                 self.device.add(i, ways | late if u > self.k else ways)
         return rows[states[0]] if counted else -1
 
 
 @dataclass(frozen=True)
 class Updates:
-    """The updates of a problem that the host may make, by their ops."""
+    """The updates of a problem that the host may run, by their ops."""
 
-    #: how long the host takes
+    #: duration on the host
     host_ns: Mapping[int, float]
-    #: the last op of the device that makes something it reads, and that
+    #: the last device op that makes one of the update's operands, and that operand
     makers: Mapping[int, tuple[int, str]]
-    #: what lies on the host until the update is its first user
+    #: tensors that are on the host until the update, which is their first user
     states: Mapping[int, Sequence[str]]
-    #: what an op that only the host can run reads last
+    #: tensors read at the very end by an op that only the host can run
     back: frozenset[str] = frozenset()
 
     @classmethod
@@ -186,7 +187,7 @@ class Updates:
         return cls(host_ns, makers, states, _back(survey))
 
     def releases(self, parts: int) -> Iterator[int]:
-        """The ops that make the gradients with which so many equal parts of the updates begin."""
+        """The ops that make the gradients with which `parts` equal parts of the updates begin."""
         waiting = sorted(self.makers, key=lambda u: self.makers[u][0])
         whole = sum(self.host_ns[u] for u in waiting)
         done, part = 0.0, 0
@@ -198,7 +199,7 @@ class Updates:
 
 
 def _back(survey: Survey) -> frozenset[str]:
-    """Name the tensors that an op reads on the host at the very end, whoever has written them."""
+    """The tensors that an op reads on the host at the very end, whichever op wrote them."""
     tensor, last = survey.problem.tensor, survey.n_ops - 1
     if last < 0 or survey.host_ns[last] is None:
         return frozenset()
@@ -209,7 +210,7 @@ def _back(survey: Survey) -> frozenset[str]:
 
 @dataclass(frozen=True)
 class Carried:
-    """How long lanes take for a tensor out of the device and into it, by column."""
+    """The time that lanes take to carry a tensor out of the device and into it, by column."""
 
     survey: Survey
     ins: Sequence[Lane]

@@ -1,4 +1,4 @@
-"""HiGHS, and what its answers prove."""
+"""Runs HiGHS, and derives proven bounds from its answers."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from .model import Model
 
 @dataclass(frozen=True)
 class Answer:
-    """`ns`: proven, None if nothing was. `away`: in the best solution seen, by gap."""
+    """`ns`: the proven bound, or None. `away`: by gap, in the best solution seen."""
 
     ns: float | None
     away: Mapping[tuple[str, str | None], float]
@@ -29,7 +29,7 @@ class Answer:
 
 
 def solve_lp(model: Model, op_ids: tuple[str, ...], seconds: float) -> Answer:
-    """The linear program. Its bound is recomputed from the duals, whatever the tolerances."""
+    """Solves the LP. Its bound is recomputed from the duals, whatever the tolerances."""
     began, p = time.thread_time(), model.program
     try:
         found = linprog(
@@ -61,7 +61,7 @@ def dual_bound(p: Program, multipliers: Floats) -> float:
 
 
 def solve_milp(model: Model, op_ids: tuple[str, ...], seconds: float) -> Answer:
-    """Whole tensors stay or leave. The solver's dual bound holds even when time runs out."""
+    """Solves the MILP: whole tensors stay or leave. The dual bound holds even after a timeout."""
     began, p = time.thread_time(), model.program
     try:
         with _stdout_kept_clean():
@@ -84,16 +84,16 @@ def solve_milp(model: Model, op_ids: tuple[str, ...], seconds: float) -> Answer:
 
 @contextmanager
 def _stdout_kept_clean() -> Iterator[None]:
-    """HiGHS 1.12 prints a line of its own now and then; `--json` must print JSON and no more.
+    """Redirects stdout to stderr during a solve.
 
-    For the time of the solve, what this process prints goes to the standard error.
+    HiGHS 1.12 sometimes prints a line of its own, but `--json` must print nothing but JSON.
     """
     flush_c = ctypes.CDLL(None).fflush
     sys.stdout.flush()
     try:
         kept = os.dup(1)
         os.fstat(2)
-    except OSError:  # a closed stream: nothing to keep clean, or nowhere else to print
+    except OSError:  # a closed stream: nothing to protect, or nowhere else to print
         yield
         return
     try:

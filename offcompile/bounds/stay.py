@@ -1,4 +1,4 @@
-"""The columns that say where one tensor is in one gap."""
+"""The columns that describe where one tensor is in one gap."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from .survey import Gap
 
 @dataclass(frozen=True)
 class Heads:
-    """What stands off the device as a gap begins, per tier: columns."""
+    """The copies off the device as a gap begins, per tier: columns."""
 
     held: Mapping[str, int]
     kept: Mapping[str, int]  # on tiers with a limit
@@ -21,12 +21,12 @@ class Heads:
 
 @dataclass(frozen=True)
 class StayFrame:
-    """When a gap is looked at: at its marks, which are samples, and at its end."""
+    """The times at which a gap is checked: its marks, which are samples, and its end."""
 
     gap: Gap
     heads: Heads
-    slots: Ints  # that the gap meets, in order of time
-    window: Ints  # of each slot: how many marks come before it
+    slots: Ints  # slots that the gap overlaps, in order of time
+    window: Ints  # for each slot, the number of marks before it
     marks: Ints  # samples
     before_boundary: int  # marks before the step ends, in a gap that wraps
 
@@ -43,9 +43,9 @@ class Stay:
     stays: int  # the part that is on the device throughout
     load: Ints  # the part that its last load has brought back
     redone: Ints | None  # the part that a recomputation has brought back
-    ever: int  # whether its value was recomputed at all
-    held: Mapping[str, Ints]  # per tier, what has been carried there since the value was written
-    kept: Mapping[str, Ints]  # per tier with a limit, what still stands there
+    ever: int  # 1 if the value was recomputed at all
+    held: Mapping[str, Ints]  # per tier, the part carried there since the value was written
+    kept: Mapping[str, Ints]  # per tier with a limit, the part that is still there
 
     @property
     def gap(self) -> Gap:
@@ -58,7 +58,7 @@ class Stay:
         return [self.stays, int(self.load[-1]), *redone]
 
     def heads_of_next(self, zero: int, remade_on_host: bool) -> Heads:
-        """The same value as the next gap begins."""
+        """The heads of the same value as the next gap begins."""
         return Heads(
             {t: int(c[-1]) for t, c in self.held.items()},
             {t: int(c[-1]) for t, c in self.kept.items()},

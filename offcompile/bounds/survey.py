@@ -1,7 +1,7 @@
-"""What a bound needs to know of a problem: exact times, and the gaps between accesses.
+"""The input of a bound: exact times of a problem, and the gaps between accesses.
 
-Everything that a plan may choose (contract §2) is kept as a choice: direct access, host updates,
-recomputation, codecs, the lane of each move, and for steady problems the state a step starts in.
+Everything that a plan may choose (contract §2) remains a choice: direct access, host updates,
+recomputation, codecs, the lane of each move, and for steady problems the start state of a step.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ Bools = npt.NDArray[np.bool_]
 
 @dataclass(frozen=True)
 class Gap:
-    """The time of one tensor between two consecutive accesses, named by op indices.
+    """The time between two consecutive accesses of one tensor, named by op indices.
 
     `before` None: from the start of a problem that is not steady. `after` None: to the end of
-    the step. `kind`: *live* (the op after reads the value), *keep* (no one reads it but it must
+    the step. `kind`: *live* (the op after reads the value), *keep* (no op reads it but it must
     survive), *late* (a host update may still be reading it).
     """
 
@@ -33,9 +33,9 @@ class Gap:
     before: int | None
     after: int | None
     kind: str
-    new_value: bool  # the op before writes the tensor
+    new_value: bool  # True if the op before writes the tensor
     wraps: bool
-    free: bool  # may hold something else than the tensor on the device, whole, throughout
+    free: bool  # False if the tensor can be taken to be on the device, whole, throughout
 
 
 @dataclass(frozen=True)
@@ -44,20 +44,20 @@ class Survey:
 
     problem: Problem
     machine: Machine
-    base_ns: tuple[int, ...]  # of each op, nothing accessed in place
+    base_ns: tuple[int, ...]  # of each op, without in-place access
     host_ns: tuple[int | None, ...]  # as a host update; None: not allowed
-    #: (op, tensor) → what direct access of that operand adds; only choices that could help
+    #: (op, tensor) → time that direct access of that operand adds; only choices that could help
     direct_ns: Mapping[tuple[int, str], int]
-    #: op → least time of one recomputation
+    #: op → minimum time of one recomputation
     again_ns: Mapping[int, int]
-    #: tensor → ops that may be run again to write it
+    #: tensor → ops that may recompute it
     rewriters: Mapping[str, tuple[int, ...]]
     gaps: Mapping[str, tuple[Gap, ...]]
     wanted: Floats  # bytes on the device, per op, if nothing ever left
-    crowded: Bools  # at which ops not everything that may be wanted fits at once
-    tiers: tuple[str, ...]  # those off the device that can matter
+    crowded: Bools  # True for ops where the wanted tensors do not all fit at once
+    tiers: tuple[str, ...]  # tiers off the device that can matter
     lanes: tuple[Lane, ...]
-    #: (tensor, lane) → least time of one move of a tensor that may leave
+    #: (tensor, lane) → minimum time of one move of a tensor that may leave
     carry_ns: Mapping[tuple[str, str], int]
 
     @property
@@ -70,7 +70,7 @@ class Survey:
 
     @property
     def trivial(self) -> bool:
-        """Whether every op can run on the device at its own pace with no move ever needed."""
+        """True if every op can run on the device at its own pace without any move."""
         return (
             not self.crowded.any()
             and not self.direct_ns
@@ -79,7 +79,7 @@ class Survey:
         )
 
     def optional(self, op: int, tensor: str) -> bool:
-        """Whether `op` can do without a device copy of `tensor`."""
+        """True if `op` can do without a device copy of `tensor`."""
         return self.host_ns[op] is not None or (op, tensor) in self.direct_ns
 
 
@@ -113,7 +113,7 @@ def survey(problem: Problem, machine: Machine) -> Survey:
     wanted, capacity = _wanted(problem, spans), machine.tier[DEVICE].capacity_bytes
     crowded = np.array([capacity is not None and w > capacity for w in wanted], dtype=np.bool_)
     if problem.steady:
-        # one that saves neither time nor room, of a tensor that has no other reason to be away
+        # drop choices that save neither time nor room, if the tensor has no other reason to leave
         roaming = {t for (_, t), delta in direct.items() if delta < 0} | {
             t for o, h in zip(problem.ops, host, strict=True) if h is not None for t in o.operands
         }
@@ -153,13 +153,13 @@ def survey(problem: Problem, machine: Machine) -> Survey:
 
 
 def least_ns(base: int, op: Op, direct: Mapping[tuple[int, str], int], index: int) -> int:
-    """The least an op can take on the compute lane: every direct access that shortens it."""
+    """The minimum time of an op on the compute lane: with every direct access that shortens it."""
     deltas = (direct.get((index, t), 0) for t in op.operands)
     return max(0, base + sum(d for d in deltas if d < 0))
 
 
 def whole_ns(tensor: Tensor, lane: Lane, machine: Machine) -> int:
-    """The least time in which one move carries the tensor over the lane, whatever the codec."""
+    """The minimum time in which one move carries the tensor over the lane, with any codec."""
     times = [move_ns(tensor.nbytes, lane.bytes_per_us, lane.latency_us)]
     for name, ratio in tensor.ratios.items():
         if name in machine.codec:
@@ -170,7 +170,7 @@ def whole_ns(tensor: Tensor, lane: Lane, machine: Machine) -> int:
 
 
 def least_bytes(tensor: Tensor, machine: Machine) -> int:
-    """The fewest bytes a copy off the device can take."""
+    """The minimum size of a copy off the device."""
     sizes = [
         compressed_bytes(tensor.nbytes, r) for n, r in tensor.ratios.items() if n in machine.codec
     ]
@@ -182,9 +182,9 @@ def always_there(
     host_ns: tuple[int | None, ...],
     rewriters: Mapping[str, tuple[int, ...]],
 ) -> frozenset[str]:
-    """Pinned tensors that are on the device throughout every gap, whatever the plan.
+    """Pinned tensors that are on the device throughout every gap, under any plan.
 
-    Not those that a host update may touch, nor those that may die and be computed again.
+    Excludes those that a host update may touch, and those that may die and be recomputed.
     """
     hosted = {
         t for o, h in zip(problem.ops, host_ns, strict=True) if h is not None for t in o.operands
@@ -196,14 +196,14 @@ def always_there(
     )
 
 
-#: (op before, op after, kind, new value, wraps, presence on the device may be wanted)
+#: a gap in which the tensor may be wanted: (op before, op after, kind, new value, wraps)
 _Span = tuple[int | None, int | None, str, bool, bool]
 
 
 def _spans(
     problem: Problem, tensor: Tensor, seen: list[int], host_ns: tuple[int | None, ...], there: bool
 ) -> list[_Span]:
-    """The gaps of one tensor, those at the head of a value first; dead ones left out."""
+    """The gaps of one tensor, starting with the head of a value; dead gaps are left out."""
     t = tensor.id
     survives = problem.must_survive(t) or (there and problem.stays_put(t))
     reads = {i for i in seen if t in problem.ops[i].reads}
@@ -266,7 +266,7 @@ def _wanted(problem: Problem, spans: Mapping[str, list[_Span]]) -> list[int]:
 
 
 def _pressed(spans: list[_Span], crowded: Bools) -> bool:
-    """Whether the tensor, or an op that uses it, ever meets a crowded device."""
+    """True if the device is ever crowded during the tensor's gaps or at an op that uses it."""
     ends = (i for s in spans for i in s[:2] if i is not None)
     return any(crowded[i] for i in ends) or any(
         crowded[a:b].any() for s in spans for a, b in _inside(s, len(crowded))
@@ -285,7 +285,7 @@ def _gaps(
     found = []
     for span in spans:
         before, after, kind, new_value, wraps = span
-        # a stay on the device that costs nobody anything is never worse than leaving
+        # staying on the device at no cost to anything else is never worse than leaving
         free = not there and (
             any(crowded[a:b].any() for a, b in _inside(span, len(crowded)))
             or (before is None and home != DEVICE)
@@ -297,7 +297,7 @@ def _gaps(
 
 
 def _reachable(problem: Problem, machine: Machine) -> tuple[tuple[str, ...], tuple[Lane, ...]]:
-    """Tiers off the device that can matter, and the lanes among them and the device."""
+    """The tiers off the device that can matter, and the lanes among them and the device."""
     off = [t for t in machine.tiers if t.name != DEVICE]
     roomy = any(t.name == HOST and t.capacity_bytes is None for t in off)
     homes = set() if problem.steady else {t.home for t in problem.tensors}
@@ -318,11 +318,11 @@ def _reachable(problem: Problem, machine: Machine) -> tuple[tuple[str, ...], tup
 
 
 def priced(ways: Floats, weights: Floats) -> Floats:
-    """Times at these weights of their lanes; no way at all stays infinite."""
+    """Times weighted by lane; infinite where there is no way at all."""
     with np.errstate(invalid="ignore"):
         return np.where(np.isinf(ways), np.inf, ways * weights)
 
 
 def known(times: Floats) -> Floats:
-    """Times with 0 where there is no way at all."""
+    """Times, with 0 where there is no way at all."""
     return np.where(np.isinf(times), 0.0, times)

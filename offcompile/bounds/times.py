@@ -1,4 +1,4 @@
-"""Slots and what fills them: ops, lanes, recomputations, and the lane of host updates."""
+"""Slots and their contents: ops, lanes, recomputations, and the lane of host updates."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from .matrix import Columns, Ints, Rows
 from .survey import Survey
 
 Terms = list[tuple[int, float]]
-MOST_HOST_WINDOWS = 24  # each is a long row; a few say nearly all
+MOST_HOST_WINDOWS = 24  # each is a long row; a few have nearly the full effect
 
 
 class Times:
@@ -32,13 +32,13 @@ class Times:
         }
         most = self.scaled(self.most_ns)
         self.tau: Ints = np.array([self._slot(k) for k in range(grid.n_slots)])
-        #: direct access, by (op, tensor); host update, by op
+        #: direct accesses by (op, tensor), host updates by op
         self.in_place = {key: self.cols.one() for key in s.direct_ns}
         self.on_host = {i: self.cols.one() for i, h in enumerate(s.host_ns) if h is not None}
-        #: the duration of ops for which it is a choice
+        #: the duration of ops that may use direct access or run on the host
         self.length = {i: self.cols.one(0, most) for i in sorted(self.optional)}
         self._again: dict[tuple[int, int], int] = {}  # recomputations, by op and slot
-        #: what lanes carry that an op has only just written, or waits for
+        #: transfers of values that an op has only just written, or waits for
         self._fresh: dict[tuple[int, str], Terms] = defaultdict(list)
         self._due: dict[tuple[int, str], Terms] = defaultdict(list)
         self._late: list[tuple[str, int]] = []
@@ -66,10 +66,10 @@ class Times:
     def carry(
         self, tensor: str, lane: str, slots: Ints, fresh_from: int | None, due_by: int | None
     ) -> Ints:
-        """One column per slot: the part of the tensor that the lane carries in it.
+        """Adds one column per slot: the part of the tensor that the lane carries in it.
 
         `fresh_from`: the op before whose end there is nothing to carry; `due_by`: the op by
-        whose start it must have been carried.
+        whose start the tensor must have been carried.
         """
         cost = self.scaled(self.survey.carry_ns[tensor, lane])
         flow = self.cols.new(len(slots))
@@ -81,18 +81,18 @@ class Times:
         return flow
 
     def carry_late(self, tensor: str) -> int:
-        """A copy sent to the host at any time, for a host update that runs late."""
+        """Adds a copy sent to the host at any time, for a host update that runs late."""
         column = self.cols.one()
         self._late.append((tensor, column))
         return column
 
     def again(self, op: int, slot: int) -> int:
-        """How often `op` is recomputed in the slot: at most once before each op, and the next."""
+        """Column of recomputations of `op` in the slot: at most one before each op and the next."""
         if (op, slot) not in self._again:
             self._again[op, slot] = self.cols.one(0, len(self.grid.ops_of(slot)) + 1)
         return self._again[op, slot]
 
-    # ---- rows that need everything else to be there ---------------------------------------
+    # ---- rows that need all other rows and columns ----------------------------------------
 
     def close(self) -> None:
         self._durations()
@@ -103,10 +103,11 @@ class Times:
             self._host_lane()
 
     def _crossings(self, found: Mapping[tuple[int, str], Terms], after: bool) -> None:
-        """A value leaves in what remains of its slot after its write (eq. (3) of the paper).
+        """Limits transfers of a value to the rest of its slot after the write.
 
-        Likewise, what an op waits for comes in what its slot holds before it. Several ops in a
-        slot share its lanes: what the later ones wrote fits beside the ops up to the first.
+        This is eq. (3) of the paper. Likewise, tensors that an op waits for arrive in the part of
+        its slot before it. Several ops in a slot share its lanes: transfers of the later outputs
+        fit beside the ops up to the first.
         """
         by_slot: dict[tuple[int, str], list[tuple[int, Terms]]] = defaultdict(list)
         for (op, lane), terms in found.items():
@@ -120,17 +121,17 @@ class Times:
                 self._rest(slot, ops[: place + 1] if after else ops[place:], shared)
 
     def _rest(self, slot: int, ops: Sequence[int], terms: Terms) -> None:
-        """`terms` fit into a slot beside these of its ops."""
+        """Requires that `terms` fit into the slot in addition to these of its ops."""
         gone, chosen = self._taken(ops)
         self.rows.add(-gone, (int(self.tau[slot]), -1.0), *chosen, *terms)
 
     def _taken(self, ops: Sequence[int]) -> tuple[float, Terms]:
-        """What ops take: a figure, and columns to add."""
+        """The time of ops: a constant, and columns to add."""
         fixed = sum(self.survey.base_ns[i] for i in ops if i not in self.length)
         return self.scaled(fixed), [(self.length[i], 1.0) for i in ops if i in self.length]
 
     def _durations(self) -> None:
-        """Direct accesses change what an op takes, a host update takes it off the lane."""
+        """Direct accesses change the time of an op; a host update takes no compute-lane time."""
         s = self.survey
         deltas: dict[int, Terms] = defaultdict(list)
         for (op, t), delta in s.direct_ns.items():
@@ -149,7 +150,7 @@ class Times:
                 self._rest(k, self.grid.ops_of(k), again[k])
 
     def _host_lane(self) -> None:
-        """Host updates run one at a time, after the ops before that touch the same tensors."""
+        """Host updates run one at a time, after the earlier ops that touch the same tensors."""
         s, ops = self.survey, self.survey.problem.ops
         after = {}
         for j in self.on_host:
@@ -166,8 +167,8 @@ class Times:
                 for j, i in after.items()
                 if i >= first
             ]
-            # from the end of the op to the end of the step; what belongs to the next step, in
-            # the last slot of a steady grid, is counted in
+            # from the end of the op to the end of the step; work for the next step in the last slot
+            # of a steady grid is included
             in_step = 2 * first + 1 > (int(self.grid.samples[0]) if self.grid.steady else -1)
             slot = self.grid.slot_after(first) if in_step else 0
             mine_ops = self.grid.ops_of(slot) if in_step else []

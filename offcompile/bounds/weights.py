@@ -1,8 +1,8 @@
-"""Which weights of the lanes prove most at one moment: one small linear program.
+"""Finds the weights of the lanes that prove most at one moment, by a small linear program.
 
-Any weights prove a bound; the best ones are the prices of the lanes where the step is as short as
-choices spread over them allow. Layers are alike, so equal choices are counted instead of listed:
-a net of thousands of tensors has some dozens of them.
+Any weights prove a bound; the best ones are the prices of the lanes in the shortest step with
+fractional choices. Layers are alike, so equal choices are counted instead of listed: a net of
+thousands of tensors has a few dozen of them.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from .moment import Cut
 from .sides import Legs
 from .survey import Floats
 
-#: ns in the program's unit
+#: nanoseconds per unit of time in the program
 UNIT_NS = 1e6
 GIB = float(1 << 30)
 #: a way: (row of a lane, ns)
@@ -27,7 +27,7 @@ Way = tuple[int, float]
 
 
 class _Program:
-    """Inequalities (at most 0 unless said) and equalities over columns that are at least 0."""
+    """Inequalities (at most 0 by default) and equalities over columns that are at least 0."""
 
     def __init__(self, cut: Cut) -> None:
         self.width = cut.out.shape[1]
@@ -63,14 +63,14 @@ class _Program:
         self.entries.append((True, row, column, value))
 
     def spread(self, total: int, ways: Iterable[Way]) -> None:
-        """Spread what the equality `total` asks for over ways."""
+        """Distributes the amount that the equality `total` requires over ways."""
         for lane, ns in ways:
             column = self.column()
             self.put(lane, column, ns / UNIT_NS)
             self.put_equal(total, column, 1.0)
 
     def free(self, column: int, nbytes: float) -> None:
-        """A unit of the column makes so much room."""
+        """Makes a unit of the column free `nbytes` of memory."""
         self.put(self.room, column, -nbytes / GIB)
 
     def solve(self) -> tuple[Floats, Floats] | None:
@@ -98,7 +98,7 @@ class _Program:
 
 
 def best_weights(cut: Cut) -> tuple[Floats, Floats] | None:
-    """The weights of the lanes before and after the moment; None: the program has no answer."""
+    """The weights of the lanes before and after the moment; None if the LP has no solution."""
     program, width = _Program(cut), cut.out.shape[1]
     updated = set(cut.sides.row[cut.sides.inside].tolist())
     kinds = Counter(
@@ -139,13 +139,13 @@ def _finite(ways: Sequence[float], first: int) -> Iterable[Way]:
     return ((first + lane, ns) for lane, ns in enumerate(ways) if np.isfinite(ns))
 
 
-#: for each leg of an update its ways
+#: for each leg of an update, its ways
 LegWays = tuple[tuple[Way, ...], ...]
 
 
 @dataclass(frozen=True)
 class _Update:
-    """An update's work on each side, and the bytes of its states (0: they need no room)."""
+    """The work of an update on each side, and the bytes of its states (0: they need no room)."""
 
     nbytes: float
     host: LegWays
@@ -171,7 +171,7 @@ def _by_owner(legs: Legs) -> Mapping[int, LegWays]:
 
 
 def _add_update(program: _Program, update: _Update, count: int) -> None:
-    """Each is the host's, or the device's with its states there after the moment or before it."""
+    """Each runs on the host, or on the device with its states loaded after or before the moment."""
     total = program.equal(float(count))
     choices = [(update.host, True), (update.device + update.late, True)]
     if update.nbytes:

@@ -1,7 +1,7 @@
 """The command line: `offcompile plan`, `check`, `fit`, `record`, `hardware` and `doctor`.
 
-In: arguments and files. Out: tables or JSON, and an exit status. Heavy modules are imported by the
-command that needs them.
+In: arguments and files. Out: tables or JSON, and an exit status. Each command imports the heavy
+modules that it needs.
 """
 
 from .command import main

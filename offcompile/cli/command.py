@@ -1,7 +1,7 @@
 """The command line: `offcompile fit`, `plan`, `check`, `hardware`, `doctor`, `record` and `run`.
 
 Exit codes: 0 done; 1 `check` found violations; 2 bad input or usage; 3 no plan fits; 130
-interrupted. Heavy modules are imported where they are used, so that `--help` is instant.
+interrupted. Commands import heavy modules only when they use them, so that `--help` is instant.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         print("offcompile: interrupted", file=sys.stderr)
         return INTERRUPTED
     except BrokenPipeError:
-        # the reader has what it wanted; keep the interpreter from flushing into the closed pipe
+        # the reader has closed the pipe; keep the interpreter from flushing into it
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return DONE
     return code
@@ -341,7 +341,7 @@ def _print_json(value: dict[str, object]) -> None:
 
 @contextmanager
 def _progress(doing: str) -> Iterator[Callable[[str], None] | None]:
-    """A line on stderr with the time gone by and what was found so far; None off a terminal."""
+    """Show elapsed time and findings so far on one line of stderr; None if not a terminal."""
     from offcompile.runtime.base.progress import Progress
 
     with Progress(doing) as progress:
@@ -349,5 +349,5 @@ def _progress(doing: str) -> Iterator[Callable[[str], None] | None]:
 
 
 def _complain(text: str) -> None:
-    """To stderr, with what could steer a terminal spelt out."""
+    """Print to stderr, with terminal control characters escaped."""
     print(f"offcompile: {printable(text)}", file=sys.stderr)

@@ -1,6 +1,6 @@
-"""Files the command line reads and writes: problems, machines and plans in every form.
+"""Reads and writes the command line's files: problems, machines and plans in all formats.
 
-What cannot be read or used raises `InvalidInput` whose violations name the file.
+Unreadable or unusable files raise `InvalidInput`, whose violations name the file.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _T = TypeVar("_T")
 
 
 class BadPlan(Exception):
-    """A plan file that reads as JSON but describes no plan: `check`'s answer, not its failure."""
+    """Raised for JSON that is no valid plan, which is a result of `check`, not a bad input."""
 
     def __init__(self, violations: tuple[Violation, ...]) -> None:
         super().__init__()
@@ -101,7 +101,7 @@ def _is_json(text: str) -> bool:
 
 
 def _read(path: str, noun: str, forms: Mapping[str, Callable[[str], _T]]) -> _T:
-    """What the file holds; its form goes by the suffix and is JSON where that says nothing."""
+    """Parse a file by its suffix, as JSON if the suffix is unknown."""
     try:
         text = read_bounded(path, MOST_BYTES)
     except (OSError, ValueError) as error:
@@ -112,7 +112,7 @@ def _read(path: str, noun: str, forms: Mapping[str, Callable[[str], _T]]) -> _T:
 
 
 def _named(where: str, read: Callable[[], _T]) -> _T:
-    """What `read` gives; what it refuses is said to stand in `where`."""
+    """Call `read`; prefix its violations with `where`."""
     try:
         return read()
     except InvalidInput as error:
@@ -128,7 +128,7 @@ def invalid(rule: str, where: str, detail: str) -> InvalidInput:
 
 
 def open_output(path: str) -> Path:
-    """Refused before the search, not after it."""
+    """Check the output path before the search. Raises `InvalidInput`."""
     target = Path(path)
     if target.is_dir() or not target.parent.is_dir():
         raise invalid("bad-value", path, "the plan cannot be written there; name a file")

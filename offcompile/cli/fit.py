@@ -1,4 +1,4 @@
-"""`offcompile fit`: will it fit, how fast would it be, before there is any hardware."""
+"""`offcompile fit`: tells if a model fits and how fast it trains, without the hardware."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ DONE, INFEASIBLE = 0, 3
 
 
 def add_fit(commands: Any) -> None:
-    """The command, as one of the subparsers `commands`."""
+    """Add the command to the subparsers `commands`."""
     fit = commands.add_parser(
         "fit",
         help="say whether a model fits, how fast it would train, and which batch is largest",
@@ -66,8 +66,8 @@ def run_fit(options: argparse.Namespace) -> int:
 
 @contextmanager
 def _cycles_left_alone() -> Iterator[None]:
-    """Looking for cycles among graphs takes a tenth of the time, and as long again at the exit."""
-    atexit.register(gc.freeze)  # a process that ends need not look at all
+    """Collect garbage rarely: it takes a tenth of the time, and as long again at exit."""
+    atexit.register(gc.freeze)  # no collection at exit
     with rarely_collected():
         yield
 

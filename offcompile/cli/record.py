@@ -1,4 +1,4 @@
-"""`offcompile record`: run a script, and write down what its compiled graphs run and touch."""
+"""`offcompile record`: runs a script, and writes a trace of its compiled graphs."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from .files import invalid
 
 
 def add_record(commands: Any) -> None:
-    """The command, as one of the subparsers `commands`."""
+    """Add the command to the subparsers `commands`."""
     record = commands.add_parser(
         "record", help="run a Python script and write a trace of its compiled graphs"
     )
@@ -33,7 +33,7 @@ def _record(options: argparse.Namespace) -> int:
     from offcompile.run.recording import record
 
     before = sys.argv, sys.path[:]
-    # as Python does: the script finds what lies beside it
+    # like Python: the script can import modules beside it
     sys.path.insert(0, os.getcwd() if options.module else str(Path(script).resolve().parent))
     sys.argv = [script, *options.arguments]
     try:

@@ -1,6 +1,6 @@
-"""What the command line shows people: plans, checks and profiles as tables.
+"""Prints plans, checks and profiles as tables.
 
-Rows are limited; `--json` and `--output` carry everything.
+The number of rows is limited; `--json` and `--output` contain everything.
 """
 
 from __future__ import annotations
@@ -115,7 +115,7 @@ def _memory(machine: Machine, timeline: Timeline) -> RenderableType:
 
 
 def _lanes(problem: Problem, machine: Machine, plan: Plan, timeline: Timeline) -> RenderableType:
-    """What each lane does in one step: what the plan moves, and what ran where."""
+    """The traffic and busy time of each lane in one step."""
     figures = ("moves", "bytes", "busy", "of the step")
     table = _table("lanes, per step", ("lane", *figures), figures)
     last = len(timeline.steps) - 1
@@ -213,7 +213,7 @@ def _count(count: int, noun: str) -> str:
 
 
 def _settled(spans: Iterable[Span], last_step: int) -> list[Span]:
-    """Each thing that ran, once: in the last step, or for what wrapped out of it the one before."""
+    """The latest span of each op and move: in the last step, or before it for wrapped moves."""
     latest: dict[str, Span] = {}
     for span in spans:
         if span.step <= last_step and (span.id not in latest or latest[span.id].step < span.step):
@@ -237,12 +237,12 @@ def _print(*parts: RenderableType) -> None:
     with console.capture() as shown:
         for part in parts:
             console.print(part)
-    # not rich's own printing, which ends the program when the pipe is closed
+    # rich's own printing would end the program when the pipe is closed
     sys.stdout.write(shown.get())
 
 
 def _table(title: str, headers: Sequence[str], figures: Sequence[str] = ()) -> Table:
-    """A table of text, and of figures in the columns named twice."""
+    """Make a table. Columns that are also in `figures` are right-aligned."""
     heading = f"\n{title}" if title else None
     table = Table(
         title=heading,
@@ -265,7 +265,7 @@ def _facts(facts: Mapping[str, str]) -> RenderableType:
 
 
 def _cells(*values: str) -> list[Text]:
-    """As text, so that an id with brackets is not taken for markup."""
+    """Wrap values as text, so that brackets in ids are not taken for markup."""
     return [Text(printable(value)) for value in values]
 
 

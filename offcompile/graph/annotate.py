@@ -1,10 +1,10 @@
-"""From graphs to a Problem: every storage with its size, kind and lifetime, every op with its cost.
+"""Builds a Problem from graphs: each storage's size, kind and lifetime, and each op's cost.
 
-What autograd saves is often a view; storages are what takes memory and what moves. A storage is
-named after the node that made it, an op after its node (a node of backward whose name forward has
-too gets `.bw`). What cannot move (inputs, outputs, what is written in place, what is too small to
-bother) is pinned; so are weights and their gradients, unless the step is annotated as one whose
-weights live on the host.
+Autograd often saves views, but memory is taken and moved by storage, so tensors here are storages.
+A storage is named after the node that made it, an op after its node (a backward node gets the
+suffix `.bw` if forward has a node of that name). Storages that cannot move (inputs, outputs, those
+written in place or too small to matter) are pinned; so are weights and their gradients, unless the
+step is annotated with weights that live on the host.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class Storage:
     id: str
     nbytes: int
     kind: str
-    #: the node that made it: its value spans the whole storage if the storage may move
+    #: the node that made it; its value spans the whole storage if the storage may move
     base: Place
     pinned: bool = False
     home: str | None = None
@@ -63,17 +63,17 @@ class Storage:
 @dataclass(frozen=True)
 class Annotated:
     problem: Problem
-    #: (phase, node name) → id of the storage that the node's value lives in
+    #: (phase, node name) → id of the storage that holds the node's value
     storage_of: Mapping[Place, str]
-    #: storage id → where it is made
+    #: storage id → the node that makes it
     base_of: Mapping[str, Place]
-    #: op id → the node that it is, or the nodes of one kernel
+    #: op id → its node, or its nodes if it is a fused kernel
     node_of: Mapping[str, tuple[Place, ...]]
-    #: tensor or op id → module path and shape, for people
+    #: tensor or op id → module path and shape, for display
     labels: Mapping[str, str] = field(default_factory=dict)
-    #: weight, input or gradient → what people call the argument that it is, or is the gradient of
+    #: weight, input or gradient → the user's name for that argument (a gradient has its argument's)
     names: Mapping[str, str] = field(default_factory=dict)
-    #: storage → the type of its elements
+    #: storage → dtype of its elements
     dtypes: Mapping[str, torch.dtype] = field(default_factory=dict)
 
 
@@ -88,10 +88,10 @@ def annotate(
     in_place: InPlace | None = None,
     stays: frozenset[str] = frozenset(),
 ) -> Annotated:
-    """One Problem for the whole step. `hint` says for which sizes.
+    """Build one Problem for the whole step, for the sizes that `hint` returns.
 
-    With `in_place`, weights live on the host but for those in `stays`, and the gradients of all may
-    leave for it.
+    With `in_place`, all weights except those in `stays` live on the host, and the gradients of
+    all weights may move there.
     """
     work = _Work(graphs, costs, hint, min_move_bytes, in_place, stays)
     for phase, module in graphs:
@@ -122,9 +122,9 @@ class _Work:
         self.forward_names = {n.name for n in graphs.forward.graph.nodes}
         backward = () if graphs.backward is None else graphs.backward.graph.nodes
         self.backward_inputs = {n.name for n in backward if n.op == "placeholder"}
-        #: nodes of forward whose values end up in inputs and nowhere else
+        #: nodes of forward whose values are only written back to inputs
         self.bookkeeping = bookkeeping(graphs.forward.graph)
-        #: storages of several arguments
+        #: storages that several arguments share
         self.shared: set[str] = set()
 
     # --- nodes ------------------------------------------------------------------------------
@@ -156,7 +156,7 @@ class _Work:
             shared = self.storages[self.inputs[key]]
             self.storage_of[phase, node.name] = shared.id
             self.shared.add(shared.id)
-            if phase == FORWARD:  # two arguments on one storage
+            if phase == FORWARD:  # two arguments share one storage
                 shared.pinned = True
             return
         kind = "weight" if is_parameter(node, self.graphs) else "input"
@@ -173,7 +173,8 @@ class _Work:
             self.storage_of[phase, node.name] = self.storage_of[place]
 
     def part(self, phase: str, node: fx.Node) -> None:
-        """One of several outputs: registered with its op; a part of a split is an alias."""
+        """Visit one of an op's outputs: its op has registered it, unless it is an alias, such as
+        a part of a split."""
         if (phase, node.name) in self.storage_of:
             return
         source = aliased_input(node)
@@ -195,14 +196,14 @@ class _Work:
         if writes and isinstance(node.meta.get("val"), torch.Tensor):
             self.storage_of[phase, node.name] = next(iter(writes))
         if phase == FORWARD:
-            # what runs again may find the new value there, and makes nothing of it
+            # a recomputation may find the new value there, which does not affect its result
             unread = {
                 self.storage_of.get((phase, n.name)) for n in mutated_inputs(node) if self.unread(n)
             }
             writes = {t: None for t in writes if t not in unread or t in self.shared}
         workspace = cost.workspace_bytes
         for value, part in self.outputs(node):
-            if part is None:  # returned and never looked at
+            if part is None:  # returned and never used
                 if value.device.type == self.graphs.device:
                     workspace += storage_bytes(value, self.hint)
                 continue
@@ -229,14 +230,15 @@ class _Work:
         self.labels[name] = _label(node)
 
     def unread(self, argument: fx.Node) -> bool:
-        """True if nothing but new values of arguments depends on this one."""
+        """True if only new values of arguments depend on this one."""
         inside = argument.op == "placeholder" and argument.name in self.bookkeeping
         return inside and argument.name not in self.backward_inputs
 
     def direct(
         self, phase: str, node: fx.Node, duration_us: float, reads: list[str]
     ) -> dict[str, float]:
-        """What the op takes with each weight used in place; settled ones are sorted out later."""
+        """The op's duration with each weight used in place. `settle_weights` later drops the
+        weights that stay on the device."""
         found: dict[str, float] = {}
         if self.in_place is None:
             return found
@@ -251,13 +253,14 @@ class _Work:
     def time_in_place(
         self, place: Place, storage: str, duration_us: float, nbytes: int, writes: bool = False
     ) -> float:
-        """By the model of the way to the host, and as measured with all of it in memory there."""
+        """The longer of two durations: modelled from the link to the host, and measured with the
+        whole storage in host memory."""
         assert self.in_place is not None
         measured = self.costs.get(place, OpCost(0.0)).in_place.get(storage, 0.0)
         return round(max(self.in_place.us(duration_us, nbytes, writes), measured), 3)
 
     def outputs(self, node: fx.Node) -> list[tuple[torch.Tensor, fx.Node | None]]:
-        """Each tensor that the op makes, with the node that holds it."""
+        """Each tensor that the op makes, with its node (None if the output is never used)."""
         value = node.meta.get("val")
         if isinstance(value, torch.Tensor):
             return [] if storage_key(value) in self.keys_in(node) else [(value, node)]
@@ -302,7 +305,7 @@ class _Work:
             return f"{node.name}.bw"
         return node.name
 
-    # --- what leaves the graphs -----------------------------------------------------------------
+    # --- outputs of the graphs ------------------------------------------------------------------
 
     def mark_outputs(self) -> None:
         seen = outputs_of(self.graphs.forward)[: self.graphs.num_outputs]
@@ -323,7 +326,8 @@ class _Work:
                     storage.kind = kind
 
     def release_gradients(self) -> None:
-        """Gradients of weights may leave: each the only output on its storage, read by no op."""
+        """Let each weight gradient move that is the only output on its storage and is read by no
+        op."""
         assert self.graphs.backward is not None
         outputs = outputs_of(self.graphs.backward)
         names = [o.name if isinstance(o, fx.Node) else "" for o in outputs]
@@ -339,10 +343,10 @@ class _Work:
                 self.write_in_place(storage)
 
     def write_in_place(self, storage: Storage) -> None:
-        """Have the op that makes a gradient say what it takes to make it on the host."""
+        """Record the duration and workspace of a gradient's op when it writes to the host."""
         place = storage.base
         inputs = [root_of(n) for n in self.nodes[place].all_input_nodes]
-        # what only exists within a fused kernel cannot be handed to another
+        # an input that exists only inside a fused kernel cannot be passed to another kernel
         apart = all(self.costs.get((place[0], n.name), OpCost(0.0)).materialises for n in inputs)
         if not apart or write_of(self.nodes[place]) is None:
             return
@@ -389,7 +393,7 @@ class _Work:
         )
 
     def settle_weights(self) -> None:
-        """Weights that may move live on the host; only they are used in place."""
+        """Place movable weights on the host and drop in-place use of all other weights."""
         for storage in self.storages.values():
             if storage.kind == "weight" and not storage.pinned:
                 storage.pinned = storage.id in self.stays
@@ -401,12 +405,12 @@ class _Work:
             ]
 
     def may_be_used(self, storage: str) -> bool:
-        """Whether a storage may be on the host, for ops to use there."""
+        """True if a storage may be on the host, where ops can use it in place."""
         found = self.storages[storage]
         return found.home == HOST or (found.home is None and not found.pinned)
 
     def pin_mixed_types(self) -> None:
-        """Storages looked at as another type, or on another device, stay where they are."""
+        """Pin storages that are viewed as another dtype, or that are complex."""
         for phase, module in self.graphs:
             for node in module.graph.nodes:
                 storage = self.storages.get(self.storage_of.get((phase, node.name), ""))
@@ -420,8 +424,8 @@ class _Work:
 
     @cached_property
     def symbols(self) -> frozenset[sympy.Symbol]:
-        """Those that forward's arguments tell, or that a node of it holds. Torch gives random
-        states a size of their own, which nothing in the graphs could lay out again."""
+        """The symbols that forward's arguments or nodes determine. Torch gives random states a
+        size symbol of their own, which no node in the graphs could supply."""
         nodes = self.graphs.forward.graph.nodes
         values = [n.meta.get("val") for n in nodes]
         arguments = [n.meta.get("val") for n in nodes if n.op == "placeholder"]
@@ -440,7 +444,7 @@ class _Work:
 
 
 def _label(node: fx.Node) -> str:
-    """Where in the user's model a node comes from, and what shape it has."""
+    """The node's module path in the user's model, and its shape."""
     stack = node.meta.get("nn_module_stack") or {}
     path = ""
     for entry in stack.values():

@@ -1,8 +1,8 @@
-"""Where weights and their gradients live: on the device, on the host, or some here and some there.
+"""Chooses where weights and their gradients live: all on the device, all on the host, or split.
 
-Three kinds of plan compete: everything at home on the device, so that only activations move; all
-weights on the host; and some of them there, the others staying for good. The simplest one that
-costs no more than `WORTH_LEAVING` is taken.
+Compares three kinds of plan: all weights on the device, so that only activations move; all weights
+on the host; and some on the host, with the others permanently on the device. Takes the simplest one
+unless another gains more than `WORTH_LEAVING`.
 """
 
 from __future__ import annotations
@@ -20,21 +20,22 @@ from offcompile.planning.planner import Beaten
 
 from .annotate import Annotated
 
-#: weights leave for the host, and some of them stay after all, where a step gains more than this
+#: weights move to the host, and some stay after all, only if a step gains more than this share
 WORTH_LEAVING = 0.02
-#: plans that are only compared are searched for a shorter while, and those for a longer one that
-#: the bound says may still win so much
+#: share of the usual search time: for plans that are only compared, and for plans that may still
+#: gain `WORTH_LEAVING` according to their lower bound
 TRIAL_SHARE, LONGER_SHARE = 1 / 3, 2.0
-#: no plan is searched again that costs so many times the best, or is so near its bound
+#: a plan is not searched again if it costs more than NEAR times the best, or if its gap is below
+#: CLOSE
 NEAR, CLOSE = 1.1, 0.03
-#: after so much processor time no other choice of weights is planned for, and none for longer
+#: processor time after which no more choices of weights are planned, and no search is extended
 ENOUGH_SECONDS = 25.0
 
 
 class Decide(Protocol):
-    """A plan for a step as annotated; raises Infeasible. `share` is of the usual planning time.
+    """Plans an annotated step; raises Infeasible. `share`: a share of the usual planning time.
 
-    worth_us: raises `Beaten` if no plan can cost less.
+    worth_us: raises `Beaten` if no plan can cost less than this.
     """
 
     def __call__(
@@ -51,9 +52,9 @@ class Decide(Protocol):
 class Choice:
     annotated: Annotated
     decided: Decided
-    #: weights that stay on the device although others are on the host; None: no weight leaves
+    #: weights that stay on the device while others are on the host; None if no weight moves there
     stays: frozenset[str] | None = None
-    #: what of the graph was split into pieces, in words; "": nothing
+    #: describes the parts of the graph that were split into pieces; empty if none were
     split: str = ""
 
 
@@ -66,11 +67,12 @@ def choose(
     must_leave: bool = False,
     may_split: bool = True,
 ) -> Choice:
-    """The fastest plan that fits; `to_floor`: the one that does with least.
+    """Find the fastest plan that fits; with `to_floor`, the one with the lowest peak.
 
-    `on_host` annotates the step with weights on the host but for those given; None where that
-    cannot be, or where no weight is worth a move. `must_leave`: gradients are to leave whatever it
-    gains, unless everything fits as it is. `may_split`: some weights may stay while others leave.
+    `on_host` annotates the step with all weights except the given ones on the host; it returns
+    None if that is impossible, or if no weight is worth a move. `must_leave`: gradients must leave
+    the device regardless of the gain, unless everything fits. `may_split`: some weights may stay
+    while others move to the host.
     """
     if to_floor:
         return _least(at_home, on_host(frozenset()), decide, floor_of)
@@ -115,7 +117,8 @@ def _least(
     decide: Decide,
     floor_of: Callable[[Problem], int],
 ) -> Choice:
-    """The plan that does with least; one whose floor is above another's peak is not made."""
+    """The plan with the lowest peak; skips the plan with weights at home if its floor is above
+    the other's peak."""
     if on_host is None:
         return Choice(at_home, decide(at_home, may_fit=True))
     leave = Choice(on_host, decide(on_host, may_fit=False), frozenset())
@@ -126,7 +129,7 @@ def _least(
 
 
 def _longer(choice: Choice, least_us: float, decide: Decide, until: float) -> Choice:
-    """Search again, for longer, if there is time and a plan may still beat what others cost."""
+    """Search again, for longer, if there is time and the plan may still beat the others."""
     worth_us = least_us * (1 - WORTH_LEAVING)
     far = choice.decided.cost_us > least_us * NEAR
     close = choice.decided.result.gap < CLOSE
@@ -146,9 +149,10 @@ def _with_some_here(
     until: float,
     room_bytes: int,
 ) -> Choice:
-    """Keep as many weights on the device as make the step fastest.
+    """Keep the share of weights on the device that makes the step fastest.
 
-    least_us: what others cost. room_bytes: no more fits beside the ops that need most.
+    least_us: the least cost of the other plans. room_bytes: device memory left at the op that needs
+    most.
     """
     sizes = _without_host_updates(leave)
     total_bytes = sum(nbytes for _, nbytes in sizes)
@@ -190,7 +194,7 @@ def _with_some_here(
 
 
 def _room_bytes(leave: Choice, floor_of: Callable[[Problem], int]) -> int:
-    """Tell how much more the device could hold at the op that needs most of it."""
+    """The device memory left at the op that needs most of it."""
     capacity = leave.decided.machine.tier[DEVICE].capacity_bytes
     problem = leave.annotated.problem
     if capacity is None:
@@ -199,7 +203,8 @@ def _room_bytes(leave: Choice, floor_of: Callable[[Problem], int]) -> int:
 
 
 def _without_host_updates(leave: Choice) -> list[tuple[str, int]]:
-    """The weights on the host that the device updates: the host's own are better where they are."""
+    """The weights on the host that the device updates; it is better to leave there all weights that
+    the host updates."""
     hosted = {u.weight for u in leave.decided.result.plan.updates if u.where == HOST}
     return [w for w in weights_in_use_order(leave.annotated.problem) if w[0] not in hosted]
 
@@ -211,7 +216,7 @@ def weights_in_use_order(problem: Problem) -> list[tuple[str, int]]:
 
 
 def _hides(decided: Decided, problem: Problem) -> bool:
-    """Whether moving costs next to nothing."""
+    """True if moves add next to nothing to the step."""
     compute_us = sum(op.duration_us for op in problem.ops)
     return decided.cost_us <= compute_us * (1 + WORTH_LEAVING)
 

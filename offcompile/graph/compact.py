@@ -1,4 +1,4 @@
-"""What backward asks only one bit of is saved as bits; what it asks only the shape of, not at all.
+"""Saves tensors as bits where backward reads one bit per element, and drops those read for shape.
 
     forward    x = relu(a)                       x = relu(a); bits = pack_bits(x)
                y, keep = native_dropout(x)       y, keep = …; kept = pack_bits(keep)
@@ -7,9 +7,9 @@
                    keep)                         g = native_dropout_backward(t, keep)
                d = threshold_backward(g, x, 0)   d = masked_grad(g, bits)
 
-Results are the same to the last bit: a ReLU's gradient asks its output whether it is <= 0, and
-pooling asks its input for nothing but its shape. A tensor that is saved for another reason too is
-left as it is: bits would come on top.
+Results are the same to the last bit: a ReLU's gradient only tests if its output is <= 0, and
+pooling uses only the shape of its input. A tensor that is also saved for another reason is left
+unchanged, since bits would come on top.
 """
 
 from __future__ import annotations
@@ -50,40 +50,40 @@ from .lowering.resave import new_placeholder
 
 aten = torch.ops.aten
 
-#: smaller tensors are not worth two more ops
+#: smaller tensors do not justify two more ops
 LEAST_BYTES = 16 << 10
-#: of all bytes saved, what is to be gained with bits before another plan is looked for
+#: share of all saved bytes that bits must gain before another plan is searched for
 LEAST_SHARE = 1 / 64
 
 
 @dataclass(frozen=True)
 class Compacted:
-    """The graphs with bits in place of tensors, and what each saved storage has become."""
+    """The graphs with bits in place of tensors, and the change in size of each saved storage."""
 
     graphs: Graphs
     #: node of forward that made the storage → bytes saved before and after
     saved_bytes: Mapping[str, tuple[int, int]]
-    #: bytes that forward made and saved before, of these and of others
+    #: bytes of all tensors that forward made and saved before
     all_bytes: int
 
     @property
     def matters(self) -> bool:
-        """Whether enough is saved to be worth a search for another plan."""
+        """True if the gain justifies a search for another plan."""
         gained = sum(before - after for before, after in self.saved_bytes.values())
         return gained >= self.all_bytes * LEAST_SHARE
 
 
 def has_bits(problem: Problem) -> bool:
-    """Whether it is the problem of graphs that were compacted."""
+    """True if the problem's graphs have been compacted."""
     return any(op.id.startswith("pack_bits") for op in problem.ops)
 
 
 def compact(
     graphs: Graphs, hint: Hint, least_bytes: int = LEAST_BYTES, fuses: bool = False
 ) -> Compacted | None:
-    """New graphs; None where nothing can be saved as bits. The given ones are left as they are.
+    """Build new graphs; None if nothing can be saved as bits. The given ones are not changed.
 
-    `fuses`: comparisons cost nothing beside the op that makes the tensor, as Inductor has it.
+    `fuses`: comparisons fuse at no cost with the op that makes the tensor, as under Inductor.
     """
     if graphs.backward is None:
         return None
@@ -116,7 +116,7 @@ def _saved_bytes(graphs: Graphs, hint: Hint) -> int:
     return sum(storage_bytes(v, hint) for v in made)
 
 
-# --- what can be saved so -------------------------------------------------------------------------
+# --- candidates -----------------------------------------------------------------------------------
 
 
 def _candidates(graphs: Graphs, hint: Hint, least_bytes: int) -> Iterator[Candidate]:
@@ -153,14 +153,14 @@ def _packable(value: torch.Tensor, graphs: Graphs, hint: Hint, least_bytes: int)
 
 
 def _runs_on(value: torch.Tensor) -> bool:
-    """Whether there are kernels; a GPU that is only planned for is taken to have them."""
+    """True if the device has the kernels; a GPU that is absent at planning is assumed to."""
     if value.device.type != "cuda" or not torch.cuda.is_available():
         return value.device.type in ("cpu", "cuda")
     return why_not(value.device, value.dtype) is None
 
 
 def _readers(node: fx.Node, value: torch.Tensor) -> list[tuple[fx.Node, fx.Node]] | None:
-    """Who reads a saved tensor in backward, through aliases of it; None: one wants its values."""
+    """The readers of a saved tensor in backward, through aliases; None if one needs its values."""
     if value.dtype == torch.bool:
         users = list(node.users)
         return None if any(u.op == "output" for u in users) else [(u, node) for u in users]

@@ -1,4 +1,4 @@
-"""The nodes of `compact`: bits made in forward and read in backward, and what they stand in for."""
+"""The nodes that `compact` adds: bits made in forward, and their uses in backward."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from .sizes import SizeMaker
 
 aten = torch.ops.aten
 
-#: ops that take nothing of their second argument but its shape, and the memory format of it
+#: ops that use only the shape and memory format of their second argument
 SHAPE_ONLY = frozenset(
     (
         aten.avg_pool2d_backward.default,
@@ -30,12 +30,12 @@ SHAPE_ONLY = frozenset(
 
 @dataclass
 class Candidate:
-    """One storage that forward saves, the saved nodes on it, and who asks what of it."""
+    """One storage that forward saves, the saved nodes on it, and their readers in backward."""
 
     root: fx.Node
     saved: list[fx.Node]
     value: torch.Tensor
-    #: (reader in backward, what it reads: the placeholder or an alias of it)
+    #: (reader in backward, its operand: the placeholder or an alias of it)
     readers: list[tuple[fx.Node, fx.Node]] = field(default_factory=list)
 
     @property
@@ -57,14 +57,15 @@ def laid_alike(one: object, other: torch.Tensor) -> bool:
 
 
 def make_bits(candidate: Candidate, fuses: bool) -> fx.Node:
-    """The bits, made as soon as the tensor is there, so that its memory ends with its last use."""
+    """Add the node that makes the bits right after the tensor, so that the tensor can be freed
+    after its last use in forward."""
     whole, root, value = candidate.saved[0], candidate.root, candidate.value
     if laid_alike(root.meta.get("val"), value):
         whole = root
     inputs, target = root.all_input_nodes, root.target
     pointwise = isinstance(target, torch._ops.OpOverload) and torch.Tag.pointwise in target.tags
     compares = value.dtype == torch.bool and pointwise and len(inputs) == 1
-    # the partitioner puts comparisons that only backward asks for at the end
+    # the partitioner puts comparisons that only backward needs at the end
     if compares and inputs[0].op == "call_function":
         inputs[0].append(root)
     if fuses and value.dtype != torch.bool:
@@ -76,7 +77,7 @@ def make_bits(candidate: Candidate, fuses: bool) -> fx.Node:
 
 
 def save(graphs: Graphs, bits: fx.Node) -> None:
-    """One more saved tensor, before those that there are: as `new_placeholder` has it."""
+    """Save one more tensor, before the existing ones, to match `new_placeholder`."""
     (output,) = graphs.forward.graph.find_nodes(op="output")
     outputs = list(output.args[0])
     outputs.insert(graphs.num_outputs, bits)
@@ -88,7 +89,7 @@ def save(graphs: Graphs, bits: fx.Node) -> None:
 
 
 def forget(graphs: Graphs, names: set[str]) -> None:
-    """Neither save these any more nor take them."""
+    """Remove the named tensors from forward's saved outputs and backward's inputs."""
     assert graphs.backward is not None
     (output,) = graphs.forward.graph.find_nodes(op="output")
     outputs, known = list(output.args[0]), output.meta.get("desc")
@@ -103,7 +104,7 @@ def forget(graphs: Graphs, names: set[str]) -> None:
         rest = [type(known[i]) for i in kept[graphs.num_outputs :]]
         output.meta["desc"] = [*seen, *(kind(i) for i, kind in enumerate(rest))]
     for node in reversed(graphs.forward.graph.nodes):
-        if node.name in names and not node.users:  # an alias made to be saved
+        if node.name in names and not node.users:  # an alias that was made only to be saved
             graphs.forward.graph.erase_node(node)
     for node in graphs.backward.graph.find_nodes(op="placeholder"):
         if node.name in names:
@@ -111,7 +112,7 @@ def forget(graphs: Graphs, names: set[str]) -> None:
 
 
 def _erase(node: fx.Node) -> None:
-    for user in list(node.users):  # aliases that nobody reads any more
+    for user in list(node.users):  # aliases that are no longer read
         _erase(user)
     node.graph.erase_node(node)
 
@@ -140,11 +141,11 @@ def read_bits(candidate: Candidate, mask: fx.Node | None, sizes: Sizes) -> None:
 
 
 def _stand_in(reader: fx.Node, value: torch.Tensor, sizes: Sizes) -> fx.Node:
-    """A tensor of that shape and memory format which is never filled."""
+    """An uninitialized tensor with the shape and memory format of `value`."""
     size = sizes.make(value.shape)
     how = {"dtype": value.dtype, "device": value.device}
     if value.device.type == "cpu" and value.is_contiguous():
-        # one element for all of them; on a GPU such ops make the tensor contiguous, in memory
+        # expand a single element; on a GPU, the reader would make that tensor contiguous in memory
         one = _node(reader, aten.empty.memory_format, ([],), value.new_empty([]), kwargs=how)
         return _node(reader, aten.expand.default, (one, size), _val(one).expand(value.shape))
     stride = sizes.make(value.stride())
@@ -159,14 +160,14 @@ def _node(
     behind: bool = False,
     kwargs: dict[str, object] | None = None,
 ) -> fx.Node:
-    """A new node before or behind another, described as that one unless a value is given."""
+    """Add a node before or after another, with that node's value unless one is given."""
     graph = beside.graph
     with graph.inserting_after(beside) if behind else graph.inserting_before(beside):
         new = graph.call_function(target, args, kwargs)  # type: ignore[arg-type]
     new.meta = {k: v for k, v in beside.meta.items() if k in ("nn_module_stack", "stack_trace")}
     new.meta["val"] = beside.meta["val"] if value is None else value
     if target in bit_ops.BIT_OPS:
-        # of an op's tag for exact strides Inductor takes notice only beside this entry
+        # Inductor honours an op's exact-strides tag only if this entry is present
         new.meta["eager_input_vals"] = (fx.map_arg(new.args, lambda n: n.meta["val"]), {})
     return new
 
@@ -178,7 +179,7 @@ def _val(node: fx.Node) -> torch.Tensor:
 
 
 class Sizes:
-    """Sizes of saved tensors as backward can tell them once those are gone."""
+    """The sizes of dropped saved tensors, made in backward from its other inputs."""
 
     def __init__(self, graph: fx.Graph, gone: set[str]) -> None:
         self.maker = SizeMaker(graph)

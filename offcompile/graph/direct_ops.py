@@ -1,8 +1,8 @@
-"""What takes an op's place where the plan has one of its operands on the host, in place.
+"""Replaces ops whose operands the plan uses in place on the host.
 
-Two tables. `write_of`: the op that makes a gradient on the host's memory instead of the device's.
-`IN_PLACE`: for a kind of device, the op that reads a weight there better than the plain one does.
-An op without an entry reads in place as it is, and cannot write so.
+There are two tables. `write_of` gives the op that makes a gradient in host memory instead of on the
+device. `IN_PLACE` gives, per device type, the op that reads a weight on the host better than the
+plain one. An op without an entry can read in place unchanged, but cannot write in place.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ from .stream_products import stream_addmm, stream_mm
 
 aten = torch.ops.aten
 
-#: a node, and which of its arguments lie on the host → the op of the same arguments to run
+#: (node, indices of its arguments on the host) → the op to run with the same arguments
 Reader = Callable[[fx.Node, frozenset[int]], Any]
-#: kind of device → op → what chooses its stand-in; None: the op itself
+#: device type → op → function that chooses the replacement; it returns None for the op itself
 IN_PLACE: dict[str, dict[Any, Reader]] = {
     "cuda": {aten.mm.default: stream_mm, aten.addmm.default: stream_addmm}
 }
@@ -32,24 +32,24 @@ IN_PLACE: dict[str, dict[Any, Reader]] = {
 
 @dataclass(frozen=True)
 class Write:
-    """`target(*args, size, stride, dtype, tag, runtime)` writes what the node would have made."""
+    """`target(*args, size, stride, dtype, tag, runtime)` writes the node's value to the host."""
 
     target: Any
-    #: of the graph that the node is in
+    #: nodes of the original graph, or constants
     args: tuple[Any, ...]
 
 
 def reader_of(node: fx.Node, hosted: frozenset[int], kind: str, exact: bool = True) -> Any:
-    """The op to run instead, with the node's own arguments; None: as it stands.
+    """The op to run instead, with the node's own arguments; None to keep the node's op.
 
-    exact: the result has to be the node's own to the last bit, which no stand-in's is.
+    exact: the result must be the same to the last bit, which rules out all replacements.
     """
     choose = None if exact else IN_PLACE.get(kind, {}).get(node.target)
     return None if choose is None else choose(node, hosted)
 
 
 def write_of(node: fx.Node) -> Write | None:
-    """How the node's value can be made on the host; None: only on the device."""
+    """The op that makes the node's value on the host; None if only the device can."""
     make = _WRITES.get(node.target)
     value = node.meta.get("val")
     if make is None or not isinstance(value, torch.Tensor):
@@ -61,17 +61,17 @@ def write_of(node: fx.Node) -> Write | None:
 
 
 def workspace_of(node: fx.Node, hint: Hint) -> int:
-    """Device memory that writing the node's value in place takes, beside the operands."""
+    """Device memory, besides the operands, that writing the node's value in place needs."""
     if not does_less(node):
         return 0
     gradient, indices = (n.meta["val"] for n in node.all_input_nodes[:2])
-    rows: int = hint(gradient.numel()) * gradient.element_size()  # every row another one
-    # and to find that out: the indices sorted, and their places
+    rows: int = hint(gradient.numel()) * gradient.element_size()  # if all rows are distinct
+    # plus the sorted indices and their positions, to find the distinct rows
     return rows + 4 * hint(indices.numel()) * torch.int64.itemsize
 
 
 def does_less(node: fx.Node) -> bool:
-    """Whether making the value in place is less work: of a gradient's table, a few rows."""
+    """True if making the value in place is less work: only a few rows of a gradient's table."""
     return bool(node.target is aten.embedding_dense_backward.default)
 
 
@@ -80,7 +80,7 @@ def is_store(node: fx.Node) -> bool:
 
 
 def touched_bytes(node: fx.Node, operand: fx.Node, nbytes: int, hint: Hint) -> int:
-    """Of an operand's bytes, those that the op looks at: a gather reads rows only."""
+    """The bytes of an operand that the op reads: a gather reads only some rows."""
     value = node.meta.get("val")
     if not gathers(node, operand) or not isinstance(value, torch.Tensor):
         return nbytes
@@ -89,14 +89,14 @@ def touched_bytes(node: fx.Node, operand: fx.Node, nbytes: int, hint: Hint) -> i
 
 
 def gathers(node: fx.Node, operand: fx.Node) -> bool:
-    """Whether the op reads of this operand only rows that another one names."""
+    """True if the op reads only the rows of this operand that another operand selects."""
     return node.target is aten.embedding.default and node.args[0] is operand
 
 
 def scattered_reads(graphs: Graphs, storage_of: Mapping[tuple[str, str], str]) -> frozenset[str]:
-    """Weights of which a step reads, and a later update of all of it will read, only some rows.
+    """The weights of which a step reads only some rows, including any later update.
 
-    So only those without a gradient in these graphs: an optimizer goes through the whole table.
+    This excludes weights with a gradient in these graphs, since an optimizer reads the whole table.
     """
     reads: dict[str, list[bool]] = {}
     for phase, module in graphs:

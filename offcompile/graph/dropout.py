@@ -1,11 +1,11 @@
-"""Dropout in two ops, so that the one that draws no random numbers may run again.
+"""Splits dropout into two ops, so that the one that draws no random numbers can be recomputed.
 
     y, keep = native_dropout(x, p, True)    keep = bernoulli(empty_like(x, bool), 1 - p)
                                             y = native_dropout_backward(x, keep, scale)
 
-On the CPU these are the steps of the one op, down to the scale's rounding to the type of x, so that
-numbers and results are the same to the last bit. Kernels of other devices draw in another way and
-stay whole.
+On the CPU the single op takes these same steps, down to rounding the scale to the dtype of x, so
+random numbers and results are the same to the last bit. Kernels of other devices draw numbers
+differently and are not split.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ aten = torch.ops.aten
 
 
 def in_two_parts(graphs: Graphs) -> Graphs:
-    """Take each dropout of forward apart; the given graphs stay as they are."""
+    """Split each dropout of forward; the given graphs are not changed."""
     whole = {node for node in graphs.forward.graph.nodes if _divisible(node)}
     if not whole:
         return graphs
@@ -49,13 +49,13 @@ def _divisible(node: fx.Node) -> bool:
         return False
     if trains is False or not isinstance(share, float) or not 0 < share < 1:
         return False
-    # bernoulli fills rows in their order, native_dropout as its input lies
+    # bernoulli fills elements in index order, native_dropout in its input's memory order
     return value.is_contiguous() and all(is_getitem(user) for user in node.users)
 
 
 def _parts(node: fx.Node, given: fx.Node, graph: fx.Graph) -> dict[fx.Node, fx.Node]:
-    """For each part of a dropout, the node that makes it: it has its name, by which backward knows
-    what is saved."""
+    """Part of a dropout → the node that makes it. The node keeps the part's name, by which backward
+    finds the saved tensor."""
     share = node.args[1]
     assert isinstance(share, float)
     values: dict[object, torch.Tensor] = dict(enumerate(node.meta["val"]))

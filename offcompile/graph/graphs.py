@@ -1,8 +1,8 @@
-"""The two halves of a captured graph, and what each of their nodes is.
+"""The two halves of a captured graph, and the classification of their nodes.
 
 A node is an *op* (it computes), an *alias* (a view: it costs nothing and shares the storage of
-one of its inputs), a *part* (one output of an op that returns several), or none of our business
-(sizes, constants). Everything else about graphs is told in terms of these.
+one of its inputs), a *part* (one output of an op that returns several), or irrelevant here
+(sizes, constants). The other modules on graphs use these terms.
 """
 
 from __future__ import annotations
@@ -16,25 +16,25 @@ from torch import fx
 from offcompile.ir import BACKWARD, FORWARD
 
 Size = int | torch.SymInt
-#: a size as a number: what the plan is made for
+#: maps a size to the number that the plan assumes
 Hint = Callable[[Size], int]
 
 
 @dataclass(frozen=True)
 class Graphs:
-    """Forward and backward graph of one compiled function; inference has no backward."""
+    """The forward and backward graphs of one compiled function; inference has no backward."""
 
     forward: fx.GraphModule
     backward: fx.GraphModule | None
-    #: how many of forward's outputs the user sees; the rest is saved for backward
+    #: number of forward's outputs that go to the user; the rest are saved for backward
     num_outputs: int
-    #: which of the captured function's arguments are parameters
+    #: indices of the captured function's arguments that are parameters
     parameters: frozenset[int] = frozenset()
-    #: the kind of device that is planned for: storages elsewhere take nothing of it and stay
+    #: device type that the plan is for; storages elsewhere use none of its memory and do not move
     device: str = "cpu"
-    #: argument of the captured function → what people call it
+    #: argument of the captured function → the user's name for it
     names: Mapping[int, str] = field(default_factory=dict)
-    #: parameters whose memory is not ours to replace (`runtime.owners`)
+    #: parameters whose memory may not be replaced (`runtime.owners`)
     fixed: frozenset[int] = frozenset()
 
     def __iter__(self) -> Iterator[tuple[str, fx.GraphModule]]:
@@ -44,17 +44,17 @@ class Graphs:
 
 
 def is_parameter(node: fx.Node, graphs: Graphs) -> bool:
-    """Whether a placeholder is a parameter: AOTAutograd notes which argument it stands for."""
+    """True if a placeholder is a parameter, by the argument index that AOTAutograd recorded."""
     return getattr(node.meta.get("desc"), "idx", None) in graphs.parameters
 
 
 def may_leave(node: fx.Node, graphs: Graphs) -> bool:
-    """True for a parameter whose weight and gradient may live elsewhere."""
+    """True for a parameter whose weight and gradient may live off the device."""
     return is_parameter(node, graphs) and node.meta["desc"].idx not in graphs.fixed
 
 
 def argument_name(node: fx.Node, graphs: Graphs) -> str:
-    """What people call the argument that a placeholder stands for; "" where nothing is known."""
+    """The user's name for the argument of a placeholder; "" if unknown."""
     return graphs.names.get(getattr(node.meta.get("desc"), "idx", -1), "")
 
 
@@ -64,7 +64,7 @@ def outputs_of(module: fx.GraphModule) -> list[object]:
 
 
 def copied(module: fx.GraphModule) -> fx.GraphModule:
-    """The same nodes by the same names, over the same attributes; to be changed, then `closed`."""
+    """Copy the graph, with the same node names and attributes. Change it, then call `closed`."""
     graph = fx.Graph()
     outputs = graph.graph_copy(module.graph, {})
     (old,) = module.graph.find_nodes(op="output")
@@ -81,10 +81,10 @@ def closed(module: fx.GraphModule) -> fx.GraphModule:
 
 
 def name_saved_alike(forward: fx.GraphModule, backward: fx.GraphModule, num_outputs: int) -> None:
-    """Name what forward saves as backward's argument for it.
+    """Give forward's saved outputs the names of backward's arguments for them.
 
-    Partitioned graphs know a saved tensor by one name on both sides, and so do we. Random states
-    are the exception: torch adds them after the partition, under a name of their own in backward.
+    Partitioned graphs use one name for a saved tensor on both sides, and so do we. Random states
+    are the exception: torch adds them after the partition, under a different name in backward.
 
         forward    getitem_6 = run_and_save_rng_state[0]; return y, add, getitem_6
         backward   (add, rng_state_output_0, tangents_1)
@@ -100,7 +100,7 @@ def name_saved_alike(forward: fx.GraphModule, backward: fx.GraphModule, num_outp
 
 
 def is_tangent(node: fx.Node) -> bool:
-    """Whether a placeholder of backward is the gradient of an output, by torch's naming."""
+    """True if a placeholder of backward is the gradient of an output, by torch's naming."""
     return "tangent" in node.name
 
 
@@ -113,7 +113,7 @@ def is_tensor(value: object) -> bool:
 
 
 def tensors_in(value: object) -> list[torch.Tensor]:
-    """The tensors of a node's value: itself, or the elements of a tuple or list."""
+    """The tensors in a node's value: the value itself, or the elements of a tuple or list."""
     if isinstance(value, torch.Tensor):
         return [value]
     if isinstance(value, tuple | list):
@@ -122,12 +122,12 @@ def tensors_in(value: object) -> list[torch.Tensor]:
 
 
 def storage_key(value: torch.Tensor) -> int | None:
-    """What tensors of one storage have in common; None where there is no plain storage."""
+    """A key that identifies the tensor's storage; None if it has no plain storage."""
     if value.layout is not torch.strided:
         return None
     try:
         return int(value.untyped_storage()._cdata)
-    except RuntimeError:  # how torch says that a wrapper of some kind has no storage of its own
+    except RuntimeError:  # torch raises this for wrappers without a storage of their own
         return None
 
 
@@ -141,7 +141,7 @@ def is_getitem(node: fx.Node) -> bool:
 
 
 def aliased_input(node: fx.Node) -> fx.Node | None:
-    """The input whose storage the node's value shares; None: the value is its own."""
+    """The input whose storage the node's value shares; None if it has its own storage."""
     if node.op != "call_function":
         return None
     value = node.meta.get("val")
@@ -155,7 +155,7 @@ def aliased_input(node: fx.Node) -> fx.Node | None:
 
 
 def root_of(node: fx.Node) -> fx.Node:
-    """The node whose storage a view, or a view of a view, looks at."""
+    """The node that made the storage of a view, or of a view of a view."""
     while (source := aliased_input(node)) is not None:
         node = source
     return node
@@ -172,7 +172,7 @@ def _shared(value: object, inputs: list[fx.Node]) -> fx.Node | None:
 
 
 def _by_schema(node: fx.Node) -> fx.Node | None:
-    """The input that the op's schema says is returned as a view."""
+    """The input that the op returns as a view, according to its schema."""
     schema = getattr(node.target, "_schema", None)
     if schema is None:
         return None
@@ -205,8 +205,8 @@ def mutated_inputs(node: fx.Node) -> list[fx.Node]:
 
 
 def bookkeeping(graph: fx.Graph) -> frozenset[str]:
-    """Names of the nodes of which nothing comes but new values of inputs, as of running statistics:
-    what else the graph makes is the same without them."""
+    """Names of nodes that only serve to update inputs, such as running statistics. The graph's
+    other results are the same without them."""
     found: set[fx.Node] = set()
     for node in reversed(graph.nodes):
         changes = node.op != "placeholder" and node.is_impure() and not mutated_inputs(node)
@@ -219,7 +219,7 @@ def bookkeeping(graph: fx.Graph) -> frozenset[str]:
 
 
 def may_repeat(node: fx.Node) -> bool:
-    """Whether running the op again gives the same bits and has no other effect."""
+    """True if rerunning the op gives the same bits and has no other effect."""
     target = node.target
     if not isinstance(target, torch._ops.OpOverload) or target._schema.is_mutable:
         return False
@@ -231,7 +231,7 @@ def may_repeat(node: fx.Node) -> bool:
 
 
 def _drops_nothing(node: fx.Node) -> bool:
-    """Whether the op draws random numbers for dropout alone, and drops no element: attention."""
+    """True if the op uses random numbers only for dropout, at probability 0, as attention may."""
     schema = node.target._schema  # type: ignore[union-attr]
     for at, argument in enumerate(schema.arguments):
         if argument.name == "dropout_p":
@@ -241,12 +241,12 @@ def _drops_nothing(node: fx.Node) -> bool:
 
 
 def covers_its_storage(value: torch.Tensor, hint: Hint) -> bool:
-    """Whether the tensor is dense and holds every byte of its storage."""
+    """True if the tensor is dense and covers every byte of its storage."""
     if value.storage_offset() != 0:
         return False
     if hint(value.untyped_storage().nbytes()) != hint(value.numel()) * value.element_size():
         return False
-    # dense: sorted by stride, each stride is the product of the sizes below it
+    # in a dense tensor, sorted by stride, each stride is the product of the sizes below it
     expected = 1
     dims = sorted((hint(st), hint(s)) for s, st in zip(value.shape, value.stride(), strict=True))
     for stride, size in dims:
@@ -259,7 +259,7 @@ def covers_its_storage(value: torch.Tensor, hint: Hint) -> bool:
 
 
 def storage_bytes(value: torch.Tensor, hint: Hint) -> int:
-    """Bytes of the value's storage; 0 for what has none in plain memory."""
+    """Bytes of the value's storage; 0 if it has no plain storage."""
     if storage_key(value) is None:
         return 0
     return hint(value.untyped_storage().nbytes())

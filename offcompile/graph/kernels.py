@@ -1,9 +1,9 @@
-"""Ops that Inductor fuses, as one op of the Problem.
+"""Merges ops that Inductor fuses into one op of the Problem.
 
-Between two library calls Inductor fuses what it can, and a movement node in the middle would tear a
-kernel apart. So a run of fusible ops between library calls is planned as one op: nothing starts or
-is awaited inside of it, what lives only within it becomes its workspace, and it is computed again
-as a whole.
+Inductor fuses all it can between two library calls, and a movement node in the middle would break a
+kernel in two. So a run of fusible ops between library calls is planned as one op: no move starts or
+is awaited inside it, tensors used only within it become its workspace, and it is recomputed as a
+whole.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ from offcompile.ir import Op, Problem
 from .annotate import Annotated, Place
 from .graphs import Graphs
 
-#: longer runs are cut: where nothing but fusible ops stands, something must be able to move
+#: longer runs are split, so that tensors can still move in long sequences of fusible ops
 MOST_OPS = 32
 
 
 def merge_kernels(
     annotated: Annotated, graphs: Graphs, fuses: Callable[[fx.Node], bool]
 ) -> Annotated:
-    """The same step with runs of ops for which `fuses` holds merged."""
+    """The same step, with runs of ops for which `fuses` is true merged."""
     nodes = {(p, n.name): n for p, m in graphs for n in m.graph.nodes}
 
     def fusible(op: Op) -> bool:
@@ -96,8 +96,8 @@ def _one_op(problem: Problem, group: list[Op], inner: set[str]) -> Op:
 
 
 def _in_place(group: list[Op]) -> dict[str, float]:
-    """Time of all ops together if one operand is used in place by those that read it; only for
-    operands that each of these may use so."""
+    """Operand → the group's duration if its users in the group access it in place; only operands
+    that all their users may access in place."""
     total = sum(op.duration_us for op in group)
     found: dict[str, float] = {}
     for t in dict.fromkeys(t for op in group for t in op.direct):

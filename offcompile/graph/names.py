@@ -1,4 +1,4 @@
-"""What people call the arguments of a captured graph: `layers.0.up.weight`, not `primals_3`."""
+"""Finds the user's names for graph arguments, such as `layers.0.up.weight` for `primals_3`."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ from offcompile.runtime.states import update_ops
 
 from .graphs import Graphs, argument_name, outputs_of
 
-#: one step of the path in Dynamo's words: `._modules['up']`, `._parameters['weight']`, `['x']`
+#: one step of a path in Dynamo's notation: `._modules['up']`, `._parameters['weight']`, `['x']`
 _STEP = re.compile(r"(?:\._(?:modules|parameters|buffers))?\['?([^'\]]*)'?\]")
 
 
 def argument_names(gm: fx.GraphModule) -> Mapping[int, str]:
-    """Position of each placeholder that Dynamo says the origin of → the path to it."""
+    """Position of each placeholder with an origin known to Dynamo → the path to it."""
     found = {}
     for i, node in enumerate(gm.graph.find_nodes(op="placeholder")):
         source = getattr(node, "_dynamo_source", None)
-        # a method in torch 2.11, a property since
+        # a method in torch 2.11, a property in later versions
         name = getattr(source, "name", None)
         text = name() if callable(name) else name
         if isinstance(text, str):
@@ -34,7 +34,7 @@ def argument_names(gm: fx.GraphModule) -> Mapping[int, str]:
 def plain_path(source: str) -> str:
     """`L['self']._modules['up']._parameters['weight']` → `up.weight`.
 
-    The model itself is not named where it is a local variable, as it is where a module is compiled.
+    The model itself is omitted if it is a local variable, as when a module is compiled.
     """
     scope, rest = source[:1], source[1:]
     path = _STEP.sub(r".\1", rest).strip(".")
@@ -43,7 +43,7 @@ def plain_path(source: str) -> str:
 
 
 def tensor_names(graphs: Graphs, storage_of: Mapping[tuple[str, str], str]) -> dict[str, str]:
-    """Storage of each argument that has a name → the name; of each gradient → its argument's."""
+    """Storage of a named argument → its name; storage of a gradient → its argument's name."""
     found: dict[str, str] = {}
     wanted = graphs.forward.graph.find_nodes(op="placeholder")
     made = [] if graphs.backward is None else outputs_of(graphs.backward)

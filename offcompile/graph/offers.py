@@ -1,4 +1,4 @@
-"""Weights updated while backward still computes: each large gradient is offered where it is made.
+"""Updates weights while backward still runs, by offering each large gradient to its update early.
 
     forward    …                         call = begin_call([0, 2, …]); …
                return y, saved           return y, call, saved
@@ -7,8 +7,8 @@
                                          offered = offer(call, g, …)
                return g                  return offered
 
-`offer` updates the weight, so it stands behind the last op that reads it, and the gradient is gone
-with it. What comes back in its place is resolved when backward is over (`resolve`).
+`offer` updates the weight, so it comes after the last op that reads the weight, and it frees the
+gradient. Backward returns its result instead, which is resolved when backward is over (`resolve`).
 """
 
 from __future__ import annotations
@@ -37,24 +37,24 @@ from .graphs import (
 )
 from .lowering.resave import new_placeholder
 
-#: bytes that an update reads and writes for each byte of gradient: with two moments, 28 for 4
+#: bytes that an update reads and writes per byte of gradient: with two moments, 28 for 4
 BYTES_PER_BYTE = 7.0
 
 
 @dataclass(frozen=True)
 class Offers:
-    """The graphs with offers in them."""
+    """The graphs with offers inserted."""
 
     graphs: Graphs
     #: weight's storage → name of the node that offers its gradient
     nodes: Mapping[str, str]
-    #: which outputs of backward are offers
+    #: indices of backward's outputs that are offers
     outputs: tuple[int, ...]
 
 
 @dataclass(frozen=True)
 class _Offered:
-    """One weight: its argument, where its gradient stands in the outputs, what reads it last."""
+    """One weight: its argument, the output index of its gradient, and the node to offer after."""
 
     weight: fx.Node
     argument: int
@@ -73,9 +73,9 @@ def with_offers(
     runtime: str,
     without: frozenset[str] = frozenset(),
 ) -> Offers | None:
-    """The graphs with the gradients of these arguments offered; None if there is none to offer.
+    """Insert offers for the gradients of the `wanted` arguments; None if there are none.
 
-    Left out are gradients of less than `least_bytes`, and those of the weights `without`.
+    Skips gradients smaller than `least_bytes`, and those of the weights `without`.
     """
     if graphs.backward is None:
         return None
@@ -115,7 +115,7 @@ def _offered(graphs: Graphs, annotated: Annotated, wanted: frozenset[int]) -> li
             continue
         made = stored[i]
         whole = made is not None and annotated.problem.tensor[made].home is None
-        # sharing memory with another argument, or gradient, it has more than one owner
+        # skip memory that is shared with another argument or gradient: it has several owners
         if not whole or stored.count(made) > 1 or owners.count(storage) > 1:
             continue
         readers = (
@@ -130,7 +130,7 @@ def _offered(graphs: Graphs, annotated: Annotated, wanted: frozenset[int]) -> li
 
 
 def _forward(graphs: Graphs, arguments: list[int]) -> tuple[fx.GraphModule, fx.Node]:
-    """Forward, with one more tensor saved: the ticket of the call."""
+    """Forward with one more saved tensor, the ticket of the call; and that ticket's node."""
     module = copied(graphs.forward)
     graph = module.graph
     first = next(n for n in graph.nodes if n.op != "placeholder")
@@ -189,7 +189,7 @@ def _ticket_like(graphs: Graphs) -> torch.Tensor:
 
 
 def costs_of_offers(offers: Offers, hint: Hint, bytes_per_us: float) -> dict[Place, OpCost]:
-    """What the new nodes cost: an update beside its states runs at the rate of memory."""
+    """The costs of the new nodes: an update on the device of its states is memory-bound."""
     assert offers.graphs.backward is not None
     costs: dict[Place, OpCost] = {}
     for node in offers.graphs.backward.graph.find_nodes(
@@ -202,8 +202,7 @@ def costs_of_offers(offers: Offers, hint: Hint, bytes_per_us: float) -> dict[Pla
 
 
 def read_after_update(offers: Offers, annotated: Annotated, order: Order) -> frozenset[str]:
-    """Weights that an op of this order, computing something again, would read when they have
-    been updated."""
+    """The weights that a recomputation in this order would read after their update."""
     problem = annotated.problem
     updated: set[str] = set()
     late: set[str] = set()

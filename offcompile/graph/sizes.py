@@ -1,4 +1,4 @@
-"""Sizes in a graph under construction: numbers stay numbers, symbols become nodes."""
+"""Builds the sizes in a graph under construction: numbers stay numbers, symbols become nodes."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from offcompile.runtime.device.owners import plain_parts
 
 from .graphs import Hint, Size
 
-#: what a size that only the data tells is taken to be while planning
+#: value assumed during planning for a data-dependent size
 UNKNOWN_SIZE = 4096
 
 
@@ -29,18 +29,18 @@ class SizeMaker:
     def __init__(self, graph: fx.Graph) -> None:
         self.graph = graph
         self.known: dict[sympy.Expr, fx.Node] = {}
-        #: symbol → the argument that tells it, and in which dimension
+        #: symbol → the argument and dimension that have this size
         self._told: dict[sympy.Expr, tuple[fx.Node, int]] = {}
 
     def learn(self, node: fx.Node) -> None:
-        """A node that holds a size can stand for its expression from here on."""
+        """Use a node that holds a size for its expression from here on."""
         value = node.meta.get("val")
         if isinstance(value, torch.SymInt):
             self.known.setdefault(value.node.expr, node)
 
     def learn_dims(self, tensors: Iterable[fx.Node]) -> None:
-        """Have arguments that are there anyway tell symbols that no node holds: where a nested
-        tensor comes in, they are all that tells how long it is."""
+        """Read symbols that no node holds from the dimensions of existing arguments. Nothing else
+        gives the length of a nested tensor that is passed in."""
         for node in tensors:
             value = node.meta.get("val")
             for dim, size in enumerate(value.shape if isinstance(value, torch.Tensor) else ()):
@@ -51,7 +51,8 @@ class SizeMaker:
         return symbol in self.known or symbol in self._told
 
     def _ask(self, symbol: sympy.Expr) -> None:
-        """Make a symbol known that an argument tells: first thing, while the argument is there."""
+        """Add a node that reads a symbol from an argument, at the start, while the argument is
+        alive."""
         node, dim = self._told[symbol]
         first = next((n for n in self.graph.nodes if n.op != "placeholder"), None)
         with nullcontext() if first is None else self.graph.inserting_before(first):
@@ -94,9 +95,9 @@ class SizeMaker:
 
 
 def write_known_floats(graph: fx.Graph) -> None:
-    """Replace symbolic floats by numbers where their symbols have become numbers.
+    """Replace symbolic floats by numbers if their symbols have become numbers.
 
-    Inductor does not evaluate every such expression: 1.0 over a product of sizes stays a fraction.
+    Inductor does not evaluate all such expressions: 1.0 over a product of sizes stays a fraction.
     """
     for node in graph.nodes:
         value = node.meta.get("val")
@@ -113,7 +114,7 @@ def symbols_in(size: Size) -> frozenset[sympy.Symbol]:
 
 
 def hint_of(values: Mapping[sympy.Symbol, int] | None = None) -> Hint:
-    """Sizes as numbers: as traced, or with other values for the symbols."""
+    """Map sizes to numbers: the traced ones, or those for other values of the symbols."""
 
     def hint(size: Size) -> int:
         if not isinstance(size, torch.SymInt):
@@ -125,7 +126,7 @@ def hint_of(values: Mapping[sympy.Symbol, int] | None = None) -> Hint:
         if expr.is_number:
             return int(expr)
         env = node.shape_env
-        # named differently before torch 2.12
+        # torch before 2.12 uses another name
         traced = getattr(env, "backed_var_to_val", None) or env.var_to_val
         known = {s: _number(traced.get(s)) for s in expr.free_symbols}
         return int(expr.xreplace({s: sympy.Integer(v) for s, v in known.items()}))
@@ -136,12 +137,14 @@ def hint_of(values: Mapping[sympy.Symbol, int] | None = None) -> Hint:
 def symbols_of(
     traced: Sequence[object],
 ) -> list[tuple[sympy.Symbol, Callable[[Sequence[Any]], int]]]:
-    """The symbols that a call's arguments tell, with how to read each; `traced`: the arguments as
-    traced. A nested tensor tells the lengths of the tensors that it is made of."""
+    """The symbols that a call's arguments determine, each with a function that reads its value.
+
+    `traced`: the arguments as traced. A nested tensor determines the lengths of its components.
+    """
     found: dict[sympy.Symbol, Callable[[Sequence[Any]], int]] = {}
     for i, value in enumerate(traced):
         if isinstance(value, torch.SymInt):
-            # the length of a ragged dimension is no number
+            # the length of a ragged dimension is not a number
             if value.node.expr.is_symbol and not value.node.is_nested_int():
                 found.setdefault(value.node.expr, partial(_argument, i))
         elif isinstance(value, torch.Tensor) and is_traceable_wrapper_subclass(value):
@@ -161,5 +164,5 @@ def _length(index: int, part: int, dim: int, arguments: Sequence[Any]) -> int:
 
 
 def _number(traced: object) -> int:
-    """A symbol's value, where it has one: not if only the data tells, or lengths are ragged."""
+    """A symbol's traced value; `UNKNOWN_SIZE` if it is data-dependent or a ragged length."""
     return int(traced) if isinstance(traced, int | sympy.Integer) else UNKNOWN_SIZE

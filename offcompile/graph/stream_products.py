@@ -1,6 +1,6 @@
-"""Which matrix products read their weight over the bus better by a kernel of ours, on CUDA.
+"""Selects CUDA matrix products whose weight our kernel reads over the bus better than torch's.
 
-Ordinary kernels read a tile of the weight once for each tile of rows: over the bus again and again.
+Ordinary kernels read a tile of the weight over the bus again for each tile of rows.
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ from offcompile.runtime.kernels import stream_ops, streamable, why_not
 
 
 def stream_mm(node: fx.Node, hosted: frozenset[int]) -> Any:
-    """In place of `aten.mm` whose second matrix alone lies on the host; None: not there."""
+    """The replacement for `aten.mm` if only its second matrix is on the host; else None."""
     return stream_ops.stream_mm if hosted == {1} and _fits(node, 1) else None
 
 
 def stream_addmm(node: fx.Node, hosted: frozenset[int]) -> Any:
-    """The same for `aten.addmm`, whose bias may lie there too."""
+    """The replacement for `aten.addmm`, whose bias may be on the host too; else None."""
     plain = not node.kwargs and _bias(node)
     return stream_ops.stream_addmm if plain and 2 in hosted <= {0, 2} and _fits(node, 2) else None
 

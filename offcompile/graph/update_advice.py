@@ -1,7 +1,7 @@
-"""What a plan says to `offcompile.optim` of updates: which of them the device had better make.
+"""Advises `offcompile.optim` which updates a plan would rather run on the device.
 
-A compiled graph ends with its gradients; the optimizer comes after, and may be made before or
-after the plan. So this is advice, for states that are not made yet.
+A compiled graph ends with its gradients; the optimizer runs afterwards, and may be created before
+or after the plan. This is therefore only advice, for states that do not exist yet.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ from offcompile.passes.select.update_sides import Ready, updated_on_device
 from .annotate import Annotated
 from .updates import Updates
 
-#: the optimizer of most people, and the one with most states
+#: the most common optimizer, and the one with the most states
 USUAL = "adamw"
 
 
 def advice(
     annotated: Annotated, timeline: Timeline, profile: HardwareProfile
 ) -> Mapping[str, bool]:
-    """Weight on the host → whether the device is to update it."""
+    """Weight on the host → True if the device should update it."""
     updates = Updates.read(USUAL, profile, apart=True, streams=True)
     whole = updates.added(annotated).problem
     hosted = {t.id for t in annotated.problem.tensors if t.kind == "weight" and t.home == HOST}

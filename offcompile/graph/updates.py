@@ -1,9 +1,9 @@
-"""The optimizer's updates as ops of a step: each as soon as its gradient is there.
+"""Adds the optimizer's updates to a step as ops, each as soon as its gradient is available.
 
-As `offcompile.optim` runs them with `overlap=True`: weights that live on the host are updated
-there, beside their states; of weights on the device the states are on the device too. Where states
-may stream, a plan may also have the device make some of the host's updates: their states cross to
-it and back, as `offcompile.optim` does it unless `stream=False`.
+This models `offcompile.optim` with `overlap=True`: the host updates the weights that live there,
+with their states beside them; weights on the device have their states on the device too. If states
+may stream, a plan may also run some of the host's updates on the device: their states are loaded
+and sent back, as `offcompile.optim` does unless `stream=False`.
 """
 
 from __future__ import annotations
@@ -18,28 +18,28 @@ from offcompile.machine.hardware import BYTES_PER_US_PER_GBPS, HardwareProfile
 
 from .annotate import Annotated
 
-#: what an update on the host reads and writes a second where nobody measured it: two channels of
-#: DDR5, of which a fused AdamW reaches most
+#: GB/s that an update on the host reads and writes, if not measured: two channels of DDR5, of
+#: which a fused AdamW reaches most
 USUAL_HOST_GBPS = 50.0
 FP32_BYTES = 4
-#: float32 values that each element has beside weight and gradient
+#: float32 values per element besides weight and gradient
 STATES = {"sgd": 0, "momentum": 1, "adam": 2, "adamw": 2}
 
 
-#: what only the host can update, so that it is there that the next step finds its weights
+#: dummy tensor that only the host can update; it forces weights back to the host for the next step
 HOME = Tensor("home", 1, "weight", HOST, pinned=True)
 
 
 @dataclass(frozen=True)
 class Updates:
-    """Of every weight that has a gradient."""
+    """The updates of all weights that have a gradient."""
 
     #: key of `STATES`
     optimizer: str
     profile: HardwareProfile
-    #: whether the host updates by itself, beside the device; else the device does it in place
+    #: True if the host runs updates itself, in parallel; else the device runs them in place
     apart: bool
-    #: whether states on the host may cross to the device for an update
+    #: True if states on the host may be loaded to the device for an update
     streams: bool = False
 
     @classmethod
@@ -55,7 +55,7 @@ class Updates:
 
     @property
     def host_factor(self) -> float | None:
-        """How many times longer an update takes on the host; None: the host does none by itself."""
+        """The slowdown of an update on the host; None if the host runs none itself."""
         rate = self.profile.host_adam_gbps or USUAL_HOST_GBPS
         return self.profile.memory_gbps / rate if self.apart else None
 
@@ -91,7 +91,8 @@ class Updates:
         return replace(annotated, problem=found, labels=labels, names=named)
 
     def _back_home(self, ops: list[Op], tensors: Mapping[str, Tensor]) -> Op | None:
-        """The end of a step, which finds on the host what the next one begins with there."""
+        """The op that ends a step and requires the host's weights and states to be back there for
+        the next one; None if none can be elsewhere."""
         written = dict.fromkeys(t for op in ops if op.phase == "update" for t in op.writes)
         at_home = [t for t in written if tensors[t].home == HOST and not tensors[t].pinned]
         if not self.streams or not at_home:
@@ -103,13 +104,13 @@ class Updates:
         self, weight: Tensor, gradient: Tensor, dtype: torch.dtype | None
     ) -> tuple[Tensor, ...]:
         size = FP32_BYTES if dtype is None else dtype.itemsize
-        # a weight of fewer bits has a float32 one beside it that the update works on
+        # a lower-precision weight has a float32 copy that the update works on
         values = STATES[self.optimizer] + (size < FP32_BYTES)
         nbytes = gradient.nbytes // size * FP32_BYTES * values
         if nbytes == 0:
             return ()
         home = HOST if weight.home == HOST else DEVICE
-        # where nothing streams, the runtime updates beside the states: these never move
+        # without streaming, the runtime updates where the states are, so they never move
         pinned = home == DEVICE or (self.apart and not self.streams)
         return (Tensor(f"{weight.id}.states", nbytes, "state", home, pinned=pinned),)
 

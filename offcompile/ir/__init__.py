@@ -1,4 +1,4 @@
-"""The nouns and the laws. Standard library only."""
+"""The data model and its rules. Standard library only."""
 
 from .errors import RULES, BrokenPlan, Infeasible, InvalidInput, OffloadError, Violation
 from .model import (

@@ -1,8 +1,8 @@
-"""Strict reading of parsed JSON: every fault is found, named by its place, and explained.
+"""Strict reading of parsed JSON: reports every fault with its location and an explanation.
 
-A reading stops at `MOST_FAULTS`, not at the first. A value that cannot be used is noted in the
+Reading stops at `MOST_FAULTS` faults, not at the first. An unusable value is noted in the
 `Report` and replaced by a stand-in of its type, so that the rest can be read; `Report.check` then
-raises once, with everything.
+raises once, with all faults.
 """
 
 from __future__ import annotations
@@ -21,16 +21,16 @@ from .errors import InvalidInput, Violation
 T = TypeVar("T")
 D = TypeVar("D")
 
-#: Bytes and microseconds beyond this are refused, and rates below its inverse: sums and products
-#: of them would leave the range of floats, and of what counts as unlimited, in the middle of a
-#: simulation. No real figure comes near, and what stands for infinity (2**63, 1e18) still fits.
+#: Bytes and microseconds above this are refused, and rates below its inverse: sums and products
+#: of them would overflow floats, or pass the figure that counts as unlimited, in the middle of a
+#: simulation. No real figure comes near, and common stand-ins for infinity (2**63, 1e18) fit.
 LARGEST = 1e30
 _FASTEST = 1e100
 _WORST_RATIO = 1e6
 
 _SHOWN_CHARACTERS = 60
-_SUGGESTIONS = 20  # nearest names are looked up for the first faults only: it is slow work
-#: a file with more is no file of ours; what is said about it should fit into memory
+_SUGGESTIONS = 20  # nearest names are looked up for the first faults only, as this is slow
+#: no file of ours has more; the report should fit into memory
 MOST_FAULTS = 10_000
 
 
@@ -54,7 +54,7 @@ def quote(text: str) -> str:
 
 
 def show(value: object) -> str:
-    """A value for an error message: exact where short, in words where it could be endless."""
+    """A value for an error message: exact if short, described in words if it could be endless."""
     if isinstance(value, str):
         cut = value[:_SHOWN_CHARACTERS]
         return quote(cut) + ("…" if cut != value else "")
@@ -73,7 +73,7 @@ def show(value: object) -> str:
 
 
 def label(name: str) -> str:
-    """An id or key as part of a place: bare when that reads well."""
+    """An id or key as part of a location: unquoted if that reads well."""
     return name if name.isprintable() and 0 < len(name) <= _SHOWN_CHARACTERS else show(name)
 
 
@@ -84,7 +84,7 @@ def listed(words: Collection[str]) -> str:
 
 
 def nearest(word: object, known: Collection[str]) -> str:
-    """Which of the known names was probably meant; some of them if none is near."""
+    """Suggests the known name that was probably meant, or lists some if none is near."""
     if isinstance(word, str) and len(word) <= 100:
         near = difflib.get_close_matches(word, list(islice(known, 2000)), n=1, cutoff=0.5)
         if near:
@@ -108,11 +108,11 @@ class Report:
             raise InvalidInput(self.violations)
 
     def nearest(self, word: object, known: Collection[str]) -> str:
-        """`nearest`, while there are few faults."""
+        """Like the function `nearest`, but suggests a name only while there are few faults."""
         return nearest(word if len(self.violations) < _SUGGESTIONS else None, known)
 
     def unique(self, named: Iterable[tuple[str, str]]) -> dict[str, str]:
-        """Id → place of (place, id) pairs, in which each id may stand only once."""
+        """Maps ids to places, given (place, id) pairs; reports each id that occurs twice."""
         first: dict[str, str] = {}
         for where, name in named:
             if not name:
@@ -127,7 +127,7 @@ class Report:
         return first
 
     def known(self, where: str, name: str | None, noun: str, known: Collection[str]) -> bool:
-        """Whether `name` is one of the known ids; a stand-in or null is not judged."""
+        """True if `name` is one of the known ids; stand-ins and null are accepted."""
         if not name or name in known:
             return True
         near = self.nearest(name, known)
@@ -138,7 +138,7 @@ class Report:
 
 @dataclass(frozen=True)
 class Kind(Generic[T]):
-    """What a value must be: `read` gives it in its own type, or None if it is not that."""
+    """A type of value: `read` returns it converted, or None if it is not valid."""
 
     allowed: str
     fix: str
@@ -151,7 +151,7 @@ def _ident(value: object) -> str | None:
         return None
     try:
         value.encode()
-    except UnicodeEncodeError:  # half a surrogate pair: it could never be printed or saved
+    except UnicodeEncodeError:  # an unpaired surrogate could never be printed or saved
         return None
     return str(value)
 
@@ -169,7 +169,7 @@ def _whole(value: object) -> int | None:
 
 
 def figure(value: int | float) -> int | float:
-    """A measured number as a float, where a float can hold exactly what was written."""
+    """A measured number as a float, if a float can represent it exactly."""
     try:
         as_float = float(value) + 0.0  # −0.0 becomes 0.0
     except OverflowError:
@@ -228,7 +228,7 @@ def one_of(words: tuple[str, ...]) -> Kind[str]:
 
 
 class Entry:
-    """One JSON object being read. `where` is its place; "" for the outermost."""
+    """One JSON object being read. `where` is its location; "" for the outermost."""
 
     def __init__(
         self, report: Report, raw: object, where: str, noun: str, keys: tuple[str, ...]
@@ -253,7 +253,7 @@ class Entry:
             )
 
     def at(self, key: str) -> str:
-        """The place of one key of this object."""
+        """The location of one key of this object."""
         return f"{self.where}.{key}" if self.where else key
 
     def _bad(self, where: str, value: object, allowed: str, fix: str) -> None:
@@ -278,7 +278,7 @@ class Entry:
         return self._accept(self.at(key), value, kind, " or null" if default is None else "")
 
     def present(self, key: str, allowed: str) -> None:
-        """Note a key that must be there and is not."""
+        """Reports a required key that is missing."""
         if not self.broken and key not in self.raw:
             self.report.add("bad-value", self.at(key), f"missing; add {quote(key)}: {allowed}")
 
@@ -297,7 +297,7 @@ class Entry:
         return tuple(self._accept(f"{self.at(key)}[{i}]", v, kind) for i, v in values)
 
     def figures(self, key: str, kind: Kind[T]) -> dict[str, T]:
-        """An object from names to numbers; empty if left out."""
+        """An object that maps names to numbers; empty if left out."""
         value = self.raw.get(key, {})
         if not isinstance(value, Mapping):
             self._bad(self.at(key), value, "an object", "write {…} from names to numbers")
@@ -312,7 +312,7 @@ class Entry:
         return read
 
     def entries(self, key: str, noun: str, keys: tuple[str, ...]) -> Iterator[Entry]:
-        """The objects of a list; each is known by its place and its first key."""
+        """The objects of a list; each is located by its index and its first key."""
         for i, raw in enumerate(self._list(key, required=False)):
             name = raw.get(keys[0]) if isinstance(raw, Mapping) else None
             called = f" ({label(name)})" if isinstance(name, str) and name else ""

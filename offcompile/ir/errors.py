@@ -1,4 +1,4 @@
-"""What goes wrong, as values: a named rule, where it was broken, and what was found."""
+"""Errors as values: a named rule, where it was broken, and what was found."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ RULES = (
 
 @dataclass(frozen=True)
 class Violation:
-    """One law of the contract that something breaks: which, where, and the figures."""
+    """A broken rule of the contract: which one, where, and the figures."""
 
     rule: str
     where: str
@@ -45,8 +45,8 @@ class Violation:
 
 
 class OffloadError(Exception):
-    """Base of every error that offcompile raises on purpose. Copies and pickles as it is, without
-    its traceback."""
+    """Base of every error that offcompile raises on purpose. Instances can be copied and pickled
+    as they are, without their tracebacks."""
 
     def __reduce__(self) -> tuple[Any, ...]:
         return _made_again, (type(self), self.args, self.__dict__)
@@ -55,7 +55,7 @@ class OffloadError(Exception):
 def _made_again(
     kind: type[OffloadError], args: tuple[object, ...], fields: Mapping[str, object]
 ) -> OffloadError:
-    """An error with these fields, whatever its constructor takes."""
+    """Returns an error with these fields, whatever arguments its constructor takes."""
     error = kind.__new__(kind, *args)
     error.__dict__.update(fields)
     return error
@@ -73,11 +73,11 @@ class InvalidInput(OffloadError):
 
 
 class BrokenPlan(OffloadError):
-    """A policy of ours made a plan that does not stand its own check: a defect to be reported."""
+    """One of our policies made a plan that fails validation: a bug to report."""
 
 
 class Infeasible(OffloadError):
-    """No plan of the asked kind fits: by how much, and the smallest change that would help."""
+    """No plan of the requested kind fits: by how much, and the smallest change that would help."""
 
     def __init__(self, reason: str, needed_bytes: int | None, smallest_change: str) -> None:
         self.reason = reason

@@ -1,9 +1,9 @@
-"""Problems, machines and plans as JSON, to the letter of the contract.
+"""Problems, machines and plans as JSON, exactly as the contract defines it.
 
 Readers take parsed JSON (`*_from_json`) or its text (`loads_*`) and raise `InvalidInput` with
-every violation found. Writers give plain dicts in the contract's order with all keys, the same
-for equal values; only what the contract's first readers do not know (`_UNSAID`) is left out
-where it is false or zero.
+every violation found. Writers return plain dicts in the contract's order with all keys, the same
+for equal values; only keys that the contract's first readers do not know (`_UNSAID`) are left out
+where they are false or zero.
 """
 
 from __future__ import annotations
@@ -40,12 +40,12 @@ _KIND = one_of(KINDS)
 _PHASE = one_of(PHASES)
 _PLACE = one_of((HOST, DEVICE))
 
-#: keys of ours beyond the contract, written only where they say something
+#: our own keys beyond the contract, written only if not false or zero
 _UNSAID = ("pinned", "toll_us", "toll_share")
 
-#: commas and opening brackets of a file: ten times what a long recording has
+#: limit on the commas and opening brackets of a file: ten times those of a long recording
 MOST_PARTS = 10_000_000
-#: dots in a line of TOML: a key of many parts takes the square of their number
+#: limit on the dots in a line of TOML: parsing a dotted key takes time quadratic in its parts
 _MOST_DOTS = 100
 
 
@@ -172,7 +172,7 @@ def _lane(entry: Entry) -> Lane:
 
 
 def plan_from_json(obj: object) -> Plan:
-    """The plan that parsed JSON describes. Whether its ids exist is for `verify` to say."""
+    """The plan that parsed JSON describes. `verify` checks whether its ids exist."""
     report = Report()
     top = Entry(report, obj, "", "plan", _keys(Plan))
     start = tuple(
@@ -221,13 +221,13 @@ def _move(entry: Entry) -> Move:
 
 
 def _trigger(entry: Entry, key: str) -> str | None:
-    """A name that must be written down, if only as null."""
+    """A required name, which may be null."""
     entry.present(key, "the name of an op or move, or null")
     return entry.optional(key, IDENT, None)
 
 
 def check_homes(problem: Problem, machine: Machine) -> tuple[Violation, ...]:
-    """Homes that name no tier of the machine, which only both together can tell."""
+    """Homes that name no tier of the machine; checking this needs both problem and machine."""
     report = Report()
     for i, tensor in enumerate(problem.tensors):
         where = f"tensors[{i}] ({label(tensor.id)}).home"
@@ -239,7 +239,7 @@ def check_homes(problem: Problem, machine: Machine) -> tuple[Violation, ...]:
 
 
 def loads_problem(text: str) -> Problem:
-    """Strict: no value beyond JSON, no key twice."""
+    """Strict: no values beyond JSON, no duplicate keys."""
     return problem_from_json(loads_json(text, "problem"))
 
 
@@ -257,7 +257,7 @@ def machine_from_toml(text: str) -> Machine:
 
 
 def loads_toml(text: str, noun: str) -> dict[str, Any]:
-    """Strict, and never long at work: what would take more than a page is refused unread."""
+    """Strict, and fast: refuses a text of more than a page without parsing it."""
     if len(text) > MOST_TOML_BYTES:
         raise _too_much(noun, f"{len(text)} characters", f"{MOST_TOML_BYTES} at most")
     for number, line in enumerate(text.split("\n"), start=1):
@@ -270,12 +270,12 @@ def loads_toml(text: str, noun: str) -> dict[str, Any]:
 
 
 def loads_json(text: str, noun: str) -> object:
-    """Parsed JSON whose objects remember keys written twice; too much of it is refused unread."""
+    """Parsed JSON whose objects remember duplicate keys; refuses too large a text unparsed."""
     parts = sum(map(text.count, ",[{"))
     if parts > MOST_PARTS:
         raise _too_much(noun, f"{parts} commas and brackets", f"{MOST_PARTS} at most")
-    # NaN and Infinity come through as floats: wherever they stand, the readers refuse them
-    # together with the place, which json's own hook does not know.
+    # NaN and Infinity come through as floats: the readers refuse them wherever they are, together
+    # with their location, which json's own hook does not know.
     try:
         obj: object = json.loads(text, object_pairs_hook=JsonObject)
     except (ValueError, RecursionError) as error:
@@ -319,7 +319,7 @@ def plan_to_json(plan: Plan) -> dict[str, Any]:
 
 
 def _row(thing: Any) -> dict[str, Any]:
-    """One noun as a dict; its fields stand in the contract's order."""
+    """One object as a dict, with its fields in the contract's order."""
     row = {f.name: _plain(getattr(thing, f.name), "float" in f.type) for f in fields(thing)}
     for key in _UNSAID:
         if key in row and not row[key]:
@@ -332,5 +332,5 @@ def _plain(value: Any, measured: bool) -> Any:
         return {key: _plain(value[key], measured) for key in sorted(value)}
     if isinstance(value, tuple):
         return list(value)
-    # 1200 and 1200.0 are equal, so they must be written alike
+    # 1200 and 1200.0 are equal, so they must be written the same way
     return figure(value) if measured and value is not None else value

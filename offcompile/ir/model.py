@@ -1,7 +1,7 @@
-"""The nouns of a problem: tensors and ops to be run, and the machine to run them on.
+"""The vocabulary of a problem: tensors and ops, and the machine that runs them.
 
-All are frozen; every thing has a stable string id; sizes are bytes of storage (aliases and
-views of one storage are one `Tensor`), durations are microseconds.
+All classes are frozen and every object has a stable string id. Sizes are bytes of storage
+(aliases and views of one storage are one `Tensor`), durations are microseconds.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ PHASES = (FORWARD, BACKWARD, UPDATE)
 DEVICE = "device"  # the tier that ops compute on
 HOST = "host"  # the tier whose copies may be accessed in place
 
-#: kinds whose every value ends by itself after its last reader
+#: kinds whose values all die by themselves after their last reader
 SELF_ENDING_KINDS = frozenset({"activation", "temporary"})
 
 
 @dataclass(frozen=True)
 class Tensor:
-    """One storage. `home` is the tier it lives on before the step (None: not before written)."""
+    """One storage. `home` is the tier that holds it before the step (None: not yet written)."""
 
     id: str
     nbytes: int
@@ -34,7 +34,7 @@ class Tensor:
     home: str | None = None
     #: codec name → compressed size over raw size
     ratios: Mapping[str, float] = field(default_factory=dict, hash=False)
-    #: it stays where it is: no move, no drop, no direct access. It counts, and may be recomputed
+    #: never moved, dropped or accessed directly; it takes space and may be recomputed
     pinned: bool = False
 
 
@@ -50,9 +50,9 @@ class Op:
     workspace_bytes: int = 0
     #: tensor id → duration of this op if that operand is accessed in place on the host
     direct: Mapping[str, float] = field(default_factory=dict, hash=False)
-    #: duration as a host update; None: it cannot run there
+    #: duration as a host update; None if it cannot run on the host
     host_duration_us: float | None = None
-    #: whether the op may run again to bring its outputs back
+    #: True if the op may run again to restore its outputs
     recompute: bool = False
 
     @cached_property
@@ -63,7 +63,7 @@ class Op:
 
 @dataclass(frozen=True)
 class Problem:
-    """What one training step computes. `steady`: it repeats, and must end as it began."""
+    """The computation of one training step. If `steady`, it repeats and must end as it began."""
 
     tensors: tuple[Tensor, ...]
     ops: tuple[Op, ...]
@@ -86,13 +86,13 @@ class Problem:
         return {}
 
     def once(self, make: Callable[[Problem], Made]) -> Made:
-        """Return the result of `make` for this problem, made once."""
+        """Returns `make(self)`, computed on the first call only."""
         if make not in self._made:
             self._made[make] = make(self)
         return cast("Made", self._made[make])
 
     def forget(self) -> None:
-        """Let go of all that was made once: some of it is large."""
+        """Clears the cached results of `once`, some of which are large."""
         self._made.clear()
 
     @cached_property
@@ -102,12 +102,12 @@ class Problem:
 
     @cached_property
     def in_place_ids(self) -> frozenset[str]:
-        """Tensors that some op may use where they lie on the host."""
+        """Tensors that some op may access in place on the host."""
         return frozenset(t for o in self.ops for t in o.direct)
 
     @cached_property
     def uses(self) -> tuple[tuple[tuple[str, bool, bool], ...], ...]:
-        """Of each op, its operands: tensor, whether it is read, whether it is written."""
+        """The operands of each op as (tensor, is read, is written)."""
         return tuple(
             tuple((t, t in reads, t in writes) for t in op.operands)
             for op in self.ops
@@ -116,7 +116,7 @@ class Problem:
 
     @cached_property
     def operand_bytes(self) -> tuple[int, ...]:
-        """Of each op, what it needs by itself: operands, outputs and workspace."""
+        """The bytes that each op needs on its own: operands, outputs and workspace."""
         nbytes = {t.id: t.nbytes for t in self.tensors}
         return tuple(
             op.workspace_bytes + sum(nbytes[t] for t, _, _ in uses)
@@ -125,19 +125,19 @@ class Problem:
 
     @cached_property
     def surviving_ids(self) -> frozenset[str]:
-        """Tensors of which a copy may only go when another is left, or that stay where they are."""
+        """Tensors that stay where they are, or whose last copy must never be dropped."""
         ids = (t.id for t in self.tensors)
         return frozenset(t for t in ids if self.must_survive(t) or self.stays_put(t))
 
     def stays_put(self, tensor_id: str) -> bool:
-        """Whether a copy, once there, is there to the end: pinned, and not ending by itself."""
+        """True if a copy, once made, stays to the end: pinned, and not of a kind that dies."""
         tensor = self.tensor[tensor_id]
         return tensor.pinned and tensor.kind not in SELF_ENDING_KINDS
 
     def must_survive(self, tensor_id: str) -> bool:
-        """Whether a value may only leave a tier when another tier holds it.
+        """True if a value may leave a tier only when another tier holds it.
 
-        Weights, states and outputs, and gradients that no op reads: what the step is for.
+        These are weights, states and outputs, and gradients that no op reads: the step's results.
         """
         kind = self.tensor[tensor_id].kind
         if kind == "gradient":
@@ -145,13 +145,13 @@ class Problem:
         return kind in ("weight", "state", "output")
 
     def __getstate__(self) -> dict[str, object]:
-        # the cached look-up tables cannot be pickled and are cheap to make again
+        # the cached look-up tables cannot be pickled and are cheap to rebuild
         return {"tensors": self.tensors, "ops": self.ops, "steady": self.steady}
 
 
 @dataclass(frozen=True)
 class Tier:
-    """A place that holds copies. `capacity_bytes` None: without limit."""
+    """A place that holds copies. `capacity_bytes` is None if it has no limit."""
 
     name: str
     capacity_bytes: int | None = None
@@ -159,10 +159,10 @@ class Tier:
 
 @dataclass(frozen=True)
 class Lane:
-    """A one-way link: one move at a time, in order.
+    """A one-way link that runs one move at a time, in order.
 
-    Tolls are what moves take from compute beside them. No simulated time has them in it: planners
-    add them to what a plan costs (`Timeline.cost_us`).
+    Tolls are the compute time that concurrent moves cost. Simulated times do not include them;
+    planners add them to the cost of a plan (`Timeline.cost_us`).
     """
 
     name: str
@@ -170,16 +170,16 @@ class Lane:
     target: str
     bytes_per_us: float
     latency_us: float = 0.0
-    #: of each move, whatever its size
+    #: cost of each move, whatever its size
     toll_us: float = 0.0
-    #: of its time, where what is moved is what ops may use in place on the host: where both ends
-    #: are memory to the processor, it is the processor that copies
+    #: share of a move's time that it costs, for tensors that ops may access in place on the host:
+    #: where the processor can address both ends, the processor does the copying
     toll_share: float = 0.0
 
 
 @dataclass(frozen=True)
 class Codec:
-    """A way to hold a copy in fewer bytes; `bytes_per_us` is raw bytes coded per microsecond."""
+    """A way to store a copy in fewer bytes; `bytes_per_us` counts raw bytes coded per µs."""
 
     name: str
     lossless: bool
@@ -216,7 +216,7 @@ class Machine:
         return MappingProxyType(found)
 
     def with_capacity(self, tier: str, capacity_bytes: int | None) -> Machine:
-        """The same machine with another budget on one tier."""
+        """Returns the same machine with another capacity for one tier."""
         tiers = tuple(Tier(t.name, capacity_bytes) if t.name == tier else t for t in self.tiers)
         return Machine(tiers, self.lanes, self.codecs)
 

@@ -1,4 +1,4 @@
-"""A plan (what moves, when, and what else departs from plain execution) and its timeline."""
+"""A plan (which tensors move, when, and other changes to plain execution) and its timeline."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from .model import DEVICE
 
 @dataclass(frozen=True)
 class Start:
-    """A copy that stands on `tier` in the settled state, where each step begins and ends."""
+    """A copy that is on `tier` in the settled state, in which each step begins and ends."""
 
     tensor: str
     tier: str
@@ -21,8 +21,8 @@ class Start:
 class Move:
     """Copy `tensor` from one tier to another over `lane`.
 
-    Queued on its lane in listed order; starts after `start_after` (an op or move of the same
-    step; None: at the start of the step); `ready_before` names the op that waits for it
+    Moves queue on their lane in the listed order. A move starts after `start_after` (an op or
+    move of the same step; None: at the start of the step); the op `ready_before` waits for it
     (None: the step's end). A move that `wraps` may start in the next step and is awaited there.
     """
 
@@ -39,7 +39,7 @@ class Move:
 
 @dataclass(frozen=True)
 class Drop:
-    """Free the copy on `tier` once `after` has ended and the copy is spare."""
+    """Free the copy on `tier` once `after` has ended and the copy can be spared."""
 
     tensor: str
     tier: str
@@ -85,7 +85,7 @@ class Plan:
 
     @property
     def moves_nothing(self) -> bool:
-        """Whether everything stays on the device, and nothing is computed again."""
+        """True if everything stays on the device and nothing is recomputed."""
         on_host = any(update.where != DEVICE for update in self.updates)
         return not (self.moves or self.directs or self.recomputes or on_host)
 
@@ -96,10 +96,10 @@ HOST_COMPUTE = "host_compute"
 
 @dataclass(frozen=True)
 class Span:
-    """One thing that ran: an op, a host update (lane `host_compute`) or a move, in one step.
+    """One thing that ran in one step: an op, a host update (lane `host_compute`) or a move.
 
     Times are absolute from the start of the first step. A wrapped move belongs to the step
-    that queued it, also when it runs in the next.
+    that queued it, even if it runs in the next.
     """
 
     id: str
@@ -111,13 +111,13 @@ class Span:
 
 @dataclass(frozen=True)
 class Freed:
-    """A copy gave its bytes back at `time_ns`: by a drop, by its end of life, or as stale."""
+    """A copy released its bytes at `time_ns`: by a drop, by its death, or as stale."""
 
     tensor: str
     tier: str
     time_ns: int
     cause: str  # "drop" | "death" | "stale"
-    #: how many spans had started by then: what of one instant came first
+    #: number of spans started by then; orders events of the same instant
     started: int = field(default=0, compare=False)
 
 
@@ -133,7 +133,7 @@ class Stall:
 
 @dataclass(frozen=True)
 class Timeline:
-    """What a plan does, second by second, until it settles.
+    """The simulated run of a plan until it settles.
 
     `steps` holds (start, end) of each simulated step; `makespan_us` is the settled one's length.
     A plan that cannot go on has `violations` and no meaningful makespan.
@@ -148,12 +148,12 @@ class Timeline:
     settled: bool = True
     note: str | None = None
     violations: tuple[Violation, ...] = ()
-    #: what the moves of a step take from compute beside them (`Lane.toll_us`, `toll_share`)
+    #: compute time that the moves of a step cost (`Lane.toll_us`, `toll_share`)
     toll_us: float = 0.0
 
     @property
     def cost_us(self) -> float:
-        """What planners compare: the step's time, and what its moves take from compute."""
+        """The cost that planners compare: the step's time plus the tolls of its moves."""
         return self.makespan_us + self.toll_us
 
     @property

@@ -1,4 +1,4 @@
-"""Reading files that somebody else may have written: never more than a bound, never another's."""
+"""Reading of files that somebody else may have written: bounded in size, checked for ownership."""
 
 from __future__ import annotations
 
@@ -7,21 +7,22 @@ import os
 import stat
 from pathlib import Path
 
-#: problems, plans, machines and traces: the longest that `record` writes is smaller
+#: for problems, plans, machines and traces: larger than anything that `record` writes
 MOST_BYTES = 256 << 20
-#: hardware profiles and machines as TOML: a page of figures
+#: for hardware profiles and machines as TOML, which are a page of figures
 MOST_TOML_BYTES = 256 << 10
 
 _CHUNK_BYTES = 1 << 20
 
 
 def read_bounded(path: str | os.PathLike[str], most_bytes: int, ours: bool = False) -> str:
-    """The text of a file of at most `most_bytes`, UTF-8.
+    """Returns the text of a UTF-8 file of at most `most_bytes`.
 
-    ours: only a regular file, no link, of this user or of root, that nobody else may write to.
+    ours: accept only a regular file, not a link, that belongs to this user or root and that
+    nobody else may write to.
     Raises OSError, whose `strerror` says what is wrong, or UnicodeDecodeError.
     """
-    # a pipe without a writer would hold up who opens it; people who name one wait for it
+    # opening a pipe that has no writer would block; users who name a pipe themselves wait for it
     flags = os.O_RDONLY | os.O_CLOEXEC | ((os.O_NOFOLLOW | os.O_NONBLOCK) if ours else 0)
     descriptor = os.open(path, flags)
     with os.fdopen(descriptor, "rb", buffering=0) as file:

@@ -15,9 +15,9 @@
     recompute F2 before B2
     update w0 on host
 
-What has its default value is left out; `ratio` and `direct` may be repeated. An id that is not
-a plain word, or is a word of its own line, stands in quotes as a JSON string. `#` begins a
-comment. Lines are parsed to the JSON shape, so the JSON reader judges both alike.
+Default values are left out; `ratio` and `direct` may be repeated. An id that is not a plain
+word, or is a keyword of its own line, is quoted as a JSON string. `#` begins a comment. Lines are
+parsed to the JSON shape, so the JSON reader validates both formats alike.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Line:
-    """One kind of line: which list its entries go to, its fixed words, its optional parts.
+    """One kind of line: the list its entries go to, its fixed words and its optional parts.
 
     A fixed word that begins with `=` is written literally; the others name keys.
     """
@@ -117,7 +117,7 @@ _PLAN = {
 
 # --- printing ------------------------------------------------------------------------------
 
-# what can stand bare; everything else is quoted, so that it survives mail and terminals
+# words that need no quotes; everything else is quoted, so that it survives mail and terminals
 _PLAIN = re.compile(r"[\w.@:/+*-]+")
 
 
@@ -146,7 +146,7 @@ def _words(row: dict[str, Any], line: Line) -> Iterator[str]:
     for key in line.fixed:
         yield key[1:] if key[0] == "=" else _word(key, row[key], keywords)
     for word, key in line.options.items():
-        value = row.get(key, False)  # JSON leaves a flag out that is false
+        value = row.get(key, False)  # JSON leaves out a flag that is false
         if key in _LISTS:
             yield from (word, *(_word(key, name, keywords) for name in value)) if value else ()
         elif key in _FIGURES:
@@ -189,7 +189,7 @@ class _Token:
 
 
 class _Fault(Exception):
-    """Why a line cannot be taken apart."""
+    """The reason why a line cannot be parsed."""
 
     def __init__(self, detail: str, rule: str = "bad-value") -> None:
         self.detail = detail
@@ -251,7 +251,7 @@ def _judge(
     faults: dict[int, Violation],
     from_json: Callable[[object], T],
 ) -> T:
-    """Let the JSON reader judge, and say in which lines its findings lie."""
+    """Lets the JSON reader validate, and adds the line numbers to its findings."""
     found = list(faults.items())
     try:
         value = from_json(obj)
@@ -260,7 +260,7 @@ def _judge(
             place = re.match(r"(\w+)\[(\d+)\]", violation.where)
             number = numbers[place[1]][int(place[2])] if place else 0
             if number in faults:
-                continue  # what is said about that line already is the cause
+                continue  # the fault already reported for that line is the cause
             where = f"line {number}: {violation.where}" if number else violation.where
             found.append((number, Violation(violation.rule, where, violation.detail)))
     else:
@@ -293,7 +293,7 @@ def _tokens(raw: str) -> list[_Token]:
 
 
 def _fill(row: dict[str, Any], line: Line, tokens: list[_Token]) -> None:
-    """Take one line apart into `row`, which keeps what was understood before a fault."""
+    """Parses one line into `row`, which keeps everything understood before a fault."""
     row.update({k: None for k in line.options.values() if k not in _LISTS | _FIGURES | _FLAGS})
     row.update({k: [] for k in line.options.values() if k in _LISTS})
     row.update({k: 0 for k in _ZERO_IF_LEFT_OUT if k in row})
@@ -355,7 +355,7 @@ def _value(key: str, rest: list[_Token], keywords: frozenset[str], line: Line) -
 
 
 def _shape(line: Line) -> str:
-    """How a line of this kind looks."""
+    """The syntax of this kind of line, for error messages."""
     fixed = " ".join(w[1:] if w[0] == "=" else w.upper() for w in line.fixed)
     return f"write {fixed}" + "".join(
         f" [{word}]" if key in _FLAGS else f" [{word} …]" for word, key in line.options.items()

@@ -1,8 +1,8 @@
-"""A trace: which executions ran, one after another, and which blocks each of them touched.
+"""A trace: the executions that ran, in order, and the blocks that each of them touched.
 
-An execution is a compiled graph together with what it was bound to: the same graph run for
-another layer is another execution. A block is what moves as one piece: a weight, an optimizer
-state, a saved activation.
+An execution is a compiled graph together with its binding: the same graph run for another layer
+is another execution. A block is a unit of movement: a weight, an optimizer state, a saved
+activation.
 """
 
 from __future__ import annotations
@@ -21,10 +21,11 @@ class Block:
 
 @dataclass(frozen=True)
 class Run:
-    """One execution, once. All its blocks are on the device while it runs.
+    """One run of an execution. All its blocks are on the device while it runs.
 
-    `reads` come first, in the order of use. A block that is only in `writes` is born: what it held
-    before is not needed. One in both is updated in place. `dead` blocks hold nothing afterwards.
+    `reads` come first, in the order of use. A block that is only in `writes` is created: its
+    previous contents are not needed. One in both is updated in place. `dead` blocks hold nothing
+    afterwards.
     """
 
     graph: str
@@ -36,12 +37,12 @@ class Run:
 
     @cached_property
     def execution(self) -> tuple[str, str | None]:
-        """What identifies it: the graph and its binding."""
+        """The identity of the execution: the graph and its binding."""
         return self.graph, self.binding
 
     @cached_property
     def touched(self) -> tuple[str, ...]:
-        """Every block, each once, in the order of first use."""
+        """All blocks without duplicates, in the order of first use."""
         return tuple(dict.fromkeys(self.reads + self.writes))
 
 
@@ -57,7 +58,7 @@ class Trace:
 
     @cached_property
     def total_bytes(self) -> int:
-        """What all blocks take together."""
+        """The total size of all blocks."""
         return sum(b.nbytes for b in self.blocks)
 
     def bytes_of(self, blocks: Iterable[str]) -> int:
@@ -65,12 +66,12 @@ class Trace:
 
     @cached_property
     def largest_run_bytes(self) -> int:
-        """What one run needs at least: no smaller device can hold its blocks."""
+        """The size of the largest run: no smaller device can hold its blocks."""
         return max((self.bytes_of(r.touched) for r in self.runs), default=0)
 
     @cached_property
     def given(self) -> frozenset[str]:
-        """Blocks that are read before anything has written them: they were there before."""
+        """Blocks that are read before any run has written them: they existed beforehand."""
         written: set[str] = set()
         given: set[str] = set()
         for run in self.runs:
@@ -80,7 +81,7 @@ class Trace:
 
     @cached_property
     def peak_bytes(self) -> int:
-        """The most that is alive at once, if nothing ever leaves before it dies."""
+        """The peak memory if nothing leaves the device before it dies."""
         alive = set(self.given)
         now = peak = self.bytes_of(alive)
         for run in self.runs:

@@ -1,9 +1,9 @@
-"""Traces as JSON and as lines of text, one run a line.
+"""Traces as JSON and as lines of text, one run per line.
 
     block w0 453000000
     run layer 1200.0 on L0 reads w0 x writes a0 dead x
 
-The JSON form has the same words: `{"blocks": [{"id", "nbytes"}], "runs": [{"graph", "duration_us",
+The JSON form uses the same words: `{"blocks": [{"id", "nbytes"}], "runs": [{"graph", "duration_us",
 "binding", "reads", "writes", "dead"}]}`; `binding` and `dead` may be left out.
 """
 
@@ -59,7 +59,7 @@ def _run(entry: Entry, known: dict[str, str]) -> Run:
 
 
 def _check_lives(report: Report, trace: Trace) -> None:
-    """A dead block holds nothing: it must be written before it is read again."""
+    """Checks that a dead block, which holds nothing, is written before it is read again."""
     died: dict[str, int] = {}
     for i, run in enumerate(trace.runs):
         for name in run.reads:

@@ -15,19 +15,19 @@ Number = int | float
 
 @lru_cache(maxsize=65536)
 def exact(value: Number) -> Fraction:
-    """The decimal number a person wrote, as an exact fraction."""
+    """The decimal number as a person wrote it, as an exact fraction."""
     return Fraction(value) if isinstance(value, int) else Fraction(repr(value))
 
 
 @lru_cache(maxsize=65536)
 def round_ns(duration_us: Number | Fraction) -> int:
-    """Microseconds to whole nanoseconds, halves up."""
+    """Microseconds rounded to whole nanoseconds, halves up."""
     us = duration_us if isinstance(duration_us, Fraction) else exact(duration_us)
     return math.floor(us * 1000 + Fraction(1, 2))
 
 
 def compressed_bytes(nbytes: int, ratio: Number) -> int:
-    """Bytes of a copy kept at `ratio` of its size, rounded up."""
+    """The bytes of a copy stored at `ratio` of its size, rounded up."""
     return math.ceil(nbytes * exact(ratio))
 
 
@@ -38,7 +38,7 @@ def move_ns(
     nbytes: int = 0,
     codec_bytes_per_us: Number | None = None,
 ) -> int:
-    """How long one move holds its lane: latency, then the slower of the link and the codec."""
+    """The time for which one move holds its lane: latency, then the slower of link and codec."""
     work_us = moved_bytes / exact(lane_bytes_per_us)
     if codec_bytes_per_us is not None:
         work_us = max(work_us, nbytes / exact(codec_bytes_per_us))
@@ -49,7 +49,7 @@ _STEPS = (("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10))
 
 
 def show_bytes(nbytes: int) -> str:
-    """Bytes for people: the exact figure, and the nearest round unit when it helps."""
+    """Bytes for people: the exact figure, and a rounded one in the largest unit that fits."""
     for name, size in _STEPS:
         if abs(nbytes) >= size:
             return f"{nbytes:,} bytes ({nbytes / size:.2f} {name})"
@@ -69,7 +69,7 @@ def counted(count: int, noun: str) -> str:
 
 
 def printable(text: str) -> str:
-    """The text with everything but plain characters and line ends spelt out."""
+    """The text with unprintable characters escaped, except line ends."""
     return "".join(
         c if c.isprintable() or c == "\n" else c.encode("unicode_escape").decode() for c in text
     )

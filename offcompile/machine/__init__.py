@@ -1,6 +1,6 @@
-"""The machine that is planned for, and the user's options.
+"""The machine to plan for, and the user's options.
 
-In: options as given, profiles and files of hardware, rates measured on this machine (and cached).
-Out: a checked `Options`, an `ir.Machine` with tiers, lanes and codecs, and the `Target` that says
-how much of a device a plan may use.
+Input: options as given, hardware profiles and files, rates measured on this machine (and cached).
+Output: checked `Options`, an `ir.Machine` with tiers, lanes and codecs, and the `Target`, which
+says how much of a device a plan may use.
 """

@@ -1,8 +1,8 @@
-"""What was measured on a machine, kept as JSON in the user's cache folder.
+"""Measurements of a machine, stored as JSON in the user's cache folder.
 
-A document says of which machine and versions it tells (its identity); one that is broken, that
-tells of another, or that others may write to, counts as absent and is replaced. A folder that
-cannot be written is no failure: what was measured then lives as long as the process.
+A document names the machine and versions that it describes (its identity). One that is broken,
+that describes another machine, or that others may write to, counts as absent and is replaced. If
+the folder cannot be written, measurements last only as long as the process.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ from pathlib import Path
 
 from offcompile.ir.reading import read_bounded
 
-#: of the documents, and of how what is in them was measured
+#: version of the document format and of the way in which its contents are measured
 FORMAT = 4
-#: more than this and the oldest go: thousands of shapes, a few hundred kilobytes
+#: beyond this the oldest entries are dropped: thousands of shapes, a few hundred kilobytes
 MOST_ENTRIES = 20_000
 MOST_TRIES = 3
-#: a document with as many entries has a fifth of this
+#: a document with `MOST_ENTRIES` entries takes a fifth of this
 _MOST_BYTES = 64 << 20
-#: no measured figure of any machine is as large, and products of them stay finite
+#: larger than any measured figure of any machine, and products of such figures stay finite
 _MOST_FIGURE = 1e30
 
 Identity = Mapping[str, str | int | bool]
@@ -42,7 +42,7 @@ def cache_folder() -> Path:
         return Path(shared) / "offcompile"
     try:
         return Path.home() / ".cache" / "offcompile"
-    except RuntimeError:  # no home: a folder that cannot be made, and then the one warning
+    except RuntimeError:  # no home: a folder that cannot be made leads to the one warning
         return Path("/nonexistent/offcompile")
 
 
@@ -52,7 +52,7 @@ def document_path(kind: str, identity: Identity) -> Path:
 
 
 def read_document(kind: str, identity: Identity) -> dict[str, object] | None:
-    """The content stored for this identity; None if there is none that can be trusted."""
+    """Returns the content stored for this identity; None if there is none to be trusted."""
     try:
         text = read_bounded(document_path(kind, identity), _MOST_BYTES, ours=True)
         found = json.loads(text)
@@ -67,7 +67,7 @@ def read_document(kind: str, identity: Identity) -> dict[str, object] | None:
 
 
 def write_document(kind: str, identity: Identity, content: Mapping[str, object]) -> bool:
-    """Replaces the document in one step; False, after one warning, if the folder refuses."""
+    """Replaces the document atomically; False, after one warning, if that fails."""
     path = document_path(kind, identity)
     whole = {"format": FORMAT, "identity": dict(identity), "content": dict(content)}
     temporary: str | None = None
@@ -96,7 +96,7 @@ def _warn_once(folder: Path, error: OSError) -> None:
 
 
 def forget_costs() -> None:
-    """Whatever ops were measured to take, on any machine that keeps it in this folder."""
+    """Deletes all measured op costs in this folder, of every machine that stores them here."""
     for path in cache_folder().glob("costs-*.json"):
         try:
             path.unlink(missing_ok=True)
@@ -105,7 +105,7 @@ def forget_costs() -> None:
 
 
 def positive_number(value: object) -> float | None:
-    """The value if it is a number above 0 that can have been measured."""
+    """Returns the value if it is a number above 0 that can be a measurement, else None."""
     if isinstance(value, bool) or not isinstance(value, int | float):
         return None
     return float(value) if 0 < value <= _MOST_FIGURE else None
@@ -115,16 +115,16 @@ def positive_number(value: object) -> float | None:
 class CacheEntry:
     duration_us: float
     workspace_bytes: int
-    #: how often it was measured while other work held the processor; 0: it was undisturbed
+    #: number of measurements while other work used the processor; 0: measured undisturbed
     disturbed: int = 0
 
 
 class CostCache:
     """Measured ops of one machine: key → (duration_us, workspace_bytes).
 
-    What was measured while the machine was busy is measured again by later processes, the least
-    counts, until it was measured undisturbed once or disturbed `MOST_TRIES` times. Without an
-    identity nothing is kept beyond the object.
+    An op that was measured on a busy machine is measured again by later processes, keeping the
+    minimum, until it has been measured once undisturbed or `MOST_TRIES` times disturbed. Without
+    an identity, entries last only as long as the object.
     """
 
     def __init__(self, identity: Identity | None = None) -> None:
@@ -134,7 +134,7 @@ class CostCache:
         if identity is not None:
             self._entries = _entries(read_document("costs", identity))
         where = None if identity is None else document_path("costs", identity)
-        #: the keys measured in this process: not twice in one
+        #: keys measured in this process, which are not measured twice
         self._here = set() if where is None else measured_here.setdefault(where, set())
 
     def __len__(self) -> int:
@@ -145,7 +145,7 @@ class CostCache:
         return None if entry is None else (entry.duration_us, entry.workspace_bytes)
 
     def settled(self, key: str) -> bool:
-        """Whether it need not be measured (again) in this process."""
+        """True if the key need not be measured (again) in this process."""
         entry = self._entries.get(key)
         return entry is not None and (key in self._here or not 0 < entry.disturbed < MOST_TRIES)
 
@@ -165,7 +165,7 @@ class CostCache:
         self._here.add(key)
 
     def save(self) -> None:
-        """Writes what is new; what other processes wrote meanwhile stays."""
+        """Writes the new entries; keeps those that other processes wrote meanwhile."""
         if self.identity is None or not self._new:
             return
         merged = _entries(read_document("costs", self.identity)) | self._new
@@ -176,7 +176,7 @@ class CostCache:
 
 
 def _entries(content: Mapping[str, object] | None) -> dict[str, CacheEntry]:
-    """The entries that make sense; anything else is left out, and so measured again."""
+    """Returns the valid entries; others are left out, and so measured again."""
     rows = (content or {}).get("ops")
     found: dict[str, CacheEntry] = {}
     for row in rows if isinstance(rows, list) else ():

@@ -1,6 +1,6 @@
-"""A CUDA card as a hardware profile: measured once, kept, and added to by the doctor.
+"""A CUDA card as a hardware profile: measured once, cached, and extended by the doctor.
 
-What stands here has run on a fake card only (docs/gpu.md).
+This module has run on a fake card only (docs/gpu.md).
 """
 
 from __future__ import annotations
@@ -42,10 +42,10 @@ def gpu_profile(
     calls: Calls | None = None,
     sizes: Sizes | None = None,
 ) -> HardwareProfile:
-    """What the card `cuda:index` and its links can do, from the cache or measured now.
+    """Returns the profile of the card `cuda:index` and its links, cached or measured now.
 
-    Takes a few seconds the first time. With directories the profile has figures of their disks.
-    `calls` reaches the card (default: CUDA).
+    Takes a few seconds the first time. With directories, the profile includes figures of their
+    disks. `calls` accesses the card (default: CUDA).
     """
     tell = progress or (lambda text: None)
     reached = calls or CudaCalls(index)
@@ -81,7 +81,7 @@ def gpu_profile(
 
 
 def measure_card(calls: Calls, sizes: Sizes, quick: bool, refresh: bool, tell: Progress) -> More:
-    """What the doctor measures of a card beside what planning needs, kept for `gpu_profile`."""
+    """Measures figures of a card that planning does not need, and caches them for `gpu_profile`."""
     name = f"cuda:{calls.card.index}"
     steps = {
         step: partial(_run, measure, calls, sizes) for step, measure in measure_cuda.MORE.items()
@@ -93,7 +93,7 @@ def measure_card(calls: Calls, sizes: Sizes, quick: bool, refresh: bool, tell: P
 
 
 def card_identity(card: Card) -> Identity:
-    """Equal cards in different slots may have different links."""
+    """Includes the address, since equal cards in different slots may have different links."""
     return {
         "card": card.name,
         "memory": card.memory_bytes,

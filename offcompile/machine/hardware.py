@@ -1,8 +1,8 @@
-"""Hardware profiles: what a card can do, in figures, so that plans need no card.
+"""Hardware profiles: the figures of a device, so that planning needs no device.
 
-A profile is a TOML file whose keys are the fields of `HardwareProfile`. Those that ship in
+A profile is a TOML file whose keys are the fields of `HardwareProfile`. The profiles in
 `offcompile/machine/profiles` are starting points from datasheets and published measurements; a
-file of your own figures loads the same way and may name one of them as its `base`.
+file with your own figures loads the same way and may name one of them as its `base`.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from offcompile.ir.reading import MOST_TOML_BYTES, read_bounded
 from offcompile.ir.units import show_bytes
 
 DISK = "disk"
-#: what people call a card that there are several of
+#: common names of cards that have several variants
 ALIASES = {"h100": "h100-sxm", "a100": "a100-80g", "v100": "v100-16g"}
 DTYPES = ("fp64", "fp32", "tf32", "bf16", "fp16", "fp8", "fp4", "int8")
 
@@ -35,7 +35,7 @@ CODECS: Mapping[str, tuple[bool, float]] = {
     "bf16": (False, 0.6),
 }
 
-#: ways in which a kernel reaches host memory in place: whole, in rows with gaps, rows by index
+#: access patterns of kernels in host memory: whole, rows with gaps, rows by index
 DIRECT_WAYS = ("read", "read_strided", "read_gather", "write", "write_strided")
 ATTENTION = ("forward", "backward")
 #: AdamW on float32 reads weight, gradient and two moments, and writes all but the gradient
@@ -49,14 +49,14 @@ _UNIT_BYTES: Mapping[str, int] = {
     for unit, size in ((f"{letter}ib", 1024**power), (f"{letter}b", 1000**power))
 } | {"": 1, "b": 1, "bytes": 1}
 _SIZE = re.compile(r"([0-9]{1,30}(?:\.[0-9]{1,30})?)\s*([A-Za-z]*)")
-#: rates and times of a profile: products of them stay within what a machine may have
+#: limits on rates and times of a profile, so that products of them stay within a machine's range
 _MOST_FIGURE, _LEAST_RATE = 1e15, 1e-15
 _SHOWN_CHARACTERS = 60
 
 
 @dataclass(frozen=True)
 class HardwareProfile:
-    """One device and what surrounds it. Rates are effective ones, in decimal GB/s."""
+    """One device and its surroundings. Rates are effective ones, in decimal GB/s."""
 
     name: str
     title: str
@@ -64,45 +64,45 @@ class HardwareProfile:
     memory_gbps: float
     h2d_gbps: float
     d2h_gbps: float
-    #: where the figures come from
+    #: origin of the figures
     source: str
-    #: dtype → dense matrix multiplication
+    #: dtype → rate of dense matrix multiplication
     matmul_tflops: Mapping[str, float] = field(default_factory=dict, hash=False)
     latency_us: float = 10.0
-    #: None: not known, and then not limited
+    #: None if not known, and then not limited
     host_memory_bytes: int | None = None
     disk_read_gbps: float | None = None
     disk_write_gbps: float | None = None
     disk_latency_us: float = 100.0
-    #: codec → raw bytes coded; what is not named is derived from `memory_gbps`
+    #: codec → raw bytes coded; missing ones are derived from `memory_gbps`
     codec_gbps: Mapping[str, float] = field(default_factory=dict, hash=False)
-    #: whether the figures were taken on the machine itself
+    #: True if the figures were measured on the machine itself
     measured: bool = False
 
-    # What `offcompile doctor` measures besides; None or a missing key: not known.
-    #: the link's rate of each way while both run
+    # Measured by `offcompile doctor`; None, or a missing key, if not known.
+    #: rate of the link in each direction while both are in use
     h2d_both_gbps: float | None = None
     d2h_both_gbps: float | None = None
-    #: way of `DIRECT_WAYS` → useful bytes of host memory that a kernel on the device moves
+    #: pattern of `DIRECT_WAYS` → useful bytes of host memory that a device kernel moves
     direct_gbps: Mapping[str, float] = field(default_factory=dict, hash=False)
-    #: direction of `ATTENTION` → rate in bf16 (on the CPU target: fp32), without a mask
+    #: pass of `ATTENTION` → rate in bf16 (on the CPU target: fp32), without a mask
     attention_tflops: Mapping[str, float] = field(default_factory=dict, hash=False)
-    #: what a kernel that has next to nothing to do takes, one after the other
+    #: duration of a nearly empty kernel in a sequence of such kernels
     launch_us: float | None = None
-    #: making memory that was touched known to the device, so that copies need no staging
+    #: time to pin memory that has been touched, so that copies need no staging
     pin_us_per_gib: float | None = None
-    #: bytes read plus bytes written by a copy in the host's memory, all threads
+    #: bytes read plus bytes written by a copy in host memory, all threads
     host_memory_gbps: float | None = None
     #: bytes copied by one thread of the host
     host_copy_gbps: float | None = None
-    #: what a copy by the host's processor takes from its computing, as a share of the copy's time
+    #: compute time lost to a copy by the host's processor, as a share of the copy's time
     copy_toll_share: float | None = None
     #: bytes read plus bytes written by AdamW on the host: `ADAM_BYTES_PER_PARAMETER` each
     host_adam_gbps: float | None = None
-    #: the disk's rate of each way while both run
+    #: rate of the disk in each direction while both are in use
     disk_read_both_gbps: float | None = None
     disk_write_both_gbps: float | None = None
-    #: through the page cache, until the disk has it, and from the disk
+    #: rates through the page cache: reads from the disk, and writes until the disk has the data
     disk_read_buffered_gbps: float | None = None
     disk_write_buffered_gbps: float | None = None
 
@@ -130,7 +130,7 @@ def list_profiles() -> tuple[str, ...]:
 
 
 def load_profile(name_or_path: str | Path) -> HardwareProfile:
-    """A shipped profile by name, or a profile file (anything with a `/` or ending in `.toml`)."""
+    """Loads a shipped profile by name, or a file (anything with a `/` or ending in `.toml`)."""
     text = str(name_or_path)
     if isinstance(name_or_path, Path) or "/" in text or text.endswith(".toml"):
         return load_measured(text)
@@ -153,7 +153,7 @@ def _shipped(text: str) -> HardwareProfile:
 
 
 def load_measured(path: str | Path) -> HardwareProfile:
-    """A profile from a user's file; raises `InvalidInput` naming the file and what is wrong."""
+    """Loads a user's profile; raises `InvalidInput` naming the file and the fault."""
     try:
         text = read_bounded(path, MOST_TOML_BYTES)
     except (OSError, ValueError) as error:
@@ -219,7 +219,7 @@ def _invalid(rule: str, where: str, detail: str) -> InvalidInput:
 
 
 def _said(value: object) -> str:
-    """As Python writes it, where that is short."""
+    """The value as Python writes it, if that is short."""
     short = isinstance(value, bool) or (isinstance(value, str) and len(value) <= _SHOWN_CHARACTERS)
     return repr(value) if short else show(value)
 

@@ -13,7 +13,7 @@ from .hardware import HardwareProfile
 
 
 def profile_to_toml(profile: HardwareProfile) -> str:
-    """Every figure that is known; tables last, as TOML wants them."""
+    """Every known figure; tables come last, as TOML requires."""
     lines, tables = [], []
     for field in fields(profile):
         value = getattr(profile, field.name)
@@ -27,7 +27,7 @@ def profile_to_toml(profile: HardwareProfile) -> str:
 
 
 def write_profile(profile: HardwareProfile, path: Path) -> None:
-    """Raises `InvalidInput` that names the file if it cannot be written."""
+    """Writes the profile; raises `InvalidInput` that names the file if that fails."""
     try:
         path.write_text(profile_to_toml(profile), "utf-8")
     except OSError as error:
@@ -40,7 +40,7 @@ def _value(value: str | bool | int | float) -> str:
         return str(value).lower()
     if not isinstance(value, str):
         return repr(value)
-    # a path may hold bytes that are no text
+    # a path may hold bytes that are not valid text
     plain = value.encode("utf-8", "backslashreplace").decode("utf-8")
-    # what JSON escapes TOML reads alike; of what TOML forbids, JSON leaves only DEL as it is
+    # TOML reads JSON's escapes alike; the only character that TOML forbids and JSON keeps is DEL
     return json.dumps(plain, ensure_ascii=False).replace("\x7f", "\\u007f")

@@ -1,7 +1,7 @@
-"""Figures that planning can do without, kept beside those it needs: what the doctor measured.
+"""Optional figures, measured by the doctor and cached beside those that planning needs.
 
-A document keeps each step's figures. Steps that failed are not kept: they are tried again, and so
-are those that were measured in a hurry, when there is time.
+A document stores the figures of each step. Steps that failed are not stored and are tried again;
+steps measured by a quick run are measured again by a full one.
 """
 
 from __future__ import annotations
@@ -13,19 +13,19 @@ from offcompile.ir import OffloadError
 
 from .cost_cache import Identity, positive_number, read_document, write_document
 
-#: what is measured → the call that does it
+#: name of a step → the call that measures it
 Steps = Mapping[str, Callable[[], Mapping[str, float]]]
 
 
 @dataclass(frozen=True)
 class More:
     figures: Mapping[str, float] = field(default_factory=dict)
-    #: step → why it could not be measured
+    #: step → the reason why it could not be measured
     failed: Mapping[str, str] = field(default_factory=dict)
 
 
 def kept_more(kind: str, identity: Identity) -> Mapping[str, float]:
-    """All figures that were kept for this identity; none may be."""
+    """All figures stored for this identity; there may be none."""
     return {
         name: number
         for figures in _steps(read_document(kind, identity)).values()
@@ -41,9 +41,9 @@ def measure_more(
     refresh: bool = False,
     tell: Callable[[str], None] = lambda text: None,
 ) -> More:
-    """Run the steps that are not kept (with `refresh`, all), and keep what they find.
+    """Runs the steps that are not stored (with `refresh`, all), and stores their results.
 
-    quick: the steps are short ones, and what short ones found before is good enough.
+    quick: the steps are short ones, and stored results of short steps are good enough.
     """
     content = read_document(kind, identity)
     kept = _steps(content)
@@ -58,7 +58,7 @@ def measure_more(
         try:
             kept[step] = dict(measure())
         except (OffloadError, RuntimeError, OSError, MemoryError, ValueError) as error:
-            # one figure less: the others still tell, and the report says why
+            # continue with the other figures; the report says why this one is missing
             failed[step] = str(error).strip().split("\n")[0] or type(error).__name__
         else:
             hurried = hurried or quick
@@ -68,7 +68,7 @@ def measure_more(
 
 
 def _steps(content: Mapping[str, object] | None) -> dict[str, dict[str, float]]:
-    """Those of which every figure makes sense."""
+    """The steps whose figures are all valid."""
     told = (content or {}).get("steps")
     found: dict[str, dict[str, float]] = {}
     for step, figures in (told if isinstance(told, dict) else {}).items():

@@ -1,7 +1,7 @@
-"""What a person may ask of the backend, read once into one frozen `Options`.
+"""The options of the backend, read once into one frozen `Options`.
 
-Options come from `torch.compile(…, options={…})` and from `OFFCOMPILE_*` variables; what is asked
-in code wins, also where it is None. Everything wrong is said at once, by name.
+Options come from `torch.compile(…, options={…})` and from `OFFCOMPILE_*` variables; those given
+in code win, even if they are None. All faults are reported at once, by name.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ LOWERINGS = ("inductor", "aot_eager")
 MINIMUM: Literal["minimum"] = "minimum"
 
 PREFIX = "OFFCOMPILE_"
-#: variables that are ours and set no option
+#: variables of offcompile that set no option
 OTHER_VARIABLES = (
     "OFFCOMPILE_CACHE_DIR",
     "OFFCOMPILE_ALLOCATOR",
@@ -53,35 +53,35 @@ def default_spill() -> tuple[Path, ...]:
 
 @dataclass(frozen=True)
 class Options:
-    """One compilation's settings, checked. Make it with `Options.read`."""
+    """The checked settings of one compilation. Created by `Options.read`."""
 
     #: device budget for everything the compiled step holds: bytes, a fraction of the device, the
-    #: floor ("minimum"), or all of it (None)
+    #: smallest possible ("minimum"), or all of the device (None)
     memory: int | float | Literal["minimum"] | None = None
-    #: bytes the host tier may hold; None: as much as there is
+    #: bytes that the host tier may hold; None: no limit
     host_memory: int | None = None
-    #: where the slow tiers keep their files
+    #: directories for the files of the slow tiers
     spill: tuple[Path, ...] = field(default_factory=default_spill)
-    #: saved activations may be rounded to this type while they are away; None: everything exact
+    #: type to which offloaded activations may be rounded; None: everything stays exact
     lossy: Literal["fp16", "bf16"] | None = None
     lowering: Literal["inductor", "aot_eager"] = "inductor"
     #: `NAME` or `NAME:key=value,…`
     policy: str = "joint"
     #: profile name or file; None: measured on this machine
     hardware: str | None = None
-    #: where graphs, problems and plans are written; None: nowhere
+    #: directory to which graphs, problems and plans are written; None: not written
     dump: Path | None = None
-    #: planning time; None: chosen from the size of the problem
+    #: time limit for planning; None: chosen from the size of the problem
     seconds: float | None = None
-    #: share of the gradients' bytes that may stay on the device, the others being written to the
+    #: share of the gradients' bytes that may stay on the device while the rest is written to the
     #: host; None: the policy chooses
     gradient_reserve: float | None = None
-    #: what comes back from spill files is held against checksums of what was written
+    #: True if data read from spill files is compared with checksums of the data written
     verify_spill: bool = False
-    #: the first step is run plainly too, and all that it gives is compared
+    #: True if the first step also runs without offloading and all results are compared
     verify: bool = False
-    #: whether a loss over many words may be computed piece by piece; a number: in so many pieces;
-    #: None: where a budget needs it, under Inductor only
+    #: True if a loss over a large vocabulary may be computed in pieces; a number: in that many
+    #: pieces; None: where a budget needs it, under Inductor only
     split: bool | int | None = None
 
     @classmethod
@@ -90,9 +90,10 @@ class Options:
         given: Mapping[str, object] | None = None,
         environ: Mapping[str, str] = os.environ,
     ) -> Options:
-        """Options in code over variables over defaults. Raises `InvalidInput` with all faults.
+        """Reads the options; code overrides variables, which override defaults. Raises
+        `InvalidInput` with all faults.
 
-        A variable that is set to nothing counts as not set.
+        A variable with an empty value counts as not set.
         """
         if given is not None and not isinstance(given, Mapping):
             raise _refusal("options", f"{_show(given)} is no mapping; write {{'memory': '8GiB'}}")
@@ -107,7 +108,7 @@ class Options:
                 hint = _nearest(str(key), _READERS)
                 detail = f"there is no option {_show(key)}{hint} (there are {names})"
                 wrong.append(Violation("unknown-key", "options", detail))
-        asked = {key: (where, value) for key, where, value in sources}  # the later one counts
+        asked = {key: (where, value) for key, where, value in sources}  # the last one counts
         for key, (where, value) in asked.items():
             try:
                 values[key] = _READERS[key](value, where)
@@ -125,7 +126,7 @@ class Options:
 
     @property
     def whole_policy(self) -> str:
-        """The policy that plans, with what other options say to it."""
+        """The policy to plan with, including arguments that come from other options."""
         policy = self.policy
         if self.gradient_reserve is not None:
             policy = f"gradient_reserve:reserve={self.gradient_reserve}"
@@ -135,25 +136,25 @@ class Options:
 
     @property
     def may_split(self) -> bool:
-        """True if the planner may split a loss, which sums in another order."""
+        """True if the planner may split a loss, which changes the order of summation."""
         if self.split is None:
             return self.lowering == "inductor" and not self.minimum
         return self.split is not False
 
     @property
     def pieces(self) -> int | None:
-        """The number of pieces that was asked for; None: the planner decides."""
+        """The requested number of pieces; None: the planner decides."""
         return None if self.split is None or isinstance(self.split, bool) else self.split
 
     @property
     def minimum(self) -> bool:
-        """Whether the budget is the floor: whatever can leave, leaves."""
+        """True if the budget is the smallest possible: everything that can be evicted is."""
         return self.memory == MINIMUM
 
     def memory_bytes(self, device_total: int) -> int | None:
-        """The budget on a device of so many bytes; None: the floor, which only a problem tells.
+        """The budget on a device of this size; None: the minimum, which depends on the problem.
 
-        Raises `InvalidInput` when more is asked than there is.
+        Raises `InvalidInput` if the budget exceeds the device.
         """
         if self.memory is None:
             return device_total
@@ -171,7 +172,7 @@ class Options:
 
 
 def _may_be_lossy(policy: str) -> bool:
-    """Whether a policy can be told so, and was not told anything."""
+    """True if the policy has an option `lossy` that was not given."""
     name, _, rest = policy.partition(":")
     return "lossy" in policy_options(policy_class(name)) and "lossy=" not in rest
 
@@ -184,7 +185,7 @@ def _variable(option: str) -> str:
 
 
 def _from_environment(environ: Mapping[str, str], wrong: list[Violation]) -> dict[str, object]:
-    """Option → what its variable says, as the option would be written in code."""
+    """Maps options to the values of their variables, in the form used in code."""
     options = {_variable(option): option for option in _READERS}
     found: dict[str, object] = {}
     for name in sorted(n for n in environ if n.startswith(PREFIX)):
@@ -205,7 +206,7 @@ def _from_environment(environ: Mapping[str, str], wrong: list[Violation]) -> dic
 
 
 def _unwritten(option: str, text: str) -> object:
-    """Text from the shell as the value meant: numbers, lists of directories, switches, and None."""
+    """Converts text from the shell: numbers, lists of directories, switches, and None."""
     if option == "spill":
         return text.split(os.pathsep)
     if option in ("verify_spill", "verify"):
@@ -234,7 +235,7 @@ def _memory(value: object, where: str) -> int | float | str | None:
 
 
 def _fraction(text: str) -> float | None:
-    """`0.5` as a number; None for what has a unit or no point and is a size."""
+    """`0.5` as a number; None for text with a unit or without a point, which is a size."""
     digits = text.removeprefix("-").replace(".", "", 1)
     return float(text) if "." in text and digits.isdecimal() else None
 
@@ -385,7 +386,7 @@ _READERS: Mapping[str, Callable[[object, str], object]] = {
 assert tuple(_READERS) == tuple(f.name for f in fields(Options))
 
 
-# --- saying it -----------------------------------------------------------------------------
+# --- messages ------------------------------------------------------------------------------
 
 
 def _bad(where: str, detail: str) -> Violation:

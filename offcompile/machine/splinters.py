@@ -1,4 +1,4 @@
-"""Whether malloc leaves splinters of tensors' places, and what to do about it."""
+"""Detects whether malloc leaves splinters around tensors, and suggests a remedy."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from offcompile.runtime.memory import tensor_memory
 
 from .launch import NO_CACHE, VARIABLE
 
-#: of a tensor's place, with the alignment of both ends
+#: size of a splinter, including the alignment of both ends
 SPLINTER_BYTES = 112
 HINT = (
     "steps take a fifth less where there is a C++ compiler (install g++, or name one in CXX), and 5"
@@ -17,7 +17,7 @@ HINT = (
 
 
 def malloc_leaves_holes(given: Mapping[str, str]) -> bool:
-    """Whether this process would run better with another allocator or other settings of malloc."""
+    """True if this process would run better with another allocator or other malloc settings."""
     return not (
         NO_CACHE + "=0" in given.get(VARIABLE, "").split(":")
         or tensor_memory.will_fit()

@@ -1,8 +1,8 @@
-"""What a graph will run on: which device, how much of it, over which links, with which runtime.
+"""The target of a graph: its device, its share of that device, its links, and its runtime.
 
-Two targets. On the CPU the device is a budget of RAM and the slow tiers are files. On CUDA the
-device is the card, the host tier pinned memory, and the disk a third tier for who names a
-directory or bounds the host.
+There are two targets. On the CPU the device is a budget of RAM and the slow tiers are files. On
+CUDA the device is the card, the host tier is pinned memory, and the disk is a third tier if the
+user names a directory or limits the host.
 """
 
 from __future__ import annotations
@@ -37,37 +37,37 @@ from .this_gpu import this_gpu, to_cuda_machine
 from .this_machine import codec_gbps, this_machine, to_cpu_machine
 
 KIB, MIB = 1 << 10, 1 << 20
-#: what the runtime takes of a budget for its own: staging, and holes too small to be reused
+#: the runtime's own part of a budget, for staging and for holes too small to be reused
 RESERVE_SHARE, LEAST_RESERVE, MOST_RESERVE = 64, 512 * KIB, 32 * MIB
-#: the share of a budget that is left to holes between tensors where moving more costs nothing
+#: the part of a budget left for holes between tensors, where more moves cost nothing
 HOLES_SHARE = 4
-#: what a move takes of the computing thread, in the cold caches of a step: to start it, and to find
-#: that it is over (docs/backend.md)
+#: compute-thread time per move, with the cold caches of a step: to start it and to notice its
+#: completion (docs/backend.md)
 ASKING_US = 300.0
-#: a smaller share of copies that is lost to compute is not told from noise
+#: smallest share of a copy's time lost to compute that can be told from noise
 LEAST_TOLL = 0.1
-#: on CUDA: rounding to the allocator's blocks, beside what the libraries take
+#: on CUDA: rounding to the allocator's blocks, in addition to the memory of the libraries
 LEAST_CUDA_RESERVE = 1 * MIB
-#: on CUDA torch's allocator splits and keeps blocks by itself; so much is left to it
+#: on CUDA: the part left to torch's allocator, which splits and caches blocks itself
 CUDA_HOLES_SHARE = 16
-#: on CUDA: how much slower than a copy direct access is taken to be where nobody measured it
+#: on CUDA: assumed slowdown of direct access over a copy, if it was not measured
 UNMEASURED_DIRECT = 2
-#: files up to this part of the machine's memory are taken to stay in its page cache
+#: files up to this part of the machine's memory are assumed to stay in its page cache
 CACHED_SHARE = 2
-#: staging: one block per lane that writes
+#: size of staging: one block per lane that writes
 ARENA_BYTES = 512 * KIB
-#: most that one system call moves: large, since each one's end waits for Python's lock
+#: most bytes per system call: large, since each call waits for the GIL when it ends
 CHUNK_BYTES = 8 * MIB
 
 
 class Target(ABC):
-    """A device with all that planning and running on it asks for."""
+    """A device, and everything about it that planning and running require."""
 
     profile: HardwareProfile
     directories: tuple[Path, ...]
-    #: all that a budget may be
+    #: upper limit of a budget
     device_bytes: int
-    #: bound of the host tier; None: none
+    #: capacity of the host tier; None if it has no limit
     host_bytes: int | None
 
     @property
@@ -76,37 +76,37 @@ class Target(ABC):
 
     @abstractmethod
     def machine(self, device_bytes: int) -> Machine:
-        """The machine whose device holds so many bytes."""
+        """The machine, with this capacity of the device."""
 
     @property
     @abstractmethod
     def runtime(self) -> RuntimeSettings: ...
 
     def in_place(self, host_bytes: int) -> InPlace | None:
-        """What an op takes with an operand used in place on the host, if weights and gradients of
-        so many bytes live there; None: the runtime cannot have them there."""
+        """The cost of using an operand in place on the host, if weights and gradients of
+        `host_bytes` live there; None if the runtime does not support it."""
         return None
 
     def with_codecs(self) -> Target:
-        """The same with codecs as fast as they are on this machine, measured if need be."""
+        """The same target with the speeds of codecs on this machine, measured if necessary."""
         return self
 
     @abstractmethod
     def reserve_bytes(self, budget_bytes: int) -> int:
-        """What the runtime takes of a budget."""
+        """The bytes of a budget that the runtime itself takes."""
 
     @abstractmethod
     def holes_bytes(self, budget_bytes: int) -> int:
-        """What the runtime would have beside its reserve, so that freed blocks need not go back."""
+        """The bytes that the runtime wants beside its reserve, so that it can keep freed blocks."""
 
     def room(self, budget_bytes: int) -> Room | None:
-        """What blocks and holes between them may fill; None: nothing goes back to the system."""
+        """The limits on blocks and the holes between them; None if no memory returns to the OS."""
         return None
 
 
 @dataclass(frozen=True)
 class CpuTarget(Target):
-    """The device is a budget of RAM, the slow tiers are files."""
+    """The device is a budget of RAM; the slow tiers are files."""
 
     profile: HardwareProfile
     directories: tuple[Path, ...]
@@ -123,7 +123,7 @@ class CpuTarget(Target):
         return self._with_tolls(whole.with_capacity(DEVICE, device_bytes))
 
     def _with_tolls(self, machine: Machine) -> Machine:
-        """With what moves take from compute, where that was measured on the machine itself."""
+        """Adds the tolls of moves, if they were measured on the machine itself."""
         share = self.profile.copy_toll_share
         if not self.profile.measured or share is None:
             return machine
@@ -138,7 +138,7 @@ class CpuTarget(Target):
     def in_place(self, host_bytes: int) -> InPlace | None:
         if host_bytes <= self.device_bytes // CACHED_SHARE:
             return InPlace()
-        # pages come as they are touched, not ahead, half as fast as a copy (docs/backend.md)
+        # pages are faulted in when touched, not ahead, half as fast as a copy (docs/backend.md)
         touching = 2 / (self.profile.h2d_gbps * BYTES_PER_US_PER_GBPS)
         return InPlace(touching, touching)
 
@@ -164,9 +164,9 @@ class CpuTarget(Target):
 
 @dataclass(frozen=True)
 class CudaTarget(Target):
-    """The device is one card. `library_bytes`: what matrix libraries hold of it for good.
+    """The device is one card. `library_bytes`: its memory that matrix libraries hold for good.
 
-    reaches_host: whether kernels can use pinned memory in place, as weights that leave ask for.
+    reaches_host: True if kernels can use pinned memory in place, as offloaded weights require.
     `directories` may be empty: then there is no disk tier.
     """
 
@@ -196,7 +196,7 @@ class CudaTarget(Target):
             return None
         direct, profile = self.profile.direct_gbps, self.profile
         link = min(profile.h2d_gbps, profile.d2h_gbps) / UNMEASURED_DIRECT
-        # ordinary kernels ask for what they need when they need it: nothing of it overlaps
+        # ordinary kernels load their operands on demand, so nothing of it overlaps
         return InPlace(
             *(1 / (direct.get(way, link) * BYTES_PER_US_PER_GBPS) for way in ("read", "write"))
         )
@@ -206,7 +206,7 @@ class CudaTarget(Target):
         return self.library_bytes + rounding
 
     def holes_bytes(self, budget_bytes: int) -> int:
-        # only a budget that is nearly the whole card meets what the allocator keeps
+        # only a budget of nearly the whole card competes with the allocator's cached blocks
         whole = budget_bytes > self.device_bytes * (1 - 1 / CUDA_HOLES_SHARE)
         return budget_bytes // CUDA_HOLES_SHARE if whole else 0
 
@@ -216,7 +216,8 @@ def target_for(
     device: torch.device | None = None,
     progress: Callable[[str], None] | None = None,
 ) -> Target:
-    """Checks the spill directories and measures the machine, unless a profile is named."""
+    """Creates the target: checks the spill directories, and measures the machine unless a
+    profile is named."""
     if device is not None and device.type == "cuda":
         return _cuda_target(options, device, progress)
     if device is not None and device.type != "cpu":
@@ -256,7 +257,7 @@ def _cuda_target(
 
 
 def runtime_settings(options: Options, device: torch.device) -> RuntimeSettings:
-    """Those that a graph gets which is compiled with these options for this device."""
+    """The runtime settings of a graph compiled with these options for this device."""
     if device.type == "cuda":
         index = cuda_index(device)
         directories = _cuda_directories(options)
@@ -298,7 +299,7 @@ def _cpu_directories(options: Options) -> tuple[Path, ...]:
 
 
 def _cuda_directories(options: Options) -> tuple[Path, ...]:
-    """None unless a disk was asked for, or the host is bounded."""
+    """No directories unless a disk was requested or the host is limited."""
     if options.spill == default_spill() and options.host_memory is None:
         return ()
     return _cpu_directories(options)

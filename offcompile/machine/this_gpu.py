@@ -18,12 +18,12 @@ def to_cuda_machine(
     disk: bool = False,
     disk_bytes: int | None = None,
 ) -> Machine:
-    """`device` is the card, `host` pinned memory, `disk` (where wanted) files.
+    """The machine to plan for: `device` is the card, `host` pinned memory, `disk` (if any) files.
 
-    The disk is reached from the card directly: what passes through the host on its way takes a
-    few blocks of staging there, which no plan needs to know. Its lanes are as slow as the slower
-    of drive and link; that they share the link with `h2d` and `d2h` is not reckoned, so a plan
-    that uses both at once is a little too hopeful about time (never about memory).
+    The disk is accessed from the card directly: data that passes through the host takes a few
+    blocks of staging there, which plans can ignore. Its lanes are as slow as the slower of drive
+    and link. They share the link with `h2d` and `d2h`, which is not modelled, so a plan that uses
+    both at once is slightly optimistic about time (never about memory).
     """
     machine = to_machine(profile, None, host_bytes)
     if not disk:
@@ -57,7 +57,7 @@ def this_gpu(
     refresh: bool = False,
     progress: Progress | None = None,
 ) -> HardwareProfile:
-    """What the card `cuda:index` and its links can do, from the cache or measured now."""
+    """Returns the profile of the card `cuda:index` and its links, cached or measured now."""
     from .gpu_figures import gpu_profile
 
     return gpu_profile(index, tuple(directories), refresh, progress)

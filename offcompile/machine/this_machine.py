@@ -1,4 +1,4 @@
-"""The machine that this process runs on, as a hardware profile: measured once, then remembered.
+"""The machine that this process runs on, as a hardware profile: measured once, then cached.
 
 On the CPU target the device tier is a budget of RAM and the host tier files in the spill
 directories, so the link between them is the disk.
@@ -50,11 +50,11 @@ from .more_figures import kept_more
 Progress = Callable[[str], None]
 
 DISK_SECONDS = 1.0
-#: document of what copies take from compute; a figure that is kept is above zero
+#: document of the compute time lost to copies, and the least figure that it stores
 COPY_TOLL, LEAST_SHARE = "copy-toll", 0.001
-#: document of what codecs do here
+#: document of the speeds of codecs on this machine
 CODEC_RATES = "codecs"
-#: documents of what the doctor measures besides
+#: documents of the doctor's additional measurements
 MORE_OF_MACHINE, MORE_OF_DISK = "machine-more", "disk-more"
 #: in the order of `Disks`
 MORE_DISK_FIGURES = ("read_both", "write_both", "read_buffered", "write_buffered")
@@ -70,12 +70,12 @@ MATMUL_DTYPES = {
 def this_machine(
     directories: Sequence[Path], refresh: bool = False, progress: Progress | None = None
 ) -> HardwareProfile:
-    """What this machine can do with these spill directories, from the cache or measured now.
+    """Returns the profile of this machine with these directories, cached or measured now.
 
-    Directories on different file systems are taken to be different disks, whose rates add up.
-    Takes about two seconds and one per disk, the first time or with `refresh`; `progress` is told.
-    Codecs are as `codec_gbps` measured them, if it was ever asked.
-    What the doctor measured besides is there if it was run.
+    Directories on different file systems count as different disks, whose rates add up.
+    Measuring takes about two seconds plus one per disk, the first time or with `refresh`;
+    `progress` is called with messages. Codec speeds are included if `codec_gbps` was ever called,
+    other optional figures if the doctor was run.
     Raises `OffloadError` for a directory that cannot hold spill files.
     """
     if not directories:
@@ -109,7 +109,7 @@ def this_machine(
 
 @dataclass(frozen=True)
 class Disks:
-    """The spill directories together; None: the doctor has not measured them all."""
+    """All spill directories together; None for figures that the doctor has not measured on all."""
 
     read_gbps: float
     write_gbps: float
@@ -123,7 +123,7 @@ class Disks:
 def disks_profile(
     directories: Sequence[Path], refresh: bool = False, tell: Progress = lambda text: None
 ) -> Disks:
-    """Directories on different file systems are different disks, whose rates add up."""
+    """Combines the figures of the disks; one file system counts as one disk, and rates add up."""
     places = one_per_disk(directories)
     disks = [disk_figures(place, refresh, tell) for place in places]
     more = [kept_more(MORE_OF_DISK, disk_identity(place)) for place in places]
@@ -155,7 +155,7 @@ def with_disks(profile: HardwareProfile, disks: Disks) -> HardwareProfile:
 
 
 def with_host(profile: HardwareProfile) -> HardwareProfile:
-    """With what is known of the processor beside the device."""
+    """Adds the known figures of the host's processor."""
     base = read_document("machine", machine_identity())
     more = kept_more(MORE_OF_MACHINE, machine_identity())
     memory, adam = positive_number((base or {}).get("memory")), more.get("adam")
@@ -179,8 +179,8 @@ def attention_tflops(more: Mapping[str, float]) -> dict[str, float]:
 
 
 def codec_gbps(refresh: bool = False, tell: Progress = lambda text: None) -> dict[str, float]:
-    """Raw bytes that each codec packs or unpacks beside compute, from the cache or measured now,
-    which takes about three seconds."""
+    """Raw bytes that each codec packs or unpacks during compute, cached or measured now, which
+    takes about three seconds."""
 
     def measure() -> dict[str, float]:
         tell("measuring codecs")
@@ -191,7 +191,7 @@ def codec_gbps(refresh: bool = False, tell: Progress = lambda text: None) -> dic
 
 
 def _kept_codecs() -> dict[str, float]:
-    """Those that were measured before; none may be."""
+    """Codec speeds that were measured before; there may be none."""
     kept = _numbers(read_document(CODEC_RATES, machine_identity()), tuple(CODECS)) or {}
     return {name: rate / BYTES_PER_US_PER_GBPS for name, rate in kept.items()}
 
@@ -204,9 +204,9 @@ def to_cpu_machine(
 ) -> Machine:
     """The machine to plan for on the CPU target: `device` is a budget of RAM, `host` is files.
 
-    With `host_bytes` (a limited host tier) there is a tier `disk` too, reached from the device
+    With `host_bytes` (a limited host tier) there is a tier `disk` too, accessed from the device
     directly. It is the same drive: its lanes are planned as if they ran beside `h2d` and `d2h` at
-    full rate, so a plan that uses both at once is too hopeful about time (never about memory).
+    full rate, so a plan that uses both at once is too optimistic about time (never about memory).
     """
     link = replace(profile, host_memory_bytes=None)
     machine = to_machine(link, memory_bytes, host_bytes)
@@ -226,7 +226,7 @@ def to_cpu_machine(
 
 
 def _compute_rates(refresh: bool, tell: Progress) -> dict[str, float]:
-    """`memory` in bytes per microsecond and every dtype's flop per microsecond."""
+    """`memory` in bytes per microsecond, and flop per microsecond of every dtype."""
 
     def measure() -> dict[str, float]:
         tell("measuring this machine: memory")
@@ -240,8 +240,8 @@ def _compute_rates(refresh: bool, tell: Progress) -> dict[str, float]:
 
 
 def _copy_toll_share(refresh: bool, tell: Progress) -> float:
-    """As it was measured, or is now. While others are at work: what it was wherever it was
-    measured, all where every core computes, and nothing where one is free."""
+    """The share as cached or measured now. If other processes disturb the measurement, the share
+    found on all machines measured so far: 1 if every core computes, 0 if one is free."""
     identity = machine_identity()
     kept = None if refresh else _numbers(read_document(COPY_TOLL, identity), ("share",))
     if kept is not None:
@@ -275,10 +275,10 @@ def figures_of(
     measure: Callable[[], dict[str, float]],
     refresh: bool,
 ) -> dict[str, float]:
-    """The figures kept, or measured and kept now.
+    """The cached figures, or those measured and cached now.
 
-    Those taken while other work held the processor are taken again by the next processes, a few
-    times; of those the best of each figure stays.
+    Figures measured while other work used the processor are measured again by later processes, a
+    few times, keeping the best of each.
     """
     content = read_document(kind, identity) or {}
     kept = None if refresh else _numbers(content, names)
@@ -298,14 +298,14 @@ def figures_of(
     return figures
 
 
-#: what this process has measured: not twice in one process
+#: documents measured by this process, which are not measured twice
 _settled: set[tuple[str, Path]] = set()
 
 _DISK_FIGURES = ("read", "write", "latency")
 
 
 def disk_identity(directory: Path) -> Identity:
-    """A file system on a machine: how many threads torch has does not matter to it."""
+    """The identity of a file system on a machine; torch's thread count does not matter to it."""
     device = _device(directory)
     return {
         "cpu": cpu_model(),
@@ -317,7 +317,7 @@ def disk_identity(directory: Path) -> Identity:
 
 
 def _device(directory: Path) -> int:
-    """The file system that holds the directory, as the system numbers it."""
+    """The system's number of the file system that holds the directory."""
     return os.stat(directory).st_dev
 
 
@@ -330,7 +330,7 @@ def one_per_disk(directories: Sequence[Path]) -> list[Path]:
 
 
 def _numbers(content: dict[str, object] | None, names: Sequence[str]) -> dict[str, float] | None:
-    """Every named figure, or None if one is missing or makes no sense."""
+    """Every named figure, or None if one is missing or invalid."""
     numbers = {name: positive_number((content or {}).get(name)) for name in names}
     found = {name: number for name, number in numbers.items() if number is not None}
     return found if len(found) == len(numbers) else None

@@ -17,7 +17,7 @@ Number = float | torch.Tensor
 class Adam(OffloadedOptimizer, torch.optim.Adam):
     """`torch.optim.Adam(fused=True)`, bit for bit, with its states elsewhere.
 
-    `beside`: what torch's has not, see `settings.Asked` and docs/optim.md.
+    `beside`: arguments that torch's class lacks; see `settings.Asked` and docs/optim.md.
     """
 
     rule = AdamRule()
@@ -58,7 +58,7 @@ class Adam(OffloadedOptimizer, torch.optim.Adam):
 class AdamW(OffloadedOptimizer, torch.optim.AdamW):
     """`torch.optim.AdamW(fused=True)`, bit for bit, with its states elsewhere.
 
-    `beside`: what torch's has not, see `settings.Asked` and docs/optim.md.
+    `beside`: arguments that torch's class lacks; see `settings.Asked` and docs/optim.md.
     """
 
     rule = AdamRule()

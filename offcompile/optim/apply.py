@@ -1,4 +1,4 @@
-"""Updates of parameters beside their states, range by range."""
+"""Updates parameters where their states are, range by range."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from .core import MASTER, Core, Entry
 from .layout import flat, flat_like, is_dense
 from .rules import Hyper, OnePass
 
-#: elements that are worked on at once where that takes more than one pass: they stay in the cache
+#: elements per tile if an update takes more than one pass over them; a tile stays in the cache
 TILE_ELEMENTS = 1 << 18
-#: gradients that cross to the host while another is applied
+#: gradients in flight to the host while another is applied
 AHEAD = 2
 
 
@@ -32,17 +32,17 @@ def update(
     grad_scale: torch.Tensor | None = None,
     brought: Brought | None = None,
 ) -> None:
-    """One step of one parameter. The gradient is multiplied by `coefficient` in place first.
-    brought: the gradient, where it is on its way from a device to the host already.
+    """Make one step of one parameter. First multiplies the gradient by `coefficient` in place.
+    brought: the gradient, if it is already in flight from a device to the host.
 
-    If that fails half way, parts of the parameter are those of the new step.
+    If it fails half way, parts of the parameter are already updated.
     """
     core.check(entry, gradient)
     core.start(entry)
     parameter = entry.parameter.detach()
     carrier = core.carrier(entry)
     if carrier is not None:
-        # its memory goes with `brought`
+        # `brought` owns its memory
         brought = brought or carrier.bring(entry.parameter, gradient, entry.label)
         brought.arrive()
         gradient = brought.gradient
@@ -55,7 +55,7 @@ def update(
     grad_scale = _sent(grad_scale, gradients.device)
     entry.count_up()
     core.visiting(entry)
-    # the version goes up with every range that is written
+    # each written range increments the version
     disagrees = MASTER in entry.names and entry.agreed != parameter._version
     for start, stop, parts in _ranges(core, entry, coefficient is not None):
         work = gradients[start:stop]
@@ -124,7 +124,7 @@ def _update_tile(
 
 
 def one_pass(core: Core, entry: Entry) -> OnePass | None:
-    """What takes mixed types at once, on a device that kernels of ours run on."""
+    """Return a one-pass update for mixed dtypes, on devices with kernels of ours; else None."""
     dtype = entry.parameter.dtype
     mixed = MASTER in entry.names or any(d != dtype for d in entry.dtypes)
     if not mixed or not by_kernel(entry.parameter) or core.is_beside(entry):
@@ -133,7 +133,7 @@ def one_pass(core: Core, entry: Entry) -> OnePass | None:
 
 
 def by_kernel(parameter: torch.Tensor) -> bool:
-    """Whether kernels of ours run where the parameter is."""
+    """True if kernels of ours run on the device of the parameter."""
     return parameter.device.type == "cuda"
 
 
@@ -145,9 +145,9 @@ def update_together(
     coefficient: torch.Tensor | None,
     grad_scale: torch.Tensor | None,
 ) -> None:
-    """One step of many: in few calls of the kernel where they are small and plain.
+    """Make one step of many parameters; batches small and plain ones into few kernel calls.
 
-    hypers: by the identity of the group.
+    hypers: by `id` of the group.
     """
     calls: dict[Any, list[tuple[Entry, torch.Tensor]]] = {}
     far: list[tuple[Entry, torch.Tensor]] = []
@@ -176,7 +176,7 @@ def update_together(
 def _brought(
     core: Core, far: Sequence[tuple[Entry, torch.Tensor]]
 ) -> Iterator[tuple[Entry, torch.Tensor, Brought]]:
-    """Gradients on their way to the host: some cross while one is applied."""
+    """Bring gradients to the host; the next ones are in flight while one is applied."""
     under_way: deque[tuple[Entry, torch.Tensor, Brought]] = deque()
     for entry, gradient in far:
         carrier = core.carrier(entry)
@@ -222,7 +222,7 @@ def _update_call(
 
 
 def _agree(master: torch.Tensor, weight: torch.Tensor, from_nothing: bool) -> None:
-    """Let the master follow what somebody else wrote to the weight, and nothing else."""
+    """Copy to the master only the elements of the weight that somebody else has written."""
     here = weight.to(master.device)
     if from_nothing:
         master.copy_(here)
@@ -236,12 +236,12 @@ class _Scratch(threading.local):
         self.rooms: dict[tuple[str, torch.dtype], torch.Tensor] = {}
 
 
-#: of each thread that updates: fresh memory would cost more than the update
+#: per updating thread; fresh memory would cost more than the update
 _scratch = _Scratch()
 
 
 def _cast(tile: torch.Tensor, dtype: torch.dtype, name: str) -> torch.Tensor:
-    """The tile as it is, or in `dtype`, until the next cast of that name on this thread."""
+    """Cast the tile to `dtype` if needed; valid until this thread's next cast of that name."""
     if tile.dtype == dtype:
         return tile
     if tile.device.type != "cpu" or tile.numel() > TILE_ELEMENTS:

@@ -1,4 +1,4 @@
-"""The overlap: gradients are applied as they arrive, while backward goes on."""
+"""Overlaps updates with backward: applies gradients as they arrive."""
 
 from __future__ import annotations
 
@@ -22,18 +22,18 @@ from .ways import Ways
 
 @dataclass
 class Arrival:
-    """What has come of one parameter's gradient in the step under way."""
+    """The state of one parameter's gradient in the step under way."""
 
     passes: int = 0
-    #: what the group said when the parameter was updated; None: it was not
+    #: hyperparameters of the group when the parameter was updated; None: not updated yet
     hyper: Hyper | None = None
-    #: the norm of the gradient in `.grad`, and the version of that gradient
+    #: the norm of `.grad`, the gradient that it was measured on, and its version
     norm: tuple[torch.Tensor, torch.Tensor, int] | None = None
 
 
 @dataclass
 class Tally:
-    """Parameters that were updated in the last whole step: how."""
+    """Number of parameters updated in one step, by way."""
 
     in_backward: int = 0
     from_graphs: int = 0
@@ -42,7 +42,7 @@ class Tally:
 
 @dataclass(eq=False)
 class Arrivals:
-    """Of one optimizer; an `updates.Updater`. Hooks and compiled graphs know it weakly."""
+    """The `updates.Updater` of one optimizer. Hooks and compiled graphs refer to it weakly."""
 
     core: Core
     ways: Ways
@@ -54,7 +54,7 @@ class Arrivals:
     _lock: Any = field(default_factory=threading.RLock)
 
     def watch(self) -> None:
-        """Have a hook on every parameter that can get a gradient."""
+        """Hook every parameter that can get a gradient."""
         mine = weakref.ref(self)
         for parameter, entry in self.core.entries.items():
             if entry not in self._hooks and parameter.requires_grad:
@@ -65,16 +65,16 @@ class Arrivals:
                 weakref.finalize(self, handle.remove).atexit = False
 
     def unwatch(self) -> None:
-        """Take the hooks away."""
+        """Remove the hooks."""
         for entry, handle in self._hooks.items():
             handle.remove()
             updates.unregister([entry.parameter], self)
         self._hooks.clear()
 
-    # -- gradients by way of autograd ------------------------------------------------------------
+    # -- gradients from autograd -----------------------------------------------------------------
 
     def came(self, parameter: torch.Tensor) -> None:
-        """Autograd has added to `parameter.grad`."""
+        """Handle a gradient that autograd has added to `parameter.grad`."""
         entry = self.core.entries[parameter]
         with self._lock:
             arrival = self._arrival(entry)
@@ -100,7 +100,7 @@ class Arrivals:
         return arrival
 
     def _is_last_hook(self, entry: Entry) -> bool:
-        """Whether no hook of the user's is still to see the gradient."""
+        """True if no hook of the user's has yet to see the gradient."""
         hooks = entry.parameter._post_accumulate_grad_hooks
         return not hooks or next(reversed(hooks)) == self._hooks[entry].id
 
@@ -112,16 +112,16 @@ class Arrivals:
         self.tally.in_backward += 1
 
     def _hold(self, entry: Entry, gradient: torch.Tensor) -> None:
-        """It is whole, and step() will apply it."""
+        """Keep a complete gradient for step()."""
         self.core.check(entry, gradient)
         if not self.core.settings.scaled:
             self.measure(entry, gradient)
 
     def measure(self, entry: Entry, gradient: torch.Tensor) -> torch.Tensor:
-        """The norm of `.grad`, computed anew if that is not what was measured before."""
+        """Return the norm of `.grad`, recomputed if `.grad` has changed since the last call."""
         arrival = self.arrived.setdefault(entry, Arrival())
         known = arrival.norm
-        # a scaler changes gradients without a trace
+        # a scaler changes gradients without a version bump
         stale = known is None or known[1] is not gradient or known[2] != gradient._version
         if known is None or stale or self.core.settings.scaled:
             known = arrival.norm = (norm(gradient), gradient, gradient._version)
@@ -174,11 +174,11 @@ class Arrivals:
     # -- the end of a step -----------------------------------------------------------------------
 
     def settle(self) -> None:
-        """All updates under way are made; raises what failed."""
+        """Wait for all updates under way; raise their errors."""
         self.ways.settle()
 
     def check(self, hypers: Mapping[int, Hyper]) -> None:
-        """OffloadError if what was done during backward is not what step() is to do."""
+        """Raise OffloadError if updates made during backward are not those that step() wants."""
         if not self.arrived and self.has_stepped and self._has_no_gradient():
             raise OffloadError(
                 "step() was called without a gradient since the last one: with overlap=True"
@@ -208,11 +208,11 @@ class Arrivals:
         return all(p.grad is None for p in self.core.entries)
 
     def began(self) -> bool:
-        """Whether a parameter was updated in the step under way."""
+        """True if a parameter was updated in the step under way."""
         return any(a.hyper is not None for a in self.arrived.values())
 
     def over(self, in_step: int) -> None:
-        """The step is made, the last `in_step` parameters in it."""
+        """End the step; `in_step` parameters were updated in `step()` itself."""
         self.tally.in_step = in_step
         self.last, self.tally = self.tally, Tally()
         self.arrived.clear()
@@ -220,7 +220,7 @@ class Arrivals:
         self.ways.step_over()
 
     def forget(self) -> None:
-        """Nothing has arrived."""
+        """Forget the gradients that have arrived."""
         self.arrived.clear()
         self.tally = Tally()
 

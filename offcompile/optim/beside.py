@@ -1,4 +1,4 @@
-"""What the optimizers here have in common: torch's classes, with the updates made elsewhere."""
+"""The common base of the optimizers here: torch's classes, with updates made elsewhere."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ from .ways import Ways
 
 @dataclass(frozen=True)
 class OptimizerFacts:
-    """What an optimizer has done, and where its states are.
+    """The last step of an optimizer, and the places of its states.
 
-    stores: by place. updated_in_backward, taken_from_graphs, updated_in_step: parameters, in the
-    last step. channels: whether updates run beside backward; None: where the device is not the CPU,
-    or it is not measured yet.
+    stores: by place. updated_in_backward, taken_from_graphs, updated_in_step: number of parameters
+    in the last step. channels: True if updates run beside backward; None: only for devices other
+    than the CPU, or not measured yet.
     """
 
     stores: dict[str, StatesFacts]
@@ -41,22 +41,22 @@ class OptimizerFacts:
 
 
 class OffloadedOptimizer(torch.optim.Optimizer):
-    """To be inherited before one of torch's optimizers, whose fused kernel is `rule`."""
+    """A mixin to inherit before a torch optimizer, whose fused kernel is `rule`."""
 
     rule: ClassVar[Rule]
 
-    #: with a GradScaler step() is called whatever it found: see there
+    #: makes GradScaler call step() even if it found infs; see there
     _step_supports_amp_scaling: bool
-    #: norm of all gradients in the last step, if max_norm is given
+    #: total gradient norm of the last step, if max_norm is given
     last_norm: torch.Tensor | None
 
     def _begin(self, asked: Asked, differentiable: bool, capturable: bool = False) -> None:
-        """The part of `__init__` that comes before torch's."""
+        """Do the part of `__init__` that comes before torch's."""
         refuse_flags({"differentiable": differentiable, "capturable": capturable})
         self.settings = Settings.read(**asked)
 
     def _ready(self) -> None:
-        """The part of `__init__` that comes after torch's."""
+        """Do the part of `__init__` that comes after torch's."""
         self._step_supports_amp_scaling = True
         self.last_norm = None
         places = Places(self.settings)
@@ -83,9 +83,9 @@ class OffloadedOptimizer(torch.optim.Optimizer):
 
     @_disable_dynamo
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """One step with the gradients that there are; see torch's class.
+        """Make one step with the available gradients; see torch's class.
 
-        With overlap it applies those that were not applied during backward, and frees them.
+        With overlap, applies the gradients that were not applied during backward, and frees them.
         """
         loss = None
         if closure is not None:
@@ -114,8 +114,8 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         self._core.step_over()
 
     def _amp(self) -> tuple[torch.Tensor | None, bool]:
-        """What a GradScaler has left for this step: the scale, if it is still in the gradients,
-        and whether it found one that is not finite."""
+        """Return what a GradScaler has set for this step: the scale, if gradients are still scaled,
+        and True if one of them is not finite."""
         found_inf = getattr(self, "found_inf", None)
         if found_inf is None:
             return None, False
@@ -127,7 +127,7 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         return getattr(self, "grad_scale", None), bool(float(found_inf) != 0)
 
     def _waiting(self) -> list[tuple[Entry, torch.Tensor]]:
-        """Gradients that are still to be applied, in the order of the groups."""
+        """The gradients that are not applied yet, in the order of the groups."""
         entries = self._core.entries
         order = (p for g in self.param_groups for p in g["params"])
         return [(entries[p], p.grad) for p in order if p.grad is not None]
@@ -163,7 +163,7 @@ class OffloadedOptimizer(torch.optim.Optimizer):
 
     @_disable_dynamo
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """As torch's. In the middle of a step that has begun during backward it is an error."""
+        """Like torch's. Raises in the middle of a step that has begun during backward."""
         if "_arrivals" in self.__dict__:
             if self._arrivals.began():
                 raise OffloadError(
@@ -175,8 +175,8 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         super().zero_grad(set_to_none)
 
     def discard(self) -> None:
-        """Give up the step under way: gradients are forgotten, parameters that backward has
-        already updated stay updated."""
+        """Give up the step under way: drop its gradients. Parameters already updated during
+        backward stay updated."""
         try:
             self._arrivals.settle()
         finally:
@@ -184,18 +184,18 @@ class OffloadedOptimizer(torch.optim.Optimizer):
             for parameter in self._core.entries:
                 parameter.grad = None
 
-    # -- what is kept --------------------------------------------------------------------------
+    # -- saving and loading ---------------------------------------------------------------------
 
     def settle(self) -> None:
-        """Return when everything that was begun is done and written; raises what failed."""
+        """Wait until all updates are done and written; raise their errors."""
         self._arrivals.settle()
         for store in self._core.places.stores().values():
             store.settle()
 
     @_disable_dynamo
     def state_dict(self) -> dict[str, Any]:
-        """As torch's, which loads it. States on disk are copied to a file without a name that the
-        tensors lie on, not to memory."""
+        """Like torch's, which can load it. States on disk are copied to an unnamed file that backs
+        the tensors, not to memory."""
         self.settle()
         live = self.state
         self.state = checkpoints.whole_state(self._core)
@@ -206,7 +206,7 @@ class OffloadedOptimizer(torch.optim.Optimizer):
 
     @_disable_dynamo
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """As torch's, and from torch's; states are streamed to where they live."""
+        """Like torch's; also loads from torch's. Streams states to their places."""
         self._arrivals.settle()
         self._arrivals.forget()
         state_dict = dict(state_dict)
@@ -251,7 +251,7 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         checkpoints.load(self._core, self.state, {p: p for p in self._core.entries}, saved)
 
     def facts(self) -> OptimizerFacts:
-        """Where states are, what was moved, how the last step was made."""
+        """Report the places of states, their traffic, and how the last step was made."""
         last = self._arrivals.last
         return OptimizerFacts(
             {name: store.facts() for name, store in self._core.places.stores().items()},
@@ -263,12 +263,12 @@ class OffloadedOptimizer(torch.optim.Optimizer):
 
 
 def as_fused(foreach: bool | None, fused: bool | None) -> bool | None:
-    """What groups are to say, so that torch computes as this does if it goes on from here."""
+    """The `fused` flag for groups that makes torch compute alike if it resumes from here."""
     return fused if foreach or fused is not None else True
 
 
 def _unscale(gradients: list[torch.Tensor], scale: torch.Tensor) -> None:
-    """As `GradScaler.unscale_` does it."""
+    """Unscale gradients like `GradScaler.unscale_`."""
     inverse = scale.double().reciprocal().float()
     for gradient in gradients:
         found = torch.zeros((), device=gradient.device)
@@ -278,7 +278,7 @@ def _unscale(gradients: list[torch.Tensor], scale: torch.Tensor) -> None:
 
 
 def _end(ways: Ways, places: Places) -> None:
-    """The optimizer is gone. Memory goes with its last tensor; files and threads now."""
+    """Close files and threads of a dead optimizer. Memory is freed with its last tensor."""
     ways.close()
     disk = places.stores().get("disk")
     if disk is not None:

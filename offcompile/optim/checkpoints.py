@@ -1,4 +1,4 @@
-"""`state_dict()` and its counterpart, for states wherever they are."""
+"""Saves and loads `state_dict()`, wherever the states are."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from .layout import flat_like, shaped_like
 
 
 def whole_state(core: Core) -> defaultdict[torch.Tensor, Any]:
-    """The optimizer's state with what is on disk in it, on tensors that lie in a file."""
+    """The optimizer's state including states on disk, on tensors backed by a file."""
     found: defaultdict[torch.Tensor, Any] = defaultdict(dict, core.state)
     room: MappedStore | None = None
     for parameter, entry in core.entries.items():
@@ -57,7 +57,7 @@ def load(
     parameters: Mapping[Any, torch.Tensor],
     saved: Mapping[Any, Any],
 ) -> None:
-    """Fill the empty `state` and the stores from what a `state_dict` has, by its keys."""
+    """Fill the empty `state` and the stores from a `state_dict`. `parameters`: by its keys."""
     core.state = state
     for entry in core.entries.values():
         core.forget(entry)

@@ -1,4 +1,4 @@
-"""The norm of all gradients from the norms of each, as `torch.nn.utils.clip_grad_norm_` has it."""
+"""Computes the total gradient norm from single norms, like `torch.nn.utils.clip_grad_norm_`."""
 
 from __future__ import annotations
 
@@ -9,17 +9,17 @@ from torch.utils._foreach_utils import _group_tensors_by_device_and_dtype
 
 
 def norm(gradient: torch.Tensor) -> torch.Tensor:
-    """Of one gradient."""
+    """The norm of one gradient."""
     found: torch.Tensor = torch._foreach_norm([gradient.detach()], 2.0)[0]
     return found
 
 
 def total_norm(gradients: Sequence[torch.Tensor], norms: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Of all, whose own norms are given; bit for bit what torch finds for this order."""
+    """The norm of all gradients from their norms; bit for bit torch's result for this order."""
     if not gradients:
         return torch.tensor(0.0)
     if len({(g.device, g.dtype) for g in gradients}) > 1:
-        # torch goes by device and dtype, in an order of its own
+        # torch groups by device and dtype, in an order of its own
         found = _group_tensors_by_device_and_dtype([list(gradients)], with_indices=True)
         norms = [norms[i] for _, indices in found.values() for i in indices]
     together = torch.stack([n.to(gradients[0].device) for n in norms])
@@ -28,6 +28,6 @@ def total_norm(gradients: Sequence[torch.Tensor], norms: Sequence[torch.Tensor])
 
 
 def coefficient(max_norm: float, total: torch.Tensor) -> torch.Tensor | None:
-    """What to multiply gradients by; None: nothing is to be done."""
+    """The factor to multiply gradients by; None if no clipping is needed."""
     found = torch.clamp(max_norm / (total + 1e-6), max=1.0)
     return None if found.item() == 1.0 else found

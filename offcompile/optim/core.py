@@ -1,4 +1,4 @@
-"""What is known of an optimizer's parameters, and the states they have."""
+"""The parameters of an optimizer and their states."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _HALVES = (torch.bfloat16, torch.float16)
 
 @dataclass(eq=False)
 class Entry:
-    """One parameter. `names` are its states in the store's order, none before its first update."""
+    """One parameter. `names`: its states in the store's order; empty before its first update."""
 
     parameter: torch.Tensor
     group: dict[str, Any]
@@ -35,19 +35,19 @@ class Entry:
     store: States | None = None
     names: tuple[str, ...] = ()
     dtypes: tuple[torch.dtype, ...] = ()
-    #: of its rule, when `names` was settled
+    #: state names of its rule when `names` was set
     ruled: tuple[str, ...] | None = None
-    #: steps made, where the rule counts them
+    #: number of steps made, if the rule counts them
     step: torch.Tensor | None = None
-    #: the number in `step`, and the version of `step` when it was looked at
+    #: cached value of `step`, and the version of `step` when it was read
     counted: tuple[int, int] | None = None
-    #: momentum means nothing yet
+    #: True while the momentum is not initialised
     is_first: bool = True
-    #: the version of the parameter that the master agrees with; None: the master means nothing yet
+    #: the version of the parameter that the master agrees with; None: no master value yet
     agreed: int | None = None
 
     def count(self) -> int:
-        """The number of steps made, without asking the device for it each time."""
+        """The number of steps made, without a device sync each time."""
         assert self.step is not None
         known = self.counted
         if known is None or known[1] != self.step._version:
@@ -55,7 +55,7 @@ class Entry:
         return known[0]
 
     def count_up(self) -> None:
-        """One more step."""
+        """Count one more step."""
         if self.step is not None:
             known = self.counted
             fresh = known is not None and known[1] == self.step._version
@@ -81,16 +81,16 @@ class Core:
     places: Places
     state: defaultdict[torch.Tensor, Any]
     entries: dict[torch.Tensor, Entry] = field(default_factory=dict)
-    #: place → those that were visited in this step, and what its store was told to expect
+    #: place → keys visited in this step, and keys that its store was told to expect
     _visited: dict[str, list[int]] = field(default_factory=dict)
     _expected: dict[str, list[int]] = field(default_factory=dict)
     _carriers: weakref.WeakSet[GradientTransport] = field(default_factory=weakref.WeakSet)
     _next_key: int = 0
-    #: what `held_bytes` said, until something changes
+    #: cached result of `held_bytes`, until something changes
     _held_bytes: int | None = None
 
     def know(self, groups: Sequence[dict[str, Any]]) -> None:
-        """From now on these are the groups."""
+        """Set the groups."""
         self._held_bytes = None
         for group in groups:
             refuse_flags(group)
@@ -108,12 +108,12 @@ class Core:
                     entry.group = group
 
     def visiting(self, entry: Entry) -> None:
-        """Note that this one's states are used now, for the order that the next step expects."""
+        """Note the use of a parameter's states, to predict the order of the next step."""
         if entry.place is not None and not isinstance(entry.store, MemoryStates):
             self._visited.setdefault(entry.place, []).append(entry.key)
 
     def step_over(self) -> None:
-        """Tell stores that load ahead what the next step is likely to ask for."""
+        """Tell stores that prefetch which states the next step is likely to need."""
         for place, visited in self._visited.items():
             if visited and visited != self._expected.get(place):
                 self._expected[place] = visited
@@ -129,14 +129,14 @@ class Core:
         return entry.parameter.dtype in _HALVES and self.settings.master is not False
 
     def carrier(self, entry: Entry) -> GradientTransport | None:
-        """Who brings gradients to where it is updated, if that is not where they are made."""
+        """The carrier that brings gradients to the host, if the parameter is updated there."""
         found = carrier_of(entry.parameter) if self.is_beside(entry) else None
         if found is not None:
             self._carriers.add(found)
         return found
 
     def finish(self) -> None:
-        """What compute is given from now on sees the weights that were updated."""
+        """Make updated weights visible to compute that is queued from now on."""
         for carrier in tuple(self._carriers):
             carrier.finish()
 
@@ -145,7 +145,7 @@ class Core:
         return torch.float32 if dtype in _HALVES and self.has_master(entry) else dtype
 
     def layout(self, entry: Entry) -> dict[str, torch.dtype]:
-        """The states that it has, or would have now, by name."""
+        """State name → dtype, for the states that it has or would get now."""
         compute = self.compute_dtype(entry)
         lossy = self.settings.state_dtype
         found = {MASTER: compute} if self.has_master(entry) else {}
@@ -154,7 +154,7 @@ class Core:
         return found | dict.fromkeys(names, lossy or compute)
 
     def place(self, needed: Entry | None = None) -> None:
-        """Settle where the states of those go that have no place yet, frozen ones left aside."""
+        """Choose places for parameters without one, except frozen parameters."""
         new = [
             e
             for e in self.entries.values()
@@ -171,7 +171,7 @@ class Core:
         return entry.parameter.numel() * sum(d.itemsize for d in self.layout(entry).values())
 
     def held_bytes(self) -> int:
-        """Memory of the parameters' device that states take, or are going to take."""
+        """Bytes that states take, or will take, on the device of the parameters."""
         self.place()
         if self._held_bytes is not None:
             return self._held_bytes
@@ -191,17 +191,17 @@ class Core:
         return nbytes
 
     def start(self, entry: Entry) -> None:
-        """Give it the states that it lacks, all zero."""
+        """Create its missing states, all zero."""
         ruled, has_state = self.rule.names(entry.group), entry.parameter in self.state
         if entry.ruled == ruled and (has_state or not entry.names):
             return
-        # what is made in inference mode could not be changed later
+        # tensors made in inference mode could not be changed later
         with torch.inference_mode(False):
             self._start(entry, ruled)
 
     def _start(self, entry: Entry, ruled: tuple[str, ...]) -> None:
         if entry.names and entry.parameter not in self.state:
-            self.forget(entry)  # somebody has emptied the optimizer's state
+            self.forget(entry)  # the user has emptied the optimizer's state
         if entry.store is None and entry.step is None:
             self.place(entry)
             assert entry.place is not None
@@ -227,9 +227,9 @@ class Core:
         self.show(entry)
 
     def show(self, entry: Entry) -> None:
-        """Put states that lie in memory into the optimizer's state."""
+        """Expose states that are in memory in the optimizer's `state`."""
         if not isinstance(entry.store, MemoryStates):
-            self.state[entry.parameter]  # so that it counts as one that has states
+            self.state[entry.parameter]  # makes an entry, which marks it as having states
             return
         shown = self.state[entry.parameter]
         for name, part in zip(entry.names, entry.store.tensors(entry.key), strict=True):
@@ -238,7 +238,7 @@ class Core:
             shown[name] = shaped_like(part, entry.parameter)
 
     def forget(self, entry: Entry) -> None:
-        """Back to a parameter that was never updated."""
+        """Reset to a parameter that was never updated."""
         if entry.store is not None:
             entry.store.remove(entry.key)
         entry.store, entry.names, entry.dtypes, entry.ruled, entry.step = None, (), (), None, None
@@ -246,7 +246,7 @@ class Core:
         self.state.pop(entry.parameter, None)
 
     def read(self, entry: Entry) -> Iterator[tuple[str, torch.Tensor]]:
-        """Copies of its states, flat, for a short while."""
+        """Yield flat copies of its states, to be used briefly."""
         if entry.store is not None:
             numel = entry.parameter.numel()
             copies = [torch.empty(numel, dtype=d) for d in entry.dtypes]
@@ -256,7 +256,7 @@ class Core:
             yield from zip(entry.names, copies, strict=True)
 
     def write(self, entry: Entry, flats: Mapping[str, torch.Tensor]) -> None:
-        """Put flat states into the store, those that are given."""
+        """Write the given flat states to the store."""
         assert entry.store is not None
         for r in entry.store.visit(entry.key):
             for name, part in zip(entry.names, r.parts, strict=True):
@@ -271,12 +271,12 @@ class Core:
             )
 
     def is_beside(self, entry: Entry) -> bool:
-        """Whether its states, and so its update, are the CPU's and not the device's."""
+        """True if its states, and so its update, are on the host and not on the device."""
         return device_in(entry.place) is None
 
     def updated(self, entry: Entry) -> None:
-        """The weight was written, and its states now mean something."""
-        # the kernels do not say so themselves: who still needs the old weight is to be told
+        """Note that the weight and its states were written."""
+        # the kernels do not bump it; autograd must notice if it still needs the old weight
         torch.autograd.graph.increment_version(entry.parameter)
         if entry.is_first:
             entry.is_first = False
@@ -286,7 +286,7 @@ class Core:
 
 
 def refuse_flags(group: Mapping[str, Any]) -> None:
-    """OffloadError for what torch's classes have and these cannot do."""
+    """Raise OffloadError for flags of torch's classes that are not supported here."""
     for name in ("differentiable", "capturable"):
         if group.get(name):
             raise OffloadError(

@@ -1,4 +1,4 @@
-"""Tensors as flat ranges of memory, whatever their strides."""
+"""Views tensors as flat ranges of memory, whatever their strides."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from offcompile.runtime.moves.registry import runtimes
 
 
 def is_dense(tensor: torch.Tensor) -> bool:
-    """Whether its elements lie one beside the other, in any order of dimensions, each once."""
+    """True if its elements fill a memory range without gaps or overlap, in any dimension order."""
     if tensor.is_contiguous():
         return True
     end = 1
@@ -22,13 +22,13 @@ def is_dense(tensor: torch.Tensor) -> bool:
 
 
 def flat(tensor: torch.Tensor) -> torch.Tensor:
-    """A dense tensor's memory as one dimension."""
+    """View a dense tensor's memory as one dimension."""
     return tensor.as_strided((tensor.numel(),), (1,), tensor.storage_offset())
 
 
 def flat_like(tensor: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
-    """The tensor's elements in the order in which the parameter's lie, or of its `contiguous()`
-    where those are not dense; a view if they lie so already."""
+    """Flatten a tensor in the memory order of the parameter, or of its `contiguous()` if the
+    parameter is not dense. Returns a view if the order is the same already."""
     if tensor.shape != parameter.shape:
         tensor = tensor.reshape(parameter.shape)
     wanted = parameter.stride() if is_dense(parameter) else _contiguous(parameter)
@@ -43,13 +43,13 @@ def flat_like(tensor: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
 
 
 def shaped_like(flat_state: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
-    """A flat tensor with the parameter's shape and, where it is dense, its strides."""
+    """View a flat tensor with the parameter's shape and, if it is dense, its strides."""
     strides = parameter.stride() if is_dense(parameter) else _contiguous(parameter)
     return flat_state.as_strided(parameter.shape, strides)
 
 
 def room_like(parameter: torch.Tensor) -> torch.Tensor:
-    """Memory for a gradient, beside the parameter: on the host if that is where it lives."""
+    """Allocate a gradient where the parameter lives, on the host if it is hosted."""
     strides = parameter.stride() if is_dense(parameter) else _contiguous(parameter)
     nbytes = parameter.numel() * parameter.element_size()
     for runtime in runtimes():

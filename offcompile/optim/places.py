@@ -1,4 +1,4 @@
-"""Which store a parameter's states go to."""
+"""Chooses the store of each parameter's states."""
 
 from __future__ import annotations
 
@@ -17,21 +17,21 @@ from offcompile.runtime.states.streamed_states import StreamedStates
 from .settings import Settings
 
 KEPT, STREAMED = "device", "streamed"
-#: of the states on the host that cross to a device which nobody has planned for: at usual rates
-#: the link takes about as long for them as the host for the others
+#: share of the host states that stream to the device if no plan advises: at usual rates, the link
+#: takes about as long for them as the host takes for the others
 USUAL_SHARE = 0.5
-#: states that cross are larger: a copy of less takes longer to begin than to make
+#: smaller states do not stream: a copy would take longer to launch than to run
 SMALL_BYTES = 64 << 10
 
 
 class Places:
     """The stores of one optimizer, made when they are first needed.
 
-    The device gets what it may have of the first parameters, since their gradients come last and
-    have nothing to hide behind. "auto": the host, as far as states may take room there, and disk
-    for the others, in turn, so that neither has to wait for the other. Beside a device that
-    computes alone the host updates the last parameters, whose gradients come first; the states of
-    the others cross to the device and back, unless a plan advises another split.
+    The device keeps states of the first parameters, as far as its limit allows, since their
+    gradients come last and their updates have nothing to overlap with. "auto" fills the host up to
+    its limit and puts the rest on disk, interleaved so that neither waits for the other. Beside an
+    asynchronous device, the host updates the last parameters, whose gradients come first; states of
+    the others stream to the device and back, unless a plan advises another split.
     """
 
     def __init__(self, settings: Settings) -> None:
@@ -41,7 +41,7 @@ class Places:
         self._bound_bytes = settings.host_bytes
 
     def stores(self) -> dict[str, States]:
-        """By name: `host`, `disk`, `device cuda:0`, `streamed cuda:0`, …"""
+        """The stores by name: `host`, `disk`, `device cuda:0`, `streamed cuda:0`, …"""
         return dict(self._stores)
 
     def named(self, place: str) -> States:
@@ -51,7 +51,7 @@ class Places:
         return store
 
     def choose(self, wanted: Iterable[tuple[torch.Tensor, int]]) -> dict[int, str]:
-        """The place for each of these parameters, whose states have so many bytes, by position."""
+        """Choose places for (parameter, bytes of its states) pairs; returns position → place."""
         asked = list(wanted)
         found = dict.fromkeys(self._on_device([nbytes for _, nbytes in asked]), "device")
         others = [(i, nbytes) for i, (_, nbytes) in enumerate(asked) if i not in found]
@@ -64,7 +64,7 @@ class Places:
         return {i: _named(found[i], p.device) for i, (p, _) in enumerate(asked)}
 
     def advised(self, parameter: torch.Tensor, nbytes: int, place: str) -> str:
-        """The place for states that are about to be made: the chosen one, or as a plan says."""
+        """The place for states about to be created: the chosen one, or the plan's advice."""
         kind = place.partition(" ")[0]
         by_device = updates.advice_for(parameter)
         if self.settings.stream is not None or by_device is None:
@@ -76,7 +76,7 @@ class Places:
         return place
 
     def buffer_bytes(self, place: str, largest_bytes: int) -> int:
-        """What states that cross to the device take of it, those of a parameter at most so much."""
+        """Device memory for streaming states, of which a parameter has at most `largest_bytes`."""
         store = self.named(place)
         assert isinstance(store, StreamedStates)
         return store.held_bytes(largest_bytes)
@@ -84,7 +84,7 @@ class Places:
     def _streamed(
         self, asked: Sequence[tuple[torch.Tensor, int]], hosted: Sequence[int]
     ) -> dict[int, str]:
-        """Those of them that the device updates, the first ones; small ones stay there."""
+        """Choose the first hosted parameters for updates on the device; it keeps small states."""
         share = self.settings.stream
         if share is None:
             hosted = [i for i in hosted if asked[i][0].device.type != "cpu"]
@@ -109,7 +109,7 @@ class Places:
         return chosen
 
     def _on_host(self, sizes: Sequence[tuple[int, int]]) -> list[int]:
-        """As many as there is room for, evenly spread."""
+        """Choose as many parameters as the host has room for, evenly spread."""
         if self._bound_bytes is None:
             self._bound_bytes = _free_half()
         total_bytes = sum(nbytes for _, nbytes in sizes)
@@ -136,7 +136,7 @@ class Places:
         directories = self.settings.directories or (default_directory(),)
         if place == "host":
             return HostStates(directories[0])
-        keeps = self.settings.states == "disk"  # otherwise the host has had what it may have
+        keeps = self.settings.states == "disk"  # otherwise host states already use the limit
         host_bytes = (self._bound_bytes or 0) if keeps else 0
         return DiskStates(directories, host_bytes, verify=self.settings.verify_spill)
 
@@ -147,7 +147,7 @@ class Places:
 
 
 def device_in(place: str | None) -> str | None:
-    """The device that makes the updates of states there; None: the host."""
+    """The device that updates states at this place; None: the host."""
     kind, _, device = (place or "").partition(" ")
     return device if kind in (KEPT, STREAMED) else None
 
@@ -158,14 +158,14 @@ def is_kept_there(place: str | None) -> bool:
 
 
 def is_streamed(place: str | None) -> bool:
-    """True if the states live on the host and cross to the device for each update."""
+    """True if the states live on the host and stream to the device for each update."""
     return (place or "").startswith(STREAMED)
 
 
 def _named(place: str, device: torch.device) -> str:
     if place in (KEPT, STREAMED):
         return f"{place} {device}"
-    # the process's own memory is what counts where it computes, but not beside a device
+    # plain process memory is fine beside a device, but counts against the budget on the CPU
     return "memory" if place == "host" and device.type != "cpu" else place
 
 

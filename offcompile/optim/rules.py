@@ -1,8 +1,8 @@
 """The arithmetic: torch's fused kernels on flat tensors.
 
-They compute whole vectors one way and what is left at the very end of a call another way (in
-double precision, say), and share work between threads in whole cache lines. So an update cut into
-ranges is bit for bit that of the whole, if each range but the last is a multiple of
+They compute whole vectors one way and the remainder at the end of a call another way (for example
+in double precision), and split work between threads by whole cache lines. So an update in ranges is
+bit for bit the same as the whole update if each range but the last is a multiple of
 `runtime.states.ALIGN_ELEMENTS` elements.
 """
 
@@ -21,7 +21,7 @@ Hyper = Mapping[str, Any]
 
 
 class OnePass(Protocol):
-    """Updates one range of a parameter, within rounding of what `Rule.update` gives."""
+    """Updates one range of a parameter, equal to `Rule.update` within rounding."""
 
     def __call__(
         self,
@@ -33,24 +33,24 @@ class OnePass(Protocol):
         hyper: Hyper,
         grad_scale: torch.Tensor | None,
     ) -> None:
-        """step: the number of this step, from 1. With a `master`, that is updated and the weight
-        made from it."""
+        """Update the range. step: the number of this step, from 1. If there is a `master`, it is
+        updated and the weight is cast from it."""
 
 
 class Rule(Protocol):
     """One kind of optimizer."""
 
-    #: whether steps are counted
+    #: True if steps are counted
     counts: bool
 
     def names(self, group: Group) -> tuple[str, ...]:
         """The states that parameters of the group have."""
 
     def hyper(self, group: Group) -> dict[str, Any]:
-        """What the group says now, as plain numbers: equal if nothing was changed."""
+        """The group's current hyperparameters as plain numbers, to be compared for changes."""
 
     def one_pass(self, group: Group) -> OnePass | None:
-        """What updates a range on a device whatever the types, if there is something."""
+        """A one-pass update on a device for mixed dtypes; None if there is none."""
 
     def update(
         self,
@@ -62,7 +62,7 @@ class Rule(Protocol):
         first: bool,
         grad_scale: torch.Tensor | None,
     ) -> None:
-        """Update weights and states in place. first: the states mean nothing yet."""
+        """Update weights and states in place. first: the states are not initialised yet."""
 
 
 def _number(value: Any) -> float:

@@ -1,4 +1,4 @@
-"""What a person asks of an optimizer besides torch's own arguments, checked once."""
+"""The optimizer arguments beyond torch's own, checked once."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ Overlap = bool | Literal["forward"]
 
 
 class Asked(TypedDict, total=False):
-    """The arguments that torch's optimizers do not have; docs/optim.md tells what they mean."""
+    """The arguments that torch's optimizers do not have; docs/optim.md explains them."""
 
     states: StatesAt
     overlap: Overlap
@@ -45,34 +45,34 @@ PLACES = ("auto", "device", "host", "disk")
 
 @dataclass(frozen=True)
 class Settings:
-    """Made by `Settings.read`, which says everything that is wrong at once."""
+    """Checked settings. Made by `Settings.read`, which reports all errors at once."""
 
     states: StatesAt = "auto"
     overlap: bool = False
-    #: whether updates may run into the next forward pass, too
+    #: True if updates may run into the next forward pass
     tail: bool = False
     accumulate: int = 1
     max_norm: float | None = None
-    #: whether a GradScaler was named
+    #: True if a GradScaler was given
     scaled: bool = False
-    #: what states may take on the host; None: half of the machine's memory that is free then
+    #: host memory for states; None: half of the memory that is free at first use
     host_bytes: int | None = None
-    #: what states may take on the device, of the parameters whose gradients come last
+    #: device memory for states, given to the parameters whose gradients come last
     device_bytes: int = 0
     directories: tuple[Path, ...] = ()
     state_dtype: torch.dtype | None = None
     master: bool | None = None
-    #: None: for parameters of an asynchronous device
+    #: None: channels for parameters of an asynchronous device only
     channels: Channels = None
-    #: of the states on the host, the share that crosses to the device for updates there; None: what
-    #: a plan advises
+    #: share of the states on the host that streams to the device for updates there; None: as the
+    #: plan advises
     stream: float | None = None
-    #: what is read from disk is held against checksums of what was written
+    #: True if data read from disk is checked against checksums
     verify_spill: bool = False
 
     @property
     def deferred(self) -> bool:
-        """Whether updates wait for all gradients of the step."""
+        """True if updates wait for all gradients of the step."""
         return self.max_norm is not None or self.scaled
 
     @classmethod

@@ -17,7 +17,7 @@ Number = float | torch.Tensor
 class SGD(OffloadedOptimizer, torch.optim.SGD):
     """`torch.optim.SGD(fused=True)`, bit for bit, with its states elsewhere.
 
-    `beside`: what torch's has not, see `settings.Asked` and docs/optim.md.
+    `beside`: arguments that torch's class lacks; see `settings.Asked` and docs/optim.md.
     """
 
     rule = SGDRule()

@@ -1,4 +1,4 @@
-"""Where the update of an arrived gradient is made: at once, or by channels beside backward."""
+"""Chooses how to apply an arrived gradient: inline, or in channels beside backward."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from . import apply
 from .core import Core, Entry
 from .rules import Hyper
 
-#: steps of each way that are compared; what comes before makes states and compiles
+#: steps of each way to compare, and steps before them, which create states and compile
 TRIALS, WARM_STEPS = 3, 2
 
 
 class Ways:
-    """Inline where the processor computes anyway; channels beside a device that computes alone.
+    """Updates inline if the CPU computes anyway, in channels beside an asynchronous device.
 
-    chosen: None while that is measured.
+    chosen: True for channels, False for inline; None: not set, or still being measured.
     """
 
     def __init__(self, core: Core) -> None:
@@ -34,15 +34,15 @@ class Ways:
         self._steps = 0
         self._best_ns: dict[bool, int] = {}
         self._since_ns = 0
-        #: updates that may run into the next forward pass: who fetches the weight waits for them
+        #: updates that may run into the next forward pass; fetches of the weight wait for them
         self._held: dict[Entry, Job] = {}
-        #: those of the step under way that may not
+        #: updates of the step under way that may not
         self._due: list[Job] = []
 
     def update(
         self, entry: Entry, gradient: torch.Tensor, hyper: Hyper, borrowed: bool = False
     ) -> None:
-        """Apply a gradient now or soon. borrowed: its memory is another's when this returns."""
+        """Apply a gradient now or soon. borrowed: its memory is reused once this returns."""
         self._await(entry)
         self.core.place()
         beside = self._beside(entry)
@@ -75,7 +75,7 @@ class Ways:
     ) -> bool:
         """Apply a gradient in a channel, and hold the weight until that is done.
 
-        False: it is to be applied at once, since fetches of this weight do not wait.
+        False: the caller must apply it at once, since fetches of this weight do not wait.
         """
         device = device_of(entry.parameter)
         if device is None or entry.place == "disk":
@@ -95,7 +95,7 @@ class Ways:
     def _hold(self, entry: Entry, device: Device, job: Job) -> None:
         def wait() -> None:
             job.until_over()
-            if self._held.get(entry) is job:  # else its failure has been told
+            if self._held.get(entry) is job:  # else its error has been raised already
                 job.wait()
 
         self._held[entry] = job
@@ -133,7 +133,7 @@ class Ways:
         return self._steps % 2 == 1
 
     def settle_due(self) -> None:
-        """Updates that are not to outlast the step are made; raises what failed of them."""
+        """Wait for the updates that must not outlast the step; raise their errors."""
         if not self.core.settings.tail:
             self.settle()
             return
@@ -150,7 +150,7 @@ class Ways:
         self.core.finish()
 
     def step_over(self) -> None:
-        """While it is measured: the steps take turns."""
+        """End a step. While measuring, alternate between the ways and time them."""
         self.core.finish()
         if not self._measures or self.chosen is not None:
             return
@@ -170,4 +170,4 @@ class Ways:
 
 
 def _nothing() -> None:
-    """A gradient on the host is there."""
+    """Wait for nothing: a gradient on the host has arrived."""

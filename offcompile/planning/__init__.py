@@ -1,6 +1,7 @@
-"""Plans for one problem: judged, fitted to a budget, and put into an order that rests on no clock.
+"""Plans for one problem: verified, fitted to a budget, and put in an order independent of timing.
 
-In: a `Problem` and a `Machine`. Out: a plan with its certificate (`planner`), the smallest machine
-that holds it (`decide`), the program that runs whatever the lanes do (`order`, `presence`), and the
-addresses that its tensors would take (`planned_layout`). Knows nothing of torch's graphs.
+Input: a `Problem` and a `Machine`. Output: a plan with its certificate (`planner`), the smallest
+machine that holds it (`decide`), the program that is correct at any lane speeds (`order`,
+`presence`), and the addresses that its tensors would get (`planned_layout`). Does not depend on
+torch's graphs.
 """

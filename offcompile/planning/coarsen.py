@@ -1,11 +1,10 @@
-"""Fewer, larger ops for the planner: neighbours between which no decision could act are merged.
+"""Merges neighbouring ops between which no decision could act: fewer, larger ops to plan for.
 
-Two neighbouring ops become one when no movable tensor is born, first read, last read or written
-between them: then no move, drop or write could have found anything to do at that point. Pinned
-tensors do not move, so that they mostly stand in nobody's way. Short-
-lived tensors that live within a merged op become part of its workspace, which carries the peak of
-the ops inside. A plan for the coarse problem names only ends of merged ops and is a plan for the
-fine problem with the names put back.
+Two neighbouring ops become one if no movable tensor is born, first read, last read or written
+between them: then no move, drop or write could have any effect at that point. Pinned tensors do
+not move, so they seldom prevent a merge. Short-lived tensors that live within a merged op become
+part of its workspace, which is the peak of the ops inside. A plan for the coarse problem names
+only ends of merged ops, and becomes a plan for the fine problem by renaming.
 """
 
 from __future__ import annotations
@@ -19,18 +18,18 @@ from offcompile.ir.units import round_ns
 
 @dataclass(frozen=True)
 class Coarse:
-    """A coarse problem, and for each of its ops the fine ops that it stands for."""
+    """A coarse problem, and the fine ops that each of its ops stands for."""
 
     problem: Problem
     groups: dict[str, tuple[str, ...]]
 
     @staticmethod
     def same(problem: Problem) -> Coarse:
-        """Nothing merged."""
+        """The problem without any merges."""
         return Coarse(problem, {op.id: (op.id,) for op in problem.ops})
 
     def reruns(self, plan: Plan) -> frozenset[tuple[str, str]]:
-        """What a plan for the fine problem computes again, as (op, before) of the coarse one."""
+        """Recomputations of a plan for the fine problem, as (op, before) of the coarse problem."""
         group_of = {op: name for name, ops in self.groups.items() for op in ops}
         found = {(r.op, group_of[r.before]) for r in plan.recomputes}
         return frozenset(
@@ -40,7 +39,7 @@ class Coarse:
         )
 
     def expand(self, plan: Plan) -> Plan:
-        """The same plan for the fine problem."""
+        """Converts the plan to the fine problem."""
         last = {name: ops[-1] for name, ops in self.groups.items()}
         first = {name: ops[0] for name, ops in self.groups.items()}
         for r in plan.recomputes:
@@ -78,11 +77,11 @@ class Coarse:
 
 
 def coarsen(problem: Problem) -> Coarse:
-    """Merge what can be merged, exactly."""
+    """Merges all ops that can be merged without changing the choices."""
     fixed = _fixed(problem)
     movable = _movable(problem) - fixed
     last_use: dict[str, int] = {}
-    # what is fixed from the start on is there before the first op, and stays after the last
+    # tensors fixed from the start exist before the first op, and stay after the last
     first_use = {t: -1 for t in fixed if problem.steady or problem.tensor[t].home is not None}
     for i, op in enumerate(problem.ops):
         for t in op.operands:
@@ -108,7 +107,7 @@ def coarsen(problem: Problem) -> Coarse:
 
 
 def _movable(problem: Problem) -> set[str]:
-    """Tensors that a plan could send away: all that last, and what waits between two uses."""
+    """Tensors that a plan could evict: all that last, and those idle between two uses."""
     movable = {t.id for t in problem.tensors if t.kind not in SELF_ENDING_KINDS or t.home}
     last: dict[str, int] = {}
     written: set[str] = set()
@@ -117,9 +116,9 @@ def _movable(problem: Problem) -> set[str]:
             if t in last and last[t] < i - 1:
                 movable.add(t)
             if t not in last and t in op.reads:
-                movable.add(t)  # read before it is written: its value comes round the step's end
+                movable.add(t)  # read before it is written: its value comes from the previous step
             if t in op.writes and t in written:
-                movable.add(t)  # several values: leave them their own ops
+                movable.add(t)  # several values: keep the ops that write them apart
             last[t] = i
         written.update(op.writes)
     return movable
@@ -128,8 +127,8 @@ def _movable(problem: Problem) -> set[str]:
 def _fixed(problem: Problem) -> set[str]:
     """Pinned tensors about which there is nothing to decide: merging ops hides no choice.
 
-    Those that stay to the end, and those that die by themselves after their one value, unless an
-    op may make it again. What a host update may touch keeps the order of the ops around it.
+    These stay to the end, or die by themselves after their only value, unless an op may recompute
+    it. Excludes tensors that a host update may touch, for which the order of ops matters.
     """
     hosted = {t for o in problem.ops if o.host_duration_us is not None for t in o.operands}
     again = {t for o in problem.ops if o.recompute for t in o.writes}
@@ -152,7 +151,7 @@ def _fixed(problem: Problem) -> set[str]:
 
 
 def _joins(problem: Problem, a: Op, b: Op, movable: set[str]) -> bool:
-    """Whether nothing can happen between two neighbouring ops."""
+    """True if nothing can happen between two neighbouring ops."""
     if a.phase != b.phase or a.recompute != b.recompute:
         return False
     if a.direct or b.direct or a.host_duration_us is not None or b.host_duration_us is not None:
@@ -186,7 +185,7 @@ def _workspace(
     first_use: dict[str, int],
     last_use: dict[str, int],
 ) -> int:
-    """Workspace of the merged op; below 0: the merged op would hold more than its parts."""
+    """Workspace of the merged op; below 0 if the merged op would hold more than its parts."""
     peak, _, crossing = _held(problem, group, movable, first_use, last_use)
     return peak - sum(problem.tensor[t].nbytes for t in crossing)
 

@@ -1,4 +1,4 @@
-"""Under a budget: does the step fit as it is, and if not, which plan makes it fit?"""
+"""Decides, for a budget, if a step fits without moves, and otherwise which plan makes it fit."""
 
 from __future__ import annotations
 
@@ -16,52 +16,52 @@ from offcompile.simulate import Simulator
 from .order import Order, static_order
 from .planner import Beaten, PlanResult, plan_problem
 
-#: planning time: this much, and more for each op, within bounds
+#: planning time: a base, plus a part per op, up to a maximum
 BASE_SECONDS, SECONDS_PER_OP, MOST_SECONDS = 0.3, 0.003, 4.2
-#: no longer than so many steps take: what a search could still gain of them is less
+#: limits planning to the time of this many steps, as a search could not gain more than that
 MOST_STEPS, LEAST_SECONDS = 100, 0.2
 US_PER_S = 1e6
-#: how often the floor is raised when no schedule is found exactly at it
+#: number of times the floor is raised if no schedule is found exactly at it
 MOST_RAISES = 8
-#: room for holes is worth this much of a step (measured: docs/backend.md), beside what is known of
-#: touching memory again; a plan that loses no more than the smaller share is taken uncompared
+#: value of room for holes as a share of a step (measured: docs/backend.md), beside the known
+#: cost of touching memory again; a plan that loses at most `NO_LOSS` is taken without comparison
 HOLES_COST, NO_LOSS = 0.02, 0.005
-#: what of the room that would be good is tried, until there is a plan with it
+#: shares of the wanted room for holes to try, until a plan is found
 ROOMS = (1, 3 / 4, 1 / 2, 1 / 4)
-#: ops of a step whose search takes half a minute: its plan with room for holes is the only one
+#: steps with more ops are searched only once, with room for holes: a search takes half a minute
 MANY_OPS = 2000
-#: a floor above the capacity by this factor is not brought down by computing small tensors again
+#: recomputing small tensors does not save a floor that exceeds the capacity by this factor
 HOPELESS = 1.25
 
 
 @dataclass(frozen=True)
 class Decided:
-    """What was decided, on which machine, and the order in which it will run."""
+    """The chosen plan, its machine, and the order in which it will run."""
 
     result: PlanResult
     machine: Machine
     order: Order
-    #: whether nothing needs to move, so that the graphs stay as they are
+    #: True if nothing needs to move, so that the graphs stay as they are
     fits: bool
-    #: of the budget, beside the runtime's reserve, what the plan leaves to holes between tensors
+    #: bytes of the budget, beside the runtime's reserve, left to holes between tensors
     holes_bytes: int = 0
-    #: what forward leaves on the device for backward, where that was planned (`turn`)
+    #: tensors that forward leaves on the device for backward, if that was planned (`turn`)
     kept: frozenset[str] | None = None
-    #: what touching again takes of the memory that goes back to the system meanwhile; 0: not known
+    #: time to touch memory again that was returned to the system meanwhile; 0 if not known
     touching_us: float = 0.0
 
     @property
     def cost_us(self) -> float:
-        """What a step will take: what plans are compared by."""
+        """The expected time of a step, by which plans are compared."""
         return self.result.cost_us + self.touching_us
 
 
 @dataclass(frozen=True)
 class Holes:
-    """What holes between tensors mean where memory is a heap: the room that they would have of a
-    budget, and what a plan loses by touching again what went back for want of it.
+    """The effect of holes between tensors on a heap: the room that they need within a budget, and
+    the time a plan loses by touching memory again that was returned for lack of that room.
 
-    touching_us: None where that is not known.
+    touching_us: None if that is not known.
     """
 
     wanted_bytes: int
@@ -81,12 +81,12 @@ class _Planned:
 
 
 def plain_plan(problem: Problem) -> Plan:
-    """Everything stays where it is."""
+    """The plan in which everything stays where it is."""
     return Plan(start=tuple(Start(t.id, t.home) for t in problem.tensors if t.home is not None))
 
 
 def planning_seconds(problem: Problem) -> float:
-    """How long to search unless the user says."""
+    """The time to search unless the user sets one."""
     steps_s = MOST_STEPS * sum(op.duration_us for op in problem.ops) / US_PER_S
     wanted = min(MOST_SECONDS, BASE_SECONDS + SECONDS_PER_OP * len(problem.ops))
     return max(LEAST_SECONDS, min(wanted, steps_s))
@@ -106,12 +106,12 @@ def decide(
     known: Sequence[Plan] = (),
     worth_us: float = float("inf"),
 ) -> Decided:
-    """A plan within the budget (None: the floor). Raises `Infeasible` with figures, and `Beaten`
-    if no plan can take less than `worth_us`.
+    """Finds a plan within the budget (None: the floor). Raises `Infeasible` with figures, and
+    `Beaten` if no plan can take less than `worth_us`.
 
-    `machine_for` gives the machine whose device holds so many bytes and `reserve_for` what the
-    runtime itself takes of a budget once anything moves, to which holes come; `held_bytes` of what
-    the user gave are other graphs' and are not in `budget_bytes`.
+    `machine_for` returns the machine with that much device memory; `reserve_for` returns the
+    bytes of a budget that the runtime itself takes once anything moves, not counting holes.
+    `held_bytes` of the user's budget belong to other graphs and are not in `budget_bytes`.
     Without `may_fit`, something has to move anyway (weights live on the host).
     """
     capacity = budget_bytes if budget_bytes is not None else floor_of(problem, machine_for)
@@ -174,12 +174,12 @@ def decide(
 def fits_as_it_is(
     problem: Problem, machine_for: Callable[[int], Machine], budget_bytes: int
 ) -> bool:
-    """Whether the step is within the budget with nothing moved."""
+    """True if the step is within the budget with nothing moved."""
     return _as_it_is(problem, machine_for, budget_bytes, budget_bytes) is not None
 
 
 def peak_alone(problem: Problem, machine_for: Callable[[int], Machine]) -> int:
-    """What the step holds at most with nothing moved."""
+    """The step's peak of device bytes with nothing moved."""
     timeline = Simulator(problem, machine_for(_total_bytes(problem))).run(plain_plan(problem))
     return timeline.peak_bytes[DEVICE]
 
@@ -190,7 +190,7 @@ def _as_it_is(
     capacity: int,
     budget_bytes: int | None,
 ) -> Decided | None:
-    """The step in which nothing moves, if that is within the capacity."""
+    """The decision to move nothing, if the step then fits the capacity; otherwise None."""
     plain = plain_plan(problem)
     timeline = Simulator(problem, machine_for(_total_bytes(problem))).run(plain)
     peak = timeline.peak_bytes[DEVICE]
@@ -204,7 +204,7 @@ def _as_it_is(
 def _with_room(
     planned: Callable[[int, int], _Planned], capacity: int, floor: int, wanted_bytes: int
 ) -> _Planned | None:
-    """A plan that leaves the room that is wanted, or as much of it as there is."""
+    """A plan that leaves the wanted room, or as large a share of it as possible."""
     for share in ROOMS:
         room = int(wanted_bytes * share)
         if room and floor <= capacity - room:
@@ -228,12 +228,12 @@ def _near_floor(planned: Callable[[int], _Planned], capacity: int) -> _Planned:
 
 
 def floor_of(problem: Problem, machine_for: Callable[[int], Machine]) -> int:
-    """The most that the device must hold at one op when whatever can leave has left."""
+    """The peak of device bytes over all ops if everything evictable is off the device."""
     return max(_floor_per_op(problem, machine_for)[1], default=0)
 
 
 def floors_by_run(problem: Problem, machine_for: Callable[[int], Machine]) -> dict[str, int]:
-    """For each run, what the device must hold at it when whatever can leave has left."""
+    """The device bytes at each run if everything evictable is off the device."""
     frame, floors = _floor_per_op(problem, machine_for)
     return {run.name: nbytes for run, nbytes in zip(frame.program.runs, floors, strict=True)}
 
@@ -258,9 +258,9 @@ def _with_budget(
     reserve_for: Callable[[int], int],
     held_bytes: int,
 ) -> Infeasible | None:
-    """The refusal in terms of the budget that the user gave; None: the floor does not forbid it.
+    """The refusal in terms of the user's budget; None if the budget is not below the floor.
 
-    `missing_bytes` is what the planner said is missing, if it did.
+    `missing_bytes` is the shortage that the planner reported, if it did.
     """
     frame, floors = _floor_per_op(problem, machine_for)
     worst = max(range(len(floors)), key=floors.__getitem__)
@@ -295,7 +295,7 @@ def _with_budget(
 
 
 def with_reserve(needed: int, reserve_for: Callable[[int], int]) -> int:
-    """The budget that leaves so much beside the runtime's reserve."""
+    """The budget that leaves `needed` bytes beside the runtime's reserve."""
     total = needed + reserve_for(needed)
     while total - reserve_for(total) < needed:
         total += needed - (total - reserve_for(total))
@@ -303,7 +303,7 @@ def with_reserve(needed: int, reserve_for: Callable[[int], int]) -> int:
 
 
 def with_figure(error: Infeasible, total_bytes: int, budget_bytes: int) -> Infeasible:
-    """The same refusal with a budget for which there is a plan, if it names less."""
+    """The same refusal, naming a feasible budget instead if its own is smaller."""
     if error.needed_bytes is not None and budget_bytes + error.needed_bytes >= total_bytes:
         return error
     return Infeasible(
@@ -314,7 +314,7 @@ def with_figure(error: Infeasible, total_bytes: int, budget_bytes: int) -> Infea
 
 
 def _held_at(problem: Problem, op_id: str, position: int, frame: ProgramVariant) -> str:
-    """What makes the floor at one op, largest first."""
+    """Describes the bytes that make up the floor at one op, largest first."""
     op = problem.op[op_id]
     own = [problem.tensor[t] for t in op.operands]
     ids = {t.id for t in own}
@@ -337,7 +337,7 @@ def _held_at(problem: Problem, op_id: str, position: int, frame: ProgramVariant)
 
 
 def round_up(nbytes: int) -> str:
-    """A size to type in: three digits, never less than what is needed."""
+    """A size to type in: three digits, rounded up."""
     for unit, name in ((2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB")):
         if nbytes >= unit:
             digits = 2 if nbytes < 10 * unit else 1 if nbytes < 100 * unit else 0

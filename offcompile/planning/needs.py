@@ -1,4 +1,4 @@
-"""What a plan takes of the device at the sizes of one call; it may have been made for others."""
+"""Device memory of a plan at the sizes of one call, which may differ from the planned ones."""
 
 from __future__ import annotations
 
@@ -13,32 +13,32 @@ from .replay import worst_case
 
 
 class Footprint(NamedTuple):
-    """Bytes on the device."""
+    """Device memory of a step, in bytes."""
 
-    #: when the step begins
+    #: held when the step begins
     standing_bytes: int = 0
-    #: at most, with the runtime's reserve
+    #: peak, including the runtime's reserve
     peak_bytes: int = 0
-    #: what forward leaves there for backward; weights and inputs not counted
+    #: left by forward for backward, not counting weights and inputs
     kept_bytes: int = 0
 
 
 @dataclass(eq=False)
 class NeedsBySize:
-    """Of one plan in one order. `planned` holds where no size can change."""
+    """The needs of one plan in one order. `planned` applies if no size can change."""
 
     planned: Footprint
-    #: the step at other sizes; None: there are none
+    #: the step at other sizes; None if sizes cannot change
     problem_at: Callable[[tuple[int, ...]], Problem] | None
     plan: Plan
     steps: tuple[ProgramStep, ...]
     reserve_bytes: int
-    #: the tensors that forward leaves
+    #: tensors that forward leaves on the device
     kept: frozenset[str]
     known: dict[tuple[int, ...], Footprint] = field(default_factory=dict)
 
     def at(self, sizes: tuple[int, ...]) -> Footprint:
-        """For the values of the graph's symbols, in order."""
+        """The needs for these values of the graph's symbols, in order."""
         if not sizes or self.problem_at is None:
             return self.planned
         found = self.known.get(sizes)

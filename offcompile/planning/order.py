@@ -1,19 +1,19 @@
-"""From a plan and its simulated times to a static program order that does not rest on timing.
+"""Turns a plan and its simulated times into a static program order that does not depend on timing.
 
-One thread runs the ops. `Start` hands a move to its lane, which serves moves in the order of their
-Starts, each once what it depends on is complete, at any speed; `Wait` stops the thread until a
+One thread runs the ops. `Start` hands a move to its lane, which runs moves in the order of their
+Starts, each once its dependencies are complete, at any speed; `Wait` blocks the thread until a
 move is complete. A ledger follows the program: a device copy takes space from its Start (a load)
-or from the Run that writes it, until the plan is done with it *and* every move that reads or fills
-it has been waited for. Whatever the lanes do, no more is ever held.
+or from the Run that writes it, until the plan no longer needs it *and* every move that reads or
+fills it has been waited for. The device never holds more than that, whatever the lanes do.
 
-Why it always fits. Let every load start where the simulation starts it, between the same runs, and
-let each move that had ended there be waited for if need be. Then the program holds no copy that
-the simulation did not hold at that moment: what had gone there went because runs had ended, which
-the program has passed, and because moves had ended, which it may wait for. The simulation fits, so
-the program does; and where lanes keep to their times, no such wait costs any. From there a load is
-only put earlier, before the run in whose time it started, and only where the ledger has room for
-it beside that run and no load before it had to stay; or later, if only backward uses it, which
-holds less meanwhile.
+The program always fits, for this reason. Let every load start where the simulation starts it,
+between the same runs, and let the program wait, if necessary, for each move that had ended there.
+Then the program holds no copy that the simulation did not hold at that moment: copies gone by then
+had gone because runs had ended, which the program has passed, and because moves had ended, which
+it may wait for. The simulation fits, so the program does; and if lanes are as fast as simulated,
+no such wait costs any time. Starting from there, a load is only moved earlier, before the run
+during which it started, and only if the ledger has room for it beside that run and no earlier load
+had to stay; or later, if only backward uses it, which holds less meanwhile.
 """
 
 from __future__ import annotations
@@ -41,21 +41,21 @@ from .presence import Arrival, Presence, Step, presence
 
 @dataclass(frozen=True)
 class Run:
-    """An op runs: its id, or `F2@B2` for a recomputation."""
+    """Runs an op: its id, or `F2@B2` for a recomputation."""
 
     name: str
 
 
 @dataclass(frozen=True)
 class Start:
-    """A move is handed to its lane."""
+    """Hands a move to its lane."""
 
     move: str
 
 
 @dataclass(frozen=True)
 class Wait:
-    """The program stands until a move is complete."""
+    """Blocks the program until a move is complete."""
 
     move: str
 
@@ -65,39 +65,39 @@ ProgramStep = Run | Start | Wait
 
 @dataclass(frozen=True)
 class Order:
-    """The program, and the most it can hold whatever the speed of the lanes.
+    """The program, and the most it can hold at any speed of the lanes.
 
-    `device_bytes`: while each run is on, in the order of the runs, workspace included;
-    `peak_bytes`: at any point. `tier_bytes`: the other tiers, if no copy there goes before the
-    step ends and each move brings one of its own; their capacities are not looked at.
+    `device_bytes`: during each run, in the order of the runs, including workspace;
+    `peak_bytes`: at any point. `tier_bytes`: the other tiers, if no copy there is freed before
+    the step ends and each move adds one of its own; their capacities are not checked.
     """
 
     steps: tuple[ProgramStep, ...]
     device_bytes: tuple[int, ...]
     peak_bytes: int
     tier_bytes: Mapping[str, int] = field(default_factory=dict, hash=False)
-    #: how many steps belong to the forward program
+    #: number of steps that belong to the forward program
     split: int = 0
 
     def forward(self) -> tuple[ProgramStep, ...]:
-        """Up to the last forward run and the moves off the device that it sets going."""
+        """The steps up to the last forward run and the moves off the device that it triggers."""
         return self.steps[: self.split]
 
     def backward(self) -> tuple[ProgramStep, ...]:
-        """What follows; all of it recomputed or run after the last forward op."""
+        """The remaining steps: everything recomputed or run after the last forward op."""
         return self.steps[self.split :]
 
 
 def static_order(problem: Problem, machine: Machine, plan: Plan, timeline: Timeline) -> Order:
-    """The program order of a plan whose timeline is valid, for a problem that is not steady.
+    """Returns the program order of a plan with a valid timeline; the problem must not be steady.
 
     - Moves off the device and between other tiers start as soon as their trigger, the writes of
       their tensor and their lane's order allow.
-    - A load starts before the run in whose time the simulation starts it, or else before the
-      next run. One that only backward uses starts in the backward program, and lets loads that
-      forward needs go before it; unless something else in forward waits for its end.
-    - Waits stand where a run needs the data, where the plan says `ready_before`, and where
-      space is needed, there for copies in the order in which the simulation freed them.
+    - A load starts before the run during which the simulation starts it, or else before the
+      next run. A load that only backward uses starts in the backward program, after the loads
+      that forward needs, unless something else in forward waits for its end.
+    - Waits are placed where a run needs the data, where the plan says `ready_before`, and where
+      space is needed; the latter wait for copies in the order in which the simulation freed them.
     - Host updates run in the thread, where the simulation starts them among the ops.
     """
     if problem.steady:
@@ -119,7 +119,7 @@ def static_order(problem: Problem, machine: Machine, plan: Plan, timeline: Timel
 
 
 class _Writer:
-    """The program so far."""
+    """The program written so far."""
 
     def __init__(self, problem: Problem, machine: Machine, plan: Plan, found: Presence) -> None:
         self.found, self.arrivals = found, found.arrivals
@@ -130,7 +130,7 @@ class _Writer:
         capacity = machine.tier[DEVICE].capacity_bytes
         self.ledger = Ledger(capacity, found.arrivals, lambda m: self.steps.append(Wait(m)))
         self.place_of = {m: i for ids in found.moves_of.values() for i, m in enumerate(ids)}
-        self.begun = dict.fromkeys(found.moves_of, 0)  # tensor → how many of its moves started
+        self.begun = dict.fromkeys(found.moves_of, 0)  # tensor → number of its moves started
         self.outs: dict[str, list[str]] = {}  # lane → moves not yet started, the next one last
         for move in reversed(plan.moves):
             if move.target != DEVICE:
@@ -141,7 +141,7 @@ class _Writer:
         self.loads = deque(a for a in loads if a.move.id not in late)
 
     def write(self) -> None:
-        """Boundary by boundary: before each run, and at the end."""
+        """Writes the program boundary by boundary: before each run, and at the end."""
         ledger = self.ledger
         for stay in self.found.at_start:
             ledger.begin(stay)
@@ -172,7 +172,7 @@ class _Writer:
             self.split = len(self.steps)
 
     def _load(self, load: Arrival, step: Step | None, beside_bytes: int = 0) -> None:
-        """Start a load, with room made for it and for what is about to be held beside it."""
+        """Starts a load, after making room for it and for `beside_bytes` held beside it."""
         stay = load.stay
         if stay is not None and self.ledger.there.get(stay.tensor) is not stay:
             self.ledger.clear(stay.tensor)
@@ -182,7 +182,7 @@ class _Writer:
         self._start_outs()
 
     def _loads_before(self, step: Step, beside_bytes: int, waiting: bool) -> None:
-        """Start loads that were simulated to start in the time of `step` and fit before it."""
+        """Starts loads that the simulation starts during `step` and that fit before it."""
         loads, ledger = self.loads, self.ledger
         while loads and loads[0].in_a_run and loads[0].runs_before == ledger.runs_done + 1:
             stay = loads[0].stay
@@ -193,7 +193,7 @@ class _Writer:
             self._load(loads.popleft(), step, beside_bytes)
 
     def _start_outs(self) -> None:
-        """Every move off the device, or between other tiers, that may start by now."""
+        """Starts every move off the device, or between other tiers, that may start by now."""
         again = True
         while again:
             again = False
@@ -203,7 +203,7 @@ class _Writer:
                     again = True
 
     def _ready(self, arrival: Arrival) -> bool:
-        """Whether a move's trigger and what comes before it with its tensor have begun."""
+        """True if the move's trigger and earlier moves and runs of its tensor allow it to start."""
         move, after = arrival.move, arrival.move.start_after
         return (
             arrival.after_run < self.ledger.runs_done
@@ -218,7 +218,7 @@ class _Writer:
 
 
 def _forward_runs(problem: Problem, found: Presence) -> int:
-    """How many runs there are up to the last forward op."""
+    """The number of runs up to the last forward op."""
     names = [s.run.id for s in found.steps]
     forward = [i for i, x in enumerate(names) if x in problem.op and problem.op[x].phase == FORWARD]
     return forward[-1] + 1 if forward else 0
@@ -227,7 +227,7 @@ def _forward_runs(problem: Problem, found: Presence) -> int:
 def _only_backward(
     plan: Plan, found: Presence, loads: Sequence[Arrival], forward_runs: int
 ) -> set[str]:
-    """Loads that the forward program has no use for, neither for their data nor for their end."""
+    """Loads that the forward program does not need, neither for their data nor for their end."""
     if not 0 < forward_runs < len(found.steps):
         return set()
     boundary = found.steps[forward_runs].position
@@ -238,7 +238,7 @@ def _only_backward(
     for t, ids in found.moves_of.items():
         positions = (found.arrivals[m].position for m in ids)
         moved[t] = max((p for p in positions if p < boundary), default=-1)
-    # moves whose end forward work waits for: a drop, or another move that is not late itself
+    # moves whose end forward waits for: a drop, or another move that is not late itself
     awaited = {d.after for d in plan.drops if d.tier == DEVICE}
     early = (m for m in plan.moves if found.arrivals[m.id].position < boundary)
     awaited |= {m.start_after for m in early if m.target != DEVICE}

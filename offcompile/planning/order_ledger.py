@@ -1,8 +1,9 @@
-"""What a program may hold on the device whatever the speed of the lanes, and what it must wait for.
+"""Device memory of a program at any speed of the lanes, and the waits that this requires.
 
 A stay (`presence`) takes space from the step that begins it until the program has passed the runs
-that use it and has waited for the moves that do. Time enters only in choosing: what the simulation
-had let go when a run started may be waited for before that run, the first to go first.
+that use it and has waited for the moves that do. Time matters only for choosing: a run may be
+preceded by waits for stays that the simulation had ended when the run started, the first to end
+first.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from .presence import Arrival, Lifetime, Step
 
 
 class Ledger:
-    """Bytes held as steps are written; `write_wait` is told of each move to be waited for."""
+    """Bytes held as steps are written; calls `write_wait` with each move to be waited for."""
 
     def __init__(
         self,
@@ -33,17 +34,17 @@ class Ledger:
         self.there: dict[str, Lifetime] = {}  # by tensor: one stay begins when the last has ended
         self._awaiting: dict[str, list[Lifetime]] = {}  # move → stays that need it complete
         self._gated: dict[int, list[Lifetime]] = {}  # run → stays that last until it has ended
-        #: stays that only moves keep, the first that the simulation let go first
+        #: stays that only moves keep, ordered by when the simulation ended them
         self._leaving: list[tuple[int, int, Lifetime]] = []
         self._serial = count()
 
     def begin(self, stay: Lifetime) -> None:
-        """Take a stay's space; there must be room, and no older stay of its tensor."""
+        """Takes a stay's space; there must be room, and no older stay of its tensor."""
         self.there[stay.tensor] = stay
         self.used += stay.nbytes
         self.peak = max(self.peak, self.used)
         if stay.gone_at is None:
-            return  # there to the end
+            return  # it lasts to the end
         for move in stay.needs:
             self._awaiting.setdefault(move, []).append(stay)
         if stay.gate >= self.runs_done:
@@ -52,7 +53,7 @@ class Ledger:
             self._passed(stay)
 
     def end_run(self, workspace_bytes: int) -> int:
-        """The next run has ended; what was held while it was on."""
+        """Ends the next run and returns the bytes held while it ran."""
         held = self.used + workspace_bytes
         self.peak = max(self.peak, held)
         run, self.runs_done = self.runs_done, self.runs_done + 1
@@ -61,7 +62,7 @@ class Ledger:
         return held
 
     def wait(self, moves: Iterable[str]) -> None:
-        """Know these moves to be complete."""
+        """Waits for these moves, so that they are known to be complete."""
         for move in moves:
             if move in self.waited:
                 continue
@@ -76,12 +77,12 @@ class Ledger:
                 self._end_if_free(stay)
 
     def clear(self, tensor: str) -> None:
-        """End the tensor's stay, so that its next one can begin."""
+        """Ends the tensor's stay, so that its next one can begin."""
         if tensor in self.there:
             self._let_go(self.there[tensor])
 
     def make_room(self, nbytes: int, step: Step | None) -> None:
-        """Wait for stays to end until `nbytes` are free before `step` (None: the end)."""
+        """Waits for stays to end until `nbytes` are free before `step` (None: the end)."""
         kept: list[tuple[int, int, Lifetime]] = []
         while self.used + nbytes > self.capacity and self._leaving:
             entry = heapq.heappop(self._leaving)
@@ -105,8 +106,8 @@ class Ledger:
             )
 
     def could_begin(self, stay: Lifetime, beside_bytes: int, step: Step | None) -> bool:
-        """Whether there is room for the stay and what else, after waits that cost nothing before
-        `step` (None: without any)."""
+        """True if there is room for the stay and `beside_bytes`, after waits that cost nothing
+        before `step` (None: without any waits)."""
         old = self.there.get(stay.tensor)
         if old is stay:
             return True
@@ -123,7 +124,7 @@ class Ledger:
         return missing <= 0
 
     def _passed(self, stay: Lifetime) -> None:
-        """No run keeps the stay any more."""
+        """Notes that no run keeps the stay any more."""
         if not self._end_if_free(stay):
             last = max(self.arrivals[m].span.end_ns for m in stay.needs)
             heapq.heappush(self._leaving, (last, next(self._serial), stay))
@@ -136,7 +137,7 @@ class Ledger:
         return free
 
     def _may_end(self, stay: Lifetime, step: Step | None) -> bool:
-        """Whether all that keeps the stay had ended when the simulation started `step`."""
+        """True if everything that keeps the stay had ended when the simulation started `step`."""
         if stay.gate >= self.runs_done or stay.gone_at is None:
             return False
         for move in stay.needs - self.waited:
@@ -149,6 +150,6 @@ class Ledger:
         return True
 
     def _let_go(self, stay: Lifetime) -> None:
-        """Wait for all that keeps the stay, in the order in which it ended."""
+        """Waits for everything that keeps the stay, in the order in which it ended."""
         left = (self.arrivals[m] for m in stay.needs - self.waited)
         self.wait(a.move.id for a in sorted(left, key=lambda a: (a.span.end_ns, a.position)))

@@ -1,5 +1,5 @@
-"""A plan's device memory in the order that runs: as a layout computed ahead would have it, and as
-a heap would that gives pages back when it is full."""
+"""Predicts the addresses of a plan's device memory in execution order: in a layout computed ahead,
+and in a heap that returns pages when it is full."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from offcompile.runtime.memory.heap import KEPT_BYTES
 from .presence import Lifetime as Held
 from .presence import Presence, presence
 
-#: placing takes the square of their number: of more, only the largest are laid out
+#: limit on the stays to lay out, largest first, since placing takes quadratic time
 MOST_STAYS = 800
 
 
 def planned_layout(problem: Problem, machine: Machine, plan: Plan, timeline: Timeline) -> Layout:
-    """Of all that is born in the step: tensors, copies that arrive, workspaces.
+    """Lays out everything born in the step: tensors, arriving copies, workspaces.
 
-    What stands from the beginning is in nobody's way. `timeline` must be the valid one of `plan`,
-    of a problem that is not steady.
+    Memory held from the beginning does not interfere. `timeline` must be valid for `plan`, and
+    the problem must not be steady.
     """
     stays, _ = _stays(presence(problem, machine, plan, timeline))
     stays.sort(key=lambda stay: -stay.nbytes)
@@ -31,9 +31,9 @@ def planned_layout(problem: Problem, machine: Machine, plan: Plan, timeline: Tim
 def planned_returns(
     problem: Problem, machine: Machine, plan: Plan, timeline: Timeline, room: Room
 ) -> Returns:
-    """The same in a heap: `room` is also for what stands from the beginning.
+    """The same in a heap, where `room` also includes the memory held from the beginning.
 
-    Where all fits nobody keeps malloc from giving back each of its largest blocks.
+    If everything fits, malloc is left free to return each of its largest blocks.
     """
     if plan.moves_nothing:
         room = replace(room, nbytes=None, mapped_bytes=room.mapped_bytes or KEPT_BYTES)
@@ -44,7 +44,7 @@ def planned_returns(
 
 
 def _stays(found: Presence) -> tuple[list[Stay], int]:
-    """What is born in the step, and the bytes that stand from the beginning."""
+    """The stays born in the step, and the bytes held from the beginning."""
     last = len(found.steps)
     born: dict[Held, int] = {}
     for number, step in enumerate(found.steps):
@@ -52,7 +52,7 @@ def _stays(found: Presence) -> tuple[list[Stay], int]:
             born.setdefault(stay, number)
     for arrival in found.arrivals.values():
         if arrival.stay is not None:
-            # the run before it may still be at work
+            # the previous run may still be in progress
             first = max(arrival.runs_before - arrival.in_a_run, 0)
             born[arrival.stay] = min(first, born.get(arrival.stay, first))
     for stay in found.at_start:

@@ -1,4 +1,4 @@
-"""From a problem to a plan that has been verified and timed, with a certificate beside it."""
+"""Makes a verified and simulated plan for a problem, with a certificate."""
 
 from __future__ import annotations
 
@@ -27,23 +27,23 @@ from offcompile.simulate import Simulator
 
 from .coarsen import Coarse, coarsen
 
-#: how much of the time given goes into the proven bound (which also guides the search)
+#: share of the time that goes into the proven bound (which also guides the search)
 BOUND_SHARE = 0.3
-#: the search gets this much whatever bounding has taken
+#: minimum for the search, whatever the time spent on bounding
 LEAST_SEARCH_SECONDS = 0.1
-#: as much goes into what a plan that computes nothing again can do at best
+#: time spent on a bound for plans without recomputation
 KEEPING_SECONDS = 0.5
-#: larger problems are planned on merged ops
+#: larger problems are planned with merged ops
 COARSEN_ABOVE_OPS = 1500
 
 
 class Beaten(Exception):
-    """No plan of the problem can cost as little as the caller has already."""
+    """No plan of the problem can cost less than the caller's current one."""
 
 
 @dataclass(frozen=True)
 class PlanResult:
-    """A plan, what it does, and how far from a proven lower bound it stands."""
+    """A plan, its timeline, and the proven lower bound that it is compared with."""
 
     plan: Plan
     timeline: Timeline
@@ -58,12 +58,12 @@ class PlanResult:
 
     @property
     def cost_us(self) -> float:
-        """The step's time, and what its moves take from compute."""
+        """The step's time plus the tolls of its moves."""
         return self.timeline.cost_us
 
     @property
     def gap(self) -> float:
-        """Makespan over lower bound, less one."""
+        """Makespan over lower bound, minus one."""
         if self.lower_bound_us <= 0:
             return 0.0 if self.makespan_us <= 0 else float("inf")
         return max(0.0, self.makespan_us / self.lower_bound_us - 1)
@@ -80,7 +80,7 @@ class CheckResult:
 
 
 def judge_for(problem: Problem, machine: Machine) -> Callable[[Problem, Machine, Plan], Timeline]:
-    """The simulator as passes see it: one compiled problem, many plans."""
+    """The simulator for passes: one compiled problem, many plans."""
     simulator = Simulator(problem, machine)
     others: dict[int, tuple[Problem, Machine, Simulator]] = {}
 
@@ -104,10 +104,10 @@ def plan_problem(
     known: Sequence[Plan] = (),
     worth_us: float = float("inf"),
 ) -> PlanResult:
-    """Plan, verify, simulate and bound. Raises `Infeasible` or `InvalidInput`.
+    """Plans, verifies, simulates and bounds. Raises `Infeasible` or `InvalidInput`.
 
-    known: plans of the same ops with tensors at home elsewhere; what they compute again, and which
-    updates they leave to the host, is tried first.
+    known: plans of the same ops with other homes of tensors; their recomputations and host
+    updates are tried first.
     worth_us: raises `Beaten` if no plan can take less than this.
     """
     began, busy_from = time.monotonic(), time.thread_time()
@@ -149,7 +149,7 @@ def plan_problem(
 
 
 def _modes(plans: Sequence[Plan], coarse: Coarse) -> tuple[Choices, ...]:
-    """List the recomputations and host updates of plans, the newest first."""
+    """The recomputations and host updates of plans, the newest first."""
     found = (
         Choices(
             recomputes=coarse.reruns(plan),
@@ -161,7 +161,7 @@ def _modes(plans: Sequence[Plan], coarse: Coarse) -> tuple[Choices, ...]:
 
 
 def _floor_of_keeping(problem: Problem, machine: Machine, floor_us: float) -> float:
-    """How fast a plan can be that computes nothing again."""
+    """A lower bound of the time of plans without recomputation."""
     if not any(op.recompute for op in problem.ops):
         return floor_us
     ops = tuple(replace(op, recompute=False) for op in problem.ops)
@@ -170,7 +170,7 @@ def _floor_of_keeping(problem: Problem, machine: Machine, floor_us: float) -> fl
 
 
 def _check_made(problem: Problem) -> None:
-    """What must be there at the end must come from somewhere."""
+    """Checks that every tensor required at the end has a source."""
     if problem.steady:
         return
     written = {t for op in problem.ops for t in op.writes}
@@ -185,7 +185,7 @@ def _check_made(problem: Problem) -> None:
 
 
 def certify(problem: Problem, machine: Machine, plan: Plan, who: str) -> Timeline:
-    """Verify and time a pass's plan. A plan that cannot go on is not handed out."""
+    """Verifies and times a pass's plan. Raises if the plan is invalid or cannot run."""
     broken = check_structure(problem, machine, plan)
     if broken:
         raise BrokenPlan(f"{who} made an unlawful plan: {broken[0]}. Please report this problem.")
@@ -206,7 +206,7 @@ def certify(problem: Problem, machine: Machine, plan: Plan, who: str) -> Timelin
 
 
 def check_plan(problem: Problem, machine: Machine, plan: Plan) -> CheckResult:
-    """Is this plan lawful, and what does it do? For plans from any source."""
+    """Checks and simulates a plan from any source."""
     broken = check_structure(problem, machine, plan)
     if broken:
         return CheckResult(broken, None)

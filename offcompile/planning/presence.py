@@ -1,8 +1,8 @@
-"""What a simulated plan shows about copies, apart from when: births, ends, and who waits for whom.
+"""The copies of a simulated plan without clock times: births, ends, and who waits for whom.
 
-A timeline is gone through once, with the auditor's own books. A *stay* is the time that one
-tensor spends on the device without a break; what its bytes go back for is kept as events (runs
-passed, moves complete), so that they can be counted as free without looking at a clock.
+Replays a timeline once, with the auditor's own accounts. A *stay* is an uninterrupted stretch of a
+tensor on the device. The conditions that free its bytes are recorded as events (runs passed, moves
+complete), so that bytes can be counted as free without a clock.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ from offcompile.ir.verify.order import Run, executed, start_codecs, touches
 
 @dataclass(eq=False)
 class Lifetime:
-    """A device copy from the event that takes its space to the one that gives it back.
+    """A device copy, from the event that takes its space to the one that frees it.
 
     Its space is free once the run `gate` has ended and the moves in `needs` are complete: those
-    that read or fill it, and the one whose end the drop waits for.
+    that read or fill it, and the one after which it is dropped.
     """
 
     tensor: str
@@ -28,34 +28,34 @@ class Lifetime:
     needs: set[str] = field(default_factory=set)
     gate: int = -1
     asked_by: str | None = None
-    #: how many runs had started when it went; None: it is there at the end
+    #: number of runs that had started when it went; None: it is there at the end
     gone_at: int | None = None
 
 
 @dataclass
 class Arrival:
-    """One move as it was simulated. Positions count everything that starts, in that order."""
+    """One move as simulated. `position` counts all starts, of runs and moves, in their order."""
 
     move: Move
     span: Span
     position: int
-    #: how many runs had started before it, and whether the last of them was still running
+    #: number of runs that had started before it, and whether the last of them was still running
     runs_before: int
     in_a_run: bool
     #: the last run that must have ended: its trigger, a write of its tensor before it, or a use of
-    #: the copy that was on its target before
+    #: the previous copy on its target
     after_run: int
-    stay: Lifetime | None  # what it fills, if that is on the device
+    stay: Lifetime | None  # the stay that it fills, if its target is the device
 
 
 @dataclass
 class Step:
-    """One run as it was simulated."""
+    """One run as simulated."""
 
     run: Run
     span: Span
     position: int
-    stays: list[Lifetime] = field(default_factory=list)  # that it writes
+    stays: list[Lifetime] = field(default_factory=list)  # stays that it writes
     awaits: list[str] = field(default_factory=list)  # moves that must be complete before it
 
 
@@ -68,12 +68,12 @@ class Presence:
     at_start: list[Lifetime] = field(default_factory=list)
     #: per tensor, its moves in the order in which they started
     moves_of: dict[str, list[str]] = field(default_factory=dict)
-    #: run name → its place in `steps`
+    #: run name → its index in `steps`
     index: dict[str, int] = field(default_factory=dict)
 
 
 def presence(problem: Problem, machine: Machine, plan: Plan, timeline: Timeline) -> Presence:
-    """`timeline` must be the valid timeline of `plan`, of a problem that is not steady."""
+    """Analyses `timeline`, which must be valid for `plan`; the problem must not be steady."""
     return _Replay(problem, machine, plan).run(timeline)
 
 
@@ -91,7 +91,7 @@ class _Replay:
                 self.asks.setdefault(drop.after, []).append(drop.tensor)
         self.start = start_codecs(problem, plan)
         self.stays: dict[str, Lifetime] = {}  # on the device now
-        self.filler: dict[Place, str | None] = {}  # the move that brought each copy, if one did
+        self.filler: dict[Place, str | None] = {}  # the move that brought each copy, if any
         self.written: dict[str, int] = {}  # tensor → the last run that wrote it
         self.used: dict[Place, int] = {}  # the last run that used a copy there
         self.found = Presence()
@@ -176,7 +176,7 @@ class _Replay:
         )
 
     def _hold(self, place: Place) -> Lifetime | None:
-        """Take space for a copy, not valid yet; its stay if that is on the device."""
+        """Takes space for a copy, not valid yet; returns its stay if it is on the device."""
         self.books.hold(place, None, valid=False)
         if place[1] != DEVICE:
             return None
@@ -188,7 +188,7 @@ class _Replay:
     # ---- ends ----------------------------------------------------------------------------
 
     def _complete(self, spans: list[Span]) -> None:
-        """What ends at one instant, then what this sets free."""
+        """Ends the spans of one instant, then frees the copies that this releases."""
         for span in spans:
             run = self.runs.get(span.id)
             if run is None:
@@ -206,7 +206,7 @@ class _Replay:
         self._free()
 
     def _release_uses(self, tensor: str, tiers: dict[str, bool]) -> None:
-        """Uses of the copies on these tiers are over; True: the copy is valid from now on."""
+        """Ends uses of the copies on these tiers; True: the copy is valid from now on."""
         for tier, filled in tiers.items():
             copy = self.books.get((tensor, tier))
             if copy is not None:
@@ -222,7 +222,7 @@ class _Replay:
 
     def _free(self) -> None:
         for place in self.frees.due():
-            # another copy of the tensor, now gone, may have been what this one could go for
+            # this free may have relied on another copy of the tensor that is now gone
             grounds = self.frees.grounds(place)
             if not grounds:
                 continue

@@ -1,4 +1,4 @@
-"""What an order holds at most, reckoned from its steps alone: for sizes it was not made for."""
+"""Peak memory of an order, computed from its steps alone, at sizes it was not made for."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from .order import ProgramStep, Run, Start
 
 @dataclass
 class _Stay:
-    """One stretch of a tensor on the device, by places in the order."""
+    """One uninterrupted stretch of a tensor on the device, by positions in the order."""
 
     begin: int
     last: int
@@ -20,9 +20,9 @@ class _Stay:
 
 
 def worst_case(problem: Problem, plan: Plan, steps: Sequence[ProgramStep]) -> int:
-    """Most device bytes at any step, if every copy out takes until it is waited for.
+    """The peak of device bytes, assuming that every copy out takes until it is waited for.
 
-    `problem` may have other sizes than the one that the order was made for, but the same ops.
+    `problem` must have the ops that the order was made for, but may have other sizes.
     """
     moves = {m.id: m for m in plan.moves}
     directs = {(d.op, d.tensor) for d in plan.directs}

@@ -1,4 +1,4 @@
-"""A planned timeline for people and for tools."""
+"""Formats a planned timeline for people and for tools."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ def step_start_ns(timeline: Timeline) -> int:
 
 
 def settled_spans(timeline: Timeline) -> dict[str, Span]:
-    """Each thing that ran, once: in the last step, or for what wrapped out of it the one before."""
+    """The last span of everything that ran: in the last step or, if wrapped, in the one before."""
     last = len(timeline.steps) - 1
     latest: dict[str, Span] = {}
     for span in timeline.spans:
@@ -92,14 +92,14 @@ def duration_us(span: Span) -> float:
 
 
 def since_step_us(timeline: Timeline, span: Span) -> float:
-    """When the span starts, from the start of the step that queued it."""
+    """The span's start, relative to the start of the step that queued it."""
     steps = timeline.steps
     begin_ns = steps[span.step][0] if span.step < len(steps) else step_start_ns(timeline)
     return (span.start_ns - begin_ns) / NS_PER_US
 
 
 def moved_bytes(problem: Problem, tensor_id: str, codec: str | None) -> int:
-    """What one move of the tensor carries."""
+    """Bytes that one move of the tensor carries."""
     tensor = problem.tensor[tensor_id]
     if codec is None or codec not in tensor.ratios:
         return tensor.nbytes

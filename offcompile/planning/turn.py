@@ -1,11 +1,11 @@
-"""A plan under which as little as can be stands between forward and backward, or after both.
+"""Plans that leave as little as possible on the device between forward and backward, or at the end.
 
-For a graph among others whose budget is too tight for the policy `turnover`, which holds as much
-within forward and within backward as the step takes alone; and for one whose weights are on the
-host because they do not fit beside those of others, so that its gradients would not either. To the
-planner the room of the others is an op at the turn, or at the end: it wants, for itself, all of the
-budget but what cannot leave. So every policy and the verifier keep to it as they keep to any op.
-Before anything runs the ops are taken out again.
+They serve a graph among others whose budget is too tight for the policy `turnover`, which holds as
+much within forward and within backward as the step takes alone; and a graph whose weights are on
+the host because they do not fit beside those of others, so that its gradients would not either.
+The planner sees the memory of the others as an op at the turn, or at the end, whose workspace is
+the whole budget except the bytes that cannot leave. So every policy and the verifier treat it like
+any other op. These ops are removed before anything runs.
 """
 
 from __future__ import annotations
@@ -42,15 +42,15 @@ def decide_emptied(
     turns: bool = True,
     ends: bool = False,
 ) -> Decided:
-    """As `decide`; of what may leave, nothing stands at the turn, or at the end. Raises
-    `Infeasible`.
+    """Like `decide`, with every evictable tensor off the device at the turn, or at the end.
+    Raises `Infeasible`.
 
     The problem has a forward and a backward.
     """
     capacity = budget_bytes - reserve_for(budget_bytes)
     emptied, gone = problem, []
     if turns:
-        # of forward: what leaves has left when forward is over
+        # in phase forward, so that evicted tensors have left when forward is over
         at = max(i for i, op in enumerate(problem.ops) if op.phase == FORWARD) + 1
         emptied, name = with_others_at(emptied, machine_for, capacity, at, FORWARD)
         gone.append(name)
@@ -71,8 +71,8 @@ def with_others_at(
     at: int,
     phase: str,
 ) -> tuple[Problem, str]:
-    """The same problem with an op before the one at `at` that leaves room only for what cannot
-    leave, and the op's name."""
+    """Inserts an op before the one at `at` that leaves room only for the tensors that cannot
+    leave; returns the problem and the op's name."""
     name = "others"
     while name in problem.op or name in problem.tensor:
         name += "'"
@@ -86,7 +86,7 @@ def with_others_at(
 
 
 def _without(gone: list[str], emptied: Problem, problem: Problem, found: Decided) -> Decided:
-    """The plan and the order for the problem as it was."""
+    """Converts the plan and the order to the problem without the added ops."""
     names = [op.id for op in emptied.ops]
 
     def start(name: str | None) -> str | None:
@@ -123,7 +123,7 @@ def _without(gone: list[str], emptied: Problem, problem: Problem, found: Decided
 
 
 def _order_without(gone: list[str], order: Order, problem: Problem, plan: Plan) -> Order:
-    """The same steps but for those: what was waited for before them still is."""
+    """The same steps without those ops; waits that preceded them remain."""
     runs = [s.name for s in order.steps if isinstance(s, Run)]
     steps = tuple(s for s in order.steps if not (isinstance(s, Run) and s.name in gone))
     held = zip(runs, order.device_bytes, strict=True)
@@ -137,7 +137,7 @@ def _order_without(gone: list[str], order: Order, problem: Problem, plan: Plan) 
 
 
 def kept_at_turn(problem: Problem, timeline: Timeline) -> frozenset[str]:
-    """What forward leaves on the device for backward, but for weights and inputs."""
+    """Tensors that forward leaves on the device for backward, except weights and inputs."""
     phases = {op.id: op.phase for op in problem.ops}
     backward = [s.start_ns for s in timeline.spans if phases.get(s.id) == BACKWARD]
     if not backward:

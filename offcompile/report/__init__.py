@@ -1,6 +1,6 @@
-"""Reports of compiled graphs, as people see them: text, JSON, a page, pictures, traces, logs.
+"""Reports on compiled graphs for users: text, JSON, a web page, pictures, traces, logs.
 
-In: a problem, its plan, and measured steps. Out: `PlanReport` (`report`) on the record of a graph
-(`record`), what became of each tensor and module (`explain`, `modes`), what compute waited for
+In: a problem, its plan, and measured steps. Out: `PlanReport` (`report`), based on the record of a
+graph (`record`), the treatment of each tensor and module (`explain`, `modes`), the waits of compute
 (`stalls`), the page for a browser (`page`), drawings (`dot`, `svg`), dumps and trace events.
 """

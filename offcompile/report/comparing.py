@@ -1,4 +1,4 @@
-"""How far apart two tensors are, in elements, in ulp and in value."""
+"""Measures the difference between two tensors, in elements, in ulp and in value."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ import torch
 
 from .verified import Compared
 
-#: elements looked at together, so that long tensors take little memory
+#: elements compared at a time, to limit memory for large tensors
 CHUNK = 1 << 20
 _BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def compare(name: str, kind: str, found: object, expected: object) -> Compared | None:
-    """`found` beside what the plain run gave; None where neither is a tensor."""
+    """Compare `found` with the plain run's result; None if `expected` is not a tensor."""
     if not isinstance(expected, torch.Tensor):
         return None
     elements = expected.numel()
@@ -46,7 +46,8 @@ def _of_type(x: torch.Tensor) -> str:
 
 
 def _apart(a: torch.Tensor, b: torch.Tensor) -> tuple[int, float, float] | None:
-    """How many elements differ, and the largest distances; None: none does."""
+    """The number of differing elements, and the largest distances in ulp and value; None if all
+    are equal."""
     bits = _BITS[a.element_size()]
     x, y = a.contiguous().view(bits), b.contiguous().view(bits)
     if torch.equal(x, y):
@@ -71,7 +72,7 @@ def _parts(x: torch.Tensor) -> list[torch.Tensor]:
 
 
 def _largest(x: torch.Tensor) -> float:
-    """Of the finite values, apart from their signs."""
+    """The largest magnitude among the finite values."""
     return max(
         float(torch.where(part.double().isfinite(), part.double(), 0.0).abs().max())
         for part in _parts(x)
@@ -83,7 +84,7 @@ def _is_nan(x: torch.Tensor) -> torch.Tensor:
 
 
 def _ulp(x: torch.Tensor, y: torch.Tensor, bits: int) -> torch.Tensor:
-    """From the bits of floats: how many numbers lie between."""
+    """The distance in ulp between floats given by their bits."""
     mask = (1 << (bits - 1)) - 1
     same_sign = (x < 0) == (y < 0)
     x, y = x & mask, y & mask

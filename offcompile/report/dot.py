@@ -1,7 +1,7 @@
-"""A graph as a picture: computation in one column, movement coloured by lane.
+"""Draws a graph: computation in one column, movement coloured by lane.
 
-`draw` decides what is shown (boxes in program order, and what leads where); `to_dot` writes it for
-Graphviz, `offcompile.report.svg` lays it out itself, so that no tool is needed to look at it.
+`draw` chooses the boxes (in program order) and edges to show. `to_dot` writes them for Graphviz;
+`offcompile.report.svg` does its own layout, so that any browser can show the result.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ if TYPE_CHECKING:
 
 NAMESPACE = "offcompile"
 INPUT, COMPUTE, MOVEMENT, ORDER, OUTPUT = "input", "compute", "movement", "order", "output"
-#: graphs of more nodes show runs of computation as one box each
+#: in graphs with more nodes, each run of computation becomes one box
 COLLAPSE_ABOVE = 60
 
-#: told apart by most eyes, on white, as a line and as a fill
+#: distinguishable by most people, on white, as a line and as a fill
 COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#8a6d00", "#56b4e9", "#7a3e9d", "#b22222")
 PLAIN = "#5f6b7a"
 
@@ -34,14 +34,14 @@ class Box:
     label: str
     #: shown at the end of the label: a duration or a size
     figure: str = ""
-    #: all there is to say
+    #: full text for the tooltip
     detail: str = ""
     lane: str | None = None
 
 
 @dataclass(frozen=True)
 class Edge:
-    """Places in `boxes`. `flight`: the time in which a move is under way."""
+    """An edge between two indices of `boxes`. `flight`: it spans the time a move is in flight."""
 
     source: int
     target: int
@@ -61,7 +61,7 @@ class Drawing:
 
     @cached_property
     def lanes(self) -> tuple[str, ...]:
-        """Those that are used, in the order of `colours`."""
+        """The lanes that some box uses, in the order of `colours`."""
         used = {box.lane for box in self.boxes}
         return tuple(lane for lane in self.colours if lane in used)
 
@@ -73,7 +73,7 @@ def draw(
     lanes: Sequence[str] = (),
     collapse_above: int = COLLAPSE_ABOVE,
 ) -> Drawing:
-    """The picture of a graph; `durations_us` by node name. `lanes` fixes the colours' order."""
+    """Draw a graph. `durations_us` is keyed by node name; `lanes` fixes the order of colours."""
     durations_us = durations_us or {}
     nodes = [n for n in graph.nodes if _source_of_part(n) is None]
     collapsed = len(nodes) > collapse_above
@@ -96,14 +96,14 @@ def draw(
 
 
 def movement_name(node: fx.Node) -> str | None:
-    """`start_out` and its like; None for what is no movement op."""
+    """The name of a movement op, such as `start_out`; None for other nodes."""
     schema = getattr(node.target, "_schema", None)
     namespace, _, name = schema.name.partition("::") if schema is not None else ("", "", "")
     return name if node.op == "call_function" and namespace == NAMESPACE else None
 
 
 def argument(node: fx.Node, name: str) -> object:
-    """The value given for a named argument of the op's schema; None if there is none."""
+    """The value passed for a named argument of the op's schema; None if there is none."""
     for place, declared in enumerate(node.target._schema.arguments):  # type: ignore[union-attr]
         if declared.name == name:
             return node.args[place] if place < len(node.args) else node.kwargs.get(name)
@@ -111,7 +111,7 @@ def argument(node: fx.Node, name: str) -> object:
 
 
 def lane_of(node: fx.Node) -> str | None:
-    """The lane of a movement node; a wait's is that of the start that it waits for."""
+    """The lane of a movement node; a wait has the lane of its start."""
     if movement_name(node) is None:
         return None
     lane = argument(node, "lane")
@@ -122,7 +122,7 @@ def lane_of(node: fx.Node) -> str | None:
 
 
 def started_by(node: fx.Node) -> fx.Node | None:
-    """The start that a wait waits for, where it stands in the same graph."""
+    """The start that a wait waits for, if it is in the same graph."""
     if not (movement_name(node) or "").startswith("wait"):
         return None
     for given in node.all_input_nodes:
@@ -133,7 +133,7 @@ def started_by(node: fx.Node) -> fx.Node | None:
 
 
 def _source_of_part(node: fx.Node) -> fx.Node | None:
-    """What a `getitem` takes one output of."""
+    """The node whose output a `getitem` selects; None for other nodes."""
     part = node.op == "call_function" and getattr(node.target, "__name__", "") == "getitem"
     return node.all_input_nodes[0] if part and node.all_input_nodes else None
 
@@ -152,7 +152,7 @@ def _kind(node: fx.Node) -> str:
 
 
 def _groups(nodes: Sequence[fx.Node], collapsed: bool) -> Iterator[list[fx.Node]]:
-    """Runs that are shown as one box: of inputs, and of computation between movement."""
+    """Yields runs to show as one box each: inputs, and computation between moves."""
     run: list[fx.Node] = []
     for node in nodes:
         together = collapsed and _kind(node) in (INPUT, COMPUTE)
@@ -187,13 +187,13 @@ def _movement_label(node: fx.Node) -> str:
     codec = argument(start, "codec")
     to = f" → {tier}" if isinstance(tier, str) else ""
     to += f" as {codec}" if isinstance(codec, str) and start is node else ""
-    # a wait for what another graph started has only the ticket to name
+    # if another graph started the move, only the ticket has a name
     given = node.all_input_nodes[0].name if node.all_input_nodes else node.name
     return f"{name} {tag if isinstance(tag, str) else given}{to}"
 
 
 def _bytes(node: fx.Node) -> str:
-    """What a start carries, where sizes are plain numbers."""
+    """The size of the tensor that a start moves, if it is a plain number; else empty."""
     name = movement_name(node)
     value = node.meta.get("val")
     if name == "start_out" and node.all_input_nodes:
@@ -216,7 +216,7 @@ def _edges(boxes: Sequence[Box], box_of: Mapping[fx.Node, int]) -> Iterator[Edge
             if start is not None and box_of[start] == source:
                 yield Edge(source, target, lane_of(node), flight=True)
             elif start is None or movement_name(start) != "start_out":
-                # what a wait keeps alive is what its start reads: that edge is there already
+                # a wait keeps alive the tensor that its start reads: that edge exists already
                 yield Edge(source, target, boxes[source].lane or boxes[target].lane)
 
 
@@ -224,7 +224,7 @@ def _edges(boxes: Sequence[Box], box_of: Mapping[fx.Node, int]) -> Iterator[Edge
 
 
 def to_dot(drawing: Drawing) -> str:
-    """The drawing in Graphviz's language."""
+    """The drawing in the DOT language of Graphviz."""
     lines = [
         f"digraph {_quoted(drawing.title or 'graph')} {{",
         "  rankdir=TB;",

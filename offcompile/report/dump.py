@@ -1,4 +1,4 @@
-"""Everything about one compiled graph as files: graphs, problem, machine, plan and timeline."""
+"""Writes one compiled graph to files: its graphs, problem, machine, plan and timeline."""
 
 from __future__ import annotations
 
@@ -26,24 +26,24 @@ if TYPE_CHECKING:
 
 #: "forward" and "backward" → graph; inference has no backward
 Sides = Mapping[str, "fx.GraphModule"]
-#: what `annotate` adds to the id of a backward op whose node's name forward has too
+#: suffix that `annotate` adds to the id of a backward op if forward has a node of that name
 BACKWARD_SUFFIX = ".bw"
 
 
 @dataclass(frozen=True)
 class Dumped:
-    """What one compiled graph was, and what it became."""
+    """One compiled graph before and after the rewrite, with its report."""
 
     report: PlanReport
     before: Sides
-    #: a side that is not named stayed as it was
+    #: the sides that changed
     after: Sides
     #: the static order of runs, starts and waits, as text
     order: str | None = None
 
 
 def check_dump_directory(directory: Path) -> None:
-    """Make the directory and write to it once. Raises `InvalidInput`: called before all work."""
+    """Create the directory and test a write to it. Raises `InvalidInput` before any work starts."""
     try:
         directory.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=directory) as file:
@@ -54,7 +54,7 @@ def check_dump_directory(directory: Path) -> None:
 
 
 def dump(directory: Path, name: str, compiled: Dumped) -> Path:
-    """Write a folder `<directory>/<name>-NN` that was not there before, and return it."""
+    """Write the files to a new folder `<directory>/<name>-NN`, and return the folder."""
     try:
         folder = _new_folder(directory, name)
         for file, text in files(compiled):
@@ -74,7 +74,7 @@ def _new_folder(directory: Path, name: str) -> Path:
     for number in itertools.count():
         folder = directory / f"{plain}-{number:02d}"
         try:
-            folder.mkdir()  # fails where it is: two processes may be looking
+            folder.mkdir()  # fails if it exists, so two processes cannot both take it
         except FileExistsError:
             continue
         return folder
@@ -82,7 +82,7 @@ def _new_folder(directory: Path, name: str) -> Path:
 
 
 def files(compiled: Dumped) -> Iterator[tuple[str, Callable[[], str]]]:
-    """File name → how to make what it holds."""
+    """Yields each file's name and a function that makes its text."""
     report = compiled.report
     for side, given in compiled.before.items():
         module = compiled.after.get(side, given)
@@ -111,7 +111,7 @@ def files(compiled: Dumped) -> Iterator[tuple[str, Callable[[], str]]]:
 
 
 def readable(module: fx.GraphModule) -> str:
-    """The graph as Python that a person can read, with the shapes of values."""
+    """The graph as readable Python, with the shapes of values."""
     text: str = module.print_readable(print_output=False)
     return f"{text.rstrip()}\n"
 

@@ -1,4 +1,4 @@
-"""What becomes of every tensor under a plan, and why, in numbers."""
+"""Explains the treatment of every tensor under a plan, with the figures behind it."""
 
 from __future__ import annotations
 
@@ -31,23 +31,23 @@ STAYS, MOVES, RECOMPUTED, DIRECT, ELSEWHERE = (
 
 @dataclass(frozen=True)
 class Fate:
-    """One tensor under the plan: how it is treated, and what that costs in one step."""
+    """One tensor under the plan: its treatment, and the cost of that in one step."""
 
     tensor: Tensor
     modes: tuple[str, ...]
-    #: time that ops wait for its moves
+    #: time for which ops wait for its moves
     waiting_us: float
-    #: compute time added by running its ops again or by accessing it in place
+    #: compute time added by recomputing it or by accessing it in place
     compute_us: float
-    #: time its moves hold their lanes
+    #: time for which its moves occupy their lanes
     lane_us: float
-    #: each step of its way, in order of time
+    #: its moves, recomputations and in-place accesses, in order of time
     events: tuple[str, ...]
     reasons: tuple[str, ...]
 
     @property
     def cost_us(self) -> float:
-        """What the step is longer for."""
+        """The time that the treatment adds to the step."""
         return self.waiting_us + self.compute_us
 
 
@@ -61,7 +61,7 @@ class Rest:
 
 
 def fates(problem: Problem, machine: Machine, plan: Plan, timeline: Timeline) -> tuple[Fate, ...]:
-    """Every tensor's, those that cost the step most first, then by time on lanes and by size."""
+    """The fate of every tensor, sorted by cost, then by time on lanes and by size, descending."""
     teller = _Teller(problem, machine, plan, timeline)
     return tuple(
         sorted(
@@ -87,7 +87,7 @@ class _Teller:
     plan: Plan
     timeline: Timeline
 
-    # --- look-ups ---------------------------------------------------------------------------
+    # --- lookups ----------------------------------------------------------------------------
 
     @cached_property
     def spans(self) -> Mapping[str, Span]:
@@ -110,7 +110,7 @@ class _Teller:
 
     @cached_property
     def makers(self) -> Mapping[str, str]:
-        """Tensor → the op that writes it first."""
+        """Tensor → the first op that writes it."""
         found: dict[str, str] = {}
         for op in self.problem.ops:
             for tensor in op.writes:
@@ -119,7 +119,7 @@ class _Teller:
 
     @cached_property
     def standing(self) -> frozenset[str]:
-        """Tensors that are on the device in the settled state."""
+        """Tensors that are on the device in the steady state."""
         return frozenset(s.tensor for s in self.plan.start if s.tier == DEVICE)
 
     @cached_property
@@ -132,7 +132,7 @@ class _Teller:
 
     @cached_property
     def waits_us(self) -> Mapping[str, float]:
-        """Move → its share of the waits it has a part in."""
+        """Move → its share of the waits that it contributes to."""
         known = {move.id for move in self.plan.moves}
         found: dict[str, float] = defaultdict(float)
         for stall in self.timeline.stalls:
@@ -142,7 +142,7 @@ class _Teller:
 
     @cached_property
     def runs_again(self) -> Mapping[str, list[str]]:
-        """Tensor → ids of the runs that make it once more."""
+        """Tensor → ids of the recomputations that produce it again."""
         found: dict[str, list[str]] = defaultdict(list)
         for again in self.plan.recomputes:
             for tensor in self.problem.op[again.op].writes:
@@ -248,7 +248,7 @@ class _Teller:
         return rest if rest is not None and rest.duration_us > 0 else None
 
     def _away_us(self, tensor: Tensor) -> float | None:
-        """Least time on lanes for out of the device and back; None: no lanes do that."""
+        """The least lane time to evict and reload the tensor; None if no lanes connect."""
         ways = [
             sum(
                 min(
@@ -264,7 +264,7 @@ class _Teller:
         return min(ways, default=None)
 
     def _maker_us(self, tensor: Tensor) -> float | None:
-        """What running its op once more takes; None: it may not run again."""
+        """The time to rerun the op that makes the tensor; None if it cannot be recomputed."""
         maker = self.makers.get(tensor.id)
         op = self.problem.op[maker] if maker is not None else None
         return op.duration_us if op is not None and op.recompute else None

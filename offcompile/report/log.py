@@ -1,7 +1,7 @@
-"""What goes to the log: `TORCH_LOGS=offcompile` says one line a graph, `+offcompile` everything.
+"""Writes to the log: `TORCH_LOGS=offcompile` logs one line per graph, `+offcompile` everything.
 
-torch finds the logger by the package's name, so nothing needs to be registered; without the
-variable it is an ordinary logger of the standard library.
+torch finds the logger by the package's name, so no registration is needed. Without the variable, it
+is an ordinary logger of the standard library.
 """
 
 from __future__ import annotations
@@ -22,7 +22,8 @@ LOGGER = logging.getLogger("offcompile")
 
 
 def log_compiled(compiled: Dumped) -> None:
-    """INFO: the certificate. DEBUG: graphs before and after, problem, plan, order, timeline."""
+    """Log the certificate at INFO; at DEBUG also the graphs before and after, problem, plan, order
+    and timeline."""
     report = compiled.report
     LOGGER.info("%s", report.summary(), stacklevel=2)
     if LOGGER.isEnabledFor(logging.DEBUG):
@@ -45,7 +46,7 @@ def tell_once(text: str) -> None:
 
 
 def say(text: str) -> None:
-    """A calm line: INFO where somebody listens to that, else for a person at a terminal."""
+    """Log a line at INFO if enabled; otherwise print it if the user is at a terminal."""
     if LOGGER.isEnabledFor(logging.INFO):
         LOGGER.info("%s", text, stacklevel=2)
     elif LOGGER.isEnabledFor(logging.WARNING) and at_terminal():
@@ -53,7 +54,7 @@ def say(text: str) -> None:
 
 
 def warn(text: str) -> None:
-    """Shown unless the logger is told otherwise."""
+    """Log a warning, which is shown by default."""
     LOGGER.warning("offcompile: %s", text, stacklevel=2)
 
 
@@ -61,7 +62,7 @@ _said: set[str] = set()
 
 
 def first_time(what: str) -> bool:
-    """Whether this is about to be said for the first time in this process."""
+    """True on the first call with this key in this process."""
     if what in _said:
         return False
     _said.add(what)
@@ -81,7 +82,7 @@ def _parts(compiled: Dumped) -> list[tuple[str, str]]:
 
 
 def trace_artifact(name: str, payload: Callable[[], str], encoding: str = "string") -> None:
-    """One file in what `tlparse` shows of a `TORCH_TRACE`; `payload` is called only for that."""
+    """Add a file to a `TORCH_TRACE`, for `tlparse`; calls `payload` only if a trace is recorded."""
     from torch._logging._internal import trace_structured
 
     trace_structured(

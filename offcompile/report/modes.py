@@ -1,4 +1,4 @@
-"""How what each module holds is treated, and the figures that decided."""
+"""Describes the treatment of each module's tensors, with the figures behind it."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from offcompile.ir.units import show_us, size
 
 from .explain import Fate
 
-#: what belongs to no module that is known
+#: name for tensors without a known module
 WHOLE = "(the model)"
-#: this share of a duration is not worth telling
+#: a share of a duration up to this is not worth reporting
 NOTHING = 0.005
 
 STAYS = "stays on the device"
@@ -29,37 +29,37 @@ TAKEN = "updates its weight at once, and is gone"
 
 @dataclass(frozen=True)
 class Mode:
-    """The treatment of one tensor that is there for more than a moment."""
+    """The treatment of one long-lived tensor."""
 
     tensor: str
     nbytes: int
     kind: str
     what: str
     why: str
-    #: what the step is longer for
+    #: time that the treatment adds to the step
     cost_us: float = 0.0
 
 
 def module_of(path: str) -> str:
-    """The module that a parameter of this path belongs to."""
+    """The module that the parameter with this path belongs to."""
     return path.rpartition(".")[0] or WHOLE
 
 
 def modules_of(names: Mapping[str, str], labels: Mapping[str, str]) -> dict[str, str]:
-    """Tensor → its module: by the parameter's name, else by where in the model it is made."""
+    """Tensor → its module, by the parameter's name, else by the module that made it."""
     found = {t: path_in(label) for t, label in labels.items()}
     return found | {t: module_of(name) for t, name in names.items()}
 
 
 def path_in(label: str) -> str:
-    """The path in `path shape type`; empty where the value is no module's."""
+    """The path in a label `path shape type`; empty if no module made the value."""
     path, *rest = label.split(" ")
     return path if len(rest) == 2 else ""
 
 
 def modes(problem: Problem, plan: Plan, fates: Mapping[str, Fate]) -> tuple[Mode, ...]:
-    """Of every weight, gradient and optimizer state, and of what forward saves for backward; in the
-    problem's order."""
+    """The mode of every weight, gradient, optimizer state and saved activation, in the problem's
+    order."""
     directs = {(d.op, d.tensor) for d in plan.directs}
     loads: dict[str, int] = {}
     readers: dict[str, list[Op]] = {}
@@ -97,7 +97,7 @@ def modes(problem: Problem, plan: Plan, fates: Mapping[str, Fate]) -> tuple[Mode
 
 
 def _way(ways: set[tuple[bool, bool]], loads: int) -> str:
-    """`ways`: (in forward, in place) of each use."""
+    """The treatment of a weight. `ways`: (in forward, in place) for each use."""
     forward = {direct for ahead, direct in ways if ahead}
     backward = {direct for ahead, direct in ways if not ahead}
     if forward | backward == {True}:
@@ -112,7 +112,7 @@ def _way(ways: set[tuple[bool, bool]], loads: int) -> str:
 
 
 def _why(users: list[Op], tensor: str, fate: Fate) -> str:
-    """`users`: the ops that could use the tensor in place."""
+    """The figures for a tensor. `users`: the ops that could use it in place."""
     slower_us = sum(max(0.0, op.direct[tensor] - op.duration_us) for op in users)
     parts = []
     if users and slower_us <= NOTHING * sum(op.duration_us for op in users):
@@ -128,10 +128,10 @@ def _why(users: list[Op], tensor: str, fate: Fate) -> str:
 def module_rows(
     found: tuple[Mode, ...], module: Mapping[str, str]
 ) -> Iterator[tuple[str, str, str, str, str]]:
-    """(module, kind, bytes, mode, why) of each module and treatment, those that cost most first;
-    `module`: tensor → its module.
+    """Yields (module, kind, bytes, mode, why) for each module and treatment, most expensive first.
 
-    Tensors of one module treated alike share a row, with the figures of the largest of them.
+    `module`: tensor → its module. Tensors of a module with the same treatment share a row, with the
+    figures of the largest one.
     """
     groups: dict[tuple[str, str, str], list[Mode]] = {}
     for mode in found:

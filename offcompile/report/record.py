@@ -1,4 +1,4 @@
-"""The record of one compiled graph: what it was planned to do, and what it did."""
+"""The record of one compiled graph: its plan, and the measurements of the steps that ran."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from .stalls import StallRow, measured_to_json, print_stalls, stall_rows
 from .trace_events import to_trace
 from .verified import Verified
 
-#: steps per phase that the measured time is the median of
+#: maximum number of steps per phase that the measured time is the median of
 STEPS_REMEMBERED = 512
 
 
@@ -49,8 +49,8 @@ class Seen(Protocol):
 class Record:
     """One compiled graph: its problem, its plan, the certificate, and the steps measured so far.
 
-    `machine` has what the plan may use of the device: the budget less `reserve_bytes` and
-    `holes_bytes`.
+    The device capacity in `machine` is the part of the budget that the plan may use: the budget
+    less `reserve_bytes` and `holes_bytes`.
     """
 
     name: str
@@ -58,38 +58,38 @@ class Record:
     machine: Machine
     result: PlanResult
     budget_bytes: int
-    #: what the runtime itself takes of the budget
+    #: part of the budget that the runtime itself uses
     reserve_bytes: int = 0
-    #: what the plan leaves of the budget beside that, for holes between tensors
+    #: part of the budget that the plan also leaves free, for holes between tensors
     holes_bytes: int = 0
-    #: most the plan's bytes reach in the order that runs, however fast the lanes are;
-    #: None: take the timeline's peak
+    #: peak of the plan in the order that runs, at any lane speed; None if the timeline's peak
+    #: applies
     worst_peak_bytes: int | None = None
-    #: tensor or op id → what people know it by (module path, shape)
+    #: tensor or op id → a description for users (module path, shape)
     labels: Mapping[str, str] = field(default_factory=dict, repr=False)
     #: weight or gradient → the parameter's name
     names: Mapping[str, str] = field(default_factory=dict, repr=False)
-    #: what runs have shown of the tensors, over all plans of this graph
+    #: measurements of the tensors, shared by all plans of this graph
     profile: Seen | None = field(default=None, repr=False)
-    #: passes on what has been measured behind the caller's back
+    #: delivers measurements that are still pending, such as those of CUDA events
     settle: Callable[[], None] | None = field(default=None, repr=False)
-    #: from the time of a step: what steps like these do to the drives that spill files lie on
+    #: maps the time of a step to the wear on the drives that hold spill files
     life: Callable[[float], DriveLife | None] | None = field(default=None, repr=False)
-    #: what others on the device held when this was planned: not in the budget
+    #: bytes that others held on the device at planning time, outside the budget
     beside_bytes: int = 0
-    #: what was kept between the graphs that share the budget; None: nothing was
+    #: describes the data kept between the graphs that share the budget; None if there is none
     kept: Callable[[], str | None] | None = field(default=None, repr=False)
-    #: what of the graph was split into pieces, in words; "": nothing
+    #: describes the parts of the graph that were split into pieces; empty if none were
     split: str = ""
-    #: with `verify=True`, what the first step showed beside the plain run
+    #: with `verify=True`, the comparison of the first step with the plain run
     verified: Verified | None = field(default=None, repr=False)
-    #: what blocks and holes may fill of the device; None: it gives nothing back
+    #: device memory that blocks and holes may fill; None if the device gives nothing back
     room: Room | None = field(default=None, repr=False)
-    #: what it takes to touch memory that went back; 0: not known, or in the costs already
+    #: time to touch memory that was given back; 0 if unknown or already part of the costs
     touch_us_per_mib: float = field(default=0.0, repr=False)
-    #: where measured steps are found; None: nothing runs
+    #: source of the measured steps; None if nothing runs
     steps: Steps | None = field(default=None, repr=False)
-    #: what simpler ways would take of the same step, where that was asked
+    #: estimates of the same step under simpler strategies, if requested
     simple_ways: tuple[SimpleWay, ...] = field(default=(), repr=False)
     _steps_us: dict[str, list[float]] = field(default_factory=dict, init=False, repr=False)
     _corrected: list[Corrected] = field(default_factory=list, init=False, repr=False)
@@ -114,7 +114,7 @@ class Record:
 
     @property
     def gap(self) -> float:
-        """Planned time over the lower bound, less one."""
+        """Planned time divided by the lower bound, minus one."""
         return self.result.gap
 
     @property
@@ -123,12 +123,12 @@ class Record:
 
     @property
     def planned_peak_bytes(self) -> int:
-        """Most of the device held at once, the runtime's reserve and the holes included."""
+        """The device's peak memory, including the runtime's reserve and the holes."""
         return self.needed_peak_bytes + self.holes_bytes
 
     @property
     def needed_peak_bytes(self) -> int:
-        """The same without holes: they can be given back."""
+        """The device's peak memory without the holes, which can be given back."""
         peak = self.worst_peak_bytes
         if peak is None:
             peak = self.timeline.peak_bytes.get(DEVICE, 0)
@@ -136,14 +136,14 @@ class Record:
 
     @cached_property
     def floor_bytes(self) -> int:
-        """What the device holds at the least when whatever can move has moved."""
+        """The least memory that the device needs if every movable tensor is evicted."""
         return floor_of(self.problem, self._machine_for) + self.reserve_bytes
 
     @cached_property
     def layout_waste(self) -> float | None:
-        """What offsets planned ahead would need beyond the peak, as a share of the peak.
+        """The extra memory that preplanned offsets would need, as a share of the peak.
 
-        None where nothing moves, or where the plan repeats without a beginning.
+        None if nothing moves, or if the plan is for the steady state, which has no first step.
         """
         if self.fits or self.problem.steady:
             return None
@@ -151,15 +151,15 @@ class Record:
 
     @cached_property
     def returns(self) -> Returns | None:
-        """What goes back to the system in a step for want of room, and is touched again."""
+        """The memory that a step gives back to the system for lack of room and touches again."""
         if self.room is None or self.problem.steady:
             return None
         return planned_returns(self.problem, self.machine, self.plan, self.timeline, self.room)
 
     @property
     def foreseen_us(self) -> float:
-        """The planned step, with what moves take from compute, and touching again what went back to
-        the system meanwhile."""
+        """The planned step, plus the time that moves take from compute and the time to touch
+        memory that was given back to the system."""
         touching_us = 0.0
         if self.touch_us_per_mib and self.returns is not None:
             touching_us = self.returns.touched_mib * self.touch_us_per_mib
@@ -170,13 +170,13 @@ class Record:
 
     @property
     def fits(self) -> bool:
-        """Whether everything stays on the device, so that the graphs are untouched."""
+        """True if everything stays on the device, so that the graphs are unchanged."""
         return self.plan.moves_nothing
 
     # --- measured ---------------------------------------------------------------------------
 
     def observe(self, phase: str, us: float) -> None:
-        """One run of a phase took so long."""
+        """Record the time of one run of a phase."""
         if phase not in PHASES:
             raise ValueError(f"{phase!r} is no phase; there are {', '.join(PHASES)}")
         runs_us = self._steps_us.setdefault(phase, [])
@@ -186,7 +186,7 @@ class Record:
 
     @property
     def measured_us(self) -> float | None:
-        """The median step: of each phase, added up. None until every phase has run."""
+        """The sum of the median times of all phases. None until every phase has run."""
         if self.settle is not None:
             self.settle()
         needed = {op.phase for op in self.problem.ops}
@@ -202,22 +202,23 @@ class Record:
         return measured_us / self.planned_us
 
     def correct(self, corrected: Corrected) -> None:
-        """Take note of what the plan's step takes with costs as first steps showed them."""
+        """Store the plan's step time recomputed with the costs measured in the first steps."""
         self._corrected[:] = [corrected]
 
     @property
     def corrected(self) -> Corrected | None:
-        """The plan's step with costs as first steps showed them; None: before that."""
+        """The plan's step recomputed with the costs measured in the first steps; None until
+        then."""
         return self._corrected[0] if self._corrected else None
 
     @property
     def predicted_us(self) -> float:
-        """What a step is expected to take: as corrected, or else as foreseen."""
+        """The expected time of a step: the corrected one if there is one, else `foreseen_us`."""
         return self.foreseen_us if self.corrected is None else self.corrected.step_us
 
     @property
     def measured_steps(self) -> int:
-        """How many steps `measured_us` is the median of."""
+        """The number of steps that `measured_us` is the median of."""
         return min(len(self._steps_us[p]) for p in {op.phase for op in self.problem.ops})
 
     @property
@@ -229,24 +230,24 @@ class Record:
 
     @property
     def measured_step(self) -> MeasuredStep | None:
-        """When moves and waits were, in the median of the last steps that were recorded.
+        """The times of moves and waits in the median of the last recorded steps.
 
-        None where none was, or where it is not certain which backward belonged to which forward.
+        None if none was recorded, or if forwards and backwards cannot be matched with certainty.
         """
         return None if self.steps is None else self.steps.median()
 
     def watch(self, steps: int = 5) -> None:
-        """Record the next steps. On the CPU all are, on CUDA otherwise the first eight alone."""
+        """Record the next steps. By default the CPU records all, CUDA only the first eight."""
         if steps < 1:
             raise OffloadError(f"watch(steps={steps}): at least one step has to be recorded.")
         if self.steps is not None:
             self.steps.watch(steps)
 
     def stall_rows(self, measured: MeasuredStep | None = None) -> tuple[StallRow, ...]:
-        """What compute waits for in a step, as planned and as `measured`; the largest first."""
+        """The waits of compute in a step, as planned and as `measured`; the longest first."""
         return stall_rows(self.plan, self.timeline, measured, self.labels, self.names)
 
-    # --- said -------------------------------------------------------------------------------
+    # --- text -------------------------------------------------------------------------------
 
     def summary(self) -> str:
         """The certificate in one line."""
@@ -266,16 +267,18 @@ class Record:
         )
 
     def stalls(self, limit: int | None = None) -> str:
-        """Where the step's time goes: compute, and what it waits for, planned and measured."""
+        """Describe the step's time: compute, and the waits for each tensor, planned and
+        measured."""
         measured = self.measured_step
         return print_stalls(self.stall_rows(measured), self.timeline, measured, limit)
 
     def fates(self) -> tuple[Fate, ...]:
-        """What becomes of each tensor; those that cost the step most first."""
+        """The treatment of each tensor, the most expensive first."""
         return fates(self.problem, self.machine, self.plan, self.timeline)
 
     def modules(self) -> str:
-        """For each module how what it holds is treated, and what decided; the dearest first."""
+        """Describe the treatment of each module's tensors and the reason; the most expensive
+        first."""
         found = modes(self.problem, self.plan, {fate.tensor.id: fate for fate in self.fates()})
         rows = list(module_rows(found, modules_of(self.names, self.labels)))
         widths = [max((len(row[i]) for row in rows), default=0) for i in range(5)]
@@ -283,8 +286,8 @@ class Record:
         return "\n".join(line.rstrip() for line in lines)
 
     def explain(self, limit: int | None = None) -> str:
-        """Each module's treatment, then for each tensor where it lives, when it goes and returns,
-        and why; the dearest first."""
+        """Describe each module's treatment, then each tensor's location, moves and reasons; the
+        most expensive first."""
         told = self.modules()
         tensors = self._explain_tensors(limit)
         checked = [] if self.verified is None else ["beside the plain run", *self.verified.lines()]
@@ -299,7 +302,7 @@ class Record:
         return "\n".join(said) if said else "no tensors"
 
     def to_json(self) -> dict[str, Any]:
-        """All of it, as plain values."""
+        """The whole record as plain values."""
         measured = self.measured_step
         rows = self.stall_rows(measured)
         return {
@@ -334,7 +337,7 @@ class Record:
         }
 
     def save_trace(self, path: str | Path) -> None:
-        """Planned and measured lanes, as JSON that Perfetto (ui.perfetto.dev) and Chrome open."""
+        """Write the planned and measured lanes as JSON for Perfetto (ui.perfetto.dev) or Chrome."""
         trace = self.to_trace()
         try:
             Path(path).write_text(json.dumps(trace), "utf-8")
@@ -342,7 +345,7 @@ class Record:
             raise OffloadError(f"The trace cannot be written: {error}") from error
 
     def to_trace(self) -> dict[str, Any]:
-        """What `save_trace` writes."""
+        """The trace that `save_trace` writes."""
         return to_trace(
             self.problem, self.plan, self.timeline, self.measured_step, self.labels, self.names
         )

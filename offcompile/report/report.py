@@ -1,4 +1,4 @@
-"""Reports that people print, explain and save, and the list of those of this process."""
+"""Defines the report that users print, explain and save, and lists the reports of this process."""
 
 from __future__ import annotations
 
@@ -29,11 +29,11 @@ class PlanReport(Record):
     __str__ = to_text
 
     def save_html(self, path: str | Path) -> None:
-        """All of it as one page for a browser, which needs no network and no other file."""
+        """Write the report as one page for a browser, which needs no network or other files."""
         page.save_html(path, [self])
 
 
-#: a process that compiles anew for ever keeps the newest
+#: limit on reports kept; a process that keeps recompiling drops the oldest
 MOST_REMEMBERED = 1_000
 _remembered: list[PlanReport] = []
 
@@ -45,7 +45,7 @@ def remember(report: PlanReport) -> None:
 
 
 def reports() -> list[PlanReport]:
-    """Of every graph compiled in this process, in order; if there are more, of the last 1,000."""
+    """The reports of all graphs compiled in this process, in order; at most the last 1,000."""
     return list(_remembered)
 
 

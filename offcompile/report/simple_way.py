@@ -1,4 +1,4 @@
-"""Show what simpler ways take of a step, beside our plan."""
+"""Compares our plan's step time with that of simpler strategies."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from offcompile.ir.units import show_us, size
 
 @dataclass(frozen=True)
 class SimpleWay:
-    """One way. `step_us` and `peak_bytes` are what it takes whether it fits or not; None: it has
-    no plan at all, and `reason` says why."""
+    """One simpler strategy. `step_us` and `peak_bytes` are given even if it does not fit; `step_us`
+    is None if it has no plan at all, and `reason` says why."""
 
     name: str
     step_us: float | None
     peak_bytes: int | None
-    #: over the budget; 0: it fits
+    #: bytes over the budget; 0 if it fits
     missing_bytes: int = 0
     reason: str = ""
 
@@ -26,7 +26,7 @@ class SimpleWay:
         return self.step_us is not None and self.missing_bytes == 0
 
     def to_line(self) -> str:
-        """Name, step, and by how much it misses the budget if it does."""
+        """Name, step, and the bytes over the budget if it does not fit."""
         step = "no plan" if self.step_us is None else show_us(self.step_us)
         note = f"  {self.reason}" if self.reason else ""
         if self.missing_bytes:
@@ -38,7 +38,7 @@ class SimpleWay:
 
 
 def against(planned_us: float | None, ways: Sequence[SimpleWay]) -> Iterator[str]:
-    """A table of the ways under our plan's own line; nothing where there are none."""
+    """Yields a table with our plan's line, then a line per strategy; nothing if there are none."""
     if not ways:
         return
     yield f"{'against simpler ways':40}  {'step':>12}"

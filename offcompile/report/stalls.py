@@ -1,4 +1,4 @@
-"""Where a step's time goes: computing, and waiting for what; planned and measured side by side."""
+"""Breaks a step's time into compute and waits per tensor, planned and measured side by side."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ from typing import Any
 from offcompile.ir import DEVICE, Plan, Timeline
 from offcompile.planning.feedback.measured import MeasuredStep
 
-#: where labels end and shapes begin
+#: the shape and type at the end of a label
 _SHAPE = re.compile(r" \S* \w+$")
 NS_PER_MS = 1e6
-#: waits named in one line
+#: number of waits named in one line
 NAMED = 3
 
 
 @dataclass(frozen=True)
 class StallRow:
-    """Compute waits for one tensor's moves in one direction; `measured_ns` is None before a step
-    was measured."""
+    """The waits of compute for one tensor's moves in one direction; `measured_ns` is None until a
+    step has been measured."""
 
     tensor: str
     name: str
@@ -35,12 +35,12 @@ class StallRow:
 
 
 def direction_of(source: str) -> str:
-    """What a move from there is called: `out` of the device, or a `load`."""
+    """The name for moves from this tier: `out` if it is the device, else `load`."""
     return "out" if source == DEVICE else "load"
 
 
 def tensor_name(tensor: str, labels: Mapping[str, str], names: Mapping[str, str]) -> str:
-    """What people know a tensor by, without its shape."""
+    """The tensor's name for users, without its shape."""
     label = labels.get(tensor, "")
     if tensor in names:
         return label.partition(names[tensor])[0] + names[tensor]
@@ -49,7 +49,7 @@ def tensor_name(tensor: str, labels: Mapping[str, str], names: Mapping[str, str]
 
 
 def move_names(plan: Plan, labels: Mapping[str, str], names: Mapping[str, str]) -> dict[str, str]:
-    """Move → `load blocks.3.qkv.weight`."""
+    """Move → its name for users, such as `load blocks.3.qkv.weight`."""
     return {
         m.id: f"{direction_of(m.source)} {tensor_name(m.tensor, labels, names)}" for m in plan.moves
     }
@@ -62,7 +62,7 @@ def stall_rows(
     labels: Mapping[str, str],
     names: Mapping[str, str],
 ) -> tuple[StallRow, ...]:
-    """The largest first. A planned wait for several moves is shared among them."""
+    """The waits, longest first. A planned wait for several moves is split evenly among them."""
     moves = {m.id: m for m in plan.moves}
 
     def key(waited_for: str) -> tuple[str, str]:
@@ -96,7 +96,7 @@ def print_stalls(
     measured: MeasuredStep | None,
     limit: int | None = None,
 ) -> str:
-    """A table in milliseconds, after one line that sums it up."""
+    """A one-line summary, followed by a table in milliseconds."""
     planned_ns = round(timeline.makespan_us * 1000)
     standing_ns = sum(stall.duration_ns for stall in timeline.stalls)
     head = ("", "planned ms", "measured ms")
@@ -118,7 +118,7 @@ def print_stalls(
 def stall_line(
     rows: tuple[StallRow, ...], timeline: Timeline, measured: MeasuredStep | None
 ) -> str:
-    """`step 812 ms: compute 745, waiting 67: layers.3.mlp load 41, …`, as measured if it was."""
+    """`step 812 ms: compute 745, waiting 67: layers.3.mlp load 41, …`, measured if available."""
     if measured is None:
         step_ns = round(timeline.makespan_us * 1000)
         standing_ns = sum(stall.duration_ns for stall in timeline.stalls)

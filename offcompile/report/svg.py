@@ -1,4 +1,4 @@
-"""A drawing as SVG, laid out here: program order from top to bottom, a column for each lane."""
+"""Lays out a drawing as SVG: program order from top to bottom, one column per lane."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ from .dot import FILLS, INPUT, ORDER, OUTPUT, PLAIN, Box, Drawing, Edge
 
 ROW, BOX_HEIGHT = 28, 20
 COMPUTE_WIDTH, LANE_WIDTH, GAP = 330, 320, 60
-#: room on the left for edges that pass boxes of their own column
+#: space on the left for edges that pass boxes of their own column
 SIDE, TOP, MARGIN = 150, 74, 20
-#: where moves of one lane overlap in time, each has a line of its own
+#: moves of one lane that overlap in time each get their own line
 TRACK, TRACKS = 7, 12
 LETTER = 6.65  # width of a monospace letter of 11 px
 FONT = "ui-monospace, 'DejaVu Sans Mono', Menlo, Consolas, monospace"
 
 
 def to_svg(drawing: Drawing) -> str:
-    """A picture that stands by itself; what a box is in full is its tooltip."""
+    """A self-contained picture; each box shows its full text as a tooltip."""
     return "\n".join(_Layout(drawing).lines()) + "\n"
 
 
@@ -33,7 +33,7 @@ class _Layout:
 
     @cached_property
     def column_x(self) -> dict[str | None, int]:
-        """Left edge of each column; None is computation."""
+        """Lane → the left edge of its column; None is computation."""
         places: dict[str | None, int] = {None: SIDE}
         x = SIDE + COMPUTE_WIDTH + GAP
         for lane in self.drawing.lanes:
@@ -43,7 +43,7 @@ class _Layout:
 
     @cached_property
     def track_of(self) -> dict[Edge, int]:
-        """Flight → its line beside the lane's column: the first that is free by then."""
+        """Flight → its line beside the lane's column: the first one free at its start."""
         places: dict[Edge, int] = {}
         ends: dict[str | None, list[int]] = {}
         flights = (e for e in self.drawing.edges if e.flight)
@@ -133,7 +133,7 @@ class _Layout:
         return dict(pairwise(places))
 
     def _worth_drawing(self, edge: Edge, next_compute: dict[int, int]) -> bool:
-        """In a large graph what runs of computation hand each other would hide what moves."""
+        """False for edges between runs of computation that would hide moves in a large graph."""
         if not self.drawing.collapsed:
             return True
         source, target = (self.drawing.boxes[i] for i in (edge.source, edge.target))
@@ -194,7 +194,7 @@ class _Layout:
 
 
 def _cut(text: str, letters: int) -> str:
-    """The text, or its two ends where it is too long: names differ at the end."""
+    """The text, or its two ends if it is too long, because names differ at the end."""
     if len(text) <= letters:
         return text
     tail = max(0, letters - 1) // 3

@@ -1,4 +1,4 @@
-"""A planned timeline, and the step that was measured, as a trace that Perfetto and Chrome open."""
+"""Converts a planned timeline and the measured step to a trace for Perfetto and Chrome."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ def to_trace(
     labels: Mapping[str, str] | None = None,
     names: Mapping[str, str] | None = None,
 ) -> Event:
-    """Chrome trace events, in microseconds: a process each for every planned step and for the
-    measured one, a row for each lane. Slices of moves say tensor, bytes and module."""
+    """Chrome trace events, in microseconds: one process for the planned steps and one for the
+    measured step, with a row per lane. Slices of moves give tensor, bytes and module."""
     about = _About(problem, plan, labels or {}, names or {})
     events = list(_planned(timeline, about))
     if measured is not None:
@@ -33,7 +33,7 @@ def to_trace(
 
 
 class _About:
-    """What is said of each slice."""
+    """Makes the arguments shown for each slice."""
 
     def __init__(
         self, problem: Problem, plan: Plan, labels: Mapping[str, str], names: Mapping[str, str]
@@ -90,7 +90,7 @@ def _measured(step: MeasuredStep, about: _About) -> Iterator[Event]:
 
 
 def _rows(busy: set[str]) -> dict[str, int]:
-    """Lane → its row: compute first."""
+    """Lane → its row, with compute first."""
     first = [lane for lane in (COMPUTE, HOST_COMPUTE) if lane in busy]
     return {lane: row for row, lane in enumerate((*first, *sorted(busy - set(first))), start=1)}
 

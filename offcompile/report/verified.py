@@ -1,6 +1,4 @@
-"""What `verify=True` has found: for each tensor of a graph's first step, how it differs from the
-plain run.
-"""
+"""Results of `verify=True`: each tensor of a graph's first step compared with the plain run."""
 
 from __future__ import annotations
 
@@ -9,24 +7,24 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-#: as many are named in a warning
+#: number of tensors named in a warning
 NAMED = 3
 
 
 @dataclass(frozen=True)
 class Compared:
-    """One tensor of both runs. Equal: bit for bit, but for how a NaN is written."""
+    """One tensor compared between both runs. Equal means bit for bit, except for NaN payloads."""
 
     name: str
     #: "output", "buffer" (updated in place) or "gradient"
     kind: str
     elements: int
     differing: int = 0
-    #: the largest distance, counted in numbers of this type that lie between
+    #: the largest distance in ulp, counted in representable numbers
     most_ulp: float = 0.0
-    #: the largest distance as a share of the largest value that the plain run gave
+    #: the largest distance as a share of the plain run's largest value
     share: float = 0.0
-    #: why it was not compared, or what else than its elements differs
+    #: the reason why it was not compared, or a difference other than in its elements
     note: str = ""
 
     @property
@@ -46,18 +44,18 @@ class Compared:
 
 @dataclass(eq=False)
 class Verified:
-    """Of one plan, filled while its first step runs."""
+    """The comparisons for one plan, filled in while its first step runs."""
 
-    #: whether every bit is to be that of the plain run
+    #: True if every bit must be equal to the plain run's
     exact: bool
     #: phase → its tensors
     compared: dict[str, tuple[Compared, ...]] = field(default_factory=dict)
-    #: phase → why it was not compared, or not all of it
+    #: phase → the reason why it was not compared, or only in part
     notes: dict[str, str] = field(default_factory=dict)
 
     @property
     def differing(self) -> tuple[Compared, ...]:
-        """What is not as in the plain run, the worst first."""
+        """The tensors that differ from the plain run, the worst first."""
         found = [c for rows in self.compared.values() for c in rows if not c.equal]
         return tuple(sorted(found, key=lambda c: (not c.note, -c.share, -c.most_ulp)))
 
@@ -87,7 +85,7 @@ class Verified:
             yield self.notes[phase]
 
     def lines(self) -> list[str]:
-        """In words, then what differs."""
+        """The summary, followed by a line for each tensor that differs."""
         return [self.words(), *(f"  {c}" for c in self.differing)]
 
     def to_json(self) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""The words of a report: what was planned for a graph and what it did, line by line."""
+"""The text of a report, line by line: a graph's plan and its measurements."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def facts(report: Record) -> Iterator[tuple[str, str]]:
 
 
 def traffic(report: Record) -> Iterator[str]:
-    """Bytes per step by kind and way."""
+    """Yields a line of bytes per step for each kind of tensor and route."""
     nbytes: Counter[tuple[str, str, str]] = Counter()
     moves: Counter[tuple[str, str, str]] = Counter()
     for move in report.plan.moves:
@@ -87,7 +87,8 @@ def traffic(report: Record) -> Iterator[str]:
 
 
 def measured_zeros(report: Record) -> list[str]:
-    """Of each tensor that leaves and has zeros worth a word: how many, and how it leaves."""
+    """A line for each evicted tensor with notable zeros: their share, and its format on the way
+    out."""
     if report.profile is None:
         return []
     rows = []
@@ -130,7 +131,7 @@ def _census(report: Record) -> str:
 
 
 def _also(report: Record) -> Iterator[str]:
-    """What is foreseen beside what is planned."""
+    """Yields the costs that `foreseen_us` adds to the planned step."""
     if report.timeline.toll_us:
         moves = counted(len(report.plan.moves), "move")
         yield f"{show_us(report.timeline.toll_us)} that {moves} take from compute"

@@ -1,4 +1,4 @@
-"""`torch.compile(model, backend="offcompile", options={…})`: what Dynamo calls."""
+"""`torch.compile(model, backend="offcompile", options={…})`: the entry point for Dynamo."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ def compile_graph(
     options: Mapping[str, object] | None = None,
     mode: str | None = None,
 ) -> Callable[..., Any]:
-    """The backend. `options` are those of `torch.compile`; see `Options`."""
+    """Compile a graph. `options` are those of `torch.compile`; see `Options`."""
     try:
         return _compile(gm, example_inputs, options, mode)
     except OffloadError as error:
-        # Dynamo would wrap it; raised by the call, it reaches the user as it is
+        # Dynamo would wrap it; raised by the call, it reaches the user unwrapped
         return _refusal(raised(error))
 
 
@@ -69,7 +69,7 @@ def _compile(
 
 
 def _device_of(gm: fx.GraphModule) -> torch.device | None:
-    """The accelerator that a graph computes on; None where there is none in it."""
+    """The accelerator that a graph computes on; None if it uses none."""
     for node in gm.graph.nodes:
         value = node.meta.get("example_value")
         if isinstance(value, torch.Tensor) and value.device.type not in ("cpu", "meta"):

@@ -1,4 +1,4 @@
-"""A captured graph with its plans, and which of them a call runs."""
+"""A captured graph, its plans, and the choice of the plan that a call runs."""
 
 from __future__ import annotations
 
@@ -43,22 +43,23 @@ from .trial import Trial
 
 _numbers = itertools.count()
 
-#: more plans than this for one graph point at sizes that never settle
+#: a graph that needs more plans than this has sizes that never settle
 MOST_VARIANTS = 16
-#: in the first step a graph and what another one like it would keep may take this much of a budget
+#: share of the budget that a graph, plus the saved activations of another one like it, may take
+#: in the first step
 WITH_ANOTHER = 0.75
 
 
 @dataclass
 class Variant:
-    """One compilation of the graph, for some sizes and something held beside it."""
+    """One compilation of the graph, for given sizes and given memory held by others."""
 
     pipeline: Pipeline
     run: Callable[..., Any]
 
 
 class GraphVariants:
-    """A captured graph with as many plans as its sizes and its surroundings have asked for."""
+    """A captured graph, compiled as often as changes in its sizes and in others' memory require."""
 
     def __init__(
         self,
@@ -69,7 +70,7 @@ class GraphVariants:
         books: DeviceUsage,
     ) -> None:
         self.gm = gm
-        #: as traced; holding the real ones would keep a batch alive
+        #: the arguments as traced; holding the real ones would keep a batch alive
         self.traced = [n.meta["example_value"] for n in gm.graph.find_nodes(op="placeholder")]
         self.names = argument_names(gm)
         self.options, self.target, self.books = options, target, books
@@ -86,9 +87,9 @@ class GraphVariants:
         self.budget = options.memory_bytes(target.device_bytes)
         self.variants: list[Variant] = []
         holes = 0
-        # Graphs that others run between find their tensors' places taken more often than one that
-        # runs alone, for which a plan leaves three quarters of this. Where addresses are limited,
-        # freed blocks go back at once and leave no holes.
+        # When other graphs run in between, a graph finds the places of its tensors taken more often
+        # than when it runs alone; for the latter, a plan reserves three quarters of this. With a
+        # limited address space, freed blocks go back at once and leave no holes.
         if self.budget is not None and not address_space_is_limited():
             holes = target.holes_bytes(self.budget) * 4 // 3
         self.executions = GraphRuns(
@@ -98,11 +99,11 @@ class GraphVariants:
         self.updated: frozenset[int] = frozenset()
         self.profile = Profile()
         self.trial = Trial()
-        #: whether it ends in something else than a loss
+        #: True if the graph returns something other than a loss
         self.goes_on = all(x.numel() > 1 for x in _tensors_out(gm))
-        #: whether all that is kept is to be able to leave, and all weights: what has no plan
+        #: combinations of (everything saved may leave, all weights on the host) found infeasible
         self._in_vain: set[tuple[bool, bool]] = set()
-        #: with each set of parameters, the sizes and the plan of the last run
+        #: for each set of parameters, the sizes and the plan of the last run
         self._ran: weakref.WeakKeyDictionary[ParameterSet, tuple[tuple[int, ...], Variant]] = (
             weakref.WeakKeyDictionary()
         )
@@ -114,7 +115,7 @@ class GraphVariants:
         if not self.variants:
             self._plan_first(args, None)
         variant = self.variant_for(args)
-        if torch._C._current_graph_task_id() == -1:  # a forward run again is no new step
+        if torch._C._current_graph_task_id() == -1:  # a recomputed forward is no new step
             shown = self.profile.due()
             if self._lanes_due(variant) or shown:
                 variant = self._reconsidered(variant, args)
@@ -148,10 +149,10 @@ class GraphVariants:
         return [x for x in several if isinstance(x, torch.Tensor) and x.device.type == kind]
 
     def first(self, example_inputs: Sequence[Any]) -> None:
-        """Compile while Dynamo does, for the sizes that it traced.
+        """Compile while Dynamo compiles, for the sizes that it traced.
 
-        DDPOptimizer cuts a graph up and gives each part fake tensors, weights too; those are
-        planned by the first call, which brings the weights.
+        DDPOptimizer splits a graph and gives each part fake tensors, even for weights. Such parts
+        are planned at their first call, which passes the real weights.
         """
         if any(isinstance(x, torch.Tensor) and is_fake(x) for x in example_inputs):
             self.context = _on_its_own(self.context)
@@ -159,7 +160,7 @@ class GraphVariants:
             self._plan_first(example_inputs, example_inputs)
 
     def _plan_first(self, args: Sequence[Any], inputs: Sequence[Any] | None) -> None:
-        """Compile for the sizes that were traced. `inputs`: given while Dynamo compiles."""
+        """Compile for the traced sizes. `inputs` is given while Dynamo compiles."""
         self.books.invalidate()
         self._look_at_weights(args)
         held = self._likely_held(args)
@@ -172,7 +173,7 @@ class GraphVariants:
                 raise
 
     def variant_for(self, args: Sequence[Any]) -> Variant:
-        """The newest plan that is within the budget for these arguments, made if need be."""
+        """Return the newest plan within the budget for these arguments; make one if needed."""
         newest = self.variants[-1]
         if self.budget is None:
             return newest
@@ -204,15 +205,15 @@ class GraphVariants:
             return hosting
 
     def _again(self, args: Sequence[Any], values: tuple[int, ...]) -> Variant | None:
-        """Inside of a backward pass, the plan of the last run, whatever there is room for: a
-        checkpoint that runs a forward again expects it to save what it saved the first time."""
+        """Inside a backward pass, return the plan of the last run, even if it exceeds the room:
+        checkpoint expects a recomputed forward to save the same tensors as the first time."""
         if torch._C._current_graph_task_id() == -1:
             return None
         sizes, variant = self._ran.get(self._binding(args), (None, None))
         return variant if sizes == values else None
 
     def _is_to_host(self, args: Sequence[Any]) -> bool:
-        """Whether weights of the call left for those of others, and no plan of it says so."""
+        """True if weights of the call left to make room for others, and no plan hosts any."""
         if (False, True) in self._in_vain or any(v.pipeline.places.has_any for v in self.variants):
             return False
         return not self.books.sent.isdisjoint(self._binding(args).ids)
@@ -224,9 +225,9 @@ class GraphVariants:
         turns: bool = False,
         first_inputs: Sequence[Any] | None = None,
     ) -> Variant | None:
-        """Where other weights, of this graph or of others, take the room that these need: a plan
-        with all of them on the host, and with those of no more other calls than that takes. None:
-        it is not enough."""
+        """Return a plan with all weights of this call on the host, for when weights of other calls
+        (of this graph or others) take the room. Sends weights of as few other calls as possible to
+        the host. None if that does not free enough."""
         others = self.books.others(self.entry, self._binding(args))
         if not (others or turns) or (turns, True) in self._in_vain:
             return None
@@ -250,7 +251,7 @@ class GraphVariants:
             return None
         if self._have_leave(made, others, args, values):
             return made
-        try:  # small weights of theirs do not leave
+        try:  # their small weights do not leave
             made = make(self._held(args))
         except Infeasible:
             self._in_vain.add((turns, True))
@@ -264,8 +265,8 @@ class GraphVariants:
         args: Sequence[Any],
         values: tuple[int, ...],
     ) -> bool:
-        """Have weights of other calls go to the host, call by call, until a plan that has those of
-        this one there may run; whether it may."""
+        """Send weights of other calls to the host, call by call, until `variant`, which has the
+        weights of this call there, fits. Return True if it fits."""
         for call in others:
             if self._within(variant, self._held(args), values):
                 break
@@ -276,10 +277,10 @@ class GraphVariants:
         return self._within(variant, self._held(args), values)
 
     def _by_preference(self, args: Sequence[Any]) -> list[Variant]:
-        """Those that do not turn: what moves nothing, then what was made last.
+        """List the plans that do not turn: those that move nothing first, then the newest first.
 
-        Where a plan has weights on the host they are there to stay, and so is the plan; where none
-        of a call's weights is there, the plans that leave them where they are come first.
+        Once a plan has put weights on the host, they and the plan stay. If no weight of the call is
+        on the host, the plans that leave weights on the device come first.
         """
         newest = self.variants[-1]
         found = [v for v in reversed(self.variants) if not v.pipeline.turns]
@@ -291,21 +292,21 @@ class GraphVariants:
         return found
 
     def _have_left(self, args: Sequence[Any]) -> bool:
-        """Whether weights of the call are on the host because some plan has them there."""
+        """True if weights of the call are on the host because some plan has put them there."""
         return any(is_there_by_plan(args[i]) for i in self._in_order)
 
     def _held(self, args: Sequence[Any]) -> int:
         return self.books.held_beside(self.entry, self._binding(args)).in_step
 
     def _likely_held(self, args: Sequence[Any]) -> int:
-        """The same without models that have had their last step and wait to be collected."""
+        """Like `_held`, after collecting models that have had their last step."""
         if self._held(args):
             garbage.collect_models()
             self.books.invalidate()
         return self._held(args)
 
     def _surely_held(self, args: Sequence[Any]) -> int:
-        """The same without any that wait for it, those whose backward nobody will call included."""
+        """Like `_held`, after collecting all garbage, even forwards that will get no backward."""
         if self._held(args):
             let_go()
             garbage.collect()
@@ -313,8 +314,8 @@ class GraphVariants:
         return self._held(args)
 
     def _turning(self, args: Sequence[Any], values: tuple[int, ...]) -> Variant | None:
-        """Where this graph is one of several that keep more for backward together than there is
-        room for: the plan under which all that it keeps may leave. None: another plan will do."""
+        """Return a plan that lets everything saved for backward leave, if this graph is one of
+        several whose saved activations together exceed the budget. None if another plan will do."""
         assert self.budget is not None
         hosts = self._have_left(args)
         whole = self._by_preference(args)[-1] if hosts else self.variants[0]
@@ -347,11 +348,11 @@ class GraphVariants:
         return made if self._within(made, held, values) else None
 
     def _may_crowd(self, args: Sequence[Any], wanted: int, kept_bytes: int) -> bool:
-        """Whether in the first step something is better left free for graphs that may follow.
+        """True if the first step had better leave room for graphs that may follow.
 
-        What another graph's output goes into is one of several: those may have half of the budget.
-        What ends in no loss may be the first of several, unless one more like it would fit, and
-        something beside.
+        A graph that gets the output of another graph is one of several, and may take half of the
+        budget. A graph that does not end in a loss may be the first of several, unless another one
+        like it would fit with some room to spare.
         """
         assert self.budget is not None
         others = (x for i, x in enumerate(args) if i not in self.parameters)
@@ -366,7 +367,7 @@ class GraphVariants:
         return tuple(read(args) for _, read in self.symbols)
 
     def _reconsidered(self, variant: Variant, args: Sequence[Any]) -> Variant:
-        """A plan for what the steps so far have shown, if that is worth it."""
+        """Plan again from what the steps so far have shown, if that is worth it."""
         if variant.pipeline.turns:
             return variant
         held = self._held(args)
@@ -376,7 +377,7 @@ class GraphVariants:
         self._look_at_weights(args)
         try:
             made = self._make(held, self._sizes_of(args), settled=settled)
-        except Infeasible as error:  # not within what is left just now
+        except Infeasible as error:  # does not fit in what is free just now
             self.profile.note(f"the plan stays, since for another one: {error.reason}")
             return variant
         if variant.pipeline.report is not None:
@@ -384,8 +385,8 @@ class GraphVariants:
         return made
 
     def _tried(self, variant: Variant, args: Sequence[Any]) -> Variant:
-        """The plan, if the steps that were measured speak for it; see `trial`. Times of other
-        sizes, or on other hardware than was named, say nothing."""
+        """Return the plan, or a better one if the measured steps call for it; see `trial`. Measured
+        times mean nothing for other sizes or if a hardware profile was named."""
         pipeline, report = variant.pipeline, variant.pipeline.report
         if report is None or self.symbols or self.options.hardware is not None:
             return variant
@@ -411,8 +412,8 @@ class GraphVariants:
         return variant
 
     def _lanes_due(self, variant: Variant) -> bool:
-        """Whether lanes reach something else than this plan rests on; a profile that was named
-        says itself how fast they are."""
+        """True if lanes run at other speeds than this plan assumes. A named hardware profile
+        already states how fast they are."""
         report = variant.pipeline.report
         asked = self.options.hardware is None and self.profile.looked
         if not asked or report is None or report.fits:
@@ -421,12 +422,12 @@ class GraphVariants:
         return self.profile.lanes_due(machine, lanes_moved(self.target.runtime.key))
 
     def _look_at_weights(self, args: Sequence[Any]) -> None:
-        """Note which of them an optimizer updates during backward, and which must not leave."""
+        """Note which weights an optimizer updates during backward, and which must not leave."""
         self.updated = frozenset(i for i in self.parameters if updater_of(args[i]) is not None)
         self.fixed.look(args, self._in_order)
 
     def _without_fixed(self, variant: Variant, args: Sequence[Any]) -> Variant:
-        """Another plan, in place of one under which weights leave that must not."""
+        """Replace a plan that moves weights which must stay on the device."""
         self.fixed.look(args, variant.pipeline.places.hosted)
         fixed = self.fixed.indices
         gone = [v for v in self.variants if not fixed.isdisjoint(v.pipeline.places.hosted)]
@@ -482,7 +483,7 @@ class GraphVariants:
             executions=self.executions,
             symbols=tuple(symbol for symbol, _ in self.symbols),
         )
-        # lowering takes the graph it is given for its own
+        # lowering takes ownership of the graph that it is given
         graph, self.gm = self.gm, _copy(self.gm)
         try:
             if first_inputs is not None:
@@ -510,8 +511,8 @@ def _doubling(most: int) -> list[int]:
 
 
 def _on_its_own(context: TracingContext | None) -> TracingContext | None:
-    """The same context for one part of a graph that was cut up. As all of them share one, backward
-    would look there for notes of parts that were compiled right away."""
+    """Copy the context for one part of a split graph. All parts share one context, so backward
+    would look there for the notes of parts that were compiled right away."""
     made = copy.copy(context)
     if made is not None:
         made.ddp_optimizer_ctx = None
@@ -520,7 +521,7 @@ def _on_its_own(context: TracingContext | None) -> TracingContext | None:
 
 
 def _copy(gm: fx.GraphModule) -> fx.GraphModule:
-    """The same graph over the same attributes."""
+    """Copy the graph; share its attributes."""
     graph = fx.Graph()
     graph.output(graph.graph_copy(gm.graph, {}))
     made = fx.GraphModule(gm, graph)

@@ -1,4 +1,4 @@
-"""Refuses, before a step, ways of autograd that a graph which moves tensors cannot go."""
+"""Refuses, before a step, autograd features that do not work with graphs that move tensors."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ def refuse_foreign_autograd(graph: str) -> None:
             " backward anew, and cannot trace moves. Set torch._dynamo.config.compiled_autograd ="
             " False (leave compiled_autograd._enable) or raise `memory` until nothing moves."
         )
-    # With the argument True the hooks are told even while they are switched off inside a hook.
+    # The argument True returns the hooks even while they are disabled inside a hook.
     hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
-    # Checkpoint's own hooks keep no copy: they run forward again, which makes tickets anew.
+    # Checkpoint's own hooks keep no copy: they recompute forward, which makes new tickets.
     if hooks is not None and getattr(hooks[0], "__module__", "") != "torch.utils.checkpoint":
         name = getattr(hooks[0], "__qualname__", repr(hooks[0]))
         raise OffloadError(

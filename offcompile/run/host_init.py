@@ -1,4 +1,4 @@
-"""`with offcompile.host_init():` builds modules whose weights never lie on the device."""
+"""`with offcompile.host_init():` builds modules whose weights are never on the device."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ _Directory = str | os.PathLike[str]
 
 
 class host_init:
-    """Within it, parameters and large buffers are born on host memory, and initialised there.
+    """Allocates and initialises parameters and large buffers in host memory.
 
-    device: where the modules are to compute; None: CUDA if there is one, else the CPU. On CUDA
-    host memory is pinned memory that the GPU addresses; on the CPU it is a file's, mapped, in a
-    directory of `spill`. spill, host_memory: as the options of `torch.compile` (and the variables
-    `OFFCOMPILE_SPILL`, `OFFCOMPILE_HOST_MEMORY`); give both places the same.
+    device: where the modules will compute; None: CUDA if available, else the CPU. For CUDA, host
+    memory is pinned memory that the GPU can address; for the CPU, it is a file in a directory of
+    `spill`, memory-mapped. spill, host_memory: like the options of `torch.compile` (and the
+    variables `OFFCOMPILE_SPILL`, `OFFCOMPILE_HOST_MEMORY`); give the same values in both places.
 
-    It holds for the thread that enters it. It can be entered again, also inside itself.
+    Applies to the thread that enters it. Reusable and reentrant.
     """
 
     def __init__(

@@ -1,7 +1,7 @@
-"""From a captured graph to a running one: annotate → decide → order → rewrite, then lowering.
+"""Turns a captured graph into a running one: annotate → decide → order → rewrite → lower.
 
-One `Pipeline` is one compilation of one graph for given sizes and for what others hold; `backend`
-makes another when its plan no longer fits.
+One `Pipeline` is one compilation of one graph, for given sizes and given memory held by others.
+`compiled` makes another one when the plan no longer fits.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ from .step_recorder import StepRecorder
 from .survey import ProblemSource, values
 from .verifying import Verifying
 
-#: of the runtime's reserve, what each lane may take to pack in: at most four do
+#: each lane may pack in this fraction of the runtime's reserve; at most four lanes pack
 PACKING_SHARE = 4
 
 
@@ -74,49 +74,49 @@ class Pipeline:
     target: Target
     name: str
     entry: GraphUsage
-    #: which arguments of the captured function are parameters
+    #: indices of the arguments of the captured function that are parameters
     parameters: frozenset[int]
     held_bytes: int = 0
     sizes: Mapping[sympy.Symbol, int] = field(default_factory=dict)
-    #: argument → what people call it
+    #: argument → its readable name
     names: Mapping[int, str] = field(default_factory=dict)
-    #: which arguments have an optimizer that updates them during backward
+    #: arguments that an optimizer updates during backward
     updated: frozenset[int] = frozenset()
     report: PlanReport | None = None
-    #: what runs of the graph have shown of its tensors
+    #: observations from runs of the graph
     profile: Profile = field(default_factory=Profile)
-    #: a plan to use if the problem turns out to be the one that it was made for
+    #: a plan to reuse if the problem is the one that it was made for
     settled: Settled | None = None
-    #: the kind of device that the graph was traced on, where it is not the target's
+    #: the type of device that the graph was traced on, if other than the target's
     traced_on: str | None = None
-    #: whether a refusal is to name a budget for which there is a plan, which takes another search
+    #: True if a refusal should name a budget that has a plan, which takes another search
     explains: bool = True
-    #: whether all that the graph keeps for backward is to be able to leave
+    #: True if everything that the graph saves for backward must be able to leave
     turns: bool = False
-    #: whether all weights are to be on the host
+    #: True if all weights must be on the host
     hosts: bool = False
-    #: parameters that stay on the device because others rest on their memory
+    #: parameters that stay on the device because others share their memory
     fixed: frozenset[int] = frozenset()
-    #: runs of the graph among those of others
+    #: wraps runs of the graph, and bounds the keeper meanwhile
     executions: GraphRuns | None = None
     #: the graph's symbols, in the order of its arguments
     symbols: tuple[sympy.Symbol, ...] = ()
     _graphs: Graphs | None = None
     _needs: NeedsBySize | None = None
-    #: weight → which of the parameters it is
+    #: weight → its index among the parameters
     _weights: Mapping[str, int] = field(default_factory=dict)
-    #: whether the graph itself changes weights
+    #: True if the graph itself changes weights
     _changes_weights: bool = False
     _decided: Decided | None = None
     _recorder: StepRecorder | None = None
-    #: where the first step is held against the plain run
+    #: compares the first step with the plain run; None: no verification
     _verifying: Verifying | None = None
     _dtypes: Mapping[str, torch.dtype] = field(default_factory=dict)
-    #: storages that codecs may be used for
+    #: storages that codecs may pack
     _packable: frozenset[str] = frozenset()
-    #: storages that forward saves on the device for backward, output by output
+    #: for each saved output of forward, its storage; None if codecs may not pack it
     _saved: tuple[str | None, ...] = ()
-    #: the graph with a loss in pieces, until that is decided, and in how many it is now
+    #: offers to split the loss, until that is decided; then the number of pieces
     _splits: Splits | None = None
     _pieces: int | None = None
 
@@ -138,7 +138,7 @@ class Pipeline:
 
     @property
     def offers(self) -> Offers | None:
-        """Gradients that the graphs offer to an optimizer, once there is a plan."""
+        """Gradients that the graphs offer to an optimizer; set once there is a plan."""
         return self._planning.offers
 
     # --- hooks of the lowering ----------------------------------------------------------------
@@ -146,7 +146,7 @@ class Pipeline:
     def training(
         self, forward: fx.GraphModule, backward: fx.GraphModule, num_outputs: int, inputs: Any
     ) -> Halves | None:
-        """New graphs for forward and backward; None: they stay as they are."""
+        """Return new graphs for forward and backward; None if they stay unchanged."""
         made = self._plan(self._pair(forward, backward, num_outputs))
         if made is None:
             return None
@@ -159,14 +159,14 @@ class Pipeline:
         return None if made is None else made.forward
 
     def ready(self, phase: Phase, compiled: Compiled) -> Compiled:
-        """Time each run of a compiled graph."""
+        """Wrap a compiled graph to time, verify and account for each run."""
         report, recorder = self.report, self._recorder
         if report is None or recorder is None:
             return compiled
         garbage.compiled()
         observe = partial(report.observe, FORWARD if phase == "inference" else phase)
         clock = self._clock
-        # a step that fits keeps to its budget by itself only while freed memory goes back
+        # a step that fits stays within its budget only if freed memory goes back to the system
         budgeted = self.options.memory is not None and heap().keeps
         watched = self._kind == "cpu" and (not report.fits or budgeted)
 
@@ -236,11 +236,11 @@ class Pipeline:
         )
 
     def needs_at(self, sizes: tuple[int, ...]) -> Footprint:
-        """What the plan takes for these values of the graph's symbols."""
+        """Return the memory needs of the plan for these values of the graph's symbols."""
         return Footprint() if self._needs is None else self._needs.at(sizes)
 
     def knows_needs_at(self, sizes: tuple[int, ...]) -> bool:
-        """Whether that takes no reckoning."""
+        """True if `needs_at` is already computed for these sizes."""
         return self._needs is None or not sizes or sizes in self._needs.known
 
     def _peak_at(self, sizes: tuple[int, ...]) -> int:
@@ -269,22 +269,22 @@ class Pipeline:
 
     @property
     def lends(self) -> bool:
-        """Whether memory of what leaves may not be used again by the graph: it may stay."""
+        """True if buffers of evicted tensors must not be reused: the runtime may keep them."""
         return self.turns
 
     @property
     def _holds_saved(self) -> bool:
-        """Whether the plan counts all that forward saved from where backward begins."""
+        """True if, from the start of backward, the plan includes everything that forward saved."""
         assert self._decided is not None
         return self.turns and self._decided.result.policy == "turnover"
 
     @property
     def moves(self) -> bool:
-        """Whether anything leaves the device, or is not kept on it."""
+        """True if any tensor leaves the device or is recomputed."""
         return self.report is None or not self.report.fits
 
     def _direct_reads(self, phase: Phase) -> int:
-        """How many operands on the host the ops of this half use there."""
+        """Count the operands that ops of this half use in place on the host."""
         assert self.report is not None
         ops, half = self.report.problem.op, FORWARD if phase == "inference" else phase
         reads = (d for d in self.report.plan.directs if d.tensor in ops[d.op].reads)
@@ -311,7 +311,7 @@ class Pipeline:
         self._splits = splits
 
     def _settle(self, given: Graphs, tell: Tell) -> tuple[Graphs, Choice]:
-        """The graphs to plan, whole or with a loss in pieces, and the plan."""
+        """Return the graphs to plan, whole or with the loss in pieces, and the plan."""
         base, splits = self._planning, self._splits
         if splits is None or given.backward is None:
             return base.settle(given, self.updated, tell)
@@ -380,7 +380,7 @@ class Pipeline:
         self._dtypes = annotated.dtypes
         self._decided = decided
         if any(isinstance(v, torch.SymInt) for v in values(graphs)):
-            self._graphs = graphs  # other sizes will be reckoned on them
+            self._graphs = graphs  # needed to evaluate the plan at other sizes
         kept = decided.kept
         if kept is None:
             kept = kept_at_turn(annotated.problem, decided.result.timeline)
@@ -423,8 +423,8 @@ class Pipeline:
     def plan_only(
         self, forward: fx.GraphModule, backward: fx.GraphModule | None, num_outputs: int
     ) -> Decided:
-        """What would be decided about these graphs, which stay as they are: nothing is rewritten,
-        and nothing runs unless ops are measured. Raises `Infeasible`."""
+        """Return the decision for these graphs without rewriting them. Nothing runs unless ops are
+        measured. Raises `Infeasible`."""
         graphs = self._pair(forward, backward, num_outputs)
         _, choice = self._settle(graphs, lambda text: None)
         return choice.decided
@@ -436,7 +436,7 @@ class Pipeline:
         return self._planning.survey.annotate(graphs, None, lambda text: None).problem
 
     def budget(self) -> int | None:
-        """What the options leave this graph; None: the floor, which only a problem tells."""
+        """Bytes that the options leave this graph; None: as few as possible, found by planning."""
         return self._planning.budget()
 
     def _rewrite(self, graphs: Graphs, annotated: Annotated, decided: Decided) -> Graphs:
@@ -447,7 +447,7 @@ class Pipeline:
             if malloc_leaves_holes(os.environ):
                 tell_once("malloc of this glibc leaves holes between tensors: " + HINT)
         settings = self.target.runtime
-        # opens the spill files: what is wrong with them shows now
+        # opens the spill files, so that errors show now
         device = runtime_for(settings.key).device
         assert self.report is not None
         device.bound_packing(self, self.report.reserve_bytes // PACKING_SHARE)
@@ -475,7 +475,7 @@ class Pipeline:
         runtime_for(self.target.runtime.key).device.drain()
 
     def place_weights(self, arguments: Sequence[Any]) -> bool:
-        """Before a call. False: a weight that the plan has on the host cannot leave."""
+        """Place weights before a call. False if a hosted weight cannot leave."""
         if not self.places.place(arguments):
             return False
         if self.executions is not None:
@@ -483,10 +483,10 @@ class Pipeline:
             self.executions.weights = hosted
         return True
 
-    # --- what was seen --------------------------------------------------------------------------
+    # --- observations ---------------------------------------------------------------------------
 
     def reconsider(self, held_bytes: int) -> Settled | None:
-        """Another plan, if what runs have shown makes it worth compiling again; see `profiling`."""
+        """Plan again if what runs have shown makes it worth recompiling; see `profiling`."""
         if self.report is None or self._decided is None or self._decided.fits:
             return None
         again = replace(self._planning, held_bytes=held_bytes)
@@ -501,7 +501,7 @@ class Pipeline:
     # --- later sizes --------------------------------------------------------------------------
 
     def _problem_at(self, sizes: tuple[int, ...]) -> Problem:
-        """The step that was planned, at other sizes."""
+        """Build the planned step at other sizes."""
         assert self._graphs is not None
         planning, values = self._planning, dict(zip(self.symbols, sizes, strict=True))
         return planning.survey.problem(
@@ -510,20 +510,20 @@ class Pipeline:
 
 
 def _rounds(plan: Plan, machine: Machine) -> bool:
-    """Whether something does not come back as it left."""
+    """True if a move uses a lossy codec."""
     lossless = {codec.name for codec in machine.codecs if codec.lossless}
     return any(move.codec is not None and move.codec not in lossless for move in plan.moves)
 
 
 def _gradient_bytes_on_host(problem: Problem, plan: Plan) -> int:
-    """What a step's gradients take there; they come again with every step."""
+    """Bytes that the gradients of each step take on the host."""
     leaving = {d.tensor for d in plan.directs} | {m.tensor for m in plan.moves}
     gradients = (t for t in problem.tensors if t.kind == "gradient")
     return sum(t.nbytes for t in gradients if t.id in leaving)
 
 
 def _check_one_device(name: str, graphs: Graphs, device: torch.device) -> None:
-    """OffloadError for a graph on several accelerators, or on one that nothing can move from."""
+    """Raise OffloadError if the graph uses an accelerator other than `device`."""
     for _, module in graphs:
         for node in module.graph.nodes:
             value = node.meta.get("val")
@@ -544,6 +544,6 @@ def _tell_of_weights(name: str, verified: Verified | None, finding: str) -> None
 
 
 def _waiting(entry: weakref.ref[GraphUsage]) -> int:
-    """Forwards that wait for their backward. A report has this, and outlives its graph."""
+    """Count forwards that wait for their backward. Weak, since reports outlive their graph."""
     found = entry()
     return 0 if found is None else len(found.waiting())

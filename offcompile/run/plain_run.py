@@ -1,8 +1,8 @@
-"""A graph run op by op, holding nothing on the device but what the op at hand works on.
+"""Runs a graph op by op, keeping only the operands of the current op on the device.
 
-So it runs where the graph as a whole would not fit: what an op makes goes to the host, and what an
-op reads is brought back for it alone. Arguments stay where they are. On the CPU there is nowhere
-else to go.
+So it runs even if the graph as a whole would not fit: results of an op go to the host, and are
+brought back only for the ops that read them. Arguments stay where they are. On the CPU, results
+have nowhere else to go.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _HOST = torch.device("cpu")
 
 
 class PlainRun(fx.Interpreter):
-    """`rests`: whether results go to the host between ops."""
+    """Interprets a graph. `rests`: True if results go to the host between ops."""
 
     def __init__(self, module: fx.GraphModule, device: torch.device, rests: bool) -> None:
         super().__init__(module)
@@ -30,7 +30,7 @@ class PlainRun(fx.Interpreter):
         self._resting: set[fx.Node] = set()
 
     def __call__(self, arguments: Sequence[Any]) -> list[Any]:
-        """The graph's outputs; those that are arguments are the very objects."""
+        """Return the graph's outputs. Outputs that are arguments are the same objects."""
         results = self.run(*arguments, enable_io_processing=False)
         return list(results)
 
@@ -72,7 +72,7 @@ def _was_on(node: fx.Node, run: PlainRun) -> bool:
 
 
 def moved(x: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """A copy with the same strides, also where elements overlap or leave gaps."""
+    """Copy with the same strides, even if elements overlap or leave gaps."""
     if x.layout is not torch.strided:
         return x.to(device, copy=True)
     if x.numel() == 0:
@@ -84,7 +84,7 @@ def moved(x: torch.Tensor, device: torch.device) -> torch.Tensor:
 
 @contextmanager
 def random_state_kept(device: torch.device) -> Iterator[None]:
-    """What is drawn inside is drawn again afterwards."""
+    """Restore the random state on exit, so that the same numbers are drawn again."""
     restore: list[Callable[[], None]] = []
     host = torch.get_rng_state()
     restore.append(lambda: torch.set_rng_state(host))
@@ -99,7 +99,7 @@ def random_state_kept(device: torch.device) -> Iterator[None]:
 
 
 def own_random_numbers(module: fx.GraphModule) -> bool:
-    """Whether the graph draws them in Inductor's own way, which no op gives outside of it."""
+    """True if the graph draws random numbers by Inductor's own prims, which only it implements."""
     targets = (n.target for n in module.graph.nodes if n.op == "call_function")
     prims = [str(t) for t in targets if getattr(t, "namespace", "") == "prims"]
     return any(f"inductor_{what}" in name for name in prims for what in ("seed", "rand"))

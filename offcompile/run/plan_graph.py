@@ -1,4 +1,4 @@
-"""The decision for one graph: which kind of plan, and which plan."""
+"""Decides on the kind of plan for one graph, and on the plan."""
 
 from __future__ import annotations
 
@@ -40,41 +40,41 @@ from offcompile.runtime.memory.heap import address_space_is_limited
 
 from .survey import ProblemSource
 
-#: what of the user's may leave for the host beside activations
+#: kinds of the user's tensors that may leave for the host besides activations
 LEAVING = ("weight", "gradient")
-#: two more ops for each mask may take this much of a step where everything fits with them
+#: share of a step that packing and unpacking masks may take if everything fits with them packed
 BITS_COST = 0.02
-#: there is nothing to search for where all that can leave does
+#: little to search for: everything that can leave does
 TURNING_SECONDS = 0.2
 Tell = Callable[[str], None]
 
 
 @dataclass(eq=False)
 class Planning:
-    """Of what a survey found. Afterwards it says what else the decision rests on."""
+    """Plans a surveyed graph. `settle` also sets `survey`, `offers`, `in_place` and `stays`."""
 
     name: str
     survey: ProblemSource
-    #: bytes of the budget that others hold
+    #: bytes of the budget held by others
     held_bytes: int = 0
-    #: a plan to use if the problem turns out to be the one that it was made for
+    #: a plan to reuse if the problem is the one that it was made for
     settled: Settled | None = None
-    #: whether a refusal is to name a budget for which there is a plan, which takes another search
+    #: True if a refusal should name a budget that has a plan, which takes another search
     explains: bool = True
-    #: whether all that forward keeps for backward is to be able to leave
+    #: True if everything that forward saves for backward must be able to leave
     turns: bool = False
-    #: whether all weights are to be on the host, beside those of others
+    #: True if all weights must be on the host, like those of others
     hosts: bool = False
-    #: whether masks become bits without asking if a plan without that would be better
+    #: True if masks are packed as bits without checking if a plan without that would be better
     quick: bool = False
-    #: gradients that are offered to an optimizer from inside of the graphs
+    #: gradients that the graphs offer to an optimizer while they run
     offers: Offers | None = None
     in_place: InPlace | None = None
     #: weights that stay on the device although others are on the host
     stays: frozenset[str] = frozenset()
 
     def budget(self) -> int | None:
-        """What the options leave this graph; None: the floor, which only a problem tells."""
+        """Bytes that the options leave this graph; None: as few as possible, found by planning."""
         budget = self.survey.options.memory_bytes(self.survey.target.device_bytes)
         if budget is None:
             return None
@@ -90,7 +90,7 @@ class Planning:
         )
 
     def report(self, choice: Choice) -> PlanReport:
-        """What is known before anything runs."""
+        """Report what is known before anything runs."""
         annotated, decided, target = choice.annotated, choice.decided, self.survey.target
         budget, peak = self.budget(), decided.order.peak_bytes
         reserve = 0 if decided.fits else target.reserve_bytes(budget or peak)
@@ -114,7 +114,7 @@ class Planning:
         )
 
     def settle(self, graphs: Graphs, updated: frozenset[int], tell: Tell) -> tuple[Graphs, Choice]:
-        """The graphs to plan, and the plan. Where not everything fits, gradients are offered to
+        """Return the graphs to plan and the plan. If not everything fits, gradients are offered to
         the optimizer that updates during backward, if there is one.
 
         updated: arguments that have such an optimizer.
@@ -134,8 +134,8 @@ class Planning:
         return found or self._settle(graphs, plain, fits, updated, tell)
 
     def _turning(self, graphs: Graphs, plain: Annotated, budget: int | None, tell: Tell) -> Choice:
-        """A plan that moves all that backward gets of forward: within what the step takes alone if
-        there is so much, else within the budget."""
+        """Plan to move everything that backward gets from forward: within the memory that the step
+        needs alone if the budget allows that, else within the budget."""
         reserve, machine = self.survey.target.reserve_bytes, self.survey.machine
         enough = with_reserve(peak_alone(plain.problem, machine), reserve)
         if self.hosts or (budget is not None and enough > budget):
@@ -155,8 +155,8 @@ class Planning:
     def _settle_bits(
         self, graphs: Graphs, plain: Annotated, updated: frozenset[int], tell: Tell
     ) -> tuple[Graphs, Choice] | None:
-        """As `settle`, with masks saved as bits where that makes a better plan; None: there are
-        none that matter."""
+        """Like `settle`, with masks saved as bits if that makes a better plan; None if no masks
+        matter."""
         fuses, budget = self.survey.options.lowering == "inductor", self.budget()
         made = compact(graphs, hint_of(self.survey.sizes), fuses=fuses)
         if made is None or not made.matters:
@@ -196,7 +196,7 @@ class Planning:
         updated: frozenset[int],
         tell: Tell,
     ) -> bool:
-        """Whether a shorter search finds a plan for these graphs that beats the one there is."""
+        """True if a shorter search finds a plan for these graphs that beats `than`."""
         trial = replace(self, survey=replace(self.survey), explains=False)
         try:
             _, found = trial._settle(graphs, annotated, fits, updated, tell, TRIAL_SHARE)
@@ -220,7 +220,7 @@ class Planning:
     ) -> tuple[Graphs, Choice]:
         survey, budget = self.survey, self.budget()
         without: frozenset[str] = frozenset()
-        # on CUDA the host runs ahead of compute, and updates overlap it when backward has returned
+        # on CUDA the host runs ahead of compute, so updates overlap it once backward has returned
         while updated and survey.kind == "cpu" and not fits:
             offers = survey.with_offers(graphs, plain, updated, without)
             if offers is None:
@@ -243,7 +243,7 @@ class Planning:
         time_share: float = 1.0,
     ) -> Choice:
         survey = self.survey
-        #: plans of the step with its weights elsewhere, whose choices are tried
+        #: plans of the step with its weights placed differently, whose choices are tried
         known: list[Plan] = []
 
         def decided(
@@ -282,8 +282,8 @@ class Planning:
             return found if leaves else None
 
         def hosting() -> Choice | None:
-            """Every weight on the host, and half of the room left to the runtime's keeper if
-            there is a plan with the other half."""
+            """Put every weight on the host, and leave half of the room to the runtime's keeper if
+            the other half is enough for a plan."""
             found = on_host(frozenset()) if self.hosts else None
             if found is None or budget is None:
                 return None
@@ -291,7 +291,7 @@ class Planning:
                 floor_of(found.problem, survey.machine), survey.target.reserve_bytes
             )
             room = min(budget, max(floor, budget // 2))
-            # gradients of weights that leave for others had better leave as well
+            # if weights leave for others, their gradients had better leave as well
             ways = [(nbytes, ends) for ends in (True, False) for nbytes in (room, budget)]
             for nbytes, ends in dict.fromkeys(ways):
                 try:
@@ -311,7 +311,7 @@ class Planning:
                 to_floor=to_floor,
                 floor_of=partial(floor_of, machine_for=survey.machine),
                 must_leave=survey.options.gradient_reserve is not None,
-                # other policies are the papers', which do not know of it
+                # the other policies come from papers, which do not split
                 may_split=survey.options.policy.partition(":")[0] == "joint" and time_share == 1.0,
             )
 
@@ -320,7 +320,7 @@ class Planning:
         except Infeasible as error:
             if budget is None or self.turns or not self.explains:
                 raise
-            try:  # what the refusal says to do shall be enough
+            try:  # the advice in the refusal must be enough
                 least = chosen(True).decided.machine.tier[DEVICE].capacity_bytes
             except Infeasible:
                 raise error from None
@@ -375,8 +375,8 @@ class Planning:
     def _holes(self, problem: Problem, budget: int) -> Holes:
         survey = self.survey
         room, wanted_bytes = survey.target.room(budget), survey.target.holes_bytes(budget)
-        # costs that measured steps put right since then have it in them; and where addresses are
-        # limited, holes cost no time: the step that finds no place ends
+        # costs corrected by measured steps already include it; and if the address space is
+        # limited, holes cost no time: a step that finds no place fails
         us_per_mib = survey.touch_again_us_per_mib if survey.profile.factors is None else 0.0
         if room is None or not us_per_mib or problem.steady or address_space_is_limited():
             return Holes(wanted_bytes)
@@ -390,7 +390,7 @@ class Planning:
     def reconsider(
         self, made: Decided, problem: Problem, dtypes: Mapping[str, torch.dtype], tell: Tell
     ) -> tuple[str, Settled | None]:
-        """What runs have shown, in words, and another plan if that is worth compiling again.
+        """Describe what runs have shown, and return another plan if it is worth recompiling.
 
         made: the plan in use, for `problem`.
         """

@@ -1,11 +1,11 @@
-"""Writing down what compiled graphs run and touch, as a trace (`offcompile.ir.trace`).
+"""Records what compiled graphs run and touch, as a trace (`offcompile.ir.trace`).
 
     with offcompile.record("trace.json"):
         train()
 
-An execution is one half of a compiled graph with the parameters that it was called with; blocks
-are parameters, what forward saves for backward, and gradients, as the graph's problem has them:
-whatever was moved, or not. So what is recorded does not depend on the budget of the run.
+An execution is one half of a compiled graph with the parameters that it was called with. Blocks are
+parameters, activations saved for backward, and gradients, as listed in the graph's problem, moved
+or not. So the recording does not depend on the budget of the run.
 """
 
 from __future__ import annotations
@@ -34,11 +34,11 @@ from .accounts.books import ParameterSet, PendingBackward
 
 @dataclass(frozen=True)
 class Touched:
-    """What a compiled graph reads and writes that outlives one of its halves: id → bytes."""
+    """The tensors that a compiled graph reads and writes and that outlive one of its halves."""
 
-    #: weight → which argument of the graph it is, among the parameters; None: it is none of them
+    #: weight → its index among the parameters that the graph is called with; None: not one of them
     weights: Mapping[str, int | None]
-    #: weights that each half reads, in order
+    #: half → weights that it reads, in order
     read: Mapping[str, tuple[str, ...]]
     #: made in forward and used in backward
     saved: tuple[str, ...]
@@ -47,7 +47,7 @@ class Touched:
 
 
 def touched_by(problem: Problem, weights: Mapping[str, int]) -> Touched:
-    """`weights`: tensor → which of the graph's parameters it is."""
+    """List what a graph touches. `weights`: tensor → its index among the graph's parameters."""
     forward = [op for op in problem.ops if op.phase != BACKWARD]
     backward = [op for op in problem.ops if op.phase == BACKWARD]
     made = {t for op in forward for t in op.writes}
@@ -68,7 +68,7 @@ def touched_by(problem: Problem, weights: Mapping[str, int]) -> Touched:
 
 
 def weights_of(graphs: Graphs, annotated: Annotated, parameters: Sequence[int]) -> dict[str, int]:
-    """Tensor of the problem → which of the parameters that graphs were called with it is."""
+    """Map tensors of the problem to their index among the parameters of the graphs."""
     found = {}
     for node in graphs.forward.graph.find_nodes(op="placeholder"):
         storage = annotated.storage_of.get((FORWARD, node.name))
@@ -80,7 +80,7 @@ def weights_of(graphs: Graphs, annotated: Annotated, parameters: Sequence[int]) 
 
 @dataclass(eq=False)
 class _Forward:
-    """A forward whose backward has not run; `number`: which of those of its execution."""
+    """A forward whose backward has not run. `number` is unique among those of its execution."""
 
     execution: Hashable
     number: int
@@ -89,20 +89,20 @@ class _Forward:
 
 
 class Clock:
-    """Microseconds, without the time that compute has waited for moves."""
+    """Counts microseconds, without the time that compute has waited for moves."""
 
     def __init__(self) -> None:
         self._waited_us = 0.0
 
     def __call__(self) -> float:
         waited_us = sum(r.mover.tally.wait_us for r in runtimes())
-        # somebody may reset the counters
+        # the user may reset the counters
         self._waited_us = max(self._waited_us, waited_us)
         return now_ns() / 1000 - self._waited_us
 
 
 class Recording:
-    """What has run since it began."""
+    """Records the runs of compiled graphs and the blocks that they touch."""
 
     def __init__(self, most_runs: int = MOST_RUNS) -> None:
         self._recorder = Recorder(Clock(), most_runs)
@@ -119,7 +119,7 @@ class Recording:
     def running(
         self, graph: str, phase: str, binding: ParameterSet, touched: Touched, device: torch.device
     ) -> Iterator[None]:
-        """Around a run of one half of a graph, which is over on its device when this ends."""
+        """Wrap a run of one half of a graph; returns once its device has finished."""
         self._bury()
         if self._recorder.full:
             yield
@@ -144,7 +144,7 @@ class Recording:
             self._recorder.leave()
 
     def waits(self, one: PendingBackward | None) -> None:
-        """The forward that has just run waits for its backward; None: there will be none."""
+        """Note that the forward that has just run waits for its backward; None: it gets none."""
         newest, self._newest = self._newest, None
         if newest is not None and one is not None:
             newest.waits = weakref.ref(one)
@@ -176,7 +176,7 @@ class Recording:
                 return
 
     def _bury(self) -> None:
-        """Forwards whose outputs were dropped have no backward."""
+        """Forget forwards whose outputs were dropped: they get no backward."""
         for forward in list(self._forwards):
             if forward.waits is not None and forward.waits() is None:
                 self._forwards.remove(forward)
@@ -188,7 +188,7 @@ class Recording:
 
 
 def _finish(device: torch.device) -> None:
-    """Return when the device has done all that it was given: a time is of what it did."""
+    """Wait for the device to finish its queued work, so that times cover the work itself."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
 
@@ -197,7 +197,7 @@ _recordings: list[Recording] = []
 
 
 def recorded() -> Recording | None:
-    """The recording that goes on."""
+    """The recording in progress; None if there is none."""
     return _recordings[-1] if _recordings else None
 
 
@@ -205,8 +205,8 @@ def recorded() -> Recording | None:
 def record(path: str | Path, most_runs: int = MOST_RUNS) -> Iterator[Recording]:
     """Record what compiled graphs run meanwhile, and write it to `path` (.json, or .txt for lines).
 
-    The file is written in any case, also when the block raises. Longer recordings than `most_runs`
-    runs are cut off. One at a time.
+    The file is written even if the block raises. Recording stops after `most_runs` runs. Only one
+    recording at a time.
     """
     if _recordings:
         raise _refused("a recording goes on already; end it before another begins")

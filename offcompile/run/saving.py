@@ -1,4 +1,4 @@
-"""Checkpoints that are whole or not there: written beside, made durable, then put in place."""
+"""Atomic checkpoints: written to a temporary file, synced, then renamed into place."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ from offcompile.runtime.base.watchdog import calling, told
 
 _O_TMPFILE: int = getattr(os, "O_TMPFILE", 0)
 _DESCRIPTORS = Path("/proc/self/fd")
-#: what file systems say that have no files without a name
+#: errors of file systems that do not support O_TMPFILE
 _NO_TMPFILE = (errno.EOPNOTSUPP, errno.EISDIR, errno.EINVAL, errno.ENOENT)
 _FRUITLESS_TRIES = 8
 
 
 @dataclass(frozen=True)
 class Calls:
-    """What reaches the disk, so that a test can make it fail."""
+    """The system calls that reach the disk; tests replace them to inject failures."""
 
     write: Callable[[int, memoryview], int] = os.write
     fsync: Callable[[int], None] = os.fsync
@@ -34,12 +34,11 @@ class Calls:
 
 
 def save(obj: object, path: str | os.PathLike[str], *, calls: Calls | None = None) -> None:
-    """`torch.save` to a file that `torch.load` reads, whole or not at all.
+    """Save atomically with `torch.save`, to a file that `torch.load` reads.
 
-    When it returns, the file is on the disk. Whatever happens before (a full disk, a kill, a power
-    cut), the file that was at `path` is still there as it was. Tensors are written straight from
-    their memory, one after the other: no copy of them is made, but for those of another device,
-    one at a time.
+    When it returns, the file is on the disk. If anything fails before (a full disk, a kill, a power
+    cut), the file that was at `path` is unchanged. Tensors are written straight from their memory,
+    one after the other; only tensors of another device are copied, one at a time.
     """
     if not isinstance(path, (str, os.PathLike)):
         raise OffloadError(
@@ -47,7 +46,7 @@ def save(obj: object, path: str | os.PathLike[str], *, calls: Calls | None = Non
             "cannot be put in place as a whole; for that one use torch.save"
         )
     _check_links(Path(path).absolute())
-    # a link stays a link to the file
+    # follow a link, so that it stays a link to the file
     target = Path(os.path.realpath(path))
     if target.is_dir():
         raise OffloadError(f"{target} is a directory: give the path of a file in it")
@@ -72,7 +71,7 @@ def save(obj: object, path: str | os.PathLike[str], *, calls: Calls | None = Non
 
 
 class _Writer:
-    """What torch.save takes for a file. The first error is kept: torch may raise one of its own."""
+    """A file object for torch.save. Keeps the first error, since torch may raise its own."""
 
     def __init__(self, calls: Calls) -> None:
         self.descriptor = -1
@@ -82,7 +81,7 @@ class _Writer:
         self._calls = calls
 
     def write(self, data: bytes | memoryview) -> int:
-        # torch goes on after an error, to end the archive
+        # torch keeps writing after an error, to end the archive
         if self.error is not None:
             return 0
         view = memoryview(data).cast("B")
@@ -97,20 +96,20 @@ class _Writer:
                 done += moved
                 self.nbytes += moved
         except BaseException as error:
-            # also an interrupt: it is raised once torch has let go
+            # interrupts too: raised once torch has returned
             self.error = error
             return 0
         return len(view)
 
     def flush(self) -> None:
-        """Nothing is held back."""
+        """Do nothing: writes are unbuffered."""
 
 
 def _write(obj: object, writer: _Writer) -> None:
     try:
         torch.save(obj, writer)  # type: ignore[arg-type]
     except BaseException:
-        # torch tells of the bytes that are missing, or goes on
+        # torch reports the missing bytes, or goes on
         if writer.error is None:
             raise
     if writer.error is not None:
@@ -119,13 +118,13 @@ def _write(obj: object, writer: _Writer) -> None:
 
 @contextmanager
 def _beside(target: Path, calls: Calls) -> Iterator[int]:
-    """A new file, which takes the place of `target` if all goes well, and else leaves nothing."""
+    """Yield a new file that replaces `target` on success and is removed on failure."""
     mode = _mode_of(target)
     _sweep(target)
     part = target.with_name(f".{target.name[:200]}.{secrets.token_hex(4)}.part")
     descriptor, has_name = _open(target.parent, part)
     try:
-        # so that another process does not clear it away; some file systems have no locks
+        # keeps other processes from sweeping it away; some file systems have no locks
         with suppress(OSError):
             fcntl.flock(descriptor, fcntl.LOCK_EX)
         yield descriptor
@@ -144,7 +143,7 @@ def _beside(target: Path, calls: Calls) -> Iterator[int]:
 
 
 def _open(directory: Path, part: Path) -> tuple[int, bool]:
-    """A descriptor, and whether the file has its name already: a kill leaves no file without one"""
+    """Return a descriptor, and True if the file has a name. Unnamed files vanish with a kill."""
     if _O_TMPFILE and _DESCRIPTORS.exists():
         try:
             return os.open(directory, _O_TMPFILE | os.O_RDWR | os.O_CLOEXEC, 0o666), False
@@ -156,16 +155,16 @@ def _open(directory: Path, part: Path) -> tuple[int, bool]:
 
 
 def _sweep(target: Path) -> None:
-    """Remove what killed processes left: parts that nobody who lives has locked."""
+    """Remove partial files of killed processes: those that no live process has locked."""
     prefix = f".{target.name[:200]}."
     try:
         names = os.listdir(target.parent)
     except PermissionError:
-        return  # one may write to a directory that one may not list
+        return  # a directory can be writable but not listable
     for name in names:
         if name.startswith(prefix) and name.endswith(".part") and len(name) == len(prefix) + 13:
             left = target.with_name(name)
-            # another user may have put anything there: a pipe would hold us up, a link lead away
+            # another user may have put anything there: a pipe would block us, a link lead elsewhere
             flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
             with suppress(OSError), open(os.open(left, flags), "rb") as part:
                 if os.fstat(part.fileno()).st_uid == os.geteuid():
@@ -176,7 +175,7 @@ def _sweep(target: Path) -> None:
 def _name(descriptor: int, part: Path) -> None:
     directory = os.open(part.parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
-        # naming a folder makes the system follow the link in /proc to the file behind it
+        # with directory descriptors, Linux follows the link in /proc to the file behind it
         os.link(
             str(_DESCRIPTORS / str(descriptor)),
             part.name,
@@ -189,7 +188,7 @@ def _name(descriptor: int, part: Path) -> None:
 
 
 def _mode_of(target: Path) -> int | None:
-    """The rights of the file that is replaced, if it is ours; else the umask decides."""
+    """The permissions of the replaced file if we own it; None: the umask decides."""
     try:
         told = target.stat()
     except FileNotFoundError:
@@ -198,15 +197,15 @@ def _mode_of(target: Path) -> int | None:
 
 
 def _check_links(path: Path) -> None:
-    """Refuse links that another user put where anyone may put one, as the kernel's own guard does.
+    """Refuse links of other users in world-writable directories, as the kernel's guard does.
 
-    We resolve links before we open anything, so that guard never sees them.
+    That guard never sees these links, because we resolve them before we open anything.
     """
     for place in (path, *path.parents):
         try:
             link, around = place.lstat(), place.parent.stat()
         except OSError:
-            continue  # what is not there leads nowhere; opening it tells
+            continue  # a missing path leads nowhere; opening it will fail
         open_to_all = stat.S_ISLNK(link.st_mode) and around.st_mode & stat.S_IWOTH
         if open_to_all and link.st_uid not in (os.geteuid(), around.st_uid):
             raise OffloadError(

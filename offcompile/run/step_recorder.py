@@ -1,7 +1,7 @@
-"""Recording steps of one compiled graph as they run: the last few, whose median is shown.
+"""Records the last few steps of one compiled graph as they run; reports show the median.
 
-A step is a forward and the backward that belongs to it. Where that is not certain (several
-forwards before a backward, one graph on several threads) nothing is recorded.
+A step is a forward and its backward. If the pairing is not certain (several forwards before a
+backward, one graph on several threads), nothing is recorded.
 """
 
 from __future__ import annotations
@@ -20,15 +20,15 @@ from offcompile.planning.order import ProgramStep, Run, Start
 from offcompile.runtime.base.clock import Clock
 from offcompile.runtime.device.listening import MoveListener, listening, profiled, profiling
 
-#: the median of so many is shown
+#: number of steps whose median is shown
 STEPS_KEPT = 5
-#: recorded at the beginning where that costs something; the first of them warm up
+#: steps recorded at the beginning if recording costs time; the first of them warm up
 STEPS_AT_FIRST = 8
 
 
 @dataclass(eq=False)
 class _Half:
-    """One run of one half; the forward that it belongs to."""
+    """One run of one half. `forward`: for a backward, its forward."""
 
     listener: MoveListener
     forward: _Half | None = None
@@ -37,8 +37,8 @@ class _Half:
 
 
 class StepRecorder:
-    """`steps`: the program that runs; `waiting`: how many forwards wait for their backward;
-    `names`: move → what a profile calls it."""
+    """Records steps. `steps`: the program that runs; `waiting`: counts the forwards that wait for
+    their backward; `names`: move → its name in a profile."""
 
     def __init__(
         self,
@@ -53,10 +53,10 @@ class StepRecorder:
         self._names = names or {}
         self._lock = threading.Lock()
         self._left = STEPS_AT_FIRST
-        #: begun, or over and waiting for its backward
+        #: the forward that runs, or that waits for its backward
         self._forward: _Half | None = None
         self._kept: deque[_Half] = deque(maxlen=STEPS_KEPT)
-        #: steps so far
+        #: number of steps so far
         self.recorded = 0
 
     def watch(self, steps: int) -> None:
@@ -65,7 +65,7 @@ class StepRecorder:
 
     @contextmanager
     def running(self, phase: str) -> Iterator[None]:
-        """Around a run of a half (`inference`: of a whole graph)."""
+        """Wrap a run of one half (`inference`: of a whole graph)."""
         half = self._begin(phase)
         seen = profiling()
         heard = None if half is None else half.listener
@@ -87,7 +87,7 @@ class StepRecorder:
         return MoveListener(self._clock.start, self._names)
 
     def _begin(self, phase: str) -> _Half | None:
-        """What is to be recorded of this run; None: nothing."""
+        """Start recording this run; None if it is not recorded."""
         with self._lock:
             waiting, self._forward = self._forward, None
             if phase == BACKWARD:
@@ -105,7 +105,7 @@ class StepRecorder:
                 self._forward = half
             return half
 
-    # --- afterwards -----------------------------------------------------------------------------
+    # --- evaluation -----------------------------------------------------------------------------
 
     def median(self) -> MeasuredStep | None:
         found = [step for last in tuple(self._kept) if (step := self._measured(last)) is not None]
@@ -113,7 +113,7 @@ class StepRecorder:
         return found[(len(found) - 1) // 2] if found else None
 
     def _measured(self, last: _Half) -> MeasuredStep | None:
-        """None: on the device it is not over."""
+        """Evaluate a step; None if the device has not finished it."""
         halves = (last,) if last.forward is None else (last.forward, last)
         try:
             return _Measuring(self._clock, halves, self._before).step()
@@ -122,7 +122,7 @@ class StepRecorder:
 
     @cached_property
     def _before(self) -> Mapping[tuple[str, bool], str]:
-        """(move, whether it is yet to begin) → the op that waits for it with it."""
+        """(move, True for its start) → the op that runs next after that step of the program."""
         found: dict[tuple[str, bool], str] = {}
         op = ""
         for step in reversed(self._steps):
@@ -138,7 +138,7 @@ class _NotOver(Exception):
 
 
 class _Measuring:
-    """One step's instants as nanoseconds since its start, without what lies between the halves."""
+    """Converts instants of one step to ns since its start, without the gap between the halves."""
 
     def __init__(
         self, clock: Clock, halves: Sequence[_Half], before: Mapping[tuple[str, bool], str]

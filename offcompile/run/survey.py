@@ -1,4 +1,4 @@
-"""What is known of a captured graph before anything is decided: its costs, as a Problem."""
+"""Surveys a captured graph before planning: measures its costs and makes a Problem of it."""
 
 from __future__ import annotations
 
@@ -36,23 +36,23 @@ LEAST_ROOM_BYTES = 16 << 20
 
 @dataclass(eq=False)
 class ProblemSource:
-    """Of one graph for given sizes. `target` is replaced once rates of codecs are known."""
+    """The survey of one graph for given sizes. `target` is replaced once codec rates are known."""
 
     options: Options
     target: Target
-    #: what runs of the graph have shown of its tensors
+    #: observations from runs of the graph
     profile: Profile
-    #: the kind of device that the graph was traced on
+    #: the type of device that the graph was traced on
     kind: str
     sizes: Mapping[sympy.Symbol, int] = field(default_factory=dict)
     _costs: dict[Place, OpCost] = field(default_factory=dict)
     _min_move: int = LEAST_MOVE_BYTES
-    #: what it takes to touch memory that went back to the system; 0: not measured
+    #: time to touch memory that went back to the system; 0: not measured
     _touch_us_per_mib: float = 0.0
-    #: what has measured the costs, until it has measured them on the host too
+    #: the model that measured the costs, until it has measured them with operands on the host too
     _unmeasured: CostModel | None = None
     _codecs_known: bool = False
-    #: what was known of costs' correctness when this was planned
+    #: the cost corrections that were known when this was planned
     costs_as_planned: Factors | None = None
 
     def __post_init__(self) -> None:
@@ -60,28 +60,29 @@ class ProblemSource:
 
     @property
     def touch_again_us_per_mib(self) -> float:
-        """Costs that measured steps have put right have it in them."""
+        """Time to touch returned memory; 0 if corrections by measured steps already include it."""
         return self._touch_us_per_mib if self.costs_as_planned is None else 0.0
 
     def learn_codecs(self) -> None:
-        """Measure how fast they are, where that may matter and no profile says it."""
+        """Measure the speed of codecs, if it may matter and no profile gives it."""
         asked = self.options.lossy is not None or self.profile.shows_zeros
         if asked and self.options.hardware is None and not self._codecs_known:
             self.target, self._codecs_known = self.target.with_codecs(), True
 
     def machine(self, device_bytes: int) -> Machine:
-        """With lanes as fast as they turned out to be."""
+        """The target machine, with lanes as fast as measured."""
         machine = self.profile.lanes.applied(self.target.machine(device_bytes))
         return with_combinations(machine, self.options.lossy)
 
     def apart(self, graphs: Graphs) -> Graphs:
-        """The graphs with ops taken apart of which only a part may run again."""
+        """Split ops of which only a part may be recomputed, like dropout."""
         return in_two_parts(graphs)
 
     def annotate(
         self, graphs: Graphs, budget: int | None, progress: Callable[[str], None]
     ) -> Annotated:
-        """The step with everything at home. Large ops are measured unless a profile is named."""
+        """Annotate the step with all tensors on the device. Measures large ops, unless a hardware
+        profile is named."""
         hint = hint_of(self.sizes)
         standing = standing_bytes(graphs, hint, self.kind)
         measure = self.options.hardware is None
@@ -108,7 +109,7 @@ class ProblemSource:
         return self.problem(graphs)
 
     def measure_in_place(self, graphs: Graphs, in_place: InPlace) -> None:
-        """Have the costs say what ops take with weights and gradients on the host."""
+        """Add to the costs the times of ops with weights and gradients on the host."""
         model, self._unmeasured = self._unmeasured, None
         if model is None or not model.measure:
             return
@@ -131,9 +132,9 @@ class ProblemSource:
         stays: frozenset[str] = frozenset(),
         hint: Hint | None = None,
     ) -> Annotated:
-        """The step as `annotate` sees it, with kernels that fuse as one op, and ratios of codecs.
+        """Annotate the step again, with fused kernels as one op, and with compression ratios.
 
-        `hint`: sizes other than those that the plan is made for.
+        `hint`: sizes, if other than those that the plan is made for.
         """
         found = self.annotated(graphs, in_place, stays, hint or hint_of(self.sizes))
         if self.options.lowering == "inductor":
@@ -147,13 +148,13 @@ class ProblemSource:
     def annotated(
         self, graphs: Graphs, in_place: InPlace | None, stays: frozenset[str], hint: Hint
     ) -> Annotated:
-        """Node by node."""
+        """Annotate the step node by node, without fusion."""
         return annotate(graphs, self._costs, hint, self._min_move, in_place, stays)
 
     def with_offers(
         self, graphs: Graphs, plain: Annotated, wanted: frozenset[int], without: frozenset[str]
     ) -> Offers | None:
-        """The graphs with gradients of these arguments offered to an optimizer."""
+        """Make the graphs offer the gradients of these arguments to an optimizer."""
         hint, key = hint_of(self.sizes), self.target.runtime.key
         made = with_offers(graphs, plain, wanted, hint, self._min_move, key, without)
         if made is not None:
@@ -163,9 +164,9 @@ class ProblemSource:
 
 
 def standing_bytes(graphs: Graphs, hint: Hint, kind: str) -> int:
-    """What is there on such a device before the step: of what forward is given, each memory once.
+    """Bytes on a device of that type before the step: arguments of forward, each storage once.
 
-    What backward is given besides comes of forward, and is not there yet.
+    Other arguments of backward are made by forward, and do not exist yet.
     """
     made: dict[int, int] = {}
     for node in graphs.forward.graph.find_nodes(op="placeholder"):
@@ -178,5 +179,5 @@ def standing_bytes(graphs: Graphs, hint: Hint, kind: str) -> int:
 
 
 def values(graphs: Graphs) -> Iterator[object]:
-    """What the placeholders of both graphs stand for."""
+    """The traced values of the placeholders of both graphs."""
     return (n.meta.get("val") for _, m in graphs for n in m.graph.find_nodes(op="placeholder"))

@@ -1,8 +1,8 @@
-"""A plan on trial: what its first measured steps say of it, and what comes of that.
+"""Judges a plan by its first measured steps.
 
-Once a plan has run a few steps, they tell what its ops take and how long the whole is. Then the
-costs may be put right and the step planned again (`profiling`), a plan that turned out slower than
-the one before it is given up, and people are told: one line, and one warning where reality is far
+Once a plan has run a few steps, their measurements show the times of its ops and of the whole step.
+Then the costs may be corrected and the step planned again (`profiling`), a plan slower than its
+predecessor is given up, and the user is told: one line, and one warning if the measured time is far
 from the plan.
 """
 
@@ -23,40 +23,40 @@ from offcompile.runtime.memory.heap import heap
 
 #: recorded steps of a plan before it is judged: the first of them warms up
 STEPS_BEFORE = 6
-#: a new plan whose measured step is longer than the former one's by this factor is given up
+#: a new plan is given up if its measured step is longer than its predecessor's by this factor
 LOSES = 1.1
-#: measured over planned beyond which people are warned
+#: ratios of measured to planned time beyond which the user is warned
 SLOWER, FASTER = 1.25, 0.6
-#: shorter steps are not planned again for their costs, nor warned of: calls are most of them
+#: shorter steps, dominated by call overhead, get no replanning for costs and no warning
 LEAST_STEP_NS = 10_000_000
-#: recorded steps after which a plan that was judged is looked at again
+#: recorded steps after which a judged plan is checked again
 LOOK_EVERY = 50
-#: times that a plan's measured step is asked for where there is none to be sure of
+#: most attempts to get a plan's measured step before it is judged without
 MOST_ASKED = 5
-#: times a step that free memory goes back to the system beyond which that is what takes the time
+#: trims of free memory per step beyond which they are blamed for a slow step
 MANY_TRIMS = 3.0
 REFRESH = "`offcompile doctor --refresh` measures lanes again and forgets what ops took"
 
 
 @dataclass
 class Trial:
-    """Of one captured graph. To be asked between steps."""
+    """The trial of one captured graph's plans. Call it between steps."""
 
-    #: how often this process has given free memory back
+    #: number of times that this process has returned free memory to the system
     trims: Callable[[], int] = lambda: heap().trims
-    #: of the plan in use, the first recorded step that was seen, and the trims until then
+    #: the plan in use, its recorded steps when first seen, and the trims until then
     _counted: tuple[PlanReport, int, int] | None = None
-    #: of the plan in use
+    #: the plan that was judged
     _judged: PlanReport | None = None
     _asked: int = 0
     _look_at: int = 0
-    #: the plan that was in use before, and its measured step
+    #: the previous plan, and its measured step in ns
     _former: tuple[PlanReport, int] | None = None
-    #: plans that were given up for the one before
+    #: number of plans given up for their predecessor
     given_up: int = 0
 
     def due(self, report: PlanReport, recorded: int) -> MeasuredStep | None:
-        """The measured step of a plan that has run often enough to be judged; each is once."""
+        """Return the measured step of a plan once it has run often enough, once per plan."""
         if recorded and (self._counted is None or self._counted[0] is not report):
             self._counted = report, recorded, self.trims()
         if report is self._judged:
@@ -72,12 +72,12 @@ class Trial:
         return step
 
     def replaced(self, report: PlanReport) -> None:
-        """Another plan takes this one's place."""
+        """Note that another plan replaces this one."""
         step = report.measured_step
         self._former = None if step is None else (report, step.step_ns)
 
     def loses_to(self, report: PlanReport, step: MeasuredStep) -> tuple[PlanReport, str] | None:
-        """The plan to go back to, and why in words: its own steps were shorter. Once a graph."""
+        """Return the previous plan and the reason, if its steps were shorter. Once per graph."""
         if self._former is None or self.given_up:
             return None
         former, former_ns = self._former
@@ -89,7 +89,7 @@ class Trial:
         return former, f"{report.name} takes {times}: back to that"
 
     def factors(self, report: PlanReport, step: MeasuredStep) -> Factors | None:
-        """What ops take over their costs; None: it cannot be told, or steps are too short."""
+        """Return the ratios of measured to planned op times; None if unknown or steps too short."""
         found = factors_of(report.problem, report.plan, report.timeline, step)
         if found is None:
             return None
@@ -101,7 +101,7 @@ class Trial:
         return found if step.step_ns >= LEAST_STEP_NS else None
 
     def tell(self, report: PlanReport, step: MeasuredStep, recorded: int = 0) -> None:
-        """The one line of a run, and the warning if reality is far from the plan."""
+        """Print the one line per process, and warn if the measured time is far from the plan."""
         if report.fits:
             return
         if first_time("a plan that runs"):

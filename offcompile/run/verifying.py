@@ -1,9 +1,9 @@
-"""`verify=True`: a plan's first step is run plainly too, and all that it gives is compared.
+"""`verify=True`: runs a plan's first step without the plan too, and compares all results.
 
-The plain run is that of the graphs before anything was rewritten, op by op (`plain_run`), with the
-same random numbers and on copies of what the graph updates in place. Its own saved tensors go into
-its backward, so what a move has spoilt shows in the gradients. A forward whose loss is dropped
-counts for nothing: the next one is looked at again.
+The plain run executes the graphs as they were before any rewriting, op by op (`plain_run`), with
+the same random numbers and on copies of the tensors that the graph updates in place. Its own saved
+tensors go into its backward, so data corrupted by a move shows in the gradients. A forward whose
+loss is dropped does not count: the next one is compared instead.
 """
 
 from __future__ import annotations
@@ -36,26 +36,26 @@ OWN_NUMBERS = (
     "not compared, because Inductor draws its random numbers in its own way; set"
     " torch._inductor.config.fallback_random = True to have it compared"
 )
-#: to be called with what the compiled run gave
+#: called with the outputs of the compiled run
 Check = Callable[[Sequence[Any]], None]
 
 
 def nothing_to_check(result: Sequence[Any]) -> None:
-    """Where a run is not compared."""
+    """Do nothing: this run is not compared."""
 
 
 @dataclass(eq=False)
 class _Pending:
-    """A forward that was compared, and whose backward has not come."""
+    """A forward that was compared and whose backward has not run."""
 
-    #: what it saved, as the plain run did, by the name of its node
+    #: values that the plain run saved, by node name
     saved: Mapping[str, Any]
     #: storages that the compiled run saved
     marks: Mapping[int, StorageWeakRef]
 
     @property
     def dropped(self) -> bool:
-        """Whether nobody can ask for its backward any more."""
+        """True if its backward can no longer be called."""
         return any(ref.expired() for ref in self.marks.values())  # type: ignore[no-untyped-call]
 
     def is_forward_of(self, arguments: Sequence[Any]) -> bool:
@@ -65,7 +65,7 @@ class _Pending:
 
 @dataclass(eq=False)
 class Verifying:
-    """Of one plan. `given`: the graphs before they are rewritten; `labels`: of their nodes."""
+    """Verifies one plan. `given`: the graphs before rewriting; `labels`: labels of their nodes."""
 
     name: str
     given: Graphs
@@ -76,12 +76,12 @@ class Verifying:
     _done: bool = field(default=False, init=False)
 
     def __post_init__(self) -> None:
-        # a compiler takes the graphs for its own
+        # a compiler takes ownership of the graphs
         backward = None if self.given.backward is None else copied(self.given.backward)
         self._forward, self._backward = copied(self.given.forward), backward
 
     def begin(self, phase: str, arguments: Sequence[Any]) -> Check:
-        """Run one half plainly, if it is to be compared; before the compiled run."""
+        """Run one half without the plan if it is to be compared. Call before the compiled run."""
         if self._done:
             return nothing_to_check
         if own_random_numbers(self._forward):
@@ -140,7 +140,7 @@ class Verifying:
         nodes = backward.graph.find_nodes(op="placeholder")
         tangents = [n for n in nodes if n.name not in pending.saved]
         given = dict(pending.saved)
-        if tangents:  # they come last, whatever comes in place of what was saved
+        if tangents:  # they come last, whatever stands in for the saved tensors
             late = arguments[-len(tangents) :]
             given |= {n.name: x for n, x in zip(tangents, late, strict=True)}
         expected = self._run(backward, [given[n.name] for n in nodes])

@@ -1,4 +1,4 @@
-"""What a plan does: exact timeline, peak per tier, stalls (contract §2)."""
+"""Simulates a plan: exact timeline, peak per tier, stalls (contract §2)."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from .engine import Engine
 __all__ = ["Simulator", "simulate"]
 
 
-#: searches come back to plans that they have tried: so many of the last ones are not run again
+#: number of recent timelines to keep, as searches come back to plans that they have tried
 MOST_KNOWN = 16
 
 
@@ -23,9 +23,9 @@ class Simulator:
         self._known: dict[tuple[object, ...], tuple[Plan, Timeline]] = {}
 
     def run(self, plan: Plan, record: bool = True) -> Timeline:
-        """The timeline of a plan whose structure is lawful.
+        """Returns the timeline of a plan that passes `check_structure`.
 
-        Without `record` no freed copies are listed, and stalls do not say what they waited for.
+        Without `record`, the timeline lists no freed copies, and stalls lack their reasons.
         """
         likeness = record, len(plan.drops), tuple(m.start_after for m in plan.moves)
         known = self._known.get(likeness)
@@ -81,7 +81,7 @@ def _makespan(engine: Engine) -> tuple[int, str | None]:
 
 
 def simulate(problem: Problem, machine: Machine, plan: Plan, record: bool = True) -> Timeline:
-    """Run `plan` by the contract. A bad plan gives a timeline with `violations`, never a raise."""
+    """Runs `plan` by the contract. For a bad plan the timeline has `violations`; never raises."""
     from offcompile.ir.verify import check_structure
 
     wrong = check_structure(problem, machine, plan)

@@ -57,7 +57,7 @@ class CompiledProblem:
             for o in problem.ops
         ]
         self.lane_index = {lane.name: i for i, lane in enumerate(machine.lanes)}
-        #: per op: what it touches, and whether that is a pure write
+        #: per op: the tensors that it touches, each with True if it is only written
         self.op_touches = [
             tuple((t, t not in reads) for t in dict.fromkeys(reads + writes))
             for reads, writes in zip(self.op_reads, self.op_writes, strict=True)
@@ -66,11 +66,11 @@ class CompiledProblem:
         self._in_place = {self.tensor_index[t] for t in problem.in_place_ids}
         self._tolls = any(lane.toll_us or lane.toll_share for lane in machine.lanes)
         self._moves: dict[tuple[str, str, str | None], tuple[int, int]] = {}
-        #: figures of moves already met
+        #: figures of the moves seen so far
         self.transfers: dict[tuple[str, str, str, str, str | None], MoveFigures] = {}
-        #: orders of runs already met
+        #: recently used orders of runs
         self.orders: dict[Choices, RunOrder] = {}
-        #: (op, whether on the host) → its figures, with nothing in place
+        #: (op, True if on the host) → its figures without in-place access
         self.runs: dict[tuple[int, bool], Figures] = {}
 
     def key(self, tensor: str, tier: str) -> int:
@@ -95,7 +95,7 @@ class CompiledProblem:
         return found
 
     def toll_ns(self, plan: CompiledPlan, makespan_ns: int) -> float:
-        """What a step's moves take from compute: nothing while it has nothing to do."""
+        """The compute time that a step's moves cost, except while compute is idle."""
         if not self._tolls:
             return 0.0
         lanes, each_ns, copied_ns, shared_ns = self.machine.lanes, 0.0, 0, 0.0
@@ -113,22 +113,22 @@ class CompiledProblem:
 
 @dataclass(slots=True)
 class Run:
-    """One run of an op in a step: plain, again as a recomputation, or as a host update."""
+    """One run of an op in a step: an ordinary one, a recomputation, or a host update."""
 
     id: str
-    index: int  # its place on its own compute lane
-    number: int  # its own among the runs of both
+    index: int  # its position on its own compute lane
+    number: int  # its number among the runs of both lanes
     on_host: bool
     duration_ns: int
     workspace: int
     reads: tuple[int, ...]  # copies that must be valid
-    host_reads: frozenset[int]  # those of them that are accessed in place on the host
+    host_reads: frozenset[int]  # the subset accessed in place on the host
     writes: tuple[int, ...]  # copies that are written
     tensors: tuple[int, ...]
     written: tuple[int, ...]
-    mortal: tuple[int, ...]  # those that end by themselves
-    outputs: tuple[tuple[int, bool, int], ...]  # copies written, whether on the device, bytes
-    #: how many runs of the other compute lane must have ended in this step
+    mortal: tuple[int, ...]  # the tensors that end by themselves
+    outputs: tuple[tuple[int, bool, int], ...]  # copies written: key, True if on device, bytes
+    #: number of runs of the other compute lane that must have ended in this step
     other_lane_runs: int = 0
 
 
@@ -154,7 +154,7 @@ class Transfer:
     drops: list[int] = field(default_factory=list)
 
 
-#: what does not change from run to run of an op: the fields of `Run` from its duration on
+#: constant for all runs of an op: the fields of `Run` from its duration on
 Figures = tuple[
     int,
     int,
@@ -166,16 +166,16 @@ Figures = tuple[
     tuple[int, ...],
     tuple[tuple[int, bool, int], ...],
 ]
-#: and of a move: the fields of `Transfer` from its tensor to its lane
+#: constant for a move: the fields of `Transfer` from its tensor to its lane
 MoveFigures = tuple[int, int, int, int, bool, bool, int, int, int, int]
-#: what of a plan says which runs there are
+#: the parts of a plan that determine its runs
 Choices = tuple[tuple[Direct, ...], tuple[Recompute, ...], tuple[Update, ...]]
-#: orders of runs kept of one problem
+#: number of orders of runs kept per problem
 MOST_ORDERS = 4
 
 
 class RunOrder:
-    """The runs of a step, which directs, recomputations and host updates settle."""
+    """The runs of a step, as determined by directs, recomputations and host updates."""
 
     def __init__(self, base: CompiledProblem, plan: Plan) -> None:
         problem = base.problem
@@ -189,7 +189,7 @@ class RunOrder:
 
         self.runs: list[Run] = []
         self.updates: list[Run] = []
-        #: per tensor, in listed order: is each access a pure write?
+        #: per tensor, in listed order: True for each access that only writes
         self.accesses: list[list[bool]] = [[] for _ in base.nbytes]
         self.where: dict[str, tuple[str, int]] = {}
         accesses, none = self.accesses, set[int]()
@@ -231,7 +231,7 @@ class RunOrder:
 
 
 class CompiledPlan:
-    """A plan whose structure is lawful (`verify.check_structure`), in integers."""
+    """A plan that passes `verify.check_structure`, in integers."""
 
     def __init__(self, base: CompiledProblem, plan: Plan) -> None:
         self.base = base
@@ -240,7 +240,7 @@ class CompiledPlan:
         self.runs, self.updates, self.accesses = order.runs, order.updates, order.accesses
         where = order.where
         self.moves = [self._transfer(i, m) for i, m in enumerate(plan.moves)]
-        #: by number of the run: moves that it waits for, and drops after it
+        #: by number of the run: moves that it waits for, and drops that follow it
         self.before_moves: dict[int, list[int]] = {}
         self.run_drops: dict[int, list[int]] = {}
         move_index = {m.id: i for i, m in enumerate(plan.moves)}
@@ -280,8 +280,8 @@ class CompiledPlan:
         return Transfer(m.id, index, *known, wraps=m.wraps)
 
     def _start_copies(self) -> list[tuple[int, int, int]]:
-        """(copy, bytes, codec) of the settled state; what a compressed move left is compressed."""
-        # only a steady step has one before it whose moves may have left a copy compressed
+        """(copy, bytes, codec) of the settled state; compressed moves leave compressed copies."""
+        # only in a steady problem can moves of the previous step have left a compressed copy
         steady = self.base.problem.steady
         left_by = {t.target: t for t in self.moves if steady and not t.to_device}
         copies = []

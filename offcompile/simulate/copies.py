@@ -1,4 +1,4 @@
-"""The copies of every tensor on every tier: what is held, what is valid, and when one may go."""
+"""The copies of every tensor on every tier: their bytes, validity, and when they may be freed."""
 
 from __future__ import annotations
 
@@ -6,11 +6,11 @@ from offcompile.ir import Freed, Span, Violation
 
 from .compiled import CompiledPlan
 
-NONE, STALE, VALID, FILLING = 0, 1, 2, 3  # FILLING: held, not complete (moved or written into)
+NONE, STALE, VALID, FILLING = 0, 1, 2, 3  # FILLING: held, but still being moved or written
 
 
 class Halt(Exception):
-    """The plan broke a law in a way that ends the simulation."""
+    """The plan broke a rule in a way that ends the simulation."""
 
     def __init__(self, *violations: Violation) -> None:
         self.violations = violations
@@ -18,7 +18,7 @@ class Halt(Exception):
 
 
 class Copies:
-    """Status, bytes and users of each copy, and the drops that have been asked for.
+    """Status, bytes and users of each copy, and the requested drops.
 
     A tier holds at most one copy of a tensor; a copy is used while an op, a host update or a move
     that reads or writes it runs.
@@ -34,20 +34,20 @@ class Copies:
         self.codec = [0] * n_copies
         self.users = [0] * n_copies
         self.drop_asked = [False] * n_copies
-        self.dropped_by: dict[int, str] = {}  # copy → what freed it, for messages
-        #: drops that are pending: copy → how many had been asked for before
+        self.dropped_by: dict[int, str] = {}  # copy → op or move before its drop, for messages
+        #: pending drops: copy → number of drops requested before it
         self.asked: dict[int, int] = {}
         self._times_asked = 0
-        #: per tensor: how many drops of its copies are pending
+        #: per tensor: number of pending drops of its copies
         self.pending = [0] * len(base.nbytes)
-        #: tensors with pending drops of which something has changed since those were last looked
-        #: at: no other may go
+        #: tensors with pending drops that have changed since those were last checked; no other
+        #: pending drop can have become possible
         self.stirred: set[int] = set()
         self.used = [0] * base.n_tiers
         self.peak = [0] * base.n_tiers
         self.moving = [0] * len(base.nbytes)
         self.next_access = [0] * len(base.nbytes)
-        self.ending: set[int] = set()  # self-ending tensors whose value is over
+        self.ending: set[int] = set()  # self-ending tensors whose values are no longer needed
         self.spans: list[Span] = []
         self.freed: list[Freed] = []
         for key, nbytes, codec in plan.start:
@@ -93,7 +93,7 @@ class Copies:
         return range(tensor * self.base.n_tiers, (tensor + 1) * self.base.n_tiers)
 
     def value_is_over(self, tensor: int) -> bool:
-        """Whether no op reads the tensor again before its next write."""
+        """True if no op reads the tensor again before its next write."""
         accesses, i = self.p.accesses[tensor], self.next_access[tensor]
         if i < len(accesses):
             return accesses[i]
@@ -131,7 +131,7 @@ class Copies:
         if len(keys) > 1:
             keys.sort(key=asked.__getitem__)
         for key in keys:
-            # one that goes lets no other go: it was what others could rest on
+            # one free makes no other possible: others could only rely on the copy now gone
             if not self.users[key] and self.may_go(key):
                 self._free(key, "drop")
         stirred.clear()

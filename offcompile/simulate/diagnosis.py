@@ -1,4 +1,4 @@
-"""What waits for what: the reasons behind a stall, and the rules broken when nothing can go on."""
+"""Explains stalls by what they wait for, and deadlocks by the rules that the plan breaks."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from .state import State
 
 @dataclass(frozen=True)
 class Wait:
-    """`on`: what is waited for, in a word; `rule`: the law broken if it can never come."""
+    """`on`: the thing awaited, in a word; `rule`: the rule broken if it can never arrive."""
 
     on: str
     detail: str
@@ -21,7 +21,7 @@ class Wait:
 
 
 def waits_of(e: State, run: Run) -> list[Wait]:
-    """Why an op or host update may not start now."""
+    """The reasons why an op or host update may not start now."""
     waits = []
     for m in e.p.before_moves.get(run.number, ()):
         move = e.p.moves[m]
@@ -99,12 +99,12 @@ def _missing_read(e: State, run: Run, key: int) -> Wait:
 
 
 def _still_to_come(e: State, move: Transfer) -> bool:
-    """Whether a run of the move that may serve this step has yet to start."""
+    """True if a run of the move that may serve this step has yet to start."""
     return e.move_count[move.index] < (e.step if move.wraps else e.step + 1)
 
 
 def _waits_for_run(e: State, move: Transfer, run: Run, seen: tuple[str, ...] = ()) -> bool:
-    """Whether the move's trigger, followed through other moves, is this run or a later one."""
+    """True if the move's trigger, followed through other moves, is this run or a later one."""
     kind, index = move.trigger
     if kind == "move":
         trigger = e.p.moves[index]
@@ -113,7 +113,7 @@ def _waits_for_run(e: State, move: Transfer, run: Run, seen: tuple[str, ...] = (
 
 
 def move_waits(e: State, lane: int, move: Transfer) -> list[Wait]:
-    """Why the move at the head of a lane may not start now."""
+    """The reasons why the move at the head of a lane may not start now."""
     waits = []
     if not e.triggered(move, e.lane_step[lane]):
         kind, index = move.trigger
@@ -146,7 +146,7 @@ def _missing_source(e: State, move: Transfer, tensor: str, tier: str) -> Wait:
 
 
 def explain_stuck(e: State) -> list[Violation]:
-    """Name the laws broken; where only waiting is left, the deadlock and the bytes missing."""
+    """Names the broken rules; if there is only waiting, the deadlock and the missing bytes."""
     blocked: list[tuple[str, list[Wait]]] = []
     if e.run_index < len(e.p.runs):
         run = e.p.runs[e.run_index]

@@ -1,7 +1,7 @@
-"""The event loop: contract §2, one instant at a time.
+"""The event loop of the simulator: contract §2, one instant at a time.
 
-At one instant: completions and drops, the end of the step, the compute lane, host updates, then
-the lanes in listed order. Anything of no length that starts is completed before the rest acts.
+Order within an instant: completions and drops, the end of the step, the compute lane, host
+updates, then the lanes as listed. A task of zero length completes before anything else starts.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class Engine(State):
         raise Halt(*explain_stuck(self))
 
     def _complete(self) -> None:
-        """Everything that ends now, then the drops that this sets free."""
+        """Processes everything that ends now, then the drops that this makes possible."""
         now, asked = self.now, list[int]()
         if self.run_end == now:
             run = self.p.runs[self.run_index - 1]
@@ -79,7 +79,7 @@ class Engine(State):
         if self.asked and self.stirred:
             self._free_asked()
 
-    # ---- what ends ---------------------------------------------------------------------------
+    # ---- completions -------------------------------------------------------------------------
 
     def _end_accesses(self, run: Run) -> None:
         users, status, pending = self.users, self.status, self.pending
@@ -112,7 +112,7 @@ class Engine(State):
     # ---- ops and host updates ------------------------------------------------------------
 
     def _start_run(self) -> bool:
-        """Start the next op if it may; True if it had no length (so that it completes first)."""
+        """Starts the next op if it may; True if it has zero length (so that it completes first)."""
         i = self.run_index
         if i == len(self.p.runs):
             return False
@@ -221,7 +221,7 @@ class Engine(State):
     # ---- moves ---------------------------------------------------------------------------
 
     def _start_move(self, lane: int) -> bool:
-        """Start the lane's next move if it may; True if it had no length."""
+        """Starts the lane's next move if it may; True if it has zero length."""
         i = self.lane_head(lane)
         if i is None:
             return False
@@ -275,7 +275,7 @@ class Engine(State):
         )
 
     def _end_step(self) -> bool:
-        """Close the step; True when the simulation is over."""
+        """Ends the step; True if the simulation is over."""
         self._note_stall("the end of the step")
         self.steps.append((self.window.start_ns, self.now))
         wrong = check_end(self)
@@ -315,7 +315,7 @@ class Engine(State):
         lanes = []
         for lane, queue in enumerate(self.p.lanes):
             place, ahead = self.lane_place[lane], self.lane_step[lane] - self.step
-            if place == len(queue):  # it turns to the next step's as soon as there is one
+            if place == len(queue):  # the lane goes on with the next step as soon as there is one
                 place, ahead = 0, ahead + 1
             end = self.lane_end[lane]
             lanes.append((place, ahead, self.lane_move[lane], end - self.now if end >= 0 else -1))
@@ -332,7 +332,7 @@ class Engine(State):
         self.began = Beginning(self.now, len(self.spans), len(self.freed), state)
 
     def _repeat(self, before: Beginning, freed_in_step: int) -> None:
-        """The step that begins as the last one did runs as it did: write it down again."""
+        """Records the current step as a copy of the previous one, since both begin alike."""
         by, done = self.now - before.now, len(self.spans)
         for s in self.spans[before.spans :]:
             self.spans.append(Span(s.id, s.lane, s.step + 1, s.start_ns + by, s.end_ns + by))

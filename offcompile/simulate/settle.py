@@ -1,4 +1,4 @@
-"""What must hold when a step ends: it settles where it began (steady), or nothing is lost."""
+"""Checks at the end of a step: it ends as it began (steady), or nothing is lost."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def _check_nothing_lost(e: State) -> list[Violation]:
 
 
 def _settle(e: State) -> tuple[set[int], list[int]]:
-    """Let what is under way arrive, without regard to time: (copies, drops that cannot be)."""
+    """Completes all pending moves, regardless of time: (copies, drops that can never happen)."""
     n = e.base.n_tiers
     copies = {k for k, status in enumerate(e.status) if status == VALID}
     copies -= {k for k in copies if k // n in e.ending}
@@ -70,7 +70,7 @@ def _settle(e: State) -> tuple[set[int], list[int]]:
 
 
 def _check_settled(e: State) -> list[Violation]:
-    """The copies that remain once wrapped moves have arrived and all drops are done."""
+    """Checks the copies that remain once wrapped moves have arrived and all drops are done."""
     copies, undone = _settle(e)
     if undone:
         return [_write_back_missing(e, key) for key in undone]

@@ -1,4 +1,4 @@
-"""The state of one simulation: the copies, each lane, and how far the step has come."""
+"""The state of one simulation: the copies, the lanes, and the progress of the step."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from .copies import Copies
 
 @dataclass(slots=True)
 class Window:
-    """What started in one step, relative to its start: equal windows mean a settled schedule."""
+    """The starts in one step, relative to its start: equal windows mean a settled schedule."""
 
     start_ns: int
     starts: list[tuple[int, int, int]] = field(default_factory=list)
@@ -21,8 +21,8 @@ class Window:
 
 @dataclass(frozen=True, slots=True)
 class Beginning:
-    """Where a step begins: all that its course depends on, relative to its start, and how much
-    has been written down before it."""
+    """The state at the beginning of a step: everything that its course depends on, relative to
+    its start, and the lengths of the records before it."""
 
     now: int
     spans: int
@@ -31,12 +31,12 @@ class Beginning:
 
 
 class State(Copies):
-    """Read by `diagnosis` when the simulation is stuck, and by `settle` when a step ends."""
+    """The whole state; `diagnosis` reads it in a deadlock, and `settle` at the end of a step."""
 
     def __init__(self, plan: CompiledPlan, record: bool) -> None:
         super().__init__(plan, record)
         self.step = 0
-        self.run_index = self.update_index = 0  # how many have started in this step
+        self.run_index = self.update_index = 0  # numbers started in this step
         self.run_end = self.update_end = -1  # -1: idle
         self.runs_done = self.updates_done = 0
         self.move_count = [0] * len(plan.moves)  # how many times each move has ended
@@ -53,7 +53,7 @@ class State(Copies):
         self.settled = True
 
     def lane_head(self, lane: int) -> int | None:
-        """The move that `lane` turns to next, if this step or the one before queued one."""
+        """The next move of `lane`, if this step or the previous one queued one."""
         queue = self.p.lanes[lane]
         if self.lane_place[lane] == len(queue):
             if self.lane_step[lane] == self.step or not queue:
@@ -71,7 +71,7 @@ class State(Copies):
         return (self.runs_done if kind == "run" else self.updates_done) > index
 
     def room_after(self, run: Run) -> dict[int, int]:
-        """Per tier, the bytes left (below 0: missing) once outputs and workspace are held."""
+        """Per tier, the bytes left (below 0: missing) after taking outputs and workspace."""
         base, n = self.base, self.base.n_tiers
         need = {base.host if run.on_host else base.device: run.workspace}
         for key in run.writes:

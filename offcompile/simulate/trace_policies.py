@@ -1,4 +1,4 @@
-"""The policies that a trace is run under, ours beside its references."""
+"""The policies that a trace is simulated with: our own, and others as references."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from .trace_run import TraceResult, run_trace
 
 
 class NoForecast:
-    """Nothing is known."""
+    """A forecast that knows nothing."""
 
     def begin(self, execution: Hashable, expected: bool) -> None:
         return
@@ -34,7 +34,7 @@ class NoForecast:
 
 
 class Oracle(NoForecast):
-    """The trace itself: everything is known before it happens."""
+    """A forecast that reads the trace itself and knows everything in advance."""
 
     def __init__(self, trace: Trace) -> None:
         self._trace = trace
@@ -61,7 +61,7 @@ class Oracle(NoForecast):
 
 
 def without_bindings(trace: Trace) -> Trace:
-    """The trace as seen by who identifies an execution by its graph alone."""
+    """The trace without bindings, so that the graph alone identifies an execution."""
     return replace(trace, runs=tuple(replace(run, binding=None) for run in trace.runs))
 
 
@@ -70,7 +70,7 @@ class TracePolicy:
     name: str
     make: Callable[[Trace], Predictor]
     prefetch: bool = True
-    #: whether the graph alone identifies an execution
+    #: True if the graph alone identifies an execution
     shared_ids: bool = False
 
     def run(self, trace: Trace, machine: Machine) -> TraceResult:
@@ -91,7 +91,7 @@ def _learnt(trace: Trace) -> Predictor:
 
 
 def _printed(trace: Trace) -> Predictor:
-    """The paper's N, with no bound by bytes; victims by age since they were moved in."""
+    """The paper's N, without a limit in bytes; evicts the blocks that were loaded first."""
     return Predictor(Learned(), Reach(32, as_printed=True))
 
 

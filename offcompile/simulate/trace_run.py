@@ -1,9 +1,9 @@
-"""A trace on a machine, block by block, while a predictor decides what comes and goes.
+"""Simulates a trace block by block, while a predictor decides on prefetches and evictions.
 
 Each run waits until all its blocks are on the device, then computes. There is one lane in and one
-lane out, one copy at a time on each. A block that is missing goes before everything prefetched
-that has not begun; what has begun is not broken off. A clean block gives its room back at once, a
-changed one when its copy out has ended. Time is in whole nanoseconds.
+lane out, one copy at a time on each. A missing block takes precedence over prefetches that have
+not begun; a copy that has begun is not aborted. Evicting a clean block frees its memory at once, a
+modified one when its copy out has ended. Time is in whole nanoseconds.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from offcompile.passes.correlation.predictor import BORN, HIT, Counters, Predict
 
 @dataclass(frozen=True)
 class TraceResult:
-    """What a trace cost. `stall_us` is what the runs waited; `bytes_in` counts every load."""
+    """The cost of a trace. `stall_us` is the runs' waiting time; `bytes_in` counts every load."""
 
     makespan_us: float
     stall_us: float
@@ -37,9 +37,9 @@ class TraceResult:
 def run_trace(
     trace: Trace, machine: Machine, predictor: Predictor, prefetch: bool = True
 ) -> TraceResult:
-    """Run a trace. Without `prefetch`, the predictor only chooses what to let go, on demand.
+    """Simulates a trace. Without `prefetch`, the predictor only chooses victims on demand.
 
-    Raises `InvalidInput` where the device cannot hold what one run touches.
+    Raises `InvalidInput` if the device cannot hold the blocks of one run.
     """
     return TraceRun(trace, machine, predictor, prefetch).result()
 
@@ -75,7 +75,7 @@ class TraceRun:
         self.now = 0
         self.stall_ns = 0
         self.bytes_in = self.bytes_out = 0
-        #: (block, end) of the copy under way
+        #: (block, end) of the copy in flight
         self.coming: tuple[str, int] | None = None
         self.going: tuple[str, int] | None = None
         self.to_go: deque[str] = deque()
@@ -121,7 +121,7 @@ class TraceRun:
         self._pump()
 
     def _bring(self, block: str, born: bool) -> None:
-        """Wait until the block is there, or has its room."""
+        """Waits until the block is on the device or, if born, has its memory."""
         nbytes, held = self.trace.nbytes[block], self.predictor.window.held
         self.demanding = True
         while block not in held or held[block].arriving:
@@ -140,12 +140,12 @@ class TraceRun:
         self.demanding = False
 
     def _settle(self, block: str) -> None:
-        """A block is not written, nor does it die, while it is being copied out."""
+        """Waits while the block is copied out, since it must not be written or die meanwhile."""
         while self.going is not None and self.going[0] == block:
             self._until_event()
 
     def _make_room(self, nbytes: int) -> bool:
-        """Whether there is room now; if not, let blocks go until there will be."""
+        """True if there is room now; if not, evicts blocks until there will be."""
         missing = nbytes - self.free - self.going_bytes
         if missing > 0:
             self._let_go(missing, None)
@@ -154,7 +154,7 @@ class TraceRun:
     # ---- the lanes -------------------------------------------------------------------------
 
     def _pump(self) -> None:
-        """Begin whatever can begin now."""
+        """Begins every copy that can begin now."""
         while self.prefetch and not self.demanding:
             found = self.predictor.predictions(self.free, limit=1)
             if found:
@@ -182,7 +182,7 @@ class TraceRun:
         return bool(victims)
 
     def _go(self) -> None:
-        """Begin the next copy out; blocks used again meanwhile stay."""
+        """Begins the next copy out; skips blocks that have been used again meanwhile."""
         while self.going is None and self.to_go:
             block = self.to_go.popleft()
             nbytes = self.trace.nbytes[block]
@@ -209,7 +209,7 @@ class TraceRun:
     # ---- time ------------------------------------------------------------------------------
 
     def _until_event(self) -> None:
-        """To the next end of a copy."""
+        """Advances to the next end of a copy."""
         ends = [copy[1] for copy in (self.coming, self.going) if copy is not None]
         if not ends:
             detail = "a run waits for room, and nothing can leave; raise the device's capacity"

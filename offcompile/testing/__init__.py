@@ -1,4 +1,4 @@
-"""Hypothesis strategies for problems, machines and plans: small, but wild.
+"""Hypothesis strategies for problems, machines and plans: small, but with odd corner cases.
 
     from hypothesis import given, strategies as st
     from . import plans, problems_with_machines
@@ -8,8 +8,8 @@
         problem, machine = data.draw(problems_with_machines())
         plan = data.draw(plans(problem, machine))
 
-All of it shrinks towards one op on one tensor of no bytes, unlimited tiers, and plans in which
-nothing moves that need not. Hypothesis is needed only when one of these functions is called.
+Values shrink towards one op on one tensor of zero bytes, unlimited tiers, and plans without
+unnecessary moves. Hypothesis is needed only when one of these functions is called.
 """
 
 from .plans import plans

@@ -1,4 +1,4 @@
-"""Sensible plans, drawn tensor by tensor: where it is needed, and where it goes in between."""
+"""Draws sensible plans tensor by tensor: where it is needed, and where it goes in between."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from .drawing import Draw
 
 @dataclass(frozen=True)
 class Visit:
-    """One run of an op in the order of the plan, and which of its operands it takes in place."""
+    """One run of an op in plan order, with the operands that it uses in place on the host."""
 
     name: str
     op: Op
@@ -41,7 +41,7 @@ class Visit:
 
 
 class Traveller:
-    """Draws plans tensor by tensor: each goes where its next access is, and leaves by chance."""
+    """Draws plans tensor by tensor: each moves to its next access, and is evicted at random."""
 
     def __init__(self, draw: Draw, st: Any, problem: Problem, machine: Machine) -> None:
         self.draw = draw
@@ -49,7 +49,7 @@ class Traveller:
         self.problem = problem
         self.machine = machine
         self.starts: list[Start] = []
-        self.moves: list[tuple[int, Move]] = []  # with the visit that they follow
+        self.moves: list[tuple[int, Move]] = []  # (index of the visit that it follows, move)
         self.drops: list[Drop] = []
         self.directs: list[Direct] = []
         self.recomputes: list[Recompute] = []
@@ -62,7 +62,7 @@ class Traveller:
         self.visits = list(self._visits())
         for tensor in self.problem.tensors:
             self._journey(tensor)
-        # a lane serves its moves in listed order: the order in which they may start
+        # a lane serves moves in listed order, so list them in the order in which they may start
         moves = tuple(move for _, move in sorted(self.moves, key=lambda pair: pair[0]))
         return Plan(
             tuple(self.starts),
@@ -74,7 +74,7 @@ class Traveller:
         )
 
     def _visits(self) -> Iterator[Visit]:
-        """The ops in order with the recomputations, host updates and direct accesses drawn."""
+        """Yield the ops in order, with randomly drawn recomputations, host updates and directs."""
         self._draw_updates()
         on_host = {u.weight for u in self.updates if u.where == HOST}
         in_place: dict[str, frozenset[str]] = {}
@@ -94,7 +94,7 @@ class Traveller:
             yield Visit(op.id, op, in_place[op.id])
 
     def _may_access(self, tensor: str) -> bool:
-        """Whether it may be used in place on the host."""
+        """True if it may be used in place on the host."""
         return HOST in self.machine.tier and not self.problem.tensor[tensor].pinned
 
     def _draw_updates(self) -> None:
@@ -113,7 +113,7 @@ class Traveller:
         return {o.id for o in self.problem.ops if o.phase == "update" and on_host & set(o.writes)}
 
     def _repeatable(self, op: Op, before: Op) -> bool:
-        """Whether a second run would bring back what the first one wrote and `before` reads."""
+        """True if rerunning `op` would restore values that it wrote and `before` reads."""
         kinds = {self.problem.tensor[t].kind for t in op.writes}
         between = self.problem.ops[
             self.problem.op_index[op.id] + 1 : self.problem.op_index[before.id]
@@ -128,7 +128,7 @@ class Traveller:
         )
 
     def _journey(self, tensor: Tensor) -> None:
-        """Where one tensor is throughout the step."""
+        """Draw the moves and drops of one tensor throughout the step."""
         accesses = [
             (i, v.tier(tensor.id), tensor.id in v.op.reads, tensor.id in v.op.writes)
             for i, v in enumerate(self.visits)
@@ -143,7 +143,7 @@ class Traveller:
         elif not self.problem.steady and tensor.home is not None:
             trip.copies = {tensor.home: None}
         start = dict(trip.copies)
-        # compressed copies cannot be used in place, nor stand where the step begins with plain ones
+        # compressed copies cannot be used in place, nor be where the step begins with plain ones
         trip.may_code = set(start) <= {DEVICE} and all(a[1] == DEVICE for a in accesses)
         for (i, tier, reads, writes), following in zip_longest(accesses, accesses[1:]):
             if reads:
@@ -153,7 +153,7 @@ class Traveller:
             trip.last = i
             needed = following[2] if following else self.problem.steady and not born
             if following and not needed and self.problem.must_survive(tensor.id):
-                continue  # a late write-back would meet the value that comes next
+                continue  # a late write-back would overwrite the next value
             trip.leave(tier, following[1] if following and needed else None, bool(needed))
         if self.problem.steady and not born:
             trip.return_to(start, self.visits[accesses[0][0]].name if accesses else None)
@@ -163,17 +163,17 @@ class Traveller:
 
 
 class Trip:
-    """The valid copies of one tensor (tier → codec that holds it) as its step goes on."""
+    """Tracks the valid copies of one tensor through a step (tier → codec of the copy)."""
 
     def __init__(self, plan: Traveller, tensor: Tensor) -> None:
         self.plan = plan
         self.tensor = tensor
         self.may_code = False
         self.copies: dict[str, str | None] = {}
-        self.last = -1  # the visit that touched it last
+        self.last = -1  # the last visit that touched it
 
     def _path(self, sources: Sequence[str], target: str) -> list[Lane] | None:
-        """The fewest lanes from any of the sources to the target."""
+        """The shortest path of lanes from any of the sources to the target."""
         paths: list[list[Lane]] = [
             [lane] for lane in self.plan.machine.lanes if lane.source in sources
         ]
@@ -220,7 +220,7 @@ class Trip:
         self.copies.pop(tier, None)
 
     def fetch(self, tier: str, visit: int) -> None:
-        """Bring a valid copy to `tier` for a visit, as early or late as chance has it."""
+        """Bring a valid copy to `tier` for a visit, at a random time before it."""
         path = None if tier in self.copies else self._path(tuple(self.copies), tier)
         names = [v.name for v in self.plan.visits]
         at = self.plan.draw(self.plan.st.integers(self.last, visit - 1)) if path else visit
@@ -232,7 +232,7 @@ class Trip:
             after = self._move(lane, after, at, names[visit] if last else None)
 
     def leave(self, tier: str, back_to: str | None, needed: bool) -> None:
-        """By chance give up the copy that was just used, if that loses nothing."""
+        """At random, evict the copy that was just used, if no needed value is lost."""
         plan, tensor = self.plan, self.tensor
         kept = needed or plan.problem.must_survive(tensor.id)
         dies = tensor.kind in SELF_ENDING_KINDS and not needed
@@ -258,7 +258,7 @@ class Trip:
             self._drop(tier, self._move(lane, now, self.last, None, codec))
 
     def return_to(self, start: dict[str, str | None], first: str | None) -> None:
-        """End a step of a steady problem as it began, around the end of the step if drawn so."""
+        """Restore the tiers at the start of a steady step; moves may wrap around its end."""
         after = self.plan.visits[self.last].name if self.last >= 0 else None
         for tier in start:
             for lane in () if tier in self.copies else self._path(tuple(self.copies), tier) or ():

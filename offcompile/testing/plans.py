@@ -1,4 +1,4 @@
-"""Strategies for plans: sensible ones, and whatever can be written down."""
+"""Strategies for plans: sensible ones, and arbitrary ones."""
 
 from __future__ import annotations
 
@@ -30,12 +30,11 @@ if TYPE_CHECKING:
 def plans(
     problem: Problem, machine: Machine, *, sensible: bool | None = None
 ) -> SearchStrategy[Plan]:
-    """Plans for the problem, whose ids all exist.
+    """Plans for the problem, with existing ids only.
 
-    Sensible ones bring every operand to where it is needed and write back what they must; they
-    look away only from capacities, so they are valid where there is room. The others are
-    sensible ones with a fault or two, or name whatever there is: most of them are invalid.
-    None draws either.
+    Sensible plans bring every operand to where it is needed and write back required values; they
+    ignore capacities, so they are valid if there is enough room. The others are sensible plans with
+    one or two faults, or arbitrary plans: most of them are invalid. `sensible=None` draws either.
     """
     st = strategies()
 
@@ -53,7 +52,7 @@ def plans(
 
 
 class _AnyPlan:
-    """Whatever can be written with the ids that there are."""
+    """Draws arbitrary plans from the existing ids."""
 
     def __init__(self, draw: Draw, st: Any, problem: Problem, machine: Machine) -> None:
         self.draw = draw
@@ -79,7 +78,7 @@ class _AnyPlan:
         )
         anywhere = self.several(lambda: Start(one(tensors), one(self.tiers)), bool(tensors))
         weights = tuple(t.id for t in self.problem.tensors if t.kind == "weight")
-        # mostly what the ops allow, else nearly every plan would fail for the same few reasons
+        # mostly respect what ops allow, else nearly all plans would fail for the same few reasons
         loose = self.draw(self.st.integers(0, 4)) == 4
         again = [o.id for o in self.problem.ops if o.recompute or loose]
         direct = [
@@ -121,7 +120,7 @@ class _AnyPlan:
         )
 
     def disturbed(self, plan: Plan) -> Plan:
-        """The plan with one entry gone, moved in its list, or changed."""
+        """Remove, reorder or change one entry of the plan."""
         parts = [f.name for f in fields(plan) if getattr(plan, f.name)]
         if not parts:
             return plan
@@ -153,7 +152,7 @@ class _AnyPlan:
 
 
 def _without_loose_ends(plan: Plan, problem: Problem) -> Plan:
-    """The plan with null for the names of what is no longer in it."""
+    """Replace names that are no longer in the plan with None."""
     names = {*problem.op, *(r.id for r in plan.recomputes), *(m.id for m in plan.moves)}
 
     def there(name: str | None) -> str | None:

@@ -40,12 +40,12 @@ def problems(
     codecs: Sequence[str] = CODECS,
     readable: bool = True,
 ) -> SearchStrategy[Problem]:
-    """Problems of a few ops, homed on `tiers`; `ratios` name some of `codecs`.
+    """Problems of a few ops, with tensors homed on `tiers` and `ratios` for some of `codecs`.
 
     `family` "training" has forward, backward and update ops in layers (tied, frozen, rotating or
-    accumulating); "any" has ops that touch whatever they like. None draws either. `readable`:
-    no op reads a tensor that has no value then (of family "any"; training is always so). Some
-    tensors are pinned, those at home on the device or nowhere.
+    accumulating); "any" has ops that touch arbitrary tensors; None draws either. `readable`: no op
+    reads a tensor without a value (for family "any"; always true for training). Some tensors
+    without a home, or with home on the device, are pinned.
     """
     if family not in (None, *FAMILIES):
         raise ValueError(f"family {family!r} is not one of {', '.join(FAMILIES)} or None")
@@ -68,7 +68,7 @@ def machines(
 ) -> SearchStrategy[Machine]:
     """Machines with a device, mostly a host, sometimes a disk, and lanes between them.
 
-    `capacities` is a strategy for the bytes of a tier; by default none or a few hundred.
+    `capacities` is a strategy for the bytes of a tier; by default None or a few hundred.
     """
     st = strategies()
     room = st.none() | st.integers(0, 400) if capacities is None else capacities
@@ -89,7 +89,7 @@ def machines(
             for i, (name, source, target) in enumerate(links)
             if source in names and target in names and (i < 4 or name in extra)
         ]
-        turn = draw(st.integers(0, len(lanes)))  # the order of lanes decides who goes first
+        turn = draw(st.integers(0, len(lanes)))  # the order of lanes decides which goes first
         return Machine(
             tuple(Tier(name, draw(room)) for name in names),
             (*lanes[turn:], *lanes[:turn]),
@@ -103,9 +103,10 @@ def machines(
 
 
 def problems_with_machines(**options: Any) -> SearchStrategy[tuple[Problem, Machine]]:
-    """A problem (with `options` of `problems`) and a machine that knows its homes and codecs.
+    """Problems (with `options` of `problems`), each with a machine that has its homes and codecs.
 
-    The device is unlimited, tight (it holds every single op but not everything) or anything.
+    The device's capacity is unlimited, tight (it fits each op, but maybe not everything) or
+    arbitrary.
     """
     st = strategies()
 
@@ -129,7 +130,7 @@ def _footprint(problem: Problem, op: Op) -> int:
     return op.workspace_bytes + sum(problem.tensor[t].nbytes for t in op.operands)
 
 
-#: what an op may have besides, as it is drawn for one op
+#: sets of optional features of an op, one of which is drawn per op
 _EXTRAS: tuple[tuple[str, ...], ...] = (
     (),
     (),
@@ -142,7 +143,7 @@ _EXTRAS: tuple[tuple[str, ...], ...] = (
 
 @dataclass
 class _Parts:
-    """Tensors and ops as they are drawn."""
+    """Collects tensors and ops as they are drawn."""
 
     draw: Draw
     st: Any
@@ -153,7 +154,7 @@ class _Parts:
 
     @cached_property
     def ratios(self) -> list[tuple[dict[str, float], bool]]:
-        """What a tensor may compress to, mostly nothing, or well, not at all, or worse; pinned?"""
+        """Pairs of (ratios, pinned) to draw from: mostly no codec; some good, useless or worse."""
         single = [{c: r} for c in self.codecs for r in (0.5, 0.41, 1.0)]
         every = [dict.fromkeys(self.codecs, 1.1)] if self.codecs else []
         plain: list[dict[str, float]] = [{} for _ in range(2 * len(single) + 1)]
@@ -167,7 +168,7 @@ class _Parts:
         if name not in self.tensors:
             nbytes = self.draw(self.st.integers(0, 100))
             ratios, pinned = self.draw(self.st.sampled_from(self.ratios))
-            # what is pinned away from the device no op could use
+            # no op could use a tensor that is pinned away from the device
             pinned &= home in (None, DEVICE)
             self.tensors[name] = Tensor(name, nbytes, kind, home, ratios, pinned)
         return name
@@ -198,7 +199,7 @@ class _Parts:
 
 
 def _training(parts: _Parts, layers: int) -> None:
-    """Forward, backward and updates, as a step of training has them."""
+    """Draw forward, backward and updates, like a training step."""
     draw, st = parts.draw, parts.st
     source = parts.tensor("x", "input", parts.home())
     weights: list[str] = []
@@ -236,7 +237,7 @@ def _training(parts: _Parts, layers: int) -> None:
             if draw(st.booleans()):
                 _update(parts, late.pop())
     for weight in late:
-        if not parts.sometimes():  # else its gradient is what the step is for
+        if not parts.sometimes():  # else its gradient is the result of the step
             _update(parts, weight)
 
 
@@ -248,7 +249,7 @@ def _update(parts: _Parts, weight: str) -> None:
 
 
 def _any_ops(parts: _Parts, max_layers: int, steady: bool, readable: bool) -> None:
-    """Tensors of any kind, and ops that touch any of them."""
+    """Draw tensors of any kind, and ops that touch any of them."""
     draw, st = parts.draw, parts.st
     for i in range(draw(st.integers(1, 2 * max_layers))):
         home = parts.home() if draw(st.booleans()) else None
@@ -266,7 +267,7 @@ def _any_ops(parts: _Parts, max_layers: int, steady: bool, readable: bool) -> No
         alive.update(writes)
     written = {t for op in parts.ops for t in op.writes}
     for tensor in tuple(parts.tensors.values()):
-        # what must exist at the end and is never written can only have been there before
+        # a tensor that must exist at the end and is never written must exist at the start
         if readable and not steady and tensor.home is None and tensor.id not in written:
             home = DEVICE if tensor.pinned else parts.home()
             parts.tensors[tensor.id] = replace(tensor, home=home)

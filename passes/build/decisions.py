@@ -1,7 +1,7 @@
-"""What policies decide, apart from when: who leaves the device in which gap, and how.
+"""The decisions of a policy, without timing: which tensor is evicted in which gap, and how.
 
-A *gap* of a tensor lies between two consecutive accesses to it (around the end of the step too
-when the problem is steady). Naming the access before the gap names the gap.
+A *gap* of a tensor lies between two consecutive accesses to it (also across the end of the step if
+the problem is steady). The access before a gap identifies it.
 """
 
 from __future__ import annotations
@@ -13,10 +13,10 @@ from offcompile.ir import HOST, Direct, Recompute, Update
 
 @dataclass(frozen=True)
 class Away:
-    """`tensor` gives up its device copy after the op `after`, and is back for its next access.
+    """`tensor` loses its device copy after the op `after`, and is reloaded for its next access.
 
-    `after` None: the gap before the first access of a problem that is not steady. The bytes
-    wait on `tier`, compressed with `codec` if one is named.
+    `after` None: the gap before the first access in a problem that is not steady. The tensor is
+    kept on `tier`, compressed with `codec` if one is named.
     """
 
     tensor: str
@@ -27,7 +27,7 @@ class Away:
 
 @dataclass(frozen=True)
 class Decisions:
-    """Everything not named stays: on the device, plain, computed once, updated there."""
+    """Tensors and ops not listed stay on the device, uncompressed, computed once, updated there."""
 
     away: tuple[Away, ...] = ()
     directs: tuple[Direct, ...] = ()

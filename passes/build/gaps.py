@@ -1,6 +1,6 @@
-"""Where a tensor could leave the device: its gaps, what each would free, and what it costs.
+"""The gaps in which tensors could be evicted, the memory each would free, and its cost.
 
-All on one `Program`: recomputations, direct accesses and host updates are settled before.
+All gaps belong to one `Program`: recomputations, direct accesses and host updates are fixed before.
 """
 
 from __future__ import annotations
@@ -15,22 +15,22 @@ from .decisions import Away
 from .lanes import Routes
 from .program import Access, Intervals, Program
 
-#: beyond so many runs neighbouring ones share a cell
+#: beyond this many runs, neighbouring runs share a cell
 MOST_CELLS = 256
 
 
 @dataclass(frozen=True, slots=True)
 class Gap:
-    """A stretch in which a tensor's device copy waits for its next use."""
+    """An interval in which a tensor's device copy only waits for its next use."""
 
     index: int
     tensor: Tensor
     after: str | None
     first: int  # the access before the gap
     last: int  # the access after it (at or below `first`: in the next step)
-    #: cells that lie wholly within the gap: stretches from one until before another
+    #: cells entirely within the gap: half-open ranges
     cells: tuple[tuple[int, int], ...]
-    #: gaps with one value share its write-back: the second is cheaper (the discount rule)
+    #: gaps of the same value share its write-back: the second is cheaper (the discount rule)
     value: int
     dirty: bool
     out_us: float
@@ -45,23 +45,23 @@ class Gap:
 
 @dataclass
 class Gaps:
-    """Every gap of a program, and the bytes held when all of them are spent on the device.
+    """Every gap of a program, and the memory held without any eviction.
 
-    Bytes are kept per *cell*: one run of a short program, some neighbouring runs of a long one.
-    What a cell is said to hold is never less than what each of its runs holds.
+    Bytes are kept per *cell*: one run of a short program, several neighbouring runs of a long one.
+    The bytes of a cell are never less than those of any of its runs.
     """
 
     gaps: list[Gap] = field(default_factory=list)
-    #: most bytes held in each cell with every gap spent on the device
+    #: peak bytes per cell without any eviction
     full: list[int] = field(default_factory=list)
     cell_of: list[int] = field(default_factory=list)  # run → cell
 
     def at(self, cell: int) -> list[int]:
-        """The gaps over a cell."""
+        """Returns the gaps that contain a cell."""
         return [g.index for g in self.gaps if any(a <= cell < b for a, b in g.cells)]
 
     def over(self, cells: Iterable[int]) -> list[int]:
-        """The gaps over any of these cells."""
+        """Returns the gaps that contain any of these cells."""
         marks = [0] * len(self.full)
         for c in cells:
             marks[c] = 1
@@ -69,7 +69,7 @@ class Gaps:
         return [g.index for g in self.gaps if any(before[a] < before[b] for a, b in g.cells)]
 
     def held(self, away: Iterable[int]) -> list[int]:
-        """Bytes per cell when the gaps in `away` are spent elsewhere."""
+        """Returns the bytes per cell with evictions in the gaps `away`."""
         steps = [0] * (len(self.full) + 1)
         for i in away:
             gap = self.gaps[i]
@@ -80,7 +80,7 @@ class Gaps:
 
 
 def find_gaps(program: Program, machine: Machine, tier: str = HOST, lossy: bool = False) -> Gaps:
-    """The gaps that may be spent on `tier`, with the codec that takes the lanes least time."""
+    """Returns the gaps that allow eviction to `tier`, with the codec that takes least lane time."""
     tiers = tuple(t.name for t in machine.tiers)
     asked = tiers, machine.lanes, machine.codecs, tier, lossy
     if asked not in program.gaps:
@@ -105,7 +105,7 @@ def _find_gaps(program: Program, machine: Machine, tier: str, lossy: bool) -> Ga
             total.add(-1, n, tensor.nbytes)
         for after, first, last, value, dirty in _stretches(program, tensor, accesses):
             total.add(first, last, tensor.nbytes)
-            # what forward goes on with is exact
+            # values that forward reads again stay exact
             rounds = last < n and program.runs[last].op.phase != "forward"
             way = ways.of(tensor, dirty, rounds)
             if way is None or not tensor.nbytes or tensor.pinned:
@@ -135,7 +135,7 @@ def _find_gaps(program: Program, machine: Machine, tier: str, lossy: bool) -> Ga
 
 
 def _cells_within(first: int, last: int, width: int, n: int) -> tuple[tuple[int, int], ...]:
-    """Cells all of whose runs lie strictly between two positions of a ring."""
+    """Returns the cells whose runs all lie strictly between two positions of a ring."""
 
     def between(low: int, high: int) -> tuple[int, int]:  # both ends included
         # the last cell may be a short one
@@ -151,7 +151,7 @@ def _cells_within(first: int, last: int, width: int, n: int) -> tuple[tuple[int,
 def _stretches(
     program: Program, tensor: Tensor, accesses: list[Access]
 ) -> Iterable[tuple[str | None, int, int, int, bool]]:
-    """(after, first, last, number of the value, whether it must be written back) of each gap."""
+    """Yields (after, first, last, value number, needs write-back) for each gap."""
     n, steady = len(program.runs), program.problem.steady
     survives = tensor.id in program.problem.surviving_ids
     ring = accesses
@@ -170,7 +170,7 @@ def _stretches(
         if reader is not None:
             end = reader.position
         elif survives or (tensor.pinned and a.name is None):
-            # the only copy of a value that must last: until the next write, or the end
+            # the only copy of a value that must survive: until the next write, or the end
             following = ring[i + 1] if i + 1 < len(ring) else ring[0] if steady else None
             if following is not None and following.reads:
                 continue
@@ -184,7 +184,7 @@ def _stretches(
 
 
 def _next_device_reads(ring: list[Access], steady: bool) -> list[Access | None]:
-    """For each access the next one on the device that reads the value it leaves."""
+    """Returns for each access the next device access that reads its value."""
     found: list[Access | None] = [None] * len(ring)
     reader: Access | None = None
     for _ in range(2 if steady else 1):
@@ -199,7 +199,7 @@ def _next_device_reads(ring: list[Access], steady: bool) -> list[Access | None]:
 
 
 class _Ways:
-    """The cheapest way out to a tier and back, per tensor."""
+    """Finds the cheapest route to a tier and back, per tensor."""
 
     def __init__(self, machine: Machine, tier: str, lossy: bool) -> None:
         self.machine, self.tier = machine, tier
@@ -210,7 +210,7 @@ class _Ways:
     def of(
         self, tensor: Tensor, dirty: bool, rounds: bool
     ) -> tuple[float, float, str | None] | None:
-        """`rounds`: whether what comes back may be less precise, where that is allowed at all."""
+        """`rounds`: True if the reloaded value may lose precision (needs `lossy` as well)."""
         if self.tier not in self.machine.tier:
             return None
         ratios = tuple(sorted(tensor.ratios.items())) if tensor.ratios else ()

@@ -1,9 +1,9 @@
-"""What a heap that must not outgrow its room gives back to the system, and takes again.
+"""Simulates a heap of limited size that returns pages to the system and faults them in again.
 
-Blocks that were freed lie in holes between others. When blocks and holes together fill the room,
-the pages of all holes go back at once, and whoever gets a place there touches new ones: a plan that
-leaves little room pays for that in time. This plays a step through such a heap: best fit, holes
-that meet become one, and places that shrink where the allocator keeps splinters.
+Freed blocks leave holes between others. When blocks and holes together fill the room, the pages of
+all holes are returned at once, and a block allocated there later touches new pages: a plan that
+leaves little room pays for that in time. This plays a step through such a heap: best fit, adjacent
+holes merge, and blocks lose splinters if the allocator keeps them.
 """
 
 from __future__ import annotations
@@ -14,20 +14,21 @@ from dataclasses import dataclass
 
 from .layout import Stay
 
-#: the first step finds an empty heap; later ones are alike
+#: the first step starts with an empty heap; later ones are alike
 STEPS = 3
-#: pages are counted in grains of at least this, at most so many to the room
+#: pages are counted in grains of at least this size, with at most this many in the room
 _LEAST_GRAIN_BYTES, _MOST_GRAINS = 64 << 10, 8192
 
 
 @dataclass(frozen=True)
 class Room:
-    """`nbytes` that blocks and holes may fill; pages go back `margin_bytes` before that. None: no
-    limit, no page goes back.
+    """`nbytes` that blocks and holes may fill; pages are returned `margin_bytes` before that.
 
-    splinter_bytes: what a block's place loses of its length until neighbours are free too.
-    mapped_bytes: a block of this size that fits into no hole gets pages of its own each time;
-    None: none does.
+    With None there is no limit, and no page is returned.
+
+    splinter_bytes: bytes of each block that stay unusable until its neighbours are freed too.
+    mapped_bytes: blocks of at least this size that fit no hole get fresh pages each time; None: no
+    block does.
     """
 
     nbytes: int | None
@@ -38,7 +39,7 @@ class Room:
 
 @dataclass(frozen=True)
 class Returns:
-    """Of one step: what was touched anew, and how often pages went back."""
+    """The bytes of newly touched pages in one step, and how often pages were returned."""
 
     touched_bytes: int
     trims: int
@@ -49,7 +50,7 @@ class Returns:
 
 
 def returns_of(stays: Sequence[Stay], room: Room) -> Returns:
-    """What each of many steps like this one comes to."""
+    """Returns the steady-state figures of repeating a step."""
     begins: dict[int, list[int]] = {}
     ends: dict[int, list[int]] = {}
     for i, stay in enumerate(stays):
@@ -72,8 +73,8 @@ class _Heap:
         self.room = room
         self.grain = max(_LEAST_GRAIN_BYTES, span_bytes // _MOST_GRAINS)
         self.touched_bytes = self.trims = self.left_bytes = 0
-        self._by_size: list[tuple[int, int]] = []  # of holes: length, begin
-        self._ends: dict[int, int] = {}  # begin → end, of holes
+        self._by_size: list[tuple[int, int]] = []  # holes: (length, begin)
+        self._ends: dict[int, int] = {}  # holes: begin → end
         self._begins: dict[int, int] = {}
         self._top = 0
         self._pages: set[int] = set()
@@ -136,7 +137,7 @@ class _Heap:
         return len(self._pages) * self.grain + sum(self._mapped.values())
 
     def _check(self) -> None:
-        """As `runtime.heap` does: when little has come since the last time, it is not worth it."""
+        """Trims like `runtime.heap`, which does not if little was touched since the last trim."""
         room, margin = self.room.nbytes, self.room.margin_bytes
         if room is None or self._held_bytes <= max(room - margin, self.left_bytes + margin):
             return

@@ -1,7 +1,7 @@
-"""When copies can be made: lanes filled forward (out of the device) or backward (into it).
+"""Estimates when copies run: fills lanes forward (off the device) or backward (onto it).
 
-Times are estimates in microseconds on the ring of one step. They only choose triggers; whether a
-plan is legal never depends on them.
+Times are estimates in microseconds on the ring of one step. They only choose triggers; the legality
+of a plan never depends on them.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from .residency import Job
 
 @dataclass(frozen=True, slots=True)
 class Clock:
-    """When each run of a step starts and ends, by estimate or as simulated."""
+    """Start and end of each run of a step, estimated or simulated."""
 
     starts: list[float]
     ends: list[float]
@@ -32,7 +32,7 @@ class Clock:
 
     @staticmethod
     def simulated(program: Program, timeline: Timeline) -> Clock:
-        """The last simulated step, relative to its start."""
+        """Returns the times of the last simulated step, relative to its start."""
         last = len(timeline.steps) - 1
         origin = timeline.steps[last][0]
         starts, ends = [0.0] * len(program.runs), [0.0] * len(program.runs)
@@ -49,7 +49,7 @@ class Clock:
 
 @dataclass(slots=True)
 class Hop:
-    """One lane's part of a job."""
+    """The part of a job on one lane."""
 
     lane: Lane
     duration_us: float
@@ -59,19 +59,19 @@ class Hop:
 
 @dataclass(slots=True)
 class Trip:
-    """A job on its way: one hop, or two over the host."""
+    """A job with its route: one hop, or two via the host."""
 
     job: Job
     hops: list[Hop]
-    #: the ring position after which it may start (below -1: in the step before)
+    #: ring position after which it may start (below -1: in the previous step)
     trigger: int = 0
-    #: the host update that makes the value: only its end is sure to come after it
+    #: the host update that produces the value: only its end is certain to come after the value
     after_update: str | None = None
     order: float = 0.0
 
 
 class Routes:
-    """Which lanes lead from one tier to another, and how long a tensor takes."""
+    """Finds the lanes from one tier to another, and the transfer times of tensors."""
 
     def __init__(self, machine: Machine) -> None:
         self.machine = machine
@@ -112,10 +112,10 @@ class Routes:
 
 
 def fill_forward(trips: list[Trip], clock: Clock, steady: bool) -> None:
-    """Outward trips, each as early as its value and its lane allow.
+    """Schedules evictions, each as early as its value and its lane allow.
 
-    Of those that are ready the one whose tensor leaves first goes first. In a steady problem
-    what a lane has not finished at the end of a step delays it in the next, hence two rounds.
+    Among those that are ready, the one whose tensor leaves first goes first. In a steady problem,
+    work that a lane has not finished at the end of a step delays it in the next, hence two rounds.
     """
     carried: dict[str, float] = {}
     for _ in range(2 if steady else 1):
@@ -144,7 +144,7 @@ def fill_forward(trips: list[Trip], clock: Clock, steady: bool) -> None:
 
 
 def fill_backward(trips: list[Trip], clock: Clock, steady: bool) -> None:
-    """Inward trips in the order of need, each as late as keeps every op from waiting."""
+    """Schedules loads in order of need, each as late as possible without making an op wait."""
     order = sorted(trips, key=lambda t: t.job.need.position if t.job.need else 0, reverse=True)
     ceiling: dict[str, float] = {}
     for _ in range(2 if steady else 1):
@@ -160,7 +160,7 @@ def fill_backward(trips: list[Trip], clock: Clock, steady: bool) -> None:
 
 
 def last_run_by(clock: Clock, time_us: float, steady: bool) -> int:
-    """The last position whose run has ended by `time_us` (negative: in the step before)."""
+    """Returns the last position whose run has ended by `time_us` (negative: previous step)."""
     n = len(clock.ends)
     if time_us >= 0 or not steady or clock.period <= 0:
         return bisect_right(clock.ends, time_us + 1e-9) - 1

@@ -1,9 +1,9 @@
-"""Offsets at compile time for what a plan holds on the device: the extent that an arena would need.
+"""Computes static offsets for the tensors of a plan, and the arena size they need.
 
-FlashNeuron keeps an arena free of fragments by placing what lives long from one end and what
-lives briefly from the other. With lifetimes known, each tensor goes first fit among those of its
-end that it meets in time; where to draw the line between long and short is tried. What the extent
-exceeds the peak by is waste that no order of frees can be blamed for, only the placement.
+FlashNeuron avoids fragmentation of its arena by placing long-lived tensors from one end and
+short-lived ones from the other. Here lifetimes are known, so each tensor is placed first-fit among
+the tensors of its end with an overlapping lifetime; several thresholds between long and short are
+tried. Any extent above the peak is waste due to the placement, not to the order of frees.
 """
 
 from __future__ import annotations
@@ -12,13 +12,13 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 
-#: of all stays, how many of the shortest go to the far end: what is tried
+#: shares of stays (the shortest ones) tried at the far end
 SHORT_SHARES = (0.0, 0.25, 0.5, 0.75)
 
 
 @dataclass(frozen=True)
 class Stay:
-    """`nbytes` that are held from position `first` to position `last` of an order, inclusive."""
+    """`nbytes` held from position `first` to position `last` of an order, inclusive."""
 
     nbytes: int
     first: int
@@ -30,21 +30,24 @@ class Stay:
 
 @dataclass(frozen=True)
 class Layout:
-    """Where each stay begins; no two that meet overlap, and all end within `extent_bytes`."""
+    """The offset of each stay; stays that overlap in time do not overlap in memory.
+
+    All of them end within `extent_bytes`.
+    """
 
     offsets: tuple[int, ...]
     extent_bytes: int
-    #: most that is held at one position: no layout needs less
+    #: peak bytes held at one position: no layout needs less
     peak_bytes: int
 
     @property
     def waste(self) -> float:
-        """What the extent has beyond the peak, as a share of the peak."""
+        """The extent in excess of the peak, as a fraction of the peak."""
         return self.extent_bytes / self.peak_bytes - 1 if self.peak_bytes else 0.0
 
 
 def lay_out(stays: Sequence[Stay]) -> Layout:
-    """The smallest of the layouts that are tried; the same for the same stays."""
+    """Returns the smallest of the layouts tried; deterministic."""
     peak = peak_bytes(stays)
     best: Layout | None = None
     for share in SHORT_SHARES:
@@ -59,7 +62,7 @@ def lay_out(stays: Sequence[Stay]) -> Layout:
 
 
 def peak_bytes(stays: Iterable[Stay]) -> int:
-    """Most that is held at one position."""
+    """Returns the most bytes held at one position."""
     changes: dict[int, int] = {}
     for stay in stays:
         changes[stay.first] = changes.get(stay.first, 0) + stay.nbytes
@@ -70,7 +73,7 @@ def peak_bytes(stays: Iterable[Stay]) -> int:
 def _two_ended(
     stays: Sequence[Stay], short_share: float, largest_first: bool
 ) -> tuple[tuple[int, ...], int]:
-    """Offsets and extent with the shortest stays placed from the end, all others from the start."""
+    """Returns offsets and extent with the shortest stays placed from the end, others from 0."""
     by_length = sorted(range(len(stays)), key=lambda i: (stays[i].last - stays[i].first, i))
     short = set(by_length[: int(short_share * len(stays))])
 
@@ -94,7 +97,7 @@ def _two_ended(
 
 
 def _first_fit(stays: Sequence[Stay], order: Sequence[int]) -> dict[int, int]:
-    """Each, in this order, at the lowest offset that is free for as long as it lives."""
+    """Places each stay, in this order, at the lowest offset that is free during its lifetime."""
     offsets: dict[int, int] = {}
     for i in order:
         stay = stays[i]

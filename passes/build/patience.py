@@ -1,7 +1,7 @@
-"""How long a search may go on: who has little time says so around it, what takes long asks.
+"""Time limits for searches: a caller with little time sets one, and long searches check it.
 
-So the searches inside of policies need not know of clocks, and answer the same whenever they have
-the time that they want.
+So searches inside policies need not know about clocks, and return the same answer whenever they
+have the time they want.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ class TimeLeft(IntEnum):
     ENOUGH = 0
     #: a first answer will do, however poor
     SHORT = 1
-    #: no answer is needed any more
+    #: an answer is no longer needed
     OVER = 2
 
 
 class TimeIsUp(Exception):
-    """A search has had its time; what it had not found yet is not needed."""
+    """Raised when a search has used up its time; results not found by then are not needed."""
 
 
 def _always() -> TimeLeft:
@@ -33,7 +33,7 @@ _clock: ContextVar[Callable[[], TimeLeft]] = ContextVar("clock", default=_always
 
 @contextmanager
 def timed_by(clock: Callable[[], TimeLeft]) -> Iterator[None]:
-    """Within this, searches go by `clock`."""
+    """Searches inside this context are timed by `clock`."""
     token = _clock.set(clock)
     try:
         yield
@@ -42,7 +42,7 @@ def timed_by(clock: Callable[[], TimeLeft]) -> Iterator[None]:
 
 
 def is_short() -> bool:
-    """Whether to be content with what is there. Raises `TimeIsUp` where nothing is wanted."""
+    """True if a search should settle for its result. Raises `TimeIsUp` if none is needed."""
     time = _clock.get()()
     if time is TimeLeft.OVER:
         raise TimeIsUp

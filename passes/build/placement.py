@@ -1,9 +1,9 @@
-"""Which run's end lets each load start: late enough to fit beside every run, early enough in time.
+"""Chooses the run after which each load starts: late enough to fit, early enough to be in time.
 
-Two profiles of device bytes per run are kept. The *hard* one holds what is decided to stay and
-the loads placed so far; a load is legal where it fits that one, whatever the lanes' speed. The
-*soft* one also holds copies still being written out, by estimate; a load that does not fit it
-would only wait in its lane, so triggers keep to it unless the room is expected in time.
+There are two profiles of device bytes per run. The *hard* one contains everything decided to stay
+and the loads placed so far; a load that fits it is legal, whatever the speed of the lanes. The
+*soft* one also contains evictions still in flight, by estimate; a load that does not fit it would
+only wait in its lane, so triggers respect it unless the memory is expected in time.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ from .lanes import Clock, Trip, last_run_by
 from .profile import Profile
 from .program import Intervals, Program, too_small
 
-#: how many runs earlier than needed a load is let start where there is room: enough to even out
-#: a lane, and it keeps the builder linear
+#: number of runs by which a load may start early if there is room: enough to even out a lane, and
+#: it keeps the builder linear
 MOST_EARLY = 512
 
 
 class Placement:
-    """Places the loads of one build, given the outward trips and an estimate of the times."""
+    """Places the loads of one build, given the evictions and an estimate of the times."""
 
     def __init__(
         self,
@@ -36,10 +36,10 @@ class Placement:
         self.program, self.capacity, self.clock = program, capacity, clock
         self.n, self.steady = len(program.runs), program.problem.steady
         self.hard = Profile(kept_bytes)
-        #: copies on their way out: (when they are gone, the first run that they are there at, the
-        #: first that they are not, bytes)
+        #: evictions in flight: (end time, first run at which the copy is present, first run at
+        #: which it is not, bytes)
         self._lags: list[tuple[float, int, int, int]] = []
-        #: the latest start of all runs up to each
+        #: running maximum of the start times
         self._latest = list(accumulate(clock.starts, max))
         lags = Intervals(self.n)
         for trip in outs:
@@ -52,11 +52,10 @@ class Placement:
         self.soft = Profile([kept + lag for kept, lag in held]) if self._lags else self.hard.copy()
 
     def _lag(self, trip: Trip) -> tuple[int, int, float]:
-        """The runs (ring positions) at whose start a copy that leaves is still being written out,
-        and when it is gone."""
+        """Returns the runs (ring positions) that start during an eviction, and its end time."""
         clock, n = self.clock, self.n
         done, leave = trip.hops[0].end_us, trip.job.leave.position
-        if leave < trip.job.release.position:  # written in one step, leaves in the next
+        if leave < trip.job.release.position:  # written in one step, evicted in the next
             done -= clock.period
         gone = done - 1e-9
         end = self._first_start(leave + 1, gone, 0.0)
@@ -65,20 +64,22 @@ class Placement:
         return leave + 1, min(leave + n, n + self._first_start(0, gone, clock.period)), done
 
     def _first_start(self, first: int, time_us: float, shift_us: float) -> int:
-        """The first run from `first` on that starts no sooner than this; the number of runs: none.
+        """Returns the first run from `first` on that starts no earlier; if none, the run count.
 
-        shift_us: what comes on top of all starts.
+        shift_us: added to all start times.
         """
         latest, starts = self._latest, self.clock.starts
-        if first and latest[first - 1] + shift_us >= time_us:  # one before waits for longer
+        if first and latest[first - 1] + shift_us >= time_us:  # an earlier run starts later
             return next(
                 (j for j in range(first, self.n) if starts[j] + shift_us >= time_us), self.n
             )
         return bisect_left(latest, time_us, first, key=lambda start: start + shift_us)
 
     def _leaving(self, j: int, within_us: float) -> list[tuple[float, int]]:
-        """Copies on their way out when a run starts that go soon: (µs until gone, bytes), the
-        soonest first."""
+        """Returns evictions in flight at the start of a run that end soon, earliest first.
+
+        Each is (µs until the end, bytes).
+        """
         n, start = self.n, self.clock.starts[j]
         found = []
         for at, begun in ((j, start), (j + n, start + self.clock.period)):
@@ -90,18 +91,18 @@ class Placement:
         return sorted(found)
 
     def place(self, loads: list[Trip]) -> None:
-        """Triggers for loads in the order of need."""
+        """Sets the triggers of loads, which are in order of need."""
         for trip in loads:
             if self._waits_for_update(trip):
                 continue
-            # over two lanes the device space is held from the first hop on: the second starts
-            # when the first has ended, and no trigger of its own could hold it back safely
+            # with two lanes the device memory is held from the first hop on: the second starts when
+            # the first has ended, and a trigger of its own could not delay it safely
             latest = last_run_by(self.clock, trip.hops[0].start_us, self.steady)
             trip.trigger = self._earliest(trip, latest, self.need(trip))
             self._hold(trip, trip.trigger, self.need(trip))
         before: int | None = None
         for trip in loads:
-            # a lane serves in order: to trigger a load before the one ahead of it gains nothing
+            # lanes are FIFO: triggering a load before the one ahead of it gains nothing
             floor = self._gap_from(trip) if before is None else max(before, self._gap_from(trip))
             floor = max(floor, trip.trigger - MOST_EARLY)
             if floor < trip.trigger and trip.after_update is None:
@@ -109,7 +110,7 @@ class Placement:
                 self._hold(trip, earlier, trip.trigger + 1)
                 trip.trigger = earlier
             before = trip.trigger if before is None else max(before, trip.trigger)
-        all_wrap = True  # what is queued in the step before must be the head of the order of need
+        all_wrap = True  # loads queued in the previous step must come first in the order of need
         for trip in loads:
             if trip.trigger > -1 or all_wrap:
                 self._start_during(trip)
@@ -119,15 +120,15 @@ class Placement:
         return trip.job.need.position if trip.job.need else self.n
 
     def _gap_from(self, trip: Trip) -> int:
-        """The earliest trigger in ring coordinates: below -1 in the step before the need."""
+        """Returns the earliest trigger as a ring position: below -1 in the step before the need."""
         start = trip.job.gap_from
         if start < self.need(trip):
             return start
-        # what a host update writes is not there before the step has ended: ops do not wait for it
+        # the output of a host update is not available before the step ends: ops do not wait for it
         return -1 if self._made_by_update(trip) else start - self.n
 
     def _earliest(self, trip: Trip, wish: int, end: int) -> int:
-        """The earliest trigger from `wish` on such that every run before `end` has room."""
+        """Returns the earliest trigger from `wish` on such that every run before `end` has room."""
         first = max(wish, self._gap_from(trip))
         if trip.job.target != DEVICE:
             return min(first, end - 1)
@@ -136,10 +137,10 @@ class Placement:
         return min(first, end - 1) if over is None else over
 
     def _last_over(self, first: int, end: int, room: float) -> int | None:
-        """The last run (a ring position) before `end`, not before `first`, without that room."""
+        """Returns the last run (ring position) from `first` to before `end` without this room."""
         n, soft = self.n, self.soft
         while first < end:
-            turn = (end - 1) // n * n  # where the step of the last of them begins
+            turn = (end - 1) // n * n  # the start of the step that contains the last run
             low = max(first, turn)
             at = soft.last_over(low - turn, end - turn, room)
             if at is not None:
@@ -159,10 +160,10 @@ class Placement:
             first = end
 
     def _start_during(self, trip: Trip) -> None:
-        """Let a load start within the run whose end triggers it, when room comes free meanwhile.
+        """Starts a load during the run whose end triggers it, if memory is freed in the meantime.
 
-        At one instant ops take their space before lanes do: the run starts first, and the load
-        waits in its lane for the copies that are leaving.
+        At the same instant, ops allocate before lanes do: the run starts first, and the load waits
+        in its lane for the evictions in flight.
         """
         t, nbytes = trip.trigger, trip.job.tensor.nbytes
         j = t % self.n
@@ -179,18 +180,18 @@ class Placement:
                 trip.trigger = t - 1
                 return
 
-    # ---- loads of what a host update makes -----------------------------------------------
+    # ---- loads of the outputs of host updates ---------------------------------------------
 
     def _made_by_update(self, trip: Trip) -> bool:
         release, runs = trip.job.release, self.program.runs
         return release.writes and release.name is not None and runs[release.position].on_host
 
     def _waits_for_update(self, trip: Trip) -> bool:
-        """Trigger a load by the host update that makes its value, where there is room for that.
+        """Triggers a load by the host update that produces its value, if there is room for that.
 
-        The update keeps its own time: it may run as soon as the ops before it that touch its
-        tensors have ended, so the load is held from there on. Where that does not fit, a load for
-        the next step may still start with that step.
+        The update runs asynchronously: it may start as soon as the ops before it that touch its
+        tensors have ended, so the memory of the load is held from then on. If that does not fit, a
+        load for the next step may still start at the beginning of that step.
         """
         if not self._made_by_update(trip):
             return False

@@ -1,6 +1,7 @@
-"""Bytes per run, to which stretches are added, and in which the last run that is full is sought.
+"""Bytes per run, with fast addition to ranges and fast search for the last run above a limit.
 
-Runs are kept in blocks: what is added to a whole block is noted beside it, with its most.
+Runs are grouped in blocks: an addition to a whole block is recorded once per block, as is its
+maximum.
 """
 
 from __future__ import annotations
@@ -13,11 +14,11 @@ SIZE = 1 << BITS
 
 
 class Profile:
-    """A list of integers with quick sums over stretches."""
+    """A list of integers with fast additions to ranges."""
 
     def __init__(self, values: Sequence[int]) -> None:
         self._values = list(values)
-        #: per block: what comes on top of its values, and the most of it, with that
+        #: per block: the amount to add to its values, and its maximum including that amount
         self._more = [0] * (len(values) + SIZE - 1 >> BITS)
         self._most = [max(values[at : at + SIZE]) for at in range(0, len(values), SIZE)]
 
@@ -35,7 +36,7 @@ class Profile:
         return [x + more[at >> BITS] for at, x in enumerate(self._values)]
 
     def add(self, first: int, end: int, amount: int) -> None:
-        """Add to all from `first` until before `end`, of which there is at least one."""
+        """Adds to the non-empty range from `first` to `end` (exclusive)."""
         low, high = first >> BITS, end - 1 >> BITS
         if low == high:
             self._add_within(low, first, end, amount)
@@ -62,7 +63,7 @@ class Profile:
             self._most[block] = most
 
     def last_over(self, first: int, end: int, limit: float) -> int | None:
-        """The last one from `first` until before `end` that is above a limit."""
+        """Returns the last index from `first` to `end` (exclusive) with a value above a limit."""
         values, most = self._values, self._most
         while first < end:
             block = end - 1 >> BITS

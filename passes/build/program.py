@@ -1,7 +1,7 @@
-"""The order of a step: every run of an op, and for each tensor the accesses that it serves.
+"""The order of a step: every run of an op, and the accesses to each tensor.
 
-Positions count the runs of a step, recomputations and host updates included. Where a problem is
-steady the accesses form a ring: after the last one of a step comes the first one of the next.
+Positions count the runs of a step, recomputations and host updates included. In a steady problem
+the accesses form a ring: the last one of a step is followed by the first one of the next.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from .decisions import Away, Decisions
 
 
 class Access(NamedTuple):
-    """One run's use of one tensor on one tier. `name` None: what the step begins with."""
+    """One run's use of one tensor on one tier. `name` None: the state at the start of the step."""
 
     position: int
     name: str | None
@@ -27,7 +27,7 @@ class Access(NamedTuple):
     writes: bool
 
 
-#: makes an access quickly
+#: builds an `Access` fast
 _access = tuple.__new__
 
 
@@ -42,11 +42,11 @@ class RunOf:
 
 
 class Program:
-    """A problem in the order that directs, recomputations and host updates give it."""
+    """The runs of a problem under given direct accesses, recomputations and host updates."""
 
     def __init__(self, problem: Problem, decisions: Decisions) -> None:
         self.problem = problem
-        #: what earlier decisions asked of each tensor's copies (`residency`)
+        #: cached residencies of tensors under earlier decisions (`residency`)
         self.residencies: dict[tuple[str, tuple[Away, ...] | None], Any] = {}
         directs: dict[str, set[str]] = {}
         for d in decisions.directs:
@@ -56,11 +56,11 @@ class Program:
             again.setdefault(r.before, []).append(r.op)
         hosted = {u.weight for u in decisions.updates if u.where == HOST}
         self.runs: list[RunOf] = []
-        #: copies that steps began with: by tensor and tier
+        #: cached initial copies: by tensor and tier
         self.starts: dict[tuple[str, str], Start] = {}
-        #: gaps found in it (`gaps`)
+        #: cached gaps (`gaps`)
         self.gaps: dict[tuple[object, ...], Any] = {}
-        #: per run: what it needs on the device where all of it is there
+        #: per run: bytes needed if all operands are on the device
         self._plain_bytes: list[int | None] = []
         self.accesses: dict[str, list[Access]] = {t.id: [] for t in problem.tensors}
         at, none = problem.op_index, frozenset[str]()
@@ -73,7 +73,7 @@ class Program:
 
     @classmethod
     def of(cls, problem: Problem, decisions: Decisions) -> Program:
-        """The program of these decisions, which may be one that was made lately."""
+        """Returns the program of these decisions, cached if it was built recently."""
         known = problem.once(_lately)
         asked = decisions.directs, decisions.recomputes, decisions.updates
         found = known.pop(asked, None) or cls(problem, decisions)
@@ -103,7 +103,7 @@ class Program:
 
     @cached_property
     def op_bytes(self) -> list[int]:
-        """Per run, what it needs on the device by itself: operands, outputs and workspace."""
+        """Device bytes that each run needs by itself: operands, outputs and workspace."""
         need = []
         for known, run in zip(self._plain_bytes, self.runs, strict=True):
             if known is None:
@@ -121,7 +121,7 @@ class Program:
         )
 
     def starts_us(self) -> list[float]:
-        """When each run would start if nothing ever waited; one more entry: the end."""
+        """Returns each run's start if nothing ever waited, and the end as the last entry."""
         starts, now = [], 0.0
         for r in self.runs:
             starts.append(now)
@@ -130,19 +130,19 @@ class Program:
         return [*starts, now]
 
 
-#: what of decisions changes the runs of a step
+#: the decisions that change the runs of a step
 Choices = tuple[tuple[Direct, ...], tuple[Recompute, ...], tuple[Update, ...]]
-#: programs kept of one problem
+#: programs cached per problem
 MOST_PROGRAMS = 8
 
 
 def _lately(problem: Problem) -> dict[Choices, Program]:
-    """The programs made last of a problem: none yet."""
+    """The cache of recent programs of a problem, initially empty."""
     return {}
 
 
 def span(first: int, last: int, length: int) -> Iterable[int]:
-    """Positions strictly after `first` and strictly before `last` on a ring of `length`."""
+    """Returns positions strictly between `first` and `last` on a ring of `length`."""
     if last > first:
         return range(first + 1, last)
     return (*range(first + 1, length), *range(last))
@@ -171,7 +171,7 @@ class Intervals:
 
 
 def too_small(position: int, need: int, capacity: int, program: Program, what: str) -> Infeasible:
-    """The error for a device that cannot hold what one run needs."""
+    """Builds the error for a device that cannot hold the memory that one run needs."""
     run = program.runs[position]
     return Infeasible(
         f"{run.name} needs {need:,} bytes on the device ({what}) and the budget is"

@@ -1,8 +1,8 @@
-"""From decisions to what each tensor needs: where its copies stand, and which copies must be made.
+"""Turns decisions into residency: the tiers of each tensor's copies, and the copies to make.
 
-One walk along a tensor's accesses keeps the set of tiers that hold its value. An access on a tier
-without the value asks for a `Job` (a copy from a tier that has it); a gap that is decided to be
-spent away, or that needs no device copy, ends the residency and asks for a drop.
+A walk along a tensor's accesses tracks the set of tiers that hold its value. An access on a tier
+without the value requires a `Job` (a copy from a tier that has it); a gap with an eviction, or one
+that needs no device copy, ends the residency with a drop.
 """
 
 from __future__ import annotations
@@ -17,29 +17,29 @@ from .program import Access, Program
 
 @dataclass(slots=True)
 class Job:
-    """A copy to be made, possibly over several lanes."""
+    """A copy to make, possibly over several lanes."""
 
     tensor: Tensor
     source: str
     target: str
     codec: str | None
-    release: Access  # may start once this access has ended (the value is there)
-    leave: Access  # out of the device: the last access before the copy goes; else = release
-    need: Access | None  # must have arrived before this access
-    #: for loads: the gap's first position; the target space is free from its end on
+    release: Access  # may start once this access has ended (the value exists)
+    leave: Access  # evictions: the last access before the copy is dropped; else = release
+    need: Access | None  # must arrive before this access
+    #: for loads: first position of the gap; the target memory is free from its end on
     gap_from: int = -1
 
 
 @dataclass(slots=True)
 class Residency:
-    """All that the decisions ask of copies."""
+    """The residencies, copies and drops that the decisions require."""
 
-    #: (tensor, from position, to position): device copy held without a break, both included
+    #: (tensor, from position, to position): device copy held continuously, both ends included
     held: list[tuple[Tensor, int, int]] = field(default_factory=list)
     outs: list[Job] = field(default_factory=list)
     loads: list[Job] = field(default_factory=list)
     drops: list[Drop] = field(default_factory=list)
-    #: tiers that hold the value where the step begins
+    #: tiers that hold the value at the start of the step
     start: dict[str, set[str]] = field(default_factory=dict)
 
 
@@ -70,9 +70,9 @@ def plan_residency(program: Program, decisions: Decisions) -> Residency:
 
 
 def _stays_all_along(program: Program, tensor: Tensor, lasts: bool, out: Residency) -> bool:
-    """Most tensors are used on the device alone and never leave: what `_Walk` finds, quicker.
+    """Fast path for tensors used on the device only and never evicted: same result as `_Walk`.
 
-    False: this is not one of them, and nothing was noted.
+    Returns False without recording anything if the tensor is not one of them.
     """
     accesses, steady = program.accesses[tensor.id], program.problem.steady
     if not accesses or tensor.pinned or not (lasts or tensor.kind in SELF_ENDING_KINDS):
@@ -111,7 +111,7 @@ class _Walk:
         self.self_ending = tensor.kind in SELF_ENDING_KINDS
         self.accesses = list(program.accesses[tensor.id])
         if not self.steady and tensor.home is not None:
-            # what the step begins with acts like a write before its first run
+            # the initial value acts like a write before the first run
             self.accesses.insert(0, Access(-1, None, tensor.home, False, True))
         self.valid: dict[str, str | None] = {}  # tier → codec of the copy there
         self.written: Access | None = None
@@ -134,7 +134,7 @@ class _Walk:
             self._step(i)
 
     def _settle(self) -> None:
-        """Go round the ring once in silence, to know what the step begins with."""
+        """Walks the ring without emitting anything, to find the state at the start of a step."""
         self.emit = False
         first = self.accesses[0]
         pinned_to = self.tensor.home if self.problem.stays_put(self.tensor.id) else None
@@ -161,8 +161,10 @@ class _Walk:
             self._end_value(a)
 
     def _stays(self, a: Access) -> bool:
-        """Whether the copy that `a` leaves outlasts its value; what a step begins with is dropped
-        unless it is pinned."""
+        """True if the copy that `a` leaves outlives its value.
+
+        Initial copies are dropped unless pinned.
+        """
         return self.survives or (self.tensor.pinned and a.name is None)
 
     def _after_device_access(self, i: int, a: Access) -> None:
@@ -184,7 +186,7 @@ class _Walk:
             self._hold(a, self._after(i))  # the only copy of a value that must survive
 
     def _next_readers(self, i: int) -> tuple[Access | None, Access | None]:
-        """The next device read of this value, and the first host read before the next write."""
+        """Returns the value's next device read, and the first host read before the next write."""
         host: Access | None = None
         for b in self._following(i):
             if b.reads and b.tier == DEVICE:
@@ -229,7 +231,7 @@ class _Walk:
     def _bring(
         self, target: str, codec: str | None, release: Access, leave: Access, need: Access | None
     ) -> None:
-        """Copy the value to `target` from the best tier that has it."""
+        """Copies the value to `target` from the best tier that has it."""
         if not self.valid:
             raise Infeasible(
                 f"{self.tensor.id} is read (by {need.name if need else 'some op'})"
@@ -244,7 +246,7 @@ class _Walk:
                 None,
                 f"Do not pin {self.tensor.id}, or give it {target} as its home.",
             )
-        # a copy further out serves before the device's: that one is on its way there already
+        # prefer a copy on another tier over the device's, which is already being written there
         further = sorted(set(self.valid) - {DEVICE})
         order = [HOST, DEVICE] if target == DEVICE else [*further, DEVICE]
         source = next((t for t in order if t in self.valid), next(iter(self.valid)))

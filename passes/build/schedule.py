@@ -1,9 +1,9 @@
-"""The one builder: decisions become a plan, with every move's trigger placed so that it is legal.
+"""The builder: turns decisions into a plan and places the trigger of every move legally.
 
-Legality by construction. A copy that comes in is held from its trigger to its use, and triggers
-are placed only where every run in between still fits beside it; loads on a lane are queued in the
-order of need. So whatever the lanes' speed, each run finds its room once the copies on their way
-out have gone, and nothing can wait in a circle. Timing only decides how early triggers are.
+Plans are legal by construction. Memory for a load is held from its trigger to its use, and triggers
+are placed only where every run in between still fits next to it; loads on a lane are queued in
+order of need. So whatever the speed of the lanes, each run finds its memory once the evictions in
+flight have finished, and there is no deadlock. Timing only decides how early triggers are.
 """
 
 from __future__ import annotations
@@ -27,22 +27,22 @@ from .placement import Placement
 from .program import Intervals, Program, too_small
 from .residency import Residency, plan_residency
 
-#: how often the builder looks at the simulated times and places triggers anew
+#: number of times that the builder places triggers again with the simulated times
 ROUNDS = 3
 
 
 def build(
     problem: Problem, machine: Machine, decisions: Decisions, judge: Judge | None = None
 ) -> Plan:
-    """A legal plan that does what `decisions` says, as fast as the builder can make it.
+    """Builds a legal plan for `decisions`, as fast as the builder can make it.
 
-    Raises `Infeasible` when the device cannot hold what the decisions keep on it.
+    Raises `Infeasible` if the device cannot hold everything that the decisions keep on it.
     """
     return Builder(problem, machine, decisions).best(judge)
 
 
 class Builder:
-    """One set of decisions, built for one or several estimates of the times."""
+    """Builds plans for one set of decisions, with one or several estimates of the times."""
 
     def __init__(
         self,
@@ -52,7 +52,7 @@ class Builder:
         check: bool = True,
         program: Program | None = None,
     ) -> None:
-        """program: that of the decisions, where somebody has made it already."""
+        """program: the program of the decisions, if the caller already has it."""
         self.problem, self.machine, self.decisions = problem, machine, decisions
         self.program = program or Program.of(problem, decisions)
         self.residency: Residency = plan_residency(self.program, decisions)
@@ -69,15 +69,15 @@ class Builder:
             self._check_kept()
 
     def reserve(self, nbytes: float) -> None:
-        """Stay this far below capacity where loads are placed, as far as what is kept allows."""
+        """Keeps this many bytes free when placing loads, as far as the kept tensors allow."""
         self.capacity = max(self.capacity - nbytes, max(self.kept_bytes, default=0))
 
     def lazy(self) -> Plan:
-        """Every load starts only when the run before its use has ended: no overlap at all."""
+        """Returns the plan without overlap: loads start after the run before their use."""
         return self.at(Clock.unhindered(self.program), lazy=True)
 
     def best(self, judge: Judge | None) -> Plan:
-        """The best of a few builds, each with the times that the one before really had."""
+        """Returns the best of a few builds, each using the simulated times of the one before."""
         clock = Clock.unhindered(self.program)
         best = self.at(clock)
         if judge is None or not best.moves:
@@ -95,7 +95,7 @@ class Builder:
         return best
 
     def _kept(self) -> list[int]:
-        """Per run, the bytes that the decisions hold on the device."""
+        """Returns the bytes per run that the decisions hold on the device."""
         held = Intervals(self.n)
         for tensor, first, last in self.residency.held:
             held.add(first, last, tensor.nbytes)
@@ -103,12 +103,13 @@ class Builder:
         return [a + b + idle for a, b in zip(self.program.op_bytes, held.sums(), strict=True)]
 
     def _idle_bytes(self) -> int:
-        """What no op touches stands on its home tier, or on the device where that is missing.
+        """Returns device bytes of tensors that no op touches.
 
-        What is pinned to the device stands there.
+        They stay on their home tier, or on the device if the machine lacks that tier. Tensors
+        pinned to the device stay there.
         """
         if not self.problem.steady:
-            return 0  # homes are given, and held as residency says
+            return 0  # homes are given, and `residency` accounts for them
         return sum(
             t.nbytes
             for t in self.problem.tensors
@@ -128,7 +129,7 @@ class Builder:
             raise too_small(j, kept[j], int(self.capacity), self.program, what)
 
     def _check_homes(self) -> None:
-        """Where nothing can be moved before the step begins, homes must fit as they are."""
+        """Raises if homes do not fit as they are, where no move can precede the step."""
         if self.problem.steady:
             return
         for tier in self.machine.tiers:
@@ -144,7 +145,7 @@ class Builder:
                 )
 
     def at(self, clock: Clock, lazy: bool = False) -> Plan:
-        """The plan whose triggers suit these times."""
+        """Returns the plan with triggers for these times."""
         routes = Routes(self.machine)
         outs = [routes.trip(j) for j in self.residency.outs]
         loads = [routes.trip(j) for j in self.residency.loads]
@@ -196,7 +197,7 @@ class Builder:
         )
 
     def _ends_in_step(self, trip: Trip) -> bool:
-        """Whether the copy made is dropped or outdated before the step ends, or dies by itself."""
+        """True if the copy is dropped or overwritten within the step, or its tensor dies anyway."""
         job, position = trip.job, self.program.position
         if job.tensor.kind in SELF_ENDING_KINDS:
             return True
@@ -207,7 +208,7 @@ class Builder:
         )
 
     def _trigger_name(self, position: int) -> str | None:
-        """The op after which a move starts; host updates keep their own time and do not serve."""
+        """Returns the op that triggers a move; host updates run asynchronously and trigger none."""
         if position == -1:
             return None
         runs = self.runs
@@ -218,7 +219,7 @@ class Builder:
         return None
 
     def _add_out(self, trip: Trip, wraps: bool, moves: list[Move], drops: list[Drop]) -> None:
-        """Out over one lane, or over two with the host as a stop between."""
+        """Adds an eviction over one lane, or over two with a stop on the host."""
         job, after, source = trip.job, trip.job.release.name, trip.job.source
         for hop in trip.hops:
             name = f"out:{job.tensor.id}:{job.release.name or 'start'}"

@@ -1,1 +1,1 @@
-"""Learning what runs next, and what it will touch (DeepUM). No effects: a runtime drives it."""
+"""Learns which execution and blocks come next (DeepUM). Pure code, driven by a runtime."""

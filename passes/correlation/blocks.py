@@ -1,8 +1,8 @@
-"""A block table: which blocks one execution touches, first to last (DeepUM, §4.2 and figure 7).
+"""A block table: the blocks that one execution touches, in order (DeepUM, §4.2 and figure 7).
 
-Each row names what follows a block; `start` and `end` say where the walk begins and stops. A row
-also has a counter of how regularly its block is touched, so that blocks chosen by data (rows of an
-embedding, experts) neither get fetched nor break the walk: only regular blocks are linked.
+Each row names the successors of a block; `start` and `end` say where the walk starts and stops. A
+row also counts how regularly its block is touched, so that blocks selected by data (embedding rows,
+experts) are neither fetched nor break the walk: only regular blocks are linked.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class Row:
 
 
 class BlockTable:
-    """What one execution touched, in bounded space: `begin`, `touch`…, `end_visit`."""
+    """The blocks touched by one execution, in bounded space: `begin`, `touch`…, `end_visit`."""
 
     def __init__(self, shape: Shape, numbers: Numbers[BlockId]) -> None:
         self.shape = shape
@@ -57,11 +57,11 @@ class BlockTable:
         self._first = self._last = self._last_row = None
 
     def touch(self, block: BlockId, nbytes: int, born: bool) -> None:
-        """The next block of this visit, each once."""
+        """Records the next block of this visit; called once per block."""
         number = self._numbers.of(block)
         row = self._sets.get(number, block)
         if row is None:
-            # whatever the first visit touches is believed; what turns up later must come twice
+            # blocks of the first visit are believed; later ones must appear twice
             row = Row(nbytes, born, 1 if self._visits else BELIEVED, self._visits)
             self._sets.put(number, block, row)
             self._walk = None
@@ -83,7 +83,7 @@ class BlockTable:
         self._last, self._last_row = block, row
 
     def end_visit(self, touched: set[BlockId]) -> None:
-        """Close the visit: what was expected and did not come counts as less regular."""
+        """Closes the visit: expected blocks that were not touched count as less regular."""
         self._visits += 1
         for item in self.items():
             if item.block not in touched:
@@ -96,7 +96,7 @@ class BlockTable:
             self._walk = None
 
     def items(self) -> tuple[Item, ...]:
-        """The regular blocks from start to end, each once; cut short where a row was lost."""
+        """Returns the regular blocks from start to end, each once; cut short at a lost row."""
         if self._walk is None:
             self._walk = tuple(self._follow())
         return self._walk

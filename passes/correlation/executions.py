@@ -1,8 +1,8 @@
-"""The execution table: which execution comes next (DeepUM, §4.2 and figure 6).
+"""The execution table: predicts the next execution (DeepUM, §4.2 and figure 6).
 
-The paper keeps, for the current execution, records of the three before it. Here a record that
-has not been seen falls back to a shorter history, and each kind of record (by its length and by
-its counter) is believed as far as it has been right lately.
+For the current execution, the paper keeps records of the three before it. Here a record that has
+not been seen falls back to a shorter history, and each kind of record (by its length and counter)
+is trusted by its recent accuracy.
 """
 
 from __future__ import annotations
@@ -12,9 +12,10 @@ from dataclasses import dataclass
 
 from .tables import CERTAIN, Sets, Shape, Successors
 
-#: the current execution and three before it
+#: the current execution and the three before it
 HISTORY = 4
-#: how fast old experience fades, what a new kind of record is worth, and when it is believed
+#: decay of old scores, initial score of a new kind of record, and the score from which it is
+#: trusted
 FADING, AT_FIRST, ENOUGH = 1 / 16, 0.75, 0.5
 
 History = tuple[int, ...]
@@ -22,7 +23,7 @@ History = tuple[int, ...]
 
 @dataclass(frozen=True, slots=True)
 class Guess:
-    """One record's word for what comes next."""
+    """A record's prediction of the next execution."""
 
     execution: int
     length: int
@@ -30,7 +31,7 @@ class Guess:
 
 
 class Scores:
-    """How often each kind of record was right lately, weighed by the bytes that it would move."""
+    """The recent accuracy of each kind of record, weighted by the bytes that it would move."""
 
     def __init__(self) -> None:
         self._scores = [[AT_FIRST] * (CERTAIN + 1) for _ in range(HISTORY + 1)]
@@ -39,13 +40,13 @@ class Scores:
         return self._scores[guess.length][guess.count]
 
     def note(self, guess: Guess, right: float) -> None:
-        """`right`: the share of the bytes expected that were then used."""
+        """`right`: the fraction of the predicted bytes that were then used."""
         row = self._scores[guess.length]
         row[guess.count] += FADING * (right - row[guess.count])
 
 
 class ExecutionTable:
-    """Records of bounded number: the last executions → what followed."""
+    """A bounded table of records: the last executions → the next one."""
 
     def __init__(self, shape: Shape) -> None:
         self.shape = shape
@@ -67,7 +68,7 @@ class ExecutionTable:
             record.saw(following, self.shape.successors)
 
     def guesses(self, history: History) -> Sequence[Guess]:
-        """What each length of history says, the longest first."""
+        """Returns the guess of each history length, the longest first."""
         found = []
         for length in range(len(history), 0, -1):
             key = history[-length:]
@@ -78,6 +79,6 @@ class ExecutionTable:
         return found
 
     def next(self, history: History) -> Guess | None:
-        """The guess worth most, if it is worth believing; of equals the one of most history."""
+        """Returns the best guess if it is trusted; ties go to the longest history."""
         best = max(self.guesses(history), key=self.scores.of, default=None)
         return best if best is not None and self.scores.of(best) >= ENOUGH else None

@@ -1,4 +1,4 @@
-"""The forecast that learns: execution ids, the execution table, and a block table for each."""
+"""The learning forecast: execution ids, the execution table, and a block table per execution."""
 
 from __future__ import annotations
 
@@ -13,26 +13,26 @@ from .tables import NAME_BYTES, Numbers, Shape, most_bytes
 
 
 class Forecast(Protocol):
-    """What comes next, from whatever source. A forecast keeps the end of its own chain."""
+    """A source of predictions of the next executions. It tracks the end of its own chain."""
 
     def begin(self, execution: Hashable, expected: bool) -> None:
-        """An execution begins. If it was not the one expected, the chain starts anew from it."""
+        """Starts an execution. If it was not the one expected, the chain restarts from it."""
         ...
 
     def touch(self, block: BlockId, nbytes: int, born: bool) -> None:
-        """The execution uses a block for the first time."""
+        """Records the first use of a block by the execution."""
         ...
 
     def end(self) -> None:
-        """The execution is over."""
+        """Ends the execution."""
         ...
 
     def items(self, execution: Hashable) -> Sequence[Item]:
-        """The blocks that an execution is expected to touch."""
+        """Returns the blocks that an execution is expected to touch."""
         ...
 
     def ahead(self) -> tuple[Hashable, Sequence[Item]] | None:
-        """The execution after the end of the chain, which it then becomes; None: not known."""
+        """Extends the chain by the execution expected next and returns it; None if unknown."""
         ...
 
 
@@ -42,19 +42,19 @@ BLOCKS = Shape(rows=512, associativity=2, successors=4)
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """How large the tables may become."""
+    """Size limits of the tables."""
 
     executions: Shape = EXECUTIONS
     blocks: Shape = BLOCKS
-    #: executions known at once, and block names
+    #: numbers of executions and block names remembered
     known_executions: int = 1024
     known_blocks: int = 65536
-    #: of all block tables together; the executions longest unseen are forgotten first
+    #: limit for all block tables together; the executions longest unseen are forgotten first
     block_table_bytes: int = 16 << 20
 
     @property
     def most_bytes(self) -> int:
-        """What nothing can make the tables exceed, by the figures of `Learned.table_bytes`."""
+        """An upper bound on the size of the tables, by the figures of `Learned.table_bytes`."""
         names = self.known_executions + self.known_blocks
         largest = most_bytes(self.blocks)  # one block table is kept whatever its size
         blocks = max(self.block_table_bytes, largest)
@@ -62,7 +62,7 @@ class Limits:
 
 
 class _Known:
-    """An execution that has been seen."""
+    """A known execution."""
 
     __slots__ = ("execution", "number", "table", "table_bytes")
 
@@ -74,7 +74,7 @@ class _Known:
 
 
 class Learned:
-    """What came next last time comes next again (DeepUM, §4.2)."""
+    """Predicts that the successor seen last time comes again (DeepUM, §4.2)."""
 
     def __init__(self, limits: Limits | None = None) -> None:
         self.limits = limits or Limits()
@@ -92,7 +92,7 @@ class Learned:
 
     @property
     def table_bytes(self) -> int:
-        """What the tables take, by an upper figure for each entry."""
+        """The size of the tables, by an upper bound for each entry."""
         names = len(self._blocks) + len(self._known)
         return self.executions.table_bytes + self._block_bytes + NAME_BYTES * names
 
@@ -107,7 +107,7 @@ class Learned:
                 if guess.execution == now.number:
                     self.executions.scores.note(guess, 1.0)
                 else:
-                    self._to_judge.append(guess)  # its blocks may yet be the right ones
+                    self._to_judge.append(guess)  # its blocks may still be the right ones
             self.executions.learn(history, now.number)
         self._history.append(now.number)
         if not expected:
@@ -134,7 +134,7 @@ class Learned:
             self._forget_oldest()
 
     def _share_used(self, number: int) -> float:
-        """Of what another execution would have fetched, the share of bytes now used."""
+        """Returns the fraction of another execution's prefetched bytes that are used now."""
         other = self._by_number.get(number)
         fetched = [] if other is None else [i for i in other.table.items() if not i.born]
         total = sum(i.nbytes for i in fetched)
@@ -158,7 +158,7 @@ class Learned:
         del self._by_number[known.number]
         self._block_bytes -= known.table_bytes
 
-    # ---- telling ---------------------------------------------------------------------------
+    # ---- prediction ------------------------------------------------------------------------
 
     def items(self, execution: Hashable) -> Sequence[Item]:
         known = self._known.get(execution)

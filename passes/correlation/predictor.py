@@ -1,9 +1,9 @@
-"""The predictor that a runtime drives: what to fetch next, what to let go, and how it went.
+"""The predictor that a runtime drives: chooses prefetches and evictions, and keeps statistics.
 
     enter(execution) → touch(block, nbytes)… → leave(); dead(block) when a block's tensors died.
 
-Between those calls the runtime asks for `predictions` and `victims`, and says what it did:
-`fetching`, `arrived`, `leaving`, `left`. One thread at a time; nothing here blocks.
+Between these calls the runtime asks for `predictions` and `victims`, and reports its actions:
+`fetching`, `arrived`, `leaving`, `left`. Not thread-safe; no call blocks.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ from .learned import Forecast, Learned
 from .window import Victim, Wanted, Window
 
 HIT, MISS, LATE, BORN = "hit", "miss", "late", "born"
-#: names of dead blocks kept, so that none is fetched before it is written again
+#: number of dead blocks remembered, so that none is fetched before it is written again
 DEAD_KEPT = 65536
 
 
 @dataclass(slots=True)
 class Counters:
-    """How it went. A hit is there when it is used, a late one on its way, a miss neither."""
+    """Statistics. On use, a hit is on the device, a late block is in flight, a miss is neither."""
 
     hits: int = 0
     misses: int = 0
@@ -30,11 +30,11 @@ class Counters:
     births: int = 0
     prefetches: int = 0
     prefetched_bytes: int = 0
-    #: prefetched, and gone again without having been used
+    #: bytes prefetched and evicted again without a use
     wasted_bytes: int = 0
     written_back_bytes: int = 0
     dropped_clean_bytes: int = 0
-    #: dead while on the device: freed without a copy
+    #: bytes of blocks that died on the device: freed without a copy
     invalidated_bytes: int = 0
 
     @property
@@ -51,11 +51,11 @@ class Counters:
 
 @dataclass(frozen=True, slots=True)
 class Reach:
-    """How far ahead the predictor looks, and by what it is bound."""
+    """The predictor's lookahead and its bounds."""
 
-    #: executions looked ahead; 0: nothing is predicted
+    #: executions looked ahead; 0 disables prediction
     executions: int = 64
-    #: as in the paper: no bound by bytes, and victims by age since they were moved in
+    #: as in the paper: no bound by bytes, and victims by age since their last load
     as_printed: bool = False
 
     def __post_init__(self) -> None:
@@ -75,13 +75,13 @@ class Predictor:
 
     @property
     def table_bytes(self) -> int:
-        """The size of the tables; 0 for a forecast that keeps none."""
+        """The size of the tables; 0 for a forecast without tables."""
         return getattr(self.forecast, "table_bytes", 0)
 
-    # ---- what runs ------------------------------------------------------------------------
+    # ---- executions -----------------------------------------------------------------------
 
     def enter(self, execution: Hashable) -> None:
-        """An execution begins: a compiled graph with what it is bound to."""
+        """Starts an execution: a compiled graph and its binding."""
         if self._inside:
             self.leave()
         self._inside = True
@@ -99,10 +99,10 @@ class Predictor:
             window.expect(*following)
 
     def touch(self, block: BlockId, nbytes: int, reads: bool = True) -> str:
-        """The execution uses a block: `hit`, `late` or `miss`; `born` if what it held is not read.
+        """Records a block's use. Returns `hit`, `late` or `miss`, or `born` if it is not read.
 
-        After a miss the caller makes room, says `fetching`, waits and says `arrived`. A birth of a
-        block that is not held needs room only; `fetching` and `arrived` are said for it too.
+        After a miss the caller makes room, calls `fetching`, waits and calls `arrived`. The birth
+        of a block that is not held only needs room; `fetching` and `arrived` are called for it too.
         """
         window, counters = self.window, self.counters
         self.forecast.touch(block, nbytes, not reads)
@@ -126,20 +126,20 @@ class Predictor:
         return outcome
 
     def wrote(self, block: BlockId) -> None:
-        """The device's copy is now the only valid one."""
+        """Records that the device's copy is now the only valid one."""
         self.window.held[block].dirty = True
 
     def leave(self) -> None:
-        """The execution is over; none of its blocks is in use any more."""
+        """Ends the execution; none of its blocks is in use any more."""
         self._inside = False
         self.forecast.end()
         self.window.busy.clear()
         self.window.advance()
 
     def dead(self, block: BlockId) -> int:
-        """The block's tensors died: it holds nothing, and is never written back.
+        """Invalidates a block whose tensors died: it has no value, and is never written back.
 
-        Its bytes on the device, now free: 0 if it was not there.
+        Returns the device bytes freed: 0 if it was not there.
         """
         window = self.window
         held = window.held.get(block)
@@ -155,17 +155,17 @@ class Predictor:
         return nbytes
 
     def following(self) -> Hashable | None:
-        """The execution expected next; None: not known."""
+        """Returns the execution expected next; None if unknown."""
         chain = self.window.chain
         at = 1 if self._inside else 0
         return chain[at][0] if len(chain) > at else None
 
-    # ---- what to do -----------------------------------------------------------------------
+    # ---- decisions ------------------------------------------------------------------------
 
     def predictions(self, free_bytes: int, limit: int | None = None) -> list[Wanted]:
-        """What to fetch now, in order, each with the execution that wants it.
+        """Returns the blocks to fetch now, in order, each with the execution that needs it.
 
-        Together with the blocks that are born before them they fit in `free_bytes`.
+        Together with the blocks born before them they fit in `free_bytes`.
         """
         found: list[Wanted] = []
         for wanted, fits in self.window.walk(free_bytes):
@@ -176,7 +176,7 @@ class Predictor:
         return found
 
     def shortfall(self, free_bytes: int) -> tuple[Wanted, int] | None:
-        """The first need ahead that does not fit, and the bytes missing for it."""
+        """Returns the first upcoming need that does not fit, and the bytes missing for it."""
         left = free_bytes
         for wanted, fits in self.window.walk(free_bytes):
             left -= wanted.nbytes
@@ -185,18 +185,18 @@ class Predictor:
         return None
 
     def victims(self, needed_bytes: int, wanted: Wanted | None = None) -> list[Victim]:
-        """What to let go so that `needed_bytes` become free; all there is if that is less.
+        """Returns victims that free `needed_bytes`, or all there are if that is less.
 
-        For a need ahead (`wanted`), nothing that is itself needed sooner; empty if that is not
+        For an upcoming need (`wanted`), it returns no block needed sooner; empty if that is not
         enough.
         """
         before = wanted.due if wanted is not None and not self.reach.as_printed else None
         return self.window.victims(needed_bytes, before)
 
-    # ---- what was done --------------------------------------------------------------------
+    # ---- reports --------------------------------------------------------------------------
 
     def fetching(self, block: BlockId, nbytes: int, prefetch: bool = False) -> None:
-        """The block's bytes on the device are taken, and a copy to it (or a birth) has begun."""
+        """Records that the block's device bytes are taken and a copy (or a birth) has begun."""
         self.window.hold(block, nbytes, arriving=True, prefetched=prefetch)
         if prefetch:
             self.counters.prefetches += 1
@@ -206,11 +206,11 @@ class Predictor:
         self.window.held[block].arriving = False
 
     def leaving(self, block: BlockId) -> None:
-        """A copy out has begun; a touch before `left` keeps the block after all."""
+        """Records that an eviction has started; a touch before `left` keeps the block after all."""
         self.window.held[block].leaving = True
 
     def stays(self, block: BlockId) -> None:
-        """The copy out has failed: the block is on the device as before."""
+        """Records that an eviction has failed: the block is on the device as before."""
         self.window.held[block].leaving = False
 
     def is_leaving(self, block: BlockId) -> bool:
@@ -218,13 +218,13 @@ class Predictor:
         return held is not None and held.leaving
 
     def cleaned(self, block: BlockId) -> None:
-        """The block was copied out, and another tier holds its value too."""
+        """Records a write-back: another tier now also holds the block's value."""
         held = self.window.held[block]
         self.counters.written_back_bytes += held.nbytes
         held.dirty = False
 
     def left(self, block: BlockId) -> None:
-        """The block is no longer on the device."""
+        """Records that the block is no longer on the device."""
         self._waste(block)
         held = self.window.release(block)
         if not held.leaving:

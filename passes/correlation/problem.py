@@ -1,4 +1,4 @@
-"""A recorded trace as a problem: one op for each run, so that any policy can plan it."""
+"""Converts a recorded trace into a problem with one op per run, so that any policy can plan it."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ from offcompile.ir.trace import Trace
 
 
 def problem_of(trace: Trace) -> Problem:
-    """The trace as one long step that does not repeat.
+    """Converts the trace into one long step that does not repeat.
 
-    Blocks that are read before they are written begin on the host and outlast the trace; the others
-    are born in it, and end with the last reader of each value.
+    Blocks that are read before they are written start on the host and outlive the trace; the others
+    are created in it, and each of their values ends with its last reader.
     """
     used = {b for run in trace.runs for b in run.touched}
     tensors = tuple(

@@ -1,4 +1,4 @@
-"""Writing down what ran, as a trace: a runtime calls it as it calls the predictor."""
+"""Records runs as a trace: a runtime calls it with the same reports as the predictor."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ MOST_RUNS = 100_000
 
 
 class Listener(Protocol):
-    """What a runtime reports as it goes; the predictor and the recorder both listen."""
+    """The reports of a runtime; the predictor and the recorder both implement it."""
 
     def enter(self, execution: Hashable) -> None: ...
 
@@ -48,7 +48,7 @@ class _Open:
 
 
 class Recorder:
-    """Collects a `Trace`. `clock_us` should not run while a run waits for its blocks."""
+    """Collects a `Trace`. `clock_us` should stop while a run waits for its blocks."""
 
     def __init__(
         self,
@@ -66,11 +66,11 @@ class Recorder:
 
     @property
     def full(self) -> bool:
-        """Whether the recording has as many runs as it may have; later ones are left out."""
+        """True if the recording has reached its maximum number of runs; later runs are left out."""
         return len(self._runs) >= self._most_runs and not self._inside
 
     def enter(self, execution: Hashable) -> None:
-        """A run begins. A pair is read as (graph, binding)."""
+        """Starts a run. A pair is read as (graph, binding)."""
         if self._inside:
             self.leave()
         if self.full:
@@ -81,7 +81,7 @@ class Recorder:
         self._inside = True
 
     def touch(self, block: BlockId, nbytes: int, reads: bool = True) -> None:
-        """The run uses a block. One that grew keeps its largest size."""
+        """Records that the run uses a block. A block that grows keeps its largest size."""
         if not self._inside:
             return
         name = self._name(block)
@@ -99,7 +99,7 @@ class Recorder:
             self.wrote(block)
 
     def wrote(self, block: BlockId) -> None:
-        """The run has written the block."""
+        """Records that the run has written the block."""
         if self._inside:
             name = self._name(block)
             self._runs[-1].writes[name] = None
@@ -112,14 +112,14 @@ class Recorder:
             self._inside = False
 
     def dead(self, block: BlockId) -> None:
-        """The block holds nothing any more: said of the run that is going on, or was last."""
+        """Records that the block died, in the current run or else in the last one."""
         name = self._names.get(block)
         if name is not None and name in self._nbytes and self._runs:
             self._runs[-1].dead[name] = None
             self._gone.add(name)
 
     def trace(self) -> Trace:
-        """What has been recorded up to now."""
+        """Returns the trace recorded so far."""
         blocks = tuple(Block(name, nbytes) for name, nbytes in self._nbytes.items())
         done = self._runs[:-1] if self._inside else self._runs
         return Trace(blocks, tuple(run.run() for run in done))

@@ -1,7 +1,7 @@
-"""Bounded tables: what follows what, learnt from what ran (DeepUM, §4.2).
+"""Bounded tables of successors, learned from earlier executions (DeepUM, §4.2).
 
-Sets are chosen by small numbers that `Numbers` hands out in order of first sight, never by the
-hash of a name, so the same run always fills the same tables.
+Sets are chosen by small numbers that `Numbers` assigns in order of first use, never by the hash of
+a name, so the same run always fills the same tables.
 """
 
 from __future__ import annotations
@@ -14,15 +14,15 @@ from typing import Generic, TypeVar
 K = TypeVar("K", bound=Hashable)
 V = TypeVar("V")
 
-#: counters have two bits: from 2 up they are believed
+#: two-bit counters: a successor is believed from 2 up
 BELIEVED, CERTAIN = 2, 3
-#: upper figures for what CPython takes, with each entry's share of the dictionaries around it
+#: upper bounds on CPython's memory use, with each entry's share of the dictionaries around it
 ROW_BYTES, SUCCESSOR_BYTES, SET_BYTES, NAME_BYTES = 560, 112, 360, 200
 
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """Rows altogether, rows in one set, and successors kept for each row."""
+    """Total rows, rows per set, and successors kept per row."""
 
     rows: int
     associativity: int
@@ -44,13 +44,13 @@ class Shape:
 
 
 def most_bytes(shape: Shape) -> int:
-    """What a full table of this shape takes."""
+    """Returns the size of a full table of this shape."""
     each = ROW_BYTES + SUCCESSOR_BYTES * shape.successors
     return shape.rows * each + shape.sets * SET_BYTES
 
 
 class Numbers(Generic[K]):
-    """A number for every name, in order of first sight; names longest unseen are forgotten."""
+    """Numbers names in order of first use; forgets the names longest unseen."""
 
     def __init__(self, limit: int) -> None:
         self.limit = limit
@@ -73,7 +73,7 @@ class Numbers(Generic[K]):
 
 
 class Sets(Generic[K, V]):
-    """A set-associative table; in a full set, the row longest unused makes room."""
+    """A set-associative table; a full set evicts its least recently used row."""
 
     def __init__(self, shape: Shape) -> None:
         self.shape = shape
@@ -89,7 +89,7 @@ class Sets(Generic[K, V]):
         return rows[key]
 
     def put(self, number: int, key: K, value: V) -> None:
-        """Add a row that is not there yet."""
+        """Adds a row that is not there yet."""
         rows = self._sets.setdefault(number % self._count, OrderedDict())
         if len(rows) >= self.shape.associativity:
             rows.popitem(last=False)
@@ -112,7 +112,7 @@ class Successor(Generic[K]):
 
 
 class Successors(Generic[K]):
-    """What has followed, most recent first, each with a two-bit counter."""
+    """Observed successors, most recent first, each with a two-bit counter."""
 
     __slots__ = ("entries",)
 
@@ -120,7 +120,7 @@ class Successors(Generic[K]):
         self.entries: list[Successor[K]] = []
 
     def saw(self, name: K, limit: int) -> bool:
-        """Note that `name` followed. Whether that changed anything."""
+        """Records that `name` followed. Returns True if that changed anything."""
         entries = self.entries
         if entries and entries[0].name == name and entries[0].count == CERTAIN:
             changed = False
@@ -136,7 +136,7 @@ class Successors(Generic[K]):
             elif entry.count:
                 entry.count -= 1
         if found is None:
-            # the first is believed at once; any other must be seen again
+            # the first is believed at once; later ones must be seen again
             found = Successor(name, 1 if entries else BELIEVED)
         else:
             entries.remove(found)
@@ -147,5 +147,5 @@ class Successors(Generic[K]):
         return True
 
     def best(self) -> Successor[K] | None:
-        """The likeliest; of equals the most recent."""
+        """Returns the most likely successor; ties go to the most recent."""
         return max(self.entries, key=lambda e: e.count, default=None)

@@ -1,11 +1,11 @@
-"""What is on the device, and when each block is expected next: the order of coming and going.
+"""Tracks the blocks on the device and their next expected uses; orders prefetches and evictions.
 
-The window is the chain of executions expected from here on, with their blocks. Walking it gives
-what to fetch. What nothing expects leaves first, least recently used first, then what is expected
-last; but a block chosen by data, which no table can expect, is taken to come again after as long
-as it has been unused, and is not given up for something needed later than that. Fetching stops
-where only a block that is needed sooner could make room: so the lookahead is bounded by bytes as
-well as by executions (DeepUM bounds it by executions alone).
+The window is the chain of executions expected from here on, with their blocks. A walk along it
+gives the blocks to prefetch. Blocks that are not expected are evicted first, least recently used
+first, then the block expected last. But a block selected by data, which no table can expect, is
+assumed to be used again after as long as it has been unused, and is not evicted for a block needed
+later than that. Prefetching stops when only a block that is needed sooner could make room: so the
+lookahead is bounded by bytes as well as by executions (DeepUM bounds it by executions alone).
 """
 
 from __future__ import annotations
@@ -17,21 +17,22 @@ from typing import NamedTuple
 
 from .blocks import BlockId, Item
 
-#: when a block is expected: position of the execution, place within it
+#: when a block is expected: (position of the execution, index within it)
 Due = tuple[int, int]
 
 
-#: orders of leaving: what is expected, what would be if it came soon, and what cannot be
+#: eviction orders: expected blocks, regular blocks not expected now, and irregular blocks
 EXPECTED, REGULAR, IRREGULAR = RANKS = (0, 1, 2)
 FAR = 1 << 60
-#: for how many executions ahead room is made for births: they need no copy, and much dies before
+#: number of executions ahead for which room is made for births: they need no copy, and many blocks
+#: die before then
 BIRTHS_AHEAD = 2
-#: place in the order of leaving (two figures and a tie-break), and the block
+#: rank in an eviction order (two figures and a tie-break), and the block
 _Rank = tuple[int, int, int, BlockId]
 
 
 class Wanted(NamedTuple):
-    """A block that an execution ahead needs. `born`: it needs room there, and no copy."""
+    """A block that a later execution needs. `born`: needs memory there, but no copy."""
 
     block: BlockId
     nbytes: int
@@ -41,7 +42,7 @@ class Wanted(NamedTuple):
 
 
 class Victim(NamedTuple):
-    """A block to let go. With `write_back` its bytes must be copied out first."""
+    """A block to evict. With `write_back` its bytes must be copied out first."""
 
     block: BlockId
     nbytes: int
@@ -49,7 +50,7 @@ class Victim(NamedTuple):
 
 
 class Held:
-    """A block on the device, or on its way in."""
+    """A block on the device, or being loaded."""
 
     __slots__ = (
         "arriving",
@@ -67,9 +68,9 @@ class Held:
         self.nbytes = nbytes
         self.stamp = 0
         self.used_at = 0
-        #: whether its last use was expected
+        #: True if its last use was expected
         self.regular = prefetched
-        #: which of its entries in the order of leaving counts
+        #: id of its valid entry in the eviction orders
         self.push = 0
         self.arriving = arriving
         self.prefetched = prefetched
@@ -78,15 +79,15 @@ class Held:
 
 
 class Window:
-    """Residency beside expectation. Every call costs about the logarithm of what is held."""
+    """Residency and expected uses. Each call costs about the logarithm of the number held."""
 
     def __init__(self, as_printed: bool = False) -> None:
-        #: as in the paper, age counts from the last move in, and orders what is expected, too
+        #: as in the paper: age counts from the last load, and also ranks expected blocks
         self.as_printed = as_printed
         self.held: dict[BlockId, Held] = {}
-        #: blocks that hold nothing until they are written
+        #: blocks without a value until they are written
         self.void: dict[BlockId, None] = {}
-        #: blocks in use now: they never go
+        #: blocks in use now: never evicted
         self.busy: set[BlockId] = set()
         self.chain: deque[tuple[Hashable, Sequence[Item]]] = deque()
         #: the position of the chain's first execution
@@ -100,7 +101,7 @@ class Window:
     # ---- expectation ---------------------------------------------------------------------
 
     def expect(self, execution: Hashable, items: Sequence[Item]) -> None:
-        """Lengthen the chain by one execution."""
+        """Appends an execution to the chain."""
         position = self.position + len(self.chain)
         self.chain.append((execution, items))
         for place, item in enumerate(items):
@@ -110,7 +111,7 @@ class Window:
                 self._rank(item.block)
 
     def advance(self) -> None:
-        """The first execution of the chain is over."""
+        """Removes the first execution of the chain, which is over."""
         position = self.position
         self.position += 1
         if self.chain:
@@ -125,7 +126,7 @@ class Window:
             self._cursor = (position + 1, 0)
 
     def forget(self) -> None:
-        """Nothing is expected any more."""
+        """Clears all expectations."""
         expected, self._due = self._due, {}
         self.chain.clear()
         self._cursor = (self.position, 0)
@@ -133,20 +134,20 @@ class Window:
             self._rank(block)
 
     def due(self, block: BlockId) -> Due | None:
-        """When the block is expected next."""
+        """Returns when the block is expected next."""
         dues = self._due.get(block)
         return dues[0] if dues else None
 
     # ---- residency -----------------------------------------------------------------------
 
     def hold(self, block: BlockId, nbytes: int, arriving: bool, prefetched: bool) -> None:
-        """The block takes its bytes on the device from now on."""
+        """Records that the block takes its bytes on the device from now on."""
         self.void.pop(block, None)
         self.held[block] = held = Held(nbytes, arriving, prefetched)
         self._mark(block, held)
 
     def use(self, block: BlockId) -> None:
-        """The block is in use until `busy` is cleared; it no longer leaves if it was about to."""
+        """Marks the block in use until `busy` is cleared, and cancels its pending eviction."""
         held = self.held[block]
         held.leaving = held.prefetched = False
         self.busy.add(block)
@@ -162,7 +163,7 @@ class Window:
         self._rank(block)
 
     def release(self, block: BlockId) -> Held:
-        """The block's bytes are free again."""
+        """Records that the block's bytes are free again, and returns its entry."""
         held = self.held.pop(block)
         self.busy.discard(block)
         due = self.due(block)
@@ -170,11 +171,13 @@ class Window:
             self._cursor = due
         return held
 
-    # ---- what to fetch ---------------------------------------------------------------------
+    # ---- prefetching -----------------------------------------------------------------------
 
     def walk(self, free_bytes: int) -> Iterator[tuple[Wanted, bool]]:
-        """What is needed next and not there, each with whether it fits beside the rest: blocks to
-        be born soon, then what is to be fetched, in order. Ends after the first that does not fit.
+        """Yields blocks needed next and not held, and for each if it fits in the free bytes.
+
+        Blocks to be born soon come first, then those to fetch, in order. Ends after the first that
+        does not fit.
         """
         left = free_bytes
         soon = min(len(self.chain), BIRTHS_AHEAD + 1)
@@ -197,7 +200,7 @@ class Window:
             self._cursor = max(self._cursor, (self.position + len(self.chain), 0))
 
     def _missing(self, start: int, place: int, until: int, born: bool) -> Iterator[Wanted]:
-        """Blocks of the chain from a place on that are not held, where they are first needed."""
+        """Yields blocks not held, from a place in the chain on, where they are first needed."""
         held, void, due = self.held, self.void, self._due
         for at in range(start - self.position, until):
             execution, items = self.chain[at]
@@ -210,10 +213,10 @@ class Window:
                     yield Wanted(block, nbytes, execution, (position, k), born)
             place = 0
 
-    # ---- what to let go --------------------------------------------------------------------
+    # ---- eviction --------------------------------------------------------------------------
 
     def _rank(self, block: BlockId) -> None:
-        """Put a held block where it belongs in the order of leaving."""
+        """Inserts a held block into its eviction order."""
         held = self.held.get(block)
         if held is None:
             return
@@ -238,7 +241,7 @@ class Window:
         heapq.heappush(self._ranks[which], entry)
 
     def _head(self, which: int) -> _Rank | None:
-        """The first entry of one order that still counts."""
+        """Returns the first valid entry of an eviction order."""
         heap = self._ranks[which]
         while heap:
             held = self.held.get(heap[0][3])
@@ -248,9 +251,11 @@ class Window:
         return None
 
     def _estimate(self, which: int, entry: _Rank) -> int:
-        """In how many executions the block will be needed: as it is expected, or, for what is not,
-        in as many as have gone since its last use. What would be expected if it came within the
-        chain comes after it.
+        """Returns the number of executions until the block is needed.
+
+        An expected block has a known figure; for others it is the number of executions since the
+        last use. A regular block that is not expected is needed after the end of the chain at the
+        earliest.
         """
         if self.as_printed:
             return 0 if which == EXPECTED else FAR
@@ -260,11 +265,11 @@ class Window:
         return age if which == IRREGULAR else max(age, len(self.chain))
 
     def victims(self, needed_bytes: int, before: Due | None = None) -> list[Victim]:
-        """Blocks whose leaving frees `needed_bytes`, the one needed last first. Blocks in use, or
-        on their way in or out, stay.
+        """Returns blocks whose eviction frees `needed_bytes`, the one needed last first.
 
-        For a need that is due at `before`, none that is needed sooner is named, and nothing at all
-        where the rest does not suffice; without, all there is.
+        Blocks that are in use or in flight stay. For a need that is due at `before`, it returns no
+        block that is needed sooner, and nothing at all if the others do not suffice; without it,
+        all there are.
         """
         chosen: dict[BlockId, Victim] = {}
         freed = 0

@@ -1,4 +1,4 @@
 """Search over whole plans: variants that a policy builds, judges and improves.
 
-In: a judge and the decisions so far. Out: better decisions, within a counted number of plans.
+Input: a judge and the decisions so far. Output: better decisions, within a limited number of plans.
 """

@@ -1,9 +1,9 @@
-"""Loads become direct accesses where the lane is what everything waits for.
+"""Turns loads into direct accesses where the lane is the bottleneck.
 
-A step whose weights stream in is as long as the lane is busy, and compute waits meanwhile. Each
-read of a weight that stands on the host can be made there instead: the op takes longer, and the
-lane carries that much less. Reads are changed that lengthen compute least for the time that the
-lane gains, spread over the whole step, and only as many as leave both equally busy.
+A step that streams its weights takes as long as its lane is busy, and compute waits meanwhile. A
+read of a weight on the host can be made in place instead: the op takes longer, and the lane carries
+less. The reads changed are those that add the least compute per lane time saved, spread over the
+whole step, and only as many as make both equally busy.
 """
 
 from __future__ import annotations
@@ -19,16 +19,16 @@ from offcompile.passes.select.cover import GapSet, Prices
 from .frame import Choices, ProgramVariant, may_access
 from .search import State
 
-#: below this share of compute the lane is not what a step waits for
+#: below this ratio to compute the lane is not the bottleneck
 WORTH = 1.02
-#: costs this near to each other are taken to be the same
+#: relative difference below which costs count as equal
 ALIKE = 0.02
 NS_PER_US = 1000
 
 
 @dataclass(frozen=True)
 class _Read:
-    """A load that serves one op, which could read the host's copy instead."""
+    """A load for a single op that could read the host's copy instead."""
 
     position: int
     op: str
@@ -42,7 +42,7 @@ class _Read:
 
 
 def balanced(state: State) -> tuple[ProgramVariant, GapSet] | None:
-    """The same choices with some loads made direct; None: nothing is gained by that."""
+    """Returns the same choices with some loads made direct; None if that gains nothing."""
     frame = state.frame
     took_us = {s.id: (s.end_ns - s.start_ns) / NS_PER_US for s in state.timeline.spans}
     loads = [m for m in state.plan.moves if m.target == DEVICE]
@@ -63,7 +63,7 @@ def balanced(state: State) -> tuple[ProgramVariant, GapSet] | None:
 def _reads(
     frame: ProgramVariant, plan: Plan, loads: Sequence[Move], took_us: Mapping[str, float]
 ) -> list[_Read]:
-    """Loads of weights from the host that one op needs and nobody else."""
+    """Returns loads of weights from the host that only one op needs."""
     program, problem = frame.program, frame.problem
     dropped = {(d.tensor, d.after) for d in plan.drops if d.tier == DEVICE}
     found = []
@@ -85,7 +85,7 @@ def _reads(
 
 
 def _enough(reads: Sequence[_Read], excess_us: float) -> list[_Read]:
-    """The cheapest reads that take the excess away, of those that cost alike evenly many."""
+    """Returns the cheapest reads that remove the excess, evenly spread among equal costs."""
     chosen: list[_Read] = []
     for _, same in groupby(sorted(reads, key=lambda r: r.price), key=_Steps()):
         group = sorted(same, key=lambda r: r.position)
@@ -101,7 +101,7 @@ def _enough(reads: Sequence[_Read], excess_us: float) -> list[_Read]:
 
 
 class _Steps:
-    """Numbers prices that come in rising order, the same number for those that are alike."""
+    """Numbers prices given in rising order; prices that count as equal get the same number."""
 
     def __init__(self) -> None:
         self.number, self.most = 0, float("-inf")

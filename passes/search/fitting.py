@@ -1,7 +1,7 @@
-"""A policy's wishes made to fit: what it wants away leaves, then more does, until all runs fit.
+"""Makes the choices of a policy fit: evicts the tensors it names, then more, until all runs fit.
 
-For policies that decide only about some tensors. If what they want does not fit, tensors of the
-kinds they name leave first, then any; if no wish gives a plan, everything that can leave leaves.
+For policies that decide about some tensors only. If their choices do not fit, tensors of the kind
+they name are evicted first, then any; if no choice gives a plan, everything possible is evicted.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ from .frame import Choices, ProgramVariant, forced_mode, infeasible_host, may_ru
 from .search import mode_of
 from .trials import Trials
 
-#: (tensor, the op before the gap)
+#: (tensor, op before the gap)
 Key = tuple[str, str | None]
 
 
 def with_hosted(problem: Problem, mode: Choices, hosted: Iterable[str]) -> Choices:
-    """`mode` with these weights updated on the host too, where every operand is in place.
+    """Returns `mode` with these weights also updated on the host, where every operand is in place.
 
-    Those stay on the device that some op updates which cannot run on the host.
+    Weights stay on the device if an op that cannot run on the host updates them.
     """
     unable = {
         t
@@ -38,18 +38,18 @@ def with_hosted(problem: Problem, mode: Choices, hosted: Iterable[str]) -> Choic
 
 
 class Fitting:
-    """Offers modes and gaps to the builder, beginning with what an earlier plan decided."""
+    """Offers modes and gaps to the builder, starting with the decisions of an earlier plan."""
 
     def __init__(
         self, problem: Problem, machine: Machine, judge: Judge | None, plan: Plan, first: str
     ) -> None:
         self.problem, self.machine = problem, machine
-        self.first = first  # the kind of tensors that leave before any other
+        self.first = first  # the kind of tensors evicted before any other
         self.trials = Trials(problem, machine, judge)
         self.forced = with_hosted(problem, forced_mode(problem, machine), ())
         given = mode_of(plan)
         joined = Choices(given.directs | self.forced.directs, given.recomputes, given.hosted)
-        #: what the plan before this policy does, and what no plan can do without
+        #: the mode of the earlier plan, and the choices that no plan can do without
         self.base = with_hosted(problem, joined, self.forced.hosted)
         self.away: frozenset[Key] = frozenset(
             (d.tensor, d.after) for d in plan.drops if d.tier == DEVICE
@@ -63,7 +63,7 @@ class Fitting:
         return ProgramVariant(self.problem, self.machine, mode)
 
     def offer(self, frame: ProgramVariant, away: Iterable[Key]) -> bool:
-        """Whether this, made to fit, gives a better plan than what was offered before."""
+        """Makes the choice fit and builds it. True if the plan beats the earlier ones."""
         try:
             cover = frame.cover({*self.away, *away})
             if not self._fit(frame, cover):
@@ -74,7 +74,7 @@ class Fitting:
         return self.trials.attempt(frame.decisions(cover))
 
     def _fit(self, frame: ProgramVariant, cover: GapSet) -> bool:
-        """Send more away while something does not fit: the kind named first, then any."""
+        """Evicts more until everything fits: the kind named first, then any."""
         prices = Prices()
         fits = cover.repair(
             frame.capacity, prices, lambda gap: 1.0 if gap.tensor.kind == self.first else 0.0
@@ -82,7 +82,7 @@ class Fitting:
         return fits or cover.repair(frame.capacity, prices)
 
     def plan(self) -> Plan:
-        """The best plan of what was offered, or one of last resort; else why there is none."""
+        """Returns the best plan offered, or a last resort; raises the reason if there is none."""
         if self.trials.best is None:
             self._last_resorts()
         if self.trials.best is None:
@@ -94,7 +94,7 @@ class Fitting:
         return self.trials.best
 
     def _last_resorts(self) -> None:
-        """All that can leave does, to the host, then to the other tiers; then greedily."""
+        """Tries evicting everything to the host, then to the other tiers; then greedily."""
         beyond = [t.name for t in self.machine.tiers if t.name not in (DEVICE, HOST)]
         for mode in dict.fromkeys((self.base, self.forced)):
             for tier in (HOST, *beyond):

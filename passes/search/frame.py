@@ -1,7 +1,7 @@
-"""A frame: the choices that change the program itself, and the gaps that this leaves.
+"""A frame: the choices that change the program itself, and the resulting gaps.
 
-Direct accesses, recomputations and host updates change which runs there are and what they need on
-the device; which gaps are then spent away is chosen within the frame (`cover`, `search`).
+Direct accesses, recomputations and host updates change the runs of a step and the device memory
+they need; the gaps for evictions are then chosen within the frame (`cover`, `search`).
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from offcompile.passes.select.cover import GapSet
 
 @dataclass(frozen=True)
 class Choices:
-    """Which ops depart from plain execution, as sets that are easy to change."""
+    """The departures from plain execution, as sets that are easy to change."""
 
     directs: frozenset[tuple[str, str]] = frozenset()
     recomputes: frozenset[tuple[str, str]] = frozenset()
@@ -38,8 +38,8 @@ class Choices:
 
     def decisions(self, problem: Problem, away: tuple[Away, ...] = ()) -> Decisions:
         at, op = problem.op_index, problem.op
-        # a host update has all its operands in place: nothing is left to access directly,
-        # and no device run of it to repeat
+        # a host update has all its operands in place: it has no direct accesses, and no device run
+        # to repeat
         hosted = {o.id for o in problem.ops if o.phase == "update"} if self.hosted else set()
         hosted = {o for o in hosted if not self.hosted.isdisjoint(op[o].writes)}
         directs = sorted(self.directs, key=lambda d: (at[d[0]], d[1]))
@@ -83,7 +83,7 @@ class ProgramVariant:
         return GapSet(self.gaps, (self.index_of[k] for k in away if k in self.index_of))
 
     def in_mode(self, mode: Choices, cover: GapSet) -> tuple[ProgramVariant, GapSet]:
-        """Another mode, with the same gaps away as far as it has them."""
+        """Returns a frame in another mode, with the same evictions where it has those gaps."""
         made = ProgramVariant(self.problem, self.machine, mode, self.tier, self.lossy)
         gaps = self.gaps.gaps
         return made, made.cover({(gaps[i].tensor.id, gaps[i].after) for i in cover.away})
@@ -94,13 +94,13 @@ class ProgramVariant:
 
     @cached_property
     def floor(self) -> list[int]:
-        """Bytes that each run holds on the device when every gap is spent away."""
+        """Device bytes per run with an eviction in every gap."""
         away = tuple(gap.away for gap in self.gaps.gaps)
         decisions = self.mode.decisions(self.problem, away)
         return Builder(self.problem, self.machine, decisions, check=False).kept_bytes
 
     def check_floor(self) -> None:
-        """Raise if even with every gap spent away some run does not fit."""
+        """Raises if some run does not fit even with an eviction in every gap."""
         floor = self.floor
         j = max(range(len(floor)), key=floor.__getitem__, default=0)
         if floor and floor[j] > self.capacity:
@@ -109,7 +109,7 @@ class ProgramVariant:
 
 
 def hostable(problem: Problem) -> dict[str, tuple[str, ...]]:
-    """Weights all of whose update ops may run on the host, with those ops."""
+    """Returns weights whose update ops may all run on the host, with those ops."""
     updates: dict[str, list[Op]] = {}
     for op in problem.ops:
         if op.phase == "update":
@@ -124,14 +124,14 @@ def hostable(problem: Problem) -> dict[str, tuple[str, ...]]:
 
 
 def may_run_on_host(problem: Problem, op: Op) -> bool:
-    """Whether an update may run there: it has a figure, and nothing it touches is pinned away."""
+    """True if an update may run on the host: its time is known and no operand pinned elsewhere."""
     return op.host_duration_us is not None and not any(
         t.pinned and t.home != HOST for t in map(problem.tensor.__getitem__, op.operands)
     )
 
 
 def held_on_host(problem: Problem) -> frozenset[str]:
-    """Weights that only the host can update: something that the update needs is pinned there."""
+    """Returns weights that only the host can update: an operand of the update is pinned there."""
     pinned = {t.id for t in problem.tensors if t.pinned and t.home == HOST}
     if not pinned:
         return frozenset()
@@ -144,7 +144,7 @@ def held_on_host(problem: Problem) -> frozenset[str]:
 
 
 def forced_mode(problem: Problem, machine: Machine) -> Choices:
-    """The fewest direct accesses and host updates without which some op can never run."""
+    """Returns the fewest direct accesses and host updates without which some op can never run."""
     capacity = machine.tier[DEVICE].capacity_bytes
     hosted = set(held_on_host(problem))
     if capacity is None:
@@ -166,13 +166,15 @@ def forced_mode(problem: Problem, machine: Machine) -> Choices:
 
 
 def may_access(problem: Problem, op: Op) -> list[str]:
-    """Operands that the op may access in place."""
+    """Returns the operands that the op may access in place."""
     return [t for t in op.direct if t in op.operands and not problem.tensor[t].pinned]
 
 
 def direct_mode(problem: Problem, machine: Machine, only_free: bool = False) -> Choices:
-    """Everything in place that may be; `only_free`: that costs no time there, or less than a move
-    would take from compute."""
+    """Returns the mode with every possible access in place.
+
+    `only_free`: only accesses that cost no extra time, or less than a move would take from compute.
+    """
     if HOST not in machine.tier:
         return Choices()
     directs = frozenset(
@@ -185,7 +187,7 @@ def direct_mode(problem: Problem, machine: Machine, only_free: bool = False) -> 
 
 
 def _toll_us(problem: Problem, machine: Machine, op: Op, tensor: str) -> float:
-    """What is taken from compute by the move that bringing or sending this operand asks for."""
+    """Returns the compute time lost to the move that this operand would need otherwise."""
     reads = tensor in op.reads
     lanes = machine.lanes_between(*((HOST, DEVICE) if reads else (DEVICE, HOST)))
     nbytes = problem.tensor[tensor].nbytes
@@ -195,15 +197,15 @@ def _toll_us(problem: Problem, machine: Machine, op: Op, tensor: str) -> float:
     )
 
 
-#: beyond so many repeated runs recomputing everything is no way out
+#: beyond this many reruns, recomputing everything is not an option
 MOST_RECOMPUTED = 4000
 
 
 def recompute_everything(problem: Problem) -> frozenset[tuple[str, str]]:
-    """Run again, right before each op, all that made what it reads and did not stay in use.
+    """Returns reruns, right before each op, of all producers of its inputs that were not just used.
 
-    Values whose inputs are gone as well are recomputed from further back, as often as needed: the
-    least memory that recomputation can do with, at up to the square of the compute.
+    Values whose inputs are gone as well are recomputed from further back, as often as needed: this
+    is the least memory that recomputation can need, at up to the square of the compute.
     """
     writer: dict[str, int] = {}
     touched: dict[str, int] = {}
@@ -217,7 +219,7 @@ def recompute_everything(problem: Problem) -> frozenset[tuple[str, str]]:
 
     for b, op in enumerate(problem.ops):
         gone = [t for t in op.reads if source_of(t) and touched[t] < b - 1]
-        # once a chain is made anew, what else it leads to need not have been kept beside it
+        # once a chain is rerun, its other outputs need not have been kept either
         wanted = [
             t for t in op.reads if (made := source_of(t)) and gone and made.phase != op.phase
         ] + gone
@@ -227,7 +229,7 @@ def recompute_everything(problem: Problem) -> frozenset[tuple[str, str]]:
             if made is None or (made.id, op.id) in found:
                 continue
             found.add((made.id, op.id))
-            # what only leads to it is gone again afterwards: it is not marked as touched
+            # intermediate values are freed again afterwards: they are not marked as touched
             wanted += [u for u in made.reads if touched.get(u, b) < b - 1 or u in op.reads]
         for t in op.operands:
             touched[t] = b
@@ -240,7 +242,7 @@ def _bytes_of(problem: Problem, op: Op) -> int:
 
 
 def _cheapest_cover(problem: Problem, op: Op, operands: list[str], over: int) -> list[str]:
-    """Direct operands that free `over` bytes: best bytes per added time first, none to spare."""
+    """Returns direct operands that free `over` bytes, best bytes per time first, without spares."""
 
     def added(t: str) -> float:
         return max(op.direct[t] - op.duration_us, 1e-9)

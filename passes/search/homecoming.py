@@ -1,9 +1,9 @@
-"""Gradients that a plan writes on the host although the device has room for them.
+"""Moves gradients written on the host back to the device if there is room for them.
 
-Writing in place frees the device for the rest of the step, and where it costs no compute a search
-that looks at time alone takes it for all gradients alike. What is written there is then written to
-the disk behind it, or crosses the link. So as many as cost nothing are made on the device
-after all: the last ones of the step, which stand there for the shortest time.
+Writing in place saves device memory for the rest of the step, and where it costs no compute, a
+search that looks at time alone chooses it for all gradients. Gradients written there are then
+written to the disk behind the host, or cross the link. So as many as cost no time are produced on
+the device after all: the last ones of the step, which stay there for the shortest time.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from offcompile.passes.build.contract import Judge
 
 
 def brought_home(problem: Problem, machine: Machine, plan: Plan, judge: Judge) -> Plan:
-    """The plan with as many of its last gradients on the device as make it no slower.
+    """Returns the plan with as many of its last gradients on the device as make it no slower.
 
     In a steady problem a gradient would have to leave before the step ends: nothing is changed.
     """
@@ -40,7 +40,7 @@ def brought_home(problem: Problem, machine: Machine, plan: Plan, judge: Judge) -
 
 
 def _written_in_place(problem: Problem, plan: Plan) -> list[tuple[str, str]]:
-    """(op, gradient) in the order of the ops: written once, read by none, never moved."""
+    """Returns (op, gradient) in op order: gradients written once, never read and never moved."""
     moved = {m.tensor for m in plan.moves} | {d.tensor for d in plan.drops}
     writers: dict[str, int] = {}
     for op in problem.ops:

@@ -1,8 +1,8 @@
-"""The least recomputation with which a step fits, when nothing else is done about memory.
+"""Finds the least recomputation with which a step fits if nothing else saves memory.
 
-A kept byte has a price, and a minimum cut says what runs again at that price (`rematerialization`).
-The least price at which the step fits is found by trying them from cheap to dear; between it and
-the next cheaper one, only as many early layers pay it as must.
+A kept byte has a price, and a minimum cut gives the reruns at that price (`rematerialization`).
+Prices are tried from low to high for the lowest one at which the step fits; between it and the next
+lower one, only as many early layers pay the high price as necessary.
 """
 
 from __future__ import annotations
@@ -17,16 +17,16 @@ from offcompile.passes.select.footprint import footprint
 from offcompile.passes.select.pressure import pressure
 from offcompile.passes.select.rematerialization import NS_PER_US, Rematerialization, Rerun
 
-#: keeping a tensor costs more than any op, in ns
+#: price in ns at which keeping a tensor costs more than any op
 DEAR = 1 << 40
-#: uniform prices tried, from cheap to dear, and halvings between the last too cheap and the first
-#: dear enough
+#: uniform prices tried, from low to high, and halvings between the last one too low and the first
+#: one high enough
 PRICES, HALVINGS = 8, 4
 
 
 @dataclass(frozen=True)
 class Rerunning:
-    """One choice of what runs again, the time that it adds, and the device memory that is left."""
+    """A set of reruns, the time it adds, and the device memory needed with it."""
 
     reruns: frozenset[Rerun]
     added_us: float
@@ -35,11 +35,11 @@ class Rerunning:
 
 @dataclass(eq=False)
 class FittingReruns:
-    """Choices for one problem in which the tensors of `away` leave, and nothing else moves."""
+    """Recomputation choices for one problem in which only the tensors of `away` move."""
 
     problem: Problem
     away: tuple[Away, ...] = ()
-    #: tensors at which chains end
+    #: tensors at which rerun chains end
     kept: frozenset[str] = frozenset()
     _tried: dict[frozenset[Rerun], Rerunning] = field(default_factory=dict)
 
@@ -63,7 +63,7 @@ class FittingReruns:
         return footprint(self.problem, reruns)
 
     def budgeted(self, capacity: int) -> Rerunning:
-        """The least added time at which the step fits, where each kept byte costs the same."""
+        """Returns the fastest choice that fits, with one price for every kept byte."""
         found = [self.of(frozenset())]
         if found[0].peak_bytes <= capacity:
             return found[0]
@@ -77,7 +77,7 @@ class FittingReruns:
         return min(found, key=lambda r: rank(r, capacity))
 
     def _between(self, low: float, high: float, capacity: int) -> list[Rerunning]:
-        """Fewer and fewer early layers that pay the dearer price, as long as it fits."""
+        """Returns choices with ever fewer early layers at the high price, while they fit."""
         found: list[Rerunning] = []
         fits, fails = 1.0, 0.0
         for _ in range(HALVINGS):
@@ -90,7 +90,7 @@ class FittingReruns:
         return found
 
     def _at(self, low: float, high: float, share: float) -> Rerunning:
-        """Prices in ns per byte: the high one for what is made in that share of forward."""
+        """Evaluates `high` ns per byte for the first `share` of forward and `low` for the rest."""
         tensor, made = self.problem.tensor, self.choices.progress
 
         def price_ns(t: str) -> float:
@@ -99,7 +99,7 @@ class FittingReruns:
         return self.of(self.choices.reruns(price_ns, self.kept))
 
     def _prices(self) -> list[float]:
-        """From the cheapest byte to the dearest, in steps of equally many bytes; then all."""
+        """Returns prices from the cheapest byte to the dearest, in equal byte steps, and `DEAR`."""
         freed: dict[str, int] = {}
         for t in self.choices.saved:
             op = self.choices.maker[t]
@@ -117,7 +117,7 @@ class FittingReruns:
 
 
 def rank(r: Rerunning, capacity: int) -> tuple[bool, float, float]:
-    """The fastest that fits is first; where none does, the one that needs least."""
+    """Ranks the fastest choice that fits first; if none fits, the one that needs least memory."""
     if r.peak_bytes <= capacity:
         return False, r.added_us, r.peak_bytes
     return True, r.peak_bytes, r.added_us

@@ -1,8 +1,9 @@
 """Recomputation as a start for the search: a few recipes, tried from coarse to fine.
 
-A recipe prices what is kept (see `rematerialization`) by where in forward it is made. What early
-layers save has all of forward to leave in, so it is cheap to keep there; what the last layers save
-is wanted again at once, and stays. In between a tensor that is cheap to make is made again.
+A recipe prices kept tensors (see `rematerialization`) by where in forward they are produced.
+Activations of early layers have all of forward to be evicted, so keeping them is cheap; those of
+the last layers are needed again at once, and stay. In between, tensors that are cheap to compute
+are recomputed.
 """
 
 from __future__ import annotations
@@ -13,22 +14,23 @@ from dataclasses import dataclass, field, replace
 from offcompile.ir import Problem
 from offcompile.passes.select.rematerialization import NS_PER_US, Rematerialization, Rerun
 
-#: prices tried, the likeliest first: multiples of the price at which half of all saved bytes are
-#: cheaper to make again than to keep
+#: prices tried, most promising first: multiples of the price at which half of all saved bytes are
+#: cheaper to recompute than to keep
 SCALES = (1.0, 1 / 2, 64.0, 2.0, 1 / 4, 4.0)
-#: into how many parts forward is cut, at most one for so many ops; the last: not at all
+#: numbers of parts that forward is cut into, at most one part per this many ops; 1: no cut
 PARTS, OPS_A_PART = (24, 48, 12, 6, 1), 3
-#: how far the early layers' end and the last ones' beginning are shifted, as shares of forward's
-#: time: first, and at least
+#: shifts of the end of the early layers and the start of the last ones, as fractions of forward
+#: time: initial and smallest
 FIRST_SHIFT, LEAST_SHIFT = 0.2, 0.02
 BYTES_PER_KIB = 1024
-#: a recipe is better that gains so much: where something else holds up the step, none is
+#: relative gain from which a recipe counts as better: if something else is the bottleneck, none
+#: does
 WORTH_ANOTHER = 0.0005
 
 
 @dataclass(frozen=True)
 class Recipe:
-    """Prices in ns per KiB: of what is made before `early`, before `late`, and (none) after."""
+    """Prices in ns per KiB for tensors made before `early` and before `late`; 0 afterwards."""
 
     parts: int
     price: float
@@ -38,7 +40,7 @@ class Recipe:
 
 
 def recipes_of(problem: Problem) -> Iterator[frozenset[Rerun]]:
-    """What each whole-forward recipe runs again, each once."""
+    """Yields the reruns of each whole-forward recipe, each set once."""
     starts = RecomputeStarts(problem, lambda reruns: None, lambda: False)
     seen: set[frozenset[Rerun]] = set()
     for parts in starts.parts():
@@ -51,8 +53,10 @@ def recipes_of(problem: Problem) -> Iterator[frozenset[Rerun]]:
 
 @dataclass(eq=False)
 class RecomputeStarts:
-    """Tries recipes for one problem. `cost_of` says what a plan that runs these ops again costs;
-    None: it finds none. Stops when `is_over` says so."""
+    """Tries recipes for one problem until `is_over`.
+
+    `cost_of` returns the cost of a plan with these reruns; None if it finds no plan.
+    """
 
     problem: Problem
     cost_of: Callable[[frozenset[Rerun]], float | None]
@@ -67,8 +71,11 @@ class RecomputeStarts:
         self._boundaries: dict[int, frozenset[str]] = {}
 
     def run(self) -> None:
-        """Try every price with forward in about as many parts as models have blocks, then vary the
-        best recipe one field at a time, in smaller and smaller steps."""
+        """Tries every price, then varies the best recipe one field at a time.
+
+        It first cuts forward into about as many parts as models have blocks; the variations get
+        smaller and smaller.
+        """
         prices, parts = self.prices(), self.parts()
         for price in prices:
             if self.is_over():
@@ -78,7 +85,7 @@ class RecomputeStarts:
         while self.best is not None and shift >= LEAST_SHIFT:
             before = self.best
             for step in self._steps(sorted(prices), parts, shift):
-                # what helped is done again
+                # repeat a step that helped
                 while not self.is_over() and self._try(step(self.best)):
                     pass
                 if self.is_over():
@@ -89,8 +96,11 @@ class RecomputeStarts:
     def _steps(
         self, prices: list[float], parts: list[int], shift: float
     ) -> list[Callable[[Recipe], Recipe]]:
-        """Ways to change a recipe: where early layers end and late ones begin, what is paid in the
-        middle and before, and into how many parts forward is cut."""
+        """Returns ways to change a recipe by one field.
+
+        The fields are the end of the early layers and the start of the late ones, the price in the
+        middle and before, and the number of parts.
+        """
 
         def early(by: float) -> Callable[[Recipe], Recipe]:
             def step(r: Recipe) -> Recipe:
@@ -138,7 +148,7 @@ class RecomputeStarts:
         return self._choices.reruns(price_ns, self._boundaries[recipe.parts])
 
     def _try(self, recipe: Recipe) -> bool:
-        """Whether the recipe is the best so far."""
+        """Evaluates a recipe. Returns True if it is the best so far."""
         if recipe in self._tried:
             return False
         self._tried.add(recipe)
@@ -157,7 +167,7 @@ class RecomputeStarts:
         return [n for n in PARTS if n <= most]
 
     def prices(self) -> list[float]:
-        """Around the middle of all saved bytes, up to more than any op costs."""
+        """Returns prices around the median over all saved bytes, up to more than any op costs."""
         kib: dict[str, float] = {}
         for t in self._choices.saved:
             op = self._choices.maker[t]
@@ -175,6 +185,6 @@ class RecomputeStarts:
 
 
 def neighbour(prices: list[float], price: float, by: int) -> float:
-    """The next dearer or cheaper one of sorted prices; below them all nothing is paid."""
+    """Returns the next higher or lower of sorted prices; below the lowest is 0."""
     scale = [0.0, *prices]
     return scale[min(len(scale) - 1, max(0, scale.index(price) + by))]

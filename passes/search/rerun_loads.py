@@ -1,9 +1,9 @@
-"""Loads become recomputation where making a tensor again is quicker than bringing it back.
+"""Replaces loads by recomputation where recomputing a tensor is faster than reloading it.
 
-Minimum cuts run an op again once (`rematerialization`), and what it makes leaves for the host or
-stays until its last use. Close to the floor there is no room to stay and no time to come back:
-there the tensor is made once more right before the use, with all that its op reads and that is
-not there at that moment.
+Minimum cuts rerun an op once (`rematerialization`), and its output is evicted to the host or stays
+until its last use. Close to the memory floor there is no room for it to stay and no time to reload
+it: then the tensor is recomputed once more right before the use, along with all inputs of its op
+that are not on the device at that moment.
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ from offcompile.passes.select.rematerialization import Rematerialization, Rerun
 from .frame import Choices, ProgramVariant
 from .search import State
 
-#: an op that reads what is not there asks for so many others at the most
+#: longest chain of ops to rerun for one tensor
 LONGEST_CHAIN = 40
-#: shares of the loads that could be given up which are tried, the ones that gain most first
+#: fractions of the replaceable loads that are tried, largest gains first
 SHARES = (1.0, 0.5, 0.25)
 
 
 @dataclass(frozen=True)
 class Swap:
-    """A gap whose load is given up, what runs again in its place, and the time that this gains."""
+    """A gap whose load is dropped, the ops rerun instead, and the time that this gains."""
 
     gap: int
     reruns: frozenset[Rerun]
@@ -40,7 +40,7 @@ class Swap:
 def rerun_modes(
     state: State, choices: Rematerialization
 ) -> Iterator[tuple[ProgramVariant, GapSet]]:
-    """The same plan with some loads replaced by recomputation, the boldest change first."""
+    """Yields the same plan with some loads replaced by recomputation, boldest change first."""
     found = sorted(_Swaps(state, choices).all(), key=lambda s: -s.gain_us)
     seen: set[frozenset[Rerun]] = set()
     mode, frame = state.frame.mode, state.frame
@@ -86,7 +86,7 @@ class _Swaps:
                 yield Swap(i, reruns, gain_us, run.name in held_up)
 
     def _chain(self, gap: Gap, before: str) -> set[str] | None:
-        """The ops that make the tensor from what is there right before its use; None: none do."""
+        """Returns the ops that rebuild the tensor from those on the device; None if impossible."""
         chain: set[str] = set()
         wanted = [gap.tensor.id]
         at_op = self.state.frame.problem.op_index[before]
@@ -104,12 +104,12 @@ class _Swaps:
         return chain
 
     def _is_there(self, t: str, position: int) -> bool:
-        """True if the device holds the tensor at a run, or brings it anyway."""
+        """True if the device holds the tensor at a run, or loads it anyway."""
         tensor = self.state.frame.problem.tensor[t]
         if tensor.pinned and tensor.home == DEVICE:
             return True
         if tensor.kind not in SELF_ENDING_KINDS:
-            return True  # a weight is loaded once more
+            return True  # a weight is simply loaded again
         starts = self._gaps_of.get(t, [])
         i = bisect_left(starts, (position, -1, -1)) - 1
         if i >= 0:
@@ -120,7 +120,7 @@ class _Swaps:
 
     @cached_property
     def _gaps_of(self) -> dict[str, list[tuple[int, int, int]]]:
-        """Tensor → (first, last, index) of its gaps, in their order."""
+        """Tensor → (first, last, index) of its gaps, in order."""
         found: dict[str, list[tuple[int, int, int]]] = {}
         for gap in self.state.frame.gaps.gaps:
             found.setdefault(gap.tensor.id, []).append((gap.first, gap.last, gap.index))

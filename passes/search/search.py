@@ -1,9 +1,10 @@
 """Local search over frames and covers, judged by the simulator.
 
-One state is a frame and a set of gaps spent away. A neighbour is made by ruin and repair: bring a
-few tensors back where the timeline stalls (or anywhere), forbid them for a moment, send others
-away instead until everything fits, and bring back what is then spare; or by changing the frame.
-Seeded and counted in evaluations, so that a run is repeated exactly; the clock only cuts off.
+A state is a frame and the set of gaps in which tensors are evicted. A neighbour is made by ruin and
+repair: bring a few tensors back to the device near a stall (or anywhere), forbid their eviction for
+the moment, evict others instead until everything fits, then bring back those that need not be away
+any more; or by changing the frame. The search is seeded and counted in evaluations, so that a run
+is exactly reproducible; the clock only cuts it off.
 """
 
 from __future__ import annotations
@@ -25,8 +26,8 @@ from offcompile.passes.select.cover import GapSet, Prices
 
 from .frame import Choices, ProgramVariant, hostable, may_access
 
-#: where nothing is left to gain but what moves take from compute: plans tried for a better one,
-#: which has to be better by so much
+#: if only the compute time taken by moves is left to gain: further plans tried, and the relative
+#: gain that resets this count
 TOLL_PATIENCE, WORTH_WAITING = 40, 0.001
 
 
@@ -37,7 +38,7 @@ class State:
     plan: Plan
     timeline: Timeline
     us: float
-    #: how far below capacity the builder was told to stay: another set of triggers
+    #: bytes that the builder was told to keep free: this changes the triggers
     reserve: float = 0.0
 
     @property
@@ -46,7 +47,7 @@ class State:
 
 
 class Search:
-    """Holds what all searches on one problem share: judge, budget, best plan so far."""
+    """State shared by all searches on one problem: judge, budget, best plan so far."""
 
     def __init__(
         self,
@@ -59,14 +60,14 @@ class Search:
         progress: Callable[[str], None] | None = None,
         close: float = 0.0,
     ) -> None:
-        """close: the share of the bound above which a plan is not worth improving."""
+        """close: a plan within this fraction above the bound is not worth improving."""
         self.problem, self.machine, self.judge = problem, machine, judge
         self.left, self.deadline, self.floor_us = evaluations, deadline, floor_us
         self.close = close
         self.rng = random.Random(20240229)
         self.best_plan: Plan | None = None
         self.best_us = math.inf
-        #: whether no plan can be faster than the best one, whatever its moves take from compute
+        #: True if no plan can be faster than the best one, except with moves that slow compute less
         self.at_floor = False
         self.patience = 0
         self.progress = progress
@@ -76,14 +77,14 @@ class Search:
 
     @property
     def settled(self) -> bool:
-        """Nothing is left to gain, or no time to gain it in."""
+        """True if there is nothing left to gain, or no time left."""
         if self.best_us <= self._near_floor_us or time.thread_time() > self.deadline:
             return True
         return self.at_floor and self.patience <= 0
 
     @property
     def _near_floor_us(self) -> float:
-        """The bound keeps a margin below what it proves."""
+        """The bound plus a tolerance, since the bound keeps a margin below the time it proves."""
         return self.floor_us + max(0.005, max(1e-5, self.close) * self.floor_us)
 
     @property
@@ -91,7 +92,7 @@ class Search:
         return self.left <= 0 or self.settled
 
     def offer(self, plan: Plan, timeline: Timeline) -> None:
-        """Remember a plan if it is the best so far (fewer moves break a tie)."""
+        """Records a plan if it is the best so far (fewer moves break a tie)."""
         if not timeline.valid:
             return
         us = timeline.cost_us
@@ -121,7 +122,7 @@ class Search:
         rounds: int = 1,
         reserve: float = 0.0,
     ) -> State | None:
-        """Build and judge; again with the times it really had while that helps."""
+        """Builds and judges a plan, then rebuilds it with the simulated times while that helps."""
         try:
             decisions = self._decisions(frame, cover)
             builder = Builder(self.problem, self.machine, decisions, program=frame.program)
@@ -150,7 +151,7 @@ class Search:
     # ---- the walk ------------------------------------------------------------------------
 
     def walk(self, state: State, evaluations: int) -> State:
-        """Anneal from `state`; the best state met."""
+        """Anneals from `state`; returns the best state visited."""
         best = state
         start, stop = self.left, self.left - evaluations
         while self.left > stop and not self.done:
@@ -200,7 +201,7 @@ class Search:
         return self.rng.random() * self.rng.choice(state.frame.gaps.gaps).tensor.nbytes
 
     def _prices(self, state: State) -> Prices:
-        """Lanes that carry more are dearer; a little noise keeps choices varied."""
+        """Returns higher prices for busier lanes, with a little noise to vary the choices."""
         gaps = state.frame.gaps.gaps
         out = sum(g.out_us for g in map(gaps.__getitem__, state.cover.away) if g.dirty)
         back = sum(g.in_us for g in map(gaps.__getitem__, state.cover.away))
@@ -241,7 +242,7 @@ class Search:
             cover.prune(capacity, prices, rng)
 
     def _make_room(self, state: State, cover: GapSet, at: int | None) -> None:
-        """Send one more tensor away over the runs before a stall, so that loads start earlier."""
+        """Evicts one more tensor over the runs before a stall, so that loads can start earlier."""
         n, rng = len(state.frame.program.runs), self.rng
         at = rng.randrange(n) if at is None else at
         over = (at - 1 - int(rng.random() ** 2 * n / 2)) % n
@@ -255,7 +256,7 @@ class Search:
         return lambda gap: rng.uniform(0.5, 1.5)
 
     def _tightened(self, state: State, at: int | None) -> list[float]:
-        """Capacity with room kept free over some runs before a stall."""
+        """Returns the capacity per cell, with room kept free over some runs before a stall."""
         n, rng, capacity = len(state.frame.program.runs), self.rng, state.frame.capacity
         gaps = state.frame.gaps
         spare = rng.choice(gaps.gaps).tensor.nbytes if gaps.gaps else 0
@@ -282,7 +283,7 @@ class Search:
 
 
 def mode_choices(problem: Problem) -> dict[str, list[tuple[str, str]]]:
-    """Everything that may depart from plain execution: by kind, (op or weight, operand)."""
+    """Returns every possible departure from plain execution: by kind, (op or weight, operand)."""
     first_reader: dict[str, list[int]] = {}
     for i, op in enumerate(problem.ops):
         for t in op.reads:
@@ -306,7 +307,7 @@ def mode_choices(problem: Problem) -> dict[str, list[tuple[str, str]]]:
 def change_mode(
     choices: dict[str, list[tuple[str, str]]], mode: Choices, rng: random.Random, timeline: Timeline
 ) -> Choices | None:
-    """One choice of the mode turned over, near a stall when there is one."""
+    """Returns the mode with one choice flipped, near a stall if there is one."""
     kinds = [k for k, v in choices.items() if v]
     if not kinds:
         return None
@@ -324,7 +325,7 @@ def change_mode(
 
 
 def mode_of(plan: Plan) -> Choices:
-    """The mode that a plan of any policy uses."""
+    """Returns the mode that a plan of any policy uses."""
     return Choices(
         frozenset((d.op, d.tensor) for d in plan.directs if isinstance(d, Direct)),
         frozenset((r.op, r.before) for r in plan.recomputes),

@@ -1,4 +1,4 @@
-"""Decisions tried one after the other: built, judged, and the best legal plan kept."""
+"""Tries decisions one after the other: builds and judges them, and keeps the best legal plan."""
 
 from __future__ import annotations
 
@@ -9,20 +9,20 @@ from offcompile.passes.build.schedule import build
 
 
 class Trials:
-    """Without a judge the first plan that can be built is the best."""
+    """Without a judge, the first plan that can be built counts as the best."""
 
     def __init__(self, problem: Problem, machine: Machine, judge: Judge | None) -> None:
         self.problem, self.machine, self.judge = problem, machine, judge
         self.best: Plan | None = None
         self.best_us = float("inf")
         self.best_timeline: Timeline | None = None
-        #: why the last refused decisions were refused, in words and as the builder said it
+        #: why the last rejected decisions were rejected, in words and as the builder's error
         self.refused = ""
         self.error: Infeasible | None = None
         self._seen: set[Decisions] = set()
 
     def attempt(self, decisions: Decisions) -> bool:
-        """Whether these decisions give a plan better than the best so far."""
+        """Builds and judges decisions. Returns True if their plan is the best so far."""
         if decisions in self._seen:
             return False
         self._seen.add(decisions)

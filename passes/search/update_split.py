@@ -1,8 +1,8 @@
-"""Which updates the host makes and which the device, where states may travel.
+"""Splits the updates between host and device, if states may move.
 
-The host is slow and needs no link for states; the device is quick and fetches them and sends them
-back. The first gradients of backward have the longest time left, so the host takes those. One
-number says where the device takes over, and the search finds it by trying plans.
+The host is slow but needs no link for states; the device is fast but has to fetch them and send
+them back. The first gradients of backward have the most time left, so the host takes those. A
+single number says where the device takes over, and the search finds it by trying plans.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from offcompile.ir import DEVICE, HOST, Machine, Problem
 
 from .frame import held_on_host, hostable
 
-#: how far a share of the host's time is shifted, first and at least; around a known one, first
+#: shifts of the host's share, initial and smallest; initial around a known share
 FIRST_SHIFT, LEAST_SHIFT, NEAR_SHIFT = 0.2, 0.025, 0.1
 
 Cost = Callable[[frozenset[str]], float | None]
@@ -22,11 +22,11 @@ Cost = Callable[[frozenset[str]], float | None]
 
 @dataclass(frozen=True)
 class UpdateSplit:
-    """Weights that either side can update, in the order in which their gradients come.
+    """Weights that either side can update, in the order of their gradients.
 
-    host_us: what the host would take for each. held: those that only the host can update.
-    balance: the share of the host's time with which it ends when the link has brought the others'
-    states.
+    host_us: the host's time for each. held: weights that only the host can update.
+    balance: the share of the host's total time at which it finishes together with the link that
+    brings the states of the others.
     """
 
     weights: tuple[str, ...]
@@ -55,7 +55,7 @@ class UpdateSplit:
         return cls(tuple(order), host_us, held, balance)
 
     def hosted(self, share: float) -> frozenset[str]:
-        """The first gradients' weights, up to this share of the host's time, with those held."""
+        """Returns the first gradients' weights up to this share of host time, plus those held."""
         if share <= 0.0:
             return self.held
         limit, sum_us, found = share * sum(self.host_us), 0.0, set(self.held)
@@ -67,7 +67,7 @@ class UpdateSplit:
         return frozenset(found)
 
     def share(self, hosted: frozenset[str]) -> float:
-        """How much of the host's time these weights are."""
+        """Returns the share of the host's total time that these weights take."""
         all_us = sum(self.host_us)
         mine_us = sum(us for w, us in zip(self.weights, self.host_us, strict=True) if w in hosted)
         return mine_us / all_us if all_us else 0.0
@@ -75,9 +75,9 @@ class UpdateSplit:
     def search(
         self, cost_of: Cost, is_over: Callable[[], bool], around: float | None = None
     ) -> float | None:
-        """Call `cost_of` with splits, best guess first; return the cheapest one's share.
+        """Calls `cost_of` with splits, best guess first, and returns the share of the cheapest one.
 
-        around: a share that is known to serve, in place of `balance`.
+        around: a share known to work, used in place of `balance`.
         """
         if not self.weights:
             return None
@@ -85,7 +85,7 @@ class UpdateSplit:
         best_share, best = self.balance if around is None else around, float("inf")
 
         def attempt(share: float) -> bool:
-            """Whether the share is the best so far."""
+            """Tries a share. Returns True if it is the best so far."""
             nonlocal best_share, best
             share = min(1.0, max(0.0, share))
             hosted = self.hosted(share)
@@ -113,7 +113,7 @@ class UpdateSplit:
 
 
 def _link_us(problem: Problem, machine: Machine, weights: list[str]) -> float:
-    """What bringing all that these weights' updates have on the host takes of the link."""
+    """Returns the link time to load all operands of these updates that live on the host."""
     rates = [lane.bytes_per_us for lane in machine.lanes_between(HOST, DEVICE)]
     updates = hostable(problem)
     operands = {t for w in weights for u in updates[w] for t in problem.op[u].operands}

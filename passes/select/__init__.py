@@ -1,4 +1,5 @@
-"""Choices among candidates: covers of crowded moments, knapsacks, cuts, chains to compute again.
+"""Selection among candidates: covers of crowded positions, knapsacks, cuts, recomputation chains.
 
-In: sizes, times and pressure at each moment. Out: which tensors, ops, weights or updates to take.
+Input: sizes, times and pressure at each position. Output: the tensors, ops, weights or updates to
+take.
 """

@@ -1,9 +1,9 @@
-"""Which activations leave the device, from figures per tensor alone.
+"""Chooses the activations to evict, from figures per tensor alone.
 
-`printed` follows the two phases of FlashNeuron §3.3. `by_benefit` covers the excess over the
-budget at every position of the step for the least cost: a greedy choice by bytes freed per
-nanosecond of transfer, a knapsack at the worst position, then what is redundant goes and what
-can be swapped for something cheaper is. Positions are indices of ops; times are nanoseconds.
+`printed` follows the two phases of FlashNeuron §3.3. `by_benefit` covers the excess over the budget
+at every position of the step at least cost: a greedy choice by bytes freed per nanosecond of
+transfer, then a knapsack at the worst position; redundant items are then removed and others swapped
+for cheaper ones. Positions are op indices; times are nanoseconds.
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ from dataclasses import dataclass
 from .cover_search import QUICK, ROUNDS, cover, great_ones, improve
 from .covering import Choice, Cover, Item, Way
 
-#: tensors looked at in the search around the choice for makespan
+#: tensors examined in the neighbourhood search for makespan
 SEARCH_WORK = 400_000
-#: a step within this of compute alone hides every transfer
+#: a step within this factor of compute alone hides every transfer
 HIDDEN = 1.000002
 
 
@@ -24,8 +24,8 @@ HIDDEN = 1.000002
 class Option:
     """One way for a tensor to be off the device at the positions `first` to `last`, inclusive.
 
-    `out_ns` and `back_ns` are the time held on the way out and back of `lane`; `added_ns` is
-    compute time that it adds (recomputation).
+    `out_ns` and `back_ns` are the times on `lane`'s way out and back; `added_ns` is added compute
+    time (recomputation).
     """
 
     name: str
@@ -57,7 +57,7 @@ class Candidate:
 
 @dataclass(frozen=True)
 class LaneTimes:
-    """What `lane_times` found; `late_out` and `late_back` name where the last busy spell began."""
+    """The result of `lane_times`; `late_out` and `late_back`: where the last busy spell began."""
 
     makespan_ns: int
     late_out: tuple[str, int] | None
@@ -65,7 +65,7 @@ class LaneTimes:
 
 
 def transfer_ns(candidates: Sequence[Candidate], choice: Sequence[int | None]) -> int:
-    """Total time of everything the choice adds: transfers both ways and recomputation."""
+    """Returns the total time that the choice adds: transfers both ways and recomputation."""
     taken = zip(candidates, choice, strict=True)
     return sum(c.options[o].cost_ns for c, o in taken if o is not None)
 
@@ -73,7 +73,7 @@ def transfer_ns(candidates: Sequence[Candidate], choice: Sequence[int | None]) -
 def missing_bytes(
     candidates: Sequence[Candidate], choice: Sequence[int | None], excess: Sequence[int]
 ) -> int:
-    """Bytes still over the budget at the worst position."""
+    """Returns the bytes still over the budget at the worst position."""
     left = list(excess)
     for candidate, taken in zip(candidates, choice, strict=True):
         if taken is not None:
@@ -86,11 +86,11 @@ def missing_bytes(
 def lane_times(
     candidates: Sequence[Candidate], choice: Sequence[int | None], forward_ns: int, backward_ns: int
 ) -> LaneTimes:
-    """A plain model of one step: everything is out before backward begins, then comes back.
+    """Simulates one step with a simple model: evictions precede backward, then loads follow.
 
-    Transfers leave in the order of release, each lane one at a time; backward waits for them
-    all; they return in the order of need, and compute waits for each. The way back is the way
-    out mirrored in time. An overrun of either adds to the step.
+    Transfers leave in order of release, one at a time per lane; backward waits for them all; they
+    return in order of need, and compute waits for each. The way back is the way out mirrored in
+    time. An overrun of either lengthens the step.
     """
     total = forward_ns + backward_ns
     out: dict[str, list[tuple[int, int]]] = {}
@@ -131,12 +131,12 @@ def printed(
     phase1_time: str = "raw",
     fp16_counts: bool = False,
 ) -> Choice:
-    """The two phases of FlashNeuron §3.3, by total bytes and total time.
+    """Runs the two phases of FlashNeuron §3.3, by total bytes and total time.
 
-    The paper leaves open whether phase 1 counts raw or compressed transfer times
-    (`phase1_time`) and whether the half-precision stash makes every tensor compressible
-    (`fp16_counts`; otherwise only codecs other than fp16 and bf16 do). Replacements stop once
-    their raw size reaches that of the tensor they replace; what compresses moves compressed.
+    The paper does not say if phase 1 counts raw or compressed transfer times (`phase1_time`), nor
+    if the half-precision stash makes every tensor compressible (`fp16_counts`; otherwise only
+    codecs other than fp16 and bf16 do). Replacements stop once their raw size reaches that of the
+    tensor they replace; compressible tensors move compressed.
     """
     order = sorted(range(len(candidates)), key=lambda i: (candidates[i].release_ns, i))
     plain = [_cheapest(c, compressed=False) for c in candidates]
@@ -180,7 +180,7 @@ def printed(
 
 
 def _cheapest(candidate: Candidate, compressed: bool = True) -> int:
-    """The option with the least transfer; without `compressed`, of the plain ones if any."""
+    """Returns the option with the least transfer; without `compressed`, a plain one if any."""
     indices = range(len(candidate.options))
     usable = [o for o in indices if compressed or not candidate.options[o].compressed]
     return min(usable or indices, key=lambda o: (candidate.options[o].cost_ns, o))
@@ -197,9 +197,9 @@ def by_benefit(
     limits: Mapping[str, int] | None = None,
     quick: bool = False,
 ) -> Choice | None:
-    """Cover `excess` at every position for the least transfer; None if no choice covers it.
+    """Covers `excess` at every position for the least transfer; None if no choice covers it.
 
-    `limits`: bytes that each tier can take in. `quick`: without the search around the choice.
+    `limits`: bytes that each tier can take. `quick`: skips the neighbourhood search.
     """
     costs = [[float(o.cost_ns) for o in c.options] for c in candidates]
     return cover(_items(candidates, costs), excess, limits, QUICK if quick else ROUNDS)
@@ -213,11 +213,12 @@ def by_makespan(
     limits: Mapping[str, int] | None = None,
     rounds: int = 24,
 ) -> Choice | None:
-    """Cover `excess` so that `lane_times` is least, then the transfer.
+    """Covers `excess` so as to minimize `lane_times`, then the transfer.
 
-    Only transfers of the last busy spell of a lane delay the step. Each round charges for the
-    spells that the choices so far had (an averaged best response, which tends to the optimum
-    of the relaxed problem) and covers the excess again. The best choice is then searched around.
+    Only transfers in the last busy spell of a lane delay the step. Each round charges for the
+    spells under the choices so far (an averaged best response, which tends to the optimum of the
+    relaxed problem) and covers the excess again. Then it searches the neighbourhood of the best
+    choice.
     """
     ideal = forward_ns + backward_ns
 
@@ -267,10 +268,10 @@ def _prices(
     late_back: Sequence[tuple[str, int, int]],
     at: int,
 ) -> list[list[float]]:
-    """What each option would have cost in the late spells so far: (lane, since or until, weight).
+    """Prices each option by its cost in the late spells so far: (lane, since or until, weight).
 
-    Round k has the weight k, for later rounds know better. A hundredth of all transfer time is
-    charged in any case, so that what need not go stays.
+    Round k has weight k, since later rounds know better. A hundredth of all transfer time is always
+    charged, so that tensors that need not leave stay.
     """
     weight = at * (at + 1) // 2
     rows: list[list[float]] = []

@@ -1,4 +1,4 @@
-"""Choosing gaps until nothing is over capacity: greedy by bytes per lane time, then pruned."""
+"""Chooses gaps until nothing exceeds capacity: greedy by bytes per lane time, then pruned."""
 
 from __future__ import annotations
 
@@ -13,20 +13,20 @@ from offcompile.passes.build.gaps import Gap, Gaps
 
 @dataclass(frozen=True)
 class Prices:
-    """What a microsecond on each direction is worth, by how busy the direction is."""
+    """The price of a microsecond in each direction, by how busy the direction is."""
 
     out: float = 1.0
     back: float = 1.0
 
 
 class GapSet:
-    """A set of gaps spent away, with the bytes held in every cell kept up to date."""
+    """The set of gaps in which tensors are evicted, with up-to-date bytes held in every cell."""
 
     def __init__(self, gaps: Gaps, away: Iterable[int] = ()) -> None:
         self.gaps = gaps
         self.away: set[int] = set(away)
         self.held = gaps.held(self.away)
-        self.values: dict[int, int] = {}  # value → how many of its gaps are away
+        self.values: dict[int, int] = {}  # value → number of its evictions
         for i in self.away:
             value = gaps.gaps[i].value
             self.values[value] = self.values.get(value, 0) + 1
@@ -54,7 +54,7 @@ class GapSet:
             held[a:b] = [x + nbytes for x in held[a:b]]
 
     def cost(self, gap: Gap, prices: Prices) -> float:
-        """Lane time the gap adds; with another gap of its value away the write-back is paid."""
+        """Returns the lane time that a gap adds; evictions of one value share its write-back."""
         others = self.values.get(gap.value, 0) - (gap.index in self.away)
         out = gap.out_us if gap.dirty and not others else 0.0
         return out * prices.out + gap.in_us * prices.back + 1e-9
@@ -71,7 +71,7 @@ class GapSet:
         return total
 
     def fits(self, index: int, capacity: float) -> bool:
-        """Whether the gap could be spent on the device after all."""
+        """True if the tensor could stay on the device in this gap after all."""
         gap = self.gaps.gaps[index]
         room = capacity - gap.tensor.nbytes
         return all(max(self.held[a:b]) <= room for a, b in gap.cells)
@@ -83,11 +83,11 @@ class GapSet:
         weight: Callable[[Gap], float] = lambda gap: 1.0,
         forbidden: frozenset[int] = frozenset(),
     ) -> bool:
-        """Send gaps away, best bytes per lane time first, until every run fits."""
+        """Evicts in gaps, best bytes per lane time first, until every run fits."""
         limit = [capacity] * len(self.held) if isinstance(capacity, (int, float)) else capacity
         gaps = self.gaps.gaps
-        # lazy greedy: a gap's profit only falls as others are chosen, so a stale top is re-priced
-        # among very many gaps one nearly as good as the best will do
+        # lazy greedy: a gap's profit only falls as others are chosen, so a stale top is re-priced;
+        # with very many gaps, one nearly as good as the best will do
         near = 1.0 if len(gaps) < 500 else 0.85
         over = _Over(self.held, limit)
         seen = set(self.gaps.over(over.cells())) - self.away - forbidden
@@ -129,7 +129,7 @@ class GapSet:
         return weight(gap) * over.freed(gap) / self.cost(gap, prices)
 
     def prune(self, capacity: float, prices: Prices, rng: random.Random | None = None) -> None:
-        """Bring back what need not be away, dearest first."""
+        """Brings back tensors that need not be away, most expensive first."""
         gaps = self.gaps.gaps
         noise = {i: 1.0 if rng is None else rng.uniform(0.7, 1.3) for i in sorted(self.away)}
         order = sorted(self.away, key=lambda i: (-self.cost(gaps[i], prices) * noise[i], i))
@@ -139,13 +139,13 @@ class GapSet:
 
 
 class _Over:
-    """Bytes over the limit in each cell, and how many of them each gap would free by itself."""
+    """The bytes over the limit in each cell, and how many of them a single gap would free."""
 
     def __init__(self, held: Sequence[float], limit: Sequence[float]) -> None:
         self.limit = limit
         self.left = [max(0, h - x) for h, x in zip(held, limit, strict=True)]
         over = self.cells()
-        #: none is over before the first of these, or from the second on
+        #: no cell is over before the first of these, or from the second on
         self.low, self.high = (over[0], over[-1] + 1) if over else (0, 0)
         self.most = max(self.left, default=0)
         self._sums: dict[int, list[float]] = {}
@@ -168,9 +168,10 @@ class _Over:
         return freed
 
     def freed_first(self, gap: Gap) -> float:
-        """The same before anything has been lowered, quickly.
+        """Returns the same as `freed` before anything has been lowered, faster.
 
-        Many gaps are of few sizes: of each size the sums over all cells serve all of its gaps.
+        Many gaps have few distinct sizes: for each size, the sums over all cells serve all of its
+        gaps.
         """
         size, cells = gap.tensor.nbytes, gap.cells
         sums = self._sums.get(size)
@@ -185,7 +186,7 @@ class _Over:
         return sum([y - x for a, b in cells for x, y in pairwise(sums[a : b + 1])])
 
     def lower(self, held: Sequence[float], gap: Gap) -> None:
-        """Look again at the cells of a gap that has been sent away."""
+        """Updates the cells of a gap that has been evicted."""
         left = self.left
         for a, b in gap.cells:
             parts = zip(left[a:b], held[a:b], self.limit[a:b], strict=True)

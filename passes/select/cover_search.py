@@ -1,9 +1,9 @@
-"""The cheapest choice that covers a need: knapsacks over weighted positions, then neighbours.
+"""Searches for the cheapest cover of a need: knapsacks over weighted positions, then neighbours.
 
-A knapsack covers a weighted sum of the needs, which is a relaxation; where its answer leaves some
-position open, that position weighs more in the next one. Each answer is completed, freed of what
-is redundant and improved by swaps. The best is then searched around: a few things at a time are
-decided anew, by branch and bound, with the others as they are.
+A knapsack covers a weighted sum of the needs, which is a relaxation; if its answer leaves a
+position open, that position gets more weight in the next one. Each answer is completed, stripped of
+redundant items and improved by swaps. Then the search explores the neighbourhood of the best: it
+decides a few items at a time anew, by branch and bound, with the others fixed.
 """
 
 from __future__ import annotations
@@ -15,18 +15,18 @@ from offcompile.passes.build.patience import is_short
 
 from .covering import Choice, Cover, Item
 
-#: knapsacks; with fewer than ROUNDS there is no search around the best choice either
+#: numbers of knapsacks; with fewer than ROUNDS the neighbourhood of the best is not searched either
 ROUNDS, QUICK = 20, 3
-#: how many decisions the search around the best choice may look at
+#: decisions that the neighbourhood search may examine
 NODES = 60_000
-#: things decided anew at once; where there are no more than WHOLE, all of them
+#: items decided anew at once; if there are no more than WHOLE, all of them
 WINDOW, WIDE, WHOLE = 9, 13, 14
-#: so many times in vain, and the search ends
+#: the search ends after this many failures in a row
 IDLE = 500
-#: so many things of at least this part of the need are done without on trial
+#: number of items, each at least this fraction of the need, that are excluded on trial
 GREAT, GREAT_PART = 2, 0.08
 
-#: the worth of a choice (less is better), which taking more things never lowers
+#: the cost of a choice (lower is better); it never falls when more items are taken
 Objective = Callable[[Sequence[int | None]], float]
 
 
@@ -36,9 +36,9 @@ def cover(
     limits: Mapping[str, int] | None = None,
     rounds: int = ROUNDS,
 ) -> Choice | None:
-    """The cheapest choice found that covers `need` everywhere; None if none was found.
+    """Returns the cheapest choice found that covers `need` everywhere; None if none was found.
 
-    `limits`: the bytes that a tier takes in altogether (tiers not named: any).
+    `limits`: the total bytes that each tier can take (tiers not named: unlimited).
     """
     empty = Cover(items, need, limits or {})
     best: Cover | None = None
@@ -48,7 +48,7 @@ def cover(
             break
         state = Cover(items, need, limits or {})
         state.take_knapsack(weights)
-        # a solution of the weighted sum that covers all positions is optimal for them all
+        # a solution of the weighted sum that covers all positions is optimal for all of them
         done = state.worst() <= 0
         at = state.tightest()
         if state.take_at_the_worst():
@@ -78,8 +78,11 @@ def cover(
 def great_ones(
     items: Sequence[Item], choice: Sequence[int | None], need: Sequence[int]
 ) -> list[int]:
-    """The greatest things taken, if they matter: one of them against many small ones is more than
-    the search around a choice can exchange, so it is worth looking for a choice without them."""
+    """Returns the largest items taken, if they matter.
+
+    Replacing one of them by many small ones is too large a step for the neighbourhood search, so it
+    is worth looking for a choice without them.
+    """
     least = GREAT_PART * max(need, default=0)
     taken = [i for i, w in enumerate(choice) if w is not None and items[i].nbytes > least]
     return sorted(taken, key=lambda i: (-items[i].nbytes, i))[:GREAT]
@@ -92,10 +95,10 @@ def improve(
     nodes: int = NODES,
     weights: Mapping[int, int] | None = None,
 ) -> None:
-    """Decide a few things anew at a time while that betters `objective` (None: the cost).
+    """Decides a few items anew at a time while that improves `objective` (None: the cost).
 
-    The few are drawn, with a fixed seed, from those whose cost per size is near the margin
-    between taken and left, and from those on the wrong side of it. `lowest` ends the search.
+    The few are drawn, with a fixed seed, from the items whose cost per size is near the margin
+    between taken and left, and from those on the wrong side of it. The search ends at `lowest`.
     """
     count = len(state.choice)
     usable = [i for i in range(count) if state.ways[i]]
@@ -128,7 +131,7 @@ def _taken(state: Cover, i: int) -> bool:
 
 
 def _density(state: Cover, i: int, weights: Mapping[int, int]) -> float:
-    """The least cost of thing `i` per weighted need that it covers."""
+    """Returns the least cost of item `i` per weighted need that it covers."""
     best = float("inf")
     for way, (low, high) in zip(state.ways[i], state.ranges[i], strict=True):
         covered = sum(x / state.need[p] for p, x in weights.items() if low <= p < high)
@@ -137,7 +140,7 @@ def _density(state: Cover, i: int, weights: Mapping[int, int]) -> float:
 
 
 class _Neighbourhood:
-    """Branch and bound over a few things; `nodes` is what may still be looked at."""
+    """Branch and bound over a few items; `nodes` is the number of nodes it may still visit."""
 
     def __init__(self, state: Cover, objective: Objective | None, nodes: int) -> None:
         self.state, self.objective, self.nodes = state, objective, nodes
@@ -147,7 +150,7 @@ class _Neighbourhood:
         return self.state.cost() if self.objective is None else self.objective(self.state.choice)
 
     def decide(self, window: Sequence[int]) -> bool:
-        """Whether some other ways of the things in `window` are better; they are taken if so."""
+        """Looks for better ways of the items in `window`, and takes them. True if there are any."""
         state = self.state
         before = [state.choice[i] for i in window]
         old_best = self.best

@@ -1,8 +1,8 @@
-"""Covering a need at every position with things that each cover a range of positions.
+"""Covers a need at every position with items that each cover a range of positions.
 
-What freeing device memory comes to: the need is the excess over the budget op by op, a thing is
-a tensor that can be off the device for a while, and each of its ways has a cost. Here stand the
-nouns and a choice in the making; `cover_search.py` looks for the cheapest one.
+This is the abstract form of freeing device memory: the need is the excess over the budget at each
+op, an item is a tensor that can be off the device for a while, and each of its ways has a cost.
+This module has the data types and a partial choice; `cover_search.py` looks for the cheapest one.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from itertools import pairwise
 
 from .knapsack import knapsack
 
-#: for each item the index of the way taken; None: it is left alone
+#: for each item the index of the way taken; None: not taken
 Choice = tuple[int | None, ...]
 
 SWAP_ROUNDS = 3
-SWAP_WORK = 200_000  # with more pairs than this none is tried: there, swaps gain next to nothing
+SWAP_WORK = 200_000  # with more pairs than this none is tried: then swaps gain almost nothing
 
 
 @dataclass(frozen=True)
@@ -36,14 +36,14 @@ class Way:
 
 @dataclass(frozen=True)
 class Item:
-    """Takes `nbytes` off the need where the way taken covers it."""
+    """Takes `nbytes` off the need at the positions that its chosen way covers."""
 
     nbytes: int
     ways: tuple[Way, ...]
 
 
 class Cover:
-    """A choice in the making. `left[p]` is the need still open at `p`; below 0 it is slack."""
+    """A partial choice. `left[p]` is the need still open at `p`; negative values are slack."""
 
     def __init__(
         self, items: Sequence[Item], need: Sequence[int], limits: Mapping[str, int]
@@ -74,7 +74,7 @@ class Cover:
         )
 
     def put(self, i: int, w: int | None) -> None:
-        """Make `w` the way of item `i` (None: leave it alone)."""
+        """Sets the way of item `i` to `w` (None: not taken)."""
         for way, sign in ((self.choice[i], 1), (w, -1)):
             if way is None:
                 continue
@@ -87,7 +87,7 @@ class Cover:
         self.choice[i] = w
 
     def take_greedily(self) -> bool:
-        """Take what meets most of the open need per cost; gains only shrink, so look lazily."""
+        """Takes items by open need covered per cost; gains only shrink, so re-evaluates lazily."""
         heap: list[tuple[float, int, int]] = []
         for i, ways in enumerate(self.ways):
             heap += [(-self._gain(i, w), i, w) for w in range(len(ways))]
@@ -112,20 +112,20 @@ class Cover:
         return met / max(self.ways[i][w].cost, 1e-9)
 
     def tightest(self) -> int:
-        """The position whose need is open in the greatest part."""
+        """Returns the position with the largest fraction of its need still open."""
         return max(range(len(self.left)), key=lambda p: self.left[p] / self.need[p], default=0)
 
     def take_at_the_worst(self) -> bool:
-        """Solve the worst position by itself, then the worst of what remains, and so on."""
+        """Solves the worst position by itself, then the worst remaining one, and so on."""
         while (worst := self.worst()) > 0:
             if not self.take_knapsack({self.left.index(worst): 1}):
                 return False
         return True
 
     def take_knapsack(self, weights: Mapping[int, int]) -> bool:
-        """Cover a weighted sum of what is open at some positions; False if nothing could go in.
+        """Covers a weighted sum of open needs at some positions; False if no item could be added.
 
-        One inequality instead of many, and so a relaxation that a knapsack solves.
+        A single inequality in place of many: a relaxation that a knapsack solves.
         """
         scale = {p: (x << 40) // self.need[p] + 1 for p, x in weights.items()}
         pool: dict[int, tuple[int, list[int]]] = {}
@@ -145,7 +145,7 @@ class Cover:
         costs = [self.ways[i][pool[i][1][0]].cost for i in indices]
         wanted = sum(x * self.left[p] for p, x in scale.items())
         picked = [indices[k] for k in knapsack(sizes, costs, wanted)]
-        # where a tier fills up, those go first that lose most per byte by going elsewhere
+        # if a tier fills up, items that lose most per byte elsewhere go first
         for i in sorted(picked, key=lambda i: self._regret(i, pool[i][1])):
             way = next((w for w in pool[i][1] if self.fits(i, w)), None)
             if way is not None:
@@ -159,7 +159,7 @@ class Cover:
         return -lost / max(first.load_bytes, 1)
 
     def polish(self) -> None:
-        """Give back what is redundant and swap for what is cheaper, while that helps."""
+        """Removes redundant items and swaps items for cheaper ones, while that helps."""
         for _ in range(SWAP_ROUNDS):
             before = self.cost()
             for i in self._dearest_first():
@@ -177,7 +177,7 @@ class Cover:
         return [i for _, i in sorted(taken, reverse=True)]
 
     def _swap(self, i: int) -> None:
-        """Replace item `i` by the cheapest way, of itself or another, that does its work."""
+        """Replaces item `i` by the cheapest way, its own or another's, that covers its need."""
         old = self.choice[i]
         if old is None:
             return
@@ -186,7 +186,7 @@ class Cover:
         left, most = self.left, self.worst()
         if most <= 0:
             return
-        # what is open lies where the item was
+        # all open need lies within the range of the item
         low, end_of_all = self.ranges[i][old]
         open_at = [p for p in range(low, end_of_all) if left[p] > 0]
         low, high = open_at[0], open_at[-1]
@@ -206,7 +206,7 @@ class Cover:
 
     @cached_property
     def _cheapest_first(self) -> list[tuple[float, int, int, int, int]]:
-        """(cost, item, its way, where that begins and ends) of all."""
+        """(cost, item, its way, begin and end of its range) of all ways."""
         return sorted(
             (way.cost, j, w, *self.ranges[j][w])
             for j, ways in enumerate(self.ways)
@@ -215,7 +215,7 @@ class Cover:
 
 
 def _corners(items: Sequence[Item], need: Sequence[int]) -> list[int]:
-    """The positions that matter: the greatest need between two where some range begins or ends."""
+    """Returns the relevant positions: the one of greatest need between any two range limits."""
     cuts = {0, len(need)}
     for item in items:
         for way in item.ways:

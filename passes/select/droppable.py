@@ -1,4 +1,4 @@
-"""Ops that may run again, and the recomputations that leaving their outputs behind asks for."""
+"""Ops that may be rerun, and the recomputations needed if their outputs are dropped."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from offcompile.ir import SELF_ENDING_KINDS, Op, Problem, Recompute
 
 @dataclass(frozen=True)
 class Droppable:
-    """An op that may run again, and the longest gap in which its outputs merely wait.
+    """An op that may be rerun, and the longest gap in which its outputs are not used.
 
-    `first` and `last` are the positions, inclusive, where they are off the device.
+    `first` and `last` are the positions, inclusive, at which the outputs are off the device.
     """
 
     op: str
@@ -25,7 +25,7 @@ class Droppable:
 
 
 def droppable_ops(problem: Problem) -> list[Droppable]:
-    """Ops marked `recompute` that write nothing but activations of their own, in order."""
+    """Returns ops marked `recompute` that write only activations of their own, in order."""
     accesses: dict[str, list[int]] = {}
     writers: dict[str, list[str]] = {}
     for at, op in enumerate(problem.ops):
@@ -54,7 +54,7 @@ def droppable_ops(problem: Problem) -> list[Droppable]:
 
 
 def own_outputs(problem: Problem, op: Op, writers: dict[str, list[str]]) -> bool:
-    """Whether running `op` again changes nothing but values that only it writes."""
+    """True if rerunning `op` changes only values that no other op writes."""
     return not set(op.reads) & set(op.writes) and all(
         problem.tensor[t].kind in SELF_ENDING_KINDS
         and problem.tensor[t].home is None
@@ -66,10 +66,11 @@ def own_outputs(problem: Problem, op: Op, writers: dict[str, list[str]]) -> bool
 def recomputes_for(
     problem: Problem, droppable: Sequence[Droppable], dropped: Iterable[str]
 ) -> tuple[Recompute, ...]:
-    """Run each dropped op again before the first op that needs it, its inputs before it.
+    """Reruns each dropped op before the first op that needs it, after the producers of its inputs.
 
-    An input that is not dropped is simply kept until then. An op of which some input has been
-    overwritten since cannot run again: it stays, and so do those that would need it.
+    An input that is not dropped is simply kept until then. If an input of an op has been
+    overwritten in the meantime, the op cannot be rerun: it is not dropped, and neither are ops that
+    would need it.
     """
     known = {d.op: d for d in droppable}
     wanted = {name for name in dropped if name in known}
@@ -87,7 +88,7 @@ def _demand(problem: Problem, dropped: dict[str, Droppable]) -> tuple[list[Recom
     result: list[Recompute] = []
 
     def bring(d: Droppable, before: str, at: int) -> str | None:
-        """Schedule `d` and what it needs; the op that cannot run again, if one cannot."""
+        """Schedules `d` and the ops it needs; returns the op that cannot be rerun, if any."""
         stack = [d]
         order: list[Droppable] = []
         while stack:

@@ -1,6 +1,6 @@
-"""What a step holds on the device run by run when ops run again and nothing leaves.
+"""Device memory of a step, run by run, if ops are rerun and nothing is evicted.
 
-The same as `pressure`, many times quicker: no copy is planned, bytes are only added up.
+Gives the same result as `pressure`, many times faster: it plans no copies and only adds up bytes.
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ from offcompile.passes.build.decisions import Decisions
 
 from .pressure import pressure
 
-#: an op, and the op that it runs again before
+#: (op, the op before which it is rerun)
 Rerun = tuple[str, str]
 
 
 def order_of(problem: Problem, reruns: Iterable[Rerun]) -> list[int]:
-    """Which op each run of a step is of."""
+    """Returns the op index of each run of a step."""
     at = problem.op_index
     again: dict[int, list[int]] = {}
     for op, before in reruns:
@@ -33,7 +33,7 @@ def order_of(problem: Problem, reruns: Iterable[Rerun]) -> list[int]:
 
 
 def footprint(problem: Problem, reruns: Collection[Rerun]) -> list[int]:
-    """Bytes that each run of `order_of` holds: its own, and what stays beside it."""
+    """Returns the bytes held at each run of `order_of`: its operands and tensors kept meanwhile."""
     if problem.once(_has_others):
         again = tuple(Recompute(*rerun) for rerun in sorted(reruns))
         return list(pressure(problem, Decisions(recomputes=again)).kept_bytes)
@@ -48,7 +48,7 @@ def footprint(problem: Problem, reruns: Collection[Rerun]) -> list[int]:
 
 
 class _Walk:
-    """A walk along the runs of a step, which notes where what stays beside them changes."""
+    """A walk along the runs of a step that records changes in the bytes kept alongside them."""
 
     def __init__(self, problem: Problem) -> None:
         tensors, lasts = problem.tensors, problem.surviving_ids
@@ -56,15 +56,16 @@ class _Walk:
         self.steady = problem.steady
         self.nbytes = [t.nbytes for t in tensors]
         self.lasts = [t.id in lasts for t in tensors]
-        #: per op: tensor, whether it is read, whether it is written
+        #: per op: (tensor, is read, is written)
         self.uses = [[(index[t], *how) for t, *how in uses] for uses in problem.uses]
         self.position = 0
         self.change = [0]
         #: per tensor: the position of its last use
         self.last: list[int | None] = [None] * len(tensors)
-        #: tensors of which there is a copy where they began, too
+        #: tensors that still have a valid copy at their home
         self.clean: set[int] = set()
-        #: tensors whose first use wants what the step before left, and where it is
+        #: tensors whose first use needs the value of the previous step, and the position of that
+        #: use
         self.first: dict[int, int] = {}
         if not problem.steady:
             for i, t in enumerate(tensors):
@@ -80,7 +81,7 @@ class _Walk:
         return other
 
     def on(self, ops: Sequence[int]) -> None:
-        """Go on over runs of these ops."""
+        """Continues over runs of these ops."""
         uses, nbytes, lasts, steady = self.uses, self.nbytes, self.lasts, self.steady
         last, clean, position = self.last, self.clean, self.position
         self.change += [0] * len(ops)
@@ -101,7 +102,7 @@ class _Walk:
         self.position = position
 
     def ended(self) -> list[int]:
-        """By how much each run's bytes beside it differ from those of the one before."""
+        """Returns the change in kept bytes from each run to the next."""
         change, last, nbytes = self.change, self.last, self.nbytes
         for t, position in self.first.items():  # around the end of the step
             change[(last[t] or 0) + 1] += nbytes[t]
@@ -115,7 +116,7 @@ class _Walk:
 
 
 def _beginnings(problem: Problem) -> tuple[_Walk, _Walk]:
-    """A walk before the first run, and one after all of forward, in which nothing runs again."""
+    """Returns a walk before the first run, and one after all of forward, without reruns."""
     start = _Walk(problem)
     ops = range(len(problem.ops))
     end = next((i for i in ops if problem.ops[i].phase != "forward"), len(problem.ops))
@@ -125,7 +126,7 @@ def _beginnings(problem: Problem) -> tuple[_Walk, _Walk]:
 
 
 def _has_others(problem: Problem) -> bool:
-    """Whether something is pinned in a way that needs a closer look."""
+    """True if a pinned tensor needs the slower computation."""
     return any(
         t.pinned and t.home is not None and (t.home != DEVICE or t.id not in problem.surviving_ids)
         for t in problem.tensors

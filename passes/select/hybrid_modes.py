@@ -1,11 +1,11 @@
-"""Which layers are loaded and which are computed in place: MemFerry's modes on plain figures.
+"""Chooses which layers are loaded and which run in place: MemFerry's modes on plain figures.
 
-The model of MemFerry §IV-B, in whole nanoseconds. Layers are computed in order. A layer is
-either loaded first (in the forward pass: GFGB) or computed directly on the host copy (DHA).
-Loads go over one link, in layer order, back to back. A suffix of a schedule only sees two
-numbers of its prefix, when the link is free and when compute is, so a Pareto front of those
-two is enough to be exact. The backward pass asks the same question: which of the layers that
-ran directly are loaded for their backward op (DFGB) while the link would be idle.
+The model of MemFerry §IV-B, in whole nanoseconds. Layers are computed in order. A layer is either
+loaded first (in the forward pass: GFGB) or computed directly on the host copy (DHA). Loads use a
+single link, in layer order, back to back. A suffix of a schedule depends on only two numbers of its
+prefix, the times at which the link and compute are free, so a Pareto front of those two is enough
+to be exact. The backward pass poses the same problem: which of the layers that ran directly to load
+for their backward op (DFGB) while the link would be idle.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ Modes = tuple[bool, ...]  # per layer: True if it is loaded
 
 @dataclass(frozen=True)
 class LayerTimes:
-    """One layer's figures. `direct_ns` None: the layer cannot be computed in place."""
+    """One layer's figures. `direct_ns` None: the layer cannot run in place."""
 
     load_ns: int
     compute_ns: int
@@ -29,7 +29,7 @@ class LayerTimes:
 
 @dataclass(frozen=True)
 class Schedule:
-    """What modes amount to: when compute ends and when the link has loaded its last layer."""
+    """The outcome of modes: when compute ends and when the link has loaded its last layer."""
 
     loaded: Modes
     end_ns: int
@@ -54,7 +54,7 @@ def evaluate(
 
 
 def zero_offload(layers: Sequence[LayerTimes]) -> Schedule:
-    """ZeRO-Offload's forward pass (§II-B): load everything, then compute."""
+    """ZeRO-Offload's forward pass (§II-B): loads everything, then computes."""
     link = sum(x.load_ns for x in layers)
     return Schedule(
         (True,) * len(layers), link + sum(x.compute_ns + x.between_ns for x in layers), link
@@ -62,7 +62,7 @@ def zero_offload(layers: Sequence[LayerTimes]) -> Schedule:
 
 
 def as_printed(layers: Sequence[LayerTimes]) -> Schedule:
-    """Algorithm 1 to the letter, with what it leaves undefined settled as said below."""
+    """Algorithm 1 to the letter, with its undefined parts settled as noted below."""
     loaded = [False] * len(layers)
     all_ns, reserved_ns, tag = 0, 0, -1
     for n, layer in enumerate(layers):
@@ -85,15 +85,15 @@ def as_printed(layers: Sequence[LayerTimes]) -> Schedule:
                         continue
                     slower = other.direct_ns - other.compute_ns
                     gain = other.load_ns + slower
-                    # T_all^b is never refreshed after a flip, nor are layers skipped that
-                    # are direct already
+                    # T_all^b is never refreshed after a flip, and layers that are direct already
+                    # are not skipped
                     flipped = max(load - reserved - gain, 0) + all_ns + slower + compute
                     if flipped < base:  # `baseline` is defined nowhere: `base` is meant
                         loaded[i], tag = False, i + 1
                         base, reserved = flipped, reserved + gain
                         if reserved >= load:
                             break
-                # line 29 adds to T_all and T_res what are totals, not increments
+                # line 29 adds totals to T_all and T_res, not increments
                 all_ns += base
                 reserved_ns += max(reserved - load, 0) + compute
             loaded[n] = True  # line 14: whatever the search said of the layer itself
@@ -102,11 +102,11 @@ def as_printed(layers: Sequence[LayerTimes]) -> Schedule:
 
 
 def repaired(layers: Sequence[LayerTimes]) -> Schedule:
-    """Algorithm 1 with its backtracking put right.
+    """Algorithm 1 with its backtracking repaired.
 
-    The reserved overlap is what it claims to be (compute end minus link time), the criterion
-    uses it, and a loaded layer, the newest included, is flipped to direct access only if the
-    schedule so far, computed afresh, ends earlier (or as early with the link free earlier).
+    The reserved overlap is true to its name (compute end minus link time), the criterion uses it,
+    and a loaded layer, the newest included, is flipped to direct access only if the recomputed
+    schedule so far ends earlier (or as early with the link free earlier).
     """
     loaded: list[bool] = []
     end = link = 0
@@ -138,9 +138,9 @@ _Front = list[tuple[int, int, int]]  # sorted: first figure up, second down; the
 
 
 def _prune(candidates: _Front, quantum_ns: int, most: int | None) -> _Front:
-    """The points that no other beats on both figures; of points within a quantum, one.
+    """Returns the points that no other beats on both figures, one per quantum.
 
-    Of more than `most`, as many spread evenly, the outermost two among them.
+    If there are more than `most`, it returns that many, evenly spread and including both ends.
     """
     candidates.sort()
     front: _Front = []
@@ -155,7 +155,7 @@ def _prune(candidates: _Front, quantum_ns: int, most: int | None) -> _Front:
 
 
 def _trace(fronts: list[_Front], at: int) -> list[bool]:
-    """Which steps were loads, from the newest to the oldest, ending at point `at`."""
+    """Returns which steps were loads, from the newest to the oldest, ending at point `at`."""
     loads = []
     for front in reversed(fronts):
         code = front[at][2]
@@ -172,15 +172,14 @@ def exact(
     quantum_ns: int = 0,
     most: int | None = None,
 ) -> Schedule | None:
-    """The modes that end first, by Pareto programming.
+    """Returns the modes that end first, by Pareto programming.
 
-    No load may end after `link_limit_ns`; None if the layers that must be loaded cannot hold
-    that. A positive `quantum_ns` thins the fronts: the end is then late by at most one quantum
-    a layer. `most` bounds their length, for nets so deep that exactness would take too long
-    (no guarantee then). Two fronts, of prefixes from the left and of suffixes from the right,
-    meet in the middle: a suffix takes (link, end) to max(end + work, link + path), so its pair
-    of figures (work, path) is all there is to know of it, and two short fronts are much cheaper
-    than one long one.
+    No load may end after `link_limit_ns`; None if the layers that must be loaded cannot meet that.
+    A positive `quantum_ns` thins the fronts: the end is then late by at most one quantum per layer.
+    `most` bounds their length, for nets so deep that exactness would take too long (no guarantee
+    then). Two fronts, of prefixes from the left and of suffixes from the right, meet in the middle:
+    a suffix takes (link, end) to max(end + work, link + path), so the pair (work, path) describes
+    it completely, and two short fronts are much cheaper than one long one.
     """
     middle = len(layers) // 2 if link_limit_ns is None else len(layers)
     prefixes: list[_Front] = []
@@ -228,7 +227,7 @@ _NEVER = -(1 << 200)
 
 
 def _crossing(back: _Front, point: tuple[int, int, int]) -> tuple[int, ...]:
-    """Where end + work (rising along `back`) overtakes link + path (falling): the best is there."""
+    """Returns indices where end + work (rising along `back`) overtakes link + path: the optimum."""
     lead = point[0] - point[1]
     at = bisect_left(back, True, key=lambda p: p[0] >= lead + p[1])
     return tuple(j for j in (at - 1, at) if 0 <= j < len(back))
@@ -240,13 +239,13 @@ def choose_dfgb(
     start_ns: int = 0,
     link_limit_ns: int | None = None,
 ) -> Schedule:
-    """Which directly computed layers to load for their backward op, greedily (§IV-B, DFGB).
+    """Chooses greedily which direct layers to load for their backward op (§IV-B, DFGB).
 
-    `layers` in the order of the backward pass, with backward figures; the link has loaded the
-    forward layers at `link_ns`, backward begins at `start_ns`, and the first gradient wants
-    the link at `link_limit_ns`. The paper names a greedy choice and does not give it: here
-    the layer joins whose loading shortens the pass most per nanosecond of link, as long as one
-    does. Layers that stand on the device already are given with `direct_ns` = `compute_ns`.
+    `layers` are in backward order, with backward figures; the link has loaded the forward layers at
+    `link_ns`, backward begins at `start_ns`, and the first gradient needs the link at
+    `link_limit_ns`. The paper mentions a greedy choice but does not give it: here the layer is
+    added whose load shortens the pass most per nanosecond of link, as long as one does. Layers
+    already on the device are given with `direct_ns` = `compute_ns`.
     """
     loaded = [layer.direct_ns is None for layer in layers]
     best = evaluate(layers, loaded, link_ns, start_ns)
@@ -277,7 +276,7 @@ def choose_dfgb_exact(
     start_ns: int = 0,
     link_limit_ns: int | None = None,
 ) -> Schedule:
-    """`choose_dfgb` without regret: the backward pass is the forward question with a window."""
+    """Exact `choose_dfgb`: the backward pass is the forward problem with a window."""
     best = exact(layers, link_ns, start_ns, link_limit_ns)
     return best or choose_dfgb(layers, link_ns, start_ns, link_limit_ns)
 

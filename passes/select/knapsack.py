@@ -1,4 +1,4 @@
-"""The cheapest things whose sizes together reach a need (the minimum knapsack)."""
+"""Minimum knapsack: the cheapest items whose sizes together reach a need."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ MAX_STATES = 3000
 
 
 def knapsack(sizes: Sequence[int], costs: Sequence[float], need: int) -> list[int]:
-    """Indices whose sizes reach `need` at the least cost, within `TOLERANCE`; all if none do.
+    """Returns indices whose sizes reach `need` at least cost, within `TOLERANCE`; all if none do.
 
-    States that no other beats in both size and cost, pruned by the fractional bound.
+    Keeps the states that no other beats in both size and cost, pruned by the fractional bound.
     """
     order = sorted(range(len(sizes)), key=lambda i: (costs[i] / sizes[i], i))
     size_sum = list(accumulate((sizes[i] for i in order), initial=0))
@@ -43,7 +43,7 @@ def knapsack(sizes: Sequence[int], costs: Sequence[float], need: int) -> list[in
             if covered >= need:
                 if cost < best_cost:
                     best_cost, best = cost, (taken, 0, 0)
-                break  # whatever is dearer need not be looked at
+                break  # costlier states need not be examined
             end = completion(covered, at + 1)
             if end > count:
                 continue

@@ -1,26 +1,26 @@
-"""A minimum cut between two ends of a network (Dinic's algorithm)."""
+"""Minimum cut of a network (Dinic's algorithm)."""
 
 from __future__ import annotations
 
 from collections.abc import Hashable
 from dataclasses import dataclass, field
 
-#: an edge that no cut takes: dearer than all others together
+#: capacity of an edge that no cut takes: more than all others together
 UNCUTTABLE = 1 << 62
 _SOURCE, _SINK = 0, 1
 
 
 @dataclass(slots=True)
 class Network:
-    """Nodes are named by anything hashable; edges have whole capacities.
+    """A flow network. Nodes are hashable, capacities are integers.
 
     Capacities may be changed and the network cut again.
     """
 
     _index: dict[Hashable, int] = field(default_factory=dict)
-    #: per node: its edges by number; an edge and its reverse differ in the last bit
+    #: per node: the numbers of its edges; an edge and its reverse differ in the last bit
     _edges: list[list[int]] = field(default_factory=lambda: [[], []])
-    #: per edge: where it leads, and its capacity
+    #: per edge: its target and its capacity
     _target: list[int] = field(default_factory=list)
     _capacity: list[int] = field(default_factory=list)
 
@@ -31,14 +31,14 @@ class Network:
         return self._add(self._node(node), _SINK, capacity)
 
     def edge(self, source: Hashable, target: Hashable, capacity: int) -> int:
-        """Add an edge; return its number."""
+        """Adds an edge and returns its number."""
         return self._add(self._node(source), self._node(target), capacity)
 
     def change(self, edge: int, capacity: int) -> None:
         self._capacity[edge] = capacity
 
     def source_side(self) -> set[Hashable]:
-        """Cut the network at least cost; the nodes that stay with the source."""
+        """Cuts the network at least cost and returns the nodes on the source side."""
         left = list(self._capacity)
         while True:
             levels = self._levels(left)
@@ -62,7 +62,7 @@ class Network:
         return number
 
     def _levels(self, left: list[int]) -> list[int]:
-        """Edges from the source to each node over what capacity is left; -1: it is cut off."""
+        """Returns each node's distance from the source over residual edges; -1: unreachable."""
         edges, target = self._edges, self._target
         levels = [-1] * len(edges)
         levels[_SOURCE] = level = 0
@@ -81,9 +81,9 @@ class Network:
         return levels
 
     def _block(self, levels: list[int], left: list[int]) -> None:
-        """Send flow along shortest paths until each of them has an edge that is full."""
+        """Sends flow along shortest paths until each of them has a saturated edge."""
         edges, target = self._edges, self._target
-        # only nodes nearer than the sink lie on a shortest path to it
+        # only nodes nearer to the source than the sink lie on a shortest path to it
         last = levels[_SINK]
         todo = [
             [e for e in mine if left[e] and levels[target[e]] == level + 1]
@@ -103,7 +103,7 @@ class Network:
                     left[edge ^ 1] += sent
                     if not left[edge]:
                         full = at
-                node = target[path[full] ^ 1]  # go on from before the first edge that is full
+                node = target[path[full] ^ 1]  # resume before the first saturated edge
                 del path[full:]
                 continue
             mine = todo[node]

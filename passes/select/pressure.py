@@ -1,4 +1,4 @@
-"""How much the device must hold at each run if nothing is ever late: what decisions cost."""
+"""Device memory needed at each run under given decisions, if nothing is ever late."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from offcompile.passes.build.residency import Residency, plan_residency
 
 @dataclass(frozen=True)
 class Pressure:
-    """`kept_bytes` holds, run by run, operands, outputs, workspace and what stays beside them."""
+    """`kept_bytes` per run: operands, outputs, workspace and the tensors kept alongside."""
 
     program: Program
     residency: Residency
     kept_bytes: tuple[int, ...]
 
     def excess(self, machine: Machine) -> list[int]:
-        """Bytes over the device's budget at each run (below 0: room)."""
+        """Returns the bytes over the device's budget at each run (negative: free)."""
         capacity = machine.tier[DEVICE].capacity_bytes
         limit = max(self.kept_bytes, default=0) if capacity is None else capacity
         return [x - limit for x in self.kept_bytes]

@@ -1,14 +1,14 @@
-"""Which activations backward computes again, and which it finds kept.
+"""Chooses which activations backward recomputes and which are saved.
 
-Keeping a tensor costs its bytes at a price; running an op again costs its duration, and asks for
-its operands, which are kept or computed again themselves. The cheapest choice for a given price is
-a minimum cut, as in torch's own partitioner. Low prices drop what is nearly free to make (an
-activation function's output), high prices leave little more than attention's results.
+Keeping a tensor costs its bytes times a price; rerunning an op costs its duration and needs its
+operands, which are kept or recomputed themselves. The cheapest choice for a given price is a
+minimum cut, as in torch's own partitioner. Low prices drop tensors that are almost free to compute
+(outputs of activation functions); high prices keep little more than the results of attention.
 
-A cut does not know *when*: an op that runs again early holds its results until they are used. So
-chains end at *boundaries*: tensors that always stay available, where the fewest bytes cross from
-one part of forward to the next. With a boundary at each block and a high price this is the
-classical checkpointing of blocks; each part runs again just before its own backward.
+A cut does not know *when*: an op rerun early holds its results until they are used. So rerun chains
+end at *boundaries*: tensors that always stay available, located where the fewest bytes cross from
+one part of forward to the next. With a boundary at each block and a high price this is classical
+activation checkpointing per block; each part is rerun right before its own backward.
 """
 
 from __future__ import annotations
@@ -23,17 +23,17 @@ from offcompile.ir import Op, Problem
 from .droppable import own_outputs
 from .min_cut import UNCUTTABLE, Network
 
-#: (op, the op that it runs again before)
+#: (op, the op before which it is rerun)
 Rerun = tuple[str, str]
 NS_PER_US = 1000
 
 
 @dataclass(frozen=True, eq=False)
 class Rematerialization:
-    """The choices of one problem. Ops of the phase "forward" may run again for all that follow."""
+    """The choices of one problem. Forward ops may be rerun for the ops of all later phases."""
 
     problem: Problem
-    #: what has been asked for before, and networks of which only prices change
+    #: cached results, and networks in which only prices change
     _known: dict[tuple[frozenset[str], tuple[int, ...]], frozenset[Rerun]] = field(
         default_factory=dict, init=False, repr=False
     )
@@ -43,7 +43,7 @@ class Rematerialization:
 
     @classmethod
     def of(cls, problem: Problem) -> Rematerialization:
-        """The choices of this problem, or of one that differs only in where tensors are at home."""
+        """Returns the choices of this problem, cached across problems that differ only in homes."""
         made = {t for op in problem.ops if op.phase == "forward" for t in op.writes}
         tensors = tuple(
             (t.id, t.nbytes, t.kind, t.home is None) for t in problem.tensors if t.id in made
@@ -56,7 +56,7 @@ class Rematerialization:
 
     @cached_property
     def maker(self) -> dict[str, Op]:
-        """Tensor → the forward op that makes it."""
+        """Tensor → the forward op that produces it."""
         found: dict[str, Op] = {}
         for op in self.forward:
             for t in op.writes:
@@ -65,13 +65,13 @@ class Rematerialization:
 
     @cached_property
     def saved(self) -> frozenset[str]:
-        """Made in forward and read by what follows."""
+        """Tensors made in forward and read later."""
         others = (op for op in self.problem.ops if op.phase != "forward")
         return frozenset(t for op in others for t in op.reads if t in self.maker)
 
     @cached_property
     def progress(self) -> dict[str, float]:
-        """Tensor → the share of forward's time that has gone by when it is made."""
+        """Tensor → the fraction of forward time that has passed when it is produced."""
         ends = list(accumulate(op.duration_us for op in self.forward))
         total = ends[-1] if ends and ends[-1] > 0 else 1.0
         found: dict[str, float] = {}
@@ -82,7 +82,7 @@ class Rematerialization:
 
     @cached_property
     def _repeatable(self) -> frozenset[str]:
-        """Forward ops that may run again, as long as their operands are not overwritten."""
+        """Forward ops that may be rerun as long as their operands are not overwritten."""
         writers: dict[str, list[str]] = {}
         for op in self.problem.ops:
             for t in op.writes:
@@ -91,12 +91,12 @@ class Rematerialization:
         return frozenset(op.id for op in ops if own_outputs(self.problem, op, writers))
 
     def may_run_again(self, op: str, before: int) -> bool:
-        """True if a forward op can run again right before the op at this position."""
+        """True if a forward op can be rerun right before the op at this position."""
         return op in self._repeatable and self._overwritten_at[op] >= before
 
     @cached_property
     def _overwritten_at(self) -> dict[str, int]:
-        """Op → the first position after it at which something that it reads is written anew."""
+        """Op → the first later position at which one of its inputs is overwritten."""
         writes: dict[str, list[int]] = {}
         for at, op in enumerate(self.problem.ops):
             for t in op.writes:
@@ -109,8 +109,10 @@ class Rematerialization:
         return found
 
     def boundaries(self, parts: int) -> frozenset[str]:
-        """Activations that cross from one part of forward to the next, where forward is cut into
-        parts of about equal time, at the narrowest place near each."""
+        """Returns the activations that cross from one part of forward to the next.
+
+        Forward is cut into parts of about equal time, at the narrowest place near each ideal cut.
+        """
         total = sum(op.duration_us for op in self.forward)
         found: set[str] = set()
         ends = list(accumulate((op.duration_us for op in self.forward), initial=0.0))
@@ -128,8 +130,7 @@ class Rematerialization:
 
     @cached_property
     def _crossing(self) -> list[frozenset[str]]:
-        """Per forward op: activations that are there before it, and read by it or later in
-        forward."""
+        """Per forward op: activations made before it and read by it or later in forward."""
         made: dict[str, int] = {}
         last: dict[str, int] = {}
         for at, op in enumerate(self.forward):
@@ -150,7 +151,7 @@ class Rematerialization:
     def reruns(
         self, price_ns: Callable[[str], float], boundaries: frozenset[str] = frozenset()
     ) -> frozenset[Rerun]:
-        """What to run again, and before which op, where keeping a tensor costs `price_ns`."""
+        """Returns the reruns (op, before) if keeping a tensor costs `price_ns`."""
         prices = {t: max(0, round(price_ns(t))) for t in self.maker if t not in boundaries}
         asked = boundaries, tuple(prices.values())
         if asked not in self._known:
@@ -169,11 +170,11 @@ class Rematerialization:
     def _cut(
         self, prices: dict[str, int], boundaries: frozenset[str], repeatable: set[str]
     ) -> set[str]:
-        """The ops that run again, at least cost.
+        """Returns the ops to rerun at least cost.
 
-        Each tensor has a node that stands with the source if backward needs it, each op one that
-        does if it runs again. Between them lies the price of keeping: cut where the tensor is
-        needed and its op does not run again.
+        Each tensor has a node that is on the source side if backward needs it; each op has one that
+        is on the source side if the op is rerun. The edge between them carries the price of
+        keeping: it is cut if the tensor is needed and its op is not rerun.
         """
         known = boundaries, frozenset(repeatable)
         if known not in self._networks:
@@ -187,7 +188,7 @@ class Rematerialization:
     def _network(
         self, boundaries: frozenset[str], repeatable: frozenset[str]
     ) -> tuple[Network, dict[str, int]]:
-        """The network without prices, and the edge that keeping each tensor cuts."""
+        """Returns the network without prices, and the edge that is cut by keeping each tensor."""
         network = Network()
         for t in self.saved - boundaries:
             network.from_source(("needed", t), UNCUTTABLE)
@@ -211,7 +212,7 @@ class Rematerialization:
     def _just_in_time(
         self, again: set[str], boundaries: frozenset[str]
     ) -> tuple[list[Rerun], set[str]]:
-        """Each op before the first one that needs it; and those whose operands are gone by then."""
+        """Schedules each op before its first user; also returns ops whose operands are lost."""
         there: set[str] = set()
         found: list[Rerun] = []
         broken: set[str] = set()
@@ -238,7 +239,7 @@ class Rematerialization:
 
 @dataclass(frozen=True)
 class _Likeness:
-    """All of a problem that its choices depend on."""
+    """The parts of a problem on which its choices depend."""
 
     ops: tuple[Op, ...]
     made: tuple[tuple[str, int, str, bool], ...]

@@ -1,9 +1,9 @@
-"""Which of the weights that live on the host stay on the device all the same, for good.
+"""Chooses weights at home on the host that stay on the device permanently.
 
-A weight that stays is never loaded and takes its bytes all through the step. What a byte of it
-saves is much the same for each, so what counts is where the lane is given rest: the chosen ones
-are spread evenly over the order of use. The first one used is always among them, since its load
-has nothing to hide behind.
+A resident weight is never loaded and takes its bytes throughout the step. The time saved per byte
+is about the same for each, so the choice depends on when the lane is relieved: the chosen ones are
+spread evenly over the order of use. The first one used is always among them, since there is nothing
+to hide its load behind.
 """
 
 from __future__ import annotations
@@ -11,13 +11,13 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from fractions import Fraction
 
-#: shares tried beside none and all, and how finely the best of them is looked at
+#: shares tried besides none and all, and the resolution of the search around the best
 FIRST_SHARES = (Fraction(1), Fraction(1, 2))
 LEAST_STEP = Fraction(1, 8)
 
 
 def spread(sizes: Sequence[tuple[str, int]], share: Fraction) -> frozenset[str]:
-    """About `share` of all bytes, evenly over the order given, the first one included."""
+    """Returns weights with about `share` of all bytes, evenly spread in order, with the first."""
     if share <= 0:
         return frozenset()
     chosen: list[str] = []
@@ -33,13 +33,15 @@ def spread(sizes: Sequence[tuple[str, int]], share: Fraction) -> frozenset[str]:
 def best_share(
     cost_of: Callable[[Fraction], float | None], none: float, room: Fraction = Fraction(1)
 ) -> Fraction:
-    """The cheapest share found; `cost_of` gives None where there is no plan, `none` is the cost of
-    staying at none, and beyond `room` no share fits.
+    """Returns the cheapest share found.
 
-    All, a half, and then halves of the interval around the best so far: enough, since cost falls
-    with each byte that stays until the device is too full, and rises from there, ever faster. So
-    what lies on a slope that does not come down to the best is not tried, nor what leaves the rest
-    of the step no room at all.
+    `cost_of` returns None if there is no plan, `none` is the cost without residents, and no share
+    beyond `room` fits.
+
+    It tries all, a half, and then halves of the interval around the best so far. That is enough,
+    since cost falls with each resident byte until the device is too full, and then rises, ever
+    faster. So shares are skipped if a slope towards them cannot come down to the best cost, or if
+    they leave the rest of the step no room at all.
     """
     costs: dict[Fraction, float | None] = {Fraction(0): none}
     for share in FIRST_SHARES if room >= 1 else FIRST_SHARES[1:]:
@@ -55,9 +57,9 @@ def best_share(
 
 
 def _above_best(costs: dict[Fraction, float | None], share: Fraction) -> bool:
-    """Whether a slope that falls towards `share`, gone on with, is above the best cost there.
+    """True if a slope falling towards `share`, extrapolated to it, stays above the best cost.
 
-    One that rises tells nothing: plans are found by a search, and some turn out badly.
+    A rising slope tells nothing: plans are found by a search, and some turn out badly.
     """
     known = sorted((at, cost) for at, cost in costs.items() if cost is not None)
     best = min(cost for _, cost in known)

@@ -1,11 +1,12 @@
-"""Which gaps of which weights to spend off the device: greedy choice (weight-offloading paper, §5).
+"""Greedy choice of gaps in which weights are evicted (weight-offloading paper, §5).
 
-Pure: gaps, bytes and estimated times in, chosen gaps out. Positions are those of `Program`; on the
-ring of a steady problem a gap may run past the end of the step, so its end is counted onwards.
+Pure: takes gaps, bytes and estimated times, and returns the chosen gaps. Positions are those of
+`Program`; on the ring of a steady problem a gap may extend past the end of the step, and its end is
+then counted onwards.
 
-Quick for deep nets: gains are summed block by block, and a gap's profit only falls as others are
-chosen (but for the discount, which is told), so a heap of stale profits gives the best one after
-few looks.
+Fast for deep nets: gains are summed block by block, and a gap's profit only falls as others are
+chosen (except for the discount, which is signalled), so a heap of stale profits finds the best gap
+after a few look-ups.
 """
 
 from __future__ import annotations
@@ -20,53 +21,57 @@ from offcompile.passes.build.lanes import Clock
 
 @dataclass(frozen=True, slots=True)
 class Gap:
-    """A stretch between two uses of one tensor during which its device copy only waits."""
+    """An interval between two uses of a tensor in which its device copy only waits."""
 
     tensor: str
     nbytes: int
     after: str | None  # the access before it
-    tier: str  # where it would wait
+    tier: str  # where it would be evicted to
     first: int  # the position of that access
-    last: int  # of the access after it; on a ring above `first`, perhaps beyond the end
+    last: int  # that of the access after it; on a ring above `first`, perhaps beyond the end
     #: (tensor, position of its write): gaps of one value share its write-back (§3, the discount);
-    #: None: a copy is out there already
+    #: None: another tier already has a copy
     value: tuple[str, int] | None
     out_us: float
-    back_us: float  # 0: nobody uses the tensor again
+    back_us: float  # 0: the tensor is not used again
 
 
 @dataclass(frozen=True, slots=True)
 class Need:
-    """Bytes over the budget at each run if every gap is spent on the device (below 0: room)."""
+    """Bytes over the budget at each run without any eviction (negative: free)."""
 
     excess: tuple[int, ...]
     gaps: tuple[Gap, ...]
     steady: bool
 
     def with_reserve(self, nbytes: int) -> Need:
-        """The same need in a budget smaller by `nbytes`, to leave room for copies under way."""
+        """Returns the same need with `nbytes` less budget, to leave room for copies in flight."""
         return replace(self, excess=tuple(x + nbytes for x in self.excess))
 
 
 #: per gap, the positions freed: from, to (exclusive), counted onwards past the end of the ring
 Coverage = Sequence[tuple[int, int]]
-#: microseconds that a gap adds to the lanes, or worse; told whether its write-back is still to pay
+#: lane time in microseconds, or a similar penalty, of a gap; the flag says if its write-back is
+#: still to be paid
 Price = Callable[[Gap, bool], float]
 
 
 def lane_time(gap: Gap, writes: bool) -> float:
-    """§5's cost: the copy back, and the write-back unless another gap of the value pays for it."""
+    """§5's cost: the load, plus the write-back unless another gap of the value pays for it."""
     return gap.back_us + (gap.out_us if writes else 0.0)
 
 
 def plain_coverage(need: Need) -> Coverage:
-    """§5: everything between the two uses, whatever time the copies take."""
+    """§5: covers everything between the two uses, ignoring the time of the copies."""
     return [(g.first + 1, g.last) for g in need.gaps]
 
 
 def aware_coverage(need: Need, clock: Clock) -> Coverage:
-    """Without the runs that overlap the weight's own write-back or its own prefetch: until the
-    one has ended, and from when the other must start, the bytes are taken all the same."""
+    """Returns coverage without the runs that overlap the weight's own write-back or prefetch.
+
+    The bytes stay allocated until the write-back has ended, and again from the start of the
+    prefetch.
+    """
     turns = 3 if need.steady else 1
     starts = [t * clock.period + x for t in range(turns) for x in clock.starts]
     ends = [t * clock.period + x for t in range(turns) for x in clock.ends]
@@ -86,16 +91,17 @@ def aware_coverage(need: Need, clock: Clock) -> Coverage:
 
 
 class Congestion:
-    """Prices that rise where a lane is already busy, so that what is chosen spreads over the step.
+    """Prices that rise where a lane is already busy, so that the chosen gaps spread over the step.
 
-    Equal layers have gaps of nearly equal profit in a row; taken in a row, their copies crowd the
-    lanes at two moments of the step. Each lane's step is cut into stretches of about one copy;
-    a copy occupies the one it would run in and the one before (in) or after it (out).
+    Equal layers have consecutive gaps of nearly equal profit; if these are all taken, their copies
+    crowd the lanes at two moments of the step. Each lane's step is divided into stretches of about
+    one copy; a copy occupies the stretch it would run in and the one before (load) or after it
+    (eviction).
     """
 
     STRETCHES = (8, 4096)  # least and most
     SPAN = 2
-    WEIGHT = 20.0  # how much dearer a lane is where it is full
+    WEIGHT = 20.0  # price factor of a full lane
 
     def __init__(self, need: Need, clock: Clock) -> None:
         self.clock, self.n = clock, len(need.excess)
@@ -130,9 +136,9 @@ class Congestion:
 
 
 class Selection:
-    """Gaps chosen so far, and what is still over the budget at each run.
+    """The gaps chosen so far, and the bytes still over the budget at each run.
 
-    Runs are looked at in blocks whose least, greatest and summed excess are known.
+    Runs are grouped in blocks with known minimum, maximum and summed excess.
     """
 
     BLOCK = 48
@@ -153,7 +159,7 @@ class Selection:
         return max(self._most, default=0)
 
     def _survey(self, low: int, high: int) -> None:
-        """Look again at the blocks that these positions touch."""
+        """Updates the blocks that contain these positions."""
         for b in range(low // self.BLOCK, -(-high // self.BLOCK)):
             block = self.left[b * self.BLOCK : (b + 1) * self.BLOCK]
             self._least[b], self._most[b] = min(block), max(block)
@@ -183,12 +189,12 @@ class Selection:
         self._change(i, self.need.gaps[i].nbytes, -1)
 
     def writes(self, i: int) -> bool:
-        """Whether this gap, besides the others chosen, brings about a write-back."""
+        """True if this gap adds a write-back to those of the other gaps chosen."""
         value = self.need.gaps[i].value
         return value is not None and self.values.get(value, 0) == (i in self.chosen)
 
     def gain(self, i: int) -> int:
-        """Bytes over the budget that the gap would take away, summed over the runs it covers."""
+        """Returns the excess bytes that the gap would remove, summed over the runs it covers."""
         size = self.need.gaps[i].nbytes
         return sum(self._gain(low, high, size) for low, high in self._pieces(i))
 
@@ -208,7 +214,7 @@ class Selection:
         return gain
 
     def spare(self, i: int) -> bool:
-        """Whether the chosen gap could be spent on the device after all."""
+        """True if the tensor could stay on the device in this chosen gap after all."""
         size = self.need.gaps[i].nbytes
         return all(max(self.left[low:high]) <= -size for low, high in self._pieces(i))
 
@@ -223,9 +229,9 @@ def greedy(
     discount: bool = True,
     take: Callable[[Gap, bool], None] | None = None,
 ) -> None:
-    """Algorithm 1: take the gap with most gain for its price until nothing is over the budget.
+    """Algorithm 1: takes the gap with most gain per price until nothing exceeds the budget.
 
-    `price` may only rise as gaps are taken; `take` hears of each.
+    `price` may only rise as gaps are taken; `take` is called for each.
     """
     gaps, chosen = selection.need.gaps, selection.chosen
     siblings: dict[tuple[str, int], list[int]] = {}
@@ -255,13 +261,13 @@ def greedy(
             take(gap, writes)
         selection.add(i)
         if discount and writes and gap.value is not None:
-            for k in siblings[gap.value]:  # the write-back is paid for: they are worth more now
+            for k in siblings[gap.value]:  # the write-back is now paid for: they gain value
                 if k not in chosen:
                     heapq.heappush(heap, (-profit(k), k))
 
 
 def prune(selection: Selection) -> None:
-    """Keep on the device what need not leave, dearest first."""
+    """Keeps on the device tensors that need not leave, most expensive first."""
     gaps = selection.need.gaps
     cost = {i: lane_time(gaps[i], selection.writes(i)) for i in selection.chosen}
     for i in sorted(selection.chosen, key=lambda i: (-cost[i], i)):
@@ -270,7 +276,7 @@ def prune(selection: Selection) -> None:
 
 
 def choose(need: Need, clock: Clock, variant: str) -> set[int]:
-    """The gaps that a variant of the policy spends off the device."""
+    """Returns the gaps in which a variant of the policy evicts."""
     if variant in ("l2l", "l2l_overlapped"):
         return set(range(len(need.gaps)))
     if variant in ("printed", "printed_once"):
@@ -284,7 +290,7 @@ def choose(need: Need, clock: Clock, variant: str) -> set[int]:
     else:
         greedy(selection)
     prune(selection)
-    if selection.worst > 0:  # some copies will be waited for; but what must leave, must leave
+    if selection.worst > 0:  # some copies will stall compute, but the evictions are needed
         selection = Selection(need, plain_coverage(need), sorted(selection.chosen))
         greedy(selection)
     return selection.chosen

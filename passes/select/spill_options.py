@@ -1,4 +1,4 @@
-"""What could be done with each activation that waits on the device, and what it would cost."""
+"""The options for each activation that is idle on the device, and their costs."""
 
 from __future__ import annotations
 
@@ -15,21 +15,21 @@ from .pressure import Pressure
 
 @dataclass(frozen=True)
 class Gap:
-    """An activation held from one access to the next, and the decision that each option means."""
+    """An activation held from one access to the next, and the decision for each option."""
 
     candidate: Candidate
-    #: the positions, inclusive, where it would be off the device
+    #: the positions, inclusive, at which it would be off the device
     first: int
     last: int
-    #: whether it lies between the forward phase and a later one
+    #: True if it lies between the forward phase and a later one
     saved: bool
     decisions: tuple[Away, ...]
-    #: whether an option goes over the host to a tier beyond
+    #: True if an option goes through the host to another tier
     over_host: bool
 
 
 def gaps_of(machine: Machine, base: Pressure, tiers: Sequence[str], lossy: bool) -> list[Gap]:
-    """Every gap in which an activation could leave, in the order of release."""
+    """Returns every gap in which an activation could be evicted, in order of release."""
     runs, starts = base.program.runs, base.program.starts_us()
     host_lanes = {x.name for x in machine.lanes_between(DEVICE, HOST)}
     gaps: list[Gap] = []
@@ -40,7 +40,7 @@ def gaps_of(machine: Machine, base: Pressure, tiers: Sequence[str], lossy: bool)
             continue
         if not any(a.position == until and a.reads for a in base.program.accesses[tensor.id]):
             continue
-        # what forward goes on with is exact
+        # values that forward reads again stay exact
         rounds = lossy and runs[until].op.phase != "forward"
         options: list[Option] = []
         decisions: list[Away] = []
@@ -73,7 +73,7 @@ def decide(
 
 
 def room_beyond(machine: Machine, base: Pressure) -> dict[str, int]:
-    """Bytes that each limited tier but the device still takes in."""
+    """Returns the bytes that each limited tier other than the device can still take."""
     nbytes = {t.id: t.nbytes for t in base.program.problem.tensors}
     used: dict[str, int] = {}
     for tensor, tiers in base.residency.start.items():
@@ -87,7 +87,7 @@ def room_beyond(machine: Machine, base: Pressure) -> dict[str, int]:
 
 
 def _codecs(machine: Machine, tensor: Tensor, lossy: bool) -> list[str]:
-    """Codecs that make this tensor smaller, if they may be used."""
+    """Returns the codecs that make this tensor smaller, if they may be used."""
     return [
         c.name
         for c in machine.codecs
@@ -112,7 +112,7 @@ def _option(
     return Option(
         name=tier if codec is None else f"{tier}+{codec}",
         tier=tier,
-        lane=out[0].name,  # tiers that share a way out share its time
+        lane=out[0].name,  # tiers that share the lane out share its time
         moved_bytes=moved,
         out_ns=slowest_ns(out),
         back_ns=slowest_ns(back),

@@ -1,7 +1,7 @@
-"""Which updates the device makes itself, where the others run on the host beside backward.
+"""Chooses the updates that the device runs while the host runs the others during backward.
 
-The host takes the gradients that are ready first: they have all of backward to hide behind. The
-last ones have nothing left, and the device, which is done by then, updates those.
+The host takes the gradients that are ready first: they have all of backward to overlap with. The
+last ones have nothing left to overlap with, and the device, which is done by then, updates those.
 """
 
 from __future__ import annotations
@@ -12,9 +12,9 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class HostRun:
-    """An update on the host: when its operands are ready, and how long each part takes.
+    """An update on the host: when its operands are ready, and the time of each part.
 
-    out_ns: what it needs crosses to the host. back_ns: what it has changed returns.
+    out_ns: to send its inputs to the host. back_ns: to return the values it changed.
     """
 
     ready_ns: int
@@ -25,7 +25,7 @@ class HostRun:
 
 @dataclass(frozen=True)
 class Update:
-    """One weight's update. device_ns: on the device; device_bytes: what its states take there."""
+    """One weight's update. device_ns: its time on the device; device_bytes: its states there."""
 
     weight: str
     host: HostRun
@@ -34,10 +34,10 @@ class Update:
 
 
 def host_ends_ns(runs: Iterable[HostRun]) -> list[int]:
-    """When the host and both links are done with none, one, two, … of the runs, in that order.
+    """Returns when the host and both links finish none, one, two, … of the runs, in that order.
 
-    Each works on its own. Weights return when the next forward pass wants them: of the way back
-    only the total counts.
+    Each resource works on its own. Weights return when the next forward pass needs them, so only
+    the total of the return transfers counts.
     """
     ends, link, host, back = [0], 0, 0, 0
     for run in runs:
@@ -51,10 +51,11 @@ def host_ends_ns(runs: Iterable[HostRun]) -> list[int]:
 def device_share(
     updates: Sequence[Update], compute_ns: int, room_bytes: int | None = None
 ) -> tuple[str, ...]:
-    """The weights that the device updates: the last ones, in the order of their gradients.
+    """Returns the weights that the device updates: the last ones, in the order of their gradients.
 
-    Of all such shares whose states fit `room_bytes` (None: all do) the one that ends first, the
-    device making its updates after `compute_ns`; of equals the one that leaves most to the host.
+    Among the shares whose states fit `room_bytes` (None: all do) it picks the one that ends first,
+    with the device running its updates after `compute_ns`; ties go to the one with most on the
+    host.
     """
     ordered = sorted(updates, key=lambda u: u.host.ready_ns)
     device_ns, device_bytes = compute_ns, 0

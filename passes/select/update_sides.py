@@ -1,8 +1,8 @@
-"""Which side makes each update of a step that is planned already: list scheduling.
+"""Assigns each update of an already planned step to host or device by list scheduling.
 
-Every gradient goes to whichever of host and device would end its update first. The host works
-through its own one by one. For the device a weight's states cross to it and back, in what time the
-plan's own moves leave the links.
+Every gradient goes to the side that would finish its update first. The host works through its
+updates one by one. For the device, the states of a weight cross the links and return, in the time
+that the plan's own moves leave free.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Ready:
-    """A gradient that is there, and what its update takes on either side."""
+    """A gradient that is ready, and the durations of its update on either side."""
 
     weight: str
     ready_ns: int
@@ -25,7 +25,7 @@ class Ready:
 
 
 class Idle:
-    """The time that a lane has left between what it does anyway."""
+    """The time that a lane has left between its given transfers."""
 
     def __init__(self, busy: Iterable[tuple[int, int]]) -> None:
         merged: list[tuple[int, int]] = []
@@ -38,7 +38,7 @@ class Idle:
         self._ends = [end for _, end in merged]
 
     def end_of(self, start_ns: int, takes_ns: int) -> int:
-        """When work is over that may begin at `start_ns` and makes way for the rest."""
+        """Returns the end of work that may start at `start_ns` and yields to given transfers."""
         at = start_ns
         for start, end in self._busy[bisect_right(self._ends, start_ns) :]:
             if start - at >= takes_ns:
@@ -53,13 +53,16 @@ def updated_on_device(
     incoming: Iterable[tuple[int, int]],
     outgoing: Iterable[tuple[int, int]],
 ) -> frozenset[str]:
-    """The weights that the device is to update. incoming, outgoing: when the links are busy."""
+    """Returns the weights that the device should update.
+
+    incoming, outgoing: the busy times of the links.
+    """
     into, out = Idle(incoming), Idle(outgoing)
     host_ns = in_ns = device_ns = out_ns = 0
     found = set()
     for g in sorted(gradients, key=lambda g: (g.ready_ns, g.weight)):
         by_host = max(host_ns, g.ready_ns) + g.host_ns
-        # states may come before the gradient does
+        # states may arrive before the gradient
         there = into.end_of(in_ns, g.in_ns)
         made = max(there, g.ready_ns, device_ns) + g.device_ns
         back = out.end_of(max(out_ns, made), g.out_ns)

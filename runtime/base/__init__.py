@@ -1,1 +1,1 @@
-"""Tools that the rest of the runtime stands on: threads, limits, counters, clocks, pages."""
+"""Utilities used by the rest of the runtime: threads, limits, counters, clocks, pages."""

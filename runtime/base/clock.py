@@ -1,8 +1,8 @@
-"""How long compiled graphs take, also where they run behind the caller's back.
+"""Measures how long compiled graphs take, including those that run asynchronously.
 
-On the CPU the clock on the wall tells. On CUDA a call returns before its work has run: events in
-the stream tell, and only later; what has ended is passed on at the next call, so that nothing
-ever waits for a measurement.
+The CPU uses the wall clock. A CUDA call returns before its work has run, so events in the stream
+measure it, and their times are known only later. Each call reports the measurements that have
+finished by then, so nothing ever waits for one.
 """
 
 from __future__ import annotations
@@ -19,24 +19,25 @@ Tell = Callable[[float], None]
 
 
 class Clock(ABC):
-    #: whether asking costs next to nothing
+    #: True if reading the clock costs next to nothing
     free: bool
 
     @abstractmethod
     def start(self) -> object:
-        """Now, where the device's work stands."""
+        """Returns a mark of the present point in the device's work."""
 
     @abstractmethod
     def between_ns(self, first: Any, last: Any) -> int | None:
-        """From one `start` to another, below zero if that was before; None: not known yet."""
+        """Returns the time between two `start` marks: negative if `last` came first, None if it
+        is not known yet."""
 
     @abstractmethod
     def stop(self, started: Any, tell: Tell) -> None:
-        """`tell` gets the microseconds since `started`: now, or once they are known."""
+        """Call `tell` with the microseconds since `started`, now or once they are known."""
 
     @abstractmethod
     def settle(self) -> None:
-        """Pass on what is known by now."""
+        """Report the measurements that are known by now."""
 
 
 class WallClock(Clock):
@@ -52,13 +53,13 @@ class WallClock(Clock):
         tell((time.perf_counter_ns() - started) / 1e3)
 
     def settle(self) -> None:
-        """Nothing is ever outstanding."""
+        """Do nothing: no measurement is ever outstanding."""
 
 
 class StreamClock(Clock):
-    """Events in the current stream of one CUDA device.
+    """Measures with events in the current stream of one CUDA device.
 
-    `event` makes one that keeps time (`torch.cuda.Event(enable_timing=True)`).
+    `event` creates a timing event (`torch.cuda.Event(enable_timing=True)`).
     """
 
     free = False
@@ -93,7 +94,7 @@ class StreamClock(Clock):
 
 
 def timed_event() -> Any:
-    """An event that keeps time."""
+    """Create an event with timing enabled."""
     return torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
 
 

@@ -1,4 +1,4 @@
-"""What the runtime did: counts and amounts for people, single events for tests and timelines."""
+"""Records the runtime's work: counters for people, single events for tests and timelines."""
 
 from __future__ import annotations
 
@@ -13,16 +13,17 @@ now_ns = time.perf_counter_ns
 
 @dataclass
 class Tally:
-    """What one runtime has done since the last reset. Changed under that runtime's lock.
+    """Counts the work of one runtime since the last reset. Changed under that runtime's lock.
 
-    Every wait for a load is one of: `prefetch_hits` (the data was there), or late. `late` counts
-    waits of both directions that had to wait; `demand_misses` are those of them that found the
-    copy still queued and moved it to the front. `bytes_out` and `bytes_in` are what crossed,
-    packed by a codec or not; `raw_bytes_*` what it is on the device.
+    A wait for a load counts either as one of `prefetch_hits` (the data was there) or as late.
+    `late` counts the waits of both directions that blocked; `demand_misses` counts those of them
+    that found the copy still queued and moved it to the front. `bytes_out` and `bytes_in` count
+    the bytes transferred, packed by a codec or not; `raw_bytes_*` count their size on the device.
 
-    Where graphs share a budget: what a graph asked for of what plans let leave was on the device
-    still, or again (`keeper_hits`), on its way there (`keeper_late`), or neither (`keeper_misses`:
-    DeepUM's page faults). `keeper_wasted_bytes` were fetched ahead and left again unused.
+    The `keeper_*` counters apply where graphs share a budget. When a graph asks for an evicted
+    tensor, the tensor is on the device still or again (`keeper_hits`), on its way there
+    (`keeper_late`), or neither (`keeper_misses`: DeepUM's page faults). `keeper_wasted_bytes`
+    counts the bytes that were prefetched and evicted again unused.
     """
 
     moves: int = 0
@@ -42,7 +43,7 @@ class Tally:
     keeper_wasted_bytes: int = 0
 
 
-# what stands now, asked of each live runtime; the sum is reported
+# present amounts, read from each live runtime and reported as a sum
 GAUGES = (
     "live_tickets",
     "spill_bytes",
@@ -57,7 +58,7 @@ GAUGES = (
     "heap_trims",
     "heap_trim_us",
 )
-#: of these the largest of all runtimes is reported: those of one device look at the same memory
+#: reported as the maximum over all runtimes: runtimes of one device see the same memory
 _LARGEST = {"device_peak_bytes", "heap_waste_bytes", "heap_trims", "heap_trim_us"}
 
 _lock = threading.Lock()
@@ -66,7 +67,7 @@ _gauges: list[Callable[[], Mapping[str, int]]] = []
 
 
 def new_tally() -> Tally:
-    """A tally that `counters()` includes from now on, also after its runtime has closed."""
+    """Create a tally that `counters()` includes from now on, even after its runtime has closed."""
     tally = Tally()
     with _lock:
         _tallies.append(tally)
@@ -74,7 +75,7 @@ def new_tally() -> Tally:
 
 
 def add_gauges(read: Callable[[], Mapping[str, int]]) -> Callable[[], None]:
-    """Let `counters()` ask `read` for the present state; returns what takes it out again."""
+    """Let `counters()` read the present state from `read`; returns a function that removes it."""
     with _lock:
         _gauges.append(read)
 
@@ -87,18 +88,18 @@ def add_gauges(read: Callable[[], Mapping[str, int]]) -> Callable[[], None]:
 
 
 def counters() -> dict[str, int | float]:
-    """Everything the runtimes of this process have done since the start or the last reset.
+    """Returns the work of all runtimes of this process since the start or the last reset.
 
     `spill_bytes_written` is per open runtime and is not reset; `live_tickets`, `spill_bytes`,
-    `host_bytes`, `arena_bytes`, `in_flight_bytes`, `keeper_bytes` and `keeper_table_bytes` say
-    what stands now. `device_peak_bytes` is the most that has been seen of the device: on CUDA
-    by torch's allocator, on the CPU what a compiled step that moves had of its budget, looked
-    at as it ran. `heap_waste_bytes` is what of that lay in holes between tensors (on CUDA: the
-    most that torch's allocator has kept beyond the most it had handed out); `heap_trims` and
-    `heap_trim_us` how often free memory was given back to the system to keep the budget, and
-    how long that took, since the process began. `keeper_bytes` is what is kept between graphs
-    now, and `keeper_table_bytes` what the tables take that say which graph comes next, and what
-    it uses.
+    `host_bytes`, `arena_bytes`, `in_flight_bytes`, `keeper_bytes` and `keeper_table_bytes` are
+    present amounts. `device_peak_bytes` is the peak device memory seen: on CUDA by torch's
+    allocator, on the CPU the part of its budget that a compiled step with offloading used,
+    sampled as it ran. `heap_waste_bytes` is the part of the peak that lay in holes between
+    tensors (on CUDA: the peak reserved by torch's allocator minus the peak it had handed out).
+    `heap_trims` and `heap_trim_us` say how often free memory was returned to the system to keep
+    the budget, and how long that took, since the process began. `keeper_bytes` are the bytes kept
+    between graphs now; `keeper_table_bytes` is the size of the tables that predict the next graph
+    and the tensors that it uses.
     """
     with _lock:
         tallies, gauges = tuple(_tallies), tuple(_gauges)
@@ -115,7 +116,7 @@ def counters() -> dict[str, int | float]:
 
 
 def reset_counters() -> None:
-    """Set everything that adds up back to zero; what stands now is not touched."""
+    """Set all cumulative counters back to zero; present amounts are not touched."""
     zero = Tally()
     with _lock:
         for tally in _tallies:
@@ -124,7 +125,7 @@ def reset_counters() -> None:
 
 
 def forget_parent() -> None:
-    """In a forked child: start with nothing, and with a lock that nobody holds."""
+    """Clear everything in a forked child, and replace the lock by one that nobody holds."""
     global _lock
     _lock = threading.Lock()
     _tallies.clear()
@@ -137,11 +138,11 @@ def forget_parent() -> None:
 
 @dataclass(frozen=True)
 class Event:
-    """One thing that happened.
+    """One event.
 
     `kind` is a movement op (start_out, wait_out, start_load, wait_load; `time_ns` is when it was
-    called, `duration_ns` what it blocked the caller) or the work of a lane (begin_out, end_out,
-    begin_load, end_load; `end_*` carries the duration).
+    called, `duration_ns` how long it blocked the caller) or the work of a lane (begin_out,
+    end_out, begin_load, end_load; `end_*` carries the duration).
     """
 
     kind: str
@@ -156,11 +157,11 @@ class Recording:
     events: list[Event] = field(default_factory=list)
 
     def kinds(self, *kinds: str) -> list[Event]:
-        """The events of these kinds, in the order in which they were recorded."""
+        """Returns the events of these kinds in the order in which they were recorded."""
         return [event for event in self.events if event.kind in kinds]
 
     def ops(self) -> list[tuple[str, str]]:
-        """(kind, tag) of the movement ops, in the order in which the program ran them."""
+        """Returns (kind, tag) of each movement op in the order in which the program ran them."""
         called = self.kinds("start_out", "wait_out", "start_load", "wait_load")
         return [(event.kind, event.tag) for event in called]
 
@@ -181,7 +182,7 @@ def record() -> Iterator[Recording]:
 
 
 def note(kind: str, tag: str, lane: str, time_ns: int, duration_ns: int = 0) -> None:
-    """Record an event if anybody listens."""
+    """Record an event if any recording is open."""
     if _recordings:
         event = Event(kind, tag, lane, time_ns, duration_ns)
         for recording in tuple(_recordings):

@@ -1,4 +1,4 @@
-"""Torch operators of ours, as graphs after AOTAutograd can hold them."""
+"""Defines the package's torch operators, in the form that graphs after AOTAutograd can hold."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 from torch.fx.node import has_side_effect
 
 NAMESPACE = "offcompile"
-# torch gives it no types
+# untyped in torch
 _library: Any = torch.library.Library(NAMESPACE, "FRAGMENT")  # type: ignore[no-untyped-call]
 
 
@@ -20,10 +20,11 @@ def define(
     fake: Callable[..., Any],
     effect: bool = True,
 ) -> Any:
-    """The overload `offcompile::name`, whose schema is `name + signature`.
+    """Define the overload `offcompile::name` with the schema `name + signature`.
 
-    One kernel whatever the device of the tensors, which come in exactly the strides that were
-    traced; no gradients pass through. With an `effect` no call is dropped or merged with its like.
+    One kernel serves tensors of every device. They arrive with exactly the strides that were
+    traced, and no gradients pass through. If `effect`, no call is eliminated or merged with an
+    equal one.
     """
     _library.define(name + signature, tags=(torch.Tag.needs_exact_strides,))
     _library.impl(name, kernel, "CompositeExplicitAutograd")

@@ -1,4 +1,4 @@
-"""Locks that `os.fork` may not find taken: a child has only the thread that forked."""
+"""Keeps locks from being held across `os.fork`: a child has only the thread that forked."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from typing import Protocol
 
 
 class AtFork(Protocol):
-    """What has to stand still while the process forks."""
+    """An object that must be quiescent while the process forks."""
 
     def before_fork(self) -> None:
-        """Come to rest, and stay so."""
+        """Come to rest, and stay at rest until `after_fork`."""
 
     def after_fork(self, in_child: bool) -> None:
-        """Go on; the child has this thread only."""
+        """Resume; in the child only this thread exists."""
 
 
 _watched: weakref.WeakSet[AtFork] = weakref.WeakSet()
@@ -24,12 +24,12 @@ _forking = threading.Lock()
 
 
 def watch(item: AtFork) -> None:
-    """From now until it dies, `item` is brought to rest around every fork of this process."""
+    """Bring `item` to rest around every fork of this process, for as long as it lives."""
     _watched.add(item)
 
 
 def _before() -> None:
-    # one fork at a time: two that took the same locks in different orders would never end
+    # one fork at a time: two that took the same locks in different orders would deadlock
     _forking.acquire()
     for item in list(_watched):
         item.before_fork()

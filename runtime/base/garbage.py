@@ -1,8 +1,8 @@
-"""When to look for what only Python's collector frees.
+"""Decides when to run Python's garbage collector.
 
-It looks through all that was ever imported: a fifth of a second beside torch, which had come to
-two fifths of the time that compiling a model block by block takes. So it is called where something
-can have come since the last time, and not otherwise.
+A run visits every object that was ever imported: with torch loaded it takes a fifth of a second,
+which had added up to two fifths of the time that compiling a model block by block takes. So it
+runs only where new garbage can have appeared since the last run.
 """
 
 from __future__ import annotations
@@ -11,15 +11,15 @@ import gc
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-#: thresholds with which the collector hardly ever looks
+#: thresholds with which the collector hardly ever runs
 RARELY = (100_000, 50, 100)
 
 
 @contextmanager
 def rarely_collected() -> Iterator[None]:
-    """Let the collector look rarely: plans are many small things, and hardly any in cycles."""
+    """Run the collector rarely: plans are many small objects, hardly any of them in cycles."""
     often = gc.get_threshold()
-    if often[0]:  # 0: it never looks
+    if often[0]:  # 0: it never runs
         gc.set_threshold(*map(max, RARELY, often))
     try:
         yield
@@ -32,11 +32,11 @@ class Garbage:
         self._of_compiling = self._of_models = True
 
     def compiled(self) -> None:
-        """Compilers leave cycles, with memory in them."""
+        """Note that a compiler ran: compilers leave reference cycles that hold memory."""
         self._of_compiling = True
 
     def ran(self) -> None:
-        """A model may have had its last step; one that waits for its backward has not."""
+        """Note that a model may have had its last step. Do not call while a backward is pending."""
         self._of_models = True
 
     def collect_of_compiling(self) -> None:

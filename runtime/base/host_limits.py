@@ -1,4 +1,4 @@
-"""How much more memory this process can have and keep, and what may stand in the way of pinning."""
+"""Finds how much more memory this process can allocate, and the limits that may stop pinning."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from pathlib import Path
 
 from .process_memory import data_bytes, machine_memory_bytes
 
-#: share of the machine's memory that an arena without a limit of its own may take, in percent
+#: percentage of the machine's memory that an arena without an explicit limit may take
 SHARE_PERCENT = 85
-#: left to everything else, whatever bounds it: 5% of the limit, this at most
+#: at most this much, or 5% of the limit, is left to everything else under any bound
 MOST_SPARE_BYTES = 1 << 30
 
 _V1 = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file", "total_active_file")
@@ -21,7 +21,7 @@ _V2 = ("memory.max", "memory.current", "inactive_file", "active_file")
 
 @dataclass(frozen=True)
 class Bound:
-    """`nbytes` more can be had now; `source` says what bounds it and `advice` what would help."""
+    """A bound: `nbytes` more can be allocated now. `source` names the limit, `advice` a remedy."""
 
     nbytes: int
     source: str
@@ -29,12 +29,12 @@ class Bound:
 
 
 def default_limit_bytes(root: Path = Path("/")) -> int:
-    """What an arena may hold where nobody said: 85% of the machine's memory or the cgroup's."""
+    """The default capacity of an arena: 85% of the machine's memory or the cgroup's."""
     return machine_memory_bytes(root) * SHARE_PERCENT // 100
 
 
 def growth_bounds(root: Path = Path("/")) -> list[Bound]:
-    """Everything that bounds how much more this process can map and touch, as far as it is told.
+    """Returns all known bounds on how much more memory this process can map and touch.
 
     root: where to look for `proc` and `sys`, another place in tests.
     """
@@ -42,18 +42,18 @@ def growth_bounds(root: Path = Path("/")) -> list[Bound]:
 
 
 def memlock_bytes() -> int | None:
-    """The limit on locked memory (`ulimit -l`); None where there is none."""
+    """Returns the limit on locked memory (`ulimit -l`), or None if there is none."""
     limit = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
     return None if limit == resource.RLIM_INFINITY else limit
 
 
 def in_wsl(root: Path = Path("/")) -> bool:
-    """Whether Windows runs this Linux."""
+    """True if this Linux runs under Windows (WSL)."""
     return "microsoft" in (_text(root / "proc/sys/kernel/osrelease") or "").lower()
 
 
 def in_container(root: Path = Path("/")) -> bool:
-    """Whether Docker, Podman or Kubernetes runs this process, by the marks that they leave."""
+    """True if this process runs in Docker, Podman or Kubernetes, going by files they create."""
     marks = (".dockerenv", "run/.containerenv", "var/run/secrets/kubernetes.io")
     return any((root / mark).exists() for mark in marks)
 
@@ -81,13 +81,13 @@ def _cgroups(root: Path) -> Iterator[Bound]:
         limit, usage = _text(folder / limit_name) or "", _text(folder / usage_name) or ""
         if not (limit.isdigit() and usage.isdigit()):
             continue
-        # a v1 group without a limit tells the largest number of pages that there is
+        # a v1 group without a limit reports the largest possible number of pages
         if int(limit) >= 1 << 62:
             continue
         counted = dict(line.split() for line in (_text(folder / "memory.stat") or "").splitlines())
         cached = sum(int(counted.get(name, 0)) for name in cached_names)
         spare = _spare_bytes(int(limit))
-        # pages of files are dropped when their room is needed
+        # the kernel drops page cache when the memory is needed
         yield Bound(
             max(0, int(limit) - max(0, int(usage) - cached) - spare),
             f"the cgroup's memory limit of {limit} bytes ({folder / limit_name})",
@@ -97,7 +97,7 @@ def _cgroups(root: Path) -> Iterator[Bound]:
 
 
 def _cgroup_folders(root: Path) -> Iterator[tuple[Path, tuple[str, ...]]]:
-    """The folders of this process's memory cgroup and of those around it, and their file names."""
+    """Yields the folders of this process's memory cgroup and its ancestors, with file names."""
     groups = (_text(root / "proc/self/cgroup") or "").splitlines()
     mounts = (_text(root / "proc/self/mountinfo") or "").splitlines()
     for _, controllers, group in (line.split(":", 2) for line in groups):
@@ -112,7 +112,7 @@ def _cgroup_folders(root: Path) -> Iterator[tuple[Path, tuple[str, ...]]]:
             if controllers and "memory" not in described[-1].split(","):
                 continue
             top, mounted = root / fields[4].lstrip("/"), fields[3]
-            # in a container the path may be the host's, of which only a part is to be seen
+            # in a container the path may be the host's, of which only a part is visible
             place = Path(group)
             inside = place.relative_to(mounted) if place.is_relative_to(mounted) else Path()
             for folder in (inside, *inside.parents):

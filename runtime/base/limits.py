@@ -1,4 +1,4 @@
-"""What the operating system allows this process, and how it has wired the machine."""
+"""Reads the operating system's limits on this process, and the machine's PCI links."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ _RATE_OF_GENERATION = {2.5: 1, 5.0: 2, 8.0: 3, 16.0: 4, 32.0: 5, 64.0: 6}
 
 @dataclass(frozen=True)
 class Limits:
-    """Bounds on this process; None: no bound, or the system does not tell."""
+    """Limits on this process; None if there is no limit, or the system does not report it."""
 
-    #: what this process may use: the machine's, or less under a cgroup
+    #: memory that this process may use: the machine's, or less under a cgroup
     memory_bytes: int
     physical_bytes: int
     available_bytes: int | None
@@ -34,7 +34,7 @@ class Limits:
 
 @dataclass(frozen=True)
 class PciLink:
-    """What a card's slot runs at, and the most that card and slot could do together."""
+    """The PCIe link of a card: its present speed, and the most that card and slot support."""
 
     generation: int
     width: int
@@ -43,7 +43,7 @@ class PciLink:
 
 
 def read_limits(root: Path = Path("/")) -> Limits:
-    """root: where to look for `proc` and `sys`, another place in tests."""
+    """Read the limits. root: the folder that holds `proc` and `sys`; tests pass another one."""
     return Limits(
         memory_bytes=machine_memory_bytes(root),
         physical_bytes=os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"),
@@ -72,16 +72,16 @@ def _available_bytes(root: Path) -> int | None:
 
 
 def _huge_pages(root: Path) -> str | None:
-    """The one in brackets."""
+    """Returns the selected mode, which the file shows in brackets."""
     text = _text(root / "sys/kernel/mm/transparent_hugepage/enabled")
     chosen = [word[1:-1] for word in text.split() if word.startswith("[")]
     return chosen[0] if chosen else None
 
 
 def pci_link(address: str, root: Path = Path("/")) -> PciLink | None:
-    """The link of the card at `0000:01:00.0`; None where the system does not tell.
+    """Returns the link of the card at `address` (`0000:01:00.0`), or None if it is not reported.
 
-    A card that rests may run its link slower than it can: ask right after it was used.
+    An idle card may run its link below full speed: call this right after the card was used.
     """
     place = root / "sys/bus/pci/devices" / address
     found = []
@@ -103,7 +103,7 @@ def _number(text: str) -> float:
 
 
 def _text(path: Path) -> str:
-    """What the file says; nothing where there is none."""
+    """Returns the file's text, or an empty string if it cannot be read."""
     try:
         return path.read_text()
     except OSError:

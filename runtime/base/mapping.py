@@ -1,4 +1,4 @@
-"""Private anonymous memory taken straight from the operating system, in pages."""
+"""Maps private anonymous memory, in whole pages, straight from the operating system."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from offcompile.ir import OffloadError
 PAGE_BYTES = 4096
 HUGE_PAGE_BYTES = 2 << 20
 
-#: direct I/O and the arena count in 4,096s; larger hardware pages are whole multiples of them
+#: direct I/O and the arena use 4,096-byte pages; larger hardware pages are multiples of those
 _SYSTEM_PAGE_BYTES = max(PAGE_BYTES, mmap.PAGESIZE)
 _MADV_POPULATE_WRITE = 23  # Linux 5.14
 _TOUCHED_AT_ONCE_BYTES = 64 << 20
@@ -39,14 +39,14 @@ def page_multiple(nbytes: int, page_bytes: int = _SYSTEM_PAGE_BYTES) -> int:
 
 
 class Mapping:
-    """Addresses of this process, at first without memory behind them; a child gets copies.
+    """A range of addresses, at first without memory behind it. A forked child gets a copy.
 
-    They are unmapped when the last reference dies: whoever hands out pointers keeps one.
+    It is unmapped when the last reference dies, so code that hands out pointers must hold one.
     """
 
     def __init__(self, nbytes: int) -> None:
         self.nbytes = page_multiple(nbytes)
-        # only ranges on a boundary of huge pages can be made of them
+        # only ranges aligned to huge pages can use them
         asked = self.nbytes + (HUGE_PAGE_BYTES if self.nbytes >= HUGE_PAGE_BYTES else 0)
         start = _libc.mmap(None, asked, 0, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS, -1, 0)
         if start is None or start == _MAP_FAILED:
@@ -58,30 +58,30 @@ class Mapping:
             end = self.address + self.nbytes
             _unmap(end, start + asked - end)
         self._unmapped = weakref.finalize(self, _unmap, self.address, self.nbytes)
-        # at exit tensors may still lie here: the system takes it all back anyway
+        # tensors may still lie here at exit, and the system reclaims the memory anyway
         self._unmapped.atexit = False
 
     def open(self, start: int, nbytes: int) -> None:
-        """Put memory behind [start, start + nbytes), charged now, given page by page on touch."""
+        """Back [start, start + nbytes) with memory, charged now and populated on first touch."""
         if _libc.mprotect(self.address + start, nbytes, mmap.PROT_READ | mmap.PROT_WRITE):
             raise _refused(nbytes, "memory")
         if hasattr(mmap, "MADV_HUGEPAGE"):
-            # a wish: kernels without huge pages say no, and everything works in small ones
+            # only a hint: kernels without huge pages refuse it and use small ones
             _libc.madvise(self.address + start, nbytes, mmap.MADV_HUGEPAGE)
 
     def touch(self, start: int, nbytes: int) -> None:
-        """Have every page of a fresh range [start, start + nbytes) there before it is needed."""
+        """Populate every page of a fresh range [start, start + nbytes) before it is needed."""
         for at in range(start, start + nbytes, _TOUCHED_AT_ONCE_BYTES):
             size = min(_TOUCHED_AT_ONCE_BYTES, start + nbytes - at)
             if _libc.madvise(self.address + at, size, _MADV_POPULATE_WRITE):
                 ctypes.memset(self.address + at, 0, size)
 
     def view(self, start: int, nbytes: int) -> memoryview:
-        """The bytes [start, start + nbytes); does not keep the mapping alive."""
+        """Returns a view of [start, start + nbytes) that does not keep the mapping alive."""
         return memoryview((ctypes.c_uint8 * nbytes).from_address(self.address + start)).cast("B")
 
     def unmap(self) -> None:
-        """Give addresses and memory back now; nothing may point here any more."""
+        """Unmap the range now; no pointers into it may remain."""
         self._unmapped()
 
 

@@ -1,4 +1,4 @@
-"""What the operating system says of this process's memory, and how freed memory gets back to it."""
+"""Reads this process's memory use, and makes malloc return freed memory to the system."""
 
 from __future__ import annotations
 
@@ -23,15 +23,15 @@ _STATUS = Path("/proc/self/status")
 
 
 class Resident(NamedTuple):
-    """Bytes of RAM that this process holds."""
+    """The RAM that this process holds."""
 
-    anon_bytes: int  # its own, shared memory included: only swap could take these
-    file_bytes: int  # pages of files: the system may drop them and read them again
+    anon_bytes: int  # anonymous and shared memory: only swap could take it
+    file_bytes: int  # file pages: the system may drop them and read them again
 
 
 @dataclass(frozen=True)
 class Allocator:
-    """The process's malloc, and whether it now gives large freed blocks back at once."""
+    """The process's malloc; `returns_freed` if it now returns large freed blocks at once."""
 
     name: str
     returns_freed: bool
@@ -53,13 +53,13 @@ def _status(*keys: str) -> list[int]:
 
 
 def resident() -> Resident:
-    """What this process holds in RAM now; OffloadError where the system does not tell."""
+    """Returns the RAM this process holds now; raises OffloadError if the system does not tell."""
     anon, shared, file = _status("RssAnon", "RssShmem", "RssFile")
     return Resident(anon + shared, file)
 
 
 def peak_bytes() -> int:
-    """Most RAM that this process has held since its start, or since `reset_peak()`."""
+    """Returns the peak RAM of this process since its start, or since `reset_peak()`."""
     if _STATUS.exists():
         return _status("VmHWM")[0]
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
@@ -67,7 +67,7 @@ def peak_bytes() -> int:
 
 
 def reset_peak() -> bool:
-    """Make `peak_bytes()` count from now; False where the system has no such switch."""
+    """Make `peak_bytes()` count from now; returns False if the system has no such switch."""
     try:
         Path("/proc/self/clear_refs").write_text("5")
     except OSError:
@@ -77,8 +77,9 @@ def reset_peak() -> bool:
 
 @contextmanager
 def small_pages() -> Iterator[None]:
-    """Inside, what this process touches comes in pages of the usual size, and counts as such: the
-    first byte of a huge page would count 2 MiB. Where the system has no such switch, nothing."""
+    """Disables huge pages inside the block, so that memory is counted in pages of the usual size:
+    the first byte of a huge page would count 2 MiB. Does nothing if the system has no such switch.
+    """
     process = ctypes.CDLL(None)
     before = process.prctl(_PR_GET_THP_DISABLE, 0, 0, 0, 0) if hasattr(process, "prctl") else -1
     if before == 0:
@@ -91,12 +92,12 @@ def small_pages() -> Iterator[None]:
 
 
 def data_bytes() -> int:
-    """Private writable memory mapped now, touched or not: what RLIMIT_DATA bounds."""
+    """Returns the private writable memory mapped now, touched or not; RLIMIT_DATA bounds it."""
     return _status("VmData")[0]
 
 
 def machine_memory_bytes(root: Path = Path("/")) -> int:
-    """RAM that this process may use: that of the machine, or less under a cgroup's limit.
+    """Returns the RAM that this process may use: the machine's, or less under a cgroup's limit.
 
     root: where to look for `proc` and `sys`, another place in tests.
     """
@@ -105,7 +106,7 @@ def machine_memory_bytes(root: Path = Path("/")) -> int:
 
 
 def _cgroup_limits(root: Path) -> list[int]:
-    """The memory limits of this process's cgroup and of those around it, v1 and v2."""
+    """Returns the memory limits of this process's cgroup and its ancestors, v1 and v2."""
     try:
         groups = (root / "proc/self/cgroup").read_text().splitlines()
         mounts = (root / "proc/self/mountinfo").read_text().splitlines()
@@ -131,9 +132,9 @@ def _cgroup_limits(root: Path) -> list[int]:
 
 
 def _limits_up(top: Path, mounted: str, group: str, name: str) -> list[int]:
-    """Limits from `group` up to the `top` of a hierarchy of which `mounted` is what one sees."""
+    """Returns the limits from `group` up to `top`, where only `mounted` of the tree is visible."""
     place = Path(group)
-    # in a container the path may be the host's, of which only the mounted part is to be seen
+    # in a container the path may be the host's, of which only the mounted part is visible
     inside = place.relative_to(mounted) if place.is_relative_to(mounted) else Path()
     limits = []
     for folder in (inside, *inside.parents):
@@ -147,12 +148,13 @@ def _limits_up(top: Path, mounted: str, group: str, name: str) -> list[int]:
 
 
 def return_freed_memory() -> Allocator:
-    """Have malloc give freed blocks of 1 MiB and more back to the system; say which malloc it is.
+    """Make malloc return freed blocks of 1 MiB and more to the system; returns which malloc it is.
 
-    glibc raises its threshold with every large block that is freed, up to 32 MiB, and keeps what
-    lies below it: a program that moves its tensors out may then hold more than one that does not.
-    What it has kept so far goes back now, what comes later when it is freed, at the price of a
-    first touch for every large block. Other allocators are left as they are.
+    glibc raises its mmap threshold with every large block that is freed, up to 32 MiB, and keeps
+    smaller blocks: a program that offloads its tensors may then hold more memory than one that
+    does not. This call returns the memory kept so far, and makes later blocks go back when they
+    are freed, at the price of page faults on first touch of every large block. Other allocators
+    are left as they are.
     """
     process = ctypes.CDLL(None)
     for symbol, name in (

@@ -1,4 +1,4 @@
-"""One line on the terminal for work that takes long; silent where nobody looks."""
+"""Shows one line on the terminal for long work; silent if stderr is no terminal."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ from rich.progress import SpinnerColumn, TextColumn, TimeElapsedColumn
 
 from offcompile.ir.units import size
 
-#: work shorter than this is not spoken of
+#: work shorter than this shows no line
 SILENT_SECONDS = 1.0
 _clock = time.monotonic
 
 
 class Progress:
-    """`with Progress(name) as say: say("measuring 3 of 20")`: after a second a line with a spinner
-    says the name, what was said last, and the time since the beginning.
+    """`with Progress(name) as say: say("measuring 3 of 20")` shows, after a second, a line with a
+    spinner, the name, the latest text and the time elapsed.
 
-    Only on a terminal. Within another one, that one's line makes way. Any thread may say something.
+    Shown only on a terminal. A nested one hides the outer one's line. Any thread may call it.
     """
 
     def __init__(self, name: str) -> None:
@@ -54,7 +54,7 @@ class Progress:
                 self._bar.update(self._bar.task_ids[0], description=self._said)
 
     def bytes_done(self, done: int, total: int | None = None) -> None:
-        """Say how much of what is filled is filled, and how fast that went so far."""
+        """Show how many bytes are done, out of how many, and the rate so far."""
         if not self.shown:
             return
         seconds = max(_clock() - self._time, 1e-9)
@@ -87,7 +87,7 @@ class Progress:
     def _show_later(self) -> None:
         left = SILENT_SECONDS - (_clock() - self._time)
         with self._lock:
-            if self._over:  # on another thread it may end before what is within it
+            if self._over:  # on another thread it may end before a nested one
                 return
             self._timer = threading.Timer(max(left, 0.0), self._show)
             self._timer.daemon = True
@@ -122,11 +122,11 @@ class Progress:
 
 
 def at_terminal() -> bool:
-    """Whether a person may see what goes to stderr, which may be absent or closed."""
+    """True if stderr, which may be absent or closed, is a terminal."""
     stream = sys.stderr
     return stream is not None and not stream.closed and stream.isatty()
 
 
 _nesting = threading.Lock()
-#: whose line may be shown
+#: the innermost open Progress, whose line may be shown
 _innermost: Progress | None = None

@@ -1,4 +1,4 @@
-"""Small pieces of C++, compiled at first use as Inductor compiles, and kept in its cache."""
+"""Compiles small pieces of C++ at first use with Inductor's compiler, and caches them with it."""
 
 from __future__ import annotations
 
@@ -10,26 +10,26 @@ from pathlib import Path
 
 
 def library(source: str, *flags: str) -> ctypes.CDLL:
-    """Raises whatever a compiler, a linker or a file system has to say."""
-    # the cache keys by source and flags, and the flags say only "native": a folder that machines
-    # with other processors share must not hand them this one's code
+    """Compile and load the source; raises any error of the compiler, linker or file system."""
+    # the cache keys by source and flags, and the flags say only "native": a cache folder shared
+    # with machines of other processors must not hand them this one's code
     source = f"// {_processor()}\n{source}"
 
     def load() -> ctypes.CDLL:
-        # Inductor is a heavy import: whoever moves nothing does without
+        # Inductor is a heavy import: skip it if nothing is offloaded
         from torch._inductor.codecache import CppCodeCache
 
         found: ctypes.CDLL = CppCodeCache.load(source, extra_flags=flags)
         return found
 
-    # in a thread of its own, where no mode of the caller's reaches: fake tensors, other devices
+    # a thread of its own is free of the caller's modes: fake tensors, default device
     with ThreadPoolExecutor(1) as alone:
         return alone.submit(load).result()
 
 
 @cache
 def _processor() -> str:
-    """What this processor can do, as Linux tells it."""
+    """Returns this processor's feature flags as Linux lists them."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:

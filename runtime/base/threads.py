@@ -1,4 +1,4 @@
-"""Threads that begin or say why not, and what those leave behind that ended by themselves."""
+"""Starts threads, with clear errors if they cannot start or if they die."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from offcompile.ir import OffloadError
 
 
 def started(name: str, run: Callable[..., None], *args: Any) -> threading.Thread:
-    """A thread that ends with the process."""
+    """Start a daemon thread."""
     thread = threading.Thread(target=run, args=args, name=name, daemon=True)
     try:
         thread.start()
@@ -23,8 +23,8 @@ def started(name: str, run: Callable[..., None], *args: Any) -> threading.Thread
 
 
 def died(name: str, error: BaseException) -> OffloadError:
-    """What a thread that ended by itself leaves to who waits for its work."""
-    # not as its cause: those who tell of failures tell of the cause alone
+    """Returns the error for callers that wait for the work of a thread that died."""
+    # `error` is not set as the cause: code that reports failures reports only the cause
     return OffloadError(
         f"the thread {name} died of {type(error).__name__} ({error}); another takes its place for "
         "what comes. Unless the process was out of memory this is a defect: please report it"
@@ -32,7 +32,7 @@ def died(name: str, error: BaseException) -> OffloadError:
 
 
 def bare(error: BaseException) -> BaseException:
-    """The error without its frames: they would keep tensors alive."""
+    """Strip the tracebacks from the error: their frames would keep tensors alive."""
     seen: BaseException | None = error
     while seen is not None:
         seen.__traceback__ = None

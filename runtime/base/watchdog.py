@@ -1,9 +1,9 @@
-"""Waits that tell: what does not move for too long is an error that names it, and no hang.
+"""Bounds waits: one without progress ends in an error that names the cause instead of a hang.
 
-A slow disk is waited for as long as its calls come back, and told once. A wait gives up when one
-and the same call to a disk has not come back for the whole limit or, with none under way, when
-nothing at all has ended meanwhile. The limit is counted in looks, not by the clock: a process that
-was stopped, or got no processor, is not taken for a hung disk.
+A wait goes on as long as a slow disk's calls return, with one warning. It gives up when one and
+the same disk call has not returned for the whole limit or, if none is in flight, when nothing at
+all has finished meanwhile. The limit is counted in checks, not by the clock, so that a process
+that was stopped, or got no CPU time, is not taken for a hung disk.
 """
 
 from __future__ import annotations
@@ -22,20 +22,20 @@ from offcompile.ir import OffloadError
 
 VARIABLE = "OFFCOMPILE_STALL_SECONDS"
 DEFAULT_S = 120.0
-#: how often a wait looks around before it gives up, and when it says that it is slow
+#: number of checks after which a wait gives up, and after which it warns
 LOOKS, WARN_AT = 8, 2
 
 
 class Stalled(OffloadError):
-    """Nothing moved for the limit: the message says what was waited for and what is under way."""
+    """Raised after the limit without progress; names the awaited work and the calls in flight."""
 
 
 class StallWarning(UserWarning):
-    """A wait takes long, or what a close waited for does not end."""
+    """Warns that a wait takes long, or that work which a close waited for does not end."""
 
 
 class Call(NamedTuple):
-    """A call to a disk that has not come back."""
+    """A disk call that has not returned."""
 
     doing: str
     nbytes: int
@@ -52,7 +52,7 @@ class Call(NamedTuple):
 
 
 _numbers = itertools.count()
-#: in the order in which they began
+#: calls in flight, in the order in which they began
 _under_way: dict[int, Call] = {}
 _ended = 0
 _moved_bytes = 0
@@ -61,7 +61,7 @@ _asked_s: float | None = None
 
 
 def begun(doing: str, nbytes: int, where: object) -> int:
-    """A call to a disk begins on this thread; `over` gets the number."""
+    """Register a disk call that begins on this thread; returns the number to pass to `over`."""
     number = next(_numbers)
     thread = threading.current_thread().name
     _under_way[number] = Call(doing, nbytes, str(where), thread, time.monotonic())
@@ -69,7 +69,7 @@ def begun(doing: str, nbytes: int, where: object) -> int:
 
 
 def over(number: int, moved_bytes: int = 0) -> None:
-    """The call came back, well or badly."""
+    """Note that the call returned, successfully or not."""
     global _moved_bytes
     _under_way.pop(number, None)
     _moved_bytes += moved_bytes
@@ -77,13 +77,13 @@ def over(number: int, moved_bytes: int = 0) -> None:
 
 
 def progress() -> None:
-    """Something ended. Threads may lose counts to each other, never all of them."""
+    """Note that something finished. Racing threads may lose counts, but never all of them."""
     global _ended
     _ended += 1
 
 
 def limit_s() -> float | None:
-    """How long nothing may move; None: for ever. OffloadError for a variable that says nothing."""
+    """Returns the longest time without progress, None for no limit; OffloadError if unparsable."""
     global _asked_s
     if _asked_s is None:
         _asked_s = _read(os.environ.get(VARIABLE, ""))
@@ -105,7 +105,7 @@ def _read(text: str) -> float:
 
 @contextmanager
 def patience(seconds: float) -> Iterator[None]:
-    """Inside, that is the limit (0: none), and slowness is told once more. For tests."""
+    """Sets the limit inside the block (0: none) and re-enables the warnings. For tests."""
     global _asked_s
     before, told = _asked_s, set(_told)
     _asked_s = seconds
@@ -119,9 +119,9 @@ def patience(seconds: float) -> Iterator[None]:
 
 
 class Wait:
-    """One wait for `what()`; `look` is called once a `tick_s` as long as it lasts.
+    """One wait for `what()`. The waiting code calls `look` once every `tick_s`.
 
-    disks_only: with no call to a disk under way it warns and does not give up.
+    disks_only: warn instead of giving up if no disk call is in flight.
     """
 
     def __init__(self, what: Callable[[], str], disks_only: bool = False) -> None:
@@ -131,7 +131,7 @@ class Wait:
         self._seen: tuple[str, int] | None = None
 
     def look(self) -> None:
-        """Stalled once nothing was seen to move for the limit; before that a warning."""
+        """Warn after some checks without progress; raise Stalled once the limit is reached."""
         self._looks += 1
         call = next(iter(tuple(_under_way)), None)
         seen = ("ended", _ended) if call is None else ("call", call)
@@ -166,7 +166,7 @@ class Wait:
 
 
 def warn_once(kind: str, text: str) -> None:
-    """One warning of a kind in a process."""
+    """Warn once per kind and process."""
     if kind not in _told:
         _told.add(kind)
         warnings.warn(text, StallWarning, stacklevel=3)
@@ -175,7 +175,7 @@ def warn_once(kind: str, text: str) -> None:
 def until(
     condition: threading.Condition, reached: Callable[[], bool], what: Callable[[], str]
 ) -> None:
-    """Wait on `condition`, whose lock the caller has, until `reached()`; see `Wait`."""
+    """Wait on `condition`, whose lock the caller holds, until `reached()`; see `Wait`."""
     tick_s = 0.0
     wait: Wait | None = None
     looked_s = 0.0
@@ -190,7 +190,7 @@ def until(
             return
         looked_s = now_s
         wait = wait or Wait(what)
-        # what is said may be heard by anybody's code
+        # a warning may run arbitrary handlers: do not hold the lock meanwhile
         condition.release()
         try:
             wait.look()
@@ -199,7 +199,7 @@ def until(
 
 
 def until_set(event: threading.Event, what: Callable[[], str]) -> None:
-    """Wait for an event that a device may take any time for; only disks are given up on."""
+    """Wait for an event for which a device may take any time; give up only on disk calls."""
     wait: Wait | None = None
     while not event.wait(_tick_s()):
         wait = wait or Wait(what, disks_only=True)
@@ -207,7 +207,7 @@ def until_set(event: threading.Event, what: Callable[[], str]) -> None:
 
 
 def joined(thread: threading.Thread, what: Callable[[], str]) -> bool:
-    """Wait for the end of a thread. False, after a warning, if it stands still."""
+    """Join a thread; warns and returns False if it makes no progress."""
     wait: Wait | None = None
     while True:
         thread.join(_tick_s())
@@ -223,9 +223,9 @@ def joined(thread: threading.Thread, what: Callable[[], str]) -> bool:
 
 @contextmanager
 def told() -> Iterator[None]:
-    """Inside, a call of this thread's that takes long is told of by a thread made for that.
+    """Starts a watcher thread that warns if a disk call of this thread takes long.
 
-    For calls whose end nobody but their caller waits for: only the disk can end them.
+    Use it for calls that nothing but their caller waits for: only the disk can end them.
     """
     tick_s = _tick_s()
     if tick_s is None:
@@ -234,7 +234,7 @@ def told() -> Iterator[None]:
     me, is_over = threading.current_thread().name, threading.Event()
     watch = partial(_look_after, me, is_over, tick_s * WARN_AT)
     watcher = threading.Thread(target=watch, name="offcompile-watch", daemon=True)
-    with suppress(RuntimeError):  # without a thread it works all the same
+    with suppress(RuntimeError):  # works without the watcher as well
         watcher.start()
     try:
         yield
@@ -251,7 +251,7 @@ def _look_after(thread: str, is_over: threading.Event, most_s: float) -> None:
 
 @contextmanager
 def calling(doing: str, nbytes: int, where: object) -> Iterator[None]:
-    """Around one call to a disk."""
+    """Registers one disk call for the duration of the block."""
     number = begun(doing, nbytes, where)
     try:
         yield
@@ -272,5 +272,5 @@ def _tick_s() -> float | None:
 
 
 if hasattr(os, "register_at_fork"):
-    # those are calls of the parent's threads
+    # the calls in flight belong to the parent's threads
     os.register_at_fork(after_in_child=_under_way.clear)

@@ -1,9 +1,9 @@
-"""Weak references to parameters that let torch swap what the parameters are.
+"""Weak references to parameters that do not stop torch from swapping their contents.
 
 `torch.utils.swap_tensors` gives a parameter another tensor's content: `Module.to` does so for
 tensor subclasses, and for all parameters after `set_swap_module_params_on_conversion(True)`. It
-refuses a tensor that anything refers to weakly. So the references below are taken away for the
-swap, and stand again after it: the parameter goes on, with other memory, as after `p.data = …`.
+refuses a tensor that has weak references. So the references below are removed for the swap and
+restored after it: the parameter lives on with other memory, as after `p.data = …`.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 
 class WeakTensor:
-    """Calling it gives the tensor while it lives, then None. `died` is called once it is gone, by
-    whichever thread lets go of it."""
+    """Calling it returns the tensor while it lives, then None. The thread that drops the last
+    reference calls `died`."""
 
     __slots__ = ("__weakref__", "_died", "_link")
 
@@ -34,7 +34,7 @@ class WeakTensor:
 
 
 class _Link(weakref.ref[torch.Tensor]):
-    """The reference itself, which is found at the tensor that it refers to."""
+    """The underlying weak reference, which can be found from its tensor."""
 
     __slots__ = ("of",)
 
@@ -52,7 +52,7 @@ def _tell(link: weakref.ref[torch.Tensor]) -> None:
 
 
 def tensor_keys() -> MutableMapping[torch.Tensor, Any]:
-    """Make a mapping that keeps none of its keys alive and tells them apart by identity."""
+    """Create a mapping with weak keys, compared by identity."""
     _allow_swaps()
     made: MutableMapping[torch.Tensor, Any] = WeakIdKeyDictionary()
     _mappings[id(made)] = made
@@ -77,11 +77,11 @@ def _allow_swaps() -> None:
             for again in restore:
                 again()
 
-    torch.utils.swap_tensors = swap_tensors  # where Module looks for it
+    torch.utils.swap_tensors = swap_tensors  # Module looks it up here
 
 
 def _let_go(tensor: torch.Tensor) -> list[Callable[[], object]]:
-    """Take our references to a tensor away; returns what brings them back."""
+    """Remove our references to a tensor; returns the functions that restore them."""
     restore: list[Callable[[], object]] = []
     for link in weakref.getweakrefs(tensor):
         of = link.of() if isinstance(link, _Link) else None

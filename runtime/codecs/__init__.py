@@ -1,7 +1,7 @@
-"""Codecs: what a tensor becomes on its way to slow memory, and how it comes back.
+"""Codecs: pack a tensor on its way to slow memory, and unpack it on its return.
 
-One numerical contract for all devices: what the CPU packs, kernels (`runtime.kernels.bitmask`)
-unpack, and the reverse. `layout` says where things lie; `reference` says what it means.
+All devices share one numerical contract: kernels (`runtime.kernels.bitmask`) unpack tensors that
+the CPU packed, and the reverse. `layout` defines the format; `reference` defines its meaning.
 """
 
 from __future__ import annotations
@@ -31,10 +31,10 @@ __all__ = [
 
 
 class Codec(Protocol):
-    """Packs pieces, each by itself, of whole rows of 128 elements; the last may be ragged.
+    """Packs each piece by itself, in rows of 128 elements; the last row may be shorter.
 
-    Whatever is packed comes back bit for bit if `lossless`. Nothing is kept between calls, and any
-    thread may call: compiled code releases the interpreter's lock.
+    If `lossless`, unpacking restores every bit. Codecs are stateless and thread-safe; compiled
+    code releases the GIL.
     """
 
     @property
@@ -46,23 +46,24 @@ class Codec(Protocol):
     def takes(self, dtype: torch.dtype) -> bool: ...
 
     def worst_bytes(self, numel: int, dtype: torch.dtype) -> int:
-        """Bytes that no piece of this size exceeds; OffloadError for a type it does not take."""
+        """Upper bound on the packed bytes of a piece; OffloadError for an unsupported type."""
 
     def packed_bytes(self, numel: int, dtype: torch.dtype, density: float) -> int:
-        """Bytes of a piece of which this share of the elements is not zero in bits."""
+        """Packed bytes of a piece in which this share of the elements has a non-zero bit."""
 
     def pack(self, x: torch.Tensor, out: torch.Tensor) -> int:
-        """x: flat, contiguous, CPU; out: flat uint8 of worst_bytes or more. The bytes used."""
+        """Pack x (flat, contiguous, on the CPU) into out (flat uint8, worst_bytes or more);
+        returns the bytes used."""
 
     def unpack(self, packed: torch.Tensor, out: torch.Tensor) -> None:
-        """packed: at least the bytes used; fills `out`. OffloadError if they are damaged."""
+        """Unpack `packed` (at least the bytes used) into `out`; OffloadError if it is damaged."""
 
 
 CODEC_NAMES = tuple(KINDS)
 
 
 def codec(name: str) -> Codec:
-    """The codec of this name: bitmask, fp16, bf16, bitmask+fp16, bitmask+bf16 or sign."""
+    """Returns the codec of this name: bitmask, fp16, bf16, bitmask+fp16, bitmask+bf16 or sign."""
     if name not in KINDS:
         raise OffloadError(f'there is no codec "{name}": use one of {", ".join(KINDS)}')
     return KINDS[name]

@@ -1,4 +1,4 @@
-"""How much of a tensor is not zero: all of it counted, or a sample of its rows."""
+"""Measures the non-zero share of a tensor, over all of its elements or a sample of its rows."""
 
 from __future__ import annotations
 
@@ -8,27 +8,28 @@ import torch
 from .engines import engine
 from .layout import ROW, WIDEST_BYTES
 
-#: with as many rows the estimate is off by less than 0.005 where elements are independent
+#: with this many rows the estimate is off by less than 0.005 if elements are independent
 SAMPLE_ROWS = 1024
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _GOLDEN = 0.6180339887498949
 
 
 def density(x: torch.Tensor) -> float:
-    """The share of elements whose bits are not all zero; 0 if there are none.
+    """Returns the share of elements with a non-zero bit; 0 for an empty tensor.
 
-    A tensor on another device is counted there, and waited for.
+    A tensor on another device is counted there, and the call waits for the result.
     """
     return _share(_flat(x), None)
 
 
 def sampled_density(x: torch.Tensor, rows: int = SAMPLE_ROWS) -> float:
-    """`density` of about `rows` rows of 128 spread over the tensor, the same ones each time."""
+    """Returns the `density` of about `rows` rows of 128, spread over the tensor and always the
+    same ones."""
     flat = _flat(x)
     whole = flat.numel() // ROW
     if whole <= rows:
         return _share(flat, None)
-    # one row of each of `rows` equal parts, at places that no pattern of the data follows
+    # one row of each of `rows` equal parts, at positions that match no pattern in the data
     part = np.arange(rows)
     picked = ((part + part * _GOLDEN % 1.0) * (whole / rows)).astype(np.int64)
     return _share(flat, picked)
@@ -40,7 +41,7 @@ def _flat(x: torch.Tensor) -> torch.Tensor:
 
 
 def _dense(x: torch.Tensor) -> bool:
-    """Whether elements fill one range of memory, in whatever order: zeros count alike."""
+    """True if the elements fill one range of memory; their order does not affect the count."""
     return x.is_contiguous() or (
         x.dim() == 4 and x.is_contiguous(memory_format=torch.channels_last)
     )

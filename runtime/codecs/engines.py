@@ -1,4 +1,4 @@
-"""Who does the work on the processor: compiled code where it can be had, NumPy elsewhere."""
+"""Chooses the codecs' CPU engine: compiled C++ if it can be built, NumPy otherwise."""
 
 from __future__ import annotations
 
@@ -20,9 +20,10 @@ from .reference import Reference
 
 
 class Engine(Protocol):
-    """Tensors are flat, contiguous, on the CPU, of types that fit, and large enough.
+    """The CPU operations of the codecs.
 
-    Whoever calls has checked it. `stash` is a 16-bit type to which float32 is rounded before.
+    Callers have checked that tensors are flat, contiguous, on the CPU, of supported types, and
+    large enough. `stash` is a 16-bit type to which float32 is rounded first.
     """
 
     name: str
@@ -34,33 +35,33 @@ class Engine(Protocol):
     ) -> None: ...
 
     def cast(self, x: torch.Tensor, out: torch.Tensor) -> None:
-        """out[i] = x[i], rounded or widened; a NaN is any NaN."""
+        """out[i] = x[i], rounded or widened; a NaN becomes any NaN."""
 
     def pack_signs(self, x: torch.Tensor, out: torch.Tensor) -> None:
-        """out: as many bytes as are packed; see `kinds.Sign`."""
+        """Pack signs into `out`, which has exactly the packed size; see `kinds.Sign`."""
 
     def unpack_signs(self, packed: torch.Tensor, out: torch.Tensor) -> None: ...
 
     def pack_bits(self, x: torch.Tensor, out: torch.Tensor) -> None:
-        """As `pack_signs`, on torch's threads; of booleans themselves too."""
+        """Like `pack_signs`, on torch's threads; also packs booleans directly."""
 
     def unpack_bits(self, packed: torch.Tensor, out: torch.Tensor, negated: bool) -> None:
-        """out: booleans, the bits or their opposites."""
+        """Unpack bits into the booleans `out`, inverted if `negated`."""
 
     def keep(self, packed: torch.Tensor, x: torch.Tensor, out: torch.Tensor) -> None:
         """out[i] = x[i] where the bit is 1, and 0 elsewhere; x of 2, 4 or 8 bytes an element."""
 
     def count(self, x: torch.Tensor, rows: np.ndarray[Any, Any] | None) -> int:
-        """How many elements are not zero in bits, of all or of these whole rows."""
+        """Count elements with a non-zero bit, in the whole tensor or in these whole rows."""
 
     def sum_pages(self, pages: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
-        """A 64-bit checksum, never 0, for each page of 4096 bytes of a flat uint8 array."""
+        """Returns a 64-bit checksum, never 0, for each 4096-byte page of a flat uint8 array."""
 
 
 @cache
 def _chosen() -> Engine:
     try:
-        # in a thread of its own, where no mode of the caller's reaches: fake tensors, other devices
+        # a thread of its own is free of the caller's modes: fake tensors, default device
         with ThreadPoolExecutor(1) as alone:
             return alone.submit(_compiled).result()
     except Exception as error:
@@ -84,7 +85,7 @@ _choosing = Lock()
 
 
 def engine() -> Engine:
-    """The fastest that works here; the first call takes seconds, for it may have to compile."""
+    """Returns the fastest engine that works here; the first call may compile it, for seconds."""
     if _chosen.cache_info().currsize:
         return _chosen()
     with _choosing:
@@ -92,9 +93,9 @@ def engine() -> Engine:
 
 
 def check_engine(made: Engine) -> None:
-    """OffloadError if an engine does not give the reference's very bytes for a small tensor."""
+    """Raise OffloadError unless the engine's bytes equal the reference's for a small tensor."""
     meant = Reference()
-    # a whole row of zeros, one without any, and ragged ends; NaN is left out, of which any will do
+    # a row of zeros, one without zeros, and ragged ends; no NaN, since any NaN is a valid result
     values = torch.arange(-700.0, 701.0).div_(3).relu_()
     values[256:384] = 0.0
     values[384:512] = -1e-41

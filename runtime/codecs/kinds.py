@@ -1,4 +1,4 @@
-"""The codecs by name. Each packs a piece by itself: a tensor may be packed in any whole rows."""
+"""The codecs by name. Each packs a piece by itself, so a tensor can be split at any rows."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ SIGNED = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 
 @dataclass(frozen=True)
 class Bitmask:
-    """What is zero in bits is left out; with a stash, after rounding float32 to 16 bits."""
+    """Omits elements whose bits are all zero; with a stash, rounds float32 to 16 bits first."""
 
     name: str = "bitmask"
     stash: torch.dtype | None = None
@@ -53,7 +53,7 @@ class Bitmask:
 
 @dataclass(frozen=True)
 class Stash:
-    """float32 rounded to 16 bits, to nearest and even; beyond float16's range it is infinite."""
+    """Rounds float32 to 16 bits, to nearest even; values beyond float16's range become infinite."""
 
     name: str
     stash: torch.dtype
@@ -83,10 +83,10 @@ class Stash:
 
 @dataclass(frozen=True)
 class Sign:
-    """16 bytes a row, a bit an element: 0 where x <= 0, and 1 elsewhere, NaN included. Comes back
-    as 0 and 1.
+    """Packs one bit per element, 16 bytes per row: 0 where x <= 0, else 1, NaN included. Unpacks
+    to 0 and 1.
 
-    Exact for whoever asks only whether x <= 0, as the gradient of a ReLU does.
+    Exact for consumers that only test x <= 0, as the gradient of a ReLU does.
     """
 
     name: str = "sign"

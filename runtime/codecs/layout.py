@@ -1,11 +1,11 @@
-"""Where things lie in a packed tensor: row offsets, bit masks, non-zero elements.
+"""Defines the format of a packed tensor: row offsets, bit masks, non-zero elements.
 
 Elements are taken as unsigned integers, flat, in rows of 128. A packed tensor is
 
-    offsets   uint32, rows + 1 of them: how many elements of the rows before are kept; the last
-              is how many are kept in all. Zeros fill up to a multiple of 16 bytes
-    masks     16 bytes a row: bit i of byte i // 8 says that element i's bits are not all zero
-    values    the elements that are kept, one behind the other, little-endian
+    offsets   uint32, rows + 1 of them: the number of elements kept in the rows before; the last
+              is the number kept in all. Padded with zeros to a multiple of 16 bytes
+    masks     16 bytes a row: bit i of byte i // 8 is set if element i has a non-zero bit
+    values    the kept elements, contiguous, little-endian
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ ROW = 128
 MASK_BYTES = ROW // 8
 OFFSET_BYTES = 4
 ALIGNMENT_BYTES = 16
-#: offsets are compared as signed integers of 32 bits by kernels
+#: kernels compare offsets as signed 32-bit integers
 MOST_ELEMENTS = 2**31 - ROW
-#: elements wider than this are taken as several
+#: wider elements are treated as several
 WIDEST_BYTES = 8
 
 
 @dataclass(frozen=True)
 class Layout:
-    """A packed tensor of `elements` elements of `width` bytes."""
+    """The layout of a packed tensor of `elements` elements of `width` bytes."""
 
     elements: int
     width: int
@@ -64,7 +64,7 @@ class Layout:
         return self.bytes_for(self.elements)
 
     def bytes_for(self, kept: int) -> int:
-        """Bytes of the packed tensor when `kept` elements are not zero."""
+        """Packed bytes of the tensor if `kept` elements are not zero."""
         return self.values_at + kept * self.width
 
 

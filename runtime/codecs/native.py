@@ -1,6 +1,6 @@
-"""The codecs in C++, compiled at first use as Inductor compiles, and kept in its cache.
+"""The codecs in C++, compiled at first use with Inductor's compiler, and cached with it.
 
-Called through ctypes, which releases the interpreter's lock. What was compiled is held against the
+They are called through ctypes, which releases the GIL. Compiled code is checked against the
 reference before it is used.
 """
 
@@ -26,14 +26,14 @@ from .refusals import damaged
 _LANES = ("lanes_512.h", "lanes_256.h", "lanes_64.h")
 _SOURCES = ("words.h", *_LANES, "packing.cpp", "pages.cpp", "bits.cpp")
 _ROUNDED = {torch.float16: 10, torch.bfloat16: 11}
-#: bits of minus infinity and of one
+#: bit patterns of minus infinity and of one
 _INFINITY_AND_ONE = {
     torch.float64: (0xFFF0_0000_0000_0000, 0x3FF0_0000_0000_0000),
     torch.float32: (0xFF80_0000, 0x3F80_0000),
     torch.float16: (0xFC00, 0x3C00),
     torch.bfloat16: (0xFF80, 0x3F80),
 }
-#: torch's own casts are faster than one word at a time, if at the price of its threads
+#: with narrower lanes torch's casts are faster, though they occupy its threads
 LEAST_BITS_TO_CAST = 256
 _POINTER, _INT, _LONG, _BITS = ctypes.c_void_p, ctypes.c_int, ctypes.c_int64, ctypes.c_uint64
 _SIGNATURES: dict[str, tuple[Any, tuple[Any, ...]]] = {
@@ -53,7 +53,7 @@ _SIGNATURES: dict[str, tuple[Any, tuple[Any, ...]]] = {
 
 
 class Native:
-    """See `engines.Engine` for the contract. Making one compiles: any error says why it cannot."""
+    """Implements `engines.Engine`. The constructor compiles, and raises the compiler's errors."""
 
     def __init__(self, widest_bits: int = 512) -> None:
         if sys.byteorder != "little":

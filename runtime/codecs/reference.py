@@ -1,7 +1,7 @@
-"""What every codec means, in NumPy and torch: the others are held against it.
+"""The reference implementation of every codec in NumPy and torch; others are checked against it.
 
-It is also what runs where no compiler is to be had. NumPy keeps the interpreter's lock for some of
-it, and takes several passes: a few hundred megabytes per second.
+It also runs if no compiler is available. NumPy holds the GIL for some of it and takes several
+passes: a few hundred megabytes per second.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from .refusals import damaged
 
 Array = np.ndarray[Any, np.dtype[Any]]
 
-#: of checksums
+#: constants of the checksums
 _FACTOR, _LANES = np.uint64(0x9E37_79B1_85EB_CA87), 8
 _LEFT, _RIGHT = np.uint64(29), np.uint64(35)
 
 
 def bits_of(x: torch.Tensor) -> Array:
-    """The elements of a flat tensor as unsigned integers, in place."""
+    """Returns a view of a flat tensor's elements as unsigned integers."""
     width = min(x.itemsize, WIDEST_BYTES)
     if not x.numel():
         return np.empty(0, np.dtype(f"<u{width}"))
@@ -33,7 +33,7 @@ def bits_of(x: torch.Tensor) -> Array:
 
 
 class Reference:
-    """See `engines.Engine` for the contract."""
+    """Implements `engines.Engine`."""
 
     name = "NumPy"
 

@@ -1,4 +1,4 @@
-"""What cannot be packed or unpacked, said in plain words."""
+"""Errors for tensors that cannot be packed or unpacked."""
 
 from __future__ import annotations
 

@@ -1,10 +1,10 @@
-"""The CPU as a device: memory is a budget of RAM, slots lie in spill files, lanes are threads.
+"""The CPU as a device: memory is a budget of RAM, slots are in spill files, lanes are threads.
 
-Nothing is staged where it can be helped. Direct I/O wants pages; a tensor begins somewhere inside
-one. So a slot keeps the tensor at the place within its first page that it had in memory: the
-whole pages in its middle go straight from the tensor to the file, only its ragged first and last
-page pass through staging, and a load puts the file's pages into pages as they are, with the
-buffer beginning inside the first.
+Staging is avoided where possible. Direct I/O requires whole pages, but a tensor begins somewhere
+inside one. So a slot keeps the tensor at the same offset within its first page as in memory: the
+whole pages in the middle are written straight from the tensor to the file, only the partial first
+and last pages pass through staging, and a load reads the file's pages directly into memory, with
+the buffer beginning inside the first page.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from .tickets import telling
 PAGE_BYTES = 4096
 #: smaller tensors are staged as a whole: one write instead of three
 STAGED_BYTES = 256 << 10
-#: generated kernels expect at least this of a buffer
+#: the buffer alignment that generated kernels expect
 ALIGNMENT_BYTES = 16
 _WRITABLE = 0x200
 
@@ -72,10 +72,11 @@ class CpuSlot(Slot):
 
 
 class CpuDevice(Device):
-    """stores: the store of each tier, fastest first; a tier that is full yields to the next.
+    """Implements `Device` on the CPU.
 
-    mapped: makes the host memory that ops can use in place.
-    chunk_bytes: about the most that one system call reads or writes.
+    stores: the store of each tier, fastest first; a full tier overflows to the next.
+    mapped: allocates the host memory that ops can use in place.
+    chunk_bytes: approximate maximum of one read or write call.
     """
 
     name = "cpu"
@@ -131,7 +132,7 @@ class CpuDevice(Device):
 
     @property
     def _packing_bytes(self) -> int:
-        """Most of each lane's staging for packing."""
+        """Upper bound for each lane's packing staging."""
         return min((packing.STAGING_BYTES, *tuple(self._packing_bounds.values())))
 
     def bound_packing(self, owner: object, nbytes: int) -> None:
@@ -163,12 +164,12 @@ class CpuDevice(Device):
         assert isinstance(slot, CpuSlot)
         room = _room(slot.padded_bytes + PAGE_BYTES)
         begin = -room.data_ptr() % PAGE_BYTES + slot.skew_bytes
-        # a storage of its own that begins where the tensor does: views are rebuilt by offsets
-        # from the start of the storage
+        # a separate storage that begins where the tensor does: views are rebuilt by offsets from
+        # the start of the storage
         return telling(room.numpy()[begin : begin + slot.nbytes], freed)
 
     def mark(self) -> None:
-        """Compute runs on the caller's thread: what it did is done."""
+        """Compute runs on the caller's thread, so its work is already done."""
 
     def copy_out(
         self,
@@ -263,13 +264,13 @@ class CpuDevice(Device):
         packing.read(slot, flat, *self._packing_room(lane, slot))
 
     def _packing_room(self, lane: str, slot: PackedSlot) -> tuple[Block, Executor]:
-        """A lane's staging, and a thread that reads and writes beside it."""
+        """The staging of a lane, and a thread that does its disk I/O concurrently."""
         most = self._packing_bytes
         wanted = packing.staging_bytes_for(slot, most)
         block = self._packing.get(lane)
         if block is None or not wanted <= block.nbytes <= max(wanted, most):
             block = None
-            self._packing.pop(lane, None)  # before there is another
+            self._packing.pop(lane, None)  # freed before the new one is allocated
             block = self._packing[lane] = self.arena.block(wanted)
         disk = self._disks.get(lane)
         if disk is None:
@@ -299,15 +300,16 @@ def _room(nbytes: int) -> torch.Tensor:
 
 
 def _skew_bytes(address: int, nbytes: int) -> int:
-    """Where in its first page a tensor at `address` is to stand in its slot."""
+    """The offset within its slot's first page of a tensor at `address`."""
     skew_bytes = address % PAGE_BYTES
     return 0 if nbytes <= STAGED_BYTES or skew_bytes % ALIGNMENT_BYTES else skew_bytes
 
 
 def _whole_pages(slot: CpuSlot, staging: Block, address: int) -> list[memoryview]:
-    """The pages of the slot: the tensor's own, but its ragged first and last page from `staging`.
+    """The pages of the slot: the tensor's own, except its partial first and last page in `staging`.
 
-    Those hold what is not the tensor's and may change meanwhile: some file systems keep checksums.
+    The rest of those two pages is not the tensor's and may change during the write, which breaks
+    file systems that keep checksums.
     """
     head = -slot.skew_bytes % PAGE_BYTES
     body = (slot.nbytes - head) // PAGE_BYTES * PAGE_BYTES
@@ -321,7 +323,7 @@ def _whole_pages(slot: CpuSlot, staging: Block, address: int) -> list[memoryview
 
 
 def _stage_write(slot: CpuSlot, staging: Block, address: int, start: int, size: int) -> None:
-    """Write bytes [start, start + size) of the tensor, which begin or end within a page."""
+    """Write bytes [start, start + size) of the tensor, which may begin or end within a page."""
     at = slot.skew_bytes + start
     inside = at % PAGE_BYTES
     view = staging.view

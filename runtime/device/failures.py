@@ -1,4 +1,4 @@
-"""What a failed copy says to the person: which tensor, which way, where, why and what to do."""
+"""Error messages for failed copies: tensor, direction, place, cause and remedy."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def failure(error: BaseException, direction: str, tag: str, slot: Slot) -> Offlo
     while isinstance(root, OffloadError) and root.__cause__ is not None:
         root = root.__cause__
     doing = "copied out to" if direction == "out" else "loaded from"
-    # a load that never ran because what it needs was not written
+    # the load never ran because the copy out that it needs had failed
     also = " (it had not been written there)" if isinstance(error, Needed) else ""
     code = root.errno if isinstance(root, OSError) else None
     advice = _ADVICE.get(code or 0, 'name another directory with options={"spill": …}')
@@ -39,7 +39,7 @@ def failure(error: BaseException, direction: str, tag: str, slot: Slot) -> Offlo
 
 
 def not_arrived(label: Label, error: BaseException) -> OffloadError:
-    """The error for whoever, on the host, waited for a copy that failed."""
+    """The error for a caller on the host that waited for a copy that failed."""
     told = OffloadError(f"{label.tag} did not arrive on the host: {error or type(error).__name__}")
     told.__cause__ = error
     return told

@@ -1,8 +1,8 @@
-"""What the mover needs of a device: memory, slots, copies on lanes, and waiting for them.
+"""The mover's interface to a device: memory, slots, copies on lanes, and waits for them.
 
-Two kinds of device fit. On a synchronous one (`cpu`) compute runs on the caller's thread and a
-wait blocks that thread. On an asynchronous one (`simulated`, and CUDA streams) compute is queued
-too: `mark` stands for a recorded event, `wait` for a stream that waits, and both return at once.
+Two kinds of device implement it. On a synchronous one (`cpu`) compute runs on the caller's thread,
+and a wait blocks that thread. On an asynchronous one (`simulated`, and CUDA streams) compute is
+queued too: `mark` records an event, `wait` makes the compute stream wait, and both return at once.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from .listening import MoveListener
 
 
 class How(Enum):
-    """In what state a wait found its copy."""
+    """The state in which a wait found its copy."""
 
     READY = "ready"
     LATE = "late"
@@ -37,9 +37,9 @@ class Waited:
 
 @dataclass(frozen=True)
 class Label:
-    """What a copy is called in messages and recordings; `direction` is `out` or `load`.
+    """The name of a copy in messages and recordings; `direction` is `out` or `load`.
 
-    `heard` is told when a lane worked on it.
+    `heard` is told when a lane has run the copy.
     """
 
     direction: str
@@ -52,10 +52,10 @@ class Point:
 
 
 class Copy(Point, ABC):
-    """A copy that was issued. `error` is set, once it has ended, if it failed.
+    """A copy that was issued. `error` is set if it has ended and failed.
 
-    Where waits do not block, compute may have been let past a load that fails later: then the
-    device raises that, naming the load, at its next wait.
+    On a device whose waits do not block, compute may already have passed a load that fails later;
+    the device then raises that error, naming the load, at its next wait.
     """
 
     error: BaseException | None = None
@@ -63,27 +63,27 @@ class Copy(Point, ABC):
     @property
     @abstractmethod
     def ended(self) -> bool:
-        """True once the copy is over, well or badly, as far as the host can see."""
+        """True once the copy is over, successful or not, as far as the host can see."""
 
 
 @dataclass(frozen=True)
 class Filled:
-    """Behind `point` memory holds what was sent there; `version`: autograd's count of changes."""
+    """Memory holds the data sent to it once `point` is reached; `version`: autograd's version."""
 
     point: Point
     version: int
 
 
 class Slot(ABC):
-    """Room for one tensor's bytes away from the device."""
+    """Space for one tensor's bytes off the device."""
 
     nbytes: int
     tier: str
-    #: whether a plan wants what is here to stay here
+    #: True if a plan wants this tensor to stay in the slot
     planned: bool = False
-    #: what was sent here last; see `Device.await_on_host`
+    #: the last data sent here; see `Device.await_on_host`
     filled: Filled | None = None
-    #: what has to return before this is used next; see `Device.hold`
+    #: functions that must return before the slot is next used; see `Device.hold`
     holds: tuple[Callable[[], None], ...] = ()
 
     @property
@@ -93,21 +93,21 @@ class Slot(ABC):
 
     @property
     def crossed_bytes(self) -> int:
-        """What the last copy took on its way: less than `nbytes` where a codec packed it."""
+        """Bytes that the last copy transferred: less than `nbytes` if a codec packed it."""
         return self.nbytes
 
     @abstractmethod
     def free(self) -> None:
-        """Give the room back. Called once, when no copy that uses the slot is unfinished."""
+        """Release the space. Called once, when no copy that uses the slot is unfinished."""
 
     def forget(self) -> None:
-        """The memory has a new holder, who has nothing to do with what was there."""
+        """Reset the state left by the previous tensor: the memory has a new owner."""
         self.planned, self.filled, self.holds = False, None, ()
 
 
 class Device(ABC):
     name: str
-    #: what its lanes have moved, as far as the time that it took says how fast they are
+    #: bytes moved by each lane and the time taken, from which lane speeds are derived
     rates: LaneRates
 
     @property
@@ -117,64 +117,68 @@ class Device(ABC):
 
     @abstractmethod
     def slot(self, source: torch.Tensor, tier: str, codec: str | None = None) -> Slot:
-        """Room for all bytes of `source` on `tier` or, where that is full, on a slower one.
+        """A slot for all bytes of `source` on `tier` or, if that is full, on a slower tier.
 
-        With a codec, room for what that makes of the worst input; copies to and from the slot
-        pack and unpack. SpillFull if there is none.
+        With a codec, the slot has space for the codec's worst case, and copies to and from it pack
+        and unpack. SpillFull if there is no space.
         """
 
     @abstractmethod
     def allocate(self, slot: Slot, freed: Callable[[], None]) -> torch.Tensor:
         """A flat uint8 tensor of `slot.nbytes` for a load from `slot`, at offset 0 of its storage.
 
-        When the storage dies its memory goes back, after `freed` was called. `freed` runs inside
-        a finalizer, on any thread: it must neither block nor take a lock.
+        When the storage dies, `freed` is called and then the memory is released. `freed` runs
+        inside a finalizer, on any thread: it must neither block nor take a lock.
         """
 
     def addressable(self, sizes: Sequence[int]) -> list[torch.Tensor]:
         """Flat uint8 tensors on the host tier that ops of the device can use in place.
 
-        Their content is undefined. New ones lie one behind the other, in the order given.
+        They are uninitialized. New ones lie one after another, in the order given.
         """
         raise OffloadError(f"The {self.name} device has no host memory that ops can use in place.")
 
     def slot_of(self, tensor: torch.Tensor) -> Slot | None:
-        """The slot that is the memory of an `addressable` tensor's storage; None: another's."""
+        """The slot that holds an `addressable` tensor's storage; None for any other tensor."""
         return None
 
     def clear(self, host: torch.Tensor) -> None:
-        """Make all of an `addressable` tensor zero, in compute's order."""
+        """Zero an `addressable` tensor, in compute's order."""
         host.zero_()
 
     def expect_scattered(self, host: torch.Tensor, scattered: bool) -> bool:
-        """Say whether only rows here and there of an `addressable` tensor will be read in place.
+        """Advise whether ops will read only scattered rows of an `addressable` tensor in place.
 
-        Returns whether that made a difference.
+        Returns True if that changed anything.
         """
         return False
 
     def keep_room(self, owner: object, nbytes: int) -> bool:
-        """As long as `owner` lives, keep so much of the memory of `addressable` tensors that died
-        for those that come; a second call replaces the first. Returns whether the device does."""
+        """Cache up to `nbytes` of freed `addressable` memory for reuse, as long as `owner` lives.
+
+        A second call replaces the first. Returns True if the device does so.
+        """
         return False
 
     def bound_packing(self, owner: object, nbytes: int) -> None:  # noqa: B027
-        """As long as `owner` lives, let no lane hold more of the device's memory than this for
-        packing, as far as that can be; a second call replaces the first."""
+        """Limit each lane's device memory for packing, where possible, as long as `owner` lives.
 
-    # -- the host itself reads and writes what is `addressable` ------------------------------------
+        A second call replaces the first.
+        """
+
+    # -- reads and writes of `addressable` tensors by the host itself ------------------------------
 
     def on_host(self, tensor: torch.Tensor) -> torch.Tensor:
-        """An `addressable` tensor as one of the processor: the same memory, shape and strides.
+        """An `addressable` tensor as a CPU tensor: the same memory, shape and strides.
 
-        It does not keep that memory: keep `tensor` as long.
+        It does not keep the memory alive: keep `tensor` as long.
         """
         if tensor.device.type != "cpu":
             raise OffloadError(f"The {self.name} device has no host memory that lies on it.")
         return tensor.detach()
 
     def sent(self, host: torch.Tensor, point: Point | None) -> None:
-        """Note that behind `point` an `addressable` tensor holds what it is to hold."""
+        """Note that an `addressable` tensor holds its data once `point` is reached."""
         slot = self.slot_of(host)
         if slot is not None:
             slot.filled = None if point is None else Filled(point, _version(host))
@@ -182,12 +186,12 @@ class Device(ABC):
     def await_on_host(
         self, read: Sequence[torch.Tensor], written: Sequence[torch.Tensor] = ()
     ) -> Callable[[], None]:
-        """A function that blocks its caller, on any thread, until the host may touch these.
+        """Returns a function that blocks its caller, on any thread, until the host may touch these.
 
-        read: what was sent to it has arrived. If that is all that changed its tensor, compute may
-        go on meanwhile; otherwise all has ended that compute was given before this call.
-        written: nothing uses it any more of what was given before this call to compute or lanes.
-        All are `addressable`. The function raises what went wrong on the way.
+        read: wait until the data sent to these has arrived. If nothing else changed the tensor,
+        compute may go on meanwhile; otherwise wait for all work given to compute before this call.
+        written: wait until no work given to compute or lanes before this call uses these.
+        All are `addressable`. The function raises any error on the way.
         """
         points: list[Point | None] = []
         for tensor in read:
@@ -204,27 +208,28 @@ class Device(ABC):
             self.reached(point)
 
     def _users(self, slot: Slot) -> Sequence[Point | None]:
-        """Points behind all that uses the memory of an `addressable` tensor so far."""
+        """Points behind everything that uses the memory of an `addressable` tensor so far."""
         return [self.mark()]
 
     def reached(self, point: Point) -> None:
-        """Block the calling thread until `point` is; OffloadError if a copy failed there."""
+        """Block the calling thread until `point` is reached; OffloadError if its copy failed."""
         raise OffloadError(f"The {self.name} device has no points that the host could wait for.")
 
-    #: whether `hold` was ever called
+    #: True once `hold` has been called
     ever_held = False
 
     def hold(self, host: torch.Tensor, until: Callable[[], None]) -> None:
-        """The next who uses an `addressable` tensor has to `claim` it, and that calls `until`.
+        """Make the next user of an `addressable` tensor call `until` first, through `claim`.
 
-        Fetches claim what they fetch; others, kernels in place and the host, have to ask for it.
+        Fetches claim the tensors they fetch; all other users (kernels in place, the host) must call
+        `claim`.
         """
         slot = self._slot(host)
         self.ever_held = True
         slot.holds = (*slot.holds, until)
 
     def claim(self, host: torch.Tensor) -> None:
-        """Return when nothing holds the tensor any more. What `until` raises leaves it held."""
+        """Return when nothing holds the tensor any more. If `until` raises, it stays held."""
         slot = self.slot_of(host)
         while slot is not None and slot.holds:
             until = slot.holds[0]
@@ -242,7 +247,7 @@ class Device(ABC):
 
     @abstractmethod
     def mark(self) -> Point | None:
-        """The point that compute has been given work up to; None where compute is synchronous."""
+        """The point behind the work given to compute so far; None where compute is synchronous."""
 
     @abstractmethod
     def copy_out(
@@ -254,11 +259,12 @@ class Device(ABC):
         label: Label,
         on_end: Callable[[Copy], None],
     ) -> Copy:
-        """Begin copying all bytes of `source` (dense) into `slot`, once `after` is reached.
+        """Start copying all bytes of `source` (dense) into `slot`, once `after` is reached.
 
-        The source is kept alive until the copy has ended or compute has waited for it. `on_end`
-        is called once, before any wait returns, from any thread; not if the copy is cancelled.
-        Where waits do not block, it comes after them: when the host has seen the copy end.
+        The source is kept alive until the copy has ended or compute has waited for it. `on_end` is
+        called once, from any thread, before any wait returns; it is not called if the copy is
+        cancelled. Where waits do not block, it is called later, when the host has seen the copy
+        end.
         """
 
     @abstractmethod
@@ -271,19 +277,19 @@ class Device(ABC):
         label: Label,
         on_end: Callable[[Copy], None],
     ) -> Copy:
-        """Begin filling `target` (from `allocate(slot)`) with what `slot` holds; see `copy_out`."""
+        """Start filling `target` (from `allocate(slot)`) from `slot`; see `copy_out`."""
 
     @abstractmethod
     def wait(self, copy: Copy) -> Waited:
-        """Let compute go on only when `copy` has ended. A queued copy goes to the front."""
+        """Let compute go on only when `copy` has ended. A queued copy moves to the front."""
 
     @abstractmethod
     def cancel(self, copy: Copy) -> bool:
-        """Take a copy that has not begun out of its queue; False if it is too late for that."""
+        """Remove a copy that has not begun from its queue; False if it is too late."""
 
     @abstractmethod
     def before_copies(self, hook: Callable[[], None]) -> None:
-        """Have `hook` called, with no lock held, before each queued copy begins."""
+        """Call `hook`, with no lock held, before each queued copy begins."""
 
     @abstractmethod
     def drain(self) -> None:
@@ -291,9 +297,9 @@ class Device(ABC):
 
     @abstractmethod
     def close(self) -> None:
-        """Cancel what is queued, finish what runs, end the threads."""
+        """Cancel queued copies, finish running ones, end the threads."""
 
 
 def _version(tensor: torch.Tensor) -> int:
-    """How often autograd saw the tensor's memory change; views share the count."""
+    """The number of changes to the tensor's memory that autograd has counted; views share it."""
     return -1 if tensor.is_inference() else tensor._version

@@ -1,4 +1,4 @@
-"""What lanes have moved, and for how long they were busy with it, for whoever plans again."""
+"""Bytes that each lane has moved and the time it was busy, for replanning."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from offcompile.runtime.base.counters import now_ns
 
 
 class Moved(NamedTuple):
-    """Of one lane, all told: moves of whole tensors, unpacked, that went well."""
+    """Totals of one lane: successful moves of whole tensors, in unpacked bytes."""
 
     moves: int
     nbytes: int
@@ -18,7 +18,7 @@ class Moved(NamedTuple):
 
 
 class LaneRates:
-    """Totals by lane since the device was made. Any thread may call anything."""
+    """Totals by lane since the device was created. Thread-safe."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -34,7 +34,7 @@ class LaneRates:
             return dict(self._moved)
 
     def timed(self, lane: str, nbytes: int, work: Callable[[], None]) -> Callable[[], None]:
-        """Work that moves so many bytes and does nothing else, to be counted when it went well."""
+        """Wrap `work`, which only moves `nbytes`, so that it is counted if it succeeds."""
 
         def counted() -> None:
             began_ns = now_ns()

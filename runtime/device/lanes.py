@@ -1,11 +1,12 @@
-"""Lanes: queues of jobs, each worked off in order by one thread that lives for ever.
+"""Lanes: queues of jobs, each processed in order by one thread that never ends.
 
-Orders that hold: a job runs after the jobs that it `needs` (a lane whose first job may not start
-yet waits for it, nothing overtakes by itself); apart from that jobs of a lane run as submitted.
-`hurry` changes the second, never the first: it brings a job and whatever it needs to the front of
-their lanes. That cannot deadlock: there is always one order of all unfinished jobs in which each
-stands behind what it needs and of which every queue is a part (at first the order of submission;
-hurrying puts a job and everything it needs, in that order, before all the rest).
+Guaranteed orders: a job runs after the jobs that it `needs` (if the first job of a lane may not
+start yet, the lane waits for it; nothing overtakes by itself); apart from that, jobs of a lane run
+as submitted. `hurry` changes the second order, never the first: it brings a job and everything it
+needs to the front of their lanes. That cannot deadlock: there is always one order of all unfinished
+jobs in which each job comes after those it needs, and every queue is a subsequence of that order
+(initially the order of submission; hurrying puts a job and everything it needs, in that order,
+before all the rest).
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ class Needed(OffloadError):
 
 
 class Job(Copy):
-    """One piece of work on a lane. `keep` is held alive until the job ends or is let go."""
+    """One job of a lane. `keep` is kept alive until the job ends or is cancelled."""
 
     __slots__ = (
         *("awaited", "error", "keep", "label", "lane", "needs", "on_end"),
@@ -61,7 +62,7 @@ class Job(Copy):
         self.label = label
         self.on_end = on_end
         self.keep = keep
-        #: somebody sleeps until it has ended
+        #: True if a thread sleeps until it has ended
         self.awaited = False
         self.state = State.QUEUED
         self.error: BaseException | None = None
@@ -80,7 +81,7 @@ class Lane:
         self.queue: deque[Job] = deque()
         self.wake = threading.Condition(lock)
         self.thread: threading.Thread | None = None
-        #: what its thread is at
+        #: the job that its thread runs or is about to run
         self.at: Job | None = None
 
     def ready(self) -> bool:
@@ -90,8 +91,9 @@ class Lane:
 class Lanes:
     """All lanes of one device. Threads are daemons and start with the first job of their lane.
 
-    `before` runs on a lane's thread, with no lock held, before it takes a job: what has died
-    meanwhile can still be cancelled there. `delay_s` gives a pause before each job (simulation).
+    `before` runs on a lane's thread, with no lock held, before it takes a job, so that copies of
+    tensors that have died can still be cancelled. `delay_s` gives a pause before each job
+    (simulation).
     """
 
     def __init__(
@@ -127,7 +129,7 @@ class Lanes:
             if line is None:
                 line = self._lanes[lane] = Lane(lane, self._lock, strict)
             if line.thread is None:
-                self._start(line)  # nothing is queued if that fails
+                self._start(line)  # if that fails, nothing has been queued
             self._seq += 1
             job = Job(line, self._seq, work, needs, label, on_end, keep)
             line.queue.append(job)
@@ -140,7 +142,7 @@ class Lanes:
         lane.thread = started(f"offcompile-{lane.name}", self._run, lane)
 
     def wait(self, job: Job) -> Waited:
-        """Block until `job` has ended, hurrying it if it is queued. An error stays on the job."""
+        """Block until `job` has ended, hurrying it if it is queued. Errors stay on the job."""
         if job.state is State.ENDED:
             return Waited(How.READY, 0)
         began_ns = now_ns()
@@ -153,7 +155,7 @@ class Lanes:
         return Waited(how, now_ns() - began_ns)
 
     def hurry(self, job: Job) -> bool:
-        """Bring a queued job, and what it needs, to the front; False if it is not queued."""
+        """Bring a queued job, and those it needs, to the front; False if it is not queued."""
         with self._lock:
             if job.state is not State.QUEUED:
                 return False
@@ -176,7 +178,7 @@ class Lanes:
             one.lane.wake.notify()
 
     def cancel(self, job: Job) -> bool:
-        """Take a queued job out and drop what it holds; `on_end` is not called for it."""
+        """Remove a queued job and drop its references; `on_end` is not called for it."""
         with self._lock:
             if job.state is not State.QUEUED:
                 return False
@@ -195,9 +197,9 @@ class Lanes:
             watchdog.until(self._ended, lambda: not self._unfinished, lambda: owner)
 
     def close(self) -> bool:
-        """Cancel what is queued, let what runs finish, and end the threads.
+        """Cancel queued jobs, let running ones finish, and end the threads.
 
-        False: some did not end, and were left behind (`watchdog.joined`).
+        Returns False if some threads did not end and were left behind (`watchdog.joined`).
         """
         with self._lock:
             self._closed = True
@@ -224,12 +226,12 @@ class Lanes:
             self._died(lane, error)
 
     def _died(self, lane: Lane, error: BaseException) -> None:
-        """Fail what the thread was at, or about to begin, and have another take its place."""
+        """Fail the job that the thread ran, or was about to run, and start another thread."""
         with self._lock:
             job, lane.at = lane.at, None
             if job is not None and job.state is State.QUEUED:
                 lane.queue.remove(job)
-                job.state = State.RUNNING  # who waits for it from now on has nothing to hurry
+                job.state = State.RUNNING  # callers that wait from now on have nothing to hurry
         try:
             if job is not None and not job.ended:
                 job.error = died(f"offcompile-{lane.name}", error)
@@ -260,7 +262,7 @@ class Lanes:
                 job.state = State.RUNNING
                 lane.at = job
             self._work(job)
-            # the last job must not be held until the next one comes
+            # drop the last job now, not when the next one comes
             del job
 
     def _work(self, job: Job) -> None:
@@ -302,7 +304,7 @@ class Lanes:
         job.state = State.ENDED
         self._unfinished -= 1
         watchdog.progress()
-        # who is woken for nothing takes time that the next job wants to start in
+        # a needless wake-up takes time from the start of the next job
         if job.awaited or not self._unfinished:
             self._ended.notify_all()
         for lane in self._lanes.values():
@@ -311,7 +313,7 @@ class Lanes:
 
 
 def _described(job: Job) -> str:
-    """For whoever waits for it: which tensor, which way, and where it stands."""
+    """A description for the waiting caller: the tensor, the direction and the state of the copy."""
     nbytes, ahead = getattr(job.keep, "nbytes", None), job.lane.at
     way = "copy out" if job.label.direction == "out" else "load"
     size = "" if nbytes is None else f" ({nbytes} bytes)"

@@ -1,7 +1,7 @@
-"""Hearing from the moves of one run of a compiled half when they were made, and who waited.
+"""Lets one run of a compiled half listen to its moves: when copies ran and when compute waited.
 
-A run listens on the thread that it computes on; what that thread starts tells the same listener
-when it ends, on whatever thread. So runs of several graphs, and on several threads, never mix.
+A run listens on the thread that it computes on; moves that this thread starts report to the same
+listener when they end, on any thread. So runs of several graphs, or on several threads, never mix.
 """
 
 from __future__ import annotations
@@ -14,13 +14,13 @@ from typing import Any, NamedTuple
 
 import torch
 
-#: a time by the listener's clock: on CUDA an event, which tells only later
+#: a time by the listener's clock; on CUDA an event, which has a time only later
 Instant = Any
 _SILENT: AbstractContextManager[None] = nullcontext()
 
 
 class HeardCopy(NamedTuple):
-    """A lane worked on a move."""
+    """A copy that a lane ran."""
 
     move: str
     lane: str
@@ -29,7 +29,7 @@ class HeardCopy(NamedTuple):
 
 
 class HeardWait(NamedTuple):
-    """Compute stood still for a move: before it could begin (`starting`), or for its end."""
+    """A wait of compute for a move: before the move could begin (`starting`), or for its end."""
 
     move: str
     began: Instant
@@ -39,7 +39,7 @@ class HeardWait(NamedTuple):
 
 @dataclass(eq=False, slots=True)
 class MoveListener:
-    """What one run has been told. `now`: where compute stands; `names`: move → for people."""
+    """The record of one run. `now`: compute's current time; `names`: move → readable name."""
 
     now: Callable[[], Instant]
     names: Mapping[str, str] = field(default_factory=dict)
@@ -47,11 +47,11 @@ class MoveListener:
     waits: list[HeardWait] = field(default_factory=list)
 
     def waited(self, move: str, began: Instant, starting: bool = False) -> None:
-        """Compute stood still from `began` until now."""
+        """Record that compute waited from `began` until now."""
         self.waits.append(HeardWait(move, began, self.now(), starting))
 
     def wait_range(self, move: str) -> AbstractContextManager[None]:
-        """Around a wait: a range in the profile, where a profiler runs."""
+        """A named range in the profile around a wait, if a profiler runs."""
         if not profiling():
             return _SILENT
         return profiled(f"offcompile wait {self.names.get(move, move)}")
@@ -61,14 +61,14 @@ _here = threading.local()
 
 
 def listener() -> MoveListener | None:
-    """Who listens on this thread."""
+    """The listener of this thread."""
     found: MoveListener | None = getattr(_here, "listener", None)
     return found
 
 
 @contextmanager
 def listening(one: MoveListener | None) -> Iterator[None]:
-    """Inside, `one` hears of what this thread starts and waits for; None: nobody does."""
+    """Inside the context, `one` hears of moves and waits of this thread; None: nobody does."""
     outer = listener()
     _here.listener = one
     try:
@@ -78,7 +78,7 @@ def listening(one: MoveListener | None) -> Iterator[None]:
 
 
 def profiling() -> bool:
-    """Whether a profiler of torch's runs now."""
+    """True if a torch profiler is running."""
     return torch.autograd.profiler._is_profiler_enabled
 
 

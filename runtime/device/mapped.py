@@ -1,8 +1,8 @@
-"""Host memory of the CPU target that ops can use in place: files, mapped.
+"""Host memory of the CPU target that ops can use in place: mapped files.
 
-What lies there takes no memory of the process's own: its pages belong to the page cache, which the
-system keeps while it has room and drops when it has none. Copies to and from it go by reads and
-writes of the file, so that they touch no page of the mapping and never wait for one.
+Tensors here take no anonymous memory of the process: their pages belong to the page cache, which
+the system keeps while it has room and drops when it has none. Copies to and from the files use
+reads and writes, so they touch no page of the mapping and never wait for a page fault.
 """
 
 from __future__ import annotations
@@ -30,17 +30,17 @@ from .interface import Slot
 from .owners import address_of
 from .tickets import telling
 
-#: Files grow with what is in use, so that their number (each holds descriptors) stays below a few
+#: Files grow with the bytes in use, so that their number (each holds descriptors) stays below a few
 #: hundred whatever the number of tensors.
 LEAST_FILE_BYTES, USUAL_FILE_BYTES, FILE_SHARE = 1 << 20, 64 << 20, 8
-#: Zeros are written where more than this part of the pages is in memory: 128 MiB take 3 ms there,
-#: and 90 ms where pages are read first. The file system zeroes in 0.1 ms what is not in memory;
-#: what is takes it 35 ms, and 50 ms more as pages come back.
+#: Write zeros if more than this fraction of the pages is resident: 128 MiB take 3 ms then, and 90
+#: ms if pages must be read first. The file system zeroes nonresident pages in 0.1 ms; resident ones
+#: take it 35 ms, plus 50 ms as pages are faulted back in.
 RESIDENT_SHARE = 0.5
 
 
 class MappedSlot(Slot):
-    """Room of one tensor within a mapped file, which lives as long as any slot of it."""
+    """The space of one tensor within a mapped file, which lives as long as any of its slots."""
 
     __slots__ = ("_file", "nbytes", "offset", "scattered", "tier")
 
@@ -54,25 +54,25 @@ class MappedSlot(Slot):
         return str(self._file.directory)
 
     def __del__(self) -> None:
-        # possibly a finalizer: no lock
+        # this may be a finalizer: no lock
         self._file.given_back.append((self.offset, page_multiple(max(self.nbytes, 1))))
 
     def array(self) -> np.ndarray[tuple[int], np.dtype[np.generic]]:
-        """The memory itself; keeps the file."""
+        """The memory itself, as an array that keeps the file alive."""
         return np.frombuffer(self._file.memory, np.uint8, self.nbytes, self.offset)
 
     def free(self) -> None:
-        """The room goes with the tensor on it."""
+        """Does nothing: the space is released with the tensor on it."""
 
     def clear_absent(self) -> bool:
-        """Make it all zero if most of it is not in memory; False: left as it was."""
+        """Zero the slot if most of it is not resident; returns False if it was left unchanged."""
         found = resident_pages(self.array().ctypes.data, self.nbytes)
         if found is None or found * PAGE_BYTES > RESIDENT_SHARE * self.nbytes:
             return False
         return self._file.clear(self.offset, self.nbytes)
 
     def expect_scattered(self, scattered: bool) -> bool:
-        """Let each page that is touched come alone, or with many that follow it (as at first)."""
+        """Turn readahead off for scattered access, or on again (the default)."""
         if scattered == self.scattered:
             return False
         self.scattered = scattered
@@ -88,7 +88,7 @@ class MappedSlot(Slot):
 
 
 class MappedFile:
-    """One unlinked file, all of it mapped and shared between the mapping and its descriptor."""
+    """One unlinked file, mapped as a whole; the mapping and the descriptor share its pages."""
 
     def __init__(self, directory: Path, nbytes: int) -> None:
         check_directory(directory)
@@ -104,7 +104,7 @@ class MappedFile:
             )
         self._descriptor = open_unlinked(directory)
         try:
-            # taken now: a mapping of space that is missing kills the process when it is touched
+            # allocate now: touching a mapping without disk space behind it kills the process
             os.posix_fallocate(self._descriptor, 0, size)
             self.memory = mmap.mmap(self._descriptor, size)
         except OSError as error:
@@ -128,7 +128,7 @@ class MappedFile:
             done += moved
 
     def clear(self, offset: int, nbytes: int) -> bool:
-        """Zero whole pages without touching them; False where the file system cannot."""
+        """Zero whole pages without touching them; False if the file system cannot."""
         return zero_range(self._descriptor, offset, nbytes)
 
     def _failed(self, at: int, why: str) -> OffloadError:
@@ -144,10 +144,10 @@ class MappedFile:
 
 
 class MappedStore:
-    """Makes slots that ops can use in place, and knows them by their addresses.
+    """Creates slots that ops can use in place, and finds them by their addresses.
 
-    Room of a tensor that died is kept for the next one of its size (gradients come again with
-    every step), as long as that is not more than what is in use, or is kept for someone.
+    Space of a tensor that died is cached for the next one of its size (gradients recur with every
+    step), up to the bytes in use or the bytes that `keep_room` asks for, whichever is more.
     """
 
     def __init__(self, directory: Path, tier: str = "host") -> None:
@@ -161,10 +161,10 @@ class MappedStore:
         self._rooms = Rooms(partial(MappedFile, directory))
 
     def tensors(self, sizes: Sequence[int]) -> list[torch.Tensor]:
-        """Flat uint8 tensors of these sizes, new ones one behind the other in one file.
+        """Flat uint8 tensors of these sizes; new ones lie one after another in one file.
 
-        What they hold is undefined. `slot_of` knows each, and all that shares its storage, for as
-        long as it lives.
+        They are uninitialized. `slot_of` finds each, and every tensor that shares its storage, for
+        as long as it lives.
         """
         with self._lock:
             self._sweep()
@@ -190,12 +190,12 @@ class MappedStore:
         return [MappedSlot(file, start + offset, nbytes, self.tier) for offset, nbytes in pairs]
 
     def _ahead(self, nbytes: int) -> int:
-        """Bytes of a new file that is made for `nbytes`, with room for what may come after."""
+        """The size of a new file made for `nbytes`, with room for tensors that may follow."""
         if not self.used_bytes:
             return nbytes
         usual = min(max(self.used_bytes, LEAST_FILE_BYTES), USUAL_FILE_BYTES)
         ahead = page_multiple(max(nbytes, usual, self.used_bytes // FILE_SHARE))
-        # a disk that is nearly full is left to what is needed
+        # on a nearly full disk, allocate only the bytes needed
         return ahead if free_bytes(self.directory) >= 2 * ahead else nbytes
 
     def _made(self, slot: MappedSlot) -> torch.Tensor:
@@ -208,12 +208,12 @@ class MappedStore:
         return tensor
 
     def keep_room(self, owner: object, nbytes: int) -> None:
-        """As long as `owner` lives, keep so much room of tensors that died."""
+        """Cache this many bytes of freed space for reuse, as long as `owner` lives."""
         with self._lock:
             self._kept_for[owner] = nbytes
 
     def slot_of(self, tensor: torch.Tensor) -> MappedSlot | None:
-        """The slot on whose memory the tensor's storage lies."""
+        """The slot that holds the tensor's storage."""
         address = address_of(tensor)
         with self._lock:
             self._sweep()

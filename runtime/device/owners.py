@@ -1,7 +1,7 @@
-"""Which parameters may be given other memory, and who else rests on the memory that they have.
+"""Decides which parameters may be given other memory, and names who else uses their memory.
 
-A parameter leaves the device when its `.data` is given memory on the host. Others keep what they
-hold: a view that was taken before, the flat buffer that a framework gathers weights into (FSDP2),
+A parameter leaves the device when its `.data` is given memory on the host. Other holders keep the
+old memory: a view taken before, the flat buffer that a framework gathers weights into (FSDP2),
 another process. They would go on reading and writing memory that the parameter no longer has. So a
 parameter leaves only if its tensor is the only one on its storage, which torch counts.
 """
@@ -21,34 +21,36 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 #: holders named for one parameter
 NAMED = 2
-#: the reason that `name_holders` has more to say about
+#: the reason that `name_holders` can explain further
 SHARED = "other tensors lie on its memory"
 _ORDINARY = (torch.Tensor, torch.nn.Parameter)
 
 
 def address_of(tensor: torch.Tensor) -> int | None:
-    """Return where the tensor's storage begins; None for tensors without plain memory (wrapper
-    subclasses, fake and sparse tensors)."""
+    """Return the address of the tensor's storage.
+
+    None for tensors without plain memory (wrapper subclasses, fake and sparse tensors).
+    """
     if type(tensor) not in _ORDINARY and (is_traceable_wrapper_subclass(tensor) or is_fake(tensor)):
         return None
     try:
         return tensor.untyped_storage().data_ptr()
-    except RuntimeError:  # how torch says that a tensor of some kind has no data pointer
+    except RuntimeError:  # torch raises this for a tensor that has no data pointer
         return None
 
 
 def plain_parts(tensor: torch.Tensor) -> list[torch.Tensor]:
-    """Return the tensors with memory that a tensor is made of: itself, unless it is a wrapper."""
+    """Return the tensors with memory that make up a tensor: itself, unless it is a wrapper."""
     if is_traceable_wrapper_subclass(tensor):
         names, _ = tensor.__tensor_flatten__()
         inner = [getattr(tensor, name) for name in names]
-        # a DTensor names its mesh among them since torch 2.13
+        # since torch 2.13 a DTensor also names its mesh here
         return [part for x in inner if isinstance(x, torch.Tensor) for part in plain_parts(x)]
     return [tensor]
 
 
 def device_bytes(tensor: torch.Tensor) -> int:
-    """Return the bytes of all storages below a tensor, of whichever kind it is."""
+    """Return the total bytes of all storages behind a tensor of any kind."""
     total = 0
     for part in plain_parts(tensor):
         if part.layout is torch.strided:
@@ -61,13 +63,13 @@ def device_bytes(tensor: torch.Tensor) -> int:
 
 
 def why_it_stays(parameter: torch.Tensor) -> str | None:
-    """Say why a parameter's memory must not be replaced; None: it may be."""
+    """Return the reason that a parameter's memory must not be replaced; None if it may be."""
     kind = type(parameter).__name__
     if is_traceable_wrapper_subclass(parameter):
         return f"a {kind} is made of other tensors and has no memory of its own"
     if address_of(parameter) is None or is_fake(parameter) or parameter.is_meta:
         return f"a {kind} ({parameter.layout}, {parameter.device}) has no plain memory"
-    # CUDA tensors always say that they are shared
+    # CUDA tensors always report that they are shared
     if parameter.device.type == "cpu" and parameter.untyped_storage().is_shared():
         return "it lies in memory that processes share"
     if has_others(parameter):
@@ -82,27 +84,27 @@ def has_others(tensor: torch.Tensor) -> bool:
 
 def _holders(tensor: torch.Tensor) -> int:
     storage = tensor.untyped_storage()
-    # each tensor on the storage counts, and so does who keeps the storage's Python object
+    # each tensor on the storage counts, and so does each reference to the storage's Python object
     return torch._C._storage_Use_Count(storage._cdata) + sys.getrefcount(storage)
 
 
 @cache
 def _holders_of_one() -> int:
-    """Count for a tensor that is alone; how torch counts the storage's Python object may change."""
+    """The count for an unshared tensor; torch may change how it counts the storage object."""
     return _holders(torch.empty(1, device="cpu"))
 
 
 def name_holders(parameters: Sequence[torch.Tensor]) -> list[str]:
-    """Name, for each parameter, what else lies on its memory, by type and by who refers to it.
+    """Name, for each parameter, the other holders of its memory, by type and by referrer.
 
-    Looks at every object of the process once: for messages only.
+    Scans every object of the process: for error messages only.
     """
     tensors: dict[int, list[torch.Tensor]] = {_key(p): [] for p in parameters}
     mine = {id(p) for p in parameters}
-    # subclasses may answer for themselves otherwise, and not all can
+    # subclasses may override these queries, and some raise
     with torch._C.DisableTorchFunctionSubclass():
         for found in gc.get_objects():
-            # a proxy's __class__ may lie, and asking it may run its code
+            # a proxy's `__class__` may lie, and reading it may run its code
             if issubclass(type(found), torch.Tensor) and id(found) not in mine:
                 tensors.get(_key(found), []).append(found)
     ours: list[object] = [tensors, *tensors.values()]

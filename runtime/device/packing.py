@@ -1,12 +1,12 @@
-"""Packed copies in files: a tensor leaves piece by piece, each packed by itself into staging.
+"""Packed copies in files: a tensor is packed into staging and written piece by piece.
 
     tensor    | piece 0 | piece 1 | piece 2 |      whole rows each, of equal size but for the last
-    staging   | packed 0   | packed 1    |         each at a page; written when no more fits
+    staging   | packed 0   | packed 1    |         each page-aligned; written when no more fits
     file      | packed 0   | packed 1    | packed 2 |              (worst case)                |
 
-The slot has room for the worst case, and keeps where each piece lies and how much it took: only
-that is written, and only that is read again. While the disk is busy with one half of the staging,
-the lane's thread packs into the other, or unpacks from it.
+The slot has room for the worst case and records the offset and size of each packed piece; only
+those bytes are written and read. While the disk is busy with one half of the staging, the lane's
+thread packs into the other half, or unpacks from it.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ from offcompile.runtime.memory.arena import Block
 
 from .interface import Slot
 
-#: of a tensor, packed at a time: each call waits for Python's lock when it ends
+#: bytes of a tensor packed at a time: each call waits for the GIL when it ends
 PIECE_BYTES = 1 << 20
-#: most of one lane's staging, both halves
+#: upper bound for one lane's staging, both halves
 STAGING_BYTES = 4 << 20
 
 
@@ -47,7 +47,7 @@ class Piece:
 
 
 class PackedSlot(Slot):
-    """Room in files for a tensor as a codec leaves it, whatever the tensor holds."""
+    """Room in files for a tensor packed by a codec, whatever the tensor holds."""
 
     __slots__ = (
         "codec", "dtype", "extent", "nbytes", "numel", "per_piece", "pieces", "store", "tier",
@@ -67,9 +67,9 @@ class PackedSlot(Slot):
         self.dtype = source.dtype
         self.numel = source.numel()
         self.nbytes = self.numel * source.element_size()
-        #: elements, whole rows
+        #: elements per piece, in whole rows
         self.per_piece = per_piece
-        #: what the last copy out has left there
+        #: the pieces written by the last copy out
         self.pieces: tuple[Piece, ...] = ()
         self.extent: Extent = store.allocate(max(self._worst_bytes(), 1))
 
@@ -83,18 +83,18 @@ class PackedSlot(Slot):
 
     @property
     def worst_piece_bytes(self) -> int:
-        """Whole pages that any piece fits in."""
+        """Size in whole pages of a piece in the worst case."""
         return self.worst_bytes_of(min(self.per_piece, self.numel))
 
     def free(self) -> None:
         self.store.release(self.extent)
 
     def ranges(self) -> Iterator[tuple[int, int]]:
-        """(first element, how many) of each piece to be."""
+        """(first element, number of elements) of each piece."""
         return ranges(self.numel, self.per_piece)
 
     def worst_bytes_of(self, count: int) -> int:
-        """Whole pages that a piece of so many elements fits in."""
+        """Size in whole pages of a packed piece of `count` elements in the worst case."""
         return _pages(self.codec.worst_bytes(count, self.dtype))
 
     def _worst_bytes(self) -> int:
@@ -102,13 +102,13 @@ class PackedSlot(Slot):
 
 
 def ranges(numel: int, per_piece: int) -> Iterator[tuple[int, int]]:
-    """(first element, how many) of each piece."""
+    """(first element, number of elements) of each piece."""
     for start in range(0, numel, per_piece):
         yield start, min(per_piece, numel - start)
 
 
 def elements_in(room_bytes: int, codec: Codec, dtype: torch.dtype) -> int:
-    """Elements, whole rows, that fit into so many bytes whatever they are; one row at least."""
+    """The elements, in whole rows, whose worst case fits `room_bytes`; at least one row."""
     rows = max(room_bytes // (ROW * dtype.itemsize), 1)
     while rows > 1 and codec.worst_bytes(rows * ROW, dtype) > room_bytes:
         rows = min(rows - 1, rows * room_bytes // codec.worst_bytes(rows * ROW, dtype))
@@ -116,23 +116,23 @@ def elements_in(room_bytes: int, codec: Codec, dtype: torch.dtype) -> int:
 
 
 def elements_per_piece(staging_bytes: int, codec: Codec, dtype: torch.dtype) -> int:
-    """So many, whole rows, that the halves of a lane's staging hold at least one piece each."""
+    """Elements per piece, in whole rows, so that each half of a lane's staging holds a piece."""
     return elements_in(min(PIECE_BYTES, staging_bytes // 2), codec, dtype)
 
 
 def staging_bytes_for(slot: PackedSlot, most_bytes: int) -> int:
-    """What a lane wants for a copy of this slot: all of it, or two halves of what it may have."""
+    """The staging for a copy of this slot: all of it, or two halves within `most_bytes`."""
     whole = slot.extent.padded_nbytes
     half = max(most_bytes // 2 // PAGE_BYTES * PAGE_BYTES, slot.worst_piece_bytes)
     return whole if whole <= half else 2 * half
 
 
 def write(slot: PackedSlot, flat: torch.Tensor, staging: Block, disk: Executor) -> None:
-    """Pack a flat tensor on the calling thread, and write it to the slot on the one of `disk`."""
+    """Pack a flat tensor on the calling thread and write it to the slot on the `disk` thread."""
     halves = _halves(slot, staging)
     writing: deque[Future[None]] = deque()
     pieces: list[Piece] = []
-    at = used = 0  # of the extent, written; of the half, packed
+    at = used = 0  # bytes of the extent written; bytes of the half packed
     room, view = next(halves)
     try:
         for start, count in slot.ranges():
@@ -151,12 +151,12 @@ def write(slot: PackedSlot, flat: torch.Tensor, staging: Block, disk: Executor) 
         for written in writing:
             written.result()
     finally:
-        wait(writing)  # after an error the disk may still be at it
+        wait(writing)  # after an error the disk may still be writing
     slot.pieces = tuple(pieces)
 
 
 def read(slot: PackedSlot, flat: torch.Tensor, staging: Block, disk: Executor) -> None:
-    """Fill a flat tensor from the slot; the disk is ahead by one half of the staging."""
+    """Fill a flat tensor from the slot; the disk reads ahead by one half of the staging."""
     halves = _halves(slot, staging)
     batches = deque(_batches(slot.pieces, _half_bytes(slot, staging)))
     coming: deque[tuple[list[Piece], torch.Tensor, Future[None]]] = deque()
@@ -185,20 +185,20 @@ def read(slot: PackedSlot, flat: torch.Tensor, staging: Block, disk: Executor) -
 
 
 def _half_bytes(slot: PackedSlot, staging: Block) -> int:
-    """All of the staging where all of the slot fits."""
+    """The size of one half, or the whole staging if the whole slot fits."""
     whole = slot.extent.padded_nbytes
     return whole if whole <= staging.nbytes else staging.nbytes // 2 // PAGE_BYTES * PAGE_BYTES
 
 
 def _halves(slot: PackedSlot, staging: Block) -> Iterator[tuple[torch.Tensor, memoryview]]:
-    """In turn."""
+    """The halves of the staging, alternating."""
     half, room = _half_bytes(slot, staging), staging.tensor()
     starts = range(0, staging.nbytes - half + 1, half)
     return cycle([(room[at : at + half], staging.view[at : at + half]) for at in starts])
 
 
 def _batches(pieces: tuple[Piece, ...], room_bytes: int) -> Iterator[list[Piece]]:
-    """Pieces that are read together: they lie one behind the other."""
+    """Batches of adjacent pieces that one read loads together."""
     together: list[Piece] = []
     for piece in pieces:
         if together and piece.at + piece.padded_bytes - together[0].at > room_bytes:

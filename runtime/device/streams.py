@@ -26,14 +26,14 @@ from offcompile.runtime.memory.alias import cuda_alias
 
 from .cuda.facts import reaches_host
 
-#: what only the layer that made them looks into; streams can be compared with `==`
+#: opaque to everyone but the layer that made them; streams can be compared with `==`
 Stream: TypeAlias = Any
 Event: TypeAlias = Any
 
 
 @dataclass(frozen=True)
 class MemoryUse:
-    """What the device's allocator has handed out, and what it holds; peaks since `reset_peak`."""
+    """Bytes that the device's allocator has allocated and reserved; peaks since `reset_peak`."""
 
     allocated_bytes: int
     peak_allocated_bytes: int
@@ -42,80 +42,80 @@ class MemoryUse:
 
 
 class Streams(ABC):
-    """Streams of one device. Any thread may call anything, whatever its current device is."""
+    """Streams of one device. Thread-safe, and independent of the caller's current device."""
 
     #: for messages
     name: str
 
     @abstractmethod
     def compute(self) -> Stream:
-        """The stream that the calling thread's work for this device goes to, now."""
+        """The current compute stream of the calling thread on this device."""
 
     @abstractmethod
     def stream(self, name: str) -> Stream:
-        """The lane stream of this name: one in a process, for ever."""
+        """The lane stream of this name: one per process, never destroyed."""
 
     @abstractmethod
     def record(self, stream: Stream, timing: bool = False) -> Event:
-        """A point behind everything given to `stream` so far."""
+        """Record an event behind all work queued on `stream` so far."""
 
     @abstractmethod
     def wait(self, stream: Stream, event: Event) -> None:
-        """What is given to `stream` from now on runs after `event`; the host does not wait."""
+        """Make work queued on `stream` from now on wait for `event`; the host does not wait."""
 
     @abstractmethod
     def ended(self, event: Event) -> bool:
-        """Whether the device has passed `event`; raises what went wrong before it."""
+        """True if the device has passed `event`; raises errors of the work before it."""
 
     @abstractmethod
     def synchronize(self, event: Event) -> None:
-        """Block the host, other threads going on, until `ended`."""
+        """Block the host until `ended`, while other threads keep running."""
 
     @abstractmethod
     def copy(self, stream: Stream, target: torch.Tensor, source: torch.Tensor) -> None:
         """Queue a copy between flat uint8 tensors of equal size, one of them on the host.
 
-        Both have to live, and the host's to stay as it is, until the copy has ended.
+        Both must stay alive, and the host tensor unchanged, until the copy has ended.
         """
 
     @abstractmethod
     def empty(self, nbytes: int) -> torch.Tensor:
         """A flat uint8 tensor for use on `compute()`; torch.OutOfMemoryError if there is no room.
 
-        Work that was queued there before may still be using the same memory.
+        Work that was queued on that stream before may still be using the same memory.
         """
 
     @abstractmethod
     def scratch(self, stream: Stream, nbytes: int) -> torch.Tensor:
-        """As `empty`, for use on `stream` alone."""
+        """Like `empty`, for use on `stream` alone."""
 
     @abstractmethod
     def why_not_pack(self, in_place: bool) -> str | None:
-        """Why kernels here do not pack, `in_place` into host memory; None if they do."""
+        """The reason that kernels cannot pack (`in_place`: into host memory); None if they can."""
 
     @abstractmethod
     def pack(self, stream: Stream, codec: Codec, flat: torch.Tensor, packed: torch.Tensor) -> None:
-        """Queue what packs a flat tensor of the device into `packed`, flat uint8 of the worst case.
+        """Queue kernels that pack a flat device tensor into `packed` (flat uint8, worst-case size).
 
-        That may be host memory which the device can use in place, as may be that of `unpack`.
+        `packed` may be host memory that the device can use in place; the same is true in `unpack`.
         """
 
     @abstractmethod
     def unpack(
         self, stream: Stream, codec: Codec, packed: torch.Tensor, flat: torch.Tensor
     ) -> None:
-        """Queue what fills a flat tensor of the device from `packed`."""
+        """Queue kernels that fill a flat device tensor from `packed`."""
 
     @property
     def packing_bytes(self) -> int:
-        """Device memory that packing has taken for good."""
+        """Device memory that packing has allocated permanently."""
         return 0
 
     @abstractmethod
     def alias(self, host: torch.Tensor) -> torch.Tensor:
-        """A flat uint8 tensor of the device on the memory of `host`, whose storage keeps `host`.
+        """A flat uint8 device tensor on the memory of `host`; its storage keeps `host` alive.
 
-        host: flat uint8 on the host. OffloadError where the device cannot use it in place.
+        host: flat uint8 on the host. OffloadError if the device cannot use it in place.
         """
 
     @abstractmethod
@@ -128,20 +128,20 @@ class Streams(ABC):
 
     @abstractmethod
     def reset_peak(self) -> None:
-        """Let the peaks of `memory` count from now."""
+        """Reset the peaks that `memory` reports."""
 
     def on_card(self) -> AbstractContextManager[object]:
-        """Inside, the device is the calling thread's current one, for libraries that ask."""
+        """Make the device the calling thread's current one inside the context, for libraries."""
         return nullcontext()
 
     def let_go(self, tensor: torch.Tensor) -> None:  # noqa: B027
-        """The calling thread is about to drop a reference, and saw its copies end before.
+        """Note that the calling thread drops a reference after seeing the tensor's copies end.
 
-        Only race detectors have a use for this: the last reference may die on another thread.
+        Only race detectors use this: the last reference may die on another thread.
         """
 
     def taken(self, tensor: torch.Tensor) -> None:  # noqa: B027
-        """The calling thread was handed memory that others let go before; see `let_go`."""
+        """Note that the calling thread received memory that others released; see `let_go`."""
 
 
 _made: dict[tuple[int, str], torch.cuda.Stream] = {}
@@ -149,7 +149,7 @@ _making = threading.Lock()
 
 
 def _forget_parents() -> None:
-    # CUDA does not survive a fork: what the parent made means nothing in the child
+    # CUDA does not survive a fork: the parent's streams mean nothing in the child
     global _making
     _making = threading.Lock()
     _made.clear()
@@ -160,7 +160,7 @@ if hasattr(os, "register_at_fork"):
 
 
 class TorchStreams(Streams):
-    """A CUDA device by way of torch.cuda. Nothing here relies on the current device."""
+    """A CUDA device through torch.cuda. Nothing here relies on the current device."""
 
     def __init__(self, device: torch.device) -> None:
         index = torch.cuda.current_device() if device.index is None else device.index
@@ -184,7 +184,7 @@ class TorchStreams(Streams):
         return made
 
     def record(self, stream: torch.cuda.Stream, timing: bool = False) -> torch.cuda.Event:
-        # blocking: threads that wait for it sleep, where they would spin on a core
+        # blocking: waiting threads sleep instead of spinning on a core
         event: torch.cuda.Event
         event = torch.cuda.Event(enable_timing=timing, blocking=True)  # type: ignore[no-untyped-call]
         event.record(stream)
@@ -200,7 +200,7 @@ class TorchStreams(Streams):
         event.synchronize()
 
     def copy(self, stream: torch.cuda.Stream, target: torch.Tensor, source: torch.Tensor) -> None:
-        # makes the stream's device current as well, and puts both back
+        # also makes the stream's device current, and restores both
         with torch.cuda.stream(stream):
             target.copy_(source, non_blocking=True)
 
@@ -244,11 +244,11 @@ class TorchStreams(Streams):
         return packed if packed.device.type != "cpu" else self.alias(packed)
 
     def _workspace(self, stream: torch.cuda.Stream, nbytes: int) -> torch.Tensor:
-        """One for each stream, whose order lets its users follow each other. Under the lock."""
+        """The workspace of a stream, whose order serializes its users. Called under the lock."""
         room = self._workspaces.get(stream)
         if room is None or room.numel() < nbytes:
             room = None
-            self._workspaces.pop(stream, None)  # before there is another
+            self._workspaces.pop(stream, None)  # freed before the new one is allocated
             room = self._workspaces[stream] = self.scratch(stream, nbytes)
         return room
 
@@ -282,7 +282,7 @@ class TorchStreams(Streams):
 def bitmask_plan(
     codec: Codec, flat: torch.Tensor, staged: bool
 ) -> tuple[kernels.BitmaskPlan, torch.Tensor]:
-    """What kernels do for a codec, and the elements that they take. `staged`: on host memory."""
+    """The kernels of a codec, and the elements they take. `staged`: `packed` is on the host."""
     if not isinstance(codec, Bitmask):
         raise OffloadError(
             f'codec "{codec.name}" has no kernels for moves: use bitmask, fp16, bf16, bitmask+fp16'
@@ -294,7 +294,7 @@ def bitmask_plan(
 
 
 def flat_bytes(tensor: torch.Tensor) -> torch.Tensor:
-    """All bytes of a dense tensor, in the order in which they lie in memory; shares its storage."""
+    """All bytes of a dense tensor, in memory order; shares its storage."""
     nbytes = tensor.numel() * tensor.element_size()
     start = tensor.storage_offset() * tensor.element_size()
     flat = torch.empty(0, dtype=torch.uint8, device=tensor.device)
@@ -302,14 +302,14 @@ def flat_bytes(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def flat_elements(tensor: torch.Tensor, dtype: torch.dtype | None = None) -> torch.Tensor:
-    """As `flat_bytes`, taken as elements of `dtype`; None: of the tensor's own."""
+    """Like `flat_bytes`, viewed as elements of `dtype`; None: the tensor's own dtype."""
     return flat_bytes(tensor).view(dtype or tensor.dtype)
 
 
 def when_storage_dies(tensor: torch.Tensor, died: Callable[[], None]) -> None:
-    """Have `died` called when the last tensor on this storage is gone, whoever holds it.
+    """Call `died` when the last tensor on this storage is gone, whoever holds it.
 
     It runs inside a finalizer, on any thread: it must not take a lock. Not at interpreter exit.
     """
-    # torch keeps the storage's Python object for as long as anything, also in C++, holds it
+    # torch keeps the storage's Python object while anything holds it, including C++
     weakref.finalize(tensor.untyped_storage(), died).atexit = False

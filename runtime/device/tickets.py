@@ -1,8 +1,8 @@
-"""Tickets: one-element int64 tensors whose storage owns something, found again by its number.
+"""Tickets: one-element int64 tensors whose storage owns an object, found by the ticket's number.
 
-Autograd keeps a ticket for as long as it may need what was saved, so the storage's death is the
-one moment at which a slot is no longer wanted: after backward, after a dropped loss, after an
-exception; not before the second backward of `retain_graph`.
+Autograd keeps a ticket for as long as it may need the saved tensor, so the death of the storage is
+exactly when the slot is no longer needed: after backward, after a dropped loss, after an exception;
+not before the second backward of `retain_graph`.
 """
 
 from __future__ import annotations
@@ -21,16 +21,16 @@ Entry = TypeVar("Entry")
 
 
 class _Watched(np.ndarray[tuple[int], np.dtype[np.generic]]):
-    """An array whose death can be watched, unlike that of a plain one."""
+    """An array that supports weak references, unlike a plain one."""
 
 
 def telling(
     array: np.ndarray[tuple[int], np.dtype[np.generic]], died: Callable[[], None]
 ) -> torch.Tensor:
-    """A tensor on the array's memory, keeping it alive; `died` is called when its storage dies.
+    """A tensor on the array's memory, keeping it alive; calls `died` when its storage dies.
 
-    `died` runs inside a finalizer, on whatever thread dropped the last reference and possibly
-    between any two lines of ours: it must not take a lock. At interpreter exit it does not run.
+    `died` runs inside a finalizer, on whichever thread dropped the last reference and possibly
+    between any two lines of ours: it must not take a lock. It does not run at interpreter exit.
     """
     owner = array.view(_Watched)
     weakref.finalize(owner, died).atexit = False
@@ -42,7 +42,7 @@ _entries: dict[int, object] = {}
 
 
 def issue(entry: object, died: Callable[[], None]) -> tuple[int, torch.Tensor]:
-    """A new ticket for `entry`, which can be found until `retire`; no number comes twice."""
+    """A new ticket for `entry`, which can be found until `retire`; numbers are never reused."""
     number = next(_numbers)
     ticket = telling(np.array([number], dtype=np.int64), died)
     _entries[number] = entry
@@ -55,7 +55,7 @@ def retire(number: int) -> None:
 
 
 def find(ticket: torch.Tensor, kind: type[Entry]) -> Entry:
-    """What the ticket stands for; OffloadError if it is none of ours, or of another kind."""
+    """The ticket's entry; OffloadError if the ticket is not ours or is of another kind."""
     number = int(ticket.item())
     entry = _entries.get(number)
     if not isinstance(entry, kind):
@@ -69,7 +69,7 @@ def find(ticket: torch.Tensor, kind: type[Entry]) -> Entry:
 
 
 def peek(tensor: torch.Tensor, kind: type[Entry]) -> Entry | None:
-    """What the tensor stands for if it is a ticket of that kind; it may be any tensor."""
+    """The entry if the tensor is a ticket of that kind, else None; accepts any tensor."""
     if tensor.dtype != torch.int64 or tensor.shape != (1,) or tensor.device.type != "cpu":
         return None
     entry = _entries.get(int(tensor.item()))

@@ -1,1 +1,1 @@
-"""Spill files with direct I/O: places, growth, stripes, queues and checksums."""
+"""Spill files with direct I/O: directories, growth, striping, queues and checksums."""

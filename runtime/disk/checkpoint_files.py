@@ -1,7 +1,7 @@
-"""Files of weights, read tensor by tensor: safetensors, and what `torch.save` wrote.
+"""Reads checkpoint files tensor by tensor: safetensors, and files written by `torch.save`.
 
 A safetensors file is eight bytes with the length of a JSON header, that header, and the tensors'
-bytes one behind the other; it is read by plain reads into a small buffer, never mapped.
+bytes one after the other. It is read into a small buffer by plain reads, never mapped.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from offcompile.ir import OffloadError
 from offcompile.ir._read import show
 from offcompile.ir.reading import read_bounded
 
-#: most that is read at once
+#: most bytes read at once
 CHUNK_BYTES = 8 << 20
 _MOST_HEADER_BYTES = 100 << 20
 _DTYPES = {
@@ -43,7 +43,7 @@ _DTYPES = {
     "C64": torch.complex64,
 }
 _INDEX = ".index.json"
-#: tensors of a file, and what is said of each: a comma or bracket each
+#: limit on the commas and brackets of a JSON file, which bound its number of values
 _MOST_PARTS = 10_000_000
 _MOST_DIMENSIONS = 64
 
@@ -78,7 +78,7 @@ class _Raw(Entry):
     offset: int
 
     def copy_to(self, target: torch.Tensor) -> None:
-        # by rows; what lies in one piece is one long row of elements
+        # row by row; a contiguous target is read as one flat run of elements
         rows = target.view(-1) if target.is_contiguous() else target
         row_bytes = math.prod(rows.shape[1:]) * self.dtype.itemsize
         if not rows.numel():
@@ -103,9 +103,9 @@ class _Raw(Entry):
 
 
 def entries(path: str | os.PathLike[str]) -> dict[str, Entry]:
-    """The tensors of a file, or of a folder's files, by name; nothing of them is read yet.
+    """Returns the tensors of a file, or of a folder's files, by name, without reading them yet.
 
-    A folder has an index (`*.index.json`, with a `weight_map`), or one file of weights.
+    A folder must have an index (`*.index.json`, with a `weight_map`) or one file of weights.
     """
     place = Path(path)
     if place.is_dir():

@@ -1,8 +1,8 @@
-"""Spill files whose every page is checked when it comes back, for disks that are not trusted.
+"""Spill files that verify every page when it is read back, for disks that are not trusted.
 
-A sum of 64 bits for each page is taken from memory before the page is written, kept in memory as
-long as its extent, and compared with that of what was read. Off unless asked for: then stores are
-plain ones, and nothing of this runs.
+A 64-bit checksum of each page is computed before the page is written, kept in memory as long as
+its extent, and compared with the checksum of the page read. Off by default: stores are then plain
+ones, and none of this runs.
 """
 
 from __future__ import annotations
@@ -22,22 +22,22 @@ _Array = np.ndarray[Any, np.dtype[Any]]
 
 
 class VerifiedStore(SpillStore):
-    """A store whose `read` raises if a page is not what was last written there.
+    """A store whose `read` raises if a page differs from the one last written there.
 
-    Takes 8 bytes of memory for every page in use. Pages that were never written are not checked.
+    Uses 8 bytes of memory per page in use. Pages that were never written are not checked.
     """
 
     verified = True
 
     def __init__(self, *given: Any, **named: Any) -> None:
         super().__init__(*given, **named)
-        # by an extent's number; 0: not written
+        # checksums by extent number; 0: not written
         self._sums: dict[int, _Array] = {}
-        engine()  # may have to compile: no lane should wait for that
+        engine()  # may compile: do that now, so that no lane waits for it
 
     @property
     def sums_bytes(self) -> int:
-        """Memory that the checksums take now."""
+        """Memory used by the checksums now."""
         return sum(sums.nbytes for sums in tuple(self._sums.values()))
 
     def allocate(self, nbytes: int) -> Extent:
@@ -81,5 +81,5 @@ class VerifiedStore(SpillStore):
 def _sums(buffers: Sequence[memoryview]) -> Iterator[_Array]:
     for buffer in buffers:
         pages = np.frombuffer(buffer, np.uint8)
-        # what is no whole page is refused by the store itself
+        # the store itself refuses partial pages
         yield engine().sum_pages(pages[: len(pages) // PAGE_BYTES * PAGE_BYTES])

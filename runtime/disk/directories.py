@@ -1,4 +1,4 @@
-"""Which directories can hold spill files: on a real disk, writable, and not open to tampering."""
+"""Checks that a directory can hold spill files: on a real disk, writable, safe from tampering."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ from pathlib import Path
 
 from offcompile.ir import OffloadError
 
-#: what lies there lies in RAM: moving tensors there would free nothing
+#: file systems in RAM: offloading tensors there would free nothing
 _MEMORY_FILESYSTEMS = frozenset({"tmpfs", "ramfs", "devtmpfs", "hugetlbfs"})
 _MOUNTS = Path("/proc/self/mountinfo")
 
-#: what to do about a directory that does not serve
+#: advice for a directory that cannot be used
 ELSEWHERE = 'name a directory on another disk with options={"spill": "/path"}'
 
 
 def filesystem_type(path: str | os.PathLike[str], mounts: Path = _MOUNTS) -> str | None:
-    """The type of the file system that holds `path`; None where the system does not tell."""
+    """Returns the type of the file system that holds `path`, or None if it is not known."""
     place = Path(path).resolve()
     try:
         lines = mounts.read_text().splitlines()
@@ -29,7 +29,7 @@ def filesystem_type(path: str | os.PathLike[str], mounts: Path = _MOUNTS) -> str
     for line in lines:
         before, _, after = line.partition(" - ")
         point = Path(_unescaped(before.split()[4]))
-        # the last of equals hides those mounted there before it
+        # a later mount on the same point hides earlier ones
         if place.is_relative_to(point) and (found is None or len(point.parts) >= found[0]):
             found = (len(point.parts), after.split()[0])
     return None if found is None else found[1]
@@ -40,12 +40,12 @@ def _unescaped(text: str) -> str:
 
 
 def in_memory(path: str | os.PathLike[str]) -> bool:
-    """Whether files there are kept in RAM."""
+    """True if files under `path` are kept in RAM."""
     return filesystem_type(path) in _MEMORY_FILESYSTEMS
 
 
 def free_bytes(path: str | os.PathLike[str]) -> int:
-    """Bytes that this user can still write to the file system of `path`."""
+    """Returns the bytes that this user can still write to the file system of `path`."""
     try:
         told = os.statvfs(path)
     except OSError as error:
@@ -56,7 +56,7 @@ def free_bytes(path: str | os.PathLike[str]) -> int:
 
 
 def check_directory(path: str | os.PathLike[str], elsewhere: str = ELSEWHERE) -> None:
-    """Raise an OffloadError that names `path` and the fix, unless spill files can be kept there."""
+    """Raise an OffloadError that names `path` and the fix, unless it can hold spill files."""
     shown = f"the spill directory {os.fspath(path)}"
     try:
         told = os.stat(path)
@@ -79,7 +79,7 @@ def check_directory(path: str | os.PathLike[str], elsewhere: str = ELSEWHERE) ->
             f"`chmod +t` it, or {elsewhere}"
         )
     try:
-        # permission bits do not tell of read-only mounts, quotas or the rights of root
+        # permission bits do not reflect read-only mounts, quotas or the rights of root
         tempfile.TemporaryFile(dir=path).close()
     except OSError as error:
         raise OffloadError(
@@ -88,7 +88,7 @@ def check_directory(path: str | os.PathLike[str], elsewhere: str = ELSEWHERE) ->
 
 
 def default_directory() -> Path:
-    """The system's temporary directory, or /var/tmp when that one is kept in RAM."""
+    """Returns the system's temporary directory, or /var/tmp if that one is kept in RAM."""
     asked = [Path(tempfile.gettempdir()), Path("/var/tmp")]
     refused = []
     for directory in asked:

@@ -1,4 +1,4 @@
-"""Directories work side by side: each has a thread for what it writes and one for what it reads."""
+"""Runs the I/O of several directories in parallel; each has a writer and a reader thread."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class _Task:
             self.work()
         except BaseException as error:
             self.error = error
-        # the thread waits for its next task with this one in hand: it must not hold a tensor
+        # the thread keeps this task while it waits for the next: the task must not hold a tensor
         self.work = None
         self.done.set()
 
@@ -36,7 +36,7 @@ class _Task:
 
 
 class DiskQueue:
-    """Tasks done in order by one daemon thread, which starts with the first and ends at `close`."""
+    """Runs tasks in order on one daemon thread, which starts with the first and ends at `close`."""
 
     def __init__(self, name: str) -> None:
         self._name = name
@@ -49,7 +49,7 @@ class DiskQueue:
     def add(self, work: Work) -> _Task:
         task = _Task(work)
         with self._changed:
-            # closed while a move runs: whoever moves does it by itself
+            # closed while a move runs: run the task on the caller's thread
             if self._is_open:
                 if self._thread is None:
                     self._start()  # nothing is queued if that fails
@@ -86,16 +86,16 @@ class DiskQueue:
             self._at = None
 
     def close(self) -> None:
-        """Do what is queued and end."""
+        """Let the thread finish the queued tasks and end."""
         with self._changed:
             self._is_open = False
             self._changed.notify()
 
 
 def side_by_side(works: Sequence[tuple[DiskQueue, Sequence[Work]]]) -> None:
-    """Do all of it, the works of a queue in order; returns when nothing runs any more.
+    """Run all works, those of each queue in order; returns when none runs any more.
 
-    The last one's are done on the calling thread. Raises the first error of them, if there was one.
+    Those of the last queue run on the calling thread. Raises the first error, if there was one.
     """
     if not works:
         return
@@ -105,7 +105,7 @@ def side_by_side(works: Sequence[tuple[DiskQueue, Sequence[Work]]]) -> None:
     try:
         for queue, its in others:
             for work in its:
-                tasks.append(queue.add(work))  # those before one that fails count
+                tasks.append(queue.add(work))  # if one fails, those queued before are still awaited
         for work in own:
             work()
     except BaseException as raised:

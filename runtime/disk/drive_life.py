@@ -1,4 +1,4 @@
-"""How long a drive lasts that takes so many bytes with every step."""
+"""Estimates how long a drive lasts at a given number of bytes written per step."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from dataclasses import dataclass
 
 from offcompile.ir import OffloadError
 
-#: Writes that makers of consumer drives grant: 600 TB for each TB of capacity.
+#: Typical write endurance of consumer drives: 600 TB written per TB of capacity.
 WRITES_PER_CAPACITY = 600
-#: Below it, people are warned.
+#: A shorter life triggers a warning.
 HORIZON_YEARS = 1.0
-#: A rate that was measured over less says nothing.
+#: Rates measured over a shorter time are ignored.
 LEAST_S = 60.0
 
 OPTIMIZER_STATES = "optimizer states"
@@ -28,7 +28,7 @@ _TB = 1e12
 
 @dataclass(frozen=True)
 class DriveLife:
-    """What training without a pause does to a drive that `endurance_bytes` may be written to."""
+    """The life of a drive, rated for `endurance_bytes` of writes, under training without pause."""
 
     written_bytes_per_step: int
     step_s: float
@@ -37,7 +37,7 @@ class DriveLife:
 
     @property
     def years(self) -> float:
-        """Infinite where nothing is written."""
+        """Life in years; infinite if nothing is written."""
         if not self.written_bytes_per_step:
             return float("inf")
         return self.endurance_bytes / self.written_bytes_per_step * self.step_s / _YEAR_S
@@ -49,11 +49,11 @@ class DriveLife:
         return self.endurance_bytes / self.written_bytes_per_step
 
     def lasts(self) -> str:
-        """How long a drive is good for, in the unit that fits."""
+        """Returns the life as text, in a fitting unit."""
         return _span(self.years)
 
     def words(self) -> str:
-        """A line for people."""
+        """Returns a one-line summary for people."""
         if not self.written_bytes_per_step:
             return f"{self.what}: nothing is written to disk"
         return (
@@ -77,7 +77,7 @@ def drive_life(
     endurance_bytes: float | None = None,
     what: str = OPTIMIZER_STATES,
 ) -> DriveLife:
-    """Of a drive of `capacity_bytes`; `endurance_bytes`: what its maker grants, where known."""
+    """Returns the life of a drive of `capacity_bytes`; `endurance_bytes`: its rating, if known."""
     if written_bytes_per_step < 0 or step_s <= 0 or capacity_bytes <= 0:
         raise OffloadError(
             f"no life of a drive follows from {written_bytes_per_step} bytes per step, steps of "
@@ -90,7 +90,7 @@ def drive_life(
 
 
 def capacity_of(directories: Sequence[str | os.PathLike[str]]) -> int:
-    """Bytes of the file systems that hold `directories`, each counted once."""
+    """Returns the total size of the file systems that hold `directories`, each counted once."""
     found = {}
     for directory in directories:
         told = os.statvfs(directory)
@@ -99,15 +99,15 @@ def capacity_of(directories: Sequence[str | os.PathLike[str]]) -> int:
 
 
 class DriveWarning(UserWarning):
-    """A drive would be worn out soon."""
+    """Warns that a drive would soon be worn out."""
 
 
 class DriveWatch:
-    """The life of a drive at the rate measured so far; warns once if it ends before the horizon.
+    """Tracks a drive's life at the measured write rate; warns once if it ends before the horizon.
 
-    what: whose writes they are. fix: what the warning says to do about them.
+    what: the source of the writes. fix: the advice in the warning.
 
-    The rate is that of all steps but the first, and means nothing before LEAST_S have passed.
+    The rate is averaged over all steps but the first, and is ignored before LEAST_S have passed.
     """
 
     def __init__(
@@ -128,9 +128,9 @@ class DriveWatch:
         self.life: DriveLife | None = None
 
     def step_over(self, written_bytes: int, now_s: float) -> None:
-        """A step ended at `now_s`, and until then so many bytes were written in all."""
+        """Record that a step ended at `now_s`, with `written_bytes` written in total so far."""
         if self._first is None or written_bytes < self._first[0]:
-            # files were closed, and new ones count from nothing
+            # files were closed, and new ones count from zero
             self._first, self._steps = (written_bytes, now_s), 0
             return
         self._steps += 1

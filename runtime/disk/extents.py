@@ -1,6 +1,6 @@
-"""Free ranges of an arena or a file: sorted, merged, handed out by best fit or as a log.
+"""Manages free ranges of an arena or a file: sorted, merged, allocated by best fit or as a log.
 
-No locks here: who owns the ranges owns the lock.
+There are no locks here: the owner of the ranges holds the lock.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ class FreeRanges:
         return self._total
 
     def ranges(self) -> list[tuple[int, int]]:
-        """(start, size) of every free range, in order."""
+        """Returns (start, size) of every free range, in order."""
         return [(s, e - s) for s, e in zip(self._starts, self._ends, strict=True)]
 
     def largest(self) -> int:
@@ -45,7 +45,8 @@ class FreeRanges:
         self._total += size
 
     def take_best(self, size: int) -> int | None:
-        """The start of the smallest range that holds `size`, the lowest of equals; None: none."""
+        """Take `size` from the smallest range that fits, the lowest of equals; returns its start,
+        or None if none fits."""
         best: int | None = None
         best_size = 0
         for i, (start, end) in enumerate(zip(self._starts, self._ends, strict=True)):
@@ -54,7 +55,8 @@ class FreeRanges:
         return None if best is None else self._carve(best, self._starts[best], size)
 
     def take_next(self, head: int, size: int) -> int | None:
-        """Room for `size` at `head`, else the first after it, else the first of all; None: none."""
+        """Take `size` at `head`, else from the first range after it that fits, else from the first
+        of all; returns its start, or None if none fits."""
         under = bisect_right(self._starts, head) - 1
         if under >= 0 and self._ends[under] - head >= size:
             return self._carve(under, head, size)
@@ -65,7 +67,7 @@ class FreeRanges:
         return None
 
     def take_largest(self, limit: int) -> tuple[int, int] | None:
-        """(start, size) of the largest range, cut to `limit`; None when nothing is free."""
+        """Take the largest range, cut to `limit`; returns (start, size), None if there is none."""
         size = min(self.largest(), limit)
         if size <= 0:
             return None

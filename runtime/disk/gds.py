@@ -1,8 +1,8 @@
-"""GPUDirect Storage: the disk and GPU memory without host memory between, through cuFile.
+"""GPUDirect Storage: moves data between disk and GPU memory, bypassing host memory, with cuFile.
 
-Used only where the kernel module that does it is loaded: without it cuFile copies through host
-memory of its own, which the staging here does as well (`cuda_direct_files` chooses). Never run on a
-machine that has it; what holds this is a fake library in the tests.
+Used only if its kernel module is loaded: otherwise cuFile copies through host memory of its own,
+and the package's own staging is as good (`cuda_direct_files` chooses). Never run on a machine that
+has it; the tests use a fake library.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from .spill import Extent, SpillStore
 
 LIBRARIES = ("libcufile.so.0", "libcufile.so")
 DRIVER = Path("/proc/driver/nvidia-fs")
-#: most that one call moves: what the library takes at once by default
+#: most bytes per call: the library's default limit
 CHUNK_BYTES = 16 << 20
 
 _OPAQUE_DESCRIPTOR = 1  # CU_FILE_HANDLE_TYPE_OPAQUE_FD
-_CUDA_DRIVER_ERROR = 5011  # then the other number says which
+_CUDA_DRIVER_ERROR = 5011  # `cuda_code` then holds the error
 
 
 class _Status(ctypes.Structure):
@@ -46,7 +46,7 @@ class _Description(ctypes.Structure):
 
 
 class CuFile:
-    """The library, its driver open. `close` it when no file is registered any more."""
+    """The cuFile library with its driver open. `close` it once no file is registered any more."""
 
     def __init__(self, library: Any) -> None:
         self._library = library
@@ -64,7 +64,7 @@ class CuFile:
         _check(library.cuFileDriverOpen(), "opening its driver")
 
     def register(self, descriptor: int) -> int:
-        """A handle of an open file, which has to be direct (O_DIRECT)."""
+        """Returns a handle for an open file, which must be direct (O_DIRECT)."""
         handle = ctypes.c_void_p()
         told = _Description(_OPAQUE_DESCRIPTOR, _Handle(descriptor=descriptor), None)
         status = self._library.cuFileHandleRegister(ctypes.byref(handle), ctypes.byref(told))
@@ -76,11 +76,11 @@ class CuFile:
         self._library.cuFileHandleDeregister(handle)
 
     def read(self, handle: int, pointer: int, nbytes: int, offset: int) -> int:
-        """Bytes moved from the file into GPU memory; OSError if it went wrong."""
+        """Read the file into GPU memory; returns the bytes moved, raises OSError on failure."""
         return self._moved(self._library.cuFileRead(handle, pointer, nbytes, offset, 0))
 
     def write(self, handle: int, pointer: int, nbytes: int, offset: int) -> int:
-        """Bytes moved from GPU memory into the file; OSError if it went wrong."""
+        """Write GPU memory to the file; returns the bytes moved, raises OSError on failure."""
         return self._moved(self._library.cuFileWrite(handle, pointer, nbytes, offset, 0))
 
     def close(self) -> None:
@@ -117,7 +117,7 @@ def _load() -> Any:
 
 
 def open_cufile(load: Callable[[], Any] = _load, driver: Path = DRIVER) -> CuFile | str:
-    """The library, or why copies to disk go through host memory instead, in one line."""
+    """Returns the library, or one line that says why disk copies go through host memory."""
     if not driver.exists():
         return (
             "no GPUDirect Storage: the kernel module nvidia-fs is not loaded (`modprobe "
@@ -130,7 +130,7 @@ def open_cufile(load: Callable[[], Any] = _load, driver: Path = DRIVER) -> CuFil
 
 
 def why_not_direct(directories: Sequence[Path]) -> str | None:
-    """Why files there cannot be reached from GPU memory directly, in one line; None: they can."""
+    """Returns None if GPU memory can reach files there directly, or one line that says why not."""
     found = this_cufile()
     if isinstance(found, str):
         return found
@@ -144,16 +144,16 @@ def why_not_direct(directories: Sequence[Path]) -> str | None:
 
 @cache
 def this_cufile() -> CuFile | str:
-    """That of this process."""
+    """Returns this process's `open_cufile()`, opened once."""
     return open_cufile()
 
 
 class GdsStore:
-    """Extents of a store, read and written straight from and to GPU memory.
+    """Reads and writes extents of a store straight to and from GPU memory.
 
-    Calls block until the bytes are where they belong and know nothing of streams: what writes the
-    source has to be over before, and who reads the target comes after. Any thread may call;
-    `on_card` makes the card the current one of the thread that moves a part.
+    Calls block until the bytes have arrived, and ignore streams: kernels that write the source
+    must have finished before, and those that read the target must start after. Thread-safe;
+    `on_card` makes the card current on the thread that moves a part.
     """
 
     def __init__(
@@ -178,15 +178,15 @@ class GdsStore:
             raise
 
     def write(self, extent: Extent, offset: int, pointer: int, nbytes: int) -> None:
-        """Put `nbytes` of GPU memory at `offset` of `extent`; both whole pages."""
+        """Write `nbytes` of GPU memory at `offset` of `extent`; both in whole pages."""
         self._move(extent, offset, pointer, nbytes, writing=True)
 
     def read(self, extent: Extent, offset: int, pointer: int, nbytes: int) -> None:
-        """Fill `nbytes` of GPU memory from `offset` of `extent`; both whole pages."""
+        """Fill `nbytes` of GPU memory from `offset` of `extent`; both in whole pages."""
         self._move(extent, offset, pointer, nbytes, writing=False)
 
     def close(self) -> None:
-        """Before the store's own."""
+        """Deregister the files; call this before closing the store."""
         while self._handles:
             self._cufile.deregister(self._handles.pop())
 

@@ -1,4 +1,4 @@
-"""What of a mapped file is in memory, and how it gets there or goes."""
+"""Queries and controls which pages of a mapped file are in memory."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _libc = ctypes.CDLL(None, use_errno=True)
 
 
 def resident_pages(address: int, nbytes: int) -> int | None:
-    """How many pages from `address`, which begins one, are in memory; None: nobody tells."""
+    """Returns how many pages from the page-aligned `address` are in memory; None if unknown."""
     count = page_multiple(nbytes) // PAGE_BYTES
     states = np.zeros(count, np.uint8)
     call = getattr(_libc, "mincore", None)
@@ -25,7 +25,7 @@ def resident_pages(address: int, nbytes: int) -> int | None:
 
 
 def zero_range(descriptor: int, offset: int, nbytes: int) -> bool:
-    """Make whole pages of a file zero without a write, its space kept; False: cannot be done."""
+    """Zero whole pages of a file without writing, keeping its space; False if not supported."""
     call = getattr(_libc, "fallocate64", None)
     if call is None:
         return False
@@ -34,7 +34,7 @@ def zero_range(descriptor: int, offset: int, nbytes: int) -> bool:
 
 
 def read_scattered(memory: mmap.mmap, offset: int, nbytes: int, scattered: bool) -> None:
-    """Have a touched page come alone, or with those that follow it (the usual way)."""
+    """Read a touched page alone if `scattered`, or with read-ahead (the default)."""
     if hasattr(mmap, "MADV_RANDOM"):
         advice = mmap.MADV_RANDOM if scattered else mmap.MADV_NORMAL
         memory.madvise(advice, offset, page_multiple(nbytes))

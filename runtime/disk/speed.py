@@ -1,4 +1,4 @@
-"""How fast a directory takes and gives back what is spilled, through a store like the runtime's."""
+"""Measures how fast a directory writes and reads spilled data, using a store as in the runtime."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _LATENCY_READS = 32
 
 
 class DiskSpeed(NamedTuple):
-    """Of one reader or one writer: bytes in a microsecond, and what a small read waits."""
+    """Bytes per microsecond of a single reader and writer, and the latency of a small read."""
 
     read_bytes_per_us: float
     write_bytes_per_us: float
@@ -36,9 +36,9 @@ class Store(Protocol):
 
 
 def speed_of(store: Store, seconds: float) -> DiskSpeed:
-    """Write and read 64 MiB in 8 MiB chunks, again and again for `seconds`.
+    """Write and read 64 MiB in 8 MiB chunks repeatedly for `seconds`.
 
-    The first pass over fresh space is slower than those after it and is not counted.
+    The first pass over fresh space is slower than later ones and is not counted.
     """
     pages = Mapping(_CHUNK_BYTES)
     pages.open(0, _CHUNK_BYTES)
@@ -55,7 +55,7 @@ def speed_of(store: Store, seconds: float) -> DiskSpeed:
         store.read(extent, chunk * _CHUNK_BYTES, chunk_view)
 
     def settle() -> None:
-        # where the page cache cannot be passed by, it is emptied: RAM is not the disk
+        # if the page cache cannot be bypassed, empty it, so that the disk is measured and not RAM
         if not store.direct:
             store.flush()
 
@@ -67,7 +67,7 @@ def speed_of(store: Store, seconds: float) -> DiskSpeed:
     waits = []
     page = chunk_view[:PAGE_BYTES]
     for turn in range(_LATENCY_READS):
-        # apart from each other, so that no read-ahead helps
+        # far apart, so that read-ahead does not help
         at = turn * 7 % _LATENCY_READS * (extent.nbytes // _LATENCY_READS)
         begin = time.perf_counter_ns()
         store.read(extent, at, page)
@@ -76,7 +76,7 @@ def speed_of(store: Store, seconds: float) -> DiskSpeed:
 
 
 def _rate(move: Callable[[int], None], settle: Callable[[], None], seconds: float) -> float:
-    """Bytes in a microsecond over whole passes, for `seconds` or one pass."""
+    """Returns bytes per microsecond over whole passes, for `seconds` but at least one pass."""
     begin = time.perf_counter_ns()
     passes = 0
     while not passes or time.perf_counter_ns() - begin < seconds * 1e9:

@@ -1,4 +1,4 @@
-"""The slow tier: extents in unlinked files, striped over directories, written as a log."""
+"""The disk tier: extents in unlinked files, striped over directories, written as a log."""
 
 from __future__ import annotations
 
@@ -26,20 +26,20 @@ from .speed import speed_of
 from .spill_file import Files, SpillFile, calls_for, part_of
 from .striping import Turns, shares, stripe_of
 
-#: several directories: the speed of each disk is measured for so long
+#: how long each disk's speed is measured if there are several directories
 STRIPE_SPEED_S = 0.1
 _LEAST_STEP_BYTES = 64 << 20
 _MOST_STEP_BYTES = 1 << 30
-#: one system call moves about this much at most, so that a fork waits for little
+#: approximate limit per system call, so that a fork does not wait long
 _CHUNK_BYTES = 8 << 20
 
 
-#: (file, where in it, where in what is moved, bytes)
+#: (file, offset in the file, offset in the moved data, bytes)
 Transfer = Callable[[int, int, int, int], None]
 
 
 class SpillFull(OffloadError):
-    """No room for an extent: the message says where, how much, and what would help."""
+    """Raised if there is no room for an extent; says where, how much is missing, and the remedy."""
 
 
 @dataclass(frozen=True)
@@ -53,7 +53,7 @@ class Piece:
 
 @dataclass(frozen=True)
 class Extent:
-    """Room for `nbytes` in a store: whole pages, in as many pieces as it took."""
+    """Space for `nbytes` in a store: whole pages, in as many pieces as needed."""
 
     nbytes: int
     pieces: tuple[Piece, ...] = field(repr=False)
@@ -65,17 +65,18 @@ class Extent:
 
 
 class SpillStore:
-    """Files that hold what left memory; gone with the store. Any thread may call anything.
+    """Files that hold offloaded data and disappear with the store. Thread-safe.
 
-    capacity_bytes: most that the files may take together (None: what the disks give).
-    stripe_bytes: most that goes to one directory before the next has its turn.
-    weights: in what proportion the directories get stripes; None: as fast as their disks are,
-    measured when there is something to place. They work side by side, so a move takes as long as
-    the slowest of its parts.
-    reserve_bytes: what is left free on every file system.
-    direct: all files pass the page cache by. verified: bytes are looked at on their way, so that
-    they have to pass through host memory. elsewhere: what errors say to name other directories.
-    A forked child has no part in the store: there every call but `release` and `close` is an error.
+    capacity_bytes: limit on the total size of the files (None: whatever the disks can hold).
+    stripe_bytes: most bytes that go to one directory before the next takes its turn.
+    weights: the proportions in which the directories get stripes; None: by the speed of their
+    disks, measured at the first allocation. Directories work in parallel, so a move takes as long
+    as its slowest part.
+    reserve_bytes: space left free on every file system.
+    direct: True if all files bypass the page cache. verified: True if data is checked in transit,
+    so that it must pass through host memory. elsewhere: advice in errors on naming another
+    directory.
+    A forked child cannot use the store: every call but `release` and `close` raises there.
     """
 
     verified = False
@@ -109,7 +110,7 @@ class SpillStore:
                 f"{len(weights)} weights for {len(directories)} directories: give one for each"
             )
         self._turns = None if weights is None else Turns(weights)
-        #: by file and direction: nobody who reads waits for what is written
+        #: one queue per file and direction, so that reads do not wait for writes
         self._queues = {
             (at, writing): DiskQueue(f"offcompile-spill-{at}{'w' if writing else 'r'}")
             for at in range(len(self._files))
@@ -119,7 +120,7 @@ class SpillStore:
             weakref.finalize(self, queue.close).atexit = False
         self._numbers = itertools.count()
         self._live: dict[int, Extent] = {}
-        # releases come from dying tickets too, inside of any line of ours: a note needs no lock
+        # finalizers of tickets release too, and may run at any line here: appending needs no lock
         self._released: deque[Extent] = deque()
         self._used_bytes = self._peak_bytes = 0
         self._bytes_written = self._bytes_read = 0
@@ -131,7 +132,7 @@ class SpillStore:
 
     @property
     def used_bytes(self) -> int:
-        """Bytes of extents that are allocated, in whole pages."""
+        """Bytes of allocated extents, in whole pages."""
         with self._settled:
             self._take_back()
             return self._used_bytes
@@ -142,7 +143,7 @@ class SpillStore:
 
     @property
     def file_bytes(self) -> int:
-        """What the files take of the disks: the peak, rounded up to steps of growth."""
+        """Disk space taken by the files: the peak, rounded up to steps of growth."""
         return sum(file.size_bytes for file in self._files)
 
     @property
@@ -154,7 +155,7 @@ class SpillStore:
         return self._bytes_read
 
     def allocate(self, nbytes: int) -> Extent:
-        """Room for `nbytes`; raises SpillFull. What it holds before it is written means nothing."""
+        """Allocate `nbytes`; raises SpillFull. The contents are undefined until written."""
         if nbytes <= 0:
             raise OffloadError(f"an extent of {nbytes} bytes is not possible: give 1 or more")
         padded = page_multiple(nbytes, PAGE_BYTES)
@@ -178,7 +179,7 @@ class SpillStore:
         return extent
 
     def release(self, extent: Extent) -> None:
-        """Give the room back, once, while no move of it runs. Never waits: for finalizers too."""
+        """Free the extent, once, while no move of it runs. Never waits: finalizers may call it."""
         known = self._live.get(extent.number) is extent
         if not known or self._live.pop(extent.number, None) is None:
             raise OffloadError(
@@ -188,27 +189,27 @@ class SpillStore:
         self._released.append(extent)
 
     def write(self, extent: Extent, offset: int, buffer: memoryview) -> None:
-        """Put `buffer` at `offset` of `extent`; returns when the disk has it. All whole pages."""
+        """Write `buffer` at `offset` of `extent`, all whole pages; returns when it is on disk."""
         self._move(extent, offset, [buffer], writing=True)
 
     def write_parts(self, extent: Extent, offset: int, buffers: Sequence[memoryview]) -> None:
-        """Put `buffers`, one behind the other, at `offset`: in one call what `write` does in many.
+        """Write `buffers` one after the other at `offset`, in one call instead of one per buffer.
 
-        Each is whole pages.
+        Each must be whole pages.
         """
         self._move(extent, offset, buffers, writing=True)
 
     def read(self, extent: Extent, offset: int, buffer: memoryview) -> None:
-        """Fill `buffer` from `offset` of `extent`. All whole pages."""
+        """Fill `buffer` from `offset` of `extent`, all in whole pages."""
         self._move(extent, offset, [buffer], writing=False)
 
     @property
     def descriptors(self) -> tuple[int, ...]:
-        """Of the open files, in the order of `directories`."""
+        """Descriptors of the open files, in the order of `directories`."""
         return tuple(file.descriptor for file in self._files)
 
     def ranges(self, extent: Extent, offset: int, nbytes: int) -> list[tuple[int, int, int]]:
-        """Where that part of `extent` lies: (file, offset in it, bytes), in order."""
+        """Returns the location of that part of `extent`: (file, offset in it, bytes), in order."""
         self._check_range(extent, offset, nbytes)
         return [
             (piece.file, piece.offset + within, size)
@@ -218,9 +219,9 @@ class SpillStore:
     def spread(
         self, extent: Extent, offset: int, nbytes: int, writing: bool, transfer: Transfer
     ) -> None:
-        """Have `transfer` move each part of it, directories side by side, on threads of theirs.
+        """Call `transfer` for each piece of the range, directories in parallel on their threads.
 
-        Returns when nothing runs any more; raises the first error.
+        Returns when no transfer runs any more; raises the first error.
         """
         self._check_range(extent, offset, nbytes)
         by_file: dict[int, list[Work]] = {}
@@ -231,7 +232,7 @@ class SpillStore:
 
     @contextmanager
     def moving(self, nbytes: int, writing: bool) -> Iterator[None]:
-        """Hold forks and `close` off while so many bytes move; they count once they have."""
+        """Blocks forks and `close` while `nbytes` move; counts them once they have moved."""
         self._begin()
         moved = 0
         try:
@@ -241,16 +242,16 @@ class SpillStore:
             self._end(moved, writing)
 
     def flush(self) -> None:
-        """Have all of it on the disks and out of the page cache (for files that are not direct)."""
+        """Sync all files and drop them from the page cache (for files that are not direct)."""
         with self._settled:
             self._check()
             for file in self._files:
                 file.flush()
 
     def close(self) -> None:
-        """Wait for what is running, then give files and room back; the store is of no more use.
+        """Wait for running moves, then close the files and free their space.
 
-        What a hung disk still has stays with the process, after a warning.
+        If a disk hangs, warns and leaves the files open until the process ends.
         """
         with self._settled:
             self._is_open = False
@@ -271,11 +272,11 @@ class SpillStore:
         self.close()
 
     def _available_bytes(self, enough_bytes: int) -> int:
-        """What there is to have, at most: files do not grow for what cannot be had in the end."""
+        """Upper bound on the space available; checked first so that files do not grow in vain."""
         within = sum(file.free.total for file in self._files)
         if within >= enough_bytes:
             return within
-        # directories of one file system share its room
+        # directories of one file system share its free space
         rooms: dict[int, int] = {}
         for file in self._files:
             rooms[file.device] = max(rooms.get(file.device, 0), file.room_bytes())
@@ -286,7 +287,7 @@ class SpillStore:
         return within + room
 
     def _take(self, padded: int, pieces: list[Piece]) -> None:
-        """Fill `pieces` up to `padded` bytes, or as far as it goes."""
+        """Append to `pieces` up to `padded` bytes, or as many as there are."""
         left = padded
         stripe = stripe_of(padded, len(self._files), self._stripe_bytes)
         while left:
@@ -298,7 +299,7 @@ class SpillStore:
             left -= piece.nbytes
 
     def _whole_piece(self, nbytes: int) -> Piece | None:
-        """One range of `nbytes` in the file whose turn it is, or in the next that has room."""
+        """Take one range of `nbytes` in the file whose turn it is, or in the next with room."""
         if self._turns is None:
             self._turns = Turns(shares(self.directories, _stripe_speed))
         for at in self._turns.order(nbytes):
@@ -312,7 +313,7 @@ class SpillStore:
         return None
 
     def _part_piece(self, nbytes: int) -> Piece | None:
-        """The largest range that is left: room in pieces is room all the same."""
+        """Take the largest range left, so that fragmented space is used as well."""
         for file in self._files:
             self._grow(file, PAGE_BYTES, wished_bytes=nbytes)
         at = max(range(len(self._files)), key=lambda i: self._files[i].free.largest())
@@ -320,7 +321,7 @@ class SpillStore:
         return None if taken is None else Piece(at, *taken)
 
     def _grow(self, file: SpillFile, at_least_bytes: int, wished_bytes: int | None = None) -> bool:
-        """In steps that grow with the file, and with the capacity shared between the files."""
+        """Grow the file, in steps that grow with its size and share the capacity among files."""
         step = min(max(file.size_bytes, _LEAST_STEP_BYTES), _MOST_STEP_BYTES)
         if self.capacity_bytes is not None:
             left = self.capacity_bytes - self.file_bytes
@@ -412,10 +413,10 @@ class SpillStore:
             raise OffloadError("the spill store is closed: make another one")
 
     def before_fork(self) -> None:
-        # a page that the disk is filling while it becomes copy-on-write would be lost to one side
+        # a page that turns copy-on-write while the disk fills it would be lost to one process
         self._settled.acquire()
         while self._running:
-            # a fork cannot be refused: it waits as long as the disk takes, and that is told
+            # a fork cannot be refused: wait as long as the disk takes, with a warning
             with suppress(watchdog.Stalled):
                 watchdog.until(self._settled, lambda: not self._running, self._described)
 
@@ -425,7 +426,7 @@ class SpillStore:
 
     def after_fork(self, in_child: bool) -> None:
         if in_child:
-            # else the child would hold the disk space of files that its parent has closed
+            # otherwise the child would keep the disk space of files that its parent has closed
             for file in self._files:
                 file.close()
         self._settled.release()
@@ -442,7 +443,7 @@ def _check_pages(view: memoryview) -> None:
 
 
 def _pieces_of(extent: Extent, offset: int, nbytes: int) -> Iterator[tuple[Piece, int, int, int]]:
-    """(piece, where in it, where in the `nbytes` from `offset`, how much), in order."""
+    """Yields (piece, offset in it, offset in the moved range, bytes), in order."""
     end = offset + nbytes
     at = 0
     for piece in extent.pieces:
@@ -453,7 +454,7 @@ def _pieces_of(extent: Extent, offset: int, nbytes: int) -> Iterator[tuple[Piece
 
 
 def _stripe_speed(directory: Path) -> float:
-    """Bytes in a microsecond of a stripe that is written once and read once."""
+    """Returns bytes per microsecond for a stripe that is written once and read once."""
     with SpillStore([directory], reserve_bytes=0) as store:
         speed = speed_of(store, STRIPE_SPEED_S)
     return 2 / (1 / speed.write_bytes_per_us + 1 / speed.read_bytes_per_us)

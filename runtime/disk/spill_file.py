@@ -1,4 +1,4 @@
-"""One unlinked file that takes what leaves memory, written and read past the page cache."""
+"""One unlinked file for offloaded data, written and read bypassing the page cache."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def _free_bytes(descriptor: int) -> int:
 
 @dataclass(frozen=True)
 class Files:
-    """The calls that reach the disk, so that a test can make one of them fail."""
+    """The system calls that reach the disk, replaceable so that a test can make one fail."""
 
     preadv: Callable[[int, Sequence[memoryview], int], int] = os.preadv
     pwritev: Callable[[int, Sequence[memoryview], int], int] = os.pwritev
@@ -46,10 +46,10 @@ class Files:
 
 
 class SpillFile:
-    """A file without a name, mode 0600, gone when closed, and the free ranges in it.
+    """An unlinked file, mode 0600, which disappears when closed, and its free ranges.
 
-    direct: the page cache is passed by. size_bytes: taken from the file system so far.
-    Ranges are not guarded: the store that owns the file holds its lock.
+    direct: True if it bypasses the page cache. size_bytes: space taken from the file system so far.
+    The ranges have no lock of their own: the store that owns the file holds its lock.
     """
 
     def __init__(
@@ -74,19 +74,20 @@ class SpillFile:
         return self._descriptor
 
     def take(self, nbytes: int) -> int | None:
-        """The offset of `nbytes` in one piece, at the head of the log if it can be; None: none."""
+        """Take one range of `nbytes`, at the head of the log if possible; returns its offset, or
+        None if none fits."""
         start = self.free.take_next(self._head, nbytes)
         if start is not None:
             self._head = start + nbytes
         return start
 
     def room_bytes(self) -> int:
-        """What the file system can still give, less what is to stay free there."""
+        """Returns the space that the file system can still give, less the reserve."""
         room = self._files.free_bytes(self._descriptor) - self._reserve_bytes
         return max(0, room // PAGE_BYTES * PAGE_BYTES)
 
     def grow(self, at_least_bytes: int, wished_bytes: int) -> bool:
-        """Take more from the file system, `wished_bytes` or less; False: not even the least."""
+        """Grow by `wished_bytes` or less; returns False if even `at_least_bytes` do not fit."""
         step = min(wished_bytes, self.room_bytes())
         while step >= at_least_bytes:
             if self._extend(step):
@@ -104,16 +105,16 @@ class SpillFile:
                 self._files.allocate(self._descriptor, self.size_bytes, step)
         except OSError as error:
             if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
-                os.ftruncate(self._descriptor, self.size_bytes)  # part of it may have been given
+                os.ftruncate(self._descriptor, self.size_bytes)  # some may have been allocated
                 return False
             if error.errno not in (errno.EOPNOTSUPP, errno.EINVAL, errno.ENOSYS):
                 raise self._failed("growing", step, self.size_bytes, error) from error
-            # no such call on this file system: space is taken as it is written
+            # no such call on this file system: space is allocated on write
             os.ftruncate(self._descriptor, self.size_bytes + step)
         return True
 
     def write(self, offset: int, views: Sequence[memoryview]) -> None:
-        """All of them, one behind the other."""
+        """Write all views, one after the other."""
         self._transfer("writing", self._files.pwritev, offset, views)
 
     def read(self, offset: int, views: Sequence[memoryview]) -> None:
@@ -126,7 +127,7 @@ class SpillFile:
         offset: int,
         views: Sequence[memoryview],
     ) -> None:
-        """All of `views`, whole pages; what falls short of a page is done again."""
+        """Move all of `views`, in whole pages; a partly moved page is moved again."""
         total = sum(map(len, views))
         done, fruitless = 0, 0
         while done < total:
@@ -138,7 +139,7 @@ class SpillFile:
                 raise self._failed(doing, left, offset + done, error) from error
             finally:
                 watchdog.over(number, moved)
-            # direct I/O goes on only at whole pages
+            # direct I/O can resume only at whole pages
             moved = moved if moved == left else moved // PAGE_BYTES * PAGE_BYTES
             fruitless = 0 if moved else fruitless + 1
             if fruitless == _FRUITLESS_TRIES:
@@ -159,7 +160,7 @@ class SpillFile:
         )
 
     def flush(self) -> None:
-        """Have all that was written on the disk, and nothing of it in the page cache."""
+        """Sync the file to disk and drop it from the page cache."""
         os.fsync(self._descriptor)
         if hasattr(os, "posix_fadvise"):
             os.posix_fadvise(self._descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
@@ -169,7 +170,7 @@ class SpillFile:
 
 
 def part_of(views: Sequence[memoryview], start: int, size: int) -> list[memoryview]:
-    """What lies at [start, start + size) of them all, one behind the other."""
+    """Returns the parts of `views` at [start, start + size) of their concatenation."""
     parts = []
     at = 0
     for view in views:
@@ -181,9 +182,9 @@ def part_of(views: Sequence[memoryview], start: int, size: int) -> list[memoryvi
 
 
 def calls_for(nbytes: int, chunk_bytes: int) -> Iterator[tuple[int, int]]:
-    """(start, size) of the calls that move `nbytes`: of equal size, about `chunk_bytes` at most.
+    """Yields (start, size) of calls that move `nbytes`: equal sizes, about `chunk_bytes` at most.
 
-    A call for a last page alone would take as long as one for a hundred.
+    Sizes are equal because a call for a single last page takes as long as one for a hundred.
     """
     count = max(-(-(nbytes - chunk_bytes // 8) // chunk_bytes), 1)
     size = page_multiple(-(-nbytes // count), PAGE_BYTES)
@@ -192,7 +193,7 @@ def calls_for(nbytes: int, chunk_bytes: int) -> Iterator[tuple[int, int]]:
 
 
 def open_unlinked(directory: Path, elsewhere: str = ELSEWHERE) -> int:
-    """A descriptor of a file that has no name any more, or never had one."""
+    """Open a file that has no name any more, or never had one; returns its descriptor."""
     try:
         if _O_TMPFILE:
             try:
@@ -215,7 +216,7 @@ def open_unlinked(directory: Path, elsewhere: str = ELSEWHERE) -> int:
 
 
 def _make_direct(descriptor: int) -> bool:
-    """Switch O_DIRECT on where it works with pages; some file systems take the flag and refuse."""
+    """Enable O_DIRECT if page-sized writes work; some file systems accept the flag, then refuse."""
     if not _O_DIRECT:
         return False
     before = fcntl.fcntl(descriptor, fcntl.F_GETFL)
@@ -228,7 +229,7 @@ def _make_direct(descriptor: int) -> bool:
         if error.errno == errno.EINVAL:
             fcntl.fcntl(descriptor, fcntl.F_SETFL, before)
             return False
-        # a full disk is no fault of the flag: who asks for room will be told
+        # a full disk is not the flag's fault: the next allocation will report it
         if error.errno not in (errno.ENOSPC, errno.EDQUOT):
             raise
     os.ftruncate(descriptor, 0)

@@ -1,4 +1,4 @@
-"""Which directory takes the next stripe: each gets a share that goes by how fast it is."""
+"""Chooses the directory of each stripe, in proportion to the speed of its disk."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from pathlib import Path
 
 from offcompile.ir import OffloadError
 
-#: stripes are no smaller: a system call would move too little
+#: minimum stripe size: a system call would move too little otherwise
 LEAST_STRIPE_BYTES = 1 << 20
-#: an extent is cut into so many stripes for each directory, so that shares come out
+#: stripes per directory and extent, enough to approximate the shares
 STRIPES_EACH = 4
 
 Measure = Callable[[Path], float]
@@ -21,23 +21,23 @@ _measured: dict[int, float] = {}
 
 
 class Turns:
-    """Hands out turns in proportion to `weights`; who was passed over makes nothing up later."""
+    """Hands out turns in proportion to `weights`; a directory passed over is not compensated."""
 
     def __init__(self, weights: Sequence[float]) -> None:
         wrong = [w for w in weights if not 0 < w < float("inf")]
         if wrong or not weights:
             raise OffloadError(f"shares of directories are {list(weights)}: give positive numbers")
         self.weights = tuple(weights)
-        #: what each has had, in its own time
+        #: virtual finish time of each: its bytes so far, divided by its weight
         self._ends = [0.0] * len(weights)
 
     def order(self, nbytes: int) -> list[int]:
-        """All of them, the one first whose share is filled last by `nbytes` more."""
+        """Returns all directories, those first that would finish `nbytes` more earliest."""
         ends = [self._end(i, nbytes) for i in range(len(self._ends))]
         return sorted(range(len(ends)), key=lambda i: (ends[i], i))
 
     def took(self, which: int, nbytes: int) -> None:
-        """Those before `which` in the order had no room."""
+        """Record that `which` took `nbytes`; those before it in the order had no room."""
         begin = self._ends[which]
         for passed in self.order(nbytes):
             if passed == which:
@@ -50,7 +50,7 @@ class Turns:
 
 
 def stripe_of(nbytes: int, directories: int, most_bytes: int) -> int:
-    """How much of an extent of `nbytes` (whole pages) goes to one directory at a time."""
+    """Returns how many bytes of an extent of `nbytes` (whole pages) form one stripe."""
     if directories == 1:
         return nbytes
     page = 4096
@@ -59,11 +59,11 @@ def stripe_of(nbytes: int, directories: int, most_bytes: int) -> int:
 
 
 def shares(directories: Sequence[Path], measure: Measure) -> list[float]:
-    """What part of the stripes each directory is to get: by the speed of its disk.
+    """Returns each directory's share of the stripes, by the speed of its disk.
 
-    That is measured once per disk and process, and not at all where all are on one disk.
-    Directories of one disk share what it takes. Equal ones where a disk is too full to measure, or
-    a directory has gone since its file was opened, which serves all the same.
+    The speed is measured once per disk and process, and not at all if all are on one disk.
+    Directories of one disk divide its speed. Shares are equal if a disk is too full to measure, or
+    a directory was removed after its file was opened (the file still works).
     """
     equal = [1.0] * len(directories)
     try:

@@ -1,9 +1,9 @@
-"""Device code, in Triton where there is Triton and a device that it knows, and in torch elsewhere.
+"""Device kernels: Triton if it is installed and supports the device, torch otherwise.
 
-Each operation comes three times: `x_torch`, which says what it means; `x_launch`, the kernel for
-these very tensors as a value; and the plain name, which runs the kernel if it can and torch if it
-cannot. Packing has no such fallback: `runtime.codecs` says what it means, on the CPU. Importing
-this imports no Triton.
+Each operation comes in three forms: `x_torch`, the reference; `x_launch`, the kernel launch for
+given tensors as a value; and the plain name, which runs the kernel if it can, and torch otherwise.
+Packing has no such fallback: its reference is `runtime.codecs`, on the CPU. Importing this package
+does not import Triton.
 """
 
 from .adamw import AdamStep, AdamTensors, adam_launch, adam_torch, adam_update

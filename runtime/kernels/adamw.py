@@ -1,8 +1,8 @@
 """Adam and AdamW in one pass over weight, gradient and states, wherever each of them lies.
 
-For what the device updates itself. All arithmetic is float32 whatever the types; multiply-adds may
-be contracted, so that results differ from torch's own in the last bits. Many small tensors are
-better left to torch's fused kernel, which takes them all in one launch.
+Used for updates that run on the device. All arithmetic is float32 whatever the types; multiply-adds
+may be contracted, so results differ from torch's in the last bits. Many small tensors are better
+left to torch's fused kernel, which updates them all in one launch.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from .tuning import Config, config_for
 
 @dataclass(frozen=True)
 class AdamStep:
-    """The numbers of one step. `step` counts from 1; `scale` is multiplied into the gradient (−1
-    to maximise); `decoupled` decay is AdamW's."""
+    """The hyperparameters of one step. `step` counts from 1; the gradient is multiplied by `scale`
+    (−1 to maximise); `decoupled` selects AdamW's weight decay."""
 
     step: int
     lr: float = 1e-3
@@ -39,7 +39,7 @@ class AdamStep:
 
     @property
     def numbers(self) -> dict[str, float]:
-        """What the kernel takes, worked out in double precision."""
+        """The kernel's scalar arguments, computed in double precision."""
         return {
             "scale": float(self.scale),
             "step_size": self.lr / (1 - self.beta1**self.step),
@@ -55,10 +55,10 @@ class AdamStep:
 
 @dataclass(frozen=True)
 class AdamTensors:
-    """What one update reads and writes: all of one shape, dense in the same order.
+    """The tensors of one update: all of one shape, dense in the same order.
 
-    low: gets the new weights in its own, shorter type; `weight` is then the master of it.
-    coefficient: one number where the others are, multiplied into the gradient (clipping).
+    low: receives the new weights in its own, narrower type; `weight` is then the master copy.
+    coefficient: a one-element tensor on the same device that scales the gradient (clipping).
     """
 
     weight: torch.Tensor
@@ -88,9 +88,9 @@ class AdamTensors:
 
 
 def adam_update(tensors: AdamTensors, step: AdamStep, most_programs: int | None = None) -> None:
-    """Update weight and states in place, by the kernel where it can run and by torch elsewhere.
+    """Update weight and states in place, with the kernel if it can run, with torch otherwise.
 
-    Autograd counts that the weights have changed.
+    Increments the weights' autograd version counters.
     """
     if _fits(tensors):
         adam_launch(tensors, step).run(most_programs)
@@ -101,7 +101,7 @@ def adam_update(tensors: AdamTensors, step: AdamStep, most_programs: int | None 
 
 
 def adam_torch(tensors: AdamTensors, step: AdamStep) -> None:
-    """What an update means, op by op."""
+    """The reference update, op by op."""
     n = step.numbers
     with torch.no_grad():
         w, g, m, v = (t.float() for t in tensors.elementwise[:4])
@@ -123,7 +123,7 @@ def adam_torch(tensors: AdamTensors, step: AdamStep) -> None:
 
 
 def adam_launch(tensors: AdamTensors, step: AdamStep, config: Config | None = None) -> Launch:
-    """The kernel for an update; OffloadError if there is none for these types."""
+    """Returns the launch for an update; raises OffloadError if no kernel supports these types."""
     for tensor in tensors.elementwise:
         if tensor.dtype not in CASTS:
             known = ", ".join(sorted(str(dtype) for dtype in CASTS))
@@ -143,7 +143,7 @@ def adam_launch(tensors: AdamTensors, step: AdamStep, config: Config | None = No
         "updates:adam_blocks",
         {
             "weight": weight,
-            # what a flag leaves out is not looked at
+            # placeholders for tensors that the flags disable; the kernel never reads them
             "low": weight if tensors.low is None else flat(tensors.low),
             "gradient": flat(tensors.gradient),
             "exp_avg": flat(tensors.exp_avg),

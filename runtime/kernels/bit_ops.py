@@ -1,9 +1,9 @@
-"""Masks of one bit an element, as ops that graphs can hold in place of whole saved tensors.
+"""Ops on masks of one bit per element, which graphs can save in place of whole activations.
 
-`pack_bits(x)`: of floating point whether x is not <= 0 (NaN counts as above), of booleans the
-truth, in the order in which the dense x lies in memory. `unpack_bits` makes booleans of that, and
-`masked_grad(grad, mask)` the gradient of a ReLU, without a mask of bytes in between. Importing this
-module defines them.
+`pack_bits(x)` packs, for floating point, not (x <= 0) (NaN counts as above), and for booleans their
+value, in the memory order of the dense x. `unpack_bits` turns the mask into booleans, and
+`masked_grad(grad, mask)` computes the gradient of a ReLU without a byte mask in between. Importing
+this module defines the ops.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def _masked_grad(grad: torch.Tensor, mask: torch.Tensor, stride: Sequence[int]) 
     out = grad.new_empty_strided(grad.shape, stride)
     given = grad
     if not dense(grad) or _differs(grad, stride):
-        given = out.copy_(grad)  # as the tensor lay that the mask is of
+        given = out.copy_(grad)  # in the layout of the masked tensor
     if grad.device.type == "cpu":
         engine().keep(mask, flat(given), flat(out))
     else:
@@ -87,5 +87,5 @@ masked_grad = define(
     _fake_masked_grad,
     effect=False,
 )
-#: they run on anything of the right shapes
+#: these run on any data of the right shapes
 BIT_OPS = (pack_bits, unpack_bits, masked_grad)

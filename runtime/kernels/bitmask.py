@@ -1,8 +1,8 @@
-"""Zeros left out and put back, casts and signs included, as `runtime.codecs` has it on the CPU.
+"""Packs and unpacks bitmask tensors on the device, with casts and signs, like `runtime.codecs`.
 
 Packing queues three launches and needs no size on the host. The packed side may be an alias of host
-memory: only what is packed crosses the bus. How much that is stands in the packed tensor itself,
-the last of the row offsets (`kept_at`), for whoever reads it once the stream is there.
+memory: only packed bytes cross the bus. Their number is stored in the packed tensor itself, as the
+last row offset (`kept_at`), and can be read once the stream has run that far.
 """
 
 from __future__ import annotations
@@ -22,19 +22,19 @@ from .tuning import Config, config_for
 ROUNDED = {None: 0, torch.float16: 1, torch.bfloat16: 2}
 INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 SIGNED = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
-#: programs that have staging at once: as many as keep a bus busy
+#: programs with staging at a time: enough to keep a bus busy
 PROGRAMS = 128
-#: elements of a tile at most, of which threads hold places and counts in registers
+#: limit on the elements of a tile, since threads keep their positions and counts in registers
 MOST_TILE_ELEMENTS = 4096
 SCAN_BLOCK = 1024
 
 
 @dataclass(frozen=True)
 class BitmaskPlan:
-    """How a tensor of `numel` elements of `dtype` is packed, rounded to `stash` before if given.
+    """Packs a tensor of `numel` elements of `dtype`, rounded to `stash` first if given.
 
-    `staged`: the packed side is host memory, which is to be met in whole accesses. Both directions
-    may run with plans that differ in everything but numel, dtype and stash.
+    `staged`: True if the packed side is host memory, which needs full-width accesses. The plans for
+    packing and unpacking may differ in everything but numel, dtype and stash.
     """
 
     numel: int
@@ -68,8 +68,8 @@ class BitmaskPlan:
 
     @property
     def stages(self) -> bool:
-        """Whether staging is used: on AMD a barrier, as Triton makes it, does not wait for what was
-        written to memory, and one thread could read before another's write."""
+        """True if staging is used. Never on AMD: there Triton's barrier does not wait for writes to
+        memory, and one thread could read before another's write."""
         return self.staged and torch.version.hip is None
 
     @property
@@ -83,7 +83,7 @@ class BitmaskPlan:
 
     @property
     def staging_units(self) -> int:
-        """Accesses that a program's staging holds: a tile's, and one for where it begins."""
+        """Size of a program's staging in accesses: a tile's, plus one for its alignment."""
         return self.rows_per_tile * ROW * self.layout.width // ACCESS_BYTES + 1
 
     @property
@@ -92,18 +92,19 @@ class BitmaskPlan:
 
     @property
     def workspace_bytes(self) -> int:
-        """Device memory that packing or unpacking needs until its stream is past it."""
+        """Device memory that packing or unpacking needs until its kernels have run."""
         staged = min(self.programs, self.tiles) * self.staging_units * ACCESS_BYTES
         return self.starts_bytes + (staged if self.stages else 0)
 
     def pack(self, x: torch.Tensor, packed: torch.Tensor, workspace: torch.Tensor) -> None:
-        """Queue it on the current stream. `packed`: worst_bytes; `workspace`: as it says here."""
+        """Queue packing on the current stream. `packed` holds worst_bytes, `workspace`
+        workspace_bytes."""
         for launch in self.pack_launches(x, packed, workspace):
             launch.run(self.programs if self.stages else None)
 
     def unpack(self, packed: torch.Tensor, out: torch.Tensor, workspace: torch.Tensor) -> None:
-        """Queue it on the current stream. Only the bytes in use need be there. They are not
-        checked: from damaged ones anything may come, a fault of the device too."""
+        """Queue unpacking on the current stream. `packed` needs only the bytes in use. They are not
+        checked: damaged ones give arbitrary results, or even a device fault."""
         self.unpack_launch(packed, out, workspace).run(self.programs if self.stages else None)
 
     def pack_launches(
@@ -195,17 +196,17 @@ class BitmaskPlan:
 
 
 def kept_at(numel: int, dtype: torch.dtype, stash: torch.dtype | None = None) -> int:
-    """Where in a packed tensor the number of its values stands, as uint32, once it is packed."""
+    """Returns the byte offset, in a packed tensor, of the uint32 number of its values."""
     return OFFSET_BYTES * Layout.of(numel, stash or dtype).rows
 
 
 def signs_launch(x: torch.Tensor, packed: torch.Tensor, config: Config | None = None) -> Launch:
-    """The kernel that packs signs: 16 bytes for each row of 128, see `codecs.kinds.Sign`."""
+    """Returns the launch that packs signs: 16 bytes per row of 128, see `codecs.kinds.Sign`."""
     return _signs("pack_signs", "x", x, packed, config)
 
 
 def unsigns_launch(packed: torch.Tensor, out: torch.Tensor, config: Config | None = None) -> Launch:
-    """The kernel that unpacks signs, to 1 and 0."""
+    """Returns the launch that unpacks signs to 1 and 0."""
     return _signs("unpack_signs", "out", out, packed, config)
 
 
@@ -233,7 +234,7 @@ def _signs(
 
 
 def _twice(memory: torch.Tensor, width: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """The same bytes as words of four and as elements, as far as they fill whole ones."""
+    """Returns views of the same bytes as 4-byte words and as elements, without partial ones."""
     words, values = (memory[: memory.numel() // n * n] for n in (4, width))
     return words.view(torch.int32), values.view(INTEGERS[width])
 

@@ -1,7 +1,8 @@
-"""Masks of one bit an element, in rows of 128: packed, unpacked, and used as they are.
+"""Packs, unpacks and applies masks of one bit per element, in rows of 128.
 
-`x_torch` says what an operation means; `x_launch` is the kernel for these very tensors; the plain
-name runs it if it can. Tensors are flat; a mask has 16 bytes for each row (`mask_bytes`).
+`x_torch` is the reference; `x_launch` is the kernel launch for given tensors; the plain name runs
+the kernel if it can, and torch otherwise. Tensors are flat; a mask has 16 bytes per row
+(`mask_bytes`).
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ def mask_bytes(numel: int) -> int:
 
 
 def pack_bits(x: torch.Tensor, mask: torch.Tensor) -> None:
-    """A bit an element: of floating point whether it is not <= 0, of booleans the truth."""
+    """Pack one bit per element: not (x <= 0) for floating point, the value itself for booleans."""
     if why_not(x.device, x.dtype) is None:
         pack_bits_launch(x, mask).run()
     else:
@@ -29,7 +30,7 @@ def pack_bits(x: torch.Tensor, mask: torch.Tensor) -> None:
 
 
 def unpack_bits(mask: torch.Tensor, out: torch.Tensor, negated: bool) -> None:
-    """out: booleans, the bits or their opposites."""
+    """Unpack bits into the booleans `out`, inverted if `negated`."""
     if why_not(out.device, out.dtype) is None:
         unpack_bits_launch(mask, out, negated).run()
     else:

@@ -1,7 +1,6 @@
-"""Copies that may cast on the way, over dense memory or rows with a pitch.
+"""Copies, with an optional cast, between dense tensors or matrices with a row pitch.
 
-Either side may be an alias of host memory: every byte crosses the bus once, in whole accesses of
-neighbouring threads.
+Either side may be an alias of host memory: every byte crosses the bus once, in coalesced accesses.
 """
 
 from __future__ import annotations
@@ -26,11 +25,10 @@ from .tuning import Config, config_for
 
 
 def copy_into(target: torch.Tensor, source: torch.Tensor, most_programs: int | None = None) -> None:
-    """`target.copy_(source)` for equal shapes, by a kernel where one fits and by torch elsewhere.
+    """Run `target.copy_(source)` for equal shapes, with a kernel if one fits, with torch otherwise.
 
-    Both give the same bits, save that a cast NaN is any NaN. The two tensors must not overlap. A
-    kernel reads and writes in place, host memory through its alias; autograd is told nothing of
-    what was written.
+    Both give the same bits, except that a cast NaN becomes any NaN. The tensors must not overlap.
+    A kernel accesses host memory in place through its alias; autograd does not see the write.
     """
     _check_shapes(target, source)
     near = target.device == source.device and why_not(target.device) is None
@@ -42,14 +40,14 @@ def copy_into(target: torch.Tensor, source: torch.Tensor, most_programs: int | N
 
 
 def copy_torch(target: torch.Tensor, source: torch.Tensor) -> None:
-    """What a copy means: torch's own."""
+    """The reference copy: torch's own."""
     _check_shapes(target, source)
     with torch.no_grad():
         target.copy_(source)
 
 
 def copy_launch(target: torch.Tensor, source: torch.Tensor, config: Config | None = None) -> Launch:
-    """The kernel for a copy; OffloadError if none fits these types or layouts."""
+    """Returns the launch for a copy; raises OffloadError if none fits these types or layouts."""
     _check_shapes(target, source)
     if not _takes(target, source):
         raise OffloadError(
@@ -97,7 +95,7 @@ def _blocks(target: torch.Tensor, source: torch.Tensor, config: Config | None) -
         {"length": target.numel()},
         -(-target.numel() // block),
         config.warps,
-        # one access of the wider type for each thread: neighbours touch neighbouring memory
+        # one full-width access per thread, sized by the wider type, so that accesses coalesce
         {"UNIT": min(block, ACCESS_BYTES // itemsize), "BLOCK": block},
     )
 

@@ -1,7 +1,7 @@
-"""What each architecture's compiler takes: the one place that decides whether a kernel may run.
+"""Decides, in one place, if a kernel may run, by what each architecture's compiler supports.
 
-NVIDIA devices go by compute capability, AMD's by the name of the architecture. What is refused
-here is left to torch; nothing is tried out on the device.
+NVIDIA devices are checked by compute capability, AMD's by the name of the architecture. Refused
+work is left to torch; nothing is tried out on the device.
 """
 
 from __future__ import annotations
@@ -14,14 +14,14 @@ import torch
 
 from offcompile.ir import OffloadError
 
-#: below it Triton promises nothing
+#: the lowest compute capability that Triton supports
 LEAST_CAPABILITY = 80
-#: types that take more than that: the compute capability from which the compiler knows them
+#: types that need more than that, with the lowest compute capability whose compiler supports them
 CAPABILITY_FOR = {torch.float8_e4m3fn: 89}
 AMD_ARCHITECTURES = frozenset(
     {"gfx90a", "gfx942", "gfx950", "gfx1100", "gfx1101", "gfx1200", "gfx1201"}
 )
-#: types that kernels may name besides integers and bool
+#: types that kernels support besides integers and bool
 FLOATS = frozenset(
     {
         torch.float64,
@@ -36,7 +36,7 @@ FLOATS = frozenset(
 
 @dataclass(frozen=True)
 class Architecture:
-    """`capability` is 90 for sm_90, and 0 for AMD."""
+    """A GPU architecture. `capability` is 90 for sm_90, and 0 for AMD."""
 
     name: str
     capability: int
@@ -47,7 +47,7 @@ class Architecture:
 
     @staticmethod
     def named(name: str) -> Architecture:
-        """From `sm_90` or `gfx942`."""
+        """Parse a name such as `sm_90` or `gfx942`."""
         if found := re.fullmatch(r"sm_(\d+)[af]?", name):
             return Architecture(name, int(found[1]))
         if re.fullmatch(r"gfx[0-9a-f]+", name):
@@ -58,7 +58,7 @@ class Architecture:
 
     @staticmethod
     def of(device: torch.device) -> Architecture:
-        """Of a CUDA (or ROCm) device that is there."""
+        """Returns the architecture of a CUDA (or ROCm) device of this machine."""
         return _of(torch.cuda.current_device() if device.index is None else device.index)
 
 
@@ -72,7 +72,7 @@ def _of(index: int) -> Architecture:
 
 
 def refusal(architecture: Architecture, *dtypes: torch.dtype) -> str | None:
-    """Why kernels over tensors of these types cannot run there, in words; None if they can."""
+    """Returns why kernels on tensors of these types cannot run there, None if they can."""
     name = architecture.name
     if architecture.nvidia and architecture.capability < LEAST_CAPABILITY:
         return f"{name} is older than sm_{LEAST_CAPABILITY}, the oldest that Triton supports"

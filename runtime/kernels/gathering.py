@@ -1,4 +1,4 @@
-"""Rows of a table that may lie in host memory, picked by index and cast on the way."""
+"""Gathers rows by index, with an optional cast, from a table that may lie in host memory."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ def gather_rows(
     dtype: torch.dtype | None = None,
     most_programs: int | None = None,
 ) -> torch.Tensor:
-    """`table[indices].to(dtype)` for a matrix and indices of any shape, by a kernel or by torch.
+    """Returns `table[indices].to(dtype)` for a matrix and indices of any shape, by kernel or torch.
 
-    The table may be an alias of host memory: only the rows that are asked for cross the bus, once
-    for each time they are asked for. An index outside of the table, below 0 too, is an error: on a
-    CUDA device an assertion ends the kernel, and as with torch's own the process can use that
-    device no longer; nothing outside of the table is read.
+    The table may be an alias of host memory: only the requested rows cross the bus, once per
+    request. An index outside the table, or below 0, is an error: on a CUDA device an assertion ends
+    the kernel, after which, as with torch's own, the process can no longer use that device. Nothing
+    outside the table is read.
     """
     _check(table, indices)
     near = table.device == indices.device and why_not(table.device) is None
@@ -42,7 +42,7 @@ def gather_rows(
 def gather_torch(
     table: torch.Tensor, indices: torch.Tensor, dtype: torch.dtype | None = None
 ) -> torch.Tensor:
-    """What a gather means: torch's own, which on the CPU raises IndexError for a bad index."""
+    """The reference gather: torch's own, which on the CPU raises IndexError for a bad index."""
     _check(table, indices)
     with torch.no_grad():
         rows = table.index_select(0, indices.reshape(-1)).to(dtype or table.dtype)
@@ -55,9 +55,9 @@ def gather_launch(
     indices: torch.Tensor,
     config: Config | None = None,
 ) -> Launch:
-    """The kernel for `target[i] = table[indices[i]]`; OffloadError if none fits.
+    """Returns the launch for `target[i] = table[indices[i]]`; raises OffloadError if none fits.
 
-    `indices` is dense and has one dimension; `target` has a row for each.
+    `indices` is dense and one-dimensional; `target` has a row for each.
     """
     _check(table, indices)
     wanted = (indices.numel(), table.shape[1])
@@ -96,7 +96,7 @@ def gather_launch(
         tiling.tiles,
         tiling.config.warps,
         tiling.constants,
-        # without `debug` the assertion is left out; arithmetic needs no checks, it is 64 bits wide
+        # without `debug` the assertion is omitted; 64-bit arithmetic needs no overflow checks
         {"debug": True, "sanitize_overflow": False},
     )
 

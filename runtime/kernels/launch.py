@@ -1,4 +1,4 @@
-"""One launch of one kernel, as a value: what it would be called with can be read, compiled, run."""
+"""One kernel launch as a value, whose arguments can be inspected, compiled or run."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ INSTALL = (
     'kernels need Triton: pip install "offcompile[cuda]" '
     "(PyTorch for CUDA or ROCm brings its own; beside PyTorch for CPU: pip install triton)"
 )
-#: A grid's x axis may be longer on CUDA; ROCm counts threads, of which 2**32 - 1 are allowed.
-#: Programs take several tiles where there are more.
+#: CUDA allows a longer x axis of a grid; ROCm limits the number of threads to 2**32 - 1.
+#: With more tiles than this, programs process several each.
 MOST_PROGRAMS = 2**22
 
 
@@ -31,7 +31,7 @@ def has_triton() -> bool:
 
 
 def load_kernel(name: str) -> Any:
-    """The kernel called `module:function` in `code/`; OffloadError without Triton."""
+    """Load the kernel named `module:function` from `code/`; raises OffloadError without Triton."""
     if not has_triton():
         raise OffloadError(INSTALL)
     module, function = name.split(":")
@@ -43,7 +43,7 @@ def load_kernel(name: str) -> Any:
 
 
 def why_not(device: torch.device, *dtypes: torch.dtype) -> str | None:
-    """Why kernels over tensors of these types do not run on `device`; None if they do."""
+    """Returns why kernels on tensors of these types do not run on `device`; None if they do."""
     if device.type != "cuda":
         return f"kernels run on CUDA devices, and this is {device.type}"
     if not has_triton():
@@ -60,8 +60,8 @@ def interpreted(kernel: Any) -> bool:
 class Launch:
     """A kernel (`module:function` in `code/`) and its arguments by name.
 
-    `tiles` is handed to the kernel too: program p takes the tiles p, p + programs, … below it.
-    `constants` are compiled in; so are `options`, the compiler's own.
+    `tiles` is also passed to the kernel: program p processes tiles p, p + programs, … below it.
+    `constants` are compiled in, and so are `options`, the compiler's own.
     """
 
     kernel: str
@@ -84,13 +84,13 @@ class Launch:
         return devices.pop()
 
     def why_not(self) -> str | None:
-        """Why it cannot run compiled where its tensors are; None if it can."""
+        """Returns why it cannot run compiled on its tensors' device; None if it can."""
         return why_not(self.device, *(t.dtype for t in self.tensors.values()))
 
     def run(self, most_programs: int | None = None) -> None:
-        """Queue it on the current stream of its tensors' device; autograd is told nothing.
+        """Queue the kernel on the current stream of its tensors' device, invisibly to autograd.
 
-        `most_programs` bounds how much of the device it can take at once.
+        `most_programs` limits the share of the device that it can occupy.
         """
         if most_programs is not None and most_programs < 1:
             raise OffloadError(f"{most_programs} programs run nothing: give 1 or more, or None")
@@ -108,7 +108,7 @@ class Launch:
             kernel[(programs,)](**self.arguments())
 
     def arguments(self) -> dict[str, Any]:
-        """What the kernel is called with."""
+        """Returns the kernel's arguments."""
         return {
             **self.tensors,
             **self.numbers,

@@ -1,11 +1,11 @@
-"""Tensors as kernels see them: flat or rows with a pitch, as integers where bits are to be kept."""
+"""Views of tensors for kernels: flat, or rows with a pitch; as integers to preserve bits."""
 
 from __future__ import annotations
 
 import torch
 
-#: casts between these equal torch's to the bit (NaN stays NaN, with what sign and payload the
-#: device gives it); fp8 does not: Triton saturates where torch gives NaN
+#: casts between these match torch's bit for bit (NaN stays NaN, with the device's sign and
+#: payload); fp8 does not: Triton saturates where torch gives NaN
 CASTS = frozenset({torch.float32, torch.float16, torch.bfloat16})
 INTEGERS = ((8, torch.int64), (4, torch.int32), (2, torch.int16), (1, torch.uint8))
 ACCESS_BYTES = 16  # the widest access of a thread
@@ -16,7 +16,7 @@ def castable(target: torch.dtype, source: torch.dtype) -> bool:
 
 
 def dense(tensor: torch.Tensor) -> bool:
-    """True if the elements fill one range of memory, in whatever order, each once."""
+    """True if the elements fill one range of memory, each once, in any order."""
     expected = 1
     sized = [d for d in zip(tensor.stride(), tensor.shape, strict=True) if d[1] != 1]
     for stride, size in sorted(sized):
@@ -35,7 +35,7 @@ def dense_alike(a: torch.Tensor, b: torch.Tensor) -> bool:
 
 
 def flat(tensor: torch.Tensor) -> torch.Tensor:
-    """A dense tensor's memory in order, outside of autograd."""
+    """Returns a flat view of a dense tensor in memory order, detached from autograd."""
     return tensor.detach().as_strided((tensor.numel(),), (1,))
 
 
@@ -45,19 +45,19 @@ def has_rows(tensor: torch.Tensor) -> bool:
 
 
 def rows_apart(tensor: torch.Tensor) -> bool:
-    """True if no two rows share an element, as those that are written must not."""
+    """True if no two rows share an element, which is required of rows to be written."""
     return tensor.shape[0] <= 1 or tensor.stride(0) >= tensor.shape[1]
 
 
 def rows_of(tensor: torch.Tensor) -> torch.Tensor:
-    """The matrix with its pitch as stride(0), also where a size of 1 left it undefined."""
+    """Returns the matrix with its pitch as stride(0), even if a size of 1 left it undefined."""
     rows, columns = tensor.shape
     pitch = tensor.stride(0) if rows > 1 else columns
     return tensor.detach().as_strided((rows, columns), (pitch, 1))
 
 
 def as_integers(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """The same memory as the widest integers that divide rows, pitches and addresses of all."""
+    """Returns views as the widest integers that divide the rows, pitches and addresses of all."""
     flats = [t.view(torch.uint8) for t in tensors]
     divided = 0
     for t in flats:
@@ -70,7 +70,7 @@ def as_integers(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
 
 
 def unit_of(elements_most: int, *counts: int) -> int:
-    """The largest power of two, at most `elements_most`, that divides all counts."""
+    """Returns the largest power of two, at most `elements_most`, that divides all counts."""
     divided = elements_most
     for count in counts:
         divided |= count

@@ -1,6 +1,6 @@
-"""Products with a matrix in host memory, as ops that graphs can hold instead of aten's.
+"""Ops for products with a matrix in host memory, which graphs can hold instead of aten's.
 
-They take what `aten.mm` and `aten.addmm` take. Sums begin at another end, so that results differ
+They take the arguments of `aten.mm` and `aten.addmm`. They sum in another order, so results differ
 in the last bits. Importing this module defines them.
 """
 

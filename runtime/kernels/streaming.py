@@ -1,4 +1,4 @@
-"""Matrix products over the bus: weights in host memory read once, gradients written once."""
+"""Matrix products over the bus: read weights in host memory once, write gradients once."""
 
 from __future__ import annotations
 
@@ -11,24 +11,24 @@ from offcompile.ir import OffloadError
 from .launch import Launch, why_not
 from .shapes import ACCESS_BYTES, CASTS, has_rows, next_power_of_two, rows_apart, unit_of
 
-#: as much as the libraries that it stands in for have for themselves
+#: as much scratch as the libraries that these kernels replace use themselves
 MOST_SCRATCH_BYTES = 32 << 20
-#: the least side of a tile that is multiplied
+#: the minimum side of a tile in a product
 LEAST_SIDE = 16
 
 
 @dataclass(frozen=True)
 class Blocks:
-    """Most rows of a product, inner elements and columns that a program takes at a time.
+    """The most rows, inner elements and columns of a product that a program takes at a time.
 
-    Tiles of the matrix in host memory are whole lines of the bus either way that it may lie.
+    Tiles of the matrix in host memory span whole bus lines in both of its layouts.
     """
 
     rows: int = 128
     inner: int = 64
     columns: int = 64
     warps: int = 4
-    #: tiles under way at a time where the compiler pipelines
+    #: tiles in flight at a time if the compiler pipelines
     stages: int = 3
 
     def __post_init__(self) -> None:
@@ -39,7 +39,7 @@ class Blocks:
 
 
 STREAM = Blocks()
-#: wide tiles of the output: each row of one is a line or more
+#: wide output tiles: each row of a tile is a bus line or more
 WRITE = Blocks(rows=64, inner=32, columns=128)
 
 
@@ -49,12 +49,12 @@ def stream_matmul(
     bias: torch.Tensor | None = None,
     most_programs: int | None = None,
 ) -> torch.Tensor:
-    """`a @ b + bias` with `b` in host memory: a weight, or its transpose; by a kernel or by torch.
+    """Returns `a @ b + bias`, with `b` (a weight or its transpose) in host memory; kernel or torch.
 
-    Each byte of `b` crosses the bus once, however many rows `a` has. Sums are float32 and begin at
-    another end than torch's own: results differ in the last bits. For many rows of 16-bit types it
-    takes scratch on the device, `scratch_bytes`, that no plan knows of: torch does it where that is
-    more than `MOST_SCRATCH_BYTES`. Autograd is told nothing.
+    Each byte of `b` crosses the bus once, however many rows `a` has. Sums are float32, in another
+    order than torch's, so results differ in the last bits. Many rows of 16-bit types need scratch
+    on the device, `scratch_bytes`, which no plan accounts for: above `MOST_SCRATCH_BYTES` torch
+    computes the product. Invisible to autograd.
     """
     _check(a, b, bias)
     near = a.device == b.device and why_not(a.device) is None
@@ -71,7 +71,7 @@ def stream_matmul(
 def stream_torch(
     a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """What it means: torch's own."""
+    """The reference: torch's own."""
     _check(a, b, bias)
     with torch.no_grad():
         return torch.mm(a, b) if bias is None else torch.addmm(bias, a, b)
@@ -84,7 +84,10 @@ def stream_launch(
     bias: torch.Tensor | None = None,
     blocks: Blocks = STREAM,
 ) -> Launch:
-    """The kernel for `out = a @ b + bias`; OffloadError if none fits. A program for each tile."""
+    """Returns the launch for `out = a @ b + bias`, one program per tile.
+
+    Raises OffloadError if no kernel fits.
+    """
     _check(a, b, bias)
     if not _streams(a, b, bias):
         raise OffloadError(
@@ -105,7 +108,7 @@ def stream_launch(
     row_block = _block(rows, blocks.rows)
     tensors = {"out": out, "a": a.detach(), "b": b.detach(), "bias": a if bias is None else bias}
     if not few:
-        # float32 sums can wait where they will stand
+        # float32 sums can accumulate in the output itself
         own = out.dtype == torch.float32
         tensors["sums"] = out if own else out.new_empty(out.shape, dtype=torch.float32)
     inner_block = _block(inner, blocks.inner)
@@ -140,10 +143,10 @@ def stream_launch(
 def write_matmul(
     out: torch.Tensor, a: torch.Tensor, b: torch.Tensor, most_programs: int | None = None
 ) -> None:
-    """`out.copy_(a @ b)` with `out` in host memory, as gradients of weights are; or by torch.
+    """Run `out.copy_(a @ b)`, with `out` (a weight's gradient) in host memory; by kernel or torch.
 
-    Each byte of `out` is written once, in whole lines where its rows are that long. Sums are
-    float32, in another order than torch's. Autograd is told nothing.
+    Each byte of `out` is written once, in whole lines if its rows are long enough. Sums are
+    float32, in another order than torch's. Invisible to autograd.
     """
     _check_written(out, a, b)
     near = len({out.device, a.device, b.device}) == 1 and why_not(a.device) is None
@@ -155,7 +158,7 @@ def write_matmul(
 
 
 def write_torch(out: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> None:
-    """What it means: torch's own."""
+    """The reference: torch's own."""
     _check_written(out, a, b)
     with torch.no_grad():
         out.copy_(torch.mm(a, b))
@@ -164,7 +167,7 @@ def write_torch(out: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> None:
 def write_launch(
     out: torch.Tensor, a: torch.Tensor, b: torch.Tensor, blocks: Blocks = WRITE
 ) -> Launch:
-    """The kernel for `out = a @ b`; OffloadError if none fits."""
+    """Returns the launch for `out = a @ b`; raises OffloadError if none fits."""
     _check_written(out, a, b)
     if not _writes(out, a, b):
         raise OffloadError(
@@ -209,27 +212,27 @@ def _block(size: int, most: int) -> int:
 
 
 def _pitch(matrix: torch.Tensor) -> int:
-    """Elements between rows, also where a size of 1 left it undefined."""
+    """Returns the elements from row to row, even if a size of 1 left the stride undefined."""
     rows, columns = matrix.shape
     return int(matrix.stride(0)) if rows > 1 else columns
 
 
 def _unit(matrix: torch.Tensor, width: int, pitch: int) -> int:
-    """Elements that a thread takes in one access of the matrix."""
+    """Returns the number of elements that a thread accesses at once in the matrix."""
     most = ACCESS_BYTES // matrix.itemsize
     start = matrix.data_ptr() // matrix.itemsize
     return unit_of(most, width, pitch, start)
 
 
 def scratch_bytes(a: torch.Tensor, b: torch.Tensor, blocks: Blocks = STREAM) -> int:
-    """What `a @ b` takes of the device beside its result."""
+    """Returns the device memory that `a @ b` needs besides its result."""
     if a.shape[0] <= blocks.rows or a.dtype == torch.float32:
         return 0
     return 4 * a.shape[0] * b.shape[1]
 
 
 def streamable(a: torch.Tensor, b: torch.Tensor) -> bool:
-    """Whether a kernel takes `a @ b`, by types and layouts alone."""
+    """True if a kernel supports the types and layouts of `a @ b`."""
     dense = any(has_rows(m) and rows_apart(m) for m in (b, b.t()))
     return dense and a.dtype == b.dtype and a.dtype in CASTS
 

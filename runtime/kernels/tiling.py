@@ -1,4 +1,4 @@
-"""How a kernel over rows divides them into tiles."""
+"""Divides the rows that a kernel processes into tiles."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from .tuning import Config, config_for
 
 @dataclass(frozen=True)
 class Tiling:
-    """Tiles of ROWS × COLUMNS elements, row of tiles by row of tiles.
+    """Tiles of ROWS × COLUMNS elements, in row-major order.
 
-    Widths and pitches are multiples of `unit` elements, which a thread takes in one access.
+    Widths and pitches are multiples of `unit` elements, which a thread accesses at once.
     """
 
     config: Config
@@ -26,7 +26,7 @@ class Tiling:
 
     @staticmethod
     def of(target: torch.Tensor, source: torch.Tensor, config: Config | None) -> Tiling:
-        """For writing all of `target`, from rows as wide of `source`."""
+        """Returns the tiling for writing all of `target` from equally wide rows of `source`."""
         count, width = target.shape
         itemsize = max(target.itemsize, source.itemsize)
         config = config or config_for(target.numel() * itemsize)

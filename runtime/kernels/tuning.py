@@ -1,7 +1,7 @@
-"""How large the tiles are: a few settings, chosen by how much there is to move.
+"""Chooses tile sizes from a few settings, by the amount of data to move.
 
-Nothing is timed while a model runs. Who wants to know better asks `fastest` and passes what it
-found on.
+Nothing is timed while a model runs. Callers that want better settings use `fastest` and pass its
+result on.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from offcompile.ir import OffloadError
 
 @dataclass(frozen=True)
 class Config:
-    """Bytes that a program moves at a time (of the wider of two types), and its warps."""
+    """The bytes that a program moves at a time (in the wider of two types), and its warps."""
 
     tile_bytes: int
     warps: int
@@ -28,17 +28,17 @@ class Config:
                 raise OffloadError(f"{what} of {value} is not possible: a power of two >= {least}")
 
 
-#: few tiles each, so that little data still spreads over the device
+#: small tiles, so that little data still spreads over the device
 SMALL = Config(tile_bytes=4096, warps=4)
 MEDIUM = Config(tile_bytes=8192, warps=4)
-#: each thread has four accesses of 16 bytes under way
+#: each thread has four 16-byte accesses in flight
 LARGE = Config(tile_bytes=16384, warps=8)
 CANDIDATES = (SMALL, MEDIUM, LARGE)
 SMALL_BYTES, MEDIUM_BYTES = 1 << 20, 32 << 20
 
 
 def config_for(nbytes: int) -> Config:
-    """The setting for moving `nbytes`, by size alone."""
+    """Returns the setting for moving `nbytes`, by size alone."""
     if nbytes <= SMALL_BYTES:
         return SMALL
     return MEDIUM if nbytes <= MEDIUM_BYTES else LARGE
@@ -47,12 +47,12 @@ def config_for(nbytes: int) -> Config:
 def fastest(
     time_us: Callable[[Config], float], candidates: Sequence[Config] = CANDIDATES
 ) -> Config:
-    """The candidate with the least time; of equals the first."""
+    """Returns the fastest candidate, the first among equals."""
     return min(candidates, key=time_us)
 
 
 def device_time_us(call: Callable[[], object], device: torch.device, runs: int = 10) -> float:
-    """Median time of `call` on the device's current stream, warm."""
+    """Returns the median time of `call` on the device's current stream, after a warm-up call."""
     taken: list[float] = []
     with torch.cuda.device(device):
         call()

@@ -1,7 +1,7 @@
-"""What a copy takes from compute beside it, where it is the processor that copies.
+"""Measures how much compute loses to a concurrent copy, if the processor does the copy.
 
-With a core to spare, next to nothing. Where every core computes, the parts of an op are shared out
-evenly among its threads, all of them wait for the one whose core the copy is on, and compute loses
+With a core to spare, it loses next to nothing. If every core computes, each op is split evenly
+among its threads, all of them wait for the thread whose core the copy is on, and compute loses
 nearly as long as the copy would have taken alone.
 """
 
@@ -18,10 +18,10 @@ import torch
 
 from .timing import Watch, matmul_flop_per_us, undisturbed
 
-#: one product between two looks at the clock takes about so long
+#: target time of one matrix product
 PRODUCT_US = 8_000.0
 SIDE = 1024
-#: each is twice a few products, once alone and once beside copies
+#: each round times PRODUCTS products twice, once alone and once beside copies
 ROUNDS, PRODUCTS = 5, 4
 COPY_BYTES, PIECE_BYTES = 64 << 20, 8 << 20
 
@@ -29,8 +29,11 @@ COPY_BYTES, PIECE_BYTES = 64 << 20, 8 << 20
 def copy_toll_share(
     product_us: float = PRODUCT_US, rounds: int = ROUNDS, copy_bytes: int = COPY_BYTES
 ) -> float | None:
-    """What compute with all of torch's threads loses to copies of one more, over what the copies
-    take alone: from 0 (nothing) to 1. None: others held the processor, and nothing can be said."""
+    """The time that compute with all of torch's threads loses to one more thread's copies, over the
+    time that the copies take alone: from 0 (nothing) to 1.
+
+    None if other processes held the processor, so that nothing can be said.
+    """
     with undisturbed():
         flop = product_us * matmul_flop_per_us(torch.float32)
         left = torch.ones(max(1, int(flop / (2 * SIDE**2))), SIDE, device="cpu")
@@ -62,13 +65,13 @@ def copy_toll_share(
 
 
 class _Copies:
-    """Memory copied again and again by a thread of its own, in pieces as lanes copy."""
+    """Copies memory again and again on a thread of its own, in pieces as lanes copy."""
 
     def __init__(self, nbytes: int) -> None:
         self._source, self._target = (torch.ones(nbytes, dtype=torch.uint8) for _ in range(2))
         self._nbytes = nbytes
         self._stop = threading.Event()
-        #: of a piece, in the last run
+        #: mean time of a piece in the last run
         self.mean_s = 0.0
 
     def alone_s(self) -> float:

@@ -1,4 +1,4 @@
-"""How fast codecs are on lanes of the CPU target, where they share the processor with compute."""
+"""Measures codecs on lanes of the CPU target, where they share the processor with compute."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from offcompile.runtime.memory.heap import heap
 
 from .timing import time_us, undisturbed
 
-#: more than a core's own caches hold, in pieces as lanes take them. It comes beside a model that
-#: trains already, so it is one tensor and a small one
+#: larger than a core's own caches, in pieces as lanes take them; one small tensor only, because the
+#: measurement runs beside a model that already trains
 TENSOR_BYTES, PIECE_BYTES = 8 << 20, 256 << 10
 MATMUL_SIDE = 512
 SECONDS = 0.05
@@ -22,10 +22,11 @@ SECONDS = 0.05
 def codec_bytes_per_us(
     names: Sequence[str], nbytes: int = TENSOR_BYTES, seconds: float = SECONDS
 ) -> dict[str, float]:
-    """Raw bytes in a microsecond, packing or unpacking, whichever is slower, while matrix products
+    """Raw bytes per microsecond of packing or unpacking, whichever is slower, while matrix products
     keep the processor busy. Half of the float32 elements are zero.
 
-    Call it between steps: what the heap keeps of the last one makes room first."""
+    Call it between steps: it first releases the memory that the heap kept from the last one.
+    """
     heap().trim()
     with undisturbed(), _busy():
         x = torch.randn(nbytes // 4, device="cpu").relu_()
@@ -51,7 +52,7 @@ def _rate(name: str, x: torch.Tensor, seconds: float) -> float:
 
 
 class _busy:
-    """Inside, another thread multiplies matrices without a pause."""
+    """Another thread multiplies matrices without a pause inside the context."""
 
     def __enter__(self) -> None:
         self._over = threading.Event()

@@ -1,9 +1,9 @@
-"""Memory that no cache of the processor holds, as most of a step's tensors are when an op comes to
-them: what runs alone in a loop would find them where it left them.
+"""Flushes memory from the processor's caches, because most of a step's tensors are not cached.
 
-The caches of servers hold hundreds of megabytes by now, so reading other memory in between would
-take longer than the op. The processor's own instruction takes 40 µs per MiB (`cold.cpp`, compiled
-at first use as Inductor compiles, and kept in its cache). Without a compiler memory stays as it is.
+An op that runs alone in a loop would find its operands cached. The caches of servers hold hundreds
+of megabytes by now, so reading other memory in between would take longer than the op. The
+processor's own flush instruction takes 40 µs per MiB (`cold.cpp`, compiled at first use as Inductor
+compiles, and kept in its cache). Without a compiler nothing is flushed.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _lock = threading.Lock()
 
 
 def cool(begin: int, nbytes: int) -> bool:
-    """Put that memory out of all caches; what is in it stays. False: nobody knows how here."""
+    """Flush that memory from all caches; its content stays. False if that is not possible here."""
     with _lock:
         compiled = _compiled()
     if compiled is not None:
@@ -35,7 +35,7 @@ def cool(begin: int, nbytes: int) -> bool:
 def _compiled() -> ctypes.CDLL | None:
     try:
         found = library(_SOURCE.read_text())
-    except Exception as error:  # whatever a compiler, a linker or a file system may say
+    except Exception as error:  # a compiler, a linker or a file system may raise anything
         log.info(
             "ops are measured with what the processor's caches hold of their last run: %s: %s",
             type(error).__name__,

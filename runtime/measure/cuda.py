@@ -1,6 +1,6 @@
-"""What a CUDA device and its link to the host do, by events in its streams.
+"""Measures a CUDA device and its link to the host with events in its streams.
 
-Medians of runs on a device that was made warm first; rates in bytes or operations a microsecond.
+Figures are medians of runs on a warm device; rates are in bytes or operations per microsecond.
 Every call to CUDA goes through `Calls`. Nothing here has run on a GPU yet (docs/gpu.md).
 """
 
@@ -32,7 +32,7 @@ _ATTENTION = AttentionShape(4, 16, 2048, 64)
 
 @dataclass(frozen=True)
 class Sizes:
-    """How much is moved and computed for one figure."""
+    """The amount of data, compute and runs for each figure."""
 
     copy_bytes: int = 256 << 20
     memory_bytes: int = 1 << 30
@@ -73,7 +73,7 @@ class PinningFailed(RuntimeError):
 
 
 def warm_up(calls: Calls, sizes: Sizes) -> None:
-    """Have clocks rise and libraries load."""
+    """Let clocks rise and libraries load."""
     left = _noise(calls, sizes.matmul_side, sizes.matmul_side, torch.float16)
     for _ in range(sizes.warm_runs):
         calls.issue("warm", 1.0, COMPUTE, lambda: torch.mm(left, left))
@@ -84,7 +84,7 @@ def warm_up(calls: Calls, sizes: Sizes) -> None:
 
 
 def link(calls: Calls, sizes: Sizes) -> dict[str, float]:
-    """`h2d` and `d2h` of large pinned copies, and the `latency` of a small one."""
+    """The rates `h2d` and `d2h` of large pinned copies, and the `latency` of a small one."""
     nbytes = sizes.copy_bytes
     host, device = calls.pinned(nbytes), _bytes(calls, nbytes)
     few_host, few = host[:LATENCY_BYTES], device[:LATENCY_BYTES]
@@ -105,7 +105,7 @@ def link(calls: Calls, sizes: Sizes) -> dict[str, float]:
 
 
 def both_ways(calls: Calls, sizes: Sizes) -> dict[str, float]:
-    """Each way's rate from the copies that ran while the other way was busy all along."""
+    """The rate of each direction, from copies that ran while the other direction was busy."""
     nbytes = sizes.copy_bytes // 4
     hosts = [calls.pinned(nbytes) for _ in range(2)]
     devices = [_bytes(calls, nbytes) for _ in range(2)]
@@ -131,9 +131,9 @@ def both_ways(calls: Calls, sizes: Sizes) -> dict[str, float]:
 def rates_together(
     first: Sequence[float], second: Sequence[float], nbytes: int
 ) -> tuple[float, float]:
-    """Rates of two lanes, given when each copy of `nbytes` ended (and when the first began).
+    """Rates of two lanes, from the end of each copy of `nbytes` (and the start of the first).
 
-    Only copies that lie wholly where both lanes are busy count; without any, all do.
+    Only copies that ran entirely while both lanes were busy count; if there are none, all do.
     """
     begin, end = max(first[0], second[0]), min(first[-1], second[-1])
 
@@ -145,7 +145,7 @@ def rates_together(
 
 
 def direct(calls: Calls, sizes: Sizes) -> dict[str, float]:
-    """Useful bytes that kernels read from and write to host memory in place."""
+    """Rates of useful bytes that kernels read from and write to host memory in place."""
     host = calls.alias(calls.pinned(sizes.copy_bytes)).view(torch.float32)
     device = _bytes(calls, sizes.copy_bytes).view(torch.float32)
     whole = sizes.copy_bytes
@@ -171,7 +171,7 @@ def direct(calls: Calls, sizes: Sizes) -> dict[str, float]:
 
 
 def pinning(calls: Calls, sizes: Sizes) -> dict[str, float]:
-    """`pin`: microseconds a GiB. Raises `PinningFailed`."""
+    """`pin`: microseconds per GiB. Raises `PinningFailed`."""
     taken_us, code = calls.pin_us(sizes.pin_bytes)
     if code:
         raise PinningFailed(code)
@@ -182,7 +182,7 @@ def pinning(calls: Calls, sizes: Sizes) -> dict[str, float]:
 
 
 def memory(calls: Calls, sizes: Sizes) -> dict[str, float]:
-    """Bytes read plus bytes written by a copy within the device."""
+    """Rate of a copy within the device: bytes read plus bytes written."""
     half = sizes.memory_bytes // 2
     source, target = _bytes(calls, half), _bytes(calls, half)
     moved = 2.0 * half
@@ -191,7 +191,7 @@ def memory(calls: Calls, sizes: Sizes) -> dict[str, float]:
 
 
 def matmul(calls: Calls, sizes: Sizes, dtype: str) -> dict[str, float]:
-    """Operations a microsecond of a product that arithmetic limits."""
+    """Operations per microsecond of a compute-bound product."""
     side = sizes.matmul_side
     if dtype == "fp8":
         call = _fp8_product(calls, side)
@@ -217,7 +217,7 @@ def _fp8_product(calls: Calls, side: int) -> Callable[[], object]:
 
 @contextmanager
 def _precision(wanted: str) -> Iterator[None]:
-    """Whether products of fp32 may be cut to tf32, as it was afterwards."""
+    """Set the precision of fp32 products (`high` allows tf32) inside the context."""
     before = torch.get_float32_matmul_precision()
     torch.set_float32_matmul_precision(wanted)
     try:
@@ -227,7 +227,7 @@ def _precision(wanted: str) -> Iterator[None]:
 
 
 def attention(calls: Calls, sizes: Sizes) -> dict[str, float]:
-    """Scaled dot product attention in bf16 (fp16 on cards without), forward and backward."""
+    """Rates of scaled dot product attention in bf16 (else fp16), forward and backward."""
     shape = sizes.attention
     dtype = FLOATS["bf16" if "bf16" in calls.card.matmul_dtypes else "fp16"]
     rows = shape.batch * shape.heads * shape.sequence
@@ -252,7 +252,7 @@ def attention(calls: Calls, sizes: Sizes) -> dict[str, float]:
 
 
 def launch(calls: Calls, sizes: Sizes) -> dict[str, float]:
-    """Microseconds from one tiny kernel to the next when many are in line."""
+    """Microseconds from one tiny kernel to the next when many are queued."""
     tiny = torch.zeros(1, device=calls.device)
 
     def many() -> None:
@@ -263,7 +263,7 @@ def launch(calls: Calls, sizes: Sizes) -> dict[str, float]:
     return {"launch": taken / sizes.launches}
 
 
-#: what planning cannot do without, and what the doctor measures besides
+#: DEVICE and LINK are required for planning; the doctor also measures MORE
 DEVICE: Mapping[str, Measure] = {"device memory": memory}
 LINK: Mapping[str, Measure] = {"copies to and from the device": link}
 MORE: Mapping[str, Measure] = {
@@ -288,7 +288,7 @@ def matmuls(calls: Calls) -> dict[str, Measure]:
 def _median_us(
     calls: Calls, kind: str, amount: float, stream: str, call: Callable[[], object], runs: int
 ) -> float:
-    """Time of one run among many in line, after two that do not count."""
+    """Median time of one run among many that are queued, after two that do not count."""
     marks = []
     for turn in range(runs + 2):
         calls.issue(kind, amount, stream, call)
@@ -296,7 +296,7 @@ def _median_us(
             marks.append(calls.mark(stream))
     taken = [calls.elapsed_us(a, b) for a, b in pairwise(marks)]
     calls.settle()
-    # what is too short for the clock still takes time
+    # a run that is too short for the clock still takes time
     return max(statistics.median(taken), 1e-3)
 
 
@@ -309,7 +309,7 @@ def _bytes(calls: Calls, nbytes: int) -> torch.Tensor:
 
 
 def _noise(calls: Calls, rows: int, columns: int, dtype: torch.dtype) -> torch.Tensor:
-    """Numbers that cost as much power as those of training: equal ones are quicker."""
+    """Random numbers, which cost as much power as those of training: equal numbers run faster."""
     total = rows * columns
     numbers = torch.randn(min(total, NOISE_NUMBERS)).to(calls.device, dtype)
     return numbers.repeat(-(-total // numbers.numel()))[:total].view(rows, columns)

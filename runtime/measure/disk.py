@@ -1,4 +1,4 @@
-"""How fast a directory takes and gives back what is spilled."""
+"""Measures how fast a directory writes and reads spilled data."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""What the host does beside matrix products: attention, AdamW, copies by one thread, files.
+"""Measures host rates other than matrix products: attention, AdamW, one-thread copies, files.
 
-Each one takes sizes, so that a test need not wait; those that stand here give steady figures.
+Each function takes sizes, so that tests can be fast; the defaults give steady figures.
 """
 
 from __future__ import annotations
@@ -35,12 +35,12 @@ class AttentionShape(NamedTuple):
 
     @property
     def forward_flop(self) -> int:
-        """Two products of scores and values, without a mask."""
+        """Two matrix products (scores and values), without a mask."""
         return 4 * self.batch * self.heads * self.sequence**2 * self.head_size
 
     @property
     def backward_flop(self) -> int:
-        """Five products, one of them the scores again."""
+        """Five matrix products, one of which recomputes the scores."""
         return self.forward_flop * 5 // 2
 
 
@@ -79,7 +79,7 @@ def adam_parameters_per_us(parameters: int = ADAM_PARAMETERS) -> float:
 
 
 def copy_bytes_per_us(nbytes: int = COPY_BYTES) -> float:
-    """Bytes that one thread copies from memory to memory."""
+    """Rate of copies from memory to memory by one thread."""
     with undisturbed():
         source, target = (torch.ones(nbytes, dtype=torch.uint8) for _ in range(2))
         pointers = target.data_ptr(), source.data_ptr()
@@ -90,7 +90,7 @@ def copy_bytes_per_us(nbytes: int = COPY_BYTES) -> float:
 
 
 class FileSpeed(NamedTuple):
-    """Bytes in a microsecond; what `measure_disk` tells is left to it."""
+    """Bytes per microsecond; `measure_disk` measures the other file rates."""
 
     read_buffered: float
     write_buffered: float
@@ -99,7 +99,7 @@ class FileSpeed(NamedTuple):
 
 
 def passes_page_cache(directory: str | os.PathLike[str]) -> bool:
-    """Whether direct I/O works there."""
+    """True if direct I/O works in the directory."""
     with SpillStore([directory], reserve_bytes=0) as store:
         return store.direct
 
@@ -107,7 +107,7 @@ def passes_page_cache(directory: str | os.PathLike[str]) -> bool:
 def measure_files(
     directory: str | os.PathLike[str], seconds: float = 1.0, nbytes: int = FILE_BYTES
 ) -> FileSpeed:
-    """Through the page cache, and both ways at once as lanes go; leaves nothing behind."""
+    """Rates through the page cache, and of reads beside writes as lanes do; leaves no files."""
     chunk = min(_CHUNK_BYTES, nbytes)
     blocks = [Arena(chunk).block(chunk) for _ in range(2)]
     for block in blocks:
@@ -125,10 +125,10 @@ def measure_files(
 
 
 def _buffered(directory: str | os.PathLike[str], block: Block, chunks: int) -> tuple[float, float]:
-    """Writing ends when the disk has it; reading finds none of it in memory."""
+    """Rates of reading and writing: writes end on the disk, and reads find nothing cached."""
     nbytes = chunks * len(block.view)
     with tempfile.TemporaryFile(dir=directory, buffering=0) as file:
-        # once for the room on the disk, once for the time
+        # once to allocate the disk space, once for the time
         for _ in range(2):
             file.seek(0)
             begun = time.perf_counter()
@@ -148,7 +148,7 @@ def _buffered(directory: str | os.PathLike[str], block: Block, chunks: int) -> t
 def _both(
     store: SpillStore, extents: list[Extent], blocks: list[Block], seconds: float
 ) -> tuple[float, float]:
-    """One thread reads one extent while another writes the other; each for the whole time."""
+    """Read one extent on a thread while another writes the other; each for the whole time."""
     begin = threading.Barrier(2)
     rates = [0.0, 0.0]
     errors: list[BaseException] = []
@@ -170,7 +170,7 @@ def _both(
         else:
             rates[which] = moved * len(view) / (taken * 1e6)
 
-    # not direct: reads may come from memory, and `passes_page_cache` says so
+    # without direct I/O, reads may come from memory; `passes_page_cache` reports that
     threads = [
         threading.Thread(target=run, args=pair) for pair in ((0, store.read), (1, store.write))
     ]

@@ -1,4 +1,4 @@
-"""How much longer an op takes with one operand on the host, used in place, than with all here."""
+"""Measures how much longer an op takes with one operand on the host, used in place."""
 
 from __future__ import annotations
 
@@ -19,16 +19,17 @@ from .timing import Watch, undisturbed
 
 log = logging.getLogger(__name__)
 
-#: the two ways are timed in turn, so that a machine that slows down slows both
+#: the two variants alternate, so that a machine that slows down slows both
 ROUNDS = 3
 
 
 @dataclass(frozen=True)
 class InPlaceCall:
-    """A call, and the same with one operand on the host.
+    """A call, and a variant of it with one operand on the host.
 
-    `target` runs in its stead; it gets the same arguments with argument `index` on the host, or,
-    if that is None, the first `count` of them and then `more`, and writes its output there.
+    The variant runs `target`, with the same arguments but argument `index` on the host. If `index`
+    is None, it runs with the first `count` arguments and then `more`, and writes its output to the
+    host.
     """
 
     call: Call
@@ -61,9 +62,9 @@ def measure_in_place(
     addressable: Callable[[int], torch.Tensor],
     seconds: float = 0.02,
 ) -> Slowdown | None:
-    """Time in place by time without, both with everything in memory; None: it does not run.
+    """The time in place over the time without, both uncached; None if the op fails by itself.
 
-    `addressable` gives flat uint8 host memory that ops can use. `seconds`: see `time_us`.
+    `addressable` returns flat uint8 host memory that ops can use. `seconds`: see `time_us`.
     """
     call = what.call
     if operands.device.type == "cpu":
@@ -72,7 +73,7 @@ def measure_in_place(
         with undisturbed(operands.device):
             args, kwargs = operands.make(call)
             nbytes = what.operand.extent * what.operand.dtype.itemsize
-            # for an output: while twice as much is in use, its memory is kept from run to run
+            # an output's memory is cached between runs while twice as much is in use
             host = addressable(nbytes if what.index is not None else 2 * nbytes)
             changed = [*args[: what.count], *what.more]
             named: dict[str, object] = {}
@@ -99,7 +100,7 @@ def measure_in_place(
                     plain.append(time_of(call.target, args, kwargs))
                     in_place.append(time_of(what.target, changed, named))
         return Slowdown(min(in_place) / min(plain), watch.disturbed)
-    except Exception as error:  # whatever an op may raise on made-up data: then it is a model's
+    except Exception as error:  # an op may raise anything on made-up data: a model estimates it
         log.debug("%s does not run by itself: %s", what.key, error)
         return None
 

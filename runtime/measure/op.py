@@ -1,9 +1,8 @@
-"""Runs one op by itself, on made-up data of the right shape: how long, and how much memory.
+"""Measures one op by itself, on made-up data of the right shape: its time and its memory.
 
-Never touches a tensor of the user's. Operands lie in one buffer that is used again for every op,
-so that what is timed is the op and its outputs and not the first touch of its inputs. They come
-from memory and not from caches, results go to blocks that were touched before and that no cache
-holds either: as in a step.
+It never touches the user's tensors. Operands share one buffer that is reused for every op, so that
+the timing covers the op and its outputs, not the first touch of its inputs. Operands are read from
+memory, not from caches, and results go to uncached blocks that were touched before: as in a step.
 """
 
 from __future__ import annotations
@@ -28,8 +27,8 @@ log = logging.getLogger(__name__)
 PAGE_BYTES = 4096
 TILE = 1 << 16
 SLOW_SECONDS = 0.3
-#: less is within what the system's counters of resident pages may be off; no usual size of a
-#: tensor, which would be counted in one run and not in the next
+#: smaller results are within the error of the system's counters of resident pages; not a usual
+#: tensor size, which would be counted in one run and not in the next
 LEAST_WORKSPACE_BYTES = 700 << 10
 
 
@@ -51,7 +50,7 @@ class TensorSpec:
 
     @property
     def extent(self) -> int:
-        """Elements of storage from the first to the last that is used."""
+        """Elements of storage from the first to the last one used."""
         if self.numel == 0:
             return 0
         return 1 + sum((n - 1) * s for n, s in zip(self.size, self.stride, strict=True))
@@ -82,7 +81,7 @@ class Call:
 
     @property
     def key(self) -> str:
-        """The same for calls that cost the same."""
+        """A string that is equal for calls of equal cost."""
         named = [f"{k}={_show(v)}" for k, v in sorted(self.kwargs.items())]
         return f"{self.target}({', '.join([*map(_show, self.args), *named])})"
 
@@ -91,7 +90,7 @@ class Call:
 class Measured:
     duration_us: float
     workspace_bytes: int
-    #: other work held the processor meanwhile: the op may be faster than this
+    #: True if other work held the processor meanwhile: the op may be faster than this
     disturbed: bool = False
 
 
@@ -169,7 +168,7 @@ _BOUNDS: Mapping[str, Callable[[Call], Bounds]] = {
 
 
 class Operands:
-    """Made-up inputs, all in one buffer; those of the last call are void at the next."""
+    """Made-up inputs, all in one buffer; each call invalidates those of the last one."""
 
     def __init__(self, device: torch.device | None = None) -> None:
         self.device = device or torch.device("cpu")
@@ -181,7 +180,7 @@ class Operands:
         return self._pool.untyped_storage()
 
     def cool(self, made: object = None) -> None:
-        """The last call's operands, and what it made, come from memory when they are used next."""
+        """Flush the last call's operands, and the tensors in `made`, from the caches."""
         if self.device.type != "cpu":
             return
         for storage in _made(made, self):
@@ -190,16 +189,16 @@ class Operands:
             cool(self._pool.data_ptr(), self._used)
 
     def give_back(self, but_bytes: int) -> None:
-        """Let go of the buffer if it is larger than that; the next call gets one as it needs."""
+        """Release the buffer if it is larger than that; the next call allocates one as needed."""
         if self._pool.numel() > but_bytes:
             self._pool = torch.empty(0, dtype=torch.uint8, device="cpu")
             self._used = 0
 
     def make(self, call: Call) -> tuple[list[object], dict[str, object]]:
-        """Arguments to call the op with. Raises what torch raises when memory is short."""
-        needed = PAGE_BYTES + sum(_room(spec) for spec in call.inputs)  # and room to align
+        """Arguments to call the op with. Raises torch's own errors when memory is short."""
+        needed = PAGE_BYTES + sum(_room(spec) for spec in call.inputs)  # plus room to align
         if needed > self._pool.numel():
-            self._pool = torch.empty(0, dtype=torch.uint8, device=self.device)  # first give back
+            self._pool = torch.empty(0, dtype=torch.uint8, device=self.device)  # free the old one
             self._pool = torch.empty(needed, dtype=torch.uint8, device=self.device)
         self._used = -self._pool.data_ptr() % PAGE_BYTES
         generator = torch.Generator(device="cpu").manual_seed(0)
@@ -227,7 +226,7 @@ def _with_tensors(
     place: tuple[int, ...],
     tensor: Callable[[TensorSpec, tuple[int, ...]], torch.Tensor],
 ) -> object:
-    # no function within `make`: one that calls itself would keep the buffer until it is collected
+    # not nested in `make`: a recursive closure would keep the buffer until garbage collection
     if isinstance(value, TensorSpec):
         return tensor(value, place)
     if isinstance(value, list | tuple):
@@ -240,7 +239,7 @@ def _room(spec: TensorSpec) -> int:
 
 
 def _fill(flat: torch.Tensor, bound: int | None, generator: torch.Generator) -> None:
-    """Fractions in (0, 1) for numbers (so logarithms and roots are sane); indices stay in bound."""
+    """Fill with fractions in (0, 1), valid for logarithms and roots; indices stay in bound."""
     dtype = flat.dtype
     if dtype.is_floating_point or dtype.is_complex:
         tile = torch.empty(TILE, device="cpu").uniform_(0.01, 1.0, generator=generator)
@@ -249,7 +248,7 @@ def _fill(flat: torch.Tensor, bound: int | None, generator: torch.Generator) -> 
     elif bound is not None and bound > 1:
         tile = torch.randint(0, bound, (TILE,), generator=generator, device="cpu")
     else:
-        flat.zero_()  # valid wherever an index or a count is meant
+        flat.zero_()  # valid as an index or as a count
         return
     tile = tile.to(dtype)
     tile = tile.to(flat.device)
@@ -262,7 +261,7 @@ def _fill(flat: torch.Tensor, bound: int | None, generator: torch.Generator) -> 
 
 
 def measure_call(call: Call, operands: Operands, seconds: float = 0.03) -> Measured | None:
-    """Time of the op, its outputs' allocation included, and its workspace.
+    """Measure the time of the op, including its outputs' allocation, and its workspace.
 
     None if the op does not run by itself. `seconds`: see `measure.time_us`.
     """
@@ -278,11 +277,11 @@ def measure_call(call: Call, operands: Operands, seconds: float = 0.03) -> Measu
 
             with memory.small_pages():
                 workspace_bytes = _workspace_bytes(run, operands)
-            heap().prepare()  # as in a step that runs by plan
+            heap().prepare()  # as in a step that runs under a plan
             with heap().laid_out(), Watch() as watch:
                 duration_us = time_cold_us(run, operands, seconds)
         return Measured(duration_us, workspace_bytes, watch.disturbed)
-    except Exception as error:  # whatever an op may raise on made-up data: it is then estimated
+    except Exception as error:  # an op may raise anything on made-up data: it is then estimated
         log.debug("%s does not run by itself: %s", call.key, error)
         return None
 
@@ -299,7 +298,7 @@ def _measure_on_cuda(call: Call, operands: Operands, seconds: float) -> Measured
                 run, operands.device, lambda made: _made_bytes(made, operands)
             )
             return Measured(cuda_time_us(run, operands.device, seconds), workspace_bytes)
-    except Exception as error:  # as above; what CUDA allocated for it has died with its frames
+    except Exception as error:  # as above; its CUDA allocations died with its frames
         log.debug("%s does not run by itself: %s", call.key, error)
         return None
 
@@ -310,12 +309,15 @@ def time_cold_us(
     seconds: float,
     more: Callable[[], object] = lambda: None,
 ) -> float:
-    """Of an op as a step has it: neither what it reads nor where it writes is in a cache. Alone it
-    would find both there, from its run before. `more` cools what else it uses."""
+    """Time of an op as in a step: neither its inputs nor its output memory is cached.
+
+    Alone in a loop, it would find both in the caches. `more` cools other memory that it uses.
+    """
     made: list[object] = []
 
     def before() -> None:
-        # the next result gets the place of the last one, which can only be cooled while it is there
+        # the next result reuses the memory of the last one, which can only be cooled while it is
+        # alive
         operands.cool(made)
         made.clear()
         more()
@@ -324,17 +326,17 @@ def time_cold_us(
 
 
 def _workspace_bytes(run: Callable[[], object], operands: Operands) -> int:
-    """Memory that a warm run takes beyond its inputs and outputs, as the system counts it.
+    """Resident memory that a warm run takes beyond its inputs and outputs.
 
-    The lesser of two runs (one, if they are slow), since other threads may allocate meanwhile; 0
-    where the system does not tell.
+    The lesser of two runs (one, if they are slow), since other threads may allocate meanwhile; 0 if
+    the system does not report it.
     """
     begun = time.perf_counter()
     made_bytes = _made_bytes(run(), operands)
     runs = 1 if time.perf_counter() - begun > SLOW_SECONDS else 2
     beyond = []
     for _ in range(runs):
-        # what lies free would serve the op, and nobody would see it
+        # the op could use free heap memory, which would hide its workspace
         memory.return_freed_memory()
         if not memory.reset_peak():
             return 0
@@ -346,7 +348,7 @@ def _workspace_bytes(run: Callable[[], object], operands: Operands) -> int:
 
 
 def _made(result: object, operands: Operands) -> Iterator[torch.UntypedStorage]:
-    """Each memory that an op has returned; what it wrote in place is none of them."""
+    """The storages that an op returned, without the operands' buffer (results in place)."""
     made = {s._cdata: s for s in (t.untyped_storage() for t in _tensors(result))}
     made.pop(operands.storage._cdata, None)
     return iter(made.values())

@@ -1,4 +1,4 @@
-"""One op on a CUDA device: its time by events in the stream, its workspace by the allocator.
+"""Measures one op on a CUDA device: its time by stream events, its workspace by the allocator.
 
 Not run on a GPU yet (docs/gpu.md).
 """
@@ -14,12 +14,12 @@ import torch
 from offcompile.runtime.base.clock import timed_event
 
 WARM_RUNS, MOST_RUNS = 2, 20
-#: the allocator's own unit: less is rounding
+#: the allocator's granularity: smaller results are rounding
 LEAST_WORKSPACE_BYTES = 512
 
 
 def cuda_time_us(run: Callable[[], object], device: torch.device, seconds: float) -> float:
-    """Median time of one run among several that were queued one behind the other."""
+    """Median time of one run among several that were queued back to back."""
     for _ in range(WARM_RUNS):
         run()
     first_us = _runs_us(run, device, 1)[0]
@@ -41,7 +41,7 @@ def _runs_us(run: Callable[[], object], device: torch.device, count: int) -> lis
 def cuda_workspace_bytes(
     run: Callable[[], object], device: torch.device, made_bytes: Callable[[object], int]
 ) -> int:
-    """What a warm run takes of the allocator at most beyond its inputs and what it returns."""
+    """Peak allocator bytes of a warm run beyond its inputs and the tensors it returns."""
     run()
     torch.cuda.synchronize(device)
     before = torch.cuda.memory_allocated(device)

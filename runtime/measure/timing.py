@@ -1,7 +1,7 @@
-"""What the machine's processor and memory do: rates, overheads, and who the machine is.
+"""Measures the processor and the memory: rates, overheads, and the identity of the machine.
 
-Measuring is an effect: it takes time and memory. It leaves the user's random numbers, gradient
-mode, dispatch modes and flags as they were.
+Measuring takes time and memory. It restores the user's random state, gradient mode, dispatch modes
+and flags.
 """
 
 from __future__ import annotations
@@ -26,18 +26,18 @@ from .cold import cool
 COPY_BYTES = 64 * 1024**2  # twice this is more than the caches of most processors hold
 FRESH_BYTES = 16 * 1024**2
 PROBE_SIDE, MATMUL_SIDE = 256, 1024
-#: a product of MATMUL_SIDE that would take longer than this is not run: the probe must do
+#: if a product of MATMUL_SIDE would take longer than this, only the probe is run
 MATMUL_SECONDS = 0.5
 MOST_RUNS = 15
-#: more waiting for a processor than this share of the time: others were at work
+#: other work disturbed a measurement if threads waited for a processor longer than this share
 DISTURBED_SHARE = 0.05
 
 
 @contextmanager
 def undisturbed(device: torch.device | None = None) -> Iterator[None]:
-    """Real tensors and plain kernels inside, whatever is being traced or differentiated outside.
+    """Use real tensors and plain kernels inside, regardless of tracing and autograd outside.
 
-    The random numbers of the CPU, and of a CUDA `device`, go on afterwards as they were.
+    The random state of the CPU, and of a CUDA `device`, is restored afterwards.
     """
     devices = [device] if device is not None and device.type == "cuda" else []
     with ExitStack() as stack:
@@ -58,9 +58,9 @@ def time_us(
 ) -> float:
     """Time of the call once it is warm: the mean of the faster half of its runs.
 
-    At least `runs` of them, and more while `seconds` are not used up; one only, if a call takes
-    longer than ten times that. The slower half tells more of what else the machine was doing.
-    `before` runs ahead of each, and is not timed.
+    At least `runs` of them, and more while `seconds` are not used up; only one if a call takes
+    longer than ten times that. The slower half says more about other work on the machine. `before`
+    runs ahead of each call and is not timed.
     """
     begun = time.perf_counter()
     call()
@@ -77,7 +77,7 @@ def time_us(
 
 @dataclass
 class Watch:
-    """`with Watch() as w: …` tells afterwards whether other work held the processor meanwhile."""
+    """`with Watch() as w: …` sets `w.disturbed` if other work held the processor meanwhile."""
 
     disturbed: bool = False
     _begun: float = 0.0
@@ -89,13 +89,13 @@ class Watch:
 
     def __exit__(self, *error: object) -> None:
         waited = (_waited_ns() - self._waited) / 1e9
-        # each thread waits by itself
+        # each thread waits on its own
         seconds = (time.perf_counter() - self._begun) * torch.get_num_threads()
         self.disturbed = waited > DISTURBED_SHARE * seconds
 
 
 def _waited_ns() -> int:
-    """Time that this process's threads were ready to run but did not; 0 if the kernel is silent."""
+    """Time that this process's threads were runnable but not running; 0 if the kernel is silent."""
     total = 0
     for task in Path("/proc/self/task").glob("*/schedstat"):
         try:
@@ -106,7 +106,7 @@ def _waited_ns() -> int:
 
 
 def machine_identity() -> dict[str, str | int | bool]:
-    """What a measurement depends on: processor, memory, torch, threads and its global flags."""
+    """Everything that a measurement depends on: processor, memory, torch, threads, its flags."""
     return {
         "cpu": cpu_model(),
         "cores": len(os.sched_getaffinity(0)),
@@ -119,7 +119,7 @@ def machine_identity() -> dict[str, str | int | bool]:
 
 
 def cpu_model() -> str:
-    """Name, family, model and stepping of the processor as the system tells them."""
+    """Name, family, model and stepping of the processor, as the system reports them."""
     wanted = ("model name", "cpu family", "model", "stepping")
     found: dict[str, str] = {}
     try:
@@ -136,7 +136,7 @@ def cpu_model() -> str:
 
 
 def memory_bytes_per_us() -> float:
-    """Bytes read plus bytes written by a streaming copy of memory that was touched before."""
+    """Bytes read plus bytes written per µs by a streaming copy of memory touched before."""
     with undisturbed():
         source = torch.ones(COPY_BYTES // 4, dtype=torch.float32, device="cpu")
         target = torch.zeros_like(source)
@@ -149,7 +149,7 @@ def memory_bytes_per_us() -> float:
 
 
 def matmul_flop_per_us(dtype: torch.dtype) -> float:
-    """Rate of a matrix product large enough to be limited by arithmetic."""
+    """Rate of a compute-bound matrix product."""
     with undisturbed():
         rate = _matmul_rate(dtype, PROBE_SIDE)
         if 2 * MATMUL_SIDE**3 / rate > MATMUL_SECONDS * 1e6:
@@ -165,15 +165,15 @@ def _matmul_rate(dtype: torch.dtype, side: int) -> float:
 
 @dataclass(frozen=True)
 class Overheads:
-    """What an op costs beyond arithmetic and traffic."""
+    """The costs of an op beyond arithmetic and memory traffic."""
 
-    #: calling a kernel that has next to nothing to do
+    #: calling a kernel with next to no work
     op_us: float
-    #: making a view
+    #: creating a view
     view_us: float
-    #: filling a large output that was just allocated, and giving it back
+    #: filling a large output that was just allocated, and freeing it
     fresh_us_per_mib: float
-    #: touching pages that had gone back to the system, and their going back
+    #: touching pages that had been returned to the system, and returning them again
     touch_us_per_mib: float = 0.0
 
 
@@ -202,12 +202,12 @@ def measure_overheads() -> Overheads:
 
 
 def _touch_us_per_mib() -> float:
-    """0 where nothing can be given back."""
+    """The cost of touching returned pages; 0 if pages cannot be returned."""
     if not hasattr(mmap, "MADV_NOHUGEPAGE"):
         return 0.0
-    # small pages: few holes between tensors are a whole huge one
+    # small pages: few holes between tensors contain a whole huge page
     pages = mmap.mmap(-1, FRESH_BYTES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    with suppress(OSError):  # a kernel that has none
+    with suppress(OSError):  # a kernel without huge pages
         pages.madvise(mmap.MADV_NOHUGEPAGE)
     tensor = torch.frombuffer(pages, dtype=torch.uint8)  # keeps them mapped
 

@@ -1,1 +1,1 @@
-"""Memory of the host and of malloc: arenas, pinning, the heap's limits, aliases of host pages."""
+"""Host memory and malloc: arenas, pinning, heap limits, device aliases of host memory."""

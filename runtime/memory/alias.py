@@ -1,8 +1,8 @@
-"""CUDA tensors that lie in host memory: kernels read and write it in place, over the bus.
+"""CUDA tensors that alias host memory: kernels read and write it in place, over the bus.
 
-Rules for whoever uses them. `record_stream` does nothing for such a storage: hold the tensor until
-the work is over. It shares no version counter with the host tensor: show autograd one of the two.
-`.to("cuda")` returns the alias itself: `clone()` moves it to the device. Kernels must not use
+Rules for users. `record_stream` does nothing for such a storage: hold the tensor until the work is
+done. It shares no version counter with the host tensor: show autograd only one of the two.
+`.to("cuda")` returns the alias itself: `clone()` copies it to the device. Kernels must not use
 atomics on it. Every read crosses the bus again.
 """
 
@@ -20,7 +20,7 @@ from offcompile.ir import OffloadError
 from . import pinning
 from .host_arena import HostArena, HostBlock
 
-#: DLPack's numbers of devices
+#: DLPack's device type codes
 DLPACK_DEVICES = {"cpu": 1, "cuda": 2}
 _CHECKED_BYTES = 4096
 
@@ -32,12 +32,12 @@ def cuda_alias(
     shape: Sequence[int],
     stride: Sequence[int] | None = None,
 ) -> torch.Tensor:
-    """A tensor on `device` over the first bytes of `source`, which it keeps alive.
+    """Returns a tensor on `device` over the first bytes of `source`, which it keeps alive.
 
     source: a block of a pinned HostArena, or a contiguous CPU tensor over (part of) one.
-    stride: in elements, none negative; None: contiguous. Fresh memory without any alias where the
-    shape has no elements. A `device` of the CPU gives a CPU tensor by the same way, for tests.
-    OffloadError where the memory cannot be aliased, saying why.
+    stride: in elements, none negative; None: contiguous. If the shape has no elements, returns
+    fresh memory instead. A CPU `device` gives a CPU tensor in the same way, for tests. Raises
+    OffloadError, with the reason, if the memory cannot be aliased.
     """
     shape, stride = tuple(shape), _contiguous(shape) if stride is None else tuple(stride)
     if len(shape) != len(stride) or any(n < 0 for n in (*shape, *stride)):
@@ -59,7 +59,8 @@ def cuda_alias(
 def alias_bytes(
     owner: torch.Tensor, address: int, nbytes: int, device: torch.device
 ) -> torch.Tensor:
-    """A flat uint8 tensor on `device` over memory that `owner` keeps alive, by what torch takes."""
+    """Returns a flat uint8 tensor on `device` over memory that `owner` keeps alive, made by the
+    first protocol that torch accepts."""
     if device.type == "cuda" and device.index is None:
         device = torch.device("cuda", torch.cuda.current_device())
     ways = [_by_interface, _by_dlpack] if device.type == "cuda" else [_by_dlpack]
@@ -70,7 +71,7 @@ def alias_bytes(
         except (RuntimeError, TypeError, ValueError, BufferError, SystemError) as error:
             said.append(str(error).partition("\n")[0])
             continue
-        # torch may find it right to copy
+        # torch may have made a copy
         if alias.data_ptr() == address and alias.device == device:
             return alias
         said.append(f"torch made a copy on {alias.device}")
@@ -81,7 +82,7 @@ def alias_bytes(
 
 
 class ArrayInterface:
-    """What `torch.as_tensor` reads memory from; the storage that it makes keeps this object."""
+    """Describes memory to `torch.as_tensor`, whose storage keeps this object alive."""
 
     def __init__(self, owner: torch.Tensor, address: int, nbytes: int) -> None:
         self._owner = owner
@@ -127,7 +128,7 @@ class _Managed(ctypes.Structure):
 
 _UNSIGNED = 1
 _NAME = b"dltensor"
-#: by address of the structure: what must live until the deleter is called with that address
+#: objects that must live until the deleter is called with the address of their structure
 _lent: dict[int, tuple[_Managed, object, torch.Tensor]] = {}
 
 
@@ -136,7 +137,7 @@ def _deleter(address: int, lent: dict[int, tuple[_Managed, object, torch.Tensor]
 
 
 _delete = ctypes.CFUNCTYPE(None, ctypes.c_void_p)(_deleter)
-# storages may die after this module has: the function that they call must not
+# storages may outlive this module, so the deleter that they call must never be freed
 ctypes.pythonapi.Py_IncRef(ctypes.py_object(_delete))
 _new_capsule = ctypes.pythonapi.PyCapsule_New
 _new_capsule.restype = ctypes.py_object
@@ -146,9 +147,9 @@ _new_capsule.argtypes = (ctypes.c_void_p, ctypes.c_char_p, ctypes.c_void_p)
 def dlpack_capsule(
     owner: torch.Tensor, address: int, nbytes: int, device: torch.device
 ) -> tuple[object, int]:
-    """A capsule of flat bytes on `device`, and its number for `return_capsule`.
+    """Returns a capsule of flat bytes on `device`, and its number for `return_capsule`.
 
-    Whoever takes the capsule keeps `owner` alive until it calls the deleter.
+    The consumer of the capsule keeps `owner` alive until it calls the deleter.
     """
     shape = (ctypes.c_int64 * 1)(nbytes)
     kind = DLPACK_DEVICES[device.type]
@@ -161,7 +162,7 @@ def dlpack_capsule(
 
 
 def return_capsule(number: int) -> None:
-    """Nobody took the capsule: forget what it kept."""
+    """Release the objects kept for a capsule that nothing consumed."""
     _lent.pop(number, None)
 
 
@@ -177,15 +178,15 @@ def _by_dlpack(
     return alias
 
 
-# -- whether it works here ---------------------------------------------------------------------
+# -- check that it works on this machine -------------------------------------------------------
 
 _checked: dict[torch.device, str | None] = {}
 
 
 def check_alias(device: torch.device) -> None:
-    """Prove, once in a process for each device, that both sides see what the other one writes.
+    """Check, once per process and device, that host and device see each other's writes.
 
-    OffloadError says what does not work.
+    Raises an OffloadError that says what does not work.
     """
     if device not in _checked:
         arena = HostArena(_CHECKED_BYTES)
@@ -205,10 +206,10 @@ def check_alias(device: torch.device) -> None:
 
 
 def prove_alias(host: torch.Tensor, alias: torch.Tensor, synchronize: Callable[[], None]) -> None:
-    """OffloadError unless `host` and `alias`, flat bytes, show what is written to the other one."""
+    """Raise OffloadError unless `host` and `alias`, flat bytes, show each other's writes."""
     pattern = torch.arange(host.numel(), dtype=torch.int64).remainder(251).to(torch.uint8)
     host.zero_()
-    # kernels here and below: a copy might be made by the driver, on either side
+    # uses kernels here and below: the driver might perform a copy from either side
     torch.bitwise_xor(pattern.to(alias.device), 0, out=alias)
     synchronize()
     if not torch.equal(host, pattern):
@@ -235,7 +236,7 @@ def _contiguous(shape: Sequence[int]) -> tuple[int, ...]:
 
 
 def _address(owner: torch.Tensor, nbytes: int, dtype: torch.dtype) -> int:
-    """Where the `nbytes` begin; OffloadError unless they are pinned, there, and aligned."""
+    """Returns the address of the bytes; OffloadError if they are too few, unpinned or unaligned."""
     if owner.device.type != "cpu" or not owner.is_contiguous():
         raise OffloadError(
             f"only contiguous CPU tensors over host memory can be aliased, not one of strides "

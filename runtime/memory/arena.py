@@ -1,7 +1,7 @@
-"""Memory for staging and reload buffers: taken from the system once, touched, and kept.
+"""Memory for staging and reload buffers: allocated from the system once, touched, and kept.
 
-First touch of fresh memory can be slower than the disk, so buffers live in one persistent mapping.
-It is private: a limit on the process's data (RLIMIT_DATA) counts it like any other allocation.
+The first touch of fresh memory can be slower than the disk, so buffers live in one persistent
+mapping. It is private: RLIMIT_DATA counts it like any other allocation.
 """
 
 from __future__ import annotations
@@ -22,37 +22,38 @@ from offcompile.runtime.disk.extents import FreeRanges
 
 
 class _Owned(np.ndarray[tuple[int], np.dtype[np.uint8]]):
-    """An array whose death gives its block back (plain arrays cannot be watched)."""
+    """An array whose finalizer frees its block (views of plain arrays would not keep it alive)."""
 
 
 @dataclass(frozen=True)
 class Block:
     """Page-aligned memory, held until this, its views and the storages of its tensors are dead."""
 
-    nbytes: int  # as asked for
+    nbytes: int  # as requested
     _array: _Owned = field(repr=False)  # whole pages
 
     @property
     def padded_nbytes(self) -> int:
-        """Bytes of the whole pages that hold it."""
+        """Size in whole pages."""
         return self._array.nbytes
 
     @property
     def view(self) -> memoryview:
-        """The whole pages, for direct I/O; what lies behind `nbytes` means nothing."""
+        """The whole pages, for direct I/O; the bytes after `nbytes` are undefined."""
         return self._array.data
 
     def tensor(self) -> torch.Tensor:
-        """A flat uint8 tensor on exactly `nbytes`; whatever shares its storage keeps the block."""
+        """Returns a flat uint8 tensor of exactly `nbytes`; tensors that share its storage keep the
+        block alive."""
         return torch.from_numpy(self._array[: self.nbytes])
 
 
 class Arena:
-    """Blocks out of one mapping by best fit; beyond it, mappings of their own. Thread safe.
+    """Allocates blocks by best fit from one mapping; others get mappings of their own. Thread-safe.
 
-    capacity_bytes: what the arena itself holds. used_bytes: what of it is handed out.
-    overflow_bytes: what is mapped besides, now. peak_bytes: most of both together.
-    In a forked child everything is there as it was, as a copy of its own.
+    capacity_bytes: size of the arena itself. used_bytes: the part of it handed out.
+    overflow_bytes: mapped outside it now. peak_bytes: maximum of used and overflow together.
+    A forked child gets its own copy of everything.
     """
 
     def __init__(self, nbytes: int) -> None:
@@ -61,8 +62,8 @@ class Arena:
         self._lock = threading.Lock()
         self._growing = threading.Lock()
         self._free = FreeRanges()
-        # filled by dying blocks, which may die inside of any line of ours (garbage collection),
-        # the lock taken: they only leave a note here, which needs no lock
+        # filled by the finalizers of blocks, which may run at any line here, even with the lock
+        # held (garbage collection): they only append, which needs no lock
         self._returned: deque[tuple[int, int]] = deque()
         self._unmapped: deque[int] = deque()
         self._capacity_bytes = 0
@@ -97,7 +98,7 @@ class Arena:
             self._peak_bytes = self._settled() + self._overflow_bytes
 
     def ensure(self, nbytes: int) -> None:
-        """Grow to a capacity of at least `nbytes`, touched; blocks stay where they are."""
+        """Grow to a capacity of at least `nbytes`, touched; blocks do not move."""
         with self._growing:
             start = self._capacity_bytes
             more = page_multiple(nbytes) - start
@@ -116,7 +117,7 @@ class Arena:
                 self._capacity_bytes += more
 
     def block(self, nbytes: int) -> Block:
-        """Memory for `nbytes`; OffloadError when even the system has none left."""
+        """Allocate `nbytes`; raises OffloadError if even the system has no memory left."""
         if nbytes < 0:
             raise OffloadError(f"a block of {nbytes} bytes is not possible: give 0 or more")
         padded = page_multiple(max(nbytes, 1))
@@ -145,7 +146,7 @@ class Arena:
         return array
 
     def _settled(self) -> int:
-        """Bytes handed out of the arena, after all that has died is given back; under the lock."""
+        """Reclaim dead blocks, then return the bytes handed out; call it with the lock held."""
         while self._returned:
             self._free.add(*self._returned.popleft())
         while self._unmapped:
@@ -169,16 +170,16 @@ def _owned(mapping: Mapping, start: int, padded: int) -> _Owned:
 
 
 def _reserve(nbytes: int) -> Mapping:
-    """Addresses for all that this machine could ever hold, so that the arena can grow in place."""
+    """Reserve addresses for all of the machine's memory, so that the arena can grow in place."""
     ample = max(nbytes, machine_memory_bytes())
     try:
         return Mapping(ample)
-    except OffloadError:  # addresses themselves are bounded (ulimit -v)
+    except OffloadError:  # address space itself is limited (ulimit -v)
         return Mapping(max(nbytes, 1))
 
 
 def _give_back(mapping: Mapping, returned: deque[tuple[int, int]], start: int, padded: int) -> None:
-    # `mapping` is here to outlive the arena for as long as a block of it lives
+    # holding `mapping` here keeps it alive as long as a block lives, even after the arena
     returned.append((start, padded))
 
 

@@ -1,17 +1,17 @@
-"""The CPU target's memory is malloc's: what is freed is kept for reuse while the budget allows.
+"""Manages malloc's memory for the CPU target: freed blocks are kept while the budget allows.
 
-A step frees and takes large blocks all the time. Giving each back to the system would cost a first
-touch for the next one (some 5% of a step); keeping all of them lets holes pile up that a program
-which moves its tensors out cannot afford. So blocks are kept, and when what the process holds
-reaches what the budget allows, the pages of free blocks are given back in one go: by torch's
-allocator where it looks at the limit itself (`tensor_memory.py`), before a tensor is touched that
-would exceed it; by a thread that looks every few milliseconds for whatever else takes memory, and
-where that allocator is not to be had. Under a limit on address space (RLIMIT_DATA, RLIMIT_AS) holes
-count even without pages: there each large block is returned at once, and pages are given back only
-of what the heap had grown to before the limit.
+A step allocates and frees large blocks all the time. Returning each to the system would cost page
+faults on the next one (some 5% of a step); keeping all of them causes fragmentation that a program
+which offloads its tensors cannot afford. So blocks are kept, and once the process's footprint
+reaches the budget, the pages of all free blocks are returned at once: by torch's allocator if it
+checks the limit itself (`tensor_memory.py`), before it hands out a tensor that would exceed the
+limit; by a thread that checks every few milliseconds for any other allocation, and if that
+allocator is not available. Under a limit on address space (RLIMIT_DATA, RLIMIT_AS) holes count even
+without pages: there each large block is returned at once, and trimming only returns pages that the
+heap had before the limit.
 
-What was given back has to be touched again, so the heap asks for huge pages: one fault then brings
-2 MiB instead of 4 KiB.
+Returned memory must be faulted in again, so the heap asks for huge pages: one fault then maps 2 MiB
+instead of 4 KiB.
 """
 
 from __future__ import annotations
@@ -32,19 +32,19 @@ _M_MXFAST, _M_TRIM_THRESHOLD, _M_TOP_PAD, _M_MMAP_THRESHOLD, _M_MMAP_MAX = 1, -1
 _USUAL_MMAP_MAX = 65536
 _MADV_HUGEPAGE = 14  # mman.h of Linux
 _HUGE_PAGE_BYTES = 2 << 20
-#: the most that glibc lets blocks of its heap be; larger ones have mappings of their own
+#: glibc's largest mmap threshold; larger blocks have mappings of their own
 KEPT_BYTES = 32 << 20
-#: as mallopt's trim threshold: never give the end of the heap back (what it takes is a C int)
+#: mallopt's trim threshold (a C int) for never returning the end of the heap
 NEVER = -1
-#: how much the heap grows by at least; untouched pages cost nothing
+#: minimum growth of the heap; untouched pages cost nothing
 GROWTH_BYTES, USUAL_GROWTH_BYTES = 64 << 20, 128 << 10
 _PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
-#: what keeps a laid out range from being the heap's end, and how many holes are tried for it
+#: size of the block that keeps a reserved range from being the heap's end, and the limit on tries
 _PLUG_BYTES, _MOST_HOLES = 256 << 10, 4096
-#: no process touches new pages faster than this
+#: upper bound on the rate at which a process touches new pages
 FASTEST_BYTES_PER_S = 4e9
 SHORTEST_LOOK_S, LONGEST_LOOK_S = 0.002, 0.1
-#: how far below the limit pages are given back where nobody looks before they are touched
+#: distance below the limit at which pages are returned if no allocator checks before the touch
 MARGIN_BYTES = 4 << 20
 
 
@@ -68,17 +68,17 @@ class _Info(ctypes.Structure):
     ]
 
 
-#: so many steps begin with measuring what the process holds beside its blocks: what compiling
-#: leaves to be collected is gone by the second
+#: number of steps that begin by measuring the process's memory outside of blocks: garbage left by
+#: compilation is gone by the second
 _MEASUREMENTS = 2
 
 
 class Guard(Protocol):
-    """An allocator that gives the pages of free blocks back before it hands out one that would take
-    the process beyond a limit."""
+    """An allocator that returns the pages of free blocks before it hands out a block that would
+    take the process beyond a limit."""
 
     def limit(self, nbytes: int | None, statm: int) -> None:
-        """None: no limit. `statm`: an open file, the /proc/self/statm of this process."""
+        """Set the limit, None for none. `statm`: descriptor of this process's /proc/self/statm."""
         ...
 
     def trims(self) -> int: ...
@@ -87,13 +87,13 @@ class Guard(Protocol):
 
 
 def address_space_is_limited() -> bool:
-    """Whether memory counts when it is mapped, and not only once it has pages."""
+    """True if a limit counts memory once it is mapped, and not only once it has pages."""
     limits = (resource.RLIMIT_DATA, resource.RLIMIT_AS)
     return any(resource.getrlimit(which)[0] != resource.RLIM_INFINITY for which in limits)
 
 
 class Heap:
-    """glibc's malloc, kept within what a budget allows; other allocators are left alone."""
+    """Keeps glibc's malloc within a budget; leaves other allocators alone."""
 
     def __init__(self) -> None:
         process = ctypes.CDLL(None)
@@ -107,18 +107,18 @@ class Heap:
             process.madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
             self._statm = os.open("/proc/self/statm", os.O_RDONLY | os.O_CLOEXEC)
         self.pid = os.getpid()
-        #: what the process holds beside its blocks, and whether that is to be measured again
+        #: the process's memory outside of blocks, and how many steps are still to measure it
         self._other_bytes, self._to_measure = 0, _MEASUREMENTS
         self._limit_bytes: int | None = None
         self._left_bytes = 0
         self._budget_bytes = 0
-        #: True once freed blocks stay with the process until somebody trims
+        #: True once freed blocks stay with the process until the heap is trimmed
         self.keeps = False
-        #: most of a step's budget that was seen to be held
+        #: largest part of a step's budget seen in use
         self.peak_bytes = 0
         self._huge_from = self._huge_until = 0
         self._laid_out_bytes = 0
-        #: of what was held then, pages in holes between blocks
+        #: bytes of that peak in holes between blocks
         self.waste_bytes = 0
         self._trims = self._trim_ns = 0
         self.guard = _guard
@@ -127,29 +127,29 @@ class Heap:
 
     @property
     def trims(self) -> int:
-        """How often free blocks were given back."""
+        """Number of times that free memory was returned to the system."""
         return self._trims + (0 if self.guard is None else self.guard.trims())
 
     @property
     def trim_ns(self) -> int:
-        """What that took."""
+        """Time spent on trims."""
         return self._trim_ns + (0 if self.guard is None else self.guard.trim_ns())
 
     @property
     def fits_again(self) -> bool:
-        """Whether a freed tensor's place fits the next one of its size."""
+        """True if the block of a freed tensor fits the next tensor of its size."""
         return self.guard is not None
 
     @property
     def gives_back(self) -> bool:
-        """Whether this malloc is one whose free blocks can go back to the system."""
+        """True if this malloc can return its free blocks to the system."""
         return self._process is not None
 
     def prepare(self) -> None:
-        """Choose how freed blocks are dealt with; call it before a step that moves tensors."""
+        """Configure the handling of freed blocks; call it before a step that offloads."""
         if self._process is None or address_space_is_limited():
             return_freed_memory()
-            if self._process is not None:  # growth ahead of need would count
+            if self._process is not None:  # a limit would count growth ahead of need
                 self._process.mallopt(_M_TOP_PAD, USUAL_GROWTH_BYTES)
                 self._process.mallopt(_M_TRIM_THRESHOLD, USUAL_GROWTH_BYTES)
                 self.trim()
@@ -166,11 +166,11 @@ class Heap:
 
     @contextmanager
     def laid_out(self) -> Iterator[None]:
-        """Inside, blocks above KEPT_BYTES come from the heap and go back to it, too, as in a step
-        whose budget was laid out beforehand; afterwards it gives back what it grew by.
+        """Allocates blocks above KEPT_BYTES from the heap, too, as in a step whose budget was
+        reserved beforehand; trims the heap afterwards if it grew.
 
-        Without blocks that fit again each one could find the last one's place too short, and the
-        heap grow beyond all bounds: then they have mappings of their own as ever.
+        Without `fits_again`, each block could find the place of the last one too short, and the
+        heap could grow without bound: such blocks then keep mappings of their own as usual.
         """
         process = self._process
         if process is None or address_space_is_limited() or not self.fits_again:
@@ -186,9 +186,9 @@ class Heap:
                 self.trim()
 
     def settle(self) -> None:
-        """Measure anew, at the next steps, what the process holds beside its blocks.
+        """Measure the process's memory outside of blocks again at the next steps.
 
-        Until then the old figure stays: the watching thread may be using it.
+        The old figure stays until then, because the watching thread may be using it.
         """
         self._to_measure = _MEASUREMENTS
 
@@ -199,10 +199,10 @@ class Heap:
         at_rest: Callable[[], None] = lambda: None,
         lays_out: bool = True,
     ) -> None:
-        """A step begins: of its budget, `planned_bytes` stand already.
+        """Begin a step, with `planned_bytes` of its budget allocated already.
 
-        at_rest: returns when no block waits any more for a lane to fill it, and to touch its pages.
-        lays_out: have addresses for the budget ready, as a step wants that will use all of it.
+        at_rest: waits until no block is still to be filled, and its pages touched, by a lane.
+        lays_out: reserve addresses for the budget, for a step that will use all of it.
         """
         if self._process is None:
             return
@@ -221,16 +221,16 @@ class Heap:
             thread = threading.Thread(target=self._watch, name="offcompile-heap", daemon=True)
             try:
                 thread.start()
-            except RuntimeError:  # no address left for a stack
+            except RuntimeError:  # no address space left for a stack
                 if not address_space_is_limited():
                     raise
-                self._limit(None)  # what is freed goes back at once
+                self._limit(None)  # freed blocks are returned at once
                 return
             self._thread = thread
         self._changed.set()
 
     def end(self) -> None:
-        """The step is over: what is held now is no matter of its budget."""
+        """End the step: its budget no longer applies."""
         self.check()
         self._limit(None)
 
@@ -240,9 +240,9 @@ class Heap:
             self.guard.limit(nbytes, self._statm)
 
     def check(self) -> float:
-        """Give free blocks back if the process is about to hold more than the budget allows.
+        """Trim the heap if the process is about to exceed the budget.
 
-        Returns how many bytes are left until then; infinity where there is no limit.
+        Returns the bytes left until the next trim; infinity if there is no limit.
         """
         limit = self._limit_bytes
         if limit is None or os.getpid() != self.pid:
@@ -252,25 +252,26 @@ class Heap:
         if of_budget > self.peak_bytes:
             self.peak_bytes = of_budget
             self.waste_bytes = self._hole_bytes(held)
-        # when little has come since the last time, there is little to take again
+        # if the footprint has grown little since the last trim, there is little to return
         margin = MARGIN_BYTES if self.guard is None else 0
         worth = max(limit - margin, self._left_bytes + MARGIN_BYTES)
         if held <= worth:
             return worth - held
         self.trim()
         self._left_bytes = left = self.resident_bytes()
-        # what trimming cannot take is none of the step's: do not try for it again
+        # memory that trimming cannot return does not belong to the step: do not try it again
         if left > limit and self._limit_bytes == limit:
             self._other_bytes += left - limit
             self._limit(left)
         return 0.0
 
     def _lay_out(self, nbytes: int) -> None:
-        """Have addresses for a step ready, in huge pages before anything is touched.
+        """Reserve addresses for a step, and request huge pages before any is touched.
 
-        What a heap grows by during a step would be touched in small pages before anybody can ask
-        for huge ones, and its end loses them with every trim. So it grows once, by a free block
-        that a small one behind it keeps from being the end. Addresses alone cost nothing.
+        Memory that the heap gains during a step would be touched in small pages before huge ones
+        can be requested, and the heap's end loses them with every trim. So the heap grows once, by
+        a free block with a small one after it, so that it is not the end. Addresses alone cost
+        nothing.
         """
         if nbytes <= self._laid_out_bytes or not _may_overcommit():
             return
@@ -281,11 +282,11 @@ class Heap:
         self._laid_out_bytes = nbytes
         process.mallopt(_M_MMAP_MAX, 0)
         blocks = [process.malloc(nbytes)]
-        # the first that does not fit into a hole lies behind it
+        # the first plug that fits into no hole lies behind the range
         while blocks[-1] is not None and len(blocks) < _MOST_HOLES:
             blocks.append(process.malloc(_PLUG_BYTES))
             if (blocks[-1] or 0) > (blocks[0] or 0):
-                blocks.pop()  # never freed
+                blocks.pop()  # the plug is never freed
                 break
         for block in blocks:
             process.free(block)
@@ -293,7 +294,7 @@ class Heap:
         self._use_huge_pages()
 
     def _use_huge_pages(self) -> None:
-        """Ask for them where the heap has grown; a system without them may refuse."""
+        """Request huge pages for new parts of the heap; a system without them may refuse."""
         assert self._process is not None
         end = (self._process.sbrk(0) or 0) // _HUGE_PAGE_BYTES * _HUGE_PAGE_BYTES
         if self._huge_from and end > self._huge_until:
@@ -318,27 +319,27 @@ class Heap:
             self._process.malloc_trim(0)
             self._trims += 1
             self._trim_ns += time.perf_counter_ns() - began_ns
-            # the end of the heap went with its huge pages
+            # the returned end of the heap lost its huge pages
             self._huge_until = min(self._huge_until, self._process.sbrk(0) or 0)
 
     def _hole_bytes(self, held_bytes: int) -> int:
-        """What is held and in no block; what a block has not touched yet hides as much of it."""
+        """Resident bytes outside of blocks; untouched pages of blocks make it an underestimate."""
         return max(held_bytes - self._other_bytes - self.live_bytes(), 0)
 
     def live_bytes(self) -> int:
-        """What malloc has handed out and not got back."""
+        """Returns the bytes that malloc has handed out and that were not freed."""
         assert self._process is not None
         info = self._process.mallinfo2()
         return int(info.uordblks + info.hblkhd)
 
     def resident_bytes(self) -> int:
-        """Pages of the process's own."""
+        """Returns the resident bytes of the process without shared pages."""
         _, resident, shared, *_ = os.pread(self._statm, 128, 0).split()
         return (int(resident) - int(shared)) * _PAGE_BYTES
 
 
 def _may_overcommit() -> bool:
-    """Whether addresses that nobody touches are free."""
+    """True if untouched addresses cost nothing."""
     try:
         with open("/proc/sys/vm/overcommit_memory") as file:
             return file.read().strip() != "2"
@@ -347,7 +348,7 @@ def _may_overcommit() -> bool:
 
 
 def _start_of_heap() -> int:
-    """The first huge page within malloc's own heap; 0 when there is none."""
+    """Returns the address of the first huge page in malloc's own heap; 0 if there is no heap."""
     with open("/proc/self/maps") as maps:
         for line in maps:
             if line.rstrip().endswith("[heap]"):
@@ -362,17 +363,17 @@ _guard: Guard | None = None
 
 
 def guard_with(guard: Guard) -> None:
-    """From now on torch's allocator looks at the limit, too."""
+    """Let torch's allocator check the limit, too, from now on."""
     global _guard
     _guard = guard
     heap().guard = guard
 
 
 def heap() -> Heap:
-    """The process's one heap."""
+    """Returns the process's only heap."""
     global _heap
     with _lock:
-        # a forked child has another process's figures, and no thread
+        # a forked child has inherited its parent's figures, but no thread
         if _heap is None or _heap.pid != os.getpid():
             _heap = Heap()
         return _heap

@@ -1,6 +1,6 @@
-"""Host memory that a GPU copies from and to at full speed: mapped, touched, registered with CUDA.
+"""Pinned host memory, which a GPU copies to and from at full speed: mapped, touched, registered.
 
-torch's own pinned allocator rounds to powers of two; here blocks have exact sizes.
+torch's own pinned allocator rounds sizes up to powers of two; these blocks have exact sizes.
 """
 
 from __future__ import annotations
@@ -26,28 +26,28 @@ from .segments import Segment
 
 __all__ = ["ALIGN_BYTES", "SEGMENT_BYTES", "HostArena", "HostBlock", "HostFull", "Registrar"]
 
-#: what blocks begin at multiples of, unless more is asked for
+#: alignment of blocks, unless more is requested
 ALIGN_BYTES = 256
-#: the least that the arena grows by, unless a limit leaves less
+#: minimum growth of the arena, unless a limit leaves less
 SEGMENT_BYTES = 256 << 20
-#: between segments, so that free ranges of two never become one
+#: gap between segments, so that their free ranges never merge
 _GAP_BYTES = PAGE_BYTES
 
 
 class HostFull(OffloadError):
-    """No room for a block: the message says what was asked, what is free, and what bounds it."""
+    """Raised if there is no room for a block; names the request, the free bytes and the bound."""
 
 
 class _Owned(np.ndarray[tuple[int], np.dtype[np.uint8]]):
-    """An array whose death gives its block back (plain arrays cannot be watched)."""
+    """An array whose finalizer frees its block (views of plain arrays would not keep it alive)."""
 
 
 @dataclass(eq=False)
 class HostBlock:
-    """Memory for `nbytes` at `address`, for as long as this or any tensor over it lives.
+    """A block of `nbytes` at `address`, held as long as this or any tensor over it lives.
 
-    pinned: whether CUDA has it registered. padded_nbytes: up to the next multiple of the alignment
-    asked for; all of it belongs to the block, what lies behind `nbytes` means nothing.
+    pinned: True if it is registered with CUDA. padded_nbytes: rounded up to the requested
+    alignment; all of it belongs to the block, and the bytes after `nbytes` are undefined.
     """
 
     nbytes: int
@@ -58,7 +58,7 @@ class HostBlock:
 
     @property
     def tensor(self) -> torch.Tensor:
-        """A flat uint8 CPU tensor on exactly `nbytes`; whatever shares its storage keeps it."""
+        """A flat uint8 CPU tensor of exactly `nbytes`; its storage keeps the memory alive."""
         return torch.from_numpy(self._held()[: self.nbytes])
 
     @property
@@ -67,7 +67,7 @@ class HostBlock:
         return self._held().data
 
     def free(self) -> None:
-        """Let the memory go: it is handed out again once no tensor or view over it is left."""
+        """Drop the memory: it is reused once no tensor or view over it is left."""
         self._array = None
 
     def _held(self) -> _Owned:
@@ -80,17 +80,17 @@ class HostBlock:
 
 
 class HostArena:
-    """Blocks of host memory by best fit, out of segments that are registered as a whole.
+    """Allocates host memory by best fit, from segments that are registered as a whole.
 
-    limit_bytes: most that blocks may take together; None: 85% of the machine's memory, or the
-    cgroup's. What the machine has left bounds it too, whenever the arena grows.
-    ready_bytes: mapped, touched and registered at once, as one segment.
-    threads: how many touch fresh memory.
+    limit_bytes: limit on the arena's size; None: 85% of the machine's memory, or the cgroup's. The
+    machine's free memory limits every growth as well.
+    ready_bytes: mapped, touched and registered up front, as one segment.
+    threads: number of threads that touch fresh memory.
 
-    pinned: no registration was refused so far. capacity_bytes: what the segments hold.
-    used_bytes, peak_bytes: what is handed out, and the most that ever was. Thread safe. Once a
-    registration was refused the arena goes on in pageable memory and says so, once in a process.
-    A forked child has neither the arena nor the memory of pinned blocks (touching it there ends
+    pinned: True if no registration was refused so far. capacity_bytes: total size of the segments.
+    used_bytes, peak_bytes: bytes handed out, and their maximum. Thread-safe. After a refused
+    registration the arena goes on in pageable memory and warns, once per process.
+    A forked child has neither the arena nor the memory of pinned blocks (touching it there kills
     the child). The memory of pinned blocks that outlive their arena is unregistered by a later
     `close` or growth of any arena, or at exit.
     """
@@ -115,7 +115,7 @@ class HostArena:
         self._growing = threading.Lock()
         self._segments: list[Segment] = []
         self._free = FreeRanges()
-        # filled by dying blocks, inside of any line of ours (garbage collection), the lock taken
+        # filled by finalizers of blocks, at any line here, even with the lock held (collector)
         self._returned: deque[tuple[int, int]] = deque()
         self._used_bytes = self._peak_bytes = self._end = 0
         self._owner = os.getpid()
@@ -151,9 +151,9 @@ class HostArena:
             self._peak_bytes = self._used_bytes
 
     def block(self, nbytes: int, align_bytes: int = ALIGN_BYTES) -> HostBlock:
-        """Memory for `nbytes` at a multiple of `align_bytes` (256, or up to 4096 for direct I/O).
+        """Allocate `nbytes` at a multiple of `align_bytes` (256, or up to 4096 for direct I/O).
 
-        HostFull when neither a free range nor the bounds leave room for it.
+        Raises HostFull if no free range fits and the bounds do not allow growth.
         """
         if nbytes < 0:
             raise OffloadError(f"a block of {nbytes} bytes is not possible: give 0 or more")
@@ -166,7 +166,7 @@ class HostArena:
         taken = self._take(padded, align)
         if taken is None:
             with self._growing:
-                # somebody else may have grown it meanwhile
+                # another thread may have grown it meanwhile
                 taken = self._take(padded, align) or self._grow(nbytes, padded)
         assert taken is not None
         segment, at = taken
@@ -178,9 +178,10 @@ class HostArena:
         return HostBlock(nbytes, segment.mapping.address + within, padded, pinned, array)
 
     def close(self) -> None:
-        """Let go of the memory, after the devices are done with it; again: of what has died since.
+        """Release the memory, once the devices are done with it; later calls release blocks that
+        have died since.
 
-        What blocks and tensors still hold stays theirs, registered, until they are dead.
+        Memory still held by blocks and tensors stays registered until they are dead.
         """
         if os.getpid() != self._owner:
             return
@@ -193,7 +194,7 @@ class HostArena:
             pinning.sweep()
 
     def _take(self, padded: int, align: int) -> tuple[Segment, int] | None:
-        """The smallest free range that holds it: (segment, offset)."""
+        """Take `padded` from the smallest free range that fits: (segment, offset), or None."""
         with self._lock:
             self._check()
             self._settle()
@@ -201,7 +202,7 @@ class HostArena:
 
     def _carve(self, padded: int, align: int) -> tuple[Segment, int] | None:
         if align == ALIGN_BYTES:
-            # of which everything is a multiple
+            # every free range is aligned to it
             at = self._free.take_best(padded)
         else:
             fitting = [
@@ -222,10 +223,10 @@ class HostArena:
     def _grow(
         self, asked_bytes: int, padded: int, ready: bool = False
     ) -> tuple[Segment, int] | None:
-        """A segment for `padded` and what comes later, of which `padded` is taken at once.
+        """Add a segment with room for `padded` and later blocks, and take `padded` from it.
 
-        ready: a segment of just `padded`, nothing taken. The caller has `_growing`; others go on
-        taking from what is there.
+        ready: add a segment of exactly `padded`, and take nothing. The caller holds `_growing`;
+        other threads can still allocate from the existing segments.
         """
         pinning.sweep()
         bound = self._bound()
@@ -263,7 +264,7 @@ class HostArena:
         return segment
 
     def _empty(self) -> list[Segment]:
-        """The segments without a block; under the lock."""
+        """Returns the segments without a block; call it with the lock held."""
         self._settle()
         whole = set(self._free.ranges())
         return [s for s in self._segments if (s.start, s.nbytes) in whole]
@@ -279,7 +280,7 @@ class HostArena:
                 self._segments.remove(segment)
 
     def _bound(self) -> Bound:
-        """What bounds growth most, now."""
+        """Returns the tightest bound on growth now."""
         limit = self._limit
         own = Bound(limit.nbytes - self.capacity_bytes, limit.source, limit.advice)
         return min([own, *host_limits.growth_bounds()], key=lambda bound: bound.nbytes)
@@ -297,7 +298,7 @@ class HostArena:
         return sum(segment.nbytes for segment in self._segments)
 
     def _settle(self) -> None:
-        """Take back what has died; under the lock."""
+        """Reclaim dead blocks; call it with the lock held."""
         while self._returned:
             at, padded = self._returned.popleft()
             self._used_bytes -= padded
@@ -341,5 +342,5 @@ def _up(nbytes: int, multiple: int) -> int:
 
 
 def _give_back(segment: Segment, returned: deque[tuple[int, int]], at: int, padded: int) -> None:
-    # `segment` is here to live, mapped and registered, for as long as a block of it does
+    # holding `segment` here keeps it mapped and registered as long as one of its blocks lives
     returned.append((at, padded))

@@ -1,4 +1,4 @@
-"""Free room within files that are in use, so that many small tensors share few files."""
+"""Allocates ranges within mapped files, so that many small tensors share few files."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from offcompile.runtime.disk.extents import FreeRanges
 
 
 class RoomFile(Protocol):
-    """A file; whoever has room in it keeps it, and appends (offset, bytes) here at the end."""
+    """A file that owners of its ranges keep alive; they append (offset, bytes) when done."""
 
     given_back: deque[tuple[int, int]]
 
@@ -20,9 +20,9 @@ File = TypeVar("File", bound=RoomFile)
 
 
 class Rooms(Generic[File]):
-    """Hands out ranges of files and forgets a file when the last range of it is gone.
+    """Hands out ranges of files, and drops a file once its last range is gone.
 
-    No lock here: the owner has one.
+    Has no lock of its own: the owner holds one.
     """
 
     def __init__(self, make: Callable[[int], File]) -> None:
@@ -30,9 +30,9 @@ class Rooms(Generic[File]):
         self._files: list[tuple[weakref.ref[File], FreeRanges]] = []
 
     def take(self, nbytes: int, file_bytes: int) -> tuple[File, int]:
-        """A file and the offset of `nbytes` in it; a new file has `file_bytes`, at least as many.
+        """Allocate `nbytes`: (file, offset). A new file has `file_bytes`, at least `nbytes`.
 
-        What is given back counts as free from the next call on.
+        Returned ranges count as free from the next call on.
         """
         self._files = [(ref, free) for ref, free in self._files if ref() is not None]
         for ref, free in self._files:

@@ -1,7 +1,7 @@
-"""What is registered with CUDA: a table that outlives arenas, since tensors may outlive them too.
+"""The table of memory registered with CUDA. It outlives arenas, since tensors may outlive them too.
 
-Memory is unmapped only after CUDA has let it go. Segments die inside of finalizers, where neither
-locks nor calls to CUDA belong: they leave their number here, and the next sweep does the work.
+Memory is unmapped only after CUDA has unregistered it. Segments die in finalizers, which must take
+no locks and make no CUDA calls: they leave their number here, and the next sweep does the work.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from offcompile.runtime.base.mapping import Mapping
 
 _PORTABLE = 1
 NO_DEVICE = 100
-#: what CUDA calls the errors that registering brings, told without a driver at hand
+#: CUDA's names for the errors of registration, available without a driver
 _SAID = {
     1: "invalid value",
     2: "out of memory",
@@ -42,17 +42,17 @@ _process.madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
 
 
 class Registrar(Protocol):
-    """Pins memory for the GPU. Both calls return CUDA's error code; 0 is success."""
+    """Pins memory for the GPU. Both methods return CUDA's error code; 0 is success."""
 
     def register(self, address: int, nbytes: int) -> int:
         """Pin [address, address + nbytes) for all devices."""
 
     def unregister(self, address: int) -> int:
-        """Let go what `register(address, …)` pinned, once no device uses it any more."""
+        """Unpin the memory of `register(address, …)`, once no device uses it any more."""
 
 
 class CudaRegistrar:
-    """The real one. Without a CUDA device registering is refused."""
+    """Registers memory with CUDA itself; refuses if there is no CUDA device."""
 
     def register(self, address: int, nbytes: int) -> int:
         if not torch.cuda.is_available():
@@ -63,15 +63,15 @@ class CudaRegistrar:
         return code
 
     def unregister(self, address: int) -> int:
-        # synchronising a device that nobody uses would put a context on it
+        # synchronising an unused device would create a context on it
         is_used = getattr(torch._C, "_cuda_hasPrimaryContext", None)
         try:
             for index in range(torch.cuda.device_count()):
                 if is_used is None or is_used(index):
                     torch.cuda.synchronize(index)
         except RuntimeError:
-            # a kernel failed earlier, and whoever waits for it is told; here it means that no
-            # work is left. The call below says whether CUDA still lets go.
+            # a kernel failed earlier, and the code that waits for it gets the error; here it only
+            # means that no work is left. The call below tells if CUDA can still unregister.
             _forget_last_error()
         code = int(_cudart().cudaHostUnregister(address))
         if code:
@@ -85,13 +85,13 @@ def _cudart() -> Any:
 
 
 def _forget_last_error() -> None:
-    # CUDA keeps the code of a failed call, and torch would blame its next kernel launch for it
+    # CUDA keeps the code of a failed call, and torch would blame it on its next kernel launch
     if hasattr(_process, "cudaGetLastError"):
         _process.cudaGetLastError()
 
 
 def said(code: int) -> str:
-    """CUDA's error in words."""
+    """Returns CUDA's error in words."""
     return f"error {code}, {_SAID[code]}" if code in _SAID else f"error {code}"
 
 
@@ -104,16 +104,16 @@ class _Registered:
 _numbers = itertools.count(1)
 _registered: dict[int, _Registered] = {}
 _dead: deque[int] = deque()
-#: memory that must never be unmapped: CUDA would not let it go, or it is the parent's
+#: memory that must never be unmapped: CUDA refused to unregister it, or it is the parent's
 _kept: list[_Registered] = []
 _warned: dict[str, object] = {}
 
 
 def register(mapping: Mapping, registrar: Registrar) -> tuple[int | None, int]:
-    """Pin a mapping as a whole: (its number, 0), or (None, what CUDA said).
+    """Pin a whole mapping; returns (its number, 0), or (None, CUDA's error code).
 
-    The mapping lives until `sweep` follows upon `let_go`. Forked children do not get it: a child
-    would otherwise receive a full copy, since the kernel copies pinned pages at the fork.
+    The mapping lives until the first `sweep` after its `let_go`. Forked children do not get it: a
+    child would otherwise receive a full copy, since the kernel copies pinned pages at the fork.
     """
     code = registrar.register(mapping.address, mapping.nbytes)
     if code:
@@ -125,15 +125,15 @@ def register(mapping: Mapping, registrar: Registrar) -> tuple[int | None, int]:
 
 
 def let_go(number: int) -> None:
-    """Nothing points into it any more. For finalizers: takes no lock, calls no CUDA."""
+    """Mark the mapping as unused. Safe in finalizers: takes no lock, makes no CUDA call."""
     _dead.append(number)
 
 
 def sweep() -> None:
-    """Unregister and unmap what has died since the last time; waits for the devices."""
+    """Unregister and unmap the mappings let go since the last sweep; waits for the devices."""
     refused: list[tuple[int, int]] = []
     while _dead:
-        # a number of the parent's is not in a child's table
+        # a child's table does not have the parent's numbers
         entry = _registered.pop(_dead.popleft(), None)
         if entry is None:
             continue
@@ -152,7 +152,7 @@ def sweep() -> None:
 
 
 def is_registered(address: int, nbytes: int) -> bool:
-    """Whether all of [address, address + nbytes) lies in one registered mapping."""
+    """True if all of [address, address + nbytes) lies in one registered mapping."""
     return any(
         entry.mapping.address <= address
         and address + nbytes <= entry.mapping.address + entry.mapping.nbytes
@@ -161,7 +161,7 @@ def is_registered(address: int, nbytes: int) -> bool:
 
 
 def warn_pageable(nbytes: int, code: int) -> None:
-    """Say, once in a process, that host memory is not pinned, why, and what to do about it."""
+    """Warn, once per process, that host memory is not pinned, with the cause and a remedy."""
     _warn_once(
         "register",
         f"Host memory cannot be pinned: CUDA refused to register {nbytes} bytes ({said(code)}). "
@@ -201,13 +201,13 @@ def _cause(nbytes: int, code: int) -> str:
 
 def _warn_once(kind: str, text: str) -> None:
     first = object()
-    # one step under the interpreter's lock: of several threads one is the first
+    # setdefault is atomic under the GIL: exactly one of several threads is the first
     if _warned.setdefault(kind, first) is first:
         warnings.warn(text, RuntimeWarning, stacklevel=2)
 
 
 def _at_exit() -> None:
-    # without unmapping: tensors may still lie there, and the system takes it all back anyway
+    # does not unmap: tensors may still lie there, and the system reclaims the memory anyway
     for number in list(_registered):
         entry = _registered.pop(number, None)
         if entry is not None:
@@ -216,7 +216,7 @@ def _at_exit() -> None:
 
 
 def _forget_parents() -> None:
-    # the addresses are not mapped here and may come to hold something else: never unmap them
+    # the addresses are not mapped in the child and may be reused for other data: never unmap them
     _kept.extend(_registered.values())
     _registered.clear()
     _dead.clear()

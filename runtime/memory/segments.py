@@ -1,4 +1,4 @@
-"""Pieces of memory that a host arena grows by: mapped, touched by several threads, registered."""
+"""The segments by which a host arena grows: mapped, touched by several threads, registered."""
 
 from __future__ import annotations
 
@@ -18,10 +18,11 @@ _LEAST_TOUCHED_BYTES = 16 << 20
 
 @dataclass(eq=False)
 class Segment:
-    """A mapping and the place of its first byte among an arena's offsets.
+    """A mapping, and the offset of its first byte in an arena.
 
-    array: its bytes; does not keep them. number: its registration; None when CUDA does not know
-    it. An arena and its blocks refer to a segment, nothing else does: it dies with the last.
+    array: a view of its bytes that does not keep them alive. number: its registration; None if it
+    is not registered. Only an arena and its blocks refer to a segment: it dies with the last of
+    them.
     """
 
     mapping: Mapping
@@ -32,9 +33,9 @@ class Segment:
 
 
 def make(nbytes: int, registrar: Registrar | None, threads: int) -> tuple[Segment, int]:
-    """A segment, touched, and what CUDA said: 0 if it is registered, or not to be.
+    """Create a touched segment; returns it with CUDA's code: 0 if registered, or not requested.
 
-    OffloadError when the system has no memory for it.
+    Raises OffloadError if the system has no memory for it.
     """
     mapping = Mapping(nbytes)
     mapping.open(0, mapping.nbytes)
@@ -54,7 +55,7 @@ def _touch(mapping: Mapping, threads: int) -> None:
         helper = threading.Thread(target=mapping.touch, args=(start, nbytes))
         try:
             helper.start()
-        except RuntimeError:  # a limit leaves no room for its stack
+        except RuntimeError:  # a limit left no room for its stack
             mine.append((start, nbytes))
         else:
             helpers.append(helper)

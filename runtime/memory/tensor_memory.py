@@ -1,12 +1,12 @@
-"""Tensors on the CPU take memory that fits the next of their size, within the heap's limit.
+"""Installs a CPU allocator in torch whose freed blocks fit the next tensor of their size.
 
-torch asks malloc for blocks on a border. Up to 2.38 glibc frees the ends of such a block by
-themselves, and a freed tensor's place is then too short for the next tensor of its size: memory
-that moves tensors in and out fills with holes, which must go back to the system and be touched
-again. And only who hands blocks out knows before they are touched that there would be too much.
-So torch is given an allocator that keeps the ends and looks at the heap's limit
-(`tensor_memory.cpp`), compiled at first use as Inductor compiles, and kept in its cache. Without a
-compiler all works as before, slower, and the limit is kept by a thread that looks now and then.
+torch requests aligned blocks from malloc. Up to 2.38, glibc frees the unaligned ends of such a
+block separately, so a freed tensor's block is too short for the next tensor of its size: a program
+that offloads fragments its heap, and the holes must be returned to the system and faulted in again.
+Also, only the allocator knows, before the pages are touched, that a block would exceed the limit.
+So torch gets an allocator that keeps the ends and checks the heap's limit (`tensor_memory.cpp`),
+compiled at first use with Inductor's compiler, and cached with it. Without a compiler everything
+works, but slower, and a thread that checks now and then enforces the limit.
 """
 
 from __future__ import annotations
@@ -30,18 +30,18 @@ from .heap import address_space_is_limited, guard_with, heap
 
 log = logging.getLogger(__name__)
 
-#: "torch" leaves memory to torch's own allocator
+#: "torch" keeps torch's own allocator
 VARIABLE, USUAL = "OFFCOMPILE_ALLOCATOR", "torch"
-#: the first version of glibc whose aligned allocations merge with their ends again (bug 30723)
+#: first glibc version whose freed aligned blocks merge with their ends again (bug 30723)
 MENDED_VERSION = (2, 39)
 _SOURCE = Path(__file__).with_name("tensor_memory.cpp")
 _COMPILERS = ("g++", "clang++", "c++")
-_NO_LIMIT = -1  # as in the source
+_NO_LIMIT = -1  # the same value as in the C++ source
 _lock = threading.Lock()
 
 
 def glibc_version() -> tuple[int, int] | None:
-    """None: another C library."""
+    """Returns (major, minor), or None for another C library."""
     try:
         name = os.confstr("CS_GNU_LIBC_VERSION")
     except (ValueError, OSError):
@@ -51,18 +51,18 @@ def glibc_version() -> tuple[int, int] | None:
 
 
 def malloc_leaves_ends() -> bool:
-    """Whether tensors' places do not fit again in blocks that this malloc aligns."""
+    """True if blocks that this malloc aligns are too short, once freed, for the same size."""
     version = glibc_version()
     return version is not None and version < MENDED_VERSION
 
 
 def will_fit() -> bool:
-    """Whether `install` has given torch the allocator, or is about to."""
+    """True if `install` has given torch the allocator, or is expected to succeed."""
     return _wanted() and (_installed() if _installed.cache_info().currsize else _compiler_found())
 
 
 def install() -> bool:
-    """From now on, new tensors take memory so. False: no, for reasons that the log names."""
+    """Install the allocator for new tensors; returns False if it cannot, and logs the reason."""
     if not _wanted():
         return False
     with _lock:
@@ -76,7 +76,7 @@ def _wanted() -> bool:
             f"{VARIABLE} is {chosen!r}: write {USUAL!r} to leave tensors' memory to torch's own "
             "allocator, or leave it unset"
         )
-    # blocks that have mappings of their own leave no holes
+    # under a limit on address space, large blocks have mappings of their own and leave no holes
     return chosen != USUAL and heap().gives_back and not address_space_is_limited()
 
 
@@ -89,7 +89,7 @@ def _compiler_found() -> bool:
 def _installed() -> bool:
     try:
         _compile_and_install()
-    except Exception as error:  # whatever a compiler, a linker or a file system may say
+    except Exception as error:  # any error of the compiler, linker or file system
         log.info(
             "tensors' memory is left to torch's own allocator; another cannot be had: %s: %s",
             type(error).__name__,
@@ -101,9 +101,9 @@ def _installed() -> bool:
 
 def _compile_and_install() -> None:
     libraries = Path(torch.__file__).with_name("lib")
-    # the linker would drop a library that is named before what needs it
+    # the linker would drop a library named before the code that needs it
     flags = (f"-L{libraries}", "-Wl,--no-as-needed", "-lc10")
-    # Inductor keeps what it compiled by source and flags: another torch is another source
+    # Inductor caches by source and flags: the comment makes the source differ per torch version
     source = f"// torch {torch.__version__}\n{_SOURCE.read_text()}"
     compiled = library(source, *flags)
     guard = _Guard(compiled)
@@ -112,7 +112,7 @@ def _compile_and_install() -> None:
 
 
 class _Guard:
-    """The allocator as the heap sees it."""
+    """The allocator's interface to the heap."""
 
     def __init__(self, library: ctypes.CDLL) -> None:
         self._library = library

@@ -1,8 +1,8 @@
-"""Ops that make a gradient on the host's memory: on the device it never stands.
+"""Ops that write a gradient directly to host memory, so that it never exists on the device.
 
-Each does what an aten op does, bit for bit, into memory that `Device.addressable` gives, and
-returns a ticket for it: `ops.host_of` makes of that the gradient, as of `start_store`'s. Importing
-this module defines them.
+Each computes the same as an aten op, bit for bit, into memory from `Device.addressable`, and
+returns a ticket for it: `ops.host_of` turns the ticket into the gradient, as it does for
+`start_store`. Importing this module defines them.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from .registry import runtime_for
 
 aten = torch.ops.aten
 
-#: after the op's own arguments: how the gradient lies in its storage, and where that comes from
+#: after the op's own arguments: the gradient's layout in its storage, its tag and its runtime
 _PLACE = "SymInt[] size, SymInt[] stride, ScalarType dtype, str tag, str runtime"
 SCHEMAS = {
     "store_mm": "(Tensor a, Tensor b, {})",
@@ -31,7 +31,7 @@ SCHEMAS = {
 
 
 def _kernel(fill: Callable[..., None], zeroed: bool = False) -> Callable[..., torch.Tensor]:
-    """The op that has `fill(host, …)` write all of the gradient, or what is not zero of it."""
+    """An op whose `fill(host, …)` writes the whole gradient or, if `zeroed`, its nonzero part."""
 
     def store(*args: Any) -> torch.Tensor:
         *own, size, stride, dtype, tag, runtime = args
@@ -72,9 +72,10 @@ def _embedding(
     padding_idx: int,
     scale_grad_by_freq: bool,
 ) -> None:
-    """Only the rows that were looked up are made on the device; the rest of `host` is zero.
+    """Compute only the looked-up rows on the device; the rest of `host` is zero.
 
-    The same op makes them, of rows counted anew: what is added to each, and in which order, stays.
+    The same aten op computes them with renumbered rows, so each row still sums the same values in
+    the same order.
     """
     rows, places = torch.unique(indices, return_inverse=True)
     padding = (rows == padding_idx).nonzero()

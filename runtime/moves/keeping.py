@@ -1,17 +1,17 @@
-"""What plans let leave, kept on the device while there is room; what comes next, there beforehand.
+"""Keeps evicted tensors on the device while there is room, and prefetches those needed next.
 
-A plan of one graph says what leaves and what is loaded if the device holds no more than the plan
-does. Between graphs there may be more room than that, now and then. An `ActivationCache` uses it:
-a tensor that is to leave stays, and is copied out only when its room is wanted for something
-that is expected sooner; what left is loaded again before a graph asks for it. So the plan is the
-worst case, and what it moves is moved only where that is needed.
+A plan of one graph says which tensors are evicted and reloaded if the device holds no more than the
+plan does. Between graphs there may be more room than that, now and then. An `ActivationCache` uses
+it: an evicted tensor stays, and is copied out only when a tensor that is expected sooner needs its
+room; evicted tensors are reloaded before a graph asks for them. So the plan is the worst case, and
+its copies are made only where they are needed.
 
-So it is with weights that live on the host: what was copied of them stays for whoever wants it
-next in the same sweep, and comes beforehand where there is room (`kept_weights`).
+Weights that live on the host are treated alike: a copy of one stays for the next reader in the same
+sweep, and is prefetched if there is room (`kept_weights`).
 
-The keeper holds at most `limit_bytes` beside what plans count. What it hands out is its own
-memory: who gets it may only read, and the graphs around it may not reuse the memory of what they
-gave (`lower`). What it knows of the future comes from a forecast (`Foresight`).
+The keeper holds at most `limit_bytes` beyond the memory that plans count. The buffers that it hands
+out remain its own: graphs may only read them, and must not reuse the buffers of tensors that they
+gave to the keeper (`lower`). It learns about the future from a forecast (`Foresight`).
 """
 
 from __future__ import annotations
@@ -29,22 +29,22 @@ from .kept_room import CacheRoom
 from .kept_weights import CachedWeights, Weight
 from .saved import Moving, Saved
 
-#: so much is noted of executions and their tensors; what was noted first is forgotten first
+#: most entries in the keeper's notes on executions and their tensors; the oldest are dropped first
 MOST_NOTES = 65536
 Key = TypeVar("Key")
 Value = TypeVar("Value")
 
 
 class ActivationCache(CacheRoom):
-    """Of one mover. Safe to call from several threads; `foresight` is called by one at a time."""
+    """The cache of one mover. Thread-safe; calls to `foresight` are serialized."""
 
     def __init__(self, mover: Moving, foresight: Foresight) -> None:
         super().__init__(mover, foresight)
         self._known: dict[Saved, Known] = {}
         self._by_block: dict[Block, Known] = {}
-        #: execution and tag → the lane that it was last loaded by
+        #: (execution, tag) → the lane that last loaded it
         self._lanes: dict[tuple[Hashable, str], str] = {}
-        #: execution → what it left to the keeper the last time
+        #: execution → the limit that it last set for the keeper
         self._limits: dict[Hashable, int] = {}
         self._execution: Hashable = None
         self._lends = self._backward = False
@@ -63,10 +63,10 @@ class ActivationCache(CacheRoom):
         weights: Iterable[torch.Tensor] | None = (),
         backward: bool = False,
     ) -> None:
-        """A graph begins, and leaves so much to the keeper. Returns when it is within that.
+        """Start a graph that leaves `limit_bytes` to the keeper. Returns when it holds no more.
 
-        lends: what the graph gives it leaves alone, and what it gets it only reads.
-        weights: those that it, and its backward, may fetch; None: it changes some.
+        lends: the graph only reads the tensors it gets, and leaves those it gave alone.
+        weights: those that the graph and its backward may fetch; None if it changes some.
         """
         with self._lock:
             self._execution, self._lends, self._backward = execution, lends, backward
@@ -80,21 +80,21 @@ class ActivationCache(CacheRoom):
         self.fetch_ahead()
 
     def leave(self) -> None:
-        """The graph is over: what may be needed next begins to come, and its room to be made."""
+        """End the graph, prefetch for the next one and start making room for it."""
         with self._lock:
             self.foresight.leave()
             self.mover.count_kept(self.foresight.counters)
             self._weights.end()
             self._execution, self._lends = None, False
-            # what comes now is to be there then
+            # tensors loaded now must still fit when the next graph runs
             following = self._limits.get(self.foresight.following(), self.limit_bytes)
             self.limit_bytes = min(self.limit_bytes, following)
-        self.mover.sweep()  # what has died needs no copy, and its room is free
+        self.mover.sweep()  # tensors that have died need no copy, and their room is free
         self.make_room_ahead()
         self.fetch_ahead()
 
     def bound(self, limit_bytes: int) -> None:
-        """Hold no more than this from now on; returns when that is so."""
+        """Hold at most `limit_bytes` from now on; returns when that is true."""
         self.limit_bytes = limit_bytes
         with self._lock:
             leaving = [k for k in self._kept.values() if k.leaving]
@@ -113,10 +113,10 @@ class ActivationCache(CacheRoom):
             for kept in [*leaving, *victims]:
                 self._await_gone(kept)
 
-    # -- what the mover asks ---------------------------------------------------------------------
+    # -- interface for the mover -----------------------------------------------------------------
 
     def keep(self, saved: Saved, x: torch.Tensor) -> bool:
-        """Whether `x`, which is to leave, stays for now. If so, `settle` comes before it may go."""
+        """True if the evicted tensor `x` stays for now; then call `settle` before dropping it."""
         nbytes = saved.slot.nbytes
         with self._lock:
             if not self._lends or x.storage_offset():
@@ -143,7 +143,7 @@ class ActivationCache(CacheRoom):
         return True
 
     def settle(self, saved: Saved) -> bool:
-        """Return when there is room for a tensor that stays; False if it does not."""
+        """Return when there is room for a tensor that stays; False if it does not stay."""
         known = self._known.get(saved)
         if known is None or known.block not in self._kept:
             return False
@@ -153,7 +153,7 @@ class ActivationCache(CacheRoom):
         return True
 
     def take(self, saved: Saved, lane: str) -> tuple[torch.Tensor, Copy | None] | None:
-        """The tensor's memory on the device, flat, and what to wait for; None: it is not there."""
+        """The tensor's flat buffer on the device and the copy to wait for; None if not there."""
         with self._lock:
             known = self._known.get(saved)
             if known is None:
@@ -161,7 +161,7 @@ class ActivationCache(CacheRoom):
             known.lane = lane
             _note(self._lanes, known.block[:2], lane)
             kept = self._kept.get(known.block)
-            # what is leaving is still whole; the plan counts it from now on
+            # a tensor being copied out is still intact; the plan counts it from now on
             self.foresight.touch(known.block, saved.slot.nbytes)
             if kept is None:
                 return None
@@ -172,7 +172,7 @@ class ActivationCache(CacheRoom):
             return flat(kept.tensor), kept.copy
 
     def fetch(self, host: torch.Tensor, tag: str, lane: str) -> tuple[torch.Tensor, Copy] | None:
-        """As `take`, for a weight on the host; what is not there begins to come if it may stay."""
+        """Like `take`, for a weight on the host; starts loading it if it is not there and fits."""
         with self._lock:
             weight = self._weights.at(host) if self._lends else None
             slot = None if weight is None else self.mover.device.slot_of(host)
@@ -196,7 +196,7 @@ class ActivationCache(CacheRoom):
             return kept.tensor, kept.copy
 
     def forget(self, saved: Saved) -> None:
-        """The tensor's ticket has died: it is never written any more."""
+        """Drop a tensor whose ticket has died; it no longer needs to be copied out."""
         with self._lock:
             known = self._known.pop(saved, None)
             if known is None:
@@ -211,10 +211,10 @@ class ActivationCache(CacheRoom):
         if self.mover.device.cancel(kept.copy):
             self.mover.copy_cancelled(saved)
 
-    # -- ahead -----------------------------------------------------------------------------------
+    # -- prefetching and early eviction ----------------------------------------------------------
 
     def fetch_ahead(self) -> None:
-        """Load what is expected next, while there is room."""
+        """Prefetch the tensors expected next, while there is room."""
         with self._lock:
             free = self._free_bytes
             for wanted in self.foresight.predictions(free):
@@ -237,9 +237,9 @@ class ActivationCache(CacheRoom):
                 free -= slot.nbytes
 
     def make_room_ahead(self) -> None:
-        """Begin copying out what is needed later than something that does not fit beside it.
+        """Start evicting tensors that are needed later than one that does not fit beside them.
 
-        What may go without a copy goes for all that the next run in want of room needs.
+        Clean tensors are dropped for everything that the next execution short of room needs.
         """
         victims: list[Cached] = []
         with self._lock:
@@ -260,20 +260,20 @@ class ActivationCache(CacheRoom):
             self._send(kept)
 
     def execution_of(self, saved: Saved) -> Hashable:
-        """The one that the tensor left in; None: not known."""
+        """The execution that evicted the tensor; None if unknown."""
         known = self._known.get(saved)
         return None if known is None else known.block[0]
 
     def bytes_of(self, execution: Hashable) -> int:
-        """What it holds of the tensors that left in an execution."""
+        """Bytes held of tensors that this execution evicted."""
         with self._lock:
             mine = (k for k in self._kept.values() if k.weight is None and k.block[0] == execution)
             return sum(k.saved.slot.nbytes for k in mine)
 
-    # -- inside ----------------------------------------------------------------------------------
+    # -- internals -------------------------------------------------------------------------------
 
     def _begin_copy(self, weight: Weight, host: torch.Tensor, slot: Slot, ahead: bool) -> Cached:
-        # the alias keeps the memory, which would go round with another content if it died
+        # the alias keeps the memory alive; otherwise it could be reused with other content
         saved = self.mover.saved_on_host(flat(host), slot, weight.tag, weight.lane)
         buffer = self.mover.device.allocate(slot, nothing)
         kept = Cached(weight.block, saved, buffer, weight=weight, version=version_of(host))
@@ -285,7 +285,7 @@ class ActivationCache(CacheRoom):
             self._weights.forget(weight)
             kept = self._kept.get(weight.block)
         if kept is not None:
-            self._give_up([kept], waits=False)  # this may be a lane
+            self._give_up([kept], waits=False)  # may run on a lane's thread, so it must not wait
         with self._lock:
             self.foresight.dead(weight.block)
 

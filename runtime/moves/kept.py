@@ -1,4 +1,4 @@
-"""What a `Keeper` notes of the tensors that it holds, and whom it asks about the future."""
+"""The keeper's records of the tensors it holds, and its interface to the forecast."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from offcompile.runtime.device.interface import Copy
 from .kept_weights import Weight
 from .saved import Saved
 
-#: execution, tag, and which of the tensors of that name that are alive; weights have their own
+#: (execution, tag, index among live tensors with that tag); weights use blocks of their own
 Block = tuple[Hashable, str, int]
 
 
 class Foresight(Protocol):
-    """What the keeper asks and tells; `offcompile.passes.correlation.Predictor` is one."""
+    """The keeper's forecast, for example `offcompile.passes.correlation.Predictor`."""
 
     @property
     def counters(self) -> Any: ...
@@ -43,52 +43,52 @@ class Foresight(Protocol):
 
 @dataclass(eq=False)
 class Cached:
-    """A tensor on the device that no plan counts."""
+    """A tensor that the keeper holds on the device, outside every plan."""
 
     block: Block
     saved: Saved
     tensor: torch.Tensor
-    #: on its way in, or out
+    #: the copy in progress, in or out
     copy: Copy | None = None
     leaving: bool = False
     #: compute may be queued behind the copy: it can no longer be cancelled
     awaited: bool = False
-    #: a copy of this one, which counted so many changes when it was made
+    #: the weight that `tensor` is a copy of, and its autograd version when the copy was made
     weight: Weight | None = None
     version: int = 0
 
     @property
     def clean(self) -> bool:
-        """Whether it may go without a copy."""
+        """True if it can be dropped without a copy out."""
         return self.weight is not None or self.saved.written
 
     @property
     def under_way(self) -> bool:
-        """Still coming, and nobody has asked for it yet."""
+        """True if it is still being loaded and nobody has asked for it yet."""
         copy = self.copy
         return copy is not None and not (self.leaving or self.awaited or copy.ended)
 
     def is_of(self, host: torch.Tensor) -> bool:
-        """Whether it holds what the weight does that lies on this memory."""
+        """True if it is a copy of the current content of the weight at `host`."""
         mine = self.saved.host
-        # the copy's own hold on the memory keeps it from going round
+        # this record keeps the memory alive, so its address cannot have been reused
         return mine is not None and version_of(host) == self.version and _same(mine, host)
 
 
 @dataclass(eq=False)
 class Known:
-    """A tensor whose ticket lives, wherever it is."""
+    """A tensor whose ticket is alive, wherever the tensor is."""
 
     block: Block
     saved: Saved
-    #: by which it comes back, once that is known
+    #: the lane that reloads it, once known
     lane: str | None = None
-    #: copies that make room for it
+    #: tensors whose copies out make room for it
     room: list[Cached] = field(default_factory=list)
 
 
 def version_of(tensor: torch.Tensor) -> int:
-    """How often autograd saw the tensor's memory change."""
+    """The number of changes to the tensor's memory that autograd has counted."""
     return tensor._version
 
 
@@ -97,11 +97,11 @@ def _same(one: torch.Tensor, other: torch.Tensor) -> bool:
 
 
 def nothing() -> None:
-    """Nobody counts the keeper's memory but the keeper."""
+    """Does nothing: buffers of the keeper are not counted against the in-flight limit."""
 
 
 def flat(tensor: torch.Tensor) -> torch.Tensor:
-    """The bytes of a dense tensor, as they lie in its storage."""
+    """The bytes of a dense tensor, in storage order."""
     storage = tensor.untyped_storage()
     nbytes = tensor.numel() * tensor.element_size()
     made = torch.empty(0, dtype=torch.uint8, device=tensor.device)

@@ -1,4 +1,4 @@
-"""The room of a `Keeper`: what it holds, how that comes, and how it goes when room is wanted."""
+"""The memory of a `Keeper`: the tensors it holds, how they are loaded, and how they are evicted."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from .saved import Moving
 
 
 class CacheRoom:
-    """Of one mover. What a method does to what is held, `foresight` hears of."""
+    """The memory of one mover's keeper. Its methods report every change to `foresight`."""
 
     def __init__(self, mover: Moving, foresight: Foresight) -> None:
         self.mover, self.foresight = mover, foresight
@@ -25,7 +25,7 @@ class CacheRoom:
 
     @property
     def held_bytes(self) -> int:
-        """What it holds now, with what is still on its way out."""
+        """Bytes held now, including tensors that are still being copied out."""
         return self._held_bytes
 
     @property
@@ -45,12 +45,12 @@ class CacheRoom:
             raise
 
     def _hand_out(self, kept: Cached) -> None:
-        """A graph gets it, and waits for it before it is over."""
+        """Give the tensor to a graph, which waits for the copy before it ends."""
         kept.awaited = True
         self.foresight.arrived(kept.block)
 
     def _give_up(self, chosen: Iterable[Cached], waits: bool = True) -> None:
-        """Drop clean ones, also on their way in; `waits`: return when nothing comes for nobody."""
+        """Drop clean tensors and cancel their loads; `waits`: wait for loads that had begun."""
         for kept in chosen:
             with self._lock:
                 if self._kept.get(kept.block) is not kept:
@@ -71,7 +71,7 @@ class CacheRoom:
         return self._mark_leaving([k for k in chosen if k is not None])
 
     def _mark_leaving(self, chosen: list[Cached]) -> list[Cached]:
-        """Those that have to be written begin to leave; clean ones are gone at once."""
+        """Start evicting the dirty ones and drop the clean ones at once."""
         for kept in chosen:
             if kept.clean:
                 self._drop(kept)
@@ -87,7 +87,7 @@ class CacheRoom:
                 kept.copy = self.mover.begin_out(kept.saved, kept.tensor, ended)
 
     def _await_gone(self, kept: Cached) -> None:
-        """Return when a tensor's copy out is complete, or compute is made to wait for it."""
+        """Return when the copy out is complete, or when compute has been made to wait for it."""
         copy = kept.copy
         if copy is None or not kept.leaving:
             return
@@ -97,7 +97,7 @@ class CacheRoom:
             dead = self._kept.get(kept.block) is not kept
             if copy.error is None:
                 self._drop_if_leaving(kept)
-        # nobody misses the copy of what has died: that may have been cancelled
+        # if the tensor died, the copy may have been cancelled, and nobody needs it
         if copy.error is not None and not dead:
             raise failure(copy.error, "out", kept.saved.tag, kept.saved.slot)
 
@@ -105,7 +105,7 @@ class CacheRoom:
         with self._lock:
             if self._kept.get(kept.block) is kept:
                 self.foresight.arrived(kept.block)
-                if copy.error is not None:  # who asks for it will load it, and hear why not
+                if copy.error is not None:  # the next `take` loads it and raises the error
                     self._drop(kept)
             else:
                 _let_go(kept)
@@ -117,7 +117,7 @@ class CacheRoom:
             elif copy.error is None:
                 self._drop_if_leaving(kept)
             else:
-                # it is still here, and nothing is lost; who wanted its room hears of it
+                # the tensor is still here, so nothing is lost; the waiting caller raises
                 kept.leaving, kept.copy = False, None
                 self.foresight.stays(kept.block)
 
@@ -134,5 +134,5 @@ class CacheRoom:
 
 
 def _let_go(kept: Cached) -> None:
-    """Now, and not when the last note of it dies: its copy has ended, or compute waits for it."""
+    """Drop the tensor before `kept` dies: its copy has ended, or compute waits for it."""
     vars(kept).pop("tensor", None)

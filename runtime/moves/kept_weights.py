@@ -1,9 +1,10 @@
-"""Which weights on the host may be copied beforehand, and how long a copy may be taken for one.
+"""Decides which host weights may be prefetched, and how long a copy of one stays valid.
 
-Anybody may change a weight between steps: optimizers, a state dict, a hand on `.data`. Autograd
-counts most of such changes, but not all. So a copy counts for one sweep at most: the forwards of
-some blocks, each with weights that no other has used in it, and the one backward pass that may
-follow. With the next sweep all copies are given up, and none is made for it before it begins.
+Optimizers, a loaded state dict or code that assigns `.data` may change a weight between steps.
+Autograd counts most of these changes, but not all. So a copy is valid for one sweep at most: the
+forwards of some blocks, each with weights that no other block of the sweep has used, and the one
+backward pass that may follow. The next sweep drops all copies, and no copy is made for it before it
+begins.
 """
 
 from __future__ import annotations
@@ -20,20 +21,20 @@ from offcompile.runtime.device.interface import Device, Slot
 
 @dataclass(eq=False)
 class Weight:
-    """A parameter, and where it lies."""
+    """A parameter and the address of its memory."""
 
     block: tuple[Hashable, str, int]
     parameter: WeakTensor
     id: int
     address: int
-    #: the last load's
+    #: tag and lane of the last load
     tag: str = ""
     lane: str = ""
-    #: backward runs that have fetched it
+    #: backward executions that have fetched it
     backwards: set[Hashable] = field(default_factory=set)
 
     def now(self) -> torch.Tensor | None:
-        """The parameter, if its memory is still where it was."""
+        """The parameter, if its memory is still at `address`."""
         found = self.parameter()
         if found is None or found.untyped_storage().data_ptr() != self.address:
             return None
@@ -41,8 +42,10 @@ class Weight:
 
 
 class CachedWeights:
-    """Those that graphs have been called with. `died` is called, by a finalizer, with one that is
-    no more; it must take no lock. One thread at a time."""
+    """The weights that graphs have been called with. Not thread-safe.
+
+    A finalizer calls `died` with each weight that is gone; `died` must take no lock.
+    """
 
     def __init__(self, device: Device, died: Callable[[Weight], None]) -> None:
         self.device, self._died = device, died
@@ -50,21 +53,21 @@ class CachedWeights:
         self._by_id: dict[int, Weight] = {}
         self._by_address: dict[int, Weight] = {}
         self._made = 0
-        #: of this sweep: what its forwards have used, and the backward pass that has begun
+        #: in this sweep: the weights its forwards have used, and the backward pass that has begun
         self._used: set[Weight] = set()
         self._backward_pass: int | None = None
-        #: the graph that runs changes weights
+        #: True while the running graph changes weights
         self._changing = False
 
     def begin(self, parameters: Iterable[torch.Tensor] | None, backward: bool) -> bool:
-        """A graph begins that fetches these; None: it changes weights. False: a new sweep begins.
+        """Start a graph that fetches these parameters; None if it changes weights.
 
-        For a backward, `parameters` need not be named again.
+        Returns False if a new sweep begins. A backward need not name its parameters again.
         """
         self._changing = parameters is None
         mine = [self._know(p) for p in parameters or () if not p.is_inference()]
         task = torch._C._current_graph_task_id()
-        # a forward inside of a backward pass makes again what that needs
+        # a forward inside a backward pass recomputes activations for it
         if backward or task != -1:
             goes_on = self._backward_pass in (None, task)
             self._backward_pass = task
@@ -77,16 +80,16 @@ class CachedWeights:
         return goes_on and not self._changing
 
     def end(self) -> None:
-        """The graph is over."""
+        """Note that the graph has ended."""
         self._changing = False
 
     def at(self, host: torch.Tensor) -> Weight | None:
-        """The weight that lies on this memory, if copies of it may be kept."""
+        """The weight at this memory, if copies of it may be kept."""
         weight = self._by_address.get(host.untyped_storage().data_ptr())
         return None if weight is None or self._changing or weight.now() is None else weight
 
     def ahead(self, weight: Weight, execution: Hashable) -> tuple[torch.Tensor, Slot] | None:
-        """The weight's memory, if it may be copied now for a run that is expected."""
+        """The weight's memory, if it may be prefetched now for an expected execution."""
         host = weight.now()
         slot = None if host is None else self.device.slot_of(host)
         if host is None or slot is None or slot.holds or not self.in_sweep(weight, execution):
@@ -94,7 +97,7 @@ class CachedWeights:
         return host, slot
 
     def in_sweep(self, weight: Weight, execution: Hashable) -> bool:
-        """Whether a run that is expected to want the weight belongs to this sweep."""
+        """True if the execution that is expected to want the weight belongs to this sweep."""
         if self._changing or not weight.lane:
             return False
         if execution in weight.backwards:

@@ -1,4 +1,4 @@
-"""How many bytes the moves hold on the device, and who has to wait because of it."""
+"""Counts the bytes that moves hold on the device, and makes callers wait at the limit."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from offcompile.runtime.base.counters import Tally
 class Ledger:
     """Bytes in flight under an optional limit; shares the mover's lock.
 
-    Only copies out drain by themselves, so only for them does `reserve` wait: what the graph
-    holds (reload buffers) may be freed by nobody but the waiting caller. A move that is larger
-    than the limit goes through once nothing is left to drain.
+    Only copies out drain by themselves, so `reserve` waits only for them: reload buffers that the
+    graph holds may be freed by nobody but the waiting caller. A move larger than the limit goes
+    through once nothing is left to drain.
     """
 
     def __init__(
@@ -37,9 +37,9 @@ class Ledger:
         return self._moving_bytes + self._staging_bytes()
 
     def reserve(self, nbytes: int, drains: bool = True) -> bool:
-        """Count `nbytes` more, after waiting for room as far as waiting can bring any.
+        """Count `nbytes` more, after waiting for copies out to drain if the limit requires it.
 
-        Returns whether it waited.
+        Returns True if it waited.
         """
         with self._lock:
             waited = self._must_wait(nbytes)
@@ -57,7 +57,7 @@ class Ledger:
         return waited
 
     def close(self) -> None:
-        """Let everybody through: nothing drains any more."""
+        """Lift the limit and wake all waiters: nothing drains any more."""
         with self._lock:
             self._limit_bytes = None
             self._drained.notify_all()
@@ -73,7 +73,7 @@ class Ledger:
         return self._limit_bytes is not None and self.held_bytes + nbytes > self._limit_bytes
 
     def release_locked(self, nbytes: int, drained: bool = False) -> None:
-        """`release` for those who hold the lock already."""
+        """Like `release`, for callers that already hold the lock."""
         self._moving_bytes -= nbytes
         if drained:
             self._draining_bytes -= nbytes

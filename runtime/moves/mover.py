@@ -1,4 +1,4 @@
-"""The four movement ops, written against the Device interface alone."""
+"""The movement ops, written against the Device interface alone."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from .watching import show
 
 @dataclass(eq=False)
 class Load:
-    """A tensor on its way back, into a buffer of its own."""
+    """A reload into a buffer of its own."""
 
     mover: Mover
     tag: str
@@ -35,9 +35,9 @@ class Load:
     saved: Saved
     number: int = 0
     awaited: bool = False
-    #: None: the data was there
+    #: None if the data was already there
     copy: Copy | None = None
-    #: the buffer is the keeper's, and so is the copy
+    #: True if the keeper owns the buffer and the copy
     kept: bool = False
 
 
@@ -47,9 +47,9 @@ _Entry = TypeVar("_Entry", Saved, Load)
 class Mover:
     """Moves tensors out of and into the memory of one device.
 
-    in_flight_bytes bounds sources of unfinished copies out, reload buffers and staging together:
-    a caller that would exceed it waits until copies out have drained, and no longer (what only
-    the caller itself can free is never waited for). Safe to call from several threads.
+    in_flight_bytes bounds sources of unfinished copies out, reload buffers and staging together: a
+    caller that would exceed it waits until copies out have drained, but never for memory that only
+    the caller itself can free. Thread-safe.
     """
 
     def __init__(self, device: Device, in_flight_bytes: int | None = None) -> None:
@@ -59,10 +59,10 @@ class Mover:
         self._lock = threading.Lock()
         self._ledger = Ledger(in_flight_bytes, self._lock, self.tally, lambda: device.staging_bytes)
         self._live_tickets = 0
-        #: uses what room there is between graphs; None: what leaves leaves
+        #: uses spare memory between graphs; None if evicted tensors always leave at once
         self.keeper: ActivationCache | None = None
         self._kept_counted = (0, 0, 0, 0)
-        # filled by finalizers, which may run between any two lines and take no lock
+        # finalizers append to it; they may run between any two lines, and take no lock
         self._deaths: deque[Callable[[], None]] = deque()
         self._is_closed = self._sweeps = False
         device.before_copies(self.sweep)
@@ -73,10 +73,10 @@ class Mover:
     def start_out(
         self, x: torch.Tensor, tag: str, tier: str, lane: str, codec: str | None = None
     ) -> torch.Tensor:
-        """Begin copying x, which is dense and covers its storage, to `tier`; returns its ticket.
+        """Start copying x, which is dense and covers its storage, to `tier`; returns its ticket.
 
-        `codec` packs it on its way; loads of the ticket unpack it. SpillFull if there is no room.
-        x must not change before `wait_out`.
+        `codec` packs it on the way; loads of the ticket unpack it. SpillFull if there is no room. x
+        must not change before `wait_out`.
         """
         began_ns = now_ns()
         self._enter()
@@ -91,9 +91,9 @@ class Mover:
         return self._start_out(x, saved, ticket, began_ns)
 
     def start_store(self, x: torch.Tensor, tag: str, lane: str) -> torch.Tensor:
-        """As `start_out`, to host memory that ops can use in place: `host_of` gives it.
+        """Like `start_out`, to host memory that ops can use in place, which `host_of` returns.
 
-        The copy is made whatever becomes of the ticket: somebody may hold that memory.
+        The copy runs even if the ticket dies, because somebody may hold that memory.
         """
         began_ns = now_ns()
         self._enter()
@@ -110,9 +110,9 @@ class Mover:
     def store_in_place(
         self, nbytes: int, tag: str, zeroed: bool = False
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Host memory, flat, that an op is about to write in place, and the ticket for it.
+        """Flat host memory that an op is about to write in place, and the ticket for it.
 
-        What the memory holds is undefined, unless `zeroed`.
+        The memory is uninitialized unless `zeroed`.
         """
         self._enter()
         (host,) = self.device.addressable([nbytes])
@@ -124,13 +124,13 @@ class Mover:
         return host, self._issue(saved, self._saved_died)
 
     def stored(self, host: torch.Tensor) -> None:
-        """The op that writes what `store_in_place` gave was given to compute."""
+        """Note that compute was given the op that writes the memory from `store_in_place`."""
         self.device.sent(host, self.device.mark())
 
     def _start_out(
         self, x: torch.Tensor, saved: Saved, ticket: torch.Tensor, began_ns: int
     ) -> torch.Tensor:
-        """The ticket's death undoes everything, also when something is raised."""
+        """Reserve memory and start the copy out. After errors, the ticket's death undoes it."""
         tag, lane = saved.tag, saved.lane
         nbytes = saved.slot.nbytes
         self._reserve(nbytes, tag)
@@ -152,7 +152,7 @@ class Mover:
         return ticket
 
     def wait_out(self, saved: Saved) -> None:
-        """Return when the copy is complete (or compute is made to wait for it): x may go."""
+        """Return when x may be freed: the copy is complete, or compute is made to wait for it."""
         began_ns = now_ns()
         self._enter()
         if self.keeper is not None and self.keeper.settle(saved):
@@ -168,10 +168,10 @@ class Mover:
     def start_fetch(
         self, host: torch.Tensor, tag: str, lane: str
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Begin loading what stands on `addressable` memory into a new buffer; see `start_load`.
+        """Start loading a tensor in `addressable` memory into a new buffer; see `start_load`.
 
-        What compute has been given to write there before comes along; what holds that memory
-        (`Device.hold`) is waited for first.
+        The load includes everything that compute was given to write there before. It first waits
+        for whoever holds that memory (`Device.hold`).
         """
         began_ns = now_ns()
         self._enter()
@@ -188,10 +188,10 @@ class Mover:
         return self._start_load(saved, tag, lane, kept, began_ns)
 
     def start_load(self, saved: Saved, tag: str, lane: str) -> tuple[torch.Tensor, torch.Tensor]:
-        """Begin loading what was saved into a new buffer: (flat uint8 buffer, load ticket).
+        """Start loading a saved tensor into a new buffer: (flat uint8 buffer, load ticket).
 
-        The buffer must not be touched before `wait_load`. Any number of loads of one ticket,
-        which must be alive.
+        The buffer must not be touched before `wait_load`. The ticket must be alive; it can be
+        loaded any number of times.
         """
         began_ns = now_ns()
         self._enter()
@@ -254,32 +254,32 @@ class Mover:
             raise failure(load.copy.error, "load", load.tag, load.saved.slot)
 
     def read_in_place(self, count: int) -> None:
-        """Note that ops have used so many operands on the host."""
+        """Count operands that ops have read on the host in place."""
         with self._lock:
             self.tally.direct_reads += count
 
-    # -- what the keeper does ----------------------------------------------------------------------
+    # -- interface for the keeper ------------------------------------------------------------------
 
     def begin_out(self, saved: Saved, x: torch.Tensor, ended: Callable[[Copy], None]) -> Copy:
-        """Begin copying out what was kept so far; `ended` is called when it is over."""
+        """Start copying out a tensor that the keeper held; calls `ended` when the copy is over."""
         return self._begin(saved, "out", saved.lane, x, ended)
 
     def begin_in(
         self, saved: Saved, buffer: torch.Tensor, lane: str, ended: Callable[[Copy], None]
     ) -> Copy:
-        """Begin loading into a buffer of the keeper's, which nobody has asked for yet."""
+        """Start loading into a buffer of the keeper, before anybody has asked for it."""
         return self._begin(saved, "load", lane, buffer, ended)
 
     def saved_on_host(self, host: torch.Tensor, slot: Slot, tag: str, lane: str) -> Saved:
-        """What stands on `addressable` memory, to be loaded."""
+        """A record of data in `addressable` memory, so that it can be loaded."""
         return Saved(self, tag, lane, slot, users=0, host=host)
 
     def died(self, tell: Callable[[], None]) -> None:
-        """Have `tell` called with the next sweep. For finalizers: takes no lock."""
+        """Have the next sweep call `tell`. For finalizers: takes no lock."""
         self._deaths.append(tell)
 
     def count_kept(self, counted: KeptCounts) -> None:
-        """What a keeper's forecast has counted since it was made."""
+        """Add to the tally what the keeper's forecast has counted since the last call."""
         now = counted.hits, counted.misses, counted.late, counted.wasted_bytes
         with self._lock:
             hits, misses, late, wasted = (
@@ -338,7 +338,7 @@ class Mover:
             tally.bytes_in += slot.crossed_bytes
             tally.raw_bytes_in += slot.nbytes
 
-    # -- waits, with whoever listens -------------------------------------------------------------
+    # -- waits, reported to the listener ---------------------------------------------------------
 
     def _stand(self, copy: Copy, tag: str, load: bool) -> None:
         heard = listener()
@@ -368,10 +368,10 @@ class Mover:
         if self._ledger.reserve(nbytes, drains) and heard is not None:
             heard.waited(tag, began, starting=True)
 
-    # -- orders and waits: what a subclass in a test takes away ----------------------------------
+    # -- orders and waits, which test subclasses override to remove -------------------------------
 
     def _after(self, mark: Point | None, out: Copy | None = None) -> Sequence[Point]:
-        """What a copy starts after: compute up to here and, for a load, the copy out."""
+        """The points that a copy starts after: compute up to here and, for a load, the copy out."""
         return [point for point in (mark, out) if point is not None]
 
     def _wait(self, copy: Copy, load: bool) -> None:
@@ -384,12 +384,12 @@ class Mover:
                 tally.prefetch_hits += waited.how is How.READY
                 tally.demand_misses += waited.how is How.PROMOTED
 
-    # -- ends and deaths -------------------------------------------------------------------------
+    # -- ended copies and dead tickets -----------------------------------------------------------
 
     def sweep(self) -> None:
-        """Give back what has died since the last time. Called at every op and before every job."""
+        """Release everything that died since the last sweep. Called at each op and before jobs."""
         if self._is_closed and self._sweeps:
-            return  # the one below, which was interrupted by a finalizer, goes on until all is done
+            return  # a finalizer interrupted the sweep below, which goes on until all is done
         self._sweeps = True
         try:
             self._sweep()
@@ -397,7 +397,7 @@ class Mover:
             self._sweeps = False
 
     def _note_death(self, died: Callable[[], None]) -> None:
-        """For finalizers. Once it is closed nobody comes to sweep, and no lock of ours is held."""
+        """Queue a death, from a finalizer. After `close`, sweep at once: no later sweep comes."""
         self._deaths.append(died)
         if self._is_closed:
             self.sweep()
@@ -409,7 +409,7 @@ class Mover:
             except IndexError:  # another thread was faster
                 return
             died()
-            del died  # what it held may die with it, and come next
+            del died  # objects that it held may die with it and be queued next
 
     def _issue(self, entry: _Entry, died: Callable[[_Entry], None]) -> torch.Tensor:
         entry.number, ticket = tickets.issue(entry, partial(self._note_death, partial(died, entry)))
@@ -447,7 +447,7 @@ class Mover:
         tickets.retire(load.number)
         with self._lock:
             self._live_tickets -= 1
-        # nobody can wait for it any more: not begun, it need not begin
+        # nobody can wait for it any more, so it need not begin
         if load.copy is None or load.kept or load.awaited:
             return
         if self.device.cancel(load.copy):
@@ -491,7 +491,7 @@ class Mover:
         return held
 
     def close(self) -> None:
-        """Stop. Waits and loads of what was not there yet fail from now on."""
+        """Stop. Waits for and loads of data that had not arrived fail from now on."""
         self._forget_gauges()
         self.device.close()
         self._ledger.close()

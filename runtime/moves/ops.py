@@ -1,9 +1,9 @@
 """The movement ops, as torch operators that graphs after AOTAutograd can hold.
 
-Their order is that of the data edges alone: `wait_out` hands the ticket on, `wait_load` the
-buffer, and `after` and `barrier` carry edges that no data needs. They are marked as having side
-effects, so none is dropped or merged with its like, and they ask to get their tensors in exactly
-the strides that were traced. Importing this module defines them; importing it again does nothing.
+Data edges alone order them: `wait_out` returns the ticket, `wait_load` the buffer, and `after` and
+`barrier` add edges that carry no data. They are marked as having side effects, so none is
+eliminated or merged with another, and they require their tensors in exactly the traced strides.
+Importing this module defines them; importing it again does nothing.
 """
 
 from __future__ import annotations

@@ -33,7 +33,7 @@ from .mover import Mover
 if TYPE_CHECKING:
     from offcompile.runtime.memory.host_arena import HostArena
 
-#: on CUDA: pinned memory of each lane between the device and a disk
+#: on CUDA: pinned staging memory of each lane between the device and a disk
 DISK_LANES, STAGING_BYTES = 2, 16 << 20
 TARGETS = ("cpu", "cuda:0, cuda:1, …")
 _TARGET = re.compile(r"cpu|cuda:\d+")
@@ -41,15 +41,16 @@ _TARGET = re.compile(r"cpu|cuda:\d+")
 
 @dataclass(frozen=True)
 class RuntimeSettings:
-    """What a runtime is made of. Models with equal settings share one.
+    """The settings of a runtime. Models with equal settings share one runtime.
 
     target: `cpu`, or one CUDA device. On the CPU both tiers are files; on CUDA the host tier is
-    pinned memory, and there is a disk tier where directories are named.
-    directories: where spill files go; none: on the CPU the system's temporary directory.
-    host_bytes, disk_bytes: most that each tier holds; None: no bound, 0: there is no such tier.
-    arena_bytes: memory made ready at the start (the arena grows where it does not suffice).
-    in_flight_bytes: bound on what moves hold of the device; None: no bound.
-    verify_spill: what is read from spill files is checked (`checksums`).
+    pinned memory, and there is a disk tier if directories are named.
+    directories: where spill files go; if empty, the CPU target uses the system's temporary
+    directory.
+    host_bytes, disk_bytes: capacity of each tier; None: no bound, 0: no such tier.
+    arena_bytes: memory allocated at the start (the arena grows if it needs more).
+    in_flight_bytes: bound on the device memory that moves hold; None: no bound.
+    verify_spill: verify checksums of reads from spill files (`checksums`).
     """
 
     target: str = "cpu"
@@ -95,10 +96,10 @@ class RuntimeSettings:
 
 
 class Runtime:
-    """Arena, spill files, lanes and mover of one set of settings; stays until closed."""
+    """Arena, spill files, lanes and mover of one set of settings; open until closed."""
 
     def __init__(self, settings: RuntimeSettings) -> None:
-        watchdog.limit_s()  # what is wrong there is said now, and not in the middle of a wait
+        watchdog.limit_s()  # raise a bad setting now, not in the middle of a wait
         self.settings = settings
         self.stores: dict[str, SpillStore] = {}
         #: pinned memory on CUDA, staging on the CPU
@@ -124,7 +125,7 @@ class Runtime:
         )
 
     def _on_cuda(self) -> None:
-        # a process that computes on the CPU has no use for these
+        # imported here because a process that computes on the CPU does not need them
         from offcompile.runtime.device.cuda.device import CudaDevice
         from offcompile.runtime.device.streams import TorchStreams
         from offcompile.runtime.memory.host_arena import HostArena
@@ -135,8 +136,8 @@ class Runtime:
         device = torch.device(settings.target)
         limit_bytes = settings.host_bytes
         if limit_bytes is not None and self.stores:
-            limit_bytes += DISK_LANES * STAGING_BYTES  # what passes through is no tensor's
-        with torch.cuda.device(device):  # registering puts a context on the current one
+            limit_bytes += DISK_LANES * STAGING_BYTES  # staging memory holds no tensors
+        with torch.cuda.device(device):  # registering creates a context on the current device
             self.arena = HostArena(limit_bytes, settings.arena_bytes)
         self.device = CudaDevice(TorchStreams(device), self.arena, self.stores, STAGING_BYTES)
 
@@ -189,7 +190,7 @@ class Runtime:
             store.close()
 
     def close(self) -> None:
-        """End the lanes and give the files back; tensors that are still out are lost."""
+        """Stop the lanes and release the files; tensors that are still copied out are lost."""
         self._forget_gauges()
         self.mover.close()
         self._close_stores()
@@ -202,7 +203,7 @@ _runtimes: dict[str, Runtime] = {}
 
 
 def runtime_for(key: str) -> Runtime:
-    """The runtime of this key (`RuntimeSettings.key`), made at the first call."""
+    """The runtime of this key (`RuntimeSettings.key`), created at the first call."""
     runtime = _runtimes.get(key)
     if runtime is None:
         settings = RuntimeSettings.from_key(key)
@@ -214,18 +215,18 @@ def runtime_for(key: str) -> Runtime:
 
 
 def lanes_moved(key: str) -> Mapping[str, Moved]:
-    """What the lanes of the runtime of this key have moved; nothing where there is none."""
+    """Totals moved by each lane of this key's runtime; empty if there is no such runtime."""
     runtime = _runtimes.get(key)
     return {} if runtime is None else runtime.device.rates.totals()
 
 
 def runtimes() -> tuple[Runtime, ...]:
-    """Those that are open."""
+    """The open runtimes."""
     return tuple(_runtimes.values())
 
 
 def close_all() -> None:
-    """Close every runtime of this process; the next use of a key makes a fresh one."""
+    """Close every runtime of this process; the next use of a key creates a new one."""
     with _lock:
         closing = tuple(_runtimes.values())
         _runtimes.clear()
@@ -234,7 +235,7 @@ def close_all() -> None:
 
 
 def _forget_parents() -> None:
-    # threads and locks of the parent mean nothing here: the child starts with none of it
+    # the parent's threads and locks mean nothing here, so the child starts without them
     global _lock
     _lock = threading.Lock()
     _runtimes.clear()

@@ -1,4 +1,4 @@
-"""A tensor that left the device, and the part of its mover that a keeper drives."""
+"""A tensor that was copied out, and the interface of the mover that a keeper uses."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class KeptCounts(Protocol):
 
 
 class Moving(Protocol):
-    """Begins copies and hears of their end; `Mover` is the one."""
+    """Starts copies and is told when they end; implemented by `Mover`."""
 
     @property
     def device(self) -> Device: ...
@@ -44,30 +44,33 @@ class Moving(Protocol):
 
 @dataclass(eq=False)
 class Saved:
-    """A tensor that left. Its slot is freed when nothing uses it: ticket, out copy, loads."""
+    """A tensor that was copied out. The last user (ticket, copy out, loads) frees its slot."""
 
     mover: Moving
     tag: str
     lane: str
     slot: Slot
-    users: int = 1  # the ticket; then the copy out, and loads
+    users: int = 1  # the ticket; later also the copy out, and loads
     number: int = 0
     ticket_alive: bool = True
-    awaited: bool = False  # compute may be queued behind the copy: it can no longer be cancelled
+    awaited: bool = False  # compute may be queued behind the copy, so it can no longer be cancelled
     copy: Copy | None = None
-    #: on host memory that ops can use in place: that memory, as a flat uint8 tensor
+    #: the host memory, as a flat uint8 tensor, if ops can use it in place
     host: torch.Tensor | None = None
-    #: size and stride in which it left
+    #: size and stride of the tensor that was copied out
     layout: tuple[Sequence[int], Sequence[int]] | None = None
 
     def stride_of(self, size: Sequence[int], traced: Sequence[int]) -> Sequence[int]:
-        """The stride in which its bytes lie: an op may have laid its result out otherwise than its
-        traced form (convolutions on channels that lie last)."""
+        """The stride in which its bytes are stored.
+
+        It differs from the traced stride if an op chose another layout (channels-last
+        convolutions).
+        """
         if self.layout is None or tuple(self.layout[0]) != tuple(size):
             return traced
         return self.layout[1]
 
     @property
     def written(self) -> bool:
-        """Whether the slot holds it, or will once the copy has ended."""
+        """True if the slot holds the data, or will once the copy has ended."""
         return self.copy is not None and self.copy.error is None

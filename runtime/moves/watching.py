@@ -1,4 +1,4 @@
-"""Being shown what leaves the device, on the thread that sends it."""
+"""Lets tests and tools look at tensors on the thread that evicts them."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from contextlib import contextmanager
 
 import torch
 
-#: takes a tensor that is about to leave, as compute left it, and the id of its move
+#: called with a tensor about to be evicted, as compute left it, and the id of its move
 Look = Callable[[torch.Tensor, str], None]
 
 _here = threading.local()
@@ -16,9 +16,9 @@ _here = threading.local()
 
 @contextmanager
 def watching(look: Look) -> Iterator[None]:
-    """Inside, `look` is shown what this thread sends out. An inner one takes an outer one's place.
+    """Inside the context, `look` is called with every tensor that this thread evicts.
 
-    It must neither change nor keep the tensor.
+    An inner context replaces an outer one. `look` must neither change nor keep the tensor.
     """
     outer = getattr(_here, "look", None)
     _here.look = look
@@ -29,7 +29,7 @@ def watching(look: Look) -> Iterator[None]:
 
 
 def show(tensor: torch.Tensor, move: str) -> None:
-    """What the mover calls before it sends something."""
+    """Call the thread's `look`, if any. The mover calls this before each eviction."""
     look: Look | None = getattr(_here, "look", None)
     if look is not None:
         look(tensor, move)

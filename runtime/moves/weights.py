@@ -1,4 +1,4 @@
-"""Parameters whose memory is the host tier's: still ordinary parameters to everyone else."""
+"""Moves parameters' memory to the host tier and back; they remain ordinary parameters."""
 
 from __future__ import annotations
 
@@ -13,10 +13,11 @@ from .registry import runtimes
 
 
 def live_on_host(device: Device, parameters: Sequence[torch.Tensor]) -> tuple[int, int]:
-    """Give parameters memory on the host tier, one behind the other in the order given.
+    """Give parameters memory on the host tier, one after another in the order given.
 
-    Those that have it stay as they are, and so do those whose memory others rest on
-    (`why_it_stays`). Each covers its storage. Returns how many moved, and how many had to stay.
+    Parameters already there stay as they are, and so do those whose memory is shared
+    (`why_it_stays`). Each parameter must cover its storage. Returns how many moved, and how many
+    had to stay.
     """
     moving, staying = [], 0
     for parameter in parameters:
@@ -30,12 +31,12 @@ def live_on_host(device: Device, parameters: Sequence[torch.Tensor]) -> tuple[in
     if not moving:
         return 0, staying
     sizes = [p.untyped_storage().nbytes() for p in moving]
-    # what is made in inference mode could not be trained later
+    # tensors created in inference mode could not be trained later
     with torch.inference_mode(False), torch.no_grad():
         for parameter, flat in zip(moving, device.addressable(sizes), strict=True):
             host = flat.view(parameter.dtype).as_strided(parameter.size(), parameter.stride())
             host.copy_(parameter.detach())
-            # what stood on the device goes with its last user
+            # the device memory is freed with its last user
             parameter.data = host
             slot = device.slot_of(parameter)
             assert slot is not None
@@ -44,10 +45,10 @@ def live_on_host(device: Device, parameters: Sequence[torch.Tensor]) -> tuple[in
 
 
 def live_on_device(parameters: Sequence[torch.Tensor]) -> int:
-    """Bring parameters that were born on the host to the device; returns how many.
+    """Move parameters that were created on the host to the device; returns how many.
 
-    Those that another plan wants on the host stay there, and so do those that share their memory,
-    which would not share it afterwards.
+    Parameters that another plan wants on the host stay there, and so do those whose memory is
+    shared, because moving them would break the sharing.
     """
     moved = 0
     with torch.inference_mode(False), torch.no_grad():
@@ -64,24 +65,24 @@ def live_on_device(parameters: Sequence[torch.Tensor]) -> int:
 
 
 def is_on_host(tensor: torch.Tensor) -> bool:
-    """Whether the tensor's memory is the host tier's, of whichever runtime."""
+    """True if the tensor's memory is on the host tier of any runtime."""
     return _slot_of(tensor) is not None
 
 
 def is_there_by_plan(tensor: torch.Tensor) -> bool:
-    """Whether a plan has the tensor on the host; what was born there may still come over."""
+    """True if a plan put the tensor on the host; otherwise it may still move to the device."""
     slot = _slot_of(tensor)
     return slot is not None and slot.planned
 
 
 def device_of(tensor: torch.Tensor) -> Device | None:
-    """The device whose host tier the tensor's memory is."""
+    """The device whose host tier holds the tensor's memory."""
     devices = (runtime.device for runtime in runtimes())
     return next((d for d in devices if d.slot_of(tensor) is not None), None)
 
 
 def claim(parameters: Iterable[torch.Tensor]) -> None:
-    """Return when nothing holds the memory of these any more (`Device.hold`)."""
+    """Return when nothing holds the memory of these parameters any more (`Device.hold`)."""
     devices = [r.device for r in runtimes() if r.device.ever_held]
     if devices:
         for parameter in parameters:

@@ -1,8 +1,8 @@
-"""Gradients to the host and weights back, for an optimizer beside a device that runs on its own.
+"""Carries gradients to the host and weights back, for an optimizer beside an asynchronous device.
 
-A weight is updated where the host keeps it: in its own memory where that is the host tier's, else
-in a pinned copy that is sent to the device after each update. A gradient crosses once. Nothing here
-blocks the host but what `bring` returns, and compute waits for weights that come back, at `finish`.
+A weight is updated where the host keeps it: in its own memory if that is on the host tier, else in
+a pinned copy that is sent to the device after each update. A gradient is copied once. Only the
+`arrive` that `bring` returns blocks the host, and compute waits for returning weights at `finish`.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ OUT, BACK = "d2h", "h2d"
 
 @dataclass(frozen=True)
 class Brought:
-    """A gradient on its way, to be kept until it was used: its memory goes with this.
+    """A gradient on its way to the host. Keep it until the gradient is used: it owns the memory.
 
-    gradient: where it will be, on the processor, once `arrive()` returns. Then what
-    `GradientTransport.place` gives for its weight may be overwritten, too.
+    gradient: a CPU tensor that holds the gradient once `arrive()` returns. After that, the tensor
+    that `GradientTransport.place` returns for its weight may be overwritten, too.
     """
 
     gradient: torch.Tensor
@@ -40,38 +40,39 @@ class Brought:
 
 @dataclass(eq=False)
 class _Copied:
-    """A weight that stays on the device: its copy on the host, and who uses the two."""
+    """A weight that stays on the device: its copy on the host, and the users of both."""
 
     home: torch.Tensor
-    #: autograd's count of the weight's changes, when the two were equal
+    #: the weight's autograd version when the two were equal
     version: int
-    #: compute may read the weight itself up to there
+    #: compute may read the weight itself up to this point
     used: Point | None = None
-    #: the copy's last way back, which reads it
+    #: the last copy back to the device, which reads `home`
     back: Copy | None = None
 
 
 class GradientTransport:
-    """Of one device. `bring` and `finish` belong to threads that give work to compute."""
+    """The carrier of one device. Call `bring` and `finish` on threads that give work to compute."""
 
     def __init__(self, mover: Mover) -> None:
         self.mover, self.device = mover, mover.device
         # parameter → _Copied
         self._copies: MutableMapping[torch.Tensor, _Copied] = tensor_keys()
         self._lock = threading.Lock()
-        #: weights on their way back: the copy, what it is of, and from where
+        #: (copy, label, slot) of each weight on its way back to the device
         self._returning: list[tuple[Copy, str, Slot]] = []
 
     def place(self, parameter: torch.Tensor) -> torch.Tensor:
-        """The parameter for the host to update, a tensor of the processor; see `updated`.
+        """The parameter as a CPU tensor for the host to update; see `updated`.
 
-        A copy is made at the first call, and anew when autograd has seen the weight change.
+        A host copy is made at the first call, and again when autograd has counted a change of the
+        weight.
         """
         copied = self._copied(parameter)
         return self.device.on_host(parameter if copied is None else copied.home)
 
     def _copied(self, parameter: torch.Tensor) -> _Copied | None:
-        """None: the parameter itself lies on the host tier."""
+        """The weight's copy on the host; None if the parameter itself is on the host tier."""
         if self.device.slot_of(parameter) is not None:
             return None
         copied, version = self._copies.get(parameter), parameter._version
@@ -84,9 +85,9 @@ class GradientTransport:
     def bring(
         self, parameter: torch.Tensor, gradient: torch.Tensor, label: str, lent: bool = False
     ) -> Brought:
-        """Begin to bring a gradient of the parameter to the host.
+        """Start copying a gradient of the parameter to the host.
 
-        lent: its memory may be written again once this returns, otherwise not before it dies.
+        lent: its memory may be overwritten once this returns; otherwise not before it dies.
         """
         copied, host = self._copied(parameter), gradient.detach()
         if self.device.slot_of(host) is None:
@@ -106,16 +107,16 @@ class GradientTransport:
         ticket = self.mover.start_store(tensor, label, OUT)
         flat = tickets.find(ticket, Saved).host
         assert flat is not None
-        # the copy holds its source until its end was seen: nobody has to wait for it
+        # the copy holds its source until its end was seen, so nobody has to wait for it
         return flat.view(tensor.dtype).as_strided(tensor.size(), tensor.stride())
 
     def _duplicate(self, tensor: torch.Tensor) -> torch.Tensor:
         return tensor.clone()
 
     def updated(self, parameter: torch.Tensor, label: str) -> None:
-        """On any thread: `place(parameter)` was written. A copy goes to the device.
+        """Note, on any thread, that `place(parameter)` was written; a copy is sent to the device.
 
-        Autograd counts that the weight has changed.
+        Also increments the weight's autograd version.
         """
         torch.autograd.graph.increment_version(parameter)
         if self.device.slot_of(parameter) is not None:
@@ -132,7 +133,7 @@ class GradientTransport:
             self._returning.append((back, label, slot))
 
     def finish(self) -> None:
-        """What compute is given from now on sees the weights that `updated` was called for."""
+        """Make work given to compute from now on see the weights passed to `updated`."""
         with self._lock:
             returning, self._returning = self._returning, []
         failed = None
@@ -143,7 +144,7 @@ class GradientTransport:
                 del returning[0]
                 if back.error is not None and failed is None:
                     failed = failure(back.error, "load", label, slot)
-        finally:  # another load's failure may come in between: the rest is still to be waited for
+        finally:  # another load's failure may be raised in between: wait for the rest later
             with self._lock:
                 self._returning[:0] = returning
         if failed is not None:
@@ -151,14 +152,14 @@ class GradientTransport:
 
 
 def _nothing(copy: Copy) -> None:
-    """Who waits for it asks the copy itself."""
+    """Does nothing: waiters check the copy itself."""
 
 
 _carriers: dict[Mover, GradientTransport] = {}
 
 
 def carrier_of(parameter: torch.Tensor) -> GradientTransport | None:
-    """The one for a parameter; None on the processor, where compute is over when it returns."""
+    """The carrier for a parameter; None on the CPU, where compute is synchronous."""
     if parameter.device.type == "cpu":
         return None
     for runtime in runtimes():
@@ -168,7 +169,7 @@ def carrier_of(parameter: torch.Tensor) -> GradientTransport | None:
 
 
 def runtime_on(device: torch.device) -> Runtime:
-    """A runtime of this device: one that there is, or one of usual settings."""
+    """A runtime of this device: an open one, or a new one with default settings."""
     if device.type != "cpu" and device.index is None:
         device = torch.device(device.type, torch.cuda.current_device())
     mine = [r for r in runtimes() if r.settings.target == str(device)]

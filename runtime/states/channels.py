@@ -1,7 +1,7 @@
-"""Channels: threads that update weights while backward still makes gradients.
+"""Channels: threads that update weights while backward still computes gradients.
 
-They take jobs in turn: while one waits for its gradient to arrive, another updates. Updates run
-one at a time, in the order of submission, so that what they compute does not depend on timing.
+They take jobs in turn: while one waits for its gradient to arrive, another updates. Updates run one
+at a time, in the order of submission, so that their results do not depend on timing.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class State(Enum):
     UPDATING = "updating"
     DONE = "done"
     FAILED = "failed"
-    #: not run, since a job before it had failed, or the process was ending
+    #: not run, because an earlier job failed or the process was ending
     SKIPPED = "skipped"
 
 
@@ -36,7 +36,7 @@ _OVER = frozenset({State.DONE, State.FAILED, State.SKIPPED})
 
 
 class Job:
-    """One update. `error` is set if it failed, in arriving or in updating."""
+    """One update. `error` is set if its arrival or its work failed."""
 
     __slots__ = ("_arrive", "_line", "_work", "error", "label", "number", "state")
 
@@ -61,7 +61,7 @@ class Job:
         return self.state in _OVER
 
     def wait(self) -> None:
-        """Block until it is over; OffloadError unless it was done. `settle` tells failures too."""
+        """Block until it is over; OffloadError unless it is done. `settle` reports failures too."""
         self.until_over()
         if self.state is not State.DONE:
             raise OffloadError(
@@ -69,7 +69,7 @@ class Job:
             ) from self.error
 
     def until_over(self) -> None:
-        """Block until it is over, however it went."""
+        """Block until it is over, with any outcome."""
         self._line.wait(lambda: self.over)
 
 
@@ -77,11 +77,11 @@ _SKIPPED = "an update before it had failed, or the process was ending"
 
 
 class UpdateWorkers:
-    """`count` threads; daemons that start with the first job and end with their owner.
+    """`count` daemon threads that start with the first job and end with their owner.
 
-    threads: torch's intra-op threads in an update. None: as many as elsewhere, which is right
-    where the device computes and the processor has nothing else to do; fewer where the cores are
-    busy. Each channel has a pool of its own, of which one at a time works.
+    threads: torch's intra-op threads in an update. None: as many as elsewhere, which is right if
+    the device computes and the processor has nothing else to do; use fewer if the cores are busy.
+    Each channel has its own pool, and only one pool works at a time.
     """
 
     def __init__(self, count: int = 2, threads: int | None = None) -> None:
@@ -89,25 +89,25 @@ class UpdateWorkers:
             raise OffloadError(f"There is no work with {count} channels of {threads} threads.")
         self._line = _Line(count, threads)
         _lines.add(self._line)
-        # `end` takes no lock: garbage is collected on any thread, between any two lines
+        # `end` takes no lock: garbage collection runs on any thread, between any two lines
         self._ended = weakref.finalize(self, self._line.end)
         self._ended.atexit = False
 
     def submit(self, arrive: Callable[[], None], work: Callable[[], None], label: str) -> Job:
-        """Queue an update. It keeps what its functions hold until it is over.
+        """Queue an update. It keeps the references of its functions until it is over.
 
-        arrive: block until the gradient is there; channels do this at the same time.
-        work: the update; one channel at a time, in the order of submission, and only if every
-        update since the last `settle` has gone well.
+        arrive: blocks until the gradient is there; channels run this concurrently.
+        work: the update; runs on one channel at a time, in the order of submission, and only if
+        every update since the last `settle` has succeeded.
         """
         if not self._ended.alive:
             raise OffloadError(f"The channels are closed: {label} cannot be updated.")
         return self._line.submit(arrive, work, label)
 
     def settle(self) -> None:
-        """Return when all jobs are over; OffloadError tells the first failure, once.
+        """Return when all jobs are over; OffloadError reports the first failure, once.
 
-        An interrupt while it waits changes nothing: call it again.
+        An interrupt during the wait changes nothing: call it again.
         """
         failed = self._line.settle()
         if failed is not None:
@@ -117,7 +117,7 @@ class UpdateWorkers:
             ) from failed.error
 
     def close(self) -> None:
-        """Finish what was submitted and end the threads; a failure nobody was told is warned of."""
+        """Finish submitted jobs and end the threads; warns of a failure that was never reported."""
         if not self._ended.alive:
             return
         failed = self._line.settle()
@@ -128,7 +128,7 @@ class UpdateWorkers:
 
 
 class _Line:
-    """What the threads share; it does not keep its Channels alive."""
+    """The state that the threads share; it does not keep its Channels alive."""
 
     def __init__(self, count: int, threads: int | None) -> None:
         self.count, self.threads = count, threads
@@ -150,7 +150,7 @@ class _Line:
     def submit(self, arrive: Callable[[], None], work: Callable[[], None], label: str) -> Job:
         with self._moved:
             if not self._workers:
-                self._start()  # nothing is queued if that fails
+                self._start()  # if that fails, nothing has been queued
             job = Job(self, arrive, work, label, self._submitted)
             self._submitted += 1
             self._queue.put(job)
@@ -165,7 +165,7 @@ class _Line:
             except OffloadError:
                 if not self._workers:
                     raise
-                break  # one channel does it all
+                break  # one channel can do all the work
             self._workers.append(worker)
 
     def wait(self, reached: Callable[[], bool]) -> None:
@@ -182,7 +182,7 @@ class _Line:
         return f"The end of {left} updates{named},"
 
     def settle(self) -> Job | None:
-        """The first job that failed since the last time, once all are over."""
+        """The first job that failed since the last call, once all are over."""
         self.wait(lambda: self._over == self._submitted)
         with self._moved:
             failed, self._failed = self._failed, None
@@ -198,7 +198,7 @@ class _Line:
                 watchdog.joined(worker, partial("The end of {}".format, worker.name))
 
     def abandon(self) -> None:
-        """What has not begun is skipped; returns when nothing runs."""
+        """Skip jobs that have not begun; returns when nothing runs."""
         self._abandoned = True
         self.end()
         self.join()
@@ -218,11 +218,11 @@ class _Line:
                 self._arrive(job)
                 self._update(job)
             except BaseException as error:
-                # whatever it was (memory, mostly): those who wait for the job are to hear of it
+                # waiters of the job must hear of any error (mostly a lack of memory)
                 if job is not None and not job.over:
                     job.error = died(threading.current_thread().name, error)
                     self._update(job)
-            # the last one must not be held until the next one comes
+            # drop the last job now, not when the next one comes
             self._at.discard(job)
             job = None
 
@@ -256,7 +256,7 @@ class _Line:
                 state = State.DONE
             except BaseException as error:
                 job.error = error.with_traceback(None)
-        # outside of the lock: it may hold the last reference to a tensor
+        # outside the lock: it may hold the last reference to a tensor
         work = None
         with self._moved:
             if not skipped and job.error is not None:
@@ -274,16 +274,16 @@ class _Line:
     def after_fork(self, in_child: bool) -> None:
         self._moved.release()
         if in_child:
-            # what was queued is the parent's to do
+            # queued jobs are left to the parent
             self._start_afresh()
 
 
 def _compute_with(threads: int, elsewhere: int) -> None:
-    """Have torch use so many threads for what the calling thread computes, and for nothing else."""
-    # torch looks for the number when a thread first asks: that must not come later
+    """Make torch use this many threads for computations of the calling thread only."""
+    # torch reads the default when a thread first asks: let that happen now, not later
     torch.get_num_threads()
     torch.set_num_threads(threads)
-    # it is also what threads yet to come start with: say to those what held before
+    # the number is also the default of new threads: let another thread restore that default
     teller = threading.Thread(target=torch.set_num_threads, args=(elsewhere,))
     teller.start()
     teller.join()
@@ -293,7 +293,7 @@ _lines: weakref.WeakSet[_Line] = weakref.WeakSet()
 
 
 def _at_exit() -> None:
-    # a thread that writes weights while the interpreter goes down would take the process with it
+    # a thread that writes weights during interpreter shutdown would crash the process
     for line in tuple(_lines):
         line.abandon()
 

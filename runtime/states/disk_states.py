@@ -21,38 +21,39 @@ from .state_blocks import BLOCK_BYTES, Block, Frames, cut, padded_bytes
 from .state_flow import Flow
 from .states import Range, StatesFacts
 
-#: of the pool one is worked on, half may be read ahead, and the others are being written
+#: one block of the pool is in use, half may be read ahead, and the others are being written
 BUFFERS = 6
-#: parameters whose states are smaller stay in memory: moving them takes longer than it saves
+#: parameters with smaller states stay in memory: moving them takes longer than it saves
 SMALL_BYTES = 64 << 10
 _ELSEWHERE = 'name a directory on another disk for optimizer states with directory="/path"'
 
 
 @dataclass(frozen=True)
 class DiskFacts(StatesFacts):
-    """Besides: what the last whole step moved, and the memory that blocks pass through."""
+    """Adds the traffic of the last whole step, and the memory that blocks pass through."""
 
     step_bytes_read: int = 0
     step_bytes_written: int = 0
-    #: what stays in memory between visits
+    #: bytes that stay in memory between visits
     resident_bytes: int = 0
-    #: all frames: now, at most so far, and as agreed
+    #: bytes of all frames: now, at the peak, and the limit
     frame_bytes: int = 0
     peak_frame_bytes: int = 0
     limit_bytes: int = 0
-    #: what the rate of writing means for the drive; None: not measured for long enough
+    #: the drive's wear at the present write rate; None: not measured for long enough
     drive: DriveLife | None = None
 
 
 class DiskStates:
-    """States in unlinked files, striped over directories. Any thread may call anything.
+    """States in unlinked files, striped over directories. Thread-safe.
 
-    host_bytes: how much of the blocks may stay in memory, besides a pool of `buffers` blocks; what
-    this step has visited leaves first, the latest before the others, since it is needed last.
-    The pool is exceeded only for reading while nothing can be written, and by visits that are
-    open at the same time. capacity_bytes: most that the files may take (None: what disks give).
-    verify: blocks that are not what was written there are an error when they are read.
-    A forked child has no part in it: every call there but `close` is an error.
+    host_bytes: bytes of blocks that may stay in memory, besides a pool of `buffers` blocks; blocks
+    that this step has visited are evicted first, the latest before the others, since they are
+    needed last. The pool is exceeded only for reads while nothing can be written, and by visits
+    that are open at the same time.
+    capacity_bytes: upper bound for the files (None: all free disk space).
+    verify: raise an error if a block differs from the written one when it is read.
+    A forked child cannot use it: every call there except `close` raises an error.
     """
 
     def __init__(
@@ -67,7 +68,7 @@ class DiskStates:
         files: Files | None = None,
         verify: bool = False,
     ) -> None:
-        watchdog.limit_s()  # what is wrong there is said now
+        watchdog.limit_s()  # raise a bad setting now
         if host_bytes < 0 or buffers < 3 or block_bytes <= 0:
             raise OffloadError(
                 f"host_bytes={host_bytes}, block_bytes={block_bytes}, buffers={buffers}: give "
@@ -91,7 +92,7 @@ class DiskStates:
         self._is_open = True
 
     def add(self, key: int, numel: int, dtypes: Sequence[torch.dtype]) -> None:
-        """States of `numel` zeros, one part per dtype. Room on disk is taken now, or refused."""
+        """Add states of `numel` zeros, one part per dtype. Allocates the disk space now."""
         self._check()
         if key in self._blocks or key in self._small:
             raise OffloadError(f"states of key {key} are here already: remove them first")
@@ -113,7 +114,7 @@ class DiskStates:
             self._blocks[key] = blocks
 
     def remove(self, key: int) -> None:
-        """Forget the states of a key that nobody visits."""
+        """Remove the states of a key that nobody is visiting."""
         self._check()
         with self._lock:
             if self._small.pop(key, None) is not None:
@@ -126,7 +127,7 @@ class DiskStates:
                 self._flow.forget(block)
 
     def expect(self, keys: Sequence[int]) -> None:
-        """The order in which visits will come, again and again: blocks are read ahead by it."""
+        """Set the order of visits, which repeats: blocks are read ahead in this order."""
         self._check()
         with self._lock:
             self._order = tuple(keys)
@@ -136,9 +137,9 @@ class DiskStates:
     def visit(self, key: int, write: bool = True) -> Iterator[Range]:
         """The states of a key, range by range, front to back; a range is valid until the next one.
 
-        With `write`, raises here what could not be written since the last visit. Nothing is lost
-        by that: it stays in memory and is tried again. An error that comes between ranges leaves
-        those before it as the caller made them.
+        With `write`, raises here any write failure since the last visit. No data is lost: the block
+        stays in memory and the write is tried again. After an error between ranges, the earlier
+        ranges keep the caller's changes.
         """
         self._check()
         small = self._small.get(key)
@@ -162,12 +163,12 @@ class DiskStates:
                     self._flow.unpin(block, write)
 
     def settle(self) -> None:
-        """Return when all that leaves memory is written; raises what failed. May be tried again."""
+        """Return when all evicted blocks are written; raises write failures. May be tried again."""
         self._check()
         self._flow.settle()
 
     def step_over(self) -> None:
-        """A step ended: what it visited is from now on what will be needed first."""
+        """End a step: the blocks that it visited are now the ones needed first."""
         self._check()
         with self._lock:
             self._flow.step_over()
@@ -196,18 +197,18 @@ class DiskStates:
             )
 
     def close(self) -> None:
-        """Give files and memory back and end the threads; open visits fail at their next range."""
+        """Release files and memory and end the threads; open visits fail at their next range."""
         self._is_open = False
         if os.getpid() != self._owner:
             self._flow.drop()
         elif not self._flow.close():
-            return  # files go with the last reference
+            return  # the files are closed with the last reference
         self._store.close()
         self._small.clear()
         self._blocks.clear()
 
     def _upcoming(self) -> Iterator[Block]:
-        """Blocks of the visits to come, from the last one on, once around."""
+        """Blocks of upcoming visits, from the last visited block on, once around."""
         at = -1
         if self._last_visit is not None:
             key, number = self._last_visit

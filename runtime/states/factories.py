@@ -1,6 +1,6 @@
-"""torch's functions that make tensors of given sizes, and how each of them fills what it makes.
+"""torch's factory functions, and how each fills the tensor that it creates.
 
-With the same state of the generator a filled tensor holds what the function itself would give.
+With the same generator state, a filled tensor holds the values that the function itself would give.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-#: fill(made, args, kwargs): what the function would have put there, told by its own arguments
+#: fill(made, args, kwargs): fills `made` as the function would, given the function's arguments
 Fill = Callable[[torch.Tensor, tuple[Any, ...], dict[str, Any]], object]
 
 
@@ -30,7 +30,7 @@ def _full(made: torch.Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
     return made.fill_(kwargs["fill_value"] if "fill_value" in kwargs else args[-1])
 
 
-# what torch does for these itself, on memory of its own
+# the same calls that torch makes on memory of its own
 def _uniform(made: torch.Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> object:
     return made.uniform_(0, 1, generator=kwargs.get("generator"))
 
@@ -39,7 +39,7 @@ def _normal(made: torch.Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -
     return made.normal_(0, 1, generator=kwargs.get("generator"))
 
 
-#: on the default device unless told
+#: on the default device unless `device` is given
 FACTORIES: dict[Any, Fill] = {
     torch.empty: _nothing,
     torch.zeros: _zeros,
@@ -48,7 +48,7 @@ FACTORIES: dict[Any, Fill] = {
     torch.rand: _uniform,
     torch.randn: _normal,
 }
-#: on the device of their first argument unless told
+#: on the device of their first argument unless `device` is given
 ALIKE: dict[Any, Fill] = {
     torch.empty_like: _nothing,
     torch.zeros_like: _zeros,

@@ -1,8 +1,8 @@
-"""Tensors that are born on the host tier, and parameters taken there when a module gets them.
+"""Creates tensors directly on the host tier, and moves parameters there when a module gets them.
 
-Large tensors out of torch's factories (`torch.empty`, `torch.zeros`, …) are made on host memory,
-so that what initialises them writes there; every parameter, and every large buffer, that a module
-is given from elsewhere moves there. Random numbers come out as they do in ordinary memory.
+Large tensors from torch's factories (`torch.empty`, `torch.zeros`, …) are allocated in host memory,
+so that initializers write there; every parameter, and every large buffer, that a module gets from
+elsewhere is moved there. Random numbers are the same as in ordinary memory.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from .factories import ALIKE, FACTORIES
 #: smaller tensors stay ordinary unless they become parameters
 LARGE_BYTES = 256 << 10
 
-#: of a tensor on the host these make another there: `deepcopy` and `Module.to` go by them
+#: given a tensor on the host, these create another one there: `deepcopy` and `Module.to` use them
 _COPIES = {
     torch.clone,
     torch.Tensor.clone,
@@ -43,7 +43,7 @@ _SET_DATA: Any = torch.Tensor.data.__set__  # type: ignore[attr-defined]
 
 
 class _Here(threading.local):
-    """Of this thread: the contexts it is inside of, and whether one of them is at work."""
+    """State of a thread: the contexts that it has entered, and whether one of them is working."""
 
     def __init__(self) -> None:
         self.births: list[Birth] = []
@@ -54,9 +54,10 @@ _here = _Here()
 
 
 class Birth(TorchFunctionMode):
-    """While entered, what this thread makes on `home` is made on memory of `device`'s host tier.
+    """While entered, allocates this thread's new tensors on `home` in `device`'s host tier.
 
-    Enter each object once. Other threads notice nothing. tell: gets the bytes made so far.
+    Enter each object once. Other threads are not affected.
+    tell: called with the bytes allocated so far.
     """
 
     def __init__(
@@ -65,8 +66,8 @@ class Birth(TorchFunctionMode):
         super().__init__()
         self._device, self._home = device, home
         self._tell, self._nbytes = tell, 0
-        #: (address, offset, bytes) of ordinary memory → its storage, while it lives, and what
-        #: took its place
+        #: (address, offset, bytes) of ordinary memory → a weak reference to its storage, and the
+        #: memory that replaced it
         self._moved: dict[
             tuple[int, int, int], tuple[weakref.ref[torch.UntypedStorage], torch.Tensor]
         ] = {}
@@ -110,9 +111,9 @@ class Birth(TorchFunctionMode):
         return result
 
     def take(self, tensor: torch.Tensor) -> None:
-        """Give a tensor that a module holds its memory on the host, if it is not there.
+        """Move a tensor that a module holds to the host, unless it is there already.
 
-        Two on the same bytes of the same storage stay together; others part from what they share.
+        Tensors on the same bytes of the same storage stay shared; any other sharing is lost.
         """
         if not _plain(tensor) or tensor.device != self._home or not tensor.numel():
             return
@@ -123,7 +124,8 @@ class Birth(TorchFunctionMode):
         place = storage.data_ptr(), tensor.data_ptr() - storage.data_ptr(), nbytes
         known = self._moved.get(place)
         with torch.no_grad():
-            shape = torch.empty_like(tensor, device="meta")  # dense, as it lies if it can
+            # dense, with the tensor's layout if possible
+            shape = torch.empty_like(tensor, device="meta")
             if known is not None and known[0]() is storage:
                 tensor.data = _laid_out(known[1], shape)
                 return
@@ -139,7 +141,7 @@ class Birth(TorchFunctionMode):
         asked, least_bytes = kwargs.get("device"), LARGE_BYTES
         if func in ALIKE:
             default, fill = args[0].device if args else None, ALIKE[func]
-            if args and args[0].is_meta:  # `Module.to_empty`: what was a parameter there
+            if args and args[0].is_meta:  # `Module.to_empty`, which replaces parameters
                 least_bytes = 1
         else:
             default, fill = torch.get_default_device(), FACTORIES[func]
@@ -148,7 +150,7 @@ class Birth(TorchFunctionMode):
             return None
         if self._away(default if asked is None else asked):
             return None
-        # the same call without memory tells size, strides and type
+        # the same call on the meta device gives size, strides and dtype
         told = {k: v for k, v in kwargs.items() if k not in ("generator", "requires_grad")}
         made = self._made(_shape(func, args, {**told, "device": "meta"}), least_bytes)
         if made is None:
@@ -175,13 +177,13 @@ class Birth(TorchFunctionMode):
             return None
         told = {k: self._as_meta(v) for k, v in kwargs.items()}
         result = _shape(func, (shape, *rest), told)
-        if result is shape:  # nothing to do: it gives the source itself
+        if result is shape:  # nothing to do: torch returns the source itself
             return None
         made = self._made(result, 1)
         return None if made is None else made.copy_(source.detach())
 
     def _made(self, shape: torch.Tensor | None, least_bytes: int) -> torch.Tensor | None:
-        """Memory on the host for what the meta tensor tells; None if that is not for us."""
+        """Host memory with the meta tensor's layout; None if the tensor does not qualify."""
         if shape is None or not _plain(shape) or not shape.is_meta:
             return None
         if _nbytes(shape) < least_bytes:
@@ -199,7 +201,7 @@ class Birth(TorchFunctionMode):
     def _away(self, device: Any) -> bool:
         try:
             asked = torch.device(device)
-        except (TypeError, RuntimeError):  # torch says what is wrong with it
+        except (TypeError, RuntimeError):  # torch itself reports the invalid device
             return True
         if asked.type != self._home.type or asked.type == "cpu":
             return asked.type != self._home.type
@@ -212,7 +214,7 @@ class Birth(TorchFunctionMode):
 
 
 def _shape(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor | None:
-    """What a call on the device meta tells; None where it fails, then or on any other device."""
+    """The result of a call on the meta device; None if the call fails, there or everywhere."""
     try:
         return func(*args, **kwargs)  # type: ignore[no-any-return]
     except (RuntimeError, TypeError, ValueError):
@@ -220,7 +222,7 @@ def _shape(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Te
 
 
 def _plain(tensor: torch.Tensor) -> bool:
-    """Whether it is a dense tensor with memory of its own kind: no subclass, none to come."""
+    """True for a dense tensor with ordinary memory: not a subclass, not lazy."""
     if is_lazy(tensor) or tensor.layout != torch.strided or tensor.is_quantized:
         return False
     return type(tensor) is torch.Tensor or (
@@ -237,7 +239,7 @@ def _laid_out(flat: torch.Tensor, shape: torch.Tensor) -> torch.Tensor:
 
 
 class _Hooks:
-    """Module hooks, in place while any thread is inside."""
+    """Module hooks, installed while any thread is inside a context."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()

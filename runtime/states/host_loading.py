@@ -1,4 +1,4 @@
-"""Weights from files into a model, tensor by tensor, where its parameters lie."""
+"""Loads weights from files into a model, tensor by tensor, wherever its parameters are."""
 
 from __future__ import annotations
 
@@ -22,8 +22,10 @@ def load_weights(
     strict: bool = True,
     tell: Callable[[int, int], None] = lambda done, total: None,
 ) -> None:
-    """See `offcompile.load_weights`. tell: gets the model's bytes that are filled, and all that
-    will be."""
+    """See `offcompile.load_weights`.
+
+    tell: called with the bytes of the model that are filled, and the total to fill.
+    """
     targets = model.state_dict(keep_vars=True)
     found = entries(path)
     wrong = _differences(targets, found, strict)
@@ -64,7 +66,7 @@ def _differences(targets: dict[str, Any], found: dict[str, Entry], strict: bool)
 
 
 def _place(tensor: object) -> object:
-    """The same for tensors that are one: tied parameters, and equal views of one storage."""
+    """A key that is equal for tied parameters and for equal views of one storage."""
     assert isinstance(tensor, torch.Tensor)
     if tensor.is_meta or not tensor.numel():
         return id(tensor)

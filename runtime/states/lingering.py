@@ -1,4 +1,4 @@
-"""Threads for work that comes and goes: they end by themselves when there was none for a while."""
+"""Threads for intermittent work: they end by themselves after a while without work."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ Item = TypeVar("Item")
 
 
 class IdleThread(Generic[Item]):
-    """A daemon thread, there while needed, that takes items with the lock and works without it.
+    """A daemon thread, alive while needed, that takes items with the lock and works without it.
 
-    `take` is called with the condition's lock held, whenever something changed, and gives the next
-    item or None; `work` must not raise. If one of the two does all the same, the thread ends,
-    `failed` hears of it with the lock held, and the next `wake` starts another.
+    `take` is called with the condition's lock held, whenever something changed, and returns the
+    next item or None; `work` must not raise. If either raises anyway, the thread ends, `failed` is
+    called with the lock held, and the next `wake` starts another thread.
     """
 
     def __init__(
@@ -38,20 +38,20 @@ class IdleThread(Generic[Item]):
         self._is_open = True
 
     def wake(self) -> None:
-        """There may be something to take; with the lock held."""
+        """Note that there may be an item to take; call it with the lock held."""
         if self._thread is None and self._is_open:
             self._thread = started(self._name, self._run)
         self._changed.notify_all()
 
     def end(self) -> None:
-        """Have it end after what it is at; needs no lock, and takes none."""
+        """Make the thread end after its current item; needs no lock, and takes none."""
         self._is_open = False
 
     def is_this_thread(self) -> bool:
         return self._thread is threading.current_thread()
 
     def join(self) -> bool:
-        """Wait until it has ended; without the lock. False: it did not, and was left behind."""
+        """Wait, without the lock, until the thread has ended. False if it was left behind."""
         with self._changed:
             thread = self._thread
             self._changed.notify_all()
@@ -67,7 +67,7 @@ class IdleThread(Generic[Item]):
                         self._thread = None
                         return
                 self._work(item)
-                item = None  # else the last one would be held until the next one comes
+                item = None  # otherwise the last item would be held until the next one comes
         except BaseException as error:
             with self._changed:
                 self._thread = None

@@ -1,4 +1,4 @@
-"""How a parameter's states are cut into blocks, and the bounded memory that blocks pass through."""
+"""Cuts a parameter's states into blocks, and provides the bounded memory that they pass through."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from offcompile.ir import OffloadError
 from offcompile.runtime.base.mapping import PAGE_BYTES, Mapping, page_multiple
 from offcompile.runtime.disk.spill import Extent
 
-#: of one block: with two fp32 parts, 4 MiB each
+#: size of one block: with two fp32 parts, 4 MiB each
 BLOCK_BYTES = 8 << 20
 LEAST_BLOCK_BYTES = PAGE_BYTES * 8
-#: ranges start at multiples of it, so that every part of a full block is whole pages
+#: ranges start at multiples of this, so that every part of a full block is whole pages
 GRAIN = PAGE_BYTES
 
 
@@ -45,27 +45,27 @@ class Frame:
 
 
 class Frames:
-    """Frames of a few sizes, together at most `limit_bytes` unless more is asked for. No lock.
+    """Frames of a few sizes, at most `limit_bytes` in total unless a caller exceeds it. No lock.
 
-    The limit sinks to what there is when the operating system refuses more.
+    The limit drops to the current size when the operating system refuses more memory.
     """
 
     def __init__(self, block_bytes: int, limit_bytes: int) -> None:
         self._block_bytes = block_bytes
         self.limit_bytes = limit_bytes
         self.nbytes = self.peak_bytes = 0
-        # the one that was given back last is taken last: memory of sizes out of use goes first
+        # frames are reused and dropped oldest first, so those of unused sizes are dropped first
         self._free: deque[Frame] = deque()
 
     def size_for(self, nbytes: int) -> int:
-        """Sizes halve from that of a block: what is free serves the next one all the same."""
+        """The frame size for a block: halvings of the block size, so that frames are reusable."""
         size = self._block_bytes
         while size // 2 >= nbytes and size // 2 >= LEAST_BLOCK_BYTES:
             size //= 2
         return page_multiple(size)
 
     def take(self, nbytes: int, beyond_limit: bool = False) -> Frame | None:
-        """One that holds `nbytes`; None: there is no room within the limit."""
+        """A frame that holds `nbytes`; None if there is no room within the limit."""
         size = self.size_for(nbytes)
         for frame in self._free:
             if frame.nbytes == size:
@@ -80,7 +80,7 @@ class Frames:
         except OffloadError:
             if beyond_limit or not self.nbytes:
                 raise
-            # the system gives no more: those that there are have to do
+            # the system refuses more memory: make do with the existing frames
             self.limit_bytes = self.nbytes
             return None
         self.nbytes += size
@@ -88,7 +88,7 @@ class Frames:
         return frame
 
     def has_room(self, nbytes: int) -> bool:
-        """Whether `take` would find one within the limit."""
+        """True if `take` would find a frame within the limit."""
         free_bytes = sum(frame.nbytes for frame in self._free)
         return self.nbytes - free_bytes + self.size_for(nbytes) <= self.limit_bytes
 
@@ -99,7 +99,7 @@ class Frames:
             self._free.append(frame)
 
     def clear(self) -> None:
-        """Let go of what is free; what is out goes with its users."""
+        """Drop the free frames; frames in use are freed with their users."""
         self._free.clear()
         self.nbytes = 0
 
@@ -114,20 +114,20 @@ class Block:
     extent: Extent
     phase: Phase = Phase.ABSENT
     frame: Frame | None = None
-    #: visits that have it, and that wait for it
+    #: numbers of visits that hold it, and that wait for it
     pins: int = 0
     waiting: int = 0
     is_dirty: bool = False
-    #: the disk has had all of it at least once
+    #: True once all of it has been written to the disk
     is_written: bool = False
     is_removed: bool = False
-    #: in which it was visited last
+    #: the step in which it was last visited
     step: int = -1
     error: BaseException | None = None
 
     @property
     def nbytes(self) -> int:
-        """What is moved, in whole pages."""
+        """Bytes per transfer, in whole pages."""
         return self.extent.padded_nbytes
 
     def parts(self) -> tuple[torch.Tensor, ...]:
@@ -147,7 +147,7 @@ def padded_bytes(count: int, dtypes: Sequence[torch.dtype]) -> int:
 
 
 def cut(numel: int, dtypes: Sequence[torch.dtype], block_bytes: int) -> list[tuple[int, int]]:
-    """Ranges of about equal length, a block each; all but the last are multiples of GRAIN."""
+    """Ranges of about equal length, one per block; all but the last are multiples of GRAIN."""
     width = sum(dtype.itemsize for dtype in dtypes)
     most = block_bytes // width // GRAIN * GRAIN
     if not most:

@@ -1,7 +1,7 @@
-"""Blocks on their way between disk and memory: read ahead, kept, written behind.
+"""Moves blocks between disk and memory: reads ahead, caches, and writes behind.
 
-One thread reads and one writes. A block is never read before its own write has ended, and what
-could not be written stays in memory until it can.
+One thread reads and one writes. A block is never read before its own write has ended, and a block
+that could not be written stays in memory until it can be.
 """
 
 from __future__ import annotations
@@ -20,17 +20,17 @@ from offcompile.runtime.disk.spill import SpillStore
 from .lingering import IdleThread
 from .state_blocks import Block, Frame, Frames, Phase
 
-#: how many of the coming blocks are looked at
+#: number of upcoming blocks considered for read-ahead
 _LOOK_AHEAD = 16
-#: nobody else holds the lock for so long: who cannot have it holds it
+#: nobody else holds the lock for this long, so after a timeout this thread must hold it itself
 _INSIDE_S = 1.0
 
 
 class Flow:
-    """Gives blocks frames to lie in while they are visited, and after that while there is room.
+    """Gives blocks frames while they are visited, and keeps them there while there is room.
 
-    host_bytes: of frames that may lie idle; what `frames` has besides is for blocks on their way.
-    upcoming: the blocks that will be visited next, called with the lock held.
+    host_bytes: bytes of frames that may be idle; the rest of `frames` is for blocks in transit.
+    upcoming: returns the blocks that will be visited next; called with the lock held.
     """
 
     def __init__(
@@ -47,11 +47,11 @@ class Flow:
         self._most_ahead, self._upcoming = most_ahead, upcoming
         self._changed = threading.Condition(self.lock)
         self._demands: deque[Block] = deque()
-        self._ahead: list[Block] = []  # in memory, for a visit to come
-        self._idle: dict[Block, None] = {}  # in memory, in the order in which they were visited
+        self._ahead: list[Block] = []  # in memory, for an upcoming visit
+        self._idle: dict[Block, None] = {}  # in memory, in the order of their last visits
         self._leaving: deque[Block] = deque()
         self._writing: Block | None = None
-        #: why nothing is written any more, until someone was told
+        #: the error that stopped writing, until it has been raised
         self._failure: BaseException | None = None
         states = "offcompile-states"
         self._reader = IdleThread(
@@ -81,7 +81,7 @@ class Flow:
             self.look_ahead()
 
     def _came(self, block: Block, write: bool) -> bool:
-        """One try to have it there."""
+        """Try once to get the block into its frame; True if it is there."""
         if block.phase is Phase.READY:
             return True
         if not self._is_open or block.is_removed:
@@ -122,14 +122,14 @@ class Flow:
         self._step += 1
 
     def raise_failure(self) -> None:
-        """Say what could not be written; it is tried again from now on."""
+        """Raise the last write failure, if any, and retry the write from now on."""
         if self._failure is not None:
             error, self._failure = self._failure, None
             self._writer.wake()
             raise error
 
     def forget(self, block: Block) -> None:
-        """The block's frame and extent are free, at once or when they are no longer moved."""
+        """Release the block's frame and extent, at once or when its transfer ends."""
         block.is_removed = True
         if block.phase not in (Phase.READING, Phase.WRITING):
             self._release(block)
@@ -138,7 +138,7 @@ class Flow:
         self._changed.notify_all()
 
     def settle(self) -> None:
-        """Wait for all that is to be written; raises what failed. May be tried again."""
+        """Wait for all pending writes; raises write failures. May be tried again."""
         with self.lock:
             self._failure = None
             if self._leaving:
@@ -158,8 +158,8 @@ class Flow:
     def close(self) -> bool:
         """End the threads and drop all frames.
 
-        False: they end later, and frames go with them. So it is when garbage collection closes
-        the store from inside of one of the store's own lines, and when a disk hangs.
+        Returns False if the threads end later and their frames with them. This happens when garbage
+        collection closes the store from within one of its own lines, and when a disk hangs.
         """
         self._is_open = False
         self._reader.end()
@@ -169,29 +169,29 @@ class Flow:
         if not self.lock.acquire(timeout=_INSIDE_S):
             return False
         self.lock.release()
-        # both, before one is left behind
+        # join both, even if the first one is left behind
         if not all([self._reader.join(), self._writer.join()]):
             return False
         self.drop()
         return True
 
     def drop(self) -> None:
-        """Let go of everything, without a lock: for a forked child, which has no threads."""
+        """Drop everything, without a lock: for a forked child, which has no threads."""
         self._is_open = False
         for queue in (self._demands, self._ahead, self._idle, self._leaving):
             queue.clear()
         self.idle_bytes = 0
         self._frames.clear()
 
-    # -- who stays and who leaves ----------------------------------------------------------------
+    # -- eviction --------------------------------------------------------------------------------
 
     def _needed_last(self) -> Block:
-        """What this step has visited already, the latest first; else what lay idle the longest."""
+        """The idle block needed last: the latest one of this step, else the longest idle one."""
         latest = next(reversed(self._idle))
         return latest if latest.step == self._step else next(iter(self._idle))
 
     def _leave(self, block: Block) -> None:
-        """Have the frame free, now or when what it holds has been written."""
+        """Free the frame, now or once its content has been written."""
         self._out_of_lists(block)
         if block.is_dirty:
             block.phase = Phase.LEAVING
@@ -221,7 +221,7 @@ class Flow:
         self._store.release(block.extent)
 
     def _stay(self, block: Block) -> None:
-        """For the one who waits for it; should nobody come, it goes before anything else."""
+        """Keep the block for the visit that waits for it; if none comes, it is evicted first."""
         block.phase = Phase.READY
         self._ahead.append(block)
 
@@ -232,7 +232,7 @@ class Flow:
             block = self._demands[0]
             frame = self._demanded_frame(block) if block.phase is Phase.ABSENT else None
             if frame is None and block.phase is Phase.ABSENT and block.error is None:
-                return None  # one will be free when it has been written
+                return None  # a frame becomes free when a block has been written
             self._demands.popleft()
             if frame is not None:
                 return _begun(block, frame)
@@ -245,7 +245,7 @@ class Flow:
                 if frame is None and not other.waiting:
                     self._leave(other)
                     frame = self._frames.take(block.nbytes)
-            # there may be less memory than was agreed: then what could stay goes too
+            # there may be less memory than the limit: then evict idle blocks too
             while frame is None and not self._is_writing() and self._idle_that_can_go():
                 self._leave(self._needed_last())
                 frame = self._frames.take(block.nbytes)
@@ -301,7 +301,7 @@ class Flow:
             self._changed.notify_all()
 
     def _reader_died(self, block: Block | None, error: OffloadError) -> None:
-        """Those who wait for it, or for any block if it was between two, are told."""
+        """Report the error to waiters of the block, or of every block if the thread had none."""
         for one in [block] if block is not None else list(self._demands):
             if one.phase is Phase.READING:
                 self._empty(one)

@@ -1,7 +1,7 @@
-"""Where an optimizer's states lie, as flat ranges that an update can go through one by one.
+"""Storage of an optimizer's states, as flat ranges that an update visits one by one.
 
-On memory a parameter's states are one range; a store on disk hands out blocks. Whoever updates
-writes no other code for the one than for the other.
+In memory, a parameter's states are one range; a store on disk yields blocks. The same update code
+works for both.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import torch
 from offcompile.ir import OffloadError
 from offcompile.runtime.device.mapped import MappedStore
 
-#: parts begin at multiples of so many bytes; ranges at multiples of so many elements
+#: parts begin at multiples of this many bytes; ranges at multiples of this many elements
 ALIGN_BYTES = 64
 ALIGN_ELEMENTS = 16
 
@@ -37,7 +37,7 @@ class Range:
 
 @dataclass(frozen=True)
 class StatesFacts:
-    """What a store holds now, and what it has moved since it was made."""
+    """Bytes that a store holds now, and bytes moved since it was created."""
 
     host_bytes: int = 0
     disk_bytes: int = 0
@@ -46,37 +46,38 @@ class StatesFacts:
 
 
 class States(Protocol):
-    """Flat states of parameters, which are known by numbers."""
+    """Flat states of parameters, which are identified by numbers."""
 
     def add(self, key: int, numel: int, dtypes: Sequence[torch.dtype]) -> None:
-        """Keep one tensor of zeros for each of `dtypes`."""
+        """Add one tensor of zeros for each of `dtypes`."""
 
     def remove(self, key: int) -> None:
         """Forget the states of `key`."""
 
     def visit(self, key: int, write: bool = True) -> Iterator[Range]:
-        """All states of `key`, front to back.
+        """Yield all states of `key`, front to back.
 
-        What the caller writes to a range's parts is kept, if `write`, once it asks for the next
-        range or closes the iterator; the parts are not to be used after that.
+        If `write`, the caller's writes to a range's parts are kept once it asks for the next range
+        or closes the iterator; the parts must not be used after that.
         """
 
     def expect(self, keys: Sequence[int]) -> None:
-        """The order in which visits will come, again and again."""
+        """Set the order of visits, which repeats."""
 
     def settle(self) -> None:
-        """Return when everything is written; raises what failed."""
+        """Return when everything is written; raises write failures."""
 
     def facts(self) -> StatesFacts: ...
 
     def close(self) -> None:
-        """Give everything back."""
+        """Release everything."""
 
 
 class MemoryStates:
-    """States in memory that `room` makes: flat uint8 tensors, all zero.
+    """States in memory from `room`, which returns flat uint8 zeros.
 
-    `tensors` gives the states themselves, for good: what `visit` hands out are views of them.
+    `tensors` returns the states themselves, permanently: the ranges that `visit` yields are views
+    of them.
     """
 
     def __init__(self, room: Room) -> None:
@@ -99,7 +100,7 @@ class MemoryStates:
         )
 
     def tensors(self, key: int) -> tuple[torch.Tensor, ...]:
-        """One flat tensor for each dtype that was asked for."""
+        """One flat tensor for each dtype passed to `add`."""
         return self._parts[key]
 
     def remove(self, key: int) -> None:
@@ -110,10 +111,10 @@ class MemoryStates:
         yield Range(0, parts[0].numel() if parts else 0, parts)
 
     def expect(self, keys: Sequence[int]) -> None:
-        """Nothing: all of it is at hand."""
+        """Does nothing: all states are in memory."""
 
     def settle(self) -> None:
-        """Nothing: what was written is there."""
+        """Does nothing: writes take effect at once."""
 
     def facts(self) -> StatesFacts:
         return StatesFacts(host_bytes=sum(self._nbytes.values()))
@@ -126,8 +127,9 @@ class MemoryStates:
 class HostStates(MemoryStates):
     """States on the host tier.
 
-    directory: they lie in unlinked files there, mapped, so that the system and not the process
-    holds them; None: in the process's own memory (where host memory is no budget, beside a GPU).
+    directory: the states are in mapped, unlinked files there, so that the system holds them, not
+    the process; None: in the process's own memory (beside a GPU, where host memory is not the
+    budget).
     """
 
     def __init__(self, directory: Path | None) -> None:
@@ -147,7 +149,7 @@ class _MappedRoom:
 
 
 def _part(flat: torch.Tensor, start: int, nbytes: int) -> torch.Tensor:
-    """Part of the memory, with a storage of its own: one of several types cannot be saved."""
+    """A part of the memory, with its own storage: torch cannot save one of several dtypes."""
     if flat.device.type != "cpu" or not nbytes:
         return flat[start : start + nbytes].clone()
     return torch.from_numpy(flat.numpy()[start : start + nbytes])

@@ -1,8 +1,8 @@
-"""Optimizer states on the host tier that cross to the device for each update, and back.
+"""Optimizer states on the host tier that are copied to the device for each update, and back.
 
-They pass through a few buffers on the device: compute works on one while the next ones are filled
-and the last ones are on their way back. Nothing here blocks the host. A copy into a buffer runs
-after the copy out of it, and compute waits for what it is about to use.
+They pass through a few device buffers: compute works on one while the next ones are filled and the
+last ones are copied back. Nothing here blocks the host. A copy into a buffer runs after the copy
+out of it, and compute waits for the buffer that it is about to use.
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ from .carrier import BACK, OUT
 from .state_blocks import cut
 from .states import ALIGN_BYTES, Range, StatesFacts
 
-#: large enough that a link runs at its full rate, small enough that the first one is soon there
+#: large enough for the full rate of a link, small enough that the first block arrives soon
 BLOCK_BYTES = 32 << 20
-#: one is worked on, one leaves, the others are filled
+#: one is in use, one is copied out, the others are filled
 BUFFERS = 4
 
 
 @dataclass(eq=False)
 class _Block:
-    """Elements [start, stop) of one parameter: its states, one behind the other."""
+    """Elements [start, stop) of one parameter: its states, one after another."""
 
     key: int
     start: int
@@ -38,7 +38,7 @@ class _Block:
     #: on the host, as the device addresses it
     home: torch.Tensor
     slot: Slot
-    #: behind it the host has what is to be loaded
+    #: once this point is reached, the host holds the data to load
     written: Point | None
     out: Copy | None = None
 
@@ -57,20 +57,20 @@ class _Block:
 
 @dataclass(eq=False)
 class _Buffer:
-    """Memory of the device. `block`: what is in it or on its way."""
+    """A device buffer. `block`: the block that is in it or being loaded."""
 
     flat: torch.Tensor
     block: _Block | None = None
     load: Copy | None = None
     is_open: bool = False
-    #: what has to be over before the next load may write here
+    #: points that must be reached before the next load may write here
     after: list[Point] = field(default_factory=list)
 
 
 class StreamedStates:
     """States of one device's parameters. Visits give work to the caller's compute stream.
 
-    The buffers are made with the first visits, and stay.
+    The buffers are allocated by the first visits, and stay.
     """
 
     def __init__(
@@ -91,7 +91,7 @@ class StreamedStates:
         self._lock = threading.RLock()
 
     def add(self, key: int, numel: int, dtypes: Sequence[torch.dtype]) -> None:
-        """States of `numel` zeros, one part per dtype, in host memory."""
+        """Add states of `numel` zeros, one part per dtype, in host memory."""
         if key in self._blocks:
             raise OffloadError(f"Optimizer states number {key} are there already: remove them.")
         kinds = tuple(dtypes)
@@ -114,7 +114,7 @@ class StreamedStates:
             self._blocks[key] = blocks
 
     def remove(self, key: int) -> None:
-        """Forget the states of a key that nobody visits; loads of them may still run."""
+        """Remove the states of a key that nobody is visiting; loads of them may still run."""
         with self._lock:
             blocks = self._blocks.pop(key)
             for buffer in self._buffers:
@@ -122,13 +122,13 @@ class StreamedStates:
                     self._empty(buffer)
 
     def expect(self, keys: Sequence[int]) -> None:
-        """The order in which visits will come, again and again: blocks are loaded ahead by it."""
+        """Set the order of visits, which repeats: blocks are loaded ahead in this order."""
         with self._lock:
             self._order = tuple(k for k in keys if k in self._blocks)
             self._place = {key: at for at, key in enumerate(self._order)}
 
     def visit(self, key: int, write: bool = True) -> Iterator[Range]:
-        """See `States`. Parts lie on the device: only work on compute's stream may touch them."""
+        """See `States`. Parts are on the device: only work on the compute stream may touch them."""
         blocks = tuple(self._blocks[key])
         for number, block in enumerate(blocks):
             with self._lock:
@@ -141,7 +141,7 @@ class StreamedStates:
                     self._close(buffer, block, write)
 
     def settle(self) -> None:
-        """Return when everything is written; raises what failed."""
+        """Return when everything is written; raises write failures."""
         for block in [b for blocks in self._blocks.values() for b in blocks]:
             if block.out is not None:
                 self.device.reached(block.out)
@@ -151,11 +151,11 @@ class StreamedStates:
         return StatesFacts(nbytes, 0, self._in_bytes, self._out_bytes)
 
     def held_bytes(self, largest_bytes: int) -> int:
-        """What its buffers take of the device, if a parameter has at most so much of states."""
+        """Device bytes of its buffers, if no parameter has more than `largest_bytes` of states."""
         return self._most * min(self._block_bytes, largest_bytes)
 
     def close(self) -> None:
-        """Give everything back; copies under way keep what they use."""
+        """Release everything; copies in flight keep the memory they use."""
         with self._lock:
             self._blocks.clear()
             self._buffers.clear()
@@ -164,7 +164,7 @@ class StreamedStates:
     # -- under the lock ----------------------------------------------------------------------------
 
     def _look_ahead(self, here: Sequence[_Block]) -> None:
-        """Begin to load these and then what is expected, as far as there are buffers."""
+        """Start loading these blocks and then the expected ones, as far as there are buffers."""
         wanted = list(here[: self._most])
         at = self._place.get(here[0].key)
         if at is not None:
@@ -182,9 +182,9 @@ class StreamedStates:
                 self._load(free, block)
 
     def _opened(self, block: _Block) -> _Buffer:
-        """The buffer with the block in it, for compute to use from now on."""
+        """The buffer that holds the block, for compute to use from now on."""
         buffer = self._buffer_of(block)
-        if buffer is None:  # visits that are open at the same time have all of them
+        if buffer is None:  # visits that are open at the same time use all buffers
             buffer = self._made(block)
             self._load(buffer, block)
         load = buffer.load
@@ -226,12 +226,12 @@ class StreamedStates:
         return next((b for b in self._buffers if b.block is block), None)
 
     def _free(self, wanted: Sequence[_Block]) -> _Buffer | None:
-        """One that nobody uses and that is large enough; what left first comes first."""
+        """The least recently used free buffer, or a new one; None if all are in use."""
         assert self._largest is not None
         for buffer in self._buffers:
             unused = not buffer.is_open and (buffer.block is None or buffer.block not in wanted)
             if unused and buffer.flat.numel() < self._largest.nbytes:
-                self._buffers.remove(buffer)  # made before larger states came
+                self._buffers.remove(buffer)  # allocated before larger states were added
                 return self._made(wanted[0])
             if unused:
                 self._empty(buffer)
@@ -243,7 +243,7 @@ class StreamedStates:
     def _made(self, block: _Block) -> _Buffer:
         assert self._largest is not None
         flat = self.device.allocate(self._largest, _gone)
-        mark = self.device.mark()  # its last holder's kernels may still run
+        mark = self.device.mark()  # kernels of its last holder may still run
         buffer = _Buffer(flat, after=[] if mark is None else [mark])
         self._buffers.append(buffer)
         return buffer
@@ -257,8 +257,8 @@ def _aligned(nbytes: int) -> int:
 
 
 def _nothing(copy: Copy) -> None:
-    """Who waits for it asks the copy itself."""
+    """Does nothing: waiters check the copy itself."""
 
 
 def _gone() -> None:
-    """Nobody counts the buffers one by one."""
+    """Does nothing: the buffers are not counted one by one."""

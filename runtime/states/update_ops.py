@@ -1,9 +1,9 @@
-"""Gradients offered to an optimizer from inside a compiled backward, as ops that graphs can hold.
+"""Ops for compiled graphs that offer gradients to an optimizer during backward.
 
 `begin_call` in forward notes which parameters the call is bound to; its ticket is saved for
-backward, where `offer` hands over one gradient at a time and returns a ticket in the gradient's
-place. `taken_or_kept` says what autograd is to get for that: None for a gradient that was taken.
-Importing this module defines the ops.
+backward, where `offer` hands over one gradient at a time and returns a ticket in its place.
+`taken_or_kept` turns that ticket into the gradient for autograd: None if it was taken. Importing
+this module defines the ops.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _bound = _Bound()
 
 @contextmanager
 def calling(graph: str, arguments: Sequence[object]) -> Iterator[None]:
-    """While a compiled graph runs: its name, and what it was called with."""
+    """Set the name and the arguments of the compiled graph that runs inside the context."""
     before = _bound.graph, _bound.arguments
     _bound.graph, _bound.arguments = graph, arguments
     try:
@@ -47,7 +47,7 @@ def calling(graph: str, arguments: Sequence[object]) -> Iterator[None]:
 
 @dataclass(eq=False)
 class Offered:
-    """What became of a gradient: kept in memory that the plan does not count, or taken (None)."""
+    """The fate of a gradient: kept in memory that the plan does not count, or taken (None)."""
 
     kept: torch.Tensor | None
 
@@ -67,22 +67,22 @@ def _offer(
     stride: Sequence[int],
     runtime: str,
 ) -> torch.Tensor:
-    """`position`: among those of `begin_call`. `size`, `stride`: how the parameter lies."""
+    """`position`: index among those of `begin_call`. `size`, `stride`: the parameter's layout."""
     entry = tickets.find(call, updates.Call)
     if updates.offer(entry, position, gradient):
         return _ticket(Offered(None))
     nbytes = gradient.numel() * gradient.element_size()
     (flat,) = runtime_for(runtime).device.addressable([nbytes])
-    # as the parameter lies, so that autograd adopts it
+    # in the parameter's layout, so that autograd adopts it
     kept = flat.view(gradient.dtype).as_strided(size, stride).copy_(gradient)
     updates.returned(entry, position, kept)
     return _ticket(Offered(kept))
 
 
 def taken_or_kept(ticket: torch.Tensor) -> torch.Tensor | None:
-    """What autograd is to get for a gradient that was offered."""
+    """The gradient for autograd after an offer; None if it was taken."""
     offered = tickets.find(ticket, Offered)
-    kept, offered.kept = offered.kept, None  # autograd adopts what nobody else holds
+    kept, offered.kept = offered.kept, None  # autograd adopts a gradient that nobody else holds
     return kept
 
 

@@ -1,13 +1,14 @@
-"""Where gradients made inside a compiled backward meet whoever updates the weights.
+"""Lets an optimizer take gradients inside a compiled backward and update the weights there.
 
-A compiled graph hands all its gradients to autograd at once, when it is over. So that a weight can
-be updated while backward still computes, the graph offers each gradient as soon as it is made: an
-`Updater` that takes it consumes it there and then, and autograd gets none for that weight.
+A compiled graph returns all its gradients to autograd at once, when it ends. So that a weight can
+be updated while backward still computes, the graph offers each gradient as soon as it is computed:
+an `Updater` that takes it consumes it at once, and autograd gets none for that weight.
 
-Only the whole gradient may be taken, and autograd does not say beforehand how many a weight gets
-in one backward pass. So: the weight is used by no other call that waits for its backward; the
-graph has been seen to make the whole gradient (autograd brought just what it had returned); and
-what comes from elsewhere all the same, such as a penalty added outside of the graph, is an error.
+Only the whole gradient may be taken, and autograd does not say in advance how many gradients a
+weight gets in one backward pass. So a gradient is taken only if no other call that uses the weight
+waits for its backward, and if the graph has been seen to produce the whole gradient (autograd
+delivered exactly the tensor that it had returned). A gradient that still comes from elsewhere, such
+as a penalty added outside the graph, raises an error.
 """
 
 from __future__ import annotations
@@ -24,17 +25,17 @@ from offcompile.runtime.base.weak import WeakTensor, tensor_keys
 
 
 class Holder(Protocol):
-    """Something of an optimizer that takes memory of its parameters' device."""
+    """A part of an optimizer that uses memory of its parameters' device."""
 
     def held_bytes(self) -> int:
-        """What states and buffers take there, or are going to take."""
+        """Bytes that its states and buffers take there, or will take."""
 
 
 class Updater(Holder, Protocol):
-    """What an optimizer that updates during backward is to a compiled graph."""
+    """An optimizer that updates during backward, as a compiled graph sees it."""
 
     def takes(self, parameter: torch.Tensor) -> bool:
-        """Whether the gradient that is being made for it now may be given to `take`."""
+        """True if the gradient now being computed for the parameter may be given to `take`."""
 
     def take(self, parameter: torch.Tensor, gradient: torch.Tensor) -> None:
         """Consume the one gradient of the parameter in this backward pass.
@@ -57,20 +58,20 @@ class Call:
 
 @dataclass(eq=False)
 class _Known:
-    """What is known of a parameter."""
+    """The records of a parameter."""
 
     updater: weakref.ref[Updater] | None = None
     holders: weakref.WeakSet[Holder] = field(default_factory=weakref.WeakSet)
-    #: calls that may still run their backward
+    #: calls whose backward may still run
     calls: weakref.WeakSet[Call] = field(default_factory=weakref.WeakSet)
-    #: backward pass in which its gradient was taken last, and `.grad` as it was left then
+    #: backward pass in which its gradient was last taken, and the state of `.grad` after that
     taken_in: int = -1
     left: tuple[int, int] | None = None
-    #: graph, backward pass and memory of a gradient that autograd was given and has not brought
+    #: graph, backward pass and memory of a gradient returned to autograd but not yet delivered
     returned: tuple[str, int, torch.UntypedStorage] | None = None
-    #: graphs that make the whole gradient
+    #: graphs that produce the whole gradient
     whole: set[str] = field(default_factory=set)
-    #: whether a plan would have the device update it; None: no plan says
+    #: True if a plan has the device update it, False if the host; None if no plan says
     by_device: bool | None = None
 
 
@@ -92,13 +93,13 @@ def _known(parameter: torch.Tensor) -> _Known:
 
 
 def register(parameters: Iterable[torch.Tensor], updater: Updater) -> None:
-    """From now on gradients of these are offered to `updater`, as long as it lives."""
+    """Offer gradients of these parameters to `updater` from now on, as long as it lives."""
     for parameter in parameters:
         _known(parameter).updater = weakref.ref(updater)
 
 
 def unregister(parameters: Iterable[torch.Tensor], updater: Updater) -> None:
-    """Gradients of these are no longer offered to `updater`."""
+    """Stop offering gradients of these parameters to `updater`."""
     for parameter in parameters:
         known = _known(parameter)
         if known.updater is not None and known.updater() is updater:
@@ -106,25 +107,25 @@ def unregister(parameters: Iterable[torch.Tensor], updater: Updater) -> None:
 
 
 def updater_of(parameter: torch.Tensor) -> Updater | None:
-    """Who updates it during backward; None: nobody."""
+    """The updater of the parameter during backward; None if there is none."""
     found = _find(parameter)
     return None if found is None or found.updater is None else found.updater()
 
 
 def advise(parameters: Iterable[torch.Tensor], by_device: bool) -> None:
-    """Say which side would best update these, whose states are on the host."""
+    """Say which side should update these parameters, whose states are on the host."""
     for parameter in parameters:
         _known(parameter).by_device = by_device
 
 
 def advice_for(parameter: torch.Tensor) -> bool | None:
-    """True: the device, their states crossing to it; False: the host; None: nobody said."""
+    """True: update on the device, with its states copied there; False: on the host; None: unset."""
     found = _find(parameter)
     return None if found is None else found.by_device
 
 
 def count(parameters: Iterable[torch.Tensor], holder: Holder) -> None:
-    """From now on what `holder` holds counts beside the graphs that use one of these."""
+    """Count the memory of `holder` beside the graphs that use one of these, from now on."""
     global _registrations
     _registrations += 1
     _holders.add(holder)
@@ -133,25 +134,25 @@ def count(parameters: Iterable[torch.Tensor], holder: Holder) -> None:
 
 
 def registrations() -> int:
-    """How often `count` has been called: what `holders_of` gave holds until that changes."""
+    """The number of `count` calls so far: results of `holders_of` are valid until it changes."""
     return _registrations
 
 
 def holders_of(parameters: Iterable[torch.Tensor]) -> list[Holder]:
-    """Who holds something for any of these."""
+    """The holders of memory for any of these parameters."""
     known = (_find(p) for p in parameters)
     return list({id(h): h for k in known if k is not None for h in k.holders}.values())
 
 
 def all_held_bytes() -> int:
-    """Of every holder in the process."""
+    """The bytes of all holders in the process."""
     return sum(h.held_bytes() for h in tuple(_holders))
 
 
 def offer(call: Call, position: int, gradient: torch.Tensor) -> bool:
     """Give a gradient to the updater of the call's parameter at `position`, if it may be taken.
 
-    False: it is to be returned to autograd (`returned` says so then).
+    Returns False if the gradient must be returned to autograd (then call `returned`).
     """
     parameter = call.parameters[position]()
     if parameter is None:
@@ -168,23 +169,23 @@ def offer(call: Call, position: int, gradient: torch.Tensor) -> bool:
 
 
 def _is_only(known: _Known, call: Call) -> bool:
-    """Whether no other call's gradient of the parameter belongs to this backward pass."""
+    """True if no other call produces a gradient of the parameter in this backward pass."""
     under_way = known.returned is not None and known.returned[1] == _backward_pass()
     return not under_way and all(c is call for c in known.calls)
 
 
 def _goes_to_grad(parameter: torch.Tensor) -> bool:
-    """Whether this backward pass is to fill `.grad`: not one for other tensors, or of `grad()`."""
+    """True if this backward pass fills the parameter's `.grad`; False inside `grad()`."""
     with torch.enable_grad():
         node = torch.autograd.graph.get_gradient_edge(parameter).node
     try:
         return bool(torch._C._will_engine_execute_node(node))
-    except RuntimeError:  # what torch says during `torch.autograd.grad`
+    except RuntimeError:  # torch raises this during `torch.autograd.grad`
         return False
 
 
 def returned(call: Call, position: int, gradient: torch.Tensor) -> None:
-    """A graph is about to give this gradient to autograd."""
+    """Note that a graph is about to return this gradient to autograd."""
     parameter = call.parameters[position]()
     if parameter is not None and updater_of(parameter) is not None:
         # holding the memory keeps autograd from adding to it in place
@@ -193,10 +194,10 @@ def returned(call: Call, position: int, gradient: torch.Tensor) -> None:
 
 
 def arrived(parameter: torch.Tensor) -> bool:
-    """To be called first thing in a hook after `.grad` was filled (`.grad` is final).
+    """Call this first in a hook that runs after `.grad` was filled (`.grad` is final).
 
-    False: autograd brought nothing, since the gradient was taken; torch calls hooks all the same.
-    OffloadError if it brought something more.
+    Returns False if autograd delivered nothing because the gradient was taken; torch calls hooks
+    even then. OffloadError if autograd delivered another gradient.
     """
     known = _known(parameter)
     mine, known.returned = known.returned, None
@@ -223,11 +224,11 @@ def arrived(parameter: torch.Tensor) -> bool:
 
 
 def _standing(parameter: torch.Tensor) -> tuple[int, int] | None:
-    """Tells one content of `.grad` from another."""
+    """A value that identifies the content of `.grad`."""
     grad = parameter.grad
     return None if grad is None else (id(grad), grad._version)
 
 
 def _backward_pass() -> int:
-    """Number of the backward pass that this thread runs in; −1 outside of any."""
+    """The number of the backward pass that this thread runs in; −1 outside of any."""
     return torch._C._current_graph_task_id()

@@ -1,1 +1,1 @@
-"""`offcompile doctor`: measures this machine, and says in words what would help it."""
+"""`offcompile doctor`: measures this machine, and explains what would speed it up."""

@@ -1,7 +1,7 @@
-"""`offcompile doctor`: measure this machine for both targets, and keep it for planning.
+"""`offcompile doctor`: measures this machine for both targets, and caches figures for planning.
 
-What planning reads is the cache of `this_machine` and `gpu_profile`; the doctor fills in what they
-leave out. Figures of CUDA devices have not been taken on a real one yet (docs/gpu.md).
+Planning reads the caches of `this_machine` and `gpu_profile`; the doctor adds the figures that they
+leave out. The CUDA measurements have not run on a real device yet (docs/gpu.md).
 """
 
 from __future__ import annotations
@@ -55,12 +55,12 @@ from .words import findings
 
 FILE_SECONDS, QUICK_FILE_SECONDS = 1.0, 0.2
 QUICK_SHARE = 4
-#: what planning needs is never measured in a hurry
+#: figures for planning are never measured quickly
 WHOLE = Sizes()
 
 
 def spill_directories(named: Sequence[str]) -> tuple[Path, ...]:
-    """Those named, or where spilling goes by default. Raises `InvalidInput`, naming each."""
+    """The named directories, or the default. Raises `InvalidInput`, which lists all bad ones."""
     asked: dict[str, object] = {"spill": list(named)} if named else {}
     places = Options.read(asked).spill
     if places == default_spill():
@@ -85,11 +85,11 @@ def examine(
     refresh: bool = False,
     tell: Progress = lambda text: None,
 ) -> Examination:
-    """Everything about this machine with these spill directories; takes up to some minutes.
+    """Measure this machine with these spill directories; takes up to a few minutes.
 
-    quick: less is moved and computed for each figure. What was measured before is measured again
-    only with `refresh`, or if it was measured in a hurry and now need not be. It also forgets
-    what single ops take, which the next compilation measures again.
+    quick: move and compute less for each figure. Cached figures are measured again only with
+    `refresh`, or if they are from a quick run and this one is not quick. `refresh` also forgets the
+    times of single ops, which the next compilation measures again.
     """
     if refresh:
         forget_costs()
@@ -121,13 +121,13 @@ def examine(
 
 
 def profiles(found: Examination) -> dict[str, HardwareProfile]:
-    """What planning uses, by place: cards first, and the CPU target."""
+    """The profiles that planning uses, by place: GPUs first, then the CPU target."""
     cards = {gpu.place: gpu.profile for gpu in found.gpus if gpu.profile is not None}
     return {**cards, "cpu": found.cpu}
 
 
 def output_paths(found: Examination, output: Path) -> dict[Path, HardwareProfile]:
-    """The first profile goes where it was asked for, the others beside it: `FILE.cpu.toml`."""
+    """Map `output` to the first profile, and `FILE.cpu.toml` etc. beside it to the others."""
     (_, first), *others = profiles(found).items()
     beside = {
         output.with_suffix(f".{place.replace(':', '')}{output.suffix}"): profile
@@ -137,7 +137,7 @@ def output_paths(found: Examination, output: Path) -> dict[Path, HardwareProfile
 
 
 def open_output(path: str) -> Path:
-    """Refused before anything is measured, not after it."""
+    """Check the output path before anything is measured. Raises `InvalidInput`."""
     target = Path(path)
     why = None
     if target.suffix.lower() != ".toml":
@@ -152,7 +152,7 @@ def open_output(path: str) -> Path:
 
 
 def _refusal(target: Path) -> str | None:
-    """Why it cannot be written; tried, since permission bits do not tell of all there is."""
+    """The reason that it cannot be written, found by trying; permission bits are not enough."""
     existed = target.exists()
     try:
         target.open("ab").close()
@@ -164,7 +164,7 @@ def _refusal(target: Path) -> str | None:
 
 
 def to_json(found: Examination, written: Sequence[Path] = ()) -> dict[str, object]:
-    """Everything, in plain values."""
+    """The whole examination in plain values."""
     return {
         **asdict(replace(found, gpus=(), spills=())),
         "spills": [asdict(spill) for spill in found.spills],
@@ -235,12 +235,12 @@ def _spill(directory: Path, more: Mapping[str, float], tell: Progress) -> Spill:
 def _gpu(
     index: int, directories: Sequence[Path], quick: bool, refresh: bool, tell: Progress
 ) -> Gpu:
-    """One card; a card that fails is reported, and the others are measured."""
+    """Measure one GPU. A failure is reported in the result, so that others are still measured."""
     name = f"card {index}"
     try:
         calls: Calls = CudaCalls(index)
         name = calls.card.name
-        # the card is warm after this: what it rests at says little of its link
+        # warms up the GPU, since an idle link runs at a lower speed
         gpu_profile(index, (), refresh, tell, calls, WHOLE)
         more = measure_card(calls, QUICK if quick else WHOLE, quick, refresh, tell)
         link = calls.link()

@@ -1,4 +1,4 @@
-"""What the doctor found: plain figures, so that words about them need no machine."""
+"""The doctor's results as plain figures, so that explaining them needs no machine."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class Spill:
     directory: str
     filesystem: str | None
     free_bytes: int
-    #: whether the page cache can be passed by
+    #: True if files can bypass the page cache
     direct_io: bool
     read_gbps: float
     write_gbps: float
@@ -28,19 +28,19 @@ class Spill:
     write_both_gbps: float | None = None
     read_buffered_gbps: float | None = None
     write_buffered_gbps: float | None = None
-    #: what may be written each day if the drive is to last five years, by its size
+    #: bytes that may be written each day for the drive to last five years, estimated by its size
     daily_bytes: float | None = None
 
 
 @dataclass(frozen=True)
 class Gpu:
-    """A card. Without a profile it could not be measured; `failed` says why."""
+    """A GPU. `profile` is None if it could not be measured; `failed` says why."""
 
     index: int
     name: str
     profile: HardwareProfile | None
     link: PciLink | None = None
-    #: what could not be measured → why
+    #: figure that could not be measured → reason
     failed: Mapping[str, str] = field(default_factory=dict)
 
     @property
@@ -51,17 +51,17 @@ class Gpu:
 @dataclass(frozen=True)
 class Examination:
     limits: Limits
-    #: what the CPU target plans with
+    #: profile of the CPU target
     cpu: HardwareProfile
     spills: tuple[Spill, ...]
     gpus: tuple[Gpu, ...] = ()
-    #: why there is no card, in one line
+    #: the reason that there is no GPU, in one line
     no_gpu: str | None = None
-    #: why cards do not reach the spill directories past host memory; None: they do
+    #: the reason that GPUs cannot access spill directories without host memory; None: they can
     no_direct_files: str | None = None
     #: "2.36"; None: another C library
     glibc: str | None = None
-    #: whether this process's malloc keeps holes that `offcompile run` avoids
+    #: True if this process's malloc keeps holes that `offcompile run` avoids
     leaves_holes: bool = False
     container: bool = False
     wsl: bool = False

@@ -1,6 +1,6 @@
-"""Steps of models that people know, for telling what a rate means, and how long they take.
+"""Estimates step times of well-known models, to illustrate the effect of a transfer rate.
 
-A step leaves what it saves in the forward pass and takes it back in the backward pass.
+Saved activations leave in the forward pass and return in the backward pass.
 """
 
 from __future__ import annotations
@@ -12,18 +12,18 @@ from offcompile.machine.hardware import HardwareProfile
 GB = 1e9
 GIB = 1 << 30
 
-#: what a step of training saves for each token and element of its width, with fused attention
+#: saved elements per layer, token and unit of width, with fused attention
 SAVED_ELEMENTS = 17
 #: weight, gradient and two moments in fp32
 STATE_BYTES_PER_PARAMETER = 16
-#: of host memory, what a host tier may take
+#: share of host memory that a host tier may take
 HOST_SHARE = 0.85
 KERNELS_PER_LAYER = 60
 
 
 @dataclass(frozen=True)
 class Model:
-    """A step that times are told for."""
+    """A model and batch for which times are reported."""
 
     name: str
     parameters: float
@@ -51,12 +51,12 @@ SMALL = Model("GPT-124M", 124e6, 12, 768, 4096, 4)
 
 @dataclass(frozen=True)
 class Finding:
-    #: expected share of a step's compute time; 0: nothing is wrong, good to know
+    #: expected cost as a share of a step's compute time; 0: nothing is wrong, just information
     effect: float
-    #: what it tells of: `cuda:0`, `cpu`, a directory, `this process`
+    #: the subject: `cuda:0`, `cpu`, a directory, `this process`
     where: str
     says: str
-    #: what to do; empty where there is nothing
+    #: the remedy; empty if there is none
     helps: str = ""
 
 
@@ -64,7 +64,7 @@ def compute_seconds(model: Model, p: HardwareProfile) -> float:
     wanted = ("bf16", "fp16", "fp32") if model.element_bytes == 2 else ("fp32",)
     rate = next((p.matmul_tflops[d] for d in wanted if d in p.matmul_tflops), None)
     if rate is None:
-        # what such a processor would do with ten operations for each byte of memory
+        # assumes ten operations per byte of memory traffic
         rate = p.memory_gbps / 100
     return float(model.flop / (rate * 1e12))
 
@@ -72,9 +72,9 @@ def compute_seconds(model: Model, p: HardwareProfile) -> float:
 def moving(
     model: Model, in_gbps: float, out_gbps: float, compute: float
 ) -> tuple[float, float, float]:
-    """Seconds out and back for all that a step saves, and the share that costs nothing.
+    """Seconds out and back for a step's saved activations, and the share that moves for free.
 
-    It leaves in the forward pass, a third of the compute, and returns in the backward pass.
+    They leave in the forward pass, a third of the compute, and return in the backward pass.
     """
     out, back = model.saved_bytes / GB / out_gbps, model.saved_bytes / GB / in_gbps
     return out, back, min(1.0, compute / 3 / out, 2 * compute / 3 / back)

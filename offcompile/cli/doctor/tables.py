@@ -1,4 +1,4 @@
-"""What the doctor shows people: figures by device and disk, then what limits a step."""
+"""Prints the doctor's results: figures by device and disk, then the limits of a step."""
 
 from __future__ import annotations
 

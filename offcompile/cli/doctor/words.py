@@ -1,7 +1,7 @@
-"""What limits a machine and what would help most, in words: from figures alone, nothing is run.
+"""Explains what limits a machine and what would help most, from figures alone; runs nothing.
 
-Effects are shares of a step's compute time that a fault is expected to add, for a step of a model
-that people know. They are rough; they rank.
+An effect is the share of a step's compute time that a fault is expected to add, for a step of a
+well-known model. Effects are rough, and serve to rank findings.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ HOLES_EFFECT, LIMITED_EFFECT, SMALL_PAGES_EFFECT = 0.065, 0.05, 0.03
 
 
 def findings(found: Examination) -> list[Finding]:
-    """All there is to say, what matters most first."""
+    """All findings, largest effect first."""
     said: list[Finding] = []
     for gpu in found.gpus:
         said += of_gpu(found, gpu)
@@ -204,7 +204,7 @@ def _disk_both_ways(found: Examination, spill: Spill) -> Finding | None:
 
 def _disk_beside_link(found: Examination, gpu: Gpu, p: HardwareProfile, spill: Spill) -> Finding:
     compute = compute_seconds(LARGE, p)
-    # only what the host cannot hold goes on to the disk
+    # only tensors that the host cannot hold go on to the disk
     over = max(0.0, 1 - HOST_SHARE * found.limits.memory_bytes / LARGE.saved_bytes)
     out, back, free = moving(LARGE, spill.read_gbps, spill.write_gbps, compute)
     return Finding(

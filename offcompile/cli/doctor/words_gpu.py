@@ -1,4 +1,4 @@
-"""What limits a card and its link, in words; see `doctor_words`."""
+"""Explains what limits a GPU and its link; see `words`."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ from .models import (
     say_time,
 )
 
-#: rates of PCIe links as copies see them, for 16 lanes
+#: PCIe generation → copy rate of a link with 16 lanes
 PCIE_GBPS = {3: 12.5, 4: 25.0, 5: 53.0, 6: 105.0}
-#: more than PCIe can do: processor and card are on one board
+#: above this rate, CPU and GPU are linked directly, not by PCIe
 FASTEST_PCIE_GBPS = 130.0
 
 
@@ -176,7 +176,7 @@ def _direct(found: Examination, gpu: Gpu, p: HardwareProfile, compute: float) ->
 def _direct_files(
     found: Examination, gpu: Gpu, p: HardwareProfile, compute: float
 ) -> Finding | None:
-    if gpu.index:  # the same for all cards
+    if gpu.index:  # the same for all GPUs
         return None
     why = found.no_direct_files
     says = "GPUDirect Storage is there: large tensors go between card and disk past host memory."
@@ -187,7 +187,7 @@ def _launches(found: Examination, gpu: Gpu, p: HardwareProfile, compute: float) 
     if p.launch_us is None:
         return None
     spent = p.launch_us * LARGE.layers * KERNELS_PER_LAYER / 1e6
-    # launches run ahead of the kernels, and show only where there are more of them than of work
+    # launches run ahead of kernels, and cost time only if they take longer than the kernels
     if spent < 0.5 * compute:
         return None
     return Finding(

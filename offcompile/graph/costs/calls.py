@@ -1,4 +1,4 @@
-"""From the nodes of a captured graph to calls whose tensors are shapes, sizes made numbers."""
+"""Converts nodes of a captured graph to calls, with shapes for tensors and numbers for sizes."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from offcompile.runtime.measure.op import Call, TensorSpec
 
 
 def is_view(node: fx.Node) -> bool:
-    """Whether the node only looks at one of its inputs in another way."""
+    """True if the node is only a view of one of its inputs."""
     return aliased_input(node) is not None and not mutated_inputs(node)
 
 
 def call_of(node: fx.Node, hint: Hint) -> Call | None:
-    """The node as a call with shapes for tensors; None if that does not say all of it."""
+    """The node as a call with shapes for tensors; None if that does not fully describe it."""
     if not isinstance(node.target, torch._ops.OpOverload):
         return None
     try:
@@ -52,7 +52,7 @@ def _plain(value: object, hint: Hint) -> object:
 def _number(size: int | torch.SymInt, hint: Hint) -> int:
     try:
         return int(hint(size))
-    except Exception as error:  # a size that only the data tell: whatever the hint then raises
+    except Exception as error:  # for a data-dependent size, the hint may raise anything
         raise _Indescribable from error
 
 
@@ -68,17 +68,17 @@ def _spec(tensor: torch.Tensor, hint: Hint) -> TensorSpec:
 
 
 def value_bytes(value: object, hint: Hint) -> int:
-    """Bytes that a node's value spans, as far as that is known."""
+    """Bytes that a node's value spans, without tensors of unknown size."""
     total = 0
     for tensor in tensors_in(value):
         try:
             total += _spec(tensor, hint).nbytes
         except _Indescribable:
-            continue  # of unknown size: nothing can be said of it
+            continue  # unknown size
     return total
 
 
 def has_tensors(node: fx.Node) -> bool:
-    """Whether the node takes or gives tensors, and is not arithmetic on sizes."""
+    """True if the node takes or returns tensors, rather than computing sizes."""
     values = [node.meta.get("val"), *(n.meta.get("val") for n in node.all_input_nodes)]
     return any(tensors_in(value) for value in values)

@@ -1,9 +1,9 @@
-"""A simple account of what Inductor fuses, for what fused kernels cost.
+"""A simple model of Inductor's fusion, to estimate the cost of fused kernels.
 
 Pointwise and reduction nodes over the same number of elements become one kernel, as long as no
-kernel of another kind stands between them; a value that only nodes of its own kernel use is never
-written. Where Inductor may go either way, a value counts as written: memory is rather planned for
-in vain than missing.
+kernel of another kind comes between them; a value used only by nodes of its own kernel is never
+written. If Inductor might do either, the value counts as written: it is better to plan too much
+memory than too little.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from offcompile.runtime.measure.timing import Overheads
 from .calls import call_of, is_view, value_bytes
 from .roofline import GATHERS, OpCost, Work, op_name, roofline_us
 
-MOST_NODES = 64  # what Inductor puts into one kernel
+MOST_NODES = 64  # Inductor's limit for one kernel
 
 _NORMS = ("linalg_vector_norm", "norm")
 _EXTREMES = ("amax", "amin", "max", "min", "argmax", "argmin")
@@ -38,10 +38,9 @@ _POOLS = (
     "_low_memory_max_pool_offsets_to_indices",
 )
 _RANDOM = tuple(f"inductor_{name}" for name in ("random", "randint", "lookup_seed", "seeds"))
-#: beside what is tagged as pointwise
+#: ops that fuse although they are not tagged as pointwise
 _FUSED = frozenset((*_REDUCTIONS, *GATHERS, *_FILLS, *_COPIES, *_MORE, *_POOLS, *_RANDOM))
-#: Inductor generates these too, and may run them in one kernel with what comes after; the value is
-#: always written
+#: Inductor generates these too, and may fuse them with later ops; the value is always written
 _PUTS = ("index_put", "_unsafe_index_put", "_unsafe_masked_index_put_accumulate")
 _ENDS = frozenset(("cat", "stack", "scatter", "scatter_add", "scatter_reduce", *_PUTS))
 #: views that keep the order of elements
@@ -51,19 +50,19 @@ _KEEPS_ORDER = frozenset(
 
 
 class Model(Protocol):
-    """Of a cost model, what groups need."""
+    """The parts of a cost model that groups need."""
 
     profile: HardwareProfile
     overheads: Overheads
 
 
 def is_extern(node: fx.Node) -> bool:
-    """Whether no other node shares the node's kernel: products, convolutions, …"""
+    """True if no other node shares the node's kernel: products, convolutions, …"""
     return not _fuses(node) and not is_view(node) and not is_getitem(node)
 
 
 def calls_library(node: fx.Node) -> bool:
-    """Whether under Inductor the node runs as it does by itself, so that measuring it tells."""
+    """True if the node runs under Inductor as it does alone, so that a measurement applies."""
     return is_extern(node) and _name(node) not in _ENDS
 
 
@@ -84,7 +83,8 @@ def _fuses(node: fx.Node) -> bool:
 def spread_over_groups(
     nodes: Sequence[fx.Node], alone: Mapping[str, OpCost], model: Model, hint: Hint
 ) -> dict[str, OpCost]:
-    """What nodes cost under Inductor: calls on a kernel's first node, traffic where it arises."""
+    """The costs of nodes under Inductor. A kernel's first node carries the call's cost; each node
+    carries its own traffic."""
     groups = _Groups(nodes, hint)
     costs = dict(alone)
     seen: set[tuple[int, fx.Node]] = set()
@@ -129,17 +129,17 @@ def _work(node: fx.Node, read_bytes: int, hint: Hint) -> Work:
 
 
 class _Groups:
-    """Which nodes share a kernel (union-find over the nodes that fuse)."""
+    """The groups of nodes that share a kernel (union-find over the nodes that fuse)."""
 
     def __init__(self, nodes: Sequence[fx.Node], hint: Hint) -> None:
-        #: fusible node → elements that its loop runs over
+        #: fusible node → number of elements in its loop
         self.space: dict[fx.Node, int] = {}
         self._parent: dict[int, int] = {}
         self._size: dict[int, int] = {}
         self._number = {node: i for i, node in enumerate(nodes)}
-        self._level: dict[fx.Node, int] = {}  # how many reductions of its kernel come before
+        self._level: dict[fx.Node, int] = {}  # number of reductions before it in its kernel
         self._users: dict[fx.Node, list[fx.Node]] = {}
-        externs: dict[fx.Node, int] = {}  # how many kernels of another kind come before
+        externs: dict[fx.Node, int] = {}  # number of kernels of another kind before it
         for node in nodes:
             inputs = node.all_input_nodes
             # ops on sizes and other constants come before everything
@@ -154,7 +154,7 @@ class _Groups:
         self._find_levels(nodes)
 
     def base(self, node: fx.Node) -> fx.Node:
-        """What the node is a view or a part of, or the node itself."""
+        """The node that this one is a view or a part of, or the node itself."""
         while is_getitem(node) or (node.op == "call_function" and is_view(node)):
             node = node.all_input_nodes[0]
         return node
@@ -166,7 +166,7 @@ class _Groups:
         return number
 
     def crosses(self, node: fx.Node) -> bool:
-        """Whether the value is needed again in its kernel after a reduction has ended."""
+        """True if the value is needed again in its kernel after a reduction has ended."""
         group, level = self.find(node), self._after(node)
         return any(
             user in self.space and self.find(user) == group and self._level[user] > level
@@ -174,7 +174,7 @@ class _Groups:
         )
 
     def materialises(self, node: fx.Node) -> bool:
-        """Whether the value may have to be written to memory."""
+        """True if the value may have to be written to memory."""
         users, group = self._users[node], self.find(node)
         if not users or mutated_inputs(node) or self.crosses(node):
             return True

@@ -1,7 +1,7 @@
-"""What ops take with an operand on the host, in place, measured where a plan may ask for it.
+"""Measures ops with an operand in place on the host, if a plan may use it there.
 
-Both ways run in turn with everything in memory, and what is remembered of a shape is by how much
-the one is slower. What it costs to fetch pages from a disk, or bytes over a bus, is the target's.
+Runs the plain op and the in-place one in turn, with all data in memory, and caches the slowdown for
+each shape. The cost to fetch pages from a disk, or bytes over a bus, comes from the target's model.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ from offcompile.runtime.measure.op import Operands
 
 from .op_costs import CostModel, OpCost
 
-#: an op that is slower by less is taken to be as fast: measurements differ by so much
+#: a smaller slowdown counts as none, since measurements vary that much
 LEAST_SLOWDOWN = 1.05
-#: all measuring of one graph together; what then is left is taken from the target's model
+#: limit for all measurements of one graph; the rest comes from the target's model
 MOST_SECONDS = 20.0
 
 
@@ -38,9 +38,9 @@ def with_in_place(
     runtime: str,
     seconds: float = MOST_SECONDS,
 ) -> dict[Place, OpCost]:
-    """The costs, with `in_place` durations for what `annotated` says may be used in place.
+    """The costs, with `in_place` durations for the operands that `annotated` allows in place.
 
-    `addressable` gives host memory of the runtime that `runtime` names.
+    `addressable` allocates host memory of the runtime that `runtime` names.
     """
     found, nodes = dict(costs), {(p, n.name): n for p, m in graphs for n in m.graph.nodes}
     operands, until = Operands(model.device), time.monotonic() + seconds
@@ -54,7 +54,7 @@ def with_in_place(
                     model.cache.put(what.key, round(slower.ratio, 4), 0, slower.disturbed)
         known = model.cache.get(what.key)
         if known is not None:
-            # faster by itself is only what does less
+            # only an op that does less work can be faster in place
             least = 0.0 if does_less(nodes[place]) else 1.0
             ratio = known[0] if known[0] >= LEAST_SLOWDOWN else min(1.0, max(known[0], least))
             cost = found[place]
@@ -71,7 +71,7 @@ def _candidates(
     hint: Hint,
     runtime: str,
 ) -> Iterator[tuple[Place, str, InPlaceCall]]:
-    """(op, operand, what to run) for each operand that the op may use in place."""
+    """Yields (op, operand, call to measure) for each operand that an op may use in place."""
     for op in annotated.problem.ops:
         if not op.direct:
             continue

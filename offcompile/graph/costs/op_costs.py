@@ -1,7 +1,7 @@
-"""How long every op of a captured graph takes, and what memory it needs for itself.
+"""Finds the duration and workspace of every op in a captured graph.
 
-Large ops are run once per shape on this machine and remembered; the rest, and everything when the
-hardware is given by a profile, is estimated from rates.
+Runs large ops once per shape on this machine and caches the result. All others, and all ops if the
+hardware is given by a profile, are estimated from rates.
 """
 
 from __future__ import annotations
@@ -37,12 +37,12 @@ from .roofline import (
 
 __all__ = ["CostModel", "OpCost", "costs_of_graph", "open_cost_cache"]
 
-#: an op whose estimate is below this is not worth a run of its own
+#: an op with an estimate below this is not worth measuring
 WORTH_MEASURING_US = 50.0
-#: all measuring of one model together; what then is left is estimated
+#: limit for all measurements of one model; the rest is estimated
 MOST_SECONDS = 60.0
 
-#: returns what no made-up data can give, or trusts its operands without a check
+#: ops whose results synthetic data cannot reproduce, or that do not check their operands
 _NOT_MEASURED = frozenset({"_embedding_bag", "_embedding_bag_forward_only", "set_", "resize_"})
 _OVERHEADS = ("op_us", "view_us", "fresh_us_per_mib", "touch_us_per_mib")
 _UNPREDICTABLE = (torch.Tag.dynamic_output_shape, torch.Tag.data_dependent_output)
@@ -52,13 +52,13 @@ FREE = OpCost(0.0)
 
 
 class CostModel:
-    """Costs of ops under one lowering, on this machine (`measure`) or by a profile alone.
+    """Costs of ops under one lowering, measured on this machine (`measure`) or from a profile.
 
-    `lowering` is "aot_eager" (every node runs as its own kernel) or "inductor" (what fuses is
-    estimated, the rest measured). `room_bytes` bounds what measuring an op may take: larger ops
-    are estimated; None: half of the machine's memory. Without `measure`, nothing runs and the same
-    graph always costs the same; with it, the same as long as `cache` has every op. `device` is
-    where measuring runs; ops on another kind of device are estimated.
+    `lowering` is "aot_eager" (every node runs as its own kernel) or "inductor" (fusible ops are
+    estimated, the rest measured). `room_bytes` limits the memory for measuring an op: larger ops
+    are estimated; None means half of the machine's memory. Without `measure`, nothing runs and the
+    costs of a graph never change; with it, they are stable once `cache` has every op. Measurements
+    run on `device`; ops on another type of device are estimated.
     """
 
     def __init__(
@@ -82,13 +82,13 @@ class CostModel:
         self._operands = Operands(self.device)
 
     def cost(self, node: fx.Node, hint: Hint) -> OpCost:
-        """What one node costs as a kernel of its own; `hint` turns symbolic sizes into numbers."""
+        """The cost of one node as a separate kernel; `hint` maps symbolic sizes to numbers."""
         cost = self.price(node, hint)
         self.close()
         return cost
 
     def price(self, node: fx.Node, hint: Hint) -> OpCost:
-        """As `cost`, for one of many nodes: `close()` must follow the last."""
+        """Like `cost`, for one of many nodes: call `close()` after the last."""
         if node.op != "call_function" or is_getitem(node) or not has_tensors(node):
             return FREE
         if is_view(node):
@@ -105,12 +105,12 @@ class CostModel:
         return OpCost(estimate, workspace_bytes(call, self.device.type))
 
     def to_measure(self, node: fx.Node, hint: Hint) -> Call | None:
-        """The call that `price` would run now."""
+        """The call that `price` would measure now; None if it would measure none."""
         call = self.measurable(node, hint)
         return None if call is None or self.cache.settled(call.key) else call
 
     def measurable(self, node: fx.Node, hint: Hint) -> Call | None:
-        """The call, if it is one to measure rather than to estimate."""
+        """The call, if it should be measured rather than estimated; else None."""
         if not self.measure or node.op != "call_function" or not has_tensors(node):
             return None
         if is_getitem(node) or is_view(node) or (call := call_of(node, hint)) is None:
@@ -119,7 +119,7 @@ class CostModel:
         return call if self._worth_measuring(node, call, estimate) else None
 
     def work(self, node: fx.Node, hint: Hint) -> Work:
-        """Reads and writes of any node at all, whatever it does with them."""
+        """The node's work; only its reads and writes if it cannot be described as a call."""
         call = call_of(node, hint)
         if call is not None:
             return work_of(call)
@@ -127,11 +127,11 @@ class CostModel:
         return Work(read_bytes=read, written_bytes=value_bytes(node.meta.get("val"), hint))
 
     def close(self) -> None:
-        """Keeps what was measured and gives back the memory that measuring took."""
+        """Save the measurements and free the memory used for measuring."""
         self.cache.save()
         self._operands = Operands(self.device)
         if self.measure and self.device.type == "cuda":
-            torch.cuda.empty_cache()  # what measuring took is the step's now
+            torch.cuda.empty_cache()  # leave that memory to the step
 
     def _worth_measuring(self, node: fx.Node, call: Call, estimate_us: float) -> bool:
         if estimate_us < WORTH_MEASURING_US or not _can_run_alone(call, self.device.type):
@@ -139,12 +139,12 @@ class CostModel:
         return self.lowering == "aot_eager" or calls_library(node)
 
     def _measure(self, call: Call) -> None:
-        """Runs the op and remembers what it took, unless there is no room or time, or it fails."""
+        """Run the op and cache its cost, unless memory or time runs out, or it fails."""
         made_bytes = sum(s.nbytes for s in call.outputs) + workspace_bytes(call, self.device.type)
         inputs_bytes = sum(s.nbytes for s in call.inputs)
         if made_bytes + inputs_bytes > self.room_bytes or self._seconds_left <= 0:
             return
-        # larger operands of an op before
+        # free operands of earlier, larger ops
         self._operands.give_back(but_bytes=self.room_bytes - made_bytes)
         begun = time.perf_counter()
         found = measure_call(call, self._operands)
@@ -170,7 +170,7 @@ class CostModel:
 
 
 def open_cost_cache(device: torch.device | None = None) -> CostCache:
-    """What was measured before on this device, with these versions and threads."""
+    """The cache of earlier measurements on this device, with these versions and threads."""
     if device is not None and device.type == "cuda":
         return CostCache(cuda_identity(cuda_index(device)))
     return CostCache(machine_identity())
@@ -179,7 +179,7 @@ def open_cost_cache(device: torch.device | None = None) -> CostCache:
 def costs_of_graph(graph: fx.Graph, model: CostModel, hint: Hint) -> dict[str, OpCost]:
     """The cost of every node of a graph, by name; their sum is the time of the graph.
 
-    Tells the model's progress callback how far it is while ops are measured.
+    Reports to the model's progress callback while it measures ops.
     """
     nodes = list(graph.nodes)
     calls = {n: c for n in nodes if (c := model.to_measure(n, hint)) is not None}
@@ -202,7 +202,7 @@ def costs_of_graph(graph: fx.Graph, model: CostModel, hint: Hint) -> dict[str, O
 
 
 def _with_subgraphs(node: fx.Node, model: CostModel, hint: Hint) -> OpCost:
-    """A higher-order op costs what it moves, or the dearest of the graphs that it may run."""
+    """The cost of a node; for a higher-order op at least that of its most expensive subgraph."""
     cost = model.price(node, hint)
     if not isinstance(node.target, torch._ops.HigherOrderOperator):
         return cost

@@ -1,7 +1,7 @@
-"""What an op costs by arithmetic: its floating point operations, its traffic, its workspace.
+"""Estimates the cost of an op from its floating point operations, its traffic and its workspace.
 
-The estimate for everything that is not measured, and the only one when planning for hardware
-that is not there.
+Used for all ops that are not measured, and for all ops when planning for hardware that is not
+present.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from offcompile.runtime.measure.timing import Overheads
 
 FLOP_PER_US_PER_TFLOPS = 1e6
 
-#: for machines on which nothing is measured
+#: overheads for machines on which nothing is measured
 USUAL_OVERHEADS = Overheads(op_us=4.0, view_us=1.5, fresh_us_per_mib=0.0)
-#: a kernel that does nothing takes about this on the device; views are the host's business
+#: the approximate device time of an empty kernel; views cost only host time
 CUDA_OVERHEADS = Overheads(op_us=3.0, view_us=0.0, fresh_us_per_mib=0.0)
 
 _DTYPE_NAMES = {
@@ -33,9 +33,9 @@ _DTYPE_NAMES = {
     torch.int8: "int8",
 }
 
-#: reads of its table only what it returns
+#: ops that read only the returned part of their table
 GATHERS = frozenset({"embedding", "gather", "index", "index_select", "_unsafe_index"})
-#: returns memory as it is
+#: ops that return uninitialized memory
 _EMPTY = frozenset(
     {"empty", "empty_like", "empty_strided", "empty_permuted", "new_empty", "new_empty_strided"}
 )
@@ -44,22 +44,22 @@ _EMPTY = frozenset(
 @dataclass(frozen=True)
 class OpCost:
     duration_us: float
-    #: memory beyond inputs and outputs, for as long as the op runs
+    #: memory beyond inputs and outputs while the op runs
     workspace_bytes: int = 0
-    #: False: the value only ever exists inside a fused kernel
+    #: False if the value exists only inside a fused kernel
     materialises: bool = True
-    #: storage → what the op takes with that operand on the host, in memory there, as measured
+    #: storage → measured duration of the op with that operand in host memory
     in_place: Mapping[str, float] = field(default_factory=dict, hash=False)
 
 
 @dataclass(frozen=True)
 class Work:
-    """What there is to do, wherever it is done."""
+    """The work of an op, independent of the machine."""
 
     flop: float = 0.0
     read_bytes: int = 0
     written_bytes: int = 0
-    #: of the bytes written, those in outputs so large that each gets memory of its own
+    #: the part of `written_bytes` in outputs so large that each gets fresh memory
     fresh_bytes: int = 0
     dtype: torch.dtype = torch.float32
 
@@ -84,20 +84,20 @@ def work_of(call: Call) -> Work:
 
 
 def roofline_us(work: Work, profile: HardwareProfile, overheads: Overheads) -> float:
-    """Arithmetic or traffic, whichever takes longer, then first touches, then the call itself."""
+    """The longer of arithmetic and traffic, plus first touches, plus the call itself."""
     memory = profile.memory_gbps * BYTES_PER_US_PER_GBPS
     fresh_us = work.fresh_bytes / 2**20 * overheads.fresh_us_per_mib
-    # the rate at which fresh outputs fill has their writing in it
+    # the rate for fresh outputs already includes writing them
     touched = work.written_bytes - (work.fresh_bytes if fresh_us else 0)
     traffic_us = (work.read_bytes + touched) / memory
     return overheads.op_us + fresh_us + max(_arithmetic_us(work, profile), traffic_us)
 
 
 def workspace_bytes(call: Call, device_type: str) -> int:
-    """Estimate memory beyond inputs and outputs, as the usual kernels take it.
+    """Estimate the memory that the usual kernels need beyond inputs and outputs.
 
     Convolutions reorder every operand into blocks of channels; the backward of fused attention
-    adds up the gradient of the queries in single precision; others take next to nothing.
+    accumulates the gradient of the queries in single precision; others need next to nothing.
     """
     name = op_name(call)
     if name in ("convolution", "convolution_backward"):
@@ -113,8 +113,9 @@ def workspace_bytes(call: Call, device_type: str) -> int:
 
 
 def _in_blocks(spec: TensorSpec, channels: int) -> int:
-    """Bytes of an operand whose channels come in blocks of so many (measured with oneDNN: images
-    of one or three channels take as much as those of eight, and their gradients twice that)."""
+    """Bytes of an operand whose channels are padded to blocks of `channels`. Measured with oneDNN:
+    images with one or three channels take as much as those with eight, their gradients twice that.
+    """
     if len(spec.size) < 3 or not spec.size[1]:
         return spec.nbytes
     return spec.nbytes // spec.size[1] * (-(-spec.size[1] // channels) * channels)
@@ -161,7 +162,7 @@ def _product(left: TensorSpec, right: TensorSpec) -> float:
 def _convolution(
     source: TensorSpec, weight: TensorSpec, result: TensorSpec, transposed: bool
 ) -> float:
-    # a weight's first dimension counts the channels of what it is laid over
+    # a weight's first dimension is the number of channels of the tensor that it slides over
     over = source if transposed else result
     return 2.0 * over.numel * weight.numel / max(weight.size[0], 1)
 
@@ -173,7 +174,7 @@ def _is_attention(name: str) -> bool:
 def _attention(name: str, call: Call) -> float:
     backward = "_backward" in name
     query, key, value = call.inputs[1:4] if backward else call.inputs[:3]
-    # queries against keys, then weights against values
+    # queries times keys, then attention weights times values
     per_pair = query.size[-1] + value.size[-1]
     pairs = query.numel // max(query.size[-1], 1) * key.size[-2]
     causal = any(argument is True for argument in call.args) or call.kwargs.get("is_causal") is True

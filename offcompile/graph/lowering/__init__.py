@@ -1,1 +1,1 @@
-"""Graphs that carry out a plan: moves inserted, ops in the planned order, compiled by Inductor."""
+"""Lowers a plan into graphs: inserts moves, orders ops as planned, compiles with Inductor."""

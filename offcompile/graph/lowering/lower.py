@@ -1,13 +1,13 @@
-"""From a captured graph to a callable, with our say between partitioning and compiling.
+"""Compiles a captured graph to a callable, with hooks between partitioning and compiling.
 
-`lower` goes exactly the way of torch's own backends of the same names; `Hooks` see the graphs
-after partitioning (for Inductor: after its joint passes) and may put others in their place. Where
-they do not, what is compiled is node for node what the plain backend compiles.
+`lower` follows exactly the path of torch's own backends of the same names; `Hooks` see the graphs
+after partitioning (for Inductor: after its joint passes) and may replace them. If they do not, the
+compiled graphs are node for node those of the plain backend.
 
-Nothing is patched for longer than a compilation: Inductor's partitioner is set through its own
-`custom_partitioner_fn` while `compile_fx` runs. AOTAutograd's cache is left out, since a hit would
-pass by our hooks, and an entry would hold graphs that belong to one plan. Inductor's cache of
-compiled graphs stays in use: its key is the graph that the hooks leave.
+Patches last only for one compilation: Inductor's partitioner is set through its own
+`custom_partitioner_fn` while `compile_fx` runs. AOTAutograd's cache is disabled, since a hit would
+bypass our hooks, and an entry would hold graphs that belong to one plan. Inductor's cache of
+compiled graphs stays in use: its key is the graph that the hooks return.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ __all__ = ["Compiled", "Halves", "Hooks", "Lowering", "MovementOps", "Phase", "l
 
 Phase = Literal["forward", "backward", "inference"]
 Lowering = Literal["inductor", "aot_eager"]
-#: takes its arguments as a list, which it empties: each is freed after its last use
+#: takes its arguments as a list and empties it, so that each is freed after its last use
 Compiled = Callable[[list[Any]], Any]
 Halves = tuple[fx.GraphModule, fx.GraphModule]
 Partition = Callable[..., Halves]
@@ -47,42 +47,43 @@ T = TypeVar("T")
 
 
 class Hooks(Protocol):
-    """What is asked on the way. None for an answer leaves the graphs as they are."""
+    """Callbacks during compilation. Returning None leaves the graphs unchanged."""
 
     def training(
         self, forward: fx.GraphModule, backward: fx.GraphModule, num_outputs: int, inputs: Any
     ) -> Halves | None:
-        """Both halves, just partitioned. Forward's first `num_outputs` outputs are the user's,
-        the others are saved for backward; `inputs` are the joint graph's (primals, tangents)."""
+        """Called with both halves after partitioning. Forward's first `num_outputs` outputs are
+        the user's; the others are saved for backward. `inputs` are the joint graph's (primals,
+        tangents)."""
 
     def inference(self, graph: fx.GraphModule, inputs: Sequence[Any]) -> fx.GraphModule | None:
-        """A graph without backward, just before it is compiled."""
+        """Called with a graph without backward, just before it is compiled."""
 
     @property
     def lends(self) -> bool:
-        """Whether the graphs put in place leave the memory of what they give to movement ops
-        alone, and only read what they get from them: it may be somebody else's."""
+        """True if the new graphs never overwrite tensors that they pass to, or get from, movement
+        ops: that memory may belong to others."""
 
     def ready(self, phase: Phase, compiled: Compiled) -> Compiled:
-        """What to run in place of `compiled`, which may be itself. Backward comes late: with its
-        first run, or with forward when sizes are dynamic."""
+        """Return the callable to run instead of `compiled`, possibly `compiled` itself. Backward
+        comes late: at its first run, or along with forward if sizes are dynamic."""
 
 
 @runtime_checkable
 class SplitHooks(Protocol):
-    """Hooks that may put graphs in their places in which a loss is split."""
+    """Hooks that may replace the graphs by ones with a split loss."""
 
     def may_split(self, splits: Splits) -> None:
-        """Called before `training`, about the same joint graph."""
+        """Called before `training`, for the same joint graph."""
 
 
 def lower(
     graph: fx.GraphModule, inputs: Sequence[Any], lowering: Lowering, hooks: Hooks
 ) -> Callable[..., Any]:
-    """Compile what Dynamo gave to a backend, and return what the backend is to return.
+    """Compile the graph that Dynamo gave to a backend, and return the backend's callable.
 
-    When hooks replace a graph, its saved tensors are not donated to backward: a second backward
-    (`retain_graph`) finds them as they were.
+    If hooks replace a graph, its saved tensors are not donated to backward, so a second backward
+    (`retain_graph`) finds them unchanged.
     """
     if lowering not in ("inductor", "aot_eager"):
         raise InvalidInput(
@@ -97,16 +98,17 @@ def lower(
 
 @dataclass
 class _Job:
-    """One compilation: the hooks, and whether they replaced its graphs."""
+    """One compilation: the hooks, and a flag set once they replaced its graphs."""
 
     hooks: Hooks
-    #: whether what is compiled runs in an order of its own
+    #: True if the compiler chooses its own order (Inductor)
     reorders: bool = False
     changed: bool = False
 
     def partition(self, plain: Partition, joint: fx.GraphModule, inputs: Any, **how: Any) -> Halves:
-        """`plain`'s halves or those of the hooks. The bodies of nested regions, which torch
-        partitions with the same function before and without inputs, are none of ours."""
+        """Return the halves from `plain`, or their replacements from the hooks. Torch partitions
+        the bodies of nested regions with the same function, earlier and without inputs; those are
+        left to `plain`."""
         if not inputs:
             return plain(joint, inputs, **how)
 
@@ -135,15 +137,15 @@ class _Job:
     def before(self, phase: Phase) -> None:
         """Call this before a half is compiled."""
         if self.changed and phase == "forward":
-            # What torch itself does when the first backward asks to keep its graph: the list must
-            # be empty. (Without one, as config.donated_buffer=False leaves it, the check at run
-            # time still refuses.)
+            # Torch does the same when the first backward asks to keep its graph. The list must be
+            # empty: with None, as config.donated_buffer=False leaves it, the runtime check still
+            # refuses.
             context = TracingContext.try_get()
             if context is not None and context.fw_metadata is not None:
                 context.fw_metadata.bw_donated_idxs = []
 
     def after(self, phase: Phase, compiled: Any) -> Any:
-        """`compiled` as it is to be run; the very object where hooks have nothing to add."""
+        """The callable to run: `compiled` itself if the hooks return it unchanged."""
         wanted = self.hooks.ready(phase, compiled)
         if wanted is compiled:
             return compiled
@@ -176,7 +178,7 @@ def _aot_eager(graph: fx.GraphModule, inputs: Sequence[Any], job: _Job) -> Calla
 
 
 class _Partitioner(CustomPartitionerFn):
-    """Our partitioner as Inductor takes it."""
+    """Our partitioner, in the form that Inductor expects."""
 
     def __init__(self, job: _Job, given: CustomPartitionerFn | None) -> None:
         self.job = job
@@ -187,21 +189,21 @@ class _Partitioner(CustomPartitionerFn):
         return self.job.partition(plain, gm, joint_inputs, **how)
 
     def uuid(self) -> Any:
-        """Sets replaced graphs apart in the cache: what is equal to a plain graph may still have
-        been compiled with donated buffers."""
+        """Separates our graphs in the cache: an identical graph may have been compiled with
+        donated buffers by the plain backend."""
         return ("offcompile", 2, self.given.uuid() if self.given is not None else None)
 
     def __reduce__(self) -> Any:
-        # The cache's key is made by pickling the whole configuration, and us with it.
+        # The cache key pickles the whole configuration, including this object.
         return tuple, (self.uuid(),)
 
 
 def _saved_as_they_are(half: fx.GraphModule) -> None:
-    """What forward gets and saves for backward stays the tensor it is.
+    """Keep the layout of forward's inputs that are saved for backward.
 
-    To Inductor a saved convolution weight may be better kept as a channels-last copy, which the
-    plan knows nothing of, and which every reader of the weight then gets, a fetch from the host
-    among them. What the user sees keeps its strides, and so do these.
+    Inductor may prefer to save a convolution weight as a channels-last copy. The plan does not
+    know of it, and every reader of the weight would get it, including a fetch from the host.
+    Inductor preserves the strides of outputs marked visible to the user, so these are marked too.
     """
     output = half.graph.output_node()
     visible = set(output.meta.get("user_visible_output_idxs", ()))
@@ -226,17 +228,17 @@ def _inductor(graph: fx.GraphModule, inputs: Sequence[Any], job: _Job) -> Callab
             half = job.inference(half, half_inputs)
         job.before(phase)
         with ExitStack() as settings:
-            # Backward may come long after `compile_fx` has returned, so each half says it anew.
+            # Backward may come long after `compile_fx` has returned, so each half sets this again.
             settings.enter_context(
                 inductor_config.patch(custom_partitioner_fn=ours if job.changed else given)
             )
             if job.changed:
-                # Both move nodes apart from their data edges: kernels to lessen a peak that
-                # leaves our plan out, inference nodes towards their readers.
+                # Both move nodes within the limits of data edges: the first moves kernels to
+                # lower a peak that ignores our plan, the second inference nodes to their readers.
                 settings.enter_context(
                     inductor_config.patch(reorder_for_peak_memory=False, reorder_for_locality=False)
                 )
-                # A buffer that a later one of its size takes over is held until then.
+                # A buffer that a later one of its size reuses would be held until then.
                 settings.enter_context(inductor_config.patch(allow_buffer_reuse=False))
                 _saved_as_they_are(half)
                 write_known_floats(half.graph)

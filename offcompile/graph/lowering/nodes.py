@@ -1,4 +1,4 @@
-"""What a node of a graph is to Inductor: a view, a library call, what its operands are for."""
+"""Classifies graph nodes as Inductor sees them: views, library calls, and uses of operands."""
 
 from __future__ import annotations
 
@@ -11,36 +11,36 @@ from torch import fx
 
 aten = torch.ops.aten
 
-#: views to Inductor, whatever their schemas say
+#: views to Inductor, regardless of their schemas
 _SILENT_VIEWS = {aten._unsafe_view.default, aten.alias.default}
-#: those that show all of it
+#: views that show the whole operand
 WHOLE_VIEWS = {
     aten.view, aten._unsafe_view, aten.reshape, aten.permute, aten.transpose, aten.t,
     aten.squeeze, aten.unsqueeze, aten.alias,
 }  # fmt: skip
-#: ops that look at an operand's shape only, and so do not wait for its data
+#: ops that use only an operand's shape, and so do not wait for its data
 SHAPE_ONLY = {
     aten.full_like, aten.zeros_like, aten.ones_like, aten.empty_like, aten.rand_like,
     aten.randn_like, aten.new_empty, aten.new_zeros, aten.new_ones, aten.new_full,
     aten.new_empty_strided,
 }  # fmt: skip
-#: one op to fx, several kernels to Inductor, of which some read one operand only
+#: one op in fx, but several kernels in Inductor, some of which read only one operand
 IN_PIECES = {
     aten.cat, aten.stack, aten.index_put, aten._unsafe_index_put, aten.scatter, aten.scatter_add,
     aten.scatter_reduce, aten.select_scatter, aten.slice_scatter,
 }  # fmt: skip
-#: what never fuses into its readers: handing it on costs nothing
+#: ops that never fuse into their readers, so passing on their results costs nothing
 _EXTERN = {
     aten.mm, aten.addmm, aten.bmm, aten.baddbmm, aten.convolution, aten.convolution_backward,
 }  # fmt: skip
-#: likewise: what makes a gradient on the host
+#: prefix of ops that make a gradient on the host; they never fuse into their readers either
 _STORES = "offcompile.store_"
-#: the operand that stays with the main kernel when such an op is taken apart
+#: the operand that stays with the main kernel when Inductor decomposes the op
 MAIN_OPERAND = {aten.addmm: 1, aten.baddbmm: 1}
 
 
 def is_view(node: fx.Node) -> bool:
-    """Whether a node only looks at memory that another has made (or takes it out of a tuple)."""
+    """True if a node only views memory that another made (or takes it out of a tuple)."""
     if node.target is operator.getitem or node.target in _SILENT_VIEWS:
         return True
     if not isinstance(node.target, torch._ops.OpOverload):
@@ -58,7 +58,7 @@ def root_of(node: fx.Node) -> fx.Node:
 
 
 def last_uses(graph: fx.Graph) -> dict[fx.Node, int]:
-    """Position of the last node that needs a node's memory, be it through views."""
+    """Node → position of the last node that needs its memory, directly or through views."""
     position = {n: i for i, n in enumerate(graph.nodes)}
     last: dict[fx.Node, int] = {}
     for node in reversed(graph.nodes):
@@ -68,7 +68,7 @@ def last_uses(graph: fx.Graph) -> dict[fx.Node, int]:
 
 
 def passes_on(node: fx.Node, memory_of: fx.Node | None = None) -> bool:
-    """Whether a node hands on the memory of another (of its first operand, if it is a view)."""
+    """True if a node is a view of its first operand's memory (of `memory_of`, if given)."""
     if node.op != "call_function" or not is_view(node):
         return False
     return memory_of is None or node.all_input_nodes[0] is memory_of

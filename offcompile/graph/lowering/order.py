@@ -1,20 +1,20 @@
-"""Inductor keeps no order but that of data, so the order that memory rests on becomes data.
+"""Turns the order that the memory budget relies on into data edges, the only order Inductor keeps.
 
-Two kinds of movement node hold the budget: `wait_out` (an op behind it may allocate what it frees)
-and `start_load` (it allocates, once the ops before it have freed theirs). A third, `offer`, frees a
-gradient and writes to a weight that ops before it have read. At each of them `pin_order` draws a
-line across the graph, in the order in which the nodes stand:
+Two kinds of movement node enforce the budget: `wait_out` (ops after it may allocate the memory that
+it frees) and `start_load` (it allocates after the ops before it have freed their memory). A third,
+`offer`, frees a gradient and writes to a weight that ops before it have read. At each of them
+`pin_order` draws a line across the graph, in node order:
 
     a = f(x)                          a = f(x)
     sent = wait_out(ticket, x)        t = barrier(ticket, [a]); sent = wait_out(t, x)
     b = g(w)                          w_1 = barrier(w, [sent]); b = g(w_1)
     c = h(a, b)                       c = h(a, b)
 
-Everything computed before the line that is still needed behind it is handed to the movement node,
-so it exists by then, as memory of its own: Inductor neither computes it later nor keeps its
-operands in its place. Behind the line, an op none of whose operands comes from behind it has one
-operand passed through a `barrier`; the others follow by their data. Starts are chained in their
-order the same way. Between two lines Inductor fuses as it likes.
+Every value computed before the line and still needed after it is passed to the movement node, so
+it has been realized in memory by then: Inductor neither computes it later nor keeps its operands
+alive instead. After the line, an op with no operand from after the line gets one operand passed
+through a `barrier`; the other ops follow by their data. Starts are chained in their order the same
+way. Between two lines Inductor may fuse freely.
 """
 
 from __future__ import annotations
@@ -53,15 +53,15 @@ class MovementOps:
     start_load: Any
     wait_load: Any
     barrier: Any
-    #: as start_out and start_load, to and from host memory that ops use in place
+    #: like start_out and start_load, to and from host memory that ops use in place
     start_store: Any = None
     start_fetch: Any = None
-    #: uses a gradient up, and writes to its weight
+    #: consumes a gradient and updates its weight
     offer: Any = None
 
     @classmethod
     def of(cls, namespace: str) -> MovementOps:
-        """The ops that are registered under a namespace."""
+        """The ops registered under a namespace."""
         packets = getattr(torch.ops, namespace)
         found = {f.name: getattr(packets, f.name, None) for f in fields(cls)}
         return cls(**{name: packet.default for name, packet in found.items() if packet})
@@ -74,19 +74,19 @@ class MovementOps:
         )
 
     def leaves(self, node: fx.Node) -> bool:
-        """Whether the node starts a copy off the device."""
+        """True if the node starts a copy off the device."""
         return node.target in (self.start_out, self.start_store)
 
     def comes(self, node: fx.Node) -> bool:
-        """Whether the node starts a copy onto the device."""
+        """True if the node starts a copy onto the device."""
         return node.target in (self.start_load, self.start_fetch)
 
 
 def pin_order(module: fx.GraphModule, ops: MovementOps | None = None) -> int:
-    """Add edges so that Inductor runs `module`'s movement nodes where they stand.
+    """Add edges so that Inductor runs `module`'s movement nodes in node order.
 
-    Changes the graph in place and returns how many barriers it took. For aot_eager, which runs
-    nodes as they stand, there is no need of it. `ops` are offcompile's own unless given.
+    Changes the graph in place and returns the number of barriers added. aot_eager does not need
+    this, since it runs nodes in order. `ops` defaults to offcompile's own.
     """
     ops = MovementOps.of("offcompile") if ops is None else ops
     if not any(ops.among(n) for n in module.graph.nodes):
@@ -106,23 +106,23 @@ class _Walk:
     graph: fx.Graph
     ops: MovementOps
     last_use: dict[fx.Node, int]
-    #: position of the node at hand
+    #: position of the current node
     now: int = 0
-    #: the last line: what is behind it runs after these
+    #: the last line: nodes after it run after these
     line: list[fx.Node] = field(default_factory=list)
-    #: the last move that was started, as a chain of one
+    #: the last start, as a list of at most one node; the next start runs after it
     started: list[fx.Node] = field(default_factory=list)
-    #: computed since the line, in order
+    #: nodes computed since the line, in order
     since: list[fx.Node] = field(default_factory=list)
-    #: known to run behind the line
+    #: nodes known to run after the line
     behind: set[fx.Node] = field(default_factory=set)
-    #: what was passed through a barrier since the line
+    #: node → its barrier, for nodes passed through one since the line
     passed: dict[fx.Node, fx.Node] = field(default_factory=dict)
-    #: start_out → what it copies from
+    #: start_out → the node that it copies from
     leaving: dict[fx.Node, fx.Node] = field(default_factory=dict)
-    #: what leaves → the same as memory, and from where on it is there
+    #: evicted node → its realized form, and the position from which that exists
     fixed: dict[fx.Node, tuple[fx.Node, int]] = field(default_factory=dict)
-    #: made from nothing, or from such: costs no memory that is ours to time
+    #: nodes computed from no real operand: the plan does not account for their memory
     free: set[fx.Node] = field(default_factory=set)
     barriers: int = 0
 
@@ -136,7 +136,7 @@ class _Walk:
             self._fix(node)
             self.started = [node]
         elif ops.comes(node):
-            # its schema has a place for what it comes after
+            # its schema has an argument for the nodes that it runs after
             after = [*_nodes(node.args[6]), *self._alive(), *self.line, *self.started]
             node.update_arg(6, list(dict.fromkeys(after)))
             self.started = [self._token(node)]
@@ -148,7 +148,7 @@ class _Walk:
         elif node.target is ops.offer:
             self._hold(node, 1, [*self._alive(), *self.line])
             self._draw([node])
-        elif node.target is ops.barrier:  # holds to the end what is still being copied
+        elif node.target is ops.barrier:  # keeps sources of unfinished copies alive to the end
             node.update_arg(1, [self.fixed.get(n, (n,))[0] for n in _nodes(node.args[1])])
         elif not is_view(node):
             self._compute(node)
@@ -199,7 +199,7 @@ class _Walk:
         return True
 
     def _choose(self, node: fx.Node, operands: list[fx.Node]) -> fx.Node:
-        """What is passed already, else an input of the graph, else any; never what is written."""
+        """Prefer an operand that is passed already, then a graph input; avoid those written to."""
         written = set(written_by(node))
         fit = [n for n in operands if n not in written] or operands
         main = MAIN_OPERAND.get(packet_of(node))
@@ -224,13 +224,13 @@ class _Walk:
             node.update_arg(index, self._barrier(node, held, tokens))
 
     def _fix(self, start_out: fx.Node) -> None:
-        """Have Inductor hand over the tensor in the strides that were traced, by which backward
-        rebuilds its views. If it laid the tensor out otherwise it makes a copy; the wait keeps
-        alive what is being copied, so it has to be given the same."""
+        """Make Inductor pass the tensor with its traced strides, from which backward rebuilds the
+        views. Inductor copies the tensor if its layout differs; the wait keeps the copied tensor
+        alive, so it must be given the same node."""
         held = start_out.args[0]
         assert isinstance(held, fx.Node)
         fixed = self._barrier(start_out, held, self.started)
-        # Of an op's tag for exact strides Inductor takes notice only beside this entry.
+        # Inductor honours an op's exact-strides tag only if this entry is present.
         values = fx.node.map_arg(fixed.args, lambda n: n.meta["val"])
         fixed.meta["eager_input_vals"] = (values, {})
         start_out.update_arg(0, fixed)
@@ -239,8 +239,8 @@ class _Walk:
         self._share(held, fixed)
 
     def _share(self, held: fx.Node, fixed: fx.Node) -> None:
-        """Have library calls behind a start read the memory that leaves. A view from before is to
-        Inductor an expression of its own, which it would write to memory of its own for them."""
+        """Make library calls after a start read the memory being evicted. Inductor treats an
+        earlier view as a separate expression, which it would realize in memory of its own."""
         for user in list(held.users):
             readers = list(user.users) if is_view(user) else [user]
             if user is fixed or not readers:
@@ -264,7 +264,7 @@ class _Walk:
         self.passed.clear()
 
     def _token(self, start_load: fx.Node) -> fx.Node:
-        """The small one of a load's two results: it stands for the load without holding memory."""
+        """The smaller of a load's two results: it represents the load without holding memory."""
         for user in start_load.users:
             if user.args[1] == 1:
                 return user
@@ -274,14 +274,14 @@ class _Walk:
         return part
 
     def _alive(self) -> list[fx.Node]:
-        """What was computed since the line and is needed later."""
+        """The values computed since the line that are needed later."""
         needed = (part for node in self.since for part in self._needed(node))
         return [self._as_memory(part) for part in needed]
 
     def _as_memory(self, made: fx.Node) -> fx.Node:
-        """Of what leaves, the memory that it leaves from, which is also what readers from here on
-        get: the expression Inductor would write a second time, or compute again from operands that
-        are gone by then."""
+        """The realized form of a value. Readers of an evicted value get the memory being evicted
+        from here on: Inductor would realize the expression a second time, or recompute it from
+        operands that have been freed by then."""
         if made not in self.fixed or any(user.op == "output" for user in made.users):
             return self._as_read(made)
         fixed, there = self.fixed[made]
@@ -289,7 +289,7 @@ class _Walk:
         return fixed
 
     def _as_read(self, made: fx.Node) -> fx.Node:
-        """The view by which alone something is read: library calls have memory of that view."""
+        """The only view that reads a value, if there is just one: library calls realize that."""
         while len(made.users) == 1:
             (view,) = made.users
             if packet_of(view) not in WHOLE_VIEWS or self.position.get(view, self.now) >= self.now:
@@ -298,7 +298,7 @@ class _Walk:
         return made
 
     def _hand_over(self, old: fx.Node, new: fx.Node, there: int) -> None:
-        """Have what stands behind `now` read `new`, of views too; it is there from `there` on."""
+        """Make nodes after `now` read `new`, through views too. `new` exists from `there` on."""
         for user in list(old.users):
             if user is new or self.ops.among(user):
                 continue
@@ -319,8 +319,9 @@ class _Walk:
                 yield user
 
     def _done_anyway(self) -> list[fx.Node]:
-        """What to put before a wait so that it does not stall ops that stand before it: results
-        that exist as memory in any case; if none is left of the last such op, what followed it."""
+        """The results to order before a wait, so that it does not stall the ops before it: those
+        that library calls realize anyway and, if the last such call has none left, the results of
+        the ops after it."""
         extern = [i for i, n in enumerate(self.since) if is_extern_op(n)]
         if not extern:
             return []
@@ -331,7 +332,7 @@ class _Walk:
 
 
 def _gather_parts(graph: fx.Graph) -> None:
-    """Take the results of each op that returns several right behind it."""
+    """Move the getitems of each op that returns several results right after it."""
     for node in list(graph.nodes):
         if node.target is operator.getitem:
             node.args[0].append(node)

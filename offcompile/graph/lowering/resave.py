@@ -1,8 +1,8 @@
-"""What forward hands to backward, kept in the order that AOTAutograd counts on.
+"""Keeps the values that forward saves for backward in the order that AOTAutograd relies on.
 
-Forward returns what the user sees, then saved tensors, then sizes; backward takes sizes, then
-saved tensors, then tangents. New saved values go to the front of the saved tensors on both sides,
-which keeps every later rule (unchecked versions last, opaque objects after tensors) as it was.
+Forward returns the user's outputs, then saved tensors, then sizes; backward takes sizes, then saved
+tensors, then tangents. New saved values go to the front of the saved tensors on both sides, which
+preserves the rules for the rest (unchecked versions last, opaque objects after tensors).
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from offcompile.graph.graphs import Graphs, outputs_of
 
 @dataclass(frozen=True)
 class Saved:
-    """What a placeholder of backward stands for: a node of forward, a storage's ticket, or a
-    weight's copy on the device."""
+    """The value that a placeholder of backward holds: a node of forward, a storage's ticket, or
+    a weight's copy on the device."""
 
     node: str | None = None
     copy_of: str | None = None
@@ -50,7 +50,7 @@ class Half(Protocol):
 
 
 def new_placeholder(graph: fx.Graph, name: str, value: object) -> fx.Node:
-    """One more saved tensor for backward, before those that it has."""
+    """Add a saved tensor to backward, before the existing ones."""
     first = next((n for n in graph.nodes if not _is_size(n)), None)
     if first is None:
         new = graph.placeholder(name)
@@ -62,7 +62,7 @@ def new_placeholder(graph: fx.Graph, name: str, value: object) -> fx.Node:
 
 
 def finish_backward(half: Half) -> fx.GraphModule:
-    """Close the graph; saved tensors that nobody asks for any more are not taken."""
+    """Finish the graph, without placeholders for saved tensors that are no longer used."""
     _run_effects(half)
     _output(half, [half.value(o) if isinstance(o, fx.Node) else o for o in _old_outputs(half)])
     for node in [n for n in half.saved if not n.users and not _is_size(n)]:
@@ -72,7 +72,7 @@ def finish_backward(half: Half) -> fx.GraphModule:
 
 
 def finish_forward(half: Half, graphs: Graphs, backward: Half | None) -> fx.GraphModule:
-    """Close the graph: what the user sees, then what backward takes, in backward's order."""
+    """Finish the graph: the user's outputs, then the values for backward, in backward's order."""
     _run_effects(half)
     old = _old_outputs(half)
     seen, rest = old[: graphs.num_outputs], old[graphs.num_outputs :]
@@ -108,7 +108,7 @@ def _old_outputs(half: Half) -> list[object]:
 
 
 def _run_effects(half: Half) -> None:
-    """Nodes that are no ops of the plan but have an effect (checks of sizes and the like)."""
+    """Copy nodes that are no ops of the plan but have side effects, such as size checks."""
     for node in half.old.values():
         if node.op == "call_function" and node.name not in half.new and node.is_impure():
             half.value(node)
@@ -121,7 +121,7 @@ def _output(half: Half, outputs: list[object]) -> None:
 
 
 def _describe(half: Half, old: list[object], outputs: list[object], seen: int) -> None:
-    """AOTAutograd keeps a description beside each output; saved ones are counted anew."""
+    """Update AOTAutograd's descriptions of the outputs, renumbering the saved ones."""
     (node,) = half.graph.find_nodes(op="output")
     known = node.meta.get("desc")
     if known is None:

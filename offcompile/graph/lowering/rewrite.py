@@ -1,7 +1,7 @@
-"""Movement written into the graphs: the static order of a plan becomes nodes.
+"""Writes the moves of a plan into the graphs as nodes, in the plan's static order.
 
-Both graphs are built anew by walking the order. Before → after, for an activation `x` that
-forward makes, backward needs, and the plan sends to the host in between:
+Walks the order and builds both graphs anew. Before → after, for an activation `x` that forward
+makes, backward needs, and the plan offloads to the host in between:
 
     forward    x = op(a)            x = op(a)
                return y, x          ticket = start_out(x); …; sent = wait_out(ticket, x)
@@ -10,12 +10,12 @@ forward makes, backward needs, and the plan sends to the host in between:
                g = op_b(x)          buffer, load = start_load(sent); …
                                     x_1 = wait_load(buffer, load); g = op_b(x_1)
 
-Views travel with their storage: they are made again from what comes back. An op that the plan
-runs again is copied to where it runs again.
+Views move with their storage: they are rebuilt from the reloaded tensor. An op that the plan
+recomputes is copied to the place of the recomputation.
 
-A weight that lives on the host enters as what it is there: an op that uses it in place gets just
-that, others what `start_fetch` brings. A gradient that leaves is returned as the host memory that
-`start_store` filled; one that is written there to begin with, as what the stand-in of its op did.
+A weight that lives on the host enters the graph as its host tensor: an op that uses it in place
+gets that tensor, others get the copy that `start_fetch` loads. An offloaded gradient is returned as
+the host memory that `start_store` filled, or that the op's in-place variant wrote directly.
 """
 
 from __future__ import annotations
@@ -50,11 +50,11 @@ from .resave import Saved, finish_backward, finish_forward, new_placeholder
 
 @dataclass(frozen=True)
 class Rewritten:
-    """The new graphs, and which node of which graph each step of the order became."""
+    """The new graphs, and the graph and node that each step of the order became."""
 
     graphs: Graphs
     nodes: Mapping[ProgramStep, Place]
-    #: what forward saves for backward, output by output: the storage, where it is one on the device
+    #: for each output that forward saves for backward, its device storage; None if it has none
     saved: tuple[str | None, ...] = ()
 
 
@@ -66,10 +66,10 @@ def rewrite(
     runtime: str,
     exact: bool = True,
 ) -> Rewritten:
-    """New graphs for the plan's order. The given ones are left as they are.
+    """Build new graphs for the plan's order; the given ones are not changed.
 
-    `runtime` names the runtime that the movement nodes will run on. `exact`: results are to stay
-    as they are to the last bit.
+    `runtime` names the runtime that the movement nodes will run on. `exact`: results must stay
+    the same to the last bit.
     """
     moves = {m.id: m for m in plan.moves}
     directs = frozenset((d.op, d.tensor) for d in plan.directs)
@@ -100,15 +100,15 @@ class _Tables:
     annotated: Annotated
     moves: Mapping[str, Move]
     runtime: str
-    #: (op, storage) that the op uses, or makes, in place on the host
+    #: (op, storage) pairs: the op uses or makes the storage in place on the host
     directs: frozenset[tuple[str, str]] = frozenset()
     exact: bool = True
-    #: weights that live there
+    #: weights that live on the host
     hosted: frozenset[str] = frozenset()
-    #: (phase, storage) → names of the nodes that look at it
+    #: (phase, storage) → names of the nodes whose values it holds
     viewers: dict[tuple[str, str], list[str]] = field(default_factory=dict)
     old: dict[str, dict[str, fx.Node]] = field(default_factory=dict)
-    #: nodes of forward that need not run again with the others of their op
+    #: nodes of forward that a recomputation of their op may skip
     bookkeeping: frozenset[str] = frozenset()
 
     def __post_init__(self) -> None:
@@ -126,7 +126,7 @@ class _Tables:
 
 
 class _Half:
-    """One graph under construction. `old` nodes are those of the graph as it was."""
+    """One graph under construction. `old` nodes are those of the original graph."""
 
     def __init__(
         self, tables: _Tables, phase: str, module: fx.GraphModule, forward: _Half | None
@@ -136,26 +136,26 @@ class _Half:
         self.graph = fx.Graph()
         self.sizes = SizeMaker(self.graph)
         self.nodes: dict[ProgramStep, Place] = {}
-        #: old node of this graph → its node as things stand
+        #: old node of this graph → its current new node
         self.new: dict[str, fx.Node] = {}
-        #: old node of forward → its value made again in backward
+        #: old node of forward → the node that recomputes it in backward
         self.again: dict[str, fx.Node] = {}
-        #: storage → the node that spans it as things stand
+        #: storage → the node that currently spans it
         self.base: dict[str, fx.Node] = {}
-        #: (storage, tier) → what stands for the bytes there
+        #: (storage, tier) → the ticket for the bytes there
         self.tickets: dict[tuple[str, str], fx.Node] = {}
         self.loads: dict[str, tuple[fx.Node, fx.Node]] = {}
-        #: weight → what it is on the host, and its copy on the device
+        #: weight → its host tensor (`host`), and its copy on the device (`device`)
         self.host: dict[str, fx.Node] = {}
         self.device: dict[str, fx.Node] = {}
-        #: placeholders of backward that forward must fill → with what
+        #: placeholder of backward → the value that forward must pass to it
         self.saved: dict[fx.Node, Saved] = {}
         for node in module.graph.find_nodes(op="placeholder"):
             self.placeholder(node)
         self.sizes.learn_dims(map(self.new.__getitem__, filter(self.stands, self.new)))
 
     def stands(self, placeholder: str) -> bool:
-        """True if nothing the plan does takes the placeholder's memory away."""
+        """True if the plan never frees the placeholder's memory."""
         storage = self.tables.annotated.storage_of.get((self.phase, placeholder))
         return storage is None or self.tables.annotated.problem.tensor[storage].pinned
 
@@ -190,17 +190,17 @@ class _Half:
             self.nodes[step] = (self.phase, made.name)
         self.finish_stores()
         self.hold_unawaited()
-        for storage in self.host:  # what is handed on is the weight itself
+        for storage in self.host:  # outputs refer to the weight itself
             self.look_at(storage, self.host[storage])
 
     # --- values ---------------------------------------------------------------------------------
 
     def value(self, node: fx.Node) -> fx.Node:
-        """The new node for an old one of this graph, as things stand."""
+        """The current new node for an old one of this graph."""
         found = self.new.get(node.name)
         if found is not None:
             return found
-        if node.op == "placeholder":  # its storage has been brought back, or made again
+        if node.op == "placeholder":  # its storage has been reloaded or recomputed
             storage = self.tables.annotated.storage_of[self.phase, node.name]
             new = self.view(node, storage)
         else:
@@ -214,7 +214,7 @@ class _Half:
         return new
 
     def view(self, like: fx.Node, storage: str) -> fx.Node:
-        """What `like` looked at, seen through the node that spans its storage now."""
+        """The value of `like` as a view of the node that currently spans its storage."""
         base = self.base[storage]
         value, whole = like.meta["val"], base.meta["val"]
         if _same_place(value, whole):
@@ -231,9 +231,11 @@ class _Half:
         return new
 
     def replayed(self, node: fx.Node, storage: str) -> fx.Node | None:
-        """A node of forward made again from what spans its storage now, by the views that it was
-        made by: they hold for any layout, and an op may lay out its result otherwise than traced.
-        None: it is no view of that."""
+        """Rebuild a node of forward by replaying its views on the node that now spans its storage.
+
+        The views hold for any layout, and an op may lay out its result differently than traced.
+        None if the node is no chain of views of that storage.
+        """
         if (FORWARD, node.name) == self.tables.annotated.base_of[storage]:
             return self.base[storage]
         if aliased_input(node) is None or mutated_inputs(node):
@@ -254,7 +256,7 @@ class _Half:
         return new
 
     def rebase(self, storage: str, base: fx.Node) -> None:
-        """From here on `base` spans the storage; what looked at it before is made anew."""
+        """Make `base` span the storage from here on; earlier views of it will be rebuilt."""
         for name in self.tables.viewers.get((self.phase, storage), ()):
             self.new.pop(name, None)
         for name in self.tables.viewers.get((FORWARD, storage), ()):
@@ -264,7 +266,7 @@ class _Half:
         (self.new if phase == self.phase else self.again)[name] = base
 
     def span(self, storage: str) -> fx.Node:
-        """The node that spans a storage which is on the device."""
+        """The node that spans a storage on the device."""
         if storage not in self.base:
             phase, name = self.tables.annotated.base_of[storage]
             if phase == self.phase:
@@ -274,7 +276,7 @@ class _Half:
         return self.base[storage]
 
     def take(self, what: Saved, like: fx.Node) -> fx.Node:
-        """A placeholder of backward for something that forward will hand over."""
+        """The placeholder of backward for a value that forward passes; created if missing."""
         for new, known in self.saved.items():
             if known == what:
                 return new
@@ -291,7 +293,7 @@ class _Half:
         return self.host[storage]
 
     def on_device(self, storage: str) -> fx.Node:
-        """The weight's copy there, forward's if this graph has fetched none."""
+        """The weight's copy on the device, taken from forward if this graph has fetched none."""
         if storage not in self.device:
             self.device[storage] = self.take(Saved(copy_of=storage), self.tables.base(storage))
         return self.device[storage]
@@ -301,7 +303,7 @@ class _Half:
             self.rebase(storage, node)
 
     def finish_stores(self) -> None:
-        """Gradients that left are from here on what they are on the host."""
+        """Replace offloaded gradients by their host tensors from here on."""
         for (storage, tier), ticket in list(self.tickets.items()):
             start = ticket
             while start.target is ops.wait_out:
@@ -361,7 +363,7 @@ class _Half:
         return new
 
     def reader(self, op: str, phase: str, node: fx.Node) -> Any:
-        """What reads better in place, if the op has something there."""
+        """The variant of the op that reads in-place operands well; None if it has none."""
         storage_of, directs = self.tables.annotated.storage_of, self.tables.directs
         hosted = frozenset(
             i
@@ -373,7 +375,7 @@ class _Half:
         return reader_of(node, hosted, self.tables.graphs.device, self.tables.exact)
 
     def store(self, storage: str, node: fx.Node) -> fx.Node:
-        """The op that makes the storage on the host."""
+        """Add the op that makes the storage on the host."""
         write = write_of(node)
         assert write is not None, f"{node.name} cannot write in place"
         like = self.tables.base(storage).meta["val"]
@@ -385,7 +387,7 @@ class _Half:
         return ticket
 
     def from_forward(self, node: fx.Node) -> fx.Node:
-        """A value of forward, wanted in backward."""
+        """The node in backward for a value of forward."""
         found = self.again.get(node.name)
         if found is not None:
             return found
@@ -424,7 +426,7 @@ class _Half:
 
     def wait_out(self, move: Move) -> fx.Node:
         ticket = self.ticket(move.tensor, move.target)
-        # begun in forward and awaited in backward: there the lane alone keeps the source
+        # if it was started in forward and awaited in backward, only the lane keeps the source alive
         begun_here = ticket.op != "placeholder"
         args = (ticket, self.span(move.tensor) if begun_here else None)
         waited = self.graph.call_function(ops.wait_out, args)
@@ -433,8 +435,8 @@ class _Half:
         return waited
 
     def hold_unawaited(self) -> None:
-        """Keep to the graph's end what copies out still read there: awaited later or never, it
-        would look free to a compiler that reuses memory."""
+        """Keep the sources of copies out that this graph does not await alive to its end;
+        otherwise a compiler that reuses memory would consider them free."""
         for (storage, tier), ticket in self.tickets.items():
             if ticket.target is ops.start_out:
                 held = self.graph.call_function(ops.barrier, (ticket, [ticket.args[0]]))
@@ -481,13 +483,13 @@ class _Half:
 
 
 def _made_by(node: fx.Node) -> list[fx.Node]:
-    """The nodes that hold what an op makes: its parts, or itself."""
+    """The nodes that hold an op's results: its parts, or the op itself."""
     parts = [u for u in node.users if is_getitem(u) and aliased_input(u) is None]
     return parts or [node]
 
 
 def _like_ticket(like: torch.Tensor) -> torch.Tensor:
-    """A ticket as the graph's fake tensors are."""
+    """A fake tensor for a ticket, in the fake mode of `like`."""
     assert isinstance(like, FakeTensor)
     with like.fake_mode:
         return torch.empty((1,), dtype=torch.int64, device="cpu")

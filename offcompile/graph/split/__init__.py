@@ -1,8 +1,8 @@
-"""Chains of ops that are split along tokens, so that their largest tensors never exist as a whole.
+"""Splits chains of ops along tokens, so that their largest tensors never exist as a whole.
 
-In goes AOTAutograd's joint graph of forward and backward, before it is partitioned; out comes one
-that computes its loss over many words piece by piece. What is split is found by structure: `region`
-asks of each op's rule (`rules`) whether it may be computed for some tokens alone.
+In: AOTAutograd's joint graph of forward and backward, before it is partitioned. Out: a joint graph
+that computes its loss over many words piece by piece. `region` finds the ops to split by structure:
+it asks each op's rule (`rules`) if the op can be computed for a subset of tokens.
 """
 
 from __future__ import annotations
@@ -27,16 +27,16 @@ Halves = tuple[fx.GraphModule, fx.GraphModule]
 
 @dataclass(frozen=True, eq=False)
 class Splittable:
-    """A joint graph in which something may be split."""
+    """A joint graph with regions that can be split."""
 
     joint: fx.GraphModule
     regions: tuple[Region, ...]
 
-    #: whether pieces are held in their order by edges of the graph: Inductor keeps no other
+    #: True if graph edges enforce the order of pieces, since Inductor keeps no other order
     ordered: bool = False
 
     def into(self, pieces: int) -> fx.GraphModule:
-        """The joint graph with all of them in so many pieces."""
+        """The joint graph with all its regions in `pieces` pieces."""
         made = in_pieces(self.joint, list(self.regions), pieces, self.ordered)
         made.graph.eliminate_dead_code()
         return closed(made)
@@ -46,7 +46,7 @@ class Splittable:
         return sum(region.space.count for region in self.regions)
 
     def describe(self, pieces: int) -> str:
-        """Which products, and how many pieces there are of each."""
+        """Describe the split products and the number of pieces of each."""
         size = tokens_in_each(list(self.regions), pieces)
         said = []
         for region in self.regions:
@@ -59,10 +59,11 @@ class Splittable:
 
 
 def splittable(joint: fx.GraphModule, ordered: bool = False) -> Splittable | None:
-    """Find what may be split in a joint graph, which stays as it is; None: there is nothing.
+    """Find the regions of a joint graph that can be split, without changing it; None if there are
+    none.
 
-    ordered: pieces hold their order by edges of the graph, which those cannot have whose backward
-    runs their forward again: they are left alone.
+    ordered: graph edges enforce the order of pieces. Regions whose backward reruns their forward
+    cannot have such edges, and are not split.
     """
     graph = copied(joint)
     take_apart(graph.graph, Builder(graph.graph))
@@ -73,10 +74,10 @@ def splittable(joint: fx.GraphModule, ordered: bool = False) -> Splittable | Non
 
 @dataclass(eq=False)
 class Splits:
-    """A joint graph that is about to be partitioned, for those who want it in pieces instead."""
+    """A joint graph that is about to be partitioned, for hooks that may want it in pieces."""
 
     joint: fx.GraphModule
-    #: how the graph would be partitioned
+    #: partitions a joint graph as torch would
     partition: Callable[[fx.GraphModule], Halves]
     ordered: bool
 
@@ -90,7 +91,7 @@ class Splits:
 
     @property
     def largest_bytes(self) -> int:
-        """The largest tensor that splitting does away with."""
+        """Bytes of the largest tensor that a split removes."""
         regions = () if self.found is None else self.found.regions
         seeds = [region.seed.meta["val"] for region in regions]
         return max((seed.numel() * seed.element_size() for seed in seeds), default=0)

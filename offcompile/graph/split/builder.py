@@ -1,4 +1,4 @@
-"""Adds nodes to a graph, with the value that the rest of the compiler expects of each."""
+"""Adds nodes to a graph, with the fake values that the rest of the compiler expects."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ from torch._guards import detect_fake_mode
 
 
 class Builder:
-    """Calls append a node, at the graph's insertion point, and trace its value."""
+    """Calling it adds a node at the graph's insertion point and traces the node's value."""
 
     def __init__(self, graph: fx.Graph) -> None:
         self.graph = graph
         self.mode = detect_fake_mode([n.meta.get("val") for n in graph.nodes])
-        #: copied to every node that is made
+        #: metadata copied to every new node
         self.meta: Mapping[str, Any] = {}
 
     def on(self, graph: fx.Graph) -> Builder:
-        """The same for another graph of the same trace."""
+        """A builder for another graph of the same trace."""
         made = Builder.__new__(Builder)
         made.graph, made.mode, made.meta = graph, self.mode, {}
         return made

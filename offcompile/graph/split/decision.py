@@ -1,6 +1,6 @@
-"""The decision whether to split a loss along tokens, and into how many pieces.
+"""Decides if a loss is split along tokens, and into how many pieces.
 
-A graph stays as it is where everything fits, and where its plan is no worse than one in pieces.
+A graph is not split if everything fits, or if its plan is no worse than one in pieces.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ from offcompile.planning.decide import NO_LOSS, Decided
 
 #: numbers of pieces to try, in turn
 LADDER = (4, 8, 16, 32)
-#: for a better plan alone, only what takes such a share of the budget is split
+#: if a plan already exists, only tensors of at least this share of the budget are split
 WORTH_SPLITTING = 1 / 8
-#: a plan this close to the time of its ops cannot gain by a split
+#: a plan with a step below this multiple of its ops' time cannot gain from a split
 NEARLY_FREE = 1.02
 
 T = TypeVar("T")
@@ -26,21 +26,21 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Ways(Generic[T]):
-    """How one graph may be planned. `whole` and `in_pieces` raise `Infeasible`."""
+    """The ways to plan one graph. `whole` and `in_pieces` raise `Infeasible`."""
 
     options: Options
-    #: bytes of the device; None: the floor
+    #: bytes of the device; None to plan for the floor
     budget: int | None
     whole: Callable[[], T]
     in_pieces: Callable[[int], T]
-    #: 0: there is nothing to split
+    #: 0 if there is nothing to split
     most_pieces: Callable[[], int]
-    #: the largest tensor that a split does away with
+    #: bytes of the largest tensor that a split removes
     largest_bytes: Callable[[], int]
     choice: Callable[[T], Choice]
 
     def best(self) -> tuple[T, int | None]:
-        """The plan, and the number of pieces; None: the graph stays whole."""
+        """The best plan, and its number of pieces; None if the graph stays whole."""
         asked = self.options.pieces
         if asked is not None and self.most_pieces() > 1:
             pieces = min(asked, self.most_pieces())
@@ -69,7 +69,7 @@ class Ways(Generic[T]):
         return self.largest_bytes() >= self.budget * WORTH_SPLITTING
 
     def _best_in_pieces(self, whole: Decided | None) -> tuple[T, int] | None:
-        """The best plan in pieces, if it beats the one without."""
+        """The best plan in pieces, if it beats the whole graph's plan."""
         best: tuple[T, int] | None = None
         beaten = whole
         for pieces in self._ladder():
@@ -98,7 +98,7 @@ class Ways(Generic[T]):
         return mine < theirs or (mine == theirs and faster)
 
     def _with_advice(self, error: Infeasible) -> Infeasible:
-        """The refusal, saying where splitting would do."""
+        """The error, with advice to split if a plan in pieces would fit."""
         if self.budget is None:
             return error
         for pieces in self._ladder():

@@ -1,14 +1,14 @@
-"""Where the tokens are in a tensor's shape, and which of them a tensor has.
+"""Describes the position of tokens in a tensor's shape, and the subset of tokens it has.
 
-Inside a region every tensor is computed in *rows*: its token dimensions flattened into one, in
-front of all its other dimensions.
+Inside a region every tensor is computed in *rows*: its token dimensions are flattened into one, in
+front of all other dimensions.
 
     shape (batch, length, words)   tokens (0, 2)   in rows (batch · length, words)
     shape (words, tokens)          tokens (1, 2)   in rows (tokens, words)
 
-A slice along tokens, as the shift of labels makes one, leads to a smaller *space*. All of a region
-is computed for the rows of its smallest space: a tensor of a larger one is needed there alone, and
-gradients that `slice_backward` brought back are zero elsewhere (`padded`).
+A slice along tokens, such as the shift of labels, gives a smaller *space*. A region is computed
+only for the rows of its smallest space: tensors of a larger space are needed only there, and
+gradients that `slice_backward` mapped back are zero elsewhere (`padded`).
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ import torch
 from torch import fx
 
 Shape = tuple[int, ...]
-#: a sum over tokens: pieces of it are added
+#: layout of a sum over tokens, whose pieces are added
 SUM: Literal["sum"] = "sum"
 
 
@@ -32,7 +32,7 @@ class Space:
 
     count: int
     parent: Space | None = None
-    #: token dimensions of the parent where it was sliced
+    #: sizes of the token dimensions of the tensor that was sliced
     sizes: Shape = ()
     dim: int = 0
     start: int = 0
@@ -47,11 +47,11 @@ class Space:
         return Space(count, self, sizes, dim, start, end)
 
     def within(self, other: Space) -> bool:
-        """True if these are tokens of `other`, all or some."""
+        """True if this space is `other` or a part of it."""
         return self == other or (self.parent is not None and self.parent.within(other))
 
     def steps_from(self, other: Space) -> list[Space]:
-        """The slices that lead from `other` to this space, in order."""
+        """The slices from `other` to this space, in order."""
         if self == other:
             return []
         assert self.parent is not None
@@ -60,12 +60,12 @@ class Space:
 
 @dataclass(frozen=True)
 class Rows:
-    """The layout of a tensor that has tokens: dimensions `low` up to `high` are theirs."""
+    """The layout of a tensor with tokens: dimensions `low` up to `high` hold them."""
 
     low: int
     high: int
     space: Space
-    #: zero for all tokens that the smallest space lacks
+    #: True if the tensor is zero for all tokens outside the smallest space
     padded: bool = False
 
     def others(self, shape: Sequence[int]) -> Shape:
@@ -75,7 +75,7 @@ class Rows:
         return tuple(shape[self.low : self.high])
 
     def other_dim(self, dim: int, rank: int) -> int | None:
-        """In rows, the place of a dimension; None: it is one of the tokens'."""
+        """The position of a dimension in rows; None if it is a token dimension."""
         dim = dim % rank
         if dim < self.low:
             return dim + 1
@@ -83,7 +83,7 @@ class Rows:
 
 
 def args_of(node: fx.Node) -> tuple[Any, ...]:
-    """The arguments of a node, whose types its op's schema tells, not torch's annotations."""
+    """A node's arguments, typed Any: their types follow from the op's schema, not torch's hints."""
     return node.args
 
 
@@ -97,7 +97,8 @@ def is_static(node: fx.Node) -> bool:
 
 
 def settled(rows: Rows, shape: Shape) -> Rows | None:
-    """The layout with sizes of 1 in front counted as tokens; None: it does not match the shape."""
+    """The layout with leading dimensions of size 1 counted as tokens; None if it does not match the
+    shape."""
     if math.prod(rows.tokens(shape)) != rows.space.count:
         return None
     if rows.low and math.prod(shape[: rows.low]) == 1:
@@ -106,7 +107,7 @@ def settled(rows: Rows, shape: Shape) -> Rows | None:
 
 
 def reshaped(rows: Rows, old: Shape, new: Shape) -> Rows | None:
-    """The layout after a view of another shape; None: it mixes tokens with the rest."""
+    """The layout after a view of another shape; None if that mixes tokens with other dimensions."""
     before, count = math.prod(old[: rows.low]), rows.space.count
     for low in range(len(new)):
         if math.prod(new[:low]) != before:
@@ -118,7 +119,7 @@ def reshaped(rows: Rows, old: Shape, new: Shape) -> Rows | None:
 
 
 def permuted(rows: Rows, order: Sequence[int]) -> Rows | None:
-    """The layout after a permutation; None: it tears the tokens apart."""
+    """The layout after a permutation; None if that separates the token dimensions."""
     places = [order.index(dim) for dim in range(rows.low, rows.high)]
     if places != list(range(places[0], places[0] + len(places))):
         return None

@@ -1,11 +1,12 @@
-"""Negative log likelihood as row-wise ops, so that its sums over tokens are ops of their own.
+"""Rewrites negative log likelihood as row-wise ops, so that its sums over tokens are separate ops.
 
     loss, weight = nll_loss_forward(scores, labels, …)
 
         valid = labels != ignored; row = where(valid, -scores[i, labels[i]] · weight, 0)
         weight = Σ where(valid, weight, 0); loss = Σ row / weight
 
-The total weight follows from labels alone: backward of any piece can have it before any piece ran.
+The total weight depends only on labels, so it is available to any piece's backward before any piece
+has run.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ MEAN, SUMMED = 1, 2
 
 
 def take_apart(graph: fx.Graph, build: Builder) -> None:
-    """Rewrite each loss of the graph that can be; the others stay."""
+    """Rewrite each loss of the graph for which this is possible; the others stay."""
     for node in list(graph.nodes):
         if node.target is aten.nll_loss_forward.default and _is_plain(
             args_of(node)[0], args_of(node)[1]
@@ -44,7 +45,7 @@ def _is_plain(scores: fx.Node, labels: fx.Node) -> bool:
 
 
 class _Labels:
-    """Per row: whether it counts, its label or 0, and its weight."""
+    """Nodes with each row's validity, its label (0 if invalid) and its weight."""
 
     def __init__(
         self, labels: fx.Node, weight: fx.Node | None, ignored: int, dtype: Any, build: Builder

@@ -1,4 +1,4 @@
-"""A joint graph with its regions computed piece by piece.
+"""Rewrites a joint graph to compute its regions piece by piece.
 
     logits = hidden @ W                         for each piece of the tokens:
     loss = nll(log_softmax(logits)).sum()           logits_i = hidden[i] @ W
@@ -8,7 +8,7 @@
                                                 loss = cat(row_i).sum()
                                                 d_hidden = cat(d_i) · tangent; d_W = s · tangent
 
-Pieces stand one after the other, so at most one piece's logits exist.
+Pieces run one after the other, so at most one piece's logits exist at a time.
 """
 
 from __future__ import annotations
@@ -29,18 +29,18 @@ from .region import Region
 
 aten = torch.ops.aten
 convert = torch.ops.prims.convert_element_type.default
-#: sums of these are kept in fp32
+#: dtypes whose sums are accumulated in fp32
 ROUGH = (torch.float16, torch.bfloat16)
-#: torch tells regions that are computed again apart by numbers, which it counts from 0
+#: id for recomputed regions; torch numbers its own from 0
 OURS = 1 << 30
 
 
 def in_pieces(
     joint: fx.GraphModule, regions: list[Region], count: int, ordered: bool = False
 ) -> fx.GraphModule:
-    """The graph with its regions in so many pieces. `joint` stays as it is.
+    """The graph with its regions in `count` pieces; `joint` is not changed.
 
-    ordered: what a piece multiplies passes through a barrier behind the piece before it.
+    ordered: the matrices that enter a piece pass through a barrier after the previous piece.
     """
     graph = _Rewriting(joint, regions, count, ordered).run()
     made = fx.GraphModule(joint, graph)
@@ -49,13 +49,13 @@ def in_pieces(
 
 
 def tokens_in_each(regions: list[Region], count: int) -> int:
-    """How many tokens a piece has where all regions together are cut into so many: what the user
-    has cut up already is cut up less."""
+    """The number of tokens per piece if all regions together are split into `count` pieces, so
+    losses that the user has already split are split less."""
     return max(1, -(-sum(region.space.count for region in regions) // count))
 
 
 def bounds(tokens: int, size: int) -> list[tuple[int, int]]:
-    """Where pieces begin and end: all of one size, but for the last one."""
+    """The start and end of each piece: all have the same size, except the last."""
     return [(at, min(at + size, tokens)) for at in range(0, tokens, size)]
 
 
@@ -67,7 +67,7 @@ class _Rewriting:
         self.old, self.new = joint.graph, fx.Graph()
         self.build = Builder(self.old).on(self.new)
         self.made: dict[fx.Node, fx.Node] = {}
-        #: outside of regions, what depends on a tangent, for a tangent of one
+        #: old node outside regions that depends on a tangent → its node for a tangent of one
         self.of_one: dict[fx.Node, fx.Node] = {}
         self.home = {n: r for r in regions for n in r.made}
         size = tokens_in_each(regions, count)
@@ -83,7 +83,7 @@ class _Rewriting:
         return self.new
 
     def of(self, node: fx.Node) -> fx.Node:
-        """The node in the new graph, made with all that it needs where it is not there yet."""
+        """The node in the new graph, made along with its operands if it does not exist yet."""
         if node not in self.made:
             if node in self.home:
                 self.turns[self.home[node]].make(node)
@@ -116,24 +116,24 @@ class _Rewriting:
 
 @dataclass
 class _Turns:
-    """One region: its pieces, and what was made of them."""
+    """One region: its pieces and their results."""
 
     region: Region
     whole: _Rewriting
-    #: tokens of a piece
+    #: number of tokens per piece
     size: int
-    #: what enters, in rows of the smallest space
+    #: operand from outside → its node in rows of the smallest space
     entering: dict[fx.Node, fx.Node] = field(default_factory=dict)
-    #: results, before a tangent is multiplied in
+    #: results, before multiplication by a tangent
     results: dict[fx.Node, fx.Node] = field(default_factory=dict)
     pieces: list[_Piece] = field(default_factory=list)
 
     def make(self, out: fx.Node) -> None:
-        """Make a result of the region; the others of its turn come with it."""
+        """Make a result of the region, along with the other results of its turn."""
         if out not in self.results:
             late = out in self.region.late
             if late and not self.region.at_once and not self.pieces:
-                self._run(False)  # backward reads what forward's part of a piece has made
+                self._run(False)  # backward reads results of the forward part of a piece
             self._run(late)
         result = self.results[out]
         if self.region.tangent is not None and out in self.region.late:
@@ -182,7 +182,7 @@ class _Turns:
         build.meta = {}
 
     def _notes_of(self, node: fx.Node, late: bool) -> Mapping[str, Any]:
-        """Keep the notes that people are shown, and mark what backward runs again of forward."""
+        """The metadata to copy from a node, plus a mark on forward ops that backward recomputes."""
         kept = ("stack_trace", "nn_module_stack", "source_fn_stack", "original_aten")
         notes = {key: node.meta[key] for key in kept if key in node.meta}
         if not self.region.at_once and not late:
@@ -202,7 +202,7 @@ class _Turns:
         return build(aten.add.Tensor, sofar[0], made)
 
     def _in_rows(self, node: fx.Node, rows: Rows) -> fx.Node:
-        """A tensor from outside, in rows, for the tokens of the smallest space."""
+        """A tensor from outside in rows, for the tokens of the smallest space."""
         build, shape = self.whole.build, shape_of(node)
         found = self.of(node)
         others = rows.others(shape)
@@ -223,7 +223,7 @@ class _Turns:
         return self.whole.build(aten.reshape.default, node, list(shape))
 
     def _joined(self, node: fx.Node, parts: list[fx.Node]) -> fx.Node:
-        """A result as the rest of the graph knows it."""
+        """Assemble a result in the form that the rest of the graph expects."""
         build, layout = self.whole.build, self.region.made[node].layout
         value = node.meta["val"]
         if layout == SUM:
@@ -246,7 +246,7 @@ class _Turns:
 
 
 def _put_back(turns: _Turns, found: fx.Node, space: Space, others: tuple[int, ...]) -> fx.Node:
-    """A gradient of some tokens as one of all, zero for those that were left out."""
+    """Pad a gradient from a space to its parent space, with zeros for the other tokens."""
     sizes = list(space.sizes)
     sizes[space.dim] = space.end - space.start
     found = turns._shaped(found, (*sizes, *others))
@@ -265,7 +265,7 @@ class _Piece:
         self.count = end - start
         self.build = turns.whole.build
         self.made: dict[fx.Node, fx.Node] = {}
-        #: results of the piece before
+        #: results of the previous piece
         self.after: list[fx.Node] = []
 
     def rows(self, node: fx.Node) -> fx.Node:

@@ -1,15 +1,16 @@
-"""The part of a joint graph that is computed token by token, around a product of many words.
+"""Finds regions: parts of a joint graph computed token by token, around a product over many words.
 
-A region begins at a product (tokens, words) and takes in all that reads a tensor of that size: ops
-along the words, then products and sums that lead back to small tensors. Large operands that are
-made for it alone join it. So all that enters and leaves is small: hidden states, labels, losses per
-token, gradients. Where a large tensor gets out, as logits that the user sees, there is no region.
+A region starts at a product (tokens, words) and takes in every op that reads a tensor of that size:
+ops along the words, then products and sums that lead back to small tensors. Large operands made
+only for the region join it. So all its inputs and outputs are small: hidden states, labels, losses
+per token, gradients. If a large tensor is read outside, such as logits that the user gets, there is
+no region.
 
 A region runs in one of two ways:
 
-    at once       forward and backward of a piece together, with a tangent of one, by which all
-                  gradients are multiplied in backward
-    in two turns  forward of all pieces, later backward of each, which runs its forward again
+    at once       forward and backward of a piece run together, with a tangent of one; backward
+                  multiplies all gradients by the real tangent
+    in two turns  forward of all pieces, later backward of each, which reruns its forward
 """
 
 from __future__ import annotations
@@ -25,15 +26,14 @@ from .rules import Known, Made, apply, numel_of_others
 
 aten = torch.ops.aten
 PRODUCTS = (aten.mm.default, aten.addmm.default)
-#: a product is worth splitting whose result has so many times the elements of its operand
+#: a product is worth splitting if its result has this many times the elements of its operand
 WIDENS = 2
-#: values of backward's start that are made again for a tangent of one have at most so many
-#: elements per token
+#: limit on elements per token of values before the region that are recomputed for a tangent of one
 SMALL_PER_TOKEN = 4
 
 
 class NoRegion(Exception):
-    """Says why a product is left alone."""
+    """No region can be built around a product; the message gives the reason."""
 
 
 @dataclass(eq=False)
@@ -43,11 +43,11 @@ class Region:
     words: int
     made: dict[fx.Node, Made] = field(default_factory=dict)
     layouts: dict[fx.Node, Rows] = field(default_factory=dict)
-    #: the smallest set of tokens, for which all is computed
+    #: the smallest set of tokens, for which the whole region is computed
     space: Space = field(default_factory=lambda: Space(0))
     #: nodes that depend on a tangent
     late: set[fx.Node] = field(default_factory=set)
-    #: the one tangent by which gradients are multiplied; None: in two turns, or no backward
+    #: the only tangent, which multiplies the gradients; None if in two turns or without backward
     tangent: fx.Node | None = None
     at_once: bool = False
 
@@ -61,11 +61,11 @@ class Region:
         return rows is not None and numel_of_others(rows, node) >= self.words
 
     def outs(self) -> list[fx.Node]:
-        """List the nodes that others outside read, in order."""
+        """The nodes that are read outside the region, in order."""
         return [n for n in self.made if any(user not in self.made for user in n.users)]
 
     def entering(self) -> dict[fx.Node, Rows]:
-        """Find the operands from outside that have tokens."""
+        """The operands from outside that have tokens."""
         found: dict[fx.Node, Rows] = {}
         for made in self.made.values():
             found |= {n: rows for n, rows in made.operands.items() if n not in self.made}
@@ -73,7 +73,7 @@ class Region:
 
 
 def find_regions(graph: fx.Graph) -> list[Region]:
-    """Those around the largest products that can be split, in order."""
+    """The regions around the largest products that can be split, in graph order."""
     order = {n: i for i, n in enumerate(graph.nodes)}
     seeds = [n for n in graph.nodes if n.target in PRODUCTS and _widens(n)]
     found: list[Region] = []
@@ -102,7 +102,7 @@ def _widens(node: fx.Node) -> bool:
 
 
 def region_at(graph: fx.Graph, seed: fx.Node) -> Region:
-    """Raises `NoRegion`."""
+    """Build the region around a product. Raises `NoRegion` if there is none."""
     tokens, words = shape_of(seed)
     root = Space(tokens)
     region = Region(seed, tokens, words, space=root)
@@ -120,7 +120,7 @@ def region_at(graph: fx.Graph, seed: fx.Node) -> Region:
 
 
 def _grow(region: Region, order: dict[fx.Node, int]) -> None:
-    """Take in all that reads a large tensor, and what is large and made for it."""
+    """Add all ops that read a large tensor, and the large operands made for them."""
     waiting = True
     while waiting:
         waiting = False
@@ -147,7 +147,7 @@ def _grow(region: Region, order: dict[fx.Node, int]) -> None:
 
 
 def _pull(region: Region, node: fx.Node, rows: Rows) -> None:
-    """Have a large operand made piece by piece too, if it can be."""
+    """Add a large operand to the region, to be made piece by piece too, if its rule allows it."""
     if node in region.made or numel_of_others(rows, node) < region.words:
         return
     made = apply(node, Known(region.layouts, rows))
@@ -158,16 +158,16 @@ def _pull(region: Region, node: fx.Node, rows: Rows) -> None:
         _pull(region, operand, theirs)
 
 
-# --- what lies between ----------------------------------------------------------------------
+# --- nodes between --------------------------------------------------------------------------
 
 
 def _reached(nodes: Iterable[fx.Node], without: Iterable[fx.Node] = ()) -> set[fx.Node]:
-    """The nodes, and all that depend on them by a way that leads through none of `without`."""
+    """The nodes, and all that depend on them by a path that avoids `without`."""
     return _closure(nodes, without, lambda node: node.users)
 
 
 def _needed(nodes: Iterable[fx.Node], without: Iterable[fx.Node] = ()) -> set[fx.Node]:
-    """The nodes, and all that they depend on by a way that leads through none of `without`."""
+    """The nodes, and all that they depend on by a path that avoids `without`."""
     return _closure(nodes, without, lambda node: node.all_input_nodes)
 
 
@@ -186,13 +186,13 @@ def _closure(
 
 
 def _between(region: Region, start: set[fx.Node], end: set[fx.Node]) -> set[fx.Node]:
-    """Find the nodes outside that lie between some nodes of the region and others."""
+    """The nodes outside on paths from `start` to `end`, both in the region."""
     inside = region.made.keys()
     return (_reached(start, inside) & _needed(end, inside)) - inside
 
 
 def _close(region: Region, order: dict[fx.Node, int]) -> None:
-    """Take in what is computed of the region's results for the region, where it has rules."""
+    """Add the nodes computed from the region's results for the region, if they have rules."""
     refused: set[fx.Node] = set()
     while True:
         inside = set(region.made)
@@ -209,7 +209,7 @@ def _close(region: Region, order: dict[fx.Node, int]) -> None:
 
 
 def _check_spaces(region: Region) -> None:
-    """All is computed for the smallest space: for others that must be enough."""
+    """Set the region's smallest space. Raises `NoRegion` if tensors are needed outside it."""
     spaces = {rows.space for rows in region.layouts.values()}
     region.space = max(spaces, key=lambda s: s.depth)
     for space in spaces:
@@ -245,7 +245,8 @@ def _choose_way(region: Region, order: dict[fx.Node, int]) -> None:
 
 
 def _only_tangent(region: Region, late: set[fx.Node]) -> fx.Node | None:
-    """The one number that all gradients of the region are proportional to."""
+    """The scalar tangent that all gradients of the region are proportional to; None if there is no
+    such tangent."""
     before = _needed(late, region.made.keys() - late) & region.late
     tangents = [n for n in before if n.op == "placeholder"]
     if len(tangents) != 1 or shape_of(tangents[0]) != ():
@@ -254,6 +255,6 @@ def _only_tangent(region: Region, late: set[fx.Node]) -> fx.Node | None:
     most = SMALL_PER_TOKEN * region.tokens
     if any(not is_static(n) or n.meta["val"].numel() > most for n in outside):
         return None
-    # with a tangent of one, gradients that a scaled loss lifts would vanish in half precision
+    # with a tangent of one, half-precision gradients that rely on loss scaling would underflow
     dtypes = {n.meta["val"].dtype for n in region.made}
     return None if torch.float16 in dtypes else tangents[0]

@@ -18,10 +18,10 @@ __all__ = ["check_structure", "check_timeline", "verify"]
 def verify(
     problem: Problem, machine: Machine, plan: Plan, timeline: Timeline | None = None
 ) -> tuple[Violation, ...]:
-    """Every law that the plan breaks; with its timeline, also what shows only when it runs.
+    """Returns every rule that the plan breaks; given its timeline, also those broken at run time.
 
-    A timeline that reports violations of its own stopped short, so there is no whole record to
-    audit: its own findings are returned.
+    A timeline that reports violations of its own stopped early, so there is no complete record to
+    audit: its own violations are returned.
     """
     found = check_structure(problem, machine, plan)
     if found or timeline is None:

@@ -1,4 +1,4 @@
-"""What is left when a step ends: the settled state, and what may not be lost."""
+"""The end of a step: the settled state, and the values that must not be lost."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ Settled = dict[Place, str | None]  # the copies that remain, each with its codec
 
 @dataclass(frozen=True)
 class Leftover:
-    """What stands at the end of a step, before its wrapped moves and last drops are through."""
+    """The state at the end of a step, before its wrapped moves and last drops are done."""
 
     valid: Mapping[Place, str | None]  # complete copies and their codecs
-    pending: Sequence[Place]  # drops asked for and not yet done
+    pending: Sequence[Place]  # drops requested and not yet done
     arriving: Sequence[Move]  # wrapped moves still to arrive, in listed order
-    spare: Callable[[str], bool]  # whether a value may go though no other copy holds it
+    spare: Callable[[str], bool]  # true if the last copy of a value may be dropped
 
 
 def settle(plan: Plan, left: Leftover) -> tuple[Settled, tuple[Place, ...]]:
-    """The settled state, and the drops that nothing still to come can ever release."""
+    """Returns the settled state, and the drops that no outstanding move can ever release."""
     held = dict(left.valid)
     waiting = list(left.pending)
     by_move: dict[str, list[Drop]] = {}
@@ -52,7 +52,7 @@ def _release(held: Settled, waiting: list[Place], spare: Callable[[str], bool]) 
 
 
 def check_end(problem: Problem, plan: Plan, step: int, left: Leftover) -> Iterator[Violation]:
-    """steady, lost and missing-write-back at the end of one step."""
+    """Checks the rules steady, lost and missing-write-back at the end of one step."""
     settled, stuck = settle(plan, left)
     where = f"end of step {step}"
     for tensor, tier in stuck:
@@ -84,7 +84,7 @@ def _compare(plan: Plan, start: Settled, settled: Settled, where: str) -> Iterat
 
 
 def check_settled(timeline: Timeline, states: Sequence[object]) -> Iterator[Violation]:
-    """A record called settled repeats for ever: its last two steps look and leave off alike."""
+    """Checks that the last two steps of a settled record are alike and end in the same state."""
     if not timeline.settled or len(timeline.steps) < 2:
         return
     last = len(timeline.steps) - 1

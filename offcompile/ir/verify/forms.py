@@ -1,4 +1,4 @@
-"""Codec rules that hold whatever the timing: which forms a copy can possibly have."""
+"""Codec rules that hold whatever the timing: the forms that a copy can possibly have."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ Forms = dict[Place, set[str | None]]
 
 
 def check_codecs(problem: Problem, machine: Machine, plan: Plan) -> Iterator[Violation]:
-    """Unknown codecs, missing ratios, and moves whose source can never have the needed form."""
+    """Finds unknown codecs, missing ratios, and moves whose source never has the needed form."""
     known = True
     for move in plan.moves:
         if move.codec is None:
@@ -53,7 +53,7 @@ def check_codecs(problem: Problem, machine: Machine, plan: Plan) -> Iterator[Vio
 
 
 def _possible_forms(problem: Problem, plan: Plan) -> Forms:
-    """For each tensor and tier, every form a copy there may take: a superset of what happens."""
+    """The forms that a copy of each tensor may take on each tier: a superset of those it does."""
     forms: Forms = {}
     for place, codec in start_codecs(problem, plan).items():
         forms.setdefault(place, set()).add(codec)

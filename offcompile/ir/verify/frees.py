@@ -1,4 +1,4 @@
-"""When a copy may go: drops that were asked for, and values that nobody needs any more."""
+"""The conditions for freeing a copy: requested drops, and values that are no longer needed."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from .order import Run, Touch
 
 
 class Frees:
-    """Which copies may be freed at this moment, and on what ground."""
+    """The copies that may be freed at this moment, and the reasons."""
 
     def __init__(
         self, problem: Problem, plan: Plan, books: Ledger, touching: Mapping[str, tuple[Touch, ...]]
@@ -22,14 +22,15 @@ class Frees:
         for drop in plan.drops:
             self._asks.setdefault(drop.after, []).append((drop.tensor, drop.tier))
         self._touched: dict[str, int] = {}  # touches of each tensor started in this step
-        self.pending: dict[Place, None] = {}  # drops asked for, in order
-        self.dying: set[str] = set()  # self-ending tensors whose value nobody needs any more
-        self.dropped: dict[Place, bool] = {}  # what was freed last: whether by a drop
-        #: tensors to which something has happened since `due`: a ground is always one's own
+        self.pending: dict[Place, None] = {}  # requested drops, in order
+        self.dying: set[str] = set()  # self-ending tensors whose values are no longer needed
+        self.dropped: dict[Place, bool] = {}  # freed places: true if the last free was a drop
+        #: tensors touched by some event since the last call of `due`: only their copies can have
+        #: become free, since each reason for a free concerns its own tensor
         self._news: set[str] = set()
 
     def ask(self, after: str | None) -> None:
-        """Make the drops pending that `after` triggers; of a copy that is not there, nothing."""
+        """Makes the drops that `after` triggers pending, except those of missing copies."""
         for place in self._asks.get(after, ()):
             if self._books.get(place) is not None:
                 self.pending[place] = None
@@ -47,7 +48,7 @@ class Frees:
         self.dying.difference_update(run.op.writes)
 
     def end_run(self, run: Run) -> None:
-        """Values of which this was the last reader, or the writer that nobody reads, end."""
+        """Ends values whose last reader was this run, or that it wrote and that nobody reads."""
         self._news.update(run.op.operands)
         for tensor in run.op.operands:
             kind = self._problem.tensor[tensor].kind
@@ -58,7 +59,7 @@ class Frees:
         self._news.add(tensor)
 
     def read_again(self, tensor: str) -> bool:
-        """Whether an op that has not started reads `tensor` before one writes it anew."""
+        """True if an op that has not started reads `tensor` before one overwrites it."""
         several = self._touching.get(tensor, ())
         done = self._touched.get(tensor, 0)
         if done < len(several):
@@ -66,7 +67,7 @@ class Frees:
         return self._problem.steady and bool(several) and several[0].reads
 
     def spare(self, tensor: str) -> bool:
-        """Whether a drop may take the last valid copy: the second ground of the contract."""
+        """True if a drop may take the last valid copy: the contract's second reason for a drop."""
         return not self._problem.must_survive(tensor) and not self.read_again(tensor)
 
     def grounds(self, place: Place) -> set[str]:
@@ -83,8 +84,7 @@ class Frees:
         return found
 
     def due(self) -> dict[Place, set[str]]:
-        """Every copy that may be freed now and could not when this was last asked, with the
-        causes."""
+        """Returns every copy that has become free since the last call, with the causes."""
         news, self._news = self._news, set()
         dead = [(t, tier) for t in self.dying & news for tier in self._books.of(t)]
         asked = [place for place in self.pending if place[0] in news]
@@ -99,7 +99,7 @@ class Frees:
         self.pending.pop(place, None)
 
     def why_kept(self, freed: Freed) -> tuple[str, str]:
-        """The rule that a free breaks which nothing explains, and how."""
+        """The rule that an unexplained free breaks, and how."""
         place = (freed.tensor, freed.tier)
         copy = self._books.get(place)
         if copy is None:

@@ -1,4 +1,4 @@
-"""The auditor's own books: which copies stand where, in what state, and the bytes they hold."""
+"""The auditor's own accounts: the copies on each tier, their state, and the bytes they hold."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class Copy:
 
 
 class Ledger:
-    """Copies by tensor and tier, bytes held by tier, and the most that was ever held."""
+    """Copies by tensor and tier, bytes held by tier, and the peak of each tier."""
 
     def __init__(self, problem: Problem, machine: Machine) -> None:
         self._problem = problem
@@ -45,7 +45,7 @@ class Ledger:
                 yield (tensor, tier), copy
 
     def growth(self, place: Place, codec: str | None = None) -> int:
-        """Bytes that a copy in this form would add: an old copy's space is used again."""
+        """Bytes that a copy in this form would add; it reuses the space of an old copy."""
         old = self.get(place)
         return held_bytes(self._problem, place[0], codec) - (old.nbytes if old else 0)
 
@@ -57,7 +57,7 @@ class Ledger:
         return max(0, self.used_bytes[tier] + wanted_bytes - capacity)
 
     def hold(self, place: Place, codec: str | None, valid: bool) -> Copy:
-        """Take the space of a copy in this form, on top of an old one if there is one."""
+        """Takes the space for a copy in this form, reusing that of an old copy if there is one."""
         tensor, tier = place
         self.take(tier, self.growth(place, codec))
         copy = self._copies.setdefault(tensor, {}).get(tier)
@@ -73,6 +73,6 @@ class Ledger:
         self.used_bytes[place[1]] -= copy.nbytes
 
     def take(self, tier: str, nbytes: int) -> None:
-        """Workspace, or a copy's growth; give back with a negative number."""
+        """Takes space for workspace or a growing copy; a negative number gives it back."""
         self.used_bytes[tier] += nbytes
         self.peak_bytes[tier] = max(self.peak_bytes[tier], self.used_bytes[tier])

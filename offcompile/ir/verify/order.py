@@ -1,4 +1,4 @@
-"""What a plan makes run, in order, and how long each thing takes: read off the contract alone.
+"""The runs of a plan, their order and their durations, derived from the contract alone.
 
 Shared by the rules that need no run (`structure`) and the audit of a record (`timeline`);
 nothing here comes from the planner or the simulator.
@@ -20,7 +20,7 @@ HALF = Fraction(1, 2)
 
 @dataclass(frozen=True)
 class Run:
-    """One execution of an op: its own, or a recomputation of it."""
+    """One execution of an op: its listed one, or a recomputation."""
 
     id: str
     op: Op
@@ -33,7 +33,7 @@ class Run:
         return HOST_COMPUTE if self.on_host else COMPUTE
 
     def tier_of(self, tensor: str) -> str:
-        """Where this run reads or writes `tensor`."""
+        """The tier where this run reads or writes `tensor`."""
         return HOST if self.on_host or tensor in self.directs else DEVICE
 
     def duration_ns(self) -> int:
@@ -66,7 +66,7 @@ def held_bytes(problem: Problem, tensor: str, codec: str | None) -> int:
 
 
 def move_duration_ns(problem: Problem, machine: Machine, move: Move) -> int:
-    """Latency, then the slower of the link and the codec; a codec always moves packed bytes."""
+    """Latency, then the slower of link and codec; with a codec the link moves packed bytes."""
     lane = machine.lane[move.lane]
     work_us = held_bytes(problem, move.tensor, move.codec) / exact(lane.bytes_per_us)
     if move.codec is not None:
@@ -76,12 +76,12 @@ def move_duration_ns(problem: Problem, machine: Machine, move: Move) -> int:
 
 
 def arrives_as(move: Move) -> str | None:
-    """The codec of the copy that `move` leaves on its target; None when it is plain."""
+    """The codec of the copy that `move` leaves on its target; None if it is plain."""
     return None if move.target == DEVICE else move.codec
 
 
 def host_ops(problem: Problem, plan: Plan) -> frozenset[str]:
-    """Ops that the plan's updates put on the host_compute lane."""
+    """Ops that the plan's updates place on the host_compute lane."""
     weights = {u.weight for u in plan.updates if u.where == HOST}
     return frozenset(
         o.id for o in problem.ops if o.phase == "update" and not weights.isdisjoint(o.writes)
@@ -107,7 +107,7 @@ def executed(problem: Problem, plan: Plan) -> tuple[Run, ...]:
 
 
 def touches(runs: Iterable[Run]) -> Mapping[str, tuple[Touch, ...]]:
-    """For every tensor, the runs that touch it, in the listed order."""
+    """The runs that touch each tensor, in the listed order."""
     found: dict[str, list[Touch]] = {}
     for run in runs:
         for tensor in run.op.operands:
@@ -116,7 +116,7 @@ def touches(runs: Iterable[Run]) -> Mapping[str, tuple[Touch, ...]]:
 
 
 def start_codecs(problem: Problem, plan: Plan) -> dict[tuple[str, str], str | None]:
-    """The form of every start copy: what the last listed move into its tier leaves there.
+    """The form of every start copy: the one that the last listed move to its tier leaves there.
 
     A problem that is not steady starts from its homes, which no move has touched: all plain.
     """

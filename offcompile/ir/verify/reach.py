@@ -1,4 +1,4 @@
-"""Moves that come too late for whoever waits for them, whatever the speeds."""
+"""Moves that arrive too late for the ops that wait for them, at any speed."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from .order import Run, touches
 
 
 def check_order(runs: Sequence[Run], plan: Plan) -> Iterator[Violation]:
-    """late-move and circular triggers. Every name of the plan must be known."""
+    """Checks for late moves and circular triggers. Every name of the plan must be known."""
     run = {r.id: r for r in runs}
     moves = {m.id: m for m in plan.moves}
     after = _Successors(runs)
@@ -51,9 +51,9 @@ def _chain(move: Move, moves: dict[str, Move]) -> tuple[list[Move], str | None]:
 
 
 class _Successors:
-    """Which runs cannot start before a given one has ended.
+    """The runs that cannot start before a given run has ended.
 
-    The compute lane and the host lane each keep the listed order; between the two only runs
+    The compute lane and the host lane each keep the listed order; across the two lanes, only runs
     that touch the same tensor do.
     """
 
@@ -69,7 +69,7 @@ class _Successors:
         self._reached: dict[int, frozenset[int]] = {}
 
     def includes(self, first: Run, then: Run) -> bool:
-        """Whether `then` is `first`, or cannot start before `first` has ended."""
+        """True if `then` is `first`, or cannot start before `first` has ended."""
         if not first.on_host and not then.on_host:
             return then.position >= first.position
         if first.position not in self._reached:

@@ -1,4 +1,4 @@
-"""Is the record itself whole? Every span there once, of the right length, in its lane's order."""
+"""Checks that a record is complete: every span once, of the right length, in lane order."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from offcompile.ir.plan import COMPUTE, HOST_COMPUTE, Move, Plan, Span, Timeline
 
 from .order import Run, executed, move_duration_ns
 
-MAX_STEPS = 8  # a steady problem that has not settled by then is reported as it is
+MAX_STEPS = 8  # a steady problem that has not settled by then is reported as unsettled
 
 Key = tuple[int, str]  # step, id
 
 
 @dataclass(frozen=True)
 class Task:
-    """A run or a move that the plan asks of one step, with its span where it was recorded."""
+    """A run or a move that the plan asks for in one step, with its span if it was recorded."""
 
     step: int
     id: str
@@ -40,14 +40,14 @@ class Task:
 
 
 def lane_names(machine: Machine) -> tuple[str, ...]:
-    """Every lane in the order in which they are served at one instant."""
+    """Every lane, in the order in which lanes are served at the same instant."""
     return (COMPUTE, HOST_COMPUTE, *(lane.name for lane in machine.lanes))
 
 
 def queues(
     problem: Problem, machine: Machine, plan: Plan, timeline: Timeline
 ) -> dict[str, list[Task]]:
-    """For every lane, what it has to do over all recorded steps, in order."""
+    """The tasks of each lane over all recorded steps, in order."""
     spans = {(s.step, s.id): s for s in timeline.spans}
     found: dict[str, list[Task]] = {name: [] for name in lane_names(machine)}
     runs = [(r, r.duration_ns()) for r in executed(problem, plan)]
@@ -65,7 +65,7 @@ def queues(
 def check_record(
     problem: Problem, machine: Machine, plan: Plan, timeline: Timeline, todo: dict[str, list[Task]]
 ) -> Iterator[Violation]:
-    """Whole, exact and in order: what holds of the spans before any copy is looked at."""
+    """Checks that the spans are complete, exact and in order, before any copy is checked."""
     yield from _steps(problem, timeline)
     known = {(t.step, t.id): t for tasks in todo.values() for t in tasks}
     seen: set[Key] = set()
@@ -151,7 +151,7 @@ def _step_end(step: int, timeline: Timeline, known: dict[Key, Task]) -> Iterator
 def check_makespan(
     machine: Machine, timeline: Timeline, todo: dict[str, list[Task]]
 ) -> Iterator[Violation]:
-    """The last step's length; unsettled, each lane's work in one step may be longer."""
+    """Checks the makespan: the last step's length or, if unsettled, the longest lane's work."""
     begin, end = timeline.steps[-1]
     due = end - begin
     if not timeline.settled:
@@ -163,7 +163,7 @@ def check_makespan(
 
 
 def relative_times(timeline: Timeline, step: int) -> frozenset[tuple[str, int]]:
-    """What the step starts before it ends, by its time from the step's start."""
+    """Everything that starts before the step ends, by its time from the step's start."""
     begin, end = timeline.steps[step]
     return frozenset(
         (s.id, s.start_ns - begin)

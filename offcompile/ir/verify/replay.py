@@ -1,9 +1,9 @@
-"""The auditor: goes through a record instant by instant with books of its own.
+"""The auditor: replays a record instant by instant with accounts of its own.
 
 At each instant completions and frees come first, then the compute lane, host updates, and the
-lanes as listed. What the record starts is checked against everything the contract makes it
-wait for, then done as recorded; what could have started and did not is a fault too, since
-nothing idles on its own account. Frees are held to the same two questions.
+lanes as listed. Each recorded start is checked against everything that the contract makes it
+wait for, and then carried out as recorded. A task that could have started and did not is a
+fault too, since nothing idles without a reason. Frees get the same two checks.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ ENOUGH = 40  # findings after which the rest would only be consequences
 
 
 class Replay:
-    """One pass over a record whose spans are whole and in order (`check_record`)."""
+    """One pass over a record whose spans are complete and in order (`check_record`)."""
 
     def __init__(
         self,
@@ -42,11 +42,11 @@ class Replay:
         self._lanes = {name: deque(tasks) for name, tasks in todo.items()}
         self._running: dict[str, Task] = {}  # by lane
         self._step = -1
-        self._open: list[int] = [0] * (len(timeline.steps) + 1)  # what each step's end awaits
+        self._open: list[int] = [0] * (len(timeline.steps) + 1)  # tasks that each step awaits
         for tasks in todo.values():
             for task in tasks:
                 self._open[task.step + task.wraps] += 1
-        self._arriving: dict[Key, Move] = {}  # wrapped moves of this step, not yet there
+        self._arriving: dict[Key, Move] = {}  # wrapped moves of this step, not yet arrived
         self._wrapped = [m for m in plan.moves if m.wraps]
         self._freed: dict[int, list[Freed]] = {}
         for freed in timeline.freed:
@@ -83,7 +83,7 @@ class Replay:
     # one instant
 
     def _instant(self, now: int) -> None:
-        """Everything that happens at `now`, until nothing more does."""
+        """Processes everything that happens at `now`, until nothing more does."""
         while not self._over and len(self.found) < ENOUGH:
             if self._complete(now) or self._free_due(now):
                 continue
@@ -126,7 +126,7 @@ class Replay:
     # frees
 
     def _free_due(self, now: int) -> bool:
-        """Free the first copy that the record frees now with good cause."""
+        """Frees the first copy that the record frees now for a valid reason."""
         recorded = self._freed.get(now, [])
         for freed in recorded:
             place = (freed.tensor, freed.tier)
@@ -142,13 +142,13 @@ class Replay:
         return False
 
     def _doubt(self, now: int) -> None:
-        """What speaks against the frees still open, before anything starts at this instant."""
+        """Notes the objections to the frees still open, before anything starts at this instant."""
         for freed in self._freed.get(now, ()):
             if freed not in self._doubts:
                 self._doubts[freed] = self._frees.why_kept(freed)
 
     def _free_groundless(self, now: int) -> None:
-        """What the record frees now and nothing explains: say why not, then do it."""
+        """Reports the frees recorded now that have no valid reason, then carries them out."""
         for freed in self._freed.pop(now, ()):
             rule, detail = self._doubts[freed]
             self._note(rule, f"{freed.tensor} on {freed.tier}", f"at {now} ns: {detail}")
@@ -189,7 +189,7 @@ class Replay:
         return True
 
     def _state(self, now: int) -> object:
-        """Everything that the steps to come depend on, in times from now."""
+        """Everything that the following steps depend on, with times relative to now."""
         copies = {p: (c.codec, c.valid, c.users) for p, c in self.books.places()}
         on_the_way = {t.lane: (t.id, t.span.end_ns - now) for t in self._running.values() if t.span}
         queued = {
@@ -200,9 +200,9 @@ class Replay:
     # starts
 
     def _start_ready(self, now: int) -> bool:
-        """Start the first thing, in lane order, that the record starts now and nothing hinders.
+        """Starts the first task, in lane order, that the record starts now and nothing blocks.
 
-        One at a time: what ends or goes at this instant because of it comes before the next.
+        One at a time: completions and frees that it causes at this instant come before the next.
         """
         for lane, tasks in self._lanes.items():
             if not tasks or lane in self._running:
@@ -221,7 +221,7 @@ class Replay:
         return False
 
     def _start_forced(self, now: int) -> bool:
-        """Start one thing that the record starts now against the contract, and say why not."""
+        """Starts one task that the record starts now against the contract, and reports why."""
         for tasks in self._lanes.values():
             if tasks and tasks[0].span is not None and tasks[0].span.start_ns <= now:
                 task = tasks.popleft()

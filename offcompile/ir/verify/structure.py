@@ -1,4 +1,4 @@
-"""What is wrong with a plan without running it: names, ends, forms and order."""
+"""Checks of a plan that need no run: names, ends, forms and order."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from .reach import check_order
 
 
 def check_structure(problem: Problem, machine: Machine, plan: Plan) -> tuple[Violation, ...]:
-    """Everything about `plan` that no run could put right, each as a named violation.
+    """Returns every fault of `plan` that no run could repair, each as a named violation.
 
-    Rules that need sound names (order, codecs, space) are tried only once the names are sound.
+    Rules that need valid names (order, codecs, space) are checked only if the names are valid.
     """
     found = [
         *_homes(problem, machine),
@@ -169,7 +169,7 @@ def _pinned(problem: Problem, plan: Plan) -> Iterator[Violation]:
             yield Violation("bad-value", where, f"{tensor} is pinned: it cannot be {what}")
     for start in plan.start:
         home = pinned.get(start.tensor)
-        # a problem that is not steady says the same of every tensor (`_values`)
+        # `_values` reports the same for every tensor of a problem that is not steady
         if problem.steady and home is not None and start.tier != home:
             detail = f"a copy on {start.tier}, but {start.tensor} is pinned to its home {home}"
             yield Violation("bad-value", f"start of {start.tensor}", detail)

@@ -18,10 +18,10 @@ from .replay import Replay
 def check_timeline(
     problem: Problem, machine: Machine, plan: Plan, timeline: Timeline
 ) -> tuple[Violation, ...]:
-    """Every law that `timeline`, taken for the run of `plan`, breaks.
+    """Returns every rule that `timeline` breaks, as a run of `plan`.
 
-    The plan must be sound by `check_structure`. The copies are gone through only when the
-    record itself is whole: each span there once, as long as it must be, in its lane's order.
+    The plan must pass `check_structure`. Copies are checked only if the record itself is
+    complete: each span once, of the right length, in lane order.
     """
     if not timeline.steps:
         return (Violation("bad-value", "steps", "the timeline records no step"),)

@@ -1,4 +1,4 @@
-"""Everything the contract makes an op or a move wait for, asked of the auditor's books."""
+"""Everything that an op or a move must wait for by the contract, from the auditor's accounts."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from .ledger import Ledger, Place
 from .order import Run, Touch, arrives_as
 from .record import Key, Task
 
-Reason = tuple[str, str]  # rule, what stands in the way
+Reason = tuple[str, str]  # rule, obstacle
 
 
 class Waits:
-    """What keeps a task from starting at this moment, reason by reason."""
+    """The reasons that keep a task from starting at this moment."""
 
     def __init__(
         self,
@@ -27,7 +27,7 @@ class Waits:
         dropped: Mapping[Place, bool],
     ) -> None:
         self._books, self._running, self._dropped = books, running, dropped
-        # only where both lanes touch a tensor can the listed order be at stake
+        # the listed order can be broken only where both lanes touch a tensor
         self._shared = {
             tensor: several
             for tensor, several in touching.items()
@@ -72,7 +72,7 @@ class Waits:
         yield from self._fits(move.target, growth)
 
     def _order(self, step: int, run: Run, tensor: str) -> Iterator[Reason]:
-        """Host updates and ops keep the listed order where they touch the same tensor."""
+        """Checks that host updates and device ops keep the listed order on a shared tensor."""
         for touch in self._shared.get(tensor, ()):
             earlier = touch.run
             if earlier.position >= run.position:

@@ -1,4 +1,5 @@
-"""Measurements of steps that ran, and the corrections to costs, rates and ratios that follow.
+"""Measurements of executed steps, and the resulting corrections to costs, rates and ratios.
 
-In: measured steps, lane rates, densities of tensors. Out: factors and ratios for the next plan.
+Input: measured steps, lane rates, densities of tensors. Output: factors and ratios for the next
+plan.
 """

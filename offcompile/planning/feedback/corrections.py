@@ -1,7 +1,8 @@
-"""What computing takes, by the steps that were measured, beside what it was planned to take.
+"""Corrects planned compute times by those of measured steps.
 
-Costs of ops are measured one by one and remembered; on another day, or beside another program, the
-same machine is slower by a factor. Forward and backward each get theirs: waits are not computing.
+Costs of ops are measured one by one and cached; on another day, or beside another program, the
+same machine is slower by a factor. Forward and backward get a factor each; waits do not count as
+computing.
 """
 
 from __future__ import annotations
@@ -16,15 +17,15 @@ from offcompile.simulate import Simulator
 from .measured import MeasuredStep
 
 FORWARD, BACKWARD = "forward", "backward"
-#: halves that are slower or faster by no more are as planned
+#: factors within this range count as 1
 SAME = 1.15
-#: at the most so much of a half is taken to be what moves take from it
+#: upper limit on the share of a half that moves are taken to cost
 MOST_TOLL = 0.5
 
 
 @dataclass(frozen=True)
 class Factors:
-    """What ops of a half take, over what their costs say. Updates are part of backward."""
+    """Measured times of the ops of each half, over their costs. Updates are part of backward."""
 
     forward: float = 1.0
     backward: float = 1.0
@@ -34,7 +35,7 @@ class Factors:
 
     @property
     def same(self) -> bool:
-        """Whether the costs are right but for noise."""
+        """True if the costs are right, except for noise."""
         return all(1 / SAME <= f <= SAME for f in (self.forward, self.backward))
 
     def words(self) -> str:
@@ -43,7 +44,7 @@ class Factors:
 
 @dataclass(frozen=True)
 class Corrected:
-    """A plan's step with costs as measured steps showed them."""
+    """A plan's step with costs corrected by measured steps."""
 
     step_us: float
     factors: Factors
@@ -52,9 +53,9 @@ class Corrected:
 def factors_of(
     problem: Problem, plan: Plan, timeline: Timeline, step: MeasuredStep
 ) -> Factors | None:
-    """Of one measured step of a plan; None: there is nothing to compare.
+    """The factors of one measured step of a plan; None if there is nothing to compare.
 
-    What backward runs again of forward counts as slow as forward is.
+    Recomputations of forward ops in backward count as slow as forward is.
     """
     planned_us, again_us = _planned_us(problem, plan, timeline)
     tolls_us = _tolls_us(problem, plan, timeline)
@@ -68,7 +69,7 @@ def factors_of(
             continue
         again = again_us * found.get(FORWARD, 1.0) if phase == BACKWARD else 0.0
         rest = measured - again
-        if again and rest <= 0:  # then both are slow alike
+        if again and rest <= 0:  # then assume that both are equally slow
             rest, planned = measured, planned + again_us
         found[phase] = rest / planned
     if not found or min(found.values()) <= 0:
@@ -78,7 +79,7 @@ def factors_of(
 
 
 def with_factors(problem: Problem, factors: Factors | None) -> Problem:
-    """The problem whose ops take as long as they were seen to; None: as it is."""
+    """The problem with the measured times of its ops; unchanged if `factors` is None."""
     if factors is None:
         return problem
 
@@ -91,13 +92,13 @@ def with_factors(problem: Problem, factors: Factors | None) -> Problem:
 
 
 def corrected(problem: Problem, machine: Machine, plan: Plan, factors: Factors) -> Corrected | None:
-    """The plan's step under these costs, with `machine`'s lanes; None: it would not go on."""
+    """Simulates the plan with these costs and `machine`'s lanes; None if it would not run."""
     timeline = Simulator(with_factors(problem, factors), machine).run(plan, record=False)
     return Corrected(timeline.cost_us, factors) if timeline.valid else None
 
 
 def _measured_us(step: MeasuredStep) -> dict[str, float]:
-    """Half → its time without waits."""
+    """Half → its measured time without waits."""
     halves = {s.id: s for s in step.spans if s.lane == COMPUTE}
     found = {}
     for phase, span in halves.items():
@@ -107,7 +108,7 @@ def _measured_us(step: MeasuredStep) -> dict[str, float]:
 
 
 def _tolls_us(problem: Problem, plan: Plan, timeline: Timeline) -> dict[str, float]:
-    """Half → what moves take from its ops: as long as they are on their way in it."""
+    """Half → time that moves take from its ops, in proportion to their time in flight in it."""
     spans = settled_spans(timeline)
     backward = (o.id for o in problem.ops if o.phase != FORWARD)
     turn_ns = min((spans[o].start_ns for o in backward if o in spans), default=sys.maxsize)
@@ -119,7 +120,7 @@ def _tolls_us(problem: Problem, plan: Plan, timeline: Timeline) -> dict[str, flo
 
 
 def _planned_us(problem: Problem, plan: Plan, timeline: Timeline) -> tuple[dict[str, float], float]:
-    """Half → its ops' time on the device, and what backward runs again of forward."""
+    """Half → planned time of its device ops, and that of forward recomputations in backward."""
     planned, again_us = {FORWARD: 0.0, BACKWARD: 0.0}, 0.0
     recomputes = {r.id: r for r in plan.recomputes}
     for span in settled_spans(timeline).values():

@@ -1,8 +1,8 @@
-"""What lanes reach while a model trains, and when that is far from what its plan rests on.
+"""Compares the lanes' actual rates during training with the rates that the plan assumes.
 
-A lane's rate is measured once, alone. Beside a program that crowds the host's memory, or on a disk
-that has become slow, it reaches less; then another tier may be the better place. FlashNeuron's
-case study shows the first: an SSD that is reached past the host keeps its rate.
+A lane's rate is measured once, alone. Beside a program that saturates host memory, or on a disk
+that has become slow, it is lower, and another tier may then be the better place. FlashNeuron's
+case study shows the first: an SSD that is accessed directly, bypassing the host, keeps its rate.
 """
 
 from __future__ import annotations
@@ -13,17 +13,17 @@ from dataclasses import dataclass, field, replace
 from offcompile.ir import Lane, Machine
 from offcompile.runtime.device.lane_rates import Moved
 
-#: a rate that is higher or lower by no more than this factor is the same
+#: rates that differ by no more than this factor count as equal
 MARGIN = 1.3
-#: less is no measurement
+#: fewer moves are no measurement
 LEAST_MOVES = 8
-#: looks at a lane that moved nothing after which its rate counts as the machine's again
+#: number of checks without any move after which a lane has the machine's rate again
 FORGOTTEN_AFTER = 2
 _NOTHING = Moved(0, 0, 0)
 
 
 def reached_bytes_per_us(lane: Lane, moved: Moved) -> float | None:
-    """The rate, without the latency of each move; None: too few, or latency was most of it."""
+    """The rate without the latency of each move; None if too few moves, or mostly latency."""
     busy_us, starting_us = moved.busy_ns / 1000, moved.moves * lane.latency_us
     if moved.moves < LEAST_MOVES or busy_us <= 2 * starting_us:
         return None
@@ -32,25 +32,25 @@ def reached_bytes_per_us(lane: Lane, moved: Moved) -> float | None:
 
 @dataclass
 class LaneWatch:
-    """Of one graph. `rates`: what its plans rest on where that is not the machine's own."""
+    """The watch of one graph. `rates`: those its plans assume that differ from the machine's."""
 
     rates: dict[str, float] = field(default_factory=dict)
     _before: Mapping[str, Moved] | None = None
     _idle: dict[str, int] = field(default_factory=dict)
 
     def begin(self, totals: Mapping[str, Moved]) -> None:
-        """What was moved so far does not count."""
+        """Starts a measurement; ignores earlier moves."""
         self._before = dict(totals)
 
     def restart(self) -> None:
-        """Nor does what is moved until the next look: a new plan runs for the first time."""
+        """Ignores all moves until the next check, since a new plan runs for the first time."""
         self._before = None
 
     def look(self, machine: Machine, totals: Mapping[str, Moved]) -> str | None:
-        """Compare what lanes reached since the last look with what the plan rests on.
+        """Compares the lanes' rates since the last check with those that the plan assumes.
 
-        machine: as measured, without `rates`. Returns what changed, in words, with `rates` brought
-        up to date for those lanes; None: nothing by more than `MARGIN`.
+        machine: as measured, without `rates`. Updates `rates` for the lanes that changed, and
+        returns the changes in words; None if no rate changed by more than `MARGIN`.
         """
         before, self._before = self._before, dict(totals)
         if before is None:
@@ -83,7 +83,7 @@ class LaneWatch:
         return lane.bytes_per_us
 
     def applied(self, machine: Machine) -> Machine:
-        """The machine whose lanes are as fast as they were seen to be."""
+        """Returns the machine with the observed rates of its lanes."""
         if not self.rates:
             return machine
         lanes = tuple(
@@ -94,7 +94,7 @@ class LaneWatch:
 
 
 def _since(before: Moved, now: Moved) -> Moved:
-    """A runtime that was closed begins again."""
+    """The moves since `before`; a runtime that was closed starts again from 0."""
     if now.moves < before.moves:
         return now
     return Moved(*(b - a for a, b in zip(before, now, strict=True)))

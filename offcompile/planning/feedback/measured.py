@@ -1,4 +1,4 @@
-"""One step as it was measured, in the shape of a plan's timeline."""
+"""One measured step, in the form of a plan's timeline."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from typing import Protocol
 class MeasuredSpan:
     """Something that ran: a move of the plan by its id, or `forward` or `backward`.
 
-    `lane` is the plan's lane, or `compute`. Times are since the step's start. What passes between
-    forward's end and backward's start, in the caller's code, is cut out of everything: a copy that
-    ran meanwhile is shorter by that. A copy may end after the step.
+    `lane` is the plan's lane, or `compute`. Times are relative to the step's start. The time
+    between forward's end and backward's start, in the caller's code, is cut out of everything: a
+    copy in flight meanwhile is shorter by that. A copy may end after the step.
     """
 
     id: str
@@ -23,7 +23,7 @@ class MeasuredSpan:
 
 @dataclass(frozen=True)
 class MeasuredWait:
-    """Compute stood still before this op for this move; without an op: at the step's end."""
+    """Compute waited before this op for this move; without an op: at the step's end."""
 
     op: str
     move: str
@@ -33,7 +33,7 @@ class MeasuredWait:
 
 @dataclass(frozen=True)
 class MeasuredStep:
-    """`spans` and `waits` by their start; `step_ns` is forward and backward together."""
+    """`spans` and `waits` sorted by start; `step_ns` is the time of forward plus backward."""
 
     spans: tuple[MeasuredSpan, ...]
     waits: tuple[MeasuredWait, ...]
@@ -49,10 +49,10 @@ class MeasuredStep:
 
 
 class Steps(Protocol):
-    """Where a report finds what was measured."""
+    """A source of measured steps for reports."""
 
     def median(self) -> MeasuredStep | None:
-        """The median of the last steps that were recorded; None: there is none to be sure of."""
+        """The median of the last recorded steps; None if there is no reliable one."""
 
     def watch(self, steps: int) -> None:
-        """Record so many steps from now on, where recording is not free and has ended."""
+        """Records this many further steps, if recording is not free and has ended."""

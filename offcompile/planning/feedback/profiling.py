@@ -1,9 +1,9 @@
-"""What steps show of the tensors that could leave and of lanes, and when that asks for a new plan.
+"""Samples tensors and lanes during steps, and decides when the results call for a new plan.
 
-The first plan of a graph is made before anything ran, so it packs nothing. Its first steps are
-looked at, then one in `WATCH_EVERY`: each tensor that leaves, and each that stays for backward, is
-sampled once. A look costs the CPU about a microsecond per row sampled; elsewhere it waits for the
-device. Decisions fall between steps, and few of them: planning takes seconds, compiling more.
+The first plan of a graph is made before anything ran, so it uses no codecs. The first steps are
+sampled, then one in `WATCH_EVERY`: each tensor that is offloaded, or stays for backward, is
+sampled once. On the CPU this takes about a microsecond per sampled row; elsewhere it waits for the
+device. Decisions are made between steps, and rarely: planning takes seconds, compiling more.
 """
 
 from __future__ import annotations
@@ -24,29 +24,29 @@ from .corrections import Factors
 from .lane_watch import LaneWatch
 from .sparsity import density_of, with_ratios
 
-#: steps looked at before the first decision
+#: steps sampled before the first decision
 FIRST_STEPS = 2
-#: afterwards one step in so many; twice as rarely after each decision
+#: afterwards one step in this many is sampled, and half as many after each decision
 WATCH_EVERY = 50
-#: densities that changed by no more are the same: batches differ
+#: densities that differ by no more than this count as equal: batches differ
 DRIFT = 0.1
-#: of a step's time: what a new plan must gain, by simulation, where compiling is cheap and where
-#: it takes as long as hundreds of steps
+#: simulated gain that a new plan must have, as a share of a step's time, if compiling is cheap and
+#: if it takes as long as hundreds of steps
 WORTH = {"aot_eager": 0.03, "inductor": 0.05}
-#: of all that is denser no codec can make much
+#: denser tensors hardly shrink with any codec
 WORTH_A_CODEC = 0.9
-#: of one graph: decisions that cost planning, and new plans
+#: limits per graph on decisions that cost planning, and on new plans
 MOST_DECISIONS, MOST_REPLANS = 8, 4
 
 
 @dataclass(frozen=True)
 class Settled:
-    """A plan that was made for a problem and a budget, to be used where both come again."""
+    """A plan made for a problem and a budget, to be reused if both recur."""
 
     problem: Problem
     budget_bytes: int | None
     decided: Decided
-    #: in how many pieces the graph was that the plan is for; None: it was not split
+    #: number of pieces of the graph that the plan is for; None if it was not split
     pieces: int | None = None
 
     def fits(self, problem: Problem, budget_bytes: int | None) -> bool:
@@ -55,38 +55,38 @@ class Settled:
 
 @dataclass
 class Profile:
-    """Densities of one graph's tensors over all its plans: shares of elements that are not zero;
-    and what lanes reach that its moves take."""
+    """Measurements of one graph over all its plans: densities of its tensors (shares of nonzero
+    elements), and the rates of the lanes that its moves use."""
 
     densities: dict[str, float] = field(default_factory=dict)
     lanes: LaneWatch = field(default_factory=LaneWatch)
-    #: what ops take over their costs, once that was seen to differ
+    #: measured times of ops over their costs, once they were found to differ
     factors: Factors | None = None
-    #: what became of each decision, for people
+    #: outcome of each decision, for people
     said: list[str] = field(default_factory=list)
     replans: int = 0
     _steps: int = 0
     _looking: bool = False
     _every: int = 0
     _decisions: int = 0
-    #: densities that the last decision went by; None: there was none
+    #: densities that the last decision used; None if there was none
     _known: dict[str, float] | None = None
     _found: dict[str, float] = field(default_factory=dict)
-    #: what the next decision is for: lanes or ops that are not as planned, in words
+    #: reason for the next decision, in words: lanes or ops that differ from the plan
     _lanes_changed: str | None = None
     _costs_changed: str | None = None
 
-    # --- looking ----------------------------------------------------------------------------
+    # --- sampling ---------------------------------------------------------------------------
 
     def begin_step(self) -> None:
-        """A forward is about to run; backward belongs to it."""
+        """Begins a step: a forward is about to run, and its backward belongs to the same step."""
         self._every = self._every or WATCH_EVERY
         first = self._steps < FIRST_STEPS
         self._looking = first or (self._open and (self._steps - FIRST_STEPS) % self._every == 0)
         self._steps += 1
 
     def watching(self, tensor_of: Mapping[str, str]) -> AbstractContextManager[None]:
-        """Inside, what this thread sends out is looked at if it is a step for that.
+        """Inside this context, tensors that this thread moves are sampled if the step is due.
 
         tensor_of: move → the tensor that it moves.
         """
@@ -100,7 +100,7 @@ class Profile:
         return watching(look)
 
     def look_at_saved(self, tensors: Sequence[str | None], values: Sequence[object]) -> None:
-        """What forward leaves on the device for backward; None: no storage of the plan's."""
+        """Samples the tensors that forward saves for backward; None: not a storage of the plan."""
         if self._looking:
             for tensor, value in zip(tensors, values, strict=True):
                 if tensor is not None and isinstance(value, torch.Tensor):
@@ -114,7 +114,7 @@ class Profile:
             self._found[tensor] = density
 
     def has_zeros(self, tensor: str) -> bool:
-        """Whether it was seen to have so many that a codec could make something of it."""
+        """True if the tensor was seen to have enough zeros for a codec to shrink it."""
         return self.densities.get(tensor, 1.0) <= WORTH_A_CODEC
 
     @property
@@ -125,13 +125,13 @@ class Profile:
 
     @property
     def _open(self) -> bool:
-        """Whether looking can still come to anything."""
+        """True if samples can still lead to a decision."""
         return self._decisions < MOST_DECISIONS and self.replans < MOST_REPLANS
 
     def due(self) -> bool:
-        """Whether the steps so far have shown what was not known at the last decision.
+        """True if the steps so far have shown anything not known at the last decision.
 
-        To be asked between steps. Passes what was seen on into `densities`.
+        Call it between steps. Moves the samples into `densities`.
         """
         if not self._found:
             return False
@@ -144,15 +144,15 @@ class Profile:
 
     @property
     def looked(self) -> bool:
-        """Whether the last step was one that is looked at."""
+        """True if the last step was sampled."""
         return self._looking and self._open
 
     def lanes_due(self, machine: Machine, totals: Mapping[str, Moved]) -> bool:
-        """The same of lanes: whether they reached something else, by far, than the plan rests on.
+        """Like `due`, for lanes: True if their rates differ greatly from those the plan assumes.
 
-        machine: as it was measured; totals: of the runtime. To be asked where `due` is, after it.
-        The first steps do not count, nor those of a new plan until the next look: memory and files
-        are touched for the first time there.
+        machine: as measured; totals: of the runtime. Call it wherever `due` is called, after it.
+        The first steps do not count, nor those of a new plan until the next sample: they touch
+        memory and files for the first time.
         """
         if not self.looked:
             return False
@@ -163,7 +163,7 @@ class Profile:
         return self._lanes_changed is not None
 
     def costs_due(self, factors: Factors, machine: Machine, totals: Mapping[str, Moved]) -> bool:
-        """The same of ops, once: whether they, or lanes meanwhile, are far from their costs.
+        """Like `due`, for ops, once: True if they, or lanes meanwhile, differ greatly from plan.
 
         factors: of a plan that was made without any.
         """
@@ -176,7 +176,7 @@ class Profile:
 
     @property
     def seen(self) -> str:
-        """What the decision to be made now is for."""
+        """The reason for the decision to be made now."""
         if self._costs_changed is not None:
             return "costs"
         return "densities" if self._lanes_changed is None else "rates"
@@ -189,7 +189,7 @@ class Profile:
         )
 
     def decided(self, text: str, again: bool) -> None:
-        """Take note of a decision, and whether a new plan comes of it."""
+        """Records a decision; `again`: it leads to a new plan."""
         self._known = dict(self.densities)
         self._decisions += 1
         self.replans += again
@@ -201,7 +201,7 @@ class Profile:
             self.lanes.restart()
 
     def note(self, text: str) -> None:
-        """Say what became of the plan."""
+        """Records the outcome of a decision."""
         self.said.append(f"after {self._steps} steps: {text}")
 
 
@@ -216,11 +216,11 @@ def reconsider(
     plan: Callable[[Problem], Decided],
     seen: str = "densities",
 ) -> tuple[str, tuple[Problem, Decided] | None]:
-    """What the densities say of a plan; with another plan for them if that is worth it.
+    """Judges a plan by the densities; returns another plan for them if it is worth the change.
 
-    `problem` is as it was planned; `machine` the one of the current plan, with what is known of
-    codecs and lanes by now. seen: what else is known anew, `rates` of lanes or `costs` of ops. The
-    text says why, for people.
+    `problem` is as it was planned; `machine` is that of the current plan, with the current
+    knowledge of codecs and lanes. seen: the other new knowledge, `rates` of lanes or `costs` of
+    ops. The text gives the reason, for people.
     """
     shown = with_ratios(problem, machine, dtypes, densities, lossy, only_paying=False)
     asked = with_ratios(problem, machine, dtypes, densities, lossy)

@@ -1,6 +1,6 @@
-"""What a share of zeros makes of a tensor under each codec, and which codecs are worth it.
+"""Predicts the size of a sparse tensor under each codec, and selects the codecs worth using.
 
-Zero means that every bit is: −0.0 is not, since codecs give it back as it was.
+An element is zero if all its bits are: −0.0 is not, since codecs restore it exactly.
 """
 
 from __future__ import annotations
@@ -15,18 +15,18 @@ from offcompile.ir.units import compressed_bytes, move_ns
 from offcompile.runtime.codecs import CODEC_NAMES, codec, sampled_density
 
 FORWARD = PHASES[0]
-#: a codec is offered where out and back take less than this share of what they take without
+#: a codec is offered if both transfers take less than this share of their time without it
 PAYS_BELOW = 0.95
-#: sizes of packed tensors are taken from those of one so large
+#: packed sizes are estimated from a tensor of this many elements
 _ELEMENTS = 1 << 20
 _DIGITS = 4
-#: does not give values back but their signs: no codec for what is read otherwise
+#: restores only the signs of values: not a codec for tensors that are read otherwise
 _SIGN = "sign"
 
 
 def density_of(x: torch.Tensor) -> float | None:
-    """The share of elements that are not zero in bits, from a sample of rows; None where nothing
-    can be told. `x` is dense; elsewhere than on the CPU this waits for the device."""
+    """The share of elements that are not bitwise zero, from a sample of rows; None if it cannot
+    be determined. `x` is dense; except on the CPU this waits for the device."""
     if x.numel() == 0 or x.layout is not torch.strided:
         return None
     with torch.no_grad():
@@ -36,8 +36,8 @@ def density_of(x: torch.Tensor) -> float | None:
 def ratios_of(
     dtype: torch.dtype, density: float | None, codecs: Iterable[Codec], lossy: str | None
 ) -> dict[str, float]:
-    """Codec → packed over raw bytes, of the codecs that keep a tensor exact or are the one that
-    was asked for. `density` None: it is not known."""
+    """Codec → packed over raw bytes, for the codecs that are exact or were requested by `lossy`.
+    `density` is None if not known."""
     raw, found = _ELEMENTS * dtype.itemsize, {}
     for name in (c.name for c in codecs if c.lossless or lossy in c.name.split("+")):
         known = name in CODEC_NAMES and name != _SIGN and codec(name).takes(dtype)
@@ -49,7 +49,7 @@ def ratios_of(
 
 
 def those_that_pay(nbytes: int, ratios: Mapping[str, float], machine: Machine) -> dict[str, float]:
-    """Those with which leaving the device and coming back is worth the packing."""
+    """The codecs with which leaving the device and coming back is worth the packing."""
 
     def both_ways_ns(ratio: float, rate: float | None) -> int:
         moved = compressed_bytes(nbytes, ratio)
@@ -68,8 +68,8 @@ def those_that_pay(nbytes: int, ratios: Mapping[str, float], machine: Machine) -
 
 
 def with_combinations(machine: Machine, lossy: str | None) -> Machine:
-    """The machine with the bit mask of rounded elements too, if rounding is allowed: it takes as
-    long as one after the other."""
+    """Adds the bit mask of rounded elements if rounding is allowed; its time is the sum of both
+    codecs' times."""
     known = machine.codec
     if lossy is None or not {"bitmask", lossy} <= set(known):
         return machine
@@ -85,9 +85,9 @@ def with_ratios(
     lossy: str | None,
     only_paying: bool = True,
 ) -> Problem:
-    """The problem with what each activation that may move shrinks to under each codec.
+    """The problem, with the sizes of each movable activation under each codec.
 
-    What backward makes for itself stays exact: small gradients would be rounded to nothing.
+    Tensors made by backward stay exact: small gradients would be rounded to zero.
     """
     forwards = {t for op in problem.ops if op.phase == FORWARD for t in op.writes}
 

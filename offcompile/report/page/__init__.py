@@ -1,4 +1,4 @@
-"""Reports as one page that stands by itself: no network, nothing to install, for any browser."""
+"""Writes reports as one self-contained page for any browser: no network, nothing to install."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from offcompile.report.record import Record
 
 from .data import report_data
 
-#: in the order in which they run
+#: scripts in the order in which they run
 SCRIPTS = ("units.js", "view.js", "memory.js", "lanes.js", "tables.js", "main.js")
 
 
@@ -38,19 +38,20 @@ def save_html(path: str | Path, reports: Sequence[Record]) -> None:
 def save_plan(
     path: str | Path, name: str, problem: Problem, machine: Machine, result: PlanResult
 ) -> None:
-    """Write the page of a plan that nothing has run yet."""
+    """Write the page of a plan that has not run yet."""
     capacity = machine.tier[DEVICE].capacity_bytes
     held = result.timeline.peak_bytes[DEVICE]
     save_html(path, [Record(name, problem, machine, result, capacity or held)])
 
 
 def page(reports: Sequence[Record]) -> str:
-    """The whole file."""
+    """The whole page as HTML."""
     return fill({"reports": [report_data(report) for report in reports]})
 
 
 def fill(data: dict[str, Any]) -> str:
-    """The page of what `report_data` gathered. The policy in it lets only its own parts run."""
+    """The page with the data from `report_data`. Its content security policy allows only its own
+    scripts and styles."""
     style, script = _static("page.css"), "\n".join(_static(name) for name in SCRIPTS)
     title = ", ".join(report["name"] for report in data["reports"])
     parts = {
@@ -66,13 +67,13 @@ def fill(data: dict[str, Any]) -> str:
         before, mark, after = text.partition(f"{{{{{name}}}}}")
         if not mark:
             raise LookupError(f"page.html has no place for {name}")
-        # what is filled in is never looked at again
+        # text that was filled in is not searched again
         parts[name], text = before + part, after
     return "".join(parts.values()) + text
 
 
 def embedded(data: dict[str, Any]) -> str:
-    """JSON that cannot end the element that it stands in, whatever names it holds."""
+    """JSON that cannot close its enclosing HTML element, whatever names it contains."""
     text = json.dumps(data, ensure_ascii=False, separators=(",", ":"), allow_nan=False)
     for character in "<>&\u2028\u2029":
         text = text.replace(character, f"\\u{ord(character):04x}")

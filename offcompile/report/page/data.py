@@ -1,4 +1,4 @@
-"""All that the page shows of one report, as plain values."""
+"""Gathers the data that the page shows for one report, as plain values."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from .memory import memory_data
 from .tables import module_table
 from .waits import waits_data
 
-#: what proved the lower bound, in words
+#: method that proved the lower bound → its description
 PROOFS = {
     "compute": "every operation has to run, each as fast as it can",
     "cut": "what has to cross the lanes before and after one crowded moment",
@@ -47,7 +47,7 @@ def report_data(report: Record) -> dict[str, Any]:
 
 
 def verdict(report: Record) -> str:
-    """What came of it, in a sentence."""
+    """The outcome in one sentence."""
     peak, budget = size(report.planned_peak_bytes), size(report.budget_bytes)
     if report.fits:
         return (
@@ -93,7 +93,7 @@ def _cards(report: Record) -> Iterator[tuple[str, str, str]]:
 
 
 def _crossing(report: Record) -> tuple[int, int]:
-    """Bytes that leave the device in a step, and that come to it."""
+    """Bytes moved off the device and onto it per step."""
     moves, problem = report.plan.moves, report.problem
     away = sum(moved_bytes(problem, m.tensor, m.codec) for m in moves if m.source == DEVICE)
     back = sum(moved_bytes(problem, m.tensor, m.codec) for m in moves if m.target == DEVICE)
@@ -159,7 +159,7 @@ def _proof(method: str) -> str:
 
 
 def _rates(report: Record) -> Iterator[dict[str, Any]]:
-    """Each lane of the machine: its rate, and how much of the planned step it is busy."""
+    """Yields each lane's rate, and the share of the planned step for which it is busy."""
     spans = settled_spans(report.timeline).values()
 
     def busy(lane: str) -> float:

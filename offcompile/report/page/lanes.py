@@ -1,4 +1,4 @@
-"""What runs on each lane in the settled step, planned and measured, as columns to be drawn."""
+"""Gathers the spans on each lane in a steady-state step, planned and measured, as columns."""
 
 from __future__ import annotations
 
@@ -20,16 +20,18 @@ Rows = dict[str, list[Row]]
 
 
 def lanes_data(report: Record) -> dict[str, Any]:
-    """`things`: what spans name, once each; `lanes`: start, duration and thing of every span.
+    """The page's data on lanes.
 
-    A thing is (id, label, what, band or phase, tensor, bytes). Times are nanoseconds since the
-    step's start, clipped to the step. `stalls`: (start, duration, op, what for), all of compute.
+    `things`: the ops and moves that spans refer to, once each, as (id, label, what, band or phase,
+    tensor, bytes). `lanes`: start, duration and thing of every span. `stalls`: (start, duration,
+    op, what for), all on compute. Times are nanoseconds since the step's start, clipped to the
+    step.
     """
     return _Gatherer(report).data()
 
 
 def _seen(measured: MeasuredStep) -> Rows:
-    """Lane → what was measured on it, clipped to the step."""
+    """Lane → its measured spans, clipped to the step."""
     rows: Rows = {}
     for span in measured.spans:
         if span.start_ns < measured.step_ns:
@@ -77,7 +79,7 @@ class _Gatherer:
         }
 
     def _planned(self) -> Rows:
-        """Lane → what runs in the last step, what wrapped into it or out of it clipped."""
+        """Lane → its spans in the last planned step; spans that cross its ends are clipped."""
         timeline = self.report.timeline
         if not timeline.steps:
             return {}
@@ -95,7 +97,7 @@ class _Gatherer:
         ordered = sorted(rows, key=lambda row: row[1:])
         starts = [start for _, start, _ in ordered]
         return {
-            # each less the one before: fewer digits
+            # differences between successive starts have fewer digits
             "start": [s - before for before, s in zip([0, *starts], starts, strict=False)],
             "duration": [end - start for _, start, end in ordered],
             "thing": [self._thing(name) for name, _, _ in ordered],

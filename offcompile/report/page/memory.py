@@ -1,4 +1,4 @@
-"""What each tier holds over the settled step, as columns that the page draws."""
+"""Gathers the memory in use on each tier over a steady-state step, as columns for the page."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from offcompile.report.record import Record
 
 from .occupancy import WORKSPACE, Change, occupancy
 
-#: kind of tensor → what it is drawn as; in the order of drawing, from the bottom up
+#: kind of tensor → its band, in the order of drawing, from the bottom up
 DRAWN = {
     "weight": "weight",
     "state": "optimizer state",
@@ -26,10 +26,10 @@ BANDS = list(dict.fromkeys(DRAWN.values()))
 
 
 def memory_data(report: Record) -> list[dict[str, Any]]:
-    """Of each tier that holds anything: its limit, and each change of a band's bytes in order.
+    """For each tier in use, its limit and all changes of a band's bytes, in order.
 
-    `base` is held at the step's start; `t` are nanoseconds since then, each less the one before;
-    `k` the band, `d` the bytes more or fewer.
+    `base`: bytes per band at the step's start; `t`: nanoseconds from the previous change; `k`: the
+    band; `d`: the change in bytes.
     """
     capacity = {tier.name: tier.capacity_bytes for tier in report.machine.tiers}
     found = []

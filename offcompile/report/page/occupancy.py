@@ -1,4 +1,4 @@
-"""What each tier holds over time, kind by kind, as a plan's timeline has it."""
+"""Computes the memory in use on each tier over a plan's timeline, by kind of tensor."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from heapq import heappop, heappush
 from offcompile.ir import COMPUTE, DEVICE, HOST, HOST_COMPUTE, Move, Plan, Problem, Span, Timeline
 from offcompile.ir.units import compressed_bytes
 
-#: what ops need beside their operands, beside the kinds of tensors
+#: the kind of an op's workspace, in addition to the kinds of tensors
 WORKSPACE = "workspace"
 
 
 @dataclass(frozen=True)
 class Change:
-    """From `time_ns` on, a tier holds so many bytes more (or fewer) of a kind."""
+    """A tier's bytes of one kind grow by `nbytes` (shrink, if negative) at `time_ns`."""
 
     time_ns: int
     kind: str
@@ -23,10 +23,10 @@ class Change:
 
 
 def occupancy(problem: Problem, plan: Plan, timeline: Timeline) -> Mapping[str, tuple[Change, ...]]:
-    """Tier → its changes in the order in which they happen, from the first step's start on.
+    """Tier → its changes in the order in which they happen, from the start of the first step.
 
-    Changes of one instant stand in their order too, so that the largest sum ever reached is the
-    timeline's peak. The timeline has to be a recorded one: it lists the copies that were freed.
+    Simultaneous changes are in order too, so the maximum of the running sum is the timeline's peak.
+    The timeline must be a recorded one, which lists the copies that were freed.
     """
     holder = _Holder(problem, plan, {tier: [] for tier in timeline.peak_bytes})
     holder.run(timeline)
@@ -34,7 +34,7 @@ def occupancy(problem: Problem, plan: Plan, timeline: Timeline) -> Mapping[str, 
 
 
 def peak_bytes(changes: Iterable[Change]) -> int:
-    """The most that is held at once."""
+    """The peak of the running sum of changes."""
     held = peak = 0
     for change in changes:
         held += change.nbytes
@@ -43,7 +43,7 @@ def peak_bytes(changes: Iterable[Change]) -> int:
 
 
 class _Holder:
-    """Follows a timeline from start to end, and writes down what changes."""
+    """Walks a timeline from start to end and records the changes."""
 
     def __init__(self, problem: Problem, plan: Plan, changes: dict[str, list[Change]]) -> None:
         self.problem, self.plan, self.changes = problem, plan, changes
@@ -60,7 +60,7 @@ class _Holder:
         freed = iter(timeline.freed)
         free = next(freed, None)
         for i in range(len(timeline.spans) + 1):
-            # all that ends, or is freed, before the next span starts
+            # workspaces that end and tensors that are freed before the next span starts
             while free is not None and free.started <= i:
                 self._end_work(free.time_ns)
                 self._hold(free.time_ns, free.tensor, free.tier, 0)
@@ -72,7 +72,7 @@ class _Holder:
         self._end_work(None)
 
     def _start(self) -> Iterator[tuple[str, str, int]]:
-        """The settled state; what a compressed move has left is compressed."""
+        """Yields the bytes held at the start; tensors left by a compressed move are compressed."""
         left_by = {(m.tensor, m.target): m for m in self.plan.moves if self.problem.steady}
         for start in self.plan.start:
             nbytes = self.problem.tensor[start.tensor].nbytes

@@ -1,4 +1,4 @@
-"""The rows of the page's module table: what each module holds, how, at what cost, and why."""
+"""Builds the rows of the page's module table: tensors, treatment, cost and reasons per module."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from offcompile.report.explain import Fate
 from offcompile.report.modes import Mode, modes, module_of, path_in
 from offcompile.report.record import Record
 
-#: what no module made, such as most values of the backward pass
+#: name for tensors that no module made, such as most values of the backward pass
 NO_MODULE = "(no module)"
 
 
@@ -47,7 +47,7 @@ class _Row:
 
 
 def module_table(report: Record) -> list[dict[str, Any]]:
-    """Modules, those that cost the step most first; in each its tensors, in the same order."""
+    """The modules, the most expensive first, each with its tensors in the same order."""
     fates = report.fates()
     found = modes(report.problem, report.plan, {fate.tensor.id: fate for fate in fates})
     mode_of = {mode.tensor: mode for mode in found}
@@ -62,12 +62,12 @@ def module_table(report: Record) -> list[dict[str, Any]]:
 
 
 def module_named(report: Record, tensor: str) -> str:
-    """The module that a tensor belongs to, by its parameter's name or by what made it."""
+    """The module of a tensor, by its parameter's name or by the module that made it."""
     if name := report.names.get(tensor):
         return module_of(name)
     if tensor in report.labels:
         return path_in(report.labels[tensor]) or NO_MODULE
-    # problems that were written by hand: `a0.w` belongs to a0
+    # in problems written by hand, `a0.w` belongs to a0
     return tensor.rpartition(".")[0] or NO_MODULE
 
 
@@ -77,7 +77,7 @@ def _module(name: str, rows: list[_Row]) -> dict[str, Any]:
     for row in rows:
         holds[row.fate.tensor.kind] += row.fate.tensor.nbytes
         ways[row.what] += row.fate.tensor.nbytes
-    # fates come with the dearest first
+    # the most expensive fate comes first
     dearest = rows[0]
     return {
         "name": name,

@@ -1,4 +1,4 @@
-"""Where the time of a step goes: computing, and waiting for which tensors; planned and measured."""
+"""Gathers a step's compute time and its waits for tensors, planned and measured."""
 
 from __future__ import annotations
 
@@ -9,12 +9,13 @@ from offcompile.ir.units import show_us
 from offcompile.planning.timelines import NS_PER_US
 from offcompile.report.record import Record
 
-#: waits named in the sentence; the table has all
+#: number of waits named in the sentence; the table has all
 TOLD = 3
 
 
 def waits_data(report: Record) -> dict[str, Any]:
-    """`said` and `steps` (length, computing) by `planned` and `measured`; `rows`: every wait."""
+    """The page's data on waits. `said` (a sentence) and `steps` (length, compute) have the keys
+    `planned` and `measured`; `rows` lists all waits."""
     measured = report.measured_step
     rows = report.stall_rows(measured)
     names = [f"{row.name} {row.direction}".rstrip() for row in rows]
@@ -29,7 +30,7 @@ def waits_data(report: Record) -> dict[str, Any]:
         "said": {by: sentence(*steps[by], zip(names, waits[by], strict=True)) for by in steps},
         "steps": steps,
         "rows": [
-            # what is no move's tensor has no direction
+            # a wait for anything but a move has no direction, and names no tensor
             [r.name, r.direction, r.tensor if r.direction else None, r.planned_ns, r.measured_ns]
             for r in rows
         ],

@@ -1,4 +1,4 @@
-"""Device memory that no plan counts: parameters, results alive, graphs on their way, placements.
+"""Accounts for device memory outside of plans: parameters, live results, runs, placements.
 
-In: which graphs run and what they leave behind. Out: bytes held beside the graph that is planned.
+In: which graphs run and what they leave behind. Out: bytes held by others than the planned graph.
 """

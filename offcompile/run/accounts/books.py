@@ -1,10 +1,10 @@
-"""Who holds device memory between calls: all compiled graphs of the process, device by device.
+"""Tracks the device memory that compiled graphs of the process hold between calls.
 
-A model with graph breaks is several compiled graphs; so is one whose blocks are compiled one by
-one; and a process may compile several models. While one graph runs, the others hold their weights,
-the activations that wait for their backward, and gradients. What a graph may use is its budget
-less all that; the books are read at every call, and a plan that no longer fits is made again
-(`compiled`). They own nothing: what has died is no longer counted.
+A model with graph breaks becomes several compiled graphs, and so does a model whose blocks are
+compiled one by one; a process may also compile several models. While one graph runs, the others
+hold weights, gradients, and activations saved for backward. A graph may use its budget less all
+that. `compiled` reads the books at every call, and plans again if a plan no longer fits. The books
+own nothing: dead tensors are no longer counted.
 """
 
 from __future__ import annotations
@@ -23,59 +23,59 @@ from .results import LiveOutputs
 
 
 class ParameterSet:
-    """The parameters that a graph is called with, by id; equal to itself alone."""
+    """The ids of the parameters that a graph is called with. Compares by identity."""
 
     __slots__ = ("__weakref__", "ids", "in_order", "ran")
 
     def __init__(self, ids: tuple[int, ...]) -> None:
         self.in_order, self.ids = ids, frozenset(ids)
-        #: whether the graph has run with them
+        #: True if the graph has run with them
         self.ran = False
 
 
-#: before the first call
+#: stands in before the first call
 UNBOUND = ParameterSet(())
 
 
 class PendingBackward:
-    """One forward run that waits for its backward; dies with the autograd graph."""
+    """A forward run that waits for its backward. The autograd graph keeps it alive."""
 
     __slots__ = ("__weakref__", "binding", "full_bytes", "kept_bytes", "waiting")
 
     def __init__(self, binding: ParameterSet, kept_bytes: int, full_bytes: int) -> None:
         self.waiting = True
         self.binding = binding
-        #: what it left on the device, and what it would have if nothing had moved
+        #: bytes that it left on the device, and that it would have left if nothing had moved
         self.kept_bytes, self.full_bytes = kept_bytes, full_bytes
 
 
 @dataclass(eq=False)
 class GraphUsage:
-    """One compiled graph: what it holds when it is not running."""
+    """Memory that one compiled graph holds while it is not running."""
 
     books: DeviceUsage
-    #: the key of what moves its tensors
+    #: key of the runtime that moves its tensors
     runtime: str = ""
-    #: ids of the parameters that it has been called with, and that live
+    #: ids of the live parameters that it has been called with
     parameters: set[int] = field(default_factory=set)
-    #: whether its backward makes gradients for them
+    #: True if its backward makes gradients for them
     trains: bool = False
     #: forwards that wait for their backward, in order
     passes: list[weakref.ref[PendingBackward]] = field(default_factory=list)
-    #: whether a backward has run
+    #: True if a backward has run
     has_returned: bool = False
-    #: whether others, or itself with other parameters, have run between its runs
+    #: True if others, or itself with other parameters, have run between its runs
     in_turn: bool = False
-    #: graphs whose backward has run between its forward and its backward: their gradients come then
+    #: graphs whose backward, and so whose gradients, came between its forward and its backward
     amid: weakref.WeakSet[GraphUsage] = field(default_factory=weakref.WeakSet)
-    #: the most that was held together, if nothing had moved, while a forward of its waited or ran
+    #: most bytes held together, if nothing had moved, while one of its forwards ran or waited
     most_wanted_bytes: int = 0
-    #: the most that one forward of its kept then
+    #: most bytes that one of its forwards saved then
     most_kept_bytes: int = 0
     _bindings: dict[tuple[int, ...], ParameterSet] = field(default_factory=dict)
 
     def bind(self, parameters: Sequence[torch.Tensor]) -> ParameterSet:
-        """Those of one call. New ones are noted."""
+        """Return the binding for the parameters of one call; register new ones."""
         self.books.drop_dead()
         key = tuple(map(id, parameters))
         binding = self._bindings.get(key)
@@ -86,32 +86,32 @@ class GraphUsage:
         return binding
 
     def bound(self) -> list[ParameterSet]:
-        """The sets of parameters that live, in the order in which it was called with them."""
+        """The bindings whose parameters live, in the order of their first call."""
         self.books.drop_dead()
         return list(self._bindings.values())
 
     @property
     def bindings(self) -> int:
-        """With how many sets of parameters that live it has been called."""
+        """The number of bindings whose parameters live."""
         self.books.drop_dead()
         return len(self._bindings)
 
     def forget(self, parameter: int) -> None:
-        """It has died, and its id may be another's now."""
+        """Forget a dead parameter, since its id may be reused."""
         if parameter in self.parameters:
             self.parameters.remove(parameter)
             for gone in [k for k, b in self._bindings.items() if parameter in b.ids]:
                 del self._bindings[gone]
 
     def waiting(self) -> list[PendingBackward]:
-        """The forwards that wait for their backward, the newest last."""
+        """The forwards that wait for their backward, newest last."""
         found = [(ref, one) for ref in self.passes if (one := ref()) is not None and one.waiting]
         if len(found) < len(self.passes):
             self.passes[:] = [ref for ref, _ in found]
         return [one for _, one in found]
 
     def left_by(self, binding: ParameterSet) -> int:
-        """Bytes on the device of the newest forward with these parameters."""
+        """Bytes that the newest waiting forward with these parameters left on the device."""
         return next((p.kept_bytes for p in reversed(self.waiting()) if p.binding is binding), 0)
 
     def waiting_bytes(self) -> int:
@@ -120,7 +120,7 @@ class GraphUsage:
     def begin(
         self, outputs: object, binding: ParameterSet, kept_bytes: int, full_bytes: int
     ) -> PendingBackward | None:
-        """A forward has run: until its backward, what it kept stays. None: there will be none."""
+        """Note a forward whose saved tensors stay until its backward. None if it gets none."""
         node = _autograd_node(outputs)
         if node is None:
             return None
@@ -131,7 +131,7 @@ class GraphUsage:
         return one
 
     def end(self) -> None:
-        """A backward has run: what the newest forward kept is given back."""
+        """Note that a backward has run, which frees what the newest forward saved."""
         self.has_returned = True
         for one in self.waiting()[-1:]:
             one.waiting = False
@@ -147,14 +147,14 @@ def _autograd_node(outputs: object) -> torch.autograd.graph.Node | None:
 
 
 class HeldBeside(NamedTuple):
-    """Bytes that others than one graph hold: now, and at any time of its step."""
+    """Bytes held by others than one graph: now, and at most during its step."""
 
     now: int
     in_step: int
 
 
 class DeviceUsage:
-    """The entries of all graphs that compute on one device, in the order of their compilation."""
+    """The entries of all graphs that compute on one device, in order of compilation."""
 
     def __init__(self) -> None:
         self.holdings = ParameterMemory()
@@ -162,14 +162,14 @@ class DeviceUsage:
         #: ids of parameters that were sent to the host to make room for those of other calls
         self.sent: set[int] = set()
         self._entries: list[weakref.ref[GraphUsage]] = []
-        #: with what the last run was
+        #: the binding of the last run
         self._last: weakref.ref[ParameterSet] | None = None
-        #: what was found when somebody asked, until something may have changed
+        #: cached result of `held_beside`, until something may have changed
         self._found: tuple[GraphUsage, ParameterSet, HeldBeside] | None = None
         self._holders: tuple[tuple[int, int], list[weakref.ref[Holder]]] = ((-1, -1), [])
 
     def open(self, runtime: str = "") -> GraphUsage:
-        """An entry for a graph; it is in the books as long as somebody else holds it."""
+        """Make an entry for a graph. The books refer to it weakly."""
         entry = GraphUsage(self, runtime)
         self._entries.append(weakref.ref(entry))
         return entry
@@ -187,10 +187,10 @@ class DeviceUsage:
             for entry in self.entries():
                 entry.forget(key)
 
-    # --- who runs -------------------------------------------------------------------------------
+    # --- runs -----------------------------------------------------------------------------------
 
     def begins(self, entry: GraphUsage, binding: ParameterSet) -> None:
-        """A run of either half begins."""
+        """Note that a run of either half begins."""
         self.invalidate()
         if not entry.in_turn:
             last = None if self._last is None else self._last()
@@ -202,19 +202,19 @@ class DeviceUsage:
         self._last = weakref.ref(binding)
 
     def returned(self, entry: GraphUsage) -> None:
-        """A backward has run; forwards that still wait ran before its own, and go on after it."""
+        """Note that a backward has run between the halves of all graphs that still wait."""
         for other in self.entries():
             if other.waiting():
                 other.amid.add(entry)
         self.invalidate()
 
     def invalidate(self) -> None:
-        """Something may have changed that these books are not told."""
+        """Drop cached results, since something may have changed unnoticed."""
         self._found = None
 
     def others(self, entry: GraphUsage, binding: ParameterSet) -> list[list[torch.Tensor]]:
-        """Parameters that a graph's runtime can move and that are not the call's: call by call,
-        those that were seen first come first, each once."""
+        """Parameters of other calls that the graph's runtime can move, grouped by call, first seen
+        first, each once."""
         living = {id(p): p for p in self.holdings.living()}
         seen = set(binding.ids)
         found = []
@@ -226,27 +226,27 @@ class DeviceUsage:
                     found.append([living[k] for k in mine])
         return [call for call in found if call]
 
-    # --- what is held ---------------------------------------------------------------------------
+    # --- held memory ----------------------------------------------------------------------------
 
     def most_held(self) -> int:
-        """No less than `held_beside` can be; quick to reckon."""
-        # weights, and two sets of gradients: those that stand and those that come
+        """An upper bound of `held_beside` that is quick to compute."""
+        # weights and two sets of gradients: present and future ones
         waiting = sum(e.waiting_bytes() for e in self.entries())
         standing = self.results.standing_bytes()
         return 3 * self.holdings.seen_bytes + waiting + all_held_bytes() + standing
 
     def unmoved_bytes(self) -> int:
-        """What the forwards that wait would hold more if nothing of theirs had moved."""
+        """Bytes that waiting forwards would hold in addition if they had moved nothing."""
         return sum(p.full_bytes - p.kept_bytes for e in self.entries() for p in e.waiting())
 
     def crowded(
         self, entry: GraphUsage, wanted_bytes: int, kept_bytes: int, budget_bytes: int
     ) -> bool | None:
-        """Whether what this graph and others keep for backward is too much for the budget together;
-        None: until a backward has run, nobody knows how many graphs follow.
+        """True if this graph and others together save more for backward than the budget holds.
+        None if no backward has run yet: the number of graphs that follow is still unknown.
 
-        wanted_bytes: what is held now, if nothing moves. kept_bytes: what this run would keep of
-        that; if no run has kept as much, what follows will take as much more than it did.
+        wanted_bytes: bytes held now if nothing moves. kept_bytes: the part that this run would save
+        for backward. If that is a new maximum, the most wanted so far is scaled up in proportion.
         """
         together = {entry, *(e for e in self.entries() if e.waiting())}
         for one in together:
@@ -261,11 +261,11 @@ class DeviceUsage:
         return None
 
     def held_beside(self, entry: GraphUsage, binding: ParameterSet) -> HeldBeside:
-        """Bytes on the device that are not this graph's own.
+        """Bytes on the device outside of this graph's plan.
 
-        The parameters of the call are in the graph's own plan, with the gradients that it makes.
-        Gradients that stand already come on top: new ones are added to them; so does what our
-        optimizers hold. What keepers hold is not counted: it leaves when it is in the way.
+        The plan includes the parameters of the call and the gradients that it makes. Gradients that
+        exist already are counted here, since new ones are added to them, and so is the memory of
+        our optimizers. Memory of keepers is not counted: they evict it when it is in the way.
         """
         known = self._found
         if known is not None and known[0] is entry and known[1] is binding:
@@ -279,10 +279,10 @@ class DeviceUsage:
         more = 0
         for other in self.entries():
             held += other.waiting_bytes()
-            # its backward runs between this graph's halves: its gradients stand during this step
+            # its backward runs between this graph's halves, so its gradients exist during this step
             if other.trains and other in entry.amid:
                 keys = other.parameters - mine
-                if other is entry:  # whose plan is to have those of hosted weights leave
+                if other is entry:  # its plan makes gradients of hosted weights leave
                     keys = {key for key in keys if weight.get(key)}
                 more += sum(coming.get(key, 0) for key in keys)
         found = HeldBeside(held, held + more)
@@ -290,7 +290,7 @@ class DeviceUsage:
         return found
 
     def _all_holders(self) -> list[Holder]:
-        """Of the optimizers of these parameters."""
+        """The holders among the optimizers of these parameters."""
         state = registrations(), self.holdings.births
         if self._holders[0] != state:
             self._holders = state, list(map(weakref.ref, holders_of(self.holdings.living())))

@@ -1,8 +1,8 @@
-"""Runs of compiled graphs, one after the other under one budget: what room each leaves to others.
+"""Runs compiled graphs one after the other under one budget, and bounds what the keeper may hold.
 
-Where several graphs, or one with several sets of weights, share a budget, the runtime's keeper
-holds what they leave for backward as long as there is room (`runtime.keeping`), by what it has
-learnt of their order (`passes.correlation`).
+If several graphs, or one with several sets of weights, share a budget, the runtime's keeper holds
+their saved activations while there is room (`runtime.keeping`), guided by their learnt order
+(`passes.correlation`).
 """
 
 from __future__ import annotations
@@ -26,42 +26,42 @@ from offcompile.runtime.moves.saved import Saved
 
 from .books import UNBOUND, DeviceUsage, GraphUsage, ParameterSet
 
-#: of the room beside a run, what the keeper has at least, however much holes may take
+#: least share for the keeper of the room beside a run, however much is reserved for holes
 KEEPER_SHARE = 3 / 8
 
 
 @dataclass(frozen=True)
 class Room:
-    """What one run may have of the device: its plan's peak, and what it leaves to the keeper."""
+    """Device memory of one run: the peak of its plan, and the room that it leaves to the keeper."""
 
     peak_bytes: int
     kept_limit_bytes: int
-    #: of that, what the keeper holds at the beginning
+    #: bytes of that which the keeper holds at the beginning
     held_bytes: int
-    #: of what forward was called with
+    #: values of the symbols in the arguments of forward
     sizes: tuple[int, ...] = ()
 
 
 @dataclass(eq=False)
 class GraphRuns:
-    """Those of one captured graph."""
+    """The executions of one captured graph."""
 
     name: str
-    #: None: as little as can be, whatever others hold
+    #: None: as little as possible, whatever others hold
     budget_bytes: int | None
     books: DeviceUsage
     entry: GraphUsage
     settings: RuntimeSettings
-    #: of the budget, what the keeper had better leave to holes between tensors
+    #: bytes of the budget that the keeper should leave to holes between tensors
     holes_bytes: int = 0
-    #: of the call that runs, with the sizes of what it was given
+    #: binding and sizes of the call that runs
     binding: ParameterSet = UNBOUND
     sizes: tuple[int, ...] = ()
-    #: those of them on the host that the graph may fetch; None: it changes some
+    #: its weights on the host that the graph may fetch; None: it changes some
     weights: Sequence[WeakTensor] | None = ()
 
     def call(self, binding: ParameterSet, sizes: tuple[int, ...]) -> None:
-        """Forward is about to run."""
+        """Note that forward is about to run."""
         self.binding, self.sizes = binding, sizes
 
     @contextmanager
@@ -75,11 +75,11 @@ class GraphRuns:
         moves: bool,
         holds_saved: bool,
     ) -> Iterator[Room | None]:
-        """Around a run of one half; None: it is alone under its budget.
+        """Wrap a run of one half. Yields None if the graph is alone under its budget.
 
-        peak_at: what the plan takes at most, for given sizes. lends: see `ActivationCache.enter`.
-        turns: what it keeps for backward may leave. moves: so may anything. holds_saved: its plan
-        counts all that forward saved from where backward begins, wherever it is.
+        peak_at: the plan's peak memory for given sizes. lends: see `ActivationCache.enter`.
+        turns: saved activations may leave. moves: any tensor may leave. holds_saved: from the start
+        of backward, its plan includes everything that forward saved, wherever it is.
         """
         keepers = self._keepers()
         mine = keepers.pop(self.settings.key, None)
@@ -102,7 +102,7 @@ class GraphRuns:
             return
         peak_bytes = peak_at(sizes)
         beside_bytes = self.books.held_beside(self.entry, binding).now
-        if phase == BACKWARD:  # what its own forward left is in its plan
+        if phase == BACKWARD:  # its plan includes what its own forward left
             beside_bytes -= self.entry.left_by(binding)
         limit = self.budget_bytes - beside_bytes - peak_bytes
         if limit < 0 and first_time(f"{self.name} is over its budget"):
@@ -130,12 +130,12 @@ class GraphRuns:
             keeper.leave()
 
     def _keepers(self) -> dict[str, ActivationCache]:
-        """Those of all runtimes that move tensors of this device, by key."""
+        """The keepers of all runtimes that move tensors of this device, by key."""
         mine = (r for r in runtimes() if r.settings.target == self.settings.target)
         return {r.settings.key: r.mover.keeper for r in mine if r.mover.keeper is not None}
 
     def forward_of(self, arguments: Sequence[Any]) -> tuple[ParameterSet, tuple[int, ...]]:
-        """That which saved what backward gets: with which parameters, and which sizes."""
+        """Find the forward that saved the arguments of a backward: its binding and its sizes."""
         keeper = self._keepers().get(self.settings.key)
         if keeper is not None:
             for x in arguments:
@@ -148,7 +148,7 @@ class GraphRuns:
 
 
 def _share(limit_bytes: int, others: Sequence[ActivationCache]) -> int:
-    """What a graph's own keeper may hold beside others of the device: half is theirs at most."""
+    """Bytes that a graph's own keeper may hold; bounds the device's other keepers to half."""
     for other in others:
         other.bound(limit_bytes // 2)
         limit_bytes -= other.held_bytes
@@ -156,7 +156,7 @@ def _share(limit_bytes: int, others: Sequence[ActivationCache]) -> int:
 
 
 def kept_between(settings: RuntimeSettings) -> str | None:
-    """How what a runtime keeps between graphs has served, in words; None: it keeps nothing."""
+    """Describe the hit rate of a runtime's keeper; None if it has none or was never asked."""
     open_now = (r.mover for r in runtimes() if r.settings.key == settings.key)
     mover = next((m for m in open_now if m.keeper is not None), None)
     if mover is None or mover.keeper is None:

@@ -1,7 +1,7 @@
-"""Weights of one graph that stay on the device whatever the plan, because others rest on them.
+"""Tracks weights of one graph that must stay on the device because others share their memory.
 
-Planning has to know them before it decides (`Graphs.fixed`); what comes up later, when a weight is
-about to leave, makes another plan.
+Planning must know them before it decides (`Graphs.fixed`). If one is found later, when a weight is
+about to leave, the graph is planned again.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ NAMED = 3
 
 @dataclass(eq=False)
 class FixedWeights:
-    """Arguments that are such weights, with the reason. `names`: what people call arguments."""
+    """Arguments that are such weights, and why. `names`: readable names of arguments."""
 
     graph: str
     names: Mapping[int, str]
     why: dict[int, str] = field(default_factory=dict)
-    #: the parameter, by id, that each was noted for
+    #: id of the parameter that each was noted for
     _whose: dict[int, int] = field(default_factory=dict)
     _told: set[int] = field(default_factory=set)
 
@@ -36,8 +36,8 @@ class FixedWeights:
         return frozenset(self.why)
 
     def look(self, arguments: Sequence[torch.Tensor], among: Iterable[int]) -> None:
-        """Note those of `among` that must not leave, and forget those of the same call that may by
-        now: a view that a backward pass had saved is gone after it."""
+        """Note the weights in `among` that must not leave, and forget those of the same call that
+        now may: a view saved for a backward pass is gone after it."""
         shared = []
         for i in among:
             parameter = arguments[i]
@@ -56,7 +56,7 @@ class FixedWeights:
             self.why[i] = f"its memory is also that of {holder}"
 
     def words(self) -> str:
-        """Say which weights stay and why; "" where there are none."""
+        """Say which weights stay and why; "" if there are none."""
         if not self.why:
             return ""
         groups: dict[str, list[str]] = {}
@@ -70,7 +70,7 @@ class FixedWeights:
         return "; ".join(said) + rest
 
     def tell(self) -> None:
-        """Warn once of weights that a plan would have had move."""
+        """Warn once about fixed weights, which a plan might have moved otherwise."""
         new = self.why.keys() - self._told
         if new:
             self._told |= new
@@ -84,7 +84,7 @@ class FixedWeights:
                 log_decision(self.graph, text)
 
     def explained(self, error: Infeasible) -> Infeasible:
-        """The same refusal, with the weights that could not leave."""
+        """Add the weights that could not leave to a refusal."""
         if not self.why:
             return error
         reason = f"{error.reason} Weights that had to stay on the device: {self.words()}."

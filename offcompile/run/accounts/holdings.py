@@ -1,4 +1,4 @@
-"""What parameters and their gradients take of a device; quick to ask again and again."""
+"""Counts the device memory of parameters and their gradients; cheap to query repeatedly."""
 
 from __future__ import annotations
 
@@ -16,34 +16,34 @@ from offcompile.runtime.states.updates import updater_of
 
 
 class ParameterMemory:
-    """Of parameters that it does not keep alive, by id.
+    """Device memory by id of the parameter. Does not keep parameters alive.
 
-    What was found is asked anew where memory has another address: memory that stands does not go
-    to another tier where it stands.
+    A parameter is looked at again only if an address has changed, since memory never changes its
+    tier in place.
     """
 
     def __init__(self) -> None:
-        #: bytes of the parameters that live, as large as they were when first seen
+        #: bytes of the live parameters, each as large as when first seen
         self.seen_bytes = 0
-        #: changes whenever parameters come
+        #: increases with every new parameter
         self.births = 0
-        #: of each: bytes on the device
+        #: parameter → bytes on the device
         self.weight: dict[int, int] = {}
-        #: bytes that its gradient will take there beyond what stands of one
+        #: parameter → bytes that its gradient will take there beyond an existing one
         self.coming: dict[int, int] = {}
         self._total = 0
         self._refs: dict[int, WeakTensor] = {}
         self._seen: dict[int, int] = {}
-        #: those whose gradient was on the host when it was last seen
+        #: parameters whose gradient was on the host when it was last seen
         self._leaving: set[int] = set()
-        #: ids of those that have died; filled at any time, by any thread
+        #: ids of dead parameters; filled at any time, by any thread
         self._dead: deque[int] = deque()
-        #: what was found at the last look: id → addresses of weight and gradient, and their bytes
+        #: findings of the last look: addresses of weights and gradients; gradient bytes by id
         self._addresses: tuple[list[int], list[int]] | None = None
         self._standing: dict[int, int] = {}
 
     def add(self, parameters: Iterable[torch.Tensor]) -> None:
-        """Those of them that are not known."""
+        """Add parameters that are not known yet."""
         for p in parameters:
             key = id(p)
             if key not in self._refs:
@@ -54,7 +54,7 @@ class ParameterMemory:
                 self._addresses = None
 
     def drop_dead(self) -> list[int]:
-        """Forget those that have died; their ids, which others may have now."""
+        """Forget dead parameters; return their ids, which may be reused by now."""
         gone = []
         while self._dead:
             key = self._dead.popleft()
@@ -69,7 +69,7 @@ class ParameterMemory:
         return [p for ref in tuple(self._refs.values()) if (p := ref()) is not None]
 
     def total_bytes(self) -> int:
-        """Of all weights and gradients on the device now; `weight` and `coming` are of now, too."""
+        """Bytes of all weights and gradients on the device now. Updates `weight` and `coming`."""
         parameters = self.living()
         found = _addresses(parameters) if len(parameters) == len(self._refs) else None
         if found is None:
@@ -87,11 +87,11 @@ class ParameterMemory:
         return self._total
 
     def takes(self, parameter: torch.Tensor) -> int:
-        """Bytes of its own and of the gradient to come, when last looked at."""
+        """Bytes of the parameter and of its coming gradient, when last looked at."""
         return self.weight.get(id(parameter), 0) + self.coming.get(id(parameter), 0)
 
     def expect_on_host(self, parameters: Iterable[torch.Tensor]) -> None:
-        """Their gradients are to go there from now on, until one is seen on the device."""
+        """Expect gradients of hosted parameters on the host until one is seen on the device."""
         self._leaving.update(id(p) for p in parameters if not _bytes_on_device(p))
         self._addresses = None
 
@@ -113,26 +113,26 @@ class ParameterMemory:
             (self._leaving.discard if standing else self._leaving.add)(key)
         self.weight[key], self._standing[key] = weight, standing
         comes = parameter.requires_grad and key not in self._leaving
-        if comes and not weight:  # of a weight on the host; an optimizer there takes it at once
+        if comes and not weight:  # an optimizer takes the gradient of a hosted weight at once
             comes = updater_of(parameter) is None
         self.coming[key] = max(0, self._seen[key] - standing) if comes else 0
         self._total += weight + standing
 
 
 def _addresses(parameters: Sequence[torch.Tensor]) -> tuple[list[int], list[int]] | None:
-    """Of weights and of gradients (0: none); None: some tensor has no single address."""
+    """Addresses of weights and of gradients (0: none); None if a tensor has no single address."""
     gradients = [p.grad for p in parameters]
     try:
         if any(map(is_traceable_wrapper_subclass, parameters)):
             return None
         weights = [p.data_ptr() for p in parameters]
         return weights, [0 if g is None else g.data_ptr() for g in gradients]
-    except RuntimeError:  # what torch says of sparse ones, and of subclasses without memory
+    except RuntimeError:  # raised for sparse tensors, and for subclasses without memory
         return None
 
 
 def _gradient_bytes(gradient: torch.Tensor) -> int:
-    """Its own share where gradients of several parameters are views of one bucket, as in DDP."""
+    """Bytes of one gradient, even if several gradients are views of one bucket, as in DDP."""
     nbytes = _bytes_on_device(gradient)
     strided = gradient.layout is torch.strided
     return min(nbytes, gradient.numel() * gradient.element_size()) if strided else nbytes

@@ -1,12 +1,12 @@
-"""Watches over the first optimizer steps of a plan that what is trained is what its graph reads.
+"""Checks in a plan's first optimizer steps that the optimizer trains the memory its graph reads.
 
-A weight on the host has other memory than it was made with. `runtime/device/owners.py` counts the
-tensors that would go on using the old memory; code that kept a bare address is counted nowhere, and
-would train memory that no graph reads. Such a step leaves a trace: an optimizer trains other
-tensors visibly while a weight, whose gradient was there, stays as it is. Three such steps are told.
+A weight that moved to the host has new memory. `runtime/device/owners.py` counts the tensors that
+would go on using the old memory; code that kept a bare address is not counted, and would train
+memory that no graph reads. Such a step leaves a trace: an optimizer visibly changes other tensors
+while a weight that had a gradient stays the same. Three such steps are reported.
 
-Judgement waits for the next call, since updates may go on beside the step, or be copied back from
-a master after it. A weight that was seen to change is looked at no more.
+A step is judged at the next call, since updates may run beside the step, or be copied back from a
+master copy after it. A weight that was seen to change is no longer watched.
 """
 
 from __future__ import annotations
@@ -28,20 +28,20 @@ from torch.optim.optimizer import (
 from offcompile.runtime.base.weak import WeakTensor
 from offcompile.runtime.device.owners import address_of, plain_parts
 
-#: steps without effect that are told
+#: steps without effect before they are reported
 STRIKES = 3
-#: the watch is given up after as many optimizer steps, or calls
+#: the watch ends after this many optimizer steps or calls
 MOST_STEPS, MOST_CALLS = 16, 1000
-#: runs of elements in a sample, elements in each: few pages of memory that may be cold
+#: runs of elements in a sample, and elements per run: few pages of memory that may be cold
 RUNS, RUN_LENGTH = 16, 64
-#: parameters of an optimizer that are sampled to see that it trains
+#: parameters of an optimizer that are sampled to see if it trains
 MOST_OTHERS = 16
-#: share of a sample that differs where something is trained visibly
+#: share of a sample that must differ for a visible change
 VISIBLE = 0.25
 #: weights named in a message
 NAMED = 3
 
-#: how an optimizer met a weight: as one of its own, or as one of a graph that it knows nothing of
+#: relation of an optimizer to a weight: its own, or one of a graph unknown to it
 MINE, NOBODYS = "mine", "nobody's"
 _FIX = (
     "Weights on the host have other memory than before the first compiled call: let go of addresses"
@@ -59,18 +59,18 @@ class _Weight:
     version: int
     address: int | None
     sample: torch.Tensor | None = None
-    #: how optimizers that stepped since the last call met it, by their names
+    #: relation to it of the optimizers that stepped since the last call → optimizer name
     met: dict[str, str] = field(default_factory=dict)
     strikes: Counter[str] = field(default_factory=Counter)
 
     def changed(self) -> bool:
-        """True if its owner, or anyone else, was seen to write to it; or if it is gone."""
+        """True if somebody was seen to write to it, or if it is gone."""
         parameter = self.parameter()
         if parameter is None or parameter._version != self.version:
             return True
         if address_of(parameter) != self.address:
             return True
-        # what writes through `.data` counts up no version
+        # writes through `.data` do not increment the version
         return self.sample is not None and not torch.equal(sampled(parameter), self.sample)
 
     def has_gradient(self) -> bool:
@@ -85,17 +85,17 @@ _Sampled = tuple[WeakTensor, torch.Tensor]
 
 @dataclass(eq=False)
 class Watch:
-    """The watch over one plan. `names`: what people call arguments; `tell`: gets a finding."""
+    """The watch over one plan. `names`: readable names of arguments; `tell`: gets findings."""
 
     names: Mapping[int, str]
     tell: Callable[[str], None]
-    #: whether the plan's backward has run since the last call
+    #: True if the plan's backward has run since the last call
     made_gradients: bool = False
     _weights: dict[int, _Weight] = field(default_factory=dict)
     #: ids of all parameters of the graph
     _known: set[int] = field(default_factory=set)
-    #: id of an optimizer that steps → some others of its parameters, with samples from before; one
-    #: list for each `step` that it is in, since that of a subclass may call its parent's
+    #: id of an optimizer in its step → some of its other parameters, with samples from before; one
+    #: list per active `step`, since a subclass's `step` may call its parent's
     _others: dict[int, list[list[_Sampled]]] = field(default_factory=dict)
     _steps: int = 0
     _calls: int = 0
@@ -109,10 +109,10 @@ class Watch:
     def look(
         self, arguments: Sequence[torch.Tensor], parameters: Iterable[int], hosted: Iterable[int]
     ) -> bool:
-        """At a call, once its weights are on the host: judge steps since the last one. True: the
+        """Judge the steps since the last call. Call it once weights are on the host. True if the
         watch is over."""
         self._calls += 1
-        self._others.clear()  # of steps that raised
+        self._others.clear()  # left by steps that raised
         self._judge()
         for i in hosted:
             p = arguments[i]
@@ -127,7 +127,7 @@ class Watch:
         return True
 
     def before(self, optimizer: Optimizer) -> None:
-        """An optimizer is about to step."""
+        """Take samples before an optimizer step."""
         self._let_go_of_changed()
         if not self._weights:
             return
@@ -142,7 +142,7 @@ class Watch:
         self._others.setdefault(id(optimizer), []).append(samples)
 
     def after(self, optimizer: Optimizer) -> None:
-        """An optimizer has stepped: note the weights that it should have changed."""
+        """Note the weights that an optimizer step should have changed."""
         steps = self._others.get(id(optimizer))
         others = steps.pop() if steps else []
         self._steps += not steps
@@ -171,7 +171,7 @@ class Watch:
         found: dict[tuple[str, str], dict[int, _Weight]] = {}
         for key, weight in self._weights.items():
             for how, optimizer in weight.met.items():
-                if how == MINE or not weight.has_gradient():  # a gradient that stays is not used
+                if how == MINE or not weight.has_gradient():  # a remaining gradient is unused
                     weight.strikes[how] += 1
                     if weight.strikes[how] >= STRIKES:
                         found.setdefault((how, optimizer), {})[key] = weight
@@ -216,8 +216,8 @@ def sampled(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _visible(pairs: Sequence[tuple[torch.Tensor, torch.Tensor]], dtype: torch.dtype) -> bool:
-    """Whether a step has changed one of these so much that a weight of this type would show it: no
-    learning rate of zero, and none that bfloat16 rounds away."""
+    """True if a step has changed one of these enough to show in a weight of this dtype, so that the
+    learning rate is neither zero nor so small that bfloat16 rounds updates away."""
     return any(
         was.shape != now.shape or (was.to(dtype) != now.to(dtype)).float().mean() >= VISIBLE
         for was, now in pairs
@@ -230,12 +230,12 @@ def _groups_of(optimizer: Optimizer) -> dict[torch.Tensor, dict[str, Any]]:
 
 
 def _may_train(group: dict[str, Any] | None) -> bool:
-    """Whether an optimizer has a group of settings for a weight, and no learning rate of zero."""
+    """True if the optimizer has a group for the weight, with a nonzero learning rate."""
     return group is not None and group.get("lr") != 0
 
 
 def _wait_for_their_optimizer(weights: Mapping[int, _Weight]) -> bool:
-    """Whether an optimizer that has not stepped, as one of two in turn, knows one of these."""
+    """True if some optimizer has one of these weights, such as one of two that step in turn."""
     return any(
         not weights.keys().isdisjoint(id(p) for p in _groups_of(found))
         for found in gc.get_objects()
@@ -250,8 +250,8 @@ _handles: list[Any] = []
 
 
 def take_hooks_away() -> None:
-    """If there is no watch. Not to be called from a hook, nor by whatever collects a plan: torch
-    iterates over hooks while it calls them."""
+    """Remove the hooks if no watch is left. Must not be called from a hook or a plan's finalizer,
+    since torch iterates over hooks while it calls them."""
     if not _watches:
         for handle in _handles:
             handle.remove()
@@ -259,7 +259,7 @@ def take_hooks_away() -> None:
 
 
 def _before(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-    # nothing of this belongs into a graph of the optimizer's step
+    # keep this out of compiled or captured optimizer steps
     if torch.compiler.is_compiling() or _is_capturing():
         return
     for watch in tuple(_watches):

@@ -1,4 +1,4 @@
-"""Where a plan has the weights of its graph, and having them there before each call."""
+"""Places the weights of a graph where its plan wants them, before each call."""
 
 from __future__ import annotations
 
@@ -22,45 +22,45 @@ from .wall import Watch
 
 @dataclass(eq=False)
 class WeightPlaces:
-    """Weights are known by which arguments of the captured function they are."""
+    """The places of a plan's weights, which are identified by argument index."""
 
     parameters: frozenset[int]
-    #: the key of the runtime whose host it is
+    #: key of the runtime that owns the host memory
     runtime: str
-    #: whether what leaves the device was malloc's
+    #: True if memory that weights leave belongs to malloc
     on_cpu: bool
-    #: those that are to live on the host, in the order of their use
+    #: weights that live on the host, in order of use
     hosted: tuple[int, ...] = ()
-    #: those of them of which only rows here and there are read
+    #: hosted weights of which only scattered rows are read
     scattered: frozenset[int] = frozenset()
-    #: those that are nowhere used in place: their fetches wait for updates under way
+    #: hosted weights never used in place: their fetches wait for updates under way
     fetched: frozenset[int] = frozenset()
-    #: those that an optimizer with states on the host may update, and whether the device should
+    #: weights that an optimizer with host states may update → True if the device should do it
     by_device: Mapping[int, bool] = field(default_factory=dict)
-    #: over the first steps, that what is trained is what the graph reads; None: there is none
+    #: checks over the first steps that training changes the weights that the graph reads
     watch: Watch | None = None
     _others_came: bool = field(default=False, init=False)
     _called_with: tuple[WeakTensor, ...] = field(default=(), init=False)
 
     @property
     def has_any(self) -> bool:
-        """Whether the plan has a weight on the host."""
+        """True if the plan has a weight on the host."""
         return bool(self.hosted)
 
     def has_all_of(self, other: WeightPlaces) -> bool:
-        """Whether what another plan has on the host may stay there."""
+        """True if this plan has all weights on the host that another plan has there."""
         return set(self.hosted) >= set(other.hosted)
 
     def place(self, arguments: Sequence[torch.Tensor]) -> bool:
-        """Before a call: weights that the plan has on the host get memory there, others that were
-        born there come to the device. False: others rest on a weight's memory, so it cannot leave,
-        and the plan cannot run."""
+        """Before a call, move hosted weights to host memory, and the others to the device if they
+        were created on the host. False if a weight cannot leave because others share its memory;
+        the plan cannot run then."""
         claim(arguments[i] for i in self.parameters.difference(self.fetched))
         if self.hosted:
             device = runtime_for(self.runtime).device
             moved, staying = live_on_host(device, [arguments[i] for i in self.hosted])
             if moved and self.on_cpu:
-                heap().trim()  # where they stood
+                heap().trim()  # the memory that they left
             if staying:
                 return False
             for i in self.hosted:
@@ -76,22 +76,22 @@ class WeightPlaces:
         return True
 
     def made_gradients(self) -> None:
-        """The plan's backward has run."""
+        """Note that the plan's backward has run."""
         if self.watch is not None:
             self.watch.made_gradients = True
 
     def place_alike(
         self, arguments: Sequence[torch.Tensor], others: Sequence[torch.Tensor]
     ) -> None:
-        """Give other weights memory on the host, if they are as large as those of a call that the
-        plan has there."""
+        """Move other weights to the host if they are as large as the smallest hosted weight of this
+        call."""
         if self.hosted:
             least = min(arguments[i].untyped_storage().nbytes() for i in self.hosted)
             device = runtime_for(self.runtime).device
             live_on_host(device, [p for p in others if p.untyped_storage().nbytes() >= least])
 
     def of(self, arguments: Sequence[torch.Tensor]) -> tuple[WeakTensor, ...]:
-        """The weights of a call that are on the host."""
+        """The hosted weights of a call."""
         pairs = zip(self._called_with, self.hosted, strict=False)
         if not self._called_with or any(ref() is not arguments[i] for ref, i in pairs):
             self._called_with = tuple(WeakTensor(arguments[i]) for i in self.hosted)
@@ -105,7 +105,7 @@ def weight_places(
     plan: Plan,
     by_device: Mapping[str, bool],
 ) -> WeightPlaces:
-    """As the plan has them. by_device: weight → whether the device should update it."""
+    """Make the places of a plan. by_device: weight → True if the device should update it."""
     hosted = _hosted_arguments(graphs, annotated)
     in_place = {d.tensor for d in plan.directs}
     rows_only = scattered_reads(graphs, annotated.storage_of)
@@ -119,7 +119,7 @@ def weight_places(
 
 
 def _hosted_arguments(graphs: Graphs, annotated: Annotated) -> dict[str, int]:
-    """Weight on the host → which argument it is, in the order of use."""
+    """Map each hosted weight to its argument index, in order of use."""
     hosted = {t.id for t in annotated.problem.tensors if t.home == HOST}
     order = dict.fromkeys(t for op in annotated.problem.ops for t in op.reads if t in hosted)
     index = {

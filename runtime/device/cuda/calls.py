@@ -1,4 +1,4 @@
-"""What measuring asks of CUDA, in one place, so that a fake can stand in where there is no GPU.
+"""The CUDA calls that measurements need, in one place, so that a fake can stand in for a GPU.
 
 Nothing here has run on a GPU yet (docs/gpu.md).
 """
@@ -28,19 +28,19 @@ _BF16_FROM = (8, 0)
 
 @dataclass(frozen=True)
 class Card:
-    """Which device it is: what its figures depend on."""
+    """The device and the properties that its measurements depend on."""
 
     index: int
     name: str
     capability: tuple[int, int]
     memory_bytes: int
-    #: `0000:01:00.0`; empty where it is not told
+    #: PCI address such as `0000:01:00.0`; empty if unknown
     address: str
     cuda: str
 
     @property
     def matmul_dtypes(self) -> tuple[str, ...]:
-        """Those that its matrix units know, and fp32 which every card does."""
+        """Dtypes that its matrix units support, and fp32, which every card supports."""
         found = ["fp32", "fp16"]
         if self.capability >= _BF16_FROM:
             found += ["tf32", "bf16"]
@@ -50,58 +50,58 @@ class Card:
 
 
 class Calls(ABC):
-    """One device. `kind` names the figure that is being measured; only a fake looks at it."""
+    """One device. `kind` names the figure being measured; only a fake uses it."""
 
     card: Card
     device: torch.device
 
     @abstractmethod
     def pinned(self, nbytes: int) -> torch.Tensor:
-        """Flat uint8 host memory that copies reach without staging; pageable if CUDA refuses."""
+        """Flat uint8 host memory, pinned so that copies skip staging; pageable if CUDA refuses."""
 
     @abstractmethod
     def alias(self, host: torch.Tensor) -> torch.Tensor:
-        """A flat uint8 tensor of the device on the same memory as a pinned one."""
+        """A flat uint8 device tensor on the same memory as a pinned host tensor."""
 
     @abstractmethod
     def issue(self, kind: str, amount: float, stream: str, call: Callable[[], object]) -> None:
-        """Put the work of `call` (bytes, operations or launches) in line on a stream."""
+        """Queue the work of `call` (bytes, operations or launches) on a stream."""
 
     @abstractmethod
     def mark(self, stream: str) -> Any:
-        """The moment at which all work in line on the stream so far has ended."""
+        """A mark behind all work queued on the stream so far."""
 
     @abstractmethod
     def follow(self, stream: str, mark: Any) -> None:
-        """What is put in line on the stream from now on waits for the mark."""
+        """Make work queued on the stream from now on wait for the mark."""
 
     @abstractmethod
     def elapsed_us(self, first: Any, last: Any) -> float:
-        """Between two marks; waits for the later one."""
+        """Time between two marks; waits for the later one."""
 
     @abstractmethod
     def pin_us(self, nbytes: int) -> tuple[float, int]:
-        """Time to register as much touched memory, and CUDA's error code (0: it did)."""
+        """Time to register `nbytes` of touched memory, and CUDA's error code (0: success)."""
 
     @abstractmethod
     def move(self, target: torch.Tensor, source: torch.Tensor) -> None:
-        """Every element by a kernel, never by a copy engine."""
+        """Copy every element with a kernel, never with a copy engine."""
 
     @abstractmethod
     def gather(self, table: torch.Tensor, rows: torch.Tensor) -> None:
-        """Rows of the table by index, by a kernel."""
+        """Gather rows of the table by index, with a kernel."""
 
     @abstractmethod
     def link(self) -> PciLink | None:
-        """How the card is wired, after it was used."""
+        """The card's PCI link, read after the card was used."""
 
     @abstractmethod
     def settle(self) -> None:
-        """Wait for all, and give back what is held."""
+        """Wait for all work and release cached memory."""
 
 
 class CudaCalls(Calls):
-    """The real ones."""
+    """The real CUDA calls."""
 
     def __init__(self, index: int) -> None:
         self.card = describe_card(index)
@@ -120,12 +120,12 @@ class CudaCalls(Calls):
             with torch.cuda.device(self.device):
                 return host.pin_memory()
         except RuntimeError:
-            # what can be had has a rate too; that pinning fails is the finding of `pin_us`
+            # pageable memory has a rate too; `pin_us` reports that pinning fails
             return host
 
     def alias(self, host: torch.Tensor) -> torch.Tensor:
         if not host.is_pinned():
-            # a kernel that reads it would end the process
+            # a kernel that reads it would kill the process
             raise RuntimeError("host memory could not be pinned, and only such can be addressed")
         return torch.as_tensor(_Addressed(host), device=self.device)
 
@@ -171,7 +171,7 @@ class CudaCalls(Calls):
         if fits:
             launch.run()
         else:
-            # not `copy_`, which leaves dense memory to a copy engine
+            # not `copy_`, which uses a copy engine for dense memory
             torch.neg(source, out=target)
 
     def gather(self, table: torch.Tensor, rows: torch.Tensor) -> None:
@@ -187,12 +187,12 @@ class CudaCalls(Calls):
         torch.cuda.empty_cache()
 
 
-#: memory that CUDA would not let go must stay mapped
+#: memory that CUDA failed to unregister must stay mapped
 _kept: list[Mapping] = []
 
 
 class _Addressed:
-    """Pinned memory as torch takes it for a tensor of the device; keeps it alive."""
+    """Exposes pinned memory to torch as memory of the device; keeps it alive."""
 
     def __init__(self, host: torch.Tensor) -> None:
         self._host = host
@@ -222,7 +222,7 @@ def count_cards() -> int:
 
 
 def why_no_cards() -> str:
-    """In one line, for when `count_cards()` is 0."""
+    """The reason in one line, for when `count_cards()` is 0."""
     if torch.version.cuda is None and torch.version.hip is None:
         return f"no CUDA: torch {torch.__version__} was built without it"
     if os.environ.get("CUDA_VISIBLE_DEVICES", "all").strip() in ("", "-1"):

@@ -1,4 +1,4 @@
-"""Threads that see copies end: one for each lane, in the order in which they were issued."""
+"""Threads that wait for copies to end: one for each lane, in the order of issue."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class _Line(Generic[T]):
 
 
 class Completions(Generic[T]):
-    """`finish` is called for each item, on its lane's thread; it blocks until the item has ended.
+    """Calls `finish` for each item on its lane's thread; `finish` blocks until the item has ended.
 
     Threads are daemons, start with the first item of their lane, and end with `close`.
     """
@@ -32,7 +32,7 @@ class Completions(Generic[T]):
         self._closed = False
 
     def ready(self, lane: str) -> None:
-        """Have the lane's thread there, before anything is begun that `add` is for."""
+        """Start the lane's thread, before beginning any work that will be passed to `add`."""
         line = self._line(lane)
         with line.wake:
             if line.thread is not None:
@@ -54,7 +54,7 @@ class Completions(Generic[T]):
         return line
 
     def close(self) -> None:
-        """Finish what was added, then end the threads. Nothing may be added any more."""
+        """Finish the added items, then end the threads. No item may be added after this."""
         self._closed = True
         for line in self._lines.values():
             with line.wake:
@@ -71,5 +71,5 @@ class Completions(Generic[T]):
                     line.wake.wait()
                 item = line.queue.popleft()
             self._finish(item)
-            # the last one must not be held until the next one comes
+            # drop the last item now, not when the next one comes
             del item

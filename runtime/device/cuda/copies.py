@@ -1,4 +1,4 @@
-"""What the CUDA device hands out: points in compute, slots in host memory, copies."""
+"""The CUDA device's types: points in compute, slots in host memory, copies."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from offcompile.runtime.device.streams import Event, Stream, Streams, flat_bytes
 
 
 class Block(Protocol):
-    """What the device needs of a block of host memory (`host_arena.HostBlock`)."""
+    """The interface of a block of host memory (`host_arena.HostBlock`) that the device needs."""
 
     @property
     def tensor(self) -> torch.Tensor: ...
@@ -28,7 +28,7 @@ class Block(Protocol):
 
 
 class Blocks(Protocol):
-    """What the device needs of `host_arena.HostArena`."""
+    """The interface of `host_arena.HostArena` that the device needs."""
 
     @property
     def pinned(self) -> bool: ...
@@ -37,7 +37,7 @@ class Blocks(Protocol):
 
 
 class Mark(Point):
-    """A point in compute; or one behind other work, whose failure is told to others (`quiet`)."""
+    """A point in compute, or one behind other work whose failure others report (`quiet`)."""
 
     def __init__(self, event: Event, quiet: bool = False) -> None:
         self.event = event
@@ -65,8 +65,9 @@ class HostSlot(Slot):
 class CudaCopy(Copy):
     """A copy; `keep` is its tensor on the device, `home` the compute stream it was issued from.
 
-    event: behind what the GPU was given of it so far, all of it once `issued` is set.
-    parts: events behind single parts of a load, each of which may tell of a failure.
+    event: behind the work of the copy that the GPU was given so far; all of it once `issued` is
+    set.
+    parts: events behind single parts of a load, each of which may report a failure.
     """
 
     def __init__(
@@ -105,13 +106,13 @@ class CudaCopy(Copy):
         self.event = event
 
     def synchronize(self, streams: Streams) -> None:
-        """Block until the GPU has passed all that it was given; raises what failed of it."""
+        """Block until the GPU has passed all work of the copy; raises its errors."""
         for event in self.parts or [self.event]:
             if event is not None:
                 streams.synchronize(event)
 
     def await_issued(self) -> None:
-        """Block until all of it was given to the GPU: at once, unless a disk has a part in it."""
+        """Block until the whole copy was given to the GPU: at once, unless a disk takes part."""
         if not self.issued.is_set():
             watchdog.until_set(self.issued, self._described)
 
@@ -125,13 +126,13 @@ class CudaCopy(Copy):
         return flat_bytes(self.keep)[start : start + size]
 
     def elements(self, dtype: torch.dtype) -> torch.Tensor:
-        """All of the tensor, flat, as elements of `dtype`."""
+        """The whole tensor, flat, as elements of `dtype`."""
         assert self.keep is not None
         return flat_elements(self.keep, dtype)
 
 
 def reach(streams: Streams, point: Point) -> None:
-    """Block the calling thread until the GPU has passed a mark or a copy; raise what failed."""
+    """Block the calling thread until the GPU has passed a mark or a copy; raises its error."""
     assert isinstance(point, CudaCopy | Mark)
     if isinstance(point, Mark):
         with suppress(Exception) if point.quiet else nullcontext():
@@ -147,7 +148,7 @@ def reach(streams: Streams, point: Point) -> None:
 
 
 def note_end(streams: Streams, copy: CudaCopy) -> int | None:
-    """Record that a copy of a stream has ended; returns what the GPU's clock said it took."""
+    """Record that a stream's copy has ended; returns its duration by the GPU's clock."""
     end_ns, took_ns = now_ns(), None
     if copy.began is not None and copy.event is not None and copy.error is None:
         took_ns = int(streams.elapsed_us(copy.began, copy.event) * 1e3)

@@ -1,23 +1,23 @@
 """A GPU as a device: streams for lanes, pinned host memory as the near tier, disks behind it.
 
-A copy to or from the host tier is queued at once, on the stream of its lane, and nothing blocks
-the host: orders are events between streams, and a thread for each lane sees the ends. Between
-device and disk a thread for each lane moves chunks through pinned staging, or past the host where
-that can be (`cuda_direct_files`); there, a wait blocks the host until the last copy on the GPU's
-side was queued, and no longer.
+A copy to or from the host tier is queued at once on its lane's stream, and nothing blocks the host:
+events order the streams, and a thread for each lane waits for copies to end. Between device and
+disk, a thread for each lane moves chunks through pinned staging, or bypasses the host where
+possible (`direct_files`); there, a wait blocks the host until the last copy on the GPU's side has
+been queued, and no longer.
 
-Nothing uses `record_stream`, which would keep memory from going round until the host happens to
-look: a copy holds its tensor until compute was made to wait for it, on the stream it was issued
-from, or until its end was seen. Memory that goes back after the first is used again by compute
-only, behind the wait.
+Nothing uses `record_stream`, which would delay the reuse of memory until the host happens to look:
+a copy holds its tensor until compute has been made to wait for it, on the stream it was issued
+from, or until the host has seen it end. In the first case only compute reuses the memory, behind
+the wait.
 
-Errors of a copy stand on `copy.error` and are raised by those who wait for it. A load can fail
-after compute was let past its wait; the next wait on this device, or `drain`, raises that one.
+Errors of a copy are stored in `copy.error` and raised by its waiters. A load can fail after compute
+has passed its wait; the next wait on this device, or `drain`, raises that error.
 
-Where host memory is not pinned (`arena.pinned` is False) CUDA copies through staging of its own:
-a copy out returns when it has ended, so the host waits for compute there and little overlaps,
-and a copy in returns when its source was read. All else is the same, and as correct: nothing here
-concludes from a copy's return that it has ended.
+Where host memory is not pinned (`arena.pinned` is False) CUDA copies through staging of its own: a
+copy out returns when it has ended, so the host waits for compute there and little overlaps, and a
+copy in returns when its source was read. Everything else is the same and stays correct: no code
+here takes the return of a copy for its end.
 """
 
 from __future__ import annotations
@@ -63,22 +63,23 @@ from .packing import PackedHostSlot, Packers, Rooms
 from .shadows import HostAliases, ShadowSlot
 from .staging import CHUNKS, Ring, Step, ring_in
 
-#: copies of the host tier that the GPU's clock times, so that it is known what their lane reaches
+#: copies of the host tier of at least this size are timed by the GPU, to measure the lane's rate
 RATED_BYTES = 1 << 20
-#: lanes between device and disk that have their staging from the start
+#: lanes between device and disk whose staging is allocated at the start
 DISK_LANES = ("device_to_disk", "disk_to_device")
 
 
 class DeviceFull(OffloadError, torch.OutOfMemoryError):
-    """The device has no room for what is to come back to it."""
+    """The device has no room for a tensor that is to be reloaded."""
 
 
 class CudaDevice(Device):
-    """stores: of the tier `disk`, or none; a full host tier yields to it.
+    """Implements `Device` on a CUDA GPU.
 
-    staging_bytes: pinned memory that each lane between device and disk goes through.
-    timed: have the GPU's clock tell how long copies of the host tier took (for recordings).
-    cufile: asked, when something first moves to or from the disk, for a way past the host.
+    stores: the store of the tier `disk`, or none; a full host tier overflows to it.
+    staging_bytes: pinned staging of each lane between device and disk.
+    timed: time copies of the host tier with the GPU's clock (for recordings).
+    cufile: called at the first move to or from the disk, for a path that bypasses the host.
     """
 
     name = "cuda"
@@ -119,13 +120,13 @@ class CudaDevice(Device):
         self._rings: dict[str, Ring] = {}
         self._direct: DirectFiles | None = None
         if self.stores:
-            # now, while the host tier has room
+            # allocate now, while the host tier has room
             self._rings = {lane: self._new_ring() for lane in DISK_LANES}
             self._direct = DirectFiles(streams, self.stores["disk"], self.rates, cufile)
 
     @property
     def staging_bytes(self) -> int:
-        """What packing has taken; other staging lies on the host."""
+        """Device memory allocated for packing; other staging is on the host."""
         return self.packers.nbytes + self.streams.packing_bytes
 
     # -- memory --------------------------------------------------------------------------------
@@ -182,12 +183,12 @@ class CudaDevice(Device):
     def _new_ring(self) -> Ring:
         return ring_in(self.streams, self.arena, self._chunk_bytes)
 
-    # -- the host itself ---------------------------------------------------------------------------
+    # -- access by the host ------------------------------------------------------------------------
 
     def on_host(self, tensor: torch.Tensor) -> torch.Tensor:
         slot = self._slot(tensor)
         assert isinstance(slot, ShadowSlot)
-        # what the arena gave, at the address that the device uses too
+        # the arena's memory, at the same address that the device uses
         host = slot.block.tensor[: slot.nbytes].view(tensor.dtype)
         return host.as_strided(tensor.size(), tensor.stride(), tensor.storage_offset())
 
@@ -196,7 +197,7 @@ class CudaDevice(Device):
 
     def _users(self, slot: Slot) -> Sequence[Point | None]:
         assert isinstance(slot, ShadowSlot)
-        # lanes may still read for a load that nobody waited for; its failure is told to its own
+        # lanes may still read for a load that nobody waited for; only that load reports its failure
         loads = tuple(slot.points.values())
         return [*super()._users(slot), *(Mark(event, quiet=True) for event in loads)]
 
@@ -223,10 +224,10 @@ class CudaDevice(Device):
         except Exception as error:
             copy.error = copy.error or bare(error)
         with self._over:
-            # whoever called looks at `copy.error` next, and never again
+            # the caller checks `copy.error` next, and never again
             copy.awaited = copy.error is None
         if compute == copy.home and copy.awaited:
-            # its memory goes back to the allocator of that stream, which is behind the copy now
+            # the memory returns to the allocator of that stream, which now runs behind the copy
             copy.keep = None
         return Waited(how, now_ns() - began_ns)
 
@@ -234,7 +235,7 @@ class CudaDevice(Device):
         self.streams.wait(compute, event)
 
     def _order(self, stream: Stream, after: Sequence[Point]) -> None:
-        """What is given to `stream` from now on runs after these points."""
+        """Make work queued on `stream` from now on run after these points."""
         for point in after:
             if isinstance(point, CudaCopy):
                 point.await_issued()
@@ -298,7 +299,7 @@ class CudaDevice(Device):
     ) -> None:
         stream = self.streams.stream(copy.lane)
         lock = self._issuing.setdefault(copy.lane, threading.Lock())
-        # ends are seen in the order of the stream
+        # copies are added to the completions in stream order
         with lock:
             try:
                 check_needs(copy)
@@ -329,7 +330,7 @@ class CudaDevice(Device):
         (slot.pack if outward else slot.unpack)(packer, stream, flat)
 
     def _ending(self, copy: CudaCopy) -> None:
-        """All of it was given to the GPU, or never will be."""
+        """Note that the whole copy was given to the GPU, or never will be."""
         copy.issued.set()
         self._completions.add(copy.lane, copy)
 
@@ -344,7 +345,7 @@ class CudaDevice(Device):
         over = partial(self._job_over, copy, outward)
         needs = [need.job for need in copy.needs if need.job is not None]
         try:
-            # the host's clock is not that of whoever listens
+            # the listener's clock is the GPU's, not the host's
             label = replace(copy.label, heard=None)
             copy.job = self._lanes.submit(copy.lane, work, needs, label, over)
         except BaseException:
@@ -367,7 +368,7 @@ class CudaDevice(Device):
             self._order(stream, after)
             try:
                 self._through(copy, slot, stream, outward)
-            finally:  # after an error, too, what was queued is to be waited for
+            finally:  # even after an error, queued work must be waited for
                 copy.event = self.streams.record(stream)
             return
         ring = self._rings.get(copy.lane)
@@ -390,7 +391,7 @@ class CudaDevice(Device):
     def _steps(
         self, copy: CudaCopy, slot: CpuSlot | PackedSlot, ring: Ring, outward: bool, begin: int
     ) -> Iterator[Step]:
-        """What is left of a copy whose first bytes, up to `begin`, have moved."""
+        """The steps of a copy whose first `begin` bytes have already moved."""
         if isinstance(slot, CpuSlot):
             return raw_steps(self.streams, slot, copy.part, ring.chunk_bytes, outward, begin)
         packer = self.packers.of(copy.lane, self.packers.in_place and ring.from_arena)
@@ -403,13 +404,13 @@ class CudaDevice(Device):
             copy.issued.set()
             self._finish(copy)
         else:
-            # the last copies to the GPU still run, while this thread reads the next tensor
+            # the last copies to the GPU still run while this thread reads the next tensor
             self._ending(copy)
 
-    # -- ends ------------------------------------------------------------------------------------
+    # -- ends of copies --------------------------------------------------------------------------
 
     def _complete(self, copy: CudaCopy) -> None:
-        """On a completion thread: see the copy end."""
+        """Wait for the copy to end; runs on a completion thread."""
         if self._before is not None:
             self._before()
         error: BaseException | None = None
@@ -439,7 +440,7 @@ class CudaDevice(Device):
         copy.needs = ()
         if on_end is not None:
             on_end(copy)
-            # whoever drains finds that what it kept alive is gone
+            # dropped before a waiting `drain` returns, with the references it holds
             on_end = None
         with self._over:
             copy.over = True
@@ -452,7 +453,7 @@ class CudaDevice(Device):
             self.streams.let_go(keep)
 
     def _raise_late(self) -> None:
-        """A load that failed when compute had been let past its wait: raised once."""
+        """Raise, once, the error of a load that failed after compute had passed its wait."""
         if self._late:
             with self._over:
                 copy = self._late.pop(0) if self._late else None
@@ -462,7 +463,7 @@ class CudaDevice(Device):
     # -- the rest --------------------------------------------------------------------------------
 
     def cancel(self, copy: Copy) -> bool:
-        """Only what goes between device and disk can be: the rest was given to the GPU."""
+        """Cancel a copy between device and disk; all others were already given to the GPU."""
         assert isinstance(copy, CudaCopy)
         if copy.job is None or not self._lanes.cancel(copy.job):
             return False
@@ -477,11 +478,11 @@ class CudaDevice(Device):
         self._finish(copy)
 
     def before_copies(self, hook: Callable[[], None]) -> None:
-        """Also before the end of a copy is waited for: those were begun by their callers."""
+        """Call `hook` also before waiting for a copy's end, because callers start stream copies."""
         self._before = self._lanes.before = hook
 
     def drain(self) -> None:
-        """Raises what `wait` would: a load that failed when compute had been let past its wait."""
+        """Like the base method; also raises the error of a load that compute has already passed."""
         with self._over:
             while self._unfinished:
                 self._over.wait()

@@ -1,6 +1,6 @@
-"""Between a card and spill files past host memory, where GPUDirect Storage is there and works.
+"""Moves tensors between a card and spill files without host memory, with GPUDirect Storage.
 
-Never run on a machine that has it (docs/gpu.md).
+Never run on a machine that has GPUDirect Storage (docs/gpu.md).
 """
 
 from __future__ import annotations
@@ -22,15 +22,15 @@ from .copies import CudaCopy
 
 log = logging.getLogger(__name__)
 
-#: smaller tensors go through host memory: a chunk of staging or less, which takes one turn
+#: smaller tensors go through host memory: they take one staging chunk or less, so one turn
 LEAST_BYTES = 4 << 20
 
 
 class DirectFiles:
-    """Moves what it can; the caller moves the rest by way of host memory.
+    """Moves the bytes that it can; the caller moves the rest through host memory.
 
-    Whatever fails is said once, in one line of the log, and from then on nothing goes this way.
-    Files whose bytes are looked at on the way (`SpillStore.verified`) never do.
+    The first failure is logged in one line, and from then on nothing goes this way. Files whose
+    bytes are checked on the way (`SpillStore.verified`) never do.
     """
 
     def __init__(
@@ -46,21 +46,21 @@ class DirectFiles:
         self._cufile = cufile
         self._lock = threading.Lock()
         self._asked = not store.direct or store.verified
-        #: registered until `close`, also when it was given up: another lane may be at it
+        #: stays registered until `close`, even after `_give_up`: another lane may be using it
         self._files: GdsStore | None = None
         self._works = True
 
     def move(self, copy: CudaCopy, slot: CpuSlot, stream: Stream, outward: bool) -> int:
-        """Move the first bytes of a tensor behind what `stream` was given; returns how many.
+        """Move the first bytes of a tensor after the work queued on `stream`; returns how many.
 
-        It blocks until that is over; then `copy.event` is behind it. 0: none, or what did move has
-        to move again. Raises only what went wrong on the stream before.
+        Blocks until that is over; then `copy.event` is behind it. 0 if nothing moved, or if
+        everything must be moved again. Raises only errors of earlier work on the stream.
         """
         nbytes = slot.nbytes - slot.nbytes % PAGE_BYTES
         files = self._opened() if nbytes >= LEAST_BYTES else None
         if files is None:
             return 0
-        # calls of the library know nothing of streams
+        # the library's calls know nothing of streams
         self._streams.synchronize(self._streams.record(stream))
         began_ns, pointer = now_ns(), copy.part(0, nbytes).data_ptr()
         try:
@@ -73,7 +73,7 @@ class DirectFiles:
         return nbytes
 
     def close(self) -> None:
-        """Before the store's own, when nothing moves any more."""
+        """Close the files before the store does, when nothing moves any more."""
         with self._lock:
             files, self._files, self._asked = self._files, None, True
         if files is not None:

@@ -1,4 +1,4 @@
-"""What a ring does, chunk by chunk, for a tensor between a GPU and the disk: raw, or packed."""
+"""The steps of a ring, chunk by chunk, for a tensor between a GPU and the disk: raw or packed."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ Part = Callable[[int, int], torch.Tensor]
 def raw_steps(
     streams: Streams, slot: CpuSlot, part: Part, chunk_bytes: int, outward: bool, begin: int = 0
 ) -> Iterator[Step]:
-    """Of the tensor as it is, from `begin` on, whole pages from its start."""
+    """Steps for the raw tensor from `begin` on, which is a multiple of the page size."""
 
     def copy(start: int, size: int, stream: Stream, chunk: Chunk) -> None:
         device, host = part(start, size), chunk.tensor[:size]
@@ -40,7 +40,7 @@ def raw_steps(
 
 
 def rated(rates: LaneRates, lane: str, nbytes: int, steps: Iterable[Step]) -> Iterator[Step]:
-    """The same steps; once the disk has done its part of each, its time counts for the lane."""
+    """The same steps, timed: adds the disk's time to the lane's rate once the last step is done."""
     busy_ns, left = 0, nbytes
 
     def at_disk(step: Step, chunk: Chunk) -> None:
@@ -57,14 +57,14 @@ def rated(rates: LaneRates, lane: str, nbytes: int, steps: Iterable[Step]) -> It
 
 
 def packing_steps(packer: Packer, slot: PackedSlot, flat: torch.Tensor) -> Iterator[Step]:
-    """On the way out; a chunk has room for the worst case of a piece."""
+    """Steps of a packed copy out; a chunk has room for the worst case of a piece."""
     slot.pieces = ()
 
     def pack(start: int, count: int, stream: Stream, chunk: Chunk) -> None:
         packer.pack(stream, slot.codec, flat[start : start + count], chunk.tensor)
 
     def write(start: int, count: int, chunk: Chunk) -> None:
-        """Behind what was packed before: the GPU has said how much that is."""
+        """Write behind the pieces packed before; the GPU has reported the size."""
         last = slot.pieces[-1:]
         at = last[0].at + last[0].padded_bytes if last else 0
         nbytes = used_bytes(slot.codec, chunk.tensor, count, slot.dtype)
@@ -76,7 +76,7 @@ def packing_steps(packer: Packer, slot: PackedSlot, flat: torch.Tensor) -> Itera
 
 
 def unpacking_steps(packer: Packer, slot: PackedSlot, flat: torch.Tensor) -> Iterator[Step]:
-    """On the way back, of what was written."""
+    """Steps of a packed load, one for each piece that was written."""
 
     def read(piece: Piece, chunk: Chunk) -> None:
         slot.store.read(slot.extent, piece.at, chunk.pages(piece.nbytes))

@@ -1,4 +1,4 @@
-"""What a CUDA device is and has, as planning needs it; effects are calls of torch.cuda only."""
+"""The properties of a CUDA device that planning needs, read through torch.cuda only."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 from offcompile.ir import OffloadError
 from offcompile.runtime.memory.alias import check_alias
 
-#: of what is free on the card, so much is left to the driver and to blocks between tensors
+#: one part in this many of the free memory is left to the driver and to fragmentation
 LEFT_SHARE = 32
 SMALL_SIDE = 64
 
@@ -26,7 +26,7 @@ class CudaFacts:
 
 
 def cuda_index(device: torch.device) -> int:
-    """The card that `cuda` or `cuda:1` means. OffloadError where there is none such."""
+    """The index of the card that `cuda` or `cuda:1` names. OffloadError if there is none."""
     if not torch.cuda.is_available():
         raise OffloadError(
             f"{device} is asked for, and this process sees no CUDA device: torch"
@@ -58,7 +58,7 @@ def cuda_facts(index: int) -> CudaFacts:
 
 
 def cuda_identity(index: int) -> dict[str, str | int | bool]:
-    """What a measurement on the card depends on: card, driver, torch and its global flags."""
+    """Everything that a measurement on the card depends on: card, driver, torch, its flags."""
     facts = cuda_facts(index)
     return {
         "gpu": facts.name,
@@ -73,7 +73,7 @@ def cuda_identity(index: int) -> dict[str, str | int | bool]:
 
 
 def usable_bytes(index: int) -> int:
-    """What this process could hold on the card: what is free, and what torch has reserved."""
+    """Bytes that this process could hold on the card: free bytes plus those torch has reserved."""
     free_bytes, _ = torch.cuda.mem_get_info(index)
     reserved_bytes = torch.cuda.memory_reserved(index)
     whole = int(free_bytes) + int(reserved_bytes)
@@ -82,8 +82,7 @@ def usable_bytes(index: int) -> int:
 
 @cache
 def reaches_host(index: int) -> bool:
-    """Whether kernels of the card can use pinned host memory in place; also False where CUDA pins
-    none."""
+    """True if kernels of the card can use pinned host memory in place; False if CUDA pins none."""
     if not torch.cuda.is_available():
         return False
     try:
@@ -95,9 +94,9 @@ def reaches_host(index: int) -> bool:
 
 @cache
 def library_bytes(index: int) -> int:
-    """What matrix products take of torch's allocator once, and keep: their libraries' workspaces.
+    """Workspace bytes that matrix libraries allocate from torch's allocator once, and keep.
 
-    They stand for as long as the process lives, on every stream that has multiplied.
+    Each stream that has run a matrix product keeps one until the process ends.
     """
     with torch.cuda.device(index):
         torch.cuda.synchronize(index)

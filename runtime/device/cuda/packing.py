@@ -1,8 +1,8 @@
-"""Packed copies of a GPU: kernels on the lane's stream pack what leaves and unpack what returns.
+"""Packed copies of a GPU: kernels on the lane's stream pack evicted tensors and unpack reloads.
 
-Where kernels can use host memory in place they write there, and read from there: only what is
-packed crosses, and nobody on the host has to know how much that is before it is there. Elsewhere
-the kernels work on staging of the device, piece by piece, and the host waits for each one's size.
+If kernels can use host memory in place, they write to it and read from it directly: only packed
+bytes cross the bus, and the host need not know the size in advance. Otherwise the kernels work on
+device staging, piece by piece, and the host waits for the size of each piece.
 """
 
 from __future__ import annotations
@@ -22,16 +22,16 @@ from offcompile.runtime.device.streams import Stream, Streams
 
 from .copies import Block, HostSlot
 
-#: rooms of pieces begin at multiples of this
+#: alignment of the pieces' rooms
 ROOM_BYTES = 256
-#: kernels count in 32 bits, so larger tensors leave in pieces
+#: kernels count in 32 bits, so larger tensors are packed in pieces
 MOST_ELEMENTS = 1 << 28
-#: of the device, where packing needs staging: for each lane
+#: device staging per lane, if packing needs it
 DEVICE_STAGING_BYTES = 4 << 20
 
 
 def used_bytes(codec: Codec, packed: torch.Tensor, count: int, dtype: torch.dtype) -> int:
-    """What `packed`, in host memory, takes of its room: it says so itself."""
+    """The bytes used in `packed`, in host memory, as the packed data itself states."""
     if not isinstance(codec, Bitmask):
         return codec.worst_bytes(count, dtype)
     layout = codec.layout(count, dtype)
@@ -40,7 +40,7 @@ def used_bytes(codec: Codec, packed: torch.Tensor, count: int, dtype: torch.dtyp
 
 
 class Rooms:
-    """Where in a block the pieces of a tensor go, each with room for its worst case."""
+    """The layout of a tensor's pieces in a block, each with room for its worst case."""
 
     def __init__(self, source: torch.Tensor, codec: Codec, in_place: bool) -> None:
         self.codec, self.dtype, self.numel = codec, source.dtype, source.numel()
@@ -48,7 +48,7 @@ class Rooms:
         self.per_piece = MOST_ELEMENTS if in_place else staged
 
     def __iter__(self) -> Iterator[tuple[int, int, int, int]]:
-        """(first element, how many, where in the block, bytes there) of each piece."""
+        """(first element, number of elements, offset in the block, bytes there) of each piece."""
         at = 0
         for start, count in ranges(self.numel, self.per_piece):
             worst = self.codec.worst_bytes(count, self.dtype)
@@ -61,12 +61,12 @@ class Rooms:
 
 
 class PackedHostSlot(HostSlot):
-    """A block of host memory for a tensor as a codec leaves it, whatever the tensor holds."""
+    """A block of host memory for a tensor packed by a codec, whatever the tensor holds."""
 
     def __init__(self, block: Block, nbytes: int, pinned: bool, rooms: Rooms) -> None:
         super().__init__(block, nbytes, pinned)
         self.rooms = rooms
-        #: what each piece takes, once somebody has looked
+        #: bytes used by each piece, once `look` has read them
         self.used: tuple[int, ...] | None = None
 
     @property
@@ -74,7 +74,7 @@ class PackedHostSlot(HostSlot):
         return self.nbytes if self.used is None else sum(self.used)
 
     def look(self) -> None:
-        """The copy out has ended, as the calling thread has seen: note what it took."""
+        """Record the packed sizes; the calling thread has seen the copy out end."""
         if self.used is not None:
             return
         rooms, host = self.rooms, self.block.tensor
@@ -95,7 +95,7 @@ class PackedHostSlot(HostSlot):
 
 
 class Packer(ABC):
-    """Gives `stream` what packs into host memory, and what unpacks from it."""
+    """Queues kernels on `stream` that pack into host memory and unpack from it."""
 
     #: device memory that it holds
     nbytes = 0
@@ -105,15 +105,15 @@ class Packer(ABC):
 
     @abstractmethod
     def pack(self, stream: Stream, codec: Codec, flat: torch.Tensor, room: torch.Tensor) -> None:
-        """room: flat uint8 on the host, the worst case or more."""
+        """Pack `flat` into `room`, flat uint8 on the host of at least the worst-case size."""
 
     @abstractmethod
     def unpack(self, stream: Stream, codec: Codec, room: torch.Tensor, flat: torch.Tensor) -> None:
-        """What packed into `room` comes before on `stream`."""
+        """Unpack `room` into `flat`, after earlier packing into `room` on `stream`."""
 
 
 class InPlace(Packer):
-    """Kernels write and read host memory."""
+    """Packs and unpacks in place: kernels write and read host memory."""
 
     def pack(self, stream: Stream, codec: Codec, flat: torch.Tensor, room: torch.Tensor) -> None:
         self.streams.pack(stream, codec, flat, room)
@@ -123,9 +123,9 @@ class InPlace(Packer):
 
 
 class Aside(Packer):
-    """By way of staging on the device, for one lane's thread: it waits for the size of each piece.
+    """Packs through device staging, for one lane's thread; waits for the size of each piece.
 
-    The staging is used again at once: on one stream, what packs comes after what copied before.
+    The staging is reused at once: on one stream, packing runs after earlier copies.
     """
 
     def __init__(self, streams: Streams) -> None:
@@ -155,7 +155,7 @@ class Aside(Packer):
 
     def unpack(self, stream: Stream, codec: Codec, room: torch.Tensor, flat: torch.Tensor) -> None:
         staging = self._room(stream, codec.worst_bytes(flat.numel(), flat.dtype))
-        # the host has to see what it reads the size from
+        # the host must see the bytes that it reads the size from
         self.streams.synchronize(self.streams.record(stream))
         size = used_bytes(codec, room, flat.numel(), flat.dtype)
         self.streams.copy(stream, staging[:size], room[:size])
@@ -163,13 +163,13 @@ class Aside(Packer):
 
     def _room(self, stream: Stream, nbytes: int) -> torch.Tensor:
         if self._staging is None or self._staging.numel() < nbytes:
-            self._staging = None  # before there is another
+            self._staging = None  # freed before the new one is allocated
             self._staging = self.streams.scratch(stream, nbytes)
         return self._staging
 
 
 class Packers:
-    """Those of one device; `pinned`: whether its host memory is.
+    """The packers of one device; `pinned`: its host memory is pinned.
 
     nbytes: device memory that they hold.
     """
@@ -185,7 +185,7 @@ class Packers:
         return sum(packer.nbytes for packer in tuple(self._asides.values()))
 
     def codec(self, name: str) -> Codec | None:
-        """None, with a warning, where kernels cannot run: then tensors move as they are."""
+        """The codec; None, with a warning, if kernels cannot run: tensors then move unpacked."""
         kind = codec(name)
         reason = self.streams.why_not_pack(in_place=False)
         if reason is None:
@@ -195,11 +195,11 @@ class Packers:
 
     @cached_property
     def in_place(self) -> bool:
-        """Whether kernels reach the host memory."""
+        """True if kernels reach the host memory."""
         return self._pinned and self.streams.why_not_pack(in_place=True) is None
 
     def of(self, lane: str, in_place: bool) -> Packer:
-        """One lane's."""
+        """The packer of one lane."""
         if in_place:
             return self._in_place
         packer = self._asides.get(lane)

@@ -1,9 +1,9 @@
-"""Tensors of the device that lie in host memory, on blocks of the arena: weights and gradients.
+"""Device tensors in host memory, on blocks of the arena: weights and gradients.
 
-They go round like memory of a caching allocator. What died is handed out again at once, and the
-compute stream of its new holder waits for all that may still use it: kernels given to compute
-before, and copies of the lanes. It goes back to the arena, where anybody may get it, also the host
-itself, only when the host has seen all of that end.
+Their memory is reused as in a caching allocator. A freed slot is handed out again at once, and the
+compute stream of its new owner waits for all work that may still use it: kernels given to compute
+before, and copies of the lanes. The memory returns to the arena, where anybody may get it,
+including the host itself, only when the host has seen all of that work end.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from .copies import Block, Blocks, HostSlot
 
 
 class _Group:
-    """A block that several slots share; it goes back with the last of them."""
+    """A block that several slots share; freed with the last of them."""
 
     def __init__(self, block: Block, slots: int) -> None:
         self.block = block
@@ -41,18 +41,18 @@ class _Part:
 
     def __init__(self, group: _Group, start: int, nbytes: int) -> None:
         self.group = group
-        # by way of NumPy: a storage of its own, which begins where the part does
+        # NumPy gives it a separate storage that begins where the part does
         self.tensor = torch.from_numpy(group.block.tensor.numpy()[start : start + nbytes])
 
     def free(self) -> None:
-        """Nothing: the room goes with the tensor on it."""
+        """Does nothing: the room is released with the tensor on it."""
 
 
 class ShadowSlot(HostSlot):
-    """Host memory that a tensor of the device lies on.
+    """Host memory under a device tensor.
 
-    home: the compute stream that it was made on.
-    points: stream → an event behind what was given to that stream for this memory.
+    home: the compute stream that it was created on.
+    points: stream → an event behind the work that uses this memory on that stream.
     """
 
     def __init__(self, part: _Part, nbytes: int, pinned: bool, home: Stream) -> None:
@@ -63,10 +63,10 @@ class ShadowSlot(HostSlot):
 
 
 class HostAliases:
-    """Makes such tensors, and knows them by their addresses. Thread safe.
+    """Creates such tensors, and finds them by their addresses. Thread-safe.
 
-    used_bytes: what lives. spare_bytes: what is kept for the next ones of the same sizes (gradients
-    come again with every step); not more than lives, once what used it has ended.
+    used_bytes: bytes of live tensors. spare_bytes: bytes cached for later tensors of the same sizes
+    (gradients recur with every step); at most used_bytes, once pending work on them has ended.
     """
 
     def __init__(self, streams: Streams, arena: Blocks) -> None:
@@ -75,15 +75,15 @@ class HostAliases:
         self._lock = threading.Lock()
         self._slots: dict[int, ShadowSlot] = {}
         self._spare: dict[int, list[ShadowSlot]] = {}  # by size
-        # filled by finalizers, which take no lock
+        # finalizers, which take no lock, append to it
         self._dead: deque[int] = deque()
 
     def tensors(self, sizes: Sequence[int]) -> list[torch.Tensor]:
         """Flat uint8 tensors of these sizes, for use on the current compute stream.
 
-        New ones lie one behind the other in one block. What they hold is undefined. `slot_of` knows
-        each, and all that shares its storage, for as long as it lives. HostFull: there is no room;
-        OffloadError: the memory is not pinned, or cannot be aliased.
+        New ones lie one after another in one block. They are uninitialized. `slot_of` finds each,
+        and every tensor that shares its storage, for as long as it lives. HostFull: there is no
+        room; OffloadError: the memory is not pinned, or cannot be aliased.
         """
         with self._lock:
             self._sweep()
@@ -98,14 +98,14 @@ class HostAliases:
                 raise
 
     def slot_of(self, tensor: torch.Tensor) -> ShadowSlot | None:
-        """The slot on whose memory the tensor's storage lies."""
+        """The slot that holds the tensor's storage."""
         address = address_of(tensor)
         with self._lock:
             self._sweep()
             return None if address is None else self._slots.get(address)
 
     def release(self) -> None:
-        """Give all that is spare back to the arena; blocks the host until nothing uses it."""
+        """Return all spare memory to the arena; blocks the host until nothing uses it."""
         with self._lock:
             self._sweep()
             self._release_all()
@@ -124,7 +124,7 @@ class HostAliases:
         return slot
 
     def _follow(self, home: Stream, slot: ShadowSlot) -> None:
-        """What is given to `home` from now on runs after all that uses the slot's memory."""
+        """Make work queued on `home` from now on run after all uses of the slot's memory."""
         for event in slot.points.values():
             self.streams.wait(home, event)
 
@@ -147,7 +147,7 @@ class HostAliases:
         ]
 
     def _made(self, slot: ShadowSlot) -> torch.Tensor:
-        # of an empty tensor one byte: it has to have an address
+        # at least one byte, also for empty tensors: the alias needs an address
         alias = self.streams.alias(slot.block.tensor)
         address = alias.data_ptr()
         when_storage_dies(alias, partial(self._dead.append, address))
@@ -166,7 +166,7 @@ class HostAliases:
             self._trim()
 
     def _keep(self, slots: Sequence[ShadowSlot], streams: Sequence[Stream]) -> None:
-        """Slots without a tensor: kernels on their home, or on these streams, may use them."""
+        """Make freed slots spare; kernels on their home or on these streams may still use them."""
         events = {stream: self.streams.record(stream) for stream in streams}
         for slot in slots:
             slot.forget()
@@ -177,7 +177,7 @@ class HostAliases:
             self._spare.setdefault(slot.nbytes, []).append(slot)
 
     def _trim(self) -> None:
-        """The largest go first; what is still in use stays until a later time."""
+        """Release spare slots, largest first; those still in use stay until a later call."""
         for size in sorted(self._spare, reverse=True):
             for slot in tuple(self._spare[size]):
                 if self.spare_bytes <= self.used_bytes:
@@ -201,8 +201,8 @@ class HostAliases:
         try:
             return self.streams.ended(event)
         except RuntimeError:
-            return True  # a copy that failed is over as well, and whoever waits for it is told
+            return True  # a failed copy is over as well; its waiters get the error
 
     def _see_end(self, event: Event) -> None:
-        with contextlib.suppress(RuntimeError):  # as above
+        with contextlib.suppress(RuntimeError):  # see `_is_over`
             self.streams.synchronize(event)

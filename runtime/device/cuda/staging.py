@@ -1,6 +1,6 @@
-"""Rings of host memory between a GPU and the disk, for lanes that go all the way in one move.
+"""Rings of host memory between a GPU and the disk, for lanes that connect the two directly.
 
-While the disk is busy with one chunk, the GPU's copy engine is at the next.
+While the disk works on one chunk, the GPU's copy engine works on the next.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ from offcompile.runtime.memory.host_arena import HostFull
 
 from .copies import Blocks
 
-#: of a ring; with two, tensors that are smaller than a chunk would hardly overlap
+#: chunks of a ring; with two, tensors smaller than a chunk would hardly overlap
 CHUNKS = 4
 
-#: told of events behind what the GPU was given
+#: called with events behind the work given to the GPU
 Issued = Callable[[Event | None], None]
 
 
@@ -39,7 +39,7 @@ class Chunk:
 
 @dataclass(frozen=True)
 class Step:
-    """What is done with one chunk: the GPU's part, given to a stream, and the disk's."""
+    """The work on one chunk: the GPU's part, queued on a stream, and the disk's part."""
 
     by_gpu: Callable[[Stream, Chunk], None]
     by_disk: Callable[[Chunk], None]
@@ -54,14 +54,14 @@ class Ring:
         self._streams = streams
         self._chunks = deque(Chunk(tensor) for tensor in chunks)
         self.chunk_bytes = chunks[0].numel()
-        #: whether all of it is the arena's memory
+        #: True if all of its memory comes from the arena
         self.from_arena = from_arena
 
     def write(self, stream: Stream, steps: Iterable[Step], issued: Issued) -> None:
-        """Bring a tensor to the disk; returns, or raises, when the GPU and the disk are done.
+        """Write a tensor to the disk; returns, or raises, when the GPU and the disk are done.
 
-        `issued` gets the event of the last copy out of the tensor, as soon as there is one; the
-        GPU is given nothing of it after that.
+        `issued` gets the event of the last copy from the tensor as soon as that is queued; the GPU
+        gets no more work on the tensor after that.
         """
         event: Event | None = None
         waiting: deque[tuple[Chunk, Step]] = deque()
@@ -74,7 +74,7 @@ class Ring:
                 waiting.append((chunk, step))
                 try:
                     step.by_gpu(stream, chunk)
-                finally:  # what failed may have been given to the GPU in part
+                finally:  # a failed step may have queued part of its work
                     event = chunk.event = self._streams.record(stream)
             issued(event)
             while waiting:
@@ -88,8 +88,8 @@ class Ring:
     def read(self, stream: Stream, steps: Iterable[Step], issued: Issued) -> None:
         """Fill a tensor; returns when the last copy into it was given to the GPU.
 
-        `issued` gets the event of each copy. The disk is ahead of the GPU by as much as the ring
-        holds, also while `stream` waits for compute.
+        `issued` gets the event of each copy. The disk reads ahead of the GPU by as much as the ring
+        holds, even while `stream` waits for compute.
         """
         for step in steps:
             chunk = self._next()
@@ -97,17 +97,17 @@ class Ring:
             step.by_disk(chunk)
             try:
                 step.by_gpu(stream, chunk)
-            finally:  # as above
+            finally:  # as in `write`
                 chunk.event = self._streams.record(stream)
                 issued(chunk.event)
 
     def close(self) -> None:
-        """Block until the GPU is done with all of it."""
+        """Block until the GPU is done with all chunks."""
         for chunk in self._chunks:
             self._settle(chunk)
 
     def _next(self) -> Chunk:
-        """The chunk that was used longest ago."""
+        """The least recently used chunk."""
         self._chunks.rotate(-1)
         return self._chunks[-1]
 
@@ -118,23 +118,23 @@ class Ring:
     def _settle(self, chunk: Chunk) -> None:
         """Block until the GPU is done with the chunk."""
         if chunk.event is not None:
-            # what went wrong is for those to tell whose copy it was
+            # errors are reported by the copy that caused them
             with suppress(Exception):
                 self._streams.synchronize(chunk.event)
 
 
 def ring_in(streams: Streams, arena: Blocks, chunk_bytes: int) -> Ring:
-    """One whose chunks lie in the arena, as far as that has room."""
+    """A ring whose chunks lie in the arena, as far as the arena has room."""
     chunks = [_chunk(arena, chunk_bytes) for _ in range(CHUNKS)]
     return Ring(streams, [tensor for tensor, _ in chunks], all(pinned for _, pinned in chunks))
 
 
 def _chunk(arena: Blocks, nbytes: int) -> tuple[torch.Tensor, bool]:
-    """And whether the arena had room for it."""
+    """A chunk, and True if the arena had room for it."""
     try:
         return arena.block(nbytes, PAGE_BYTES).tensor, True
     except HostFull:
-        # a host tier without room is what disks are there for: slower, but it moves
+        # disks are meant for a full host tier: slower, but the tensor moves
         room = torch.empty(nbytes + PAGE_BYTES, dtype=torch.uint8, device="cpu")
         start = -room.data_ptr() % PAGE_BYTES
         return room[start : start + nbytes], False

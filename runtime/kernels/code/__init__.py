@@ -1,1 +1,1 @@
-"""What runs on the device. Importing a module of this folder imports Triton."""
+"""The device code. Importing a module of this folder imports Triton."""

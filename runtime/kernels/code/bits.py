@@ -1,4 +1,4 @@
-"""Kernels over one bit an element, in rows of 128 as `codecs.kinds.Sign` has them."""
+"""Kernels on masks of one bit per element, in rows of 128 like `codecs.kinds.Sign`."""
 
 import triton
 import triton.language as tl
@@ -8,7 +8,7 @@ from .packing import _into_tile, _places, _tile_of
 
 @triton.jit
 def _bits_of_tile(words, tile, rows, ROWS: tl.constexpr):
-    """The tile's bits, 0 and 1; zeros beyond the last row."""
+    """Returns the tile's bits, 0 and 1; zeros beyond the last row."""
     row, _ = _places(tile, ROWS)
     quarter = row[:, None] * 4 + tl.arange(0, 4)[None, :]
     mask = tl.load(words + quarter, mask=(row < rows)[:, None], other=0)
@@ -18,7 +18,7 @@ def _bits_of_tile(words, tile, rows, ROWS: tl.constexpr):
 
 @triton.jit(do_not_specialize=["length", "rows", "tiles"])
 def pack_truths(x, words, length, rows, tiles, ROWS: tl.constexpr):
-    """Bit i of a row's 16 bytes: x[i], a byte that is not 0; zeros beyond the end."""
+    """Bit i of a row's 16 bytes = (the byte x[i] != 0); zeros beyond the end."""
     tile = tl.program_id(0).to(tl.int64)
     while tile < tiles:
         values = _tile_of(x, tile, length, ROWS, 0, "evict_first")
@@ -32,7 +32,7 @@ def pack_truths(x, words, length, rows, tiles, ROWS: tl.constexpr):
 
 @triton.jit(do_not_specialize=["length", "rows", "tiles"])
 def unpack_truths(out, words, length, rows, tiles, ROWS: tl.constexpr, NEGATED: tl.constexpr):
-    """out[i] = the bit, or its opposite, as a byte."""
+    """out[i] = the bit, inverted if NEGATED, as a byte."""
     tile = tl.program_id(0).to(tl.int64)
     while tile < tiles:
         truths = _bits_of_tile(words, tile, rows, ROWS) ^ NEGATED

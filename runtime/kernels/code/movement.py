@@ -1,12 +1,12 @@
-"""Kernels that move bytes and cast on the way; called through `Launch`, never by themselves.
+"""Kernels that move bytes, with an optional cast; always called through `Launch`.
 
-Offsets to a tile are 64 bits wide, offsets within one 32: tensors may be of any size. A program
-takes tile after tile, so that a grid smaller than the number of tiles is lawful. (A `while`: the
-interpreter of Triton 3.6 cannot take a `range` with bounds that are known only at run time.)
+Offsets of a tile are 64 bits wide, offsets within one 32, so tensors may have any size. A program
+processes tile after tile, so the grid may be smaller than the number of tiles. (With a `while`: the
+interpreter of Triton 3.6 does not support a `range` with bounds known only at run time.)
 
-Reads say `evict_first`: what is streamed is read once and should not push other data out of the
-caches. Writes say nothing: what was brought is what compute reads next. (`.cg` is not an
-alternative to be added: the assembler refuses both together.)
+Loads use `evict_first`: streamed data is read once and should not evict other data from the caches.
+Stores use no policy: compute reads the written data next. (`.cg` cannot be added: the assembler
+refuses both together.)
 """
 
 import triton
@@ -25,8 +25,8 @@ def copy_blocks(target, source, length, tiles, UNIT: tl.constexpr, BLOCK: tl.con
         values = tl.load(source + at, mask=inside, eviction_policy="evict_first")
         tl.store(target + at, values.to(target.dtype.element_ty), mask=inside)
         tile += tl.num_programs(0)
-    # less than a unit is left: the mask above, if it ended here, would narrow every access to
-    # one element
+    # the rest, less than a unit, is apart: a mask above that ended anywhere would narrow every
+    # access to one element
     if tl.program_id(0) == 0:
         at = units_end + tl.arange(0, UNIT)
         inside = at < length
@@ -64,8 +64,8 @@ def copy_pitched(
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):
-    """target[r, c] = source[r, c], cast. Widths are in units: the compiler sees UNIT divide them,
-    and takes as many elements at once."""
+    """target[r, c] = source[r, c], cast. Widths are in units, so that the compiler sees that UNIT
+    divides them, and accesses UNIT elements at once."""
     columns = column_units * UNIT
     tile = tl.program_id(0).to(tl.int64)
     while tile < tiles:
@@ -106,7 +106,7 @@ def gather_pitched(
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):
-    """target[r, c] = table[indices[r], c], cast. An index outside of the table stops the kernel."""
+    """target[r, c] = table[indices[r], c], cast. An index outside the table stops the kernel."""
     columns = column_units * UNIT
     tile = tl.program_id(0).to(tl.int64)
     while tile < tiles:
@@ -115,7 +115,7 @@ def gather_pitched(
         wanted = tl.load(indices + row, mask=asked, other=0).to(tl.int64)
         known = (wanted >= 0) & (wanted < table_rows)
         tl.device_assert(known, "gather_rows: an index lies outside of the table")
-        # the assertion ends the kernel late: nothing outside may be read until then
+        # the assertion ends the kernel late: mask the reads outside the table until then
         inside = (asked & known)[:, None] & (column < columns)[None, :]
         from_row = wanted * table_pitch_units * UNIT
         here = table + from_row[:, None] + column[None, :]

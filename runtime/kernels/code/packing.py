@@ -1,12 +1,13 @@
-"""Kernels that leave out what is zero, and put it back; `codecs/layout.py` says what lies where.
+"""Kernels that omit zeros and restore them; `codecs/layout.py` defines the format.
 
-A program takes tiles of whole rows of 128. Packing takes three launches: how many elements of each
-tile are kept; where each tile's begin; and the packing itself, which reads everything once more.
-No size comes back to the host in between.
+A program processes tiles of whole rows of 128. Packing takes three launches: count the elements
+kept in each tile; compute each tile's start; and pack, which reads everything once more. No size
+returns to the host in between.
 
-The packed side may be host memory. What a program keeps it then compacts in `staging`, on the
-device, and writes it on in whole accesses of 16 bytes; the reverse for unpacking. Staging begins as
-far from a unit of 16 bytes as the values do, so that both sides are met in whole units.
+The packed side may be host memory. A program then compacts its kept elements in `staging`, on the
+device, and writes them out in full 16-byte accesses; unpacking does the reverse. The staged data
+has the same offset from a 16-byte unit as the values, so that both sides are accessed in whole
+units.
 """
 
 import triton
@@ -21,12 +22,12 @@ def _places(tile, ROWS: tl.constexpr):
 
 @triton.jit
 def _tile_of(x, tile, length, ROWS: tl.constexpr, ROUND: tl.constexpr, POLICY: tl.constexpr):
-    """The tile's elements as integers, rounded before if so asked; zeros beyond the end."""
+    """Returns the tile's elements as integers, rounded first if ROUND; zeros beyond the end."""
     row, at = _places(tile, ROWS)
     whole = tl.cast(length, tl.int64) // 128
     inside = (row < whole)[:, None] & (at >= 0)
     values = tl.load(x + at, mask=inside, other=0, eviction_policy=POLICY)
-    # only whole rows above: a mask that ends anywhere would narrow every access to one element
+    # only whole rows above: a mask that ended anywhere would narrow every access to one element
     if (tile + 1) * ROWS > whole:
         ragged = (row == whole)[:, None] & (at < length)
         values = tl.where(ragged, tl.load(x + at, mask=ragged, other=0), values)
@@ -58,10 +59,10 @@ def _into_tile(out, bits, tile, length, ROWS: tl.constexpr, ROUND: tl.constexpr)
 
 @triton.jit(do_not_specialize=["length", "tiles"])
 def count_tiles(x, starts, length, tiles, ROWS: tl.constexpr, ROUND: tl.constexpr):
-    """starts[tile] = how many elements of the tile are not zero."""
+    """starts[tile] = the number of non-zero elements in the tile."""
     tile = tl.program_id(0).to(tl.int64)
     while tile < tiles:
-        # read again soon: it may stay in the caches
+        # will be read again soon: let it stay in the caches
         bits = _tile_of(x, tile, length, ROWS, ROUND, "")
         tl.store(starts + tile, tl.sum(tl.sum((bits != 0).to(tl.int32), 1), 0))
         tile += tl.num_programs(0)
@@ -69,7 +70,7 @@ def count_tiles(x, starts, length, tiles, ROWS: tl.constexpr, ROUND: tl.constexp
 
 @triton.jit(do_not_specialize=["count", "rows", "tiles"])
 def scan_tiles(starts, words, count, rows, tiles, BLOCK: tl.constexpr):
-    """starts[i] = the sum of all before i; the sum of all ends the offsets. One program."""
+    """starts[i] = the sum of all before i; the total becomes the last offset. One program."""
     lanes = tl.arange(0, BLOCK)
     before = tl.zeros((), dtype=tl.int32)
     first = tl.program_id(0).to(tl.int64)
@@ -79,7 +80,7 @@ def scan_tiles(starts, words, count, rows, tiles, BLOCK: tl.constexpr):
         tl.store(starts + first + lanes, before + tl.cumsum(counts, 0) - counts, mask=inside)
         before += tl.sum(counts, 0)
         first += BLOCK
-    # with zeros up to 16 bytes
+    # pad with zeros to 16 bytes
     ends = tl.cast(rows, tl.int64) + tl.arange(0, 4)
     said = tl.where(ends == rows, before, 0)
     tl.store(words + ends, said, mask=ends < (rows + 4) // 4 * 4)
@@ -87,7 +88,7 @@ def scan_tiles(starts, words, count, rows, tiles, BLOCK: tl.constexpr):
 
 @triton.jit
 def _units(shift, count, UNIT: tl.constexpr):
-    """The first whole unit of `count` elements that begin `shift` after a unit's start; the end."""
+    """Returns the first whole unit, and the end, of `count` elements from `shift` into a unit."""
     return (shift + UNIT - 1) // UNIT, (shift + count) // UNIT
 
 
@@ -110,7 +111,8 @@ def pack_tiles(
     STAGED: tl.constexpr,
     STAGING_UNITS: tl.constexpr,
 ):
-    """Offsets, masks and values. `words` and `values` are one memory as 4 bytes and as elements."""
+    """Write offsets, masks and values. `words` and `values` view one memory as 4-byte words and as
+    elements."""
     masks = words + tl.cast(masks_units, tl.int64) * 4
     value_words = words + tl.cast(values_units, tl.int64) * 4
     packed = values + tl.cast(values_units, tl.int64) * UNIT
@@ -135,14 +137,14 @@ def pack_tiles(
             unit = start // UNIT
             shift = start - unit * UNIT
             tl.store(stage_values + shift + place, bits, mask=kept != 0)
-            # other threads of this program write on what this one has staged
+            # other threads of this program write out what this one has staged
             tl.debug_barrier()
             first, end = _units(shift, count, UNIT)
             word = tl.arange(0, (STAGING_UNITS - 1) * 4)
             inside = word < (end - first) * 4
             taken = tl.load(stage_words + first * 4 + word, mask=inside)
             tl.store(value_words + (unit + first).to(tl.int64) * 4 + word, taken, mask=inside)
-            # units that are shared with the tile before, and with the one after
+            # units shared with the tile before, and with the one after
             lane = tl.arange(0, UNIT)
             low, high = lane, end * UNIT + lane
             to = packed + unit.to(tl.int64) * UNIT
@@ -174,7 +176,7 @@ def unpack_tiles(
     STAGED: tl.constexpr,
     STAGING_UNITS: tl.constexpr,
 ):
-    """The reverse of `pack_tiles`. Only units that tiles share are read twice."""
+    """Reverse `pack_tiles`. Only units shared by two tiles are read twice."""
     masks = words + tl.cast(masks_units, tl.int64) * 4
     value_words = words + tl.cast(values_units, tl.int64) * 4
     packed = values + tl.cast(values_units, tl.int64) * UNIT
@@ -195,7 +197,7 @@ def unpack_tiles(
             count = tl.load(words + tl.minimum((tile + 1) * ROWS, rows)) - start
             unit = start // UNIT
             shift = start - unit * UNIT
-            # the first unit whole, with what is another tile's; nothing beyond the last element
+            # read the first unit whole, with another tile's elements, but nothing past the last one
             _, end = _units(shift, count, UNIT)
             word = tl.arange(0, (STAGING_UNITS - 1) * 4)
             inside = word < end * 4
@@ -216,7 +218,7 @@ def unpack_tiles(
 
 @triton.jit(do_not_specialize=["length", "rows", "tiles"])
 def pack_signs(x, words, length, rows, tiles, ROWS: tl.constexpr):
-    """Bit i of a row's 16 bytes: not (x[i] <= 0); zeros beyond the end."""
+    """Bit i of a row's 16 bytes = not (x[i] <= 0); zeros beyond the end."""
     tile = tl.program_id(0).to(tl.int64)
     while tile < tiles:
         values = _tile_of(x, tile, length, ROWS, 0, "evict_first")
@@ -237,7 +239,7 @@ def unpack_signs(out, words, length, rows, tiles, ROWS: tl.constexpr):
         quarter = row[:, None] * 4 + tl.arange(0, 4)[None, :]
         mask = tl.load(words + quarter, mask=(row < rows)[:, None], other=0)
         above = (mask[:, :, None] >> tl.arange(0, 32)[None, None, :]) & 1
-        # by way of float32: the interpreter has no other from integers to bfloat16
+        # through float32: the interpreter has no other cast from integers to bfloat16
         values = tl.reshape(above, (ROWS, 128)).to(tl.float32).to(out.dtype.element_ty)
         _into_tile(out, values, tile, length, ROWS, 0)
         tile += tl.num_programs(0)

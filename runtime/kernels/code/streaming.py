@@ -1,14 +1,14 @@
 """Matrix products with one matrix in host memory, each byte of which crosses the bus once.
 
-`stream_few` and `stream_many`: out = a @ b + bias with b on the host. A program owns a stripe of
-b's columns, so that nobody else reads them, and takes it tile by tile; for each tile it goes
-through all rows of a. The next tile is asked for before the last one is used. Few rows: all sums
-stay in registers. Many: they wait in `sums`, on the device, from tile to tile.
+`stream_few` and `stream_many` compute out = a @ b + bias with b on the host. A program owns a
+stripe of b's columns, which no other program reads, and processes it tile by tile, with all rows of
+a for each tile. It prefetches the next tile before it uses the last. With few rows all sums stay in
+registers; with many they are kept in `sums`, on the device, from tile to tile.
 
-`write_product`: out = a @ b with out on the host, in tiles that are written once, in whole lines.
+`write_product` computes out = a @ b with out on the host, in tiles written once, in whole lines.
 
-Sums are float32, and float32 is multiplied as such (no TF32). How many tiles there are is compiled
-in, so that loops have fixed ends; offsets are 64 bits wide. `TURNED`: b lies column by column.
+Sums are float32, and float32 is multiplied as such (no TF32). The number of steps is compiled in,
+so that loops have fixed ends; offsets are 64 bits wide. `TURNED`: b is stored column by column.
 """
 
 import triton
@@ -17,8 +17,8 @@ import triton.language as tl
 
 @triton.jit
 def _tile_of_b(b, row, column, rows, columns, b_pitch, TURNED: tl.constexpr, UNIT: tl.constexpr):
-    """b[row, column], 0 outside. The dense dimension is a multiple of UNIT wide, and so is b_pitch
-    in units: the compiler sees it, and takes as many elements at once."""
+    """Returns b[row, column], 0 outside. The dense width is a multiple of UNIT and b_pitch is in
+    units, so that the compiler sees it and accesses UNIT elements at once."""
     inside = (row < rows)[:, None] & (column < columns)[None, :]
     if TURNED:
         here = b + row[:, None] + (column * b_pitch * UNIT)[None, :]
@@ -74,7 +74,7 @@ def stream_few(
     while tile < tiles:
         column = tile * COLUMNS + tl.arange(0, COLUMNS)
         sums = tl.zeros((ROWS, COLUMNS), dtype=tl.float32)
-        # a loop of this form is pipelined by the compiler: the next tiles are under way
+        # the compiler pipelines a loop of this form: the next tiles are in flight
         for step in range(STEPS):
             at = step * INNER + within
             weights = _tile_of_b(b, at, column, inner, columns, b_pitch_units, TURNED, UNIT)
@@ -111,7 +111,7 @@ def stream_many(
     INNER: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):
-    """As `stream_few` for any number of rows; `sums`, dense float32 like `out`, is scratch."""
+    """Like `stream_few` for any number of rows; `sums`, dense float32 like `out`, is scratch."""
     inner = inner_units * INNER_UNIT
     columns = column_units * COLUMN_UNIT
     within = tl.arange(0, INNER).to(tl.int64)
@@ -122,7 +122,7 @@ def stream_many(
         for step in range(STEPS):
             weights = coming
             at = step * INNER + within
-            # beyond the end nothing is read
+            # reads nothing beyond the end
             coming = _tile_of_b(b, at + INNER, column, inner, columns, b_pitch_units, TURNED, UNIT)
             first = tl.zeros((), dtype=tl.int64)
             while first < rows:

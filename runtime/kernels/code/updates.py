@@ -1,7 +1,7 @@
-"""Kernels that update weights; called through `Launch`, never by themselves.
+"""Kernels that update weights; always called through `Launch`.
 
-Every byte is read once and written once, in whole accesses of neighbouring threads, so that any of
-the tensors may lie in host memory. What is said in `movement` of tiles and of ends holds here too.
+Every byte is read once and written once, in coalesced accesses, so that any of the tensors may lie
+in host memory. The notes in `movement` on tiles and on the rest of a unit apply here too.
 """
 
 import triton
@@ -73,8 +73,8 @@ def adam_blocks(
     SCALED: tl.constexpr,
     DECOUPLED: tl.constexpr,
 ):
-    """One step of Adam for i < length, in float32. `low` gets the new weights rounded, if LOW;
-    gradients are multiplied by `scale` and, if SCALED, by what stands at `coefficient`."""
+    """One step of Adam for i < length, in float32. If LOW, `low` receives the rounded new weights;
+    gradients are multiplied by `scale` and, if SCALED, by the value at `coefficient`."""
     factor = scale
     if SCALED:
         factor = scale * tl.load(coefficient).to(tl.float32)
@@ -104,7 +104,7 @@ def adam_blocks(
             DECOUPLED,
         )
         tile += tl.num_programs(0)
-    # less than a unit is left
+    # the rest, less than a unit
     if tl.program_id(0) == 0:
         at = units_end + tl.arange(0, UNIT)
         _update(

@@ -1,6 +1,6 @@
-"""Which ops may be computed for some tokens alone, and how: a rule for each kind of op.
+"""Rules, one per kind of op, that define how the op is computed for a subset of tokens.
 
-`apply` asks the rule of a node; `frame` says what a rule is given and what it answers.
+`apply` applies the rule of a node; `frame` defines the inputs and results of a rule.
 """
 
 from . import labels, pointwise, products, shapes, slices, words  # noqa: F401  # bring their rules

@@ -1,8 +1,8 @@
-"""Says what a rule is given, and what it answers.
+"""Defines the inputs and results of a rule.
 
-A rule looks at a node of which at least one operand, or the result, has a known layout. It answers
-with the layout of the result, with the layouts that the other operands must have, and with how the
-node is made for a piece; or with None: the op mixes tokens, or nobody has written its rule.
+A rule gets a node with a known layout for its result or at least one operand. It returns the layout
+of the result, the layouts that the other operands must have, and a function that makes the node
+for a piece. It returns None if the op mixes tokens, or if the rule does not cover it.
 """
 
 from __future__ import annotations
@@ -22,16 +22,16 @@ aten = torch.ops.aten
 
 
 class Piece(Protocol):
-    """The tokens of one piece, and what has been made for them."""
+    """The tokens of one piece, and the nodes made for them."""
 
     build: Builder
     count: int
 
     def rows(self, node: fx.Node) -> fx.Node:
-        """The node's value in rows, of these tokens."""
+        """The node's value in rows, for these tokens."""
 
     def whole(self, node: fx.Node) -> fx.Node:
-        """A value without tokens."""
+        """The value of a node without tokens."""
 
 
 Emit = Callable[[Piece], fx.Node]
@@ -41,16 +41,16 @@ Emit = Callable[[Piece], fx.Node]
 class Made:
     layout: Rows | Literal["sum"]
     emit: Emit
-    #: operands with tokens, and where they must have them
+    #: operand with tokens → the layout that it must have
     operands: dict[fx.Node, Rows] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
 class Known:
-    """The layouts known so far, which a rule asks for."""
+    """The layouts known so far, for rules to look up."""
 
     layouts: dict[fx.Node, Rows]
-    #: the layout that the result must have; None: it follows from the operands
+    #: the layout that the result must have; None if it follows from the operands
     want: Rows | None = None
 
     def of(self, node: object) -> Rows | None:
@@ -99,7 +99,7 @@ def viewed(piece: Piece, node: fx.Node, shape: Sequence[int]) -> fx.Node:
 
 
 def same_places(rows: Rows, *nodes: fx.Node, known: Known) -> dict[fx.Node, Rows] | None:
-    """The operands, all with tokens at the same places; None: not all of them can be so."""
+    """Operand → its layout, with tokens in the same dimensions; None if they cannot all match."""
     found = {}
     for node in nodes:
         own = known.of(node) or Rows(rows.low, rows.high, rows.space)

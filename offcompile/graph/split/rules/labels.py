@@ -1,4 +1,4 @@
-"""Rules of ops that pick a word of each token by its label, and of their gradients."""
+"""Rules for ops that pick a word of each token by its label, and for their gradients."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def scatter(node: fx.Node, known: Known) -> Made | None:
 
 @rule(aten.index.Tensor)
 def pick(node: fx.Node, known: Known) -> Made | None:
-    """`scores[arange(tokens), labels]`, which is a gather."""
+    """The rule for `scores[arange(tokens), labels]`, which is a gather."""
     source, indices = args_of(node)[:2]
     labels = _labels_of(source, indices, known.of(source))
     if labels is None:
@@ -66,7 +66,7 @@ def pick(node: fx.Node, known: Known) -> Made | None:
 
 @rule(aten.index_put.default)
 def put(node: fx.Node, known: Known) -> Made | None:
-    """The gradient of the same, which is a scatter."""
+    """The rule for the gradient of `pick`, which is a scatter."""
     base, indices, values = args_of(node)[:3]
     rows = known.of(base) or known.want
     labels = _labels_of(node, indices, rows)
@@ -85,7 +85,7 @@ def put(node: fx.Node, known: Known) -> Made | None:
 
 
 def _labels_of(node: fx.Node, indices: Any, rows: Rows | None) -> fx.Node | None:
-    """The second of two indices, where the first one counts the tokens."""
+    """The second of two indices, if the first one enumerates the tokens; else None."""
     if rows is None or (rows.low, rows.high) != (0, 1) or len(shape_of(node)) != 2:
         return None
     if not isinstance(indices, list | tuple) or len(indices) != 2 or None in indices:

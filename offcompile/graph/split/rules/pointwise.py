@@ -1,4 +1,4 @@
-"""Rules of ops that take every element by itself, with what they broadcast."""
+"""Rules for elementwise ops, with broadcasting."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from .frame import Known, Made, Piece, rule, viewed
 aten = torch.ops.aten
 
 
-#: zero wherever one of these operands is
+#: op → positions of operands; the result is zero wherever one of these operands is
 KEEPS_ZEROS = {
     aten.mul.Tensor: (0, 1),
     aten.div.Tensor: (0,),
@@ -28,7 +28,7 @@ KEEPS_ZEROS = {
     aten.threshold_backward.default: (0,),
     torch.ops.prims.convert_element_type.default: (0,),
 }
-#: zero only where all operands are
+#: ops whose result is known to be zero only where all operands are
 ADDS = (aten.add.Tensor, aten.sub.Tensor)
 
 
@@ -76,8 +76,8 @@ WHOLE = object()
 
 
 def aligned(operand: fx.Node, layout: Rows, shape: Shape) -> Any:
-    """Where an operand that is broadcast to `shape` has the tokens: a layout, or WHOLE for one
-    without; None: it has some of them."""
+    """The layout of an operand that is broadcast to `shape`; WHOLE if it has no tokens, None if it
+    has only some of the token dimensions."""
     own = shape_of(operand)
     off = len(shape) - len(own)
     dims = [d for d in range(layout.low, layout.high) if d >= off and own[d - off] != 1]
@@ -90,7 +90,7 @@ def aligned(operand: fx.Node, layout: Rows, shape: Shape) -> Any:
 
 
 def fitted(node: fx.Node, layout: Rows, shape: Shape, piece: Piece, has_rows: bool) -> fx.Node:
-    """An operand of a broadcast in the form that rows take: its other dimensions in places."""
+    """An operand of a broadcast, reshaped so that its other dimensions align with those in rows."""
     own = shape_of(node)
     off = len(shape) - len(own)
     dims = [*range(layout.low), *range(layout.high, len(shape))]
@@ -99,7 +99,7 @@ def fitted(node: fx.Node, layout: Rows, shape: Shape, piece: Piece, has_rows: bo
         return viewed(piece, piece.rows(node), (piece.count, *sizes))
     found = piece.whole(node)
     if all(d >= layout.high for d in range(off, len(shape))):
-        return found  # it ends where the tokens do
+        return found  # all its dimensions come after the tokens
     return viewed(piece, found, sizes)
 
 

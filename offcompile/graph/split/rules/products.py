@@ -1,4 +1,4 @@
-"""Rules of products: of tokens with a weight, and along the tokens."""
+"""Rules for products: of tokens with a weight, and along the tokens."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def _times(node: fx.Node, bias: Any, a: fx.Node, b: fx.Node, rows: Rows) -> Made
 
 
 def _times_from_left(node: fx.Node, a: fx.Node, b: fx.Node, rows: Rows) -> Made:
-    """(others, words) @ (words, tokens): in rows the transposes, the other way round."""
+    """The rule for (others, words) @ (words, tokens): in rows, the transposes in reverse order."""
 
     def emit(piece: Piece) -> fx.Node:
         return piece.build(aten.mm.default, piece.rows(b), turned(piece, piece.whole(a)))
@@ -60,7 +60,7 @@ def _times_from_left(node: fx.Node, a: fx.Node, b: fx.Node, rows: Rows) -> Made:
 def _contracted(
     node: fx.Node, a: fx.Node, b: fx.Node, left: Rows | None, right: Rows | None
 ) -> Made | None:
-    """A product along the tokens, as a weight gets its gradient: a sum."""
+    """The rule for a product along the tokens, such as a weight's gradient: a sum."""
     known = left or right
     assert known is not None
     space = known.space

@@ -1,4 +1,4 @@
-"""Rules of views, permutations, and tensors filled with one value."""
+"""Rules for views, permutations, and tensors filled with one value."""
 
 from __future__ import annotations
 
@@ -102,7 +102,7 @@ def expand(node: fx.Node, known: Known) -> Made | None:
 
 
 def fill_of(node: fx.Node) -> Any:
-    """Tell the number that a node fills its result with; None: it fills with none."""
+    """The value that a node fills its result with; None if it does not fill it."""
     target, args = node.target, args_of(node)
     if target in (aten.zeros_like.default, aten.new_zeros.default, aten.zeros.default):
         return 0

@@ -1,4 +1,4 @@
-"""Rules of slices and pads, along tokens and along the rest, and of their gradients."""
+"""Rules for slices and pads, along tokens and other dimensions, and for their gradients."""
 
 from __future__ import annotations
 
@@ -59,8 +59,8 @@ def slices(node: fx.Node, known: Known) -> Made | None:
 
 
 def _widened(rows: Rows | None, shape: Shape, dim: int, start: Any, end: Any) -> Rows | None:
-    """The layout of a gradient that goes back to where a slice was taken from a tensor of `shape`;
-    None: no such slice was taken."""
+    """The layout of a gradient mapped back to the sliced tensor of `shape`; None if there was no
+    such slice."""
     if rows is None or rows.space.parent is None:
         return None
     space = rows.space

@@ -1,4 +1,4 @@
-"""Rules of ops that look along the words of each token: reductions, softmax, sums of all."""
+"""Rules for ops along the words of each token: reductions, softmax, sums over all elements."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def reduce(node: fx.Node, known: Known) -> Made | None:
 def _summed(
     node: fx.Node, source: fx.Node, rows: Rows, dims: list[int], places: list[int]
 ) -> Made | None:
-    """A sum over the tokens, as a bias gets its gradient."""
+    """The rule for a sum over the tokens, such as a bias's gradient."""
     shape = shape_of(source)
     wide = {d for d in range(rows.low, rows.high) if shape[d] != 1}
     if node.target is not aten.sum.dim_IntList or not wide <= set(dims):
@@ -77,7 +77,7 @@ def _summed(
 
 
 def _exact(node: fx.Node) -> torch.dtype:
-    """The type to sum in."""
+    """The dtype to sum in."""
     dtype: torch.dtype = node.meta["val"].dtype
     return torch.float32 if dtype in (torch.float16, torch.bfloat16) else dtype
 
