@@ -62,7 +62,7 @@ def measured(case: Case, seconds: float | None) -> Row:
     from offcompile.ahead.plan import Ahead, Asked, simple_ways
     from offcompile.ir import Infeasible
     from offcompile.machine.options import Options
-    from offcompile.planning.decide import floor_of, peak_alone, with_reserve
+    from offcompile.planning.fit_budget import floor_of, peak_alone, with_reserve
 
     began = time.monotonic()
     (model, inputs, loss), _ = build(case.model, case.batch, case.length, "bfloat16")

@@ -19,7 +19,7 @@ from offcompile.ir.verify import check_timeline
 from offcompile.passes.build.decisions import Decisions
 from offcompile.passes.build.schedule import Builder
 from offcompile.passes.registry import make
-from offcompile.passes.search.frame import Choices, ProgramVariant
+from offcompile.passes.search.program_variant import Choices, ProgramVariant
 from offcompile.planning.coarsen import coarsen
 from offcompile.planning.planner import judge_for, plan_problem
 from offcompile.simulate import Simulator

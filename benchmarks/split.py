@@ -17,7 +17,7 @@ from offcompile.ahead.huggingface import SIZES, build
 from offcompile.ahead.plan import Ahead, Asked
 from offcompile.graph.split.decision import LADDER
 from offcompile.machine.options import Options
-from offcompile.planning.decide import floor_of, with_reserve
+from offcompile.planning.fit_budget import floor_of, with_reserve
 
 from .turns import machine
 

@@ -1,9 +1,6 @@
 """The public import path of `offcompile.passes.build.contract`."""
 
-from offcompile.passes.build.contract import (
-    Judge,
-    Pass,
-)
+from offcompile.passes.build.contract import Judge, Pass
 
 __all__ = [
     "Judge",

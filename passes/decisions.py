@@ -1,9 +1,6 @@
 """The public import path of `offcompile.passes.build.decisions`."""
 
-from offcompile.passes.build.decisions import (
-    Away,
-    Decisions,
-)
+from offcompile.passes.build.decisions import Away, Decisions
 
 __all__ = [
     "Away",

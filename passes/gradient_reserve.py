@@ -25,7 +25,7 @@ from .build.contract import Judge
 from .build.gaps import Gap
 from .build.program import Intervals
 from .search.fitting import Fitting
-from .search.frame import Choices, ProgramVariant
+from .search.program_variant import Choices, ProgramVariant
 
 #: cells of the dynamic program's table; they determine its quantum unless one is given
 TABLE_CELLS = 2_000_000

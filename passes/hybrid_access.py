@@ -20,7 +20,7 @@ from offcompile.ir.units import round_ns
 from .build.contract import Judge
 from .build.lanes import Routes
 from .search.fitting import Fitting, Key
-from .search.frame import Choices, ProgramVariant
+from .search.program_variant import Choices, ProgramVariant
 from .select.hybrid_modes import (
     VARIANTS,
     LayerTimes,

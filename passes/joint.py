@@ -18,10 +18,11 @@ from offcompile.ir import DEVICE, HOST, Infeasible, Machine, Plan, Problem, Time
 from .build.contract import Judge
 from .build.gaps import Gap
 from .build.lanes import Clock
-from .build.patience import TimeIsUp, TimeLeft, is_short, timed_by
 from .build.schedule import Builder
+from .build.time_left import TimeIsUp, TimeLeft, is_short, timed_by
 from .search.balance import balanced
-from .search.frame import (
+from .search.gradients_back import brought_home
+from .search.program_variant import (
     Choices,
     ProgramVariant,
     direct_mode,
@@ -31,13 +32,12 @@ from .search.frame import (
     infeasible_host,
     recompute_everything,
 )
-from .search.homecoming import brought_home
 from .search.recompute_fit import FittingReruns
 from .search.recompute_starts import WORTH_ANOTHER, RecomputeStarts
 from .search.rerun_loads import rerun_modes
 from .search.search import Search, State, mode_of
 from .search.update_split import UpdateSplit
-from .select.cover import GapSet, Prices
+from .select.gap_set import GapSet, Prices
 from .select.rematerialization import Rematerialization, Rerun
 
 #: evaluations per second assumed when budgeting the effort, per (run + move) of the problem

@@ -22,7 +22,7 @@ from offcompile.ir.units import round_ns
 from .build.contract import Judge
 from .build.lanes import Routes
 from .search.fitting import Fitting, with_hosted
-from .search.frame import Choices, may_run_on_host
+from .search.program_variant import Choices, may_run_on_host
 from .select.update_share import HostRun, host_ends_ns
 
 PLACES = ("auto", "host", "device")

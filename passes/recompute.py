@@ -23,13 +23,13 @@ from offcompile.ir import (
 
 from .build.contract import Judge
 from .build.decisions import Decisions
-from .build.patience import is_short
+from .build.time_left import is_short
 from .search.recompute_starts import recipes_of
 from .search.trials import Trials
 from .select.cover_search import QUICK, ROUNDS, cover
-from .select.covering import Item, Way
 from .select.droppable import Droppable, droppable_ops, recomputes_for
 from .select.footprint import footprint, order_of
+from .select.interval_cover import Item, Way
 
 VARIANTS = ("benefit", "all", "sqrt")
 #: number of fitting minimum cuts that are built

@@ -22,7 +22,7 @@ from .build.contract import Judge
 from .build.decisions import Away, Decisions
 from .build.lanes import Clock, Routes
 from .build.program import Program
-from .build.residency import Residency, plan_residency
+from .build.required_copies import Residency, plan_residency
 from .build.schedule import Builder
 from .select.rotation_selection import Gap, Need, Selection, choose, plain_coverage
 

@@ -16,9 +16,9 @@ from offcompile.ir.units import show_us, size
 from offcompile.machine.hardware import list_profiles, load_profile, parse_bytes
 from offcompile.machine.options import Options
 from offcompile.machine.target import CpuTarget, CudaTarget, Target, target_for
-from offcompile.planning.decide import plain_plan
 from offcompile.planning.feedback.profiling import Profile
-from offcompile.run.accounts.books import DeviceUsage
+from offcompile.planning.fit_budget import plain_plan
+from offcompile.run.accounts.usage import DeviceUsage
 from offcompile.run.pipeline import Pipeline
 from offcompile.runtime.base.progress import Progress
 from offcompile.simulate import Simulator

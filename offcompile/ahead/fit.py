@@ -14,8 +14,8 @@ from offcompile.graph.split.decision import LADDER
 from offcompile.ir import DEVICE, HOST, Infeasible, InvalidInput, Problem, Violation
 from offcompile.ir.units import show_us, size
 from offcompile.machine.options import Options
-from offcompile.planning.decide import decide, floor_of, peak_alone, with_reserve
 from offcompile.planning.endurance import spilled_bytes
+from offcompile.planning.fit_budget import decide, floor_of, peak_alone, with_reserve
 from offcompile.report.report import PlanReport
 from offcompile.report.simple_way import SimpleWay, against
 from offcompile.runtime.base.mapping import page_multiple

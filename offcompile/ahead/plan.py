@@ -16,16 +16,16 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn import functional
 from torch.utils._pytree import tree_map_only
 
-from offcompile.graph.choose import Choice
 from offcompile.graph.graphs import Graphs
 from offcompile.graph.split.decision import Ways
 from offcompile.graph.updates import Updates
+from offcompile.graph.weight_placement import Choice
 from offcompile.ir import InvalidInput, Violation
 from offcompile.machine.hardware import load_profile
 from offcompile.machine.options import Options
 from offcompile.machine.target import CpuTarget, CudaTarget, Target, target_for
-from offcompile.planning.decide import planning_seconds
 from offcompile.planning.feedback.profiling import Profile
+from offcompile.planning.fit_budget import planning_seconds
 from offcompile.report.report import PlanReport
 from offcompile.report.simple_way import SimpleWay
 from offcompile.run.plan_graph import Planning

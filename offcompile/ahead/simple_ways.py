@@ -14,8 +14,8 @@ from dataclasses import dataclass, replace
 from offcompile.ir import DEVICE, HOST, Infeasible, Lane, Machine, Op, Problem
 from offcompile.ir.units import move_ns
 from offcompile.passes.build.decisions import Away, Decisions
-from offcompile.passes.build.patience import TimeIsUp, TimeLeft, timed_by
 from offcompile.passes.build.schedule import build
+from offcompile.passes.build.time_left import TimeIsUp, TimeLeft, timed_by
 from offcompile.passes.registry import POLICIES
 from offcompile.planning.planner import plan_problem
 from offcompile.report.simple_way import SimpleWay

@@ -6,13 +6,13 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
 from offcompile.graph.annotate import Annotated
-from offcompile.graph.compact import compact
 from offcompile.graph.graphs import Graphs, Hint
+from offcompile.graph.mask_bits import compact
 from offcompile.graph.sizes import hint_of
 from offcompile.graph.updates import Updates
 from offcompile.ir import DEVICE, HOST, OffloadError, Problem
 from offcompile.machine.in_place import InPlace
-from offcompile.run.survey import ProblemSource
+from offcompile.run.problem_source import ProblemSource
 
 from .layers import Layers
 from .unroll import relabelled, unroll

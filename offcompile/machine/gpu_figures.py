@@ -20,7 +20,7 @@ from offcompile.runtime.measure.timing import cpu_model, undisturbed
 
 from .cost_cache import Identity
 from .hardware import BYTES_PER_US_PER_GBPS, DIRECT_WAYS, HardwareProfile
-from .more_figures import More, kept_more, measure_more
+from .optional_figures import More, kept_more, measure_more
 from .this_machine import (
     FLOP_PER_US_PER_TFLOPS,
     Progress,

@@ -16,7 +16,7 @@ from pathlib import Path
 import torch
 
 from offcompile.ir import DEVICE, Machine, OffloadError
-from offcompile.passes.build.holes import Room
+from offcompile.passes.build.fragmentation import Room
 from offcompile.runtime.base.process_memory import RETURNED_BYTES, machine_memory_bytes
 from offcompile.runtime.device.cuda.facts import (
     cuda_index,
@@ -31,8 +31,8 @@ from offcompile.runtime.moves.registry import RuntimeSettings
 
 from .hardware import BYTES_PER_US_PER_GBPS, HardwareProfile, load_profile
 from .in_place import InPlace
+from .malloc_advice import SPLINTER_BYTES, malloc_leaves_holes
 from .options import Options, default_spill
-from .splinters import SPLINTER_BYTES, malloc_leaves_holes
 from .this_gpu import this_gpu, to_cuda_machine
 from .this_machine import codec_gbps, this_machine, to_cpu_machine
 

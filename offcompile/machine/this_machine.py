@@ -45,7 +45,7 @@ from .hardware import (
     HardwareProfile,
     to_machine,
 )
-from .more_figures import kept_more
+from .optional_figures import kept_more
 
 Progress = Callable[[str], None]
 

@@ -1,7 +1,7 @@
 """torch's optimizers with their states on the host or on disk, updated while backward runs."""
 
 from .adam import Adam, AdamW
-from .beside import OptimizerFacts
+from .offloaded import OptimizerFacts
 from .sgd import SGD
 
 __all__ = ["SGD", "Adam", "AdamW", "OptimizerFacts"]

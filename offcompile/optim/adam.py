@@ -7,7 +7,7 @@ from typing import Unpack
 import torch
 from torch.optim.optimizer import ParamsT
 
-from .beside import OffloadedOptimizer, as_fused
+from .offloaded import OffloadedOptimizer, as_fused
 from .rules import AdamRule
 from .settings import Asked
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from offcompile.runtime.states.carrier import Brought
+from offcompile.runtime.states.gradient_transport import Brought
 from offcompile.runtime.states.states import MemoryStates
 
 from .core import MASTER, Core, Entry

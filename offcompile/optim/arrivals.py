@@ -17,7 +17,7 @@ from .clipping import norm
 from .core import Core, Entry
 from .layout import flat_like, room_like, shaped_like
 from .rules import Hyper
-from .ways import Ways
+from .update_paths import Ways
 
 
 @dataclass

@@ -11,14 +11,14 @@ from typing import Any
 import torch
 
 from offcompile.ir import OffloadError
-from offcompile.runtime.states.carrier import GradientTransport, carrier_of
 from offcompile.runtime.states.disk_states import DiskStates
+from offcompile.runtime.states.gradient_transport import GradientTransport, carrier_of
 from offcompile.runtime.states.states import MemoryStates, States
 
 from .layout import shaped_like
-from .places import Places, device_in, is_kept_there, is_streamed
 from .rules import Rule
 from .settings import Settings
+from .state_placement import Places, device_in, is_kept_there, is_streamed
 
 MASTER = "master"
 _HALVES = (torch.bfloat16, torch.float16)

@@ -35,8 +35,8 @@ from offcompile.ir import (
 )
 from offcompile.ir.units import compressed_bytes
 
-from .order_ledger import Ledger
-from .presence import Arrival, Presence, Step, presence
+from .copy_lifetimes import Arrival, Presence, Step, presence
+from .order_memory import Ledger
 
 
 @dataclass(frozen=True)

@@ -6,12 +6,12 @@ from __future__ import annotations
 from dataclasses import replace
 
 from offcompile.ir import Machine, Plan, Problem, Timeline
-from offcompile.passes.build.holes import Returns, Room, returns_of
+from offcompile.passes.build.fragmentation import Returns, Room, returns_of
 from offcompile.passes.build.layout import Layout, Stay, lay_out
 from offcompile.runtime.memory.heap import KEPT_BYTES
 
-from .presence import Lifetime as Held
-from .presence import Presence, presence
+from .copy_lifetimes import Lifetime as Held
+from .copy_lifetimes import Presence, presence
 
 #: limit on the stays to lay out, largest first, since placing takes quadratic time
 MOST_STAYS = 800

@@ -22,7 +22,7 @@ from offcompile.ir import (
 from offcompile.ir.jsonio import check_homes
 from offcompile.ir.verify import check_structure, check_timeline
 from offcompile.passes.registry import make
-from offcompile.passes.search.frame import Choices
+from offcompile.passes.search.program_variant import Choices
 from offcompile.simulate import Simulator
 
 from .coarsen import Coarse, coarsen

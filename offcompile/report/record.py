@@ -13,10 +13,10 @@ from typing import Any, Protocol
 from offcompile.ir import DEVICE, PHASES, Machine, OffloadError, Plan, Problem, Timeline
 from offcompile.ir.jsonio import machine_to_json, plan_to_json, problem_to_json
 from offcompile.ir.units import counted, show_us, size
-from offcompile.passes.build.holes import Returns, Room
-from offcompile.planning.decide import floor_of
+from offcompile.passes.build.fragmentation import Returns, Room
 from offcompile.planning.feedback.corrections import Corrected
 from offcompile.planning.feedback.measured import MeasuredStep, Steps
+from offcompile.planning.fit_budget import floor_of
 from offcompile.planning.planned_layout import planned_layout, planned_returns
 from offcompile.planning.planner import PlanResult
 from offcompile.planning.timelines import moved_bytes, timeline_to_json

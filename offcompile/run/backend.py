@@ -14,8 +14,8 @@ from offcompile.machine.target import target_for
 from offcompile.report.dump import check_dump_directory
 from offcompile.runtime.base.progress import Progress
 
-from .accounts.books import usage_of
-from .compiled import GraphVariants
+from .accounts.usage import usage_of
+from .graph_variants import GraphVariants
 from .refusals import raised
 
 

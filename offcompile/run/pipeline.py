@@ -19,25 +19,25 @@ import torch
 from torch import fx
 
 from offcompile.graph.annotate import Annotated
-from offcompile.graph.choose import Choice
 from offcompile.graph.graphs import Graphs, outputs_of
+from offcompile.graph.in_backward_updates import Offers
 from offcompile.graph.lowering.lower import Compiled, Halves, Phase
 from offcompile.graph.lowering.order import pin_order
 from offcompile.graph.lowering.rewrite import rewrite
-from offcompile.graph.offers import Offers
 from offcompile.graph.sizes import hint_of
 from offcompile.graph.split import Splits
 from offcompile.graph.split.decision import Ways
 from offcompile.graph.update_advice import advice
+from offcompile.graph.weight_placement import Choice
 from offcompile.ir import BACKWARD, FORWARD, Machine, OffloadError, Plan, Problem
+from offcompile.machine.malloc_advice import HINT, malloc_leaves_holes
 from offcompile.machine.options import Options
-from offcompile.machine.splinters import HINT, malloc_leaves_holes
 from offcompile.machine.target import CudaTarget, Target
-from offcompile.planning.decide import Decided
+from offcompile.planning.empty_turn import kept_at_turn
 from offcompile.planning.endurance import spilled_bytes, watch_for
 from offcompile.planning.feedback.profiling import Profile, Settled
-from offcompile.planning.needs import Footprint, NeedsBySize, bytes_of, standing_in
-from offcompile.planning.turn import kept_at_turn
+from offcompile.planning.fit_budget import Decided
+from offcompile.planning.footprint import Footprint, NeedsBySize, bytes_of, standing_in
 from offcompile.report.dump import Dumped as Compilation
 from offcompile.report.dump import dump
 from offcompile.report.log import log_compiled, log_decision, tell_once, warn
@@ -52,14 +52,14 @@ from offcompile.runtime.memory.heap import heap
 from offcompile.runtime.moves.registry import runtime_for
 from offcompile.runtime.states.update_ops import taken_or_kept
 
-from .accounts.books import GraphUsage
-from .accounts.executions import GraphRuns, Room, kept_between
+from .accounts.apply_placement import WeightPlaces, weight_places
+from .accounts.graph_runs import GraphRuns, Room, kept_between
+from .accounts.usage import GraphUsage
 from .accounts.wall import Watch
-from .accounts.weight_places import WeightPlaces, weight_places
 from .plan_graph import Planning, Tell
+from .problem_source import ProblemSource, values
 from .recording import Touched, recorded, touched_by, weights_of
 from .step_recorder import StepRecorder
-from .survey import ProblemSource, values
 from .verifying import Verifying
 
 #: each lane may pack in this fraction of the runtime's reserve; at most four lanes pack

@@ -9,15 +9,19 @@ from functools import partial
 import torch
 
 from offcompile.graph.annotate import Annotated
-from offcompile.graph.choose import TRIAL_SHARE, Choice, choose
-from offcompile.graph.compact import compact, has_bits
 from offcompile.graph.graphs import Graphs
-from offcompile.graph.offers import Offers, read_after_update
+from offcompile.graph.in_backward_updates import Offers, read_after_update
+from offcompile.graph.mask_bits import compact, has_bits
 from offcompile.graph.sizes import hint_of
+from offcompile.graph.weight_placement import TRIAL_SHARE, Choice, choose
 from offcompile.ir import BACKWARD, DEVICE, Infeasible, Machine, Plan, Problem
 from offcompile.ir.units import show_bytes
 from offcompile.machine.in_place import InPlace
-from offcompile.planning.decide import (
+from offcompile.planning.empty_turn import decide_emptied
+from offcompile.planning.endurance import planned_life
+from offcompile.planning.feedback.corrections import with_factors
+from offcompile.planning.feedback.profiling import WORTH, Settled, reconsider
+from offcompile.planning.fit_budget import (
     NO_LOSS,
     Decided,
     Holes,
@@ -29,16 +33,12 @@ from offcompile.planning.decide import (
     with_figure,
     with_reserve,
 )
-from offcompile.planning.endurance import planned_life
-from offcompile.planning.feedback.corrections import with_factors
-from offcompile.planning.feedback.profiling import WORTH, Settled, reconsider
 from offcompile.planning.planned_layout import planned_returns
 from offcompile.planning.planner import PlanResult
-from offcompile.planning.turn import decide_emptied
 from offcompile.report.report import PlanReport
 from offcompile.runtime.memory.heap import address_space_is_limited
 
-from .survey import ProblemSource
+from .problem_source import ProblemSource
 
 #: kinds of the user's tensors that may leave for the host besides activations
 LEAVING = ("weight", "gradient")

@@ -29,7 +29,7 @@ from offcompile.passes.correlation.recorder import MOST_RUNS, Recorder
 from offcompile.runtime.base.counters import now_ns
 from offcompile.runtime.moves.registry import runtimes
 
-from .accounts.books import ParameterSet, PendingBackward
+from .accounts.usage import ParameterSet, PendingBackward
 
 
 @dataclass(frozen=True)

@@ -18,7 +18,7 @@ from offcompile.ir import BACKWARD, COMPUTE, FORWARD
 from offcompile.planning.feedback.measured import MeasuredSpan, MeasuredStep, MeasuredWait
 from offcompile.planning.order import ProgramStep, Run, Start
 from offcompile.runtime.base.clock import Clock
-from offcompile.runtime.device.listening import MoveListener, listening, profiled, profiling
+from offcompile.runtime.device.move_events import MoveListener, listening, profiled, profiling
 
 #: number of steps whose median is shown
 STEPS_KEPT = 5

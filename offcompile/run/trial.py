@@ -13,7 +13,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from offcompile.ir.units import show_us, size
-from offcompile.machine.splinters import HINT, malloc_leaves_holes
+from offcompile.machine.malloc_advice import HINT, malloc_leaves_holes
 from offcompile.planning.feedback.corrections import Factors, corrected, factors_of
 from offcompile.planning.feedback.measured import MeasuredStep
 from offcompile.report.log import first_time, say, warn

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from offcompile.ir import Infeasible, Lane, Machine, Tensor, Timeline
 
 from .program import Program
-from .residency import Job
+from .required_copies import Job
 
 
 @dataclass(frozen=True, slots=True)

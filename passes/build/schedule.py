@@ -25,7 +25,7 @@ from .decisions import Decisions
 from .lanes import Clock, Routes, Trip, fill_backward, fill_forward
 from .placement import Placement
 from .program import Intervals, Program, too_small
-from .residency import Residency, plan_residency
+from .required_copies import Residency, plan_residency
 
 #: number of times that the builder places triggers again with the simulated times
 ROUNDS = 3

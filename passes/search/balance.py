@@ -14,9 +14,9 @@ from itertools import groupby
 
 from offcompile.ir import DEVICE, HOST, Move, Plan
 from offcompile.passes.build.lanes import Clock
-from offcompile.passes.select.cover import GapSet, Prices
+from offcompile.passes.select.gap_set import GapSet, Prices
 
-from .frame import Choices, ProgramVariant, may_access
+from .program_variant import Choices, ProgramVariant, may_access
 from .search import State
 
 #: below this ratio to compute the lane is not the bottleneck

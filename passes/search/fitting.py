@@ -10,9 +10,9 @@ from collections.abc import Iterable
 
 from offcompile.ir import DEVICE, HOST, Infeasible, Machine, Plan, Problem
 from offcompile.passes.build.contract import Judge
-from offcompile.passes.select.cover import GapSet, Prices
+from offcompile.passes.select.gap_set import GapSet, Prices
 
-from .frame import Choices, ProgramVariant, forced_mode, infeasible_host, may_run_on_host
+from .program_variant import Choices, ProgramVariant, forced_mode, infeasible_host, may_run_on_host
 from .search import mode_of
 from .trials import Trials
 

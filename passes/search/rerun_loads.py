@@ -15,10 +15,10 @@ from functools import cached_property
 
 from offcompile.ir import DEVICE, SELF_ENDING_KINDS
 from offcompile.passes.build.gaps import Gap
-from offcompile.passes.select.cover import GapSet, Prices
+from offcompile.passes.select.gap_set import GapSet, Prices
 from offcompile.passes.select.rematerialization import Rematerialization, Rerun
 
-from .frame import Choices, ProgramVariant
+from .program_variant import Choices, ProgramVariant
 from .search import State
 
 #: longest chain of ops to rerun for one tensor

@@ -22,9 +22,9 @@ from offcompile.passes.build.decisions import Decisions
 from offcompile.passes.build.gaps import Gap
 from offcompile.passes.build.lanes import Clock
 from offcompile.passes.build.schedule import Builder
-from offcompile.passes.select.cover import GapSet, Prices
+from offcompile.passes.select.gap_set import GapSet, Prices
 
-from .frame import Choices, ProgramVariant, hostable, may_access
+from .program_variant import Choices, ProgramVariant, hostable, may_access
 
 #: if only the compute time taken by moves is left to gain: further plans tried, and the relative
 #: gain that resets this count

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from offcompile.ir import DEVICE, HOST, Machine, Problem
 
-from .frame import held_on_host, hostable
+from .program_variant import held_on_host, hostable
 
 #: shifts of the host's share, initial and smallest; initial around a known share
 FIRST_SHIFT, LEAST_SHIFT, NEAR_SHIFT = 0.2, 0.025, 0.1

@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from .cover_search import QUICK, ROUNDS, cover, great_ones, improve
-from .covering import Choice, Cover, Item, Way
+from .interval_cover import Choice, Cover, Item, Way
 
 #: tensors examined in the neighbourhood search for makespan
 SEARCH_WORK = 400_000

@@ -11,9 +11,9 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from random import Random
 
-from offcompile.passes.build.patience import is_short
+from offcompile.passes.build.time_left import is_short
 
-from .covering import Choice, Cover, Item
+from .interval_cover import Choice, Cover, Item
 
 #: numbers of knapsacks; with fewer than ROUNDS the neighbourhood of the best is not searched either
 ROUNDS, QUICK = 20, 3

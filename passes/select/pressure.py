@@ -8,7 +8,7 @@ from itertools import accumulate
 from offcompile.ir import DEVICE, Machine, Problem
 from offcompile.passes.build.decisions import Decisions
 from offcompile.passes.build.program import Program
-from offcompile.passes.build.residency import Residency, plan_residency
+from offcompile.passes.build.required_copies import Residency, plan_residency
 
 
 @dataclass(frozen=True)

@@ -18,7 +18,7 @@ import torch
 from offcompile.ir import OffloadError
 
 from .lane_rates import LaneRates
-from .listening import MoveListener
+from .move_events import MoveListener
 
 
 class How(Enum):

@@ -24,7 +24,7 @@ from offcompile.runtime.base.counters import note, now_ns
 from offcompile.runtime.base.threads import bare, died, started
 
 from .interface import Copy, How, Label, Waited
-from .listening import HeardCopy
+from .move_events import HeardCopy
 
 
 class State(Enum):

@@ -22,9 +22,9 @@ import torch
 from offcompile.ir import OffloadError
 from offcompile.runtime.base.mapping import PAGE_BYTES, page_multiple
 from offcompile.runtime.disk.directories import check_directory, free_bytes
-from offcompile.runtime.disk.residency import read_scattered, resident_pages, zero_range
+from offcompile.runtime.disk.page_cache import read_scattered, resident_pages, zero_range
 from offcompile.runtime.disk.spill_file import open_unlinked
-from offcompile.runtime.memory.mapped_rooms import Rooms
+from offcompile.runtime.memory.range_allocator import Rooms
 
 from .interface import Slot
 from .owners import address_of

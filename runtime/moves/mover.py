@@ -17,12 +17,12 @@ from offcompile.runtime.base.counters import add_gauges, new_tally, note, now_ns
 from offcompile.runtime.device import tickets
 from offcompile.runtime.device.failures import failure
 from offcompile.runtime.device.interface import Copy, Device, How, Label, Point, Slot
-from offcompile.runtime.device.listening import listener
+from offcompile.runtime.device.move_events import listener
 
-from .keeping import ActivationCache
+from .activation_cache import ActivationCache
 from .ledger import Ledger
+from .probes import show
 from .saved import KeptCounts, Saved
-from .watching import show
 
 
 @dataclass(eq=False)

@@ -17,7 +17,7 @@ from offcompile.ir import OffloadError
 from offcompile.runtime.base import watchdog
 from offcompile.runtime.disk.spill import SpillStore
 
-from .lingering import IdleThread
+from .idle_thread import IdleThread
 from .state_blocks import Block, Frame, Frames, Phase
 
 #: number of upcoming blocks considered for read-ahead

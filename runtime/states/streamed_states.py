@@ -17,7 +17,7 @@ from offcompile.ir import OffloadError
 from offcompile.runtime.device.failures import failure, not_arrived
 from offcompile.runtime.device.interface import Copy, Device, Label, Point, Slot
 
-from .carrier import BACK, OUT
+from .gradient_transport import BACK, OUT
 from .state_blocks import cut
 from .states import ALIGN_BYTES, Range, StatesFacts
 

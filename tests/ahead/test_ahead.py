@@ -28,7 +28,7 @@ from offcompile.ir import InvalidInput, OffloadError
 from offcompile.machine.hardware import load_profile
 from offcompile.machine.options import Options
 from offcompile.machine.target import CpuTarget
-from offcompile.run.survey import ProblemSource
+from offcompile.run.problem_source import ProblemSource
 from offcompile.runtime.measure.in_place import Slowdown
 from offcompile.runtime.measure.op import Measured
 from offcompile.runtime.memory.heap import Heap

@@ -21,8 +21,8 @@ from offcompile.runtime.kernels import AdamStep, AdamTensors, adam_launch, adam_
 from offcompile.runtime.moves import ops
 from offcompile.runtime.moves.registry import Runtime, RuntimeSettings, runtime_for
 from offcompile.runtime.moves.weights import is_on_host, live_on_host
-from offcompile.runtime.states.carrier import carrier_of
-from offcompile.runtime.states.channels import UpdateWorkers
+from offcompile.runtime.states.gradient_transport import carrier_of
+from offcompile.runtime.states.update_workers import UpdateWorkers
 
 gpu = [
     pytest.mark.gpu,

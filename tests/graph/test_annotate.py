@@ -12,7 +12,7 @@ from offcompile.graph.graphs import Graphs, bookkeeping
 from offcompile.graph.sizes import hint_of
 from offcompile.ir import DEVICE, Machine, Tier
 from offcompile.ir.jsonio import problem_from_json, problem_to_json
-from offcompile.planning.decide import plain_plan
+from offcompile.planning.fit_budget import plain_plan
 from offcompile.simulate import simulate
 
 

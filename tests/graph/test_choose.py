@@ -6,11 +6,11 @@ from typing import Any
 
 import pytest
 
-from offcompile.graph import choose as module
+from offcompile.graph import weight_placement as module
 from offcompile.graph.annotate import Annotated
-from offcompile.graph.choose import Choice, Decide, choose, weights_in_use_order
+from offcompile.graph.weight_placement import Choice, Decide, choose, weights_in_use_order
 from offcompile.ir import DEVICE, HOST, Infeasible, Lane, Machine, Op, Problem, Tensor, Tier
-from offcompile.planning.decide import Decided, decide, floor_of, planning_seconds
+from offcompile.planning.fit_budget import Decided, decide, floor_of, planning_seconds
 from offcompile.report.explain import fates
 from offcompile.report.modes import modes, module_rows
 

@@ -12,9 +12,9 @@ from torch.nn import functional as F
 from zoo import Encoder, Specimen, Trace, train
 
 import offcompile
-from offcompile.graph.compact import Compacted, compact, has_bits
 from offcompile.graph.graphs import Graphs
 from offcompile.graph.lowering.lower import Lowering, lower
+from offcompile.graph.mask_bits import Compacted, compact, has_bits
 from offcompile.graph.sizes import hint_of
 from offcompile.runtime.kernels import bit_ops
 

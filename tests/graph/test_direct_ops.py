@@ -18,7 +18,7 @@ import offcompile
 from offcompile.report.report import PlanReport
 from offcompile.runtime.base.mapping import PAGE_BYTES
 from offcompile.runtime.device.mapped import MappedSlot
-from offcompile.runtime.disk.residency import resident_pages
+from offcompile.runtime.disk.page_cache import resident_pages
 from offcompile.runtime.measure.in_place import InPlaceCall, Slowdown, measure_in_place
 from offcompile.runtime.measure.op import Call, Operands, TensorSpec
 from offcompile.runtime.moves import direct_ops, ops

@@ -6,7 +6,7 @@ import torch
 from captured import Perceptron, capture
 
 from offcompile.graph.sizes import hint_of
-from offcompile.run.survey import standing_bytes
+from offcompile.run.problem_source import standing_bytes
 
 
 def test_what_backward_will_be_given_does_not_stand_yet() -> None:

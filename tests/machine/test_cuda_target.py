@@ -23,7 +23,7 @@ from offcompile.machine.hardware import load_profile
 from offcompile.machine.options import Options
 from offcompile.machine.target import CudaTarget, target_for
 from offcompile.machine.this_gpu import to_cuda_machine
-from offcompile.planning.decide import decide
+from offcompile.planning.fit_budget import decide
 from offcompile.run.pipeline import _check_one_device
 from offcompile.runtime.base import clock
 from offcompile.runtime.base.clock import StreamClock, WallClock, clock_for

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from offcompile.machine.launch import NO_CACHE, VARIABLE, environment
-from offcompile.machine.splinters import malloc_leaves_holes
+from offcompile.machine.malloc_advice import malloc_leaves_holes
 from offcompile.runtime.memory import tensor_memory
 
 SCRIPT = "import os, sys; print(os.environ['GLIBC_TUNABLES'], *sys.argv[1:]); sys.exit(7)"

@@ -18,7 +18,8 @@ import torch
 
 import offcompile
 from offcompile.ir import OffloadError
-from offcompile.optim import SGD, Adam, AdamW, places
+from offcompile.optim import SGD, Adam, AdamW
+from offcompile.optim import state_placement as places
 from offcompile.runtime.disk.spill_file import Files
 from offcompile.runtime.states.disk_states import DiskFacts, DiskStates
 

@@ -27,9 +27,9 @@ from optim_runs import (
 from torch import nn
 
 from offcompile import OffloadError, optim
-from offcompile.optim.ways import TRIALS, WARM_STEPS, Ways
+from offcompile.optim.update_paths import TRIALS, WARM_STEPS, Ways
 from offcompile.runtime.states import updates
-from offcompile.runtime.states.channels import UpdateWorkers
+from offcompile.runtime.states.update_workers import UpdateWorkers
 
 
 @pytest.fixture(autouse=True)

@@ -24,7 +24,7 @@ from offcompile.passes.select.activation_selection import (
     transfer_ns,
 )
 from offcompile.passes.select.cover_search import cover
-from offcompile.passes.select.covering import Item, Way
+from offcompile.passes.select.interval_cover import Item, Way
 from offcompile.passes.select.knapsack import knapsack
 from offcompile.simulate import Simulator
 

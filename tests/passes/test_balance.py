@@ -10,7 +10,7 @@ from chains import link
 from offcompile.ir import Op, Problem, Tensor
 from offcompile.passes.build.schedule import Builder
 from offcompile.passes.search.balance import balanced
-from offcompile.passes.search.frame import Choices, ProgramVariant
+from offcompile.passes.search.program_variant import Choices, ProgramVariant
 from offcompile.passes.search.search import State
 from offcompile.planning.planner import judge_for, plan_problem
 from offcompile.simulate import simulate

@@ -9,10 +9,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from offcompile.ir import Infeasible, Machine, Problem, Recompute
-from offcompile.passes.build import residency
+from offcompile.passes.build import required_copies as residency
 from offcompile.passes.build.decisions import Away, Decisions
 from offcompile.passes.build.program import Program
-from offcompile.passes.search.frame import direct_mode
+from offcompile.passes.search.program_variant import direct_mode
 from offcompile.passes.select.footprint import footprint, order_of
 from offcompile.passes.select.pressure import pressure
 from offcompile.testing import problems_with_machines

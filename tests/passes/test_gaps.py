@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from offcompile.ir import DEVICE, Op, Problem, Tensor
 from offcompile.passes.build.gaps import MOST_CELLS, _cells_within
-from offcompile.passes.search.frame import Choices, ProgramVariant
+from offcompile.passes.search.program_variant import Choices, ProgramVariant
 from offcompile.planning.planner import plan_problem
 
 

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from test_layout import RECKONED, report_of
 
-from offcompile.passes.build.holes import Returns, Room, returns_of
+from offcompile.passes.build.fragmentation import Returns, Room, returns_of
 from offcompile.passes.build.layout import Stay, peak_bytes
 from offcompile.planning import planned_layout as layout_module
 from offcompile.runtime.memory.heap import Heap

@@ -8,10 +8,10 @@ from chains import link
 from offcompile.ir import DEVICE, Machine, Op, Plan, Problem, Tensor
 from offcompile.passes import joint
 from offcompile.passes.registry import make
-from offcompile.passes.search.frame import Choices, ProgramVariant
+from offcompile.passes.search.program_variant import Choices, ProgramVariant
 from offcompile.passes.search.rerun_loads import rerun_modes
 from offcompile.passes.search.search import Search, State
-from offcompile.passes.select.cover import Prices
+from offcompile.passes.select.gap_set import Prices
 from offcompile.passes.select.rematerialization import Rematerialization
 from offcompile.planning.planner import certify, judge_for
 

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from offcompile.passes.select.residents import LEAST_STEP, best_share, spread
+from offcompile.passes.select.pinned_weights import LEAST_STEP, best_share, spread
 
 shares = st.fractions(0, 1, max_denominator=16)
 sizes = st.lists(st.integers(1, 1000), min_size=1, max_size=30).map(

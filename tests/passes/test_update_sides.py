@@ -13,7 +13,7 @@ from offcompile.ahead.plan import Ahead, Asked
 from offcompile.graph.update_advice import advice
 from offcompile.machine.options import Options
 from offcompile.passes.select.update_sides import Idle, Ready, updated_on_device
-from offcompile.run.accounts.weight_places import WeightPlaces
+from offcompile.run.accounts.apply_placement import WeightPlaces
 from offcompile.runtime.states.updates import advice_for
 
 BUSY = st.lists(st.tuples(st.integers(0, 60), st.integers(1, 9)).map(lambda t: (t[0], sum(t))))

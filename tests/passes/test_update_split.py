@@ -10,7 +10,7 @@ from memferry_problems import machine, step
 
 from offcompile.ir import HOST, Machine, Problem
 from offcompile.passes.joint import Joint
-from offcompile.passes.search.frame import hostable
+from offcompile.passes.search.program_variant import hostable
 from offcompile.passes.search.update_split import UpdateSplit
 from offcompile.planning.planner import certify
 from offcompile.simulate import simulate

@@ -8,7 +8,6 @@ import pytest
 from test_report import MACHINE, PROBLEM, made
 
 from offcompile.ir import COMPUTE, Infeasible, Op, Plan, Problem, Recompute, Start, Tensor
-from offcompile.planning.decide import Decided
 from offcompile.planning.feedback.corrections import (
     SAME,
     Factors,
@@ -18,6 +17,7 @@ from offcompile.planning.feedback.corrections import (
 )
 from offcompile.planning.feedback.measured import MeasuredSpan, MeasuredStep, MeasuredWait
 from offcompile.planning.feedback.profiling import reconsider
+from offcompile.planning.fit_budget import Decided
 from offcompile.planning.planner import certify
 
 US = 1000

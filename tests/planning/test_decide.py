@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-import offcompile.planning.decide as decide_module
+import offcompile.planning.fit_budget as decide_module
 from offcompile.ir import Infeasible, Lane, Machine, Op, Problem, Tensor, Tier
-from offcompile.planning.decide import Decided, Holes, decide, floor_of, floors_by_run
+from offcompile.planning.fit_budget import Decided, Holes, decide, floor_of, floors_by_run
 from offcompile.planning.planner import PlanResult, plan_problem
 
 MIB = 1 << 20

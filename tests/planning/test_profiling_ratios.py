@@ -27,7 +27,7 @@ from offcompile.planning.feedback.sparsity import (
 )
 from offcompile.runtime.codecs import codec
 from offcompile.runtime.measure.codecs import codec_bytes_per_us
-from offcompile.runtime.moves.watching import show, watching
+from offcompile.runtime.moves.probes import show, watching
 
 MIB = 1 << 20
 

@@ -25,7 +25,7 @@ from offcompile.report.stalls import stall_line, tensor_name
 from offcompile.run.step_recorder import STEPS_AT_FIRST, StepRecorder
 from offcompile.runtime.base.clock import Clock
 from offcompile.runtime.device.cpu import CpuDevice
-from offcompile.runtime.device.listening import HeardCopy, MoveListener, listener, listening
+from offcompile.runtime.device.move_events import HeardCopy, MoveListener, listener, listening
 from offcompile.runtime.moves.registry import close_all, runtimes
 
 OPTIONS = {"hardware": "cpu", "policy": "joint:evaluations=10,seconds=20", "seconds": 0.5}

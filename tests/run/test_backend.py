@@ -16,7 +16,7 @@ import offcompile
 from offcompile.ir import InvalidInput, OffloadError
 from offcompile.machine.hardware import parse_bytes
 from offcompile.report.report import PlanReport
-from offcompile.run.accounts import executions
+from offcompile.run.accounts import graph_runs as executions
 
 # the joint search is counted, the profile given: what is planned does not depend on the machine
 POLICY = "joint:evaluations=10,seconds=20"

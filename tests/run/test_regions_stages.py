@@ -15,9 +15,9 @@ from torch import Tensor, nn
 
 import offcompile
 from offcompile.ir import BACKWARD, HOST
-from offcompile.planning.needs import bytes_of, standing_in
-from offcompile.run.accounts.executions import GraphRuns, Room
-from offcompile.run.accounts.results import LiveOutputs
+from offcompile.planning.footprint import bytes_of, standing_in
+from offcompile.run.accounts.graph_runs import GraphRuns, Room
+from offcompile.run.accounts.live_outputs import LiveOutputs
 from offcompile.runtime.base.counters import reset_counters
 from offcompile.runtime.moves.registry import close_all
 from offcompile.runtime.moves.weights import is_on_host

@@ -15,8 +15,8 @@ from torch.utils.checkpoint import checkpoint
 import offcompile
 from offcompile.ir import DEVICE, HOST, Lane, Machine, Op, Problem, Tier
 from offcompile.ir import Tensor as Stored
+from offcompile.planning.empty_turn import decide_emptied
 from offcompile.planning.order import Run
-from offcompile.planning.turn import decide_emptied
 from offcompile.runtime.base.counters import reset_counters
 from offcompile.runtime.moves.registry import close_all
 

@@ -16,7 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from offcompile.ir import OffloadError
-from offcompile.runtime.states.channels import Job, State, UpdateWorkers
+from offcompile.runtime.states.update_workers import Job, State, UpdateWorkers
 
 
 def nothing() -> None:
@@ -269,7 +269,7 @@ def test_a_child_has_none_of_it_and_can_start_its_own(channels: UpdateWorkers) -
 
 EXIT = """
 import threading
-from offcompile.runtime.states.channels import Channels
+from offcompile.runtime.states.update_workers import Channels
 made, began, seen = Channels(), threading.Event(), []
 def work():
     began.set()

@@ -14,7 +14,7 @@ from offcompile.runtime.device import mapped, tickets
 from offcompile.runtime.moves.mover import Load
 from offcompile.runtime.moves.registry import Runtime, RuntimeSettings
 from offcompile.runtime.moves.saved import Saved
-from offcompile.runtime.states.channels import UpdateWorkers
+from offcompile.runtime.states.update_workers import UpdateWorkers
 
 
 @pytest.fixture

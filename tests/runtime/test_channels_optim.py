@@ -11,7 +11,7 @@ from torch import nn
 
 from offcompile import optim
 from offcompile.optim import core
-from offcompile.runtime.states.carrier import Brought
+from offcompile.runtime.states.gradient_transport import Brought
 
 Weights = list[torch.Tensor]
 

@@ -18,7 +18,7 @@ from offcompile.runtime.device.cpu import CpuDevice
 from offcompile.runtime.disk.spill import SpillStore
 from offcompile.runtime.disk.spill_file import Files
 from offcompile.runtime.memory.arena import Arena
-from offcompile.runtime.moves.keeping import ActivationCache
+from offcompile.runtime.moves.activation_cache import ActivationCache
 from offcompile.runtime.moves.mover import Load, Mover
 from offcompile.runtime.moves.saved import Saved
 

@@ -14,7 +14,7 @@ from offcompile.runtime.device import tickets
 from offcompile.runtime.device.cpu import CpuDevice
 from offcompile.runtime.device.mapped import MappedStore
 from offcompile.runtime.memory.arena import Arena
-from offcompile.runtime.moves.keeping import ActivationCache
+from offcompile.runtime.moves.activation_cache import ActivationCache
 from offcompile.runtime.moves.mover import Load, Mover
 
 

@@ -17,7 +17,7 @@ import offcompile
 from offcompile.ir import HOST
 from offcompile.passes.correlation.predictor import Predictor
 from offcompile.runtime.device import tickets
-from offcompile.runtime.moves.keeping import ActivationCache
+from offcompile.runtime.moves.activation_cache import ActivationCache
 from offcompile.runtime.moves.mover import Load, Mover
 from offcompile.runtime.moves.registry import runtimes
 

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 import offcompile
 from offcompile.passes.correlation.learned import Limits
-from offcompile.run.accounts.books import DeviceUsage, GraphUsage, usage_of
+from offcompile.run.accounts.usage import DeviceUsage, GraphUsage, usage_of
 from offcompile.runtime.base.counters import reset_counters
 from offcompile.runtime.moves.registry import close_all, runtimes
 from offcompile.runtime.states.updates import count

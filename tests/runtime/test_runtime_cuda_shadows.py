@@ -20,7 +20,7 @@ from simulated import SimulatedDevice
 from offcompile.ir import OffloadError
 from offcompile.runtime.device import tickets
 from offcompile.runtime.device.cuda.device import CudaDevice
-from offcompile.runtime.device.cuda.shadows import HostAliases, ShadowSlot
+from offcompile.runtime.device.cuda.host_aliases import HostAliases, ShadowSlot
 from offcompile.runtime.device.interface import Copy, Point
 from offcompile.runtime.device.streams import Event, Stream
 from offcompile.runtime.memory.host_arena import HostArena, HostFull

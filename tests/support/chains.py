@@ -7,7 +7,7 @@ import random
 from offcompile.ir import Codec, Lane, Machine, Op, Problem, Tensor, Tier
 from offcompile.passes.build.decisions import Decisions
 from offcompile.passes.build.schedule import Builder
-from offcompile.passes.search.frame import Choices, ProgramVariant
+from offcompile.passes.search.program_variant import Choices, ProgramVariant
 
 
 def chain(

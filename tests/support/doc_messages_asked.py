@@ -33,7 +33,7 @@ def _(place: Path, patch: pytest.MonkeyPatch) -> str:
 def _(place: Path, patch: pytest.MonkeyPatch) -> str:
     from test_decide import FAST, MIB, chain, machine
 
-    from offcompile.planning.decide import decide
+    from offcompile.planning.fit_budget import decide
 
     given: Any = (chain(), machine(FAST), 12 * MIB, lambda _: 0, "weight_rotation", 1.0)
     return told(lambda: decide(*given), Infeasible)

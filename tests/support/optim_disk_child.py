@@ -18,7 +18,8 @@ from typing import Any
 import torch
 import torch._dynamo  # else every child would import it, at its first step
 
-from offcompile.optim import AdamW, places
+from offcompile.optim import AdamW
+from offcompile.optim import state_placement as places
 from offcompile.run.saving import Calls, save
 from offcompile.runtime.disk.spill_file import Files
 from offcompile.runtime.states.disk_states import DiskStates

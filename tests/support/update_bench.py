@@ -12,8 +12,8 @@ from cuda_bench import Bench, fill
 
 from offcompile.runtime.device import tickets
 from offcompile.runtime.moves.saved import Saved
-from offcompile.runtime.states.carrier import Brought, GradientTransport
-from offcompile.runtime.states.channels import Job, UpdateWorkers
+from offcompile.runtime.states.gradient_transport import Brought, GradientTransport
+from offcompile.runtime.states.update_workers import Job, UpdateWorkers
 
 
 class SimulatedCarrier(GradientTransport):

@@ -16,9 +16,10 @@ from torch import Tensor
 import offcompile
 from offcompile.ir import DEVICE
 from offcompile.machine import target
-from offcompile.planning.decide import peak_alone
+from offcompile.planning.fit_budget import peak_alone
 from offcompile.report import report as report_module
-from offcompile.run import survey, trial
+from offcompile.run import problem_source as survey
+from offcompile.run import trial
 from offcompile.runtime.moves.registry import runtimes
 
 from .rows import Row

@@ -18,7 +18,7 @@ from offcompile.runtime.base.watchdog import LOOKS, WARN_AT, Stalled, StallWarni
 from offcompile.runtime.device.interface import Label
 from offcompile.runtime.device.lanes import Job, Lanes
 from offcompile.runtime.disk.disk_queue import DiskQueue, side_by_side
-from offcompile.runtime.states.channels import UpdateWorkers
+from offcompile.runtime.states.update_workers import UpdateWorkers
 from trust import faults
 
 

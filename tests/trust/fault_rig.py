@@ -22,7 +22,8 @@ from torch import Tensor
 from zoo import MLP
 
 import offcompile
-from offcompile.optim import AdamW, places
+from offcompile.optim import AdamW
+from offcompile.optim import state_placement as places
 from offcompile.run.saving import Calls, save
 from offcompile.runtime.disk import spill
 from offcompile.runtime.disk.spill import SpillStore

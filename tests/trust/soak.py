@@ -30,7 +30,7 @@ from torch import Tensor, nn
 
 import offcompile
 from offcompile.report import report
-from offcompile.run.accounts.books import usage_of
+from offcompile.run.accounts.usage import usage_of
 from offcompile.runtime.base.process_memory import resident
 from offcompile.runtime.device import tickets
 from offcompile.runtime.moves.registry import close_all, runtimes

@@ -23,11 +23,11 @@ from update_bench import KINDS, SimulatedCarrier, Updates, produce, weight_of
 from offcompile.ir import OffloadError
 from offcompile.passes.correlation.predictor import Predictor
 from offcompile.runtime.device.cuda.device import CudaDevice
-from offcompile.runtime.moves.keeping import ActivationCache
+from offcompile.runtime.moves.activation_cache import ActivationCache
 from offcompile.runtime.moves.mover import Mover
-from offcompile.runtime.states.channels import UpdateWorkers
 from offcompile.runtime.states.disk_states import DiskStates
 from offcompile.runtime.states.state_blocks import GRAIN
+from offcompile.runtime.states.update_workers import UpdateWorkers
 
 from .interleaving import Interleaving
 from .simulated_disk import SimulatedDisk

@@ -9,10 +9,10 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
-from offcompile.graph.choose import Choice
+from offcompile.graph.weight_placement import Choice
 from offcompile.ir import Infeasible
 from offcompile.machine.options import Options
-from offcompile.planning.decide import NO_LOSS, Decided
+from offcompile.planning.fit_budget import NO_LOSS, Decided
 
 #: numbers of pieces to try, in turn
 LADDER = (4, 8, 16, 32)

@@ -15,9 +15,9 @@ from dataclasses import dataclass, field
 import torch
 
 from offcompile.ir import Infeasible, Machine, Plan, Problem
-from offcompile.planning.decide import Decided
+from offcompile.planning.fit_budget import Decided
 from offcompile.runtime.device.lane_rates import Moved
-from offcompile.runtime.moves.watching import watching
+from offcompile.runtime.moves.probes import watching
 from offcompile.simulate import Simulator
 
 from .corrections import Factors

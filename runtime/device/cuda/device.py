@@ -38,7 +38,7 @@ from offcompile.runtime.device.failures import failure
 from offcompile.runtime.device.interface import Copy, Device, How, Label, Point, Slot, Waited
 from offcompile.runtime.device.lane_rates import LaneRates
 from offcompile.runtime.device.lanes import Lanes
-from offcompile.runtime.device.listening import HeardCopy
+from offcompile.runtime.device.move_events import HeardCopy
 from offcompile.runtime.device.packing import PackedSlot, elements_in
 from offcompile.runtime.device.streams import Event, Stream, Streams, when_storage_dies
 from offcompile.runtime.disk.gds import CuFile, this_cufile
@@ -59,8 +59,8 @@ from .copies import (
 )
 from .direct_files import DirectFiles
 from .disk_steps import packing_steps, rated, raw_steps, unpacking_steps
+from .host_aliases import HostAliases, ShadowSlot
 from .packing import PackedHostSlot, Packers, Rooms
-from .shadows import HostAliases, ShadowSlot
 from .staging import CHUNKS, Ring, Step, ring_in
 
 #: copies of the host tier of at least this size are timed by the GPU, to measure the lane's rate

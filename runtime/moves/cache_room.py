@@ -9,7 +9,7 @@ from functools import partial
 from offcompile.runtime.device.failures import failure
 from offcompile.runtime.device.interface import Copy
 
-from .kept import Block, Cached, Foresight
+from .cached import Block, Cached, Foresight
 from .saved import Moving
 
 

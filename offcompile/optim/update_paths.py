@@ -8,8 +8,8 @@ import torch
 
 from offcompile.runtime.device.interface import Device
 from offcompile.runtime.moves.weights import device_of
-from offcompile.runtime.states.carrier import Brought
-from offcompile.runtime.states.channels import Job, UpdateWorkers
+from offcompile.runtime.states.gradient_transport import Brought
+from offcompile.runtime.states.update_workers import Job, UpdateWorkers
 
 from . import apply
 from .core import Core, Entry

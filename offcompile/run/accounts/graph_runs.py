@@ -20,11 +20,11 @@ from offcompile.passes.correlation.predictor import Predictor
 from offcompile.report.log import first_time, warn
 from offcompile.runtime.base.weak import WeakTensor
 from offcompile.runtime.device import tickets
-from offcompile.runtime.moves.keeping import ActivationCache
+from offcompile.runtime.moves.activation_cache import ActivationCache
 from offcompile.runtime.moves.registry import RuntimeSettings, runtime_for, runtimes
 from offcompile.runtime.moves.saved import Saved
 
-from .books import UNBOUND, DeviceUsage, GraphUsage, ParameterSet
+from .usage import UNBOUND, DeviceUsage, GraphUsage, ParameterSet
 
 #: least share for the keeper of the room beside a run, however much is reserved for holes
 KEEPER_SHARE = 3 / 8

@@ -9,8 +9,8 @@ import torch
 from offcompile.runtime.base.limits import read_limits
 from offcompile.runtime.disk.directories import default_directory
 from offcompile.runtime.states import updates
-from offcompile.runtime.states.carrier import runtime_on
 from offcompile.runtime.states.disk_states import DiskStates
+from offcompile.runtime.states.gradient_transport import runtime_on
 from offcompile.runtime.states.states import HostStates, MemoryStates, States
 from offcompile.runtime.states.streamed_states import StreamedStates
 

@@ -1,8 +1,8 @@
 """Device memory of a program at any speed of the lanes, and the waits that this requires.
 
-A stay (`presence`) takes space from the step that begins it until the program has passed the runs
-that use it and has waited for the moves that do. Time matters only for choosing: a run may be
-preceded by waits for stays that the simulation had ended when the run started, the first to end
+A copy (`copy_lifetimes`) takes space from the step that begins its stay until the program has passed
+the runs that use it and has waited for the moves that do. Time matters only for choosing: a run may
+be preceded by waits for stays that the simulation had ended when the run started, the first to end
 first.
 """
 
@@ -14,7 +14,7 @@ from itertools import count
 
 from offcompile.ir import OffloadError
 
-from .presence import Arrival, Lifetime, Step
+from .copy_lifetimes import Arrival, Lifetime, Step
 
 
 class Ledger:

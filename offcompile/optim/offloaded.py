@@ -18,10 +18,10 @@ from offcompile.runtime.states.states import StatesFacts
 from . import apply, checkpoints, clipping
 from .arrivals import Arrivals
 from .core import Core, Entry, refuse_flags
-from .places import Places
 from .rules import Hyper, Rule
 from .settings import Asked, Settings
-from .ways import Ways
+from .state_placement import Places
+from .update_paths import Ways
 
 
 @dataclass(frozen=True)

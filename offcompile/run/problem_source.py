@@ -14,8 +14,8 @@ from offcompile.graph.costs.in_place import with_in_place
 from offcompile.graph.costs.op_costs import CostModel, OpCost, costs_of_graph, open_cost_cache
 from offcompile.graph.dropout import in_two_parts
 from offcompile.graph.graphs import Graphs, Hint, storage_bytes, storage_key
+from offcompile.graph.in_backward_updates import Offers, costs_of_offers, with_offers
 from offcompile.graph.kernels import merge_kernels
-from offcompile.graph.offers import Offers, costs_of_offers, with_offers
 from offcompile.graph.sizes import hint_of
 from offcompile.ir import Machine
 from offcompile.machine.hardware import BYTES_PER_US_PER_GBPS

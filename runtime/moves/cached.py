@@ -10,7 +10,7 @@ import torch
 
 from offcompile.runtime.device.interface import Copy
 
-from .kept_weights import Weight
+from .cached_weights import Weight
 from .saved import Saved
 
 #: (execution, tag, index among live tensors with that tag); weights use blocks of their own

@@ -14,8 +14,8 @@ from fractions import Fraction
 from typing import Protocol
 
 from offcompile.ir import DEVICE, HOST, Infeasible, Problem
-from offcompile.passes.select.residents import best_share, spread
-from offcompile.planning.decide import Decided
+from offcompile.passes.select.pinned_weights import best_share, spread
+from offcompile.planning.fit_budget import Decided
 from offcompile.planning.planner import Beaten
 
 from .annotate import Annotated

@@ -9,7 +9,12 @@ from dataclasses import dataclass
 
 from offcompile.ir import DEVICE, Infeasible, Machine, Plan, Problem, Start
 from offcompile.ir.units import show_bytes
-from offcompile.passes.search.frame import Choices, ProgramVariant, direct_mode, held_on_host
+from offcompile.passes.search.program_variant import (
+    Choices,
+    ProgramVariant,
+    direct_mode,
+    held_on_host,
+)
 from offcompile.runtime.base.garbage import rarely_collected
 from offcompile.simulate import Simulator
 

@@ -32,9 +32,9 @@ from offcompile.runtime.moves.weights import is_there_by_plan
 from offcompile.runtime.states.update_ops import calling
 from offcompile.runtime.states.updates import updater_of
 
-from .accounts.books import DeviceUsage, ParameterSet
-from .accounts.executions import GraphRuns
 from .accounts.fixed_weights import FixedWeights
+from .accounts.graph_runs import GraphRuns
+from .accounts.usage import DeviceUsage, ParameterSet
 from .foreign_autograd import refuse_foreign_autograd
 from .pipeline import Pipeline
 from .recording import recorded

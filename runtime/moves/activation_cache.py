@@ -7,7 +7,7 @@ room; evicted tensors are reloaded before a graph asks for them. So the plan is 
 its copies are made only where they are needed.
 
 Weights that live on the host are treated alike: a copy of one stays for the next reader in the same
-sweep, and is prefetched if there is room (`kept_weights`).
+sweep, and is prefetched if there is room (`cached_weights`).
 
 The keeper holds at most `limit_bytes` beyond the memory that plans count. The buffers that it hands
 out remain its own: graphs may only read them, and must not reuse the buffers of tensors that they
@@ -24,9 +24,9 @@ import torch
 
 from offcompile.runtime.device.interface import Copy, Slot
 
-from .kept import Block, Cached, Foresight, Known, flat, nothing, version_of
-from .kept_room import CacheRoom
-from .kept_weights import CachedWeights, Weight
+from .cache_room import CacheRoom
+from .cached import Block, Cached, Foresight, Known, flat, nothing, version_of
+from .cached_weights import CachedWeights, Weight
 from .saved import Moving, Saved
 
 #: most entries in the keeper's notes on executions and their tensors; the oldest are dropped first

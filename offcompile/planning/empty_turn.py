@@ -26,7 +26,7 @@ from offcompile.ir import (
 )
 from offcompile.simulate import Simulator
 
-from .decide import Decided, decide, floors_by_run
+from .fit_budget import Decided, decide, floors_by_run
 from .order import Order, Run
 from .replay import worst_case
 

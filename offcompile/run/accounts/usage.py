@@ -18,8 +18,8 @@ import torch
 
 from offcompile.runtime.states.updates import Holder, all_held_bytes, holders_of, registrations
 
-from .holdings import ParameterMemory
-from .results import LiveOutputs
+from .live_outputs import LiveOutputs
+from .parameter_memory import ParameterMemory
 
 
 class ParameterSet:

@@ -25,16 +25,6 @@ from offcompile.runtime.kernels import why_not
 from offcompile.runtime.kernels.bitmask import SIGNED
 from offcompile.runtime.kernels.bits import mask_bytes
 
-from .compact_nodes import (
-    SHAPE_ONLY,
-    Candidate,
-    Sizes,
-    forget,
-    laid_alike,
-    make_bits,
-    read_bits,
-    save,
-)
 from .graphs import (
     Graphs,
     Hint,
@@ -47,6 +37,16 @@ from .graphs import (
     storage_bytes,
 )
 from .lowering.resave import new_placeholder
+from .mask_nodes import (
+    SHAPE_ONLY,
+    Candidate,
+    Sizes,
+    forget,
+    laid_alike,
+    make_bits,
+    read_bits,
+    save,
+)
 
 aten = torch.ops.aten
 

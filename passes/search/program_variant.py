@@ -25,7 +25,7 @@ from offcompile.passes.build.decisions import Away, Decisions
 from offcompile.passes.build.gaps import Gaps, find_gaps
 from offcompile.passes.build.program import Program, too_small
 from offcompile.passes.build.schedule import Builder
-from offcompile.passes.select.cover import GapSet
+from offcompile.passes.select.gap_set import GapSet
 
 
 @dataclass(frozen=True)
