@@ -14,7 +14,7 @@ from pathlib import Path
 
 from benchmarks.traces import TRACES, Blocks, half, repeat
 from offcompile.ir.trace import Run, Trace
-from offcompile.passes.correlation.learned import Learned, Limits
+from offcompile.passes.correlation.learned import Learned, LearnedLimits
 from offcompile.passes.correlation.predictor import Predictor
 from offcompile.passes.correlation.tables import Shape
 from offcompile.simulate.trace_policies import TRACE_POLICIES
@@ -68,7 +68,7 @@ def geometry() -> Iterator[str]:
     machine = half(trace)
     for rows in (16, 64, 128, 512, 2048):
         for ways in (1, 2, 4):
-            limits = Limits(blocks=Shape(rows, ways, 4))
+            limits = LearnedLimits(blocks=Shape(rows, ways, 4))
             got = run_trace(trace, machine, Predictor(Learned(limits)))
             yield f"| {rows} | {ways} | {100 * got.miss_rate:.2f}% | {got.table_bytes >> 10} |"
 

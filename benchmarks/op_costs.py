@@ -25,7 +25,7 @@ from torch import fx
 from benchmarks.turns import machine
 from offcompile.graph.costs.calls import call_of, is_view
 from offcompile.graph.costs.op_costs import WORTH_MEASURING_US
-from offcompile.runtime.measure.op import Call, Operands, measure_call
+from offcompile.runtime.measure.op import OpCall, Operands, measure_call
 from offcompile.runtime.memory import tensor_memory
 from offcompile.runtime.memory.heap import heap
 
@@ -64,7 +64,7 @@ class Seen:
     """What each kind of call took within steps."""
 
     def __init__(self) -> None:
-        self.calls: dict[str, Call] = {}
+        self.calls: dict[str, OpCall] = {}
         self.us: dict[str, list[float]] = defaultdict(list)
         self._keys: dict[int, str | None] = {}
 
@@ -138,7 +138,7 @@ def found_of(name: str, quick: bool) -> dict[str, float]:
 
 
 def one_round(
-    calls: Mapping[str, Call], in_step: Mapping[str, float], counts: Mapping[str, float]
+    calls: Mapping[str, OpCall], in_step: Mapping[str, float], counts: Mapping[str, float]
 ) -> dict[str, float]:
     warm_operands, operands = WarmOperands(), Operands()
     total = warm = cold = 0.0

@@ -59,7 +59,7 @@ def measured(case: Case, seconds: float | None) -> Row:
     from offcompile.ahead.batch_trace import as_arguments
     from offcompile.ahead.factories import build
     from offcompile.ahead.fit import published_ways, variants
-    from offcompile.ahead.plan import Ahead, Asked, simple_ways
+    from offcompile.ahead.plan import Ahead, ForecastRequest, simple_ways
     from offcompile.ir import Infeasible
     from offcompile.machine.options import Options
     from offcompile.planning.fit_budget import floor_of, peak_alone, with_reserve
@@ -70,7 +70,7 @@ def measured(case: Case, seconds: float | None) -> Row:
     named = given if isinstance(given, dict) else {}
     plain = () if isinstance(given, dict) else as_arguments(given)
     options = Options.read({"hardware": case.hardware})
-    ahead = Ahead.of(Asked(model, plain, named, options, loss, case.optimizer), _quiet)
+    ahead = Ahead.of(ForecastRequest(model, plain, named, options, loss, case.optimizer), _quiet)
     problems, machine_for = variants(ahead), ahead.survey.machine
     alone = peak_alone(problems[0], machine_for)
     reserve = ahead.target.reserve_bytes

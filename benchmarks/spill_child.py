@@ -19,7 +19,7 @@ from offcompile.ir import Plan
 from offcompile.planning.feedback import profiling
 from offcompile.run import pipeline
 from offcompile.runtime.base.mapping import Mapping
-from offcompile.runtime.codecs import Codec, codec
+from offcompile.runtime.codecs import TensorCodec, codec
 from offcompile.runtime.device import tickets
 from offcompile.runtime.device.cpu import CpuDevice
 from offcompile.runtime.disk.spill import SpillStore
@@ -84,7 +84,9 @@ def codec_rates(nbytes: int, rounds: int) -> list[tuple[str, float, float, float
     return rows
 
 
-def _rates(one: Codec, x: torch.Tensor, copy: torch.Tensor, rounds: int) -> tuple[float, float]:
+def _rates(
+    one: TensorCodec, x: torch.Tensor, copy: torch.Tensor, rounds: int
+) -> tuple[float, float]:
     out = torch.empty(one.worst_bytes(x.numel(), x.dtype), dtype=torch.uint8)
     used = one.pack(x, out)
     packs, unpacks = [], []

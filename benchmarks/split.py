@@ -14,7 +14,7 @@ from pathlib import Path
 
 from offcompile.ahead.fit import variants
 from offcompile.ahead.huggingface import SIZES, build
-from offcompile.ahead.plan import Ahead, Asked
+from offcompile.ahead.plan import Ahead, ForecastRequest
 from offcompile.graph.split.decision import LADDER
 from offcompile.machine.options import Options
 from offcompile.planning.fit_budget import floor_of, with_reserve
@@ -103,7 +103,7 @@ def traced(case: Case, hardware: str) -> Ahead:
     else:
         model, inputs, loss = build(case.model, case.length, "bfloat16")
     options = Options.read({"hardware": hardware}, {})
-    return Ahead.of(Asked(model, (), inputs(case.batch), options, loss), _quiet)
+    return Ahead.of(ForecastRequest(model, (), inputs(case.batch), options, loss), _quiet)
 
 
 def _quiet(text: str) -> None:

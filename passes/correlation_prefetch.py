@@ -59,7 +59,7 @@ class CorrelationPrefetch:
         return made
 
     def _made(self, problem: Problem, machine: Machine, plan: Plan) -> Plan:
-        walk = _Walk(problem, machine, plan, self.variant)
+        walk = _PrefetchWalk(problem, machine, plan, self.variant)
         walk.run()
         away = tuple(walk.gaps[i].away for i in sorted(walk.away))
         decisions = replace(walk.base, away=away)
@@ -75,7 +75,7 @@ class CorrelationPrefetch:
         return made
 
 
-class _Walk:
+class _PrefetchWalk:
     """Walks the ops in order, and chooses the gaps in which to evict as they go by."""
 
     def __init__(self, problem: Problem, machine: Machine, plan: Plan, variant: str) -> None:
@@ -183,7 +183,7 @@ def _execution(run: RunOf) -> Hashable:
     return run.op.phase, run.op.reads, run.op.writes
 
 
-def _on_demand(plan: Plan, walk: _Walk) -> Plan:
+def _on_demand(plan: Plan, walk: _PrefetchWalk) -> Plan:
     """Returns the plan with unpredicted loads delayed until the run before their use has ended."""
     position, runs = walk.program.position, walk.runs
     moves = []

@@ -144,7 +144,7 @@ def _between_steps(frame: ProgramVariant, weights: Iterable[str]) -> set[Key]:
 
 
 @dataclass(frozen=True)
-class _Weight:
+class _HybridWeight:
     """A weight to decide on, the ops of each phase that touch it, and its load time."""
 
     id: str
@@ -174,7 +174,7 @@ class _Layers:
             for o in problem.ops
             if o.phase == "update" and not base.hosted.isdisjoint(o.writes)
         }
-        self.weights: dict[str, _Weight] = {}
+        self.weights: dict[str, _HybridWeight] = {}
         if HOST not in machine.tier:
             return
         load_ns = _load_times(problem, machine)
@@ -188,7 +188,7 @@ class _Layers:
             backward = tuple(o for o in ops if o.phase == "backward")
             if any(tensor.id in o.reads for o in forward):
                 load = load_ns(tensor.id)
-                self.weights[tensor.id] = _Weight(tensor.id, load, forward, backward)
+                self.weights[tensor.id] = _HybridWeight(tensor.id, load, forward, backward)
 
     def decides(self, direct: tuple[str, str]) -> bool:
         """True if the modes decide this direct access."""

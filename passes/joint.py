@@ -17,7 +17,7 @@ from offcompile.ir import DEVICE, HOST, Infeasible, Machine, Plan, Problem, Time
 
 from .build.contract import Judge
 from .build.gaps import Gap
-from .build.lanes import Clock
+from .build.lanes import LaneClock
 from .build.schedule import Builder
 from .build.time_left import TimeIsUp, TimeLeft, is_short, timed_by
 from .search.balance import balanced
@@ -35,7 +35,7 @@ from .search.program_variant import (
 from .search.recompute_fit import FittingReruns
 from .search.recompute_starts import WORTH_ANOTHER, RecomputeStarts
 from .search.rerun_loads import rerun_modes
-from .search.search import Search, State, mode_of
+from .search.search import Search, SearchState, mode_of
 from .search.update_split import UpdateSplit
 from .select.gap_set import GapSet, Prices
 from .select.rematerialization import Rematerialization, Rerun
@@ -160,7 +160,7 @@ class Joint:
                 problem, machine, Choices(forced.directs | free, forced.recomputes, forced.hosted)
             )
             frames += [] if self._floor(in_place) is not None else [in_place]
-        states: list[State] = []
+        states: list[SearchState] = []
         for one in frames:
             states += self._starts(search, one, HEADROOMS[:1])
         states += self._known(search, forced)
@@ -190,7 +190,7 @@ class Joint:
             )
         return brought_home(problem, machine, search.best_plan, self.judge)
 
-    def _worth_varying(self, search: Search, states: list[State]) -> list[ProgramVariant]:
+    def _worth_varying(self, search: Search, states: list[SearchState]) -> list[ProgramVariant]:
         """Returns the frames of starts close to the best one, each once, best first."""
         if not states:
             return []
@@ -208,7 +208,7 @@ class Joint:
         except Infeasible:
             return None
         timeline = self.judge(problem, machine, plan)
-        compute_us = Clock.unhindered(builder.program).period
+        compute_us = LaneClock.unhindered(builder.program).period
         if timeline.valid and timeline.cost_us <= max(compute_us, self.floor_us) + 1e-9:
             return plan
         return None
@@ -246,7 +246,11 @@ class Joint:
         return None
 
     def _last_resorts(
-        self, search: Search, frame: ProgramVariant, blocked: Infeasible | None, states: list[State]
+        self,
+        search: Search,
+        frame: ProgramVariant,
+        blocked: Infeasible | None,
+        states: list[SearchState],
     ) -> Infeasible | None:
         """Tries everything evicted, then all recomputed as well, then all possible in place.
 
@@ -290,7 +294,7 @@ class Joint:
             except (Infeasible, TimeIsUp):
                 continue
 
-    def _improve(self, search: Search, states: list[State]) -> None:
+    def _improve(self, search: Search, states: list[SearchState]) -> None:
         if search.best_plan is not None:
             known = self._state_of(search, search.best_plan)
             if known is not None:
@@ -310,8 +314,8 @@ class Joint:
 
     def _starts(
         self, search: Search, frame: ProgramVariant, headrooms: tuple[float, ...]
-    ) -> list[State]:
-        found: list[State] = []
+    ) -> list[SearchState]:
+        found: list[SearchState] = []
         deadline = time.thread_time() + START_SHARE * self._longest(search.problem)
         tiers = [HOST, *(t.name for t in search.machine.tiers if t.name not in (DEVICE, HOST))]
         for tier in tiers if search.best_plan is None else tiers[:1]:
@@ -336,9 +340,9 @@ class Joint:
                         found.append(state)
         return found
 
-    def _known(self, search: Search, forced: Choices) -> list[State]:
+    def _known(self, search: Search, forced: Choices) -> list[SearchState]:
         """Returns starts that reuse recomputations and host updates of plans for the same ops."""
-        found: list[State] = []
+        found: list[SearchState] = []
         may_host = frozenset(hostable(search.problem)) if self.known_modes else frozenset()
         for known in self.known_modes:
             if search.settled:
@@ -356,13 +360,13 @@ class Joint:
         search: Search,
         split: UpdateSplit,
         forced: Choices,
-        states: list[State],
+        states: list[SearchState],
         share: float,
-    ) -> list[State]:
+    ) -> list[SearchState]:
         """Returns starts with other splits of the updates over host and device, near the best."""
         best = min(states, key=lambda s: s.cost, default=None)
         base = forced if best is None else best.frame.mode
-        found: list[State] = []
+        found: list[SearchState] = []
         deadline = time.thread_time() + share * self._longest(search.problem)
         least = search.left - int(share * search.left)
 
@@ -385,8 +389,8 @@ class Joint:
         return found[:1]
 
     def _recomputing(
-        self, search: Search, forced: Choices, states: list[State], split: UpdateSplit
-    ) -> list[State]:
+        self, search: Search, forced: Choices, states: list[SearchState], split: UpdateSplit
+    ) -> list[SearchState]:
         """Returns starts with recomputation, from nearly free ops to whole blocks.
 
         If updates are split, each start is also tried with fewer of them on the host: the link time
@@ -398,7 +402,7 @@ class Joint:
         if split.weights:
             fewer = split.hosted(split.share(base.hosted) - FEWER_HOSTED) | forced.hosted
             hosts += [fewer] if fewer != base.hosted else []
-        found: list[State] = []
+        found: list[SearchState] = []
         deadline = time.thread_time() + RECOMPUTE_SHARE * self._longest(search.problem)
         # little is left to find if other searches have found good modes
         share = KNOWN_SHARE if self.known_modes else NEW_SHARE
@@ -446,9 +450,9 @@ class Joint:
             if found.peak_bytes <= capacity:
                 yield found.reruns
 
-    def _balanced(self, search: Search, states: list[State]) -> list[State]:
+    def _balanced(self, search: Search, states: list[SearchState]) -> list[SearchState]:
         """Returns variants of the best start with loads made direct, if the lane limits it."""
-        found: list[State] = []
+        found: list[SearchState] = []
         best = min(states, key=lambda s: s.cost, default=None)
         while best is not None and not search.done:
             made = balanced(best)
@@ -459,12 +463,12 @@ class Joint:
             best = state
         return found
 
-    def _rerunning(self, search: Search, states: list[State]) -> list[State]:
+    def _rerunning(self, search: Search, states: list[SearchState]) -> list[SearchState]:
         """Returns the best starts with loads replaced by recomputation, as long as that helps."""
         choices = Rematerialization(search.problem)
-        found: list[State] = []
+        found: list[SearchState] = []
         for start in sorted(states, key=lambda s: s.cost)[:RERUN_STARTS]:
-            best: State | None = start
+            best: SearchState | None = start
             while best is not None and not search.done:
                 made = (
                     search.evaluate(frame, cover, rounds=1)
@@ -490,7 +494,7 @@ class Joint:
         cover.prune(frame.capacity - spare, prices)
         return cover
 
-    def _state_of(self, search: Search, plan: Plan) -> State | None:
+    def _state_of(self, search: Search, plan: Plan) -> SearchState | None:
         """Converts a plan of another policy into a state of this search."""
         frame = self._frame(search.problem, search.machine, mode_of(plan))
         away = {(d.tensor, d.after) for d in plan.drops if d.tier == DEVICE}

@@ -29,7 +29,7 @@ from .search.trials import Trials
 from .select.cover_search import QUICK, ROUNDS, cover
 from .select.droppable import Droppable, droppable_ops, recomputes_for
 from .select.footprint import footprint, order_of
-from .select.interval_cover import Item, Way
+from .select.interval_cover import CoverItem, CoverWay
 
 VARIANTS = ("benefit", "all", "sqrt")
 #: number of fitting minimum cuts that are built
@@ -164,7 +164,8 @@ def _covering_starts(
 ) -> list[Sequence[str]]:
     """Covers the excess, repeatedly adding the memory that recomputations and their inputs need."""
     items = [
-        Item(d.nbytes, (Way(d.first, d.last, float(max(1, d.duration_ns))),)) for d in droppable
+        CoverItem(d.nbytes, (CoverWay(d.first, d.last, float(max(1, d.duration_ns))),))
+        for d in droppable
     ]
     coverable = [0] * len(base)
     for d in droppable:

@@ -20,11 +20,11 @@ from offcompile.ir.units import round_ns
 
 from .build.contract import Judge
 from .build.decisions import Away, Decisions
-from .build.lanes import Clock, Routes
+from .build.lanes import LaneClock, Routes
 from .build.program import Program
 from .build.required_copies import Residency, plan_residency
 from .build.schedule import Builder
-from .select.rotation_selection import Gap, Need, Selection, choose, plain_coverage
+from .select.rotation_selection import Need, RotationGap, Selection, choose, plain_coverage
 
 ROTATING = ("weight", "state")
 VARIANTS = ("best", "aware", "spread", "printed", "printed_once", "l2l", "l2l_overlapped")
@@ -77,7 +77,7 @@ class Rotation:
         self.problem, self.machine, self.given = problem, machine, plan
         base = Decisions((), plan.directs, plan.recomputes, plan.updates)
         self.program = Program(problem, base)
-        self.clock = Clock.unhindered(self.program)
+        self.clock = LaneClock.unhindered(self.program)
         self.n = len(self.program.runs)
         residency = plan_residency(self.program, base)
         self.need = Need(self._excess(residency), tuple(self._gaps(residency)), problem.steady)
@@ -184,7 +184,7 @@ class Rotation:
         limit = max(kept, default=0) if capacity is None else capacity
         return tuple(x - limit for x in kept)
 
-    def _gaps(self, residency: Residency) -> Iterator[Gap]:
+    def _gaps(self, residency: Residency) -> Iterator[RotationGap]:
         routes = _Routes(self.problem, self.machine)
         for tensor, first, last in residency.held:
             if tensor.kind not in ROTATING or not tensor.nbytes or tensor.pinned:
@@ -195,7 +195,7 @@ class Rotation:
             if tier is None or source is None:
                 continue
             ends = not self.problem.steady and last == self.n
-            yield Gap(
+            yield RotationGap(
                 tensor=tensor.id,
                 nbytes=tensor.nbytes,
                 after=None if first < 0 else self.program.runs[first].name,

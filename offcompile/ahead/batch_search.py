@@ -145,7 +145,7 @@ def max_batch(
         raise _refusal("memory", "every batch fits its own minimum; give a size")
     held_bytes = parse_bytes(held) if isinstance(held, str) else held
     with Progress("max_batch") as progress:
-        search = _Search(
+        search = _BatchSearch(
             model,
             make_inputs,
             asked,
@@ -165,7 +165,7 @@ def _refusal(where: str, detail: str) -> InvalidInput:
 
 
 @dataclass
-class _Search:
+class _BatchSearch:
     model: Callable[..., Any]
     make_inputs: Callable[[int], Any]
     options: Options

@@ -22,7 +22,7 @@ from offcompile.runtime.base.mapping import page_multiple
 from offcompile.runtime.base.progress import Progress
 
 from .batch_trace import as_arguments
-from .plan import CPU, Ahead, Asked, Tell, check_model, refuse_measuring, simple_ways
+from .plan import CPU, Ahead, ForecastRequest, Tell, check_model, refuse_measuring, simple_ways
 from .scaled import Scale
 from .simple_ways import policy_ways
 
@@ -40,7 +40,7 @@ PRECISION, MOST_TRIES = 0.01, 4
 
 
 @dataclass(frozen=True)
-class Point:
+class BudgetPoint:
     """The step under one budget."""
 
     memory_bytes: int
@@ -62,7 +62,7 @@ class FitReport:
     reason: str = ""
     smallest_change: str = ""
     #: step times under other budgets, least memory first
-    table: tuple[Point, ...] = ()
+    table: tuple[BudgetPoint, ...] = ()
     #: None: not searched
     largest_batch: int | None = None
     #: peak bytes of each tier, including rounding
@@ -172,11 +172,11 @@ def fit(
     given = {"host_memory": host_memory} | dict(options or {})
     read = Options.read(given | {"memory": memory, "hardware": hardware})
 
-    def asked(of: int) -> Asked:
+    def asked(of: int) -> ForecastRequest:
         inputs = make_inputs(of)
         named = inputs if isinstance(inputs, dict) else {}
         plain = () if isinstance(inputs, dict) else as_arguments(inputs)
-        return Asked(
+        return ForecastRequest(
             check_model(model),
             plain,
             named,
@@ -193,7 +193,7 @@ def fit(
 
 @dataclass(eq=False)
 class _Fitting:
-    asked: Callable[[int], Asked]
+    asked: Callable[[int], ForecastRequest]
     batch: int
     tell: Tell
 
@@ -236,12 +236,12 @@ class _Fitting:
 
     # --- other budgets ------------------------------------------------------------------------
 
-    def table(self, report: PlanReport | None) -> tuple[Point, ...]:
+    def table(self, report: PlanReport | None) -> tuple[BudgetPoint, ...]:
         plain = self.ahead.survey.problem(self.ahead.graphs).problem
         alone = peak_alone(plain, self.ahead.survey.machine)
-        points = [Point(alone, sum(op.duration_us for op in plain.ops), False)]
+        points = [BudgetPoint(alone, sum(op.duration_us for op in plain.ops), False)]
         if report is not None and not report.fits:
-            points.append(Point(self.budget, report.foreseen_us, True, report.policy))
+            points.append(BudgetPoint(self.budget, report.foreseen_us, True, report.policy))
         floor = with_reserve(self.floor(self.ahead), self.target.reserve_bytes)
         for share in SHARES:
             if time.monotonic() - self.began > TABLE_SECONDS or alone <= floor:
@@ -253,7 +253,7 @@ class _Fitting:
             except Infeasible:
                 continue
             found = choice.decided
-            points.append(Point(memory, found.cost_us, True, found.result.policy))
+            points.append(BudgetPoint(memory, found.cost_us, True, found.result.policy))
         return pareto(points)
 
     def floor(self, ahead: Ahead) -> int:
@@ -337,9 +337,9 @@ def variants_in_pieces(ahead: Ahead, tell: Tell) -> list[Problem]:
     return variants(ahead.in_pieces(min(LADDER[-1], ahead.most_pieces), tell))
 
 
-def pareto(points: Iterable[Point]) -> tuple[Point, ...]:
+def pareto(points: Iterable[BudgetPoint]) -> tuple[BudgetPoint, ...]:
     """Keep the points that no other beats in both memory and time, least memory first."""
-    kept: list[Point] = []
+    kept: list[BudgetPoint] = []
     for point in sorted(points, key=lambda p: (p.memory_bytes, p.step_us)):
         if not kept or point.step_us < kept[-1].step_us:
             kept.append(point)

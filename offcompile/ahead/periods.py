@@ -35,7 +35,7 @@ def looks(tensor: Tensor) -> tuple[object, ...]:
 
 
 @dataclass(frozen=True)
-class Window:
+class PeriodWindow:
     """A periodic part of a step, whose first period is `length` ops from `start` on."""
 
     start: int
@@ -74,7 +74,7 @@ class Facts:
     def tensor(self, name: str) -> Tensor:
         return self.problem.tensor[name]
 
-    def region(self, windows: Sequence[Window], position: int) -> int | None:
+    def region(self, windows: Sequence[PeriodWindow], position: int) -> int | None:
         """The window that an op is in, or else the one that it follows, or else the first, in the
         same half of the step; None if this half has no window."""
         half = [i for i, w in enumerate(windows) if (w.start < self.turn) == (position < self.turn)]
@@ -87,7 +87,7 @@ def turn_of(problem: Problem) -> int:
     return next((i for i, op in enumerate(problem.ops) if op.phase != FORWARD), len(problem.ops))
 
 
-def find_windows(larger: Problem, smaller: Problem) -> list[Window] | None:
+def find_windows(larger: Problem, smaller: Problem) -> list[PeriodWindow] | None:
     """Find where `larger` has more periods than `smaller`, in order; None if they differ in other
     ways."""
     long, short = ([shape_of(op) for op in p.ops] for p in (larger, smaller))
@@ -103,7 +103,7 @@ def find_windows(larger: Problem, smaller: Problem) -> list[Window] | None:
             return None
         runs += [(first + at, length, end) for at, length in found]
     steps = {0, *(length for _, length, _ in runs)}
-    windows: list[Window] = []
+    windows: list[PeriodWindow] = []
     for at, length, end in runs:
         low = windows[-1].start + windows[-1].length if windows else 0
         low = max(low, 0 if at < turns[0] else turns[0])
@@ -140,7 +140,7 @@ def _first(
     at: int,
     length: int,
     steps: set[int],
-) -> Window | None:
+) -> PeriodWindow | None:
     """Find the earliest period around a run that has the same ops as the next period, with operands
     that are equal or one of these steps apart."""
     start = at - length
@@ -154,7 +154,7 @@ def _first(
             last = 1
             while shapes[start + (last + 1) * length : start + (last + 2) * length] == like:
                 last += 1
-            return Window(start, length, last)
+            return PeriodWindow(start, length, last)
         start += 1
     return None
 

@@ -43,7 +43,7 @@ Tell = Callable[[str], None]
 
 
 @dataclass(frozen=True)
-class Asked:
+class ForecastRequest:
     """A request to plan a model."""
 
     model: nn.Module
@@ -93,7 +93,7 @@ def plan(
     refuse_measuring(hardware, measure)
     given = {"host_memory": host_memory} | dict(options or {})
     given |= {"memory": memory, "hardware": hardware}
-    asked = Asked(
+    asked = ForecastRequest(
         check_model(model),
         inputs,
         keywords,
@@ -143,7 +143,7 @@ def check_model(model: object) -> nn.Module:
 # --- tracing ---------------------------------------------------------------------------------
 
 
-def trace_ahead(asked: Asked, model: nn.Module, for_card: bool) -> Traced:
+def trace_ahead(asked: ForecastRequest, model: nn.Module, for_card: bool) -> Traced:
     """Trace the graphs of a call on fake CPU tensors."""
     mode = FakeTensorMode()
     fake = _without_memory(mode, model)
@@ -209,7 +209,7 @@ def target_ahead(options: Options, tell: Tell) -> Target:
 class Ahead:
     """A traced model, to be planned under one budget or several."""
 
-    asked: Asked
+    asked: ForecastRequest
     target: Target
     graphs: Graphs
     survey: AheadProblemSource
@@ -223,7 +223,7 @@ class Ahead:
     _in_pieces: dict[int, Ahead] = field(default_factory=dict)
 
     @classmethod
-    def of(cls, asked: Asked, tell: Tell, target: Target | None = None) -> Ahead:
+    def of(cls, asked: ForecastRequest, tell: Tell, target: Target | None = None) -> Ahead:
         target = target or target_ahead(asked.options, tell)
         layers = find_layers(asked.model) if asked.repeats else None
         if layers is not None:
@@ -236,7 +236,7 @@ class Ahead:
         return cls._made(asked, target, (trace,), None, None, tell)
 
     @classmethod
-    def _from_few(cls, asked: Asked, target: Target, layers: Layers, tell: Tell) -> Ahead:
+    def _from_few(cls, asked: ForecastRequest, target: Target, layers: Layers, tell: Tell) -> Ahead:
         traces = []
         for periods in (PERIODS, PERIODS - 1):
             kept = layers.kept(periods)
@@ -248,7 +248,7 @@ class Ahead:
     @classmethod
     def _made(
         cls,
-        asked: Asked,
+        asked: ForecastRequest,
         target: Target,
         traces: tuple[Traced, ...],
         layers: Layers | None,
@@ -291,7 +291,7 @@ class Ahead:
         return 0 if found is None else max(region.words for region in found.regions)
 
     @staticmethod
-    def _survey(asked: Asked, target: Target, graphs: Graphs) -> AheadProblemSource:
+    def _survey(asked: ForecastRequest, target: Target, graphs: Graphs) -> AheadProblemSource:
         # with a named profile, op costs are estimated, not measured
         hardware = asked.options.hardware or (None if asked.measures else CPU)
         options = replace(asked.options, hardware=hardware)

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field, replace
 
 from offcompile.ir import Op, Problem, Tensor
 
-from .periods import Facts, Window, find_windows, looks, shape_of, slots_of
+from .periods import Facts, PeriodWindow, find_windows, looks, shape_of, slots_of
 
 #: change of an operand from one period to the next: none, one period later, one earlier
 SAME, ALONG, AGAINST = 0, 1, -1
@@ -93,7 +93,7 @@ def relabelled(label: str, layers: str, shift: int, period: int) -> str:
 
 
 @dataclass(frozen=True)
-class _Ways:
+class _UnrollWays:
     #: (op of a window, operand) → the direction in which its tensor changes
     of: dict[tuple[int, int], int]
     #: pair of windows → their relative direction, inferred from operands
@@ -102,7 +102,7 @@ class _Ways:
     same: frozenset[str]
 
 
-def _ways(facts: Facts, windows: Sequence[Window]) -> _Ways | None:
+def _ways(facts: Facts, windows: Sequence[PeriodWindow]) -> _UnrollWays | None:
     """Find the direction of each operand; None if an operand has none."""
     of: dict[tuple[int, int], int] = {}
     between: dict[tuple[int, int], int] = {}
@@ -126,7 +126,7 @@ def _ways(facts: Facts, windows: Sequence[Window]) -> _Ways | None:
                 of[position, slot] = way = ALONG if step > 0 else AGAINST
                 if between.setdefault((u, v), way) != way:
                     return None
-    return _Ways(of, between, frozenset(same))
+    return _UnrollWays(of, between, frozenset(same))
 
 
 # --- repeating it ----------------------------------------------------------------------------
@@ -135,8 +135,8 @@ def _ways(facts: Facts, windows: Sequence[Window]) -> _Ways | None:
 @dataclass(eq=False)
 class _Unrolling:
     facts: Facts
-    windows: Sequence[Window]
-    ways: _Ways
+    windows: Sequence[PeriodWindow]
+    ways: _UnrollWays
     more: int
     tensors: dict[str, Tensor] = field(default_factory=dict)
     origin: dict[str, tuple[str, int]] = field(default_factory=dict)
@@ -211,7 +211,7 @@ class _Unrolling:
         sees_last = (mine > 0) == (way == ALONG)
         return self.more if sees_last and period >= 0 else 0
 
-    def _at(self, window: Window, period: int, offset: int, slot: int) -> str:
+    def _at(self, window: PeriodWindow, period: int, offset: int, slot: int) -> str:
         if 0 <= period <= self.more:
             return self._tensor(window.start + offset, slot, period)
         if period > self.more:

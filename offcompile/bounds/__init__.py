@@ -18,7 +18,7 @@ from .compute import Floor, compute_ns, floor_bytes
 from .cut import cut_bound
 from .grid import Grid, coarse, fine, full
 from .merge import MERGED, merged_tensors
-from .model import Model, build
+from .model import BoundModel, build
 from .solve import Answer, solve_lp, solve_milp
 from .survey import Survey, survey
 
@@ -71,10 +71,10 @@ def lower_bound(problem: Problem, machine: Machine, seconds: float = 5.0) -> Bou
     found = survey(problem, machine)
     if found.trivial:
         return best
-    return _Search(found, compute, deadline).run()
+    return _BoundSearch(found, compute, deadline).run()
 
 
-class _Search:
+class _BoundSearch:
     """Tries the arguments from the cheapest to the most expensive, while there is time."""
 
     def __init__(self, found: Survey, compute: int, deadline: float) -> None:
@@ -125,7 +125,7 @@ class _Search:
                 return
             count = count * 3 // 2
 
-    def _milp(self, model: Model, finest: Grid) -> None:
+    def _milp(self, model: BoundModel, finest: Grid) -> None:
         """Solves MILPs with integral departures, then also with integral space, in finer slots."""
         columns, n = model.program.n_columns, self.found.n_ops
         if columns > MILP_COLUMNS or self.left() < 0.1:
@@ -142,7 +142,7 @@ class _Search:
             count = count * 3 // 2
         self.complete &= columns > WHOLE_COLUMNS
 
-    def _lp(self, found: Survey, grid: Grid, name: str) -> Model | None:
+    def _lp(self, found: Survey, grid: Grid, name: str) -> BoundModel | None:
         """Solves the LP and uses its bound; returns the model if there is a solution."""
         if self.left() <= 0:
             self.complete = False

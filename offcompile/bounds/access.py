@@ -6,8 +6,8 @@ from collections.abc import Mapping
 
 from offcompile.ir import HOST
 
-from .stay import Stay
-from .survey import Gap, Survey
+from .stay import GapColumns
+from .survey import Survey, SurveyGap
 from .times import Times
 
 
@@ -17,7 +17,7 @@ def remade_on_host(survey: Survey, tensor: str) -> bool:
     return any(tensor in ops[op].direct for op in survey.rewriters.get(tensor, ()))
 
 
-def spared(times: Times, gap: Gap, limited: bool) -> list[int]:
+def spared(times: Times, gap: SurveyGap, limited: bool) -> list[int]:
     """Host updates that, run early or late, make any copy of the gap's value unnecessary."""
     found = []
     after = None if gap.after is None else times.on_host.get(gap.after)
@@ -29,7 +29,7 @@ def spared(times: Times, gap: Gap, limited: bool) -> list[int]:
     return found
 
 
-def ends(times: Times, stay: Stay) -> None:
+def ends(times: Times, stay: GapColumns) -> None:
     """The access after the gap: it needs a device copy, or a host copy to be accessed in place."""
     gap, add = stay.gap, times.rows.add
     if gap.kind == "late":
@@ -55,7 +55,7 @@ def ends(times: Times, stay: Stay) -> None:
         add(0.0, (update, 1.0), (int(stay.held[HOST][-1]), -1.0), (late, -1.0), *remade)
 
 
-def begins(times: Times, stay: Stay, ended: Mapping[tuple[str, int], Stay]) -> None:
+def begins(times: Times, stay: GapColumns, ended: Mapping[tuple[str, int], GapColumns]) -> None:
     """The access before the gap, if it may have needed no device copy."""
     gap, add = stay.gap, times.rows.add
     op = gap.before

@@ -33,7 +33,7 @@ DEAR_NS = float(1 << 50)
 
 
 @dataclass(frozen=True, eq=False)
-class Choice:
+class ChainChoice:
     """The cheapest choice for some weights and price of a byte: the bound it proves, the busy
     time of lanes before and after the moment, and the bytes for which it has no room."""
 
@@ -44,7 +44,7 @@ class Choice:
 
 
 @dataclass(frozen=True, eq=False)
-class Way:
+class ChainWay:
     """A way to have a tensor: on the device (lanes None), or moved out before and back after."""
 
     cost: float
@@ -97,7 +97,7 @@ class Chains:
             best = max(best, known[-1], key=lambda c: c.value)
         return best.value
 
-    def _climb(self, weights: list[Floats], price: float, deadline: float) -> Choice:
+    def _climb(self, weights: list[Floats], price: float, deadline: float) -> ChainChoice:
         """Climbs to the price of a byte that proves most with these weights: the only maximum."""
         found = self._value(weights, price)
         for scale in SCALES:
@@ -109,7 +109,7 @@ class Chains:
                     found = tried
         return found
 
-    def _value(self, weights: list[Floats], price: float) -> Choice:
+    def _value(self, weights: list[Floats], price: float) -> ChainChoice:
         """The bound that these weights and this price of a byte prove, and its choice."""
         cut, (before, after) = self.cut, weights
         busy = [np.zeros(len(before)), np.zeros(len(after))]
@@ -182,9 +182,9 @@ class Chains:
         value += float(ending @ after)
         busy[1] += ending
         missing = cut.excess - float(cut.nbytes.sum()) + kept
-        return Choice(value, price, busy, missing)
+        return ChainChoice(value, price, busy, missing)
 
-    def _having(self, t: str, weights: list[Floats], price: float) -> Way:
+    def _having(self, t: str, weights: list[Floats], price: float) -> ChainWay:
         """The cheapest way to have the tensor after the moment without recomputing it."""
         before, after = weights
         row = self.row.get(t)
@@ -201,10 +201,10 @@ class Chains:
         i, j = int(np.argmin(outs)), int(np.argmin(backs))
         moved = float(outs[i] + backs[j])
         if moved < price * nbytes:
-            return Way(moved, (i, j), out, back)
-        return Way(price * nbytes, None, out, back)
+            return ChainWay(moved, (i, j), out, back)
+        return ChainWay(price * nbytes, None, out, back)
 
-    def _carry(self, t: str, way: Way, busy: list[Floats]) -> int:
+    def _carry(self, t: str, way: ChainWay, busy: list[Floats]) -> int:
         """Adds the cost of having the tensor: busy lanes, or bytes on the device, returned."""
         if way.lanes is None:
             return self.survey.problem.tensor[t].nbytes
@@ -214,7 +214,7 @@ class Chains:
         return 0
 
 
-def _most_promising(known: list[Choice], dearest: float) -> tuple[list[Floats], float, float]:
+def _most_promising(known: list[ChainChoice], dearest: float) -> tuple[list[Floats], float, float]:
     """Weights and price for which the known choices allow the highest bound, and that bound."""
     width = len(known[0].busy[0]), len(known[0].busy[1])
     scale = max(1.0, max(c.value for c in known))

@@ -23,8 +23,8 @@ from offcompile.ir import DEVICE, Lane
 from .chains import Chains
 from .ending import Ending
 from .moment import Cut
-from .sides import Carried, Sides, Updates
-from .survey import Floats, Gap, Survey, always_there, known, least_ns, priced, whole_ns
+from .sides import Carried, HostUpdates, Sides
+from .survey import Floats, Survey, SurveyGap, always_there, known, least_ns, priced, whole_ns
 from .weights import best_weights
 
 #: moments to try: the most crowded op of that many stretches, the ends of phases, and the
@@ -77,7 +77,7 @@ class _Account:
             ],
             dtype=float,
         )
-        self.updates = Updates.of(s)
+        self.updates = HostUpdates.of(s)
         self.there = always_there(s.problem, s.host_ns, s.rewriters)
         self.ins = [x for x in s.lanes if x.target == DEVICE]
         self.outs = [x for x in s.lanes if x.source == DEVICE]
@@ -200,7 +200,7 @@ class _Account:
             ways[0] = sum(self._in_place(a, t) for a in reads)
         return ways
 
-    def _out(self, t: str, gaps: Sequence[Gap], at: int) -> Floats:
+    def _out(self, t: str, gaps: Sequence[SurveyGap], at: int) -> Floats:
         """Ways in which a copy of a gap's value got off the device."""
         ways = self._carried(t, self.outs, 1 + len(self.ins)).copy()
         head = next((g for g in reversed(gaps[: at + 1]) if g.new_value), None)
@@ -237,11 +237,11 @@ class _Account:
         return self._times[key]
 
 
-def _covers(gap: Gap, k: int) -> bool:
+def _covers(gap: SurveyGap, k: int) -> bool:
     return (gap.before is None or gap.before < k) and (gap.after is None or gap.after > k)
 
 
-def _reads_of(gaps: Sequence[Gap], at: int) -> Iterator[int]:
+def _reads_of(gaps: Sequence[SurveyGap], at: int) -> Iterator[int]:
     """The ops that read the value of a gap, from the gap's end on."""
     for i in range(at, len(gaps)):
         gap = gaps[i]

@@ -10,7 +10,7 @@ from typing import Literal
 import numpy as np
 
 from .matrix import Ints
-from .survey import Gap, Survey
+from .survey import Survey, SurveyGap
 
 
 @dataclass(frozen=True)
@@ -67,7 +67,7 @@ class Grid:
         first, last = self.samples[slot - 1 : slot + 1].tolist()
         return bool(first % 2 == 0 and last == first + 1)
 
-    def inside(self, gap: Gap) -> Ints:
+    def inside(self, gap: SurveyGap) -> Ints:
         """The positions of the samples strictly inside the gap, in order of time."""
         count = len(self.samples)
         hi = count if gap.after is None else self._position(2 * gap.after, "left")
@@ -75,11 +75,11 @@ class Grid:
             return np.concatenate([np.arange(self._first(gap), count), np.arange(hi)])
         return np.arange(self._first(gap), hi)
 
-    def _first(self, gap: Gap) -> int:
+    def _first(self, gap: SurveyGap) -> int:
         """The first sample after the op before the gap."""
         return 0 if gap.before is None else self._position(2 * gap.before + 1, "right")
 
-    def slots(self, gap: Gap, inside: Ints) -> Ints:
+    def slots(self, gap: SurveyGap, inside: Ints) -> Ints:
         """The slots that the gap overlaps: at least one before its first sample, one after.
 
         Moves of a tensor may run while an op only reads it, so that op's own slot comes first.
@@ -91,7 +91,7 @@ class Grid:
         own = self._slot(self._position(2 * gap.before + 1, "left"))
         return slots if own == first else np.concatenate([[own], slots])
 
-    def before_boundary(self, gap: Gap) -> int:
+    def before_boundary(self, gap: SurveyGap) -> int:
         """The number of samples inside a wrapping gap that come before the step ends."""
         return len(self.samples) - self._first(gap)
 

@@ -13,7 +13,7 @@ Floats = npt.NDArray[np.float64]
 
 
 @dataclass(frozen=True)
-class Program:
+class LinearProgram:
     """One LP, or MILP if any column is `integral`. Every column is bounded on both sides."""
 
     cost: Floats
@@ -56,7 +56,7 @@ class Columns:
         return lo, hi, cost, whole
 
 
-class Rows:
+class MatrixRows:
     """Rows `Σ coefficient · column ≤ rhs`; entries at the same place add up."""
 
     def __init__(self) -> None:
@@ -84,7 +84,7 @@ class Rows:
         self.put(row, np.array([c for c, _ in terms]), np.array([v for _, v in terms], dtype=float))
         return row
 
-    def program(self, columns: Columns) -> Program:
+    def program(self, columns: Columns) -> LinearProgram:
         lo, hi, cost, whole = columns.arrays()
         matrix = csr_matrix(
             (
@@ -96,4 +96,4 @@ class Rows:
             ),
             shape=(len(self.rhs), len(cost)),
         )
-        return Program(cost, matrix, np.array(self.rhs), lo, hi, whole)
+        return LinearProgram(cost, matrix, np.array(self.rhs), lo, hi, whole)

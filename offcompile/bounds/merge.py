@@ -9,7 +9,7 @@ from fractions import Fraction
 from offcompile.ir import Tensor
 
 from .grid import Grid
-from .survey import Gap, Survey
+from .survey import Survey, SurveyGap
 
 #: prefix of the names of merged tensors; no id in a problem begins with it
 MERGED = "\0merged "
@@ -31,7 +31,7 @@ def merged_tensors(survey: Survey, grid: Grid) -> Survey:
             alone = alone or any(_optional(survey, g) for g in gaps)
             home = survey.problem.tensor[t].home if not survey.problem.steady else None
             groups[t if alone else (home, tuple(_seen(grid, g) for g in gaps))].append(t)
-    gaps_of: dict[str, tuple[Gap, ...]] = dict(survey.gaps)
+    gaps_of: dict[str, tuple[SurveyGap, ...]] = dict(survey.gaps)
     carry: dict[tuple[str, str], int] = dict(survey.carry_ns)
     extra = []
     for number, members in enumerate(m for m in groups.values() if len(m) > 1):
@@ -53,12 +53,12 @@ def merged_tensors(survey: Survey, grid: Grid) -> Survey:
     return replace(survey, problem=problem, gaps=gaps_of, carry_ns=carry)
 
 
-def _optional(survey: Survey, gap: Gap) -> bool:
+def _optional(survey: Survey, gap: SurveyGap) -> bool:
     ends = (i for i in (gap.before, gap.after) if i is not None)
     return any(survey.optional(i, gap.tensor) for i in ends)
 
 
-def _seen(grid: Grid, gap: Gap) -> tuple[object, ...]:
+def _seen(grid: Grid, gap: SurveyGap) -> tuple[object, ...]:
     """Everything that a program sees of a gap."""
     inside = grid.inside(gap)
     slots = grid.slots(gap, inside)
@@ -73,7 +73,7 @@ def _least_ns(survey: Survey, members: list[str], lane: str, total: int) -> int:
     return int(per_byte * total)
 
 
-def _together(name: str, gaps: tuple[Gap, ...]) -> Gap:
+def _together(name: str, gaps: tuple[SurveyGap, ...]) -> SurveyGap:
     befores = [g.before for g in gaps if g.before is not None]
     afters = [g.after for g in gaps if g.after is not None]
     return replace(

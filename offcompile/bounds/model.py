@@ -23,22 +23,22 @@ from dataclasses import dataclass
 import numpy as np
 
 from .grid import Grid
-from .matrix import Program
+from .matrix import LinearProgram
 from .residence import Residence
-from .stay import Stay
+from .stay import GapColumns
 from .survey import Survey
 from .times import Times
 
 
 @dataclass(frozen=True)
-class Model:
-    program: Program
+class BoundModel:
+    program: LinearProgram
     unit_ns: float  # one unit of time of the program
     most_ns: float  # the bound is capped here: longer makespans are not considered
-    stays: tuple[Stay, ...]
+    stays: tuple[GapColumns, ...]
 
 
-def build(survey: Survey, grid: Grid, whole: bool = False) -> Model:
+def build(survey: Survey, grid: Grid, whole: bool = False) -> BoundModel:
     """The program of one grid. `whole`: in the MILP, space is integral too (expensive)."""
     times = Times(survey, grid)
     crowded = np.flatnonzero(survey.crowded[grid.samples // 2])
@@ -56,7 +56,7 @@ def build(survey: Survey, grid: Grid, whole: bool = False) -> Model:
         _operands(residence, int(sample))
     times.close()
     program = times.rows.program(times.cols)
-    return Model(program, times.unit, times.most_ns, tuple(residence.made))
+    return BoundModel(program, times.unit, times.most_ns, tuple(residence.made))
 
 
 def _operands(r: Residence, sample: int) -> None:

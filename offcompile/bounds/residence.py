@@ -11,8 +11,8 @@ from offcompile.ir import DEVICE, HOST
 
 from .access import begins, ends, remade_on_host, spared
 from .matrix import Ints
-from .stay import Heads, Stay, StayFrame
-from .survey import Gap, least_bytes
+from .stay import GapColumns, Heads, StayFrame
+from .survey import SurveyGap, least_bytes
 from .times import Times
 
 
@@ -29,8 +29,8 @@ class Residence:
         self.t, self.s, self.grid = times, times.survey, times.grid
         self.cols, self.rows, self.whole = times.cols, times.rows, whole
         self.memory, self.limits = memory, limits
-        self.made: list[Stay] = []
-        self.ended: dict[tuple[str, int], Stay] = {}  # by tensor and the op after the gap
+        self.made: list[GapColumns] = []
+        self.ended: dict[tuple[str, int], GapColumns] = {}  # by tensor and the op after the gap
 
     def share(self, nbytes: int) -> float:
         return nbytes / max(1, self.s.capacity or 1)
@@ -39,7 +39,7 @@ class Residence:
         """Adds bytes that are certainly on the device at a sample."""
         self.rows.rhs[int(self.memory[sample])] -= self.share(nbytes)
 
-    def add(self, gaps: tuple[Gap, ...]) -> None:
+    def add(self, gaps: tuple[SurveyGap, ...]) -> None:
         """Adds one tensor: its gaps in order, the first gap of a new value first."""
         for gap in gaps:
             if not gap.free:
@@ -68,7 +68,7 @@ class Residence:
                 begins(self.t, stay, self.ended)
         self.made += mine
 
-    def _heads(self, gap: Gap) -> Heads:
+    def _heads(self, gap: SurveyGap) -> Heads:
         """The copies off the device as the first gap of a value begins."""
         zero, unity = self.t.zero, self.t.unity
         born = zero
@@ -89,7 +89,7 @@ class Residence:
 
     # ---- one gap -------------------------------------------------------------------------
 
-    def _gap(self, gap: Gap, heads: Heads) -> Stay:
+    def _gap(self, gap: SurveyGap, heads: Heads) -> GapColumns:
         s, t = self.s, self.t
         home = s.problem.tensor[gap.tensor].home
         frame = self._frame(gap, heads)
@@ -107,7 +107,7 @@ class Residence:
             load = self.cols.new(frame.n_levels)
             self._grow(load, t.zero, gained[DEVICE], frame)
         redone, ever = self._redo(frame, loads)
-        stay = Stay(frame, stays, load, redone, ever, held, kept)
+        stay = GapColumns(frame, stays, load, redone, ever, held, kept)
         self._sources(stay, flows)
         if gap.after is not None:
             self.ended[gap.tensor, gap.after] = stay
@@ -115,7 +115,7 @@ class Residence:
             self._space(stay)
         return stay
 
-    def _frame(self, gap: Gap, heads: Heads) -> StayFrame:
+    def _frame(self, gap: SurveyGap, heads: Heads) -> StayFrame:
         """Sets marks where memory is short, or everywhere if other tiers may be short of it."""
         inside = self.grid.inside(gap)
         slots = self.grid.slots(gap, inside)
@@ -188,7 +188,7 @@ class Residence:
         self._grow(redone, self.t.zero, runs, frame)
         return redone, ever
 
-    def _sources(self, stay: Stay, flows: Mapping[str, Ints]) -> None:
+    def _sources(self, stay: GapColumns, flows: Mapping[str, Ints]) -> None:
         """A lane carries no more from a tier than was there, or arrived between the same marks.
 
         With one tier and no limit this is implied: everything that left the device is held there.
@@ -217,7 +217,7 @@ class Residence:
 
     # ---- memory --------------------------------------------------------------------------
 
-    def _space(self, stay: Stay) -> None:
+    def _space(self, stay: GapColumns) -> None:
         """Adds the bytes on the device at each crowded mark; the value must be somewhere."""
         gap, rows = stay.gap, self.rows
         share = self.share(self.s.problem.tensor[gap.tensor].nbytes)
@@ -251,7 +251,7 @@ class Residence:
             if self.limits:
                 rows.put(need, stay.load[at], -1.0)
 
-    def _reserved(self, stay: Stay, at: Ints) -> Ints:
+    def _reserved(self, stay: GapColumns, at: Ints) -> Ints:
         """The space of a load at some marks. In the MILP it is integral, from the load's start."""
         if not self.whole or stay.gap.kind != "live":
             return stay.load[at]

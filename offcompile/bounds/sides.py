@@ -81,7 +81,9 @@ class Sides:
     room.
     """
 
-    def __init__(self, k: int, updates: Updates, carried: Carried, names: Sequence[str]) -> None:
+    def __init__(
+        self, k: int, updates: HostUpdates, carried: Carried, names: Sequence[str]
+    ) -> None:
         self.survey, self.k, self.carried, self.updates = carried.survey, k, carried, updates
         self.width = carried.width
         self.host, self.device = Legs(self.width), Legs(self.width)
@@ -148,7 +150,7 @@ class Sides:
 
 
 @dataclass(frozen=True)
-class Updates:
+class HostUpdates:
     """The updates of a problem that the host may run, by their ops."""
 
     #: duration on the host
@@ -161,7 +163,7 @@ class Updates:
     back: frozenset[str] = frozenset()
 
     @classmethod
-    def of(cls, survey: Survey) -> Updates:
+    def of(cls, survey: Survey) -> HostUpdates:
         tensor, used = survey.problem.tensor, set[str]()
         written: dict[str, int] = {}
         host_ns: dict[int, float] = {}

@@ -13,8 +13,8 @@ from dataclasses import dataclass
 import numpy as np
 from scipy.optimize import Bounds, LinearConstraint, linprog, milp
 
-from .matrix import Floats, Program
-from .model import Model
+from .matrix import Floats, LinearProgram
+from .model import BoundModel
 
 
 @dataclass(frozen=True)
@@ -28,7 +28,7 @@ class Answer:
     seconds: float
 
 
-def solve_lp(model: Model, op_ids: tuple[str, ...], seconds: float) -> Answer:
+def solve_lp(model: BoundModel, op_ids: tuple[str, ...], seconds: float) -> Answer:
     """Solves the LP. Its bound is recomputed from the duals, whatever the tolerances."""
     began, p = time.thread_time(), model.program
     try:
@@ -50,7 +50,7 @@ def solve_lp(model: Model, op_ids: tuple[str, ...], seconds: float) -> Answer:
     return Answer(ns, _away(model, found.x, op_ids), True, False, spent)
 
 
-def dual_bound(p: Program, multipliers: Floats) -> float:
+def dual_bound(p: LinearProgram, multipliers: Floats) -> float:
     """A bound that any multipliers prove, since every column is bounded (weak duality).
 
     min c·x ≥ y·b + Σ min over lo ≤ x ≤ hi of (c − Aᵀy)·x, for every y ≤ 0.
@@ -60,7 +60,7 @@ def dual_bound(p: Program, multipliers: Floats) -> float:
     return float(y @ p.rhs + np.minimum(reduced * p.lo, reduced * p.hi).sum())
 
 
-def solve_milp(model: Model, op_ids: tuple[str, ...], seconds: float) -> Answer:
+def solve_milp(model: BoundModel, op_ids: tuple[str, ...], seconds: float) -> Answer:
     """Solves the MILP: whole tensors stay or leave. The dual bound holds even after a timeout."""
     began, p = time.thread_time(), model.program
     try:
@@ -106,7 +106,9 @@ def _stdout_kept_clean() -> Iterator[None]:
         os.close(kept)
 
 
-def _away(model: Model, x: Floats, op_ids: tuple[str, ...]) -> dict[tuple[str, str | None], float]:
+def _away(
+    model: BoundModel, x: Floats, op_ids: tuple[str, ...]
+) -> dict[tuple[str, str | None], float]:
     return {
         (stay.gap.tensor, None if stay.gap.before is None else op_ids[stay.gap.before]): float(
             min(1.0, max(0.0, 1.0 - x[stay.stays]))

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from .matrix import Ints
-from .survey import Gap
+from .survey import SurveyGap
 
 
 @dataclass(frozen=True)
@@ -23,7 +23,7 @@ class Heads:
 class StayFrame:
     """The times at which a gap is checked: its marks, which are samples, and its end."""
 
-    gap: Gap
+    gap: SurveyGap
     heads: Heads
     slots: Ints  # slots that the gap overlaps, in order of time
     window: Ints  # for each slot, the number of marks before it
@@ -36,7 +36,7 @@ class StayFrame:
 
 
 @dataclass(frozen=True)
-class Stay:
+class GapColumns:
     """One gap. Each array has a column per mark, then one for the gap's end."""
 
     frame: StayFrame
@@ -48,7 +48,7 @@ class Stay:
     kept: Mapping[str, Ints]  # per tier with a limit, the part that is still there
 
     @property
-    def gap(self) -> Gap:
+    def gap(self) -> SurveyGap:
         return self.frame.gap
 
     @property

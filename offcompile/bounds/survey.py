@@ -21,7 +21,7 @@ Bools = npt.NDArray[np.bool_]
 
 
 @dataclass(frozen=True)
-class Gap:
+class SurveyGap:
     """The time between two consecutive accesses of one tensor, named by op indices.
 
     `before` None: from the start of a problem that is not steady. `after` None: to the end of
@@ -52,7 +52,7 @@ class Survey:
     again_ns: Mapping[int, int]
     #: tensor → ops that may recompute it
     rewriters: Mapping[str, tuple[int, ...]]
-    gaps: Mapping[str, tuple[Gap, ...]]
+    gaps: Mapping[str, tuple[SurveyGap, ...]]
     wanted: Floats  # bytes on the device, per op, if nothing ever left
     crowded: Bools  # True for ops where the wanted tensors do not all fit at once
     tiers: tuple[str, ...]  # tiers off the device that can matter
@@ -280,7 +280,7 @@ def _gaps(
     optional: set[tuple[int, str]],
     crowded: Bools,
     there: bool,
-) -> tuple[Gap, ...]:
+) -> tuple[SurveyGap, ...]:
     home = problem.tensor[tensor].home
     found = []
     for span in spans:
@@ -292,7 +292,7 @@ def _gaps(
             or (before is not None and (before, tensor) in optional)
             or (after is not None and (after, tensor) in optional)
         )
-        found.append(Gap(tensor, before, after, kind, new_value, wraps, free))
+        found.append(SurveyGap(tensor, before, after, kind, new_value, wraps, free))
     return tuple(found)
 
 

@@ -10,7 +10,7 @@ import numpy as np
 from offcompile.ir import DEVICE
 
 from .grid import Grid
-from .matrix import Columns, Ints, Rows
+from .matrix import Columns, Ints, MatrixRows
 from .survey import Survey
 
 Terms = list[tuple[int, float]]
@@ -23,7 +23,7 @@ class Times:
     def __init__(self, survey: Survey, grid: Grid) -> None:
         s = self.survey = survey
         self.grid = grid
-        self.cols, self.rows = Columns(), Rows()
+        self.cols, self.rows = Columns(), MatrixRows()
         self.zero, self.unity = self.cols.one(0, 0), self.cols.one(1, 1)
         self.most_ns = _ample_ns(survey)
         self.unit = max(1.0, self.most_ns / (100.0 * max(1, s.n_ops)))

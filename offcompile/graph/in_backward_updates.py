@@ -21,7 +21,7 @@ from torch import fx
 from torch._functorch._aot_autograd.descriptors import SavedForBackwardsAOTOutput
 
 from offcompile.ir import BACKWARD, FORWARD
-from offcompile.planning.order import Order, Run
+from offcompile.planning.order import Order, RunStep
 from offcompile.runtime.states import update_ops
 
 from .annotate import Annotated, Place
@@ -208,7 +208,7 @@ def read_after_update(offers: Offers, annotated: Annotated, order: Order) -> fro
     late: set[str] = set()
     weight_of = {name: storage for storage, name in offers.nodes.items()}
     for step in order.steps:
-        if not isinstance(step, Run):
+        if not isinstance(step, RunStep):
             continue
         op = step.name.partition("@")[0]
         late |= updated.intersection(problem.op[op].reads)

@@ -39,8 +39,8 @@ from .graphs import (
 from .lowering.resave import new_placeholder
 from .mask_nodes import (
     SHAPE_ONLY,
-    Candidate,
-    Sizes,
+    MaskCandidate,
+    MaskSizes,
     forget,
     laid_alike,
     make_bits,
@@ -90,7 +90,7 @@ def compact(
     made = replace(graphs, forward=copied(graphs.forward), backward=copied(graphs.backward))
     assert made.backward is not None
     found = list(_candidates(made, hint, least_bytes))
-    sizes = Sizes(made.backward.graph, {n.name for c in found for n in c.saved})
+    sizes = MaskSizes(made.backward.graph, {n.name for c in found for n in c.saved})
     found = [c for c in found if sizes.has(c.value)]
     if not found:
         return None
@@ -119,7 +119,7 @@ def _saved_bytes(graphs: Graphs, hint: Hint) -> int:
 # --- candidates -----------------------------------------------------------------------------------
 
 
-def _candidates(graphs: Graphs, hint: Hint, least_bytes: int) -> Iterator[Candidate]:
+def _candidates(graphs: Graphs, hint: Hint, least_bytes: int) -> Iterator[MaskCandidate]:
     assert graphs.backward is not None
     outputs = outputs_of(graphs.forward)
     seen = {root_of(o) for o in outputs[: graphs.num_outputs] if isinstance(o, fx.Node)}
@@ -136,7 +136,7 @@ def _candidates(graphs: Graphs, hint: Hint, least_bytes: int) -> Iterator[Candid
             continue
         if not all(laid_alike(n.meta.get("val"), value) and n.name in given for n in saved):
             continue
-        found = Candidate(root, saved, value)
+        found = MaskCandidate(root, saved, value)
         readers = [_readers(given[n.name], value) for n in saved]
         if all(r is not None for r in readers):
             found.readers = [pair for r in readers if r is not None for pair in r]

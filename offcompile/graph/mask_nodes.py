@@ -29,7 +29,7 @@ SHAPE_ONLY = frozenset(
 
 
 @dataclass
-class Candidate:
+class MaskCandidate:
     """One storage that forward saves, the saved nodes on it, and their readers in backward."""
 
     root: fx.Node
@@ -56,7 +56,7 @@ def laid_alike(one: object, other: torch.Tensor) -> bool:
 # --- forward --------------------------------------------------------------------------------------
 
 
-def make_bits(candidate: Candidate, fuses: bool) -> fx.Node:
+def make_bits(candidate: MaskCandidate, fuses: bool) -> fx.Node:
     """Add the node that makes the bits right after the tensor, so that the tensor can be freed
     after its last use in forward."""
     whole, root, value = candidate.saved[0], candidate.root, candidate.value
@@ -120,7 +120,7 @@ def _erase(node: fx.Node) -> None:
 # --- backward -------------------------------------------------------------------------------------
 
 
-def read_bits(candidate: Candidate, mask: fx.Node | None, sizes: Sizes) -> None:
+def read_bits(candidate: MaskCandidate, mask: fx.Node | None, sizes: MaskSizes) -> None:
     value = candidate.value
     for reader, source in candidate.readers:
         if reader.target in SHAPE_ONLY:
@@ -140,7 +140,7 @@ def read_bits(candidate: Candidate, mask: fx.Node | None, sizes: Sizes) -> None:
         reader.graph.erase_node(reader)
 
 
-def _stand_in(reader: fx.Node, value: torch.Tensor, sizes: Sizes) -> fx.Node:
+def _stand_in(reader: fx.Node, value: torch.Tensor, sizes: MaskSizes) -> fx.Node:
     """An uninitialized tensor with the shape and memory format of `value`."""
     size = sizes.make(value.shape)
     how = {"dtype": value.dtype, "device": value.device}
@@ -178,7 +178,7 @@ def _val(node: fx.Node) -> torch.Tensor:
     return value
 
 
-class Sizes:
+class MaskSizes:
     """The sizes of dropped saved tensors, made in backward from its other inputs."""
 
     def __init__(self, graph: fx.Graph, gone: set[str]) -> None:

@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 
 from offcompile.runtime.base.host_limits import default_limit_bytes
-from offcompile.runtime.device.cuda.calls import Calls, Card, CudaCalls
+from offcompile.runtime.device.cuda.calls import Card, CudaCalls, DriverCalls
 from offcompile.runtime.measure import cuda as measure_cuda
 from offcompile.runtime.measure.cuda import Measure, Sizes
 from offcompile.runtime.measure.timing import cpu_model, undisturbed
@@ -39,7 +39,7 @@ def gpu_profile(
     directories: Sequence[Path] = (),
     refresh: bool = False,
     progress: Progress | None = None,
-    calls: Calls | None = None,
+    calls: DriverCalls | None = None,
     sizes: Sizes | None = None,
 ) -> HardwareProfile:
     """Returns the profile of the card `cuda:index` and its links, cached or measured now.
@@ -80,7 +80,9 @@ def gpu_profile(
     return with_host(profile)
 
 
-def measure_card(calls: Calls, sizes: Sizes, quick: bool, refresh: bool, tell: Progress) -> More:
+def measure_card(
+    calls: DriverCalls, sizes: Sizes, quick: bool, refresh: bool, tell: Progress
+) -> More:
     """Measures figures of a card that planning does not need, and caches them for `gpu_profile`."""
     name = f"cuda:{calls.card.index}"
     steps = {
@@ -105,7 +107,7 @@ def card_identity(card: Card) -> Identity:
     }
 
 
-def _rates(calls: Calls, sizes: Sizes, refresh: bool, tell: Progress) -> dict[str, float]:
+def _rates(calls: DriverCalls, sizes: Sizes, refresh: bool, tell: Progress) -> dict[str, float]:
     names = ("memory", "h2d", "d2h", "latency", *calls.card.matmul_dtypes)
     steps: Mapping[str, Measure] = {
         **measure_cuda.LINK,
@@ -126,7 +128,7 @@ def _rates(calls: Calls, sizes: Sizes, refresh: bool, tell: Progress) -> dict[st
 
 
 def _run(
-    measure: Callable[[Calls, Sizes], dict[str, float]], calls: Calls, sizes: Sizes
+    measure: Callable[[DriverCalls, Sizes], dict[str, float]], calls: DriverCalls, sizes: Sizes
 ) -> dict[str, float]:
     with undisturbed(calls.device):
         return measure(calls, sizes)

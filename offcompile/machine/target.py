@@ -16,7 +16,7 @@ from pathlib import Path
 import torch
 
 from offcompile.ir import DEVICE, Machine, OffloadError
-from offcompile.passes.build.fragmentation import Room
+from offcompile.passes.build.fragmentation import HeapLimit
 from offcompile.runtime.base.process_memory import RETURNED_BYTES, machine_memory_bytes
 from offcompile.runtime.device.cuda.facts import (
     cuda_index,
@@ -99,7 +99,7 @@ class Target(ABC):
     def holes_bytes(self, budget_bytes: int) -> int:
         """The bytes that the runtime wants beside its reserve, so that it can keep freed blocks."""
 
-    def room(self, budget_bytes: int) -> Room | None:
+    def room(self, budget_bytes: int) -> HeapLimit | None:
         """The limits on blocks and the holes between them; None if no memory returns to the OS."""
         return None
 
@@ -151,10 +151,10 @@ class CpuTarget(Target):
     def holes_bytes(self, budget_bytes: int) -> int:
         return budget_bytes // HOLES_SHARE
 
-    def room(self, budget_bytes: int) -> Room | None:
+    def room(self, budget_bytes: int) -> HeapLimit | None:
         if not heap().gives_back:
             return None
-        return Room(
+        return HeapLimit(
             budget_bytes,
             0 if tensor_memory.will_fit() else MARGIN_BYTES,
             SPLINTER_BYTES if malloc_leaves_holes(os.environ) else 0,

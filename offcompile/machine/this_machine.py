@@ -20,7 +20,7 @@ from offcompile.runtime.measure.beside import copy_toll_share
 from offcompile.runtime.measure.codecs import codec_bytes_per_us
 from offcompile.runtime.measure.disk import measure_disk
 from offcompile.runtime.measure.timing import (
-    Watch,
+    Stopwatch,
     cpu_model,
     machine_identity,
     matmul_flop_per_us,
@@ -287,7 +287,7 @@ def figures_of(
     here = (kind, document_path(kind, identity))
     if kept is not None and (here in _settled or not 0 < tries < MOST_TRIES):
         return kept
-    with Watch() as watch:
+    with Stopwatch() as watch:
         figures = measure()
     if watch.disturbed and kept is not None:
         better = {name: min if name == "latency" else max for name in names}

@@ -12,7 +12,7 @@ import torch
 from offcompile.runtime.states.gradient_transport import Brought
 from offcompile.runtime.states.states import MemoryStates
 
-from .core import MASTER, Core, Entry
+from .core import MASTER, Core, ParameterEntry
 from .layout import flat, flat_like, is_dense
 from .rules import Hyper, OnePass
 
@@ -25,7 +25,7 @@ AHEAD = 2
 @torch.no_grad()
 def update(
     core: Core,
-    entry: Entry,
+    entry: ParameterEntry,
     gradient: torch.Tensor,
     hyper: Hyper,
     coefficient: torch.Tensor | None = None,
@@ -72,7 +72,7 @@ def update(
 
 
 def _ranges(
-    core: Core, entry: Entry, scaled: bool
+    core: Core, entry: ParameterEntry, scaled: bool
 ) -> Iterator[tuple[int, int, dict[str, torch.Tensor]]]:
     if entry.store is None:
         visits: Iterator[tuple[int, int, tuple[torch.Tensor, ...]]] = iter(
@@ -93,7 +93,7 @@ def _ranges(
 
 def _update_tile(
     core: Core,
-    entry: Entry,
+    entry: ParameterEntry,
     weight: torch.Tensor,
     gradient: torch.Tensor,
     parts: dict[str, torch.Tensor],
@@ -123,7 +123,7 @@ def _update_tile(
         weight.copy_(master)
 
 
-def one_pass(core: Core, entry: Entry) -> OnePass | None:
+def one_pass(core: Core, entry: ParameterEntry) -> OnePass | None:
     """Return a one-pass update for mixed dtypes, on devices with kernels of ours; else None."""
     dtype = entry.parameter.dtype
     mixed = MASTER in entry.names or any(d != dtype for d in entry.dtypes)
@@ -140,7 +140,7 @@ def by_kernel(parameter: torch.Tensor) -> bool:
 @torch.no_grad()
 def update_together(
     core: Core,
-    pairs: Sequence[tuple[Entry, torch.Tensor]],
+    pairs: Sequence[tuple[ParameterEntry, torch.Tensor]],
     hypers: Mapping[int, Hyper],
     coefficient: torch.Tensor | None,
     grad_scale: torch.Tensor | None,
@@ -149,8 +149,8 @@ def update_together(
 
     hypers: by `id` of the group.
     """
-    calls: dict[Any, list[tuple[Entry, torch.Tensor]]] = {}
-    far: list[tuple[Entry, torch.Tensor]] = []
+    calls: dict[Any, list[tuple[ParameterEntry, torch.Tensor]]] = {}
+    far: list[tuple[ParameterEntry, torch.Tensor]] = []
     for entry, gradient in pairs:
         core.check(entry, gradient)
         core.start(entry)
@@ -174,10 +174,10 @@ def update_together(
 
 
 def _brought(
-    core: Core, far: Sequence[tuple[Entry, torch.Tensor]]
-) -> Iterator[tuple[Entry, torch.Tensor, Brought]]:
+    core: Core, far: Sequence[tuple[ParameterEntry, torch.Tensor]]
+) -> Iterator[tuple[ParameterEntry, torch.Tensor, Brought]]:
     """Bring gradients to the host; the next ones are in flight while one is applied."""
-    under_way: deque[tuple[Entry, torch.Tensor, Brought]] = deque()
+    under_way: deque[tuple[ParameterEntry, torch.Tensor, Brought]] = deque()
     for entry, gradient in far:
         carrier = core.carrier(entry)
         assert carrier is not None
@@ -187,7 +187,7 @@ def _brought(
     yield from under_way
 
 
-def _is_plain(core: Core, entry: Entry, gradient: torch.Tensor) -> bool:
+def _is_plain(core: Core, entry: ParameterEntry, gradient: torch.Tensor) -> bool:
     parameter = entry.parameter
     if entry.store is not None and not isinstance(entry.store, MemoryStates):
         return False
@@ -201,7 +201,7 @@ def _is_plain(core: Core, entry: Entry, gradient: torch.Tensor) -> bool:
 
 def _update_call(
     core: Core,
-    call: Sequence[tuple[Entry, torch.Tensor]],
+    call: Sequence[tuple[ParameterEntry, torch.Tensor]],
     hyper: Hyper,
     is_first: bool,
     grad_scale: torch.Tensor | None,

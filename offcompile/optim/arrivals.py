@@ -14,10 +14,10 @@ from offcompile.ir import OffloadError
 from offcompile.runtime.states import updates
 
 from .clipping import norm
-from .core import Core, Entry
+from .core import Core, ParameterEntry
 from .layout import flat_like, room_like, shaped_like
 from .rules import Hyper
-from .update_paths import Ways
+from .update_paths import UpdatePaths
 
 
 @dataclass
@@ -32,7 +32,7 @@ class Arrival:
 
 
 @dataclass
-class Tally:
+class ArrivalTally:
     """Number of parameters updated in one step, by way."""
 
     in_backward: int = 0
@@ -45,12 +45,12 @@ class Arrivals:
     """The `updates.Updater` of one optimizer. Hooks and compiled graphs refer to it weakly."""
 
     core: Core
-    ways: Ways
-    arrived: dict[Entry, Arrival] = field(default_factory=dict)
-    tally: Tally = field(default_factory=Tally)
-    last: Tally = field(default_factory=Tally)
+    ways: UpdatePaths
+    arrived: dict[ParameterEntry, Arrival] = field(default_factory=dict)
+    tally: ArrivalTally = field(default_factory=ArrivalTally)
+    last: ArrivalTally = field(default_factory=ArrivalTally)
     has_stepped: bool = False
-    _hooks: dict[Entry, Any] = field(default_factory=dict)
+    _hooks: dict[ParameterEntry, Any] = field(default_factory=dict)
     _lock: Any = field(default_factory=threading.RLock)
 
     def watch(self) -> None:
@@ -86,7 +86,7 @@ class Arrivals:
             elif self._is_last_hook(entry):
                 self._apply(entry, arrival, gradient)
 
-    def _arrival(self, entry: Entry) -> Arrival:
+    def _arrival(self, entry: ParameterEntry) -> Arrival:
         arrival = self.arrived.setdefault(entry, Arrival())
         if arrival.hyper is not None:
             accumulate = self.core.settings.accumulate
@@ -99,25 +99,25 @@ class Arrivals:
         arrival.passes += 1
         return arrival
 
-    def _is_last_hook(self, entry: Entry) -> bool:
+    def _is_last_hook(self, entry: ParameterEntry) -> bool:
         """True if no hook of the user's has yet to see the gradient."""
         hooks = entry.parameter._post_accumulate_grad_hooks
         return not hooks or next(reversed(hooks)) == self._hooks[entry].id
 
-    def _apply(self, entry: Entry, arrival: Arrival, gradient: torch.Tensor) -> None:
+    def _apply(self, entry: ParameterEntry, arrival: Arrival, gradient: torch.Tensor) -> None:
         hyper = self.core.rule.hyper(entry.group)
         self.ways.update(entry, gradient, hyper)
         entry.parameter.grad = None
         arrival.hyper = hyper
         self.tally.in_backward += 1
 
-    def _hold(self, entry: Entry, gradient: torch.Tensor) -> None:
+    def _hold(self, entry: ParameterEntry, gradient: torch.Tensor) -> None:
         """Keep a complete gradient for step()."""
         self.core.check(entry, gradient)
         if not self.core.settings.scaled:
             self.measure(entry, gradient)
 
-    def measure(self, entry: Entry, gradient: torch.Tensor) -> torch.Tensor:
+    def measure(self, entry: ParameterEntry, gradient: torch.Tensor) -> torch.Tensor:
         """Return the norm of `.grad`, recomputed if `.grad` has changed since the last call."""
         arrival = self.arrived.setdefault(entry, Arrival())
         known = arrival.norm
@@ -214,7 +214,7 @@ class Arrivals:
     def over(self, in_step: int) -> None:
         """End the step; `in_step` parameters were updated in `step()` itself."""
         self.tally.in_step = in_step
-        self.last, self.tally = self.tally, Tally()
+        self.last, self.tally = self.tally, ArrivalTally()
         self.arrived.clear()
         self.has_stepped = True
         self.ways.step_over()
@@ -222,7 +222,7 @@ class Arrivals:
     def forget(self) -> None:
         """Forget the gradients that have arrived."""
         self.arrived.clear()
-        self.tally = Tally()
+        self.tally = ArrivalTally()
 
 
 def _hook(mine: weakref.ref[Arrivals]) -> Callable[[torch.Tensor], None]:

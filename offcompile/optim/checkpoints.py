@@ -13,7 +13,7 @@ from offcompile.runtime.device.mapped import MappedStore
 from offcompile.runtime.disk.directories import default_directory
 from offcompile.runtime.states.states import MemoryStates
 
-from .core import MASTER, Core, Entry
+from .core import MASTER, Core, ParameterEntry
 from .layout import flat_like, shaped_like
 
 
@@ -31,7 +31,7 @@ def whole_state(core: Core) -> defaultdict[torch.Tensor, Any]:
     return found
 
 
-def _copied(core: Core, entry: Entry, room: MappedStore) -> dict[str, torch.Tensor]:
+def _copied(core: Core, entry: ParameterEntry, room: MappedStore) -> dict[str, torch.Tensor]:
     numel, dtypes = entry.parameter.numel(), entry.dtypes
     flats = [
         memory.view(dtype)
@@ -70,7 +70,7 @@ def load(
 
 
 @torch.no_grad()
-def _load_one(core: Core, entry: Entry, saved: Mapping[str, Any]) -> None:
+def _load_one(core: Core, entry: ParameterEntry, saved: Mapping[str, Any]) -> None:
     parameter = entry.parameter
     names = (MASTER, *core.rule.names(entry.group))
     core.start(entry)

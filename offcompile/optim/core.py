@@ -25,7 +25,7 @@ _HALVES = (torch.bfloat16, torch.float16)
 
 
 @dataclass(eq=False)
-class Entry:
+class ParameterEntry:
     """One parameter. `names`: its states in the store's order; empty before its first update."""
 
     parameter: torch.Tensor
@@ -80,7 +80,7 @@ class Core:
     settings: Settings
     places: Places
     state: defaultdict[torch.Tensor, Any]
-    entries: dict[torch.Tensor, Entry] = field(default_factory=dict)
+    entries: dict[torch.Tensor, ParameterEntry] = field(default_factory=dict)
     #: place → keys visited in this step, and keys that its store was told to expect
     _visited: dict[str, list[int]] = field(default_factory=dict)
     _expected: dict[str, list[int]] = field(default_factory=dict)
@@ -102,12 +102,12 @@ class Core:
                     )
                 entry = self.entries.get(parameter)
                 if entry is None:
-                    self.entries[parameter] = Entry(parameter, group, self._next_key)
+                    self.entries[parameter] = ParameterEntry(parameter, group, self._next_key)
                     self._next_key += 1
                 else:
                     entry.group = group
 
-    def visiting(self, entry: Entry) -> None:
+    def visiting(self, entry: ParameterEntry) -> None:
         """Note the use of a parameter's states, to predict the order of the next step."""
         if entry.place is not None and not isinstance(entry.store, MemoryStates):
             self._visited.setdefault(entry.place, []).append(entry.key)
@@ -125,10 +125,10 @@ class Core:
 
     # -- states --------------------------------------------------------------------------------
 
-    def has_master(self, entry: Entry) -> bool:
+    def has_master(self, entry: ParameterEntry) -> bool:
         return entry.parameter.dtype in _HALVES and self.settings.master is not False
 
-    def carrier(self, entry: Entry) -> GradientTransport | None:
+    def carrier(self, entry: ParameterEntry) -> GradientTransport | None:
         """The carrier that brings gradients to the host, if the parameter is updated there."""
         found = carrier_of(entry.parameter) if self.is_beside(entry) else None
         if found is not None:
@@ -140,11 +140,11 @@ class Core:
         for carrier in tuple(self._carriers):
             carrier.finish()
 
-    def compute_dtype(self, entry: Entry) -> torch.dtype:
+    def compute_dtype(self, entry: ParameterEntry) -> torch.dtype:
         dtype = entry.parameter.dtype
         return torch.float32 if dtype in _HALVES and self.has_master(entry) else dtype
 
-    def layout(self, entry: Entry) -> dict[str, torch.dtype]:
+    def layout(self, entry: ParameterEntry) -> dict[str, torch.dtype]:
         """State name → dtype, for the states that it has or would get now."""
         compute = self.compute_dtype(entry)
         lossy = self.settings.state_dtype
@@ -153,7 +153,7 @@ class Core:
         names.update(dict.fromkeys(self.rule.names(entry.group)))
         return found | dict.fromkeys(names, lossy or compute)
 
-    def place(self, needed: Entry | None = None) -> None:
+    def place(self, needed: ParameterEntry | None = None) -> None:
         """Choose places for parameters without one, except frozen parameters."""
         new = [
             e
@@ -167,7 +167,7 @@ class Core:
         for position, entry in enumerate(new):
             entry.place = chosen[position]
 
-    def _nbytes(self, entry: Entry) -> int:
+    def _nbytes(self, entry: ParameterEntry) -> int:
         return entry.parameter.numel() * sum(d.itemsize for d in self.layout(entry).values())
 
     def held_bytes(self) -> int:
@@ -190,7 +190,7 @@ class Core:
         self._held_bytes = nbytes
         return nbytes
 
-    def start(self, entry: Entry) -> None:
+    def start(self, entry: ParameterEntry) -> None:
         """Create its missing states, all zero."""
         ruled, has_state = self.rule.names(entry.group), entry.parameter in self.state
         if entry.ruled == ruled and (has_state or not entry.names):
@@ -199,7 +199,7 @@ class Core:
         with torch.inference_mode(False):
             self._start(entry, ruled)
 
-    def _start(self, entry: Entry, ruled: tuple[str, ...]) -> None:
+    def _start(self, entry: ParameterEntry, ruled: tuple[str, ...]) -> None:
         if entry.names and entry.parameter not in self.state:
             self.forget(entry)  # the user has emptied the optimizer's state
         if entry.store is None and entry.step is None:
@@ -226,7 +226,7 @@ class Core:
             self.write(entry, kept)
         self.show(entry)
 
-    def show(self, entry: Entry) -> None:
+    def show(self, entry: ParameterEntry) -> None:
         """Expose states that are in memory in the optimizer's `state`."""
         if not isinstance(entry.store, MemoryStates):
             self.state[entry.parameter]  # makes an entry, which marks it as having states
@@ -237,7 +237,7 @@ class Core:
                 continue
             shown[name] = shaped_like(part, entry.parameter)
 
-    def forget(self, entry: Entry) -> None:
+    def forget(self, entry: ParameterEntry) -> None:
         """Reset to a parameter that was never updated."""
         if entry.store is not None:
             entry.store.remove(entry.key)
@@ -245,7 +245,7 @@ class Core:
         entry.is_first, entry.agreed = True, None
         self.state.pop(entry.parameter, None)
 
-    def read(self, entry: Entry) -> Iterator[tuple[str, torch.Tensor]]:
+    def read(self, entry: ParameterEntry) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield flat copies of its states, to be used briefly."""
         if entry.store is not None:
             numel = entry.parameter.numel()
@@ -255,7 +255,7 @@ class Core:
                     copy[r.start : r.stop].copy_(part)
             yield from zip(entry.names, copies, strict=True)
 
-    def write(self, entry: Entry, flats: Mapping[str, torch.Tensor]) -> None:
+    def write(self, entry: ParameterEntry, flats: Mapping[str, torch.Tensor]) -> None:
         """Write the given flat states to the store."""
         assert entry.store is not None
         for r in entry.store.visit(entry.key):
@@ -263,18 +263,18 @@ class Core:
                 if name in flats:
                     part.copy_(flats[name][r.start : r.stop])
 
-    def check(self, entry: Entry, gradient: torch.Tensor) -> None:
+    def check(self, entry: ParameterEntry, gradient: torch.Tensor) -> None:
         if gradient.layout != torch.strided:
             raise OffloadError(
                 f"The gradient of {entry.label} is sparse, which these optimizers do not support:"
                 " use torch.optim.SparseAdam for it, or sparse=False in its embedding"
             )
 
-    def is_beside(self, entry: Entry) -> bool:
+    def is_beside(self, entry: ParameterEntry) -> bool:
         """True if its states, and so its update, are on the host and not on the device."""
         return device_in(entry.place) is None
 
-    def updated(self, entry: Entry) -> None:
+    def updated(self, entry: ParameterEntry) -> None:
         """Note that the weight and its states were written."""
         # the kernels do not bump it; autograd must notice if it still needs the old weight
         torch.autograd.graph.increment_version(entry.parameter)

@@ -17,11 +17,11 @@ from offcompile.runtime.states.states import StatesFacts
 
 from . import apply, checkpoints, clipping
 from .arrivals import Arrivals
-from .core import Core, Entry, refuse_flags
+from .core import Core, ParameterEntry, refuse_flags
 from .rules import Hyper, Rule
 from .settings import Asked, Settings
 from .state_placement import Places
-from .update_paths import Ways
+from .update_paths import UpdatePaths
 
 
 @dataclass(frozen=True)
@@ -61,7 +61,7 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         self.last_norm = None
         places = Places(self.settings)
         core = self._core = Core(self.rule, self.settings, places, self.state)
-        ways = Ways(core)
+        ways = UpdatePaths(core)
         self._arrivals = Arrivals(core, ways)
         core.know(self.param_groups)
         self._watch()
@@ -126,7 +126,7 @@ class OffloadedOptimizer(torch.optim.Optimizer):
             )
         return getattr(self, "grad_scale", None), bool(float(found_inf) != 0)
 
-    def _waiting(self) -> list[tuple[Entry, torch.Tensor]]:
+    def _waiting(self) -> list[tuple[ParameterEntry, torch.Tensor]]:
         """The gradients that are not applied yet, in the order of the groups."""
         entries = self._core.entries
         order = (p for g in self.param_groups for p in g["params"])
@@ -134,7 +134,7 @@ class OffloadedOptimizer(torch.optim.Optimizer):
 
     def _apply(
         self,
-        waiting: list[tuple[Entry, torch.Tensor]],
+        waiting: list[tuple[ParameterEntry, torch.Tensor]],
         hypers: Mapping[int, Hyper],
         grad_scale: torch.Tensor | None,
     ) -> None:
@@ -153,7 +153,7 @@ class OffloadedOptimizer(torch.optim.Optimizer):
             ]
         apply.update_together(self._core, waiting, hypers, coefficient, grad_scale)
 
-    def _clip(self, waiting: list[tuple[Entry, torch.Tensor]]) -> torch.Tensor | None:
+    def _clip(self, waiting: list[tuple[ParameterEntry, torch.Tensor]]) -> torch.Tensor | None:
         assert self.settings.max_norm is not None
         for entry, gradient in waiting:
             self._core.check(entry, gradient)
@@ -277,7 +277,7 @@ def _unscale(gradients: list[torch.Tensor], scale: torch.Tensor) -> None:
         )
 
 
-def _end(ways: Ways, places: Places) -> None:
+def _end(ways: UpdatePaths, places: Places) -> None:
     """Close files and threads of a dead optimizer. Memory is freed with its last tensor."""
     ways.close()
     disk = places.stores().get("disk")

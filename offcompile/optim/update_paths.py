@@ -9,17 +9,17 @@ import torch
 from offcompile.runtime.device.interface import Device
 from offcompile.runtime.moves.weights import device_of
 from offcompile.runtime.states.gradient_transport import Brought
-from offcompile.runtime.states.update_workers import Job, UpdateWorkers
+from offcompile.runtime.states.update_workers import UpdateJob, UpdateWorkers
 
 from . import apply
-from .core import Core, Entry
+from .core import Core, ParameterEntry
 from .rules import Hyper
 
 #: steps of each way to compare, and steps before them, which create states and compile
 TRIALS, WARM_STEPS = 3, 2
 
 
-class Ways:
+class UpdatePaths:
     """Updates inline if the CPU computes anyway, in channels beside an asynchronous device.
 
     chosen: True for channels, False for inline; None: not set, or still being measured.
@@ -35,12 +35,12 @@ class Ways:
         self._best_ns: dict[bool, int] = {}
         self._since_ns = 0
         #: updates that may run into the next forward pass; fetches of the weight wait for them
-        self._held: dict[Entry, Job] = {}
+        self._held: dict[ParameterEntry, UpdateJob] = {}
         #: updates of the step under way that may not
-        self._due: list[Job] = []
+        self._due: list[UpdateJob] = []
 
     def update(
-        self, entry: Entry, gradient: torch.Tensor, hyper: Hyper, borrowed: bool = False
+        self, entry: ParameterEntry, gradient: torch.Tensor, hyper: Hyper, borrowed: bool = False
     ) -> None:
         """Apply a gradient now or soon. borrowed: its memory is reused once this returns."""
         self._await(entry)
@@ -67,7 +67,7 @@ class Ways:
 
     def later(
         self,
-        entry: Entry,
+        entry: ParameterEntry,
         gradient: torch.Tensor,
         hyper: Hyper,
         coefficient: torch.Tensor | None,
@@ -92,7 +92,7 @@ class Ways:
         self._hold(entry, device, job)
         return True
 
-    def _hold(self, entry: Entry, device: Device, job: Job) -> None:
+    def _hold(self, entry: ParameterEntry, device: Device, job: UpdateJob) -> None:
         def wait() -> None:
             job.until_over()
             if self._held.get(entry) is job:  # else its error has been raised already
@@ -101,19 +101,19 @@ class Ways:
         self._held[entry] = job
         device.hold(entry.parameter, wait)
 
-    def _await(self, entry: Entry) -> None:
+    def _await(self, entry: ParameterEntry) -> None:
         before = self._held.pop(entry, None)
         if before is not None:
             before.wait()
 
     def _submit(
         self,
-        entry: Entry,
+        entry: ParameterEntry,
         brought: Brought,
         hyper: Hyper,
         coefficient: torch.Tensor | None = None,
         grad_scale: torch.Tensor | None = None,
-    ) -> Job:
+    ) -> UpdateJob:
         def work() -> None:
             gradient = brought.gradient
             apply.update(self.core, entry, gradient, hyper, coefficient, grad_scale, brought)
@@ -122,7 +122,7 @@ class Ways:
             self._channels = UpdateWorkers()
         return self._channels.submit(brought.arrive, work, entry.label)
 
-    def _beside(self, entry: Entry) -> bool:
+    def _beside(self, entry: ParameterEntry) -> bool:
         if self._measures and self.chosen is None:
             return self._tried()
         if self.chosen is not None:

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from offcompile.ir import DEVICE, Machine, Move, Plan, Problem, Span, Timeline
 from offcompile.ir.verify.frees import Frees
 from offcompile.ir.verify.ledger import Ledger, Place
-from offcompile.ir.verify.order import Run, executed, start_codecs, touches
+from offcompile.ir.verify.order import VerifiedRun, executed, start_codecs, touches
 
 
 @dataclass(eq=False)
@@ -33,7 +33,7 @@ class Lifetime:
 
 
 @dataclass
-class Arrival:
+class CopyArrival:
     """One move as simulated. `position` counts all starts, of runs and moves, in their order."""
 
     move: Move
@@ -52,7 +52,7 @@ class Arrival:
 class Step:
     """One run as simulated."""
 
-    run: Run
+    run: VerifiedRun
     span: Span
     position: int
     stays: list[Lifetime] = field(default_factory=list)  # stays that it writes
@@ -64,7 +64,7 @@ class Presence:
     """Runs and moves in the order in which they started, and the stays that they begin."""
 
     steps: list[Step] = field(default_factory=list)
-    arrivals: dict[str, Arrival] = field(default_factory=dict)
+    arrivals: dict[str, CopyArrival] = field(default_factory=dict)
     at_start: list[Lifetime] = field(default_factory=list)
     #: per tensor, its moves in the order in which they started
     moves_of: dict[str, list[str]] = field(default_factory=dict)
@@ -165,7 +165,7 @@ class _Replay:
         self.filler[place] = move.id
         self.found.moves_of.setdefault(move.tensor, []).append(move.id)
         trigger = self.found.index.get(move.start_after or "", -1)
-        self.found.arrivals[move.id] = Arrival(
+        self.found.arrivals[move.id] = CopyArrival(
             move,
             span,
             position,

@@ -27,7 +27,7 @@ from offcompile.ir import (
 from offcompile.simulate import Simulator
 
 from .fit_budget import Decided, decide, floors_by_run
-from .order import Order, Run
+from .order import Order, RunStep
 from .replay import worst_case
 
 
@@ -124,8 +124,8 @@ def _without(gone: list[str], emptied: Problem, problem: Problem, found: Decided
 
 def _order_without(gone: list[str], order: Order, problem: Problem, plan: Plan) -> Order:
     """The same steps without those ops; waits that preceded them remain."""
-    runs = [s.name for s in order.steps if isinstance(s, Run)]
-    steps = tuple(s for s in order.steps if not (isinstance(s, Run) and s.name in gone))
+    runs = [s.name for s in order.steps if isinstance(s, RunStep)]
+    steps = tuple(s for s in order.steps if not (isinstance(s, RunStep) and s.name in gone))
     held = zip(runs, order.device_bytes, strict=True)
     return replace(
         order,

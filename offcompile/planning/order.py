@@ -1,10 +1,11 @@
 """Turns a plan and its simulated times into a static program order that does not depend on timing.
 
-One thread runs the ops. `Start` hands a move to its lane, which runs moves in the order of their
-Starts, each once its dependencies are complete, at any speed; `Wait` blocks the thread until a
-move is complete. A ledger follows the program: a device copy takes space from its Start (a load)
-or from the Run that writes it, until the plan no longer needs it *and* every move that reads or
-fills it has been waited for. The device never holds more than that, whatever the lanes do.
+One thread runs the ops. `StartStep` hands a move to its lane, which runs moves in the order in
+which they were handed over, each once its dependencies are complete, at any speed; `WaitStep`
+blocks the thread until a move is complete. A ledger follows the program: a device copy takes space
+from its `StartStep` (a load) or from the `RunStep` that writes it, until the plan no longer needs
+it *and* every move that reads or fills it has been waited for. The device never holds more than
+that, whatever the lanes do.
 
 The program always fits, for this reason. Let every load start where the simulation starts it,
 between the same runs, and let the program wait, if necessary, for each move that had ended there.
@@ -35,32 +36,32 @@ from offcompile.ir import (
 )
 from offcompile.ir.units import compressed_bytes
 
-from .copy_lifetimes import Arrival, Presence, Step, presence
-from .order_memory import Ledger
+from .copy_lifetimes import CopyArrival, Presence, Step, presence
+from .order_memory import OrderLedger
 
 
 @dataclass(frozen=True)
-class Run:
+class RunStep:
     """Runs an op: its id, or `F2@B2` for a recomputation."""
 
     name: str
 
 
 @dataclass(frozen=True)
-class Start:
+class StartStep:
     """Hands a move to its lane."""
 
     move: str
 
 
 @dataclass(frozen=True)
-class Wait:
+class WaitStep:
     """Blocks the program until a move is complete."""
 
     move: str
 
 
-ProgramStep = Run | Start | Wait
+ProgramStep = RunStep | StartStep | WaitStep
 
 
 @dataclass(frozen=True)
@@ -107,7 +108,7 @@ def static_order(problem: Problem, machine: Machine, plan: Plan, timeline: Timel
         detail = "the timeline is not that of a valid plan; simulate the plan and mend it first"
         raise InvalidInput([*timeline.violations, Violation("bad-value", "timeline", detail)])
     found = presence(problem, machine, plan, timeline)
-    writer = _Writer(problem, machine, plan, found)
+    writer = _OrderWriter(problem, machine, plan, found)
     writer.write()
     return Order(
         tuple(writer.steps),
@@ -118,7 +119,7 @@ def static_order(problem: Problem, machine: Machine, plan: Plan, timeline: Timel
     )
 
 
-class _Writer:
+class _OrderWriter:
     """The program written so far."""
 
     def __init__(self, problem: Problem, machine: Machine, plan: Plan, found: Presence) -> None:
@@ -128,7 +129,9 @@ class _Writer:
         self.device_bytes: list[int] = []
         self.split = 0
         capacity = machine.tier[DEVICE].capacity_bytes
-        self.ledger = Ledger(capacity, found.arrivals, lambda m: self.steps.append(Wait(m)))
+        self.ledger = OrderLedger(
+            capacity, found.arrivals, lambda m: self.steps.append(WaitStep(m))
+        )
         self.place_of = {m: i for ids in found.moves_of.values() for i, m in enumerate(ids)}
         self.begun = dict.fromkeys(found.moves_of, 0)  # tensor → number of its moves started
         self.outs: dict[str, list[str]] = {}  # lane → moves not yet started, the next one last
@@ -163,7 +166,7 @@ class _Writer:
             self._loads_before(step, room, waiting=True)
             for stay in new:
                 ledger.begin(stay)
-            self.steps.append(Run(step.run.id))
+            self.steps.append(RunStep(step.run.id))
             self.device_bytes.append(ledger.end_run(workspace))
             self._start_outs()
         for load in self.loads:
@@ -171,7 +174,7 @@ class _Writer:
         if self.forward_runs == len(self.found.steps):
             self.split = len(self.steps)
 
-    def _load(self, load: Arrival, step: Step | None, beside_bytes: int = 0) -> None:
+    def _load(self, load: CopyArrival, step: Step | None, beside_bytes: int = 0) -> None:
         """Starts a load, after making room for it and for `beside_bytes` held beside it."""
         stay = load.stay
         if stay is not None and self.ledger.there.get(stay.tensor) is not stay:
@@ -202,7 +205,7 @@ class _Writer:
                     self._start(queue.pop())
                     again = True
 
-    def _ready(self, arrival: Arrival) -> bool:
+    def _ready(self, arrival: CopyArrival) -> bool:
         """True if the move's trigger and earlier moves and runs of its tensor allow it to start."""
         move, after = arrival.move, arrival.move.start_after
         return (
@@ -214,7 +217,7 @@ class _Writer:
     def _start(self, move: str) -> None:
         self.ledger.started.add(move)
         self.begun[self.arrivals[move].move.tensor] += 1
-        self.steps.append(Start(move))
+        self.steps.append(StartStep(move))
 
 
 def _forward_runs(problem: Problem, found: Presence) -> int:
@@ -225,7 +228,7 @@ def _forward_runs(problem: Problem, found: Presence) -> int:
 
 
 def _only_backward(
-    plan: Plan, found: Presence, loads: Sequence[Arrival], forward_runs: int
+    plan: Plan, found: Presence, loads: Sequence[CopyArrival], forward_runs: int
 ) -> set[str]:
     """Loads that the forward program does not need, neither for their data nor for their end."""
     if not 0 < forward_runs < len(found.steps):

@@ -14,16 +14,16 @@ from itertools import count
 
 from offcompile.ir import OffloadError
 
-from .copy_lifetimes import Arrival, Lifetime, Step
+from .copy_lifetimes import CopyArrival, Lifetime, Step
 
 
-class Ledger:
+class OrderLedger:
     """Bytes held as steps are written; calls `write_wait` with each move to be waited for."""
 
     def __init__(
         self,
         capacity_bytes: int | None,
-        arrivals: Mapping[str, Arrival],
+        arrivals: Mapping[str, CopyArrival],
         write_wait: Callable[[str], None],
     ) -> None:
         self.capacity: float = float("inf") if capacity_bytes is None else capacity_bytes

@@ -6,8 +6,8 @@ from __future__ import annotations
 from dataclasses import replace
 
 from offcompile.ir import Machine, Plan, Problem, Timeline
-from offcompile.passes.build.fragmentation import Returns, Room, returns_of
-from offcompile.passes.build.layout import Layout, Stay, lay_out
+from offcompile.passes.build.fragmentation import HeapLimit, Returns, returns_of
+from offcompile.passes.build.layout import AddressStay, Layout, lay_out
 from offcompile.runtime.memory.heap import KEPT_BYTES
 
 from .copy_lifetimes import Lifetime as Held
@@ -29,7 +29,7 @@ def planned_layout(problem: Problem, machine: Machine, plan: Plan, timeline: Tim
 
 
 def planned_returns(
-    problem: Problem, machine: Machine, plan: Plan, timeline: Timeline, room: Room
+    problem: Problem, machine: Machine, plan: Plan, timeline: Timeline, room: HeapLimit
 ) -> Returns:
     """The same in a heap, where `room` also includes the memory held from the beginning.
 
@@ -43,7 +43,7 @@ def planned_returns(
     return returns_of(stays, room)
 
 
-def _stays(found: Presence) -> tuple[list[Stay], int]:
+def _stays(found: Presence) -> tuple[list[AddressStay], int]:
     """The stays born in the step, and the bytes held from the beginning."""
     last = len(found.steps)
     born: dict[Held, int] = {}
@@ -58,9 +58,11 @@ def _stays(found: Presence) -> tuple[list[Stay], int]:
     for stay in found.at_start:
         born.pop(stay, None)
     stays = [
-        Stay(stay.nbytes, first, max(first, (last if stay.gone_at is None else stay.gone_at) - 1))
+        AddressStay(
+            stay.nbytes, first, max(first, (last if stay.gone_at is None else stay.gone_at) - 1)
+        )
         for stay, first in born.items()
     ]
     for number, step in enumerate(found.steps):
-        stays.append(Stay(step.run.op.workspace_bytes, number, number))
+        stays.append(AddressStay(step.run.op.workspace_bytes, number, number))
     return [stay for stay in stays if stay.nbytes], sum(s.nbytes for s in found.at_start)

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 from offcompile.ir import DEVICE, Plan, Problem
 
-from .order import ProgramStep, Run, Start
+from .order import ProgramStep, RunStep, StartStep
 
 
 @dataclass
@@ -27,19 +27,19 @@ def worst_case(problem: Problem, plan: Plan, steps: Sequence[ProgramStep]) -> in
     moves = {m.id: m for m in plan.moves}
     directs = {(d.op, d.tensor) for d in plan.directs}
     leaving = {d.tensor for d in plan.drops if d.tier == DEVICE}
-    waited = {s.move: i for i, s in enumerate(steps) if not isinstance(s, Run | Start)}
+    waited = {s.move: i for i, s in enumerate(steps) if not isinstance(s, RunStep | StartStep)}
     stays: dict[str, list[_Stay]] = {
         t.id: [_Stay(0, 0)] for t in problem.tensors if t.home == DEVICE
     }
     for i, step in enumerate(steps):
-        if isinstance(step, Run):
+        if isinstance(step, RunStep):
             op = problem.op[step.name.partition("@")[0]]
             here = [t for t in op.operands if (op.id, t) not in directs]
             for t in here:
                 if t in op.writes and t not in op.reads and problem.tensor[t].home is None:
                     stays.setdefault(t, []).append(_Stay(i, i))
                 stays[t][-1].last = i
-        elif isinstance(step, Start):
+        elif isinstance(step, StartStep):
             move = moves[step.move]
             if move.target == DEVICE:
                 stays.setdefault(move.tensor, []).append(_Stay(i, i))
@@ -58,7 +58,7 @@ def worst_case(problem: Problem, plan: Plan, steps: Sequence[ProgramStep]) -> in
     for i, step in enumerate(steps):
         held += change[i]
         own = 0
-        if isinstance(step, Run):
+        if isinstance(step, RunStep):
             own = problem.op[step.name.partition("@")[0]].workspace_bytes
         most = max(most, held + own)
     return most

@@ -13,7 +13,7 @@ from typing import Any, Protocol
 from offcompile.ir import DEVICE, PHASES, Machine, OffloadError, Plan, Problem, Timeline
 from offcompile.ir.jsonio import machine_to_json, plan_to_json, problem_to_json
 from offcompile.ir.units import counted, show_us, size
-from offcompile.passes.build.fragmentation import Returns, Room
+from offcompile.passes.build.fragmentation import HeapLimit, Returns
 from offcompile.planning.feedback.corrections import Corrected
 from offcompile.planning.feedback.measured import MeasuredStep, Steps
 from offcompile.planning.fit_budget import floor_of
@@ -84,7 +84,7 @@ class Record:
     #: with `verify=True`, the comparison of the first step with the plain run
     verified: Verified | None = field(default=None, repr=False)
     #: device memory that blocks and holes may fill; None if the device gives nothing back
-    room: Room | None = field(default=None, repr=False)
+    room: HeapLimit | None = field(default=None, repr=False)
     #: time to touch memory that was given back; 0 if unknown or already part of the costs
     touch_us_per_mib: float = field(default=0.0, repr=False)
     #: source of the measured steps; None if nothing runs

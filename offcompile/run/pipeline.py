@@ -44,7 +44,7 @@ from offcompile.report.log import log_compiled, log_decision, tell_once, warn
 from offcompile.report.report import PlanReport, remember
 from offcompile.report.stalls import move_names
 from offcompile.report.verified import Verified
-from offcompile.runtime.base.clock import Clock, clock_for
+from offcompile.runtime.base.clock import StepClock, clock_for
 from offcompile.runtime.base.garbage import garbage
 from offcompile.runtime.base.progress import Progress
 from offcompile.runtime.memory import tensor_memory
@@ -302,7 +302,7 @@ class Pipeline:
         return self._planning.survey.kind
 
     @cached_property
-    def _clock(self) -> Clock:
+    def _clock(self) -> StepClock:
         return clock_for(self.target.device)
 
     # --- the plan -----------------------------------------------------------------------------

@@ -16,8 +16,8 @@ from typing import Any
 
 from offcompile.ir import BACKWARD, COMPUTE, FORWARD
 from offcompile.planning.feedback.measured import MeasuredSpan, MeasuredStep, MeasuredWait
-from offcompile.planning.order import ProgramStep, Run, Start
-from offcompile.runtime.base.clock import Clock
+from offcompile.planning.order import ProgramStep, RunStep, StartStep
+from offcompile.runtime.base.clock import StepClock
 from offcompile.runtime.device.move_events import MoveListener, listening, profiled, profiling
 
 #: number of steps whose median is shown
@@ -43,7 +43,7 @@ class StepRecorder:
     def __init__(
         self,
         name: str,
-        clock: Clock,
+        clock: StepClock,
         waiting: Callable[[], int],
         steps: Sequence[ProgramStep] = (),
         names: Mapping[str, str] | None = None,
@@ -126,10 +126,10 @@ class StepRecorder:
         found: dict[tuple[str, bool], str] = {}
         op = ""
         for step in reversed(self._steps):
-            if isinstance(step, Run):
+            if isinstance(step, RunStep):
                 op = step.name
             else:
-                found[step.move, isinstance(step, Start)] = op
+                found[step.move, isinstance(step, StartStep)] = op
         return found
 
 
@@ -141,7 +141,7 @@ class _Measuring:
     """Converts instants of one step to ns since its start, without the gap between the halves."""
 
     def __init__(
-        self, clock: Clock, halves: Sequence[_Half], before: Mapping[tuple[str, bool], str]
+        self, clock: StepClock, halves: Sequence[_Half], before: Mapping[tuple[str, bool], str]
     ) -> None:
         self.clock, self.halves, self.before = clock, halves, before
         self.turn_ns = self._since(halves[0].ended)

@@ -112,7 +112,7 @@ class CompiledProblem:
 
 
 @dataclass(slots=True)
-class Run:
+class CompiledRun:
     """One run of an op in a step: an ordinary one, a recomputation, or a host update."""
 
     id: str
@@ -154,7 +154,7 @@ class Transfer:
     drops: list[int] = field(default_factory=list)
 
 
-#: constant for all runs of an op: the fields of `Run` from its duration on
+#: constant for all runs of an op: the fields of `CompiledRun` from its duration on
 Figures = tuple[
     int,
     int,
@@ -187,8 +187,8 @@ class RunOrder:
         for r in plan.recomputes:
             again.setdefault(r.before, []).append(r.op)
 
-        self.runs: list[Run] = []
-        self.updates: list[Run] = []
+        self.runs: list[CompiledRun] = []
+        self.updates: list[CompiledRun] = []
         #: per tensor, in listed order: True for each access that only writes
         self.accesses: list[list[bool]] = [[] for _ in base.nbytes]
         self.where: dict[str, tuple[str, int]] = {}
@@ -326,13 +326,13 @@ def _run(
     op: int,
     direct: set[int],
     on_host: bool,
-) -> Run:
+) -> CompiledRun:
     known = base.runs.get((op, on_host)) if not direct else None
     if known is None:
         known = _figures(base, op, direct, on_host)
         if not direct:
             base.runs[op, on_host] = known
-    return Run(name, index, number, on_host, *known)
+    return CompiledRun(name, index, number, on_host, *known)
 
 
 def _figures(base: CompiledProblem, op: int, direct: set[int], on_host: bool) -> Figures:

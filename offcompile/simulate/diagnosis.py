@@ -6,13 +6,13 @@ from dataclasses import dataclass
 
 from offcompile.ir import Violation
 
-from .compiled import Run, Transfer
+from .compiled import CompiledRun, Transfer
 from .copies import FILLING, NONE, VALID
-from .state import State
+from .state import SimulationState
 
 
 @dataclass(frozen=True)
-class Wait:
+class StuckWait:
     """`on`: the thing awaited, in a word; `rule`: the rule broken if it can never arrive."""
 
     on: str
@@ -20,40 +20,42 @@ class Wait:
     rule: str = "deadlock"
 
 
-def waits_of(e: State, run: Run) -> list[Wait]:
+def waits_of(e: SimulationState, run: CompiledRun) -> list[StuckWait]:
     """The reasons why an op or host update may not start now."""
     waits = []
     for m in e.p.before_moves.get(run.number, ()):
         move = e.p.moves[m]
         if e.move_count[m] < (e.step if move.wraps else e.step + 1):
             rule = "late-move" if not move.wraps and _waits_for_run(e, move, run) else "deadlock"
-            waits.append(Wait(move.id, f"move {move.id} has not arrived", rule))
+            waits.append(StuckWait(move.id, f"move {move.id} has not arrived", rule))
     for key in run.reads:
         if e.status[key] != VALID:
             waits.append(_missing_read(e, run, key))
         elif key in run.host_reads and e.codec[key]:
             tensor, _ = e.name_of(key)
             waits.append(
-                Wait(tensor, f"the host copy of {tensor} is compressed: no direct access", "codec")
+                StuckWait(
+                    tensor, f"the host copy of {tensor} is compressed: no direct access", "codec"
+                )
             )
     for t in run.written:
         if e.moving[t]:
             name = e.base.problem.tensors[t].id
-            waits.append(Wait(_mover(e, t), f"a move of {name}, which it writes, is running"))
+            waits.append(StuckWait(_mover(e, t), f"a move of {name}, which it writes, is running"))
     done = e.runs_done if run.on_host else e.updates_done
     if done < run.other_lane_runs:
         other = e.p.runs if run.on_host else e.p.updates
         name = other[run.other_lane_runs - 1].id
-        waits.append(Wait(name, f"{name} comes first and touches the same tensor"))
+        waits.append(StuckWait(name, f"{name} comes first and touches the same tensor"))
     for tier, room in e.room_after(run).items():
         if room < 0:
             waits.append(_no_room(e, tier, -room))
     return waits
 
 
-def _no_room(e: State, tier: int, missing: int) -> Wait:
+def _no_room(e: SimulationState, tier: int, missing: int) -> StuckWait:
     name = e.base.tier_names[tier]
-    return Wait(
+    return StuckWait(
         f"space on {name}",
         f"{missing:,} bytes are missing on {name} ({e.used[tier]:,} of"
         f" {e.base.capacity[tier]:,} held)",
@@ -61,49 +63,55 @@ def _no_room(e: State, tier: int, missing: int) -> Wait:
     )
 
 
-def _mover(e: State, tensor: int) -> str:
+def _mover(e: SimulationState, tensor: int) -> str:
     for m in e.lane_move:
         if m >= 0 and e.p.moves[m].tensor == tensor:
             return e.p.moves[m].id
     return e.base.problem.tensors[tensor].id
 
 
-def _missing_read(e: State, run: Run, key: int) -> Wait:
+def _missing_read(e: SimulationState, run: CompiledRun, key: int) -> StuckWait:
     tensor, tier = e.name_of(key)
     for m in e.lane_move:
         if m >= 0 and e.p.moves[m].target == key:
-            return Wait(e.p.moves[m].id, f"move {e.p.moves[m].id} is bringing {tensor} to {tier}")
+            return StuckWait(
+                e.p.moves[m].id, f"move {e.p.moves[m].id} is bringing {tensor} to {tier}"
+            )
     if e.status[key] == FILLING:
-        return Wait(tensor, f"{tensor} is being written on {tier}")
+        return StuckWait(tensor, f"{tensor} is being written on {tier}")
     suppliers = [m for m in e.p.moves if m.target == key and _still_to_come(e, m)]
     if suppliers:
         late = all(_waits_for_run(e, m, run) for m in suppliers)
-        return Wait(
+        return StuckWait(
             suppliers[0].id,
             f"{tensor} is not on {tier}; move {suppliers[0].id} would bring it but "
             + ("starts only later" if late else "has not started"),
             "late-move" if late else "deadlock",
         )
     if e.status[key] != NONE:
-        return Wait(
+        return StuckWait(
             tensor, f"the copy of {tensor} on {tier} is stale and no move renews it", "stale-read"
         )
     gone = e.dropped_by.get(key)
     if gone is not None:
-        return Wait(
+        return StuckWait(
             tensor,
             f"{tensor} on {tier} was freed by the drop after {gone} and no move brings it back",
             "read-after-drop",
         )
-    return Wait(tensor, f"{tensor} has no copy on {tier} and no move brings one", "missing-copy")
+    return StuckWait(
+        tensor, f"{tensor} has no copy on {tier} and no move brings one", "missing-copy"
+    )
 
 
-def _still_to_come(e: State, move: Transfer) -> bool:
+def _still_to_come(e: SimulationState, move: Transfer) -> bool:
     """True if a run of the move that may serve this step has yet to start."""
     return e.move_count[move.index] < (e.step if move.wraps else e.step + 1)
 
 
-def _waits_for_run(e: State, move: Transfer, run: Run, seen: tuple[str, ...] = ()) -> bool:
+def _waits_for_run(
+    e: SimulationState, move: Transfer, run: CompiledRun, seen: tuple[str, ...] = ()
+) -> bool:
     """True if the move's trigger, followed through other moves, is this run or a later one."""
     kind, index = move.trigger
     if kind == "move":
@@ -112,21 +120,21 @@ def _waits_for_run(e: State, move: Transfer, run: Run, seen: tuple[str, ...] = (
     return kind == ("update" if run.on_host else "run") and index >= run.index
 
 
-def move_waits(e: State, lane: int, move: Transfer) -> list[Wait]:
+def move_waits(e: SimulationState, lane: int, move: Transfer) -> list[StuckWait]:
     """The reasons why the move at the head of a lane may not start now."""
     waits = []
     if not e.triggered(move, e.lane_step[lane]):
         kind, index = move.trigger
         name = {"run": e.p.runs, "update": e.p.updates}.get(kind, e.p.moves)[index].id
-        waits.append(Wait(name, f"{name} has not ended"))
+        waits.append(StuckWait(name, f"{name} has not ended"))
     tensor, source = e.name_of(move.source)
     if e.status[move.source] != VALID and not waits:
         waits.append(_missing_source(e, move, tensor, source))
     _, target = e.name_of(move.target)
     if e.status[move.target] == VALID:
-        waits.append(Wait(tensor, f"{target} already holds a valid copy of {tensor}"))
+        waits.append(StuckWait(tensor, f"{target} already holds a valid copy of {tensor}"))
     elif e.status[move.target] == FILLING:
-        waits.append(Wait(tensor, f"{tensor} on {target} is being filled"))
+        waits.append(StuckWait(tensor, f"{tensor} on {target} is being filled"))
     extra = move.target_bytes - e.size[move.target]
     room = e.base.capacity[move.target_tier] - e.used[move.target_tier] - extra
     if extra > 0 and room < 0:
@@ -134,20 +142,20 @@ def move_waits(e: State, lane: int, move: Transfer) -> list[Wait]:
     return waits
 
 
-def _missing_source(e: State, move: Transfer, tensor: str, tier: str) -> Wait:
+def _missing_source(e: SimulationState, move: Transfer, tensor: str, tier: str) -> StuckWait:
     comes = any(m.target == move.source and _still_to_come(e, m) for m in e.p.moves)
     later = [*e.p.runs[e.run_index :], *e.p.updates[e.update_index :]]
     comes = comes or any(move.source in run.writes for run in later)
     if comes:
-        return Wait(tensor, f"{tensor} is not yet valid on {tier}")
+        return StuckWait(tensor, f"{tensor} is not yet valid on {tier}")
     if e.status[move.source] != NONE:
-        return Wait(tensor, f"the copy of {tensor} on {tier} is stale for ever", "stale-read")
-    return Wait(tensor, f"{tensor} has no copy on {tier} and never gets one", "missing-copy")
+        return StuckWait(tensor, f"the copy of {tensor} on {tier} is stale for ever", "stale-read")
+    return StuckWait(tensor, f"{tensor} has no copy on {tier} and never gets one", "missing-copy")
 
 
-def explain_stuck(e: State) -> list[Violation]:
+def explain_stuck(e: SimulationState) -> list[Violation]:
     """Names the broken rules; if there is only waiting, the deadlock and the missing bytes."""
-    blocked: list[tuple[str, list[Wait]]] = []
+    blocked: list[tuple[str, list[StuckWait]]] = []
     if e.run_index < len(e.p.runs):
         run = e.p.runs[e.run_index]
         blocked.append((run.id, waits_of(e, run)))

@@ -8,16 +8,16 @@ from __future__ import annotations
 
 from offcompile.ir import COMPUTE, HOST_COMPUTE, Freed, Span, Stall, Violation
 
-from .compiled import Run, Transfer
+from .compiled import CompiledRun, Transfer
 from .copies import FILLING, STALE, VALID, Halt
 from .diagnosis import explain_stuck, waits_of
 from .settle import check_end
-from .state import Beginning, State, Window
+from .state import Beginning, SimulationState, StepWindow
 
 MAX_STEPS = 8
 
 
-class Engine(State):
+class Engine(SimulationState):
     """One simulation of one compiled plan."""
 
     # ---- the loop ------------------------------------------------------------------------
@@ -81,7 +81,7 @@ class Engine(State):
 
     # ---- completions -------------------------------------------------------------------------
 
-    def _end_accesses(self, run: Run) -> None:
+    def _end_accesses(self, run: CompiledRun) -> None:
         users, status, pending = self.users, self.status, self.pending
         for key in run.reads:
             users[key] -= 1
@@ -144,7 +144,7 @@ class Engine(State):
         self.update_end = self.now + run.duration_ns
         return run.duration_ns == 0
 
-    def _may_start(self, run: Run) -> bool:
+    def _may_start(self, run: CompiledRun) -> bool:
         status, moves, step = self.status, self.p.moves, self.step
         for m in self.p.before_moves.get(run.number, ()):
             if self.move_count[m] < (step if moves[m].wraps else step + 1):
@@ -160,7 +160,7 @@ class Engine(State):
                 return False
         return self._fits(run)
 
-    def _fits(self, run: Run) -> bool:
+    def _fits(self, run: CompiledRun) -> bool:
         base, size = self.base, self.size
         here, there = (0, run.workspace) if run.on_host else (run.workspace, 0)
         for key, on_device, nbytes in run.outputs:
@@ -172,7 +172,7 @@ class Engine(State):
             return False
         return there <= 0 or there <= base.capacity[base.host] - self.used[base.host]
 
-    def _begin_accesses(self, run: Run, workspace_tier: int) -> None:
+    def _begin_accesses(self, run: CompiledRun, workspace_tier: int) -> None:
         users, status, pending, next_access = (
             self.users,
             self.status,
@@ -201,7 +201,7 @@ class Engine(State):
             self.used[workspace_tier] += run.workspace
             self.peak[workspace_tier] = max(self.peak[workspace_tier], self.used[workspace_tier])
 
-    def _halt_read(self, run: Run, key: int) -> None:
+    def _halt_read(self, run: CompiledRun, key: int) -> None:
         tensor, tier = self.name_of(key)
         raise Halt(
             Violation(
@@ -294,7 +294,7 @@ class Engine(State):
         if len(self.steps) == MAX_STEPS:
             self.settled = False
             return True
-        self.previous, self.window = self.window, Window(self.now)
+        self.previous, self.window = self.window, StepWindow(self.now)
         self.step += 1
         self.run_index = self.update_index = self.runs_done = self.updates_done = 0
         self.plain_done = 0

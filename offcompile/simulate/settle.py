@@ -5,16 +5,16 @@ from __future__ import annotations
 from offcompile.ir import Violation
 
 from .copies import VALID
-from .state import State
+from .state import SimulationState
 
 
-def check_end(e: State) -> list[Violation]:
+def check_end(e: SimulationState) -> list[Violation]:
     if e.base.problem.steady:
         return _check_settled(e)
     return _check_nothing_lost(e)
 
 
-def _write_back_missing(e: State, key: int) -> Violation:
+def _write_back_missing(e: SimulationState, key: int) -> Violation:
     tensor, tier = e.name_of(key)
     return Violation(
         "missing-write-back",
@@ -24,7 +24,7 @@ def _write_back_missing(e: State, key: int) -> Violation:
     )
 
 
-def _check_nothing_lost(e: State) -> list[Violation]:
+def _check_nothing_lost(e: SimulationState) -> list[Violation]:
     wrong = [_write_back_missing(e, key) for key in e.asked]
     for t, tensor in enumerate(e.base.problem.tensors):
         if e.base.must_survive[t] and all(e.status[k] != VALID for k in e.copies(t)):
@@ -34,7 +34,7 @@ def _check_nothing_lost(e: State) -> list[Violation]:
     return wrong
 
 
-def _settle(e: State) -> tuple[set[int], list[int]]:
+def _settle(e: SimulationState) -> tuple[set[int], list[int]]:
     """Completes all pending moves, regardless of time: (copies, drops that can never happen)."""
     n = e.base.n_tiers
     copies = {k for k, status in enumerate(e.status) if status == VALID}
@@ -69,7 +69,7 @@ def _settle(e: State) -> tuple[set[int], list[int]]:
     return copies, asked
 
 
-def _check_settled(e: State) -> list[Violation]:
+def _check_settled(e: SimulationState) -> list[Violation]:
     """Checks the copies that remain once wrapped moves have arrived and all drops are done."""
     copies, undone = _settle(e)
     if undone:

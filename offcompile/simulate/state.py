@@ -6,12 +6,12 @@ from dataclasses import dataclass, field
 
 from offcompile.ir import Stall
 
-from .compiled import CompiledPlan, Run, Transfer
+from .compiled import CompiledPlan, CompiledRun, Transfer
 from .copies import Copies
 
 
 @dataclass(slots=True)
-class Window:
+class StepWindow:
     """The starts in one step, relative to its start: equal windows mean a settled schedule."""
 
     start_ns: int
@@ -30,7 +30,7 @@ class Beginning:
     state: tuple[object, ...]
 
 
-class State(Copies):
+class SimulationState(Copies):
     """The whole state; `diagnosis` reads it in a deadlock, and `settle` at the end of a step."""
 
     def __init__(self, plan: CompiledPlan, record: bool) -> None:
@@ -46,9 +46,9 @@ class State(Copies):
         self.plain_done = 0
         self.last_run_end = 0
         self.waiting: dict[str, None] = {}
-        self.window = Window(0)
+        self.window = StepWindow(0)
         self.began = Beginning(0, 0, 0, ())
-        self.previous: Window | None = None
+        self.previous: StepWindow | None = None
         self.steps: list[tuple[int, int]] = []
         self.settled = True
 
@@ -70,7 +70,7 @@ class State(Copies):
             return True
         return (self.runs_done if kind == "run" else self.updates_done) > index
 
-    def room_after(self, run: Run) -> dict[int, int]:
+    def room_after(self, run: CompiledRun) -> dict[int, int]:
         """Per tier, the bytes left (below 0: missing) after taking outputs and workspace."""
         base, n = self.base, self.base.n_tiers
         need = {base.host if run.on_host else base.device: run.workspace}

@@ -12,7 +12,7 @@ from bisect import bisect_left, insort
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from .layout import Stay
+from .layout import AddressStay
 
 #: the first step starts with an empty heap; later ones are alike
 STEPS = 3
@@ -21,7 +21,7 @@ _LEAST_GRAIN_BYTES, _MOST_GRAINS = 64 << 10, 8192
 
 
 @dataclass(frozen=True)
-class Room:
+class HeapLimit:
     """`nbytes` that blocks and holes may fill; pages are returned `margin_bytes` before that.
 
     With None there is no limit, and no page is returned.
@@ -49,7 +49,7 @@ class Returns:
         return self.touched_bytes / 2**20
 
 
-def returns_of(stays: Sequence[Stay], room: Room) -> Returns:
+def returns_of(stays: Sequence[AddressStay], room: HeapLimit) -> Returns:
     """Returns the steady-state figures of repeating a step."""
     begins: dict[int, list[int]] = {}
     ends: dict[int, list[int]] = {}
@@ -69,7 +69,7 @@ def returns_of(stays: Sequence[Stay], room: Room) -> Returns:
 
 
 class _Heap:
-    def __init__(self, room: Room, span_bytes: int) -> None:
+    def __init__(self, room: HeapLimit, span_bytes: int) -> None:
         self.room = room
         self.grain = max(_LEAST_GRAIN_BYTES, span_bytes // _MOST_GRAINS)
         self.touched_bytes = self.trims = self.left_bytes = 0

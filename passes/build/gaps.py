@@ -95,7 +95,7 @@ def _find_gaps(program: Program, machine: Machine, tier: str, lossy: bool) -> Ga
     result = Gaps(cell_of=[j // width for j in range(n)])
     cells = result.cell_of[-1] + 1 if n else 0
     total = Intervals(n)
-    ways = _Ways(machine, tier, lossy)
+    ways = _GapWays(machine, tier, lossy)
     values = 0
     for tensor in program.problem.tensors:
         accesses = program.accesses[tensor.id]
@@ -198,7 +198,7 @@ def _next_device_reads(ring: list[Access], steady: bool) -> list[Access | None]:
     return found
 
 
-class _Ways:
+class _GapWays:
     """Finds the cheapest route to a tier and back, per tensor."""
 
     def __init__(self, machine: Machine, tier: str, lossy: bool) -> None:

@@ -17,7 +17,7 @@ from .required_copies import Job
 
 
 @dataclass(frozen=True, slots=True)
-class Clock:
+class LaneClock:
     """Start and end of each run of a step, estimated or simulated."""
 
     starts: list[float]
@@ -25,13 +25,13 @@ class Clock:
     period: float
 
     @staticmethod
-    def unhindered(program: Program) -> Clock:
+    def unhindered(program: Program) -> LaneClock:
         starts = program.starts_us()
         ends = [s + r.duration_us for s, r in zip(starts, program.runs, strict=False)]
-        return Clock(starts[:-1], ends, starts[-1])
+        return LaneClock(starts[:-1], ends, starts[-1])
 
     @staticmethod
-    def simulated(program: Program, timeline: Timeline) -> Clock:
+    def simulated(program: Program, timeline: Timeline) -> LaneClock:
         """Returns the times of the last simulated step, relative to its start."""
         last = len(timeline.steps) - 1
         origin = timeline.steps[last][0]
@@ -41,7 +41,7 @@ class Clock:
             if s.step == last and at is not None:
                 starts[at] = (s.start_ns - origin) / 1000
                 ends[at] = (s.end_ns - origin) / 1000
-        return Clock(starts, ends, timeline.makespan_us)
+        return LaneClock(starts, ends, timeline.makespan_us)
 
     def end_of(self, position: int) -> float:
         return 0.0 if position < 0 else self.ends[position]
@@ -58,7 +58,7 @@ class Hop:
 
 
 @dataclass(slots=True)
-class Trip:
+class LaneTrip:
     """A job with its route: one hop, or two via the host."""
 
     job: Job
@@ -95,14 +95,14 @@ class Routes:
     def _least_loaded(self, lanes: tuple[Lane, ...]) -> Lane:
         return min(lanes, key=lambda x: self.load_us.get(x.name, 0.0))
 
-    def trip(self, job: Job) -> Trip:
+    def trip(self, job: Job) -> LaneTrip:
         hops = [
             Hop(lane, self.move_us(job.tensor, lane, job.codec))
             for lane in self.lanes(job.source, job.target)
         ]
         for hop in hops:
             self.load_us[hop.lane.name] = self.load_us.get(hop.lane.name, 0.0) + hop.duration_us
-        return Trip(job, hops)
+        return LaneTrip(job, hops)
 
     def move_us(self, tensor: Tensor, lane: Lane, codec: str | None) -> float:
         if codec is None:
@@ -111,7 +111,7 @@ class Routes:
         return lane.latency_us + max(moved, tensor.nbytes / self.machine.codec[codec].bytes_per_us)
 
 
-def fill_forward(trips: list[Trip], clock: Clock, steady: bool) -> None:
+def fill_forward(trips: list[LaneTrip], clock: LaneClock, steady: bool) -> None:
     """Schedules evictions, each as early as its value and its lane allow.
 
     Among those that are ready, the one whose tensor leaves first goes first. In a steady problem,
@@ -121,7 +121,7 @@ def fill_forward(trips: list[Trip], clock: Clock, steady: bool) -> None:
     for _ in range(2 if steady else 1):
         free: dict[str, float] = dict(carried)
         todo = sorted(trips, key=lambda t: clock.end_of(t.job.release.position))
-        ready: list[tuple[float, int, Trip]] = []
+        ready: list[tuple[float, int, LaneTrip]] = []
         i, now = 0, 0.0
         while i < len(todo) or ready:
             if not ready:
@@ -143,7 +143,7 @@ def fill_forward(trips: list[Trip], clock: Clock, steady: bool) -> None:
         carried = {lane: end - clock.period for lane, end in free.items() if end > clock.period}
 
 
-def fill_backward(trips: list[Trip], clock: Clock, steady: bool) -> None:
+def fill_backward(trips: list[LaneTrip], clock: LaneClock, steady: bool) -> None:
     """Schedules loads in order of need, each as late as possible without making an op wait."""
     order = sorted(trips, key=lambda t: t.job.need.position if t.job.need else 0, reverse=True)
     ceiling: dict[str, float] = {}
@@ -159,7 +159,7 @@ def fill_backward(trips: list[Trip], clock: Clock, steady: bool) -> None:
         ceiling = {lane: start + clock.period for lane, start in following.items()}
 
 
-def last_run_by(clock: Clock, time_us: float, steady: bool) -> int:
+def last_run_by(clock: LaneClock, time_us: float, steady: bool) -> int:
     """Returns the last position whose run has ended by `time_us` (negative: previous step)."""
     n = len(clock.ends)
     if time_us >= 0 or not steady or clock.period <= 0:

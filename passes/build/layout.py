@@ -17,14 +17,14 @@ SHORT_SHARES = (0.0, 0.25, 0.5, 0.75)
 
 
 @dataclass(frozen=True)
-class Stay:
+class AddressStay:
     """`nbytes` held from position `first` to position `last` of an order, inclusive."""
 
     nbytes: int
     first: int
     last: int
 
-    def meets(self, other: Stay) -> bool:
+    def meets(self, other: AddressStay) -> bool:
         return self.first <= other.last and other.first <= self.last
 
 
@@ -46,7 +46,7 @@ class Layout:
         return self.extent_bytes / self.peak_bytes - 1 if self.peak_bytes else 0.0
 
 
-def lay_out(stays: Sequence[Stay]) -> Layout:
+def lay_out(stays: Sequence[AddressStay]) -> Layout:
     """Returns the smallest of the layouts tried; deterministic."""
     peak = peak_bytes(stays)
     best: Layout | None = None
@@ -61,7 +61,7 @@ def lay_out(stays: Sequence[Stay]) -> Layout:
     return best
 
 
-def peak_bytes(stays: Iterable[Stay]) -> int:
+def peak_bytes(stays: Iterable[AddressStay]) -> int:
     """Returns the most bytes held at one position."""
     changes: dict[int, int] = {}
     for stay in stays:
@@ -71,7 +71,7 @@ def peak_bytes(stays: Iterable[Stay]) -> int:
 
 
 def _two_ended(
-    stays: Sequence[Stay], short_share: float, largest_first: bool
+    stays: Sequence[AddressStay], short_share: float, largest_first: bool
 ) -> tuple[tuple[int, ...], int]:
     """Returns offsets and extent with the shortest stays placed from the end, others from 0."""
     by_length = sorted(range(len(stays)), key=lambda i: (stays[i].last - stays[i].first, i))
@@ -96,7 +96,7 @@ def _two_ended(
     return tuple(near[i] for i in range(len(stays))), extent
 
 
-def _first_fit(stays: Sequence[Stay], order: Sequence[int]) -> dict[int, int]:
+def _first_fit(stays: Sequence[AddressStay], order: Sequence[int]) -> dict[int, int]:
     """Places each stay, in this order, at the lowest offset that is free during its lifetime."""
     offsets: dict[int, int] = {}
     for i in order:

@@ -13,8 +13,8 @@ from itertools import accumulate
 
 from offcompile.ir import DEVICE
 
-from .lanes import Clock, Trip, last_run_by
-from .profile import Profile
+from .lanes import LaneClock, LaneTrip, last_run_by
+from .profile import MemoryProfile
 from .program import Intervals, Program, too_small
 
 #: number of runs by which a load may start early if there is room: enough to even out a lane, and
@@ -30,12 +30,12 @@ class Placement:
         program: Program,
         capacity: float,
         kept_bytes: list[int],
-        outs: list[Trip],
-        clock: Clock,
+        outs: list[LaneTrip],
+        clock: LaneClock,
     ) -> None:
         self.program, self.capacity, self.clock = program, capacity, clock
         self.n, self.steady = len(program.runs), program.problem.steady
-        self.hard = Profile(kept_bytes)
+        self.hard = MemoryProfile(kept_bytes)
         #: evictions in flight: (end time, first run at which the copy is present, first run at
         #: which it is not, bytes)
         self._lags: list[tuple[float, int, int, int]] = []
@@ -49,9 +49,11 @@ class Placement:
                 lags.add(first - 1, end if end <= self.n else end - self.n, trip.job.tensor.nbytes)
         self._lags.sort()
         held = zip(kept_bytes, lags.sums(), strict=True)
-        self.soft = Profile([kept + lag for kept, lag in held]) if self._lags else self.hard.copy()
+        self.soft = (
+            MemoryProfile([kept + lag for kept, lag in held]) if self._lags else self.hard.copy()
+        )
 
-    def _lag(self, trip: Trip) -> tuple[int, int, float]:
+    def _lag(self, trip: LaneTrip) -> tuple[int, int, float]:
         """Returns the runs (ring positions) that start during an eviction, and its end time."""
         clock, n = self.clock, self.n
         done, leave = trip.hops[0].end_us, trip.job.leave.position
@@ -90,7 +92,7 @@ class Placement:
                     found.append((done - begun, nbytes))
         return sorted(found)
 
-    def place(self, loads: list[Trip]) -> None:
+    def place(self, loads: list[LaneTrip]) -> None:
         """Sets the triggers of loads, which are in order of need."""
         for trip in loads:
             if self._waits_for_update(trip):
@@ -116,10 +118,10 @@ class Placement:
                 self._start_during(trip)
             all_wrap = all_wrap and trip.trigger < -1
 
-    def need(self, trip: Trip) -> int:
+    def need(self, trip: LaneTrip) -> int:
         return trip.job.need.position if trip.job.need else self.n
 
-    def _gap_from(self, trip: Trip) -> int:
+    def _gap_from(self, trip: LaneTrip) -> int:
         """Returns the earliest trigger as a ring position: below -1 in the step before the need."""
         start = trip.job.gap_from
         if start < self.need(trip):
@@ -127,7 +129,7 @@ class Placement:
         # the output of a host update is not available before the step ends: ops do not wait for it
         return -1 if self._made_by_update(trip) else start - self.n
 
-    def _earliest(self, trip: Trip, wish: int, end: int) -> int:
+    def _earliest(self, trip: LaneTrip, wish: int, end: int) -> int:
         """Returns the earliest trigger from `wish` on such that every run before `end` has room."""
         first = max(wish, self._gap_from(trip))
         if trip.job.target != DEVICE:
@@ -148,7 +150,7 @@ class Placement:
             end = low
         return None
 
-    def _hold(self, trip: Trip, trigger: int, until: int) -> None:
+    def _hold(self, trip: LaneTrip, trigger: int, until: int) -> None:
         if trip.job.target != DEVICE or trigger + 1 >= until:
             return
         nbytes, n, first = trip.job.tensor.nbytes, self.n, trigger + 1
@@ -159,7 +161,7 @@ class Placement:
             self.hard.add(first - turn, end - turn, nbytes)
             first = end
 
-    def _start_during(self, trip: Trip) -> None:
+    def _start_during(self, trip: LaneTrip) -> None:
         """Starts a load during the run whose end triggers it, if memory is freed in the meantime.
 
         At the same instant, ops allocate before lanes do: the run starts first, and the load waits
@@ -182,11 +184,11 @@ class Placement:
 
     # ---- loads of the outputs of host updates ---------------------------------------------
 
-    def _made_by_update(self, trip: Trip) -> bool:
+    def _made_by_update(self, trip: LaneTrip) -> bool:
         release, runs = trip.job.release, self.program.runs
         return release.writes and release.name is not None and runs[release.position].on_host
 
-    def _waits_for_update(self, trip: Trip) -> bool:
+    def _waits_for_update(self, trip: LaneTrip) -> bool:
         """Triggers a load by the host update that produces its value, if there is room for that.
 
         The update runs asynchronously: it may start as soon as the ops before it that touch its

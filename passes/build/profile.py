@@ -13,7 +13,7 @@ BITS = 5
 SIZE = 1 << BITS
 
 
-class Profile:
+class MemoryProfile:
     """A list of integers with fast additions to ranges."""
 
     def __init__(self, values: Sequence[int]) -> None:
@@ -22,8 +22,8 @@ class Profile:
         self._more = [0] * (len(values) + SIZE - 1 >> BITS)
         self._most = [max(values[at : at + SIZE]) for at in range(0, len(values), SIZE)]
 
-    def copy(self) -> Profile:
-        other = Profile.__new__(Profile)
+    def copy(self) -> MemoryProfile:
+        other = MemoryProfile.__new__(MemoryProfile)
         other._values, other._more = list(self._values), list(self._more)
         other._most = list(self._most)
         return other

@@ -57,7 +57,7 @@ def plan_residency(program: Program, decisions: Decisions) -> Residency:
             part = Residency()
             lasts = tensor.id in lasting
             if decided or not _stays_all_along(program, tensor, lasts, part):
-                _Walk(program, tensor, {a.after: a for a in decided or ()}, part).run()
+                _CopyWalk(program, tensor, {a.after: a for a in decided or ()}, part).run()
             known[asked] = part
         result.held += part.held
         if decided or part.drops or part.outs or part.loads:
@@ -70,7 +70,7 @@ def plan_residency(program: Program, decisions: Decisions) -> Residency:
 
 
 def _stays_all_along(program: Program, tensor: Tensor, lasts: bool, out: Residency) -> bool:
-    """Fast path for tensors used on the device only and never evicted: same result as `_Walk`.
+    """Fast path for tensors used on the device only and never evicted: same result as `_CopyWalk`.
 
     Returns False without recording anything if the tensor is not one of them.
     """
@@ -100,7 +100,7 @@ def _stays_all_along(program: Program, tensor: Tensor, lasts: bool, out: Residen
     return True
 
 
-class _Walk:
+class _CopyWalk:
     def __init__(
         self, program: Program, tensor: Tensor, away: dict[str | None, Away], out: Residency
     ) -> None:

@@ -22,7 +22,7 @@ from offcompile.ir import (
 
 from .contract import Judge
 from .decisions import Decisions
-from .lanes import Clock, Routes, Trip, fill_backward, fill_forward
+from .lanes import LaneClock, LaneTrip, Routes, fill_backward, fill_forward
 from .placement import Placement
 from .program import Intervals, Program, too_small
 from .required_copies import Residency, plan_residency
@@ -74,11 +74,11 @@ class Builder:
 
     def lazy(self) -> Plan:
         """Returns the plan without overlap: loads start after the run before their use."""
-        return self.at(Clock.unhindered(self.program), lazy=True)
+        return self.at(LaneClock.unhindered(self.program), lazy=True)
 
     def best(self, judge: Judge | None) -> Plan:
         """Returns the best of a few builds, each using the simulated times of the one before."""
-        clock = Clock.unhindered(self.program)
+        clock = LaneClock.unhindered(self.program)
         best = self.at(clock)
         if judge is None or not best.moves:
             return best
@@ -87,7 +87,7 @@ class Builder:
         for _ in range(ROUNDS):
             if not timeline.valid or best_us <= clock.period:
                 break
-            plan = self.at(Clock.simulated(self.program, timeline))
+            plan = self.at(LaneClock.simulated(self.program, timeline))
             timeline = judge(self.problem, self.machine, plan)
             if not timeline.valid or timeline.cost_us >= best_us:
                 break
@@ -144,7 +144,7 @@ class Builder:
                     " another home.",
                 )
 
-    def at(self, clock: Clock, lazy: bool = False) -> Plan:
+    def at(self, clock: LaneClock, lazy: bool = False) -> Plan:
         """Returns the plan with triggers for these times."""
         routes = Routes(self.machine)
         outs = [routes.trip(j) for j in self.residency.outs]
@@ -162,7 +162,7 @@ class Builder:
 
     # ---- the plan ------------------------------------------------------------------------
 
-    def _emit(self, outs: list[Trip], loads: list[Trip]) -> Plan:
+    def _emit(self, outs: list[LaneTrip], loads: list[LaneTrip]) -> Plan:
         start = {t: set(tiers) for t, tiers in self.residency.start.items()}
         moves: list[Move] = []
         drops = list(self.residency.drops)
@@ -196,7 +196,7 @@ class Builder:
             sorted(self.decisions.recomputes, key=lambda r: (index[r.before], index[r.op]))
         )
 
-    def _ends_in_step(self, trip: Trip) -> bool:
+    def _ends_in_step(self, trip: LaneTrip) -> bool:
         """True if the copy is dropped or overwritten within the step, or its tensor dies anyway."""
         job, position = trip.job, self.program.position
         if job.tensor.kind in SELF_ENDING_KINDS:
@@ -218,7 +218,7 @@ class Builder:
                 return runs[j].name
         return None
 
-    def _add_out(self, trip: Trip, wraps: bool, moves: list[Move], drops: list[Drop]) -> None:
+    def _add_out(self, trip: LaneTrip, wraps: bool, moves: list[Move], drops: list[Drop]) -> None:
         """Adds an eviction over one lane, or over two with a stop on the host."""
         job, after, source = trip.job, trip.job.release.name, trip.job.source
         for hop in trip.hops:
@@ -238,7 +238,7 @@ class Builder:
                 drops.append(Drop(job.tensor.id, source, move.id))
             after, source = move.id, hop.lane.target
 
-    def _add_load(self, trip: Trip, moves: list[Move], drops: list[Drop]) -> None:
+    def _add_load(self, trip: LaneTrip, moves: list[Move], drops: list[Drop]) -> None:
         job, after = trip.job, trip.after_update or self._trigger_name(trip.trigger)
         need = job.need.name if job.need else None
         for i, hop in enumerate(trip.hops):
@@ -260,7 +260,7 @@ class Builder:
                 drops.append(Drop(job.tensor.id, hop.lane.source, move.id))
             after = move.id
 
-    def _wraps(self, trip: Trip) -> bool:
+    def _wraps(self, trip: LaneTrip) -> bool:
         if trip.after_update is not None:
             return trip.job.need is None or trip.job.release.position >= trip.job.need.position
         return trip.trigger < -1

@@ -41,7 +41,7 @@ BLOCKS = Shape(rows=512, associativity=2, successors=4)
 
 
 @dataclass(frozen=True, slots=True)
-class Limits:
+class LearnedLimits:
     """Size limits of the tables."""
 
     executions: Shape = EXECUTIONS
@@ -61,7 +61,7 @@ class Limits:
         return most_bytes(self.executions) + blocks + NAME_BYTES * names
 
 
-class _Known:
+class _LearnedBlock:
     """A known execution."""
 
     __slots__ = ("execution", "number", "table", "table_bytes")
@@ -76,17 +76,17 @@ class _Known:
 class Learned:
     """Predicts that the successor seen last time comes again (DeepUM, §4.2)."""
 
-    def __init__(self, limits: Limits | None = None) -> None:
-        self.limits = limits or Limits()
+    def __init__(self, limits: LearnedLimits | None = None) -> None:
+        self.limits = limits or LearnedLimits()
         self.executions = ExecutionTable(self.limits.executions)
         self._blocks: Numbers[BlockId] = Numbers(self.limits.known_blocks)
-        self._known: OrderedDict[Hashable, _Known] = OrderedDict()
-        self._by_number: dict[int, _Known] = {}
+        self._known: OrderedDict[Hashable, _LearnedBlock] = OrderedDict()
+        self._by_number: dict[int, _LearnedBlock] = {}
         self._numbers = 0
         self._block_bytes = 0
         self._history: deque[int] = deque(maxlen=HISTORY)
         self._end: deque[int] = deque(maxlen=HISTORY)
-        self._now: _Known | None = None
+        self._now: _LearnedBlock | None = None
         self._touched: set[BlockId] = set()
         self._to_judge: list[Guess] = []
 
@@ -140,13 +140,13 @@ class Learned:
         total = sum(i.nbytes for i in fetched)
         return sum(i.nbytes for i in fetched if i.block in self._touched) / total if total else 0.0
 
-    def _number(self, execution: Hashable) -> _Known:
+    def _number(self, execution: Hashable) -> _LearnedBlock:
         known = self._known.get(execution)
         if known is not None:
             self._known.move_to_end(execution)
             return known
         table = BlockTable(self.limits.blocks, self._blocks)
-        known = self._known[execution] = _Known(execution, self._numbers, table)
+        known = self._known[execution] = _LearnedBlock(execution, self._numbers, table)
         self._by_number[known.number] = known
         self._numbers += 1
         if len(self._known) > self.limits.known_executions:

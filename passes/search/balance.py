@@ -13,11 +13,11 @@ from dataclasses import dataclass
 from itertools import groupby
 
 from offcompile.ir import DEVICE, HOST, Move, Plan
-from offcompile.passes.build.lanes import Clock
+from offcompile.passes.build.lanes import LaneClock
 from offcompile.passes.select.gap_set import GapSet, Prices
 
 from .program_variant import Choices, ProgramVariant, may_access
-from .search import State
+from .search import SearchState
 
 #: below this ratio to compute the lane is not the bottleneck
 WORTH = 1.02
@@ -41,13 +41,13 @@ class _Read:
         return self.more_us / self.lane_us
 
 
-def balanced(state: State) -> tuple[ProgramVariant, GapSet] | None:
+def balanced(state: SearchState) -> tuple[ProgramVariant, GapSet] | None:
     """Returns the same choices with some loads made direct; None if that gains nothing."""
     frame = state.frame
     took_us = {s.id: (s.end_ns - s.start_ns) / NS_PER_US for s in state.timeline.spans}
     loads = [m for m in state.plan.moves if m.target == DEVICE]
     lane_us = sum(took_us[m.id] for m in loads)
-    compute_us = Clock.unhindered(frame.program).period
+    compute_us = LaneClock.unhindered(frame.program).period
     if lane_us <= compute_us * WORTH:
         return None
     reads = _reads(frame, state.plan, loads, took_us)

@@ -19,7 +19,7 @@ from offcompile.passes.select.gap_set import GapSet, Prices
 from offcompile.passes.select.rematerialization import Rematerialization, Rerun
 
 from .program_variant import Choices, ProgramVariant
-from .search import State
+from .search import SearchState
 
 #: longest chain of ops to rerun for one tensor
 LONGEST_CHAIN = 40
@@ -38,7 +38,7 @@ class Swap:
 
 
 def rerun_modes(
-    state: State, choices: Rematerialization
+    state: SearchState, choices: Rematerialization
 ) -> Iterator[tuple[ProgramVariant, GapSet]]:
     """Yields the same plan with some loads replaced by recomputation, boldest change first."""
     found = sorted(_Swaps(state, choices).all(), key=lambda s: -s.gain_us)
@@ -60,7 +60,7 @@ def rerun_modes(
 
 @dataclass(eq=False)
 class _Swaps:
-    state: State
+    state: SearchState
     choices: Rematerialization
 
     def all(self) -> Iterator[Swap]:

@@ -20,7 +20,7 @@ from offcompile.ir import Direct, Infeasible, Machine, Plan, Problem, Timeline
 from offcompile.passes.build.contract import Judge
 from offcompile.passes.build.decisions import Decisions
 from offcompile.passes.build.gaps import Gap
-from offcompile.passes.build.lanes import Clock
+from offcompile.passes.build.lanes import LaneClock
 from offcompile.passes.build.schedule import Builder
 from offcompile.passes.select.gap_set import GapSet, Prices
 
@@ -32,7 +32,7 @@ TOLL_PATIENCE, WORTH_WAITING = 40, 0.001
 
 
 @dataclass
-class State:
+class SearchState:
     frame: ProgramVariant
     cover: GapSet
     plan: Plan
@@ -118,10 +118,10 @@ class Search:
         self,
         frame: ProgramVariant,
         cover: GapSet,
-        clock: Clock | None = None,
+        clock: LaneClock | None = None,
         rounds: int = 1,
         reserve: float = 0.0,
-    ) -> State | None:
+    ) -> SearchState | None:
         """Builds and judges a plan, then rebuilds it with the simulated times while that helps."""
         try:
             decisions = self._decisions(frame, cover)
@@ -129,8 +129,8 @@ class Search:
         except Infeasible:
             return None
         builder.reserve(reserve)
-        best: State | None = None
-        clock = clock or Clock.unhindered(builder.program)
+        best: SearchState | None = None
+        clock = clock or LaneClock.unhindered(builder.program)
         for _ in range(rounds + 1):
             plan = builder.at(clock)
             timeline = self.run_plan(plan)
@@ -139,10 +139,10 @@ class Search:
             self.offer(plan, timeline)
             if best is not None and timeline.cost_us >= best.us:
                 break
-            best = State(frame, cover, plan, timeline, timeline.cost_us, reserve)
+            best = SearchState(frame, cover, plan, timeline, timeline.cost_us, reserve)
             if not timeline.stalls or self.done:
                 break
-            clock = Clock.simulated(builder.program, timeline)
+            clock = LaneClock.simulated(builder.program, timeline)
         return best
 
     def _decisions(self, frame: ProgramVariant, cover: GapSet) -> Decisions:
@@ -150,7 +150,7 @@ class Search:
 
     # ---- the walk ------------------------------------------------------------------------
 
-    def walk(self, state: State, evaluations: int) -> State:
+    def walk(self, state: SearchState, evaluations: int) -> SearchState:
         """Anneals from `state`; returns the best state visited."""
         best = state
         start, stop = self.left, self.left - evaluations
@@ -163,7 +163,7 @@ class Search:
                 continue
             frame, cover = made
             same = frame is state.frame
-            clock = Clock.simulated(frame.program, state.timeline) if same else None
+            clock = LaneClock.simulated(frame.program, state.timeline) if same else None
             reserve = self._reserve(state)
             found = self.evaluate(frame, cover, clock, rounds=0, reserve=reserve)
             if found is None:
@@ -179,7 +179,7 @@ class Search:
                     best = found
         return best
 
-    def _neighbour(self, state: State) -> tuple[ProgramVariant, GapSet] | None:
+    def _neighbour(self, state: SearchState) -> tuple[ProgramVariant, GapSet] | None:
         draw = self.rng.random()
         if draw < 0.12:
             changed = self._other_frame(state)
@@ -193,14 +193,14 @@ class Search:
             self._ruin(state, cover, at, count=1 + int(self.rng.random() ** 2 * 4))
         return state.frame, cover
 
-    def _reserve(self, state: State) -> float:
+    def _reserve(self, state: SearchState) -> float:
         if self.rng.random() < 0.8 or not state.frame.gaps.gaps:
             return state.reserve
         if self.rng.random() < 0.4:
             return 0.0
         return self.rng.random() * self.rng.choice(state.frame.gaps.gaps).tensor.nbytes
 
-    def _prices(self, state: State) -> Prices:
+    def _prices(self, state: SearchState) -> Prices:
         """Returns higher prices for busier lanes, with a little noise to vary the choices."""
         gaps = state.frame.gaps.gaps
         out = sum(g.out_us for g in map(gaps.__getitem__, state.cover.away) if g.dirty)
@@ -209,14 +209,14 @@ class Search:
         r = self.rng
         return Prices(0.2 + out / top * r.uniform(0.5, 1.5), 0.2 + back / top * r.uniform(0.5, 1.5))
 
-    def _stalled_position(self, state: State) -> int | None:
+    def _stalled_position(self, state: SearchState) -> int | None:
         stalls = [s for s in state.timeline.stalls if s.op in state.frame.program.position]
         if not stalls or self.rng.random() < 0.15:
             return None
         stall = self.rng.choices(stalls, weights=[s.duration_ns for s in stalls])[0]
         return state.frame.program.position[stall.op]
 
-    def _ruin(self, state: State, cover: GapSet, at: int | None, count: int) -> None:
+    def _ruin(self, state: SearchState, cover: GapSet, at: int | None, count: int) -> None:
         gaps, n, rng = state.frame.gaps.gaps, len(state.frame.program.runs), self.rng
         away = sorted(cover.away)
         if not away:
@@ -241,7 +241,7 @@ class Search:
         if rng.random() < 0.7:
             cover.prune(capacity, prices, rng)
 
-    def _make_room(self, state: State, cover: GapSet, at: int | None) -> None:
+    def _make_room(self, state: SearchState, cover: GapSet, at: int | None) -> None:
         """Evicts one more tensor over the runs before a stall, so that loads can start earlier."""
         n, rng = len(state.frame.program.runs), self.rng
         at = rng.randrange(n) if at is None else at
@@ -255,7 +255,7 @@ class Search:
         rng = random.Random(self.rng.random())
         return lambda gap: rng.uniform(0.5, 1.5)
 
-    def _tightened(self, state: State, at: int | None) -> list[float]:
+    def _tightened(self, state: SearchState, at: int | None) -> list[float]:
         """Returns the capacity per cell, with room kept free over some runs before a stall."""
         n, rng, capacity = len(state.frame.program.runs), self.rng, state.frame.capacity
         gaps = state.frame.gaps
@@ -266,7 +266,7 @@ class Search:
             limit[gaps.cell_of[(at - 1 - k) % n]] = capacity - spare
         return limit
 
-    def _other_frame(self, state: State) -> tuple[ProgramVariant, GapSet] | None:
+    def _other_frame(self, state: SearchState) -> tuple[ProgramVariant, GapSet] | None:
         mode = change_mode(self.choices, state.frame.mode, self.rng, state.timeline)
         if mode is None:
             return None

@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from .cover_search import QUICK, ROUNDS, cover, great_ones, improve
-from .interval_cover import Choice, Cover, Item, Way
+from .interval_cover import Choice, Cover, CoverItem, CoverWay
 
 #: tensors examined in the neighbourhood search for makespan
 SEARCH_WORK = 400_000
@@ -226,15 +226,15 @@ def by_makespan(
         times = lane_times(candidates, choice, forward_ns, backward_ns)
         return times.makespan_ns + 1e-6 * transfer_ns(candidates, choice)
 
-    def priced(without: int | None) -> tuple[Choice | None, list[Item]]:
+    def priced(without: int | None) -> tuple[Choice | None, list[CoverItem]]:
         best: Choice | None = None
-        items: list[Item] = []
+        items: list[CoverItem] = []
         late_out: list[tuple[str, int, int]] = []
         late_back: list[tuple[str, int, int]] = []
         for at in range(1, rounds + 1):
             items = _items(candidates, _prices(candidates, late_out, late_back, at))
             if without is not None:
-                items[without] = Item(items[without].nbytes, ())
+                items[without] = CoverItem(items[without].nbytes, ())
             choice = cover(items, excess, limits, rounds=2)
             if choice is None:
                 break
@@ -286,12 +286,12 @@ def _prices(
     return rows
 
 
-def _items(candidates: Sequence[Candidate], costs: Sequence[Sequence[float]]) -> list[Item]:
+def _items(candidates: Sequence[Candidate], costs: Sequence[Sequence[float]]) -> list[CoverItem]:
     return [
-        Item(
+        CoverItem(
             c.nbytes,
             tuple(
-                Way(o.first, o.last, cost, o.tier, o.moved_bytes)
+                CoverWay(o.first, o.last, cost, o.tier, o.moved_bytes)
                 for o, cost in zip(c.options, row, strict=True)
             ),
         )

@@ -13,7 +13,7 @@ from random import Random
 
 from offcompile.passes.build.time_left import is_short
 
-from .interval_cover import Choice, Cover, Item
+from .interval_cover import Choice, Cover, CoverItem
 
 #: numbers of knapsacks; with fewer than ROUNDS the neighbourhood of the best is not searched either
 ROUNDS, QUICK = 20, 3
@@ -31,7 +31,7 @@ Objective = Callable[[Sequence[int | None]], float]
 
 
 def cover(
-    items: Sequence[Item],
+    items: Sequence[CoverItem],
     need: Sequence[int],
     limits: Mapping[str, int] | None = None,
     rounds: int = ROUNDS,
@@ -64,7 +64,7 @@ def cover(
             best = empty
     if best is not None and rounds >= ROUNDS and not is_short():
         for great in great_ones(items, best.choice, need):
-            others = [Item(x.nbytes, ()) if i == great else x for i, x in enumerate(items)]
+            others = [CoverItem(x.nbytes, ()) if i == great else x for i, x in enumerate(items)]
             choice = cover(others, need, limits, rounds // 2)
             if choice is not None:
                 state = Cover(items, need, limits or {})
@@ -76,7 +76,7 @@ def cover(
 
 
 def great_ones(
-    items: Sequence[Item], choice: Sequence[int | None], need: Sequence[int]
+    items: Sequence[CoverItem], choice: Sequence[int | None], need: Sequence[int]
 ) -> list[int]:
     """Returns the largest items taken, if they matter.
 

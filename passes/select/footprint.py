@@ -47,7 +47,7 @@ def footprint(problem: Problem, reruns: Collection[Rerun]) -> list[int]:
     return [own[op] + more for op, more in zip(order, beside, strict=True)]
 
 
-class _Walk:
+class _FootprintWalk:
     """A walk along the runs of a step that records changes in the bytes kept alongside them."""
 
     def __init__(self, problem: Problem) -> None:
@@ -74,7 +74,7 @@ class _Walk:
                 elif t.home is not None:
                     self.clean.add(i)
 
-    def copy(self) -> _Walk:
+    def copy(self) -> _FootprintWalk:
         other = copy(self)
         other.change, other.last = list(self.change), list(self.last)
         other.clean, other.first = set(self.clean), dict(self.first)
@@ -115,9 +115,9 @@ class _Walk:
         return change[:-1]
 
 
-def _beginnings(problem: Problem) -> tuple[_Walk, _Walk]:
+def _beginnings(problem: Problem) -> tuple[_FootprintWalk, _FootprintWalk]:
     """Returns a walk before the first run, and one after all of forward, without reruns."""
-    start = _Walk(problem)
+    start = _FootprintWalk(problem)
     ops = range(len(problem.ops))
     end = next((i for i in ops if problem.ops[i].phase != "forward"), len(problem.ops))
     forward = start.copy()

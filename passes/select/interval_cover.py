@@ -24,7 +24,7 @@ SWAP_WORK = 200_000  # with more pairs than this none is tried: then swaps gain 
 
 
 @dataclass(frozen=True)
-class Way:
+class CoverWay:
     """Covers the positions `first` to `last`, inclusive, and puts `load_bytes` on `tier`."""
 
     first: int
@@ -35,18 +35,18 @@ class Way:
 
 
 @dataclass(frozen=True)
-class Item:
+class CoverItem:
     """Takes `nbytes` off the need at the positions that its chosen way covers."""
 
     nbytes: int
-    ways: tuple[Way, ...]
+    ways: tuple[CoverWay, ...]
 
 
 class Cover:
     """A partial choice. `left[p]` is the need still open at `p`; negative values are slack."""
 
     def __init__(
-        self, items: Sequence[Item], need: Sequence[int], limits: Mapping[str, int]
+        self, items: Sequence[CoverItem], need: Sequence[int], limits: Mapping[str, int]
     ) -> None:
         corners = _corners(items, need)
         self.need = [need[p] for p in corners]
@@ -214,7 +214,7 @@ class Cover:
         )
 
 
-def _corners(items: Sequence[Item], need: Sequence[int]) -> list[int]:
+def _corners(items: Sequence[CoverItem], need: Sequence[int]) -> list[int]:
     """Returns the relevant positions: the one of greatest need between any two range limits."""
     cuts = {0, len(need)}
     for item in items:

@@ -16,11 +16,11 @@ from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 
-from offcompile.passes.build.lanes import Clock
+from offcompile.passes.build.lanes import LaneClock
 
 
 @dataclass(frozen=True, slots=True)
-class Gap:
+class RotationGap:
     """An interval between two uses of a tensor in which its device copy only waits."""
 
     tensor: str
@@ -41,7 +41,7 @@ class Need:
     """Bytes over the budget at each run without any eviction (negative: free)."""
 
     excess: tuple[int, ...]
-    gaps: tuple[Gap, ...]
+    gaps: tuple[RotationGap, ...]
     steady: bool
 
     def with_reserve(self, nbytes: int) -> Need:
@@ -53,10 +53,10 @@ class Need:
 Coverage = Sequence[tuple[int, int]]
 #: lane time in microseconds, or a similar penalty, of a gap; the flag says if its write-back is
 #: still to be paid
-Price = Callable[[Gap, bool], float]
+Price = Callable[[RotationGap, bool], float]
 
 
-def lane_time(gap: Gap, writes: bool) -> float:
+def lane_time(gap: RotationGap, writes: bool) -> float:
     """§5's cost: the load, plus the write-back unless another gap of the value pays for it."""
     return gap.back_us + (gap.out_us if writes else 0.0)
 
@@ -66,7 +66,7 @@ def plain_coverage(need: Need) -> Coverage:
     return [(g.first + 1, g.last) for g in need.gaps]
 
 
-def aware_coverage(need: Need, clock: Clock) -> Coverage:
+def aware_coverage(need: Need, clock: LaneClock) -> Coverage:
     """Returns coverage without the runs that overlap the weight's own write-back or prefetch.
 
     The bytes stay allocated until the write-back has ended, and again from the start of the
@@ -103,7 +103,7 @@ class Congestion:
     SPAN = 2
     WEIGHT = 20.0  # price factor of a full lane
 
-    def __init__(self, need: Need, clock: Clock) -> None:
+    def __init__(self, need: Need, clock: LaneClock) -> None:
         self.clock, self.n = clock, len(need.excess)
         self.period = max(clock.period, 1e-9)
         mean_us = sum(g.back_us for g in need.gaps) / max(1, len(need.gaps))
@@ -115,19 +115,19 @@ class Congestion:
         here = int(at_us / self.period * self.stretches)
         return [(here + step * k) % self.stretches for k in range(self.SPAN)]
 
-    def _out(self, gap: Gap) -> list[int]:
+    def _out(self, gap: RotationGap) -> list[int]:
         return self._places(self.clock.end_of(gap.first), 1)
 
-    def _back(self, gap: Gap) -> list[int]:
+    def _back(self, gap: RotationGap) -> list[int]:
         return self._places(self.clock.starts[gap.last % self.n], -1)
 
-    def price(self, gap: Gap, writes: bool) -> float:
+    def price(self, gap: RotationGap, writes: bool) -> float:
         price = gap.back_us * (1 + self.WEIGHT * sum(self.back[b] for b in self._back(gap)))
         if writes:
             price += gap.out_us * (1 + self.WEIGHT * sum(self.out[b] for b in self._out(gap)))
         return price
 
-    def take(self, gap: Gap, writes: bool) -> None:
+    def take(self, gap: RotationGap, writes: bool) -> None:
         share = self.stretches / self.period / self.SPAN**2
         for b in self._back(gap):
             self.back[b] += gap.back_us * share
@@ -227,7 +227,7 @@ def greedy(
     selection: Selection,
     price: Price = lane_time,
     discount: bool = True,
-    take: Callable[[Gap, bool], None] | None = None,
+    take: Callable[[RotationGap, bool], None] | None = None,
 ) -> None:
     """Algorithm 1: takes the gap with most gain per price until nothing exceeds the budget.
 
@@ -275,7 +275,7 @@ def prune(selection: Selection) -> None:
             selection.remove(i)
 
 
-def choose(need: Need, clock: Clock, variant: str) -> set[int]:
+def choose(need: Need, clock: LaneClock, variant: str) -> set[int]:
     """Returns the gaps in which a variant of the policy evicts."""
     if variant in ("l2l", "l2l_overlapped"):
         return set(range(len(need.gaps)))

@@ -14,7 +14,7 @@ from .pressure import Pressure
 
 
 @dataclass(frozen=True)
-class Gap:
+class SpillGap:
     """An activation held from one access to the next, and the decision for each option."""
 
     candidate: Candidate
@@ -28,11 +28,11 @@ class Gap:
     over_host: bool
 
 
-def gaps_of(machine: Machine, base: Pressure, tiers: Sequence[str], lossy: bool) -> list[Gap]:
+def gaps_of(machine: Machine, base: Pressure, tiers: Sequence[str], lossy: bool) -> list[SpillGap]:
     """Returns every gap in which an activation could be evicted, in order of release."""
     runs, starts = base.program.runs, base.program.starts_us()
     host_lanes = {x.name for x in machine.lanes_between(DEVICE, HOST)}
-    gaps: list[Gap] = []
+    gaps: list[SpillGap] = []
     for tensor, at, until in sorted(base.residency.held, key=lambda h: (h[1], h[0].id)):
         if tensor.kind != "activation" or tensor.pinned or tensor.nbytes <= 0:
             continue
@@ -61,12 +61,12 @@ def gaps_of(machine: Machine, base: Pressure, tiers: Sequence[str], lossy: bool)
         )
         saved = runs[at].op.phase == "forward" and runs[until].op.phase != "forward"
         over_host = any(o.tier != HOST and o.lane in host_lanes for o in options)
-        gaps.append(Gap(candidate, at + 1, until - 1, saved, tuple(decisions), over_host))
+        gaps.append(SpillGap(candidate, at + 1, until - 1, saved, tuple(decisions), over_host))
     return gaps
 
 
 def decide(
-    gaps: Sequence[Gap], choice: Sequence[int | None], again: tuple[Recompute, ...] = ()
+    gaps: Sequence[SpillGap], choice: Sequence[int | None], again: tuple[Recompute, ...] = ()
 ) -> Decisions:
     away = [g.decisions[o] for g, o in zip(gaps, choice, strict=True) if o is not None]
     return Decisions(away=tuple(away), recomputes=again)

@@ -24,7 +24,7 @@ class HostRun:
 
 
 @dataclass(frozen=True)
-class Update:
+class UpdateTimes:
     """One weight's update. device_ns: its time on the device; device_bytes: its states there."""
 
     weight: str
@@ -49,7 +49,7 @@ def host_ends_ns(runs: Iterable[HostRun]) -> list[int]:
 
 
 def device_share(
-    updates: Sequence[Update], compute_ns: int, room_bytes: int | None = None
+    updates: Sequence[UpdateTimes], compute_ns: int, room_bytes: int | None = None
 ) -> tuple[str, ...]:
     """Returns the weights that the device updates: the last ones, in the order of their gradients.
 

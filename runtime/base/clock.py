@@ -18,7 +18,7 @@ import torch
 Tell = Callable[[float], None]
 
 
-class Clock(ABC):
+class StepClock(ABC):
     #: True if reading the clock costs next to nothing
     free: bool
 
@@ -40,7 +40,7 @@ class Clock(ABC):
         """Report the measurements that are known by now."""
 
 
-class WallClock(Clock):
+class WallClock(StepClock):
     free = True
 
     def start(self) -> int:
@@ -56,7 +56,7 @@ class WallClock(Clock):
         """Do nothing: no measurement is ever outstanding."""
 
 
-class StreamClock(Clock):
+class StreamClock(StepClock):
     """Measures with events in the current stream of one CUDA device.
 
     `event` creates a timing event (`torch.cuda.Event(enable_timing=True)`).
@@ -98,5 +98,5 @@ def timed_event() -> Any:
     return torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
 
 
-def clock_for(device: torch.device) -> Clock:
+def clock_for(device: torch.device) -> StepClock:
     return StreamClock(device) if device.type == "cuda" else WallClock()

@@ -153,7 +153,7 @@ class Event:
 
 
 @dataclass
-class Recording:
+class CounterRecording:
     events: list[Event] = field(default_factory=list)
 
     def kinds(self, *kinds: str) -> list[Event]:
@@ -166,13 +166,13 @@ class Recording:
         return [(event.kind, event.tag) for event in called]
 
 
-_recordings: list[Recording] = []
+_recordings: list[CounterRecording] = []
 
 
 @contextmanager
-def record() -> Iterator[Recording]:
+def record() -> Iterator[CounterRecording]:
     """Collect the events of all runtimes of this process while the block runs."""
-    recording = Recording()
+    recording = CounterRecording()
     _recordings.append(recording)
     try:
         yield recording

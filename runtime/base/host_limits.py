@@ -20,7 +20,7 @@ _V2 = ("memory.max", "memory.current", "inactive_file", "active_file")
 
 
 @dataclass(frozen=True)
-class Bound:
+class HostBound:
     """A bound: `nbytes` more can be allocated now. `source` names the limit, `advice` a remedy."""
 
     nbytes: int
@@ -33,7 +33,7 @@ def default_limit_bytes(root: Path = Path("/")) -> int:
     return machine_memory_bytes(root) * SHARE_PERCENT // 100
 
 
-def growth_bounds(root: Path = Path("/")) -> list[Bound]:
+def growth_bounds(root: Path = Path("/")) -> list[HostBound]:
     """Returns all known bounds on how much more memory this process can map and touch.
 
     root: where to look for `proc` and `sys`, another place in tests.
@@ -58,7 +58,7 @@ def in_container(root: Path = Path("/")) -> bool:
     return any((root / mark).exists() for mark in marks)
 
 
-def _available(root: Path) -> Iterator[Bound]:
+def _available(root: Path) -> Iterator[HostBound]:
     told = dict(
         line.split(":", 1)
         for line in (_text(root / "proc/meminfo") or "").splitlines()
@@ -68,7 +68,7 @@ def _available(root: Path) -> Iterator[Bound]:
         available, total = (
             int(told[key].split()[0]) * 1024 for key in ("MemAvailable", "MemTotal")
         )
-        yield Bound(
+        yield HostBound(
             max(0, available - _spare_bytes(total)),
             f"the machine's free memory ({available} of {total} bytes available, "
             f"{_spare_bytes(total)} left alone)",
@@ -76,7 +76,7 @@ def _available(root: Path) -> Iterator[Bound]:
         )
 
 
-def _cgroups(root: Path) -> Iterator[Bound]:
+def _cgroups(root: Path) -> Iterator[HostBound]:
     for folder, (limit_name, usage_name, *cached_names) in _cgroup_folders(root):
         limit, usage = _text(folder / limit_name) or "", _text(folder / usage_name) or ""
         if not (limit.isdigit() and usage.isdigit()):
@@ -88,7 +88,7 @@ def _cgroups(root: Path) -> Iterator[Bound]:
         cached = sum(int(counted.get(name, 0)) for name in cached_names)
         spare = _spare_bytes(int(limit))
         # the kernel drops page cache when the memory is needed
-        yield Bound(
+        yield HostBound(
             max(0, int(limit) - max(0, int(usage) - cached) - spare),
             f"the cgroup's memory limit of {limit} bytes ({folder / limit_name})",
             "give the container or job more memory (docker run --memory, a pod's limits, "
@@ -119,7 +119,7 @@ def _cgroup_folders(root: Path) -> Iterator[tuple[Path, tuple[str, ...]]]:
                 yield top / folder, names
 
 
-def _rlimits() -> Iterator[Bound]:
+def _rlimits() -> Iterator[HostBound]:
     for which, option, what in (
         (resource.RLIMIT_DATA, "-d", "data"),
         (resource.RLIMIT_AS, "-v", "addresses"),
@@ -128,7 +128,7 @@ def _rlimits() -> Iterator[Bound]:
         if limit == resource.RLIM_INFINITY:
             continue
         used = data_bytes() if which == resource.RLIMIT_DATA else _address_bytes()
-        yield Bound(
+        yield HostBound(
             max(0, limit - used - _spare_bytes(limit)),
             f"the limit on this process's {what} (`ulimit {option}`: {limit} bytes, {used} taken, "
             f"{_spare_bytes(limit)} left alone)",

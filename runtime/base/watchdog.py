@@ -34,7 +34,7 @@ class StallWarning(UserWarning):
     """Warns that a wait takes long, or that work which a close waited for does not end."""
 
 
-class Call(NamedTuple):
+class WatchedCall(NamedTuple):
     """A disk call that has not returned."""
 
     doing: str
@@ -53,7 +53,7 @@ class Call(NamedTuple):
 
 _numbers = itertools.count()
 #: calls in flight, in the order in which they began
-_under_way: dict[int, Call] = {}
+_under_way: dict[int, WatchedCall] = {}
 _ended = 0
 _moved_bytes = 0
 _told: set[str] = set()
@@ -64,7 +64,7 @@ def begun(doing: str, nbytes: int, where: object) -> int:
     """Register a disk call that begins on this thread; returns the number to pass to `over`."""
     number = next(_numbers)
     thread = threading.current_thread().name
-    _under_way[number] = Call(doing, nbytes, str(where), thread, time.monotonic())
+    _under_way[number] = WatchedCall(doing, nbytes, str(where), thread, time.monotonic())
     return number
 
 
@@ -118,7 +118,7 @@ def patience(seconds: float) -> Iterator[None]:
         _told.update(told)
 
 
-class Wait:
+class WatchedWait:
     """One wait for `what()`. The waiting code calls `look` once every `tick_s`.
 
     disks_only: warn instead of giving up if no disk call is in flight.
@@ -175,9 +175,9 @@ def warn_once(kind: str, text: str) -> None:
 def until(
     condition: threading.Condition, reached: Callable[[], bool], what: Callable[[], str]
 ) -> None:
-    """Wait on `condition`, whose lock the caller holds, until `reached()`; see `Wait`."""
+    """Wait on `condition`, whose lock the caller holds, until `reached()`; see `WatchedWait`."""
     tick_s = 0.0
-    wait: Wait | None = None
+    wait: WatchedWait | None = None
     looked_s = 0.0
     while not reached():
         if not looked_s:
@@ -189,7 +189,7 @@ def until(
         if reached():
             return
         looked_s = now_s
-        wait = wait or Wait(what)
+        wait = wait or WatchedWait(what)
         # a warning may run arbitrary handlers: do not hold the lock meanwhile
         condition.release()
         try:
@@ -200,21 +200,21 @@ def until(
 
 def until_set(event: threading.Event, what: Callable[[], str]) -> None:
     """Wait for an event for which a device may take any time; give up only on disk calls."""
-    wait: Wait | None = None
+    wait: WatchedWait | None = None
     while not event.wait(_tick_s()):
-        wait = wait or Wait(what, disks_only=True)
+        wait = wait or WatchedWait(what, disks_only=True)
         wait.look()
 
 
 def joined(thread: threading.Thread, what: Callable[[], str]) -> bool:
     """Join a thread; warns and returns False if it makes no progress."""
-    wait: Wait | None = None
+    wait: WatchedWait | None = None
     while True:
         thread.join(_tick_s())
         if not thread.is_alive():
             return True
         try:
-            wait = wait or Wait(what)
+            wait = wait or WatchedWait(what)
             wait.look()
         except Stalled as stalled:
             warnings.warn(f"{stalled}. It is left behind.", StallWarning, stacklevel=2)
@@ -259,7 +259,7 @@ def calling(doing: str, nbytes: int, where: object) -> Iterator[None]:
         over(number, nbytes)
 
 
-def _call_tale(call: Call) -> str:
+def _call_tale(call: WatchedCall) -> str:
     return (
         f"One call takes longer than usual: {call}. The disk, or the server that it is on, does "
         "not answer, and only it can end the call: look at `dmesg` and at the mount"

@@ -15,14 +15,14 @@ from offcompile.ir import OffloadError
 from .densities import density, sampled_density
 from .engines import engine
 from .kinds import KINDS, STASHES
-from .layout import ROW, Layout
+from .layout import ROW, PackedLayout
 
 __all__ = [
     "CODEC_NAMES",
     "ROW",
     "STASHES",
-    "Codec",
-    "Layout",
+    "PackedLayout",
+    "TensorCodec",
     "codec",
     "density",
     "engine",
@@ -30,7 +30,7 @@ __all__ = [
 ]
 
 
-class Codec(Protocol):
+class TensorCodec(Protocol):
     """Packs each piece by itself, in rows of 128 elements; the last row may be shorter.
 
     If `lossless`, unpacking restores every bit. Codecs are stateless and thread-safe; compiled
@@ -62,7 +62,7 @@ class Codec(Protocol):
 CODEC_NAMES = tuple(KINDS)
 
 
-def codec(name: str) -> Codec:
+def codec(name: str) -> TensorCodec:
     """Returns the codec of this name: bitmask, fp16, bf16, bitmask+fp16, bitmask+bf16 or sign."""
     if name not in KINDS:
         raise OffloadError(f'there is no codec "{name}": use one of {", ".join(KINDS)}')

@@ -14,12 +14,12 @@ import torch
 from offcompile.ir import OffloadError
 from offcompile.runtime.base.mapping import PAGE_BYTES
 
-from .layout import Layout
+from .layout import PackedLayout
 from .native import Native
 from .reference import Reference
 
 
-class Engine(Protocol):
+class CodecEngine(Protocol):
     """The CPU operations of the codecs.
 
     Callers have checked that tensors are flat, contiguous, on the CPU, of supported types, and
@@ -59,7 +59,7 @@ class Engine(Protocol):
 
 
 @cache
-def _chosen() -> Engine:
+def _chosen() -> CodecEngine:
     try:
         # a thread of its own is free of the caller's modes: fake tensors, default device
         with ThreadPoolExecutor(1) as alone:
@@ -75,7 +75,7 @@ def _chosen() -> Engine:
         return Reference()
 
 
-def _compiled() -> Engine:
+def _compiled() -> CodecEngine:
     made = Native()
     check_engine(made)
     return made
@@ -84,7 +84,7 @@ def _compiled() -> Engine:
 _choosing = Lock()
 
 
-def engine() -> Engine:
+def engine() -> CodecEngine:
     """Returns the fastest engine that works here; the first call may compile it, for seconds."""
     if _chosen.cache_info().currsize:
         return _chosen()
@@ -92,7 +92,7 @@ def engine() -> Engine:
         return _chosen()
 
 
-def check_engine(made: Engine) -> None:
+def check_engine(made: CodecEngine) -> None:
     """Raise OffloadError unless the engine's bytes equal the reference's for a small tensor."""
     meant = Reference()
     # a row of zeros, one without zeros, and ragged ends; no NaN, since any NaN is a valid result
@@ -110,7 +110,7 @@ def check_engine(made: Engine) -> None:
         raise OffloadError(f"{made.name} adds pages up otherwise than it should on this processor")
 
 
-def _compare_bits(made: Engine, meant: Engine, values: torch.Tensor) -> None:
+def _compare_bits(made: CodecEngine, meant: CodecEngine, values: torch.Tensor) -> None:
     for x in (values, values.half(), values > 1):
         packed, expected = (torch.empty(16 * 11, dtype=torch.uint8) for _ in range(2))
         made.pack_bits(x, packed)
@@ -126,8 +126,10 @@ def _compare_bits(made: Engine, meant: Engine, values: torch.Tensor) -> None:
             raise OffloadError(f"{made.name} makes other bits of {x.dtype} than it should here")
 
 
-def _compare(made: Engine, meant: Engine, x: torch.Tensor, stash: torch.dtype | None) -> None:
-    room = 2 * Layout.of(x.numel(), x.dtype).worst_bytes
+def _compare(
+    made: CodecEngine, meant: CodecEngine, x: torch.Tensor, stash: torch.dtype | None
+) -> None:
+    room = 2 * PackedLayout.of(x.numel(), x.dtype).worst_bytes
     packed, expected = (torch.zeros(room, dtype=torch.uint8) for _ in range(2))
     used = made.pack(x, packed, stash)
     back, meant_back = torch.empty_like(x), torch.empty_like(x)

@@ -9,7 +9,7 @@ import torch
 from offcompile.ir import OffloadError
 
 from .engines import engine
-from .layout import MASK_BYTES, ROW, Layout
+from .layout import MASK_BYTES, ROW, PackedLayout
 from .refusals import check_flat, check_room
 
 STASHES = {"fp16": torch.float16, "bf16": torch.bfloat16}
@@ -30,9 +30,9 @@ class Bitmask:
     def takes(self, dtype: torch.dtype) -> bool:
         return self.stash is None or dtype == torch.float32
 
-    def layout(self, numel: int, dtype: torch.dtype) -> Layout:
+    def layout(self, numel: int, dtype: torch.dtype) -> PackedLayout:
         _check_type(self.name, self.takes(dtype), dtype, "torch.float32")
-        return Layout.of(numel, self.stash or dtype)
+        return PackedLayout.of(numel, self.stash or dtype)
 
     def worst_bytes(self, numel: int, dtype: torch.dtype) -> int:
         return self.layout(numel, dtype).worst_bytes

@@ -28,7 +28,7 @@ WIDEST_BYTES = 8
 
 
 @dataclass(frozen=True)
-class Layout:
+class PackedLayout:
     """The layout of a packed tensor of `elements` elements of `width` bytes."""
 
     elements: int
@@ -43,9 +43,9 @@ class Layout:
 
     @staticmethod
     @lru_cache(4096)
-    def of(numel: int, dtype: torch.dtype) -> Layout:
+    def of(numel: int, dtype: torch.dtype) -> PackedLayout:
         width = min(dtype.itemsize, WIDEST_BYTES)
-        return Layout(numel * (dtype.itemsize // width), width)
+        return PackedLayout(numel * (dtype.itemsize // width), width)
 
     @cached_property
     def rows(self) -> int:

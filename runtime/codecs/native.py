@@ -19,7 +19,7 @@ from offcompile.ir import OffloadError
 from offcompile.runtime.base.mapping import PAGE_BYTES
 from offcompile.runtime.base.small_cpp import library
 
-from .layout import WIDEST_BYTES, Layout
+from .layout import WIDEST_BYTES, PackedLayout
 from .reference import Array
 from .refusals import damaged
 
@@ -62,13 +62,13 @@ class Native:
         self.name = f"C++ over {self._calls['lanes_bits']()} bits"
 
     def pack(self, x: torch.Tensor, out: torch.Tensor, stash: torch.dtype | None) -> int:
-        layout = Layout.of(x.numel(), stash or x.dtype)
+        layout = PackedLayout.of(x.numel(), stash or x.dtype)
         code = layout.width if stash is None else _ROUNDED[stash]
         used: int = self._calls["pack"](code, x.data_ptr(), layout.elements, out.data_ptr())
         return used
 
     def unpack(self, packed: torch.Tensor, out: torch.Tensor, stash: torch.dtype | None) -> None:
-        layout = Layout.of(out.numel(), stash or out.dtype)
+        layout = PackedLayout.of(out.numel(), stash or out.dtype)
         code = layout.width if stash is None else _ROUNDED[stash]
         if self._calls["unpack"](
             code, packed.data_ptr(), packed.numel(), out.data_ptr(), layout.elements

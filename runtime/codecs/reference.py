@@ -13,7 +13,7 @@ import torch
 
 from offcompile.runtime.base.mapping import PAGE_BYTES
 
-from .layout import OFFSET_BYTES, ROW, WIDEST_BYTES, Layout
+from .layout import OFFSET_BYTES, ROW, WIDEST_BYTES, PackedLayout
 from .refusals import damaged
 
 Array = np.ndarray[Any, np.dtype[Any]]
@@ -39,7 +39,7 @@ class Reference:
 
     def pack(self, x: torch.Tensor, out: torch.Tensor, stash: torch.dtype | None) -> int:
         bits = bits_of(x if stash is None else x.to(stash))
-        layout = Layout(len(bits), bits.itemsize)
+        layout = PackedLayout(len(bits), bits.itemsize)
         kept = np.zeros(layout.rows * ROW, np.bool_)
         kept[: len(bits)] = bits != 0
         values = bits[kept[: len(bits)]]
@@ -55,7 +55,7 @@ class Reference:
     def unpack(self, packed: torch.Tensor, out: torch.Tensor, stash: torch.dtype | None) -> None:
         narrow = out if stash is None else torch.empty(out.shape, dtype=stash)
         bits = bits_of(narrow)
-        layout = Layout(len(bits), bits.itemsize)
+        layout = PackedLayout(len(bits), bits.itemsize)
         source = packed.numpy()
         if len(source) < layout.values_at:
             raise damaged(len(source), layout)

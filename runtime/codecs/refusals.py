@@ -6,10 +6,10 @@ import torch
 
 from offcompile.ir import OffloadError
 
-from .layout import Layout
+from .layout import PackedLayout
 
 
-def damaged(nbytes: int, layout: Layout) -> OffloadError:
+def damaged(nbytes: int, layout: PackedLayout) -> OffloadError:
     return OffloadError(
         f"{nbytes} packed bytes of {layout.elements} elements of {layout.width} bytes do not add "
         "up: they were cut short or changed since they were packed. Nothing can be restored from "

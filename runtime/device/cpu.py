@@ -19,16 +19,16 @@ import torch
 
 from offcompile.ir import OffloadError
 from offcompile.runtime import codecs
-from offcompile.runtime.codecs import Codec
+from offcompile.runtime.codecs import TensorCodec
 from offcompile.runtime.disk.spill import Extent, SpillFull, SpillStore
 from offcompile.runtime.disk.spill_file import calls_for, part_of
-from offcompile.runtime.memory.arena import Arena, Block
+from offcompile.runtime.memory.arena import Arena, ArenaBlock
 
 from . import packing
 from .failures import not_arrived
 from .interface import Copy, Device, Label, Point, Slot, Waited
 from .lane_rates import LaneRates
-from .lanes import Job, Lanes
+from .lanes import LaneJob, Lanes
 from .mapped import MappedSlot, MappedStore
 from .packing import PackedSlot
 from .streams import flat_elements
@@ -96,8 +96,8 @@ class CpuDevice(Device):
         self.lanes = Lanes("cpu")
         self.rates = LaneRates()
         self._chunk_bytes = chunk_bytes // PAGE_BYTES * PAGE_BYTES
-        self._staging: dict[str, Block] = {}
-        self._packing: dict[str, Block] = {}
+        self._staging: dict[str, ArenaBlock] = {}
+        self._packing: dict[str, ArenaBlock] = {}
         self._packing_bounds: MutableMapping[object, int] = WeakKeyDictionary()
         self._disks: dict[str, ThreadPoolExecutor] = {}
 
@@ -126,7 +126,7 @@ class CpuDevice(Device):
                     raise
         raise AssertionError("the last tier has either taken it or raised")
 
-    def _packed_slot(self, tier: str, source: torch.Tensor, codec: Codec) -> PackedSlot:
+    def _packed_slot(self, tier: str, source: torch.Tensor, codec: TensorCodec) -> PackedSlot:
         per_piece = packing.elements_per_piece(self._packing_bytes, codec, source.dtype)
         return PackedSlot(self.stores[tier], tier, source, codec, per_piece)
 
@@ -208,17 +208,17 @@ class CpuDevice(Device):
         return self.lanes.submit(lane, work, _jobs(after), label, on_end, keep=target)
 
     def wait(self, copy: Copy) -> Waited:
-        assert isinstance(copy, Job)
+        assert isinstance(copy, LaneJob)
         return self.lanes.wait(copy)
 
     def reached(self, point: Point) -> None:
-        assert isinstance(point, Job)
+        assert isinstance(point, LaneJob)
         self.lanes.wait(point)
         if point.error is not None:
             raise not_arrived(point.label, point.error)
 
     def cancel(self, copy: Copy) -> bool:
-        assert isinstance(copy, Job)
+        assert isinstance(copy, LaneJob)
         return self.lanes.cancel(copy)
 
     def before_copies(self, hook: Callable[[], None]) -> None:
@@ -263,7 +263,7 @@ class CpuDevice(Device):
     def _unpack(self, lane: str, flat: torch.Tensor, slot: PackedSlot) -> None:
         packing.read(slot, flat, *self._packing_room(lane, slot))
 
-    def _packing_room(self, lane: str, slot: PackedSlot) -> tuple[Block, Executor]:
+    def _packing_room(self, lane: str, slot: PackedSlot) -> tuple[ArenaBlock, Executor]:
         """The staging of a lane, and a thread that does its disk I/O concurrently."""
         most = self._packing_bytes
         wanted = packing.staging_bytes_for(slot, most)
@@ -305,7 +305,7 @@ def _skew_bytes(address: int, nbytes: int) -> int:
     return 0 if nbytes <= STAGED_BYTES or skew_bytes % ALIGNMENT_BYTES else skew_bytes
 
 
-def _whole_pages(slot: CpuSlot, staging: Block, address: int) -> list[memoryview]:
+def _whole_pages(slot: CpuSlot, staging: ArenaBlock, address: int) -> list[memoryview]:
     """The pages of the slot: the tensor's own, except its partial first and last page in `staging`.
 
     The rest of those two pages is not the tensor's and may change during the write, which breaks
@@ -322,7 +322,7 @@ def _whole_pages(slot: CpuSlot, staging: Block, address: int) -> list[memoryview
     return [view for view, nbytes in parts if nbytes]
 
 
-def _stage_write(slot: CpuSlot, staging: Block, address: int, start: int, size: int) -> None:
+def _stage_write(slot: CpuSlot, staging: ArenaBlock, address: int, start: int, size: int) -> None:
     """Write bytes [start, start + size) of the tensor, which may begin or end within a page."""
     at = slot.skew_bytes + start
     inside = at % PAGE_BYTES
@@ -335,5 +335,5 @@ def _address(view: memoryview) -> int:
     return ctypes.addressof(ctypes.c_char.from_buffer(view))
 
 
-def _jobs(after: Sequence[Point]) -> list[Job]:
-    return [point for point in after if isinstance(point, Job)]
+def _jobs(after: Sequence[Point]) -> list[LaneJob]:
+    return [point for point in after if isinstance(point, LaneJob)]

@@ -27,7 +27,7 @@ from .interface import Copy, How, Label, Waited
 from .move_events import HeardCopy
 
 
-class State(Enum):
+class LaneState(Enum):
     QUEUED = 0
     RUNNING = 1
     ENDED = 2
@@ -37,7 +37,7 @@ class Needed(OffloadError):
     """A job was not run because one that it needs had failed."""
 
 
-class Job(Copy):
+class LaneJob(Copy):
     """One job of a lane. `keep` is kept alive until the job ends or is cancelled."""
 
     __slots__ = (
@@ -47,10 +47,10 @@ class Job(Copy):
 
     def __init__(
         self,
-        lane: Lane,
+        lane: LaneWorker,
         seq: int,
         work: Callable[[], None],
-        needs: Sequence[Job],
+        needs: Sequence[LaneJob],
         label: Label,
         on_end: Callable[[Copy], None] | None,
         keep: object,
@@ -64,25 +64,25 @@ class Job(Copy):
         self.keep = keep
         #: True if a thread sleeps until it has ended
         self.awaited = False
-        self.state = State.QUEUED
+        self.state = LaneState.QUEUED
         self.error: BaseException | None = None
 
     @property
     def ended(self) -> bool:
-        return self.state is State.ENDED
+        return self.state is LaneState.ENDED
 
 
-class Lane:
+class LaneWorker:
     """A queue and the condition that its thread sleeps on. A strict lane is never reordered."""
 
     def __init__(self, name: str, lock: threading.Lock, strict: bool) -> None:
         self.name = name
         self.strict = strict
-        self.queue: deque[Job] = deque()
+        self.queue: deque[LaneJob] = deque()
         self.wake = threading.Condition(lock)
         self.thread: threading.Thread | None = None
         #: the job that its thread runs or is about to run
-        self.at: Job | None = None
+        self.at: LaneJob | None = None
 
     def ready(self) -> bool:
         return bool(self.queue) and all(need.ended for need in self.queue[0].needs)
@@ -105,7 +105,7 @@ class Lanes:
         self._owner = owner
         self._lock = threading.Lock()
         self._ended = threading.Condition(self._lock)
-        self._lanes: dict[str, Lane] = {}
+        self._lanes: dict[str, LaneWorker] = {}
         self._seq = 0
         self._unfinished = 0
         self._closed = False
@@ -116,58 +116,58 @@ class Lanes:
         self,
         lane: str,
         work: Callable[[], None],
-        needs: Sequence[Job],
+        needs: Sequence[LaneJob],
         label: Label,
         on_end: Callable[[Copy], None] | None = None,
         keep: object = None,
         strict: bool = False,
-    ) -> Job:
+    ) -> LaneJob:
         with self._lock:
             if self._closed:
                 raise OffloadError(f"The {self._owner} runtime is closed: {label.tag} cannot move.")
             line = self._lanes.get(lane)
             if line is None:
-                line = self._lanes[lane] = Lane(lane, self._lock, strict)
+                line = self._lanes[lane] = LaneWorker(lane, self._lock, strict)
             if line.thread is None:
                 self._start(line)  # if that fails, nothing has been queued
             self._seq += 1
-            job = Job(line, self._seq, work, needs, label, on_end, keep)
+            job = LaneJob(line, self._seq, work, needs, label, on_end, keep)
             line.queue.append(job)
             self._unfinished += 1
             if line.queue[0] is job:
                 line.wake.notify()
         return job
 
-    def _start(self, lane: Lane) -> None:
+    def _start(self, lane: LaneWorker) -> None:
         lane.thread = started(f"offcompile-{lane.name}", self._run, lane)
 
-    def wait(self, job: Job) -> Waited:
+    def wait(self, job: LaneJob) -> Waited:
         """Block until `job` has ended, hurrying it if it is queued. Errors stay on the job."""
-        if job.state is State.ENDED:
+        if job.state is LaneState.ENDED:
             return Waited(How.READY, 0)
         began_ns = now_ns()
         with self._lock:
-            how = How.PROMOTED if job.state is State.QUEUED else How.LATE
-            if job.state is State.QUEUED:
+            how = How.PROMOTED if job.state is LaneState.QUEUED else How.LATE
+            if job.state is LaneState.QUEUED:
                 self._hurry(job)
             job.awaited = True
             watchdog.until(self._ended, lambda: job.ended, lambda: _described(job))
         return Waited(how, now_ns() - began_ns)
 
-    def hurry(self, job: Job) -> bool:
+    def hurry(self, job: LaneJob) -> bool:
         """Bring a queued job, and those it needs, to the front; False if it is not queued."""
         with self._lock:
-            if job.state is not State.QUEUED:
+            if job.state is not LaneState.QUEUED:
                 return False
             self._hurry(job)
             return True
 
-    def _hurry(self, job: Job) -> None:
-        wanted: dict[int, Job] = {}
+    def _hurry(self, job: LaneJob) -> None:
+        wanted: dict[int, LaneJob] = {}
         stack = [job]
         while stack:
             one = stack.pop()
-            if one.state is State.QUEUED and one.seq not in wanted:
+            if one.state is LaneState.QUEUED and one.seq not in wanted:
                 wanted[one.seq] = one
                 stack.extend(one.needs)
         for seq in sorted(wanted, reverse=True):
@@ -177,10 +177,10 @@ class Lanes:
                 one.lane.queue.appendleft(one)
             one.lane.wake.notify()
 
-    def cancel(self, job: Job) -> bool:
+    def cancel(self, job: LaneJob) -> bool:
         """Remove a queued job and drop its references; `on_end` is not called for it."""
         with self._lock:
-            if job.state is not State.QUEUED:
+            if job.state is not LaneState.QUEUED:
                 return False
             job.lane.queue.remove(job)
             job.error = OffloadError(f"The copy of {job.label.tag} was cancelled.")
@@ -219,19 +219,19 @@ class Lanes:
 
     # -- the lane's own thread -----------------------------------------------------------------
 
-    def _run(self, lane: Lane) -> None:
+    def _run(self, lane: LaneWorker) -> None:
         try:
             self._work_off(lane)
         except BaseException as error:
             self._died(lane, error)
 
-    def _died(self, lane: Lane, error: BaseException) -> None:
+    def _died(self, lane: LaneWorker, error: BaseException) -> None:
         """Fail the job that the thread ran, or was about to run, and start another thread."""
         with self._lock:
             job, lane.at = lane.at, None
-            if job is not None and job.state is State.QUEUED:
+            if job is not None and job.state is LaneState.QUEUED:
                 lane.queue.remove(job)
-                job.state = State.RUNNING  # callers that wait from now on have nothing to hurry
+                job.state = LaneState.RUNNING  # callers that wait from now on have nothing to hurry
         try:
             if job is not None and not job.ended:
                 job.error = died(f"offcompile-{lane.name}", error)
@@ -242,7 +242,7 @@ class Lanes:
                 if lane.queue:
                     self._start(lane)
 
-    def _work_off(self, lane: Lane) -> None:
+    def _work_off(self, lane: LaneWorker) -> None:
         while True:
             with self._lock:
                 while not lane.ready():
@@ -259,13 +259,13 @@ class Lanes:
                     lane.at = None
                     continue
                 job = lane.queue.popleft()
-                job.state = State.RUNNING
+                job.state = LaneState.RUNNING
                 lane.at = job
             self._work(job)
             # drop the last job now, not when the next one comes
             del job
 
-    def _work(self, job: Job) -> None:
+    def _work(self, job: LaneJob) -> None:
         label, lane = job.label, job.lane.name
         began_ns = now_ns()
         note(f"begin_{label.direction}", label.tag, lane, began_ns)
@@ -285,7 +285,7 @@ class Lanes:
             label.heard.copies.append(HeardCopy(label.tag, lane, began_ns, ended_ns))
         self._over(job)
 
-    def _over(self, job: Job) -> None:
+    def _over(self, job: LaneJob) -> None:
         on_end, job.on_end = job.on_end, None
         job.work = job.keep = None
         try:
@@ -299,9 +299,9 @@ class Lanes:
                 job.lane.at = None
                 self._end(job)
 
-    def _end(self, job: Job) -> None:
+    def _end(self, job: LaneJob) -> None:
         job.needs = ()
-        job.state = State.ENDED
+        job.state = LaneState.ENDED
         self._unfinished -= 1
         watchdog.progress()
         # a needless wake-up takes time from the start of the next job
@@ -312,7 +312,7 @@ class Lanes:
                 lane.wake.notify()
 
 
-def _described(job: Job) -> str:
+def _described(job: LaneJob) -> str:
     """A description for the waiting caller: the tensor, the direction and the state of the copy."""
     nbytes, ahead = getattr(job.keep, "nbytes", None), job.lane.at
     way = "copy out" if job.label.direction == "out" else "load"

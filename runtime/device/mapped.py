@@ -24,7 +24,7 @@ from offcompile.runtime.base.mapping import PAGE_BYTES, page_multiple
 from offcompile.runtime.disk.directories import check_directory, free_bytes
 from offcompile.runtime.disk.page_cache import read_scattered, resident_pages, zero_range
 from offcompile.runtime.disk.spill_file import open_unlinked
-from offcompile.runtime.memory.range_allocator import Rooms
+from offcompile.runtime.memory.range_allocator import RangeAllocator
 
 from .interface import Slot
 from .owners import address_of
@@ -158,7 +158,7 @@ class MappedStore:
         self._slots: dict[int, MappedSlot] = {}
         self._spare: dict[int, list[MappedSlot]] = {}  # by size
         self._dead: deque[int] = deque()
-        self._rooms = Rooms(partial(MappedFile, directory))
+        self._rooms = RangeAllocator(partial(MappedFile, directory))
 
     def tensors(self, sizes: Sequence[int]) -> list[torch.Tensor]:
         """Flat uint8 tensors of these sizes; new ones lie one after another in one file.

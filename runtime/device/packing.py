@@ -20,9 +20,9 @@ from itertools import cycle
 import torch
 
 from offcompile.runtime.base.mapping import PAGE_BYTES, page_multiple
-from offcompile.runtime.codecs import ROW, Codec
+from offcompile.runtime.codecs import ROW, TensorCodec
 from offcompile.runtime.disk.spill import Extent, SpillStore
-from offcompile.runtime.memory.arena import Block
+from offcompile.runtime.memory.arena import ArenaBlock
 
 from .interface import Slot
 
@@ -33,7 +33,7 @@ STAGING_BYTES = 4 << 20
 
 
 @dataclass(frozen=True)
-class Piece:
+class PackedPiece:
     """Elements [start, start + count) of the tensor: `nbytes` packed, `at` in the extent."""
 
     start: int
@@ -58,7 +58,7 @@ class PackedSlot(Slot):
         store: SpillStore,
         tier: str,
         source: torch.Tensor,
-        codec: Codec,
+        codec: TensorCodec,
         per_piece: int,
     ) -> None:
         self.store = store
@@ -70,7 +70,7 @@ class PackedSlot(Slot):
         #: elements per piece, in whole rows
         self.per_piece = per_piece
         #: the pieces written by the last copy out
-        self.pieces: tuple[Piece, ...] = ()
+        self.pieces: tuple[PackedPiece, ...] = ()
         self.extent: Extent = store.allocate(max(self._worst_bytes(), 1))
 
     @property
@@ -107,7 +107,7 @@ def ranges(numel: int, per_piece: int) -> Iterator[tuple[int, int]]:
         yield start, min(per_piece, numel - start)
 
 
-def elements_in(room_bytes: int, codec: Codec, dtype: torch.dtype) -> int:
+def elements_in(room_bytes: int, codec: TensorCodec, dtype: torch.dtype) -> int:
     """The elements, in whole rows, whose worst case fits `room_bytes`; at least one row."""
     rows = max(room_bytes // (ROW * dtype.itemsize), 1)
     while rows > 1 and codec.worst_bytes(rows * ROW, dtype) > room_bytes:
@@ -115,7 +115,7 @@ def elements_in(room_bytes: int, codec: Codec, dtype: torch.dtype) -> int:
     return rows * ROW
 
 
-def elements_per_piece(staging_bytes: int, codec: Codec, dtype: torch.dtype) -> int:
+def elements_per_piece(staging_bytes: int, codec: TensorCodec, dtype: torch.dtype) -> int:
     """Elements per piece, in whole rows, so that each half of a lane's staging holds a piece."""
     return elements_in(min(PIECE_BYTES, staging_bytes // 2), codec, dtype)
 
@@ -127,11 +127,11 @@ def staging_bytes_for(slot: PackedSlot, most_bytes: int) -> int:
     return whole if whole <= half else 2 * half
 
 
-def write(slot: PackedSlot, flat: torch.Tensor, staging: Block, disk: Executor) -> None:
+def write(slot: PackedSlot, flat: torch.Tensor, staging: ArenaBlock, disk: Executor) -> None:
     """Pack a flat tensor on the calling thread and write it to the slot on the `disk` thread."""
     halves = _halves(slot, staging)
     writing: deque[Future[None]] = deque()
-    pieces: list[Piece] = []
+    pieces: list[PackedPiece] = []
     at = used = 0  # bytes of the extent written; bytes of the half packed
     room, view = next(halves)
     try:
@@ -144,7 +144,7 @@ def write(slot: PackedSlot, flat: torch.Tensor, staging: Block, disk: Executor) 
                     writing.popleft().result()
                 room, view = next(halves)
             nbytes = slot.codec.pack(flat[start : start + count], room[used : used + worst])
-            pieces.append(Piece(start, count, at + used, nbytes))
+            pieces.append(PackedPiece(start, count, at + used, nbytes))
             used += pieces[-1].padded_bytes
         if used:
             slot.store.write(slot.extent, at, view[:used])
@@ -155,11 +155,11 @@ def write(slot: PackedSlot, flat: torch.Tensor, staging: Block, disk: Executor) 
     slot.pieces = tuple(pieces)
 
 
-def read(slot: PackedSlot, flat: torch.Tensor, staging: Block, disk: Executor) -> None:
+def read(slot: PackedSlot, flat: torch.Tensor, staging: ArenaBlock, disk: Executor) -> None:
     """Fill a flat tensor from the slot; the disk reads ahead by one half of the staging."""
     halves = _halves(slot, staging)
     batches = deque(_batches(slot.pieces, _half_bytes(slot, staging)))
-    coming: deque[tuple[list[Piece], torch.Tensor, Future[None]]] = deque()
+    coming: deque[tuple[list[PackedPiece], torch.Tensor, Future[None]]] = deque()
 
     def begin() -> None:
         if batches:
@@ -184,22 +184,22 @@ def read(slot: PackedSlot, flat: torch.Tensor, staging: Block, disk: Executor) -
         wait([reading for _, _, reading in coming])
 
 
-def _half_bytes(slot: PackedSlot, staging: Block) -> int:
+def _half_bytes(slot: PackedSlot, staging: ArenaBlock) -> int:
     """The size of one half, or the whole staging if the whole slot fits."""
     whole = slot.extent.padded_nbytes
     return whole if whole <= staging.nbytes else staging.nbytes // 2 // PAGE_BYTES * PAGE_BYTES
 
 
-def _halves(slot: PackedSlot, staging: Block) -> Iterator[tuple[torch.Tensor, memoryview]]:
+def _halves(slot: PackedSlot, staging: ArenaBlock) -> Iterator[tuple[torch.Tensor, memoryview]]:
     """The halves of the staging, alternating."""
     half, room = _half_bytes(slot, staging), staging.tensor()
     starts = range(0, staging.nbytes - half + 1, half)
     return cycle([(room[at : at + half], staging.view[at : at + half]) for at in starts])
 
 
-def _batches(pieces: tuple[Piece, ...], room_bytes: int) -> Iterator[list[Piece]]:
+def _batches(pieces: tuple[PackedPiece, ...], room_bytes: int) -> Iterator[list[PackedPiece]]:
     """Batches of adjacent pieces that one read loads together."""
-    together: list[Piece] = []
+    together: list[PackedPiece] = []
     for piece in pieces:
         if together and piece.at + piece.padded_bytes - together[0].at > room_bytes:
             yield together

@@ -19,7 +19,7 @@ import torch
 
 from offcompile.ir import OffloadError
 from offcompile.runtime import kernels
-from offcompile.runtime.codecs import Codec
+from offcompile.runtime.codecs import TensorCodec
 from offcompile.runtime.codecs.kinds import Bitmask, Stash
 from offcompile.runtime.codecs.layout import WIDEST_BYTES
 from offcompile.runtime.memory.alias import cuda_alias
@@ -94,7 +94,9 @@ class Streams(ABC):
         """The reason that kernels cannot pack (`in_place`: into host memory); None if they can."""
 
     @abstractmethod
-    def pack(self, stream: Stream, codec: Codec, flat: torch.Tensor, packed: torch.Tensor) -> None:
+    def pack(
+        self, stream: Stream, codec: TensorCodec, flat: torch.Tensor, packed: torch.Tensor
+    ) -> None:
         """Queue kernels that pack a flat device tensor into `packed` (flat uint8, worst-case size).
 
         `packed` may be host memory that the device can use in place; the same is true in `unpack`.
@@ -102,7 +104,7 @@ class Streams(ABC):
 
     @abstractmethod
     def unpack(
-        self, stream: Stream, codec: Codec, packed: torch.Tensor, flat: torch.Tensor
+        self, stream: Stream, codec: TensorCodec, packed: torch.Tensor, flat: torch.Tensor
     ) -> None:
         """Queue kernels that fill a flat device tensor from `packed`."""
 
@@ -219,7 +221,11 @@ class TorchStreams(Streams):
         return reason
 
     def pack(
-        self, stream: torch.cuda.Stream, codec: Codec, flat: torch.Tensor, packed: torch.Tensor
+        self,
+        stream: torch.cuda.Stream,
+        codec: TensorCodec,
+        flat: torch.Tensor,
+        packed: torch.Tensor,
     ) -> None:
         room = self._near(packed)
         with self._packing, torch.cuda.stream(stream):
@@ -230,7 +236,11 @@ class TorchStreams(Streams):
             plan.pack(elements, room, self._workspace(stream, plan.workspace_bytes))
 
     def unpack(
-        self, stream: torch.cuda.Stream, codec: Codec, packed: torch.Tensor, flat: torch.Tensor
+        self,
+        stream: torch.cuda.Stream,
+        codec: TensorCodec,
+        packed: torch.Tensor,
+        flat: torch.Tensor,
     ) -> None:
         room = self._near(packed)
         with self._packing, torch.cuda.stream(stream):
@@ -280,7 +290,7 @@ class TorchStreams(Streams):
 
 
 def bitmask_plan(
-    codec: Codec, flat: torch.Tensor, staged: bool
+    codec: TensorCodec, flat: torch.Tensor, staged: bool
 ) -> tuple[kernels.BitmaskPlan, torch.Tensor]:
     """The kernels of a codec, and the elements they take. `staged`: `packed` is on the host."""
     if not isinstance(codec, Bitmask):

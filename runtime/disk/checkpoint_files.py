@@ -48,7 +48,7 @@ _MOST_PARTS = 10_000_000
 _MOST_DIMENSIONS = 64
 
 
-class Entry(ABC):
+class CheckpointEntry(ABC):
     """One tensor of a file."""
 
     shape: tuple[int, ...]
@@ -59,7 +59,7 @@ class Entry(ABC):
 
 
 @dataclass(frozen=True)
-class _Saved(Entry):
+class _Saved(CheckpointEntry):
     tensor: torch.Tensor
 
     @property
@@ -71,7 +71,7 @@ class _Saved(Entry):
 
 
 @dataclass(frozen=True)
-class _Raw(Entry):
+class _Raw(CheckpointEntry):
     path: Path
     shape: tuple[int, ...]
     dtype: torch.dtype
@@ -102,7 +102,7 @@ class _Raw(Entry):
             done += count
 
 
-def entries(path: str | os.PathLike[str]) -> dict[str, Entry]:
+def entries(path: str | os.PathLike[str]) -> dict[str, CheckpointEntry]:
     """Returns the tensors of a file, or of a folder's files, by name, without reading them yet.
 
     A folder must have an index (`*.index.json`, with a `weight_map`) or one file of weights.
@@ -115,7 +115,7 @@ def entries(path: str | os.PathLike[str]) -> dict[str, Entry]:
     return _file(place)
 
 
-def _folder(place: Path) -> dict[str, Entry]:
+def _folder(place: Path) -> dict[str, CheckpointEntry]:
     for pattern in ("*.safetensors", "*.bin", "*.pt", "*.pth"):
         indices = sorted(place.glob(pattern + _INDEX))
         found = indices or sorted(place.glob(pattern))
@@ -130,7 +130,7 @@ def _folder(place: Path) -> dict[str, Entry]:
     raise OffloadError(f"{place} has no weights: no .safetensors, .bin, .pt or .pth file.")
 
 
-def _indexed(index: Path) -> dict[str, Entry]:
+def _indexed(index: Path) -> dict[str, CheckpointEntry]:
     try:
         text = read_bounded(index, _MOST_HEADER_BYTES)
     except (OSError, UnicodeDecodeError) as error:
@@ -141,7 +141,7 @@ def _indexed(index: Path) -> dict[str, Entry]:
     where = parsed.get("weight_map")
     if not isinstance(where, dict):
         raise OffloadError(f'{index} has no "weight_map", so it is no index of weights.')
-    files: dict[str, dict[str, Entry]] = {}
+    files: dict[str, dict[str, CheckpointEntry]] = {}
     for name in where.values():
         if not isinstance(name, str) or Path(name).name != name or "\0" in name:
             raise OffloadError(f"{index} names {show(name)}, which is no file beside it.")
@@ -157,7 +157,7 @@ def _indexed(index: Path) -> dict[str, Entry]:
     return {key: files[name][key] for key, name in where.items()}
 
 
-def _file(path: Path) -> dict[str, Entry]:
+def _file(path: Path) -> dict[str, CheckpointEntry]:
     try:
         is_file = path.is_file()
     except OSError:  # such as a name that is too long
@@ -167,7 +167,7 @@ def _file(path: Path) -> dict[str, Entry]:
     return _safetensors(path) if path.suffix == ".safetensors" else _torch_file(path)
 
 
-def _torch_file(path: Path) -> dict[str, Entry]:
+def _torch_file(path: Path) -> dict[str, CheckpointEntry]:
     try:
         loaded = torch.load(path, map_location="cpu", mmap=True, weights_only=True)
     except Exception as error:  # pickle, zip and torch raise all kinds
@@ -186,7 +186,7 @@ def _torch_file(path: Path) -> dict[str, Entry]:
     return {str(k): _Saved(v) for k, v in loaded.items()}
 
 
-def _safetensors(path: Path) -> dict[str, Entry]:
+def _safetensors(path: Path) -> dict[str, CheckpointEntry]:
     size = path.stat().st_size
     with open(path, "rb") as file:
         length = int.from_bytes(file.read(8), "little")

@@ -43,7 +43,7 @@ class SpillFull(OffloadError):
 
 
 @dataclass(frozen=True)
-class Piece:
+class StripePiece:
     """A range of one of the files."""
 
     file: int
@@ -56,7 +56,7 @@ class Extent:
     """Space for `nbytes` in a store: whole pages, in as many pieces as needed."""
 
     nbytes: int
-    pieces: tuple[Piece, ...] = field(repr=False)
+    pieces: tuple[StripePiece, ...] = field(repr=False)
     number: int
 
     @property
@@ -164,7 +164,7 @@ class SpillStore:
             self._take_back()
             if padded > self._available_bytes(padded):
                 raise self._full(nbytes)
-            pieces: list[Piece] = []
+            pieces: list[StripePiece] = []
             try:
                 self._take(padded, pieces)
                 if sum(piece.nbytes for piece in pieces) < padded:
@@ -286,7 +286,7 @@ class SpillStore:
             room = min(room, left - left % PAGE_BYTES)
         return within + room
 
-    def _take(self, padded: int, pieces: list[Piece]) -> None:
+    def _take(self, padded: int, pieces: list[StripePiece]) -> None:
         """Append to `pieces` up to `padded` bytes, or as many as there are."""
         left = padded
         stripe = stripe_of(padded, len(self._files), self._stripe_bytes)
@@ -298,7 +298,7 @@ class SpillStore:
             pieces.append(piece)
             left -= piece.nbytes
 
-    def _whole_piece(self, nbytes: int) -> Piece | None:
+    def _whole_piece(self, nbytes: int) -> StripePiece | None:
         """Take one range of `nbytes` in the file whose turn it is, or in the next with room."""
         if self._turns is None:
             self._turns = Turns(shares(self.directories, _stripe_speed))
@@ -309,16 +309,16 @@ class SpillStore:
                 start = file.take(nbytes)
             if start is not None:
                 self._turns.took(at, nbytes)
-                return Piece(at, start, nbytes)
+                return StripePiece(at, start, nbytes)
         return None
 
-    def _part_piece(self, nbytes: int) -> Piece | None:
+    def _part_piece(self, nbytes: int) -> StripePiece | None:
         """Take the largest range left, so that fragmented space is used as well."""
         for file in self._files:
             self._grow(file, PAGE_BYTES, wished_bytes=nbytes)
         at = max(range(len(self._files)), key=lambda i: self._files[i].free.largest())
         taken = self._files[at].free.take_largest(nbytes)
-        return None if taken is None else Piece(at, *taken)
+        return None if taken is None else StripePiece(at, *taken)
 
     def _grow(self, file: SpillFile, at_least_bytes: int, wished_bytes: int | None = None) -> bool:
         """Grow the file, in steps that grow with its size and share the capacity among files."""
@@ -353,7 +353,7 @@ class SpillStore:
             self._used_bytes -= extent.padded_nbytes
             self._add_free(extent.pieces)
 
-    def _add_free(self, pieces: Sequence[Piece]) -> None:
+    def _add_free(self, pieces: Sequence[StripePiece]) -> None:
         for piece in pieces:
             self._files[piece.file].free.add(piece.offset, piece.nbytes)
 
@@ -442,7 +442,9 @@ def _check_pages(view: memoryview) -> None:
         )
 
 
-def _pieces_of(extent: Extent, offset: int, nbytes: int) -> Iterator[tuple[Piece, int, int, int]]:
+def _pieces_of(
+    extent: Extent, offset: int, nbytes: int
+) -> Iterator[tuple[StripePiece, int, int, int]]:
     """Yields (piece, offset in it, offset in the moved range, bytes), in order."""
     end = offset + nbytes
     at = 0

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 
 from offcompile.ir import OffloadError
-from offcompile.runtime.codecs.layout import MASK_BYTES, OFFSET_BYTES, ROW, Layout, up_to
+from offcompile.runtime.codecs.layout import MASK_BYTES, OFFSET_BYTES, ROW, PackedLayout, up_to
 
 from .launch import Launch
 from .shapes import ACCESS_BYTES
@@ -63,8 +63,8 @@ class BitmaskPlan:
             )
 
     @property
-    def layout(self) -> Layout:
-        return Layout.of(self.numel, self.stash or self.dtype)
+    def layout(self) -> PackedLayout:
+        return PackedLayout.of(self.numel, self.stash or self.dtype)
 
     @property
     def stages(self) -> bool:
@@ -197,7 +197,7 @@ class BitmaskPlan:
 
 def kept_at(numel: int, dtype: torch.dtype, stash: torch.dtype | None = None) -> int:
     """Returns the byte offset, in a packed tensor, of the uint32 number of its values."""
-    return OFFSET_BYTES * Layout.of(numel, stash or dtype).rows
+    return OFFSET_BYTES * PackedLayout.of(numel, stash or dtype).rows
 
 
 def signs_launch(x: torch.Tensor, packed: torch.Tensor, config: Config | None = None) -> Launch:

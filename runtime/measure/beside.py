@@ -16,7 +16,7 @@ from contextlib import contextmanager
 
 import torch
 
-from .timing import Watch, matmul_flop_per_us, undisturbed
+from .timing import Stopwatch, matmul_flop_per_us, undisturbed
 
 #: target time of one matrix product
 PRODUCT_US = 8_000.0
@@ -50,7 +50,7 @@ def copy_toll_share(
         alone_s = copies.alone_s()
         shares = []
         for _ in range(rounds):
-            with Watch() as watch:
+            with Stopwatch() as watch:
                 free_s = product_s()
             if watch.disturbed:
                 continue

@@ -1,7 +1,7 @@
 """Measures a CUDA device and its link to the host with events in its streams.
 
 Figures are medians of runs on a warm device; rates are in bytes or operations per microsecond.
-Every call to CUDA goes through `Calls`. Nothing here has run on a GPU yet (docs/gpu.md).
+Every call to CUDA goes through `DriverCalls`. Nothing here has run on a GPU yet (docs/gpu.md).
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from itertools import pairwise
 import torch
 import torch.nn.functional as F
 
-from offcompile.runtime.device.cuda.calls import COMPUTE, LOADS, OUTS, Calls
+from offcompile.runtime.device.cuda.calls import COMPUTE, LOADS, OUTS, DriverCalls
 
 from .host import AttentionShape
 
@@ -61,7 +61,7 @@ QUICK = Sizes(
     warm_runs=5,
 )
 
-Measure = Callable[[Calls, Sizes], dict[str, float]]
+Measure = Callable[[DriverCalls, Sizes], dict[str, float]]
 
 
 class PinningFailed(RuntimeError):
@@ -72,7 +72,7 @@ class PinningFailed(RuntimeError):
         self.code = code
 
 
-def warm_up(calls: Calls, sizes: Sizes) -> None:
+def warm_up(calls: DriverCalls, sizes: Sizes) -> None:
     """Let clocks rise and libraries load."""
     left = _noise(calls, sizes.matmul_side, sizes.matmul_side, torch.float16)
     for _ in range(sizes.warm_runs):
@@ -83,7 +83,7 @@ def warm_up(calls: Calls, sizes: Sizes) -> None:
 # --- the link ------------------------------------------------------------------------------
 
 
-def link(calls: Calls, sizes: Sizes) -> dict[str, float]:
+def link(calls: DriverCalls, sizes: Sizes) -> dict[str, float]:
     """The rates `h2d` and `d2h` of large pinned copies, and the `latency` of a small one."""
     nbytes = sizes.copy_bytes
     host, device = calls.pinned(nbytes), _bytes(calls, nbytes)
@@ -104,7 +104,7 @@ def link(calls: Calls, sizes: Sizes) -> dict[str, float]:
     return {"h2d": nbytes / load, "d2h": nbytes / out, "latency": max(small_us)}
 
 
-def both_ways(calls: Calls, sizes: Sizes) -> dict[str, float]:
+def both_ways(calls: DriverCalls, sizes: Sizes) -> dict[str, float]:
     """The rate of each direction, from copies that ran while the other direction was busy."""
     nbytes = sizes.copy_bytes // 4
     hosts = [calls.pinned(nbytes) for _ in range(2)]
@@ -144,7 +144,7 @@ def rates_together(
     return rate(first), rate(second)
 
 
-def direct(calls: Calls, sizes: Sizes) -> dict[str, float]:
+def direct(calls: DriverCalls, sizes: Sizes) -> dict[str, float]:
     """Rates of useful bytes that kernels read from and write to host memory in place."""
     host = calls.alias(calls.pinned(sizes.copy_bytes)).view(torch.float32)
     device = _bytes(calls, sizes.copy_bytes).view(torch.float32)
@@ -170,7 +170,7 @@ def direct(calls: Calls, sizes: Sizes) -> dict[str, float]:
     }
 
 
-def pinning(calls: Calls, sizes: Sizes) -> dict[str, float]:
+def pinning(calls: DriverCalls, sizes: Sizes) -> dict[str, float]:
     """`pin`: microseconds per GiB. Raises `PinningFailed`."""
     taken_us, code = calls.pin_us(sizes.pin_bytes)
     if code:
@@ -181,7 +181,7 @@ def pinning(calls: Calls, sizes: Sizes) -> dict[str, float]:
 # --- the device itself ---------------------------------------------------------------------
 
 
-def memory(calls: Calls, sizes: Sizes) -> dict[str, float]:
+def memory(calls: DriverCalls, sizes: Sizes) -> dict[str, float]:
     """Rate of a copy within the device: bytes read plus bytes written."""
     half = sizes.memory_bytes // 2
     source, target = _bytes(calls, half), _bytes(calls, half)
@@ -190,7 +190,7 @@ def memory(calls: Calls, sizes: Sizes) -> dict[str, float]:
     return {"memory": moved / taken}
 
 
-def matmul(calls: Calls, sizes: Sizes, dtype: str) -> dict[str, float]:
+def matmul(calls: DriverCalls, sizes: Sizes, dtype: str) -> dict[str, float]:
     """Operations per microsecond of a compute-bound product."""
     side = sizes.matmul_side
     if dtype == "fp8":
@@ -207,7 +207,7 @@ def matmul(calls: Calls, sizes: Sizes, dtype: str) -> dict[str, float]:
         return {dtype: flop / _median_us(calls, dtype, flop, COMPUTE, call, sizes.runs)}
 
 
-def _fp8_product(calls: Calls, side: int) -> Callable[[], object]:
+def _fp8_product(calls: DriverCalls, side: int) -> Callable[[], object]:
     left, right = (
         _noise(calls, side, side, torch.float32).to(torch.float8_e4m3fn) for _ in range(2)
     )
@@ -226,7 +226,7 @@ def _precision(wanted: str) -> Iterator[None]:
         torch.set_float32_matmul_precision(before)
 
 
-def attention(calls: Calls, sizes: Sizes) -> dict[str, float]:
+def attention(calls: DriverCalls, sizes: Sizes) -> dict[str, float]:
     """Rates of scaled dot product attention in bf16 (else fp16), forward and backward."""
     shape = sizes.attention
     dtype = FLOATS["bf16" if "bf16" in calls.card.matmul_dtypes else "fp16"]
@@ -251,7 +251,7 @@ def attention(calls: Calls, sizes: Sizes) -> dict[str, float]:
     return {"attention_forward": there / ahead, "attention_backward": back / behind}
 
 
-def launch(calls: Calls, sizes: Sizes) -> dict[str, float]:
+def launch(calls: DriverCalls, sizes: Sizes) -> dict[str, float]:
     """Microseconds from one tiny kernel to the next when many are queued."""
     tiny = torch.zeros(1, device=calls.device)
 
@@ -275,7 +275,7 @@ MORE: Mapping[str, Measure] = {
 }
 
 
-def matmuls(calls: Calls) -> dict[str, Measure]:
+def matmuls(calls: DriverCalls) -> dict[str, Measure]:
     def one(dtype: str) -> Measure:
         return lambda calls, sizes: matmul(calls, sizes, dtype)
 
@@ -286,7 +286,7 @@ def matmuls(calls: Calls) -> dict[str, Measure]:
 
 
 def _median_us(
-    calls: Calls, kind: str, amount: float, stream: str, call: Callable[[], object], runs: int
+    calls: DriverCalls, kind: str, amount: float, stream: str, call: Callable[[], object], runs: int
 ) -> float:
     """Median time of one run among many that are queued, after two that do not count."""
     marks = []
@@ -304,11 +304,11 @@ def _copy(target: torch.Tensor, source: torch.Tensor) -> Callable[[], object]:
     return lambda: target.copy_(source, non_blocking=True)
 
 
-def _bytes(calls: Calls, nbytes: int) -> torch.Tensor:
+def _bytes(calls: DriverCalls, nbytes: int) -> torch.Tensor:
     return torch.zeros(nbytes, dtype=torch.uint8, device=calls.device)
 
 
-def _noise(calls: Calls, rows: int, columns: int, dtype: torch.dtype) -> torch.Tensor:
+def _noise(calls: DriverCalls, rows: int, columns: int, dtype: torch.dtype) -> torch.Tensor:
     """Random numbers, which cost as much power as those of training: equal numbers run faster."""
     total = rows * columns
     numbers = torch.randn(min(total, NOISE_NUMBERS)).to(calls.device, dtype)

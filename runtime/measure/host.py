@@ -17,7 +17,7 @@ import torch
 import torch.nn.functional as F
 
 from offcompile.runtime.disk.spill import Extent, SpillStore
-from offcompile.runtime.memory.arena import Arena, Block
+from offcompile.runtime.memory.arena import Arena, ArenaBlock
 
 from .timing import time_us, undisturbed
 
@@ -124,7 +124,9 @@ def measure_files(
     return FileSpeed(read_buffered, write_buffered, read_both, write_both)
 
 
-def _buffered(directory: str | os.PathLike[str], block: Block, chunks: int) -> tuple[float, float]:
+def _buffered(
+    directory: str | os.PathLike[str], block: ArenaBlock, chunks: int
+) -> tuple[float, float]:
     """Rates of reading and writing: writes end on the disk, and reads find nothing cached."""
     nbytes = chunks * len(block.view)
     with tempfile.TemporaryFile(dir=directory, buffering=0) as file:
@@ -146,7 +148,7 @@ def _buffered(directory: str | os.PathLike[str], block: Block, chunks: int) -> t
 
 
 def _both(
-    store: SpillStore, extents: list[Extent], blocks: list[Block], seconds: float
+    store: SpillStore, extents: list[Extent], blocks: list[ArenaBlock], seconds: float
 ) -> tuple[float, float]:
     """Read one extent on a thread while another writes the other; each for the whole time."""
     begin = threading.Barrier(2)

@@ -13,9 +13,9 @@ from offcompile.runtime.memory import tensor_memory
 from offcompile.runtime.memory.heap import heap
 
 from .cold import cool
-from .op import Call, Operands, TensorSpec, time_cold_us
+from .op import OpCall, Operands, TensorSpec, time_cold_us
 from .op_cuda import cuda_time_us
-from .timing import Watch, undisturbed
+from .timing import Stopwatch, undisturbed
 
 log = logging.getLogger(__name__)
 
@@ -32,7 +32,7 @@ class InPlaceCall:
     host.
     """
 
-    call: Call
+    call: OpCall
     target: Any
     index: int | None = None
     count: int = 0
@@ -95,7 +95,7 @@ def measure_in_place(
                 return time_cold_us(run, operands, seconds, cool_host)
 
             plain, in_place = [], []
-            with heap().laid_out(), Watch() as watch:
+            with heap().laid_out(), Stopwatch() as watch:
                 for _ in range(ROUNDS):
                     plain.append(time_of(call.target, args, kwargs))
                     in_place.append(time_of(what.target, changed, named))

@@ -20,7 +20,7 @@ from offcompile.runtime.memory.heap import heap
 
 from .cold import cool
 from .op_cuda import cuda_time_us, cuda_workspace_bytes
-from .timing import Watch, time_us, undisturbed
+from .timing import Stopwatch, time_us, undisturbed
 
 log = logging.getLogger(__name__)
 
@@ -67,7 +67,7 @@ class TensorSpec:
 
 
 @dataclass(frozen=True)
-class Call:
+class OpCall:
     """One call of an op: `args` and `kwargs` hold a `TensorSpec` for every tensor."""
 
     target: torch._ops.OpOverload
@@ -113,14 +113,14 @@ def _show(value: object) -> str:
 Bounds = dict[tuple[int, ...], int]
 
 
-def _dim(call: Call, place: int) -> Bounds:
+def _dim(call: OpCall, place: int) -> Bounds:
     table, dim = call.args[0], call.args[1]
     assert isinstance(table, TensorSpec) and isinstance(dim, int)
     return {(place,): table.size[dim] if table.size else 1}
 
 
-def _classes(source: int, target: int) -> Callable[[Call], Bounds]:
-    def bounds(call: Call) -> Bounds:
+def _classes(source: int, target: int) -> Callable[[OpCall], Bounds]:
+    def bounds(call: OpCall) -> Bounds:
         scores = call.args[source]
         assert isinstance(scores, TensorSpec)
         return {(target,): scores.size[1 if len(scores.size) > 1 else 0]}
@@ -128,30 +128,30 @@ def _classes(source: int, target: int) -> Callable[[Call], Bounds]:
     return bounds
 
 
-def _rows(call: Call) -> Bounds:
+def _rows(call: OpCall) -> Bounds:
     table = call.args[0]
     assert isinstance(table, TensorSpec)
     return {(1,): table.size[0]}
 
 
-def _num_weights(call: Call) -> Bounds:
+def _num_weights(call: OpCall) -> Bounds:
     assert isinstance(call.args[2], int)
     return {(1,): call.args[2]}
 
 
-def _each_dim(call: Call) -> Bounds:
+def _each_dim(call: OpCall) -> Bounds:
     table = call.args[0]
     assert isinstance(table, TensorSpec)
     return {(1, k): size for k, size in enumerate(table.size)}
 
 
-def _plane(call: Call) -> Bounds:
+def _plane(call: OpCall) -> Bounds:
     pooled_from = call.args[1]
     assert isinstance(pooled_from, TensorSpec)
     return {(7,): pooled_from.size[-1] * pooled_from.size[-2]}
 
 
-_BOUNDS: Mapping[str, Callable[[Call], Bounds]] = {
+_BOUNDS: Mapping[str, Callable[[OpCall], Bounds]] = {
     "embedding": _rows,
     "embedding_dense_backward": _num_weights,
     "nll_loss_forward": _classes(0, 1),
@@ -194,7 +194,7 @@ class Operands:
             self._pool = torch.empty(0, dtype=torch.uint8, device="cpu")
             self._used = 0
 
-    def make(self, call: Call) -> tuple[list[object], dict[str, object]]:
+    def make(self, call: OpCall) -> tuple[list[object], dict[str, object]]:
         """Arguments to call the op with. Raises torch's own errors when memory is short."""
         needed = PAGE_BYTES + sum(_room(spec) for spec in call.inputs)  # plus room to align
         if needed > self._pool.numel():
@@ -260,7 +260,7 @@ def _fill(flat: torch.Tensor, bound: int | None, generator: torch.Generator) -> 
 # --- running -------------------------------------------------------------------------------
 
 
-def measure_call(call: Call, operands: Operands, seconds: float = 0.03) -> Measured | None:
+def measure_call(call: OpCall, operands: Operands, seconds: float = 0.03) -> Measured | None:
     """Measure the time of the op, including its outputs' allocation, and its workspace.
 
     None if the op does not run by itself. `seconds`: see `measure.time_us`.
@@ -278,7 +278,7 @@ def measure_call(call: Call, operands: Operands, seconds: float = 0.03) -> Measu
             with memory.small_pages():
                 workspace_bytes = _workspace_bytes(run, operands)
             heap().prepare()  # as in a step that runs under a plan
-            with heap().laid_out(), Watch() as watch:
+            with heap().laid_out(), Stopwatch() as watch:
                 duration_us = time_cold_us(run, operands, seconds)
         return Measured(duration_us, workspace_bytes, watch.disturbed)
     except Exception as error:  # an op may raise anything on made-up data: it is then estimated
@@ -286,7 +286,7 @@ def measure_call(call: Call, operands: Operands, seconds: float = 0.03) -> Measu
         return None
 
 
-def _measure_on_cuda(call: Call, operands: Operands, seconds: float) -> Measured | None:
+def _measure_on_cuda(call: OpCall, operands: Operands, seconds: float) -> Measured | None:
     try:
         with undisturbed(operands.device), torch.cuda.device(operands.device):
             args, kwargs = operands.make(call)

@@ -76,14 +76,14 @@ def time_us(
 
 
 @dataclass
-class Watch:
+class Stopwatch:
     """`with Watch() as w: …` sets `w.disturbed` if other work held the processor meanwhile."""
 
     disturbed: bool = False
     _begun: float = 0.0
     _waited: int = 0
 
-    def __enter__(self) -> Watch:
+    def __enter__(self) -> Stopwatch:
         self._begun, self._waited = time.perf_counter(), _waited_ns()
         return self
 

@@ -21,16 +21,16 @@ from offcompile.runtime.base.process_memory import machine_memory_bytes
 from offcompile.runtime.disk.extents import FreeRanges
 
 
-class _Owned(np.ndarray[tuple[int], np.dtype[np.uint8]]):
+class _OwnedBytes(np.ndarray[tuple[int], np.dtype[np.uint8]]):
     """An array whose finalizer frees its block (views of plain arrays would not keep it alive)."""
 
 
 @dataclass(frozen=True)
-class Block:
+class ArenaBlock:
     """Page-aligned memory, held until this, its views and the storages of its tensors are dead."""
 
     nbytes: int  # as requested
-    _array: _Owned = field(repr=False)  # whole pages
+    _array: _OwnedBytes = field(repr=False)  # whole pages
 
     @property
     def padded_nbytes(self) -> int:
@@ -116,7 +116,7 @@ class Arena:
                 self._free.add(start, more)
                 self._capacity_bytes += more
 
-    def block(self, nbytes: int) -> Block:
+    def block(self, nbytes: int) -> ArenaBlock:
         """Allocate `nbytes`; raises OffloadError if even the system has no memory left."""
         if nbytes < 0:
             raise OffloadError(f"a block of {nbytes} bytes is not possible: give 0 or more")
@@ -127,13 +127,13 @@ class Arena:
             if start is not None:
                 self._note_peak(used + padded + self._overflow_bytes)
         if start is None:
-            return Block(nbytes, self._overflowing(padded))
+            return ArenaBlock(nbytes, self._overflowing(padded))
         array = _owned(self._addresses, start, padded)
         note = weakref.finalize(array, _give_back, self._addresses, self._returned, start, padded)
         note.atexit = False
-        return Block(nbytes, array)
+        return ArenaBlock(nbytes, array)
 
-    def _overflowing(self, padded: int) -> _Owned:
+    def _overflowing(self, padded: int) -> _OwnedBytes:
         own = Mapping(padded)
         own.open(0, padded)
         with self._lock:
@@ -165,8 +165,8 @@ class Arena:
         self._growing.release()
 
 
-def _owned(mapping: Mapping, start: int, padded: int) -> _Owned:
-    return np.frombuffer(mapping.view(start, padded), np.uint8).view(_Owned)
+def _owned(mapping: Mapping, start: int, padded: int) -> _OwnedBytes:
+    return np.frombuffer(mapping.view(start, padded), np.uint8).view(_OwnedBytes)
 
 
 def _reserve(nbytes: int) -> Mapping:

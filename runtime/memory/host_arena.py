@@ -16,7 +16,7 @@ import torch
 
 from offcompile.ir import OffloadError
 from offcompile.runtime.base import forks, host_limits
-from offcompile.runtime.base.host_limits import Bound
+from offcompile.runtime.base.host_limits import HostBound
 from offcompile.runtime.base.mapping import PAGE_BYTES, page_multiple
 from offcompile.runtime.disk.extents import FreeRanges
 
@@ -279,13 +279,13 @@ class HostArena:
                 self._free.take_next(segment.start, segment.nbytes)
                 self._segments.remove(segment)
 
-    def _bound(self) -> Bound:
+    def _bound(self) -> HostBound:
         """Returns the tightest bound on growth now."""
         limit = self._limit
-        own = Bound(limit.nbytes - self.capacity_bytes, limit.source, limit.advice)
+        own = HostBound(limit.nbytes - self.capacity_bytes, limit.source, limit.advice)
         return min([own, *host_limits.growth_bounds()], key=lambda bound: bound.nbytes)
 
-    def _full(self, nbytes: int, bound: Bound) -> HostFull:
+    def _full(self, nbytes: int, bound: HostBound) -> HostFull:
         with self._lock:
             capacity, free, gap = self._capacity_bytes(), self._free.total, self._free.largest()
         return HostFull(
@@ -322,15 +322,15 @@ class HostArena:
         self._growing.release()
 
 
-def _limit(limit_bytes: int | None) -> Bound:
+def _limit(limit_bytes: int | None) -> HostBound:
     if limit_bytes is not None:
-        return Bound(
+        return HostBound(
             limit_bytes,
             f"the arena's own limit of {limit_bytes} bytes",
             'raise it with options={"host_memory": …}',
         )
     nbytes = host_limits.default_limit_bytes()
-    return Bound(
+    return HostBound(
         nbytes,
         f"{host_limits.SHARE_PERCENT}% of this machine's memory ({nbytes} bytes)",
         'raise it with options={"host_memory": …}, or move to disk with options={"spill": …}',

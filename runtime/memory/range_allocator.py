@@ -19,7 +19,7 @@ class RoomFile(Protocol):
 File = TypeVar("File", bound=RoomFile)
 
 
-class Rooms(Generic[File]):
+class RangeAllocator(Generic[File]):
     """Hands out ranges of files, and drops a file once its last range is gone.
 
     Has no lock of its own: the owner holds one.

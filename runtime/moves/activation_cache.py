@@ -25,7 +25,7 @@ import torch
 from offcompile.runtime.device.interface import Copy, Slot
 
 from .cache_room import CacheRoom
-from .cached import Block, Cached, Foresight, Known, flat, nothing, version_of
+from .cached import Block, Cached, CacheNote, Foresight, flat, nothing, version_of
 from .cached_weights import CachedWeights, Weight
 from .saved import Moving, Saved
 
@@ -40,8 +40,8 @@ class ActivationCache(CacheRoom):
 
     def __init__(self, mover: Moving, foresight: Foresight) -> None:
         super().__init__(mover, foresight)
-        self._known: dict[Saved, Known] = {}
-        self._by_block: dict[Block, Known] = {}
+        self._known: dict[Saved, CacheNote] = {}
+        self._by_block: dict[Block, CacheNote] = {}
         #: (execution, tag) → the lane that last loaded it
         self._lanes: dict[tuple[Hashable, str], str] = {}
         #: execution → the limit that it last set for the keeper
@@ -289,11 +289,11 @@ class ActivationCache(CacheRoom):
         with self._lock:
             self.foresight.dead(weight.block)
 
-    def _name(self, saved: Saved) -> Known:
+    def _name(self, saved: Saved) -> CacheNote:
         number = 0
         while (block := (self._execution, saved.tag, number)) in self._by_block:
             number += 1
-        known = self._known[saved] = self._by_block[block] = Known(block, saved)
+        known = self._known[saved] = self._by_block[block] = CacheNote(block, saved)
         return known
 
 

@@ -76,7 +76,7 @@ class Cached:
 
 
 @dataclass(eq=False)
-class Known:
+class CacheNote:
     """A tensor whose ticket is alive, wherever the tensor is."""
 
     block: Block

@@ -9,7 +9,7 @@ from offcompile.runtime.base import watchdog
 from offcompile.runtime.base.counters import Tally
 
 
-class Ledger:
+class InFlightLedger:
     """Bytes in flight under an optional limit; shares the mover's lock.
 
     Only copies out drain by themselves, so `reserve` waits only for them: reload buffers that the

@@ -20,7 +20,7 @@ from offcompile.runtime.device.interface import Copy, Device, How, Label, Point,
 from offcompile.runtime.device.move_events import listener
 
 from .activation_cache import ActivationCache
-from .ledger import Ledger
+from .ledger import InFlightLedger
 from .probes import show
 from .saved import KeptCounts, Saved
 
@@ -57,7 +57,9 @@ class Mover:
         self.tally = new_tally()
         self._pid = os.getpid()
         self._lock = threading.Lock()
-        self._ledger = Ledger(in_flight_bytes, self._lock, self.tally, lambda: device.staging_bytes)
+        self._ledger = InFlightLedger(
+            in_flight_bytes, self._lock, self.tally, lambda: device.staging_bytes
+        )
         self._live_tickets = 0
         #: uses spare memory between graphs; None if evicted tensors always leave at once
         self.keeper: ActivationCache | None = None

@@ -17,7 +17,7 @@ from offcompile.runtime.disk.drive_life import DriveLife, DriveWatch, capacity_o
 from offcompile.runtime.disk.spill import SpillStore
 from offcompile.runtime.disk.spill_file import Files
 
-from .state_blocks import BLOCK_BYTES, Block, Frames, cut, padded_bytes
+from .state_blocks import BLOCK_BYTES, Frames, StateBlock, cut, padded_bytes
 from .state_flow import Flow
 from .states import Range, StatesFacts
 
@@ -82,7 +82,7 @@ class DiskStates:
         self._flow = Flow(self._store, self._frames, host_bytes, buffers // 2, self._upcoming)
         self._lock = self._flow.lock
         self._small: dict[int, tuple[torch.Tensor, ...]] = {}
-        self._blocks: dict[int, list[Block]] = {}
+        self._blocks: dict[int, list[StateBlock]] = {}
         self._order: tuple[int, ...] = ()
         self._place: dict[int, int] = {}
         self._last_visit: tuple[int, int] | None = None  # key, number of the block
@@ -101,11 +101,11 @@ class DiskStates:
             with torch.inference_mode(False):
                 self._small[key] = tuple(torch.zeros(numel, dtype=dtype) for dtype in kinds)
             return
-        blocks: list[Block] = []
+        blocks: list[StateBlock] = []
         try:
             for start, stop in cut(numel, kinds, self._block_bytes):
                 extent = self._store.allocate(padded_bytes(stop - start, kinds))
-                blocks.append(Block(start, stop, kinds, extent))
+                blocks.append(StateBlock(start, stop, kinds, extent))
         except BaseException:
             for block in blocks:
                 self._store.release(block.extent)
@@ -151,7 +151,7 @@ class DiskStates:
                 self._flow.raise_failure()
         return self._visit(key, blocks, write)
 
-    def _visit(self, key: int, blocks: Sequence[Block], write: bool) -> Iterator[Range]:
+    def _visit(self, key: int, blocks: Sequence[StateBlock], write: bool) -> Iterator[Range]:
         for number, block in enumerate(blocks):
             self._check()
             self._last_visit = (key, number)
@@ -207,7 +207,7 @@ class DiskStates:
         self._small.clear()
         self._blocks.clear()
 
-    def _upcoming(self) -> Iterator[Block]:
+    def _upcoming(self) -> Iterator[StateBlock]:
         """Blocks of upcoming visits, from the last visited block on, once around."""
         at = -1
         if self._last_visit is not None:
@@ -217,7 +217,7 @@ class DiskStates:
         for key in (*self._order[at + 1 :], *self._order[: at + 1]):
             yield from self._blocks.get(key, ())
 
-    def _known(self, key: int) -> list[Block]:
+    def _known(self, key: int) -> list[StateBlock]:
         found = self._blocks.get(key)
         if found is None:
             raise OffloadError(f"there are no states of key {key}: add them first")

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from offcompile.ir import OffloadError
-from offcompile.runtime.disk.checkpoint_files import Entry, entries
+from offcompile.runtime.disk.checkpoint_files import CheckpointEntry, entries
 
 _SHOWN = 10
 
@@ -43,7 +43,9 @@ def load_weights(
                 done += targets[name].nbytes
 
 
-def _differences(targets: dict[str, Any], found: dict[str, Entry], strict: bool) -> list[str]:
+def _differences(
+    targets: dict[str, Any], found: dict[str, CheckpointEntry], strict: bool
+) -> list[str]:
     wrong = []
     filled = {_place(targets[k]) for k in found if isinstance(targets.get(k), torch.Tensor)}
     for name, target in targets.items():

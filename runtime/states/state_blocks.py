@@ -105,7 +105,7 @@ class Frames:
 
 
 @dataclass(eq=False)
-class Block:
+class StateBlock:
     """Elements [start, stop) of one parameter, all parts side by side in one extent."""
 
     start: int

@@ -18,7 +18,7 @@ from offcompile.runtime.base import watchdog
 from offcompile.runtime.disk.spill import SpillStore
 
 from .idle_thread import IdleThread
-from .state_blocks import Block, Frame, Frames, Phase
+from .state_blocks import Frame, Frames, Phase, StateBlock
 
 #: number of upcoming blocks considered for read-ahead
 _LOOK_AHEAD = 16
@@ -39,18 +39,18 @@ class Flow:
         frames: Frames,
         host_bytes: int,
         most_ahead: int,
-        upcoming: Callable[[], Iterable[Block]],
+        upcoming: Callable[[], Iterable[StateBlock]],
     ) -> None:
         self.lock = threading.Lock()
         self.host_bytes, self.idle_bytes = host_bytes, 0
         self._store, self._frames = store, frames
         self._most_ahead, self._upcoming = most_ahead, upcoming
         self._changed = threading.Condition(self.lock)
-        self._demands: deque[Block] = deque()
-        self._ahead: list[Block] = []  # in memory, for an upcoming visit
-        self._idle: dict[Block, None] = {}  # in memory, in the order of their last visits
-        self._leaving: deque[Block] = deque()
-        self._writing: Block | None = None
+        self._demands: deque[StateBlock] = deque()
+        self._ahead: list[StateBlock] = []  # in memory, for an upcoming visit
+        self._idle: dict[StateBlock, None] = {}  # in memory, in the order of their last visits
+        self._leaving: deque[StateBlock] = deque()
+        self._writing: StateBlock | None = None
         #: the error that stopped writing, until it has been raised
         self._failure: BaseException | None = None
         states = "offcompile-states"
@@ -65,7 +65,7 @@ class Flow:
 
     # -- for visits; `raise_failure`, `look_ahead`, `step_over` and `forget` need the lock ---------
 
-    def pin(self, block: Block, write: bool) -> None:
+    def pin(self, block: StateBlock, write: bool) -> None:
         """Return when the block is in its frame, where it stays until `unpin`."""
         with self.lock:
             block.error = None
@@ -80,7 +80,7 @@ class Flow:
             block.pins += 1
             self.look_ahead()
 
-    def _came(self, block: Block, write: bool) -> bool:
+    def _came(self, block: StateBlock, write: bool) -> bool:
         """Try once to get the block into its frame; True if it is there."""
         if block.phase is Phase.READY:
             return True
@@ -101,7 +101,7 @@ class Flow:
             self.look_ahead()
         return False
 
-    def unpin(self, block: Block, write: bool) -> None:
+    def unpin(self, block: StateBlock, write: bool) -> None:
         with self.lock:
             block.pins -= 1
             block.is_dirty |= write
@@ -128,7 +128,7 @@ class Flow:
             self._writer.wake()
             raise error
 
-    def forget(self, block: Block) -> None:
+    def forget(self, block: StateBlock) -> None:
         """Release the block's frame and extent, at once or when its transfer ends."""
         block.is_removed = True
         if block.phase not in (Phase.READING, Phase.WRITING):
@@ -185,12 +185,12 @@ class Flow:
 
     # -- eviction --------------------------------------------------------------------------------
 
-    def _needed_last(self) -> Block:
+    def _needed_last(self) -> StateBlock:
         """The idle block needed last: the latest one of this step, else the longest idle one."""
         latest = next(reversed(self._idle))
         return latest if latest.step == self._step else next(iter(self._idle))
 
-    def _leave(self, block: Block) -> None:
+    def _leave(self, block: StateBlock) -> None:
         """Free the frame, now or once its content has been written."""
         self._out_of_lists(block)
         if block.is_dirty:
@@ -200,7 +200,7 @@ class Flow:
         else:
             self._empty(block)
 
-    def _out_of_lists(self, block: Block) -> None:
+    def _out_of_lists(self, block: StateBlock) -> None:
         if block in self._idle:
             del self._idle[block]
             assert block.frame is not None
@@ -209,25 +209,25 @@ class Flow:
             if block in queue:
                 queue.remove(block)
 
-    def _empty(self, block: Block) -> None:
+    def _empty(self, block: StateBlock) -> None:
         frame, block.frame = block.frame, None
         block.phase = Phase.ABSENT
         if frame is not None:
             self._frames.give_back(frame)
 
-    def _release(self, block: Block) -> None:
+    def _release(self, block: StateBlock) -> None:
         self._out_of_lists(block)
         self._empty(block)
         self._store.release(block.extent)
 
-    def _stay(self, block: Block) -> None:
+    def _stay(self, block: StateBlock) -> None:
         """Keep the block for the visit that waits for it; if none comes, it is evicted first."""
         block.phase = Phase.READY
         self._ahead.append(block)
 
     # -- the two threads -------------------------------------------------------------------------
 
-    def _next_read(self) -> Block | None:
+    def _next_read(self) -> StateBlock | None:
         while self._demands:
             block = self._demands[0]
             frame = self._demanded_frame(block) if block.phase is Phase.ABSENT else None
@@ -238,7 +238,7 @@ class Flow:
                 return _begun(block, frame)
         return self._next_ahead()
 
-    def _demanded_frame(self, block: Block) -> Frame | None:
+    def _demanded_frame(self, block: StateBlock) -> Frame | None:
         try:
             frame = self._frames.take(block.nbytes)
             for other in reversed(self._ahead):
@@ -263,7 +263,7 @@ class Flow:
     def _idle_that_can_go(self) -> bool:
         return bool(self._idle) and (self._failure is None or not self._needed_last().is_dirty)
 
-    def _next_ahead(self) -> Block | None:
+    def _next_ahead(self) -> StateBlock | None:
         coming = list(islice(self._upcoming(), _LOOK_AHEAD))
         for block in coming:
             if block.phase is Phase.ABSENT and block.error is None:
@@ -279,7 +279,7 @@ class Flow:
                 return None if frame is None else _begun(block, frame)
         return None
 
-    def _read(self, block: Block) -> None:
+    def _read(self, block: StateBlock) -> None:
         assert block.frame is not None
         error: BaseException | None = None
         try:
@@ -300,28 +300,28 @@ class Flow:
                 self._stay(block)
             self._changed.notify_all()
 
-    def _reader_died(self, block: Block | None, error: OffloadError) -> None:
+    def _reader_died(self, block: StateBlock | None, error: OffloadError) -> None:
         """Report the error to waiters of the block, or of every block if the thread had none."""
         for one in [block] if block is not None else list(self._demands):
             if one.phase is Phase.READING:
                 self._empty(one)
             one.error = error
 
-    def _writer_died(self, block: Block | None, error: OffloadError) -> None:
+    def _writer_died(self, block: StateBlock | None, error: OffloadError) -> None:
         self._failure = error
         lost, self._writing = self._writing, None
         if lost is not None and lost.phase is Phase.WRITING:
             lost.phase = Phase.LEAVING
             self._leaving.appendleft(lost)
 
-    def _next_write(self) -> Block | None:
+    def _next_write(self) -> StateBlock | None:
         if self._failure is not None or not self._leaving:
             return None
         self._writing = self._leaving.popleft()
         self._writing.phase = Phase.WRITING
         return self._writing
 
-    def _write(self, block: Block) -> None:
+    def _write(self, block: StateBlock) -> None:
         assert block.frame is not None
         error: BaseException | None = None
         try:
@@ -345,10 +345,10 @@ class Flow:
             self._changed.notify_all()
 
 
-def _described(block: Block) -> str:
+def _described(block: StateBlock) -> str:
     return f"A block of {block.nbytes} bytes of optimizer states ({block.phase.value})"
 
 
-def _begun(block: Block, frame: Frame) -> Block:
+def _begun(block: StateBlock, frame: Frame) -> StateBlock:
     block.frame, block.phase = frame, Phase.READING
     return block

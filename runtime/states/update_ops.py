@@ -56,7 +56,7 @@ def _begin_call(positions: Sequence[int]) -> torch.Tensor:
     parameters = [_bound.arguments[i] for i in positions]
     if not all(isinstance(p, torch.Tensor) for p in parameters):
         raise OffloadError("A compiled forward was run apart from the function that was compiled.")
-    return _ticket(updates.Call(_bound.graph, parameters))  # type: ignore[arg-type]
+    return _ticket(updates.UpdateCall(_bound.graph, parameters))  # type: ignore[arg-type]
 
 
 def _offer(
@@ -68,7 +68,7 @@ def _offer(
     runtime: str,
 ) -> torch.Tensor:
     """`position`: index among those of `begin_call`. `size`, `stride`: the parameter's layout."""
-    entry = tickets.find(call, updates.Call)
+    entry = tickets.find(call, updates.UpdateCall)
     if updates.offer(entry, position, gradient):
         return _ticket(Offered(None))
     nbytes = gradient.numel() * gradient.element_size()

@@ -22,7 +22,7 @@ from offcompile.runtime.base import forks, watchdog
 from offcompile.runtime.base.threads import died, started
 
 
-class State(Enum):
+class WorkerState(Enum):
     QUEUED = "queued"
     ARRIVING = "arriving"
     UPDATING = "updating"
@@ -32,10 +32,10 @@ class State(Enum):
     SKIPPED = "skipped"
 
 
-_OVER = frozenset({State.DONE, State.FAILED, State.SKIPPED})
+_OVER = frozenset({WorkerState.DONE, WorkerState.FAILED, WorkerState.SKIPPED})
 
 
-class Job:
+class UpdateJob:
     """One update. `error` is set if its arrival or its work failed."""
 
     __slots__ = ("_arrive", "_line", "_work", "error", "label", "number", "state")
@@ -53,7 +53,7 @@ class Job:
         self._work: Callable[[], None] | None = work
         self.label = label
         self.number = number
-        self.state = State.QUEUED
+        self.state = WorkerState.QUEUED
         self.error: BaseException | None = None
 
     @property
@@ -63,7 +63,7 @@ class Job:
     def wait(self) -> None:
         """Block until it is over; OffloadError unless it is done. `settle` reports failures too."""
         self.until_over()
-        if self.state is not State.DONE:
+        if self.state is not WorkerState.DONE:
             raise OffloadError(
                 f"The update of {self.label} was {self.state.value}: {self.error or _SKIPPED}"
             ) from self.error
@@ -93,7 +93,7 @@ class UpdateWorkers:
         self._ended = weakref.finalize(self, self._line.end)
         self._ended.atexit = False
 
-    def submit(self, arrive: Callable[[], None], work: Callable[[], None], label: str) -> Job:
+    def submit(self, arrive: Callable[[], None], work: Callable[[], None], label: str) -> UpdateJob:
         """Queue an update. It keeps the references of its functions until it is over.
 
         arrive: blocks until the gradient is there; channels run this concurrently.
@@ -139,19 +139,19 @@ class _Line:
     def _start_afresh(self) -> None:
         self._moved = threading.Condition(threading.Lock())
         # its `put` may be called in a finalizer
-        self._queue: queue.SimpleQueue[Job | None] = queue.SimpleQueue()
+        self._queue: queue.SimpleQueue[UpdateJob | None] = queue.SimpleQueue()
         self._workers: list[threading.Thread] = []
-        self._at: set[Job | None] = set()
+        self._at: set[UpdateJob | None] = set()
         self._submitted = self._over = 0
-        self._failed: Job | None = None
+        self._failed: UpdateJob | None = None
 
     # -- the submitter's side ----------------------------------------------------------------------
 
-    def submit(self, arrive: Callable[[], None], work: Callable[[], None], label: str) -> Job:
+    def submit(self, arrive: Callable[[], None], work: Callable[[], None], label: str) -> UpdateJob:
         with self._moved:
             if not self._workers:
                 self._start()  # if that fails, nothing has been queued
-            job = Job(self, arrive, work, label, self._submitted)
+            job = UpdateJob(self, arrive, work, label, self._submitted)
             self._submitted += 1
             self._queue.put(job)
         return job
@@ -181,7 +181,7 @@ class _Line:
         named = "" if first is None else f", of which {first.label} is {first.state.value}"
         return f"The end of {left} updates{named},"
 
-    def settle(self) -> Job | None:
+    def settle(self) -> UpdateJob | None:
         """The first job that failed since the last call, once all are over."""
         self.wait(lambda: self._over == self._submitted)
         with self._moved:
@@ -205,10 +205,10 @@ class _Line:
 
     # -- on a channel ------------------------------------------------------------------------------
 
-    def _run(self, jobs: queue.SimpleQueue[Job | None], elsewhere: int) -> None:
+    def _run(self, jobs: queue.SimpleQueue[UpdateJob | None], elsewhere: int) -> None:
         if self.threads is not None:
             _compute_with(self.threads, elsewhere)
-        job: Job | None = None
+        job: UpdateJob | None = None
         while True:
             try:
                 job = jobs.get()
@@ -229,11 +229,11 @@ class _Line:
     def _skips(self) -> bool:
         return self._failed is not None or self._abandoned
 
-    def _arrive(self, job: Job) -> None:
+    def _arrive(self, job: UpdateJob) -> None:
         arrive, job._arrive = job._arrive, None
         if self._skips():
             return
-        job.state = State.ARRIVING
+        job.state = WorkerState.ARRIVING
         assert arrive is not None
         try:
             arrive()
@@ -241,26 +241,26 @@ class _Line:
             # its turn decides whether it is the first failure
             job.error = error.with_traceback(None)
 
-    def _update(self, job: Job) -> None:
+    def _update(self, job: UpdateJob) -> None:
         work, job._work = job._work, None
         with self._moved:
             while self._over != job.number:
                 self._moved.wait()
             skipped = self._skips()
-        state = State.SKIPPED
+        state = WorkerState.SKIPPED
         if not skipped and job.error is None:
-            job.state = State.UPDATING
+            job.state = WorkerState.UPDATING
             assert work is not None
             try:
                 work()
-                state = State.DONE
+                state = WorkerState.DONE
             except BaseException as error:
                 job.error = error.with_traceback(None)
         # outside the lock: it may hold the last reference to a tensor
         work = None
         with self._moved:
             if not skipped and job.error is not None:
-                state, self._failed = State.FAILED, job
+                state, self._failed = WorkerState.FAILED, job
             job.state = state
             self._over += 1
             watchdog.progress()

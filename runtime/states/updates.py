@@ -44,7 +44,7 @@ class Updater(Holder, Protocol):
         """
 
 
-class Call:
+class UpdateCall:
     """One run of a compiled forward that may be followed by its backward."""
 
     __slots__ = ("__weakref__", "graph", "parameters")
@@ -63,7 +63,7 @@ class _Known:
     updater: weakref.ref[Updater] | None = None
     holders: weakref.WeakSet[Holder] = field(default_factory=weakref.WeakSet)
     #: calls whose backward may still run
-    calls: weakref.WeakSet[Call] = field(default_factory=weakref.WeakSet)
+    calls: weakref.WeakSet[UpdateCall] = field(default_factory=weakref.WeakSet)
     #: backward pass in which its gradient was last taken, and the state of `.grad` after that
     taken_in: int = -1
     left: tuple[int, int] | None = None
@@ -149,7 +149,7 @@ def all_held_bytes() -> int:
     return sum(h.held_bytes() for h in tuple(_holders))
 
 
-def offer(call: Call, position: int, gradient: torch.Tensor) -> bool:
+def offer(call: UpdateCall, position: int, gradient: torch.Tensor) -> bool:
     """Give a gradient to the updater of the call's parameter at `position`, if it may be taken.
 
     Returns False if the gradient must be returned to autograd (then call `returned`).
@@ -168,7 +168,7 @@ def offer(call: Call, position: int, gradient: torch.Tensor) -> bool:
     return True
 
 
-def _is_only(known: _Known, call: Call) -> bool:
+def _is_only(known: _Known, call: UpdateCall) -> bool:
     """True if no other call produces a gradient of the parameter in this backward pass."""
     under_way = known.returned is not None and known.returned[1] == _backward_pass()
     return not under_way and all(c is call for c in known.calls)
@@ -184,7 +184,7 @@ def _goes_to_grad(parameter: torch.Tensor) -> bool:
         return False
 
 
-def returned(call: Call, position: int, gradient: torch.Tensor) -> None:
+def returned(call: UpdateCall, position: int, gradient: torch.Tensor) -> None:
     """Note that a graph is about to return this gradient to autograd."""
     parameter = call.parameters[position]()
     if parameter is not None and updater_of(parameter) is not None:

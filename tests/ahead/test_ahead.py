@@ -16,9 +16,9 @@ from torch import nn
 
 import offcompile
 from offcompile.ahead.factories import build as build_named
-from offcompile.ahead.fit import Point, fit, pareto, tier_bytes
+from offcompile.ahead.fit import BudgetPoint, fit, pareto, tier_bytes
 from offcompile.ahead.layers import find_layers, shortened
-from offcompile.ahead.plan import Ahead, Asked, plan
+from offcompile.ahead.plan import Ahead, ForecastRequest, plan
 from offcompile.ahead.scaled import Scale
 from offcompile.ahead.unroll import alike, relabelled, unroll
 from offcompile.cli import command as cli
@@ -85,7 +85,7 @@ def ahead(layers: int, lowering: str, repeats: bool, batch: int = 2, **more: Any
     options = Options.read(
         {"memory": "1GiB", "hardware": CARD, "lowering": lowering, "seconds": 0.2}
     )
-    asked = Asked(language(layers), (text(batch),), {}, options, repeats=repeats, **more)
+    asked = ForecastRequest(language(layers), (text(batch),), {}, options, repeats=repeats, **more)
     return Ahead.of(asked, quiet)
 
 
@@ -188,7 +188,7 @@ def test_plans_are_compared_by_what_their_reports_foresee(monkeypatch: pytest.Mo
     monkeypatch.setattr(ProblemSource, "touch_again_us_per_mib", 250.0)
     monkeypatch.setattr(Heap, "gives_back", True)
     options = Options.read({"lowering": "aot_eager", "seconds": 0.2, "hardware": "cpu"})
-    found = Ahead.of(Asked(language(4), (text(64),), {}, options), quiet)
+    found = Ahead.of(ForecastRequest(language(4), (text(64),), {}, options), quiet)
     ample = found.choose(8 << 30, quiet)
     peak_bytes = ample.decided.order.peak_bytes
     touched_us = []
@@ -214,7 +214,7 @@ def test_layers_stay_alike_where_every_measurement_differs(
         costs_in_place, "measure_in_place", lambda *_: Slowdown(float(next(taken)), False)
     )
     options = Options.read({"lowering": "aot_eager"})
-    asked = Asked(language(8), (text(2),), {}, options, measures=True)
+    asked = ForecastRequest(language(8), (text(2),), {}, options, measures=True)
     target = CpuTarget(load_profile("cpu"), (tmp_path,), 1 << 40, None)
     found = Ahead.of(asked, quiet, target)
     assert found.survey.twin is not None
@@ -320,7 +320,11 @@ def test_fit_answers_with_the_largest_batch_and_a_table(monkeypatch: pytest.Monk
 
 
 def test_only_what_no_other_beats_is_in_the_table() -> None:
-    slow, quick, worse = Point(1, 9.0, True), Point(3, 2.0, True), Point(4, 3.0, True)
+    slow, quick, worse = (
+        BudgetPoint(1, 9.0, True),
+        BudgetPoint(3, 2.0, True),
+        BudgetPoint(4, 3.0, True),
+    )
     assert pareto([worse, quick, slow]) == (slow, quick)
 
 

@@ -14,7 +14,7 @@ from torch import nn
 
 import offcompile
 from offcompile.ahead import batch_search
-from offcompile.ahead.batch_search import BatchReport, _Search
+from offcompile.ahead.batch_search import BatchReport, _BatchSearch
 from offcompile.ir import Infeasible, InvalidInput, OffloadError
 
 WIDTH, DEPTH = 64, 6
@@ -46,11 +46,11 @@ def moved() -> BatchReport:
 
 
 @pytest.fixture
-def searches(monkeypatch: pytest.MonkeyPatch) -> list[_Search]:
+def searches(monkeypatch: pytest.MonkeyPatch) -> list[_BatchSearch]:
     """Every search, to ask it more than it asked itself."""
-    made: list[_Search] = []
+    made: list[_BatchSearch] = []
 
-    class Kept(_Search):
+    class Kept(_BatchSearch):
         def __init__(self, *args: Any, **kwargs: Any) -> None:
             super().__init__(*args, **kwargs)
             made.append(self)
@@ -61,7 +61,7 @@ def searches(monkeypatch: pytest.MonkeyPatch) -> list[_Search]:
 
 @pytest.mark.parametrize("policy", [None, PRINTED])
 def test_it_finds_what_trying_every_batch_finds(
-    policy: str | None, searches: list[_Search]
+    policy: str | None, searches: list[_BatchSearch]
 ) -> None:
     report = find("2MiB", policy)
     (search,) = searches

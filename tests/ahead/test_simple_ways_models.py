@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from offcompile.ahead.fit import fit, published_ways, variants
-from offcompile.ahead.plan import Ahead, Asked, plan, simple_ways
+from offcompile.ahead.plan import Ahead, ForecastRequest, plan, simple_ways
 from offcompile.ahead.simple_ways import BUDGETED, CHECKPOINTED
 from offcompile.graph.updates import USUAL_HOST_GBPS, Updates
 from offcompile.machine.hardware import load_profile
@@ -107,7 +107,7 @@ def traced(kind: type[nn.Module]) -> Ahead:
     with torch.device("meta"):
         model = kind()
     options = Options.read({"hardware": CARD})
-    return Ahead.of(Asked(model, (inputs_of(kind),), {}, options), lambda _: None)
+    return Ahead.of(ForecastRequest(model, (inputs_of(kind),), {}, options), lambda _: None)
 
 
 def alone_of(ahead: Ahead) -> int:

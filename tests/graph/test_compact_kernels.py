@@ -15,7 +15,7 @@ from codec_cases import BF16, F32, as_bytes, bits
 from triton_targets import TARGETS, compile_launch, needs_compiler
 
 from offcompile.ir import OffloadError
-from offcompile.runtime.codecs.engines import Engine
+from offcompile.runtime.codecs.engines import CodecEngine
 from offcompile.runtime.codecs.native import Native
 from offcompile.runtime.codecs.reference import Reference
 from offcompile.runtime.kernels import bit_ops, has_triton
@@ -27,12 +27,12 @@ aten = torch.ops.aten
 
 
 @pytest.fixture(scope="module", params=[512, 256, 64, 0])
-def any_engine(request: pytest.FixtureRequest) -> Engine:
+def any_engine(request: pytest.FixtureRequest) -> CodecEngine:
     return Native(request.param) if request.param else Reference()
 
 
 @pytest.mark.parametrize("length", LENGTHS)
-def test_engines_make_and_use_the_same_bits(any_engine: Engine, length: int) -> None:
+def test_engines_make_and_use_the_same_bits(any_engine: CodecEngine, length: int) -> None:
     for dtype in (*FLOATS, torch.bool):
         x = bits(dtype, length, 0.6, length)
         mask = torch.full((masks.mask_bytes(length),), 7, dtype=torch.uint8)

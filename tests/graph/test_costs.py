@@ -26,7 +26,7 @@ from offcompile.machine.cost_cache import (
     write_document,
 )
 from offcompile.machine.hardware import HardwareProfile, load_profile
-from offcompile.runtime.measure.op import Call, Measured, Operands, TensorSpec, measure_call
+from offcompile.runtime.measure.op import Measured, OpCall, Operands, TensorSpec, measure_call
 from offcompile.runtime.measure.timing import Overheads, undisturbed
 from offcompile.runtime.moves.registry import close_all
 
@@ -157,7 +157,7 @@ def test_arithmetic_is_counted(
 
 def test_first_touches_of_large_outputs_count() -> None:
     spec = TensorSpec(torch.float32, (1024, 1024), (1024, 1))
-    work = work_of(Call(aten.relu.default, (spec,), {}, (spec,)))
+    work = work_of(OpCall(aten.relu.default, (spec,), {}, (spec,)))
     touched = roofline_us(work, CPU, Overheads(4.0, 1.5, fresh_us_per_mib=1000.0))
     assert touched == pytest.approx(4.0 + 4000.0 + 4 * 2**20 / 15_000)
     assert roofline_us(work, CPU, USUAL_OVERHEADS) == pytest.approx(4.0 + 8 * 2**20 / 15_000)
@@ -266,7 +266,7 @@ class Bench:
         self.asked: list[str] = []
         self.disturbed = disturbed
 
-    def __call__(self, call: Call, operands: Operands, seconds: float = 0.03) -> Measured:
+    def __call__(self, call: OpCall, operands: Operands, seconds: float = 0.03) -> Measured:
         self.asked.append(call.key)
         return Measured(1000.0 + len(self.asked), 4096, self.disturbed)
 
@@ -344,7 +344,7 @@ def test_an_undisturbed_measurement_replaces_disturbed_ones(bench: Bench) -> Non
     assert len(bench.asked) == 2
 
 
-def calls_in(graph: fx.Graph) -> list[Call]:
+def calls_in(graph: fx.Graph) -> list[OpCall]:
     model = CostModel(CPU, False, "aot_eager")
     found = [call_of(n, hint) for n in graph.nodes if n.op == "call_function"]
     assert model.overheads == USUAL_OVERHEADS
@@ -366,8 +366,8 @@ def test_measuring_leaves_the_users_state_alone() -> None:
     before = torch.random.get_rng_state()
     with torch.device("meta"), torch.autocast("cpu", torch.bfloat16), torch.enable_grad():
         for call in (
-            Call(aten.native_dropout.default, (spec, 0.5, True), {}, (spec,)),
-            Call(aten.bernoulli_.float, (spec, 0.5), {}, (spec,)),
+            OpCall(aten.native_dropout.default, (spec, 0.5, True), {}, (spec,)),
+            OpCall(aten.bernoulli_.float, (spec, 0.5), {}, (spec,)),
         ):
             assert measure_call(call, Operands(), seconds=0.0) is not None
         assert torch.is_grad_enabled()
@@ -390,9 +390,9 @@ def test_real_kernels_run_while_something_is_traced() -> None:
 
 def test_an_op_that_fails_by_itself_is_estimated(monkeypatch: pytest.MonkeyPatch) -> None:
     spec = TensorSpec(torch.float32, (4, 5), (5, 1))
-    assert measure_call(Call(aten.mm.default, (spec, spec), {}, ()), Operands()) is None
+    assert measure_call(OpCall(aten.mm.default, (spec, spec), {}, ()), Operands()) is None
     huge = TensorSpec(torch.float32, (2**50,), (1,))
-    assert measure_call(Call(aten.relu.default, (huge,), {}, ()), Operands()) is None
+    assert measure_call(OpCall(aten.relu.default, (huge,), {}, ()), Operands()) is None
 
 
 def test_workspace_is_what_the_system_counts() -> None:
@@ -406,10 +406,12 @@ def test_workspace_is_what_the_system_counts() -> None:
     del free
     # dropout's backward makes the mask a number, and multiplies, and multiplies again
     mask = TensorSpec(torch.bool, (4 << 20,), (1,))
-    call = Call(aten.native_dropout_backward.default, (result, mask, 2.0), {}, (result,))
+    call = OpCall(aten.native_dropout_backward.default, (result, mask, 2.0), {}, (result,))
     found = measure_call(call, Operands(), seconds=0.0)
     assert found is not None and found.workspace_bytes >= 12 << 20
-    plain = measure_call(Call(aten.neg.default, (source,), {}, (source,)), Operands(), seconds=0.0)
+    plain = measure_call(
+        OpCall(aten.neg.default, (source,), {}, (source,)), Operands(), seconds=0.0
+    )
     assert plain is not None and plain.workspace_bytes <= 2 << 20
     assert len(keep) == 8
 
@@ -418,7 +420,7 @@ def test_operands_have_the_asked_layout_and_sane_values() -> None:
     table = TensorSpec(torch.float32, (50, 8), (1, 50))
     index = TensorSpec(torch.int64, (3, 1000), (0, 1))
     mask = TensorSpec(torch.bool, (100_000,), (1,))
-    call = Call(aten.embedding.default, (table, index, mask), {}, ())
+    call = OpCall(aten.embedding.default, (table, index, mask), {}, ())
     (weights, indices, flags), _ = Operands().make(call)
     assert isinstance(weights, torch.Tensor) and isinstance(indices, torch.Tensor)
     assert isinstance(flags, torch.Tensor)

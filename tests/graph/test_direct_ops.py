@@ -20,7 +20,7 @@ from offcompile.runtime.base.mapping import PAGE_BYTES
 from offcompile.runtime.device.mapped import MappedSlot
 from offcompile.runtime.disk.page_cache import resident_pages
 from offcompile.runtime.measure.in_place import InPlaceCall, Slowdown, measure_in_place
-from offcompile.runtime.measure.op import Call, Operands, TensorSpec
+from offcompile.runtime.measure.op import OpCall, Operands, TensorSpec
 from offcompile.runtime.moves import direct_ops, ops
 from offcompile.runtime.moves.registry import Runtime, RuntimeSettings, close_all, runtime_for
 from offcompile.runtime.moves.weights import is_on_host
@@ -284,7 +284,7 @@ def spec(
 
 def test_reading_and_writing_in_place_are_measured(key: str, runtime: Runtime) -> None:
     a, b, out = spec(64, 32, stride=(1, 64)), spec(32, 48), spec(64, 48)
-    call = Call(aten.mm.default, (a, b), {}, (out,))
+    call = OpCall(aten.mm.default, (a, b), {}, (out,))
     place = ([64, 48], [48, 1], torch.float32, "g", key)
     reads = InPlaceCall(call, aten.mm.default, 0)
     writes = InPlaceCall(call, direct_ops.store_mm, None, 2, place)
@@ -304,7 +304,7 @@ def test_reading_and_writing_in_place_are_measured(key: str, runtime: Runtime) -
 
 
 def test_what_does_not_run_on_made_up_data_is_left_to_the_model(runtime: Runtime) -> None:
-    call = Call(aten.mm.default, (spec(2, 3), spec(2, 3)), {}, (spec(2, 3),))
+    call = OpCall(aten.mm.default, (spec(2, 3), spec(2, 3)), {}, (spec(2, 3),))
     addressable = runtime.device.addressable
     what = InPlaceCall(call, aten.mm.default, 0)
     assert measure_in_place(what, Operands(), lambda n: addressable([n])[0]) is None

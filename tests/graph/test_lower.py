@@ -432,7 +432,7 @@ def test_caches_in_one_process_and_two(tmp_path: Any) -> None:
                 "TORCHINDUCTOR_CACHE_DIR": str(tmp_path),
                 "TORCHINDUCTOR_CPP_CACHE_PRECOMPILE_HEADERS": "0",
                 "PYTHONPATH": os.pathsep.join(
-                    ["tests/support", ".", os.environ.get("PYTHONPATH", "")]
+                    ["tests/support", "tests/graph", ".", os.environ.get("PYTHONPATH", "")]
                 ),
             },
             capture_output=True,

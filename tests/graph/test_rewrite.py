@@ -25,7 +25,7 @@ from offcompile.graph.lowering.rewrite import Rewritten, rewrite
 from offcompile.graph.sizes import hint_of
 from offcompile.ir import DEVICE, Lane, Machine, Tier
 from offcompile.planning.fit_budget import Decided, decide, floor_of
-from offcompile.planning.order import ProgramStep, Run, Start, Wait
+from offcompile.planning.order import ProgramStep, RunStep, StartStep, WaitStep
 from offcompile.planning.replay import worst_case
 from offcompile.runtime.base.counters import counters
 from offcompile.runtime.moves.registry import RuntimeSettings
@@ -173,11 +173,11 @@ def expected(steps: Sequence[ProgramStep], hooks: Moving) -> list[tuple[str, str
     nodes = {(p, n.name): n for p, m in hooks.before for n in m.graph.nodes}
     found = []
     for step in steps:
-        if isinstance(step, Run):
+        if isinstance(step, RunStep):
             of = hooks.annotated.node_of[step.name.partition("@")[0]]
             found += [("run", str(nodes[place].target)) for place in of]
         else:
-            found.append(("start" if isinstance(step, Start) else "wait", step.move))
+            found.append(("start" if isinstance(step, StartStep) else "wait", step.move))
     return found
 
 
@@ -188,7 +188,7 @@ def test_the_graphs_read_back_are_the_order(name: str, runtime: str) -> None:
     moved(make(), hooks, [batch()])
     assert hooks.made is not None and hooks.decided is not None
     order = hooks.decided.order
-    assert any(isinstance(s, Wait) for s in order.steps)
+    assert any(isinstance(s, WaitStep) for s in order.steps)
     got = steps_of(hooks.made.graphs, hooks)
     wanted = expected(order.steps, hooks)
     # a wait in backward for a copy begun in forward knows the storage, not the move
@@ -295,8 +295,8 @@ def test_what_a_lane_still_reads_when_forward_ends_is_held_until_then(runtime: s
     moved(Perceptron(64, 6), hooks, [torch.randn(512, 64)])
     assert hooks.made is not None and hooks.decided is not None
     order = hooks.decided.order
-    begun = {s.move for s in order.forward() if isinstance(s, Start)}
-    awaited = {s.move for s in order.forward() if isinstance(s, Wait)}
+    begun = {s.move for s in order.forward() if isinstance(s, StartStep)}
+    awaited = {s.move for s in order.forward() if isinstance(s, WaitStep)}
     forward = hooks.made.graphs.forward.graph
     barriers = forward.find_nodes(op="call_function", target=torch.ops.offcompile.barrier.default)
     assert begun - awaited, "the plan leaves nothing under way: choose another share"

@@ -27,7 +27,7 @@ from optim_runs import (
 from torch import nn
 
 from offcompile import OffloadError, optim
-from offcompile.optim.update_paths import TRIALS, WARM_STEPS, Ways
+from offcompile.optim.update_paths import TRIALS, WARM_STEPS, UpdatePaths
 from offcompile.runtime.states import updates
 from offcompile.runtime.states.update_workers import UpdateWorkers
 
@@ -352,7 +352,7 @@ def test_a_failed_update_that_was_told_holds_its_weight_no_longer() -> None:
     waits: list[Callable[[], None]] = []
     device = SimpleNamespace(hold=lambda parameter, wait: waits.append(wait))
     settings = SimpleNamespace(channels=True, tail=True)
-    ways = Ways(SimpleNamespace(settings=settings, finish=lambda: None))  # type: ignore[arg-type]
+    ways = UpdatePaths(SimpleNamespace(settings=settings, finish=lambda: None))  # type: ignore[arg-type]
     ways._channels = UpdateWorkers()
     entry: Any = Mock()
     ways._hold(entry, device, ways._channels.submit(lambda: None, fail, "w"))  # type: ignore[arg-type]

@@ -24,7 +24,7 @@ from offcompile.passes.select.activation_selection import (
     transfer_ns,
 )
 from offcompile.passes.select.cover_search import cover
-from offcompile.passes.select.interval_cover import Item, Way
+from offcompile.passes.select.interval_cover import CoverItem, CoverWay
 from offcompile.passes.select.knapsack import knapsack
 from offcompile.simulate import Simulator
 
@@ -136,7 +136,8 @@ def test_cover_is_exact_on_small_cases(data: st.DataObject) -> None:
     drawn = data.draw(st.lists(spans, max_size=6))
     last = len(need) - 1
     items = [
-        Item(n, (Way(min(a, b, last), min(max(a, b), last), float(c)),)) for n, a, b, c in drawn
+        CoverItem(n, (CoverWay(min(a, b, last), min(max(a, b), last), float(c)),))
+        for n, a, b, c in drawn
     ]
 
     def covers(taken: Sequence[int]) -> bool:
@@ -167,8 +168,8 @@ def test_cover_is_exact_on_small_cases(data: st.DataObject) -> None:
 
 
 def test_a_full_tier_sends_the_rest_to_the_next() -> None:
-    def item(cheap: float, dear: float) -> Item:
-        return Item(10, (Way(0, 0, cheap, "host", 10), Way(0, 0, dear, "disk", 10)))
+    def item(cheap: float, dear: float) -> CoverItem:
+        return CoverItem(10, (CoverWay(0, 0, cheap, "host", 10), CoverWay(0, 0, dear, "disk", 10)))
 
     # both are needed and the host takes one: the one that loses more by going to disk
     assert cover([item(1, 3), item(1, 9)], [20], {"host": 10}) == (1, 0)

@@ -11,7 +11,7 @@ from offcompile.ir import Op, Problem, Tensor
 from offcompile.passes.build.schedule import Builder
 from offcompile.passes.search.balance import balanced
 from offcompile.passes.search.program_variant import Choices, ProgramVariant
-from offcompile.passes.search.search import State
+from offcompile.passes.search.search import SearchState
 from offcompile.planning.planner import judge_for, plan_problem
 from offcompile.simulate import simulate
 
@@ -35,7 +35,7 @@ def made_direct(problem: Problem, room: int) -> list[tuple[str, str]]:
     cover = frame.cover(set())
     plan = Builder(problem, machine, frame.decisions(cover)).best(judge_for(problem, machine))
     timeline = simulate(problem, machine, plan)
-    made = balanced(State(frame, cover, plan, timeline, timeline.makespan_us))
+    made = balanced(SearchState(frame, cover, plan, timeline, timeline.makespan_us))
     return [] if made is None else sorted(made[0].mode.directs)
 
 

@@ -10,12 +10,12 @@ from hypothesis import strategies as st
 
 from offcompile.passes.correlation.blocks import BlockTable, Item
 from offcompile.passes.correlation.executions import ExecutionTable
-from offcompile.passes.correlation.learned import Learned, Limits
+from offcompile.passes.correlation.learned import Learned, LearnedLimits
 from offcompile.passes.correlation.predictor import Predictor, Reach
 from offcompile.passes.correlation.tables import Numbers, Sets, Shape, Successors
 from offcompile.passes.correlation.window import Victim, Wanted
 
-SMALL = Limits(
+SMALL = LearnedLimits(
     executions=Shape(32, 4, 2),
     blocks=Shape(8, 2, 2),
     known_executions=6,
@@ -337,7 +337,7 @@ def test_no_prefetch_of_what_is_there_nor_beyond_the_free_bytes_and_always_the_s
 
 
 def test_tables_stay_below_their_bound_and_take_no_more_than_they_say() -> None:
-    limits = Limits(
+    limits = LearnedLimits(
         executions=Shape(256, 4, 4),
         known_executions=200,
         known_blocks=500,

@@ -9,8 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from test_layout import RECKONED, report_of
 
-from offcompile.passes.build.fragmentation import Returns, Room, returns_of
-from offcompile.passes.build.layout import Stay, peak_bytes
+from offcompile.passes.build.fragmentation import HeapLimit, Returns, returns_of
+from offcompile.passes.build.layout import AddressStay, peak_bytes
 from offcompile.planning import planned_layout as layout_module
 from offcompile.runtime.memory.heap import Heap
 
@@ -18,7 +18,7 @@ MIB = 1 << 20
 GRAIN = 64 << 10
 STAYS = st.lists(
     st.builds(
-        lambda nbytes, first, length: Stay(nbytes, first, first + length),
+        lambda nbytes, first, length: AddressStay(nbytes, first, first + length),
         st.integers(0, 40).map(lambda n: n * 50_000),
         st.integers(0, 12),
         st.integers(0, 8),
@@ -29,16 +29,16 @@ SPLINTERS = st.sampled_from([0, 112])
 
 
 @given(STAYS, SPLINTERS)
-def test_with_room_for_all_nothing_goes_back(stays: list[Stay], splinter_bytes: int) -> None:
+def test_with_room_for_all_nothing_goes_back(stays: list[AddressStay], splinter_bytes: int) -> None:
     ample = 2 * sum(stay.nbytes + splinter_bytes + GRAIN for stay in stays)
-    assert returns_of(stays, Room(ample, splinter_bytes=splinter_bytes)) == Returns(0, 0)
+    assert returns_of(stays, HeapLimit(ample, splinter_bytes=splinter_bytes)) == Returns(0, 0)
 
 
 @given(STAYS, SPLINTERS, st.integers(0, 100))
 def test_no_more_is_touched_than_there_is(
-    stays: list[Stay], splinter_bytes: int, percent: int
+    stays: list[AddressStay], splinter_bytes: int, percent: int
 ) -> None:
-    room = Room(peak_bytes(stays) * percent // 100, splinter_bytes=splinter_bytes)
+    room = HeapLimit(peak_bytes(stays) * percent // 100, splinter_bytes=splinter_bytes)
     found = returns_of(stays, room)
     most = sum((-(-stay.nbytes // GRAIN) + 1) * GRAIN for stay in stays if stay.nbytes)
     assert 0 <= found.touched_bytes <= most
@@ -46,11 +46,11 @@ def test_no_more_is_touched_than_there_is(
 
 
 #: one that stays, behind the place of one that goes, and another of the same length as that
-AROUND = [Stay(6 * MIB, 0, 1), Stay(MIB, 1, 9), Stay(6 * MIB, 2, 3)]
+AROUND = [AddressStay(6 * MIB, 0, 1), AddressStay(MIB, 1, 9), AddressStay(6 * MIB, 2, 3)]
 
 
 def test_a_hole_serves_the_next_of_its_length_and_with_splinters_it_does_not() -> None:
-    room = Room(10 * MIB)
+    room = HeapLimit(10 * MIB)
     assert returns_of(AROUND, room) == Returns(0, 0)
     found = returns_of(AROUND, replace(room, splinter_bytes=112))
     # both long ones find the pages of their places gone, which went for the other
@@ -59,20 +59,20 @@ def test_a_hole_serves_the_next_of_its_length_and_with_splinters_it_does_not() -
 
 
 def test_pages_go_back_before_the_room_is_full() -> None:
-    stays = [Stay(6 * MIB, 0, 1), Stay(MIB, 1, 9), Stay(7 * MIB, 2, 3)]
-    assert returns_of(stays, Room(16 * MIB)) == Returns(0, 0)
-    assert returns_of(stays, Room(16 * MIB, margin_bytes=4 * MIB)).trims == 2
+    stays = [AddressStay(6 * MIB, 0, 1), AddressStay(MIB, 1, 9), AddressStay(7 * MIB, 2, 3)]
+    assert returns_of(stays, HeapLimit(16 * MIB)) == Returns(0, 0)
+    assert returns_of(stays, HeapLimit(16 * MIB, margin_bytes=4 * MIB)).trims == 2
 
 
 def test_where_addresses_are_limited_large_blocks_have_pages_of_their_own() -> None:
-    stays = [Stay(2 * MIB, 0, 0), Stay(MIB // 2, 0, 0)]
-    room = Room(64 * MIB, mapped_bytes=MIB)
+    stays = [AddressStay(2 * MIB, 0, 0), AddressStay(MIB // 2, 0, 0)]
+    room = HeapLimit(64 * MIB, mapped_bytes=MIB)
     assert returns_of(stays, room) == Returns(2 * MIB, 0)
 
 
 def test_a_report_counts_it_into_the_predicted_step() -> None:
     tight = report_of("minimum", hardware=RECKONED)
-    room = Room(tight.budget_bytes, splinter_bytes=112)
+    room = HeapLimit(tight.budget_bytes, splinter_bytes=112)
     tight = replace(tight, room=room, touch_us_per_mib=250.0)
     assert tight.returns is not None and tight.returns.touched_bytes > 0
     touching_us = tight.returns.touched_bytes / MIB * 250.0
@@ -89,7 +89,7 @@ def test_where_all_fits_the_largest_blocks_are_touched_each_time(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Nobody keeps malloc from giving them back as soon as they are freed."""
-    roomy = replace(report_of("8GiB"), room=Room(8 << 30), touch_us_per_mib=250.0)
+    roomy = replace(report_of("8GiB"), room=HeapLimit(8 << 30), touch_us_per_mib=250.0)
     assert roomy.fits and roomy.returns == Returns(0, 0)
     least_bytes = 512 * 64 * 4  # what each layer makes
     monkeypatch.setattr(layout_module, "KEPT_BYTES", least_bytes)
@@ -105,14 +105,14 @@ def test_where_all_fits_the_largest_blocks_are_touched_each_time(
 
 @given(STAYS, st.integers(0, 100))
 def test_without_a_limit_only_blocks_with_mappings_of_their_own_are_touched_again(
-    stays: list[Stay], percent: int
+    stays: list[AddressStay], percent: int
 ) -> None:
     mapped_bytes = 1 + max((s.nbytes for s in stays), default=0) * percent // 100
-    found = returns_of(stays, Room(None, mapped_bytes=mapped_bytes))
+    found = returns_of(stays, HeapLimit(None, mapped_bytes=mapped_bytes))
     assert found.trims == 0
     assert found.touched_bytes <= sum(s.nbytes for s in stays if s.nbytes >= mapped_bytes)
-    assert returns_of(stays, Room(None)) == Returns(0, 0)
-    each = returns_of(stays, Room(None, mapped_bytes=1))
+    assert returns_of(stays, HeapLimit(None)) == Returns(0, 0)
+    each = returns_of(stays, HeapLimit(None, mapped_bytes=1))
     assert each.touched_bytes == sum(s.nbytes for s in stays)
 
 

@@ -10,11 +10,11 @@ from hypothesis import strategies as st
 from zoo import MLP
 
 import offcompile
-from offcompile.passes.build.layout import Layout, Stay, lay_out, peak_bytes
+from offcompile.passes.build.layout import AddressStay, Layout, lay_out, peak_bytes
 
 STAYS = st.lists(
     st.builds(
-        lambda nbytes, first, length: Stay(nbytes, first, first + length),
+        lambda nbytes, first, length: AddressStay(nbytes, first, first + length),
         st.integers(0, 40),
         st.integers(0, 12),
         st.integers(0, 8),
@@ -24,7 +24,7 @@ STAYS = st.lists(
 
 
 @given(STAYS)
-def test_no_two_that_live_together_overlap_and_all_lie_within(stays: list[Stay]) -> None:
+def test_no_two_that_live_together_overlap_and_all_lie_within(stays: list[AddressStay]) -> None:
     made = lay_out(stays)
     places = list(zip(stays, made.offsets, strict=True))
     for (a, at), (b, other) in combinations(places, 2):
@@ -34,7 +34,7 @@ def test_no_two_that_live_together_overlap_and_all_lie_within(stays: list[Stay])
 
 
 @given(STAYS)
-def test_the_extent_is_between_the_peak_and_the_sum(stays: list[Stay]) -> None:
+def test_the_extent_is_between_the_peak_and_the_sum(stays: list[AddressStay]) -> None:
     made = lay_out(stays)
     held = [sum(s.nbytes for s in stays if s.first <= at <= s.last) for at in range(25)]
     assert made.peak_bytes == peak_bytes(stays) == max(held)
@@ -45,14 +45,14 @@ def test_the_extent_is_between_the_peak_and_the_sum(stays: list[Stay]) -> None:
 
 def test_a_stack_of_activations_with_workspaces_wastes_nothing() -> None:
     """Forward saves, backward frees in reverse order; at each op a workspace comes and goes."""
-    saved = [Stay(10, i, 19 - i) for i in range(10)]
-    passing = [Stay(size, i, i) for i, size in enumerate([7, 30, 5, 11, 2, 9] * 3)]
+    saved = [AddressStay(10, i, 19 - i) for i in range(10)]
+    passing = [AddressStay(size, i, i) for i, size in enumerate([7, 30, 5, 11, 2, 9] * 3)]
     assert lay_out(saved + passing).waste == 0
 
 
 def test_short_ones_at_the_same_end_would_leave_holes() -> None:
     """What is saved is born beside a workspace, and would stand above it."""
-    stays = [s for i in range(6) for s in (Stay(9 - i, i, i + 1), Stay(10, i, 20))]
+    stays = [s for i in range(6) for s in (AddressStay(9 - i, i, i + 1), AddressStay(10, i, 20))]
     made = lay_out(stays)
     assert made.waste < 0.1
     assert len(set(made.offsets)) > 1

@@ -10,7 +10,7 @@ from offcompile.passes import joint
 from offcompile.passes.registry import make
 from offcompile.passes.search.program_variant import Choices, ProgramVariant
 from offcompile.passes.search.rerun_loads import rerun_modes
-from offcompile.passes.search.search import Search, State
+from offcompile.passes.search.search import Search, SearchState
 from offcompile.passes.select.gap_set import Prices
 from offcompile.passes.select.rematerialization import Rematerialization
 from offcompile.planning.planner import certify, judge_for
@@ -34,7 +34,7 @@ def stage(layers: int = LAYERS, repeatable: bool = True) -> Problem:
     return Problem(tuple(tensors), tuple(ops))
 
 
-def all_away(problem: Problem, machine: Machine) -> State:
+def all_away(problem: Problem, machine: Machine) -> SearchState:
     """The plan in which whatever has to leave crosses the link."""
     judge = judge_for(problem, machine)
     search = Search(problem, machine, judge, 100, float("inf"), 0.0)

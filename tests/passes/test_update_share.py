@@ -7,16 +7,16 @@ from dataclasses import replace
 from hypothesis import given
 from hypothesis import strategies as st
 
-from offcompile.passes.select.update_share import HostRun, Update, device_share
+from offcompile.passes.select.update_share import HostRun, UpdateTimes, device_share
 
 TIMES = st.integers(0, 1000)
 
 
 @st.composite
-def updates(draw: st.DrawFn) -> list[Update]:
+def updates(draw: st.DrawFn) -> list[UpdateTimes]:
     count = draw(st.integers(0, 7))
     return [
-        Update(
+        UpdateTimes(
             f"w{n}",
             HostRun(draw(TIMES), draw(TIMES), draw(TIMES), draw(TIMES)),
             draw(TIMES),
@@ -26,7 +26,7 @@ def updates(draw: st.DrawFn) -> list[Update]:
     ]
 
 
-def end_ns(made: list[Update], share: set[str], compute_ns: int) -> int:
+def end_ns(made: list[UpdateTimes], share: set[str], compute_ns: int) -> int:
     """Event by event: gradients queue for the link, then for the host; weights for the way back."""
     link_free = host_free = 0
     there = []
@@ -42,7 +42,7 @@ def end_ns(made: list[Update], share: set[str], compute_ns: int) -> int:
     return max(device, link_free, host_free, sum(u.host.back_ns for u in there))
 
 
-def suffixes(made: list[Update], room_bytes: int | None) -> list[set[str]]:
+def suffixes(made: list[UpdateTimes], room_bytes: int | None) -> list[set[str]]:
     ordered = sorted(made, key=lambda u: u.host.ready_ns)
     found = [ordered[count:] for count in range(len(ordered) + 1)]
     fitting = [
@@ -56,7 +56,7 @@ ROOM = st.none() | st.integers(0, 400)
 
 @given(updates(), TIMES, ROOM)
 def test_no_share_of_the_last_ones_ends_before(
-    made: list[Update], compute_ns: int, room_bytes: int | None
+    made: list[UpdateTimes], compute_ns: int, room_bytes: int | None
 ) -> None:
     share = set(device_share(made, compute_ns, room_bytes))
     possible = suffixes(made, room_bytes)
@@ -70,7 +70,7 @@ def test_no_share_of_the_last_ones_ends_before(
 
 @given(updates(), TIMES, ROOM, st.integers(2, 10))
 def test_a_slower_host_is_left_no_more(
-    made: list[Update], compute_ns: int, room_bytes: int | None, factor: int
+    made: list[UpdateTimes], compute_ns: int, room_bytes: int | None, factor: int
 ) -> None:
     slower = [
         replace(u, host=replace(u.host, host_ns=factor * u.host.host_ns + factor)) for u in made
@@ -80,7 +80,7 @@ def test_a_slower_host_is_left_no_more(
 
 
 @given(updates(), TIMES)
-def test_the_order_of_mention_says_nothing(made: list[Update], compute_ns: int) -> None:
+def test_the_order_of_mention_says_nothing(made: list[UpdateTimes], compute_ns: int) -> None:
     ready = {u.host.ready_ns for u in made}
     if len(ready) == len(made):
         assert device_share(made, compute_ns) == device_share(made[::-1], compute_ns)
@@ -88,7 +88,7 @@ def test_the_order_of_mention_says_nothing(made: list[Update], compute_ns: int) 
 
 def test_a_balance_by_hand() -> None:
     # eight gradients, one each 10; a crossing takes 5, an update 15 on the host and 4 on the device
-    made = [Update(f"w{n}", HostRun(10 * n + 10, 5, 15, 5), 4) for n in range(8)]
+    made = [UpdateTimes(f"w{n}", HostRun(10 * n + 10, 5, 15, 5), 4) for n in range(8)]
     # all on the host: it is done 5 + 8 × 15 = 125 after the first; the device idles from 80 on
     assert end_ns(made, set(), 80) == 135
     assert end_ns(made, {"w6", "w7"}, 80) == 105

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from offcompile.ahead.plan import Ahead, Asked
+from offcompile.ahead.plan import Ahead, ForecastRequest
 from offcompile.graph.update_advice import advice
 from offcompile.machine.options import Options
 from offcompile.passes.select.update_sides import Idle, Ready, updated_on_device
@@ -77,7 +77,7 @@ def test_a_plan_advises_on_every_weight_that_it_has_on_the_host() -> None:
         layers = [nn.Linear(2048, 2048) for _ in range(8)]
         model, x = nn.Sequential(*layers), torch.empty(512, 2048)
     options = Options.read({"memory": "80MiB", "hardware": "rtx4090"})
-    ahead = Ahead.of(Asked(model, (x,), {}, options), lambda text: None)
+    ahead = Ahead.of(ForecastRequest(model, (x,), {}, options), lambda text: None)
     choice = ahead.choose("80MiB", lambda text: None)
     profile = ahead.target.profile  # type: ignore[attr-defined]
     found = advice(choice.annotated, choice.decided.result.timeline, profile)

@@ -18,11 +18,11 @@ from benchmarks.families import (
 )
 from offcompile.ir import DEVICE, HOST, Infeasible, Lane, Machine, Op, Plan, Problem, Tensor, Tier
 from offcompile.ir.units import round_ns
-from offcompile.passes.build.lanes import Clock
+from offcompile.passes.build.lanes import LaneClock
 from offcompile.passes.select.rotation_selection import (
     Congestion,
-    Gap,
     Need,
+    RotationGap,
     Selection,
     aware_coverage,
     greedy,
@@ -90,13 +90,15 @@ def test_a_thousand_layers_are_planned_almost_without_idle_time(tightness, load)
 # ---- the selection -------------------------------------------------------------------------
 
 
-def uses(tensor: str, first: int, last: int, written: int | None = None, nbytes: int = 10) -> Gap:
+def uses(
+    tensor: str, first: int, last: int, written: int | None = None, nbytes: int = 10
+) -> RotationGap:
     value = None if written is None else (tensor, written)
-    return Gap(tensor, nbytes, f"op{first}", HOST, first, last, value, 1.0, 1.0)
+    return RotationGap(tensor, nbytes, f"op{first}", HOST, first, last, value, 1.0, 1.0)
 
 
-def unit_clock(n: int) -> Clock:
-    return Clock([float(i) for i in range(n)], [i + 1.0 for i in range(n)], float(n))
+def unit_clock(n: int) -> LaneClock:
+    return LaneClock([float(i) for i in range(n)], [i + 1.0 for i in range(n)], float(n))
 
 
 def test_aware_coverage_leaves_out_a_weights_own_copies() -> None:
@@ -140,7 +142,7 @@ def test_gains_are_those_of_the_paper_and_choices_cover_what_can_be_covered(data
     need = Need(excess, tuple(gaps), steady)
     selection = Selection(need, plain_coverage(need))
 
-    def covered(gap: Gap) -> list[int]:
+    def covered(gap: RotationGap) -> list[int]:
         return [j % n for j in range(gap.first + 1, gap.last)]
 
     for i, gap in enumerate(gaps):

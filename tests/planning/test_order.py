@@ -32,8 +32,8 @@ from offcompile.ir import (
 )
 from offcompile.ir import Start as Begins
 from offcompile.passes.registry import make
-from offcompile.planning.order import Order, Run, Wait, static_order
-from offcompile.planning.order import Start as Begin
+from offcompile.planning.order import Order, RunStep, WaitStep, static_order
+from offcompile.planning.order import StartStep as Begin
 from offcompile.planning.planner import judge_for
 from offcompile.simulate import simulate
 from offcompile.testing import plans, problems_with_machines
@@ -183,7 +183,7 @@ class Rig:
         for step in self.order.steps:
             while self.rng.random() < self.eager and self.finish_one():
                 pass
-            if isinstance(step, Run):
+            if isinstance(step, RunStep):
                 self.execute(step.name)
             elif isinstance(step, Begin):
                 self.begin(self.moves[step.move])
@@ -289,11 +289,11 @@ def laws_of_steps(
     moves = {m.id: m for m in plan.moves}
     runs = [s.id for s in timeline.spans if s.id not in moves]
     steps = order.steps
-    assert [s.name for s in steps if isinstance(s, Run)] == runs
+    assert [s.name for s in steps if isinstance(s, RunStep)] == runs
     assert order.forward() + order.backward() == steps
     starts = {s.move: i for i, s in enumerate(steps) if isinstance(s, Begin)}
-    waits = {s.move: i for i, s in enumerate(steps) if isinstance(s, Wait)}
-    ran = {s.name: i for i, s in enumerate(steps) if isinstance(s, Run)}
+    waits = {s.move: i for i, s in enumerate(steps) if isinstance(s, WaitStep)}
+    ran = {s.name: i for i, s in enumerate(steps) if isinstance(s, RunStep)}
     assert len(starts) + len(waits) + len(ran) == len(steps)
     assert starts.keys() == moves.keys()
     assert all(starts[m] < waits[m] for m in waits)
@@ -301,7 +301,7 @@ def laws_of_steps(
     # how many runs stand before each step, and before each move in the simulation
     before = [0]
     for s in steps:
-        before.append(before[-1] + isinstance(s, Run))
+        before.append(before[-1] + isinstance(s, RunStep))
     place = {s.id: i for i, s in enumerate(timeline.spans)}
     late = only_backward(problem, plan, timeline, runs)
     for m in plan.moves:
@@ -344,7 +344,7 @@ def laws_of_steps(
 
     # where lanes keep to their times no wait costs any
     for m, at in waits.items():
-        following = next((s.name for s in steps[at:] if isinstance(s, Run)), None)
+        following = next((s.name for s in steps[at:] if isinstance(s, RunStep)), None)
         assert following is None or span[m].end_ns <= span[following].start_ns
     capacity = machine.tier[DEVICE].capacity_bytes
     if capacity is None:
@@ -366,7 +366,7 @@ def wanted_next(problem: Problem, plan: Plan, move: Move, rest: Sequence[object]
     is named, or a start before that brings back what had to go by then."""
     concerned = {move.tensor} | {d.tensor for d in plan.drops if d.after == move.id}
     for s in rest:
-        if isinstance(s, Run):
+        if isinstance(s, RunStep):
             used = concerned.intersection(op_of(problem, s.name).operands)
             return bool(used) or move.ready_before == s.name
         if isinstance(s, Begin) and any(
@@ -498,7 +498,7 @@ def test_the_rig_would_notice():
         timeline = simulate(problem, machine, plan)
         order = static_order(problem, machine, plan, timeline)
         loads = [s for s in order.steps if isinstance(s, Begin) and s.move.startswith("in:")]
-        without = tuple(s for s in order.steps if not isinstance(s, Wait))
+        without = tuple(s for s in order.steps if not isinstance(s, WaitStep))
         at_once = (*loads, *(s for s in order.steps if s not in loads))
         for steps in (without, at_once) if loads else ():
             rig_args = (problem, machine, plan, timeline, replace(order, steps=steps))
@@ -536,7 +536,12 @@ def steps_of(problem: Problem, machine: Machine, plan: Plan) -> tuple[str, str]:
     assert timeline.valid
     order = check(problem, machine, plan, timeline)
     return tuple(  # type: ignore[return-value]
-        " ".join(s.name if isinstance(s, Run) else f"{type(s).__name__}({s.move})" for s in part)
+        " ".join(
+            s.name
+            if isinstance(s, RunStep)
+            else f"{type(s).__name__.removesuffix('Step')}({s.move})"
+            for s in part
+        )
         for part in (order.forward(), order.backward())
     )
 

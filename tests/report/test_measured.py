@@ -19,11 +19,11 @@ from test_report import made
 import offcompile
 from offcompile.ir import COMPUTE, DEVICE, OffloadError
 from offcompile.planning.feedback.measured import MeasuredSpan, MeasuredStep, MeasuredWait
-from offcompile.planning.order import Run, Start, Wait
+from offcompile.planning.order import RunStep, StartStep, WaitStep
 from offcompile.report.report import PlanReport
 from offcompile.report.stalls import stall_line, tensor_name
 from offcompile.run.step_recorder import STEPS_AT_FIRST, StepRecorder
-from offcompile.runtime.base.clock import Clock
+from offcompile.runtime.base.clock import StepClock
 from offcompile.runtime.device.cpu import CpuDevice
 from offcompile.runtime.device.move_events import HeardCopy, MoveListener, listener, listening
 from offcompile.runtime.moves.registry import close_all, runtimes
@@ -156,7 +156,7 @@ def test_a_graph_without_backward_is_a_step(tmp_path: Path) -> None:
 # --- the recorder ---------------------------------------------------------------------------
 
 
-class Ticking(Clock):
+class Ticking(StepClock):
     """Each question takes 10 ns."""
 
     def __init__(self, free: bool = True, known: bool = True) -> None:
@@ -179,7 +179,7 @@ class Ticking(Clock):
 class Graph:
     """Runs halves as the backend does."""
 
-    def __init__(self, clock: Ticking, *steps: Run | Start | Wait) -> None:
+    def __init__(self, clock: Ticking, *steps: RunStep | StartStep | WaitStep) -> None:
         self.clock, self.waiting = clock, 0
         self.recorder = StepRecorder("graph 0", clock, lambda: self.waiting, steps)
 
@@ -204,7 +204,15 @@ class Graph:
 
 def test_time_between_the_halves_is_cut_out() -> None:
     clock = Ticking()
-    steps = (Run("f"), Start("a"), Run("g"), Wait("a"), Start("b"), Run("h"), Wait("b"))
+    steps = (
+        RunStep("f"),
+        StartStep("a"),
+        RunStep("g"),
+        WaitStep("a"),
+        StartStep("b"),
+        RunStep("h"),
+        WaitStep("b"),
+    )
     graph = Graph(clock, *steps)
     with graph.forward() as heard:  # from 10
         assert heard is not None

@@ -16,7 +16,7 @@ from torch import nn
 
 import offcompile
 from offcompile.ir import DEVICE, OffloadError
-from offcompile.planning.order import Start, Wait, static_order
+from offcompile.planning.order import StartStep, WaitStep, static_order
 from offcompile.runtime.base.counters import record
 from offcompile.runtime.disk.spill_file import Files
 from offcompile.runtime.moves.registry import close_all, runtimes
@@ -42,12 +42,12 @@ def test_moves_start_and_are_awaited_in_the_planned_order(lowering: str, tmp_pat
     moves = {m.id: m for m in report.plan.moves}
     wanted = [
         (
-            ("start" if isinstance(step, Start) else "wait")
+            ("start" if isinstance(step, StartStep) else "wait")
             + ("_out" if moves[step.move].source == DEVICE else "_load"),
             step.move,
         )
         for step in order.steps
-        if isinstance(step, Start | Wait)
+        if isinstance(step, StartStep | WaitStep)
     ]
     assert recording.ops() == wanted
 

@@ -16,7 +16,7 @@ import offcompile
 from offcompile.ir import DEVICE, HOST, Lane, Machine, Op, Problem, Tier
 from offcompile.ir import Tensor as Stored
 from offcompile.planning.empty_turn import decide_emptied
-from offcompile.planning.order import Run
+from offcompile.planning.order import RunStep
 from offcompile.runtime.base.counters import reset_counters
 from offcompile.runtime.moves.registry import close_all
 
@@ -149,7 +149,7 @@ def test_nothing_that_may_leave_stands_at_the_turn() -> None:
     found = decide_emptied(problem, machine, 8, lambda budget: 0, "joint", 0.1)
     assert found.kept == frozenset()
     assert found.order.peak_bytes <= 8
-    runs = [s.name for s in found.order.steps if isinstance(s, Run)]
+    runs = [s.name for s in found.order.steps if isinstance(s, RunStep)]
     assert runs == [op.id for op in problem.ops]
     assert len(found.order.device_bytes) == len(runs)
     assert {m.tensor for m in found.result.plan.moves} == set(names)

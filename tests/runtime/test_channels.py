@@ -16,7 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from offcompile.ir import OffloadError
-from offcompile.runtime.states.update_workers import Job, State, UpdateWorkers
+from offcompile.runtime.states.update_workers import UpdateJob, UpdateWorkers, WorkerState
 
 
 def nothing() -> None:
@@ -55,7 +55,7 @@ def test_one_receives_while_the_other_updates(channels: UpdateWorkers) -> None:
     second = channels.submit(receive_second, lambda: seen.append("second"), "second")
     channels.settle()
     assert seen == ["first", "second"]
-    assert (first.state, second.state) == (State.DONE, State.DONE)
+    assert (first.state, second.state) == (WorkerState.DONE, WorkerState.DONE)
 
 
 def test_updates_keep_their_order_whatever_arrives_first(channels: UpdateWorkers) -> None:
@@ -83,7 +83,7 @@ def test_any_jobs_run_once_in_order_up_to_the_first_failure(
     updating = threading.Lock()
     ran: list[int] = []
     arrived: list[int] = []
-    submitted: list[Job] = []
+    submitted: list[UpdateJob] = []
     told: list[str | None] = []
     expected_ran: list[int] = []
     expected_told: list[str | None] = []
@@ -119,11 +119,11 @@ def test_any_jobs_run_once_in_order_up_to_the_first_failure(
             channels.submit(lambda n=number: arrive(n), lambda n=number: work(n), f"w{number}")
         )
         if first is not None:
-            states.append(State.SKIPPED)
+            states.append(WorkerState.SKIPPED)
             continue
         if kind != "arrive":
             expected_ran.append(number)
-        states.append(State.DONE if kind == "well" else State.FAILED)
+        states.append(WorkerState.DONE if kind == "well" else WorkerState.FAILED)
         if kind != "well":
             first = f"w{number}"
     settle()
@@ -142,13 +142,13 @@ def test_a_failure_is_told_once_with_its_cause_and_the_next_period_is_clean(
     with pytest.raises(OffloadError, match=r"layer\.3\.weight failed.*no such block") as found:
         channels.settle()
     assert isinstance(found.value.__cause__, ValueError)
-    assert after.state is State.SKIPPED
+    assert after.state is WorkerState.SKIPPED
     with pytest.raises(OffloadError, match=r"layer\.2\.weight was skipped"):
         after.wait()
     channels.settle()
     again = channels.submit(nothing, nothing, "layer.2.weight")
     again.wait()
-    assert again.state is State.DONE
+    assert again.state is WorkerState.DONE
 
 
 def test_one_job_can_be_waited_for(channels: UpdateWorkers) -> None:
@@ -185,7 +185,7 @@ def test_an_interrupted_settle_can_be_called_again(channels: UpdateWorkers) -> N
     assert not job.over
     held.set()
     channels.settle()
-    assert job.state is State.DONE
+    assert job.state is WorkerState.DONE
 
 
 def test_what_a_job_holds_is_let_go_before_it_is_over(channels: UpdateWorkers) -> None:
@@ -198,7 +198,7 @@ def test_what_a_job_holds_is_let_go_before_it_is_over(channels: UpdateWorkers) -
     with pytest.raises(OffloadError, match="update of v failed"):
         channels.settle()
     assert gone() is None
-    assert (failing_one.state, skipped.state) == (State.FAILED, State.SKIPPED)
+    assert (failing_one.state, skipped.state) == (WorkerState.FAILED, WorkerState.SKIPPED)
 
 
 def test_threads_start_with_the_first_job_and_end_with_their_owner() -> None:
@@ -269,8 +269,8 @@ def test_a_child_has_none_of_it_and_can_start_its_own(channels: UpdateWorkers) -
 
 EXIT = """
 import threading
-from offcompile.runtime.states.update_workers import Channels
-made, began, seen = Channels(), threading.Event(), []
+from offcompile.runtime.states.update_workers import UpdateWorkers
+made, began, seen = UpdateWorkers(), threading.Event(), []
 def work():
     began.set()
     # ends only once the interpreter is going down

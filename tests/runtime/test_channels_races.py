@@ -23,7 +23,7 @@ from offcompile.ir import OffloadError
 from offcompile.runtime.device import tickets
 from offcompile.runtime.device.cuda.device import CudaDevice
 from offcompile.runtime.device.interface import Filled, Point, Slot
-from offcompile.runtime.device.lanes import Job as LaneJob
+from offcompile.runtime.device.lanes import LaneJob
 from offcompile.runtime.moves.mover import Load, Mover
 from offcompile.runtime.moves.saved import Saved
 

@@ -16,11 +16,11 @@ from test_moving_codecs_cuda import expect_half, half_zero
 from offcompile.ir import OffloadError
 from offcompile.runtime.base.mapping import PAGE_BYTES as PAGE
 from offcompile.runtime.codecs import engine
-from offcompile.runtime.codecs.engines import Engine
+from offcompile.runtime.codecs.engines import CodecEngine
 from offcompile.runtime.codecs.native import Native
 from offcompile.runtime.codecs.reference import Reference
 from offcompile.runtime.disk.checksums import VerifiedStore
-from offcompile.runtime.memory.arena import Arena, Block
+from offcompile.runtime.memory.arena import Arena, ArenaBlock
 
 linux = pytest.mark.skipif(not os.path.isdir("/proc/self/fd"), reason="files of Linux")
 
@@ -30,14 +30,14 @@ def pages(count: int, seed: int = 0) -> np.ndarray:
 
 
 @pytest.fixture(scope="module", params=["reference", "native"])
-def any_engine(request: pytest.FixtureRequest) -> Engine:
+def any_engine(request: pytest.FixtureRequest) -> CodecEngine:
     return Reference() if request.param == "reference" else Native()
 
 
 # -- sums ------------------------------------------------------------------------------------------
 
 
-def test_sums_are_those_that_were_worked_out_by_hand(any_engine: Engine) -> None:
+def test_sums_are_those_that_were_worked_out_by_hand(any_engine: CodecEngine) -> None:
     """A page of zeros and one that counts up, word by word with Python's own integers."""
 
     def by_hand(words: list[int]) -> int:
@@ -106,7 +106,7 @@ def store(tmp_path: Path) -> Iterator[VerifiedStore]:
         yield made
 
 
-def block(count: int, seed: int = 0) -> Block:
+def block(count: int, seed: int = 0) -> ArenaBlock:
     made = Arena(0).block(count * PAGE)
     made.view[:] = pages(count, seed).data
     return made

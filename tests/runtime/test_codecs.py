@@ -14,8 +14,8 @@ from benchmarks.codecs import measure, table
 from offcompile.ir import OffloadError
 from offcompile.runtime.codecs import CODEC_NAMES, codec, density, engine, sampled_density
 from offcompile.runtime.codecs import engines as engines_module
-from offcompile.runtime.codecs.engines import Engine, check_engine
-from offcompile.runtime.codecs.layout import MOST_ELEMENTS, Layout
+from offcompile.runtime.codecs.engines import CodecEngine, check_engine
+from offcompile.runtime.codecs.layout import MOST_ELEMENTS, PackedLayout
 from offcompile.runtime.codecs.native import Native
 from offcompile.runtime.codecs.reference import Reference
 
@@ -30,7 +30,7 @@ QUICK = settings(max_examples=60, deadline=None, derandomize=True)
 
 
 @pytest.fixture(scope="module", params=["reference", "64", "256", "512"])
-def any_engine(request: pytest.FixtureRequest) -> Engine:
+def any_engine(request: pytest.FixtureRequest) -> CodecEngine:
     if request.param == "reference":
         return Reference()
     return Native(int(request.param))
@@ -104,10 +104,10 @@ def test_signs_are_enough_for_the_gradient_of_a_relu(dtype: torch.dtype) -> None
 @settings(QUICK, max_examples=40)
 @given(st.sampled_from(DTYPES), SIZES, DENSITIES, SEEDS)
 def test_engines_give_the_same_bytes(
-    any_engine: Engine, dtype: torch.dtype, numel: int, share: float, seed: int
+    any_engine: CodecEngine, dtype: torch.dtype, numel: int, share: float, seed: int
 ) -> None:
     x = bits(dtype, numel, share, seed)
-    room = Layout.of(numel, dtype).worst_bytes
+    room = PackedLayout.of(numel, dtype).worst_bytes
     found, expected = (torch.full((room,), 3, dtype=torch.uint8) for _ in range(2))
     used = any_engine.pack(x, found, None)
     assert used == Reference().pack(x, expected, None)
@@ -119,10 +119,10 @@ def test_engines_give_the_same_bytes(
 
 
 @pytest.mark.parametrize("numel", [0, 1, 31, 127, 128, 129, 4000])
-def test_engines_round_and_tell_signs_alike(any_engine: Engine, numel: int) -> None:
+def test_engines_round_and_tell_signs_alike(any_engine: CodecEngine, numel: int) -> None:
     for seed, dtype in enumerate((F16, BF16)):
         x = activations(numel, seed)
-        room = Layout.of(numel, dtype).worst_bytes
+        room = PackedLayout.of(numel, dtype).worst_bytes
         found, expected = (torch.zeros(room, dtype=torch.uint8) for _ in range(2))
         used = any_engine.pack(x, found, dtype)
         assert used == Reference().pack(x, expected, dtype)
@@ -142,7 +142,7 @@ def test_engines_round_and_tell_signs_alike(any_engine: Engine, numel: int) -> N
         assert torch.equal(ones, meant)
 
 
-def test_every_pattern_is_rounded_as_torch_rounds(any_engine: Engine) -> None:
+def test_every_pattern_is_rounded_as_torch_rounds(any_engine: CodecEngine) -> None:
     # of each 16-bit type: every value, and beside and between neighbours
     halves = torch.arange(1 << 16, dtype=torch.int32)
     patterns = [(halves << 16) | low for low in (0, 1, 0x7FFF, 0x8000, 0x8001, 0xFFFF)]
@@ -174,7 +174,7 @@ def test_pieces_of_whole_rows_are_independent(rows: int, ragged: int, seed: int)
 @settings(QUICK, max_examples=150)
 @given(st.integers(1, 700), SEEDS, st.data())
 def test_damaged_bytes_do_no_harm(
-    any_engine: Engine, numel: int, seed: int, data: st.DataObject
+    any_engine: CodecEngine, numel: int, seed: int, data: st.DataObject
 ) -> None:
     """Whatever the bytes: an error or some values, and nothing beside the output is written."""
     x = bits(F32, numel, 0.5, seed)
@@ -186,7 +186,7 @@ def test_damaged_bytes_do_no_harm(
         held[at] ^= data.draw(st.integers(1, 255))
     around = torch.full((x.nbytes + 1024,), 0x5A, dtype=torch.uint8)
     out = around[512 : 512 + x.nbytes].view(F32)
-    layout = Layout.of(numel, F32)
+    layout = PackedLayout.of(numel, F32)
     changes_masks = layout.masks_at <= at < layout.values_at or len(held) < layout.bytes_for(0)
     try:
         any_engine.unpack(held, out, None)
@@ -198,12 +198,12 @@ def test_damaged_bytes_do_no_harm(
     assert bool((around[:512] == 0x5A).all() and (around[512 + x.nbytes :] == 0x5A).all())
 
 
-def bits_set(held: torch.Tensor, layout: Layout) -> int:
+def bits_set(held: torch.Tensor, layout: PackedLayout) -> int:
     masks = held[layout.masks_at : layout.values_at].to(torch.int64)
     return sum(int((masks >> bit & 1).sum()) for bit in range(8))
 
 
-def test_cut_short_is_told(any_engine: Engine) -> None:
+def test_cut_short_is_told(any_engine: CodecEngine) -> None:
     x = torch.ones(300)
     held = packed("bitmask", x)
     with pytest.raises(OffloadError, match=rf"{len(held) - 1} packed bytes of 300 elements"):
@@ -233,7 +233,7 @@ def test_density_of_shapes_and_of_nothing() -> None:
 
 @pytest.mark.parametrize("share", [0.0, 0.05, 0.5, 1.0])
 def test_a_sample_is_near(
-    any_engine: Engine, share: float, monkeypatch: pytest.MonkeyPatch
+    any_engine: CodecEngine, share: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("offcompile.runtime.codecs.densities.engine", lambda: any_engine)
     x = bits(F16, 1 << 20, share, 3)
@@ -338,7 +338,7 @@ def unchosen() -> object:
 def test_without_a_compiler_numpy_does_it_with_one_warning(
     unchosen: object, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def missing() -> Engine:
+    def missing() -> CodecEngine:
         raise RuntimeError("no working C++ compiler")
 
     monkeypatch.setattr(engines_module, "Native", missing)

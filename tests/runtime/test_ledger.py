@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 import offcompile
-from offcompile.passes.correlation.learned import Limits
+from offcompile.passes.correlation.learned import LearnedLimits
 from offcompile.run.accounts.usage import DeviceUsage, GraphUsage, usage_of
 from offcompile.runtime.base.counters import reset_counters
 from offcompile.runtime.moves.registry import close_all, runtimes
@@ -196,7 +196,7 @@ def test_blocks_with_options_of_their_own_share_one_budget(tmp_path: Path) -> No
     counted = offcompile.counters()
     assert counted["bytes_out"] > 0
     assert counted["keeper_hits"] > 0 and counted["keeper_bytes"] == 0
-    assert 0 < counted["keeper_table_bytes"] <= Limits().most_bytes
+    assert 0 < counted["keeper_table_bytes"] <= LearnedLimits().most_bytes
     asked = sum(int(counted[f"keeper_{name}"]) for name in ("hits", "late", "misses"))
     shared = next(r for r in offcompile.reports()[before:] if not r.fits)
     assert f"of {asked} tensors asked for" in str(shared)

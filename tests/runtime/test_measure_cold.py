@@ -17,7 +17,7 @@ from offcompile.ir import OffloadError
 from offcompile.runtime.measure import cold
 from offcompile.runtime.measure import op as measure_op
 from offcompile.runtime.measure.cold import cool
-from offcompile.runtime.measure.op import Call, Operands, TensorSpec, measure_call
+from offcompile.runtime.measure.op import OpCall, Operands, TensorSpec, measure_call
 from offcompile.runtime.measure.timing import time_us
 from offcompile.runtime.memory import heap as heap_module
 from offcompile.runtime.memory import tensor_memory
@@ -88,7 +88,7 @@ def test_operands_and_results_are_put_out_of_the_caches_before_each_run(
             alive.append(weakref.ref(made))
             return made
 
-    call = Call(Seen(), (source, row), {}, (source,))  # type: ignore[arg-type]
+    call = OpCall(Seen(), (source, row), {}, (source,))  # type: ignore[arg-type]
     operands = Operands()
     assert measure_call(call, operands) is not None
     timed = done[done.index(None) :]
@@ -120,7 +120,7 @@ def test_without_a_compiler_ops_are_measured_all_the_same(
     try:
         with caplog.at_level(logging.INFO, "offcompile.runtime.measure.cold"):
             assert not cool(0, 1 << 40)
-            found = measure_call(Call(aten.neg.default, (spec,), {}, (spec,)), Operands())
+            found = measure_call(OpCall(aten.neg.default, (spec,), {}, (spec,)), Operands())
         assert found is not None and found.duration_us > 0
         assert caplog.text.count("no compiler") == 1
     finally:
@@ -139,7 +139,7 @@ SETUP = """
 import gc, resource, torch
 from offcompile.runtime.memory import tensor_memory
 from offcompile.runtime.memory.heap import heap
-from offcompile.runtime.measure.op import Call, Operands, TensorSpec, measure_call
+from offcompile.runtime.measure.op import OpCall, Operands, TensorSpec, measure_call
 h = heap()
 def faults(): return resource.getrusage(resource.RUSAGE_SELF).ru_minflt
 def made(): return torch.ones(40 << 18)
@@ -179,13 +179,13 @@ def test_measuring_large_blocks_takes_no_more_memory_with_each_run() -> None:
 from offcompile.runtime.base import process_memory as memory
 aten = torch.ops.aten
 spec = TensorSpec(torch.float32, (40 << 18,), (1,))
-measure_call(Call(aten.neg.default, (TensorSpec(torch.float32, (4,), (1,)),), {}, ()), Operands())
+measure_call(OpCall(aten.neg.default, (TensorSpec(torch.float32, (4,), (1,)),), {}, ()), Operands())
 memory.reset_peak()
 gc.disable()
 before = h.resident_bytes()
 operands = Operands()
 for op in (aten.neg.default, aten.relu.default, aten.exp.default):
-    assert measure_call(Call(op, (spec,), {}, (spec,)), operands) is not None
+    assert measure_call(OpCall(op, (spec,), {}, (spec,)), operands) is not None
 peak = memory.peak_bytes() - memory.resident()[1]
 del operands
 print(before, peak, h.resident_bytes())
@@ -227,4 +227,4 @@ def test_a_choice_of_memory_that_does_not_exist_is_refused_before_anything_is_me
     monkeypatch.setenv(tensor_memory.VARIABLE, "jemalloc")
     spec = TensorSpec(torch.float32, (4,), (1,))
     with pytest.raises(OffloadError, match="jemalloc"):
-        measure_call(Call(aten.neg.default, (spec,), {}, (spec,)), Operands())
+        measure_call(OpCall(aten.neg.default, (spec,), {}, (spec,)), Operands())

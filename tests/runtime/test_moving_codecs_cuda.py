@@ -37,7 +37,7 @@ from test_runtime_cuda import (
 from test_runtime_simulated import run as run_simulated
 
 from offcompile.ir import OffloadError
-from offcompile.runtime.codecs import Codec
+from offcompile.runtime.codecs import TensorCodec
 from offcompile.runtime.device import tickets
 from offcompile.runtime.device.cuda import packing as cuda_packing
 from offcompile.runtime.device.cuda import staging
@@ -130,7 +130,9 @@ def test_packed_moves_of_the_mover_race_only_where_an_order_is_taken_away() -> N
 class PacksOnTop(Aside):
     """Packs on a stream of its own, into staging that may still be copied from."""
 
-    def pack(self, stream: Stream, codec: Codec, flat: torch.Tensor, room: torch.Tensor) -> None:
+    def pack(
+        self, stream: Stream, codec: TensorCodec, flat: torch.Tensor, room: torch.Tensor
+    ) -> None:
         staged = self._room(stream, codec.worst_bytes(flat.numel(), flat.dtype))
         self.streams.pack(self.streams.stream("elsewhere"), codec, flat, staged)
         size = self._size(stream, codec, staged, flat)

@@ -168,7 +168,7 @@ class EndsUnseen(CudaDevice):
 class LandsAtOnce(staging.Ring):
     """The disk writes a chunk that the GPU may still be filling."""
 
-    def _land(self, chunk: staging.Chunk, step: staging.Step) -> None:
+    def _land(self, chunk: staging.Chunk, step: staging.StagingStep) -> None:
         event, chunk.event = chunk.event, _Reached()
         super()._land(chunk, step)
         chunk.event = event

@@ -12,7 +12,7 @@ import pytest
 from host_fakes import FakeRegistrar, arena_of, isolate
 
 from offcompile.runtime.base import host_limits
-from offcompile.runtime.base.host_limits import Bound
+from offcompile.runtime.base.host_limits import HostBound
 from offcompile.runtime.memory import pinning
 from offcompile.runtime.memory.host_arena import HostArena, HostFull
 
@@ -35,7 +35,10 @@ real_bounds = host_limits.growth_bounds
 
 
 def test_the_tightest_bound_counts_and_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    bounds = [Bound(3 * MIB, "the cgroup", "ask for more"), Bound(9 * MIB, "the RAM", "buy some")]
+    bounds = [
+        HostBound(3 * MIB, "the cgroup", "ask for more"),
+        HostBound(9 * MIB, "the RAM", "buy some"),
+    ]
     monkeypatch.setattr(host_limits, "growth_bounds", lambda: bounds)
     arena = arena_of(limit_bytes=6 * MIB)
     with pytest.raises(
@@ -47,11 +50,11 @@ def test_the_tightest_bound_counts_and_is_named(monkeypatch: pytest.MonkeyPatch)
     held = arena.block(3 * MIB)
     # by now the arena's own limit is the tightest
     held.tensor.fill_(1)
-    bounds[0] = Bound(8 * MIB, "the cgroup", "ask for more")
+    bounds[0] = HostBound(8 * MIB, "the cgroup", "ask for more")
     with pytest.raises(HostFull, match=f"own limit of {6 * MIB} bytes: raise it with options"):
         arena.block(4 * MIB)
     # little room is used before it is refused
-    bounds[0] = Bound(10_000, "the cgroup", "ask for more")
+    bounds[0] = HostBound(10_000, "the cgroup", "ask for more")
     assert arena.block(9_000).nbytes == 9_000
     assert arena.capacity_bytes == 3 * MIB + 9_984
 

@@ -11,7 +11,7 @@ import pytest
 from offcompile.ir import OffloadError
 from offcompile.runtime.base.counters import record
 from offcompile.runtime.device.interface import Copy, How, Label
-from offcompile.runtime.device.lanes import Job, Lanes, Needed
+from offcompile.runtime.device.lanes import LaneJob, Lanes, Needed
 
 
 class Yard:
@@ -22,7 +22,7 @@ class Yard:
         self.log: list[str] = []
         self.gates: list[threading.Event] = []
 
-    def job(self, name: str, lane: str = "a", needs: tuple[Job, ...] = ()) -> Job:
+    def job(self, name: str, lane: str = "a", needs: tuple[LaneJob, ...] = ()) -> LaneJob:
         return self.lanes.submit(lane, lambda: self.log.append(name), needs, Label("out", name))
 
     def gate(self, lane: str = "a") -> threading.Event:

@@ -31,7 +31,7 @@ from offcompile.machine.target import ASKING_US, LEAST_TOLL, CpuTarget
 from offcompile.planning.feedback.corrections import Factors, factors_of
 from offcompile.planning.feedback.measured import MeasuredSpan, MeasuredStep
 from offcompile.planning.planner import plan_problem
-from offcompile.runtime.measure.timing import Watch
+from offcompile.runtime.measure.timing import Stopwatch
 from offcompile.simulate import Simulator
 from offcompile.testing import machines
 
@@ -171,7 +171,7 @@ def test_the_share_is_measured() -> None:
     assert share is None or 0 <= share <= 1
 
 
-class Busy(Watch):
+class Busy(Stopwatch):
     def __exit__(self, *error: object) -> None:
         self.disturbed = True
 

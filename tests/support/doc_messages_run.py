@@ -135,7 +135,7 @@ def _(place: Path, patch: pytest.MonkeyPatch) -> str:
 def waiting(looks: int) -> None:
     with watchdog.patience(watchdog.DEFAULT_S):
         number = watchdog.begun("reading", 4096, "/mnt/far")
-        wait = watchdog.Wait(lambda: "The load of act_3")
+        wait = watchdog.WatchedWait(lambda: "The load of act_3")
         try:
             for _ in range(looks):
                 wait.look()

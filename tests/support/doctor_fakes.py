@@ -9,7 +9,7 @@ import torch
 from offcompile.cli.doctor.figures import Examination, Gpu, Spill
 from offcompile.machine.hardware import HardwareProfile, load_profile
 from offcompile.runtime.base.limits import Limits, PciLink
-from offcompile.runtime.device.cuda.calls import COMPUTE, LOADS, OUTS, Calls, Card
+from offcompile.runtime.device.cuda.calls import COMPUTE, LOADS, OUTS, Card, DriverCalls
 from offcompile.runtime.measure.cuda import Sizes
 from offcompile.runtime.measure.host import AttentionShape
 
@@ -52,7 +52,7 @@ RATES: Mapping[str, float] = {
 }
 
 
-class FakeCalls(Calls):
+class FakeCalls(DriverCalls):
     """CPU tensors in place of the card's; work takes as long as `rates` say, on each stream."""
 
     def __init__(

@@ -19,11 +19,11 @@ import numpy as np
 import torch
 
 from offcompile.runtime import codecs
-from offcompile.runtime.codecs import Codec
+from offcompile.runtime.codecs import TensorCodec
 from offcompile.runtime.device.failures import not_arrived
 from offcompile.runtime.device.interface import Copy, Device, How, Label, Point, Slot, Waited
 from offcompile.runtime.device.lane_rates import LaneRates
-from offcompile.runtime.device.lanes import Job, Lanes, Needed
+from offcompile.runtime.device.lanes import LaneJob, Lanes, Needed
 from offcompile.runtime.device.tickets import telling
 
 _Bytes = np.ndarray[tuple[int], np.dtype[np.uint8]]
@@ -38,8 +38,8 @@ class Memory:
     """
 
     data: _Bytes
-    writer: Job | None = None
-    readers: list[Job] = field(default_factory=list)
+    writer: LaneJob | None = None
+    readers: list[LaneJob] = field(default_factory=list)
     after: int = 0
     #: on the host, where compute uses it in place
     shadow: bool = False
@@ -66,7 +66,7 @@ class SimulatedSlot(Slot):
         nbytes: int,
         tier: str,
         shadow: Memory | None = None,
-        packed: tuple[Codec, torch.dtype] | None = None,
+        packed: tuple[TensorCodec, torch.dtype] | None = None,
     ) -> None:
         self.nbytes = nbytes
         self.tier = tier
@@ -118,9 +118,9 @@ class SimulatedDevice(Device):
         self.rates = LaneRates()  # of made-up pauses: nothing is counted
         self.races: list[Race] = []
         self._lock = threading.RLock()
-        self._clocks: dict[Job, int] = {}
+        self._clocks: dict[LaneJob, int] = {}
         self._issued = 0
-        self._last_compute: Job | None = None
+        self._last_compute: LaneJob | None = None
         self._compute_clock = 0
         self._held: dict[int, Memory] = {}  # by address
         self._spare: list[Memory] = []
@@ -214,7 +214,7 @@ class SimulatedDevice(Device):
         self._host.clock = clock
 
     def reached(self, point: Point) -> None:
-        assert isinstance(point, Job)
+        assert isinstance(point, LaneJob)
         self.lanes.wait(point)
         with self._lock:
             self.known |= self._clocks[point]
@@ -243,7 +243,7 @@ class SimulatedDevice(Device):
 
     def wait(self, copy: Copy) -> Waited:
         """Queue a wait on the compute lane; hurries the copy as a blocking wait would."""
-        assert isinstance(copy, Job)
+        assert isinstance(copy, LaneJob)
         how = How.READY if copy.ended else How.LATE
         if self.lanes.hurry(copy):
             how = How.PROMOTED
@@ -290,7 +290,7 @@ class SimulatedDevice(Device):
             )
 
     def cancel(self, copy: Copy) -> bool:
-        assert isinstance(copy, Job)
+        assert isinstance(copy, LaneJob)
         # in one: what the copy held may go round as soon as it has let go
         with self._lock:
             if not self.lanes.cancel(copy):
@@ -327,8 +327,8 @@ class SimulatedDevice(Device):
         label: Label,
         on_end: Callable[[Copy], None] | None = None,
         keep: object = None,
-    ) -> Job:
-        needs = [point for point in after if isinstance(point, Job)]
+    ) -> LaneJob:
+        needs = [point for point in after if isinstance(point, LaneJob)]
         computing = lane == COMPUTE
         if computing and self._last_compute is not None:
             needs.append(self._last_compute)
@@ -366,7 +366,7 @@ class SimulatedDevice(Device):
         self._ending.clock = clock
         work()
 
-    def _check(self, first: Job | None, second: Job, clock: int, kind: str) -> None:
+    def _check(self, first: LaneJob | None, second: LaneJob, clock: int, kind: str) -> None:
         # a job is in a clock if its own, latest, bit is
         if first is not None and not clock >> (self._clocks[first].bit_length() - 1) & 1:
             self.races.append(Race(kind, _name(first), _name(second)))
@@ -376,5 +376,5 @@ def _nothing() -> None:
     """What a wait does once it has been reached."""
 
 
-def _name(job: Job) -> str:
+def _name(job: LaneJob) -> str:
     return f"{job.label.direction} {job.label.tag}"

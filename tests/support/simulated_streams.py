@@ -26,7 +26,7 @@ import torch
 from simulated import Race
 from simulated_memory import SimulatedArena, Watch
 
-from offcompile.runtime.codecs import Codec
+from offcompile.runtime.codecs import TensorCodec
 from offcompile.runtime.device.streams import MemoryUse, Streams
 
 _Bytes = np.ndarray[tuple[int], np.dtype[np.uint8]]
@@ -251,12 +251,12 @@ class SimulatedStreams(Streams):
         self._copy(stream, np.copyto, target, source)
 
     def pack(
-        self, stream: SimulatedStream, codec: Codec, flat: torch.Tensor, packed: torch.Tensor
+        self, stream: SimulatedStream, codec: TensorCodec, flat: torch.Tensor, packed: torch.Tensor
     ) -> None:
         self._copy(stream, partial(_pack, codec, flat.dtype), packed, flat)
 
     def unpack(
-        self, stream: SimulatedStream, codec: Codec, packed: torch.Tensor, flat: torch.Tensor
+        self, stream: SimulatedStream, codec: TensorCodec, packed: torch.Tensor, flat: torch.Tensor
     ) -> None:
         self._copy(stream, partial(_unpack, codec, flat.dtype), flat, packed)
 
@@ -310,11 +310,11 @@ class SimulatedStreams(Streams):
         stream.clock = self._watch.access(what, reads, writes, before)
 
 
-def _pack(codec: Codec, dtype: torch.dtype, packed: _Bytes, source: _Bytes) -> None:
+def _pack(codec: TensorCodec, dtype: torch.dtype, packed: _Bytes, source: _Bytes) -> None:
     codec.pack(torch.from_numpy(source).view(dtype), torch.from_numpy(packed))
 
 
-def _unpack(codec: Codec, dtype: torch.dtype, target: _Bytes, packed: _Bytes) -> None:
+def _unpack(codec: TensorCodec, dtype: torch.dtype, target: _Bytes, packed: _Bytes) -> None:
     codec.unpack(torch.from_numpy(packed), torch.from_numpy(target).view(dtype))
 
 

@@ -13,7 +13,7 @@ from cuda_bench import Bench, fill
 from offcompile.runtime.device import tickets
 from offcompile.runtime.moves.saved import Saved
 from offcompile.runtime.states.gradient_transport import Brought, GradientTransport
-from offcompile.runtime.states.update_workers import Job, UpdateWorkers
+from offcompile.runtime.states.update_workers import UpdateJob, UpdateWorkers
 
 
 class SimulatedCarrier(GradientTransport):
@@ -77,7 +77,7 @@ class Updates:
         job = self.channels.submit(arrive, work, label)
         return partial(self._wait, job, over)
 
-    def _wait(self, job: Job, over: list[int]) -> None:
+    def _wait(self, job: UpdateJob, over: list[int]) -> None:
         job.wait()
         self.bench.streams._watch.known |= over[0]
 

@@ -14,9 +14,9 @@ import torch
 
 from offcompile.ir import OffloadError
 from offcompile.runtime.base import watchdog
-from offcompile.runtime.base.watchdog import LOOKS, WARN_AT, Stalled, StallWarning, Wait
+from offcompile.runtime.base.watchdog import LOOKS, WARN_AT, Stalled, StallWarning, WatchedWait
 from offcompile.runtime.device.interface import Label
-from offcompile.runtime.device.lanes import Job, Lanes
+from offcompile.runtime.device.lanes import LaneJob, Lanes
 from offcompile.runtime.disk.disk_queue import DiskQueue, side_by_side
 from offcompile.runtime.states.update_workers import UpdateWorkers
 from trust import faults
@@ -67,14 +67,14 @@ def test_a_spread_of_the_matrix_comes_to_what_it_says() -> None:
 # -- waits ----------------------------------------------------------------------------------------
 
 
-def look(wait: Wait, times: int) -> None:
+def look(wait: WatchedWait, times: int) -> None:
     for _ in range(times):
         wait.look()
 
 
 def test_a_wait_gives_up_when_one_call_does_not_come_back() -> None:
     hung = watchdog.begun("writing", 4096, "/mnt/far")
-    wait = Wait(lambda: "The copy out of act_3")
+    wait = WatchedWait(lambda: "The copy out of act_3")
     with pytest.warns(StallWarning, match="act_3 is waited for longer than usual"):
         look(wait, LOOKS - 1)
     for _ in range(3):  # what other disks do is no excuse
@@ -89,7 +89,7 @@ def test_a_wait_gives_up_when_one_call_does_not_come_back() -> None:
 
 
 def test_a_slow_disk_is_waited_for_and_told_once() -> None:
-    wait = Wait(lambda: "The load of act_3")
+    wait = WatchedWait(lambda: "The load of act_3")
     with warnings.catch_warnings(record=True) as told:
         warnings.simplefilter("always")
         for _ in range(4 * LOOKS):
@@ -103,7 +103,7 @@ def test_a_slow_disk_is_waited_for_and_told_once() -> None:
 def test_without_a_call_under_way_anything_that_ends_is_progress() -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        wait = Wait(lambda: "An update")
+        wait = WatchedWait(lambda: "An update")
         for _ in range(3 * LOOKS):
             wait.look()
             watchdog.progress()
@@ -113,7 +113,7 @@ def test_without_a_call_under_way_anything_that_ends_is_progress() -> None:
 
 def test_devices_may_take_any_time() -> None:
     with pytest.warns(StallWarning, match="An event is waited for longer"):
-        look(Wait(lambda: "An event", disks_only=True), 3 * LOOKS)
+        look(WatchedWait(lambda: "An event", disks_only=True), 3 * LOOKS)
 
 
 @pytest.mark.parametrize("text", ["soon", "-1", "nan", "inf"])
@@ -156,7 +156,7 @@ def die() -> None:
     raise Ended("told to")
 
 
-def submit(lanes: Lanes, tag: str, done: list[str]) -> Job:
+def submit(lanes: Lanes, tag: str, done: list[str]) -> LaneJob:
     return lanes.submit("d2h", lambda: done.append(tag), (), Label("out", tag))
 
 
@@ -177,7 +177,7 @@ def test_who_waits_for_a_job_while_its_thread_dies_is_told() -> None:
     lanes.before = die
     over = lanes._over
 
-    def slowly(job: Job) -> None:
+    def slowly(job: LaneJob) -> None:
         dying.set()
         while not job.awaited:
             time.sleep(0.001)

@@ -13,7 +13,7 @@ import torch
 from offcompile.runtime.device.cuda.device import CudaDevice
 from offcompile.runtime.device.interface import Copy, Point, Slot
 from offcompile.runtime.moves.mover import Mover
-from offcompile.runtime.states.state_blocks import Block
+from offcompile.runtime.states.state_blocks import StateBlock
 from offcompile.runtime.states.state_flow import Flow
 
 _wait, _pin, _unpin = Mover._wait, Flow.pin, Flow.unpin
@@ -45,13 +45,13 @@ def _nothing_arrives(device: CudaDevice, points: Sequence[Point]) -> None:
     """Gradients are read before they are there."""
 
 
-def _pinned_and_let_go(flow: Flow, block: Block, write: bool) -> None:
+def _pinned_and_let_go(flow: Flow, block: StateBlock, write: bool) -> None:
     """A visit begins, and its block may leave at once."""
     _pin(flow, block, write)
     _unpin(flow, block, write)
 
 
-def _not_unpinned(flow: Flow, block: Block, write: bool) -> None:
+def _not_unpinned(flow: Flow, block: StateBlock, write: bool) -> None:
     """It was."""
 
 

@@ -29,7 +29,7 @@ from offcompile.machine.this_machine import (
 from offcompile.planning.endurance import daily_bytes
 from offcompile.runtime.base.host_limits import in_container, in_wsl
 from offcompile.runtime.base.limits import read_limits
-from offcompile.runtime.device.cuda.calls import Calls, CudaCalls, count_cards, why_no_cards
+from offcompile.runtime.device.cuda.calls import CudaCalls, DriverCalls, count_cards, why_no_cards
 from offcompile.runtime.disk.directories import (
     check_directory,
     default_directory,
@@ -238,7 +238,7 @@ def _gpu(
     """Measure one GPU. A failure is reported in the result, so that others are still measured."""
     name = f"card {index}"
     try:
-        calls: Calls = CudaCalls(index)
+        calls: DriverCalls = CudaCalls(index)
         name = calls.card.name
         # warms up the GPU, since an idle link runs at a lower speed
         gpu_profile(index, (), refresh, tell, calls, WHOLE)

@@ -22,7 +22,7 @@ KERNELS_PER_LAYER = 60
 
 
 @dataclass(frozen=True)
-class Model:
+class DoctorModel:
     """A model and batch for which times are reported."""
 
     name: str
@@ -45,8 +45,8 @@ class Model:
         return self.parameters * self.element_bytes
 
 
-LARGE = Model("GPT-1.3B", 1.3e9, 24, 2048, 8192, 2)
-SMALL = Model("GPT-124M", 124e6, 12, 768, 4096, 4)
+LARGE = DoctorModel("GPT-1.3B", 1.3e9, 24, 2048, 8192, 2)
+SMALL = DoctorModel("GPT-124M", 124e6, 12, 768, 4096, 4)
 
 
 @dataclass(frozen=True)
@@ -60,7 +60,7 @@ class Finding:
     helps: str = ""
 
 
-def compute_seconds(model: Model, p: HardwareProfile) -> float:
+def compute_seconds(model: DoctorModel, p: HardwareProfile) -> float:
     wanted = ("bf16", "fp16", "fp32") if model.element_bytes == 2 else ("fp32",)
     rate = next((p.matmul_tflops[d] for d in wanted if d in p.matmul_tflops), None)
     if rate is None:
@@ -70,7 +70,7 @@ def compute_seconds(model: Model, p: HardwareProfile) -> float:
 
 
 def moving(
-    model: Model, in_gbps: float, out_gbps: float, compute: float
+    model: DoctorModel, in_gbps: float, out_gbps: float, compute: float
 ) -> tuple[float, float, float]:
     """Seconds out and back for a step's saved activations, and the share that moves for free.
 

@@ -8,7 +8,7 @@ import torch
 from torch import fx
 
 from offcompile.graph.graphs import Hint, aliased_input, mutated_inputs, tensors_in
-from offcompile.runtime.measure.op import Call, TensorSpec
+from offcompile.runtime.measure.op import OpCall, TensorSpec
 
 
 def is_view(node: fx.Node) -> bool:
@@ -16,7 +16,7 @@ def is_view(node: fx.Node) -> bool:
     return aliased_input(node) is not None and not mutated_inputs(node)
 
 
-def call_of(node: fx.Node, hint: Hint) -> Call | None:
+def call_of(node: fx.Node, hint: Hint) -> OpCall | None:
     """The node as a call with shapes for tensors; None if that does not fully describe it."""
     if not isinstance(node.target, torch._ops.OpOverload):
         return None
@@ -26,7 +26,7 @@ def call_of(node: fx.Node, hint: Hint) -> Call | None:
         outputs = tuple(_spec(t, hint) for t in tensors_in(node.meta.get("val")))
     except _Indescribable:
         return None
-    return Call(node.target, args, kwargs, outputs)
+    return OpCall(node.target, args, kwargs, outputs)
 
 
 class _Indescribable(Exception):

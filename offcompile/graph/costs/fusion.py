@@ -49,7 +49,7 @@ _KEEPS_ORDER = frozenset(
 )
 
 
-class Model(Protocol):
+class FusionModel(Protocol):
     """The parts of a cost model that groups need."""
 
     profile: HardwareProfile
@@ -81,7 +81,7 @@ def _fuses(node: fx.Node) -> bool:
 
 
 def spread_over_groups(
-    nodes: Sequence[fx.Node], alone: Mapping[str, OpCost], model: Model, hint: Hint
+    nodes: Sequence[fx.Node], alone: Mapping[str, OpCost], model: FusionModel, hint: Hint
 ) -> dict[str, OpCost]:
     """The costs of nodes under Inductor. A kernel's first node carries the call's cost; each node
     carries its own traffic."""

@@ -18,8 +18,13 @@ from offcompile.machine.hardware import HardwareProfile
 from offcompile.runtime.base.process_memory import machine_memory_bytes
 from offcompile.runtime.device.cuda.facts import cuda_identity, cuda_index
 from offcompile.runtime.kernels import bit_ops
-from offcompile.runtime.measure.op import Call, Operands, measure_call
-from offcompile.runtime.measure.timing import Overheads, Watch, machine_identity, measure_overheads
+from offcompile.runtime.measure.op import OpCall, Operands, measure_call
+from offcompile.runtime.measure.timing import (
+    Overheads,
+    Stopwatch,
+    machine_identity,
+    measure_overheads,
+)
 from offcompile.runtime.memory.heap import heap
 
 from .calls import call_of, has_tensors, is_view, value_bytes
@@ -104,12 +109,12 @@ class CostModel:
                 return OpCost(*known)
         return OpCost(estimate, workspace_bytes(call, self.device.type))
 
-    def to_measure(self, node: fx.Node, hint: Hint) -> Call | None:
+    def to_measure(self, node: fx.Node, hint: Hint) -> OpCall | None:
         """The call that `price` would measure now; None if it would measure none."""
         call = self.measurable(node, hint)
         return None if call is None or self.cache.settled(call.key) else call
 
-    def measurable(self, node: fx.Node, hint: Hint) -> Call | None:
+    def measurable(self, node: fx.Node, hint: Hint) -> OpCall | None:
         """The call, if it should be measured rather than estimated; else None."""
         if not self.measure or node.op != "call_function" or not has_tensors(node):
             return None
@@ -133,12 +138,12 @@ class CostModel:
         if self.measure and self.device.type == "cuda":
             torch.cuda.empty_cache()  # leave that memory to the step
 
-    def _worth_measuring(self, node: fx.Node, call: Call, estimate_us: float) -> bool:
+    def _worth_measuring(self, node: fx.Node, call: OpCall, estimate_us: float) -> bool:
         if estimate_us < WORTH_MEASURING_US or not _can_run_alone(call, self.device.type):
             return False
         return self.lowering == "aot_eager" or calls_library(node)
 
-    def _measure(self, call: Call) -> None:
+    def _measure(self, call: OpCall) -> None:
         """Run the op and cache its cost, unless memory or time runs out, or it fails."""
         made_bytes = sum(s.nbytes for s in call.outputs) + workspace_bytes(call, self.device.type)
         inputs_bytes = sum(s.nbytes for s in call.inputs)
@@ -161,7 +166,7 @@ class CostModel:
         keys = [f"overheads.{name}" for name in _OVERHEADS]
         if not all(map(self.cache.settled, keys)):
             heap().prepare()
-            with Watch() as watch:
+            with Stopwatch() as watch:
                 found = measure_overheads()
             for key, name in zip(keys, _OVERHEADS, strict=True):
                 self.cache.put(key, round(getattr(found, name), 4), 0, watch.disturbed)
@@ -215,7 +220,7 @@ def _with_subgraphs(node: fx.Node, model: CostModel, hint: Hint) -> OpCost:
     return OpCost(max(inner), cost.workspace_bytes)
 
 
-def _can_run_alone(call: Call, kind: str) -> bool:
+def _can_run_alone(call: OpCall, kind: str) -> bool:
     ours = call.target in bit_ops.BIT_OPS
     if (call.target.namespace != "aten" and not ours) or op_name(call) in _NOT_MEASURED:
         return False

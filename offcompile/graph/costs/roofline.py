@@ -13,7 +13,7 @@ import torch
 
 from offcompile.machine.hardware import BYTES_PER_US_PER_GBPS, HardwareProfile
 from offcompile.runtime.base.process_memory import RETURNED_BYTES
-from offcompile.runtime.measure.op import Call, TensorSpec
+from offcompile.runtime.measure.op import OpCall, TensorSpec
 from offcompile.runtime.measure.timing import Overheads
 
 FLOP_PER_US_PER_TFLOPS = 1e6
@@ -64,12 +64,12 @@ class Work:
     dtype: torch.dtype = torch.float32
 
 
-def op_name(call: Call) -> str:
+def op_name(call: OpCall) -> str:
     """`mm` for aten.mm.default."""
     return call.target._schema.name.rpartition("::")[2]
 
 
-def work_of(call: Call) -> Work:
+def work_of(call: OpCall) -> Work:
     name, inputs, outputs = op_name(call), call.inputs, call.outputs
     dtype = inputs[0].dtype if inputs else torch.float32
     if name in _EMPTY:
@@ -93,7 +93,7 @@ def roofline_us(work: Work, profile: HardwareProfile, overheads: Overheads) -> f
     return overheads.op_us + fresh_us + max(_arithmetic_us(work, profile), traffic_us)
 
 
-def workspace_bytes(call: Call, device_type: str) -> int:
+def workspace_bytes(call: OpCall, device_type: str) -> int:
     """Estimate the memory that the usual kernels need beyond inputs and outputs.
 
     Convolutions reorder every operand into blocks of channels; the backward of fused attention
@@ -137,7 +137,7 @@ def _fresh(outputs: tuple[TensorSpec, ...]) -> int:
 # --- floating point operations -------------------------------------------------------------
 
 
-def _flop(name: str, call: Call) -> float:
+def _flop(name: str, call: OpCall) -> float:
     if name in ("mm", "bmm"):
         return _product(*call.inputs[:2])
     if name in ("addmm", "baddbmm") and len(call.inputs) >= 3:
@@ -171,7 +171,7 @@ def _is_attention(name: str) -> bool:
     return "scaled_dot_product" in name
 
 
-def _attention(name: str, call: Call) -> float:
+def _attention(name: str, call: OpCall) -> float:
     backward = "_backward" in name
     query, key, value = call.inputs[1:4] if backward else call.inputs[:3]
     # queries times keys, then attention weights times values

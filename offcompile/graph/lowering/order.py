@@ -92,7 +92,7 @@ def pin_order(module: fx.GraphModule, ops: MovementOps | None = None) -> int:
     if not any(ops.among(n) for n in module.graph.nodes):
         return 0
     _gather_parts(module.graph)
-    walk = _Walk(module.graph, ops, last_uses(module.graph))
+    walk = _OrderWalk(module.graph, ops, last_uses(module.graph))
     for node in list(module.graph.nodes):
         if node.op == "call_function":
             walk.at(node)
@@ -102,7 +102,7 @@ def pin_order(module: fx.GraphModule, ops: MovementOps | None = None) -> int:
 
 
 @dataclass
-class _Walk:
+class _OrderWalk:
     graph: fx.Graph
     ops: MovementOps
     last_use: dict[fx.Node, int]

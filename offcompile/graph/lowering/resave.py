@@ -18,7 +18,7 @@ from offcompile.graph.graphs import Graphs, outputs_of
 
 
 @dataclass(frozen=True)
-class Saved:
+class Resaved:
     """The value that a placeholder of backward holds: a node of forward, a storage's ticket, or
     a weight's copy on the device."""
 
@@ -41,7 +41,7 @@ class Half(Protocol):
     module: fx.GraphModule
     new: dict[str, fx.Node]
     old: dict[str, fx.Node]
-    saved: dict[fx.Node, Saved]
+    saved: dict[fx.Node, Resaved]
     tickets: dict[tuple[str, str], fx.Node]
     device: dict[str, fx.Node]
 
@@ -93,7 +93,7 @@ def finish_forward(half: Half, graphs: Graphs, backward: Half | None) -> fx.Grap
     return _module(half)
 
 
-def _saved(half: Half, what: Saved) -> fx.Node:
+def _saved(half: Half, what: Resaved) -> fx.Node:
     if what.ticket_of is not None:
         assert what.tier is not None
         return half.tickets[what.ticket_of, what.tier]

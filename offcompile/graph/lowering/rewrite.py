@@ -42,10 +42,10 @@ from offcompile.graph.graphs import (
 )
 from offcompile.graph.sizes import SizeMaker
 from offcompile.ir import BACKWARD, DEVICE, FORWARD, HOST, BrokenPlan, Move, Plan
-from offcompile.planning.order import Order, ProgramStep, Run, Start
+from offcompile.planning.order import Order, ProgramStep, RunStep, StartStep
 from offcompile.runtime.moves import ops
 
-from .resave import Saved, finish_backward, finish_forward, new_placeholder
+from .resave import Resaved, finish_backward, finish_forward, new_placeholder
 
 
 @dataclass(frozen=True)
@@ -74,13 +74,13 @@ def rewrite(
     moves = {m.id: m for m in plan.moves}
     directs = frozenset((d.op, d.tensor) for d in plan.directs)
     tables = _Tables(graphs, annotated, moves, runtime, directs, exact)
-    forward = _Half(tables, FORWARD, graphs.forward, None)
+    forward = _RewrittenHalf(tables, FORWARD, graphs.forward, None)
     forward.walk(order.forward())
     if graphs.backward is None:
         forward.walk(order.backward())
         module = finish_forward(forward, graphs, None)
         return Rewritten(Graphs(module, None, graphs.num_outputs), forward.nodes)
-    backward = _Half(tables, BACKWARD, graphs.backward, forward)
+    backward = _RewrittenHalf(tables, BACKWARD, graphs.backward, forward)
     backward.walk(order.backward())
     module_b = finish_backward(backward)
     module_f = finish_forward(forward, graphs, backward)
@@ -125,11 +125,11 @@ class _Tables:
         return self.old[phase][name]
 
 
-class _Half:
+class _RewrittenHalf:
     """One graph under construction. `old` nodes are those of the original graph."""
 
     def __init__(
-        self, tables: _Tables, phase: str, module: fx.GraphModule, forward: _Half | None
+        self, tables: _Tables, phase: str, module: fx.GraphModule, forward: _RewrittenHalf | None
     ) -> None:
         self.tables, self.phase, self.module, self.forward = tables, phase, module, forward
         self.old = tables.old[phase]
@@ -149,7 +149,7 @@ class _Half:
         self.host: dict[str, fx.Node] = {}
         self.device: dict[str, fx.Node] = {}
         #: placeholder of backward → the value that forward must pass to it
-        self.saved: dict[fx.Node, Saved] = {}
+        self.saved: dict[fx.Node, Resaved] = {}
         for node in module.graph.find_nodes(op="placeholder"):
             self.placeholder(node)
         self.sizes.learn_dims(map(self.new.__getitem__, filter(self.stands, self.new)))
@@ -169,15 +169,15 @@ class _Half:
             if storage in self.tables.hosted:
                 self.host[storage] = new
         if self.forward is not None and node.name in self.forward.old:
-            self.saved[new] = Saved(node=node.name)
+            self.saved[new] = Resaved(node=node.name)
 
     def walk(self, steps: tuple[ProgramStep, ...]) -> None:
         for step in steps:
-            if isinstance(step, Run):
+            if isinstance(step, RunStep):
                 made = self.run(step.name)
             else:
                 move = self.tables.moves[step.move]
-                begins = isinstance(step, Start)
+                begins = isinstance(step, StartStep)
                 if move.source == DEVICE:
                     made = self.start_out(move) if begins else self.wait_out(move)
                 elif move.target == DEVICE:
@@ -272,10 +272,10 @@ class _Half:
             if phase == self.phase:
                 self.base[storage] = self.value(self.old[name])
             else:
-                self.base[storage] = self.take(Saved(node=name), self.tables.base(storage))
+                self.base[storage] = self.take(Resaved(node=name), self.tables.base(storage))
         return self.base[storage]
 
-    def take(self, what: Saved, like: fx.Node) -> fx.Node:
+    def take(self, what: Resaved, like: fx.Node) -> fx.Node:
         """The placeholder of backward for a value that forward passes; created if missing."""
         for new, known in self.saved.items():
             if known == what:
@@ -289,13 +289,13 @@ class _Half:
     def on_host(self, storage: str) -> fx.Node:
         if storage not in self.host:
             name = self.tables.annotated.base_of[storage][1]
-            self.host[storage] = self.take(Saved(node=name), self.tables.base(storage))
+            self.host[storage] = self.take(Resaved(node=name), self.tables.base(storage))
         return self.host[storage]
 
     def on_device(self, storage: str) -> fx.Node:
         """The weight's copy on the device, taken from forward if this graph has fetched none."""
         if storage not in self.device:
-            self.device[storage] = self.take(Saved(copy_of=storage), self.tables.base(storage))
+            self.device[storage] = self.take(Resaved(copy_of=storage), self.tables.base(storage))
         return self.device[storage]
 
     def look_at(self, storage: str, node: fx.Node) -> None:
@@ -448,7 +448,7 @@ class _Half:
         if found is None:
             assert self.forward is not None, f"{storage} never went to {tier}"
             like = self.forward.tickets[storage, tier]
-            found = self.take(Saved(ticket_of=storage, tier=tier), like)
+            found = self.take(Resaved(ticket_of=storage, tier=tier), like)
             self.tickets[storage, tier] = found
         return found
 

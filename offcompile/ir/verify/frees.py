@@ -8,7 +8,7 @@ from offcompile.ir.model import SELF_ENDING_KINDS, Problem
 from offcompile.ir.plan import Freed, Plan
 
 from .ledger import Ledger, Place
-from .order import Run, Touch
+from .order import Touch, VerifiedRun
 
 
 class Frees:
@@ -41,13 +41,13 @@ class Frees:
         self._news.update(t for t, _ in self.pending)
         self.ask(None)
 
-    def begin_run(self, run: Run) -> None:
+    def begin_run(self, run: VerifiedRun) -> None:
         for tensor in run.op.operands:
             self._touched[tensor] = self._touched.get(tensor, 0) + 1
         self._news.update(run.op.operands)
         self.dying.difference_update(run.op.writes)
 
-    def end_run(self, run: Run) -> None:
+    def end_run(self, run: VerifiedRun) -> None:
         """Ends values whose last reader was this run, or that it wrote and that nobody reads."""
         self._news.update(run.op.operands)
         for tensor in run.op.operands:

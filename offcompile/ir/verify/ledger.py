@@ -13,7 +13,7 @@ Place = tuple[str, str]  # tensor, tier
 
 
 @dataclass
-class Copy:
+class LedgerCopy:
     """One copy. It is in use while an op reads or writes it or a move reads or fills it."""
 
     codec: str | None
@@ -28,18 +28,18 @@ class Ledger:
     def __init__(self, problem: Problem, machine: Machine) -> None:
         self._problem = problem
         self._capacity = {t.name: t.capacity_bytes for t in machine.tiers}
-        self._copies: dict[str, dict[str, Copy]] = {}
+        self._copies: dict[str, dict[str, LedgerCopy]] = {}
         self.used_bytes = dict.fromkeys(self._capacity, 0)
         self.peak_bytes = dict.fromkeys(self._capacity, 0)
 
-    def get(self, place: Place) -> Copy | None:
+    def get(self, place: Place) -> LedgerCopy | None:
         return self._copies.get(place[0], {}).get(place[1])
 
-    def of(self, tensor: str) -> dict[str, Copy]:
+    def of(self, tensor: str) -> dict[str, LedgerCopy]:
         """The copies of `tensor` by tier."""
         return self._copies.get(tensor, {})
 
-    def places(self) -> Iterator[tuple[Place, Copy]]:
+    def places(self) -> Iterator[tuple[Place, LedgerCopy]]:
         for tensor, by_tier in self._copies.items():
             for tier, copy in by_tier.items():
                 yield (tensor, tier), copy
@@ -56,14 +56,14 @@ class Ledger:
             return 0
         return max(0, self.used_bytes[tier] + wanted_bytes - capacity)
 
-    def hold(self, place: Place, codec: str | None, valid: bool) -> Copy:
+    def hold(self, place: Place, codec: str | None, valid: bool) -> LedgerCopy:
         """Takes the space for a copy in this form, reusing that of an old copy if there is one."""
         tensor, tier = place
         self.take(tier, self.growth(place, codec))
         copy = self._copies.setdefault(tensor, {}).get(tier)
         nbytes = held_bytes(self._problem, tensor, codec)
         if copy is None:
-            copy = self._copies[tensor][tier] = Copy(codec, nbytes, valid)
+            copy = self._copies[tensor][tier] = LedgerCopy(codec, nbytes, valid)
         else:
             copy.codec, copy.nbytes, copy.valid = codec, nbytes, valid
         return copy

@@ -19,7 +19,7 @@ HALF = Fraction(1, 2)
 
 
 @dataclass(frozen=True)
-class Run:
+class VerifiedRun:
     """One execution of an op: its listed one, or a recomputation."""
 
     id: str
@@ -48,7 +48,7 @@ class Run:
 class Touch:
     """One run that reads or writes a tensor."""
 
-    run: Run
+    run: VerifiedRun
     reads: bool
 
 
@@ -88,7 +88,7 @@ def host_ops(problem: Problem, plan: Plan) -> frozenset[str]:
     )
 
 
-def executed(problem: Problem, plan: Plan) -> tuple[Run, ...]:
+def executed(problem: Problem, plan: Plan) -> tuple[VerifiedRun, ...]:
     """Every op and recomputation of one step in the listed order."""
     on_host = host_ops(problem, plan)
     directs: dict[str, set[str]] = {}
@@ -97,16 +97,16 @@ def executed(problem: Problem, plan: Plan) -> tuple[Run, ...]:
     again: dict[str, list[tuple[str, str]]] = {}
     for entry_ in plan.recomputes:
         again.setdefault(entry_.before, []).append((entry_.id, entry_.op))
-    order: list[Run] = []
+    order: list[VerifiedRun] = []
     for op in problem.ops:
         for run_id, op_id in (*again.get(op.id, ()), (op.id, op.id)):
             named = frozenset(directs.get(op_id, ()))
             here = op_id in on_host and run_id == op_id
-            order.append(Run(run_id, problem.op[op_id], len(order), here, named))
+            order.append(VerifiedRun(run_id, problem.op[op_id], len(order), here, named))
     return tuple(order)
 
 
-def touches(runs: Iterable[Run]) -> Mapping[str, tuple[Touch, ...]]:
+def touches(runs: Iterable[VerifiedRun]) -> Mapping[str, tuple[Touch, ...]]:
     """The runs that touch each tensor, in the listed order."""
     found: dict[str, list[Touch]] = {}
     for run in runs:

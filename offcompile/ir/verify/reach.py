@@ -7,10 +7,10 @@ from collections.abc import Iterator, Sequence
 from offcompile.ir.errors import Violation
 from offcompile.ir.plan import Move, Plan
 
-from .order import Run, touches
+from .order import VerifiedRun, touches
 
 
-def check_order(runs: Sequence[Run], plan: Plan) -> Iterator[Violation]:
+def check_order(runs: Sequence[VerifiedRun], plan: Plan) -> Iterator[Violation]:
     """Checks for late moves and circular triggers. Every name of the plan must be known."""
     run = {r.id: r for r in runs}
     moves = {m.id: m for m in plan.moves}
@@ -57,7 +57,7 @@ class _Successors:
     that touch the same tensor do.
     """
 
-    def __init__(self, runs: Sequence[Run]) -> None:
+    def __init__(self, runs: Sequence[VerifiedRun]) -> None:
         self._runs = runs
         self._touching = touches(runs)
         self._next_on_lane: dict[int, int] = {}
@@ -68,7 +68,7 @@ class _Successors:
             last[run.on_host] = run.position
         self._reached: dict[int, frozenset[int]] = {}
 
-    def includes(self, first: Run, then: Run) -> bool:
+    def includes(self, first: VerifiedRun, then: VerifiedRun) -> bool:
         """True if `then` is `first`, or cannot start before `first` has ended."""
         if not first.on_host and not then.on_host:
             return then.position >= first.position
@@ -76,7 +76,7 @@ class _Successors:
             self._reached[first.position] = self._reach(first)
         return then.position in self._reached[first.position]
 
-    def _reach(self, first: Run) -> frozenset[int]:
+    def _reach(self, first: VerifiedRun) -> frozenset[int]:
         seen, waiting = {first.position}, [first.position]
         while waiting:
             at = waiting.pop()

@@ -10,7 +10,7 @@ from offcompile.ir.errors import Violation
 from offcompile.ir.model import Machine, Problem
 from offcompile.ir.plan import COMPUTE, HOST_COMPUTE, Move, Plan, Span, Timeline
 
-from .order import Run, executed, move_duration_ns
+from .order import VerifiedRun, executed, move_duration_ns
 
 MAX_STEPS = 8  # a steady problem that has not settled by then is reported as unsettled
 
@@ -25,7 +25,7 @@ class Task:
     id: str
     lane: str
     duration_ns: int
-    run: Run | None
+    run: VerifiedRun | None
     move: Move | None
     span: Span | None
 

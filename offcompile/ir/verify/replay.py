@@ -18,7 +18,7 @@ from offcompile.ir.plan import Freed, Move, Plan, Timeline
 from .ending import Leftover, check_end
 from .frees import Frees
 from .ledger import Ledger
-from .order import Run, arrives_as, executed, start_codecs, touches
+from .order import VerifiedRun, arrives_as, executed, start_codecs, touches
 from .record import Key, Task
 from .waits import Waits
 
@@ -104,7 +104,7 @@ class Replay:
             self._frees.ask(task.id)
         return bool(ended)
 
-    def _finish_run(self, run: Run) -> None:
+    def _finish_run(self, run: VerifiedRun) -> None:
         for tensor in run.op.operands:
             copy = self.books.get((tensor, run.tier_of(tensor)))
             if copy is not None:
@@ -245,7 +245,7 @@ class Replay:
         elif task.move is not None:
             self._start_move(task.move)
 
-    def _start_run(self, task: Task, run: Run) -> None:
+    def _start_run(self, task: Task, run: VerifiedRun) -> None:
         self._frees.begin_run(run)
         for tensor in run.op.operands:
             place = (tensor, run.tier_of(tensor))

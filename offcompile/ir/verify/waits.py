@@ -9,7 +9,7 @@ from offcompile.ir.plan import Move, Plan
 from offcompile.ir.units import show_bytes
 
 from .ledger import Ledger, Place
-from .order import Run, Touch, arrives_as
+from .order import Touch, VerifiedRun, arrives_as
 from .record import Key, Task
 
 Reason = tuple[str, str]  # rule, obstacle
@@ -40,7 +40,7 @@ class Waits:
         self.step = 0
         self.ended: set[Key] = set()
 
-    def of_run(self, step: int, run: Run) -> Iterator[Reason]:
+    def of_run(self, step: int, run: VerifiedRun) -> Iterator[Reason]:
         if step > self.step:
             yield "bad-value", f"step {step} has not begun"
         for move in self._awaited.get(run.id, ()):
@@ -71,7 +71,7 @@ class Waits:
         growth = self._books.growth((move.tensor, move.target), arrives_as(move))
         yield from self._fits(move.target, growth)
 
-    def _order(self, step: int, run: Run, tensor: str) -> Iterator[Reason]:
+    def _order(self, step: int, run: VerifiedRun, tensor: str) -> Iterator[Reason]:
         """Checks that host updates and device ops keep the listed order on a shared tensor."""
         for touch in self._shared.get(tensor, ()):
             earlier = touch.run
@@ -93,7 +93,7 @@ class Waits:
         elif copy.codec != form:
             yield "codec", f"the copy of {tensor} on {tier} is {copy.codec or 'not compressed'}"
 
-    def _room(self, run: Run) -> Iterator[Reason]:
+    def _room(self, run: VerifiedRun) -> Iterator[Reason]:
         wanted = {HOST if run.on_host else DEVICE: run.op.workspace_bytes}
         for tensor in run.op.writes:
             tier = run.tier_of(tensor)

@@ -49,7 +49,7 @@ class Card:
         return tuple(found)
 
 
-class Calls(ABC):
+class DriverCalls(ABC):
     """One device. `kind` names the figure being measured; only a fake uses it."""
 
     card: Card
@@ -100,7 +100,7 @@ class Calls(ABC):
         """Wait for all work and release cached memory."""
 
 
-class CudaCalls(Calls):
+class CudaCalls(DriverCalls):
     """The real CUDA calls."""
 
     def __init__(self, index: int) -> None:

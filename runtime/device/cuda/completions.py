@@ -12,7 +12,7 @@ from offcompile.runtime.base.threads import started
 T = TypeVar("T")
 
 
-class _Line(Generic[T]):
+class _CompletionLine(Generic[T]):
     def __init__(self) -> None:
         self.queue: deque[T] = deque()
         self.wake = threading.Condition()
@@ -28,7 +28,7 @@ class Completions(Generic[T]):
     def __init__(self, finish: Callable[[T], None]) -> None:
         self._finish = finish
         self._lock = threading.Lock()
-        self._lines: dict[str, _Line[T]] = {}
+        self._lines: dict[str, _CompletionLine[T]] = {}
         self._closed = False
 
     def ready(self, lane: str) -> None:
@@ -46,11 +46,11 @@ class Completions(Generic[T]):
             line.queue.append(item)
             line.wake.notify()
 
-    def _line(self, lane: str) -> _Line[T]:
+    def _line(self, lane: str) -> _CompletionLine[T]:
         line = self._lines.get(lane)
         if line is None:
             with self._lock:
-                line = self._lines.setdefault(lane, _Line())
+                line = self._lines.setdefault(lane, _CompletionLine())
         return line
 
     def close(self) -> None:
@@ -62,7 +62,7 @@ class Completions(Generic[T]):
             if line.thread is not None and line.thread is not threading.current_thread():
                 line.thread.join()
 
-    def _run(self, line: _Line[T]) -> None:
+    def _run(self, line: _CompletionLine[T]) -> None:
         while True:
             with line.wake:
                 while not line.queue:

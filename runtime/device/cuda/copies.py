@@ -14,11 +14,11 @@ from offcompile.runtime.base.counters import note, now_ns
 from offcompile.runtime.base.threads import bare
 from offcompile.runtime.device.failures import not_arrived
 from offcompile.runtime.device.interface import Copy, Label, Point, Slot
-from offcompile.runtime.device.lanes import Job, Needed
+from offcompile.runtime.device.lanes import LaneJob, Needed
 from offcompile.runtime.device.streams import Event, Stream, Streams, flat_bytes, flat_elements
 
 
-class Block(Protocol):
+class CopyBlock(Protocol):
     """The interface of a block of host memory (`host_arena.HostBlock`) that the device needs."""
 
     @property
@@ -27,13 +27,13 @@ class Block(Protocol):
     def free(self) -> None: ...
 
 
-class Blocks(Protocol):
+class CopyBlocks(Protocol):
     """The interface of `host_arena.HostArena` that the device needs."""
 
     @property
     def pinned(self) -> bool: ...
 
-    def block(self, nbytes: int, align_bytes: int = 256) -> Block: ...
+    def block(self, nbytes: int, align_bytes: int = 256) -> CopyBlock: ...
 
 
 class Mark(Point):
@@ -49,7 +49,7 @@ class HostSlot(Slot):
 
     tier = "host"
 
-    def __init__(self, block: Block, nbytes: int, pinned: bool) -> None:
+    def __init__(self, block: CopyBlock, nbytes: int, pinned: bool) -> None:
         self.nbytes = nbytes
         self.block = block
         self._pinned = pinned
@@ -92,7 +92,7 @@ class CudaCopy(Copy):
         self.began: Event | None = None
         self.began_ns = now_ns()
         self.issued = threading.Event()
-        self.job: Job | None = None
+        self.job: LaneJob | None = None
         self.awaited = False
         self.over = False
 

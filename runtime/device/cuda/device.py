@@ -47,8 +47,8 @@ from offcompile.runtime.memory.host_arena import HostFull
 
 from .completions import Completions
 from .copies import (
-    Block,
-    Blocks,
+    CopyBlock,
+    CopyBlocks,
     CudaCopy,
     HostSlot,
     Mark,
@@ -60,8 +60,8 @@ from .copies import (
 from .direct_files import DirectFiles
 from .disk_steps import packing_steps, rated, raw_steps, unpacking_steps
 from .host_aliases import HostAliases, ShadowSlot
-from .packing import PackedHostSlot, Packers, Rooms
-from .staging import CHUNKS, Ring, Step, ring_in
+from .packing import PackedHostSlot, Packers, PackingRooms
+from .staging import CHUNKS, Ring, StagingStep, ring_in
 
 #: copies of the host tier of at least this size are timed by the GPU, to measure the lane's rate
 RATED_BYTES = 1 << 20
@@ -87,7 +87,7 @@ class CudaDevice(Device):
     def __init__(
         self,
         streams: Streams,
-        arena: Blocks,
+        arena: CopyBlocks,
         stores: Mapping[str, SpillStore],
         staging_bytes: int = 16 << 20,
         timed: bool = False,
@@ -140,7 +140,7 @@ class CudaDevice(Device):
             try:
                 if kind is None:
                     return HostSlot(self._block(nbytes), nbytes, self.arena.pinned)
-                rooms = Rooms(source, kind, self.packers.in_place)
+                rooms = PackingRooms(source, kind, self.packers.in_place)
                 return PackedHostSlot(self._block(rooms.nbytes), nbytes, self.arena.pinned, rooms)
             except HostFull as full:
                 if not self.stores:
@@ -153,7 +153,7 @@ class CudaDevice(Device):
             return PackedSlot(self.stores["disk"], "disk", source, kind, per_piece)
         return CpuSlot(self.stores["disk"], "disk", nbytes, skew_bytes=0)
 
-    def _block(self, nbytes: int) -> Block:
+    def _block(self, nbytes: int) -> CopyBlock:
         try:
             return self.arena.block(nbytes)
         except HostFull:
@@ -390,7 +390,7 @@ class CudaDevice(Device):
 
     def _steps(
         self, copy: CudaCopy, slot: CpuSlot | PackedSlot, ring: Ring, outward: bool, begin: int
-    ) -> Iterator[Step]:
+    ) -> Iterator[StagingStep]:
         """The steps of a copy whose first `begin` bytes have already moved."""
         if isinstance(slot, CpuSlot):
             return raw_steps(self.streams, slot, copy.part, ring.chunk_bytes, outward, begin)

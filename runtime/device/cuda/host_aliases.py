@@ -20,13 +20,13 @@ from offcompile.runtime.device.owners import address_of
 from offcompile.runtime.device.streams import Event, Stream, Streams, when_storage_dies
 from offcompile.runtime.memory.host_arena import ALIGN_BYTES, HostFull
 
-from .copies import Block, Blocks, HostSlot
+from .copies import CopyBlock, CopyBlocks, HostSlot
 
 
 class _Group:
     """A block that several slots share; freed with the last of them."""
 
-    def __init__(self, block: Block, slots: int) -> None:
+    def __init__(self, block: CopyBlock, slots: int) -> None:
         self.block = block
         self.left = slots
 
@@ -69,7 +69,7 @@ class HostAliases:
     (gradients recur with every step); at most used_bytes, once pending work on them has ended.
     """
 
-    def __init__(self, streams: Streams, arena: Blocks) -> None:
+    def __init__(self, streams: Streams, arena: CopyBlocks) -> None:
         self.streams, self.arena = streams, arena
         self.used_bytes = self.spare_bytes = 0
         self._lock = threading.Lock()

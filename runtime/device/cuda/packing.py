@@ -14,13 +14,13 @@ from functools import cached_property
 
 import torch
 
-from offcompile.runtime.codecs import Codec, codec
+from offcompile.runtime.codecs import TensorCodec, codec
 from offcompile.runtime.codecs.kinds import Bitmask
 from offcompile.runtime.codecs.layout import OFFSET_BYTES
 from offcompile.runtime.device.packing import elements_in, ranges
 from offcompile.runtime.device.streams import Stream, Streams
 
-from .copies import Block, HostSlot
+from .copies import CopyBlock, HostSlot
 
 #: alignment of the pieces' rooms
 ROOM_BYTES = 256
@@ -30,7 +30,7 @@ MOST_ELEMENTS = 1 << 28
 DEVICE_STAGING_BYTES = 4 << 20
 
 
-def used_bytes(codec: Codec, packed: torch.Tensor, count: int, dtype: torch.dtype) -> int:
+def used_bytes(codec: TensorCodec, packed: torch.Tensor, count: int, dtype: torch.dtype) -> int:
     """The bytes used in `packed`, in host memory, as the packed data itself states."""
     if not isinstance(codec, Bitmask):
         return codec.worst_bytes(count, dtype)
@@ -39,10 +39,10 @@ def used_bytes(codec: Codec, packed: torch.Tensor, count: int, dtype: torch.dtyp
     return layout.bytes_for(int(packed[at : at + OFFSET_BYTES].view(torch.int32).item()))
 
 
-class Rooms:
+class PackingRooms:
     """The layout of a tensor's pieces in a block, each with room for its worst case."""
 
-    def __init__(self, source: torch.Tensor, codec: Codec, in_place: bool) -> None:
+    def __init__(self, source: torch.Tensor, codec: TensorCodec, in_place: bool) -> None:
         self.codec, self.dtype, self.numel = codec, source.dtype, source.numel()
         staged = elements_in(DEVICE_STAGING_BYTES, codec, self.dtype)
         self.per_piece = MOST_ELEMENTS if in_place else staged
@@ -63,7 +63,7 @@ class Rooms:
 class PackedHostSlot(HostSlot):
     """A block of host memory for a tensor packed by a codec, whatever the tensor holds."""
 
-    def __init__(self, block: Block, nbytes: int, pinned: bool, rooms: Rooms) -> None:
+    def __init__(self, block: CopyBlock, nbytes: int, pinned: bool, rooms: PackingRooms) -> None:
         super().__init__(block, nbytes, pinned)
         self.rooms = rooms
         #: bytes used by each piece, once `look` has read them
@@ -104,21 +104,29 @@ class Packer(ABC):
         self.streams = streams
 
     @abstractmethod
-    def pack(self, stream: Stream, codec: Codec, flat: torch.Tensor, room: torch.Tensor) -> None:
+    def pack(
+        self, stream: Stream, codec: TensorCodec, flat: torch.Tensor, room: torch.Tensor
+    ) -> None:
         """Pack `flat` into `room`, flat uint8 on the host of at least the worst-case size."""
 
     @abstractmethod
-    def unpack(self, stream: Stream, codec: Codec, room: torch.Tensor, flat: torch.Tensor) -> None:
+    def unpack(
+        self, stream: Stream, codec: TensorCodec, room: torch.Tensor, flat: torch.Tensor
+    ) -> None:
         """Unpack `room` into `flat`, after earlier packing into `room` on `stream`."""
 
 
-class InPlace(Packer):
+class PackedInPlace(Packer):
     """Packs and unpacks in place: kernels write and read host memory."""
 
-    def pack(self, stream: Stream, codec: Codec, flat: torch.Tensor, room: torch.Tensor) -> None:
+    def pack(
+        self, stream: Stream, codec: TensorCodec, flat: torch.Tensor, room: torch.Tensor
+    ) -> None:
         self.streams.pack(stream, codec, flat, room)
 
-    def unpack(self, stream: Stream, codec: Codec, room: torch.Tensor, flat: torch.Tensor) -> None:
+    def unpack(
+        self, stream: Stream, codec: TensorCodec, room: torch.Tensor, flat: torch.Tensor
+    ) -> None:
         self.streams.unpack(stream, codec, room, flat)
 
 
@@ -137,13 +145,17 @@ class Aside(Packer):
     def nbytes(self) -> int:  # type: ignore[override]
         return 0 if self._staging is None else self._staging.numel()
 
-    def pack(self, stream: Stream, codec: Codec, flat: torch.Tensor, room: torch.Tensor) -> None:
+    def pack(
+        self, stream: Stream, codec: TensorCodec, flat: torch.Tensor, room: torch.Tensor
+    ) -> None:
         staging = self._room(stream, codec.worst_bytes(flat.numel(), flat.dtype))
         self.streams.pack(stream, codec, flat, staging)
         size = self._size(stream, codec, staging, flat)
         self.streams.copy(stream, room[:size], staging[:size])
 
-    def _size(self, stream: Stream, codec: Codec, staging: torch.Tensor, flat: torch.Tensor) -> int:
+    def _size(
+        self, stream: Stream, codec: TensorCodec, staging: torch.Tensor, flat: torch.Tensor
+    ) -> int:
         worst = codec.worst_bytes(flat.numel(), flat.dtype)
         if not isinstance(codec, Bitmask):
             return worst
@@ -153,7 +165,9 @@ class Aside(Packer):
         self.streams.synchronize(self.streams.record(stream))
         return layout.bytes_for(int(self._head.view(torch.int32).item()))
 
-    def unpack(self, stream: Stream, codec: Codec, room: torch.Tensor, flat: torch.Tensor) -> None:
+    def unpack(
+        self, stream: Stream, codec: TensorCodec, room: torch.Tensor, flat: torch.Tensor
+    ) -> None:
         staging = self._room(stream, codec.worst_bytes(flat.numel(), flat.dtype))
         # the host must see the bytes that it reads the size from
         self.streams.synchronize(self.streams.record(stream))
@@ -177,14 +191,14 @@ class Packers:
     def __init__(self, streams: Streams, pinned: bool) -> None:
         self.streams = streams
         self._pinned = pinned
-        self._in_place = InPlace(streams)
+        self._in_place = PackedInPlace(streams)
         self._asides: dict[str, Aside] = {}
 
     @property
     def nbytes(self) -> int:
         return sum(packer.nbytes for packer in tuple(self._asides.values()))
 
-    def codec(self, name: str) -> Codec | None:
+    def codec(self, name: str) -> TensorCodec | None:
         """The codec; None, with a warning, if kernels cannot run: tensors then move unpacked."""
         kind = codec(name)
         reason = self.streams.why_not_pack(in_place=False)

@@ -16,7 +16,7 @@ from offcompile.runtime.base.mapping import PAGE_BYTES, page_multiple
 from offcompile.runtime.device.streams import Event, Stream, Streams
 from offcompile.runtime.memory.host_arena import HostFull
 
-from .copies import Blocks
+from .copies import CopyBlocks
 
 #: chunks of a ring; with two, tensors smaller than a chunk would hardly overlap
 CHUNKS = 4
@@ -38,7 +38,7 @@ class Chunk:
 
 
 @dataclass(frozen=True)
-class Step:
+class StagingStep:
     """The work on one chunk: the GPU's part, queued on a stream, and the disk's part."""
 
     by_gpu: Callable[[Stream, Chunk], None]
@@ -57,14 +57,14 @@ class Ring:
         #: True if all of its memory comes from the arena
         self.from_arena = from_arena
 
-    def write(self, stream: Stream, steps: Iterable[Step], issued: Issued) -> None:
+    def write(self, stream: Stream, steps: Iterable[StagingStep], issued: Issued) -> None:
         """Write a tensor to the disk; returns, or raises, when the GPU and the disk are done.
 
         `issued` gets the event of the last copy from the tensor as soon as that is queued; the GPU
         gets no more work on the tensor after that.
         """
         event: Event | None = None
-        waiting: deque[tuple[Chunk, Step]] = deque()
+        waiting: deque[tuple[Chunk, StagingStep]] = deque()
         try:
             for step in steps:
                 if len(waiting) == len(self._chunks):
@@ -85,7 +85,7 @@ class Ring:
             for chunk, _ in waiting:
                 self._settle(chunk)
 
-    def read(self, stream: Stream, steps: Iterable[Step], issued: Issued) -> None:
+    def read(self, stream: Stream, steps: Iterable[StagingStep], issued: Issued) -> None:
         """Fill a tensor; returns when the last copy into it was given to the GPU.
 
         `issued` gets the event of each copy. The disk reads ahead of the GPU by as much as the ring
@@ -111,7 +111,7 @@ class Ring:
         self._chunks.rotate(-1)
         return self._chunks[-1]
 
-    def _land(self, chunk: Chunk, step: Step) -> None:
+    def _land(self, chunk: Chunk, step: StagingStep) -> None:
         self._streams.synchronize(chunk.event)
         step.by_disk(chunk)
 
@@ -123,13 +123,13 @@ class Ring:
                 self._streams.synchronize(chunk.event)
 
 
-def ring_in(streams: Streams, arena: Blocks, chunk_bytes: int) -> Ring:
+def ring_in(streams: Streams, arena: CopyBlocks, chunk_bytes: int) -> Ring:
     """A ring whose chunks lie in the arena, as far as the arena has room."""
     chunks = [_chunk(arena, chunk_bytes) for _ in range(CHUNKS)]
     return Ring(streams, [tensor for tensor, _ in chunks], all(pinned for _, pinned in chunks))
 
 
-def _chunk(arena: Blocks, nbytes: int) -> tuple[torch.Tensor, bool]:
+def _chunk(arena: CopyBlocks, nbytes: int) -> tuple[torch.Tensor, bool]:
     """A chunk, and True if the arena had room for it."""
     try:
         return arena.block(nbytes, PAGE_BYTES).tensor, True
