@@ -54,7 +54,7 @@ def test_a_compiled_model_may_be_converted_by_swapping(swapping: None) -> None:
     found = converting(ours(model), model)
     assert all(map(torch.equal, found, expected))
     assert on_host(model) == LAYERS and identities == list(map(id, model.parameters()))
-    seen = offcompile.run.backend.books_of(torch.device("cpu")).holdings
+    seen = offcompile.run.backend.usage_of(torch.device("cpu")).holdings
     assert len(seen.living()) == len(identities)
     del model, found
     torch._dynamo.reset()
