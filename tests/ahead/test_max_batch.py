@@ -55,7 +55,7 @@ def searches(monkeypatch: pytest.MonkeyPatch) -> list[_BatchSearch]:
             super().__init__(*args, **kwargs)
             made.append(self)
 
-    monkeypatch.setattr(batch_search, "_Search", Kept)
+    monkeypatch.setattr(batch_search, "_BatchSearch", Kept)
     return made
 
 

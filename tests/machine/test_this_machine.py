@@ -64,7 +64,7 @@ def instruments(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Instruments:
     monkeypatch.setattr(module, "memory_bytes_per_us", made.memory)
     monkeypatch.setattr(module, "matmul_flop_per_us", made.matmul)
     monkeypatch.setattr(module, "measure_disk", made.disk)
-    monkeypatch.setattr(module, "Watch", made.watch)
+    monkeypatch.setattr(module, "Stopwatch", made.watch)
     monkeypatch.setattr(module, "copy_toll_share", made.toll)
     monkeypatch.setattr(module, "check_directory", lambda directory: None)
     monkeypatch.setattr(module, "_settled", set())

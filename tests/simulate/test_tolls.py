@@ -177,7 +177,7 @@ class Busy(Stopwatch):
 
 
 def test_nothing_is_said_of_a_busy_machine(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(beside, "Watch", Busy)
+    monkeypatch.setattr(beside, "Stopwatch", Busy)
     assert beside.copy_toll_share(product_us=100.0, rounds=2, copy_bytes=1 << 20) is None
 
 
