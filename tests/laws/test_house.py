@@ -93,6 +93,10 @@ def test_a_folder_has_no_more_files_than_one_can_see() -> None:
     assert {f for f, n in folders.items() if n > house.MOST_FILES} == set(reasons)
 
 
+def test_a_class_name_means_one_thing() -> None:
+    assert len(house.class_names_twice(FILES)) <= 8
+
+
 def test_the_picture_of_the_rooms_is_up_to_date() -> None:
     assert house.PICTURE.read_text() == house.draw(), "draw it again with `make house`"
 
