@@ -1,0 +1,184 @@
+"""Holds the plans of one captured graph, and compiles it again for another plan."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import fx
+from torch._guards import TracingContext, tracing
+
+from offcompile.graph.lowering.lower import lower
+from offcompile.ir import Infeasible, OffloadError
+from offcompile.planning.feedback.profiling import Settled
+from offcompile.run.accounts.fixed_weights import FixedWeights
+from offcompile.run.compile_hooks import CompileHooks
+from offcompile.run.plan.carry_out import unplaced
+from offcompile.run.plan.request import USUAL, GraphFacts, PlanKind, PlanRequest
+from offcompile.run.refusals import let_go
+from offcompile.run.trial import Trial
+from offcompile.runtime.base.garbage import garbage
+from offcompile.runtime.states.updates import updater_of
+
+from .variant import Call, Variant
+
+#: a graph that needs more plans than this has sizes that never settle
+MOST_VARIANTS = 16
+
+
+@dataclass(eq=False)
+class Traced:
+    """A graph as Dynamo traced it."""
+
+    gm: fx.GraphModule
+    #: its arguments; holding the real ones would keep a batch alive
+    inputs: Sequence[Any]
+    context: TracingContext | None
+
+    def leave_split(self) -> None:
+        """Use a context of its own, for one part of a graph that DDPOptimizer split. All parts
+        share one, so backward would look there for the notes of parts that were compiled right
+        away."""
+        if self.context is not None:
+            self.context = copy.copy(self.context)
+            self.context.ddp_optimizer_ctx = None
+            self.context.fakify_first_call = False
+
+    def lower(self, hooks: CompileHooks, inputs: Sequence[Any] | None) -> Callable[..., Any]:
+        """Compile the graph. `inputs` is given while Dynamo compiles."""
+        # lowering takes ownership of the graph that it is given
+        graph, self.gm = self.gm, _copy(self.gm)
+        lowering = hooks.facts.options.lowering
+        if inputs is not None:
+            return lower(graph, inputs, lowering, hooks)
+        with tracing(self.context):
+            return lower(graph, self.inputs, lowering, hooks)
+
+
+@dataclass(eq=False)
+class Plans:
+    """The plans of one captured graph, and which kinds of plan are known to be impossible."""
+
+    facts: GraphFacts
+    traced: Traced
+    fixed: FixedWeights
+    trial: Trial = field(default_factory=Trial)
+    variants: list[Variant] = field(default_factory=list)
+    #: kinds found infeasible
+    in_vain: set[PlanKind] = field(default_factory=set)
+    #: arguments that an optimizer updates during backward
+    updated: frozenset[int] = frozenset()
+
+    # --- plans ----------------------------------------------------------------------------------
+
+    def make(
+        self,
+        call: Call,
+        held: int,
+        kind: PlanKind = USUAL,
+        explains: bool = True,
+        settled: Settled | None = None,
+    ) -> Variant:
+        """Plan and compile for this call. Raises `Infeasible`. See `PlanRequest`."""
+        facts = self.facts
+        if len(self.variants) >= MOST_VARIANTS + facts.profile.replans:
+            raise OffloadError(
+                f"{facts.runs.name} has been planned {MOST_VARIANTS} times, and again its sizes,"
+                " or what is held beside it, do not fit. Give a larger budget, pad inputs to fewer"
+                " lengths, or use memory='minimum'."
+            )
+        sizes = dict(zip(facts.symbols, call.sizes, strict=True)) if call.sizes else {}
+        request = PlanRequest(
+            self._next_name(),
+            kind,
+            held,
+            explains,
+            settled=settled,
+            updated=self.updated,
+            fixed=self.fixed.indices,
+            sizes=sizes,
+        )
+        hooks = CompileHooks(facts, request)
+        try:
+            run = self.traced.lower(hooks, call.inputs)
+        except Infeasible as error:
+            raise self.fixed.explained(error) from None
+        planned = hooks.planned
+        placement = unplaced(facts) if planned is None else planned.placement
+        variant = Variant(kind, planned, placement, run)
+        if variant.moves or facts.runs.budget_bytes is None:
+            self.fixed.tell()
+        self.variants.append(variant)
+        return variant
+
+    def look_at_weights(self, call: Call) -> None:
+        """Note which weights an optimizer updates during backward, and which must not leave."""
+        indices = self.facts.parameters
+        self.updated = frozenset(i for i in indices if updater_of(call.args[i]) is not None)
+        self.fixed.look(call.args, sorted(indices))
+
+    def without_fixed(self, variant: Variant, call: Call) -> Variant:
+        """Replace a plan that moves weights which must stay on the device."""
+        self.fixed.look(call.args, variant.placement.hosted)
+        fixed = self.fixed.indices
+        gone = [v for v in self.variants if not fixed.isdisjoint(v.placement.hosted)]
+        if variant not in gone:
+            name = self.facts.runs.name
+            raise OffloadError(f"{name}: weights could not leave the device and have to.")
+        made = self.make(call, self.held(call))
+        self.variants[:] = [v for v in self.variants if v not in gone]
+        return made
+
+    def _next_name(self) -> str:
+        number, name = len(self.variants) + self.trial.given_up + 1, self.facts.runs.name
+        return name if number == 1 else f"{name}, plan {number}"
+
+    # --- memory ---------------------------------------------------------------------------------
+
+    def held(self, call: Call) -> int:
+        """Bytes held beside the graph during a step."""
+        runs = self.facts.runs
+        return runs.books.held_beside(runs.entry, call.parameters).in_step
+
+    def likely_held(self, call: Call) -> int:
+        """Like `held`, after collecting models that have had their last step."""
+        if self.held(call):
+            garbage.collect_models()
+            self.facts.runs.books.invalidate()
+        return self.held(call)
+
+    def surely_held(self, call: Call) -> int:
+        """Like `held`, after collecting all garbage, even forwards that will get no backward."""
+        if self.held(call):
+            let_go()
+            garbage.collect()
+            self.facts.runs.books.invalidate()
+        return self.held(call)
+
+    def within(self, variant: Variant, held: int, call: Call) -> bool:
+        """True if the plan and what is held beside it are within the budget."""
+        budget = self.facts.runs.budget_bytes
+        assert budget is not None
+        return variant.needs_at(call.sizes).peak_bytes + held <= budget
+
+    def first_within(self, variants: Sequence[Variant], call: Call) -> Variant | None:
+        """Return the first plan that fits, if need be after collecting all garbage."""
+        for look in (self.held, self.surely_held):
+            held = look(call)
+            for variant in variants:
+                if self.within(variant, held, call):
+                    return variant
+        return None
+
+
+def _copy(gm: fx.GraphModule) -> fx.GraphModule:
+    """Copy the graph; share its attributes."""
+    graph = fx.Graph()
+    graph.output(graph.graph_copy(gm.graph, {}))
+    made = fx.GraphModule(gm, graph)
+    made.meta.update(gm.meta)
+    for node in graph.nodes:
+        node.meta.pop("grapharg", None)  # refers to the parameter; Dynamo drops its own, too
+    return made
