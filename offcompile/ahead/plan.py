@@ -29,9 +29,9 @@ from offcompile.planning.fit_budget import planning_seconds
 from offcompile.report.report import PlanReport
 from offcompile.report.simple_way import SimpleWay
 from offcompile.run.plan.candidates import plan_in_order
-from offcompile.run.plan.planned import report_of
+from offcompile.run.plan.contract import PlanRequest
+from offcompile.run.plan.plan_graph import report_of
 from offcompile.run.plan.planner import GraphPlanner
-from offcompile.run.plan.request import PlanRequest
 from offcompile.runtime.base.progress import Progress
 
 from .batch_trace import Traced, trace_call

@@ -33,12 +33,11 @@ from .accounts.fixed_weights import FixedWeights
 from .accounts.graph_runs import GraphRuns
 from .accounts.usage import DeviceUsage, ParameterSet
 from .foreign_autograd import refuse_foreign_autograd
-from .plan.request import GraphFacts
+from .plan.contract import GraphFacts
 from .recording import recorded
 from .variants.judging import judged
 from .variants.ladder import VariantChooser
-from .variants.plans import Plans, Traced
-from .variants.variant import Call
+from .variants.plans import Call, Plans, Traced
 
 _numbers = itertools.count()
 

@@ -11,9 +11,8 @@ from offcompile.graph.graphs import Graphs, outputs_of
 from offcompile.graph.lowering.lower import Compiled, Halves, Phase
 from offcompile.graph.split import Splits
 
+from .plan.contract import GraphFacts, Planned, PlanRequest
 from .plan.plan_graph import plan_graph
-from .plan.planned import Planned
-from .plan.request import GraphFacts, PlanRequest
 from .problem_source import ProblemSource
 from .running_step import RunningHalf
 

@@ -16,8 +16,7 @@ from offcompile.runtime.moves.registry import runtime_for
 from offcompile.runtime.states.update_ops import taken_or_kept
 
 from .accounts.graph_runs import Room
-from .plan.planned import Planned
-from .plan.request import GraphFacts
+from .plan.contract import GraphFacts, Planned
 from .recording import recorded
 
 

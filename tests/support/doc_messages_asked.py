@@ -40,7 +40,7 @@ def _(place: Path, patch: pytest.MonkeyPatch) -> str:
 
 @says("other compiled graphs of this process hold …, which is the whole budget")
 def _(place: Path, patch: pytest.MonkeyPatch) -> str:
-    from offcompile.run.plan.request import PlanRequest
+    from offcompile.run.plan.contract import PlanRequest
 
     request = PlanRequest("graph 1", held_bytes=2 << 20)
     return told(lambda: request.budget(Options.read({"memory": "1MiB"}), 1 << 30), Infeasible)

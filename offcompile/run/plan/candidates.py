@@ -20,9 +20,8 @@ from offcompile.machine.in_place import InPlace
 from offcompile.planning.fit_budget import NO_LOSS, decide, peak_alone, with_reserve
 from offcompile.run.problem_source import ProblemSource
 
-from .placement import PlacementSearch
-from .planner import GraphPlanner
-from .request import EMPTIED, USUAL
+from .contract import EMPTIED, USUAL
+from .planner import GraphPlanner, PlacementSearch
 
 #: share of a step that packing and unpacking masks may take if everything fits with them packed
 BITS_COST = 0.02

@@ -25,8 +25,7 @@ from offcompile.runtime.memory.heap import heap
 from offcompile.runtime.moves.registry import runtime_for
 
 from .candidates import Candidate
-from .planned import Planned
-from .request import GraphFacts
+from .contract import GraphFacts, Planned
 
 #: each lane may pack in this fraction of the runtime's reserve; at most four lanes pack
 PACKING_SHARE = 4

@@ -6,23 +6,30 @@ import weakref
 from dataclasses import replace
 from functools import partial
 
+import sympy
+import torch
 from torch import fx
 
 from offcompile.graph.graphs import Graphs
+from offcompile.graph.sizes import hint_of
 from offcompile.graph.split import Splits
 from offcompile.graph.split.decision import Ways
-from offcompile.ir import DEVICE, Machine, Plan
+from offcompile.graph.weight_placement import Choice
+from offcompile.ir import DEVICE, Machine, Plan, Problem
+from offcompile.planning.empty_turn import kept_at_turn
+from offcompile.planning.endurance import planned_life
 from offcompile.planning.feedback.corrections import with_factors
 from offcompile.planning.feedback.profiling import WORTH, Settled, reconsider
+from offcompile.planning.footprint import Footprint, NeedsBySize, bytes_of, standing_in
 from offcompile.report.dump import Dumped as Compilation
 from offcompile.report.dump import dump
 from offcompile.report.log import log_compiled, log_decision
-from offcompile.report.report import remember
+from offcompile.report.report import PlanReport, remember
 from offcompile.report.stalls import move_names
 from offcompile.report.verified import Verified
 from offcompile.run.accounts.graph_runs import kept_between
 from offcompile.run.accounts.usage import GraphUsage
-from offcompile.run.problem_source import ProblemSource
+from offcompile.run.problem_source import ProblemSource, values
 from offcompile.run.recording import weights_of
 from offcompile.run.step_recorder import StepRecorder
 from offcompile.run.verifying import Verifying
@@ -31,9 +38,8 @@ from offcompile.runtime.base.progress import Progress
 
 from .candidates import Candidate, plan_in_order
 from .carry_out import carry_out, reserve, unplaced
-from .planned import Planned, needs_of, report_of
+from .contract import GraphFacts, Planned, PlanRequest
 from .planner import GraphPlanner
-from .request import GraphFacts, PlanRequest
 
 
 def plan_graph(
@@ -69,7 +75,7 @@ def plan_graph(
         kept=partial(kept_between, source.target.runtime),
     )
     weights = weights_of(found.graphs, annotated, sorted(facts.parameters))
-    needs = needs_of(found, report, facts.symbols)
+    needs = _needs(found, report, facts.symbols)
     facts.runs.entry.trains = found.graphs.backward is not None
     made, placement = None, unplaced(facts)
     if not decided.fits:
@@ -145,6 +151,31 @@ def best_candidate(planner: GraphPlanner, given: Graphs, splits: Splits | None =
     return replace(found, choice=replace(found.choice, split=splits.describe(found.pieces)))
 
 
+def report_of(planner: GraphPlanner, choice: Choice) -> PlanReport:
+    """Report what is known before anything runs."""
+    annotated, decided, source = choice.annotated, choice.decided, planner.source
+    budget, peak, target = planner.budget(), decided.order.peak_bytes, source.target
+    reserve = 0 if decided.fits else target.reserve_bytes(budget or peak)
+    whole_bytes = budget if budget is not None else peak + reserve
+    return PlanReport(
+        name=planner.request.name,
+        problem=annotated.problem,
+        machine=decided.machine,
+        result=decided.result,
+        budget_bytes=whole_bytes,
+        reserve_bytes=reserve,
+        holes_bytes=decided.holes_bytes,
+        worst_peak_bytes=peak,
+        labels=annotated.labels,
+        names=annotated.names,
+        room=target.room(whole_bytes),
+        touch_us_per_mib=source.touch_again_us_per_mib,
+        beside_bytes=planner.request.held_bytes,
+        split=choice.split,
+        life=partial(planned_life, annotated.problem, decided.result.plan, target.runtime),
+    )
+
+
 def plan_again(planned: Planned, facts: GraphFacts, held_bytes: int) -> Settled | None:
     """Plan again if what runs have shown makes it worth recompiling; see `profiling`."""
     if planned.decided.fits:
@@ -194,6 +225,26 @@ def _verifying(
             f"{count} stayed on the device, where others hold the same memory"
         )
     return Verifying(planner.request.name, given, facts.target.device, verified, label)
+
+
+def _needs(found: Candidate, report: PlanReport, symbols: tuple[sympy.Symbol, ...]) -> NeedsBySize:
+    decided, problem = found.choice.decided, found.choice.annotated.problem
+    kept = decided.kept
+    if kept is None:
+        kept = kept_at_turn(problem, decided.result.timeline)
+    dynamic = any(isinstance(v, torch.SymInt) for v in values(found.graphs))
+
+    def problem_at(sizes: tuple[int, ...]) -> Problem:
+        return found.problem_at(hint_of(dict(zip(symbols, sizes, strict=True))))
+
+    return NeedsBySize(
+        Footprint(standing_in(problem), report.needed_peak_bytes, bytes_of(problem, kept)),
+        problem_at if dynamic else None,
+        decided.result.plan,
+        decided.order.steps,
+        report.reserve_bytes,
+        kept,
+    )
 
 
 def _rounds(plan: Plan, machine: Machine) -> bool:

@@ -10,8 +10,7 @@ from offcompile.run.plan.plan_graph import plan_again
 from offcompile.runtime.moves.registry import lanes_moved
 
 from .ladder import VariantChooser
-from .plans import Plans
-from .variant import Call, Variant
+from .plans import Call, Plans, Variant
 
 
 def judged(chooser: VariantChooser, variant: Variant, call: Call) -> Variant:

@@ -1,19 +1,30 @@
-"""Says which plan of one graph is asked for."""
+"""Says what planning takes, `GraphFacts` and a `PlanRequest`, and what it returns: `Planned`."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import NamedTuple
 
 import sympy
+import torch
 
 from offcompile.ir import Infeasible
 from offcompile.ir.units import show_bytes
 from offcompile.machine.options import Options
 from offcompile.machine.target import Target
 from offcompile.planning.feedback.profiling import Profile, Settled
+from offcompile.planning.fit_budget import Decided
+from offcompile.planning.footprint import NeedsBySize
+from offcompile.report.report import PlanReport
+from offcompile.run.accounts.apply_placement import WeightPlaces
 from offcompile.run.accounts.graph_runs import GraphRuns
+from offcompile.run.problem_source import ProblemSource
+from offcompile.run.recording import Touched, touched_by
+from offcompile.run.step_recorder import StepRecorder
+from offcompile.run.verifying import Verifying
+from offcompile.runtime.base.clock import Clock
 
 
 class PlanKind(NamedTuple):
@@ -85,3 +96,52 @@ class PlanRequest:
             f"Set memory to more than {show_bytes(self.held_bytes)}, or delete the models that are"
             " no longer used.",
         )
+
+
+@dataclass(frozen=True, eq=False)
+class Planned:
+    """The plan of one graph, whole. It holds no graphs unless its sizes are dynamic."""
+
+    request: PlanRequest
+    source: ProblemSource
+    decided: Decided
+    #: storage → dtype of its elements
+    dtypes: Mapping[str, torch.dtype]
+    #: number of pieces of the loss; None: whole
+    pieces: int | None
+    report: PlanReport
+    needs: NeedsBySize
+    placement: WeightPlaces
+    #: weight → its index among the parameters
+    weights: Mapping[str, int]
+    #: for each saved output of forward, its storage; None if codecs may not pack it
+    saved: tuple[str | None, ...]
+    #: storages that codecs may pack
+    packable: frozenset[str]
+    #: outputs of backward that are gradients offered to an optimizer; None: nothing is offered
+    offered: tuple[int, ...] | None
+    clock: Clock
+    recorder: StepRecorder
+    #: compares the first step with the plain run; None: no verification
+    verifying: Verifying | None
+
+    @property
+    def moves(self) -> bool:
+        """True if any tensor leaves the device or is recomputed."""
+        return not self.report.fits
+
+    @property
+    def holds_saved(self) -> bool:
+        """True if, from the start of backward, the plan includes everything that forward saved."""
+        return self.request.kind.offload_saved and self.decided.result.policy == "turnover"
+
+    @cached_property
+    def changes_weights(self) -> bool:
+        """True if the graph itself changes weights."""
+        problem = self.report.problem
+        written = {t for op in problem.ops for t in op.writes}
+        return any(t.id in written for t in problem.tensors if t.kind == "weight")
+
+    @cached_property
+    def touched(self) -> Touched:
+        return touched_by(self.report.problem, self.weights)
