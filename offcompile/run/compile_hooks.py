@@ -47,7 +47,7 @@ class CompileHooks:
         return None if made is None else made.forward
 
     @property
-    def lends(self) -> bool:
+    def no_buffer_reuse(self) -> bool:
         """True if buffers of evicted tensors must not be reused: the runtime may keep them."""
         return self.request.kind.offload_saved
 

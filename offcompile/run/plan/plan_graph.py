@@ -55,6 +55,7 @@ def plan_graph(
     with Progress(name) as progress:
         planner = GraphPlanner(source, request, progress)
         found = best_candidate(planner, given, splits)
+    source, planner = found.source, replace(planner, source=found.source)
     annotated, decided = found.choice.annotated, found.choice.decided
     verifying = _verifying(facts, planner, given, found) if options.verify else None
     verified = None if verifying is None else verifying.verified
