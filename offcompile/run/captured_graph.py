@@ -36,7 +36,7 @@ from .foreign_autograd import refuse_foreign_autograd
 from .plan.contract import GraphFacts
 from .recording import recorded
 from .variants.judging import judged
-from .variants.ladder import VariantChooser
+from .variants.ladder import choose, make_first
 from .variants.plans import Call, Plans, Traced
 
 _numbers = itertools.count()
@@ -73,8 +73,8 @@ class CapturedGraph:
             self.facts,
             Traced(gm, traced, TracingContext.try_get()),
             FixedWeights(self.name, self.facts.names),
+            goes_on=all(x.numel() > 1 for x in _tensors_out(gm)),
         )
-        self.chooser = VariantChooser(self.plans, all(x.numel() > 1 for x in _tensors_out(gm)))
         #: read the values of symbols from a call's arguments
         self._readers = [read for _, read in symbols]
         self._in_order = sorted(parameters)
@@ -89,24 +89,24 @@ class CapturedGraph:
             self.plans.traced.leave_split()
         else:
             args = example_inputs
-            self.chooser.first(Call(args, self._parameters_of(args), inputs=args))
+            make_first(self.plans, Call(args, self._parameters_of(args), inputs=args))
 
     def __call__(self, *args: Any) -> Any:
-        facts, runs = self.facts, self.facts.runs
+        facts, runs, plans = self.facts, self.facts.runs, self.plans
         sizes = tuple(read(args) for read in self._readers)
         call = Call(args, self._parameters_of(args), sizes)
         runs.books.begins(runs.entry, call.parameters)
         runs.books.results.given([x for i, x in enumerate(args) if i not in facts.parameters])
 
-        if not self.plans.variants:
-            self.chooser.first(Call(args, call.parameters))
-        variant = judged(self.chooser, self.chooser.choose(call), call)
+        if not plans.variants:
+            make_first(plans, Call(args, call.parameters))
+        variant = judged(plans, choose(plans, call), call)
         while not variant.place_weights(args, runs):
-            variant = self.plans.without_fixed(variant, call)
+            variant = plans.without_fixed(variant, call)
         if variant.moves:
             refuse_foreign_autograd(self.name)
 
-        self.chooser.ran[call.parameters] = sizes, variant
+        plans.ran[call.parameters] = sizes, variant
         facts.profile.begin_step()
         runs.call(call.parameters, sizes)
         if variant.offers:
@@ -116,7 +116,7 @@ class CapturedGraph:
             outputs = variant.run(*args)
 
         kept = variant.needs_at(sizes).kept_bytes
-        whole = max(kept, self.plans.variants[0].needs_at(sizes).kept_bytes)
+        whole = max(kept, plans.variants[0].needs_at(sizes).kept_bytes)
         waiting = runs.entry.begin(outputs, call.parameters, kept, whole)
         if waiting is None:
             runs.books.results.made(self._tensors_here(outputs))

@@ -9,18 +9,18 @@ from offcompile.report.log import log_decision
 from offcompile.run.plan.plan_graph import plan_again
 from offcompile.runtime.moves.registry import lanes_moved
 
-from .ladder import VariantChooser
+from .ladder import choose
 from .plans import Call, Plans, Variant
 
 
-def judged(chooser: VariantChooser, variant: Variant, call: Call) -> Variant:
+def judged(plans: Plans, variant: Variant, call: Call) -> Variant:
     """Return the plan to run after what the steps so far have shown."""
     if torch._C._current_graph_task_id() != -1:  # a recomputed forward is no new step
         return variant
-    shown = chooser.plans.facts.profile.due()
-    if _lanes_due(chooser.plans, variant) or shown:
-        return _replanned(chooser.plans, variant, call)
-    return _tried(chooser, variant, call)
+    shown = plans.facts.profile.due()
+    if _lanes_due(plans, variant) or shown:
+        return _replanned(plans, variant, call)
+    return _tried(plans, variant, call)
 
 
 def _replanned(plans: Plans, variant: Variant, call: Call) -> Variant:
@@ -41,11 +41,10 @@ def _replanned(plans: Plans, variant: Variant, call: Call) -> Variant:
     return made
 
 
-def _tried(chooser: VariantChooser, variant: Variant, call: Call) -> Variant:
+def _tried(plans: Plans, variant: Variant, call: Call) -> Variant:
     """Return the plan, or a better one if the measured steps call for it; see `trial`. Measured
     times mean nothing for other sizes or if a hardware profile was named."""
-    plans, facts, trial = chooser.plans, chooser.plans.facts, chooser.plans.trial
-    planned = variant.planned
+    facts, trial, planned = plans.facts, plans.trial, variant.planned
     if planned is None or facts.symbols or facts.options.hardware is not None:
         return variant
     report, recorded = planned.report, planned.recorder.recorded
@@ -58,7 +57,7 @@ def _tried(chooser: VariantChooser, variant: Variant, call: Call) -> Variant:
         plans.variants.remove(variant)
         facts.profile.note(lost[1])
         log_decision(facts.runs.name, lost[1])
-        return chooser.choose(call)
+        return choose(plans, call)
     factors = trial.factors(report, step)
     if factors is not None and not report.fits and not variant.kind.offload_saved:
         machine = facts.target.machine(facts.target.device_bytes)

@@ -3,22 +3,121 @@
 from __future__ import annotations
 
 import itertools
-import weakref
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
 
 import torch
 
 from offcompile.ir import Infeasible
-from offcompile.run.accounts.usage import ParameterSet
 from offcompile.run.plan.contract import BOTH, EMPTIED, HOSTED, PlanKind
 from offcompile.runtime.moves.weights import is_there_by_plan
 
 from .plans import Call, Plans, Variant
 
+#: share of the budget that a graph, plus the saved activations of another one like it, may take
+#: in the first step
+WITH_ANOTHER = 0.75
 
-def hosted(plans: Plans, call: Call, kind: PlanKind = HOSTED) -> Variant | None:
+
+def make_first(plans: Plans, call: Call) -> None:
+    """Make the first plan, for the sizes that Dynamo traced. Raises `Infeasible`."""
+    plans.facts.runs.books.invalidate()
+    plans.look_at_weights(call)
+    held = plans.likely_held(call)
+    try:
+        plans.make(call, held)
+    except Infeasible:
+        if plans.surely_held(call) < held:
+            make_first(plans, call)
+        elif on_host(plans, call) is None:
+            raise
+
+
+def choose(plans: Plans, call: Call) -> Variant:
+    """Return the newest plan within the budget for this call; make one if needed."""
+    if plans.facts.runs.budget_bytes is None:
+        return plans.variants[-1]
+    return next(made for way in LADDER if (made := way(plans, call)) is not None)
+
+
+# --- the candidates: None if they do not apply --------------------------------------------------
+
+
+def last_run(plans: Plans, call: Call) -> Variant | None:
+    """Inside a backward pass, keep the plan of the last run, even if it exceeds the room:
+    checkpoint expects a recomputed forward to save the same tensors as the first time."""
+    if torch._C._current_graph_task_id() == -1:
+        return None
+    sizes, variant = plans.ran.get(call.parameters, (None, None))
+    return variant if sizes == call.sizes else None
+
+
+def follow_weights(plans: Plans, call: Call) -> None:
+    """Make a plan with all weights on the host, to choose from below, if weights of the call left
+    to make room for others and no plan hosts any."""
+    hosts = HOSTED in plans.in_vain or any(v.placement.has_any for v in plans.variants)
+    if not hosts and not plans.facts.runs.books.sent.isdisjoint(call.parameters.ids):
+        on_host(plans, call)
+
+
+def emptied(plans: Plans, call: Call) -> Variant | None:
+    """Take a plan that lets everything saved for backward leave, if this graph is one of several
+    whose saved activations together exceed the budget; with weights on the host if need be."""
+    hosts = _have_left(plans, call)
+    whole = _by_preference(plans, call)[-1] if hosts else plans.variants[0]
+    if not plans.facts.runs.entry.trains or BOTH in plans.in_vain:
+        return None
+    if not _crowded(plans, call, whole):
+        return None
+    there = [v for v in plans.variants if v.kind.offload_saved and v.placement.has_any >= hosts]
+    found = plans.first_within(there, call)
+    if found is not None:
+        return found
+    if not hosts and EMPTIED not in plans.in_vain:
+        held = plans.held(call)
+        try:
+            made = plans.make(call, held, EMPTIED)
+        except Infeasible:
+            plans.in_vain.add(EMPTIED)
+        else:
+            return made if plans.within(made, held, call) else None
+    return on_host(plans, call, BOTH)
+
+
+def known(plans: Plans, call: Call) -> Variant | None:
+    """Take a plan at hand that fits."""
+    newest, preferred = plans.variants[-1], _by_preference(plans, call)
+    quick = preferred[:1] == [newest] and newest.knows_needs_at(call.sizes)
+    if quick and plans.within(newest, plans.facts.runs.books.most_held(), call):
+        return newest
+    return plans.first_within(preferred, call)
+
+
+def new(plans: Plans, call: Call) -> Variant | None:
+    """Make a plan for what is held beside now; if there is none, with all weights on the host."""
+    plans.look_at_weights(call)
+    try:
+        return plans.make(call, plans.held(call))
+    except Infeasible:
+        found = on_host(plans, call)
+        if found is None:
+            raise
+        return found
+
+
+#: the order in which candidates are tried for a call
+LADDER: tuple[Callable[[Plans, Call], Variant | None], ...] = (
+    last_run,
+    follow_weights,
+    emptied,
+    known,
+    new,
+)
+
+# --- parts of them ------------------------------------------------------------------------------
+
+
+def on_host(plans: Plans, call: Call, kind: PlanKind = HOSTED) -> Variant | None:
     """Return a plan with all weights of this call on the host, and send weights of as few other
     calls as possible there. None if that does not free enough."""
     books, entry = plans.facts.runs.books, plans.facts.runs.entry
@@ -49,7 +148,7 @@ def hosted(plans: Plans, call: Call, kind: PlanKind = HOSTED) -> Variant | None:
     return made if plans.within(made, plans.held(call), call) else None
 
 
-def by_preference(plans: Plans, call: Call) -> list[Variant]:
+def _by_preference(plans: Plans, call: Call) -> list[Variant]:
     """List the plans without an empty turn: those that move nothing first, then the newest first.
 
     Once a plan has put weights on the host, they and the plan stay. If no weight of the call is
@@ -60,12 +159,12 @@ def by_preference(plans: Plans, call: Call) -> list[Variant]:
     if len(found) > 1 and newest.moves and not newest.placement.has_any:
         found.sort(key=lambda v: v.moves)
     if len(found) > 1 and any(v.placement.has_any for v in found):
-        left = have_left(plans, call)
+        left = _have_left(plans, call)
         found.sort(key=lambda v: v.placement.has_any != left)
     return found
 
 
-def have_left(plans: Plans, call: Call) -> bool:
+def _have_left(plans: Plans, call: Call) -> bool:
     """True if weights of the call are on the host because some plan has put them there."""
     return any(is_there_by_plan(call.args[i]) for i in sorted(plans.facts.parameters))
 
@@ -86,45 +185,7 @@ def _have_leave(
     return plans.within(variant, plans.held(call), call)
 
 
-def _doubling(most: int) -> list[int]:
-    """0, 1, 2, 4, … and `most`."""
-    powers = itertools.takewhile(lambda n: n < most, (1 << k for k in itertools.count()))
-    return list(dict.fromkeys([0, *powers, most]))
-
-
-#: share of the budget that a graph, plus the saved activations of another one like it, may take
-#: in the first step
-WITH_ANOTHER = 0.75
-
-
-def emptied(plans: Plans, call: Call, goes_on: bool) -> Variant | None:
-    """Return a plan that lets everything saved for backward leave, if this graph is one of several
-    whose saved activations together exceed the budget. None if another plan will do.
-
-    goes_on: the graph returns something other than a loss.
-    """
-    hosts = have_left(plans, call)
-    whole = by_preference(plans, call)[-1] if hosts else plans.variants[0]
-    if not plans.facts.runs.entry.trains or BOTH in plans.in_vain:
-        return None
-    if not _crowded(plans, call, whole, goes_on):
-        return None
-    there = [v for v in plans.variants if v.kind.offload_saved and v.placement.has_any >= hosts]
-    found = plans.first_within(there, call)
-    if found is not None:
-        return found
-    if hosts or EMPTIED in plans.in_vain:
-        return hosted(plans, call, BOTH)
-    held = plans.held(call)
-    try:
-        made = plans.make(call, held, EMPTIED)
-    except Infeasible:
-        plans.in_vain.add(EMPTIED)
-        return hosted(plans, call, BOTH)
-    return made if plans.within(made, held, call) else None
-
-
-def _crowded(plans: Plans, call: Call, whole: Variant, goes_on: bool) -> bool:
+def _crowded(plans: Plans, call: Call, whole: Variant) -> bool:
     """True if this graph and others together save more for backward than the budget holds."""
     runs = plans.facts.runs
     budget, books, entry = runs.budget_bytes, runs.books, runs.entry
@@ -137,113 +198,26 @@ def _crowded(plans: Plans, call: Call, whole: Variant, goes_on: bool) -> bool:
     wanted = held + books.unmoved_bytes() + peak
     crowded = books.crowded(entry, wanted, needs.kept_bytes, budget)
     if crowded is None:
-        return _may_crowd(plans, call, wanted, needs.kept_bytes if goes_on else None)
+        return _may_crowd(plans, call, wanted, needs.kept_bytes)
     return crowded
 
 
-def _may_crowd(plans: Plans, call: Call, wanted: int, more: int | None) -> bool:
+def _may_crowd(plans: Plans, call: Call, wanted: int, more: int) -> bool:
     """True if the first step had better leave room for graphs that may follow.
 
     A graph that gets the output of another graph is one of several, and may take half of the
     budget. A graph that does not end in a loss may be the first of several, unless another one like
-    it, which saves `more` bytes, would fit with some room to spare. None: it ends in a loss.
+    it, which saves `more` bytes, would fit with some room to spare.
     """
     budget = plans.facts.runs.budget_bytes
     assert budget is not None
     others = (x for i, x in enumerate(call.args) if i not in plans.facts.parameters)
     if any(isinstance(x, torch.Tensor) and x.requires_grad for x in others):
         return wanted > budget // 2
-    return more is not None and wanted + more > budget * WITH_ANOTHER
+    return plans.goes_on and wanted + more > budget * WITH_ANOTHER
 
 
-@dataclass(eq=False)
-class VariantChooser:
-    """Chooses among the plans of one captured graph."""
-
-    plans: Plans
-    #: True if the graph returns something other than a loss
-    goes_on: bool
-    #: for each set of parameters, the sizes and the plan of the last run
-    ran: weakref.WeakKeyDictionary[ParameterSet, tuple[tuple[int, ...], Variant]] = field(
-        default_factory=weakref.WeakKeyDictionary
-    )
-
-    def first(self, call: Call) -> None:
-        """Make the first plan, for the sizes that Dynamo traced."""
-        plans = self.plans
-        plans.facts.runs.books.invalidate()
-        plans.look_at_weights(call)
-        held = plans.likely_held(call)
-        try:
-            plans.make(call, held)
-        except Infeasible:
-            if plans.surely_held(call) < held:
-                self.first(call)
-            elif hosted(plans, call) is None:
-                raise
-
-    def choose(self, call: Call) -> Variant:
-        """Return the newest plan within the budget for this call; make one if needed."""
-        if self.plans.facts.runs.budget_bytes is None:
-            return self.plans.variants[-1]
-        return next(made for way in LADDER if (made := way(self, call)) is not None)
-
-
-# --- the candidates: None if they do not apply --------------------------------------------------
-
-
-def last_run(chooser: VariantChooser, call: Call) -> Variant | None:
-    """Inside a backward pass, keep the plan of the last run, even if it exceeds the room:
-    checkpoint expects a recomputed forward to save the same tensors as the first time."""
-    if torch._C._current_graph_task_id() == -1:
-        return None
-    sizes, variant = chooser.ran.get(call.parameters, (None, None))
-    return variant if sizes == call.sizes else None
-
-
-def follow_weights(chooser: VariantChooser, call: Call) -> None:
-    """Make a plan with all weights on the host, to choose from below, if weights of the call left
-    to make room for others and no plan hosts any."""
-    plans, books = chooser.plans, chooser.plans.facts.runs.books
-    hosts = HOSTED in plans.in_vain or any(v.placement.has_any for v in plans.variants)
-    if not hosts and not books.sent.isdisjoint(call.parameters.ids):
-        hosted(plans, call)
-
-
-def emptied_at_turn(chooser: VariantChooser, call: Call) -> Variant | None:
-    """Take a plan that lets everything saved for backward leave, if this graph is one of several
-    whose saved activations together exceed the budget; with weights on the host if need be."""
-    return emptied(chooser.plans, call, chooser.goes_on)
-
-
-def known(chooser: VariantChooser, call: Call) -> Variant | None:
-    """Take a plan at hand that fits."""
-    plans, books = chooser.plans, chooser.plans.facts.runs.books
-    newest, preferred = plans.variants[-1], by_preference(plans, call)
-    quick = preferred[:1] == [newest] and newest.knows_needs_at(call.sizes)
-    if quick and plans.within(newest, books.most_held(), call):
-        return newest
-    return plans.first_within(preferred, call)
-
-
-def new(chooser: VariantChooser, call: Call) -> Variant | None:
-    """Make a plan for what is held beside now."""
-    plans = chooser.plans
-    plans.look_at_weights(call)
-    try:
-        return plans.make(call, plans.held(call))
-    except Infeasible:
-        found = hosted(plans, call)
-        if found is None:
-            raise
-        return found
-
-
-#: the order in which candidates are tried for a call
-LADDER: tuple[Callable[[VariantChooser, Call], Variant | None], ...] = (
-    last_run,
-    follow_weights,
-    emptied_at_turn,
-    known,
-    new,
-)
+def _doubling(most: int) -> list[int]:
+    """0, 1, 2, 4, … and `most`."""
+    powers = itertools.takewhile(lambda n: n < most, (1 << k for k in itertools.count()))
+    return list(dict.fromkeys([0, *powers, most]))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -121,12 +122,18 @@ class Plans:
     facts: GraphFacts
     traced: Traced
     fixed: FixedWeights
+    #: True if the graph returns something other than a loss
+    goes_on: bool
     trial: Trial = field(default_factory=Trial)
     variants: list[Variant] = field(default_factory=list)
     #: kinds found infeasible
     in_vain: set[PlanKind] = field(default_factory=set)
     #: arguments that an optimizer updates during backward
     updated: frozenset[int] = frozenset()
+    #: for each set of parameters, the sizes and the plan of the last run
+    ran: weakref.WeakKeyDictionary[ParameterSet, tuple[tuple[int, ...], Variant]] = field(
+        default_factory=weakref.WeakKeyDictionary
+    )
 
     # --- plans ----------------------------------------------------------------------------------
 
