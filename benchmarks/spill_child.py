@@ -17,7 +17,7 @@ from benchmarks import activations_child
 from offcompile.graph.lowering.rewrite import rewrite
 from offcompile.ir import Plan
 from offcompile.planning.feedback import profiling
-from offcompile.run import pipeline
+from offcompile.run.plan import carry_out
 from offcompile.runtime.base.mapping import Mapping
 from offcompile.runtime.codecs import TensorCodec, codec
 from offcompile.runtime.device import tickets
@@ -44,7 +44,7 @@ def serve(task: dict[str, Any]) -> None:
     """
     if task["kind"] == "ours" and task["codec"] != "chosen":
         profiling.MOST_DECISIONS = profiling.FIRST_STEPS = 0
-        pipeline.rewrite = _forcing(task["codec"])  # type: ignore[attr-defined]
+        carry_out.rewrite = _forcing(task["codec"])  # type: ignore[attr-defined]
     activations_child.serve(task)
 
 

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from offcompile.graph.graphs import Graphs
 from offcompile.ir import DEVICE, Infeasible, InvalidInput, Violation
 from offcompile.ir.units import show_us, size
 from offcompile.machine.hardware import list_profiles, load_profile, parse_bytes
@@ -18,8 +19,10 @@ from offcompile.machine.options import Options
 from offcompile.machine.target import CpuTarget, CudaTarget, Target, target_for
 from offcompile.planning.feedback.profiling import Profile
 from offcompile.planning.fit_budget import plain_plan
-from offcompile.run.accounts.usage import DeviceUsage
-from offcompile.run.pipeline import Pipeline
+from offcompile.run.plan.contract import PlanRequest
+from offcompile.run.plan.plan_graph import best_candidate
+from offcompile.run.plan.planner import GraphPlanner
+from offcompile.run.problem_source import ProblemSource
 from offcompile.runtime.base.progress import Progress
 from offcompile.simulate import Simulator
 
@@ -227,23 +230,22 @@ class _BatchSearch:
         return batch in self.rows
 
     def _row(self, batch: int, traced: Traced) -> BatchRow:
-        pipeline = self._pipeline(batch, traced)
+        planner, graphs = self._planner(batch, traced), self._graphs(traced)
         if self.plain:
-            return self._plain(batch, pipeline, traced)
-        if traced.splits is not None:
-            pipeline.may_split(traced.splits)
-        decided = pipeline.plan_only(*traced.graphs)
-        reserve = 0 if decided.fits else pipeline.target.reserve_bytes(pipeline.budget() or 0)
+            return self._plain(batch, planner, graphs)
+        decided = best_candidate(planner, graphs, traced.splits).choice.decided
+        target = planner.source.target
+        reserve = 0 if decided.fits else target.reserve_bytes(planner.budget() or 0)
         peak = decided.order.peak_bytes + reserve
         return BatchRow(batch, decided.cost_us, peak, not decided.fits)
 
-    def _plain(self, batch: int, pipeline: Pipeline, traced: Traced) -> BatchRow:
-        problem = pipeline.step_that_moves_nothing(*traced.graphs)
+    def _plain(self, batch: int, planner: GraphPlanner, graphs: Graphs) -> BatchRow:
+        problem = planner.source.annotate(graphs, None, planner.tell).problem
         total = sum(t.nbytes for t in problem.tensors)
         total += max((op.workspace_bytes for op in problem.ops), default=0)
-        machine = pipeline.target.machine(max(1, total))
+        machine = planner.source.target.machine(max(1, total))
         timeline = Simulator(problem, machine).run(plain_plan(problem), record=False)
-        peak, limit = timeline.peak_bytes[DEVICE], pipeline.budget()
+        peak, limit = timeline.peak_bytes[DEVICE], planner.budget()
         if limit is not None and peak > limit:
             raise Infeasible(
                 f"a batch of {batch} holds {size(peak)} at once and has {size(limit)}",
@@ -252,22 +254,22 @@ class _BatchSearch:
             )
         return BatchRow(batch, timeline.makespan_us, peak, False)
 
-    def _pipeline(self, batch: int, traced: Traced) -> Pipeline:
+    def _planner(self, batch: int, traced: Traced) -> GraphPlanner:
         if self.target is None:
             self.target = self._target(traced)
         # with a named profile, op costs are estimated, not measured
         hardware = None if self.measure else self.options.hardware or CPU
-        return Pipeline(
-            replace(self.options, hardware=hardware),
-            self.target,
-            f"a batch of {batch}",
-            DeviceUsage().open(),
-            traced.parameters,
-            self.held_bytes,
-            profile=Profile(densities=self.densities),
-            traced_on=traced.device.type,
-            explains=batch == 1,
-        )
+        options = replace(self.options, hardware=hardware)
+        profile = Profile(densities=self.densities)
+        source = ProblemSource(options, self.target, profile, traced.device.type)
+        source.learn_codecs()
+        explains = batch == 1
+        request = PlanRequest(f"a batch of {batch}", held_bytes=self.held_bytes, explains=explains)
+        return GraphPlanner(source, request)
+
+    @staticmethod
+    def _graphs(traced: Traced) -> Graphs:
+        return Graphs(*traced.graphs, traced.parameters, traced.device.type)
 
     def _target(self, traced: Traced) -> Target:
         options, on_card = self.options, traced.device.type == "cuda"

@@ -52,7 +52,7 @@ class _Seen(Exception):
 class _Catch:
     """Lowering hooks that end the compilation as soon as they have the graphs."""
 
-    lends = False
+    no_buffer_reuse = False
 
     def __init__(self) -> None:
         self.graphs: tuple[fx.GraphModule, fx.GraphModule | None, int] | None = None

@@ -28,7 +28,10 @@ from offcompile.planning.feedback.profiling import Profile
 from offcompile.planning.fit_budget import planning_seconds
 from offcompile.report.report import PlanReport
 from offcompile.report.simple_way import SimpleWay
-from offcompile.run.plan_graph import Planning
+from offcompile.run.plan.candidates import plan_in_order
+from offcompile.run.plan.contract import PlanRequest
+from offcompile.run.plan.plan_graph import report_of
+from offcompile.run.plan.planner import GraphPlanner
 from offcompile.runtime.base.progress import Progress
 
 from .batch_trace import Traced, trace_call
@@ -328,16 +331,16 @@ class Ahead:
         options = replace(
             options, memory=memory, seconds=seconds or options.seconds or self.seconds
         )
-        return self._planning(options, explains).settle(self.graphs, frozenset(), tell)[1]
+        return plan_in_order(self._planner(options, tell, explains), self.graphs).choice
 
-    def _planning(self, options: Options, explains: bool = True) -> Planning:
-        survey = replace(self.survey, options=options)
-        return Planning("the model", survey, explains=explains, quick=True)
+    def _planner(self, options: Options, tell: Tell, explains: bool = True) -> GraphPlanner:
+        request = PlanRequest("the model", explains=explains, quick=True)
+        return GraphPlanner(replace(self.survey, options=options), request, tell)
 
     def report(self, tell: Tell, choice: Choice | None = None) -> PlanReport:
         memory = self.asked.options.memory
-        planning = self._planning(replace(self.survey.options, memory=memory))
-        return planning.report(choice or self.choose(memory, tell))
+        planner = self._planner(replace(self.survey.options, memory=memory), tell)
+        return report_of(planner, choice or self.choose(memory, tell))
 
 
 def _graphs(traced: Traced, pieces: int | None = None) -> Graphs:

@@ -39,22 +39,22 @@ def decide_emptied(
     policy: str,
     seconds: float | None = None,
     progress: Callable[[str], None] | None = None,
-    turns: bool = True,
-    ends: bool = False,
+    offload_saved: bool = True,
+    offload_gradients: bool = False,
 ) -> Decided:
-    """Like `decide`, with every evictable tensor off the device at the turn, or at the end.
-    Raises `Infeasible`.
+    """Like `decide`, with every evictable tensor off the device at the turn (`offload_saved`), or
+    at the end (`offload_gradients`). Raises `Infeasible`.
 
     The problem has a forward and a backward.
     """
     capacity = budget_bytes - reserve_for(budget_bytes)
     emptied, gone = problem, []
-    if turns:
+    if offload_saved:
         # in phase forward, so that evicted tensors have left when forward is over
         at = max(i for i, op in enumerate(problem.ops) if op.phase == FORWARD) + 1
         emptied, name = with_others_at(emptied, machine_for, capacity, at, FORWARD)
         gone.append(name)
-    if ends:
+    if offload_gradients:
         at = len(emptied.ops)
         emptied, name = with_others_at(emptied, machine_for, capacity, at, BACKWARD)
         gone.append(name)

@@ -15,7 +15,7 @@ from offcompile.report.dump import check_dump_directory
 from offcompile.runtime.base.progress import Progress
 
 from .accounts.usage import usage_of
-from .graph_variants import GraphVariants
+from .captured_graph import CapturedGraph
 from .refusals import raised
 
 
@@ -63,7 +63,7 @@ def _compile(
         check_dump_directory(settings.dump)
     with Progress("this machine") as progress:
         target = target_for(settings, _device_of(gm), progress)
-    compiled = GraphVariants(gm, example_inputs, settings, target, usage_of(target.device))
+    compiled = CapturedGraph(gm, example_inputs, settings, target, usage_of(target.device))
     compiled.first(example_inputs)
     return compiled
 

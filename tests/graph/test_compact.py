@@ -61,7 +61,7 @@ ENCODER = Specimen("encoder", lambda: Encoder(64, 1, 4), noise(4, 96, 64), mean_
 class Compacting:
     """Hooks that put compacted graphs in place of those that come by."""
 
-    lends = False
+    no_buffer_reuse = False
 
     def __init__(self, fuses: bool = False) -> None:
         self.fuses = fuses

@@ -31,7 +31,7 @@ LOWERINGS = ("aot_eager", "inductor")
 class Hooks:
     """Does nothing but note what is asked; `change` says that the graphs were replaced."""
 
-    lends = False
+    no_buffer_reuse = False
 
     def __init__(self, change: Callable[..., None] | None = None) -> None:
         self.change = change

@@ -49,7 +49,7 @@ class Moving:
     decided: Decided | None = None
     made: Rewritten | None = None
     phases: list[str] = field(default_factory=list)
-    lends: bool = False
+    no_buffer_reuse: bool = False
 
     def training(self, forward: fx.GraphModule, backward: fx.GraphModule, n: int, _: Any) -> Any:
         self.plan(Graphs(forward, backward, n, self.parameters))

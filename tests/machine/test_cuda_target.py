@@ -24,7 +24,7 @@ from offcompile.machine.options import Options
 from offcompile.machine.target import CudaTarget, target_for
 from offcompile.machine.this_gpu import to_cuda_machine
 from offcompile.planning.fit_budget import decide
-from offcompile.run.pipeline import _check_one_device
+from offcompile.run.plan.carry_out import _check_one_device
 from offcompile.runtime.base import clock
 from offcompile.runtime.base.clock import StreamClock, WallClock, clock_for
 from offcompile.runtime.device.cuda import facts as cuda_facts

@@ -78,7 +78,7 @@ def test_training_that_spills_tells_and_warns_once(
     monkeypatch.setattr(endurance, "capacity_of", lambda places: 10**6)
     watches: dict[str, SpillWatch] = {}
     monkeypatch.setattr(
-        "offcompile.run.pipeline.watch_for",
+        "offcompile.run.running_step.watch_for",
         lambda settings: watches.setdefault(
             settings.key, SpillWatch(settings, now_s=lambda: now_s[0])
         ),

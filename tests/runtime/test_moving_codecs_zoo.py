@@ -23,7 +23,7 @@ import offcompile
 from offcompile.graph.lowering.rewrite import rewrite
 from offcompile.ir import DEVICE, OffloadError, Plan
 from offcompile.planning.timelines import moved_bytes
-from offcompile.run import pipeline
+from offcompile.run.plan import carry_out
 from offcompile.runtime.disk.spill_file import Files
 from offcompile.runtime.moves.registry import close_all, runtimes
 
@@ -58,7 +58,7 @@ def packed(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
             )
             return rewrite(graphs, annotated, replace(plan, moves=moves), *rest)
 
-        monkeypatch.setattr(pipeline, "rewrite", with_codec)
+        monkeypatch.setattr(carry_out, "rewrite", with_codec)
 
     return use
 

@@ -24,7 +24,7 @@ from zoo import MLP
 import offcompile
 from offcompile.graph.lowering.rewrite import rewrite
 from offcompile.ir import OffloadError, Plan
-from offcompile.run import pipeline
+from offcompile.run.plan import carry_out
 from offcompile.runtime.base.mapping import PAGE_BYTES
 from offcompile.runtime.disk.checksums import VerifiedStore
 from offcompile.runtime.disk.spill import SpillStore
@@ -145,7 +145,7 @@ def compiled(
         return Training(place, {**OPTIONS, "spill": place, **more}, codec is not None)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(pipeline, "rewrite", packed)
+        patch.setattr(carry_out, "rewrite", packed)
         yield training
 
 

@@ -16,7 +16,7 @@ from offcompile.graph.lowering.lower import lower
 class Spy:
     """Hooks that keep the graphs as they come by."""
 
-    lends = False
+    no_buffer_reuse = False
 
     def __init__(self, parameters: frozenset[int]) -> None:
         self.parameters = parameters

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -41,13 +40,10 @@ def _(place: Path, patch: pytest.MonkeyPatch) -> str:
 
 @says("other compiled graphs of this process hold …, which is the whole budget")
 def _(place: Path, patch: pytest.MonkeyPatch) -> str:
-    from offcompile.run.plan_graph import Planning
+    from offcompile.run.plan.contract import PlanRequest
 
-    survey = SimpleNamespace(
-        options=Options.read({"memory": "1MiB"}), target=SimpleNamespace(device_bytes=1 << 30)
-    )
-    others: Any = SimpleNamespace(name="graph 1", survey=survey, held_bytes=2 << 20)
-    return told(lambda: Planning.budget(others), Infeasible)
+    request = PlanRequest("graph 1", held_bytes=2 << 20)
+    return told(lambda: request.budget(Options.read({"memory": "1MiB"}), 1 << 30), Infeasible)
 
 
 @says("asked of a device that has …; ask for that much or less")
@@ -166,7 +162,7 @@ def _(place: Path, patch: pytest.MonkeyPatch) -> str:
 def _(place: Path, patch: pytest.MonkeyPatch) -> str:
     from test_cuda_target import captured
 
-    from offcompile.run.pipeline import _check_one_device
+    from offcompile.run.plan.carry_out import _check_one_device
 
     return told(lambda: _check_one_device("graph 0", captured(), torch.device("cuda:1")))
 

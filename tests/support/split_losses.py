@@ -220,7 +220,7 @@ class InPieces:
     pieces: int
     seen: list[Splits] = field(default_factory=list)
     made: list[Halves] = field(default_factory=list)
-    lends: bool = False
+    no_buffer_reuse: bool = False
 
     def may_split(self, splits: Splits) -> None:
         self.seen.append(splits)

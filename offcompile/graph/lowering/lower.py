@@ -60,7 +60,7 @@ class Hooks(Protocol):
         """Called with a graph without backward, just before it is compiled."""
 
     @property
-    def lends(self) -> bool:
+    def no_buffer_reuse(self) -> bool:
         """True if the new graphs never overwrite tensors that they pass to, or get from, movement
         ops: that memory may belong to others."""
 
@@ -242,7 +242,7 @@ def _inductor(graph: fx.GraphModule, inputs: Sequence[Any], job: _Job) -> Callab
                 settings.enter_context(inductor_config.patch(allow_buffer_reuse=False))
                 _saved_as_they_are(half)
                 write_known_floats(half.graph)
-                if job.hooks.lends:
+                if job.hooks.no_buffer_reuse:
                     settings.enter_context(inductor_config.patch(inplace_buffers=False))
             with Progress("compiling") as say:
                 say(f"{phase} by Inductor, {len(half.graph.nodes):,} nodes")

@@ -70,16 +70,17 @@ class GraphRuns:
         phase: str,
         arguments: Sequence[Any],
         peak_at: Callable[[tuple[int, ...]], int],
-        lends: bool,
-        turns: bool,
+        no_buffer_reuse: bool,
+        offload_saved: bool,
         moves: bool,
         holds_saved: bool,
     ) -> Iterator[Room | None]:
         """Wrap a run of one half. Yields None if the graph is alone under its budget.
 
-        peak_at: the plan's peak memory for given sizes. lends: see `ActivationCache.enter`.
-        turns: saved activations may leave. moves: any tensor may leave. holds_saved: from the start
-        of backward, its plan includes everything that forward saved, wherever it is.
+        peak_at: the plan's peak memory for given sizes. no_buffer_reuse: the graph does not write
+        to tensors that the keeper may hold. offload_saved: saved activations may leave. moves: any
+        tensor may leave. holds_saved: from the start of backward, its plan includes everything that
+        forward saved, wherever it is.
         """
         keepers = self._keepers()
         mine = keepers.pop(self.settings.key, None)
@@ -90,7 +91,7 @@ class GraphRuns:
         if self.budget_bytes is None:
             yield None
             return
-        shares = self.entry.in_turn or turns
+        shares = self.entry.in_turn or offload_saved
         keeper = mine
         if keeper is None and shares and moves:
             mover = runtime_for(self.settings.key).mover
@@ -123,7 +124,7 @@ class GraphRuns:
         if holds_saved and phase == BACKWARD:
             own = keeper.bytes_of((self.name, FORWARD, binding, sizes))
         kept = max(limit - self.holes_bytes, int(limit * KEEPER_SHARE))
-        keeper.enter(execution, kept + own, lends, weights, phase == BACKWARD)
+        keeper.enter(execution, kept + own, no_buffer_reuse, weights, phase == BACKWARD)
         try:
             yield Room(peak_bytes, limit, keeper.held_bytes, sizes)
         finally:

@@ -3,7 +3,7 @@
 A model with graph breaks becomes several compiled graphs, and so does a model whose blocks are
 compiled one by one; a process may also compile several models. While one graph runs, the others
 hold weights, gradients, and activations saved for backward. A graph may use its budget less all
-that. `compiled` reads the books at every call, and plans again if a plan no longer fits. The books
+that. `variants` reads the books at every call, and plans again if a plan no longer fits. The books
 own nothing: dead tensors are no longer counted.
 """
 

@@ -1,0 +1,204 @@
+"""Tries the ways to plan one graph, in order: the first that applies gives its plan.
+
+Each way takes a planner and the annotated graph. It returns None if it does not apply, and raises
+`Infeasible` if it does and there is no plan.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+from offcompile.graph.annotate import Annotated
+from offcompile.graph.graphs import Graphs, Hint
+from offcompile.graph.in_backward_updates import Offers, read_after_update
+from offcompile.graph.mask_bits import compact, has_bits
+from offcompile.graph.sizes import hint_of
+from offcompile.graph.weight_placement import TRIAL_SHARE, Choice
+from offcompile.ir import Infeasible, Problem
+from offcompile.machine.in_place import InPlace
+from offcompile.planning.fit_budget import NO_LOSS, decide, peak_alone, with_reserve
+from offcompile.run.problem_source import ProblemSource
+
+from .contract import EMPTIED, USUAL
+from .planner import GraphPlanner, PlacementSearch
+
+#: share of a step that packing and unpacking masks may take if everything fits with them packed
+BITS_COST = 0.02
+#: little to search for: everything that can leave does
+TURNING_SECONDS = 0.2
+
+
+@dataclass(frozen=True, eq=False)
+class Candidate:
+    """Graphs and a plan for them."""
+
+    source: ProblemSource
+    graphs: Graphs
+    choice: Choice
+    #: the cost of operands in place; None if no weight moves to the host
+    in_place: InPlace | None = None
+    #: gradients that the graphs offer to an optimizer while they run
+    offers: Offers | None = None
+    #: number of pieces of the loss; None: whole
+    pieces: int | None = None
+
+    def problem_at(self, hint: Hint) -> Problem:
+        """Build the planned step at other sizes."""
+        stays = self.choice.stays or frozenset()
+        return self.source.problem(self.graphs, self.in_place, stays, hint).problem
+
+
+@dataclass(frozen=True, eq=False)
+class Traced:
+    """Graphs to plan, annotated with all tensors on the device."""
+
+    graphs: Graphs
+    plain: Annotated
+    #: True if nothing has to move
+    fits: bool
+
+    @property
+    def compute_us(self) -> float:
+        return sum(op.duration_us for op in self.plain.problem.ops)
+
+
+def plan_in_order(planner: GraphPlanner, graphs: Graphs) -> Candidate:
+    """Return the plan of the first candidate in `LADDER` that applies. Raises `Infeasible`."""
+    traced = _traced(planner, graphs)
+    return next(made for way in LADDER if (made := way(planner, traced)) is not None)
+
+
+def _traced(planner: GraphPlanner, graphs: Graphs) -> Traced:
+    source, budget = planner.source, planner.budget()
+    plain = source.annotate(graphs, budget, planner.tell)
+    if planner.request.kind != USUAL:
+        return Traced(graphs, plain, False)
+    fits = planner.fits(plain.problem)
+    if not fits and (apart := source.apart(graphs)) is not graphs:
+        graphs, plain = apart, source.annotate(apart, budget, planner.tell)
+    return Traced(graphs, plain, fits)
+
+
+# --- the candidates -----------------------------------------------------------------------------
+
+
+def emptied_within_own_peak(planner: GraphPlanner, traced: Traced) -> Candidate | None:
+    """Move everything that backward gets from forward, within the memory that the step needs alone.
+    Applies if that is asked for, and the budget is enough."""
+    source, budget, problem = planner.source, planner.budget(), traced.plain.problem
+    if planner.request.kind != EMPTIED:
+        return None
+    reserve = source.target.reserve_bytes
+    enough = with_reserve(peak_alone(problem, source.machine), reserve)
+    if budget is not None and enough > budget:
+        return None
+    decided = decide(
+        problem,
+        source.machine,
+        enough,
+        reserve,
+        "turnover",
+        TURNING_SECONDS,
+        planner.tell,
+        may_fit=False,
+    )
+    return Candidate(source, traced.graphs, Choice(traced.plain, decided))
+
+
+def emptied_or_on_host(planner: GraphPlanner, traced: Traced) -> Candidate | None:
+    """Move everything that backward gets from forward, put all weights on the host, or both, within
+    the budget. Applies if that is asked for."""
+    return None if planner.request.kind == USUAL else _placed(planner, traced)
+
+
+def as_it_is(planner: GraphPlanner, traced: Traced) -> Candidate | None:
+    """Leave the graph unchanged. Applies if nothing has to move."""
+    return _placed(planner, traced) if traced.fits else None
+
+
+def masks_as_bits(planner: GraphPlanner, traced: Traced) -> Candidate | None:
+    """Save masks as bits. Applies if that makes a better plan; otherwise it may return the plan
+    without. None if no masks matter."""
+    source, settled = planner.source, planner.request.settled
+    if settled is not None and not has_bits(settled.problem):
+        return None
+    fuses = source.options.lowering == "inductor"
+    made = compact(traced.graphs, hint_of(source.sizes), fuses=fuses)
+    if made is None or not made.matters:
+        return None
+    packing = replace(planner, source=replace(source))
+    plain = packing.source.annotate(made.graphs, planner.budget(), planner.tell)
+    smaller = Traced(made.graphs, plain, planner.fits(plain.problem))
+    cheap = smaller.compute_us <= traced.compute_us * (1 + BITS_COST)
+    if settled is None and not (cheap and (smaller.fits or planner.request.quick)):
+        try:
+            found = moved(_unexplained(planner), traced)
+        except Infeasible:
+            planner.tell("planning with masks as bits")
+        else:
+            least_us = max(traced.compute_us, found.choice.decided.result.lower_bound_us)
+            moving = found.choice.decided.cost_us > least_us * (1 + BITS_COST)
+            worth = moving or planner.budget() is None
+            if not (worth and _better(packing, smaller, found.choice)):
+                return found
+    return moved(packing, smaller)
+
+
+def moved(planner: GraphPlanner, traced: Traced, share: float = 1.0) -> Candidate:
+    """Move tensors until the step fits, and offer gradients to the optimizer that updates during
+    backward, if there is one. Always applies. `share`: of the usual time to search."""
+    source, updated = planner.source, planner.request.updated
+    without: frozenset[str] = frozenset()
+    # on CUDA the host runs ahead of compute, so updates overlap it once backward has returned
+    while updated and source.kind == "cpu" and not traced.fits:
+        offers = source.with_offers(traced.graphs, traced.plain, updated, without)
+        if offers is None:
+            break
+        offering = Traced(offers.graphs, source.problem(offers.graphs), False)
+        found = _placed(planner, offering, share)
+        late = read_after_update(offers, found.choice.annotated, found.choice.decided.order)
+        if not late:
+            return replace(found, offers=offers)
+        without |= late
+    return _placed(planner, traced, share)
+
+
+#: the order in which candidates are tried; the first two are for requests that are not `USUAL`
+LADDER: tuple[Callable[[GraphPlanner, Traced], Candidate | None], ...] = (
+    emptied_within_own_peak,
+    emptied_or_on_host,
+    as_it_is,
+    masks_as_bits,
+    moved,
+)
+
+
+# --- parts of them ------------------------------------------------------------------------------
+
+
+def _placed(planner: GraphPlanner, traced: Traced, share: float = 1.0) -> Candidate:
+    """Plan these graphs with their weights where the step is fastest."""
+    search = PlacementSearch(planner, traced.graphs, traced.plain, share)
+    choice = search.best()
+    in_place = None if choice.stays is None else search.in_place
+    return Candidate(planner.source, traced.graphs, choice, in_place)
+
+
+def _unexplained(planner: GraphPlanner) -> GraphPlanner:
+    return replace(planner, request=replace(planner.request, explains=False))
+
+
+def _better(packing: GraphPlanner, smaller: Traced, than: Choice) -> bool:
+    """True if a shorter search finds a plan for these graphs that beats `than`."""
+    trial = replace(_unexplained(packing), source=replace(packing.source))
+    try:
+        found = moved(trial, smaller, TRIAL_SHARE)
+    except Infeasible:
+        return False
+    mine, other = found.choice.decided, than.decided
+    faster = mine.cost_us < other.cost_us * (1 - NO_LOSS)
+    if packing.budget() is not None:
+        return faster
+    peak, peak_before = mine.order.peak_bytes, other.order.peak_bytes
+    return peak < peak_before or (peak == peak_before and faster)

@@ -1,0 +1,147 @@
+"""Says what planning takes, `GraphFacts` and a `PlanRequest`, and what it returns: `Planned`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import NamedTuple
+
+import sympy
+import torch
+
+from offcompile.ir import Infeasible
+from offcompile.ir.units import show_bytes
+from offcompile.machine.options import Options
+from offcompile.machine.target import Target
+from offcompile.planning.feedback.profiling import Profile, Settled
+from offcompile.planning.fit_budget import Decided
+from offcompile.planning.footprint import NeedsBySize
+from offcompile.report.report import PlanReport
+from offcompile.run.accounts.apply_placement import WeightPlaces
+from offcompile.run.accounts.graph_runs import GraphRuns
+from offcompile.run.problem_source import ProblemSource
+from offcompile.run.recording import Touched, touched_by
+from offcompile.run.step_recorder import StepRecorder
+from offcompile.run.verifying import Verifying
+from offcompile.runtime.base.clock import StepClock
+
+
+class PlanKind(NamedTuple):
+    """The kinds of plan. The usual one offloads only what it must."""
+
+    #: everything that forward saves for backward must be able to leave
+    offload_saved: bool = False
+    #: all weights must be on the host, like those of others
+    weights_on_host: bool = False
+
+
+USUAL = PlanKind()
+HOSTED = PlanKind(weights_on_host=True)
+EMPTIED = PlanKind(offload_saved=True)
+BOTH = PlanKind(offload_saved=True, weights_on_host=True)
+
+
+@dataclass(frozen=True, eq=False)
+class GraphFacts:
+    """Describes a captured graph to all its plans."""
+
+    options: Options
+    target: Target
+    #: indices of the arguments of the captured function that are parameters
+    parameters: frozenset[int]
+    #: argument → its readable name
+    names: Mapping[int, str]
+    #: the graph's symbols, in the order of its arguments
+    symbols: tuple[sympy.Symbol, ...]
+    #: observations from runs of the graph
+    profile: Profile
+    #: wraps runs of the graph, and bounds the keeper meanwhile
+    runs: GraphRuns
+
+
+@dataclass(frozen=True)
+class PlanRequest:
+    """Asks for a plan of one graph."""
+
+    name: str
+    kind: PlanKind = USUAL
+    #: bytes of the budget held by others
+    held_bytes: int = 0
+    #: True if a refusal should name a budget that has a plan, which takes another search
+    explains: bool = True
+    #: True if masks are packed as bits without checking if a plan without that would be better
+    quick: bool = False
+    #: a plan to reuse if the problem is the one that it was made for
+    settled: Settled | None = None
+    #: arguments that an optimizer updates during backward
+    updated: frozenset[int] = frozenset()
+    #: parameters that stay on the device because others share their memory
+    fixed: frozenset[int] = frozenset()
+    #: symbol → the value that the plan is made for
+    sizes: Mapping[sympy.Symbol, int] = field(default_factory=dict)
+
+    def budget(self, options: Options, device_bytes: int) -> int | None:
+        """Bytes that the options leave this graph; None: as few as possible, found by planning."""
+        budget = options.memory_bytes(device_bytes)
+        if budget is None:
+            return None
+        budget -= self.held_bytes
+        if budget > 0:
+            return budget
+        raise Infeasible(
+            f"{self.name}: other compiled graphs of this process hold"
+            f" {show_bytes(self.held_bytes)}, which is the whole budget.",
+            -budget,
+            f"Set memory to more than {show_bytes(self.held_bytes)}, or delete the models that are"
+            " no longer used.",
+        )
+
+
+@dataclass(frozen=True, eq=False)
+class Planned:
+    """The plan of one graph, whole. It holds no graphs unless its sizes are dynamic."""
+
+    request: PlanRequest
+    source: ProblemSource
+    decided: Decided
+    #: storage → dtype of its elements
+    dtypes: Mapping[str, torch.dtype]
+    #: number of pieces of the loss; None: whole
+    pieces: int | None
+    report: PlanReport
+    needs: NeedsBySize
+    placement: WeightPlaces
+    #: weight → its index among the parameters
+    weights: Mapping[str, int]
+    #: for each saved output of forward, its storage; None if codecs may not pack it
+    saved: tuple[str | None, ...]
+    #: storages that codecs may pack
+    packable: frozenset[str]
+    #: outputs of backward that are gradients offered to an optimizer; None: nothing is offered
+    offered: tuple[int, ...] | None
+    clock: StepClock
+    recorder: StepRecorder
+    #: compares the first step with the plain run; None: no verification
+    verifying: Verifying | None
+
+    @property
+    def moves(self) -> bool:
+        """True if any tensor leaves the device or is recomputed."""
+        return not self.report.fits
+
+    @property
+    def holds_saved(self) -> bool:
+        """True if, from the start of backward, the plan includes everything that forward saved."""
+        return self.request.kind.offload_saved and self.decided.result.policy == "turnover"
+
+    @cached_property
+    def changes_weights(self) -> bool:
+        """True if the graph itself changes weights."""
+        problem = self.report.problem
+        written = {t for op in problem.ops for t in op.writes}
+        return any(t.id in written for t in problem.tensors if t.kind == "weight")
+
+    @cached_property
+    def touched(self) -> Touched:
+        return touched_by(self.report.problem, self.weights)

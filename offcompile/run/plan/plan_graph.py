@@ -1,0 +1,260 @@
+"""Plans a captured graph: graphs in, a `Planned` and the graphs that carry it out, out."""
+
+from __future__ import annotations
+
+import weakref
+from dataclasses import replace
+from functools import partial
+
+import sympy
+import torch
+from torch import fx
+
+from offcompile.graph.graphs import Graphs
+from offcompile.graph.sizes import hint_of
+from offcompile.graph.split import Splits
+from offcompile.graph.split.decision import Ways
+from offcompile.graph.weight_placement import Choice
+from offcompile.ir import DEVICE, Machine, Plan, Problem
+from offcompile.planning.empty_turn import kept_at_turn
+from offcompile.planning.endurance import planned_life
+from offcompile.planning.feedback.corrections import with_factors
+from offcompile.planning.feedback.profiling import WORTH, Settled, reconsider
+from offcompile.planning.footprint import Footprint, NeedsBySize, bytes_of, standing_in
+from offcompile.report.dump import Dumped as Compilation
+from offcompile.report.dump import dump
+from offcompile.report.log import log_compiled, log_decision
+from offcompile.report.report import PlanReport, remember
+from offcompile.report.stalls import move_names
+from offcompile.report.verified import Verified
+from offcompile.run.accounts.graph_runs import kept_between
+from offcompile.run.accounts.usage import GraphUsage
+from offcompile.run.problem_source import ProblemSource, values
+from offcompile.run.recording import weights_of
+from offcompile.run.step_recorder import StepRecorder
+from offcompile.run.verifying import Verifying
+from offcompile.runtime.base.clock import clock_for
+from offcompile.runtime.base.progress import Progress
+
+from .candidates import Candidate, plan_in_order
+from .carry_out import carry_out, reserve, unplaced
+from .contract import GraphFacts, Planned, PlanRequest
+from .planner import GraphPlanner
+
+
+def plan_graph(
+    facts: GraphFacts,
+    request: PlanRequest,
+    source: ProblemSource,
+    given: Graphs,
+    splits: Splits | None,
+) -> tuple[Planned, Graphs | None]:
+    """Return the plan, and the graphs that carry it out; None if they are the given ones. Raises
+    `Infeasible`. `splits`: offers to split the loss."""
+    name, options = request.name, facts.options
+    with Progress(name) as progress:
+        planner = GraphPlanner(source, request, progress)
+        found = best_candidate(planner, given, splits)
+    source, planner = found.source, replace(planner, source=found.source)
+    annotated, decided = found.choice.annotated, found.choice.decided
+    verifying = _verifying(facts, planner, given, found) if options.verify else None
+    verified = None if verifying is None else verifying.verified
+    clock, steps = clock_for(facts.target.device), decided.order.steps
+    recorder = StepRecorder(
+        name,
+        clock,
+        partial(_waiting, weakref.ref(facts.runs.entry)),
+        steps,
+        move_names(decided.result.plan, annotated.labels, annotated.names),
+    )
+    report = replace(
+        report_of(planner, found.choice),
+        profile=facts.profile,
+        settle=clock.settle,
+        steps=recorder,
+        verified=verified,
+        kept=partial(kept_between, source.target.runtime),
+    )
+    weights = weights_of(found.graphs, annotated, sorted(facts.parameters))
+    needs = _needs(found, report, facts.symbols)
+    facts.runs.entry.trains = found.graphs.backward is not None
+    made, placement = None, unplaced(facts)
+    if not decided.fits:
+        made, placement = carry_out(facts, name, found, verified)
+    tensors = annotated.problem.tensors if made is not None else ()
+    packable = frozenset(t.id for t in tensors if t.kind == "activation" and not t.pinned)
+    planned = Planned(
+        request,
+        source,
+        decided,
+        annotated.dtypes,
+        found.pieces,
+        report,
+        needs,
+        placement,
+        weights,
+        () if made is None else tuple(s if s in packable else None for s in made.saved),
+        packable,
+        None if found.offers is None else found.offers.outputs,
+        clock,
+        recorder,
+        verifying,
+    )
+    graphs = None if found.graphs is given else found.graphs
+    if made is not None:
+        graphs = made.graphs
+        reserve(planned)
+    remember(report)
+    said = Compilation(
+        report,
+        dict(found.graphs),
+        {} if graphs is None else dict(graphs),
+        "\n".join(map(str, steps)),
+    )
+    log_compiled(said)
+    if options.dump is not None:
+        dump(options.dump, name, said)
+    return planned, graphs
+
+
+def best_candidate(planner: GraphPlanner, given: Graphs, splits: Splits | None = None) -> Candidate:
+    """Plan the graphs, whole or with the loss in pieces. Raises `Infeasible`."""
+    if splits is None or given.backward is None:
+        return plan_in_order(planner, given)
+    request = planner.request
+
+    def whole() -> Candidate:
+        return plan_in_order(planner, given)
+
+    def in_pieces(pieces: int) -> Candidate:
+        planner.tell(f"planning with the loss in {pieces} pieces")
+        asked = replace(request, explains=False)
+        forward, backward = splits.into(pieces)
+        halves = replace(given, forward=forward, backward=backward)
+        own = GraphPlanner(replace(planner.source), asked, planner.tell)
+        return replace(plan_in_order(own, halves), pieces=pieces)
+
+    if request.settled is None:
+        found, _ = Ways(
+            planner.source.options,
+            planner.budget(),
+            whole,
+            in_pieces,
+            lambda: splits.most_pieces,
+            lambda: splits.largest_bytes,
+            lambda made: made.choice,
+        ).best()
+    else:
+        pieces = request.settled.pieces
+        found = whole() if pieces is None else in_pieces(pieces)
+    if found.pieces is None:
+        return found
+    return replace(found, choice=replace(found.choice, split=splits.describe(found.pieces)))
+
+
+def report_of(planner: GraphPlanner, choice: Choice) -> PlanReport:
+    """Report what is known before anything runs."""
+    annotated, decided, source = choice.annotated, choice.decided, planner.source
+    budget, peak, target = planner.budget(), decided.order.peak_bytes, source.target
+    reserve = 0 if decided.fits else target.reserve_bytes(budget or peak)
+    whole_bytes = budget if budget is not None else peak + reserve
+    return PlanReport(
+        name=planner.request.name,
+        problem=annotated.problem,
+        machine=decided.machine,
+        result=decided.result,
+        budget_bytes=whole_bytes,
+        reserve_bytes=reserve,
+        holes_bytes=decided.holes_bytes,
+        worst_peak_bytes=peak,
+        labels=annotated.labels,
+        names=annotated.names,
+        room=target.room(whole_bytes),
+        touch_us_per_mib=source.touch_again_us_per_mib,
+        beside_bytes=planner.request.held_bytes,
+        split=choice.split,
+        life=partial(planned_life, annotated.problem, decided.result.plan, target.runtime),
+    )
+
+
+def plan_again(planned: Planned, facts: GraphFacts, held_bytes: int) -> Settled | None:
+    """Plan again if what runs have shown makes it worth recompiling; see `profiling`."""
+    if planned.decided.fits:
+        return None
+    name, source, made = planned.request.name, planned.source, planned.decided
+    options, profile, problem = source.options, source.profile, planned.report.problem
+    with Progress(name) as progress:
+        planner = GraphPlanner(source, replace(planned.request, held_bytes=held_bytes), progress)
+        source.learn_codecs()
+        if source.costs_as_planned is None:
+            problem = with_factors(problem, profile.factors)
+        budget = options.memory_bytes(source.target.device_bytes)
+        left = None if budget is None else budget - held_bytes
+        text, found = reconsider(
+            problem,
+            made.result.plan,
+            source.machine(made.machine.tier[DEVICE].capacity_bytes or 1),
+            planned.dtypes,
+            profile.densities,
+            options.lossy,
+            WORTH[options.lowering],
+            lambda again: planner.decide(again, left),
+            profile.seen,
+        )
+    facts.profile.decided(text, found is not None)
+    log_decision(name, text)
+    return None if found is None else Settled(found[0], left, found[1], planned.pieces)
+
+
+# --- parts of `plan_graph` -----------------------------------------------------------------------
+
+
+def _verifying(
+    facts: GraphFacts, planner: GraphPlanner, given: Graphs, found: Candidate
+) -> Verifying:
+    annotated, decided = found.choice.annotated, found.choice.decided
+    rounds = _rounds(decided.result.plan, decided.machine)
+    exact = facts.options.lowering == "aot_eager" and not rounds and found.pieces is None
+
+    def label(phase: str, node: fx.Node) -> str:
+        return annotated.labels.get(annotated.storage_of.get((phase, node.name), ""), "")
+
+    verified, fixed = Verified(exact), planner.request.fixed
+    if fixed and (not decided.fits or planner.budget() is None):
+        count = f"{len(fixed)} weight{'s' if len(fixed) > 1 else ''}"
+        verified.notes["weights"] = (
+            f"{count} stayed on the device, where others hold the same memory"
+        )
+    return Verifying(planner.request.name, given, facts.target.device, verified, label)
+
+
+def _needs(found: Candidate, report: PlanReport, symbols: tuple[sympy.Symbol, ...]) -> NeedsBySize:
+    decided, problem = found.choice.decided, found.choice.annotated.problem
+    kept = decided.kept
+    if kept is None:
+        kept = kept_at_turn(problem, decided.result.timeline)
+    dynamic = any(isinstance(v, torch.SymInt) for v in values(found.graphs))
+
+    def problem_at(sizes: tuple[int, ...]) -> Problem:
+        return found.problem_at(hint_of(dict(zip(symbols, sizes, strict=True))))
+
+    return NeedsBySize(
+        Footprint(standing_in(problem), report.needed_peak_bytes, bytes_of(problem, kept)),
+        problem_at if dynamic else None,
+        decided.result.plan,
+        decided.order.steps,
+        report.reserve_bytes,
+        kept,
+    )
+
+
+def _rounds(plan: Plan, machine: Machine) -> bool:
+    """True if a move uses a lossy codec."""
+    lossless = {codec.name for codec in machine.codecs if codec.lossless}
+    return any(move.codec is not None and move.codec not in lossless for move in plan.moves)
+
+
+def _waiting(entry: weakref.ref[GraphUsage]) -> int:
+    """Count forwards that wait for their backward. Weak, since reports outlive their graph."""
+    found = entry()
+    return 0 if found is None else len(found.waiting())

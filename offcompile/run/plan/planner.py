@@ -1,0 +1,227 @@
+"""Searches for a plan of one graph, with its weights where a step is fastest."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property, partial
+
+from offcompile.graph.annotate import Annotated
+from offcompile.graph.graphs import Graphs
+from offcompile.graph.weight_placement import Choice, choose
+from offcompile.ir import BACKWARD, DEVICE, Infeasible, Machine, Plan, Problem
+from offcompile.machine.in_place import InPlace
+from offcompile.planning.empty_turn import decide_emptied
+from offcompile.planning.fit_budget import (
+    Decided,
+    Holes,
+    decide,
+    fits_as_it_is,
+    floor_of,
+    planning_seconds,
+    with_figure,
+    with_reserve,
+)
+from offcompile.planning.planned_layout import planned_returns
+from offcompile.planning.planner import PlanResult
+from offcompile.run.problem_source import ProblemSource
+from offcompile.runtime.memory.heap import address_space_is_limited
+
+from .contract import EMPTIED, PlanRequest
+
+Tell = Callable[[str], None]
+
+
+def tell_nobody(text: str) -> None:
+    """Report no progress."""
+
+
+@dataclass(frozen=True, eq=False)
+class GraphPlanner:
+    """Plans problems that `source` makes of one graph."""
+
+    source: ProblemSource
+    request: PlanRequest
+    tell: Tell = tell_nobody
+
+    def budget(self) -> int | None:
+        """Bytes that the options leave this graph; None: as few as possible, found by planning."""
+        return self.request.budget(self.source.options, self.source.target.device_bytes)
+
+    def fits(self, problem: Problem) -> bool:
+        """True if the step is within the budget with nothing moved."""
+        budget = self.budget()
+        return budget is not None and fits_as_it_is(problem, self.source.machine, budget)
+
+    def decide(
+        self,
+        problem: Problem,
+        budget: int | None,
+        may_fit: bool = False,
+        share: float = 1.0,
+        offload_gradients: bool = False,
+        known: Sequence[Plan] = (),
+        worth_us: float = float("inf"),
+    ) -> Decided:
+        """Search for a plan within the budget. Raises `Infeasible`, and `Beaten` if no plan can
+        take less than `worth_us`.
+
+        share: of the usual time. known: plans whose choices are tried. may_fit: see `decide`.
+        """
+        options, target = self.source.options, self.source.target
+        seconds = share * (options.seconds or planning_seconds(problem))
+        offload_saved = self.request.kind.offload_saved
+        offload_gradients = offload_gradients and any(op.phase == BACKWARD for op in problem.ops)
+        if (offload_saved or offload_gradients) and budget is not None:
+            return decide_emptied(
+                problem,
+                self.source.machine,
+                budget,
+                target.reserve_bytes,
+                options.whole_policy,
+                seconds,
+                self.tell,
+                offload_saved,
+                offload_gradients,
+            )
+        return decide(
+            problem,
+            self.source.machine,
+            budget,
+            target.reserve_bytes,
+            options.whole_policy,
+            seconds,
+            self.tell,
+            self.request.held_bytes,
+            None if budget is None else self._holes(problem, budget),
+            may_fit,
+            known,
+            worth_us,
+        )
+
+    def _holes(self, problem: Problem, budget: int) -> Holes:
+        source = self.source
+        room, wanted_bytes = source.target.room(budget), source.target.holes_bytes(budget)
+        # costs corrected by measured steps already include it; and if the address space is
+        # limited, holes cost no time: a step that finds no place fails
+        us_per_mib = source.touch_again_us_per_mib if source.profile.factors is None else 0.0
+        if room is None or not us_per_mib or problem.steady or address_space_is_limited():
+            return Holes(wanted_bytes)
+
+        def touching_us(machine: Machine, made: PlanResult) -> float:
+            found = planned_returns(problem, machine, made.plan, made.timeline, room)
+            return found.touched_mib * us_per_mib
+
+        return Holes(wanted_bytes, touching_us)
+
+
+#: kinds of the user's tensors that may leave for the host besides activations
+LEAVING = ("weight", "gradient")
+
+
+@dataclass(eq=False)
+class PlacementSearch:
+    """Plans annotated graphs. `share`: of the usual time to search."""
+
+    planner: GraphPlanner
+    graphs: Graphs
+    annotated: Annotated
+    share: float = 1.0
+    #: plans of the step with its weights placed differently, whose choices are tried
+    _known: list[Plan] = field(default_factory=list)
+
+    @cached_property
+    def in_place(self) -> InPlace | None:
+        """The cost of using weights and gradients in place on the host; None if that cannot be."""
+        tensors = self.annotated.problem.tensors
+        weights = sum(t.nbytes for t in tensors if t.kind == "weight")
+        return self.planner.source.target.in_place(2 * weights)  # gradients too
+
+    def best(self) -> Choice:
+        """Find the plan. Raises `Infeasible`."""
+        request, source, budget = self.planner.request, self.planner.source, self.planner.budget()
+        try:
+            return self._all_on_host(budget) or self._fastest(budget, budget is None)
+        except Infeasible as error:
+            if budget is None or request.kind.offload_saved or not request.explains:
+                raise
+            try:  # the advice in the refusal must be enough
+                found = self._fastest(budget, True).decided
+            except Infeasible:
+                raise error from None
+            least = found.machine.tier[DEVICE].capacity_bytes
+            assert least is not None
+            total = with_reserve(least, source.target.reserve_bytes) + request.held_bytes
+            raise with_figure(error, total, budget + request.held_bytes) from None
+
+    def _all_on_host(self, budget: int | None) -> Choice | None:
+        """Put every weight on the host, and leave half of the room to the runtime's keeper if the
+        other half is enough for a plan. None if that is not asked for."""
+        wanted = self.planner.request.kind.weights_on_host
+        found = self._on_host(frozenset()) if wanted else None
+        if found is None or budget is None:
+            return None
+        source = self.planner.source
+        floor = with_reserve(floor_of(found.problem, source.machine), source.target.reserve_bytes)
+        room = min(budget, max(floor, budget // 2))
+        # if weights leave for others, their gradients had better leave as well
+        tries = [(room, True), (budget, True), (room, False), (budget, False)]
+        for nbytes, offload_gradients in dict.fromkeys(tries):
+            try:
+                made = self.planner.decide(
+                    found.problem, nbytes, share=self.share, offload_gradients=offload_gradients
+                )
+            except Infeasible:
+                if (nbytes, offload_gradients) == tries[-1]:
+                    raise
+            else:
+                return Choice(found, made, frozenset())
+        return None
+
+    def _fastest(self, budget: int | None, to_floor: bool) -> Choice:
+        """Compare plans with weights on the device and on the host; `to_floor`: by their peak."""
+        source = self.planner.source
+        return choose(
+            self.annotated,
+            self._on_host,
+            partial(self._decide, None if to_floor else budget),
+            to_floor=to_floor,
+            floor_of=partial(floor_of, machine_for=source.machine),
+            must_leave=source.options.gradient_reserve is not None,
+            # the other policies come from papers, which do not split
+            may_split=source.options.policy.partition(":")[0] == "joint" and self.share == 1.0,
+        )
+
+    def _on_host(self, stays: frozenset[str]) -> Annotated | None:
+        """Annotate the step with all weights but these on the host; None if that cannot be."""
+        if self.in_place is None or self.planner.request.kind == EMPTIED:
+            return None
+        source = self.planner.source
+        source.measure_in_place(self.graphs, self.in_place)
+        found = source.problem(self.graphs, self.in_place, stays)
+        leaves = any(not t.pinned for t in found.problem.tensors if t.kind in LEAVING)
+        return found if leaves else None
+
+    def _decide(
+        self,
+        budget: int | None,
+        found: Annotated,
+        *,
+        may_fit: bool,
+        share: float = 1.0,
+        worth_us: float = float("inf"),
+    ) -> Decided:
+        settled = self.planner.request.settled
+        if settled is not None and settled.fits(found.problem, budget):
+            return settled.decided
+        made = self.planner.decide(
+            found.problem,
+            budget,
+            may_fit,
+            self.share * share,
+            known=self._known,
+            worth_us=worth_us,
+        )
+        if made.result.plan.recomputes or made.result.plan.updates:
+            self._known.append(made.result.plan)
+        return made

@@ -1,0 +1,124 @@
+"""Wraps the compiled halves of a planned graph: timing, heap, accounts, verification."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
+from functools import partial
+from typing import Any
+
+from offcompile.graph.lowering.lower import Compiled, Phase
+from offcompile.ir import BACKWARD, FORWARD
+from offcompile.planning.endurance import spilled_bytes, watch_for
+from offcompile.runtime.base.garbage import garbage
+from offcompile.runtime.memory.heap import heap
+from offcompile.runtime.moves.registry import runtime_for
+from offcompile.runtime.states.update_ops import taken_or_kept
+
+from .accounts.graph_runs import Room
+from .plan.contract import GraphFacts, Planned
+from .recording import recorded
+
+
+class RunningHalf:
+    """Runs one compiled half of a planned graph."""
+
+    def __init__(
+        self, facts: GraphFacts, planned: Planned, phase: Phase, compiled: Compiled
+    ) -> None:
+        garbage.compiled()
+        report, on_cpu = planned.report, facts.target.device.type == "cpu"
+        self.facts, self.planned, self.phase, self.compiled = facts, planned, phase, compiled
+        # a step that fits stays within its budget only if freed memory goes back to the system
+        budgeted = facts.options.memory is not None and heap().keeps
+        self._heap_watched = on_cpu and (not report.fits or budgeted)
+        self._heap_settled = False
+        self._offered = planned.offered or () if phase == BACKWARD else ()
+        self._direct_reads = _direct_reads(planned, phase)
+        self._mover = runtime_for(facts.target.runtime.key).mover if self._direct_reads else None
+        moves = (m for m in report.plan.moves if m.tensor in planned.packable)
+        self._tensor_of = {m.id: m.tensor for m in moves}
+        spills = spilled_bytes(report.problem, report.plan, facts.target.device.type) > 0
+        self._drives = watch_for(facts.target.runtime) if spills else None
+        self._observe = partial(report.observe, FORWARD if phase == "inference" else phase)
+
+    def __call__(self, arguments: list[Any]) -> Any:
+        planned, phase, clock = self.planned, self.phase, self.planned.clock
+        verifying = planned.verifying
+        check = None if verifying is None else verifying.begin(phase, arguments)
+        with self._recorded(arguments), self._among_others(arguments) as room:
+            if self._heap_watched and (phase != BACKWARD or room is not None):
+                self._begin_heap(room)
+            started = clock.start()
+            with planned.recorder.running(phase), self.facts.profile.watching(self._tensor_of):
+                result = self.compiled(arguments)
+            clock.stop(started, self._observe)
+        if phase != FORWARD:
+            garbage.ran()
+        if planned.saved and phase == FORWARD:
+            saved = result[-len(planned.saved) :]
+            self.facts.profile.look_at_saved(planned.saved, saved)
+        if self._mover is not None:
+            self._mover.read_in_place(self._direct_reads)
+        if self._offered:
+            result = list(result)
+            for i in self._offered:
+                result[i] = taken_or_kept(result[i])
+        if phase == BACKWARD:
+            self.facts.runs.entry.end()
+            planned.placement.made_gradients()
+        if phase != FORWARD:
+            if self._heap_watched:
+                heap().end()
+            if self._drives is not None:
+                self._drives.step_over()
+        if check is not None:
+            check(result)
+        return result
+
+    def _recorded(self, arguments: Sequence[Any]) -> AbstractContextManager[None]:
+        recording, runs = recorded(), self.facts.runs
+        if recording is None:
+            return nullcontext()
+        binding = runs.binding
+        if self.phase == BACKWARD:
+            binding, _ = runs.forward_of(arguments)
+        touched, device = self.planned.touched, self.facts.target.device
+        return recording.running(runs.name, self.phase, binding, touched, device)
+
+    def _among_others(self, arguments: Sequence[Any]) -> AbstractContextManager[Room | None]:
+        planned, offload_saved = self.planned, self.planned.request.kind.offload_saved
+        return self.facts.runs.running(
+            self.phase,
+            arguments,
+            lambda sizes: planned.needs.at(sizes).peak_bytes,
+            offload_saved or self.facts.options.lowering != "inductor",
+            offload_saved,
+            planned.moves,
+            planned.holds_saved,
+        )
+
+    def _begin_heap(self, room: Room | None) -> None:
+        """Tell the heap how much this run may take, at its first run after cleaning up."""
+        report = self.planned.report
+        if not self._heap_settled:
+            self._heap_settled = True
+            if not report.fits:
+                garbage.collect_of_compiling()
+            heap().settle()
+        sizes = self.facts.runs.sizes if room is None else room.sizes
+        standing, most = self.planned.needs.at(sizes).standing_bytes, report.budget_bytes
+        if room is not None:
+            standing += room.held_bytes
+            most = room.peak_bytes + room.kept_limit_bytes
+        heap().begin(standing, most, self._at_rest, lays_out=not report.fits)
+
+    def _at_rest(self) -> None:
+        runtime_for(self.facts.target.runtime.key).device.drain()
+
+
+def _direct_reads(planned: Planned, phase: Phase) -> int:
+    """Count the operands that ops of this half use in place on the host."""
+    ops = planned.report.problem.op
+    reads = (d for d in planned.report.plan.directs if d.tensor in ops[d.op].reads)
+    return sum((ops[d.op].phase == BACKWARD) == (phase == BACKWARD) for d in reads)

@@ -1,0 +1,81 @@
+"""Replaces a plan if the steps so far call for it: by a new one, or by the one before."""
+
+from __future__ import annotations
+
+import torch
+
+from offcompile.ir import Infeasible
+from offcompile.report.log import log_decision
+from offcompile.run.plan.plan_graph import plan_again
+from offcompile.runtime.moves.registry import lanes_moved
+
+from .ladder import choose
+from .plans import Call, Plans, Variant
+
+
+def judged(plans: Plans, variant: Variant, call: Call) -> Variant:
+    """Return the plan to run after what the steps so far have shown."""
+    if torch._C._current_graph_task_id() != -1:  # a recomputed forward is no new step
+        return variant
+    shown = plans.facts.profile.due()
+    if _lanes_due(plans, variant) or shown:
+        return _replanned(plans, variant, call)
+    return _tried(plans, variant, call)
+
+
+def _replanned(plans: Plans, variant: Variant, call: Call) -> Variant:
+    """Plan again from what the steps so far have shown, if that is worth it."""
+    if variant.kind.offload_saved or variant.planned is None:
+        return variant
+    held = plans.held(call)
+    settled = plan_again(variant.planned, plans.facts, held)
+    if settled is None:
+        return variant
+    plans.look_at_weights(call)
+    try:
+        made = plans.make(call, held, settled=settled)
+    except Infeasible as error:  # does not fit in what is free just now
+        plans.facts.profile.note(f"the plan stays, since for another one: {error.reason}")
+        return variant
+    plans.trial.replaced(variant.planned.report)
+    return made
+
+
+def _tried(plans: Plans, variant: Variant, call: Call) -> Variant:
+    """Return the plan, or a better one if the measured steps call for it; see `trial`. Measured
+    times mean nothing for other sizes or if a hardware profile was named."""
+    facts, trial, planned = plans.facts, plans.trial, variant.planned
+    if planned is None or facts.symbols or facts.options.hardware is not None:
+        return variant
+    report, recorded = planned.report, planned.recorder.recorded
+    step = trial.due(report, recorded)
+    if step is None:
+        return variant
+    lost = trial.loses_to(report, step)
+    former = next((v for v in plans.variants if lost and v.report is lost[0]), None)
+    if lost and former and former.placement.has_all_of(variant.placement):
+        plans.variants.remove(variant)
+        facts.profile.note(lost[1])
+        log_decision(facts.runs.name, lost[1])
+        return choose(plans, call)
+    factors = trial.factors(report, step)
+    if factors is not None and not report.fits and not variant.kind.offload_saved:
+        machine = facts.target.machine(facts.target.device_bytes)
+        totals = lanes_moved(facts.target.runtime.key)
+        if facts.profile.costs_due(factors, machine, totals):
+            made = _replanned(plans, variant, call)
+            if made is not variant:
+                return made
+    trial.tell(report, step, planned.recorder.recorded)
+    return variant
+
+
+def _lanes_due(plans: Plans, variant: Variant) -> bool:
+    """True if lanes run at other speeds than this plan assumes. A named hardware profile already
+    states how fast they are."""
+    facts, report = plans.facts, variant.report
+    asked = facts.options.hardware is None and facts.profile.looked
+    if not asked or report is None or report.fits:
+        return False
+    machine = facts.target.machine(facts.target.device_bytes)
+    return facts.profile.lanes_due(machine, lanes_moved(facts.target.runtime.key))

@@ -1,0 +1,223 @@
+"""Finds the plan that a call runs: `LADDER` lists the candidates in order."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+
+import torch
+
+from offcompile.ir import Infeasible
+from offcompile.run.plan.contract import BOTH, EMPTIED, HOSTED, PlanKind
+from offcompile.runtime.moves.weights import is_there_by_plan
+
+from .plans import Call, Plans, Variant
+
+#: share of the budget that a graph, plus the saved activations of another one like it, may take
+#: in the first step
+WITH_ANOTHER = 0.75
+
+
+def make_first(plans: Plans, call: Call) -> None:
+    """Make the first plan, for the sizes that Dynamo traced. Raises `Infeasible`."""
+    plans.facts.runs.books.invalidate()
+    plans.look_at_weights(call)
+    held = plans.likely_held(call)
+    try:
+        plans.make(call, held)
+    except Infeasible:
+        if plans.surely_held(call) < held:
+            make_first(plans, call)
+        elif on_host(plans, call) is None:
+            raise
+
+
+def choose(plans: Plans, call: Call) -> Variant:
+    """Return the newest plan within the budget for this call; make one if needed."""
+    if plans.facts.runs.budget_bytes is None:
+        return plans.variants[-1]
+    return next(made for way in LADDER if (made := way(plans, call)) is not None)
+
+
+# --- the candidates: None if they do not apply --------------------------------------------------
+
+
+def last_run(plans: Plans, call: Call) -> Variant | None:
+    """Inside a backward pass, keep the plan of the last run, even if it exceeds the room:
+    checkpoint expects a recomputed forward to save the same tensors as the first time."""
+    if torch._C._current_graph_task_id() == -1:
+        return None
+    sizes, variant = plans.ran.get(call.parameters, (None, None))
+    return variant if sizes == call.sizes else None
+
+
+def follow_weights(plans: Plans, call: Call) -> None:
+    """Make a plan with all weights on the host, to choose from below, if weights of the call left
+    to make room for others and no plan hosts any."""
+    hosts = HOSTED in plans.in_vain or any(v.placement.has_any for v in plans.variants)
+    if not hosts and not plans.facts.runs.books.sent.isdisjoint(call.parameters.ids):
+        on_host(plans, call)
+
+
+def emptied(plans: Plans, call: Call) -> Variant | None:
+    """Take a plan that lets everything saved for backward leave, if this graph is one of several
+    whose saved activations together exceed the budget; with weights on the host if need be."""
+    hosts = _have_left(plans, call)
+    whole = _by_preference(plans, call)[-1] if hosts else plans.variants[0]
+    if not plans.facts.runs.entry.trains or BOTH in plans.in_vain:
+        return None
+    if not _crowded(plans, call, whole):
+        return None
+    there = [v for v in plans.variants if v.kind.offload_saved and v.placement.has_any >= hosts]
+    found = plans.first_within(there, call)
+    if found is not None:
+        return found
+    if not hosts and EMPTIED not in plans.in_vain:
+        held = plans.held(call)
+        try:
+            made = plans.make(call, held, EMPTIED)
+        except Infeasible:
+            plans.in_vain.add(EMPTIED)
+        else:
+            return made if plans.within(made, held, call) else None
+    return on_host(plans, call, BOTH)
+
+
+def known(plans: Plans, call: Call) -> Variant | None:
+    """Take a plan at hand that fits."""
+    newest, preferred = plans.variants[-1], _by_preference(plans, call)
+    quick = preferred[:1] == [newest] and newest.knows_needs_at(call.sizes)
+    if quick and plans.within(newest, plans.facts.runs.books.most_held(), call):
+        return newest
+    return plans.first_within(preferred, call)
+
+
+def new(plans: Plans, call: Call) -> Variant | None:
+    """Make a plan for what is held beside now; if there is none, with all weights on the host."""
+    plans.look_at_weights(call)
+    try:
+        return plans.make(call, plans.held(call))
+    except Infeasible:
+        found = on_host(plans, call)
+        if found is None:
+            raise
+        return found
+
+
+#: the order in which candidates are tried for a call
+LADDER: tuple[Callable[[Plans, Call], Variant | None], ...] = (
+    last_run,
+    follow_weights,
+    emptied,
+    known,
+    new,
+)
+
+# --- parts of them ------------------------------------------------------------------------------
+
+
+def on_host(plans: Plans, call: Call, kind: PlanKind = HOSTED) -> Variant | None:
+    """Return a plan with all weights of this call on the host, and send weights of as few other
+    calls as possible there. None if that does not free enough."""
+    books, entry = plans.facts.runs.books, plans.facts.runs.entry
+    others = books.others(entry, call.parameters)
+    if not (others or kind.offload_saved) or kind in plans.in_vain:
+        return None
+    for variant in plans.variants:
+        if variant.kind == kind and _have_leave(plans, variant, others, call):
+            return variant
+    held = plans.held(call)
+    sizes = [sum(map(books.holdings.takes, other)) for other in others]
+    sizes = [nbytes for nbytes in sizes if nbytes]
+    for count in _doubling(len(sizes)):
+        with suppress(Infeasible):
+            room_taken = max(0, held - sum(sizes[:count]))
+            made = plans.make(call, room_taken, kind, explains=False)
+            break
+    else:
+        plans.in_vain.add(kind)
+        return None
+    if _have_leave(plans, made, others, call):
+        return made
+    try:  # their small weights do not leave
+        made = plans.make(call, plans.held(call), kind, explains=False)
+    except Infeasible:
+        plans.in_vain.add(kind)
+        return None
+    return made if plans.within(made, plans.held(call), call) else None
+
+
+def _by_preference(plans: Plans, call: Call) -> list[Variant]:
+    """List the plans without an empty turn: those that move nothing first, then the newest first.
+
+    Once a plan has put weights on the host, they and the plan stay. If no weight of the call is
+    on the host, the plans that leave weights on the device come first.
+    """
+    newest = plans.variants[-1]
+    found = [v for v in reversed(plans.variants) if not v.kind.offload_saved]
+    if len(found) > 1 and newest.moves and not newest.placement.has_any:
+        found.sort(key=lambda v: v.moves)
+    if len(found) > 1 and any(v.placement.has_any for v in found):
+        left = _have_left(plans, call)
+        found.sort(key=lambda v: v.placement.has_any != left)
+    return found
+
+
+def _have_left(plans: Plans, call: Call) -> bool:
+    """True if weights of the call are on the host because some plan has put them there."""
+    return any(is_there_by_plan(call.args[i]) for i in sorted(plans.facts.parameters))
+
+
+def _have_leave(
+    plans: Plans, variant: Variant, others: Sequence[Sequence[torch.Tensor]], call: Call
+) -> bool:
+    """Send weights of other calls to the host, call by call, until `variant`, which has the weights
+    of this call there, fits. Return True if it fits."""
+    books = plans.facts.runs.books
+    for other in others:
+        if plans.within(variant, plans.held(call), call):
+            break
+        variant.placement.place_alike(call.args, other)
+        books.holdings.expect_on_host(other)
+        books.sent.update(map(id, other))
+        books.invalidate()
+    return plans.within(variant, plans.held(call), call)
+
+
+def _crowded(plans: Plans, call: Call, whole: Variant) -> bool:
+    """True if this graph and others together save more for backward than the budget holds."""
+    runs = plans.facts.runs
+    budget, books, entry = runs.budget_bytes, runs.books, runs.entry
+    assert budget is not None
+    needs = whole.needs_at(call.sizes)
+    held, peak = plans.held(call), needs.peak_bytes
+    alone = entry.has_returned and not entry.in_turn
+    if alone or peak > budget:
+        return False
+    wanted = held + books.unmoved_bytes() + peak
+    crowded = books.crowded(entry, wanted, needs.kept_bytes, budget)
+    if crowded is None:
+        return _may_crowd(plans, call, wanted, needs.kept_bytes)
+    return crowded
+
+
+def _may_crowd(plans: Plans, call: Call, wanted: int, more: int) -> bool:
+    """True if the first step had better leave room for graphs that may follow.
+
+    A graph that gets the output of another graph is one of several, and may take half of the
+    budget. A graph that does not end in a loss may be the first of several, unless another one like
+    it, which saves `more` bytes, would fit with some room to spare.
+    """
+    budget = plans.facts.runs.budget_bytes
+    assert budget is not None
+    others = (x for i, x in enumerate(call.args) if i not in plans.facts.parameters)
+    if any(isinstance(x, torch.Tensor) and x.requires_grad for x in others):
+        return wanted > budget // 2
+    return plans.goes_on and wanted + more > budget * WITH_ANOTHER
+
+
+def _doubling(most: int) -> list[int]:
+    """0, 1, 2, 4, … and `most`."""
+    powers = itertools.takewhile(lambda n: n < most, (1 << k for k in itertools.count()))
+    return list(dict.fromkeys([0, *powers, most]))

@@ -1,0 +1,248 @@
+"""Holds the plans of one captured graph, each compiled, and compiles it again for another plan."""
+
+from __future__ import annotations
+
+import copy
+import weakref
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import fx
+from torch._guards import TracingContext, tracing
+
+from offcompile.graph.lowering.lower import lower
+from offcompile.ir import Infeasible, OffloadError
+from offcompile.planning.feedback.profiling import Settled
+from offcompile.planning.footprint import Footprint
+from offcompile.report.report import PlanReport
+from offcompile.run.accounts.apply_placement import WeightPlaces
+from offcompile.run.accounts.fixed_weights import FixedWeights
+from offcompile.run.accounts.graph_runs import GraphRuns
+from offcompile.run.accounts.usage import ParameterSet
+from offcompile.run.compile_hooks import CompileHooks
+from offcompile.run.plan.carry_out import unplaced
+from offcompile.run.plan.contract import USUAL, GraphFacts, PlanKind, Planned, PlanRequest
+from offcompile.run.refusals import let_go
+from offcompile.run.trial import Trial
+from offcompile.runtime.base.garbage import garbage
+from offcompile.runtime.states.updates import updater_of
+
+
+@dataclass(frozen=True, eq=False)
+class Call:
+    """One call of a captured graph."""
+
+    args: Sequence[Any]
+    parameters: ParameterSet
+    #: values of the graph's symbols; empty: as traced
+    sizes: tuple[int, ...] = ()
+    #: the arguments as Dynamo compiles with them; None: it is not compiling
+    inputs: Sequence[Any] | None = None
+
+
+@dataclass(frozen=True, eq=False)
+class Variant:
+    """One compilation of the graph, for given sizes and given memory held by others."""
+
+    kind: PlanKind
+    #: None if the lowering found nothing to plan
+    planned: Planned | None
+    placement: WeightPlaces
+    run: Callable[..., Any]
+
+    @property
+    def report(self) -> PlanReport | None:
+        return None if self.planned is None else self.planned.report
+
+    @property
+    def moves(self) -> bool:
+        """True if any tensor leaves the device or is recomputed."""
+        return self.planned is None or self.planned.moves
+
+    @property
+    def offers(self) -> bool:
+        """True if the graph offers gradients to an optimizer while it runs."""
+        return self.planned is not None and self.planned.offered is not None
+
+    def needs_at(self, sizes: tuple[int, ...]) -> Footprint:
+        """Return the memory needs of the plan for these values of the graph's symbols."""
+        return Footprint() if self.planned is None else self.planned.needs.at(sizes)
+
+    def knows_needs_at(self, sizes: tuple[int, ...]) -> bool:
+        """True if `needs_at` is already computed for these sizes."""
+        return self.planned is None or not sizes or sizes in self.planned.needs.known
+
+    def place_weights(self, arguments: Sequence[Any], runs: GraphRuns) -> bool:
+        """Place weights before a call. False if a hosted weight cannot leave."""
+        if not self.placement.place(arguments):
+            return False
+        changes = self.planned is not None and self.planned.changes_weights
+        runs.weights = None if changes else self.placement.of(arguments)
+        return True
+
+
+#: a graph that needs more plans than this has sizes that never settle
+MOST_VARIANTS = 16
+
+
+@dataclass(eq=False)
+class Traced:
+    """A graph as Dynamo traced it."""
+
+    gm: fx.GraphModule
+    #: its arguments; holding the real ones would keep a batch alive
+    inputs: Sequence[Any]
+    context: TracingContext | None
+
+    def leave_split(self) -> None:
+        """Use a context of its own, for one part of a graph that DDPOptimizer split. All parts
+        share one, so backward would look there for the notes of parts that were compiled right
+        away."""
+        if self.context is not None:
+            self.context = copy.copy(self.context)
+            self.context.ddp_optimizer_ctx = None
+            self.context.fakify_first_call = False
+
+    def lower(self, hooks: CompileHooks, inputs: Sequence[Any] | None) -> Callable[..., Any]:
+        """Compile the graph. `inputs` is given while Dynamo compiles."""
+        # lowering takes ownership of the graph that it is given
+        graph, self.gm = self.gm, _copy(self.gm)
+        lowering = hooks.facts.options.lowering
+        if inputs is not None:
+            return lower(graph, inputs, lowering, hooks)
+        with tracing(self.context):
+            return lower(graph, self.inputs, lowering, hooks)
+
+
+@dataclass(eq=False)
+class Plans:
+    """The plans of one captured graph, and which kinds of plan are known to be impossible."""
+
+    facts: GraphFacts
+    traced: Traced
+    fixed: FixedWeights
+    #: True if the graph returns something other than a loss
+    goes_on: bool
+    trial: Trial = field(default_factory=Trial)
+    variants: list[Variant] = field(default_factory=list)
+    #: kinds found infeasible
+    in_vain: set[PlanKind] = field(default_factory=set)
+    #: arguments that an optimizer updates during backward
+    updated: frozenset[int] = frozenset()
+    #: for each set of parameters, the sizes and the plan of the last run
+    ran: weakref.WeakKeyDictionary[ParameterSet, tuple[tuple[int, ...], Variant]] = field(
+        default_factory=weakref.WeakKeyDictionary
+    )
+
+    # --- plans ----------------------------------------------------------------------------------
+
+    def make(
+        self,
+        call: Call,
+        held: int,
+        kind: PlanKind = USUAL,
+        explains: bool = True,
+        settled: Settled | None = None,
+    ) -> Variant:
+        """Plan and compile for this call. Raises `Infeasible`. See `PlanRequest`."""
+        facts = self.facts
+        if len(self.variants) >= MOST_VARIANTS + facts.profile.replans:
+            raise OffloadError(
+                f"{facts.runs.name} has been planned {MOST_VARIANTS} times, and again its sizes,"
+                " or what is held beside it, do not fit. Give a larger budget, pad inputs to fewer"
+                " lengths, or use memory='minimum'."
+            )
+        sizes = dict(zip(facts.symbols, call.sizes, strict=True)) if call.sizes else {}
+        request = PlanRequest(
+            self._next_name(),
+            kind,
+            held,
+            explains,
+            settled=settled,
+            updated=self.updated,
+            fixed=self.fixed.indices,
+            sizes=sizes,
+        )
+        hooks = CompileHooks(facts, request)
+        try:
+            run = self.traced.lower(hooks, call.inputs)
+        except Infeasible as error:
+            raise self.fixed.explained(error) from None
+        planned = hooks.planned
+        placement = unplaced(facts) if planned is None else planned.placement
+        variant = Variant(kind, planned, placement, run)
+        if variant.moves or facts.runs.budget_bytes is None:
+            self.fixed.tell()
+        self.variants.append(variant)
+        return variant
+
+    def look_at_weights(self, call: Call) -> None:
+        """Note which weights an optimizer updates during backward, and which must not leave."""
+        indices = self.facts.parameters
+        self.updated = frozenset(i for i in indices if updater_of(call.args[i]) is not None)
+        self.fixed.look(call.args, sorted(indices))
+
+    def without_fixed(self, variant: Variant, call: Call) -> Variant:
+        """Replace a plan that moves weights which must stay on the device."""
+        self.fixed.look(call.args, variant.placement.hosted)
+        fixed = self.fixed.indices
+        gone = [v for v in self.variants if not fixed.isdisjoint(v.placement.hosted)]
+        if variant not in gone:
+            name = self.facts.runs.name
+            raise OffloadError(f"{name}: weights could not leave the device and have to.")
+        made = self.make(call, self.held(call))
+        self.variants[:] = [v for v in self.variants if v not in gone]
+        return made
+
+    def _next_name(self) -> str:
+        number, name = len(self.variants) + self.trial.given_up + 1, self.facts.runs.name
+        return name if number == 1 else f"{name}, plan {number}"
+
+    # --- memory ---------------------------------------------------------------------------------
+
+    def held(self, call: Call) -> int:
+        """Bytes held beside the graph during a step."""
+        runs = self.facts.runs
+        return runs.books.held_beside(runs.entry, call.parameters).in_step
+
+    def likely_held(self, call: Call) -> int:
+        """Like `held`, after collecting models that have had their last step."""
+        if self.held(call):
+            garbage.collect_models()
+            self.facts.runs.books.invalidate()
+        return self.held(call)
+
+    def surely_held(self, call: Call) -> int:
+        """Like `held`, after collecting all garbage, even forwards that will get no backward."""
+        if self.held(call):
+            let_go()
+            garbage.collect()
+            self.facts.runs.books.invalidate()
+        return self.held(call)
+
+    def within(self, variant: Variant, held: int, call: Call) -> bool:
+        """True if the plan and what is held beside it are within the budget."""
+        budget = self.facts.runs.budget_bytes
+        assert budget is not None
+        return variant.needs_at(call.sizes).peak_bytes + held <= budget
+
+    def first_within(self, variants: Sequence[Variant], call: Call) -> Variant | None:
+        """Return the first plan that fits, if need be after collecting all garbage."""
+        for look in (self.held, self.surely_held):
+            held = look(call)
+            for variant in variants:
+                if self.within(variant, held, call):
+                    return variant
+        return None
+
+
+def _copy(gm: fx.GraphModule) -> fx.GraphModule:
+    """Copy the graph; share its attributes."""
+    graph = fx.Graph()
+    graph.output(graph.graph_copy(gm.graph, {}))
+    made = fx.GraphModule(gm, graph)
+    made.meta.update(gm.meta)
+    for node in graph.nodes:
+        node.meta.pop("grapharg", None)  # refers to the parameter; Dynamo drops its own, too
+    return made
