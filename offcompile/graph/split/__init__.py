@@ -52,7 +52,8 @@ class Splittable:
         for region in self.regions:
             count = len(bounds(region.space.count, size))
             shape = f"{region.space.count:,} tokens by {region.words:,}"
-            again = "" if region.at_once else ", computed again in backward"
+            again = ", computed again in backward" if region.reruns else ""
+            again += ", and its result returned" if region.returned else ""
             pieces_said = f"{count} piece{'s' if count > 1 else ''}"
             said.append(f"{region.seed.name} ({shape}) in {pieces_said}{again}")
         return "; ".join(said)
@@ -68,7 +69,6 @@ def splittable(joint: fx.GraphModule, ordered: bool = False) -> Splittable | Non
     graph = copied(joint)
     take_apart(graph.graph, Builder(graph.graph))
     regions = find_regions(graph.graph)
-    regions = [r for r in regions if r.at_once or not ordered]
     return Splittable(graph, tuple(regions), ordered) if regions else None
 
 

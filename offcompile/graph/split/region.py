@@ -2,15 +2,16 @@
 
 A region starts at a product (tokens, words) and takes in every op that reads a tensor of that size:
 ops along the words, then products and sums that lead back to small tensors. Large operands made
-only for the region join it. So all its inputs and outputs are small: hidden states, labels, losses
-per token, gradients. If a large tensor is read outside, such as logits that the user gets, there is
-no region.
+only for the region join it. So its inputs and outputs are small: hidden states, labels, losses per
+token, gradients. The only large ones are forward's results that the user gets, such as logits
+(`returned`), and their tangents. If a large tensor is read elsewhere, there is no region.
 
 A region runs in one of two ways:
 
     at once       forward and backward of a piece run together, with a tangent of one; backward
                   multiplies all gradients by the real tangent
-    in two turns  forward of all pieces, later backward of each, which reruns its forward
+    in two turns  forward of all pieces, later backward of each, which reruns its forward from the
+                  nearest results that the user gets, else from the start
 """
 
 from __future__ import annotations
@@ -28,6 +29,14 @@ aten = torch.ops.aten
 PRODUCTS = (aten.mm.default, aten.addmm.default)
 #: a product is worth splitting if its result has this many times the elements of its operand
 WIDENS = 2
+VIEWS = (
+    aten.view.default,
+    aten._unsafe_view.default,
+    aten.reshape.default,
+    aten.unsqueeze.default,
+    aten.alias.default,
+    aten.detach.default,
+)
 #: limit on elements per token of values before the region that are recomputed for a tangent of one
 SMALL_PER_TOKEN = 4
 
@@ -50,6 +59,11 @@ class Region:
     #: the only tangent, which multiplies the gradients; None if in two turns or without backward
     tangent: fx.Node | None = None
     at_once: bool = False
+    #: large results of forward that the user gets: they exist as a whole
+    returned: set[fx.Node] = field(default_factory=set)
+    #: tangents of `returned` that only this region reads; each is zero unless the user uses the
+    #: result
+    unlikely: set[fx.Node] = field(default_factory=set)
 
     def add(self, node: fx.Node, made: Made) -> None:
         self.made[node] = made
@@ -63,6 +77,23 @@ class Region:
     def outs(self) -> list[fx.Node]:
         """The nodes that are read outside the region, in order."""
         return [n for n in self.made if any(user not in self.made for user in n.users)]
+
+    def turn(self, late: bool) -> list[fx.Node]:
+        """The nodes that a turn computes, in order; the late turn reruns early ones."""
+        if self.at_once:
+            return list(self.made)
+        ends = [n for n in self.outs() if (n in self.late) == late]
+        whole = {n for n, made in self.made.items() if made.layout == SUM and n not in ends}
+        closed = whole | (self.returned if late else set())
+        needed = _closure(
+            ends, (), lambda node: [n for n in node.all_input_nodes if n in self.made.keys() - closed]
+        )
+        return [n for n in self.made if n in needed]
+
+    @property
+    def reruns(self) -> bool:
+        """True if backward multiplies by the weight again."""
+        return not self.at_once and self.seed in self.turn(True)
 
     def entering(self) -> dict[fx.Node, Rows]:
         """The operands from outside that have tokens."""
@@ -115,6 +146,8 @@ def region_at(graph: fx.Graph, seed: fx.Node) -> Region:
     region.late = _reached(n for n in order if n.op == "placeholder" and "tangent" in n.name)
     _close(region, order)
     _check_spaces(region)
+    _check_gain(region)
+    _find_unlikely(region, order)
     _choose_way(region, order)
     return region
 
@@ -125,7 +158,9 @@ def _grow(region: Region, order: dict[fx.Node, int]) -> None:
     while waiting:
         waiting = False
         for node in order:
-            if node in region.made or not any(region.is_large(n) for n in node.all_input_nodes):
+            if node in region.made or node.op == "output":
+                continue
+            if not any(region.is_large(n) for n in node.all_input_nodes):
                 continue
             made = apply(node, Known(region.layouts))
             if made is None:
@@ -220,12 +255,50 @@ def _check_spaces(region: Region) -> None:
         if made.layout != SUM:
             if made.layout.space != region.space and not made.layout.padded:
                 raise NoRegion(f"{node.name} is needed for tokens that the loss leaves out")
-            if region.is_large(node) and any(u not in region.made for u in node.users):
-                raise NoRegion(f"{node.name} is read outside")
+            if region.is_large(node):
+                _return(region, node)
             continue
         layouts = [region.layouts.get(n, rows) for n, rows in made.operands.items()]
         if layouts[0].space != region.space and not any(rows.padded for rows in layouts):
             raise NoRegion(f"{node.name} sums over tokens that the loss leaves out")
+
+
+def _return(region: Region, node: fx.Node) -> None:
+    """Let the user have a large result. Raises `NoRegion` if that is not all that reads it."""
+    layout = region.layouts[node]
+    outside = [u for u in node.users if u not in region.made]
+    if node in region.late or any(u.op != "output" for u in outside):
+        raise NoRegion(f"{node.name} is read outside")
+    if layout.space != region.space or layout.low:
+        raise NoRegion(f"{node.name} is returned with its tokens in other places")
+    region.returned.add(node)
+
+
+def _check_gain(region: Region) -> None:
+    """Raise `NoRegion` if all large tensors exist as a whole anyway."""
+    if not region.returned:
+        return
+    whole = {_viewed(n) for n in region.returned} | {region.seed}
+    if all(_viewed(n) in whole for n in region.made if region.is_large(n) and n not in region.late):
+        raise NoRegion("the user gets everything that is large")
+
+
+def _viewed(node: fx.Node) -> fx.Node:
+    while node.target in VIEWS:
+        node = args_of(node)[0]
+    return node
+
+
+def _find_unlikely(region: Region, order: dict[fx.Node, int]) -> None:
+    """Find the tangents of returned results for which a ticket can stand in."""
+    tangents = [n for n in order if n.op == "placeholder" and "tangent" in n.name]
+    if not region.returned or not all(is_static(n) for n in tangents):
+        return
+    for node, rows in region.entering().items():
+        inside = all(user in region.made for user in node.users)
+        places = (rows.low, rows.space) == (0, region.space)
+        if node in tangents and inside and places and numel_of_others(rows, node) >= region.words:
+            region.unlikely.add(node)
 
 
 def _choose_way(region: Region, order: dict[fx.Node, int]) -> None:
@@ -236,7 +309,8 @@ def _choose_way(region: Region, order: dict[fx.Node, int]) -> None:
         if not late:
             region.at_once = True
             return
-        tangent = _only_tangent(region, late)
+        # the gradient of a returned result is known only in backward
+        tangent = None if region.returned else _only_tangent(region, late)
         if tangent is not None:
             region.at_once, region.tangent = True, tangent
             return
