@@ -15,5 +15,5 @@ def teach_inductor() -> None:
     @register_lowering(put_rows, type_promotion_kind=None)
     def lower_put_rows(whole: Any, piece: Any, start: int) -> Any:
         place = slice_(whole, 0, start, start + piece.get_size()[0])
-        mutate_to(place, piece)
+        mutate_to(place, piece)  # type: ignore[no-untyped-call]
         return whole

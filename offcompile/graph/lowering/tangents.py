@@ -1,8 +1,8 @@
 """Keeps autograd from filling tangents of unused outputs with zeros, if backward takes tickets.
 
 Graphs in pieces take a ticket in place of the tangent of a large output, such as logits
-(`runtime.moves.row_ops`). Autograd is told to leave out what it has no gradient for, and `fill` puts
-tickets, or zeros for other tangents, in their places.
+(`runtime.moves.row_ops`). Autograd is told to leave out what it has no gradient for, and `fill`
+puts tickets, or zeros for other tangents, in their places.
 """
 
 from __future__ import annotations
@@ -58,9 +58,7 @@ class Tangents:
                 arguments[place] = zeros.zero_()
 
 
-def with_missing_tangents(
-    compiled: Callable[..., Any], tangents: Tangents
-) -> Callable[..., Any]:
+def with_missing_tangents(compiled: Callable[..., Any], tangents: Tangents) -> Callable[..., Any]:
     """Tell autograd after each call to leave out tangents, if backward can do without them."""
     if not tangents.may_be_missing:
         return compiled

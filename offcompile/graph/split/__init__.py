@@ -16,9 +16,10 @@ from torch import fx
 from offcompile.graph.graphs import closed, copied
 
 from .builder import Builder
+from .find import find_regions
 from .losses import take_apart
 from .pieces import bounds, in_pieces, tokens_in_each
-from .region import Region, find_regions
+from .region import Region
 
 __all__ = ["Halves", "Splits", "Splittable", "splittable"]
 
@@ -61,11 +62,7 @@ class Splittable:
 
 def splittable(joint: fx.GraphModule, ordered: bool = False) -> Splittable | None:
     """Find the regions of a joint graph that can be split, without changing it; None if there are
-    none.
-
-    ordered: graph edges enforce the order of pieces. Regions whose backward reruns their forward
-    cannot have such edges, and are not split.
-    """
+    none. `ordered`: graph edges enforce the order of pieces."""
     graph = copied(joint)
     take_apart(graph.graph, Builder(graph.graph))
     regions = find_regions(graph.graph)

@@ -8,7 +8,13 @@
                                                 loss = cat(row_i).sum()
                                                 d_hidden = cat(d_i) · tangent; d_W = s · tangent
 
-Pieces run one after the other, so at most one piece's logits exist at a time.
+Pieces run one after the other, so at most one piece's logits exist at a time. Results that the user
+gets are the exception: their pieces are written into the whole (`put_rows`), and those of a tangent
+that is likely zero are read from a ticket (`tangent_rows`).
+
+In two turns, forward keeps nothing for backward. Backward makes each piece again from tensors that
+pass through a barrier after a tangent, or after the previous piece, so the partitioner leaves all
+of it to backward, in its order.
 """
 
 from __future__ import annotations
@@ -21,12 +27,12 @@ import torch
 from torch import fx
 from torch.utils.checkpoint import CheckpointPolicy
 
-from offcompile.runtime.moves.ops import barrier
-from offcompile.runtime.moves.row_ops import fake_ticket, put_rows, tangent_rows
+from offcompile.runtime.moves.row_ops import fake_ticket, put_rows
 
 from .builder import Builder
 from .layout import SUM, Rows, Space, shape_of
-from .region import Region, _needed
+from .piece import RowsOf
+from .region import Region, needed
 
 aten = torch.ops.aten
 convert = torch.ops.prims.convert_element_type.default
@@ -166,8 +172,11 @@ class _Turns:
         parts: dict[fx.Node, list[fx.Node]] = {n: [] for n in outs}
         first = [self._some_tangent()] if again else []
         for start, end in bounds(region.space.count, self.size):
-            piece = _Piece(self, start, end, again)
-            piece.after = [made[-1] for made in parts.values() if made] or first
+            after = [made[-1] for made in parts.values() if made] or first
+            entering = self.entering | self.rows_of
+            piece = RowsOf(
+                region, build, start, end, entering, self.of, after, again, self.whole.ordered
+            )
             for node in turn:
                 build.meta = self._notes_of(node, again)
                 made = region.made[node].emit(piece)
@@ -192,8 +201,8 @@ class _Turns:
 
     def _some_tangent(self) -> fx.Node:
         """A tangent: whatever depends on it belongs to backward."""
-        needed = _needed(self.region.late & self.region.made.keys())
-        tangents = [n for n in needed & self.region.late if n.op == "placeholder"]
+        before = needed(self.region.late & self.region.made.keys())
+        tangents = [n for n in before & self.region.late if n.op == "placeholder"]
         order = list(self.whole.old.nodes)
         return self.whole.of(min(tangents, key=order.index))
 
@@ -204,9 +213,7 @@ class _Turns:
             whole = sofar[0]
         else:
             sizes = [self.region.space.count, *value.shape[1:]]
-            whole = build(
-                aten.empty.memory_format, sizes, dtype=value.dtype, device=value.device
-            )
+            whole = build(aten.empty.memory_format, sizes, dtype=value.dtype, device=value.device)
         return build(put_rows, whole, made, start)
 
     def _notes_of(self, node: fx.Node, again: bool) -> Mapping[str, Any]:
@@ -283,40 +290,3 @@ def _put_back(turns: _Turns, found: fx.Node, space: Space, others: tuple[int, ..
     found = turns.whole.build(aten.constant_pad_nd.default, found, [0, 0] * behind + [*around])
     assert space.parent is not None
     return turns._shaped(found, (space.parent.count, *others))
-
-
-class _Piece:
-    """The tokens from `start` to `end`."""
-
-    def __init__(self, turns: _Turns, start: int, end: int, again: bool) -> None:
-        self.turns, self.start, self.end, self.again = turns, start, end, again
-        self.count = end - start
-        self.build = turns.whole.build
-        self.made: dict[fx.Node, fx.Node] = {}
-        #: results of the previous piece, or a tangent
-        self.after: list[fx.Node] = []
-
-    def rows(self, node: fx.Node) -> fx.Node:
-        if node not in self.made:
-            self.made[node] = self._entering(node)
-        return self.made[node]
-
-    def _entering(self, node: fx.Node) -> fx.Node:
-        """The rows of a tensor from outside. Those that backward needs to make something again wait
-        for a tangent, so that backward makes it, and not forward."""
-        region, build = self.turns.region, self.build
-        if node in region.unlikely:
-            value = node.meta["val"]
-            sizes = [self.count, *region.entering()[node].others(value.shape)]
-            ticket = build(barrier, self.turns.of(node), self.after)
-            device = str(value.device)
-            return build(tangent_rows, ticket, sizes, self.start, value.dtype, device)
-        found = self.turns.rows_of[node] if node in region.returned else self.turns.entering[node]
-        made = build(aten.slice.Tensor, found, 0, self.start, self.end)
-        ordered = self.turns.whole.ordered and len(shape_of(made)) > 1
-        if self.after and (self.again or ordered):
-            made = build(barrier, made, self.after)
-        return made
-
-    def whole(self, node: fx.Node) -> fx.Node:
-        return self.turns.of(node)
