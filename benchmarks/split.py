@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from offcompile.ahead.fit import variants
 from offcompile.ahead.huggingface import SIZES, build
@@ -61,9 +62,13 @@ class Case:
     length: int
     #: instead of the model's own
     words: int | None = None
+    #: True if the user gets the logits too, as in a Trainer
+    returned: bool = False
 
     @property
     def name(self) -> str:
+        if self.returned:
+            return f"{self.model}, logits returned"
         return self.model if self.words is None else f"{self.model}, with 256k words"
 
 
@@ -72,6 +77,8 @@ CASES = (
     Case("llama-3.1-8b", 1, 8192),
     Case("gpt2-medium", 16, 1024),
     Case("llama-3.2-1b", 4, 2048, 256_000),
+    Case("llama-3.2-1b", 8, 2048, returned=True),
+    Case("gpt2-medium", 16, 1024, returned=True),
 )
 QUICK = (Case("gpt2", 2, 256),)
 CARDS = (("llama-3.2-1b", "rtx4090"),)
@@ -102,8 +109,14 @@ def traced(case: Case, hardware: str) -> Ahead:
         model, inputs, loss = build(name, case.length, "bfloat16")
     else:
         model, inputs, loss = build(case.model, case.length, "bfloat16")
+    if case.returned:
+        loss = _loss_and_logits
     options = Options.read({"hardware": hardware}, {})
     return Ahead.of(ForecastRequest(model, (), inputs(case.batch), options, loss), _quiet)
+
+
+def _loss_and_logits(output: Any) -> Any:
+    return output.loss, output.logits
 
 
 def _quiet(text: str) -> None:

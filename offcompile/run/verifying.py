@@ -24,6 +24,7 @@ from offcompile.graph.graphs import (
     outputs_of,
     storage_key,
 )
+from offcompile.graph.lowering.tangents import whole_tangent
 from offcompile.ir import BACKWARD, FORWARD
 from offcompile.report.comparing import compare
 from offcompile.report.log import warn
@@ -142,7 +143,8 @@ class Verifying:
         given = dict(pending.saved)
         if tangents:  # they come last, whatever stands in for the saved tensors
             late = arguments[-len(tangents) :]
-            given |= {n.name: x for n, x in zip(tangents, late, strict=True)}
+            pairs = zip(tangents, late, strict=True)
+            given |= {n.name: whole_tangent(x, n.meta["val"]) for n, x in pairs}
         expected = self._run(backward, [given[n.name] for n in nodes])
         names = [self._argument_name(n) for n in self._forward.graph.find_nodes(op="placeholder")]
 

@@ -14,7 +14,9 @@ from split_losses import (
     WORDS,
     Head,
     Loss,
+    cast_logits_too,
     causal_lm,
+    causal_lm_with_logits,
     compiled,
     furthest,
     gradients,
@@ -31,6 +33,8 @@ from offcompile.graph.split.pieces import bounds
 
 LOSSES: tuple[Loss, ...] = (
     causal_lm,
+    causal_lm_with_logits,
+    cast_logits_too,
     shifted_logits,
     nano_gpt,
     smoothed,
@@ -66,7 +70,7 @@ def test_pieces_are_no_worse_than_the_whole(
     generator = torch.Generator().manual_seed(batch * length)
     x = torch.randn(batch, length, WIDTH, generator=generator).to(dtype)
     labels = torch.randint(0, WORDS, (batch, length), generator=generator)
-    if loss is not nano_gpt:
+    if loss not in (nano_gpt, cast_logits_too):
         flat = labels.view(-1)
         flat[[i for i in ignored if 2 <= i < flat.numel()]] = IGNORED
     exact = gradients(exact_model, exact_model, x.double(), labels)

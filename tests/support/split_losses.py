@@ -158,12 +158,55 @@ def two_losses(m: Head, h: torch.Tensor, y: torch.Tensor) -> tuple[torch.Tensor,
     return F.cross_entropy(logits, y.view(-1)), logits.logsumexp(-1).square().mean()
 
 
-# --- left alone -----------------------------------------------------------------------------
+# --- the user gets the logits too -----------------------------------------------------------
 
 
 def logits_too(m: Head, h: torch.Tensor, y: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     logits = m.head(h)
     return F.cross_entropy(flat(logits), y.view(-1)), logits
+
+
+def causal_lm_with_logits(
+    m: Head, h: torch.Tensor, y: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """A model of transformers: the loss is that of the logits in fp32."""
+    logits = m.head(h)
+    shifted = F.pad(y, (0, 1), value=IGNORED)[..., 1:].contiguous().view(-1)
+    return F.cross_entropy(flat(logits.float()), shifted, ignore_index=IGNORED), logits
+
+
+def cast_logits_too(m: Head, h: torch.Tensor, y: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """A cast of the product."""
+    logits = m.head(h).float() * 0.7
+    return F.cross_entropy(flat(logits), y.view(-1)), logits
+
+
+def capped_logits_too(
+    m: Head, h: torch.Tensor, y: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """A nonlinear function of the product."""
+    logits = torch.tanh(m.head(h) / 3) * 3
+    return F.cross_entropy(flat(logits), y.view(-1)), logits
+
+
+def scores_too(
+    m: Head, h: torch.Tensor, y: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Two functions of the product, one of them in its own shape."""
+    logits = m.head(h)
+    scores = F.log_softmax(flat(logits), -1)
+    return F.nll_loss(scores, y.view(-1)), logits, scores
+
+
+def detached_logits_too(
+    m: Head, h: torch.Tensor, y: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Logits that need no gradient."""
+    logits = m.head(h)
+    return F.cross_entropy(flat(logits), y.view(-1)), logits.detach()
+
+
+# --- left alone -----------------------------------------------------------------------------
 
 
 def normalized(m: Head, h: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
@@ -175,6 +218,20 @@ def normalized(m: Head, h: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
 def over_tokens(m: Head, h: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
     """A softmax along the tokens."""
     return F.cross_entropy(flat(F.softmax(m.head(h), 1)), y.view(-1))
+
+
+def only_logits(m: Head, h: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    """All that is large is the user's."""
+    return flat(m.head(h))  # type: ignore[no-any-return]
+
+
+def shifted_logits_too(
+    m: Head, h: torch.Tensor, y: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """A loss of some tokens, and the logits of all."""
+    logits = m.head(h)
+    shifted = logits[..., :-1, :].contiguous()
+    return F.cross_entropy(flat(shifted), y[..., 1:].contiguous().view(-1)), logits
 
 
 def unshifted_too(m: Head, h: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
@@ -205,9 +262,31 @@ AT_ONCE: tuple[Loss, ...] = (
     one_hot,
 )
 IN_TWO_TURNS: tuple[Loss, ...] = (per_token, perplexity, two_losses)
-LEFT_ALONE: tuple[Loss, ...] = (logits_too, normalized, over_tokens, unshifted_too)
+RETURNING: tuple[Loss, ...] = (
+    logits_too,
+    causal_lm_with_logits,
+    cast_logits_too,
+    capped_logits_too,
+    scores_too,
+    detached_logits_too,
+)
+LEFT_ALONE: tuple[Loss, ...] = (
+    normalized,
+    over_tokens,
+    unshifted_too,
+    only_logits,
+    shifted_logits_too,
+)
 #: whose labels may say to ignore a token
-IGNORING = (causal_lm, causal_lm_by_count, fairseq_smoothing, smoothed, weighted, masked_mean)
+IGNORING = (
+    causal_lm,
+    causal_lm_by_count,
+    causal_lm_with_logits,
+    fairseq_smoothing,
+    smoothed,
+    weighted,
+    masked_mean,
+)
 
 
 # --- running --------------------------------------------------------------------------------
@@ -274,7 +353,8 @@ def gradients(
     found = run(x, labels)
     outputs = found if isinstance(found, tuple) else (found,)
     weights = [torch.linspace(0.5, 1.5, o.numel(), dtype=o.dtype).view_as(o) for o in outputs]
-    torch.stack([(o * w).sum() for o, w in zip(outputs, weights, strict=True)]).sum().backward()
+    pairs = [(o, w) for o, w in zip(outputs, weights, strict=True) if o.requires_grad]
+    torch.stack([(o * w).sum().double() for o, w in pairs]).sum().backward()
     grads = [p.grad for p in model.parameters() if p.grad is not None]
     return [*(o.detach() for o in outputs), *grads, x.grad]  # type: ignore[list-item]
 

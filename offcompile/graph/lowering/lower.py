@@ -15,7 +15,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol, TypeVar, cast, runtime_checkable
 
 from torch import fx
@@ -34,6 +34,8 @@ from offcompile.ir import InvalidInput, Violation
 from offcompile.runtime.base.progress import Progress
 
 from .order import MovementOps, pin_order
+from .rows import teach_inductor
+from .tangents import Tangents, with_missing_tangents
 
 __all__ = ["Compiled", "Halves", "Hooks", "Lowering", "MovementOps", "Phase", "lower", "pin_order"]
 
@@ -91,9 +93,8 @@ def lower(
         )
     job = _Job(hooks, lowering == "inductor")
     with functorch_config.patch(enable_autograd_cache=False, enable_remote_autograd_cache=False):
-        if lowering == "aot_eager":
-            return _aot_eager(graph, inputs, job)
-        return _inductor(graph, inputs, job)
+        lowered = _aot_eager if lowering == "aot_eager" else _inductor
+        return with_missing_tangents(lowered(graph, inputs, job), job.tangents)
 
 
 @dataclass
@@ -104,6 +105,8 @@ class _Job:
     #: True if the compiler chooses its own order (Inductor)
     reorders: bool = False
     changed: bool = False
+    #: those of its backward that may be missing
+    tangents: Tangents = field(default_factory=Tangents)
 
     def partition(self, plain: Partition, joint: fx.GraphModule, inputs: Any, **how: Any) -> Halves:
         """Return the halves from `plain`, or their replacements from the hooks. Torch partitions
@@ -120,10 +123,12 @@ class _Job:
         if isinstance(self.hooks, SplitHooks):
             self.hooks.may_split(Splits(copied(joint), halves, self.reorders))
         forward, backward = halves(joint)
-        return self._replaced(
+        made = self._replaced(
             self.hooks.training(forward, backward, how["num_fwd_outputs"], inputs),
             (forward, backward),
         )
+        self.tangents.read(made[1], joint)
+        return made
 
     def inference(self, graph: fx.GraphModule, inputs: Sequence[Any]) -> fx.GraphModule:
         return self._replaced(self.hooks.inference(graph, inputs), graph)
@@ -147,10 +152,13 @@ class _Job:
     def after(self, phase: Phase, compiled: Any) -> Any:
         """The callable to run: `compiled` itself if the hooks return it unchanged."""
         wanted = self.hooks.ready(phase, compiled)
-        if wanted is compiled:
+        fills = phase == "backward" and self.tangents.may_be_missing
+        if wanted is compiled and not fills:
             return compiled
 
         def run(args: list[Any]) -> Any:
+            if fills:
+                self.tangents.fill(args)
             return wanted(args)
 
         run._boxed_call = True  # type: ignore[attr-defined]
@@ -216,6 +224,7 @@ def _saved_as_they_are(half: fx.GraphModule) -> None:
 def _inductor(graph: fx.GraphModule, inputs: Sequence[Any], job: _Job) -> Callable[..., Any]:
     from torch._inductor.compile_fx import compile_fx, compile_fx_inner
 
+    teach_inductor()
     given = inductor_config.custom_partitioner_fn
     ours = _Partitioner(job, given)
 

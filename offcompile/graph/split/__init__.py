@@ -16,9 +16,10 @@ from torch import fx
 from offcompile.graph.graphs import closed, copied
 
 from .builder import Builder
+from .find import find_regions
 from .losses import take_apart
 from .pieces import bounds, in_pieces, tokens_in_each
-from .region import Region, find_regions
+from .region import Region
 
 __all__ = ["Halves", "Splits", "Splittable", "splittable"]
 
@@ -52,7 +53,8 @@ class Splittable:
         for region in self.regions:
             count = len(bounds(region.space.count, size))
             shape = f"{region.space.count:,} tokens by {region.words:,}"
-            again = "" if region.at_once else ", computed again in backward"
+            again = ", computed again in backward" if region.reruns else ""
+            again += ", and its result returned" if region.returned else ""
             pieces_said = f"{count} piece{'s' if count > 1 else ''}"
             said.append(f"{region.seed.name} ({shape}) in {pieces_said}{again}")
         return "; ".join(said)
@@ -60,15 +62,10 @@ class Splittable:
 
 def splittable(joint: fx.GraphModule, ordered: bool = False) -> Splittable | None:
     """Find the regions of a joint graph that can be split, without changing it; None if there are
-    none.
-
-    ordered: graph edges enforce the order of pieces. Regions whose backward reruns their forward
-    cannot have such edges, and are not split.
-    """
+    none. `ordered`: graph edges enforce the order of pieces."""
     graph = copied(joint)
     take_apart(graph.graph, Builder(graph.graph))
     regions = find_regions(graph.graph)
-    regions = [r for r in regions if r.at_once or not ordered]
     return Splittable(graph, tuple(regions), ordered) if regions else None
 
 

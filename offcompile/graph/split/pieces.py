@@ -8,7 +8,13 @@
                                                 loss = cat(row_i).sum()
                                                 d_hidden = cat(d_i) · tangent; d_W = s · tangent
 
-Pieces run one after the other, so at most one piece's logits exist at a time.
+Pieces run one after the other, so at most one piece's logits exist at a time. Results that the user
+gets are the exception: their pieces are written into the whole (`put_rows`), and those of a tangent
+that is likely zero are read from a ticket (`tangent_rows`).
+
+In two turns, forward keeps nothing for backward. Backward makes each piece again from tensors that
+pass through a barrier after a tangent, or after the previous piece, so the partitioner leaves all
+of it to backward, in its order.
 """
 
 from __future__ import annotations
@@ -21,11 +27,12 @@ import torch
 from torch import fx
 from torch.utils.checkpoint import CheckpointPolicy
 
-from offcompile.runtime.moves.ops import barrier
+from offcompile.runtime.moves.row_ops import fake_ticket, put_rows
 
 from .builder import Builder
 from .layout import SUM, Rows, Space, shape_of
-from .region import Region
+from .piece import RowsOf
+from .region import Region, needed
 
 aten = torch.ops.aten
 convert = torch.ops.prims.convert_element_type.default
@@ -70,6 +77,7 @@ class _Rewriting:
         #: old node outside regions that depends on a tangent → its node for a tangent of one
         self.of_one: dict[fx.Node, fx.Node] = {}
         self.home = {n: r for r in regions for n in r.made}
+        self.unlikely = {n for r in regions for n in r.unlikely}
         size = tokens_in_each(regions, count)
         self.turns = {r: _Turns(r, self, size) for r in regions}
 
@@ -95,6 +103,10 @@ class _Rewriting:
 
     def _copy(self, node: fx.Node) -> None:
         self.made[node] = self.new.node_copy(node, self.made.__getitem__)
+        if node in self.unlikely:
+            assert self.build.mode is not None
+            with self.build.mode:
+                self.made[node].meta["val"] = fake_ticket()
 
     def with_tangent_of_one(self, node: fx.Node, late: set[fx.Node]) -> fx.Node:
         if node not in late:
@@ -126,15 +138,13 @@ class _Turns:
     entering: dict[fx.Node, fx.Node] = field(default_factory=dict)
     #: results, before multiplication by a tangent
     results: dict[fx.Node, fx.Node] = field(default_factory=dict)
-    pieces: list[_Piece] = field(default_factory=list)
+    #: returned result → its rows
+    rows_of: dict[fx.Node, fx.Node] = field(default_factory=dict)
 
     def make(self, out: fx.Node) -> None:
         """Make a result of the region, along with the other results of its turn."""
         if out not in self.results:
-            late = out in self.region.late
-            if late and not self.region.at_once and not self.pieces:
-                self._run(False)  # backward reads results of the forward part of a piece
-            self._run(late)
+            self._run(out in self.region.late)
         result = self.results[out]
         if self.region.tangent is not None and out in self.region.late:
             tangent = self.whole.of(self.region.tangent)
@@ -148,44 +158,69 @@ class _Turns:
 
     def _run(self, late: bool) -> None:
         region, build = self.region, self.whole.build
-        turn = [n for n in region.made if region.at_once or (n in region.late) == late]
-        rows = region.entering()
+        again = late and not region.at_once
+        turn, rows = region.turn(late), region.entering()
         for node in turn:
             for operand in node.all_input_nodes:
-                if operand in rows and operand not in self.entering:
+                if operand in region.unlikely or (again and operand in region.returned):
+                    self.of(operand)
+                elif operand in rows and operand not in self.entering:
                     self.entering[operand] = self._in_rows(operand, rows[operand])
                 elif operand not in rows and operand not in region.made:
                     self.of(operand)
-        if not self.pieces:
-            places = bounds(region.space.count, self.size)
-            self.pieces = [_Piece(self, start, end) for start, end in places]
-        outs = [n for n in region.outs() if n in turn]
+        outs = [n for n in region.outs() if n in turn and (not again or n in region.late)]
         parts: dict[fx.Node, list[fx.Node]] = {n: [] for n in outs}
-        for piece in self.pieces:
-            piece.after = [made[-1] for made in parts.values() if made]
+        first = [self._some_tangent()] if again else []
+        for start, end in bounds(region.space.count, self.size):
+            after = [made[-1] for made in parts.values() if made] or first
+            entering = self.entering | self.rows_of
+            piece = RowsOf(
+                region, build, start, end, entering, self.of, after, again, self.whole.ordered
+            )
             for node in turn:
-                build.meta = self._notes_of(node, late)
+                build.meta = self._notes_of(node, again)
                 made = region.made[node].emit(piece)
                 if region.made[node].layout == SUM:
                     parts[node] = [self._added(parts[node], made)]
                     continue
                 piece.made[node] = made
-                if node in parts:
+                if node in region.returned and node in parts:
+                    parts[node] = [self._put(parts[node], made, start)]
+                elif node in parts:
                     parts[node].append(made)
             build.meta = {}
         for node in outs:
-            build.meta = self._notes_of(node, late)
-            self.results[node] = self._joined(node, parts[node])
-            if self.region.tangent is not None and node in region.late:
-                kept = {"recompute": CheckpointPolicy.MUST_SAVE, "ac_graph_id": OURS}
-                self.results[node].meta.update(kept)
+            build.meta = self._notes_of(node, False)
+            self.results[node] = kept = self._joined(node, parts[node])
+            if node in region.returned:
+                (kept,) = parts[node]
+                self.rows_of[node] = kept
+            if node in region.returned or (region.tangent is not None and node in region.late):
+                kept.meta.update(recompute=CheckpointPolicy.MUST_SAVE, ac_graph_id=OURS)
         build.meta = {}
 
-    def _notes_of(self, node: fx.Node, late: bool) -> Mapping[str, Any]:
-        """The metadata to copy from a node, plus a mark on forward ops that backward recomputes."""
+    def _some_tangent(self) -> fx.Node:
+        """A tangent: whatever depends on it belongs to backward."""
+        before = needed(self.region.late & self.region.made.keys())
+        tangents = [n for n in before & self.region.late if n.op == "placeholder"]
+        order = list(self.whole.old.nodes)
+        return self.whole.of(min(tangents, key=order.index))
+
+    def _put(self, sofar: list[fx.Node], made: fx.Node, start: int) -> fx.Node:
+        """Write a piece of a result that exists as a whole into its place."""
+        build, value = self.whole.build, made.meta["val"]
+        if sofar:
+            whole = sofar[0]
+        else:
+            sizes = [self.region.space.count, *value.shape[1:]]
+            whole = build(aten.empty.memory_format, sizes, dtype=value.dtype, device=value.device)
+        return build(put_rows, whole, made, start)
+
+    def _notes_of(self, node: fx.Node, again: bool) -> Mapping[str, Any]:
+        """The metadata to copy from a node, plus a mark if backward makes it again of nothing."""
         kept = ("stack_trace", "nn_module_stack", "source_fn_stack", "original_aten")
         notes = {key: node.meta[key] for key in kept if key in node.meta}
-        if not self.region.at_once and not late:
+        if again and not self.region.made[node].operands:
             notes |= {"recompute": CheckpointPolicy.MUST_RECOMPUTE, "ac_graph_id": OURS}
         return notes
 
@@ -255,27 +290,3 @@ def _put_back(turns: _Turns, found: fx.Node, space: Space, others: tuple[int, ..
     found = turns.whole.build(aten.constant_pad_nd.default, found, [0, 0] * behind + [*around])
     assert space.parent is not None
     return turns._shaped(found, (space.parent.count, *others))
-
-
-class _Piece:
-    """The tokens from `start` to `end`."""
-
-    def __init__(self, turns: _Turns, start: int, end: int) -> None:
-        self.turns, self.start, self.end = turns, start, end
-        self.count = end - start
-        self.build = turns.whole.build
-        self.made: dict[fx.Node, fx.Node] = {}
-        #: results of the previous piece
-        self.after: list[fx.Node] = []
-
-    def rows(self, node: fx.Node) -> fx.Node:
-        if node not in self.made:
-            found = self.turns.entering[node]
-            made = self.build(aten.slice.Tensor, found, 0, self.start, self.end)
-            if self.turns.whole.ordered and self.after and len(shape_of(made)) > 1:
-                made = self.build(barrier, made, self.after)
-            self.made[node] = made
-        return self.made[node]
-
-    def whole(self, node: fx.Node) -> fx.Node:
-        return self.turns.of(node)

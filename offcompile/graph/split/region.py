@@ -1,16 +1,17 @@
-"""Finds regions: parts of a joint graph computed token by token, around a product over many words.
+"""Describes regions: parts of a joint graph computed token by token, around a large product.
 
 A region starts at a product (tokens, words) and takes in every op that reads a tensor of that size:
 ops along the words, then products and sums that lead back to small tensors. Large operands made
-only for the region join it. So all its inputs and outputs are small: hidden states, labels, losses
-per token, gradients. If a large tensor is read outside, such as logits that the user gets, there is
-no region.
+only for the region join it. So its inputs and outputs are small: hidden states, labels, losses per
+token, gradients. The only large ones are forward's results that the user gets, such as logits
+(`returned`), and their tangents. If a large tensor is read elsewhere, there is no region.
 
 A region runs in one of two ways:
 
     at once       forward and backward of a piece run together, with a tangent of one; backward
                   multiplies all gradients by the real tangent
-    in two turns  forward of all pieces, later backward of each, which reruns its forward
+    in two turns  forward of all pieces, later backward of each, which reruns its forward from the
+                  nearest results that the user gets, else from the start
 """
 
 from __future__ import annotations
@@ -18,18 +19,10 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
-import torch
 from torch import fx
 
-from .layout import SUM, Rows, Space, args_of, is_static, shape_of
-from .rules import Known, Made, apply, numel_of_others
-
-aten = torch.ops.aten
-PRODUCTS = (aten.mm.default, aten.addmm.default)
-#: a product is worth splitting if its result has this many times the elements of its operand
-WIDENS = 2
-#: limit on elements per token of values before the region that are recomputed for a tangent of one
-SMALL_PER_TOKEN = 4
+from .layout import SUM, Rows, Space
+from .rules import Made, numel_of_others
 
 
 class NoRegion(Exception):
@@ -50,6 +43,11 @@ class Region:
     #: the only tangent, which multiplies the gradients; None if in two turns or without backward
     tangent: fx.Node | None = None
     at_once: bool = False
+    #: large results of forward that the user gets: they exist as a whole
+    returned: set[fx.Node] = field(default_factory=set)
+    #: tangents of `returned` that only this region reads; each is zero unless the user uses the
+    #: result
+    unlikely: set[fx.Node] = field(default_factory=set)
 
     def add(self, node: fx.Node, made: Made) -> None:
         self.made[node] = made
@@ -64,6 +62,25 @@ class Region:
         """The nodes that are read outside the region, in order."""
         return [n for n in self.made if any(user not in self.made for user in n.users)]
 
+    def turn(self, late: bool) -> list[fx.Node]:
+        """The nodes that a turn computes, in order; the late turn reruns early ones."""
+        if self.at_once:
+            return list(self.made)
+        ends = [n for n in self.outs() if (n in self.late) == late]
+        whole = {n for n, made in self.made.items() if made.layout == SUM and n not in ends}
+        closed = whole | (self.returned if late else set())
+        found = closure(
+            ends,
+            (),
+            lambda node: [n for n in node.all_input_nodes if n in self.made.keys() - closed],
+        )
+        return [n for n in self.made if n in found]
+
+    @property
+    def reruns(self) -> bool:
+        """True if backward multiplies by the weight again."""
+        return not self.at_once and self.seed in self.turn(True)
+
     def entering(self) -> dict[fx.Node, Rows]:
         """The operands from outside that have tokens."""
         found: dict[fx.Node, Rows] = {}
@@ -72,106 +89,17 @@ class Region:
         return found
 
 
-def find_regions(graph: fx.Graph) -> list[Region]:
-    """The regions around the largest products that can be split, in graph order."""
-    order = {n: i for i, n in enumerate(graph.nodes)}
-    seeds = [n for n in graph.nodes if n.target in PRODUCTS and _widens(n)]
-    found: list[Region] = []
-    for seed in sorted(seeds, key=lambda n: -n.meta["val"].numel()):
-        largest = found[0].seed.meta["val"].numel() if found else 0
-        if 2 * seed.meta["val"].numel() < largest:
-            break
-        if any(seed in region.made for region in found):
-            continue
-        try:
-            region = region_at(graph, seed)
-        except NoRegion:
-            continue
-        if not any(region.made.keys() & other.made.keys() for other in found):
-            found.append(region)
-    return sorted(found, key=lambda region: order[region.seed])
-
-
-def _widens(node: fx.Node) -> bool:
-    a, b = args_of(node)[-2:]
-    if not all(isinstance(n, fx.Node) and is_static(n) for n in (node, a, b)):
-        return False
-    tokens, width = shape_of(a)
-    words = shape_of(node)[1]
-    return tokens > 1 and words >= WIDENS * width
-
-
-def region_at(graph: fx.Graph, seed: fx.Node) -> Region:
-    """Build the region around a product. Raises `NoRegion` if there is none."""
-    tokens, words = shape_of(seed)
-    root = Space(tokens)
-    region = Region(seed, tokens, words, space=root)
-    made = apply(seed, Known({}, Rows(0, 1, root)))
-    if made is None:
-        raise NoRegion("the product has no rule")
-    region.add(seed, made)
-    order = {n: i for i, n in enumerate(graph.nodes)}
-    _grow(region, order)
-    region.late = _reached(n for n in order if n.op == "placeholder" and "tangent" in n.name)
-    _close(region, order)
-    _check_spaces(region)
-    _choose_way(region, order)
-    return region
-
-
-def _grow(region: Region, order: dict[fx.Node, int]) -> None:
-    """Add all ops that read a large tensor, and the large operands made for them."""
-    waiting = True
-    while waiting:
-        waiting = False
-        for node in order:
-            if node in region.made or not any(region.is_large(n) for n in node.all_input_nodes):
-                continue
-            made = apply(node, Known(region.layouts))
-            if made is None:
-                raise NoRegion(f"{node.name} ({node.target}) mixes tokens, or leads outside")
-            region.add(node, made)
-            waiting = True
-            for operand, rows in made.operands.items():
-                _pull(region, operand, rows)
-        region.made = {n: region.made[n] for n in sorted(region.made, key=order.__getitem__)}
-    for made in region.made.values():
-        for operand, rows in made.operands.items():
-            known = region.layouts.get(operand)
-            if known is not None and (known.low, known.high, known.space) != (
-                rows.low,
-                rows.high,
-                rows.space,
-            ):
-                raise NoRegion(f"{operand.name} has its tokens in two places")
-
-
-def _pull(region: Region, node: fx.Node, rows: Rows) -> None:
-    """Add a large operand to the region, to be made piece by piece too, if its rule allows it."""
-    if node in region.made or numel_of_others(rows, node) < region.words:
-        return
-    made = apply(node, Known(region.layouts, rows))
-    if made is None:
-        return
-    region.add(node, made)
-    for operand, theirs in made.operands.items():
-        _pull(region, operand, theirs)
-
-
-# --- nodes between --------------------------------------------------------------------------
-
-
-def _reached(nodes: Iterable[fx.Node], without: Iterable[fx.Node] = ()) -> set[fx.Node]:
+def reached(nodes: Iterable[fx.Node], without: Iterable[fx.Node] = ()) -> set[fx.Node]:
     """The nodes, and all that depend on them by a path that avoids `without`."""
-    return _closure(nodes, without, lambda node: node.users)
+    return closure(nodes, without, lambda node: node.users)
 
 
-def _needed(nodes: Iterable[fx.Node], without: Iterable[fx.Node] = ()) -> set[fx.Node]:
+def needed(nodes: Iterable[fx.Node], without: Iterable[fx.Node] = ()) -> set[fx.Node]:
     """The nodes, and all that they depend on by a path that avoids `without`."""
-    return _closure(nodes, without, lambda node: node.all_input_nodes)
+    return closure(nodes, without, lambda node: node.all_input_nodes)
 
 
-def _closure(
+def closure(
     nodes: Iterable[fx.Node],
     without: Iterable[fx.Node],
     next_of: Callable[[fx.Node], Iterable[fx.Node]],
@@ -183,78 +111,3 @@ def _closure(
             found.add(node)
             waiting += [n for n in next_of(node) if n not in closed]
     return found
-
-
-def _between(region: Region, start: set[fx.Node], end: set[fx.Node]) -> set[fx.Node]:
-    """The nodes outside on paths from `start` to `end`, both in the region."""
-    inside = region.made.keys()
-    return (_reached(start, inside) & _needed(end, inside)) - inside
-
-
-def _close(region: Region, order: dict[fx.Node, int]) -> None:
-    """Add the nodes computed from the region's results for the region, if they have rules."""
-    refused: set[fx.Node] = set()
-    while True:
-        inside = set(region.made)
-        path = sorted(_between(region, inside, inside) - refused, key=order.__getitem__)
-        if not path:
-            return
-        for node in path:
-            made = apply(node, Known(region.layouts))
-            if made is None or made.layout == SUM:
-                refused.add(node)
-                continue
-            region.add(node, made)
-        _grow(region, order)
-
-
-def _check_spaces(region: Region) -> None:
-    """Set the region's smallest space. Raises `NoRegion` if tensors are needed outside it."""
-    spaces = {rows.space for rows in region.layouts.values()}
-    region.space = max(spaces, key=lambda s: s.depth)
-    for space in spaces:
-        if not region.space.within(space):
-            raise NoRegion("tokens are chosen in two ways")
-    for node in region.outs():
-        made = region.made[node]
-        if made.layout != SUM:
-            if made.layout.space != region.space and not made.layout.padded:
-                raise NoRegion(f"{node.name} is needed for tokens that the loss leaves out")
-            if region.is_large(node) and any(u not in region.made for u in node.users):
-                raise NoRegion(f"{node.name} is read outside")
-            continue
-        layouts = [region.layouts.get(n, rows) for n, rows in made.operands.items()]
-        if layouts[0].space != region.space and not any(rows.padded for rows in layouts):
-            raise NoRegion(f"{node.name} sums over tokens that the loss leaves out")
-
-
-def _choose_way(region: Region, order: dict[fx.Node, int]) -> None:
-    inside = set(region.made)
-    late = inside & region.late
-    early = inside - late
-    if not _between(region, inside, inside):
-        if not late:
-            region.at_once = True
-            return
-        tangent = _only_tangent(region, late)
-        if tangent is not None:
-            region.at_once, region.tangent = True, tangent
-            return
-    if _between(region, early, early) or _between(region, late, late):
-        raise NoRegion("pieces would depend on results of other pieces")
-
-
-def _only_tangent(region: Region, late: set[fx.Node]) -> fx.Node | None:
-    """The scalar tangent that all gradients of the region are proportional to; None if there is no
-    such tangent."""
-    before = _needed(late, region.made.keys() - late) & region.late
-    tangents = [n for n in before if n.op == "placeholder"]
-    if len(tangents) != 1 or shape_of(tangents[0]) != ():
-        return None
-    outside = before - region.made.keys()
-    most = SMALL_PER_TOKEN * region.tokens
-    if any(not is_static(n) or n.meta["val"].numel() > most for n in outside):
-        return None
-    # with a tangent of one, half-precision gradients that rely on loss scaling would underflow
-    dtypes = {n.meta["val"].dtype for n in region.made}
-    return None if torch.float16 in dtypes else tangents[0]

@@ -25,7 +25,10 @@ class Piece(Protocol):
     """The tokens of one piece, and the nodes made for them."""
 
     build: Builder
-    count: int
+
+    @property
+    def count(self) -> int:
+        """The number of tokens."""
 
     def rows(self, node: fx.Node) -> fx.Node:
         """The node's value in rows, for these tokens."""

@@ -1,0 +1,233 @@
+"""Finds the regions of a joint graph, each around a product over many words.
+
+A region grows from its product: it takes in every op that reads a large tensor, then the ops
+between its results and its operands. Its rules say what cannot be split.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import fx
+
+from .layout import SUM, Rows, Space, args_of, is_static, shape_of
+from .region import NoRegion, Region, needed, reached
+from .rules import Known, apply, numel_of_others
+
+aten = torch.ops.aten
+PRODUCTS = (aten.mm.default, aten.addmm.default)
+#: a product is worth splitting if its result has this many times the elements of its operand
+WIDENS = 2
+VIEWS = (
+    aten.view.default,
+    aten._unsafe_view.default,
+    aten.reshape.default,
+    aten.unsqueeze.default,
+    aten.alias.default,
+    aten.detach.default,
+)
+#: limit on elements per token of values before the region that are recomputed for a tangent of one
+SMALL_PER_TOKEN = 4
+
+
+def find_regions(graph: fx.Graph) -> list[Region]:
+    """The regions around the largest products that can be split, in graph order."""
+    order = {n: i for i, n in enumerate(graph.nodes)}
+    seeds = [n for n in graph.nodes if n.target in PRODUCTS and _widens(n)]
+    found: list[Region] = []
+    for seed in sorted(seeds, key=lambda n: -n.meta["val"].numel()):
+        largest = found[0].seed.meta["val"].numel() if found else 0
+        if 2 * seed.meta["val"].numel() < largest:
+            break
+        if any(seed in region.made for region in found):
+            continue
+        try:
+            region = region_at(graph, seed)
+        except NoRegion:
+            continue
+        if not any(region.made.keys() & other.made.keys() for other in found):
+            found.append(region)
+    return sorted(found, key=lambda region: order[region.seed])
+
+
+def _widens(node: fx.Node) -> bool:
+    a, b = args_of(node)[-2:]
+    if not all(isinstance(n, fx.Node) and is_static(n) for n in (node, a, b)):
+        return False
+    tokens, width = shape_of(a)
+    words = shape_of(node)[1]
+    return tokens > 1 and words >= WIDENS * width
+
+
+def region_at(graph: fx.Graph, seed: fx.Node) -> Region:
+    """Build the region around a product. Raises `NoRegion` if there is none."""
+    tokens, words = shape_of(seed)
+    root = Space(tokens)
+    region = Region(seed, tokens, words, space=root)
+    made = apply(seed, Known({}, Rows(0, 1, root)))
+    if made is None:
+        raise NoRegion("the product has no rule")
+    region.add(seed, made)
+    order = {n: i for i, n in enumerate(graph.nodes)}
+    _grow(region, order)
+    region.late = reached(n for n in order if n.op == "placeholder" and "tangent" in n.name)
+    _close(region, order)
+    _check_spaces(region)
+    _check_gain(region)
+    _find_unlikely(region, order)
+    _choose_way(region, order)
+    return region
+
+
+def _grow(region: Region, order: dict[fx.Node, int]) -> None:
+    """Add all ops that read a large tensor, and the large operands made for them."""
+    waiting = True
+    while waiting:
+        waiting = False
+        for node in order:
+            if node in region.made or node.op == "output":
+                continue
+            if not any(region.is_large(n) for n in node.all_input_nodes):
+                continue
+            made = apply(node, Known(region.layouts))
+            if made is None:
+                raise NoRegion(f"{node.name} ({node.target}) mixes tokens, or leads outside")
+            region.add(node, made)
+            waiting = True
+            for operand, rows in made.operands.items():
+                _pull(region, operand, rows)
+        region.made = {n: region.made[n] for n in sorted(region.made, key=order.__getitem__)}
+    for made in region.made.values():
+        for operand, rows in made.operands.items():
+            known = region.layouts.get(operand)
+            if known is not None and (known.low, known.high, known.space) != (
+                rows.low,
+                rows.high,
+                rows.space,
+            ):
+                raise NoRegion(f"{operand.name} has its tokens in two places")
+
+
+def _pull(region: Region, node: fx.Node, rows: Rows) -> None:
+    """Add a large operand to the region, to be made piece by piece too, if its rule allows it."""
+    if node in region.made or numel_of_others(rows, node) < region.words:
+        return
+    made = apply(node, Known(region.layouts, rows))
+    if made is None:
+        return
+    region.add(node, made)
+    for operand, theirs in made.operands.items():
+        _pull(region, operand, theirs)
+
+
+def _between(region: Region, start: set[fx.Node], end: set[fx.Node]) -> set[fx.Node]:
+    """The nodes outside on paths from `start` to `end`, both in the region."""
+    inside = region.made.keys()
+    return (reached(start, inside) & needed(end, inside)) - inside
+
+
+def _close(region: Region, order: dict[fx.Node, int]) -> None:
+    """Add the nodes computed from the region's results for the region, if they have rules."""
+    refused: set[fx.Node] = set()
+    while True:
+        inside = set(region.made)
+        path = sorted(_between(region, inside, inside) - refused, key=order.__getitem__)
+        if not path:
+            return
+        for node in path:
+            made = apply(node, Known(region.layouts))
+            if made is None or made.layout == SUM:
+                refused.add(node)
+                continue
+            region.add(node, made)
+        _grow(region, order)
+
+
+def _check_spaces(region: Region) -> None:
+    """Set the region's smallest space. Raises `NoRegion` if tensors are needed outside it."""
+    spaces = {rows.space for rows in region.layouts.values()}
+    region.space = max(spaces, key=lambda s: s.depth)
+    for space in spaces:
+        if not region.space.within(space):
+            raise NoRegion("tokens are chosen in two ways")
+    for node in region.outs():
+        made = region.made[node]
+        if made.layout != SUM:
+            if made.layout.space != region.space and not made.layout.padded:
+                raise NoRegion(f"{node.name} is needed for tokens that the loss leaves out")
+            if region.is_large(node):
+                _return(region, node)
+            continue
+        layouts = [region.layouts.get(n, rows) for n, rows in made.operands.items()]
+        if layouts[0].space != region.space and not any(rows.padded for rows in layouts):
+            raise NoRegion(f"{node.name} sums over tokens that the loss leaves out")
+
+
+def _return(region: Region, node: fx.Node) -> None:
+    """Let the user have a large result. Raises `NoRegion` if that is not all that reads it."""
+    layout = region.layouts[node]
+    outside = [u for u in node.users if u not in region.made]
+    if node in region.late or any(u.op != "output" for u in outside):
+        raise NoRegion(f"{node.name} is read outside")
+    if layout.space != region.space or layout.low:
+        raise NoRegion(f"{node.name} is returned with its tokens in other places")
+    region.returned.add(node)
+
+
+def _check_gain(region: Region) -> None:
+    """Raise `NoRegion` if all large tensors exist as a whole anyway."""
+    if not region.returned:
+        return
+    whole = {_viewed(n) for n in region.returned} | {region.seed}
+    if all(_viewed(n) in whole for n in region.made if region.is_large(n) and n not in region.late):
+        raise NoRegion("the user gets everything that is large")
+
+
+def _viewed(node: fx.Node) -> fx.Node:
+    while node.target in VIEWS:
+        node = args_of(node)[0]
+    return node
+
+
+def _find_unlikely(region: Region, order: dict[fx.Node, int]) -> None:
+    """Find the tangents of returned results for which a ticket can stand in."""
+    tangents = [n for n in order if n.op == "placeholder" and "tangent" in n.name]
+    if not region.returned or not all(is_static(n) for n in tangents):
+        return
+    for node, rows in region.entering().items():
+        inside = all(user in region.made for user in node.users)
+        places = (rows.low, rows.space) == (0, region.space)
+        if node in tangents and inside and places and numel_of_others(rows, node) >= region.words:
+            region.unlikely.add(node)
+
+
+def _choose_way(region: Region, order: dict[fx.Node, int]) -> None:
+    inside = set(region.made)
+    late = inside & region.late
+    early = inside - late
+    if not _between(region, inside, inside):
+        if not late:
+            region.at_once = True
+            return
+        # the gradient of a returned result is known only in backward
+        tangent = None if region.returned else _only_tangent(region, late)
+        if tangent is not None:
+            region.at_once, region.tangent = True, tangent
+            return
+    if _between(region, early, early) or _between(region, late, late):
+        raise NoRegion("pieces would depend on results of other pieces")
+
+
+def _only_tangent(region: Region, late: set[fx.Node]) -> fx.Node | None:
+    """The scalar tangent that all gradients of the region are proportional to; None if there is no
+    such tangent."""
+    before = needed(late, region.made.keys() - late) & region.late
+    tangents = [n for n in before if n.op == "placeholder"]
+    if len(tangents) != 1 or shape_of(tangents[0]) != ():
+        return None
+    outside = before - region.made.keys()
+    most = SMALL_PER_TOKEN * region.tokens
+    if any(not is_static(n) or n.meta["val"].numel() > most for n in outside):
+        return None
+    # with a tangent of one, half-precision gradients that rely on loss scaling would underflow
+    dtypes = {n.meta["val"].dtype for n in region.made}
+    return None if torch.float16 in dtypes else tangents[0]
