@@ -52,7 +52,7 @@ ROOMS = (
     Room(PASSES, (), "the policies, one a file"),
     Room(f"{RUNTIME}.base", ("torch", "rich"), "threads, limits, counters, pages"),
     Room(f"{RUNTIME}.codecs", ("torch", "numpy"), "lossless and lossy packing"),
-    Room(f"{RUNTIME}.kernels", ("torch", "triton"), "Triton kernels and who launches them"),
+    Room(f"{RUNTIME}.kernels", ("torch", "triton"), "Triton kernels and their launchers"),
     Room(f"{RUNTIME}.disk", ("torch", "numpy"), "spill files with direct I/O"),
     Room(f"{RUNTIME}.memory", ("torch", "numpy"), "arenas, pinning, malloc"),
     Room(f"{RUNTIME}.device", ("torch", "numpy"), "lanes, streams, copies"),
@@ -60,16 +60,16 @@ ROOMS = (
     Room(f"{RUNTIME}.states", ("torch", "numpy"), "gradients and optimizer states"),
     Room(f"{RUNTIME}.measure", ("torch", "numpy"), "rates of this machine"),
     Room("offcompile.machine", ("torch",), "the machine planned for; options"),
-    Room("offcompile.simulate", NUMBERS, "what a plan takes"),
+    Room("offcompile.simulate", NUMBERS, "the exact time and peak of a plan"),
     Room(
         "offcompile.bounds",
         NUMBERS,
-        "what no plan can beat",
+        "the least time that any plan takes",
         many="one argument or one kind of choice a file",
     ),
     Room("offcompile.planning", TORCH, "one problem planned, fitted, ordered"),
-    Room("offcompile.graph", TORCH, "torch's graphs in, graphs that carry out plans out"),
-    Room("offcompile.report", ("rich", "torch"), "what people see"),
+    Room("offcompile.graph", TORCH, "torch's graphs, and plans written into them"),
+    Room("offcompile.report", ("rich", "torch"), "reports, the page, drawings"),
     Room("offcompile.run", ("torch", "sympy"), "the backend at run time"),
     Room("offcompile.optim", ("torch",), "optimizers whose states lie elsewhere"),
     Room("offcompile.ahead", ("torch", "transformers"), "plans without the hardware"),
@@ -281,7 +281,7 @@ def draw() -> str:
         for other in filter(None, map(room_of, wanted)):
             if room is not None and other is not room:
                 edges[room.package].add(other.package)
-    cell, left = 24, 520
+    cell, left = 24, 545
     side = len(ROOMS) * cell
     parts = []
     for row, room in enumerate(reversed(ROOMS)):
@@ -289,7 +289,7 @@ def draw() -> str:
         parts.append(
             f'<rect x="8" y="{y}" width="{left + side}" height="{cell}" class="row{row % 2}"/>'
             f'<text x="16" y="{y + 16}" class="name">{escape(room.package)}</text>'
-            f'<text x="230" y="{y + 16}">{escape(room.purpose)}</text>'
+            f'<text x="252" y="{y + 16}">{escape(room.purpose)}</text>'
         )
         own = len(ROOMS) - 1 - row
         parts.append(
