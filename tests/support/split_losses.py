@@ -37,16 +37,21 @@ def flat(logits: torch.Tensor) -> torch.Tensor:
     return logits.view(-1, WORDS)
 
 
+def in_single(logits: torch.Tensor) -> torch.Tensor:
+    """As `logits.float()` does, but without losing digits of float64."""
+    return logits if logits.dtype == torch.float64 else logits.float()
+
+
 def causal_lm(m: Head, h: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
     """transformers' loss of today: logits in fp32, labels padded and shifted."""
-    logits = m.head(h).float()
+    logits = in_single(m.head(h))
     shifted = F.pad(y, (0, 1), value=IGNORED)[..., 1:].contiguous().view(-1)
     return F.cross_entropy(flat(logits), shifted, ignore_index=IGNORED)
 
 
 def causal_lm_by_count(m: Head, h: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
     """The same with the number of items in a batch of several steps."""
-    logits = m.head(h).float()
+    logits = in_single(m.head(h))
     shifted = F.pad(y, (0, 1), value=IGNORED)[..., 1:].contiguous().view(-1)
     summed = F.cross_entropy(flat(logits), shifted, ignore_index=IGNORED, reduction="sum")
     return summed / (y != IGNORED).sum()
@@ -172,12 +177,12 @@ def causal_lm_with_logits(
     """A model of transformers: the loss is that of the logits in fp32."""
     logits = m.head(h)
     shifted = F.pad(y, (0, 1), value=IGNORED)[..., 1:].contiguous().view(-1)
-    return F.cross_entropy(flat(logits.float()), shifted, ignore_index=IGNORED), logits
+    return F.cross_entropy(flat(in_single(logits)), shifted, ignore_index=IGNORED), logits
 
 
 def cast_logits_too(m: Head, h: torch.Tensor, y: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """A cast of the product."""
-    logits = m.head(h).float() * 0.7
+    logits = in_single(m.head(h)) * 0.7
     return F.cross_entropy(flat(logits), y.view(-1)), logits
 
 
