@@ -1,4 +1,4 @@
-"""Chains in the middle of a model, such as an MLP, run piece by piece where they are the largest."""
+"""Chains in the middle of a model, such as MLPs, run piece by piece where they are the largest."""
 
 from __future__ import annotations
 
