@@ -44,14 +44,13 @@ class Splittable:
 
     @property
     def most_pieces(self) -> int:
-        return sum(region.space.count for region in self.regions)
+        return max(region.beside for region in self.regions)
 
     def describe(self, pieces: int) -> str:
         """Describe the split products and the number of pieces of each."""
-        size = tokens_in_each(list(self.regions), pieces)
         said = []
         for region in self.regions:
-            count = len(bounds(region.space.count, size))
+            count = len(bounds(region.space.count, tokens_in_each(region, pieces)))
             shape = f"{region.space.count:,} tokens by {region.words:,}"
             again = ", computed again in backward" if region.reruns else ""
             again += ", and its result returned" if region.returned else ""

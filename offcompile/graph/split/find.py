@@ -46,7 +46,19 @@ def find_regions(graph: fx.Graph) -> list[Region]:
             continue
         if not any(region.made.keys() & other.made.keys() for other in found):
             found.append(region)
-    return sorted(found, key=lambda region: order[region.seed])
+    found = sorted(found, key=lambda region: order[region.seed])
+    _count_beside(found)
+    return found
+
+
+def _count_beside(regions: list[Region]) -> None:
+    early = [r.made.keys() - r.late for r in regions]
+    after = [reached(nodes) for nodes in early]
+    for i, region in enumerate(regions):
+        others = [
+            j for j in range(len(regions)) if not (early[j] & after[i] or early[i] & after[j])
+        ]
+        region.beside = sum(regions[j].space.count for j in {i, *others})
 
 
 def _widens(node: fx.Node) -> bool:
@@ -59,7 +71,18 @@ def _widens(node: fx.Node) -> bool:
 
 
 def region_at(graph: fx.Graph, seed: fx.Node) -> Region:
-    """Build the region around a product. Raises `NoRegion` if there is none."""
+    """Build the region around a product. Raises `NoRegion` if there is none.
+
+    A region ends where its results lead to large tensors again: with the loss that follows a
+    product of words, but with the last product of a chain in the middle of a model.
+    """
+    try:
+        return _region_at(graph, seed, closes=True)
+    except NoRegion:
+        return _region_at(graph, seed, closes=False)
+
+
+def _region_at(graph: fx.Graph, seed: fx.Node, closes: bool) -> Region:
     tokens, words = shape_of(seed)
     root = Space(tokens)
     region = Region(seed, tokens, words, space=root)
@@ -70,7 +93,8 @@ def region_at(graph: fx.Graph, seed: fx.Node) -> Region:
     order = {n: i for i, n in enumerate(graph.nodes)}
     _grow(region, order)
     region.late = reached(n for n in order if n.op == "placeholder" and "tangent" in n.name)
-    _close(region, order)
+    if closes:
+        _close(region, order)
     _check_spaces(region)
     _check_gain(region)
     _find_unlikely(region, order)
@@ -138,6 +162,8 @@ def _close(region: Region, order: dict[fx.Node, int]) -> None:
             if made is None or made.layout == SUM:
                 refused.add(node)
                 continue
+            if node.target in PRODUCTS:
+                raise NoRegion(f"{node.name} belongs to what follows, not to a loss")
             region.add(node, made)
         _grow(region, order)
 

@@ -55,10 +55,10 @@ def in_pieces(
     return made
 
 
-def tokens_in_each(regions: list[Region], count: int) -> int:
-    """The number of tokens per piece if all regions together are split into `count` pieces, so
-    losses that the user has already split are split less."""
-    return max(1, -(-sum(region.space.count for region in regions) // count))
+def tokens_in_each(region: Region, count: int) -> int:
+    """The number of tokens per piece if the region and those beside it are split into `count`
+    pieces together, so losses that the user has already split are split less."""
+    return max(1, -(-region.beside // count))
 
 
 def bounds(tokens: int, size: int) -> list[tuple[int, int]]:
@@ -78,8 +78,7 @@ class _Rewriting:
         self.of_one: dict[fx.Node, fx.Node] = {}
         self.home = {n: r for r in regions for n in r.made}
         self.unlikely = {n for r in regions for n in r.unlikely}
-        size = tokens_in_each(regions, count)
-        self.turns = {r: _Turns(r, self, size) for r in regions}
+        self.turns = {r: _Turns(r, self, tokens_in_each(r, count)) for r in regions}
 
     def run(self) -> fx.Graph:
         for node in self.old.nodes:

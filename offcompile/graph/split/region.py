@@ -36,6 +36,8 @@ class Region:
     words: int
     made: dict[fx.Node, Made] = field(default_factory=dict)
     layouts: dict[fx.Node, Rows] = field(default_factory=dict)
+    #: number of tokens of all regions of which none waits for another, such as parts of one loss
+    beside: int = 0
     #: the smallest set of tokens, for which the whole region is computed
     space: Space = field(default_factory=lambda: Space(0))
     #: nodes that depend on a tangent
