@@ -234,7 +234,7 @@ def test_a_bare_checkout_offers_the_entry_point_to_its_children(
         done = subprocess.run(
             [sys.executable, "-S", "-c", code], env=env, cwd="/", capture_output=True, text=True
         )
-    assert "offcompile.run.backend:compile_graph" in done.stdout, done.stderr
+    assert "offcompile.backend:compile_graph" in done.stdout, done.stderr
 
 
 def test_a_part_whose_time_is_up_is_ended() -> None:
