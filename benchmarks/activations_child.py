@@ -225,7 +225,8 @@ def serve(task: dict[str, Any], case: Case | None = None) -> None:
                 if weight.grad is not None:  # an expert that nobody chose has none
                     weight.sub_(weight.grad, alpha=0.01)
                     weight.grad = None
-        return {"seconds": time.perf_counter() - began, "loss": float(loss.detach())}
+        done = {"seconds": time.perf_counter() - began, "loss": float(loss.detach())}
+        return done | ({"ahead": looked_ahead()} if task["kind"] in OURS else {})
 
     def facts() -> dict[str, Any]:
         found: dict[str, Any] = {"peak_bytes": memory.peak_bytes() - before}
@@ -245,19 +246,26 @@ def serve(task: dict[str, Any], case: Case | None = None) -> None:
 
     began = time.perf_counter()
     try:
-        losses = [step()["loss"], step()["loss"]]
+        losses = [step()["loss"]]
+        first_peak_bytes = memory.peak_bytes() - before
+        losses.append(step()["loss"])
     except offcompile.Infeasible as error:
         print(f"  {error}", file=sys.stderr, flush=True)
         at_floor = True
         torch._dynamo.reset()
         forward, random = compiled(model, task, "minimum"), torch.Generator().manual_seed(0)
         losses = [step()["loss"], step()["loss"]]
+        first_peak_bytes = memory.peak_bytes() - before
     gc.collect()
     memory.reset_peak()
     answers: dict[str, Callable[[], dict[str, Any]]] = {
         "step": step,
         "facts": facts,
-        "warm": lambda: {"losses": losses, "seconds": time.perf_counter() - began},
+        "warm": lambda: {
+            "losses": losses,
+            "seconds": time.perf_counter() - began,
+            "peak_bytes": first_peak_bytes,
+        },
     }
     for line in sys.stdin:
         print(json.dumps(answers[line.strip()]()), flush=True)

@@ -26,6 +26,8 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "block by block": ("blocks", {}),
     "block by block, eval every 4": ("blocks", {"eval_every": 4}),
 }
+#: rounds after which the order of graphs counts as settled
+LEARNING_ROUNDS = 2
 #: the same model in ways that need plain rows of their own; only block by block
 WAYS: dict[str, dict[str, Any]] = {
     "three lengths": {"lengths": True},
@@ -90,7 +92,7 @@ def measure(case: str, lowering: str, asked: argparse.Namespace) -> list[Child]:
 def table(children: list[Child]) -> list[str]:
     plain, whole = children[:2]
     times, moves = ("step, s", "× plain", "× whole"), ("out", "in", "found", "back")
-    heads = ("variant", *times, "peak", *moves, "losses")
+    heads = ("variant", *times, "first peak", "peak", *moves, "losses")
     rows = ["| " + " | ".join(heads) + " |", "|---" * len(heads) + "|"]
     for child in children:
         fact, moved, back = child.facts, ["", ""], ""
@@ -106,9 +108,10 @@ def table(children: list[Child]) -> list[str]:
             f"{statistics.median(child.seconds):.2f}",
             f"{ratio(child, plain):.3f}" if ours else "",
             f"{ratio(child, whole):.3f}" if ours and plain is children[0] else "",
+            f"{child.warm_facts['peak_bytes'] / MIB:,.0f}",
             f"{fact['peak_bytes'] / MIB:,.0f}",
             *moved,
-            _found(fact.get("ahead", {})),
+            _found(child),
             back,
             ("same" if child.losses == plain.losses else "other") if ours else "",
         )
@@ -116,9 +119,17 @@ def table(children: list[Child]) -> list[str]:
     return rows
 
 
-def _found(seen: dict[str, int]) -> str:
-    wanted = sum(seen.values())
-    return f"{seen['hits'] / wanted:.0%} of {wanted:,}" if wanted else ""
+def _found(child: Child) -> str:
+    """The share of tensors that backward found on the device, in the steps after the first few."""
+    seen = [step["ahead"] for step in child.steps if step.get("ahead")]
+    if len(seen) <= LEARNING_ROUNDS:
+        return ""
+    since = {name: n - seen[LEARNING_ROUNDS - 1][name] for name, n in seen[-1].items()}
+    wanted = sum(since.values())
+    if not wanted:
+        return ""
+    late = f", {since['late'] / wanted:.0%} on their way" if since["late"] else ""
+    return f"{since['hits'] / wanted:.0%}{late}"
 
 
 def main() -> None:
@@ -142,7 +153,9 @@ def main() -> None:
         for lowering in asked.lowering or ("aot_eager",):
             title = f"{cases[case].title}; {lowering}"
             print(title, file=sys.stderr, flush=True)
-            sections += [f"## {title}", "", *table(measure(case, lowering, asked)), ""]
+            children = measure(case, lowering, asked)
+            budget = f"budget {children[1].task['memory'] / MIB:,.0f} MiB"
+            sections += [f"## {title}; {budget}", "", *table(children), ""]
     text = TEXT.format(
         rounds=asked.rounds,
         share=f"{SHARE:.0%}",
@@ -168,9 +181,10 @@ data choose which block runs next. Both are compared with plain training of the 
 
 Each variant is a process of its own; those up to the next "no offload" run one step each in turn,
 {rounds} rounds. Ratios are medians over the rounds of two steps of the same round. Peak memory
-(MiB) is what the operating system measured, less what the process held before the model. "out",
+(MiB) is what the operating system measured, less what the process held before the model; "first
+peak": that of the first step, which compiles and plans. "out",
 "in": MiB a step, the first two steps included, in which the order is learnt. "found": tensors that
-backward wanted and found on the device, the first two steps included. "back": how often a step the
+backward wanted and found on the device, from the fifth step on. "back": how often a step the
 pages of free blocks went back to the system, to be touched again, likewise. "losses": of the first
 two steps, against plain training.
 
