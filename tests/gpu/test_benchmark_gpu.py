@@ -31,7 +31,7 @@ def asked(**settings: Any) -> argparse.Namespace:
 
 
 def measurement(**settings: Any) -> gpu.Measurement:
-    return gpu.Measurement("resnet", asked(**settings), dict(os.environ), time.monotonic() + 60)
+    return gpu.Measurement("resnet", asked(**settings), dict(os.environ), time.monotonic() + 600)
 
 
 # --- the whole of it, on the CPU ----------------------------------------------------------------
@@ -41,12 +41,13 @@ def test_the_whole_script_runs_on_the_cpu_target_and_writes_its_table(tmp_path: 
     command = [sys.executable, "-m", "benchmarks.gpu", "--cpu-check", "--no-search"]
     command += ["--case", "gpt-124m", "--variant", "ours, 50%", "--rounds", "2"]
     command += ["--hardware", "rtx4090"]  # whose figures need no measuring
+    command += ["--seconds", "1200"]  # so long only guards against what hangs
     done = subprocess.run(
         [*command, "--output", str(tmp_path)],
         cwd=ROOT,
         capture_output=True,
         text=True,
-        timeout=200,
+        timeout=1_500,
     )
     assert done.returncode == 0, done.stderr[-4000:]
     written = json.loads((tmp_path / "gpu.json").read_text())
@@ -66,7 +67,7 @@ def test_the_whole_script_runs_on_the_cpu_target_and_writes_its_table(tmp_path: 
 @pytest.mark.parametrize("module", ["benchmarks.gpu", "benchmarks.gpu_run"])
 def test_without_a_gpu_it_says_what_it_would_run_and_succeeds(module: str) -> None:
     done = subprocess.run(
-        [sys.executable, "-m", module], cwd=ROOT, capture_output=True, text=True, timeout=100
+        [sys.executable, "-m", module], cwd=ROOT, capture_output=True, text=True, timeout=300
     )
     assert done.returncode == 0, done.stderr
     assert "would" in done.stdout and "No " in done.stdout.splitlines()[0]

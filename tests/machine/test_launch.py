@@ -54,7 +54,7 @@ def run(*arguments: str, cwd: Path) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "offcompile", "run", *arguments]
     clean = {k: v for k, v in os.environ.items() if k != VARIABLE}
     clean["PYTHONPATH"] = str(Path(__file__).parents[2])
-    return subprocess.run(command, capture_output=True, text=True, cwd=cwd, env=clean, timeout=60)
+    return subprocess.run(command, capture_output=True, text=True, cwd=cwd, env=clean, timeout=300)
 
 
 def test_a_script_runs_with_its_arguments_and_its_exit_code(tmp_path: Path) -> None:

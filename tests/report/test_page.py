@@ -224,7 +224,7 @@ def probed(text: str, folder: Path) -> dict[str, Any]:
         ],
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=300,
     )
     told = re.search(r'<pre id="probed">(.*?)</pre>', done.stdout, re.DOTALL)
     assert told is not None, done.stderr[-2000:]

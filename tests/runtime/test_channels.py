@@ -283,5 +283,5 @@ began.wait()
 
 
 def test_at_exit_what_runs_is_finished_and_the_rest_is_not_begun() -> None:
-    done = subprocess.run([sys.executable, "-c", EXIT], capture_output=True, text=True, timeout=60)
+    done = subprocess.run([sys.executable, "-c", EXIT], capture_output=True, text=True, timeout=300)
     assert (done.returncode, done.stdout.split(), done.stderr) == (0, ["whole"], "")

@@ -21,7 +21,7 @@ MIB = 1 << 20
 def in_a_process(text: str) -> list[int]:
     """Numbers that a fresh process prints: its heap holds nothing of other tests."""
     body = textwrap.dedent(text)
-    done = subprocess.run([sys.executable, "-c", body], capture_output=True, text=True, timeout=120)
+    done = subprocess.run([sys.executable, "-c", body], capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
     return [int(word) for word in done.stdout.split()]
 

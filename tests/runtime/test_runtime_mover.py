@@ -444,7 +444,7 @@ def test_forked_children_start_afresh_and_the_parent_goes_on() -> None:
         cwd=ROOT,
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=300,
     )
     assert done.stdout == "fine\n", done.stderr
     assert done.returncode == 0

@@ -30,7 +30,7 @@ def ran(code: str, **variables: str) -> str:
     given = {k: v for k, v in os.environ.items() if k not in ("CXX", "GLIBC_TUNABLES", VARIABLE)}
     environment = {**given, "PYTHONPATH": str(Path(__file__).parents[2]), **variables}
     command = [sys.executable, "-c", code]
-    done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=120)
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=300)
     assert done.returncode == 0, done.stderr
     return done.stdout.strip()
 

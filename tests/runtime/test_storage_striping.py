@@ -149,7 +149,7 @@ def test_directories_work_at_the_same_time(places: list[Path]) -> None:
     """Neither returns before both have begun: one after the other, they would wait for ever."""
     import os
 
-    both = threading.Barrier(2, timeout=20)
+    both = threading.Barrier(2, timeout=300)
 
     def preadv(fd: int, views: Sequence[memoryview], offset: int) -> int:
         both.wait()
