@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import math
 import random
+import time
 from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -17,7 +19,7 @@ from offcompile.bounds import Bound, floor_bytes, lower_bound, simple_lower_boun
 from offcompile.bounds.cut import cut_bound
 from offcompile.bounds.grid import Grid, coarse, fine, full
 from offcompile.bounds.merge import merged_tensors
-from offcompile.bounds.model import build
+from offcompile.bounds.model import BoundModel, build
 from offcompile.bounds.solve import Answer, dual_bound, solve_lp, solve_milp
 from offcompile.bounds.survey import Survey, survey
 from offcompile.ir import Codec, Lane, Machine, Op, Problem, Tensor, Tier
@@ -344,10 +346,22 @@ def test_a_device_too_small_for_any_plan_is_reported_not_proven() -> None:
 
 
 def test_deep_nets_take_merged_slots_and_keep_to_the_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a clock that only the LPs advance, each by the same: the machine's speed plays no part."""
+    now_s, lp_s, solved_at_s = 0.0, 0.3, list[float]()
+
+    def timed(model: BoundModel, ids: tuple[str, ...], left_s: float) -> Answer:
+        nonlocal now_s
+        solved_at_s.append(now_s)
+        now_s += lp_s
+        return replace(solve_lp(model, ids, 300.0), seconds=lp_s)
+
+    monkeypatch.setattr(bounds, "solve_lp", timed)
+    monkeypatch.setattr(time, "thread_time", lambda: now_s)
     rng = random.Random(3)
     p = training([rng.randint(20, 90) for _ in range(300)], [rng.randint(1, 9) for _ in range(300)])
     bound = lower_bound(p, machine(6000, 5), seconds=1.0)
     assert bound.method == "traffic" and not bound.complete
+    assert solved_at_s and max(solved_at_s) < 1.0
     assert bound.us > simple_lower_bound(p, machine(6000))
     assert {t for t, _ in bound.away_hints} <= set(p.tensor)
 
