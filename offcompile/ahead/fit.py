@@ -18,6 +18,7 @@ from offcompile.planning.endurance import spilled_bytes
 from offcompile.planning.fit_budget import decide, floor_of, peak_alone, with_reserve
 from offcompile.report.report import PlanReport
 from offcompile.report.simple_way import SimpleWay, against
+from offcompile.report.words import split_facts
 from offcompile.runtime.base.mapping import page_multiple
 from offcompile.runtime.base.progress import Progress
 
@@ -96,8 +97,8 @@ class FitReport:
             )
             for tier, nbytes in self.tier_bytes.items():
                 yield f"  {tier:14} {size(nbytes)} at most"
-            if report.split:
-                yield f"  split          {report.split}; sums differ in the last bits"
+            for name, said in split_facts(report):
+                yield f"  {name:14} {said}"
             if self.spilled_bytes:
                 yield f"  to disk        {size(self.spilled_bytes)} written with every step"
         if self.largest_batch:
@@ -137,6 +138,7 @@ class FitReport:
             "tier_bytes": dict(self.tier_bytes),
             "spilled_bytes": self.spilled_bytes,
             "split": report.split,
+            "splitting": None if report.splitting is None else report.splitting.to_json(),
         }
 
 
@@ -321,13 +323,7 @@ def published_ways(ahead: Ahead, budget: int, seconds: float) -> list[SimpleWay]
 
 def variants(ahead: Ahead) -> list[Problem]:
     """The step with all tensors on the device, and with weights on the host."""
-    survey = ahead.survey
-    plain = survey.problem(ahead.graphs).problem
-    weights = sum(t.nbytes for t in plain.tensors if t.kind == "weight")
-    in_place = survey.target.in_place(2 * weights)
-    if in_place is None:
-        return [plain]
-    return [plain, survey.problem(ahead.graphs, in_place).problem]
+    return ahead.variants
 
 
 def variants_in_pieces(ahead: Ahead, tell: Tell) -> list[Problem]:

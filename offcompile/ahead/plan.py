@@ -6,7 +6,7 @@ import copy
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
@@ -20,12 +20,13 @@ from offcompile.graph.graphs import Graphs
 from offcompile.graph.split.decision import Ways
 from offcompile.graph.updates import Updates
 from offcompile.graph.weight_placement import Choice
-from offcompile.ir import InvalidInput, Violation
+from offcompile.ir import InvalidInput, Problem, Violation
 from offcompile.machine.hardware import load_profile
 from offcompile.machine.options import Options
 from offcompile.machine.target import CpuTarget, CudaTarget, Target, target_for
 from offcompile.planning.feedback.profiling import Profile
-from offcompile.planning.fit_budget import planning_seconds
+from offcompile.planning.fit_budget import floor_of, planning_seconds, with_reserve
+from offcompile.planning.splitting import SplitPart, StepEstimate
 from offcompile.report.report import PlanReport
 from offcompile.report.simple_way import SimpleWay
 from offcompile.run.plan.candidates import plan_in_order
@@ -309,19 +310,55 @@ class Ahead:
     ) -> Choice:
         """Plan the model, whole or with its loss in pieces. Raises `Infeasible`."""
         options = replace(self.asked.options, memory=memory)
+
+        def ahead(pieces: int | None) -> Ahead:
+            return self if pieces is None else self.in_pieces(pieces, tell)
+
+        def choose(pieces: int | None, explain: bool) -> Choice:
+            return ahead(pieces).choose_whole(memory, tell, seconds, explains and explain)
+
         splits = self.traces[0].splits if self.traces else None
-        found, pieces = Ways(
+        found, splitting = Ways(
             options,
             options.memory_bytes(self.target.device_bytes),
-            lambda: self.choose_whole(memory, tell, seconds, explains),
-            lambda n: self.in_pieces(n, tell).choose_whole(memory, tell, seconds, False),
+            partial(choose, None),
+            choose,
+            lambda pieces: ahead(pieces).estimate,
+            self.parts,
             lambda: self.most_pieces,
             lambda: 0 if splits is None else splits.largest_bytes,
             lambda choice: choice,
         ).best()
-        if pieces is not None and splits is not None:
-            found = replace(found, split=splits.describe(pieces))
-        return found
+        return replace(found, splitting=splitting)
+
+    @cached_property
+    def estimate(self) -> StepEstimate:
+        steps = self.variants
+        floor = min(floor_of(step, self.survey.machine) for step in steps)
+        return StepEstimate(steps[0], with_reserve(floor, self.target.reserve_bytes))
+
+    @property
+    def variants(self) -> list[Problem]:
+        """The step with all tensors on the device, and with weights on the host."""
+        plain = self.survey.problem(self.graphs).problem
+        weights = sum(t.nbytes for t in plain.tensors if t.kind == "weight")
+        in_place = self.survey.target.in_place(2 * weights)
+        if in_place is None:
+            return [plain]
+        return [plain, self.survey.problem(self.graphs, in_place).problem]
+
+    def parts(self, pieces: int) -> tuple[SplitPart, ...]:
+        """Describe what so many pieces split, in all layers."""
+        traced = [trace.splits.parts(pieces) for trace in self.traces if trace.splits is not None]
+        if self.layers is None:
+            return traced[0]
+        fewer = {replace(part, products=(), count=0): part.count for part in traced[1]}
+        beyond = self.layers.beyond
+        found = []
+        for part in traced[0]:
+            in_a_period = part.count - fewer.get(replace(part, products=(), count=0), 0)
+            found.append(replace(part, count=part.count + beyond * in_a_period))
+        return tuple(found)
 
     def choose_whole(
         self, memory: Any, tell: Tell, seconds: float | None = None, explains: bool = True

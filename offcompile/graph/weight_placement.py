@@ -17,6 +17,7 @@ from offcompile.ir import DEVICE, HOST, Infeasible, Problem
 from offcompile.passes.select.pinned_weights import best_share, spread
 from offcompile.planning.fit_budget import Decided
 from offcompile.planning.planner import Beaten
+from offcompile.planning.splitting import Splitting
 
 from .annotate import Annotated
 
@@ -54,8 +55,8 @@ class Choice:
     decided: Decided
     #: weights that stay on the device while others are on the host; None if no weight moves there
     stays: frozenset[str] | None = None
-    #: describes the parts of the graph that were split into pieces; empty if none were
-    split: str = ""
+    #: how the graph was split into pieces; None if it was not
+    splitting: Splitting | None = None
 
 
 def choose(

@@ -7,7 +7,7 @@ import json
 import re
 import tempfile
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -40,6 +40,8 @@ class Dumped:
     after: Sides
     #: the static order of runs, starts and waits, as text
     order: str | None = None
+    #: the sides before they were split along tokens, if they were
+    whole: Sides = field(default_factory=dict)
 
 
 def check_dump_directory(directory: Path) -> None:
@@ -84,6 +86,8 @@ def _new_folder(directory: Path, name: str) -> Path:
 def files(compiled: Dumped) -> Iterator[tuple[str, Callable[[], str]]]:
     """Yields each file's name and a function that makes its text."""
     report = compiled.report
+    for side, given in compiled.whole.items():
+        yield f"{side}_whole.py", partial(readable, given)
     for side, given in compiled.before.items():
         module = compiled.after.get(side, given)
         yield f"{side}_before.py", partial(readable, given)
@@ -99,6 +103,10 @@ def files(compiled: Dumped) -> Iterator[tuple[str, Callable[[], str]]]:
     problem, machine, plan = report.problem, report.machine, report.plan
     yield "problem.json", lambda: _json(problem_to_json(problem))
     yield "problem.txt", lambda: print_problem(problem)
+    if report.splitting is not None:
+        whole = report.splitting.whole.problem
+        yield "problem_whole.json", lambda: _json(problem_to_json(whole))
+        yield "problem_whole.txt", lambda: print_problem(whole)
     yield "machine.json", lambda: _json(machine_to_json(machine))
     yield "plan.json", lambda: _json(plan_to_json(plan))
     yield "plan.txt", lambda: print_plan(plan)

@@ -19,9 +19,11 @@ from offcompile.planning.feedback.measured import MeasuredStep, Steps
 from offcompile.planning.fit_budget import floor_of
 from offcompile.planning.planned_layout import planned_layout, planned_returns
 from offcompile.planning.planner import PlanResult
+from offcompile.planning.splitting import Splitting
 from offcompile.planning.timelines import moved_bytes, timeline_to_json
 from offcompile.runtime.disk.drive_life import DriveLife
 
+from .before_after import split_text
 from .explain import Fate, fates, print_fate
 from .modes import modes, module_rows, modules_of
 from .simple_way import SimpleWay
@@ -79,8 +81,8 @@ class Record:
     beside_bytes: int = 0
     #: describes the data kept between the graphs that share the budget; None if there is none
     kept: Callable[[], str | None] | None = field(default=None, repr=False)
-    #: describes the parts of the graph that were split into pieces; empty if none were
-    split: str = ""
+    #: how the graph was split into pieces; None if it was not
+    splitting: Splitting | None = field(default=None, repr=False)
     #: with `verify=True`, the comparison of the first step with the plain run
     verified: Verified | None = field(default=None, repr=False)
     #: device memory that blocks and holes may fill; None if the device gives nothing back
@@ -107,6 +109,11 @@ class Record:
     @property
     def policy(self) -> str:
         return self.result.policy
+
+    @property
+    def split(self) -> str:
+        """Describes the parts of the graph that were split into pieces; empty if none were."""
+        return "" if self.splitting is None else self.splitting.words()
 
     @property
     def lower_bound_us(self) -> float:
@@ -287,11 +294,12 @@ class Record:
 
     def explain(self, limit: int | None = None) -> str:
         """Describe each module's treatment, then each tensor's location, moves and reasons; the
-        most expensive first."""
+        most expensive first. Compare a step that was split with the whole one."""
         told = self.modules()
+        split = "" if self.splitting is None else split_text(self.splitting, self.problem)
         tensors = self._explain_tensors(limit)
         checked = [] if self.verified is None else ["beside the plain run", *self.verified.lines()]
-        return "\n\n".join(filter(None, (told, tensors, "\n".join(checked))))
+        return "\n\n".join(filter(None, (told, split, tensors, "\n".join(checked))))
 
     def _explain_tensors(self, limit: int | None) -> str:
         every = self.fates()
@@ -329,6 +337,7 @@ class Record:
             "verified": None if self.verified is None else self.verified.to_json(),
             "decisions": [] if self.profile is None else list(self.profile.said),
             "simple_ways": [way.to_json() for way in self.simple_ways],
+            "split": None if self.splitting is None else self.splitting.to_json(),
             "labels": dict(self.labels),
             "problem": problem_to_json(self.problem),
             "machine": machine_to_json(self.machine),

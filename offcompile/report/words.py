@@ -24,8 +24,7 @@ def facts(report: Record) -> Iterator[tuple[str, str]]:
     if report.layout_waste is not None:
         yield "layout", f"offsets planned ahead would need {report.layout_waste:.1%} more than it"
     yield "floor", f"{show_bytes(report.floor_bytes)}; moving cannot do with less"
-    if report.split:
-        yield "split", f"{report.split}; sums differ from plain in the last bits"
+    yield from split_facts(report)
     yield "plan", _census(report)
     yield "policy", f"{report.policy}, planned in {report.result.seconds:.1f} s"
     for told in report.profile.said if report.profile is not None else ():
@@ -66,6 +65,19 @@ def facts(report: Record) -> Iterator[tuple[str, str]]:
         yield "between graphs", kept
     if report.verified is not None:
         yield "verified", report.verified.words()
+
+
+def split_facts(report: Record) -> Iterator[tuple[str, str]]:
+    """Yields what was split, then what that gains and costs; nothing if nothing was."""
+    made = report.splitting
+    if made is None:
+        return
+    yield "split", f"{report.split}; sums differ from plain in the last bits"
+    yield (
+        "",
+        f"floor {size(made.whole.floor_bytes)} whole, {size(made.split.floor_bytes)} in pieces",
+    )
+    yield "", f"time of the ops {made.slower:+.1%}"
 
 
 def traffic(report: Record) -> Iterator[str]:

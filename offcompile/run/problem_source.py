@@ -69,6 +69,11 @@ class ProblemSource:
         if asked and self.options.hardware is None and not self._codecs_known:
             self.target, self._codecs_known = self.target.with_codecs(), True
 
+    def estimating(self) -> ProblemSource:
+        """The same source, which estimates costs instead of measuring them."""
+        options = replace(self.options, hardware=self.target.profile.name)
+        return replace(self, options=options, _costs={}, _unmeasured=None)
+
     def machine(self, device_bytes: int) -> Machine:
         """The target machine, with lanes as fast as measured."""
         machine = self.profile.lanes.applied(self.target.machine(device_bytes))

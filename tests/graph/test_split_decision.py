@@ -1,4 +1,4 @@
-"""When the planner splits a loss, into how many pieces, and what it says of it."""
+"""When the planner splits a graph, into how many pieces, and what it says of it."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ import offcompile
 from offcompile.graph.split.decision import LADDER, Ways
 from offcompile.ir import Infeasible
 from offcompile.machine.options import Options
+from offcompile.planning.splitting import SplitPart, StepEstimate
 
 WORDS, WIDTH, TOKENS = 2048, 32, 512
 MIB = 1 << 20
@@ -67,32 +68,38 @@ def plain() -> list[torch.Tensor]:
 # --- the choice by itself -------------------------------------------------------------------
 
 
+FLOORS = {None: 200, 4: 90, 8: 70, 16: 50, 32: 49, 64: 49}
+
+
 def ways(costs: dict[int | None, float | None], **more: Any) -> tuple[Ways[Any], list[Any]]:
     """Ways in which pieces → what a plan costs, over 100 of compute; None: there is no plan."""
     asked: list[Any] = []
+    floors = FLOORS | more.get("floors", {})
 
-    def made(pieces: int | None) -> Any:
+    def made(pieces: int | None, explains: bool) -> Any:
         asked.append(pieces)
         cost = costs[pieces]
         if cost is None:
-            raise Infeasible(f"no plan for {pieces}.", 1, "Set memory to more.")
+            raise Infeasible(f"The floor of {pieces} is high.", 1, "Set memory to more.")
         peak = more.get("peaks", {}).get(pieces, 0)
         return SimpleNamespace(
             pieces=pieces,
-            annotated=SimpleNamespace(
-                problem=SimpleNamespace(ops=[SimpleNamespace(duration_us=100.0)])
-            ),
+            annotated=SimpleNamespace(problem=problem),
             decided=SimpleNamespace(
                 fits=cost <= 100, cost_us=cost, order=SimpleNamespace(peak_bytes=peak)
             ),
         )
 
+    problem = SimpleNamespace(ops=[SimpleNamespace(duration_us=100.0)])
+    parts = (SplitPart("loss", 512, 2048, 4, ("mm",), 1), SplitPart("chain", 9, 9, 2, ("mm",), 3))
     return (
         Ways(
             Options.read(more.get("options", {}), {}),
             more.get("budget", 100),
-            lambda: made(None),
+            lambda explains: made(None, explains),
             made,
+            lambda pieces: StepEstimate(problem, floors[pieces]),  # type: ignore[arg-type]
+            lambda pieces: parts,
             lambda: more.get("most", 1000),
             lambda: more.get("largest", 50),
             lambda found: found,
@@ -103,7 +110,8 @@ def ways(costs: dict[int | None, float | None], **more: Any) -> tuple[Ways[Any],
 
 def chosen(costs: dict[int | None, float | None], **more: Any) -> tuple[int | None, list[Any]]:
     found, asked = ways(costs, **more)
-    made, pieces = found.best()
+    made, splitting = found.best()
+    pieces = None if splitting is None else splitting.pieces
     assert made.pieces == pieces
     return pieces, asked
 
@@ -116,18 +124,30 @@ def test_a_plan_that_hardly_costs_more_than_its_ops_stays_whole() -> None:
     assert chosen({None: 101}) == (None, [None])
 
 
-def test_where_only_pieces_fit_the_cheapest_are_taken() -> None:
-    costs = {None: None, 4: None, 8: 130, 16: 115, 32: 120}
-    assert chosen(costs) == (16, [None, 4, 8, 16, 32])
+def test_the_fewest_pieces_with_room_to_spare_are_planned_first() -> None:
+    assert chosen({None: None, 8: 101}) == (8, [None, 8])
+    assert chosen({None: None, 4: 101}, budget=130) == (4, [None, 4])
 
 
-def test_pieces_with_which_nothing_moves_end_the_search() -> None:
-    assert chosen({None: None, 4: 140, 8: 100}) == (8, [None, 4, 8])
+def test_more_pieces_are_planned_only_if_they_may_gain() -> None:
+    costs = {None: None, 8: 130, 16: 115}
+    assert chosen(costs) == (16, [None, 8, 16])
+    assert chosen(costs | {16: 140}) == (8, [None, 8, 16])
+    high = {16: 69, 32: 69, 64: 69}
+    assert chosen(costs, floors=high) == (8, [None, 8])
+
+
+def test_without_room_to_spare_the_lowest_floor_is_planned() -> None:
+    assert chosen({None: None, 32: 130}, floors={16: 60}, budget=55) == (32, [None, 32])
+
+
+def test_where_a_plan_fails_the_next_number_of_pieces_is_planned() -> None:
+    assert chosen({None: None, 8: None, 16: 110}) == (16, [None, 8, 16])
 
 
 def test_pieces_that_beat_moving_are_taken() -> None:
-    assert chosen({None: 150, 4: 99}) == (4, [None, 4])
-    assert chosen({None: 110, 4: 120, 8: 130, 16: 140, 32: 150})[0] is None
+    assert chosen({None: 150, 8: 99}) == (8, [None, 8])
+    assert chosen({None: 110, 8: 130, 16: 140})[0] is None
 
 
 def test_a_loss_that_is_small_beside_the_budget_is_not_tried() -> None:
@@ -135,37 +155,52 @@ def test_a_loss_that_is_small_beside_the_budget_is_not_tried() -> None:
 
 
 def test_no_more_pieces_than_tokens() -> None:
-    assert chosen({None: None, 4: 130, 8: 120}, most=12)[0] == 8
-    with pytest.raises(Infeasible, match="no plan for None"):
+    assert chosen({None: None, 8: 120}, most=12) == (8, [None, 8])
+    with pytest.raises(Infeasible, match="The floor of None"):
         chosen({None: None}, most=3)
 
 
 def test_at_the_floor_the_least_memory_is_taken_if_asked_for() -> None:
-    costs = {None: 200, 4: 210, 8: 220, 16: 230, 32: 240}
-    peaks = {None: 90, 4: 40, 8: 30, 16: 30, 32: 31}
+    costs = {None: 200, 16: 210}
+    peaks = {None: 90, 16: 30}
     more = {"budget": None, "peaks": peaks}
-    assert chosen(costs, **more, options={"memory": "minimum", "split": True})[0] == 8
+    assert chosen(costs, **more, options={"memory": "minimum", "split": True})[0] == 16
     assert chosen(costs, **more, options={"memory": "minimum"}) == (None, [None])
 
 
 def test_a_number_is_taken_at_its_word() -> None:
-    assert chosen({6: 500}, options={"split": 6}) == (6, [6])
-    assert chosen({3: 500}, options={"split": 6}, most=3) == (3, [3])
+    assert chosen({6: 500}, options={"split": 6}, floors={6: 80}) == (6, [6])
+    assert chosen({3: 500}, options={"split": 6}, most=3, floors={3: 80}) == (3, [3])
     assert chosen({None: 100}, options={"split": 6}, most=0) == (None, [None])
 
 
 @pytest.mark.parametrize("options", [{"split": False}, {"lowering": "aot_eager"}])
 def test_a_refusal_says_if_splitting_would_do(options: dict[str, object]) -> None:
-    found, _ = ways({None: None, 4: None, 8: 130}, options=options)
+    found, asked = ways({None: None}, options=options)
     with pytest.raises(Infeasible) as caught:
         found.best()
-    assert caught.value.reason == "no plan for None."
-    assert "Or set split=True: the loss in 8 pieces fits" in caught.value.smallest_change
+    assert caught.value.reason == "The floor of None is high."
+    advice = (
+        "Or set split=True: with the loss and 3 chains in 8 pieces the step fits. Its floor is"
+        " then 70 B instead of 200 B"
+    )
+    assert advice in caught.value.smallest_change
+    assert asked == [None]
 
-    hopeless, _ = ways(dict.fromkeys([None, *LADDER]), options=options)
+    hopeless, asked = ways(dict.fromkeys([None, *LADDER]), options=options, budget=55)
     with pytest.raises(Infeasible) as caught:
         hopeless.best()
     assert "split" not in caught.value.smallest_change
+    assert asked == [None, 16]
+
+
+def test_a_refusal_of_pieces_names_their_floor() -> None:
+    found, asked = ways(dict.fromkeys([None, *LADDER]), budget=40)
+    with pytest.raises(Infeasible) as caught:
+        found.best()
+    reason = "Even with the loss and 3 chains in 16 pieces, the floor of 16 is high."
+    assert caught.value.reason == reason
+    assert asked == [None, 16, 16]
 
 
 # --- with the backend -----------------------------------------------------------------------
@@ -190,7 +225,7 @@ def test_a_roomy_budget_leaves_the_loss_whole(plain: list[torch.Tensor]) -> None
 
 
 def test_aot_eager_refuses_unasked_and_says_what_would_do() -> None:
-    with pytest.raises(Infeasible, match=r"Or set split=True: the loss in \d+ pieces fits"):
+    with pytest.raises(Infeasible, match=r"Or set split=True: with the loss in \d+ pieces"):
         trained(memory=6 * MIB)
 
 
@@ -231,9 +266,9 @@ def ahead(**options: object) -> Any:
 def test_a_forecast_takes_the_same_way() -> None:
     report = ahead()
     assert "pieces" in report.split
-    with pytest.raises(Infeasible, match="the loss in"):
+    with pytest.raises(Infeasible, match="with the loss in"):
         ahead(split=False)
-    with pytest.raises(Infeasible, match="the loss in"):
+    with pytest.raises(Infeasible, match="with the loss in"):
         ahead(lowering="aot_eager")
 
 

@@ -327,6 +327,11 @@ class InPieces:
         return self.seen[-1].most_pieces > 0
 
     @property
+    def said(self) -> str:
+        """Describe what was split, in words."""
+        return "; ".join(part.words() for part in self.seen[-1].parts(self.pieces))
+
+    @property
     def largest_elements(self) -> int:
         """Count the elements of the largest tensor that the graphs compute."""
         return max(

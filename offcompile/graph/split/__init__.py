@@ -1,24 +1,26 @@
 """Splits chains of ops along tokens, so that their largest tensors never exist as a whole.
 
 In: AOTAutograd's joint graph of forward and backward, before it is partitioned. Out: a joint graph
-that computes its loss over many words piece by piece. `region` finds the ops to split by structure:
-it asks each op's rule (`rules`) if the op can be computed for a subset of tokens.
+that computes its loss over many words, and wide chains such as MLPs, piece by piece. `region` finds
+the ops to split by structure: it asks each op's rule (`rules`) if the op can be computed for a
+subset of tokens.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 from torch import fx
 
 from offcompile.graph.graphs import closed, copied
+from offcompile.planning.splitting import SplitPart
 
 from .builder import Builder
 from .find import find_regions
 from .losses import take_apart
-from .pieces import bounds, in_pieces, tokens_in_each
+from .pieces import bounds, in_pieces
 from .region import Region
 
 __all__ = ["Halves", "Splits", "Splittable", "splittable"]
@@ -37,26 +39,51 @@ class Splittable:
     ordered: bool = False
 
     def into(self, pieces: int) -> fx.GraphModule:
-        """The joint graph with all its regions in `pieces` pieces."""
-        made = in_pieces(self.joint, list(self.regions), pieces, self.ordered)
+        """The joint graph with its largest region in `pieces` pieces, and all others in pieces that
+        are no larger. Regions that are small already stay whole."""
+        made = in_pieces(self.joint, self.tokens_in_each(pieces), self.ordered)
         made.graph.eliminate_dead_code()
         return closed(made)
 
+    def tokens_in_each(self, pieces: int) -> dict[Region, int]:
+        """Region to split → the number of tokens in each of its pieces."""
+        largest = max(region.nbytes for region in self.regions)
+        sizes = {}
+        for region in self.regions:
+            tokens = max(1, -(-self.most_bytes // (pieces * region.row_bytes)))
+            if tokens < region.space.count or 2 * region.nbytes >= largest:
+                sizes[region] = tokens
+        return sizes
+
+    @cached_property
+    def most_bytes(self) -> int:
+        """Bytes of the largest tensor, with those of losses beside it: users may have split a loss
+        already."""
+        return max(region.beside_bytes for region in self.regions)
+
     @property
     def most_pieces(self) -> int:
-        return max(region.beside for region in self.regions)
+        largest = max(self.regions, key=lambda region: region.beside_bytes)
+        return largest.beside_bytes // largest.row_bytes
 
-    def describe(self, pieces: int) -> str:
-        """Describe the split products and the number of pieces of each."""
-        said = []
-        for region in self.regions:
-            count = len(bounds(region.space.count, tokens_in_each(region, pieces)))
-            shape = f"{region.space.count:,} tokens by {region.words:,}"
-            again = ", computed again in backward" if region.reruns else ""
-            again += ", and its result returned" if region.returned else ""
-            pieces_said = f"{count} piece{'s' if count > 1 else ''}"
-            said.append(f"{region.seed.name} ({shape}) in {pieces_said}{again}")
-        return "; ".join(said)
+    def parts(self, pieces: int) -> tuple[SplitPart, ...]:
+        """Describe what so many pieces split, equal regions together."""
+        found: dict[SplitPart, list[str]] = {}
+        for region, size in self.tokens_in_each(pieces).items():
+            part = SplitPart(
+                "chain" if region.is_chain else "loss",
+                region.space.count,
+                region.words,
+                len(bounds(region.space.count, size)),
+                (),
+                0,
+                region.reruns,
+                bool(region.returned),
+            )
+            found.setdefault(part, []).append(region.seed.name)
+        return tuple(
+            replace(part, products=tuple(names), count=len(names)) for part, names in found.items()
+        )
 
 
 def splittable(joint: fx.GraphModule, ordered: bool = False) -> Splittable | None:
@@ -76,6 +103,8 @@ class Splits:
     #: partitions a joint graph as torch would
     partition: Callable[[fx.GraphModule], Halves]
     ordered: bool
+    #: number of pieces → the halves
+    _made: dict[int, Halves] = field(default_factory=dict)
 
     @cached_property
     def found(self) -> Splittable | None:
@@ -89,13 +118,14 @@ class Splits:
     def largest_bytes(self) -> int:
         """Bytes of the largest tensor that a split removes."""
         regions = () if self.found is None else self.found.regions
-        seeds = [region.seed.meta["val"] for region in regions]
-        return max((seed.numel() * seed.element_size() for seed in seeds), default=0)
+        return max((region.nbytes for region in regions), default=0)
 
     def into(self, pieces: int) -> Halves:
         assert self.found is not None
-        return self.partition(self.found.into(pieces))
+        if pieces not in self._made:
+            self._made[pieces] = self.partition(self.found.into(pieces))
+        return self._made[pieces]
 
-    def describe(self, pieces: int) -> str:
+    def parts(self, pieces: int) -> tuple[SplitPart, ...]:
         assert self.found is not None
-        return self.found.describe(pieces)
+        return self.found.parts(pieces)

@@ -10,11 +10,10 @@ import torch
 from torch import fx
 
 from .layout import SUM, Rows, Space, args_of, is_static, shape_of
-from .region import NoRegion, Region, needed, reached
+from .region import PRODUCTS, NoRegion, Region, needed, reached
 from .rules import Known, apply, numel_of_others
 
 aten = torch.ops.aten
-PRODUCTS = (aten.mm.default, aten.addmm.default)
 #: a product is worth splitting if its result has this many times the elements of its operand
 WIDENS = 2
 VIEWS = (
@@ -25,18 +24,20 @@ VIEWS = (
     aten.alias.default,
     aten.detach.default,
 )
+#: regions below this share of the largest are never looked for
+LEAST_SHARE = 1 / 128
 #: limit on elements per token of values before the region that are recomputed for a tangent of one
 SMALL_PER_TOKEN = 4
 
 
 def find_regions(graph: fx.Graph) -> list[Region]:
-    """The regions around the largest products that can be split, in graph order."""
+    """The regions around products that can be split, in graph order."""
     order = {n: i for i, n in enumerate(graph.nodes)}
     seeds = [n for n in graph.nodes if n.target in PRODUCTS and _widens(n)]
     found: list[Region] = []
     for seed in sorted(seeds, key=lambda n: -n.meta["val"].numel()):
         largest = found[0].seed.meta["val"].numel() if found else 0
-        if 2 * seed.meta["val"].numel() < largest:
+        if seed.meta["val"].numel() < LEAST_SHARE * largest:
             break
         if any(seed in region.made for region in found):
             continue
@@ -58,7 +59,7 @@ def _count_beside(regions: list[Region]) -> None:
         others = [
             j for j in range(len(regions)) if not (early[j] & after[i] or early[i] & after[j])
         ]
-        region.beside = sum(regions[j].space.count for j in {i, *others})
+        region.beside_bytes = sum(regions[j].nbytes for j in {i, *others})
 
 
 def _widens(node: fx.Node) -> bool:

@@ -43,22 +43,16 @@ OURS = 1 << 30
 
 
 def in_pieces(
-    joint: fx.GraphModule, regions: list[Region], count: int, ordered: bool = False
+    joint: fx.GraphModule, sizes: Mapping[Region, int], ordered: bool = False
 ) -> fx.GraphModule:
-    """The graph with its regions in `count` pieces; `joint` is not changed.
+    """The graph with regions in pieces of so many tokens; `joint` is not changed.
 
     ordered: the matrices that enter a piece pass through a barrier after the previous piece.
     """
-    graph = _Rewriting(joint, regions, count, ordered).run()
+    graph = _Rewriting(joint, sizes, ordered).run()
     made = fx.GraphModule(joint, graph)
     made.meta.update(joint.meta)
     return made
-
-
-def tokens_in_each(region: Region, count: int) -> int:
-    """The number of tokens per piece if the region and those beside it are split into `count`
-    pieces together, so losses that the user has already split are split less."""
-    return max(1, -(-region.beside // count))
 
 
 def bounds(tokens: int, size: int) -> list[tuple[int, int]]:
@@ -67,18 +61,16 @@ def bounds(tokens: int, size: int) -> list[tuple[int, int]]:
 
 
 class _Rewriting:
-    def __init__(
-        self, joint: fx.GraphModule, regions: list[Region], count: int, ordered: bool
-    ) -> None:
+    def __init__(self, joint: fx.GraphModule, sizes: Mapping[Region, int], ordered: bool) -> None:
         self.ordered = ordered
         self.old, self.new = joint.graph, fx.Graph()
         self.build = Builder(self.old).on(self.new)
         self.made: dict[fx.Node, fx.Node] = {}
         #: old node outside regions that depends on a tangent → its node for a tangent of one
         self.of_one: dict[fx.Node, fx.Node] = {}
-        self.home = {n: r for r in regions for n in r.made}
-        self.unlikely = {n for r in regions for n in r.unlikely}
-        self.turns = {r: _Turns(r, self, tokens_in_each(r, count)) for r in regions}
+        self.home = {n: r for r in sizes for n in r.made}
+        self.unlikely = {n for r in sizes for n in r.unlikely}
+        self.turns = {r: _Turns(r, self, size) for r, size in sizes.items()}
 
     def run(self) -> fx.Graph:
         for node in self.old.nodes:
@@ -233,6 +225,7 @@ class _Turns:
             added = build(aten.addmm.default, sofar[0], *made.args)
             self.whole.new.erase_node(made)
             return added
+        # torch's partitioner refuses graphs whose sums are added in place
         return build(aten.add.Tensor, sofar[0], made)
 
     def _in_rows(self, node: fx.Node, rows: Rows) -> fx.Node:

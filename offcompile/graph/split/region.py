@@ -18,11 +18,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
+from functools import cached_property
 
+import torch
 from torch import fx
 
-from .layout import SUM, Rows, Space
+from .layout import SUM, Rows, Space, args_of
 from .rules import Made, numel_of_others
+
+aten = torch.ops.aten
+PRODUCTS = (aten.mm.default, aten.addmm.default)
 
 
 class NoRegion(Exception):
@@ -36,8 +41,9 @@ class Region:
     words: int
     made: dict[fx.Node, Made] = field(default_factory=dict)
     layouts: dict[fx.Node, Rows] = field(default_factory=dict)
-    #: number of tokens of all regions of which none waits for another, such as parts of one loss
-    beside: int = 0
+    #: bytes of the largest tensors of all regions of which none waits for another, such as parts of
+    #: one loss
+    beside_bytes: int = 0
     #: the smallest set of tokens, for which the whole region is computed
     space: Space = field(default_factory=lambda: Space(0))
     #: nodes that depend on a tangent
@@ -59,6 +65,26 @@ class Region:
     def is_large(self, node: fx.Node) -> bool:
         rows = self.layouts.get(node)
         return rows is not None and numel_of_others(rows, node) >= self.words
+
+    @cached_property
+    def row_bytes(self) -> int:
+        """Bytes per token of the largest tensor."""
+        large = [n for n in self.made if self.is_large(n)]
+        sizes: list[int] = [
+            numel_of_others(self.layouts[n], n) * n.meta["val"].element_size() for n in large
+        ]
+        return max(sizes)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the largest tensor."""
+        return self.space.count * self.row_bytes
+
+    @cached_property
+    def is_chain(self) -> bool:
+        """True if a product follows on the large tensors in forward, as in an MLP."""
+        early = [n for n in self.made if n not in self.late and n.target in PRODUCTS]
+        return any(self.is_large(args_of(n)[-2]) for n in early)
 
     def outs(self) -> list[fx.Node]:
         """The nodes that are read outside the region, in order."""

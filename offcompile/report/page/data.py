@@ -8,6 +8,7 @@ from typing import Any
 from offcompile.ir import COMPUTE, DEVICE, HOST, HOST_COMPUTE
 from offcompile.ir.units import show_us, size
 from offcompile.planning.timelines import NS_PER_US, moved_bytes, settled_spans, total_us
+from offcompile.report.before_after import before_after
 from offcompile.report.record import Record
 
 from .lanes import lanes_data
@@ -40,6 +41,8 @@ def report_data(report: Record) -> dict[str, Any]:
         "memory": memory_data(report),
         **lanes_data(report),
         "waits": waits_data(report),
+        "split": split_data(report),
+        "ways": list(_ways(report)),
         "certificate": list(_certificate(report)),
         "rates": list(_rates(report)),
         "modules": module_table(report),
@@ -50,10 +53,10 @@ def verdict(report: Record) -> str:
     """The outcome in one sentence."""
     peak, budget = size(report.planned_peak_bytes), size(report.budget_bytes)
     if report.fits:
-        return (
-            f"Everything fits: it needs {peak} of the {budget} budget, so nothing moves and the "
-            "compiled graphs are untouched."
-        )
+        graphs = " and the compiled graphs are untouched"
+        if report.splitting is not None:
+            graphs = f", with {report.splitting.subject} in pieces"
+        return f"Everything fits: it needs {peak} of the {budget} budget, so nothing moves{graphs}."
     gap = f"{100 * report.gap:.2f}% above the bound that no plan can beat"
     if report.gap < 0.00005:
         gap = "and no plan can be faster"
@@ -90,6 +93,27 @@ def _cards(report: Record) -> Iterator[tuple[str, str, str]]:
         away, back = _crossing(report)
         yield "Moved per step", size(away + back), f"{size(away)} out, {size(back)} in"
     yield from _drives(report)
+
+
+def split_data(report: Record) -> dict[str, Any] | None:
+    """What was split along tokens, and the figures of the step before and after."""
+    made = report.splitting
+    if made is None:
+        return None
+    return {
+        "parts": [part.words() for part in made.parts],
+        "rows": list(before_after(made, report.problem)),
+    }
+
+
+def _ways(report: Record) -> Iterator[tuple[str, str, str]]:
+    """Yields the step of this plan and of each simpler way: name, time, and what is wrong."""
+    if not report.simple_ways:
+        return
+    yield "this plan", show_us(report.planned_us), ""
+    for way in report.simple_ways:
+        missing = f"{size(way.missing_bytes)} missing" if way.missing_bytes else way.reason
+        yield way.name, "no plan" if way.step_us is None else show_us(way.step_us), missing
 
 
 def _crossing(report: Record) -> tuple[int, int]:

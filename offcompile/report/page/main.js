@@ -24,6 +24,7 @@ function showReport(i) {
   if (app.report.memory.length) fillTiers();
   fillWaits();
   fillCertificate();
+  fillChanges();
   fillModules();
   choose(null);
 }

@@ -66,6 +66,26 @@ function fillCertificate() {
   (few ? byId("waits").parentElement : byId("certificate").parentElement).append(byId("rates"));
 }
 
+// --- what was split, and simpler ways ------------------------------------------------------------
+
+function fillChanges() {
+  const { split, ways } = app.report;
+  byId("changes").hidden = !split && !ways.length;
+  byId("split").hidden = !split;
+  byId("ways").hidden = !ways.length;
+  if (split) {
+    byId("parts").replaceChildren(...split.parts.map((said) => el("li", {}, said)));
+    fillColumns("before-after", ["", "Whole", "In pieces"], split.rows);
+  }
+  if (ways.length) fillColumns("simple-ways", ["Way", "Step", "Does not fit"], ways);
+}
+
+function fillColumns(id, head, rows) {
+  byId(id).replaceChildren(
+    el("thead", {}, el("tr", {}, ...head.map((h) => el("th", { scope: "col" }, h || el("span", { "aria-label": "figure" }))))),
+    el("tbody", {}, ...rows.map((cells) => el("tr", {}, ...cells.map((cell) => el("td", {}, cell || "–"))))));
+}
+
 // --- modules -----------------------------------------------------------------------------------
 
 const COLUMNS = [

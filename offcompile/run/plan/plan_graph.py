@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from dataclasses import replace
-from functools import partial
+from functools import cache, partial
 
 import sympy
 import torch
@@ -39,7 +39,7 @@ from offcompile.runtime.base.progress import Progress
 from .candidates import Candidate, plan_in_order
 from .carry_out import carry_out, reserve, unplaced
 from .contract import GraphFacts, Planned, PlanRequest
-from .planner import GraphPlanner
+from .planner import GraphPlanner, estimate_step
 
 
 def plan_graph(
@@ -110,6 +110,7 @@ def plan_graph(
         dict(found.graphs),
         {} if graphs is None else dict(graphs),
         "\n".join(map(str, steps)),
+        {} if found.pieces is None else dict(given),
     )
     log_compiled(said)
     if options.dump is not None:
@@ -118,38 +119,46 @@ def plan_graph(
 
 
 def best_candidate(planner: GraphPlanner, given: Graphs, splits: Splits | None = None) -> Candidate:
-    """Plan the graphs, whole or with the loss in pieces. Raises `Infeasible`."""
+    """Plan the graphs, whole or in pieces. Raises `Infeasible`."""
     if splits is None or given.backward is None:
         return plan_in_order(planner, given)
     request = planner.request
 
-    def whole() -> Candidate:
-        return plan_in_order(planner, given)
-
-    def in_pieces(pieces: int) -> Candidate:
-        planner.tell(f"planning with the loss in {pieces} pieces")
-        asked = replace(request, explains=False)
+    def halves(pieces: int | None) -> Graphs:
+        if pieces is None:
+            return given
         forward, backward = splits.into(pieces)
-        halves = replace(given, forward=forward, backward=backward)
-        own = GraphPlanner(replace(planner.source), asked, planner.tell)
-        return replace(plan_in_order(own, halves), pieces=pieces)
+        return replace(given, forward=forward, backward=backward)
 
+    def whole(explains: bool) -> Candidate:
+        asked = replace(request, explains=request.explains and explains)
+        return plan_in_order(replace(planner, request=asked), given)
+
+    def in_pieces(pieces: int, explains: bool) -> Candidate:
+        planner.tell(f"planning in {pieces} pieces")
+        asked = replace(request, explains=request.explains and explains)
+        own = GraphPlanner(replace(planner.source), asked, planner.tell)
+        return replace(plan_in_order(own, halves(pieces)), pieces=pieces)
+
+    ways = Ways(
+        planner.source.options,
+        planner.budget(),
+        whole,
+        in_pieces,
+        cache(lambda pieces: estimate_step(planner, halves(pieces))),
+        splits.parts,
+        lambda: splits.most_pieces,
+        lambda: splits.largest_bytes,
+        lambda made: made.choice,
+    )
     if request.settled is None:
-        found, _ = Ways(
-            planner.source.options,
-            planner.budget(),
-            whole,
-            in_pieces,
-            lambda: splits.most_pieces,
-            lambda: splits.largest_bytes,
-            lambda made: made.choice,
-        ).best()
+        found, splitting = ways.best()
+    elif request.settled.pieces is None:
+        found, splitting = whole(True), None
     else:
         pieces = request.settled.pieces
-        found = whole() if pieces is None else in_pieces(pieces)
-    if found.pieces is None:
-        return found
-    return replace(found, choice=replace(found.choice, split=splits.describe(found.pieces)))
+        found, splitting = in_pieces(pieces, True), ways.splitting(pieces)
+    return replace(found, choice=replace(found.choice, splitting=splitting))
 
 
 def report_of(planner: GraphPlanner, choice: Choice) -> PlanReport:
@@ -172,7 +181,7 @@ def report_of(planner: GraphPlanner, choice: Choice) -> PlanReport:
         room=target.room(whole_bytes),
         touch_us_per_mib=source.touch_again_us_per_mib,
         beside_bytes=planner.request.held_bytes,
-        split=choice.split,
+        splitting=choice.splitting,
         life=partial(planned_life, annotated.problem, decided.result.plan, target.runtime),
     )
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 
 from offcompile.graph.annotate import Annotated
@@ -24,6 +24,7 @@ from offcompile.planning.fit_budget import (
 )
 from offcompile.planning.planned_layout import planned_returns
 from offcompile.planning.planner import PlanResult
+from offcompile.planning.splitting import StepEstimate
 from offcompile.run.problem_source import ProblemSource
 from offcompile.runtime.memory.heap import address_space_is_limited
 
@@ -225,3 +226,17 @@ class PlacementSearch:
         if made.result.plan.recomputes or made.result.plan.updates:
             self._known.append(made.result.plan)
         return made
+
+
+def estimate_step(planner: GraphPlanner, graphs: Graphs) -> StepEstimate:
+    """Annotate the step without measuring its ops, and find its floor without searching."""
+    source = planner.source.estimating()
+    search = PlacementSearch(
+        replace(planner, source=source), graphs, source.annotate(graphs, None, planner.tell)
+    )
+    steps = [search.annotated.problem]
+    on_host = search._on_host(frozenset())
+    if on_host is not None:
+        steps.append(on_host.problem)
+    floor = min(floor_of(step, source.machine) for step in steps)
+    return StepEstimate(steps[0], with_reserve(floor, source.target.reserve_bytes))
