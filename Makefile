@@ -33,7 +33,8 @@ demo: $(READY) ## train a small GPT in half the memory it takes, beside plain an
 test: $(READY) ## all tests; those that need a GPU are skipped without one
 	$(BIN)/python -m pytest -q $(SHARED_OUT) $(ARGS)
 
-soak: $(READY) ## what docs/trust.md counts, at full length (about half an hour); writes its table
+soak: $(READY) ## long tests, and what docs/trust.md counts at full length; writes its table
+	$(if $(ARGS),,$(BIN)/python -m pytest -q $(SHARED_OUT) -m soak)
 	cd tests && ../$(BIN)/python -m trust $(or $(ARGS),--write)
 
 lint: $(READY) ## ruff (lint and format) and mypy

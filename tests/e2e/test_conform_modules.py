@@ -10,14 +10,14 @@ import torch
 from trust import conformity, modules
 from trust.conformity import Outcome, Planned, Tally
 
-#: of some 930 cases: 23
-SHARE = 0.025
+#: of some 930 cases: 14
+SHARE = 0.015
 
 
 def test_a_spread_of_modules_conforms_at_the_minimum_and_in_between() -> None:
     least, middle = modules.rows(SHARE, seed=0)
     assert least.holds and middle.holds
-    assert least.of >= 20 and middle.of >= 5
+    assert least.of >= 12 and middle.of >= 3
     assert len(least.exceptions) <= least.of // 8
     # most of what is trained has something to move at the minimum
     changed = int(dict(least.figures)["with another graph than the plain one"])

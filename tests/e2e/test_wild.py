@@ -13,19 +13,15 @@ from wild.families import load
 from wild.judge import BROKEN, EQUAL, MISSING, PLAIN_FAILS, REFUSED, Verdict, judge
 from wild.program import Program, Run
 
-#: of each family one that is quick, where its packages are installed with the tests
+#: quick ones of several families; `make soak` runs all
 QUICK = (
     "loops/allocates_gradients_itself",
     "loops/evaluates_between_steps",
     "generative/trains_adversaries_with_two_optimizers",
     "representations/calls_triplets",
-    "representations/keeps_a_queue_of_negatives",
-    "sequences/mixes_experts_by_tokens",
     "parameters/freezes_and_unfreezes",
     "parameters/updates_in_backward",
     "compiling/breaks_its_graph",
-    "compiling/returns_structures",
-    "decisions/learns_softly_with_two_critics",
     "transformers/classifies_sequences",
 )
 WANTED, WANTED_OF_TIMM = 150, 60

@@ -116,7 +116,7 @@ def no_ticket_stays() -> Iterator[None]:
 @pytest.mark.parametrize("specimen", ZOO, ids=str)
 def test_training_is_bitwise_the_plain_run_at_every_budget(specimen: Specimen) -> None:
     expected = plain_run(specimen)
-    for memory in (None, budget(specimen, 0.7), budget(specimen, 0.5), "minimum"):
+    for memory in (None, budget(specimen, 0.5), "minimum"):
         found = our_run(specimen, memory)
         assert not found.trace.differences(expected), f"at {memory}"
         if isinstance(memory, int):
@@ -141,7 +141,7 @@ INDUCTOR_TOLERANCE = 1e-9
 
 # compiling C++ takes seconds for each
 @pytest.mark.parametrize(
-    ("name", "share"), [("mlp", None), ("mlp", 0.5), ("conv", 0.0), ("conv", 0.5), ("gpt", 0.3)]
+    ("name", "share"), [("mlp", None), ("mlp", 0.5), ("conv", 0.0), ("gpt", 0.3)]
 )
 def test_inductor_within_its_own_tolerance(name: str, share: float | None) -> None:
     specimen = DOUBLED[name]

@@ -237,14 +237,14 @@ def test_options_are_those_that_there_are() -> None:
 # --- examples ---------------------------------------------------------------------------------
 
 
-def runs() -> list[list[str]]:
-    """Each example once, and those with ways that differ once for each."""
-    found = {path.name: [[]] for path in sorted(EXAMPLES.glob("*.py"))}
-    found["finetune_hf.py"] = [[], ["--lora", "--loop"]]
-    return [[name, *more] for name, ways in found.items() for more in ways]
+EACH_ONCE = [pytest.param([path.name], id=path.name) for path in sorted(EXAMPLES.glob("*.py"))]
+IN_ANOTHER_WAY = ["finetune_hf.py", "--lora", "--loop"]
 
 
-@pytest.mark.parametrize("words", runs(), ids=" ".join)
+@pytest.mark.parametrize(
+    "words",
+    [*EACH_ONCE, pytest.param(IN_ANOTHER_WAY, id="a loop with LoRA", marks=pytest.mark.soak)],
+)
 def test_examples_run(words: list[str], tmp_path: Path) -> None:
     script = EXAMPLES / words[0]
     assert f"examples/{words[0]}" in script.read_text(), "says how it is run"

@@ -115,8 +115,9 @@ def test_the_policy_finds_checkpointing_of_blocks_by_itself() -> None:
     assert added <= sum(problem.op[op].duration_us for op in classical)
 
 
-@pytest.mark.parametrize("share", [0.3, 0.5, 0.75])
-@pytest.mark.parametrize("bytes_per_us", [2.0, 20.0, 200.0])
+@pytest.mark.parametrize(
+    ("share", "bytes_per_us"), [(0.3, 2.0), (0.3, 20.0), (0.5, 20.0), (0.5, 200.0), (0.75, 2.0)]
+)
 def test_joint_is_never_behind_running_blocks_again(share: float, bytes_per_us: float) -> None:
     problem = blocks(12)
     machine = link(int(share * peak(problem, ())), bytes_per_us)

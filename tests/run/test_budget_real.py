@@ -51,7 +51,7 @@ def within(model: str) -> dict[str, Any]:
     return run(model, budget(model), budget(model) + OVERHEAD_BYTES)
 
 
-MODELS = pytest.mark.parametrize("model", ["mlp", "gpt"])
+MODELS = pytest.mark.parametrize("model", [pytest.param("mlp", marks=pytest.mark.soak), "gpt"])
 
 
 @MODELS

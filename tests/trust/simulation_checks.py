@@ -15,7 +15,7 @@ from trust import schedules, simulation
 from trust.interleaving import Interleaving, Stuck
 from trust.simulated_disk import SimulatedDisk
 
-SEEDS = 200
+SEEDS = 80
 
 
 def test_whole_steps_under_seeds() -> None:
