@@ -9,6 +9,7 @@ in 4, 8, 16 and 32 pieces.
 from __future__ import annotations
 
 import argparse
+import functools
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,9 +17,10 @@ from typing import Any
 from offcompile.ahead.fit import variants
 from offcompile.ahead.huggingface import SIZES, build
 from offcompile.ahead.plan import Ahead, ForecastRequest
+from offcompile.ahead.simple_reruns import Reruns
 from offcompile.graph.split.decision import LADDER
 from offcompile.machine.options import Options
-from offcompile.planning.fit_budget import floor_of, with_reserve
+from offcompile.planning.fit_budget import floor_of, peak_alone, with_reserve
 
 from .turns import machine
 
@@ -47,11 +49,13 @@ COLUMNS = (
 LONGEST = """
 ## The longest sequence
 
-One sequence on one card, its weights on the host where that helps, and all that can leave away: the
-longest multiple of 4,096 tokens, up to 131,072, whose floor the card holds.
+One sequence on one card: the longest multiple of 4,096 tokens, up to 131,072, that the card holds.
+*plain*: by the peak if nothing moves; *checkpointed*: by the peak if every block runs again in
+backward; *ours*: by the floor, with weights on the host where that helps and all away that can
+leave.
 
-| model | card | whole | in pieces |
-|---|---|---|---|
+| model | card | plain | checkpointed | ours, whole | ours, in pieces |
+|---|---|---|---|---|---|
 """
 
 
@@ -88,7 +92,13 @@ STEP_TOKENS, MOST_TOKENS = 4096, 131_072
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--quick", action="store_true", help="one small model, no file")
-    quick = parser.parse_args().quick
+    parser.add_argument("--longest", action="store_true", help="only the longest sequence, no file")
+    asked = parser.parse_args()
+    if asked.longest:
+        for model, card in CARDS:
+            print(_longest(model, card))
+        return
+    quick = asked.quick
     lines = [HEAD, machine(), ""]
     lines += ["| " + " | ".join(COLUMNS) + " |", "|---" * len(COLUMNS) + "|"]
     lines += [_row(case) for case in (QUICK if quick else CASES)]
@@ -161,25 +171,44 @@ def _row(case: Case) -> str:
 
 def _longest(model: str, card: str) -> str:
     found = []
-    for pieces in (1, LADDER[-1]):
+    for needed_bytes in WAYS:
         low, high = 0, MOST_TOKENS // STEP_TOKENS + 1
         while high - low > 1:
             middle = (low + high) // 2
-            if _fits(model, card, middle * STEP_TOKENS, pieces):
+            ahead = _of_length(model, card, middle * STEP_TOKENS)
+            if needed_bytes(ahead) <= ahead.target.device_bytes:
                 low = middle
             else:
                 high = middle
         found.append(low * STEP_TOKENS)
-    cells = (model, card, *(f"{n:,} tokens" for n in found))
+    cells = (model, card, *(f"{n:,} tokens" if n else "none" for n in found))
     return "| " + " | ".join(cells) + " |"
 
 
-def _fits(model: str, card: str, length: int, pieces: int) -> bool:
-    ahead = traced(Case(model, 1, length), card)
-    if pieces > 1:
-        ahead = ahead.in_pieces(pieces, _quiet)
-    floor = Figures.of(ahead, pieces).floor_bytes
-    return with_reserve(floor, ahead.target.reserve_bytes) <= ahead.target.device_bytes
+@functools.cache
+def _of_length(model: str, card: str, length: int) -> Ahead:
+    return traced(Case(model, 1, length), card)
+
+
+def _plain_bytes(ahead: Ahead) -> int:
+    return peak_alone(variants(ahead)[0], ahead.survey.machine)
+
+
+def _checkpointed_bytes(ahead: Ahead) -> int:
+    at_home = ahead.survey.problem(ahead.graphs)
+    chosen = Reruns(at_home.problem).blocks_again(at_home.labels, ahead.target.device_bytes)[1]
+    return chosen.peak_bytes
+
+
+def _whole_bytes(ahead: Ahead) -> int:
+    return with_reserve(Figures.of(ahead, 1).floor_bytes, ahead.target.reserve_bytes)
+
+
+def _in_pieces_bytes(ahead: Ahead) -> int:
+    return _whole_bytes(ahead.in_pieces(LADDER[-1], _quiet))
+
+
+WAYS = (_plain_bytes, _checkpointed_bytes, _whole_bytes, _in_pieces_bytes)
 
 
 if __name__ == "__main__":

@@ -63,4 +63,4 @@ def test_a_split_step_trains_where_the_whole_one_dies(tmp_path: Path) -> None:
     wanted = exact()
     assert furthest(list(found.values()), list(plain.values())) < 1e-5
     off, plains = furthest(list(found.values()), wanted), furthest(list(plain.values()), wanted)
-    assert off <= 2 * plains
+    assert off <= 1.1 * plains  # pieces add in another order, so single errors differ
