@@ -12,8 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from offcompile.ir import OffloadError
+from offcompile.runtime.base.threads import TaskQueue, side_by_side
 from offcompile.runtime.disk import spill, striping
-from offcompile.runtime.disk.disk_queue import DiskQueue, side_by_side
 from offcompile.runtime.disk.spill import Extent, SpillStore
 from offcompile.runtime.disk.spill_file import Files
 from offcompile.runtime.disk.striping import Turns, shares, stripe_of
@@ -191,8 +191,8 @@ def test_an_error_in_one_directory_is_raised_when_the_others_are_done(places: li
 
 
 def test_tasks_of_a_queue_run_in_order_and_after_closing_on_the_caller() -> None:
-    queue, seen = DiskQueue("test-queue"), []
-    other = DiskQueue("test-other")
+    queue, seen = TaskQueue("test-queue"), []
+    other = TaskQueue("test-other")
     works = [lambda i=i: seen.append((i, threading.current_thread().name)) for i in range(3)]
     side_by_side([(queue, works), (other, [lambda: None])])
     assert seen == [(i, "test-queue") for i in range(3)]
