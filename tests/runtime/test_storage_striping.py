@@ -12,6 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from offcompile.ir import OffloadError
+from offcompile.runtime.base import once
 from offcompile.runtime.base.threads import TaskQueue, side_by_side
 from offcompile.runtime.disk import spill, striping
 from offcompile.runtime.disk.spill import Extent, SpillStore
@@ -108,7 +109,7 @@ def test_bytes_go_where_they_are_taken_faster_and_come_back(places: list[Path]) 
 def test_speeds_are_measured_once_a_disk(
     places: list[Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(striping, "_measured", {})
+    monkeypatch.setattr(once, "_done", {})
     asked: list[Path] = []
 
     def disk_of(place: str | Path) -> object:
@@ -128,7 +129,7 @@ def test_speeds_are_measured_once_a_disk(
 def test_equal_shares_on_one_disk_and_where_nothing_can_be_measured(
     places: list[Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(striping, "_measured", {})
+    monkeypatch.setattr(once, "_done", {})
 
     def full(place: Path) -> float:
         raise OffloadError("no room")
