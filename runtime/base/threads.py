@@ -137,7 +137,7 @@ class Worker(Generic[Item]):
         return None
 
 
-class Task:
+class QueuedTask:
     """Work that was queued. `error` is set, if it failed, once it is `done`."""
 
     __slots__ = ("awaited", "done", "error", "work")
@@ -177,7 +177,7 @@ class TaskQueue:
     """Runs tasks in order on one daemon thread, which starts with the first and ends at `close`."""
 
     def __init__(self, name: str) -> None:
-        self._tasks: deque[Task] = deque()
+        self._tasks: deque[QueuedTask] = deque()
         self._changed = threading.Condition(threading.Lock())
         self._worker = Worker(
             *(name, self._changed, self._next, lambda task: task.run(), self._died),
@@ -190,9 +190,9 @@ class TaskQueue:
         with self._changed:
             self._worker.wake()
 
-    def add(self, work: Work, awaited: bool = True) -> Task:
+    def add(self, work: Work, awaited: bool = True) -> QueuedTask:
         """Queue a task. Unless it is `awaited`, its error is shown like any uncaught one."""
-        task = Task(work, awaited)
+        task = QueuedTask(work, awaited)
         with self._changed:
             # closed while a move runs: run the task on the caller's thread
             if self._worker.is_open:
@@ -202,10 +202,10 @@ class TaskQueue:
         task.run()
         return task
 
-    def _next(self) -> Task | None:
+    def _next(self) -> QueuedTask | None:
         return self._tasks.popleft() if self._tasks else None
 
-    def _died(self, task: Task | None, error: OffloadError) -> None:
+    def _died(self, task: QueuedTask | None, error: OffloadError) -> None:
         left = [one for one in (task, *self._tasks) if one is not None]
         self._tasks.clear()
         for one in left:
@@ -232,7 +232,7 @@ def side_by_side(works: Sequence[tuple[TaskQueue, Sequence[Work]]]) -> None:
     if not works:
         return
     *others, (_, own) = works
-    tasks: list[Task] = []
+    tasks: list[QueuedTask] = []
     error: BaseException | None = None
     try:
         for queue, its in others:

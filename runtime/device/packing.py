@@ -20,7 +20,7 @@ from itertools import cycle
 import torch
 
 from offcompile.runtime.base.mapping import PAGE_BYTES, page_multiple
-from offcompile.runtime.base.threads import Task, TaskQueue
+from offcompile.runtime.base.threads import QueuedTask, TaskQueue
 from offcompile.runtime.codecs import ROW, TensorCodec
 from offcompile.runtime.disk.spill import Extent, SpillStore
 from offcompile.runtime.memory.arena import ArenaBlock
@@ -131,7 +131,7 @@ def staging_bytes_for(slot: PackedSlot, most_bytes: int) -> int:
 def write(slot: PackedSlot, flat: torch.Tensor, staging: ArenaBlock, disk: TaskQueue) -> None:
     """Pack a flat tensor on the calling thread and write it to the slot on the `disk` thread."""
     halves = _halves(slot, staging)
-    writing: deque[Task] = deque()
+    writing: deque[QueuedTask] = deque()
     pieces: list[PackedPiece] = []
     at = used = 0  # bytes of the extent written; bytes of the half packed
     room, view = next(halves)
@@ -161,7 +161,7 @@ def read(slot: PackedSlot, flat: torch.Tensor, staging: ArenaBlock, disk: TaskQu
     """Fill a flat tensor from the slot; the disk reads ahead by one half of the staging."""
     halves = _halves(slot, staging)
     batches = deque(_batches(slot.pieces, _half_bytes(slot, staging)))
-    coming: deque[tuple[list[PackedPiece], torch.Tensor, Task]] = deque()
+    coming: deque[tuple[list[PackedPiece], torch.Tensor, QueuedTask]] = deque()
 
     def begin() -> None:
         if batches:
