@@ -22,6 +22,7 @@ from torch._functorch._aot_autograd.descriptors import SavedForBackwardsAOTOutpu
 
 from offcompile.ir import BACKWARD, FORWARD
 from offcompile.planning.order import Order, RunStep
+from offcompile.runtime.device import tickets
 from offcompile.runtime.states import update_ops
 
 from .annotate import Annotated, Place
@@ -185,7 +186,7 @@ def _ticket_like(graphs: Graphs) -> torch.Tensor:
         if isinstance(v := n.meta.get("val"), torch._subclasses.FakeTensor)
     )
     with like.fake_mode:
-        return torch.empty((1,), dtype=torch.int64, device="cpu")
+        return tickets.fake_ticket()
 
 
 def costs_of_offers(offers: Offers, hint: Hint, bytes_per_us: float) -> dict[Place, OpCost]:

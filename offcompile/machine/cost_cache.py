@@ -17,6 +17,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from offcompile.ir.reading import read_bounded
+from offcompile.runtime.base.once import first_time
 
 #: version of the document format and of the way in which its contents are measured
 FORMAT = 4
@@ -30,7 +31,7 @@ _MOST_FIGURE = 1e30
 
 Identity = Mapping[str, str | int | bool]
 
-_warned: set[str] = set()
+#: document → keys that this process has measured, which it does not measure twice
 measured_here: dict[Path, set[str]] = {}
 
 
@@ -86,8 +87,7 @@ def write_document(kind: str, identity: Identity, content: Mapping[str, object])
 
 
 def _warn_once(folder: Path, error: OSError) -> None:
-    if str(folder) not in _warned:
-        _warned.add(str(folder))
+    if first_time("measurements cannot be kept", str(folder)):
         warnings.warn(
             f"measurements cannot be kept in {folder} ({error.strerror or error}): they are "
             "repeated in every process; set OFFCOMPILE_CACHE_DIR to a folder that can be written",

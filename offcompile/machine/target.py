@@ -11,12 +11,14 @@ import os
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
 import torch
 
 from offcompile.ir import DEVICE, Machine, OffloadError
 from offcompile.passes.build.fragmentation import HeapLimit
+from offcompile.runtime.base.once import made_once
 from offcompile.runtime.base.process_memory import RETURNED_BYTES, machine_memory_bytes
 from offcompile.runtime.device.cuda.facts import (
     cuda_index,
@@ -305,12 +307,8 @@ def _cuda_directories(options: Options) -> tuple[Path, ...]:
     return _cpu_directories(options)
 
 
-_known: dict[tuple[Path, ...], HardwareProfile] = {}
-
-
 def _measured(
     directories: tuple[Path, ...], progress: Callable[[str], None] | None
 ) -> HardwareProfile:
-    if directories not in _known:
-        _known[directories] = this_machine(directories, progress=progress)
-    return _known[directories]
+    make = partial(this_machine, directories, progress=progress)
+    return made_once("this machine", directories, make)

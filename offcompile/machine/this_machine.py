@@ -32,6 +32,7 @@ from .cost_cache import (
     MOST_TRIES,
     Identity,
     document_path,
+    measured_here,
     positive_number,
     read_document,
     write_document,
@@ -284,8 +285,8 @@ def figures_of(
     kept = None if refresh else _numbers(content, names)
     told = content.get("disturbed")
     tries = told if isinstance(told, int) else 0
-    here = (kind, document_path(kind, identity))
-    if kept is not None and (here in _settled or not 0 < tries < MOST_TRIES):
+    here = measured_here.setdefault(document_path(kind, identity), set())
+    if kept is not None and (kind in here or not 0 < tries < MOST_TRIES):
         return kept
     with Stopwatch() as watch:
         figures = measure()
@@ -293,13 +294,10 @@ def figures_of(
         better = {name: min if name == "latency" else max for name in names}
         figures = {name: better[name](figures[name], kept[name]) for name in names}
     disturbed = tries * (kept is not None) + 1 if watch.disturbed else 0
-    _settled.add(here)
+    here.add(kind)
     write_document(kind, identity, {**figures, "disturbed": disturbed})
     return figures
 
-
-#: documents measured by this process, which are not measured twice
-_settled: set[tuple[str, Path]] = set()
 
 _DISK_FIGURES = ("read", "write", "latency")
 

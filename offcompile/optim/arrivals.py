@@ -64,13 +64,6 @@ class Arrivals:
                 updates.register([parameter], self)
                 weakref.finalize(self, handle.remove).atexit = False
 
-    def unwatch(self) -> None:
-        """Remove the hooks."""
-        for entry, handle in self._hooks.items():
-            handle.remove()
-            updates.unregister([entry.parameter], self)
-        self._hooks.clear()
-
     # -- gradients from autograd -----------------------------------------------------------------
 
     def came(self, parameter: torch.Tensor) -> None:

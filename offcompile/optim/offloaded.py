@@ -53,7 +53,7 @@ class OffloadedOptimizer(torch.optim.Optimizer):
     def _begin(self, asked: Asked, differentiable: bool, capturable: bool = False) -> None:
         """Do the part of `__init__` that comes before torch's."""
         refuse_flags({"differentiable": differentiable, "capturable": capturable})
-        self.settings = Settings.read(**asked)
+        self.settings = Settings.read(asked)
 
     def _ready(self) -> None:
         """Do the part of `__init__` that comes after torch's."""

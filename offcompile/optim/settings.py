@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from os import PathLike
 from pathlib import Path
@@ -41,6 +41,21 @@ class Asked(TypedDict, total=False):
 
 
 PLACES = ("auto", "device", "host", "disk")
+USUAL: Asked = {
+    "states": "auto",
+    "overlap": False,
+    "accumulate": 1,
+    "max_norm": None,
+    "scaler": None,
+    "host_memory": None,
+    "device_memory": 0,
+    "directory": None,
+    "state_dtype": None,
+    "master": None,
+    "channels": None,
+    "stream": None,
+    "verify_spill": False,
+}
 
 
 @dataclass(frozen=True)
@@ -76,78 +91,72 @@ class Settings:
         return self.max_norm is not None or self.scaled
 
     @classmethod
-    def read(
-        cls,
-        states: object = "auto",
-        overlap: object = False,
-        accumulate: object = 1,
-        max_norm: object = None,
-        scaler: Any = None,
-        host_memory: int | str | None = None,
-        device_memory: int | str = 0,
-        directory: Directory | None = None,
-        state_dtype: object = None,
-        master: bool | None = None,
-        channels: object = None,
-        stream: object = None,
-        verify_spill: object = False,
-    ) -> Settings:
-        wrong: list[Violation] = []
-
-        def refuse(name: str, value: object, says: str) -> None:
-            wrong.append(Violation("bad-value", name, f"{name}={value!r} is not possible: {says}"))
-
-        if states not in PLACES:
-            refuse("states", states, f"give one of {', '.join(map(repr, PLACES))}")
-        if overlap not in (True, False, "forward"):
-            refuse("overlap", overlap, "give True, False or 'forward'")
-        if not isinstance(accumulate, int) or isinstance(accumulate, bool) or accumulate < 1:
-            refuse(
-                "accumulate", accumulate, "give the number of backward passes per step, 1 or more"
-            )
-        elif accumulate > 1 and not overlap:
-            refuse("accumulate", accumulate, "it counts for overlap=True only; leave it out")
-        if max_norm is not None and not _is_norm(max_norm):
-            refuse("max_norm", max_norm, "give a positive number, or None")
-
-        def size(name: str, value: int | str | None) -> int | None:
-            if isinstance(value, str):
-                try:
-                    return parse_bytes(value)
-                except InvalidInput as error:
-                    wrong.extend(Violation(v.rule, name, v.detail) for v in error.violations)
-            elif value is not None and (isinstance(value, bool) or value < 0):
-                refuse(name, value, "give bytes, or text as in '8GiB'")
-            return value if isinstance(value, int) else None
-
-        host_bytes = size("host_memory", host_memory)
-        device_bytes = size("device_memory", device_memory) or 0
-        if state_dtype not in (None, "bf16"):
-            refuse("state_dtype", state_dtype, "give 'bf16' (lossy), or None for exact states")
-        if channels not in (None, True, False, "measure"):
-            refuse("channels", channels, "give True, False, 'measure' or None")
-        if stream is not None and not _is_share(stream):
-            refuse("stream", stream, "give True, False, a share between 0 and 1, or None")
-        if not isinstance(verify_spill, bool):
-            refuse("verify_spill", verify_spill, "give True or False")
+    def read(cls, asked: Asked) -> Settings:
+        for name in asked:
+            if name not in USUAL:
+                raise TypeError(f"Settings.read() got an unexpected keyword argument '{name}'")
+        given: Asked = {**USUAL, **asked}
+        wrong = [
+            Violation("bad-value", name, f"{name}={given[name]!r} is not possible: {says}")  # type: ignore[literal-required]
+            for name, says in _refused(given)
+        ]
+        host_bytes = _size("host_memory", given["host_memory"], wrong)
+        device_bytes = _size("device_memory", given["device_memory"], wrong) or 0
         if wrong:
-            raise InvalidInput(wrong)
+            raise InvalidInput(sorted(wrong, key=lambda found: list(USUAL).index(found.where)))
+        max_norm, stream, scaler = given["max_norm"], given["stream"], given["scaler"]
         return cls(
-            states=states,  # type: ignore[arg-type]  # checked above, as those below
-            overlap=bool(overlap),
-            tail=overlap == "forward",
-            accumulate=accumulate,  # type: ignore[arg-type]
-            max_norm=None if max_norm is None else float(max_norm),  # type: ignore[arg-type]
+            states=given["states"],
+            overlap=bool(given["overlap"]),
+            tail=given["overlap"] == "forward",
+            accumulate=given["accumulate"],
+            max_norm=None if max_norm is None else float(max_norm),
             scaled=scaler is not None and scaler is not False,
             host_bytes=host_bytes,
-            device_bytes=sys.maxsize if states == "device" else device_bytes,
-            directories=_paths(directory),
-            state_dtype=torch.bfloat16 if state_dtype == "bf16" else None,
-            master=master,
-            channels=channels,  # type: ignore[arg-type]
-            stream=None if stream is None else float(stream),  # type: ignore[arg-type]
-            verify_spill=bool(verify_spill),
+            device_bytes=sys.maxsize if given["states"] == "device" else device_bytes,
+            directories=_paths(given["directory"]),
+            state_dtype=torch.bfloat16 if given["state_dtype"] == "bf16" else None,
+            master=given["master"],
+            channels=given["channels"],
+            stream=None if stream is None else float(stream),
+            verify_spill=given["verify_spill"],
         )
+
+
+def _refused(given: Asked) -> Iterator[tuple[str, str]]:
+    """The arguments with impossible values, and what to give instead."""
+    if given["states"] not in PLACES:
+        yield "states", f"give one of {', '.join(map(repr, PLACES))}"
+    if given["overlap"] not in (True, False, "forward"):
+        yield "overlap", "give True, False or 'forward'"
+    passes: object = given["accumulate"]
+    if not isinstance(passes, int) or isinstance(passes, bool) or passes < 1:
+        yield "accumulate", "give the number of backward passes per step, 1 or more"
+    elif passes > 1 and not given["overlap"]:
+        yield "accumulate", "it counts for overlap=True only; leave it out"
+    if given["max_norm"] is not None and not _is_norm(given["max_norm"]):
+        yield "max_norm", "give a positive number, or None"
+    if given["state_dtype"] not in (None, "bf16"):
+        yield "state_dtype", "give 'bf16' (lossy), or None for exact states"
+    if given["channels"] not in (None, True, False, "measure"):
+        yield "channels", "give True, False, 'measure' or None"
+    if given["stream"] is not None and not _is_share(given["stream"]):
+        yield "stream", "give True, False, a share between 0 and 1, or None"
+    if not isinstance(given["verify_spill"], bool):
+        yield "verify_spill", "give True or False"
+
+
+def _size(name: str, value: int | str | None, wrong: list[Violation]) -> int | None:
+    """The value in bytes; appends to `wrong` what is the matter with it."""
+    if isinstance(value, str):
+        try:
+            return parse_bytes(value)
+        except InvalidInput as error:
+            wrong.extend(Violation(v.rule, name, v.detail) for v in error.violations)
+    elif value is not None and (isinstance(value, bool) or value < 0):
+        says = f"{name}={value!r} is not possible: give bytes, or text as in '8GiB'"
+        wrong.append(Violation("bad-value", name, says))
+    return value if isinstance(value, int) else None
 
 
 def _is_norm(value: object) -> bool:

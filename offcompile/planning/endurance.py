@@ -5,9 +5,11 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 from offcompile.ir import DEVICE, HOST, Plan, Problem
+from offcompile.runtime.base.once import made_once
 from offcompile.runtime.disk.drive_life import DriveLife, DriveWatch, capacity_of, drive_life
 from offcompile.runtime.moves.registry import RuntimeSettings, runtimes
 
@@ -54,14 +56,9 @@ class SpillWatch:
             self._drive.step_over(sum(s.bytes_written for s in stores), self._now_s())
 
 
-_lock = threading.Lock()
-_watches: dict[str, SpillWatch] = {}
-
-
 def watch_for(settings: RuntimeSettings) -> SpillWatch:
     """The watch of this runtime."""
-    with _lock:
-        return _watches.setdefault(settings.key, SpillWatch(settings))
+    return made_once("watch of a runtime", settings.key, partial(SpillWatch, settings))
 
 
 def spilled_bytes(problem: Problem, plan: Plan, target: str) -> int:

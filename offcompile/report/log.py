@@ -10,10 +10,10 @@ import json
 import logging
 import sys
 from collections.abc import Callable
-from functools import cache
 
 from offcompile.ir.textio import print_plan, print_problem
 from offcompile.planning.timelines import print_timeline
+from offcompile.runtime.base.once import first_time as first_time
 from offcompile.runtime.base.progress import at_terminal
 
 from .dump import Dumped, readable
@@ -40,9 +40,9 @@ def log_decision(name: str, text: str) -> None:
     LOGGER.info("%s: %s", name, text, stacklevel=2)
 
 
-@cache
 def tell_once(text: str) -> None:
-    LOGGER.info("%s", text, stacklevel=3)
+    if first_time("log", text):
+        LOGGER.info("%s", text, stacklevel=2)
 
 
 def say(text: str) -> None:
@@ -56,17 +56,6 @@ def say(text: str) -> None:
 def warn(text: str) -> None:
     """Log a warning, which is shown by default."""
     LOGGER.warning("offcompile: %s", text, stacklevel=2)
-
-
-_said: set[str] = set()
-
-
-def first_time(what: str) -> bool:
-    """True on the first call with this key in this process."""
-    if what in _said:
-        return False
-    _said.add(what)
-    return True
 
 
 def _parts(compiled: Dumped) -> list[tuple[str, str]]:

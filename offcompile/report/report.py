@@ -35,6 +35,7 @@ class PlanReport(Record):
 
 #: limit on reports kept; a process that keeps recompiling drops the oldest
 MOST_REMEMBERED = 1_000
+# per process: `offcompile.reports()` is about all that was compiled in it
 _remembered: list[PlanReport] = []
 
 

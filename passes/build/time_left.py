@@ -28,6 +28,7 @@ def _always() -> TimeLeft:
     return TimeLeft.ENOUGH
 
 
+# per context: the deadline holds for a whole search, whichever policy is at work
 _clock: ContextVar[Callable[[], TimeLeft]] = ContextVar("clock", default=_always)
 
 

@@ -61,28 +61,42 @@ GAUGES = (
 #: reported as the maximum over all runtimes: runtimes of one device see the same memory
 _LARGEST = {"device_peak_bytes", "heap_waste_bytes", "heap_trims", "heap_trim_us"}
 
-_lock = threading.Lock()
-_tallies: list[Tally] = []
-_gauges: list[Callable[[], Mapping[str, int]]] = []
+
+class _Records:
+    """The tallies and gauges of every runtime, and the recordings that are open."""
+
+    def __init__(self) -> None:
+        self.start_afresh()
+
+    def start_afresh(self) -> None:
+        self.lock = threading.Lock()
+        self.tallies: list[Tally] = []
+        self.gauges: list[Callable[[], Mapping[str, int]]] = []
+        self.recordings: list[CounterRecording] = []
+
+
+# per process, since `counters()` reports on all runtimes, those closed included
+_records = _Records()
 
 
 def new_tally() -> Tally:
     """Create a tally that `counters()` includes from now on, even after its runtime has closed."""
     tally = Tally()
-    with _lock:
-        _tallies.append(tally)
+    with _records.lock:
+        _records.tallies.append(tally)
     return tally
 
 
 def add_gauges(read: Callable[[], Mapping[str, int]]) -> Callable[[], None]:
     """Let `counters()` read the present state from `read`; returns a function that removes it."""
-    with _lock:
-        _gauges.append(read)
+    records = _records
+    with records.lock:
+        records.gauges.append(read)
 
     def remove() -> None:
-        with _lock:
-            if read in _gauges:
-                _gauges.remove(read)
+        with records.lock:
+            if read in records.gauges:
+                records.gauges.remove(read)
 
     return remove
 
@@ -101,8 +115,8 @@ def counters() -> dict[str, int | float]:
     between graphs now; `keeper_table_bytes` is the size of the tables that predict the next graph
     and the tensors that it uses.
     """
-    with _lock:
-        tallies, gauges = tuple(_tallies), tuple(_gauges)
+    with _records.lock:
+        tallies, gauges = tuple(_records.tallies), tuple(_records.gauges)
     report: dict[str, int | float] = {f.name: 0 for f in fields(Tally)}
     for tally in tallies:
         for f in fields(Tally):
@@ -118,19 +132,15 @@ def counters() -> dict[str, int | float]:
 def reset_counters() -> None:
     """Set all cumulative counters back to zero; present amounts are not touched."""
     zero = Tally()
-    with _lock:
-        for tally in _tallies:
+    with _records.lock:
+        for tally in _records.tallies:
             for f in fields(Tally):
                 setattr(tally, f.name, getattr(zero, f.name))
 
 
 def forget_parent() -> None:
     """Clear everything in a forked child, and replace the lock by one that nobody holds."""
-    global _lock
-    _lock = threading.Lock()
-    _tallies.clear()
-    _gauges.clear()
-    _recordings.clear()
+    _records.start_afresh()
 
 
 # -- single events -----------------------------------------------------------------------------
@@ -166,24 +176,22 @@ class CounterRecording:
         return [(event.kind, event.tag) for event in called]
 
 
-_recordings: list[CounterRecording] = []
-
-
 @contextmanager
 def record() -> Iterator[CounterRecording]:
     """Collect the events of all runtimes of this process while the block runs."""
     recording = CounterRecording()
-    _recordings.append(recording)
+    _records.recordings.append(recording)
     try:
         yield recording
     finally:
         # by identity: two empty recordings are equal
-        _recordings[:] = [r for r in _recordings if r is not recording]
+        open_ones = _records.recordings
+        open_ones[:] = [one for one in open_ones if one is not recording]
 
 
 def note(kind: str, tag: str, lane: str, time_ns: int, duration_ns: int = 0) -> None:
     """Record an event if any recording is open."""
-    if _recordings:
+    if _records.recordings:
         event = Event(kind, tag, lane, time_ns, duration_ns)
-        for recording in tuple(_recordings):
+        for recording in tuple(_records.recordings):
             recording.events.append(event)

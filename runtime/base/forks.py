@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import threading
 import weakref
+from functools import partial
 from typing import Protocol
 
 
@@ -18,39 +19,39 @@ class AtFork(Protocol):
         """Resume; in the child only this thread exists."""
 
 
-_watched: weakref.WeakSet[AtFork] = weakref.WeakSet()
-_resting: list[AtFork] = []
-_forking = threading.Lock()
+class _Forks:
+    """The objects that rest around every fork of the process."""
+
+    def __init__(self) -> None:
+        self.watched: weakref.WeakSet[AtFork] = weakref.WeakSet()
+        self._resting: list[AtFork] = []
+        self._forking = threading.Lock()
+
+    def before(self) -> None:
+        # one fork at a time: two that took the same locks in different orders would deadlock
+        self._forking.acquire()
+        for item in list(self.watched):
+            item.before_fork()
+            self._resting.append(item)
+
+    def after(self, in_child: bool) -> None:
+        while self._resting:
+            self._resting.pop().after_fork(in_child)
+        self._forking.release()
+
+
+# per process, as the operating system's fork handlers are
+_forks = _Forks()
 
 
 def watch(item: AtFork) -> None:
     """Bring `item` to rest around every fork of this process, for as long as it lives."""
-    _watched.add(item)
-
-
-def _before() -> None:
-    # one fork at a time: two that took the same locks in different orders would deadlock
-    _forking.acquire()
-    for item in list(_watched):
-        item.before_fork()
-        _resting.append(item)
-
-
-def _after(in_child: bool) -> None:
-    while _resting:
-        _resting.pop().after_fork(in_child)
-    _forking.release()
-
-
-def _after_in_child() -> None:
-    _after(in_child=True)
-
-
-def _after_in_parent() -> None:
-    _after(in_child=False)
+    _forks.watched.add(item)
 
 
 if hasattr(os, "register_at_fork"):
     os.register_at_fork(
-        before=_before, after_in_parent=_after_in_parent, after_in_child=_after_in_child
+        before=_forks.before,
+        after_in_parent=partial(_forks.after, in_child=False),
+        after_in_child=partial(_forks.after, in_child=True),
     )

@@ -52,4 +52,5 @@ class Garbage:
         gc.collect()
 
 
+# per process, as the collector is
 garbage = Garbage()

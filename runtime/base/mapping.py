@@ -80,6 +80,10 @@ class Mapping:
         """Returns a view of [start, start + nbytes) that does not keep the mapping alive."""
         return memoryview((ctypes.c_uint8 * nbytes).from_address(self.address + start)).cast("B")
 
+    def keep(self) -> None:
+        """Never unmap the range, even once the last reference has died."""
+        self._unmapped.detach()
+
     def unmap(self) -> None:
         """Unmap the range now; no pointers into it may remain."""
         self._unmapped()

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import ctypes
 import platform
-from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 from pathlib import Path
+
+from .threads import apart
 
 
 def library(source: str, *flags: str) -> ctypes.CDLL:
@@ -22,9 +23,7 @@ def library(source: str, *flags: str) -> ctypes.CDLL:
         found: ctypes.CDLL = CppCodeCache.load(source, extra_flags=flags)
         return found
 
-    # a thread of its own is free of the caller's modes: fake tensors, default device
-    with ThreadPoolExecutor(1) as alone:
-        return alone.submit(load).result()
+    return apart(load)
 
 
 @cache

@@ -20,10 +20,13 @@ from typing import NamedTuple
 
 from offcompile.ir import OffloadError
 
+from . import once
+
 VARIABLE = "OFFCOMPILE_STALL_SECONDS"
 DEFAULT_S = 120.0
 #: number of checks after which a wait gives up, and after which it warns
 LOOKS, WARN_AT = 8, 2
+_TOPIC = "stall"
 
 
 class Stalled(OffloadError):
@@ -51,43 +54,47 @@ class WatchedCall(NamedTuple):
         )
 
 
-_numbers = itertools.count()
-#: calls in flight, in the order in which they began
-_under_way: dict[int, WatchedCall] = {}
-_ended = 0
-_moved_bytes = 0
-_told: set[str] = set()
-_asked_s: float | None = None
+class _Progress:
+    """The disk calls in flight, what has finished so far, and how long a wait may see neither."""
+
+    def __init__(self) -> None:
+        self.numbers = itertools.count()
+        #: in the order in which they began
+        self.under_way: dict[int, WatchedCall] = {}
+        self.ended = self.moved_bytes = 0
+        #: None until the environment was read
+        self.limit_s: float | None = None
+
+
+# per process: a wait asks whether anything at all goes on, whoever does it
+_seen = _Progress()
 
 
 def begun(doing: str, nbytes: int, where: object) -> int:
     """Register a disk call that begins on this thread; returns the number to pass to `over`."""
-    number = next(_numbers)
+    number = next(_seen.numbers)
     thread = threading.current_thread().name
-    _under_way[number] = WatchedCall(doing, nbytes, str(where), thread, time.monotonic())
+    _seen.under_way[number] = WatchedCall(doing, nbytes, str(where), thread, time.monotonic())
     return number
 
 
 def over(number: int, moved_bytes: int = 0) -> None:
     """Note that the call returned, successfully or not."""
-    global _moved_bytes
-    _under_way.pop(number, None)
-    _moved_bytes += moved_bytes
+    _seen.under_way.pop(number, None)
+    _seen.moved_bytes += moved_bytes
     progress()
 
 
 def progress() -> None:
     """Note that something finished. Racing threads may lose counts, but never all of them."""
-    global _ended
-    _ended += 1
+    _seen.ended += 1
 
 
 def limit_s() -> float | None:
     """Returns the longest time without progress, None for no limit; OffloadError if unparsable."""
-    global _asked_s
-    if _asked_s is None:
-        _asked_s = _read(os.environ.get(VARIABLE, ""))
-    return _asked_s or None
+    if _seen.limit_s is None:
+        _seen.limit_s = _read(os.environ.get(VARIABLE, ""))
+    return _seen.limit_s or None
 
 
 def _read(text: str) -> float:
@@ -106,16 +113,12 @@ def _read(text: str) -> float:
 @contextmanager
 def patience(seconds: float) -> Iterator[None]:
     """Sets the limit inside the block (0: none) and re-enables the warnings. For tests."""
-    global _asked_s
-    before, told = _asked_s, set(_told)
-    _asked_s = seconds
-    _told.clear()
+    before, _seen.limit_s = _seen.limit_s, seconds
     try:
-        yield
+        with once.afresh(_TOPIC):
+            yield
     finally:
-        _asked_s = before
-        _told.clear()
-        _told.update(told)
+        _seen.limit_s = before
 
 
 class WatchedWait:
@@ -126,15 +129,15 @@ class WatchedWait:
 
     def __init__(self, what: Callable[[], str], disks_only: bool = False) -> None:
         self._what, self._disks_only = what, disks_only
-        self._began_s, self._began_bytes = time.monotonic(), _moved_bytes
+        self._began_s, self._began_bytes = time.monotonic(), _seen.moved_bytes
         self._looks = self._still = 0
         self._seen: tuple[str, int] | None = None
 
     def look(self) -> None:
         """Warn after some checks without progress; raise Stalled once the limit is reached."""
         self._looks += 1
-        call = next(iter(tuple(_under_way)), None)
-        seen = ("ended", _ended) if call is None else ("call", call)
+        call = next(iter(tuple(_seen.under_way)), None)
+        seen = ("ended", _seen.ended) if call is None else ("call", call)
         self._still = self._still + 1 if seen == self._seen else 1
         self._seen = seen
         if self._still >= LOOKS and not (call is None and self._disks_only):
@@ -146,8 +149,8 @@ class WatchedWait:
 
     def _tale(self, how: str, slow: bool = False) -> str:
         for_s = time.monotonic() - self._began_s
-        moved = _moved_bytes - self._began_bytes
-        calls = list(_under_way.copy().values())
+        moved = _seen.moved_bytes - self._began_bytes
+        calls = list(_seen.under_way.copy().values())
         if calls:
             doing = f"Under way for longest: {calls[0]}. "
             cause = "Its disk, or the server that it is on, does not answer"
@@ -167,8 +170,7 @@ class WatchedWait:
 
 def warn_once(kind: str, text: str) -> None:
     """Warn once per kind and process."""
-    if kind not in _told:
-        _told.add(kind)
+    if once.first_time(_TOPIC, kind):
         warnings.warn(text, StallWarning, stacklevel=3)
 
 
@@ -244,7 +246,7 @@ def told() -> Iterator[None]:
 
 def _look_after(thread: str, is_over: threading.Event, most_s: float) -> None:
     while not is_over.wait(most_s):
-        for call in _under_way.copy().values():
+        for call in _seen.under_way.copy().values():
             if call.thread == thread and time.monotonic() - call.began_s >= most_s:
                 warn_once("call", _call_tale(call))
 
@@ -273,4 +275,4 @@ def _tick_s() -> float | None:
 
 if hasattr(os, "register_at_fork"):
     # the calls in flight belong to the parent's threads
-    os.register_at_fork(after_in_child=_under_way.clear)
+    os.register_at_fork(after_in_child=_seen.under_way.clear)

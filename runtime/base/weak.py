@@ -59,6 +59,7 @@ def tensor_keys() -> MutableMapping[torch.Tensor, Any]:
     return made
 
 
+# per process: any parameter may be swapped, and a swap must find every reference to it
 _mappings: weakref.WeakValueDictionary[int, MutableMapping[torch.Tensor, Any]] = (
     weakref.WeakValueDictionary()
 )

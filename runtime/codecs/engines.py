@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import warnings
-from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 from threading import Lock
 from typing import Any, Protocol
@@ -13,6 +12,7 @@ import torch
 
 from offcompile.ir import OffloadError
 from offcompile.runtime.base.mapping import PAGE_BYTES
+from offcompile.runtime.base.threads import apart
 
 from .layout import PackedLayout
 from .native import Native
@@ -61,9 +61,7 @@ class CodecEngine(Protocol):
 @cache
 def _chosen() -> CodecEngine:
     try:
-        # a thread of its own is free of the caller's modes: fake tensors, default device
-        with ThreadPoolExecutor(1) as alone:
-            return alone.submit(_compiled).result()
+        return apart(_compiled)
     except Exception as error:
         warnings.warn(
             "codecs run in NumPy, some twenty times slower than compiled code, which cannot be "

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Callable, Mapping, MutableMapping, Sequence
-from concurrent.futures import Executor, ThreadPoolExecutor
 from functools import partial
 from weakref import WeakKeyDictionary
 
@@ -19,6 +18,7 @@ import torch
 
 from offcompile.ir import OffloadError
 from offcompile.runtime import codecs
+from offcompile.runtime.base.threads import TaskQueue
 from offcompile.runtime.codecs import TensorCodec
 from offcompile.runtime.disk.spill import Extent, SpillFull, SpillStore
 from offcompile.runtime.disk.spill_file import calls_for, part_of
@@ -99,7 +99,7 @@ class CpuDevice(Device):
         self._staging: dict[str, ArenaBlock] = {}
         self._packing: dict[str, ArenaBlock] = {}
         self._packing_bounds: MutableMapping[object, int] = WeakKeyDictionary()
-        self._disks: dict[str, ThreadPoolExecutor] = {}
+        self._disks: dict[str, TaskQueue] = {}
 
     @property
     def staging_bytes(self) -> int:
@@ -232,7 +232,9 @@ class CpuDevice(Device):
         self._staging.clear()
         self._packing.clear()
         for disk in self._disks.values():
-            disk.shutdown(wait=ended)
+            disk.close()
+            if ended:
+                disk.join()
         self._disks.clear()
 
     # -- on a lane's thread ----------------------------------------------------------------------
@@ -263,7 +265,7 @@ class CpuDevice(Device):
     def _unpack(self, lane: str, flat: torch.Tensor, slot: PackedSlot) -> None:
         packing.read(slot, flat, *self._packing_room(lane, slot))
 
-    def _packing_room(self, lane: str, slot: PackedSlot) -> tuple[ArenaBlock, Executor]:
+    def _packing_room(self, lane: str, slot: PackedSlot) -> tuple[ArenaBlock, TaskQueue]:
         """The staging of a lane, and a thread that does its disk I/O concurrently."""
         most = self._packing_bytes
         wanted = packing.staging_bytes_for(slot, most)
@@ -272,11 +274,9 @@ class CpuDevice(Device):
             block = None
             self._packing.pop(lane, None)  # freed before the new one is allocated
             block = self._packing[lane] = self.arena.block(wanted)
-        disk = self._disks.get(lane)
-        if disk is None:
-            disk = ThreadPoolExecutor(1, f"offcompile-{lane}-disk")
-            self._disks[lane] = disk
-        return block, disk
+        if lane not in self._disks:
+            self._disks[lane] = TaskQueue(f"offcompile-{lane}-disk")
+        return block, self._disks[lane]
 
     def _read(self, address: int, slot: CpuSlot | MappedSlot) -> None:
         if isinstance(slot, MappedSlot):

@@ -57,6 +57,7 @@ class MoveListener:
         return profiled(f"offcompile wait {self.names.get(move, move)}")
 
 
+# per thread: a run listens on the thread that it computes on
 _here = threading.local()
 
 

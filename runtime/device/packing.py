@@ -13,13 +13,14 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterator
-from concurrent.futures import Executor, Future, wait
 from dataclasses import dataclass
+from functools import partial
 from itertools import cycle
 
 import torch
 
 from offcompile.runtime.base.mapping import PAGE_BYTES, page_multiple
+from offcompile.runtime.base.threads import QueuedTask, TaskQueue
 from offcompile.runtime.codecs import ROW, TensorCodec
 from offcompile.runtime.disk.spill import Extent, SpillStore
 from offcompile.runtime.memory.arena import ArenaBlock
@@ -127,10 +128,10 @@ def staging_bytes_for(slot: PackedSlot, most_bytes: int) -> int:
     return whole if whole <= half else 2 * half
 
 
-def write(slot: PackedSlot, flat: torch.Tensor, staging: ArenaBlock, disk: Executor) -> None:
+def write(slot: PackedSlot, flat: torch.Tensor, staging: ArenaBlock, disk: TaskQueue) -> None:
     """Pack a flat tensor on the calling thread and write it to the slot on the `disk` thread."""
     halves = _halves(slot, staging)
-    writing: deque[Future[None]] = deque()
+    writing: deque[QueuedTask] = deque()
     pieces: list[PackedPiece] = []
     at = used = 0  # bytes of the extent written; bytes of the half packed
     room, view = next(halves)
@@ -138,7 +139,7 @@ def write(slot: PackedSlot, flat: torch.Tensor, staging: ArenaBlock, disk: Execu
         for start, count in slot.ranges():
             worst = slot.worst_bytes_of(count)
             if used + worst > room.numel():
-                writing.append(disk.submit(slot.store.write, slot.extent, at, view[:used]))
+                writing.append(disk.add(partial(slot.store.write, slot.extent, at, view[:used])))
                 at, used = at + used, 0
                 if len(writing) == 2:
                     writing.popleft().result()
@@ -151,21 +152,22 @@ def write(slot: PackedSlot, flat: torch.Tensor, staging: ArenaBlock, disk: Execu
         for written in writing:
             written.result()
     finally:
-        wait(writing)  # after an error the disk may still be writing
+        for written in writing:  # after an error the disk may still be writing
+            written.done.wait()
     slot.pieces = tuple(pieces)
 
 
-def read(slot: PackedSlot, flat: torch.Tensor, staging: ArenaBlock, disk: Executor) -> None:
+def read(slot: PackedSlot, flat: torch.Tensor, staging: ArenaBlock, disk: TaskQueue) -> None:
     """Fill a flat tensor from the slot; the disk reads ahead by one half of the staging."""
     halves = _halves(slot, staging)
     batches = deque(_batches(slot.pieces, _half_bytes(slot, staging)))
-    coming: deque[tuple[list[PackedPiece], torch.Tensor, Future[None]]] = deque()
+    coming: deque[tuple[list[PackedPiece], torch.Tensor, QueuedTask]] = deque()
 
     def begin() -> None:
         if batches:
             together, (room, view) = batches.popleft(), next(halves)
             at, end = together[0].at, together[-1].at + together[-1].padded_bytes
-            reading = disk.submit(slot.store.read, slot.extent, at, view[: end - at])
+            reading = disk.add(partial(slot.store.read, slot.extent, at, view[: end - at]))
             coming.append((together, room, reading))
 
     begin()
@@ -181,7 +183,8 @@ def read(slot: PackedSlot, flat: torch.Tensor, staging: ArenaBlock, disk: Execut
             coming.popleft()
             begin()
     finally:
-        wait([reading for _, _, reading in coming])
+        for _, _, reading in coming:
+            reading.done.wait()
 
 
 def _half_bytes(slot: PackedSlot, staging: ArenaBlock) -> int:

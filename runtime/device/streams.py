@@ -146,19 +146,12 @@ class Streams(ABC):
         """Note that the calling thread received memory that others released; see `let_go`."""
 
 
+# per process: a stream is never destroyed, so the lanes of one device share those of one name
 _made: dict[tuple[int, str], torch.cuda.Stream] = {}
-_making = threading.Lock()
-
-
-def _forget_parents() -> None:
-    # CUDA does not survive a fork: the parent's streams mean nothing in the child
-    global _making
-    _making = threading.Lock()
-    _made.clear()
-
 
 if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_forget_parents)
+    # CUDA does not survive a fork: the parent's streams mean nothing in the child
+    os.register_at_fork(after_in_child=_made.clear)
 
 
 class TorchStreams(Streams):
@@ -179,10 +172,8 @@ class TorchStreams(Streams):
         key = (self._index, name)
         made = _made.get(key)
         if made is None:
-            with _making:
-                made = _made.get(key)
-                if made is None:
-                    made = _made[key] = torch.cuda.Stream(self.device)  # type: ignore[no-untyped-call]
+            # of two threads that come first, one's stream is dropped: torch has a pool of them
+            made = _made.setdefault(key, torch.cuda.Stream(self.device))  # type: ignore[no-untyped-call]
         return made
 
     def record(self, stream: torch.cuda.Stream, timing: bool = False) -> torch.cuda.Event:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import itertools
 import weakref
 from collections.abc import Callable
+from functools import partial
 from typing import TypeVar
 
 import numpy as np
@@ -37,27 +38,45 @@ def telling(
     return torch.from_numpy(owner)
 
 
-_numbers = itertools.count(1)
-_entries: dict[int, object] = {}
+class _Issued:
+    def __init__(self) -> None:
+        self.numbers = itertools.count(1)
+        self.entries: dict[int, object] = {}
+
+
+# per process: a ticket is a tensor that passes through torch, and carries nothing but its number
+_issued = _Issued()
 
 
 def issue(entry: object, died: Callable[[], None]) -> tuple[int, torch.Tensor]:
     """A new ticket for `entry`, which can be found until `retire`; numbers are never reused."""
-    number = next(_numbers)
+    number = next(_issued.numbers)
     ticket = telling(np.array([number], dtype=np.int64), died)
-    _entries[number] = entry
+    _issued.entries[number] = entry
     return number, ticket
+
+
+def issue_owned(entry: object) -> torch.Tensor:
+    """A new ticket that retires itself when its storage dies."""
+    number = next(_issued.numbers)
+    _issued.entries[number] = entry
+    return telling(np.array([number], dtype=np.int64), partial(retire, number))
+
+
+def fake_ticket() -> torch.Tensor:
+    """The form of a ticket, for tracing."""
+    return torch.empty((1,), dtype=torch.int64, device="cpu")
 
 
 def retire(number: int) -> None:
     """Forget a ticket whose storage has died."""
-    _entries.pop(number, None)
+    _issued.entries.pop(number, None)
 
 
 def find(ticket: torch.Tensor, kind: type[Entry]) -> Entry:
     """The ticket's entry; OffloadError if the ticket is not ours or is of another kind."""
     number = int(ticket.item())
-    entry = _entries.get(number)
+    entry = _issued.entries.get(number)
     if not isinstance(entry, kind):
         found = "nothing" if entry is None else f"a {type(entry).__name__}"
         raise OffloadError(
@@ -72,5 +91,5 @@ def peek(tensor: torch.Tensor, kind: type[Entry]) -> Entry | None:
     """The entry if the tensor is a ticket of that kind, else None; accepts any tensor."""
     if tensor.dtype != torch.int64 or tensor.shape != (1,) or tensor.device.type != "cpu":
         return None
-    entry = _entries.get(int(tensor.item()))
+    entry = _issued.entries.get(int(tensor.item()))
     return entry if isinstance(entry, kind) else None

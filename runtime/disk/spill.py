@@ -19,9 +19,9 @@ import numpy as np
 from offcompile.ir import OffloadError
 from offcompile.runtime.base import forks, watchdog
 from offcompile.runtime.base.mapping import PAGE_BYTES, page_multiple
+from offcompile.runtime.base.threads import TaskQueue, Work, side_by_side
 
 from .directories import ELSEWHERE
-from .disk_queue import DiskQueue, Work, side_by_side
 from .speed import speed_of
 from .spill_file import Files, SpillFile, calls_for, part_of
 from .striping import Turns, shares, stripe_of
@@ -112,7 +112,7 @@ class SpillStore:
         self._turns = None if weights is None else Turns(weights)
         #: one queue per file and direction, so that reads do not wait for writes
         self._queues = {
-            (at, writing): DiskQueue(f"offcompile-spill-{at}{'w' if writing else 'r'}")
+            (at, writing): TaskQueue(f"offcompile-spill-{at}{'w' if writing else 'r'}")
             for at in range(len(self._files))
             for writing in (False, True)
         }

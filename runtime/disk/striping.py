@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import os
-import threading
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 
 from offcompile.ir import OffloadError
+from offcompile.runtime.base.once import made_once
 
 #: minimum stripe size: a system call would move too little otherwise
 LEAST_STRIPE_BYTES = 1 << 20
@@ -15,9 +16,6 @@ LEAST_STRIPE_BYTES = 1 << 20
 STRIPES_EACH = 4
 
 Measure = Callable[[Path], float]
-
-_lock = threading.Lock()
-_measured: dict[int, float] = {}
 
 
 class Turns:
@@ -72,13 +70,10 @@ def shares(directories: Sequence[Path], measure: Measure) -> list[float]:
         return equal
     if len(set(disks)) == 1:
         return equal
-    found = []
-    for place, disk in zip(directories, disks, strict=True):
-        with _lock:
-            if disk not in _measured:
-                try:
-                    _measured[disk] = measure(place)
-                except OffloadError:
-                    return equal
-            found.append(_measured[disk] / disks.count(disk))
-    return found
+    try:
+        return [
+            made_once("speed of a disk", disk, partial(measure, place)) / disks.count(disk)
+            for place, disk in zip(directories, disks, strict=True)
+        ]
+    except OffloadError:
+        return equal

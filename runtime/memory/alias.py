@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Callable, Sequence
+from functools import cache
 from math import prod
 
 import torch
@@ -128,7 +129,7 @@ class _Managed(ctypes.Structure):
 
 _UNSIGNED = 1
 _NAME = b"dltensor"
-#: objects that must live until the deleter is called with the address of their structure
+# per process: these must live until C++ calls the deleter with the address of their structure
 _lent: dict[int, tuple[_Managed, object, torch.Tensor]] = {}
 
 
@@ -180,29 +181,30 @@ def _by_dlpack(
 
 # -- check that it works on this machine -------------------------------------------------------
 
-_checked: dict[torch.device, str | None] = {}
-
 
 def check_alias(device: torch.device) -> None:
     """Check, once per process and device, that host and device see each other's writes.
 
     Raises an OffloadError that says what does not work.
     """
-    if device not in _checked:
-        arena = HostArena(_CHECKED_BYTES)
-        try:
-            block = arena.block(_CHECKED_BYTES)
-            alias = cuda_alias(block, device, torch.uint8, (_CHECKED_BYTES,))
-            prove_alias(block.tensor, alias, lambda: torch.cuda.synchronize(device))
-            _checked[device] = None
-            del alias, block
-        except (OffloadError, RuntimeError) as error:
-            _checked[device] = str(error)
-        finally:
-            arena.close()
-    problem = _checked[device]
+    problem = _problem_of_aliases(device)
     if problem is not None:
         raise OffloadError(problem)
+
+
+@cache
+def _problem_of_aliases(device: torch.device) -> str | None:
+    arena = HostArena(_CHECKED_BYTES)
+    try:
+        block = arena.block(_CHECKED_BYTES)
+        alias = cuda_alias(block, device, torch.uint8, (_CHECKED_BYTES,))
+        prove_alias(block.tensor, alias, lambda: torch.cuda.synchronize(device))
+        del alias, block
+    except (OffloadError, RuntimeError) as error:
+        return str(error)
+    finally:
+        arena.close()
+    return None
 
 
 def prove_alias(host: torch.Tensor, alias: torch.Tensor, synchronize: Callable[[], None]) -> None:

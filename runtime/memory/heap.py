@@ -95,7 +95,7 @@ def address_space_is_limited() -> bool:
 class Heap:
     """Keeps glibc's malloc within a budget; leaves other allocators alone."""
 
-    def __init__(self) -> None:
+    def __init__(self, guard: Guard | None = None) -> None:
         process = ctypes.CDLL(None)
         known = all(hasattr(process, f) for f in ("mallinfo2", "malloc_trim", "mallopt"))
         self._process = process if known and os.path.exists("/proc/self/statm") else None
@@ -121,7 +121,7 @@ class Heap:
         #: bytes of that peak in holes between blocks
         self.waste_bytes = 0
         self._trims = self._trim_ns = 0
-        self.guard = _guard
+        self.guard = guard
         self._changed = threading.Event()
         self._thread: threading.Thread | None = None
 
@@ -358,14 +358,12 @@ def _start_of_heap() -> int:
 
 
 _lock = threading.Lock()
+# per process, as malloc is
 _heap: Heap | None = None
-_guard: Guard | None = None
 
 
 def guard_with(guard: Guard) -> None:
     """Let torch's allocator check the limit, too, from now on."""
-    global _guard
-    _guard = guard
     heap().guard = guard
 
 
@@ -375,5 +373,5 @@ def heap() -> Heap:
     with _lock:
         # a forked child has inherited its parent's figures, but no thread
         if _heap is None or _heap.pid != os.getpid():
-            _heap = Heap()
+            _heap = Heap(None if _heap is None else _heap.guard)
         return _heap

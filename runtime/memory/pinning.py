@@ -21,6 +21,7 @@ import torch
 
 from offcompile.runtime.base import host_limits
 from offcompile.runtime.base.mapping import Mapping
+from offcompile.runtime.base.once import first_time
 
 _PORTABLE = 1
 NO_DEVICE = 100
@@ -101,12 +102,16 @@ class _Registered:
     registrar: Registrar
 
 
-_numbers = itertools.count(1)
-_registered: dict[int, _Registered] = {}
-_dead: deque[int] = deque()
-#: memory that must never be unmapped: CUDA refused to unregister it, or it is the parent's
-_kept: list[_Registered] = []
-_warned: dict[str, object] = {}
+class _Table:
+    def __init__(self) -> None:
+        self.numbers = itertools.count(1)
+        self.registered: dict[int, _Registered] = {}
+        #: let go, and to be unregistered by the next sweep
+        self.dead: deque[int] = deque()
+
+
+# per process, as CUDA's own table is
+_table = _Table()
 
 
 def register(mapping: Mapping, registrar: Registrar) -> tuple[int | None, int]:
@@ -119,27 +124,27 @@ def register(mapping: Mapping, registrar: Registrar) -> tuple[int | None, int]:
     if code:
         return None, code
     _process.madvise(mapping.address, mapping.nbytes, mmap.MADV_DONTFORK)
-    number = next(_numbers)
-    _registered[number] = _Registered(mapping, registrar)
+    number = next(_table.numbers)
+    _table.registered[number] = _Registered(mapping, registrar)
     return number, 0
 
 
 def let_go(number: int) -> None:
     """Mark the mapping as unused. Safe in finalizers: takes no lock, makes no CUDA call."""
-    _dead.append(number)
+    _table.dead.append(number)
 
 
 def sweep() -> None:
     """Unregister and unmap the mappings let go since the last sweep; waits for the devices."""
     refused: list[tuple[int, int]] = []
-    while _dead:
+    while _table.dead:
         # a child's table does not have the parent's numbers
-        entry = _registered.pop(_dead.popleft(), None)
+        entry = _table.registered.pop(_table.dead.popleft(), None)
         if entry is None:
             continue
         code = entry.registrar.unregister(entry.mapping.address)
         if code:
-            _kept.append(entry)
+            entry.mapping.keep()
             refused.append((entry.mapping.nbytes, code))
     if refused:
         nbytes, code = sum(size for size, _ in refused), refused[-1][1]
@@ -156,7 +161,7 @@ def is_registered(address: int, nbytes: int) -> bool:
     return any(
         entry.mapping.address <= address
         and address + nbytes <= entry.mapping.address + entry.mapping.nbytes
-        for entry in tuple(_registered.values())
+        for entry in tuple(_table.registered.values())
     )
 
 
@@ -200,26 +205,25 @@ def _cause(nbytes: int, code: int) -> str:
 
 
 def _warn_once(kind: str, text: str) -> None:
-    first = object()
-    # setdefault is atomic under the GIL: exactly one of several threads is the first
-    if _warned.setdefault(kind, first) is first:
+    if first_time("pinning", kind):
         warnings.warn(text, RuntimeWarning, stacklevel=2)
 
 
 def _at_exit() -> None:
     # does not unmap: tensors may still lie there, and the system reclaims the memory anyway
-    for number in list(_registered):
-        entry = _registered.pop(number, None)
+    for number in list(_table.registered):
+        entry = _table.registered.pop(number, None)
         if entry is not None:
-            _kept.append(entry)
+            entry.mapping.keep()
             entry.registrar.unregister(entry.mapping.address)
 
 
 def _forget_parents() -> None:
     # the addresses are not mapped in the child and may be reused for other data: never unmap them
-    _kept.extend(_registered.values())
-    _registered.clear()
-    _dead.clear()
+    for entry in _table.registered.values():
+        entry.mapping.keep()
+    _table.registered.clear()
+    _table.dead.clear()
 
 
 atexit.register(_at_exit)

@@ -11,7 +11,7 @@ sweep, and is prefetched if there is room (`cached_weights`).
 
 The keeper holds at most `limit_bytes` beyond the memory that plans count. The buffers that it hands
 out remain its own: graphs may only read them, and must not reuse the buffers of tensors that they
-gave to the keeper (`lower`). It learns about the future from a forecast (`Foresight`).
+gave to the keeper (`lower`). It learns about the future from a forecast (`Predictor`).
 """
 
 from __future__ import annotations
@@ -22,10 +22,12 @@ from typing import TypeVar
 
 import torch
 
+from offcompile.passes.correlation.predictor import Predictor
 from offcompile.runtime.device.interface import Copy, Slot
+from offcompile.runtime.device.streams import flat_bytes
 
 from .cache_room import CacheRoom
-from .cached import Block, Cached, CacheNote, Foresight, flat, nothing, version_of
+from .cached import Cached, CacheNote, nothing, version_of
 from .cached_weights import CachedWeights, Weight
 from .saved import Moving, Saved
 
@@ -38,10 +40,10 @@ Value = TypeVar("Value")
 class ActivationCache(CacheRoom):
     """The cache of one mover. Thread-safe; calls to `foresight` are serialized."""
 
-    def __init__(self, mover: Moving, foresight: Foresight) -> None:
+    def __init__(self, mover: Moving, foresight: Predictor) -> None:
         super().__init__(mover, foresight)
         self._known: dict[Saved, CacheNote] = {}
-        self._by_block: dict[Block, CacheNote] = {}
+        self._by_block: dict[Hashable, CacheNote] = {}
         #: (execution, tag) → the lane that last loaded it
         self._lanes: dict[tuple[Hashable, str], str] = {}
         #: execution → the limit that it last set for the keeper
@@ -167,9 +169,9 @@ class ActivationCache(CacheRoom):
                 return None
             if kept.leaving:
                 self.foresight.leaving(known.block)
-                return flat(kept.tensor), None
+                return flat_bytes(kept.tensor), None
             self._hand_out(kept)
-            return flat(kept.tensor), kept.copy
+            return flat_bytes(kept.tensor), kept.copy
 
     def fetch(self, host: torch.Tensor, tag: str, lane: str) -> tuple[torch.Tensor, Copy] | None:
         """Like `take`, for a weight on the host; starts loading it if it is not there and fits."""
@@ -274,7 +276,7 @@ class ActivationCache(CacheRoom):
 
     def _begin_copy(self, weight: Weight, host: torch.Tensor, slot: Slot, ahead: bool) -> Cached:
         # the alias keeps the memory alive; otherwise it could be reused with other content
-        saved = self.mover.saved_on_host(flat(host), slot, weight.tag, weight.lane)
+        saved = self.mover.saved_on_host(flat_bytes(host), slot, weight.tag, weight.lane)
         buffer = self.mover.device.allocate(slot, nothing)
         kept = Cached(weight.block, saved, buffer, weight=weight, version=version_of(host))
         self._begin_in(kept, weight.lane, ahead)

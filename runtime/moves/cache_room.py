@@ -3,24 +3,25 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterable
+from collections.abc import Hashable, Iterable
 from functools import partial
 
+from offcompile.passes.correlation.predictor import Predictor
 from offcompile.runtime.device.failures import failure
 from offcompile.runtime.device.interface import Copy
 
-from .cached import Block, Cached, Foresight
+from .cached import Cached
 from .saved import Moving
 
 
 class CacheRoom:
     """The memory of one mover's keeper. Its methods report every change to `foresight`."""
 
-    def __init__(self, mover: Moving, foresight: Foresight) -> None:
+    def __init__(self, mover: Moving, foresight: Predictor) -> None:
         self.mover, self.foresight = mover, foresight
         self.limit_bytes = 0
         self._lock = threading.RLock()
-        self._kept: dict[Block, Cached] = {}
+        self._kept: dict[Hashable, Cached] = {}
         self._held_bytes = 0
 
     @property

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from offcompile.runtime.base.define import define
+from offcompile.runtime.device import tickets
 
 from .registry import runtime_for
 
@@ -86,7 +87,7 @@ def _embedding(
 
 
 def _fake(*args: Any) -> torch.Tensor:
-    return torch.empty((1,), dtype=torch.int64, device="cpu")
+    return tickets.fake_ticket()
 
 
 _FILLS: dict[str, tuple[Callable[..., None], bool]] = {

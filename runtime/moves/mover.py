@@ -13,6 +13,7 @@ from typing import TypeVar
 import torch
 
 from offcompile.ir import OffloadError
+from offcompile.passes.correlation.predictor import Counters
 from offcompile.runtime.base.counters import add_gauges, new_tally, note, now_ns
 from offcompile.runtime.device import tickets
 from offcompile.runtime.device.failures import failure
@@ -22,7 +23,7 @@ from offcompile.runtime.device.move_events import listener
 from .activation_cache import ActivationCache
 from .ledger import InFlightLedger
 from .probes import show
-from .saved import KeptCounts, Saved
+from .saved import Saved
 
 
 @dataclass(eq=False)
@@ -137,17 +138,9 @@ class Mover:
         nbytes = saved.slot.nbytes
         self._reserve(nbytes, tag)
         try:
-            saved.users += 1
-            saved.copy = self.device.copy_out(
-                lane,
-                x,
-                saved.slot,
-                self._after(self.device.mark()),
-                Label("out", tag, listener()),
-                partial(self._out_ended, saved),
-            )
+            label = Label("out", tag, listener())
+            saved.copy = self._copy(saved, label, lane, x, partial(self._out_ended, saved))
         except BaseException:
-            saved.users -= 1
             self._ledger.release(nbytes, drained=True)
             raise
         note("start_out", tag, lane, began_ns, now_ns() - began_ns)
@@ -223,21 +216,8 @@ class Mover:
         except BaseException:
             self._ledger.release(nbytes)
             raise
-        with self._lock:
-            saved.users += 1
-        try:
-            load.copy = self.device.copy_in(
-                lane,
-                saved.slot,
-                buffer,
-                self._after(self.device.mark(), saved.copy),
-                Label("load", tag, listener()),
-                partial(self._load_ended, load),
-            )
-        except BaseException:
-            with self._lock:
-                self._drop_user(saved)
-            raise
+        label = Label("load", tag, listener())
+        load.copy = self._copy(saved, label, lane, buffer, partial(self._ended, saved, "load"))
         note("start_load", tag, lane, began_ns, now_ns() - began_ns)
         return buffer, ticket
 
@@ -264,13 +244,16 @@ class Mover:
 
     def begin_out(self, saved: Saved, x: torch.Tensor, ended: Callable[[Copy], None]) -> Copy:
         """Start copying out a tensor that the keeper held; calls `ended` when the copy is over."""
-        return self._begin(saved, "out", saved.lane, x, ended)
+        ended = partial(self._ended, saved, "out", then=ended)
+        saved.copy = self._copy(saved, Label("out", saved.tag), saved.lane, x, ended)
+        return saved.copy
 
     def begin_in(
         self, saved: Saved, buffer: torch.Tensor, lane: str, ended: Callable[[Copy], None]
     ) -> Copy:
         """Start loading into a buffer of the keeper, before anybody has asked for it."""
-        return self._begin(saved, "load", lane, buffer, ended)
+        ended = partial(self._ended, saved, "load", then=ended)
+        return self._copy(saved, Label("load", saved.tag), lane, buffer, ended)
 
     def saved_on_host(self, host: torch.Tensor, slot: Slot, tag: str, lane: str) -> Saved:
         """A record of data in `addressable` memory, so that it can be loaded."""
@@ -280,7 +263,7 @@ class Mover:
         """Have the next sweep call `tell`. For finalizers: takes no lock."""
         self._deaths.append(tell)
 
-    def count_kept(self, counted: KeptCounts) -> None:
+    def count_kept(self, counted: Counters) -> None:
         """Add to the tally what the keeper's forecast has counted since the last call."""
         now = counted.hits, counted.misses, counted.late, counted.wasted_bytes
         with self._lock:
@@ -298,37 +281,44 @@ class Mover:
         with self._lock:
             self._drop_user(saved)
 
-    def _begin(
+    # -- copies ----------------------------------------------------------------------------------
+
+    def _copy(
         self,
         saved: Saved,
-        direction: str,
+        label: Label,
         lane: str,
         tensor: torch.Tensor,
         ended: Callable[[Copy], None],
     ) -> Copy:
+        """Start a copy in the label's direction. It uses the slot until `ended` drops it."""
         with self._lock:
             saved.users += 1
-
-        def over(copy: Copy) -> None:
-            with self._lock:
-                if copy.error is None:
-                    self._count(saved, direction)
-                self._drop_user(saved)
-            ended(copy)
-
-        label = Label(direction, saved.tag)
+        device = self.device
         try:
-            if direction == "out":
-                after = self._after(self.device.mark())
-                copy = self.device.copy_out(lane, tensor, saved.slot, after, label, over)
-                saved.copy = copy
-            else:
-                after = self._after(self.device.mark(), saved.copy)
-                copy = self.device.copy_in(lane, saved.slot, tensor, after, label, over)
+            mark = device.mark()
+            if label.direction == "out":
+                after = self._after(mark)
+                return device.copy_out(lane, tensor, saved.slot, after, label, ended)
+            after = self._after(mark, saved.copy)
+            return device.copy_in(lane, saved.slot, tensor, after, label, ended)
         except BaseException:
             self.copy_cancelled(saved)
             raise
-        return copy
+
+    def _ended(
+        self,
+        saved: Saved,
+        direction: str,
+        copy: Copy,
+        then: Callable[[Copy], None] | None = None,
+    ) -> None:
+        with self._lock:
+            if copy.error is None:
+                self._count(saved, direction)
+            self._drop_user(saved)
+        if then is not None:
+            then(copy)
 
     def _count(self, saved: Saved, direction: str) -> None:
         slot, tally = saved.slot, self.tally
@@ -428,12 +418,6 @@ class Mover:
     def _out_over(self, saved: Saved) -> None:
         self._ledger.release_locked(saved.slot.nbytes, drained=True)
         self._drop_user(saved)
-
-    def _load_ended(self, load: Load, copy: Copy) -> None:
-        with self._lock:
-            if copy.error is None:
-                self._count(load.saved, "load")
-            self._drop_user(load.saved)
 
     def _saved_died(self, saved: Saved) -> None:
         tickets.retire(saved.number)

@@ -113,14 +113,10 @@ def _barrier(y: torch.Tensor, tokens: Sequence[torch.Tensor]) -> torch.Tensor:
     return y
 
 
-def _fake_ticket() -> torch.Tensor:
-    return torch.empty((1,), dtype=torch.int64, device="cpu")
-
-
 def _fake_start_out(
     x: torch.Tensor, tag: str, tier: str, lane: str, runtime: str, codec: str | None = None
 ) -> torch.Tensor:
-    return _fake_ticket()
+    return tickets.fake_ticket()
 
 
 def _fake_start_load(
@@ -133,7 +129,7 @@ def _fake_start_load(
     after: Sequence[torch.Tensor],
     device: str = "cpu",
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    return torch.empty_strided(size, stride, dtype=dtype, device=device), _fake_ticket()
+    return torch.empty_strided(size, stride, dtype=dtype, device=device), tickets.fake_ticket()
 
 
 def _fake_host_of(
@@ -157,7 +153,7 @@ def _fake_start_fetch(
     runtime: str,
     device: str = "cpu",
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    return torch.empty_strided(size, stride, dtype=dtype, device=device), _fake_ticket()
+    return torch.empty_strided(size, stride, dtype=dtype, device=device), tickets.fake_ticket()
 
 
 def _fake_first(y: torch.Tensor, other: Any) -> torch.Tensor:

@@ -11,6 +11,7 @@ import torch
 #: called with a tensor about to be evicted, as compute left it, and the id of its move
 Look = Callable[[torch.Tensor, str], None]
 
+# per thread: a look is for the tensors of one run
 _here = threading.local()
 
 

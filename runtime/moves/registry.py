@@ -7,11 +7,11 @@ import json
 import os
 import re
 import threading
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, fields
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 
@@ -35,6 +35,7 @@ if TYPE_CHECKING:
 
 #: on CUDA: pinned staging memory of each lane between the device and a disk
 DISK_LANES, STAGING_BYTES = 2, 16 << 20
+Made = TypeVar("Made")
 TARGETS = ("cpu", "cuda:0, cuda:1, …")
 _TARGET = re.compile(r"cpu|cuda:\d+")
 
@@ -114,6 +115,7 @@ class Runtime:
             self._close_stores()
             raise
         self.mover = Mover(self.device, settings.in_flight_bytes)
+        self._companions: dict[object, Any] = {}
         self._forget_gauges = add_gauges(self._gauges)
 
     def _on_cpu(self) -> None:
@@ -189,6 +191,13 @@ class Runtime:
         for store in self.stores.values():
             store.close()
 
+    def companion(self, make: Callable[[Mover], Made]) -> Made:
+        """Returns what `make` makes of the mover, always the same; it lives as long as this."""
+        if make not in self._companions:
+            self._companions.setdefault(make, make(self.mover))
+        made: Made = self._companions[make]
+        return made
+
     def close(self) -> None:
         """Stop the lanes and release the files; tensors that are still copied out are lost."""
         self._forget_gauges()
@@ -198,47 +207,54 @@ class Runtime:
             self.arena.close()
 
 
-_lock = threading.Lock()
-_runtimes: dict[str, Runtime] = {}
+class _OpenRuntimes:
+    def __init__(self) -> None:
+        self.start_afresh()
+
+    def start_afresh(self) -> None:
+        self.lock = threading.Lock()
+        self.runtimes: dict[str, Runtime] = {}
+
+
+# per process: graphs name their runtime by its key, so that they can be cached and loaded again
+_open = _OpenRuntimes()
 
 
 def runtime_for(key: str) -> Runtime:
     """The runtime of this key (`RuntimeSettings.key`), created at the first call."""
-    runtime = _runtimes.get(key)
+    runtime = _open.runtimes.get(key)
     if runtime is None:
         settings = RuntimeSettings.from_key(key)
-        with _lock:
-            runtime = _runtimes.get(key)
+        with _open.lock:
+            runtime = _open.runtimes.get(key)
             if runtime is None:
-                runtime = _runtimes[key] = Runtime(settings)
+                runtime = _open.runtimes[key] = Runtime(settings)
     return runtime
 
 
 def lanes_moved(key: str) -> Mapping[str, Moved]:
     """Totals moved by each lane of this key's runtime; empty if there is no such runtime."""
-    runtime = _runtimes.get(key)
+    runtime = _open.runtimes.get(key)
     return {} if runtime is None else runtime.device.rates.totals()
 
 
 def runtimes() -> tuple[Runtime, ...]:
     """The open runtimes."""
-    return tuple(_runtimes.values())
+    return tuple(_open.runtimes.values())
 
 
 def close_all() -> None:
     """Close every runtime of this process; the next use of a key creates a new one."""
-    with _lock:
-        closing = tuple(_runtimes.values())
-        _runtimes.clear()
+    with _open.lock:
+        closing = tuple(_open.runtimes.values())
+        _open.runtimes.clear()
     for runtime in closing:
         runtime.close()
 
 
 def _forget_parents() -> None:
     # the parent's threads and locks mean nothing here, so the child starts without them
-    global _lock
-    _lock = threading.Lock()
-    _runtimes.clear()
+    _open.start_afresh()
     forget_parent()
 
 

@@ -9,12 +9,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial
 
 import torch
 
 from offcompile.runtime.base.define import define
 from offcompile.runtime.device import tickets
+from offcompile.runtime.device.tickets import fake_ticket as fake_ticket
 
 
 @dataclass(eq=False)
@@ -30,21 +30,6 @@ class Tangent:
         if self.value is not None:
             return self.value
         return torch.zeros(self.size, dtype=self.dtype, device=self.device)
-
-
-def ticket_for(tangent: Tangent) -> torch.Tensor:
-    number: list[int] = []
-    issued, ticket = tickets.issue(tangent, partial(_retire, number))
-    number.append(issued)
-    return ticket
-
-
-def _retire(number: list[int]) -> None:
-    tickets.retire(number[0])
-
-
-def fake_ticket() -> torch.Tensor:
-    return torch.empty((1,), dtype=torch.int64, device="cpu")
 
 
 def _put_rows(whole: torch.Tensor, piece: torch.Tensor, start: int) -> torch.Tensor:

@@ -8,16 +8,8 @@ from typing import Protocol
 
 import torch
 
+from offcompile.passes.correlation.predictor import Counters
 from offcompile.runtime.device.interface import Copy, Device, Slot
-
-
-class KeptCounts(Protocol):
-    """See the counters `keeper_*`."""
-
-    hits: int
-    misses: int
-    late: int
-    wasted_bytes: int
 
 
 class Moving(Protocol):
@@ -33,7 +25,7 @@ class Moving(Protocol):
     ) -> Copy: ...
     def saved_on_host(self, host: torch.Tensor, slot: Slot, tag: str, lane: str, /) -> Saved: ...
     def copy_cancelled(self, saved: Saved, /) -> None: ...
-    def count_kept(self, counted: KeptCounts, /) -> None: ...
+    def count_kept(self, counted: Counters, /) -> None: ...
     def died(self, tell: Callable[[], None], /) -> None: ...
     def sweep(self) -> None: ...
     def wait_out(self, saved: Saved, /) -> None: ...

@@ -155,17 +155,14 @@ def _nothing(copy: Copy) -> None:
     """Does nothing: waiters check the copy itself."""
 
 
-_carriers: dict[Mover, GradientTransport] = {}
-
-
 def carrier_of(parameter: torch.Tensor) -> GradientTransport | None:
     """The carrier for a parameter; None on the CPU, where compute is synchronous."""
     if parameter.device.type == "cpu":
         return None
     for runtime in runtimes():
         if runtime.device.slot_of(parameter) is not None:
-            return _carrier(runtime.mover)
-    return _carrier(runtime_on(parameter.device).mover)
+            return runtime.companion(GradientTransport)
+    return runtime_on(parameter.device).companion(GradientTransport)
 
 
 def runtime_on(device: torch.device) -> Runtime:
@@ -174,11 +171,3 @@ def runtime_on(device: torch.device) -> Runtime:
         device = torch.device(device.type, torch.cuda.current_device())
     mine = [r for r in runtimes() if r.settings.target == str(device)]
     return mine[0] if mine else runtime_for(RuntimeSettings(target=str(device)).key)
-
-
-def _carrier(mover: Mover) -> GradientTransport:
-    if mover not in _carriers:
-        for closed in set(_carriers) - {runtime.mover for runtime in runtimes()}:
-            del _carriers[closed]
-        _carriers[mover] = GradientTransport(mover)
-    return _carriers[mover]

@@ -50,6 +50,7 @@ class _Here(threading.local):
         self.at_work = False
 
 
+# per thread: a factory is called without an argument that could say where to allocate
 _here = _Here()
 
 
@@ -264,6 +265,7 @@ class _Hooks:
                 self._handles = []
 
 
+# per process, as torch keeps these hooks of modules
 _hooks = _Hooks()
 
 

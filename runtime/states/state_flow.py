@@ -15,9 +15,9 @@ import numpy as np
 
 from offcompile.ir import OffloadError
 from offcompile.runtime.base import watchdog
+from offcompile.runtime.base.threads import Worker
 from offcompile.runtime.disk.spill import SpillStore
 
-from .idle_thread import IdleThread
 from .state_blocks import Frame, Frames, Phase, StateBlock
 
 #: number of upcoming blocks considered for read-ahead
@@ -54,10 +54,10 @@ class Flow:
         #: the error that stopped writing, until it has been raised
         self._failure: BaseException | None = None
         states = "offcompile-states"
-        self._reader = IdleThread(
+        self._reader = Worker(
             f"{states}-in", self._changed, self._next_read, self._read, self._reader_died
         )
-        self._writer = IdleThread(
+        self._writer = Worker(
             f"{states}-out", self._changed, self._next_write, self._write, self._writer_died
         )
         self._step = 0

@@ -12,7 +12,6 @@ import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import partial
 
 import torch
 
@@ -31,6 +30,7 @@ class _Bound(threading.local):
     arguments: Sequence[object] = ()
 
 
+# per thread: a graph cannot pass the parameters of its caller to an op
 _bound = _Bound()
 
 
@@ -56,7 +56,7 @@ def _begin_call(positions: Sequence[int]) -> torch.Tensor:
     parameters = [_bound.arguments[i] for i in positions]
     if not all(isinstance(p, torch.Tensor) for p in parameters):
         raise OffloadError("A compiled forward was run apart from the function that was compiled.")
-    return _ticket(updates.UpdateCall(_bound.graph, parameters))  # type: ignore[arg-type]
+    return tickets.issue_owned(updates.UpdateCall(_bound.graph, parameters))  # type: ignore[arg-type]
 
 
 def _offer(
@@ -70,13 +70,13 @@ def _offer(
     """`position`: index among those of `begin_call`. `size`, `stride`: the parameter's layout."""
     entry = tickets.find(call, updates.UpdateCall)
     if updates.offer(entry, position, gradient):
-        return _ticket(Offered(None))
+        return tickets.issue_owned(Offered(None))
     nbytes = gradient.numel() * gradient.element_size()
     (flat,) = runtime_for(runtime).device.addressable([nbytes])
     # in the parameter's layout, so that autograd adopts it
     kept = flat.view(gradient.dtype).as_strided(size, stride).copy_(gradient)
     updates.returned(entry, position, kept)
-    return _ticket(Offered(kept))
+    return tickets.issue_owned(Offered(kept))
 
 
 def taken_or_kept(ticket: torch.Tensor) -> torch.Tensor | None:
@@ -86,19 +86,8 @@ def taken_or_kept(ticket: torch.Tensor) -> torch.Tensor | None:
     return kept
 
 
-def _ticket(entry: object) -> torch.Tensor:
-    number: list[int] = []
-    issued, ticket = tickets.issue(entry, partial(_retire, number))
-    number.append(issued)
-    return ticket
-
-
-def _retire(number: list[int]) -> None:
-    tickets.retire(number[0])
-
-
 def _fake_begin_call(positions: Sequence[int]) -> torch.Tensor:
-    return torch.empty((1,), dtype=torch.int64, device="cpu")
+    return tickets.fake_ticket()
 
 
 def _fake_offer(
@@ -109,7 +98,7 @@ def _fake_offer(
     stride: Sequence[int],
     runtime: str,
 ) -> torch.Tensor:
-    return torch.empty((1,), dtype=torch.int64, device="cpu")
+    return tickets.fake_ticket()
 
 
 begin_call = define("begin_call", "(int[] positions) -> Tensor", _begin_call, _fake_begin_call)

@@ -289,6 +289,7 @@ def _compute_with(threads: int, elsewhere: int) -> None:
     teller.join()
 
 
+# per process: at its end no thread may write weights any more
 _lines: weakref.WeakSet[_Line] = weakref.WeakSet()
 
 

@@ -75,20 +75,26 @@ class _Known:
     by_device: bool | None = None
 
 
-_parameters = tensor_keys()
-_holders: weakref.WeakSet[Holder] = weakref.WeakSet()
-_registrations = 0
+class _Register:
+    def __init__(self) -> None:
+        self.parameters = tensor_keys()
+        self.holders: weakref.WeakSet[Holder] = weakref.WeakSet()
+        self.registrations = 0
+
+
+# per process: compiled graphs and optimizers know the parameters, but not each other
+_register = _Register()
 
 
 def _find(parameter: torch.Tensor) -> _Known | None:
-    found: _Known | None = _parameters.get(parameter)
+    found: _Known | None = _register.parameters.get(parameter)
     return found
 
 
 def _known(parameter: torch.Tensor) -> _Known:
     found = _find(parameter)
     if found is None:
-        found = _parameters[parameter] = _Known()
+        found = _register.parameters[parameter] = _Known()
     return found
 
 
@@ -126,16 +132,15 @@ def advice_for(parameter: torch.Tensor) -> bool | None:
 
 def count(parameters: Iterable[torch.Tensor], holder: Holder) -> None:
     """Count the memory of `holder` beside the graphs that use one of these, from now on."""
-    global _registrations
-    _registrations += 1
-    _holders.add(holder)
+    _register.registrations += 1
+    _register.holders.add(holder)
     for parameter in parameters:
         _known(parameter).holders.add(holder)
 
 
 def registrations() -> int:
     """The number of `count` calls so far: results of `holders_of` are valid until it changes."""
-    return _registrations
+    return _register.registrations
 
 
 def holders_of(parameters: Iterable[torch.Tensor]) -> list[Holder]:
@@ -146,7 +151,7 @@ def holders_of(parameters: Iterable[torch.Tensor]) -> list[Holder]:
 
 def all_held_bytes() -> int:
     """The bytes of all holders in the process."""
-    return sum(h.held_bytes() for h in tuple(_holders))
+    return sum(h.held_bytes() for h in tuple(_register.holders))
 
 
 def offer(call: UpdateCall, position: int, gradient: torch.Tensor) -> bool:

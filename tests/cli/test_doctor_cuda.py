@@ -20,7 +20,7 @@ from offcompile.runtime.measure.cuda import PinningFailed, rates_together
 @pytest.fixture(autouse=True)
 def own_cache(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("OFFCOMPILE_CACHE_DIR", str(tmp_path / "cache"))
-    monkeypatch.setattr(this_machine_module, "_settled", set())
+    monkeypatch.setattr(this_machine_module, "measured_here", {})
 
 
 def quiet(text: str) -> None:

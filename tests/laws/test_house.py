@@ -97,6 +97,35 @@ def test_a_class_name_means_one_thing() -> None:
     assert len(house.class_names_twice(FILES)) <= 8
 
 
+def test_state_of_modules_is_rare_and_says_why_it_is_there() -> None:
+    found = house.mutable_state(FILES)
+    assert len(found) <= 31
+    unsaid = [state.name for state in found if not state.says_why]
+    assert not [name for name in unsaid if not name.startswith("offcompile.run.")]
+
+
+def test_the_guard_finds_state_of_modules(tmp_path: Path) -> None:
+    (tmp_path / "m.py").write_text(
+        "class Books: ...\n# why\n_books = Books()\n_seen: set[int] = set()\nNAMES = {}\n"
+        "_now = 0\ndef step():\n    global _now\n"
+    )
+    found = house.mutable_state({"m": tmp_path / "m.py"})
+    assert [(state.name, state.says_why) for state in found] == [
+        ("m._books", True),
+        ("m._seen", False),
+        ("m._now", False),
+    ]
+
+
+def test_a_signature_can_be_taken_in() -> None:
+    wide = {name for count, name in house.widest(FILES) if count > 8}
+    assert wide <= {
+        "offcompile.planning.fit_budget:decide",
+        "offcompile.planning.empty_turn:decide_emptied",
+        "offcompile.planning.feedback.profiling:reconsider",
+    }
+
+
 def test_the_picture_of_the_rooms_is_up_to_date() -> None:
     assert house.PICTURE.read_text() == house.draw(), "draw it again with `make house`"
 

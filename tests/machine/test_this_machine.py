@@ -67,14 +67,14 @@ def instruments(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Instruments:
     monkeypatch.setattr(module, "Stopwatch", made.watch)
     monkeypatch.setattr(module, "copy_toll_share", made.toll)
     monkeypatch.setattr(module, "check_directory", lambda directory: None)
-    monkeypatch.setattr(module, "_settled", set())
+    monkeypatch.setattr(module, "measured_here", {})
     return made
 
 
 @pytest.fixture
 def later(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
     """As if in another process."""
-    return lambda: monkeypatch.setattr(module, "_settled", set())
+    return lambda: monkeypatch.setattr(module, "measured_here", {})
 
 
 def test_it_is_measured_once_and_kept(instruments: Instruments, tmp_path: Path) -> None:

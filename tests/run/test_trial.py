@@ -19,11 +19,11 @@ from offcompile.machine import target
 from offcompile.machine.hardware import HardwareProfile
 from offcompile.planning.feedback.corrections import Factors
 from offcompile.planning.feedback.measured import MeasuredSpan, MeasuredStep, MeasuredWait
-from offcompile.report import log
 from offcompile.report.report import PlanReport
 from offcompile.run import trial
 from offcompile.run.step_recorder import STEPS_KEPT, StepRecorder
 from offcompile.run.trial import LEAST_STEP_NS, LOOK_EVERY, LOSES, Trial
+from offcompile.runtime.base import once
 
 MS = 1_000_000
 BEFORE = STEPS_KEPT + 1
@@ -33,7 +33,7 @@ FEW = 3
 @pytest.fixture(autouse=True)
 def on(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(trial, "STEPS_BEFORE", BEFORE)
-    monkeypatch.setattr(log, "_said", set())
+    monkeypatch.setattr(once, "_done", {})
 
 
 def step_of(forward_ns: int, backward_ns: int, waiting_ns: int = 0) -> MeasuredStep:
@@ -190,7 +190,7 @@ def test_one_line_a_run_on_a_terminal_only(
     step = step_of(3 * MS, 3 * MS)
     Trial().tell(reported(step), step)
     assert capsys.readouterr().err == ""
-    monkeypatch.setattr(log, "_said", set())
+    monkeypatch.setattr(once, "_done", {})
     terminal = Terminal()
     with monkeypatch.context() as shown:
         shown.setattr("sys.stderr", terminal)

@@ -18,7 +18,7 @@ from host_fakes import FakeRegistrar
 from torch.utils.dlpack import from_dlpack
 
 from offcompile.ir import OffloadError
-from offcompile.runtime.base import host_limits
+from offcompile.runtime.base import host_limits, once
 from offcompile.runtime.memory import alias as module
 from offcompile.runtime.memory import pinning
 from offcompile.runtime.memory.alias import (
@@ -40,8 +40,8 @@ CUDA = torch.device("cuda", 1)
 @pytest.fixture(autouse=True)
 def alone(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(host_limits, "growth_bounds", list)
-    monkeypatch.setattr(pinning, "_warned", {})
-    monkeypatch.setattr(module, "_checked", {})
+    monkeypatch.setattr(once, "_done", {})
+    module._problem_of_aliases.cache_clear()
     yield
     pinning.sweep()
     assert not module._lent

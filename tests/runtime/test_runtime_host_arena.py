@@ -284,7 +284,7 @@ def test_many_cycles_leak_nothing() -> None:
     for _ in range(30):
         cycle()
     assert memory.resident().anon_bytes - before < SLACK_BYTES
-    assert not pinning._dead
+    assert not pinning._table.dead
 
 
 # -- against a model ---------------------------------------------------------------------------

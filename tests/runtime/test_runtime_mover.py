@@ -453,8 +453,10 @@ def test_forked_children_start_afresh_and_the_parent_goes_on() -> None:
 def test_what_dies_after_the_close_is_forgotten_at_once(bench: Bench) -> None:
     ticket = bench.out(kib(4, 1), "late")
     bench.device.drain()
-    (saved,) = (e for e in tickets._entries.values() if isinstance(e, Saved) and e.tag == "late")
+    (saved,) = (
+        e for e in tickets._issued.entries.values() if isinstance(e, Saved) and e.tag == "late"
+    )
     bench.mover.close()
     assert saved.ticket_alive
     del ticket
-    assert not saved.ticket_alive and saved not in tickets._entries.values()
+    assert not saved.ticket_alive and saved not in tickets._issued.entries.values()

@@ -15,7 +15,7 @@ import pytest
 import torch
 from host_fakes import FakeRegistrar, arena_of, isolate
 
-from offcompile.runtime.base import host_limits
+from offcompile.runtime.base import host_limits, once
 from offcompile.runtime.memory import pinning
 from offcompile.runtime.memory.host_arena import HostArena
 
@@ -103,7 +103,7 @@ def test_the_warning_names_ulimit(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_the_warning_names_the_container(monkeypatch: pytest.MonkeyPatch) -> None:
     text = told_for(monkeypatch, memlock=65536, container=True)
     assert "start the container with `--ulimit memlock=-1`" in text
-    monkeypatch.setattr(pinning, "_warned", {})
+    monkeypatch.setattr(once, "_done", {})
     text = told_for(monkeypatch, memlock=None, container=True)
     assert "This is a container: its runtime may forbid pinning" in text
 

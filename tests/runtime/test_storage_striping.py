@@ -12,8 +12,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from offcompile.ir import OffloadError
+from offcompile.runtime.base import once
+from offcompile.runtime.base.threads import TaskQueue, side_by_side
 from offcompile.runtime.disk import spill, striping
-from offcompile.runtime.disk.disk_queue import DiskQueue, side_by_side
 from offcompile.runtime.disk.spill import Extent, SpillStore
 from offcompile.runtime.disk.spill_file import Files
 from offcompile.runtime.disk.striping import Turns, shares, stripe_of
@@ -108,7 +109,7 @@ def test_bytes_go_where_they_are_taken_faster_and_come_back(places: list[Path]) 
 def test_speeds_are_measured_once_a_disk(
     places: list[Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(striping, "_measured", {})
+    monkeypatch.setattr(once, "_done", {})
     asked: list[Path] = []
 
     def disk_of(place: str | Path) -> object:
@@ -128,7 +129,7 @@ def test_speeds_are_measured_once_a_disk(
 def test_equal_shares_on_one_disk_and_where_nothing_can_be_measured(
     places: list[Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(striping, "_measured", {})
+    monkeypatch.setattr(once, "_done", {})
 
     def full(place: Path) -> float:
         raise OffloadError("no room")
@@ -191,8 +192,8 @@ def test_an_error_in_one_directory_is_raised_when_the_others_are_done(places: li
 
 
 def test_tasks_of_a_queue_run_in_order_and_after_closing_on_the_caller() -> None:
-    queue, seen = DiskQueue("test-queue"), []
-    other = DiskQueue("test-other")
+    queue, seen = TaskQueue("test-queue"), []
+    other = TaskQueue("test-other")
     works = [lambda i=i: seen.append((i, threading.current_thread().name)) for i in range(3)]
     side_by_side([(queue, works), (other, [lambda: None])])
     assert seen == [(i, "test-queue") for i in range(3)]

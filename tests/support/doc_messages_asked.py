@@ -186,9 +186,10 @@ def _(place: Path, patch: pytest.MonkeyPatch) -> str:
 
 @says("Host memory cannot be pinned: CUDA refused to register … bytes")
 def _(place: Path, patch: pytest.MonkeyPatch) -> str:
+    from offcompile.runtime.base import once
     from offcompile.runtime.memory import pinning
 
-    patch.setattr(pinning, "_warned", {})
+    patch.setattr(once, "_done", {})
     return warned(lambda: pinning.warn_pageable(1 << 30, 2))
 
 

@@ -173,7 +173,7 @@ def _(place: Path, patch: pytest.MonkeyPatch) -> str:
 @says("OFFCOMPILE_STALL_SECONDS is …: write after how many seconds")
 def _(place: Path, patch: pytest.MonkeyPatch) -> str:
     patch.setenv("OFFCOMPILE_STALL_SECONDS", "soon")
-    patch.setattr(watchdog, "_asked_s", None)
+    patch.setattr(watchdog._seen, "limit_s", None)
     return told(watchdog.limit_s)
 
 
@@ -240,12 +240,12 @@ def _(place: Path, patch: pytest.MonkeyPatch) -> str:
 def _(place: Path, patch: pytest.MonkeyPatch) -> str:
     from test_trial import reported, step_of
 
-    from offcompile.report import log
     from offcompile.run import trial
+    from offcompile.runtime.base import once
 
     ms = 1_000_000
     said: list[str] = []
-    patch.setattr(log, "_said", set())
+    patch.setattr(once, "_done", {})
     patch.setattr(trial, "warn", said.append)
     report = reported(step := step_of(30 * ms, 30 * ms))
     trial._warn_if_far(report, step, report.planned_us, "planned")

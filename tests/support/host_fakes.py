@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from offcompile.runtime.base import host_limits
-from offcompile.runtime.memory import host_arena, pinning
+from offcompile.runtime.base import host_limits, once
+from offcompile.runtime.memory import host_arena
 from offcompile.runtime.memory.host_arena import HostArena
 
 OUT_OF_MEMORY = 2
@@ -44,7 +44,7 @@ def isolate(monkeypatch: pytest.MonkeyPatch) -> None:
     """Segments of 1 MiB, no bounds of this machine, nothing said yet."""
     monkeypatch.setattr(host_arena, "SEGMENT_BYTES", 1 << 20)
     monkeypatch.setattr(host_limits, "growth_bounds", list)
-    monkeypatch.setattr(pinning, "_warned", {})
+    monkeypatch.setattr(once, "_done", {})
 
 
 def arena_of(limit_bytes: int = 64 << 20, ready_bytes: int = 0) -> HostArena:

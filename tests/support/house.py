@@ -207,19 +207,46 @@ def class_names_twice(files: dict[str, Path]) -> dict[str, list[str]]:
     return {name: places for name, places in found.items() if len(places) > 1}
 
 
+#: calls of users, who name the options: their keyword-only parameters count by themselves
+PUBLIC = (
+    "offcompile.ahead.batch_search:max_batch",
+    "offcompile.ahead.fit:fit",
+    "offcompile.ahead.plan:plan",
+    "offcompile.optim.adam:__init__",
+    "offcompile.optim.sgd:__init__",
+)
+#: kernels, and kernels of torch operators, whose parameters are the operator's schema
+KERNELS = (f"{RUNTIME}.kernels", f"{RUNTIME}.moves.ops")
+
+
 def widest(files: dict[str, Path]) -> list[tuple[int, str]]:
-    """Functions with most parameters, kernels aside; the widest first."""
-    found = []
+    """Functions with most parameters, kernels and options of public calls aside; the widest first.
+
+    Raises ValueError if a public call is not where `PUBLIC` says.
+    """
+    found = [(one - options * (name in PUBLIC), name) for one, options, name in _signatures(files)]
+    if missing := set(PUBLIC) - {name for _, name in found}:
+        raise ValueError(f"no longer public calls: {missing}")
+    return sorted(found, reverse=True)
+
+
+def public_options(files: dict[str, Path]) -> list[tuple[int, str]]:
+    """The number of keyword-only options of each public call, the largest first."""
+    found = [(options, name) for _, options, name in _signatures(files) if name in PUBLIC]
+    return sorted(found, reverse=True)
+
+
+def _signatures(files: dict[str, Path]) -> Iterator[tuple[int, int, str]]:
+    """(parameters, those that are keyword-only, name) of every function that is no kernel."""
     for module, file in files.items():
-        if module.startswith(f"{RUNTIME}.kernels"):
+        if within(module, KERNELS):
             continue
         for node in ast.walk(ast.parse(file.read_text())):
             if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
                 a = node.args
                 names = [x.arg for x in (*a.posonlyargs, *a.args, *a.kwonlyargs)]
                 count = len([n for n in names if n not in ("self", "cls")])
-                found.append((count, f"{module}:{node.name}"))
-    return sorted(found, reverse=True)
+                yield count, len(a.kwonlyargs), f"{module}:{node.name}"
 
 
 def most_attributes(files: dict[str, Path]) -> list[tuple[int, str]]:
@@ -246,26 +273,62 @@ def most_attributes(files: dict[str, Path]) -> list[tuple[int, str]]:
     return sorted(found, reverse=True)
 
 
-def mutable_state(files: dict[str, Path]) -> list[str]:
-    """Names of modules that begin as an empty or filled container, or that functions rebind."""
+@dataclass(frozen=True)
+class ModuleState:
+    """A name of a module whose value changes while the process runs."""
+
+    name: str
+    #: True if a comment above it says why it is the module's
+    says_why: bool
+
+
+#: classes of the standard library whose objects change; locks, which hold no facts, are not here
+CHANGING = frozenset(
+    {"dict", "list", "set", "deque", "count", "defaultdict", "Counter", "local", "ContextVar"}
+    | {"WeakSet", "WeakKeyDictionary", "WeakValueDictionary"}
+)
+
+
+def mutable_state(files: dict[str, Path]) -> list[ModuleState]:
+    """Names of modules that are containers, objects of a class of ours that is not frozen, or that
+    functions rebind."""
+    trees = {module: ast.parse(file.read_text()) for module, file in files.items()}
+    changing = CHANGING | {
+        node.name
+        for tree in trees.values()
+        for node in ast.walk(tree)
+        if isinstance(node, ast.ClassDef) and not _frozen(node)
+    }
     found = []
-    for module, file in files.items():
-        tree = ast.parse(file.read_text())
+    for module, tree in trees.items():
         rebound = {n for x in ast.walk(tree) if isinstance(x, ast.Global) for n in x.names}
+        lines = files[module].read_text().splitlines()
         for node in tree.body:
-            names = []
-            if isinstance(node, ast.Assign):
-                names = [t.id for t in node.targets if isinstance(t, ast.Name)]
-            elif isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):
-                names = [node.target.id]
-            for name in names:
-                value = getattr(node, "value", None)
-                grows = isinstance(value, ast.Dict | ast.List | ast.Set) and not name.isupper()
-                called = getattr(getattr(value, "func", None), "id", "") in ("dict", "list", "set")
-                weak = getattr(getattr(value, "func", None), "attr", "").startswith("Weak")
-                if name in rebound or (name != "__all__" and (grows or called or weak)):
-                    found.append(f"{module}.{name}")
+            if not isinstance(node, ast.Assign | ast.AnnAssign):
+                continue
+            targets = node.targets if isinstance(node, ast.Assign) else [node.target]
+            value = node.value
+            grows = isinstance(value, ast.Dict | ast.List | ast.Set)
+            changes = isinstance(value, ast.Call) and _name(value.func) in changing
+            says_why = lines[node.lineno - 2].startswith("#")
+            for name in (t.id for t in targets if isinstance(t, ast.Name)):
+                held = changes or (grows and not name.isupper())
+                if name in rebound or (held and name != "__all__"):
+                    found.append(ModuleState(f"{module}.{name}", says_why))
     return found
+
+
+def _frozen(node: ast.ClassDef) -> bool:
+    bases = {_name(base) for base in node.bases}
+    return "frozen=True" in " ".join(map(ast.unparse, node.decorator_list)) or bool(
+        bases & {"NamedTuple", "Enum", "Protocol"}
+    )
+
+
+def _name(node: ast.expr) -> str:
+    if isinstance(node, ast.Subscript):
+        node = node.value
+    return node.attr if isinstance(node, ast.Attribute) else getattr(node, "id", "")
 
 
 def count_lines(files: dict[str, Path]) -> int:
@@ -326,8 +389,10 @@ def _show() -> None:
     print(f"folders over {MOST_FILES} files      {over or 'none'}")
     print(f"circles                    {circles(graph(files)) or 'none'}")
     print(f"class names that stand twice   {len(twice)}: {', '.join(sorted(twice))}")
-    print(f"mutable state of modules   {len(state)}")
+    unsaid = [found.name for found in state if not found.says_why]
+    print(f"mutable state of modules   {len(state)}; without a reason: {unsaid or 'none'}")
     print(f"widest signatures          {', '.join(f'{n} {w}' for n, w in widest(files)[:5])}")
+    print(f"options of public calls    {', '.join(f'{n} {w}' for n, w in public_options(files))}")
     crowded = [f"{n} {w}" for n, w in most_attributes(files) if n > 15]
     print(f"classes over 15 attributes {len(crowded)}: {', '.join(crowded[:8])} …")
 

@@ -14,10 +14,10 @@ import torch
 
 from offcompile.ir import OffloadError
 from offcompile.runtime.base import watchdog
+from offcompile.runtime.base.threads import TaskQueue, side_by_side
 from offcompile.runtime.base.watchdog import LOOKS, WARN_AT, Stalled, StallWarning, WatchedWait
 from offcompile.runtime.device.interface import Label
 from offcompile.runtime.device.lanes import LaneJob, Lanes
-from offcompile.runtime.disk.disk_queue import DiskQueue, side_by_side
 from offcompile.runtime.states.update_workers import UpdateWorkers
 from trust import faults
 
@@ -121,7 +121,7 @@ def test_a_variable_that_says_nothing_is_refused(
     text: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv(watchdog.VARIABLE, text)
-    monkeypatch.setattr(watchdog, "_asked_s", None)
+    monkeypatch.setattr(watchdog._seen, "limit_s", None)
     with pytest.raises(OffloadError, match=f"{watchdog.VARIABLE} is '{text}': write after how"):
         watchdog.limit_s()
 
@@ -131,7 +131,7 @@ def test_the_variable_is_read(
     text: str, limit: float | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv(watchdog.VARIABLE, text)
-    monkeypatch.setattr(watchdog, "_asked_s", None)
+    monkeypatch.setattr(watchdog._seen, "limit_s", None)
     assert watchdog.limit_s() == limit
 
 
@@ -228,7 +228,7 @@ def refuse(thread: threading.Thread) -> None:
 
 
 def test_threads_that_cannot_start_leave_nothing_queued(monkeypatch: pytest.MonkeyPatch) -> None:
-    lanes, queue, channels, done = Lanes("test"), DiskQueue("queue"), UpdateWorkers(), list[str]()
+    lanes, queue, channels, done = Lanes("test"), TaskQueue("queue"), UpdateWorkers(), list[str]()
     with monkeypatch.context() as patch:
         patch.setattr(threading.Thread, "start", refuse)
         for use in (
@@ -241,7 +241,7 @@ def test_threads_that_cannot_start_leave_nothing_queued(monkeypatch: pytest.Monk
     lanes.wait(submit(lanes, "b", done))
     channels.submit(lambda: None, lambda: done.append("c"), "w")
     channels.settle()
-    side_by_side([(queue, [lambda: done.append("d")]), (DiskQueue("other"), [])])
+    side_by_side([(queue, [lambda: done.append("d")]), (TaskQueue("other"), [])])
     assert done == ["b", "c", "d"]
     queue.close()
     channels.close()
@@ -249,8 +249,8 @@ def test_threads_that_cannot_start_leave_nothing_queued(monkeypatch: pytest.Monk
 
 
 def test_what_is_side_by_side_has_ended_when_it_fails(monkeypatch: pytest.MonkeyPatch) -> None:
-    first, second, gone, done = DiskQueue("one"), DiskQueue("two"), threading.Event(), list[str]()
-    monkeypatch.setattr(second, "_start", die)
+    first, second, gone, done = TaskQueue("one"), TaskQueue("two"), threading.Event(), list[str]()
+    monkeypatch.setattr(second._worker, "wake", die)
 
     def late() -> None:
         gone.wait()
@@ -259,13 +259,13 @@ def test_what_is_side_by_side_has_ended_when_it_fails(monkeypatch: pytest.Monkey
     timer = threading.Timer(0.05, gone.set)
     timer.start()
     with pytest.raises(Ended):
-        side_by_side([(first, [late]), (second, [die]), (DiskQueue("own"), [])])
+        side_by_side([(first, [late]), (second, [die]), (TaskQueue("own"), [])])
     assert done == ["first"]
     first.close()
 
 
 def test_a_disk_queue_whose_thread_dies_fails_what_it_had(monkeypatch: pytest.MonkeyPatch) -> None:
-    queue, done = DiskQueue("queue"), list[str]()
+    queue, done = TaskQueue("queue"), list[str]()
     begin = threading.Event()
     at = queue.add(begin.wait)
     monkeypatch.setattr(type(at), "run", lambda task: die() if begin.wait() else None)

@@ -228,6 +228,8 @@ class Interleaving:
             Thread=lambda **given: Thread(self, **given),
             local=threading.local,
             TIMEOUT_MAX=threading.TIMEOUT_MAX,
+            excepthook=threading.excepthook,
+            ExceptHookArgs=threading.ExceptHookArgs,
             current_thread=lambda: self.current.thread,
             main_thread=lambda: self.main.thread,
             get_ident=lambda: self.current.number,

@@ -216,7 +216,7 @@ def books(folder: Path) -> dict[str, int]:
     mapped = [runtime.device.mapped for runtime in opened]
     return {
         "live tickets": found["live_tickets"],
-        "entries of tickets": len(tickets._entries),
+        "entries of tickets": len(tickets._issued.entries),
         "bytes in flight": found["in_flight_bytes"],
         "bytes in spill files": found["spill_bytes"],
         "extents": sum(len(store._live) for store in stores),

@@ -43,6 +43,7 @@ from offcompile.graph.graphs import (
 from offcompile.graph.sizes import SizeMaker
 from offcompile.ir import BACKWARD, DEVICE, FORWARD, HOST, BrokenPlan, Move, Plan
 from offcompile.planning.order import Order, ProgramStep, RunStep, StartStep
+from offcompile.runtime.device import tickets
 from offcompile.runtime.moves import ops
 
 from .resave import Resaved, finish_backward, finish_forward, new_placeholder
@@ -492,7 +493,7 @@ def _like_ticket(like: torch.Tensor) -> torch.Tensor:
     """A fake tensor for a ticket, in the fake mode of `like`."""
     assert isinstance(like, FakeTensor)
     with like.fake_mode:
-        return torch.empty((1,), dtype=torch.int64, device="cpu")
+        return tickets.fake_ticket()
 
 
 def _same_place(a: torch.Tensor, b: torch.Tensor) -> bool:

@@ -17,7 +17,7 @@ from torch import fx
 
 from offcompile.graph.graphs import is_tangent
 from offcompile.runtime.device import tickets
-from offcompile.runtime.moves.row_ops import Tangent, ticket_for
+from offcompile.runtime.moves.row_ops import Tangent
 
 #: autograd nodes between an output and the compiled function: views that AOTAutograd makes again
 MOST_VIEWS = 3
@@ -50,7 +50,7 @@ class Tangents:
             given = arguments[place]
             if place in self.tickets:
                 found = Tangent(given, like.shape, like.dtype, like.device)
-                arguments[place] = ticket_for(found)
+                arguments[place] = tickets.issue_owned(found)
             elif given is None:
                 zeros = torch.empty_strided(
                     like.shape, like.stride(), dtype=like.dtype, device=like.device

@@ -22,7 +22,7 @@ DRAWN = {
     "temporary": "workspace",
     WORKSPACE: "workspace",
 }
-BANDS = list(dict.fromkeys(DRAWN.values()))
+BANDS = tuple(dict.fromkeys(DRAWN.values()))
 
 
 def memory_data(report: Record) -> list[dict[str, Any]]:

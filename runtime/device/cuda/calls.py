@@ -157,7 +157,7 @@ class CudaCalls(DriverCalls):
             code = registrar.register(mapping.address, mapping.nbytes)
             taken_us = (time.perf_counter() - begun) * 1e6
             if code == 0 and registrar.unregister(mapping.address) != 0:
-                _kept.append(mapping)
+                mapping.keep()  # CUDA still refers to it
         return taken_us, code
 
     def move(self, target: torch.Tensor, source: torch.Tensor) -> None:
@@ -185,10 +185,6 @@ class CudaCalls(DriverCalls):
     def settle(self) -> None:
         torch.cuda.synchronize(self.device)
         torch.cuda.empty_cache()
-
-
-#: memory that CUDA failed to unregister must stay mapped
-_kept: list[Mapping] = []
 
 
 class _Addressed:

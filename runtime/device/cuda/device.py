@@ -32,7 +32,7 @@ import torch
 
 from offcompile.ir import OffloadError
 from offcompile.runtime.base.counters import now_ns
-from offcompile.runtime.base.threads import bare
+from offcompile.runtime.base.threads import TaskQueue, bare
 from offcompile.runtime.device.cpu import PAGE_BYTES, CpuSlot
 from offcompile.runtime.device.failures import failure
 from offcompile.runtime.device.interface import Copy, Device, How, Label, Point, Slot, Waited
@@ -45,7 +45,6 @@ from offcompile.runtime.disk.gds import CuFile, this_cufile
 from offcompile.runtime.disk.spill import SpillFull, SpillStore
 from offcompile.runtime.memory.host_arena import HostFull
 
-from .completions import Completions
 from .copies import (
     CopyBlock,
     CopyBlocks,
@@ -110,7 +109,8 @@ class CudaDevice(Device):
         self._chunk_bytes = staging_bytes // CHUNKS // PAGE_BYTES * PAGE_BYTES
         self._lanes = Lanes("cuda")
         self.rates = LaneRates()
-        self._completions: Completions[CudaCopy] = Completions(self._complete)
+        #: lane → the queue whose thread waits for its copies to end, in the order of issue
+        self._ends: dict[str, TaskQueue] = {}
         self._before: Callable[[], None] | None = None
         self._issuing: dict[str, threading.Lock] = {}
         self._over = threading.Condition()
@@ -284,7 +284,9 @@ class CudaDevice(Device):
         with self._over:
             if self._closed:
                 raise OffloadError(f"The cuda runtime is closed: {label.tag} cannot move.")
-            self._completions.ready(lane)
+            if lane not in self._ends:
+                self._ends[lane] = TaskQueue(f"offcompile-{lane}-ends")
+            self._ends[lane].start()
             self._unfinished.add(copy)
         aside = isinstance(slot, PackedHostSlot) and not self.packers.in_place
         if isinstance(slot, HostSlot) and not aside:
@@ -299,7 +301,7 @@ class CudaDevice(Device):
     ) -> None:
         stream = self.streams.stream(copy.lane)
         lock = self._issuing.setdefault(copy.lane, threading.Lock())
-        # copies are added to the completions in stream order
+        # the ends of copies are awaited in stream order
         with lock:
             try:
                 check_needs(copy)
@@ -332,7 +334,7 @@ class CudaDevice(Device):
     def _ending(self, copy: CudaCopy) -> None:
         """Note that the whole copy was given to the GPU, or never will be."""
         copy.issued.set()
-        self._completions.add(copy.lane, copy)
+        self._ends[copy.lane].add(partial(self._complete, copy), awaited=False)
 
     def _by_thread(
         self,
@@ -410,7 +412,7 @@ class CudaDevice(Device):
     # -- ends of copies --------------------------------------------------------------------------
 
     def _complete(self, copy: CudaCopy) -> None:
-        """Wait for the copy to end; runs on a completion thread."""
+        """Wait for the copy to end; runs on the thread of its lane's ends."""
         if self._before is not None:
             self._before()
         error: BaseException | None = None
@@ -496,7 +498,9 @@ class CudaDevice(Device):
             queued = [copy for copy in self._unfinished if copy.job and not copy.issued.is_set()]
         for copy in queued:
             self._cancelled(copy)
-        self._completions.close()
+        for ends in self._ends.values():
+            ends.close()
+            ends.join()
         if self._direct is not None:
             self._direct.close()
         for ring in self._rings.values():
