@@ -83,8 +83,8 @@ class _Replay:
         runs = executed(problem, plan)
         self.runs = {r.id: r for r in runs}
         self.moves = {m.id: m for m in plan.moves}
-        self.books = Ledger(problem, machine)
-        self.frees = Frees(problem, plan, self.books, touches(runs))
+        self.ledger = Ledger(problem, machine)
+        self.frees = Frees(problem, plan, self.ledger, touches(runs))
         self.asks: dict[str | None, list[str]] = {}
         for drop in plan.drops:
             if drop.tier == DEVICE:
@@ -104,7 +104,7 @@ class _Replay:
     def run(self, timeline: Timeline) -> Presence:
         for place in self.start:
             self._hold(place)
-            self.books.hold(place, None, valid=True)
+            self.ledger.hold(place, None, valid=True)
         self.found.at_start = list(self.stays.values())
         self.frees.begin_step()
         self._asked(None)
@@ -136,14 +136,14 @@ class _Replay:
                 awaits.append(brought)
             if tensor in run.op.writes:
                 awaits += self.found.moves_of.get(tensor, ())
-                for copy in self.books.of(tensor).values():
+                for copy in self.ledger.of(tensor).values():
                     copy.valid = False
                 stay = self._hold(place)
                 if stay is not None:
                     step.stays.append(stay)
                 self.filler[place] = None
                 self.written[tensor] = here
-            used = self.books.get(place)
+            used = self.ledger.get(place)
             if used is not None:
                 used.users += 1
             self.used[place] = here
@@ -157,7 +157,7 @@ class _Replay:
         place = (move.tensor, move.target)
         stay = self._hold(place)
         for tier in (move.source, move.target):
-            used = self.books.get((move.tensor, tier))
+            used = self.ledger.get((move.tensor, tier))
             if used is not None:
                 used.users += 1
         if move.tensor in self.stays and DEVICE in (move.source, move.target):
@@ -177,7 +177,7 @@ class _Replay:
 
     def _hold(self, place: Place) -> Lifetime | None:
         """Takes space for a copy, not valid yet; returns its stay if it is on the device."""
-        self.books.hold(place, None, valid=False)
+        self.ledger.hold(place, None, valid=False)
         if place[1] != DEVICE:
             return None
         tensor = place[0]
@@ -208,7 +208,7 @@ class _Replay:
     def _release_uses(self, tensor: str, tiers: dict[str, bool]) -> None:
         """Ends uses of the copies on these tiers; True: the copy is valid from now on."""
         for tier, filled in tiers.items():
-            copy = self.books.get((tensor, tier))
+            copy = self.ledger.get((tensor, tier))
             if copy is not None:
                 copy.users -= 1
                 copy.valid |= filled

@@ -39,6 +39,7 @@ from .variants.judging import judged
 from .variants.ladder import choose, make_first
 from .variants.plans import Call, Plans, Traced
 
+# per process: graphs are named by number in logs and reports
 _numbers = itertools.count()
 
 
@@ -51,14 +52,14 @@ class CapturedGraph:
         example_inputs: Sequence[Any],
         options: Options,
         target: Target,
-        books: DeviceUsage,
+        usage: DeviceUsage,
     ) -> None:
         traced = [n.meta["example_value"] for n in gm.graph.find_nodes(op="placeholder")]
         parameters = {i for i, x in enumerate(example_inputs) if isinstance(x, torch.nn.Parameter)}
         symbols, self.name = symbols_of(traced), f"graph {next(_numbers)}"
-        budget, entry = options.memory_bytes(target.device_bytes), books.open(target.runtime.key)
+        budget, entry = options.memory_bytes(target.device_bytes), usage.open(target.runtime.key)
         runs = GraphRuns(
-            self.name, budget, books, entry, target.runtime, _holes_bytes(target, budget)
+            self.name, budget, usage, entry, target.runtime, _holes_bytes(target, budget)
         )
         self.facts = GraphFacts(
             options,
@@ -95,8 +96,8 @@ class CapturedGraph:
         facts, runs, plans = self.facts, self.facts.runs, self.plans
         sizes = tuple(read(args) for read in self._readers)
         call = Call(args, self._parameters_of(args), sizes)
-        runs.books.begins(runs.entry, call.parameters)
-        runs.books.results.given([x for i, x in enumerate(args) if i not in facts.parameters])
+        runs.usage.begins(runs.entry, call.parameters)
+        runs.usage.results.given([x for i, x in enumerate(args) if i not in facts.parameters])
 
         if not plans.variants:
             make_first(plans, Call(args, call.parameters))
@@ -119,7 +120,7 @@ class CapturedGraph:
         whole = max(kept, plans.variants[0].needs_at(sizes).kept_bytes)
         waiting = runs.entry.begin(outputs, call.parameters, kept, whole)
         if waiting is None:
-            runs.books.results.made(self._tensors_here(outputs))
+            runs.usage.results.made(self._tensors_here(outputs))
         if (recording := recorded()) is not None:
             recording.waits(waiting)
         return outputs

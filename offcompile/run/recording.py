@@ -193,6 +193,7 @@ def _finish(device: torch.device) -> None:
         torch.cuda.synchronize(device)
 
 
+# per process: a recording covers every graph that runs meanwhile, wherever it was compiled
 _recordings: list[Recording] = []
 
 

@@ -12,6 +12,7 @@ import weakref
 
 from offcompile.ir import OffloadError
 
+# per process: a refusal outlives the graph that it was raised for
 _raised: weakref.WeakSet[OffloadError] = weakref.WeakSet()
 
 

@@ -1,4 +1,4 @@
-"""Different graphs that share a budget: what they hold together stays within it, by the books."""
+"""Different graphs that share a budget: what they hold together stays within it, by the usage."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def seen(monkeypatch: pytest.MonkeyPatch) -> Iterator[Seen]:
             sizes = self.sizes if room is None else room.sizes
             peak = peak_at(sizes)
             binding = self.forward_of(arguments)[0] if phase == BACKWARD else self.binding
-            beside = self.books.held_beside(self.entry, binding).now
+            beside = self.usage.held_beside(self.entry, binding).now
             if phase == BACKWARD:  # its own plan counts what its forward left
                 beside -= self.entry.left_by(binding)
             kept = 0 if room is None else room.kept_limit_bytes

@@ -50,19 +50,19 @@ def compiled(model: nn.Module, memory: int | str, spill: Path) -> nn.Module:
 
 
 def held_now() -> int:
-    """What everything that is in the books of the CPU holds between two steps."""
+    """What everything that is in the usage of the CPU holds between two steps."""
     gc.collect()
-    books = usage_of(CPU)
-    stranger = books.open()
-    books.invalidate()
-    return books.held_beside(stranger, stranger.bind([])).now
+    usage = usage_of(CPU)
+    stranger = usage.open()
+    usage.invalidate()
+    return usage.held_beside(stranger, stranger.bind([])).now
 
 
 def bytes_of(model: nn.Module) -> int:
     return sum(p.untyped_storage().nbytes() for p in model.parameters())
 
 
-# --- the books themselves -----------------------------------------------------------------------
+# --- the usage themselves -----------------------------------------------------------------------
 
 
 def parameter(numel: int = 16) -> nn.Parameter:
@@ -70,15 +70,15 @@ def parameter(numel: int = 16) -> nn.Parameter:
 
 
 def test_what_is_held_beside_a_graph_follows_what_happens_to_weights_and_gradients() -> None:
-    books = DeviceUsage()
-    mine, theirs = books.open(), books.open()
+    usage = DeviceUsage()
+    mine, theirs = usage.open(), usage.open()
     a, b = parameter(), parameter(32)
     binding = mine.bind([a])
     theirs.bind([b])
 
     def beside() -> int:
-        books.invalidate()
-        return books.held_beside(mine, binding).now
+        usage.invalidate()
+        return usage.held_beside(mine, binding).now
 
     assert beside() == 128
     b.grad = torch.zeros(32)
@@ -96,8 +96,8 @@ def test_what_is_held_beside_a_graph_follows_what_happens_to_weights_and_gradien
 
 
 def test_gradients_that_come_between_the_halves_count_once_that_is_known() -> None:
-    books = DeviceUsage()
-    first, second = books.open(), books.open()
+    usage = DeviceUsage()
+    first, second = usage.open(), usage.open()
     a, b = parameter(), parameter()
     outer, inner = first.bind([a]), second.bind([b])
     first.trains = second.trains = True
@@ -105,32 +105,32 @@ def test_gradients_that_come_between_the_halves_count_once_that_is_known() -> No
     outputs = [x * 2, x * 3]
     assert first.begin(outputs[0], outer, 8, 8) is not None
     assert second.begin(outputs[1], inner, 4, 4) is not None
-    books.invalidate()
-    assert books.held_beside(first, outer) == (64 + 8 + 4, 64 + 8 + 4)
+    usage.invalidate()
+    assert usage.held_beside(first, outer) == (64 + 8 + 4, 64 + 8 + 4)
     second.end()
     first.end()
-    assert books.held_beside(first, outer) == (64, 128)
-    assert books.held_beside(second, inner) == (64, 64)
+    assert usage.held_beside(first, outer) == (64, 128)
+    assert usage.held_beside(second, inner) == (64, 64)
 
 
 def test_a_graph_that_is_gone_is_in_no_books_and_a_pass_dies_with_its_outputs() -> None:
-    books = DeviceUsage()
-    gone, stays = books.open(), books.open()
+    usage = DeviceUsage()
+    gone, stays = usage.open(), usage.open()
     p, x = parameter(), torch.ones(1, requires_grad=True)
     binding = gone.bind([p])
     out = x * 2
     gone.begin(out, binding, 10, 30)
-    assert books.unmoved_bytes() == 20 and books.entries() == [gone, stays]
+    assert usage.unmoved_bytes() == 20 and usage.entries() == [gone, stays]
     del out
-    assert books.unmoved_bytes() == 0
+    assert usage.unmoved_bytes() == 0
     del gone
-    assert books.entries() == [stays]
+    assert usage.entries() == [stays]
     assert isinstance(stays, GraphUsage)
 
 
 def test_what_died_leaves_no_binding_behind() -> None:
-    books = DeviceUsage()
-    entry = books.open()
+    usage = DeviceUsage()
+    entry = usage.open()
     keeps = parameter()
     for _ in range(50):
         entry.bind([keeps, parameter()])
@@ -145,31 +145,31 @@ class Optimizer:
 
 
 def test_what_optimizers_hold_counts_once_for_all_parameters_of_theirs() -> None:
-    books = DeviceUsage()
-    entry = books.open()
+    usage = DeviceUsage()
+    entry = usage.open()
     a, b = parameter(), parameter()
     binding = entry.bind([a, b])
-    assert books.held_beside(entry, binding).now == 0
+    assert usage.held_beside(entry, binding).now == 0
     mine = Optimizer()
     count([a, b], mine)
-    books.invalidate()
-    assert books.held_beside(entry, binding).now == 1000
+    usage.invalidate()
+    assert usage.held_beside(entry, binding).now == 1000
     del mine
-    books.invalidate()
-    assert books.held_beside(entry, binding).now == 0
+    usage.invalidate()
+    assert usage.held_beside(entry, binding).now == 0
 
 
 def test_only_what_runs_between_two_runs_makes_a_graph_one_of_several() -> None:
-    books = DeviceUsage()
-    alone, other = books.open(), books.open()
+    usage = DeviceUsage()
+    alone, other = usage.open(), usage.open()
     a, b = parameter(), parameter()
     mine, theirs = alone.bind([a]), other.bind([b])
-    books.begins(other, theirs)
+    usage.begins(other, theirs)
     for _ in range(3):  # what ran before it does not run in turn with it
-        books.begins(alone, mine)
+        usage.begins(alone, mine)
     assert not alone.in_turn
-    books.begins(other, theirs)
-    books.begins(alone, mine)
+    usage.begins(other, theirs)
+    usage.begins(alone, mine)
     assert alone.in_turn and other.in_turn
 
 

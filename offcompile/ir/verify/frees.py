@@ -15,9 +15,13 @@ class Frees:
     """The copies that may be freed at this moment, and the reasons."""
 
     def __init__(
-        self, problem: Problem, plan: Plan, books: Ledger, touching: Mapping[str, tuple[Touch, ...]]
+        self,
+        problem: Problem,
+        plan: Plan,
+        ledger: Ledger,
+        touching: Mapping[str, tuple[Touch, ...]],
     ) -> None:
-        self._problem, self._books, self._touching = problem, books, touching
+        self._problem, self._ledger, self._touching = problem, ledger, touching
         self._asks: dict[str | None, list[Place]] = {}
         for drop in plan.drops:
             self._asks.setdefault(drop.after, []).append((drop.tensor, drop.tier))
@@ -32,7 +36,7 @@ class Frees:
     def ask(self, after: str | None) -> None:
         """Makes the drops that `after` triggers pending, except those of missing copies."""
         for place in self._asks.get(after, ()):
-            if self._books.get(place) is not None:
+            if self._ledger.get(place) is not None:
                 self.pending[place] = None
                 self._news.add(place[0])
 
@@ -72,12 +76,12 @@ class Frees:
 
     def grounds(self, place: Place) -> set[str]:
         """The causes for which the copy may be freed now."""
-        copy = self._books.get(place)
+        copy = self._ledger.get(place)
         if copy is None or copy.users:
             return set()
         found = {"death"} if place[0] in self.dying else set()
         if place in self.pending:
-            copies = self._books.of(place[0]).items()
+            copies = self._ledger.of(place[0]).items()
             others = any(c.valid for tier, c in copies if tier != place[1])
             if others or self.spare(place[0]):
                 found.add("drop")
@@ -86,14 +90,14 @@ class Frees:
     def due(self) -> dict[Place, set[str]]:
         """Returns every copy that has become free since the last call, with the causes."""
         news, self._news = self._news, set()
-        dead = [(t, tier) for t in self.dying & news for tier in self._books.of(t)]
+        dead = [(t, tier) for t in self.dying & news for tier in self._ledger.of(t)]
         asked = [place for place in self.pending if place[0] in news]
         found = {place: self.grounds(place) for place in (*asked, *dead)}
         return {place: grounds for place, grounds in found.items() if grounds}
 
     def release(self, place: Place) -> None:
-        self._books.free(place)
-        if not self._books.of(place[0]):
+        self._ledger.free(place)
+        if not self._ledger.of(place[0]):
             self.dying.discard(place[0])
         self.dropped[place] = place in self.pending
         self.pending.pop(place, None)
@@ -101,7 +105,7 @@ class Frees:
     def why_kept(self, freed: Freed) -> tuple[str, str]:
         """The rule that an unexplained free breaks, and how."""
         place = (freed.tensor, freed.tier)
-        copy = self._books.get(place)
+        copy = self._ledger.get(place)
         if copy is None:
             return "bad-value", "freed, but no copy is there"
         if copy.users:

@@ -53,12 +53,12 @@ class Replay:
             self._freed.setdefault(freed.time_ns, []).append(freed)
         self._doubts: dict[Freed, tuple[str, str]] = {}
         self._noted: set[object] = set()
-        self.books = Ledger(problem, machine)
+        self.ledger = Ledger(problem, machine)
         touching = touches(executed(problem, plan))
-        self._frees = Frees(problem, plan, self.books, touching)
-        self._waits = Waits(plan, self.books, touching, self._running, self._frees.dropped)
+        self._frees = Frees(problem, plan, self.ledger, touching)
+        self._waits = Waits(plan, self.ledger, touching, self._running, self._frees.dropped)
         for place, codec in start_codecs(problem, plan).items():
-            self.books.hold(place, codec, valid=True)
+            self.ledger.hold(place, codec, valid=True)
 
     def run(self) -> None:
         spans = self.timeline.spans
@@ -106,17 +106,17 @@ class Replay:
 
     def _finish_run(self, run: VerifiedRun) -> None:
         for tensor in run.op.operands:
-            copy = self.books.get((tensor, run.tier_of(tensor)))
+            copy = self.ledger.get((tensor, run.tier_of(tensor)))
             if copy is not None:
                 copy.users -= 1
                 if tensor in run.op.writes:
                     copy.valid = True
         self._frees.end_run(run)
-        self.books.take(HOST if run.on_host else DEVICE, -run.op.workspace_bytes)
+        self.ledger.take(HOST if run.on_host else DEVICE, -run.op.workspace_bytes)
 
     def _finish_move(self, step: int, move: Move) -> None:
         for tier in (move.source, move.target):
-            copy = self.books.get((move.tensor, tier))
+            copy = self.ledger.get((move.tensor, tier))
             if copy is not None:
                 copy.users -= 1
                 copy.valid |= tier == move.target
@@ -152,7 +152,7 @@ class Replay:
         for freed in self._freed.pop(now, ()):
             rule, detail = self._doubts[freed]
             self._note(rule, f"{freed.tensor} on {freed.tier}", f"at {now} ns: {detail}")
-            if self.books.get((freed.tensor, freed.tier)) is not None:
+            if self.ledger.get((freed.tensor, freed.tier)) is not None:
                 self._frees.release((freed.tensor, freed.tier))
 
     # ends of steps
@@ -168,14 +168,14 @@ class Replay:
         if self._open[self._step]:
             return False
         left = Leftover(
-            valid={p: c.codec for p, c in self.books.places() if c.valid},
-            pending=tuple(p for p in self._frees.pending if self.books.get(p) is not None),
+            valid={p: c.codec for p, c in self.ledger.places() if c.valid},
+            pending=tuple(p for p in self._frees.pending if self.ledger.get(p) is not None),
             arriving=tuple(self._arriving.values()),
             spare=self._frees.spare,
         )
         self.found += check_end(self.problem, self.plan, self._step, left)
         last = self._step + 1 == len(self.timeline.steps)
-        stale = [p for p, c in self.books.places() if not c.valid and not c.users]
+        stale = [p for p, c in self.ledger.places() if not c.valid and not c.users]
         for place in stale:
             match = Freed(place[0], place[1], now, "stale")
             if match in self._freed.get(now, []):
@@ -190,7 +190,7 @@ class Replay:
 
     def _state(self, now: int) -> object:
         """Everything that the following steps depend on, with times relative to now."""
-        copies = {p: (c.codec, c.valid, c.users) for p, c in self.books.places()}
+        copies = {p: (c.codec, c.valid, c.users) for p, c in self.ledger.places()}
         on_the_way = {t.lane: (t.id, t.span.end_ns - now) for t in self._running.values() if t.span}
         queued = {
             (name, t.id) for name, q in self._lanes.items() for t in q if t.step <= self._step
@@ -253,19 +253,19 @@ class Replay:
                 detail = f"reads {tensor} on {place[1]}, whose drop is pending"
                 self._note("read-after-drop", task.where, detail)
             if tensor in run.op.writes:
-                for copy in self.books.of(tensor).values():
+                for copy in self.ledger.of(tensor).values():
                     copy.valid = False
-                self.books.hold(place, None, valid=False)
-            found = self.books.get(place)
+                self.ledger.hold(place, None, valid=False)
+            found = self.ledger.get(place)
             if found is not None:
                 found.users += 1
-        self.books.take(HOST if run.on_host else DEVICE, run.op.workspace_bytes)
+        self.ledger.take(HOST if run.on_host else DEVICE, run.op.workspace_bytes)
 
     def _start_move(self, move: Move) -> None:
-        source = self.books.get((move.tensor, move.source))
+        source = self.ledger.get((move.tensor, move.source))
         if source is not None:
             source.users += 1
-        target = self.books.hold((move.tensor, move.target), arrives_as(move), valid=False)
+        target = self.ledger.hold((move.tensor, move.target), arrives_as(move), valid=False)
         target.users += 1
 
     # findings

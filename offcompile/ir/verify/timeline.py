@@ -33,13 +33,13 @@ def check_timeline(
         found += replay.found
         found += check_makespan(machine, timeline, todo)
         found += check_settled(timeline, replay.states)
-        found += _peaks(machine, timeline, replay.books)
+        found += _peaks(machine, timeline, replay.ledger)
     return tuple(found)
 
 
-def _peaks(machine: Machine, timeline: Timeline, books: Ledger) -> Iterator[Violation]:
+def _peaks(machine: Machine, timeline: Timeline, ledger: Ledger) -> Iterator[Violation]:
     for tier in machine.tiers:
-        peak, told = books.peak_bytes[tier.name], timeline.peak_bytes.get(tier.name, 0)
+        peak, told = ledger.peak_bytes[tier.name], timeline.peak_bytes.get(tier.name, 0)
         if tier.capacity_bytes is not None and peak > tier.capacity_bytes:
             detail = f"{show_bytes(peak)} held at once; it has {show_bytes(tier.capacity_bytes)}"
             yield Violation("no-space", f"tier {tier.name}", detail)

@@ -21,12 +21,12 @@ class Waits:
     def __init__(
         self,
         plan: Plan,
-        books: Ledger,
+        ledger: Ledger,
         touching: Mapping[str, tuple[Touch, ...]],
         running: Mapping[str, Task],
         dropped: Mapping[Place, bool],
     ) -> None:
-        self._books, self._running, self._dropped = books, running, dropped
+        self._ledger, self._running, self._dropped = ledger, running, dropped
         # the listed order can be broken only where both lanes touch a tensor
         self._shared = {
             tensor: several
@@ -63,12 +63,12 @@ class Waits:
             yield "bad-value", f"{move.start_after}, its start_after, has not ended"
         form = None if move.source == DEVICE else move.codec
         yield from self._readable(move.tensor, move.source, form)
-        target = self._books.get((move.tensor, move.target))
+        target = self._ledger.get((move.tensor, move.target))
         if target is not None and target.valid:
             yield "bad-value", f"{move.target} holds a valid copy of {move.tensor} already"
         elif target is not None and target.users:
             yield "bad-value", f"the copy of {move.tensor} on {move.target} is in use"
-        growth = self._books.growth((move.tensor, move.target), arrives_as(move))
+        growth = self._ledger.growth((move.tensor, move.target), arrives_as(move))
         yield from self._fits(move.target, growth)
 
     def _order(self, step: int, run: VerifiedRun, tensor: str) -> Iterator[Reason]:
@@ -82,7 +82,7 @@ class Waits:
 
     def _readable(self, tensor: str, tier: str, form: str | None) -> Iterator[Reason]:
         place = (tensor, tier)
-        copy = self._books.get(place)
+        copy = self._ledger.get(place)
         if copy is None:
             if self._dropped.get(place):
                 yield "read-after-drop", f"the copy of {tensor} on {tier} has been dropped"
@@ -97,11 +97,11 @@ class Waits:
         wanted = {HOST if run.on_host else DEVICE: run.op.workspace_bytes}
         for tensor in run.op.writes:
             tier = run.tier_of(tensor)
-            wanted[tier] = wanted.get(tier, 0) + self._books.growth((tensor, tier))
+            wanted[tier] = wanted.get(tier, 0) + self._ledger.growth((tensor, tier))
         for tier, nbytes in wanted.items():
             yield from self._fits(tier, nbytes)
 
     def _fits(self, tier: str, nbytes: int) -> Iterator[Reason]:
-        missing = self._books.shortage(tier, nbytes)
+        missing = self._ledger.shortage(tier, nbytes)
         if missing:
             yield "no-space", f"{show_bytes(missing)} are missing on {tier}"

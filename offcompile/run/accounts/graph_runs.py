@@ -49,7 +49,7 @@ class GraphRuns:
     name: str
     #: None: as little as possible, whatever others hold
     budget_bytes: int | None
-    books: DeviceUsage
+    usage: DeviceUsage
     entry: GraphUsage
     settings: RuntimeSettings
     #: bytes of the budget that the keeper should leave to holes between tensors
@@ -87,7 +87,7 @@ class GraphRuns:
         binding, sizes = self.binding, self.sizes
         if phase == BACKWARD:
             binding, sizes = self.forward_of(arguments)
-            self.books.begins(self.entry, binding)
+            self.usage.begins(self.entry, binding)
         if self.budget_bytes is None:
             yield None
             return
@@ -102,7 +102,7 @@ class GraphRuns:
             yield None
             return
         peak_bytes = peak_at(sizes)
-        beside_bytes = self.books.held_beside(self.entry, binding).now
+        beside_bytes = self.usage.held_beside(self.entry, binding).now
         if phase == BACKWARD:  # its plan includes what its own forward left
             beside_bytes -= self.entry.left_by(binding)
         limit = self.budget_bytes - beside_bytes - peak_bytes

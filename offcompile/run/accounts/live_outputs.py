@@ -1,7 +1,7 @@
 """Counts outputs of graphs without a backward that were passed to other graphs and are alive.
 
 A reentrant checkpoint runs blocks without gradients and keeps the inputs of each. No pass waits for
-them (`books`), and no plan includes them except that of the running block, yet they take memory.
+them (`usage`), and no plan includes them except that of the running block, yet they take memory.
 Outputs that were passed to no graph, such as collected predictions, belong to the user's program.
 """
 

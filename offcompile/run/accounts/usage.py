@@ -3,8 +3,8 @@
 A model with graph breaks becomes several compiled graphs, and so does a model whose blocks are
 compiled one by one; a process may also compile several models. While one graph runs, the others
 hold weights, gradients, and activations saved for backward. A graph may use its budget less all
-that. `variants` reads the books at every call, and plans again if a plan no longer fits. The books
-own nothing: dead tensors are no longer counted.
+that. `variants` asks at every call how much that is, and plans again if a plan no longer fits.
+Nothing is owned here: dead tensors are no longer counted.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class PendingBackward:
 class GraphUsage:
     """Memory that one compiled graph holds while it is not running."""
 
-    books: DeviceUsage
+    usage: DeviceUsage
     #: key of the runtime that moves its tensors
     runtime: str = ""
     #: ids of the live parameters that it has been called with
@@ -76,24 +76,24 @@ class GraphUsage:
 
     def bind(self, parameters: Sequence[torch.Tensor]) -> ParameterSet:
         """Return the binding for the parameters of one call; register new ones."""
-        self.books.drop_dead()
+        self.usage.drop_dead()
         key = tuple(map(id, parameters))
         binding = self._bindings.get(key)
         if binding is None:
             binding = self._bindings[key] = ParameterSet(key)
             self.parameters.update(key)
-            self.books.holdings.add(parameters)
+            self.usage.holdings.add(parameters)
         return binding
 
     def bound(self) -> list[ParameterSet]:
         """The bindings whose parameters live, in the order of their first call."""
-        self.books.drop_dead()
+        self.usage.drop_dead()
         return list(self._bindings.values())
 
     @property
     def bindings(self) -> int:
         """The number of bindings whose parameters live."""
-        self.books.drop_dead()
+        self.usage.drop_dead()
         return len(self._bindings)
 
     def forget(self, parameter: int) -> None:
@@ -135,7 +135,7 @@ class GraphUsage:
         self.has_returned = True
         for one in self.waiting()[-1:]:
             one.waiting = False
-        self.books.returned(self)
+        self.usage.returned(self)
 
 
 def _autograd_node(outputs: object) -> torch.autograd.graph.Node | None:
@@ -169,7 +169,7 @@ class DeviceUsage:
         self._holders: tuple[tuple[int, int], list[weakref.ref[Holder]]] = ((-1, -1), [])
 
     def open(self, runtime: str = "") -> GraphUsage:
-        """Make an entry for a graph. The books refer to it weakly."""
+        """Make an entry for a graph. Only a weak reference to it is kept."""
         entry = GraphUsage(self, runtime)
         self._entries.append(weakref.ref(entry))
         return entry
@@ -297,9 +297,10 @@ class DeviceUsage:
         return [h for ref in self._holders[1] if (h := ref()) is not None]
 
 
+# per process: all models on one device share its memory
 _all_usages: dict[torch.device, DeviceUsage] = {}
 
 
 def usage_of(device: torch.device) -> DeviceUsage:
-    """The books of one device of this process."""
+    """The usage of one device by this process."""
     return _all_usages.setdefault(device, DeviceUsage())

@@ -245,7 +245,9 @@ def _wait_for_their_optimizer(weights: Mapping[int, _Weight]) -> bool:
 
 # --- torch's hooks for all optimizers, in place while there is a watch ----------------------------
 
+# per process: torch knows hooks for all optimizers only, not for one
 _watches: weakref.WeakSet[Watch] = weakref.WeakSet()
+# to remove those hooks with the last watch
 _handles: list[Any] = []
 
 

@@ -21,7 +21,7 @@ WITH_ANOTHER = 0.75
 
 def make_first(plans: Plans, call: Call) -> None:
     """Make the first plan, for the sizes that Dynamo traced. Raises `Infeasible`."""
-    plans.facts.runs.books.invalidate()
+    plans.facts.runs.usage.invalidate()
     plans.look_at_weights(call)
     held = plans.likely_held(call)
     try:
@@ -56,7 +56,7 @@ def follow_weights(plans: Plans, call: Call) -> None:
     """Make a plan with all weights on the host, to choose from below, if weights of the call left
     to make room for others and no plan hosts any."""
     hosts = HOSTED in plans.in_vain or any(v.placement.has_any for v in plans.variants)
-    if not hosts and not plans.facts.runs.books.sent.isdisjoint(call.parameters.ids):
+    if not hosts and not plans.facts.runs.usage.sent.isdisjoint(call.parameters.ids):
         on_host(plans, call)
 
 
@@ -88,7 +88,7 @@ def known(plans: Plans, call: Call) -> Variant | None:
     """Take a plan at hand that fits."""
     newest, preferred = plans.variants[-1], _by_preference(plans, call)
     quick = preferred[:1] == [newest] and newest.knows_needs_at(call.sizes)
-    if quick and plans.within(newest, plans.facts.runs.books.most_held(), call):
+    if quick and plans.within(newest, plans.facts.runs.usage.most_held(), call):
         return newest
     return plans.first_within(preferred, call)
 
@@ -120,15 +120,15 @@ LADDER: tuple[Callable[[Plans, Call], Variant | None], ...] = (
 def on_host(plans: Plans, call: Call, kind: PlanKind = HOSTED) -> Variant | None:
     """Return a plan with all weights of this call on the host, and send weights of as few other
     calls as possible there. None if that does not free enough."""
-    books, entry = plans.facts.runs.books, plans.facts.runs.entry
-    others = books.others(entry, call.parameters)
+    usage, entry = plans.facts.runs.usage, plans.facts.runs.entry
+    others = usage.others(entry, call.parameters)
     if not (others or kind.offload_saved) or kind in plans.in_vain:
         return None
     for variant in plans.variants:
         if variant.kind == kind and _have_leave(plans, variant, others, call):
             return variant
     held = plans.held(call)
-    sizes = [sum(map(books.holdings.takes, other)) for other in others]
+    sizes = [sum(map(usage.holdings.takes, other)) for other in others]
     sizes = [nbytes for nbytes in sizes if nbytes]
     for count in _doubling(len(sizes)):
         with suppress(Infeasible):
@@ -174,29 +174,29 @@ def _have_leave(
 ) -> bool:
     """Send weights of other calls to the host, call by call, until `variant`, which has the weights
     of this call there, fits. Return True if it fits."""
-    books = plans.facts.runs.books
+    usage = plans.facts.runs.usage
     for other in others:
         if plans.within(variant, plans.held(call), call):
             break
         variant.placement.place_alike(call.args, other)
-        books.holdings.expect_on_host(other)
-        books.sent.update(map(id, other))
-        books.invalidate()
+        usage.holdings.expect_on_host(other)
+        usage.sent.update(map(id, other))
+        usage.invalidate()
     return plans.within(variant, plans.held(call), call)
 
 
 def _crowded(plans: Plans, call: Call, whole: Variant) -> bool:
     """True if this graph and others together save more for backward than the budget holds."""
     runs = plans.facts.runs
-    budget, books, entry = runs.budget_bytes, runs.books, runs.entry
+    budget, usage, entry = runs.budget_bytes, runs.usage, runs.entry
     assert budget is not None
     needs = whole.needs_at(call.sizes)
     held, peak = plans.held(call), needs.peak_bytes
     alone = entry.has_returned and not entry.in_turn
     if alone or peak > budget:
         return False
-    wanted = held + books.unmoved_bytes() + peak
-    crowded = books.crowded(entry, wanted, needs.kept_bytes, budget)
+    wanted = held + usage.unmoved_bytes() + peak
+    crowded = usage.crowded(entry, wanted, needs.kept_bytes, budget)
     if crowded is None:
         return _may_crowd(plans, call, wanted, needs.kept_bytes)
     return crowded

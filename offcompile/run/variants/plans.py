@@ -204,13 +204,13 @@ class Plans:
     def held(self, call: Call) -> int:
         """Bytes held beside the graph during a step."""
         runs = self.facts.runs
-        return runs.books.held_beside(runs.entry, call.parameters).in_step
+        return runs.usage.held_beside(runs.entry, call.parameters).in_step
 
     def likely_held(self, call: Call) -> int:
         """Like `held`, after collecting models that have had their last step."""
         if self.held(call):
             garbage.collect_models()
-            self.facts.runs.books.invalidate()
+            self.facts.runs.usage.invalidate()
         return self.held(call)
 
     def surely_held(self, call: Call) -> int:
@@ -218,7 +218,7 @@ class Plans:
         if self.held(call):
             let_go()
             garbage.collect()
-            self.facts.runs.books.invalidate()
+            self.facts.runs.usage.invalidate()
         return self.held(call)
 
     def within(self, variant: Variant, held: int, call: Call) -> bool:
