@@ -15,7 +15,13 @@ from offcompile.ir import DEVICE, HOST, Infeasible, InvalidInput, Problem, Viola
 from offcompile.ir.units import show_us, size
 from offcompile.machine.options import Options
 from offcompile.planning.endurance import spilled_bytes
-from offcompile.planning.fit_budget import decide, floor_of, peak_alone, with_reserve
+from offcompile.planning.fit_budget import (
+    PlanSearch,
+    fit_budget,
+    floor_of,
+    peak_alone,
+    with_reserve,
+)
 from offcompile.report.report import PlanReport
 from offcompile.report.simple_way import SimpleWay, against
 from offcompile.report.words import split_facts
@@ -298,17 +304,15 @@ class _Fitting:
 
     def planned(self, problem: Problem, at_home: bool) -> bool:
         """True if there is a plan for it within the budget."""
+        search = PlanSearch(
+            self.ahead.survey.machine,
+            self.target.reserve_bytes,
+            self.options.whole_policy,
+            TRIAL_SECONDS,
+            self.tell,
+        )
         try:
-            decide(
-                problem,
-                self.ahead.survey.machine,
-                self.budget,
-                self.target.reserve_bytes,
-                self.options.whole_policy,
-                TRIAL_SECONDS,
-                self.tell,
-                may_fit=at_home,
-            )
+            fit_budget(problem, search, self.budget, may_fit=at_home)
         except Infeasible:
             return False
         return True

@@ -26,41 +26,35 @@ from offcompile.ir import (
 )
 from offcompile.simulate import Simulator
 
-from .fit_budget import Decided, decide, floors_by_run
+from .fit_budget import Decided, PlanSearch, fit_budget, floors_by_run
 from .order import Order, RunStep
 from .replay import worst_case
 
 
 def decide_emptied(
     problem: Problem,
-    machine_for: Callable[[int], Machine],
+    search: PlanSearch,
     budget_bytes: int,
-    reserve_for: Callable[[int], int],
-    policy: str,
-    seconds: float | None = None,
-    progress: Callable[[str], None] | None = None,
     offload_saved: bool = True,
     offload_gradients: bool = False,
 ) -> Decided:
-    """Like `decide`, with every evictable tensor off the device at the turn (`offload_saved`), or
-    at the end (`offload_gradients`). Raises `Infeasible`.
+    """Like `fit_budget`, with every evictable tensor off the device at the turn
+    (`offload_saved`), or at the end (`offload_gradients`). Raises `Infeasible`.
 
     The problem has a forward and a backward.
     """
-    capacity = budget_bytes - reserve_for(budget_bytes)
+    capacity = budget_bytes - search.reserve_for(budget_bytes)
     emptied, gone = problem, []
     if offload_saved:
         # in phase forward, so that evicted tensors have left when forward is over
         at = max(i for i, op in enumerate(problem.ops) if op.phase == FORWARD) + 1
-        emptied, name = with_others_at(emptied, machine_for, capacity, at, FORWARD)
+        emptied, name = with_others_at(emptied, search.machine_for, capacity, at, FORWARD)
         gone.append(name)
     if offload_gradients:
         at = len(emptied.ops)
-        emptied, name = with_others_at(emptied, machine_for, capacity, at, BACKWARD)
+        emptied, name = with_others_at(emptied, search.machine_for, capacity, at, BACKWARD)
         gone.append(name)
-    found = decide(
-        emptied, machine_for, budget_bytes, reserve_for, policy, seconds, progress, may_fit=False
-    )
+    found = fit_budget(emptied, search, budget_bytes, may_fit=False)
     return _without(gone, emptied, problem, found)
 
 

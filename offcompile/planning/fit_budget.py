@@ -97,14 +97,26 @@ def planning_seconds(problem: Problem) -> float:
     return max(LEAST_SECONDS, min(wanted, steps_s))
 
 
-def decide(
+@dataclass(frozen=True)
+class PlanSearch:
+    """What plans are made for, and how long to look for one.
+
+    machine_for: the machine with so many bytes of device memory. reserve_for: bytes of a budget
+    that the runtime itself takes once anything moves, not counting holes. seconds: None: the usual
+    time for the problem.
+    """
+
+    machine_for: Callable[[int], Machine]
+    reserve_for: Callable[[int], int]
+    policy: str
+    seconds: float | None = None
+    progress: Callable[[str], None] | None = None
+
+
+def fit_budget(
     problem: Problem,
-    machine_for: Callable[[int], Machine],
+    search: PlanSearch,
     budget_bytes: int | None,
-    reserve_for: Callable[[int], int],
-    policy: str,
-    seconds: float | None = None,
-    progress: Callable[[str], None] | None = None,
     held_bytes: int = 0,
     holes: Holes | None = None,
     may_fit: bool = True,
@@ -114,18 +126,17 @@ def decide(
     """Finds a plan within the budget (None: the floor). Raises `Infeasible` with figures, and
     `Beaten` if no plan can take less than `worth_us`.
 
-    `machine_for` returns the machine with that much device memory; `reserve_for` returns the
-    bytes of a budget that the runtime itself takes once anything moves, not counting holes.
     `held_bytes` of the user's budget belong to other graphs and are not in `budget_bytes`.
     Without `may_fit`, something has to move anyway (weights live on the host).
     """
+    machine_for, reserve_for = search.machine_for, search.reserve_for
     capacity = budget_bytes if budget_bytes is not None else floor_of(problem, machine_for)
     if may_fit:
         fitting = _as_it_is(problem, machine_for, capacity, budget_bytes)
         if fitting is not None:
             return fitting
     compute_us = sum(op.duration_us for op in problem.ops)
-    spend = seconds or planning_seconds(problem)
+    spend = search.seconds or planning_seconds(problem)
     touching = None if holes is None else holes.touching_us
     roomy: _Planned | None = None
 
@@ -133,7 +144,9 @@ def decide(
         machine = machine_for(max(1, capacity - holes_bytes))
         seeds = known if roomy is None else [*known, roomy.result.plan]
         with rarely_collected():
-            result = plan_problem(problem, machine, policy, spend, progress, seeds, worth_us)
+            result = plan_problem(
+                problem, machine, search.policy, spend, search.progress, seeds, worth_us
+            )
         touching_us = 0.0 if touching is None else touching(machine, result)
         return _Planned(machine, result, holes_bytes, touching_us)
 
@@ -158,7 +171,7 @@ def decide(
                 tight = planned(capacity, worth_us=worth_us)
                 found = tight if tight.cost_us < worth_us else roomy
         else:
-            refusing = (problem, machine_for, policy, budget_bytes, reserve_for, held_bytes)
+            refusing = (problem, search, budget_bytes, held_bytes)
             if floor > capacity * HOPELESS and (refusal := _with_budget(None, *refusing)):
                 raise refusal
             try:
@@ -257,17 +270,16 @@ def _floor_per_op(
 def _with_budget(
     missing_bytes: int | None,
     problem: Problem,
-    machine_for: Callable[[int], Machine],
-    policy: str,
+    search: PlanSearch,
     budget_bytes: int,
-    reserve_for: Callable[[int], int],
     held_bytes: int,
 ) -> Infeasible | None:
     """The refusal in terms of the user's budget; None if the budget is not below the floor.
 
     `missing_bytes` is the shortage that the planner reported, if it did.
     """
-    frame, floors = _floor_per_op(problem, machine_for)
+    reserve_for = search.reserve_for
+    frame, floors = _floor_per_op(problem, search.machine_for)
     worst = max(range(len(floors)), key=floors.__getitem__)
     needed = floors[worst]
     if missing_bytes is not None:
@@ -275,11 +287,11 @@ def _with_budget(
     total = with_reserve(needed, reserve_for)
     if total <= budget_bytes:
         return None
-    if needed > floors[worst] and policy.partition(":")[0] != "joint":
+    if needed > floors[worst] and search.policy.partition(":")[0] != "joint":
         least = with_reserve(floors[worst], reserve_for)
         return Infeasible(
-            f"The budget of {show_bytes(budget_bytes)} is not enough for {policy}, which needs"
-            f" {show_bytes(total)}; the floor is {show_bytes(least)}.",
+            f"The budget of {show_bytes(budget_bytes)} is not enough for {search.policy}, which"
+            f" needs {show_bytes(total)}; the floor is {show_bytes(least)}.",
             total - budget_bytes,
             f"Set memory to '{round_up(total + held_bytes)}' or more, use the policy joint, or"
             " make the batch smaller.",

@@ -10,7 +10,13 @@ from offcompile.graph import weight_placement as module
 from offcompile.graph.annotate import Annotated
 from offcompile.graph.weight_placement import Choice, Decide, choose, weights_in_use_order
 from offcompile.ir import DEVICE, HOST, Infeasible, Lane, Machine, Op, Problem, Tensor, Tier
-from offcompile.planning.fit_budget import Decided, decide, floor_of, planning_seconds
+from offcompile.planning.fit_budget import (
+    Decided,
+    PlanSearch,
+    fit_budget,
+    floor_of,
+    planning_seconds,
+)
 from offcompile.report.explain import fates
 from offcompile.report.modes import modes, module_rows
 
@@ -52,16 +58,9 @@ def at(budget: int | None, policy: str = "joint") -> Decide:
     def planned(
         found: Annotated, *, may_fit: bool, share: float = 1.0, worth_us: float = float("inf")
     ) -> Decided:
-        return decide(
-            found.problem,
-            machine_for,
-            budget,
-            lambda budget_bytes: 0,
-            policy,
-            share * planning_seconds(found.problem),
-            may_fit=may_fit,
-            worth_us=worth_us,
-        )
+        seconds = share * planning_seconds(found.problem)
+        search = PlanSearch(machine_for, lambda budget_bytes: 0, policy, seconds)
+        return fit_budget(found.problem, search, budget, may_fit=may_fit, worth_us=worth_us)
 
     return planned
 

@@ -24,7 +24,7 @@ from offcompile.graph.lowering.lower import lower
 from offcompile.graph.lowering.rewrite import Rewritten, rewrite
 from offcompile.graph.sizes import hint_of
 from offcompile.ir import DEVICE, Lane, Machine, Tier
-from offcompile.planning.fit_budget import Decided, decide, floor_of
+from offcompile.planning.fit_budget import Decided, PlanSearch, fit_budget, floor_of
 from offcompile.planning.order import ProgramStep, RunStep, StartStep, WaitStep
 from offcompile.planning.replay import worst_case
 from offcompile.runtime.base.counters import counters
@@ -73,9 +73,12 @@ class Moving:
         self.before, self.annotated = graphs, annotate(graphs, costs, hint_of(), 64)
         problem = self.annotated.problem
         least = floor_of(problem, machine)
-        plain = decide(problem, machine, 1 << 40, lambda _: 0, "joint").order.peak_bytes
+        usual = PlanSearch(machine, lambda _: 0, "joint")
+        plain = fit_budget(problem, usual, 1 << 40).order.peak_bytes
         budget = round(least + self.share * (plain - least))
-        self.decided = decide(problem, machine, budget, lambda _: 0, self.policy, 1.0)
+        self.decided = fit_budget(
+            problem, PlanSearch(machine, lambda _: 0, self.policy, 1.0), budget
+        )
         self.made = rewrite(
             graphs, self.annotated, self.decided.result.plan, self.decided.order, self.runtime
         )

@@ -23,7 +23,7 @@ from offcompile.machine.hardware import load_profile
 from offcompile.machine.options import Options
 from offcompile.machine.target import CudaTarget, target_for
 from offcompile.machine.this_gpu import to_cuda_machine
-from offcompile.planning.fit_budget import decide
+from offcompile.planning.fit_budget import PlanSearch, fit_budget
 from offcompile.run.plan.carry_out import _check_one_device
 from offcompile.runtime.base import clock
 from offcompile.runtime.base.clock import StreamClock, WallClock, clock_for
@@ -79,9 +79,8 @@ def test_a_plan_for_the_card_loads_to_the_card() -> None:
     costs = {(FORWARD, n.name): OpCost(1000.0) for n in graphs.forward.graph.nodes}
     annotated = annotate(graphs, costs, hint)
     target = card()
-    found = decide(
-        annotated.problem, target.machine, 7 * MIB, target.reserve_bytes, "joint", 1.0, None
-    )
+    search = PlanSearch(target.machine, target.reserve_bytes, "joint", 1.0)
+    found = fit_budget(annotated.problem, search, 7 * MIB)
     assert not found.fits and found.result.plan.moves
     assert {m.lane for m in found.result.plan.moves} == {"h2d", "d2h"}
     made = rewrite(graphs, annotated, found.result.plan, found.order, target.runtime.key)
@@ -255,15 +254,8 @@ def test_a_plan_for_the_card_has_its_weight_on_the_host() -> None:
     target = card()
     annotated = annotate(graphs, costs, hint, in_place=target.in_place(2 * MIB))
     assert annotated.problem.tensor["weight_1"].home == HOST
-    found = decide(
-        annotated.problem,
-        target.machine,
-        6 * MIB,
-        target.reserve_bytes,
-        "joint",
-        1.0,
-        may_fit=False,
-    )
+    search = PlanSearch(target.machine, target.reserve_bytes, "joint", 1.0)
+    found = fit_budget(annotated.problem, search, 6 * MIB, may_fit=False)
     made = rewrite(graphs, annotated, found.result.plan, found.order, target.runtime.key)
     plan = found.result.plan
     fetched = [n for n in made.graphs.forward.graph.nodes if n.target is ops.start_fetch]

@@ -6,7 +6,14 @@ import pytest
 
 import offcompile.planning.fit_budget as decide_module
 from offcompile.ir import Infeasible, Lane, Machine, Op, Problem, Tensor, Tier
-from offcompile.planning.fit_budget import Decided, Holes, decide, floor_of, floors_by_run
+from offcompile.planning.fit_budget import (
+    Decided,
+    Holes,
+    PlanSearch,
+    fit_budget,
+    floor_of,
+    floors_by_run,
+)
 from offcompile.planning.planner import PlanResult, plan_problem
 
 MIB = 1 << 20
@@ -36,14 +43,15 @@ def machine(bytes_per_us: float) -> object:
     return of
 
 
+def search(bytes_per_us: float) -> PlanSearch:
+    return PlanSearch(machine(bytes_per_us), lambda _: MIB, "joint", 1.0)  # type: ignore[arg-type]
+
+
 def decided(budget: int | None, bytes_per_us: float, holes: int | None = 4 * MIB) -> Decided:
-    return decide(
+    return fit_budget(
         chain(),
-        machine(bytes_per_us),  # type: ignore[arg-type]
+        search(bytes_per_us),
         budget,
-        lambda _: MIB,
-        "joint",
-        1.0,
         holes=None if holes is None else Holes(holes),
     )
 
@@ -106,7 +114,9 @@ def test_the_floor_and_what_fits_leave_no_holes() -> None:
 
 def test_a_policy_that_needs_more_than_the_floor_says_so() -> None:
     with pytest.raises(Infeasible, match=r"not enough for weight_rotation.*policy joint") as caught:
-        decide(chain(), machine(FAST), 12 * MIB, lambda _: 0, "weight_rotation", 1.0)  # type: ignore[arg-type]
+        fit_budget(
+            chain(), PlanSearch(machine(FAST), lambda _: 0, "weight_rotation", 1.0), 12 * MIB
+        )
     assert "the floor is 8,388,608 bytes" in str(caught.value)
 
 
@@ -128,13 +138,10 @@ def test_a_plan_leaves_room_where_touching_memory_again_takes_longer(
     free = decided(budget, SLOW, holes=None).result.cost_us
     with_room = decided(budget - 4 * MIB, SLOW, holes=None).result.cost_us
     assert with_room > free * 1.02
-    found = decide(
+    found = fit_budget(
         chain(),
-        machine(SLOW),  # type: ignore[arg-type]
+        search(SLOW),
         budget,
-        lambda _: MIB,
-        "joint",
-        1.0,
         holes=touching(us_per_mib, budget),
     )
     assert found.holes_bytes == (4 * MIB if roomy else 0)

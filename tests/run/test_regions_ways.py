@@ -16,6 +16,7 @@ import offcompile
 from offcompile.ir import DEVICE, HOST, Lane, Machine, Op, Problem, Tier
 from offcompile.ir import Tensor as Stored
 from offcompile.planning.empty_turn import decide_emptied
+from offcompile.planning.fit_budget import PlanSearch
 from offcompile.planning.order import RunStep
 from offcompile.runtime.base.counters import reset_counters
 from offcompile.runtime.moves.registry import close_all
@@ -146,7 +147,8 @@ def test_nothing_that_may_leave_stands_at_the_turn() -> None:
         lanes = (Lane("out", DEVICE, HOST, 10.0), Lane("in", HOST, DEVICE, 10.0))
         return Machine((Tier(DEVICE, nbytes), Tier(HOST, None)), lanes)
 
-    found = decide_emptied(problem, machine, 8, lambda budget: 0, "joint", 0.1)
+    search = PlanSearch(machine, lambda budget: 0, "joint", 0.1)
+    found = decide_emptied(problem, search, 8)
     assert found.kept == frozenset()
     assert found.order.peak_bytes <= 8
     runs = [s.name for s in found.order.steps if isinstance(s, RunStep)]

@@ -32,10 +32,10 @@ def _(place: Path, patch: pytest.MonkeyPatch) -> str:
 def _(place: Path, patch: pytest.MonkeyPatch) -> str:
     from test_decide import FAST, MIB, chain, machine
 
-    from offcompile.planning.fit_budget import decide
+    from offcompile.planning.fit_budget import PlanSearch, fit_budget
 
-    given: Any = (chain(), machine(FAST), 12 * MIB, lambda _: 0, "weight_rotation", 1.0)
-    return told(lambda: decide(*given), Infeasible)
+    search = PlanSearch(machine(FAST), lambda _: 0, "weight_rotation", 1.0)
+    return told(lambda: fit_budget(chain(), search, 12 * MIB), Infeasible)
 
 
 @says("other compiled graphs of this process hold …, which is the whole budget")

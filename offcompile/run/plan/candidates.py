@@ -17,7 +17,13 @@ from offcompile.graph.sizes import hint_of
 from offcompile.graph.weight_placement import TRIAL_SHARE, Choice
 from offcompile.ir import Infeasible, Problem
 from offcompile.machine.in_place import InPlace
-from offcompile.planning.fit_budget import NO_LOSS, decide, peak_alone, with_reserve
+from offcompile.planning.fit_budget import (
+    NO_LOSS,
+    PlanSearch,
+    fit_budget,
+    peak_alone,
+    with_reserve,
+)
 from offcompile.run.problem_source import ProblemSource
 
 from .contract import EMPTIED, USUAL
@@ -93,16 +99,8 @@ def emptied_within_own_peak(planner: GraphPlanner, traced: Traced) -> Candidate 
     enough = with_reserve(peak_alone(problem, source.machine), reserve)
     if budget is not None and enough > budget:
         return None
-    decided = decide(
-        problem,
-        source.machine,
-        enough,
-        reserve,
-        "turnover",
-        TURNING_SECONDS,
-        planner.tell,
-        may_fit=False,
-    )
+    search = PlanSearch(source.machine, reserve, "turnover", TURNING_SECONDS, planner.tell)
+    decided = fit_budget(problem, search, enough, may_fit=False)
     return Candidate(source, traced.graphs, Choice(traced.plain, decided))
 
 

@@ -15,7 +15,8 @@ from offcompile.planning.empty_turn import decide_emptied
 from offcompile.planning.fit_budget import (
     Decided,
     Holes,
-    decide,
+    PlanSearch,
+    fit_budget,
     fits_as_it_is,
     floor_of,
     planning_seconds,
@@ -67,32 +68,21 @@ class GraphPlanner:
         """Search for a plan within the budget. Raises `Infeasible`, and `Beaten` if no plan can
         take less than `worth_us`.
 
-        share: of the usual time. known: plans whose choices are tried. may_fit: see `decide`.
+        share: of the usual time. known: plans whose choices are tried. may_fit: see `fit_budget`.
         """
         options, target = self.source.options, self.source.target
         seconds = share * (options.seconds or planning_seconds(problem))
+        search = PlanSearch(
+            self.source.machine, target.reserve_bytes, options.whole_policy, seconds, self.tell
+        )
         offload_saved = self.request.kind.offload_saved
         offload_gradients = offload_gradients and any(op.phase == BACKWARD for op in problem.ops)
         if (offload_saved or offload_gradients) and budget is not None:
-            return decide_emptied(
-                problem,
-                self.source.machine,
-                budget,
-                target.reserve_bytes,
-                options.whole_policy,
-                seconds,
-                self.tell,
-                offload_saved,
-                offload_gradients,
-            )
-        return decide(
+            return decide_emptied(problem, search, budget, offload_saved, offload_gradients)
+        return fit_budget(
             problem,
-            self.source.machine,
+            search,
             budget,
-            target.reserve_bytes,
-            options.whole_policy,
-            seconds,
-            self.tell,
             self.request.held_bytes,
             None if budget is None else self._holes(problem, budget),
             may_fit,
