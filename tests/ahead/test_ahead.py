@@ -171,9 +171,9 @@ def test_one_layer_that_differs_makes_them_unequal(change: Any) -> None:
 
 def test_the_plan_ahead_is_the_plan_that_compiling_makes() -> None:
     torch.manual_seed(0)
-    model = Language(6, dropout=0.0)
+    model = Language(3, dropout=0.0)
     given = torch.zeros(2, LENGTH, dtype=torch.long)
-    options = {"lowering": "aot_eager", "seconds": 2.0}  # counted, not cut off
+    options = {"lowering": "aot_eager", "seconds": 1.0}  # counted, not cut off
     asked = {"memory": "1MiB", "hardware": "cpu", **options}  # weights have to leave for it
     torch.compile(model, backend="offcompile", options=asked)(given)
     compiled = offcompile.reports()[-1]

@@ -307,10 +307,10 @@ class Attending(nn.Module):
         return found
 
 
-@pytest.mark.parametrize("lowering", ["aot_eager", "inductor"])
-def test_no_op_reads_a_weight_that_was_updated(lowering: str) -> None:
+@pytest.mark.parametrize(("lowering", "layers"), [("aot_eager", 3), ("inductor", 1)])
+def test_no_op_reads_a_weight_that_was_updated(lowering: str, layers: int) -> None:
     torch.manual_seed(0)
-    model = nn.Sequential(Attending(), Attending(), Attending())
+    model = nn.Sequential(*(Attending() for _ in range(layers)))
     reference = copy.deepcopy(model)
     optimizer = Poisoner(model.parameters())
     run = compiled(model, lowering=lowering)
