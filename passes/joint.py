@@ -37,6 +37,7 @@ from .search.recompute_starts import WORTH_ANOTHER, RecomputeStarts
 from .search.rerun_loads import rerun_modes
 from .search.search import Search, SearchState, mode_of
 from .search.update_split import UpdateSplit
+from .search.update_turns import taking_turns
 from .select.gap_set import GapSet, Prices
 from .select.rematerialization import Rematerialization, Rerun
 
@@ -168,12 +169,16 @@ class Joint:
         states += self._splitting(search, split, forced, states, SPLIT_SHARES[0])
         again = self._recomputing(search, forced, states, split)
         again += self._splitting(search, split, forced, again, SPLIT_SHARES[1])
+        if self.known_modes:  # the first search shows which weights might as well stay for good
+            again += taking_turns(search, split, again or states)
         states += again
         states += self._balanced(search, states)
         states += self._rerunning(search, states)
         # if recomputation beats everything possible without it, do not look there any further
         beaten = bool(again) and search.best_us <= self.kept_floor_us()
         for one in self._worth_varying(search, states):
+            if self.trial and search.done:
+                break  # the plan that is chosen is searched for again
             states += self._starts(search, one, HEADROOMS[1:])
         if not beaten and not (self.trial and search.best_plan is not None):
             self._single_policies(search, [n for n in _policies() if n != self.name], POLICY_SHARE)

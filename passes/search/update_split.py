@@ -3,6 +3,10 @@
 The host is slow but needs no link for states; the device is fast but has to fetch them and send
 them back. The first gradients of backward have the most time left, so the host takes those. A
 single number says where the device takes over, and the search finds it by trying plans.
+
+If the links are what a step waits for, that leaves the way out nearly idle until the device takes
+over. Then both sides take turns from the first gradient on (`alternating`), so that states leave
+during all of backward.
 """
 
 from __future__ import annotations
@@ -64,6 +68,17 @@ class UpdateSplit:
                 break
             sum_us += host_us
             found.add(weight)
+        return frozenset(found)
+
+    def alternating(self, share: float) -> frozenset[str]:
+        """Returns weights with about this share of host time, spread evenly over the gradients,
+        plus those held."""
+        owed_us, found = 0.0, set(self.held)
+        for weight, host_us in zip(self.weights, self.host_us, strict=True):
+            owed_us += min(1.0, share) * host_us
+            if share > 0.0 and 2 * owed_us >= host_us:
+                owed_us -= host_us
+                found.add(weight)
         return frozenset(found)
 
     def share(self, hosted: frozenset[str]) -> float:

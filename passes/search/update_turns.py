@@ -1,0 +1,84 @@
+"""Lets host and device take turns with the updates where the links are what a step waits for.
+
+While the host takes the first gradients and the device the last ones, the way out carries little
+until the device begins, and then more than it can. If both take turns from the first gradient on,
+states cross during all of backward. The activations that cross beside them then cost more than
+computing them again, since compute has time to spare: so more of forward runs again as well.
+"""
+
+from __future__ import annotations
+
+from offcompile.passes.select.gap_set import GapSet, Prices
+from offcompile.passes.select.rematerialization import Rerun
+
+from .program_variant import Choices, ProgramVariant
+from .recompute_starts import Recipe, RecomputeStarts
+from .search import Search, SearchState
+from .update_split import UpdateSplit
+
+#: the links are what a step waits for if ops take less than this share of it
+LITTLE_COMPUTE = 0.85
+#: a plan within this share of its bound leaves little to gain
+NEAR_BOUND = 0.05
+#: shares of the host's time to give up when sides take turns: first tried, then around that
+FEWER, AROUND = 0.04, (0.02, 0.06, 0.08, 0.0)
+#: recomputation at this multiple of the median price of memory, in the first half of forward or in
+#: all of it
+DEAR, LATE = 4.0, (0.5, 1.0)
+
+
+def taking_turns(
+    search: Search, split: UpdateSplit, states: list[SearchState]
+) -> list[SearchState]:
+    """Returns the best start in which sides take turns, if the links hold up the best one so far.
+
+    It counts its plans by itself, so that the search after it is as long as without.
+    """
+    best = min(states, key=lambda s: s.cost, default=None)
+    if best is None or not split.weights or search.settled or not _waits_for_links(search, best):
+        return []
+    left, share = search.left, split.share(best.frame.mode.hosted)
+    sets = [*_dear_reruns(search), best.frame.mode.recomputes]
+    tried = [_with(search, best, split.alternating(share - FEWER), again) for again in sets]
+    found = [state for state in tried if state is not None]
+    if found:
+        again = min(found, key=lambda s: s.cost).frame.mode.recomputes
+        for fewer in AROUND:
+            state = _with(search, best, split.alternating(share - fewer), again)
+            found += [] if state is None else [state]
+        first = min(found, key=lambda s: s.cost)
+        state = search.evaluate(first.frame, first.cover, rounds=2)
+        found += [] if state is None else [state]
+    search.left = left
+    found.sort(key=lambda s: s.cost)
+    return found[:1]
+
+
+def _waits_for_links(search: Search, state: SearchState) -> bool:
+    compute_us = sum(run.duration_us for run in state.frame.program.runs if not run.on_host)
+    far = state.us > search.floor_us * (1 + NEAR_BOUND)
+    return far and compute_us < state.us * LITTLE_COMPUTE
+
+
+def _dear_reruns(search: Search) -> list[frozenset[Rerun]]:
+    """Returns reruns at a high price of memory, for the first half of forward and for all of it."""
+    starts = RecomputeStarts(search.problem, lambda reruns: None, lambda: False)
+    prices, parts = starts.prices(), starts.parts()
+    if not prices:
+        return []
+    return [starts.reruns(Recipe(parts[0], prices[0] * DEAR, late=late)) for late in LATE]
+
+
+def _with(
+    search: Search, state: SearchState, hosted: frozenset[str], reruns: frozenset[Rerun]
+) -> SearchState | None:
+    """Evaluates the state's direct accesses with these host updates and reruns."""
+    if search.settled:
+        return None
+    mode = Choices(state.frame.mode.directs, reruns, hosted)
+    made = ProgramVariant(search.problem, search.machine, mode, lossy=state.frame.lossy)
+    cover = GapSet(made.gaps)
+    if not cover.repair(made.capacity, Prices()):
+        return None
+    cover.prune(made.capacity, Prices())
+    return search.evaluate(made, cover, rounds=0)
