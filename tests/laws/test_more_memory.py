@@ -1,0 +1,59 @@
+"""More memory is never slower, over ten budgets of one training step with its optimizer."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from memferry_problems import machine, step
+
+from offcompile.ir import Machine, Plan, Problem
+from offcompile.passes.registry import make
+from offcompile.planning.fit_budget import floor_of
+from offcompile.planning.planner import certify, judge_for
+
+LAYERS, BUDGETS, ALLOWED = 8, 10, 1.01
+#: bytes of one layer: states as of AdamW in bf16, an activation that is worth a move
+SIZES = {"weight": 1000, "gradient": 1000, "state": 6000, "activation": 700}
+
+
+def small_model(compute_us: float, host_update_us: float) -> Problem:
+    """Layers that may run again in backward, each updated right after its gradient."""
+    made = step(
+        [SIZES["weight"]] * LAYERS,
+        steady=False,
+        compute_us=compute_us,
+        update_us=1.0,
+        host_update_us=host_update_us,
+    )
+    tensors = tuple(replace(t, nbytes=SIZES.get(t.kind, t.nbytes)) for t in made.tensors)
+    ops = [replace(op, recompute=True) for op in made.ops if op.phase == "forward"]
+    for op in made.ops:
+        if op.phase == "backward":
+            ops += [op, made.op[f"U{op.id[1:]}"]]
+    return Problem(tensors, tuple(ops), False)
+
+
+def step_us(problem: Problem, where: Machine) -> float:
+    policy = make("joint:evaluations=150,seconds=600", judge_for(problem, where))
+    return certify(problem, where, policy.apply(problem, where, Plan()), "joint").makespan_us
+
+
+#: where the links hold up every plan, one of the ten budgets still gets a plan 13% slower than less
+#: memory does: the search misses the better one
+SLOW_LINKS = pytest.param(
+    10.0, 130.0, marks=pytest.mark.xfail(strict=True, reason="the search misses the better plan")
+)
+
+
+@pytest.mark.parametrize(("compute_us", "host_update_us"), [(40.0, 60.0), SLOW_LINKS])
+def test_ten_budgets(compute_us: float, host_update_us: float) -> None:
+    problem = small_model(compute_us, host_update_us)
+    floor = floor_of(problem, lambda nbytes: machine(device=nbytes))
+    most = sum(t.nbytes for t in problem.tensors)
+    budgets = [floor + (most - floor) * n // (BUDGETS - 1) for n in range(BUDGETS)]
+    best_us = float("inf")
+    for nbytes in budgets:
+        took_us = step_us(problem, machine(device=nbytes))
+        assert took_us <= best_us * ALLOWED, f"{nbytes:,} bytes"
+        best_us = min(best_us, took_us)
