@@ -107,9 +107,9 @@ def _made_by(node: fx.Node) -> Any:
 
 def test_no_zeros_are_made_for_a_whole_tangent(monkeypatch: pytest.MonkeyPatch) -> None:
     given: list[torch.Tensor | None] = []
-    issue = row_ops.tickets.issue
+    issue = row_ops.tickets.issue_owned
     monkeypatch.setattr(
-        row_ops.tickets, "issue", lambda t, died: (given.append(t.value), issue(t, died))[1]
+        row_ops.tickets, "issue_owned", lambda t: (given.append(t.value), issue(t))[1]
     )
     run, _ = compiled(Head(logits_too), PIECES)
     run(*batch())[0].backward()
