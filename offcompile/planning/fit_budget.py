@@ -99,7 +99,7 @@ def planning_seconds(problem: Problem) -> float:
 
 @dataclass(frozen=True)
 class PlanSearch:
-    """What plans are made for, and how long to look for one.
+    """Describes a search: the machine and the policy to plan for, and how long to look.
 
     machine_for: the machine with so many bytes of device memory. reserve_for: bytes of a budget
     that the runtime itself takes once anything moves, not counting holes. seconds: None: the usual

@@ -79,7 +79,7 @@ class Splitting:
 
     @property
     def subject(self) -> str:
-        """What was split, in short."""
+        """Names in short what was split."""
         return subject_of(self.parts)
 
     @property

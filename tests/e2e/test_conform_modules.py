@@ -10,7 +10,7 @@ import torch
 from trust import conformity, modules
 from trust.conformity import Outcome, Planned, Tally
 
-#: of some 930 cases: 14
+#: share of some 930 cases, which makes 14
 SHARE = 0.015
 
 

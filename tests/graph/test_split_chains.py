@@ -29,7 +29,7 @@ class Mlp(nn.Module):
 
 
 class Gated(Mlp):
-    """As in Llama: its norm consists of ops that work on each token by itself."""
+    """Resembles Llama: its norm consists of ops that work on each token by itself."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -50,7 +50,7 @@ def compiled(model: nn.Module, memory: int | str, spill: Path) -> nn.Module:
 
 
 def held_now() -> int:
-    """What everything that is in the usage of the CPU holds between two steps."""
+    """Counts the bytes that all graphs of the CPU hold between two steps."""
     gc.collect()
     usage = usage_of(CPU)
     stranger = usage.open()

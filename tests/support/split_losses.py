@@ -38,7 +38,7 @@ def flat(logits: torch.Tensor) -> torch.Tensor:
 
 
 def in_single(logits: torch.Tensor) -> torch.Tensor:
-    """As `logits.float()` does, but without losing digits of float64."""
+    """Casts like `logits.float()`, without losing digits of float64."""
     return logits if logits.dtype == torch.float64 else logits.float()
 
 

@@ -96,7 +96,7 @@ def _cards(report: Record) -> Iterator[tuple[str, str, str]]:
 
 
 def split_data(report: Record) -> dict[str, Any] | None:
-    """What was split along tokens, and the figures of the step before and after."""
+    """Lists what was split along tokens, and the figures of the step before and after."""
     made = report.splitting
     if made is None:
         return None
