@@ -26,6 +26,7 @@ from offcompile.machine.options import Options
 from offcompile.machine.target import CpuTarget, CudaTarget, Target, target_for
 from offcompile.planning.feedback.profiling import Profile
 from offcompile.planning.fit_budget import floor_of, planning_seconds, with_reserve
+from offcompile.planning.planner import NO_RIVAL, Rival
 from offcompile.planning.splitting import SplitPart, StepEstimate
 from offcompile.report.report import PlanReport
 from offcompile.report.simple_way import SimpleWay
@@ -314,8 +315,8 @@ class Ahead:
         def ahead(pieces: int | None) -> Ahead:
             return self if pieces is None else self.in_pieces(pieces, tell)
 
-        def choose(pieces: int | None, explain: bool) -> Choice:
-            return ahead(pieces).choose_whole(memory, tell, seconds, explains and explain)
+        def choose(pieces: int | None, explain: bool, rival: Rival) -> Choice:
+            return ahead(pieces).choose_whole(memory, tell, seconds, explains and explain, rival)
 
         splits = self.traces[0].splits if self.traces else None
         found, splitting = Ways(
@@ -361,17 +362,25 @@ class Ahead:
         return tuple(found)
 
     def choose_whole(
-        self, memory: Any, tell: Tell, seconds: float | None = None, explains: bool = True
+        self,
+        memory: Any,
+        tell: Tell,
+        seconds: float | None = None,
+        explains: bool = True,
+        rival: Rival = NO_RIVAL,
     ) -> Choice:
-        """Plan the model without splitting further. Raises `Infeasible`."""
+        """Plan the model without splitting further. Raises `Infeasible`, and `Beaten` if no plan
+        can beat the rival."""
         options = self.survey.options
         options = replace(
             options, memory=memory, seconds=seconds or options.seconds or self.seconds
         )
-        return plan_in_order(self._planner(options, tell, explains), self.graphs).choice
+        return plan_in_order(self._planner(options, tell, explains, rival), self.graphs).choice
 
-    def _planner(self, options: Options, tell: Tell, explains: bool = True) -> GraphPlanner:
-        request = PlanRequest("the model", explains=explains, quick=True)
+    def _planner(
+        self, options: Options, tell: Tell, explains: bool = True, rival: Rival = NO_RIVAL
+    ) -> GraphPlanner:
+        request = PlanRequest("the model", explains=explains, quick=True, rival=rival)
         return GraphPlanner(replace(self.survey, options=options), request, tell)
 
     def report(self, tell: Tell, choice: Choice | None = None) -> PlanReport:

@@ -16,7 +16,7 @@ from typing import Protocol
 from offcompile.ir import DEVICE, HOST, Infeasible, Problem
 from offcompile.passes.select.pinned_weights import best_share, spread
 from offcompile.planning.fit_budget import Decided
-from offcompile.planning.planner import Beaten
+from offcompile.planning.planner import NO_RIVAL, Beaten, Rival
 from offcompile.planning.splitting import Splitting
 
 from .annotate import Annotated
@@ -27,8 +27,8 @@ WORTH_LEAVING = 0.02
 #: gain `WORTH_LEAVING` according to their lower bound
 TRIAL_SHARE, LONGER_SHARE = 1 / 3, 2.0
 #: a plan is not searched again if it costs more than NEAR times the best, or if its gap is below
-#: CLOSE
-NEAR, CLOSE = 1.1, 0.03
+#: CLOSE; or if it costs more than NEAR_RIVAL times a rival, since a longer search gains about that
+NEAR, CLOSE, NEAR_RIVAL = 1.1, 0.03, 1.02
 #: processor time after which no more choices of weights are planned, and no search is extended
 ENOUGH_SECONDS = 25.0
 
@@ -36,7 +36,8 @@ ENOUGH_SECONDS = 25.0
 class Decide(Protocol):
     """Plans an annotated step; raises Infeasible. `share`: a share of the usual planning time.
 
-    worth_us: raises `Beaten` if no plan can cost less than this.
+    worth_us: raises `Beaten` if no plan can cost less than this. trial: the plan is only compared,
+    and searched for again if it is chosen.
     """
 
     def __call__(
@@ -46,6 +47,7 @@ class Decide(Protocol):
         may_fit: bool,
         share: float = 1.0,
         worth_us: float = float("inf"),
+        trial: bool = False,
     ) -> Decided: ...
 
 
@@ -67,8 +69,10 @@ def choose(
     floor_of: Callable[[Problem], int],
     must_leave: bool = False,
     may_split: bool = True,
+    rival: Rival = NO_RIVAL,
 ) -> Choice:
-    """Find the fastest plan that fits; with `to_floor`, the one with the lowest peak.
+    """Find the fastest plan that fits; with `to_floor`, the one with the lowest peak. Raises
+    `Infeasible`, and `Beaten` if no plan can beat the rival.
 
     `on_host` annotates the step with all weights except the given ones on the host; it returns
     None if that is impossible, or if no weight is worth a move. `must_leave`: gradients must leave
@@ -78,19 +82,24 @@ def choose(
     if to_floor:
         return _least(at_home, on_host(frozenset()), decide, floor_of)
     until = time.thread_time() + ENOUGH_SECONDS
-    stay = refused = None
+    rival_us = rival.worth_us(at_home.problem)
+    stay = None
+    refused: Infeasible | Beaten | None = None
     try:
-        stay = decide(at_home, may_fit=True)
-    except Infeasible as error:
+        stay = decide(at_home, may_fit=True, worth_us=rival_us)
+    except (Infeasible, Beaten) as error:
         refused = error
     if stay is not None and (stay.fits or (_hides(stay, at_home.problem) and not must_leave)):
         return Choice(at_home, stay)
     all_there = on_host(frozenset())
     leave: Choice | None = None
     if all_there is not None:
+        shortly = may_split and not rival.limits_bounds
         try:
-            leave = Choice(all_there, decide(all_there, may_fit=False), frozenset())
+            leave = Choice(all_there, _all_moved(all_there, decide, rival_us, shortly), frozenset())
         except Infeasible as error:
+            refused = refused if isinstance(refused, Beaten) else error
+        except Beaten as error:
             refused = error
     if leave is None:
         if stay is None:
@@ -98,18 +107,31 @@ def choose(
             raise refused
         return Choice(at_home, stay)
     if may_split and not _hides(leave.decided, leave.annotated.problem):
-        least_us = min(d.cost_us for d in (stay, leave.decided) if d is not None)
+        least_us = min(rival_us, *(d.cost_us for d in (stay, leave.decided) if d is not None))
         room_bytes = _room_bytes(leave, floor_of)
         leave = _with_some_here(leave, least_us, on_host, decide, until, room_bytes)
         least_us = min(least_us, leave.decided.cost_us)
         if not leave.stays:
-            leave = _longer(leave, least_us, decide, until)
+            leave = _longer(leave, least_us, decide, until, rival_us)
         if stay is not None:
             least_us = min(least_us, leave.decided.cost_us)
-            stay = _longer(Choice(at_home, stay), least_us, decide, until).decided
-    if stay is None or must_leave or _faster(leave.decided, stay):
-        return leave
-    return Choice(at_home, stay)
+            stay = _longer(Choice(at_home, stay), least_us, decide, until, rival_us).decided
+    takes_leave = stay is None or must_leave or _faster(leave.decided, stay)
+    best = leave if takes_leave or stay is None else Choice(at_home, stay)
+    if best.decided.cost_us >= rival.cost_us:
+        raise Beaten
+    return best
+
+
+def _all_moved(found: Annotated, decide: Decide, rival_us: float, shortly: bool) -> Decided:
+    """The plan with all weights on the host. `shortly`: even if it cannot beat the rival, a short
+    search finds one, since a plan with some weights on the device may beat it."""
+    try:
+        return decide(found, may_fit=False, worth_us=rival_us)
+    except Beaten:
+        if not shortly:
+            raise
+        return decide(found, may_fit=False, share=TRIAL_SHARE, trial=True)
 
 
 def _least(
@@ -129,10 +151,12 @@ def _least(
     return min(stay, leave, key=lambda c: c.decided.order.peak_bytes)
 
 
-def _longer(choice: Choice, least_us: float, decide: Decide, until: float) -> Choice:
+def _longer(
+    choice: Choice, least_us: float, decide: Decide, until: float, rival_us: float
+) -> Choice:
     """Search again, for longer, if there is time and the plan may still beat the others."""
     worth_us = least_us * (1 - WORTH_LEAVING)
-    far = choice.decided.cost_us > least_us * NEAR
+    far = choice.decided.cost_us > min(least_us * NEAR, rival_us * NEAR_RIVAL)
     close = choice.decided.result.gap < CLOSE
     late = time.thread_time() > until
     if far or close or late or choice.decided.result.lower_bound_us >= worth_us:
@@ -177,7 +201,9 @@ def _with_some_here(
         best_us = min([least_us, *(c.decided.cost_us for c in found.values())])
         worth_us = best_us * (1 - WORTH_LEAVING)
         try:
-            decided = decide(annotated, may_fit=False, share=TRIAL_SHARE, worth_us=worth_us)
+            decided = decide(
+                annotated, may_fit=False, share=TRIAL_SHARE, worth_us=worth_us, trial=True
+            )
         except (Infeasible, Beaten):
             return None
         found[share] = Choice(annotated, decided, stays)

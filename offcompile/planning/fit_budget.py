@@ -111,6 +111,8 @@ class PlanSearch:
     policy: str
     seconds: float | None = None
     progress: Callable[[str], None] | None = None
+    #: True if plans are only compared: the one that is chosen is searched for again
+    trial: bool = False
 
 
 def fit_budget(
@@ -145,7 +147,14 @@ def fit_budget(
         seeds = known if roomy is None else [*known, roomy.result.plan]
         with rarely_collected():
             result = plan_problem(
-                problem, machine, search.policy, spend, search.progress, seeds, worth_us
+                problem,
+                machine,
+                search.policy,
+                spend,
+                search.progress,
+                seeds,
+                worth_us,
+                search.trial,
             )
         touching_us = 0.0 if touching is None else touching(machine, result)
         return _Planned(machine, result, holes_bytes, touching_us)
@@ -158,18 +167,18 @@ def fit_budget(
         if holes is not None:
             roomy = _with_room(planned, capacity, floor, holes.wanted_bytes)
         if roomy is not None and (
-            worth_us < float("inf")  # plans that are only compared all leave that room
+            search.trial  # plans that are only compared all leave that room
             or roomy.cost_us <= compute_us * (1 + NO_LOSS)
             or len(problem.ops) > MANY_OPS  # a second search takes longer than it can save
         ):
             found = roomy
         elif roomy is not None:
             # a plan without room for holes must gain more than the holes cost
-            worth_us = roomy.cost_us / (1 + HOLES_COST)
+            least_us = min(worth_us, roomy.cost_us / (1 + HOLES_COST))
             found = roomy
             with contextlib.suppress(Infeasible, Beaten):
-                tight = planned(capacity, worth_us=worth_us)
-                found = tight if tight.cost_us < worth_us else roomy
+                tight = planned(capacity, worth_us=least_us)
+                found = tight if tight.cost_us < least_us else roomy
         else:
             refusing = (problem, search, budget_bytes, held_bytes)
             if floor > capacity * HOPELESS and (refusal := _with_budget(None, *refusing)):

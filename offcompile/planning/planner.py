@@ -42,6 +42,32 @@ class Beaten(Exception):
 
 
 @dataclass(frozen=True)
+class Rival:
+    """The caller's current plan: only plans that cost less are of use."""
+
+    cost_us: float = float("inf")
+    #: a problem is searched only if a plan may take less than this, and less than this multiple of
+    #: its ops' time
+    bound_us: float = float("inf")
+    of_ops: float = float("inf")
+
+    @property
+    def limits_bounds(self) -> bool:
+        return min(self.bound_us, self.of_ops) < float("inf")
+
+    def worth_us(self, problem: Problem) -> float:
+        """A search is worth its time if a plan of the problem may cost less than this."""
+        least_us = min(self.cost_us, self.bound_us)
+        if self.of_ops == float("inf"):
+            return least_us
+        return min(least_us, self.of_ops * sum(op.duration_us for op in problem.ops))
+
+
+#: plans of any cost are of use
+NO_RIVAL = Rival()
+
+
+@dataclass(frozen=True)
 class PlanResult:
     """A plan, its timeline, and the proven lower bound that it is compared with."""
 
@@ -103,12 +129,14 @@ def plan_problem(
     progress: Callable[[str], None] | None = None,
     known: Sequence[Plan] = (),
     worth_us: float = float("inf"),
+    trial: bool = False,
 ) -> PlanResult:
     """Plans, verifies, simulates and bounds. Raises `Infeasible` or `InvalidInput`.
 
     known: plans of the same ops with other homes of tensors; their recomputations and host
     updates are tried first.
     worth_us: raises `Beaten` if no plan can take less than this.
+    trial: plans are only compared, so that the search ends once it has one.
     """
     began, busy_from = time.monotonic(), time.thread_time()
     wrong = check_homes(problem, machine)
@@ -130,7 +158,7 @@ def plan_problem(
         hints=bound.away_hints,
         floor_us=bound.us,
         kept_floor_us=partial(_floor_of_keeping, problem, machine, bound.us),
-        trial=worth_us < float("inf"),
+        trial=trial,
         known_modes=_modes(known, coarse),
     )
     try:

@@ -17,6 +17,7 @@ from offcompile.planning.fit_budget import (
     floor_of,
     planning_seconds,
 )
+from offcompile.planning.planner import Beaten, Rival
 from offcompile.report.explain import fates
 from offcompile.report.modes import modes, module_rows
 
@@ -56,10 +57,15 @@ def tower(hosted: bool, stays: frozenset[str] = frozenset(), direct_us: float = 
 
 def at(budget: int | None, policy: str = "joint") -> Decide:
     def planned(
-        found: Annotated, *, may_fit: bool, share: float = 1.0, worth_us: float = float("inf")
+        found: Annotated,
+        *,
+        may_fit: bool,
+        share: float = 1.0,
+        worth_us: float = float("inf"),
+        trial: bool = False,
     ) -> Decided:
         seconds = share * planning_seconds(found.problem)
-        search = PlanSearch(machine_for, lambda budget_bytes: 0, policy, seconds)
+        search = PlanSearch(machine_for, lambda budget_bytes: 0, policy, seconds, trial=trial)
         return fit_budget(found.problem, search, budget, may_fit=may_fit, worth_us=worth_us)
 
     return planned
@@ -105,6 +111,38 @@ def test_without_time_only_the_two_simple_choices_are_planned_for(
     monkeypatch.setattr(module, "ENOUGH_SECONDS", -1.0)
     found = choose(tower(False), on_host, counted, False, least)
     assert found.stays == frozenset() and len(asked) == 2
+
+
+def test_a_rival_ends_the_search_where_no_plan_can_beat_it() -> None:
+    budget, asked = LAYERS * WEIGHT_BYTES * 3 // 4, []
+
+    def counted(found: Annotated, **given: Any) -> Decided:
+        made = at(budget)(found, **given)
+        asked.append(found)
+        return made
+
+    def against(rival: Rival) -> Choice:
+        asked.clear()
+        return choose(tower(False), on_host, counted, False, least, rival=rival)
+
+    with pytest.raises(Beaten):  # its ops alone take longer
+        against(Rival(1.0))
+    with pytest.raises(Beaten):
+        against(Rival(of_ops=0.99))
+    assert not asked
+    with pytest.raises(Beaten):
+        against(Rival(bound_us=1.0))
+    assert not asked
+
+
+def test_weights_that_stay_may_beat_a_rival_that_no_plan_with_all_on_the_host_can() -> None:
+    budget = LAYERS * WEIGHT_BYTES * 3 // 4
+    everything = at(budget)(on_host(frozenset()), may_fit=False)
+    free = chosen(budget)
+    rival_us = everything.result.lower_bound_us
+    assert free.decided.cost_us < rival_us
+    found = choose(tower(False), on_host, at(budget), False, least, rival=Rival(rival_us))
+    assert found.stays and found.decided.cost_us < rival_us
 
 
 def test_the_floor_has_all_of_them_on_the_host() -> None:

@@ -15,6 +15,7 @@ import offcompile
 from offcompile.graph.split.decision import LADDER, Ways
 from offcompile.ir import Infeasible
 from offcompile.machine.options import Options
+from offcompile.planning.planner import Beaten, Rival
 from offcompile.planning.splitting import SplitPart, StepEstimate
 
 WORDS, WIDTH, TOKENS = 2048, 32, 512
@@ -76,9 +77,12 @@ def ways(costs: dict[int | None, float | None], **more: Any) -> tuple[Ways[Any],
     asked: list[Any] = []
     floors = FLOORS | more.get("floors", {})
 
-    def made(pieces: int | None, explains: bool) -> Any:
+    def made(pieces: int | None, explains: bool, rival: Rival) -> Any:
         asked.append(pieces)
         cost = costs[pieces]
+        bound = more.get("bounds", {}).get(pieces, 50)
+        if bound >= rival.worth_us(problem) or (cost is not None and cost >= rival.cost_us):
+            raise Beaten
         if cost is None:
             raise Infeasible(f"The floor of {pieces} is high.", 1, "Set memory to more.")
         peak = more.get("peaks", {}).get(pieces, 0)
@@ -86,7 +90,10 @@ def ways(costs: dict[int | None, float | None], **more: Any) -> tuple[Ways[Any],
             pieces=pieces,
             annotated=SimpleNamespace(problem=problem),
             decided=SimpleNamespace(
-                fits=cost <= 100, cost_us=cost, order=SimpleNamespace(peak_bytes=peak)
+                fits=cost <= 100,
+                cost_us=cost,
+                order=SimpleNamespace(peak_bytes=peak),
+                result=SimpleNamespace(gap=cost / bound - 1, lower_bound_us=bound),
             ),
         )
 
@@ -96,7 +103,7 @@ def ways(costs: dict[int | None, float | None], **more: Any) -> tuple[Ways[Any],
         Ways(
             Options.read(more.get("options", {}), {}),
             more.get("budget", 100),
-            lambda explains: made(None, explains),
+            lambda explains, rival: made(None, explains, rival),
             made,
             lambda pieces: StepEstimate(problem, floors[pieces]),  # type: ignore[arg-type]
             lambda pieces: parts,
@@ -148,6 +155,35 @@ def test_where_a_plan_fails_the_next_number_of_pieces_is_planned() -> None:
 def test_pieces_that_beat_moving_are_taken() -> None:
     assert chosen({None: 150, 8: 99}) == (8, [None, 8])
     assert chosen({None: 110, 8: 130, 16: 140})[0] is None
+
+
+def test_the_whole_is_searched_first_only_if_it_may_be_nearly_free() -> None:
+    may_be = {None: 101}
+    assert chosen({None: 101, 8: 100}, bounds=may_be) == (None, [None])
+    never = {None: 120, 8: 110}
+    costs = {None: 150, 8: 112}
+    # asked first without a search, then not searched as its bound is above the plan in pieces
+    assert chosen(costs, bounds=never) == (8, [None, 8, None])
+    assert chosen(costs, bounds=never | {None: 105}) == (8, [None, 8, None])
+    assert chosen(costs | {None: 108}, bounds=never | {None: 105}) == (None, [None, 8, None])
+
+
+def test_the_whole_is_planned_after_all_if_no_pieces_have_a_plan() -> None:
+    never = {None: 120}
+    costs = {None: 150, 8: None, 16: None}
+    assert chosen(costs, bounds=never) == (None, [None, 8, 16, None])
+    found, asked = ways(costs | {None: None}, bounds=never)
+    with pytest.raises(Infeasible, match="Even with the loss"):
+        found.best()
+    assert asked == [None, 8, 16, None, 16]
+
+
+def test_more_pieces_have_to_lower_the_bound_of_a_plan_that_is_near_it() -> None:
+    costs = {None: None, 8: 130, 16: 115}
+    assert chosen(costs, bounds={8: 121, 16: 122}) == (8, [None, 8, 16])
+    assert chosen(costs, bounds={8: 121, 16: 112}) == (16, [None, 8, 16])
+    assert chosen(costs, bounds={8: 110, 16: 112}) == (16, [None, 8, 16])
+    assert chosen(costs, bounds={8: 128}) == (8, [None, 8])
 
 
 def test_a_loss_that_is_small_beside_the_budget_is_not_tried() -> None:

@@ -6,7 +6,8 @@ pieces are compared by their floors, which need no search; at most two of them a
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Generic, TypeVar
@@ -16,6 +17,7 @@ from offcompile.ir import Infeasible
 from offcompile.ir.units import size
 from offcompile.machine.options import Options
 from offcompile.planning.fit_budget import NO_LOSS, Decided
+from offcompile.planning.planner import NO_RIVAL, Beaten, Rival
 from offcompile.planning.splitting import SplitPart, Splitting, StepEstimate, subject_of
 
 #: numbers of pieces to try, in turn
@@ -28,20 +30,24 @@ LOWER = 0.95
 WORTH_SPLITTING = 1 / 8
 #: a plan with a step below this multiple of its ops' time cannot gain from a split
 NEARLY_FREE = 1.02
+#: if a plan's gap to its bound is below CLOSE, more pieces are not tried; below NEAR, only if they
+#: lower the bound
+CLOSE, NEAR = 0.03, 0.1
 
 T = TypeVar("T")
 
 
 @dataclass(frozen=True)
 class Ways(Generic[T]):
-    """The ways to plan one graph. `whole` and `in_pieces` raise `Infeasible`; their last argument
-    says if a refusal should name a budget that has a plan."""
+    """The ways to plan one graph. `whole` and `in_pieces` raise `Infeasible`, and `Beaten` if no
+    plan can beat the rival, their last argument; the one before says if a refusal should name a
+    budget that has a plan."""
 
     options: Options
     #: bytes of the device; None to plan for the floor
     budget: int | None
-    whole: Callable[[bool], T]
-    in_pieces: Callable[[int, bool], T]
+    whole: Callable[[bool, Rival], T]
+    in_pieces: Callable[[int, bool, Rival], T]
     #: estimates the step in so many pieces; None: whole
     estimate: Callable[[int | None], StepEstimate]
     #: describes what so many pieces split
@@ -58,14 +64,19 @@ class Ways(Generic[T]):
         asked = self.options.pieces
         if asked is not None and self.most_pieces() > 1:
             pieces = min(asked, self.most_pieces())
-            return self.in_pieces(pieces, True), self.splitting(pieces)
-        try:
-            whole = self.whole(not self.options.may_split)
-        except Infeasible as error:
-            if not self.options.may_split:
+            return self.in_pieces(pieces, True, NO_RIVAL), self.splitting(pieces)
+        if not self.options.may_split:
+            try:
+                return self.whole(True, NO_RIVAL), None
+            except Infeasible as error:
                 raise self._with_advice(error) from None
+        try:
+            whole = self.whole(False, self._nearly_free)
+        except Infeasible:
             return self._only_in_pieces()
-        if self.options.may_split and self._may_gain(self.choice(whole)):
+        except Beaten:
+            return self._pieces_first()
+        if self._may_gain(self.choice(whole)):
             found = self._best_in_pieces(self.choice(whole).decided)
             if found is not None:
                 return found[0], self.splitting(found[1])
@@ -74,16 +85,40 @@ class Ways(Generic[T]):
     def splitting(self, pieces: int) -> Splitting:
         return Splitting(pieces, self.parts(pieces), self.estimate(None), self.estimate(pieces))
 
+    @property
+    def _nearly_free(self) -> Rival:
+        """Only a nearly free plan of the whole graph is worth a search before one in pieces."""
+        if self.budget is None or not self._counts or not self._may_relieve:
+            return NO_RIVAL
+        return Rival(of_ops=NEARLY_FREE)
+
+    def _pieces_first(self) -> tuple[T, Splitting | None]:
+        """The best plan, where the whole graph has none that is nearly free: the whole is only
+        searched as long as it may beat the pieces."""
+        found = self._best_in_pieces(None)
+        if found is None:
+            try:
+                return self.whole(False, NO_RIVAL), None
+            except Infeasible:
+                return self._refused()
+        rival = Rival(self.choice(found[0]).decided.cost_us / (1 - NO_LOSS))
+        with contextlib.suppress(Infeasible, Beaten):
+            return self.whole(False, rival), None
+        return found[0], self.splitting(found[1])
+
     def _only_in_pieces(self) -> tuple[T, Splitting | None]:
         """The best plan in pieces, where the graph as a whole has none."""
-        if not self._counts:
-            return self.whole(True), None
         found = self._best_in_pieces(None)
-        if found is not None:
-            return found[0], self.splitting(found[1])
+        return self._refused() if found is None else (found[0], self.splitting(found[1]))
+
+    def _refused(self) -> tuple[T, Splitting | None]:
+        """Raises the refusal, where neither the whole graph nor any number of pieces tried has a
+        plan; returns a plan if explaining the refusal finds one after all."""
+        if not self._counts:
+            return self.whole(True, NO_RIVAL), None
         pieces = self._least
         try:
-            return self.in_pieces(pieces, True), self.splitting(pieces)
+            return self.in_pieces(pieces, True, NO_RIVAL), self.splitting(pieces)
         except Infeasible as error:
             reason = error.reason[:1].lower() + error.reason[1:]
             reason = f"Even with {self._subject(pieces)} in {pieces} pieces, {reason}"
@@ -95,6 +130,12 @@ class Ways(Generic[T]):
         compute_us = sum(op.duration_us for op in whole.annotated.problem.ops)
         if whole.decided.fits or whole.decided.cost_us <= compute_us * NEARLY_FREE:
             return False
+        return self._may_relieve
+
+    @property
+    def _may_relieve(self) -> bool:
+        """True if a split removes a tensor that is large for the budget."""
+        assert self.budget is not None
         return self.largest_bytes() >= self.budget * WORTH_SPLITTING
 
     # --- in pieces --------------------------------------------------------------------------
@@ -120,31 +161,44 @@ class Ways(Generic[T]):
                     return pieces
         return self._least
 
-    def _after(self, pieces: int) -> int | None:
-        """The next number of pieces with a notably lower floor; None if there is none."""
-        floor = self.estimate(pieces).floor_bytes
-        more = (n for n in self._counts if n > pieces)
-        return next((n for n in more if self.estimate(n).floor_bytes <= LOWER * floor), None)
+    def _tried(self) -> Iterator[int]:
+        """The numbers of pieces to plan: the first, then the next if its floor is notably lower."""
+        yield self._first
+        more = next((n for n in self._counts if n > self._first), None)
+        if more is not None:
+            floor = self.estimate(self._first).floor_bytes
+            if self.estimate(more).floor_bytes <= LOWER * floor:
+                yield more
 
     def _best_in_pieces(self, whole: Decided | None) -> tuple[T, int] | None:
         """The best plan in pieces, if it beats the whole graph's plan."""
         if not self._counts:
             return None
         best: tuple[T, int] | None = None
-        beaten = whole
-        for pieces in (self._first, self._after(self._first)):
-            if pieces is None:
-                break
+        beaten, fewer = whole, None
+        for pieces in self._tried():
             try:
-                found = self.in_pieces(pieces, False)
-            except Infeasible:
+                found = self.in_pieces(pieces, False, self._rival(beaten, fewer))
+            except (Infeasible, Beaten):
                 continue
             made = self.choice(found)
+            fewer = made.decided
             if beaten is None or self._beats(made.decided, beaten):
                 best, beaten = (found, pieces), made.decided
-            if made.decided.fits or self._is_nearly_free(made):
+            if made.decided.fits or self._is_nearly_free(made) or made.decided.result.gap < CLOSE:
                 break
         return best
+
+    def _rival(self, whole: Decided | None, fewer: Decided | None) -> Rival:
+        """The plans that one in more pieces has to beat. If the plan in fewer pieces is near its
+        bound, more room gains nothing unless it lowers that bound."""
+        known = [made for made in (whole, fewer) if made is not None]
+        if not known or self.budget is None:  # the lowest peak is sought, not the fastest step
+            return NO_RIVAL
+        cost_us = min(made.cost_us for made in known) * (1 - NO_LOSS)
+        if fewer is None or fewer.result.gap > NEAR:
+            return Rival(cost_us)
+        return Rival(cost_us, fewer.result.lower_bound_us)
 
     def _is_nearly_free(self, choice: Choice) -> bool:
         compute_us = sum(op.duration_us for op in choice.annotated.problem.ops)
@@ -170,7 +224,7 @@ class Ways(Generic[T]):
         floor = self.estimate(pieces).floor_bytes
         if floor * ROOM_TO_SPARE > self.budget:
             try:
-                self.in_pieces(pieces, False)
+                self.in_pieces(pieces, False, NO_RIVAL)
             except Infeasible:
                 return error
         change = (

@@ -24,6 +24,7 @@ from offcompile.planning.fit_budget import (
     peak_alone,
     with_reserve,
 )
+from offcompile.planning.planner import Beaten
 from offcompile.run.problem_source import ProblemSource
 
 from .contract import EMPTIED, USUAL
@@ -70,7 +71,8 @@ class Traced:
 
 
 def plan_in_order(planner: GraphPlanner, graphs: Graphs) -> Candidate:
-    """Return the plan of the first candidate in `LADDER` that applies. Raises `Infeasible`."""
+    """Return the plan of the first candidate in `LADDER` that applies. Raises `Infeasible`, and
+    `Beaten` if no plan can beat the request's rival."""
     traced = _traced(planner, graphs)
     return next(made for way in LADDER if (made := way(planner, traced)) is not None)
 
@@ -132,7 +134,7 @@ def masks_as_bits(planner: GraphPlanner, traced: Traced) -> Candidate | None:
     if settled is None and not (cheap and (smaller.fits or planner.request.quick)):
         try:
             found = moved(_unexplained(planner), traced)
-        except Infeasible:
+        except (Infeasible, Beaten):
             planner.tell("planning with masks as bits")
         else:
             least_us = max(traced.compute_us, found.choice.decided.result.lower_bound_us)
@@ -192,7 +194,7 @@ def _better(packing: GraphPlanner, smaller: Traced, than: Choice) -> bool:
     trial = replace(_unexplained(packing), source=replace(packing.source))
     try:
         found = moved(trial, smaller, TRIAL_SHARE)
-    except Infeasible:
+    except (Infeasible, Beaten):
         return False
     mine, other = found.choice.decided, than.decided
     faster = mine.cost_us < other.cost_us * (1 - NO_LOSS)

@@ -17,6 +17,7 @@ from offcompile.machine.target import Target
 from offcompile.planning.feedback.profiling import Profile, Settled
 from offcompile.planning.fit_budget import Decided
 from offcompile.planning.footprint import NeedsBySize
+from offcompile.planning.planner import NO_RIVAL, Rival
 from offcompile.report.report import PlanReport
 from offcompile.run.accounts.apply_placement import WeightPlaces
 from offcompile.run.accounts.graph_runs import GraphRuns
@@ -72,6 +73,8 @@ class PlanRequest:
     explains: bool = True
     #: True if masks are packed as bits without checking if a plan without that would be better
     quick: bool = False
+    #: the plan in so many other pieces that this one has to beat
+    rival: Rival = NO_RIVAL
     #: a plan to reuse if the problem is the one that it was made for
     settled: Settled | None = None
     #: arguments that an optimizer updates during backward

@@ -21,6 +21,7 @@ from offcompile.planning.endurance import planned_life
 from offcompile.planning.feedback.corrections import with_factors
 from offcompile.planning.feedback.profiling import WORTH, Settled, reconsider
 from offcompile.planning.footprint import Footprint, NeedsBySize, bytes_of, standing_in
+from offcompile.planning.planner import NO_RIVAL, Rival
 from offcompile.report.dump import Dumped as Compilation
 from offcompile.report.dump import dump
 from offcompile.report.log import log_compiled, log_decision
@@ -130,13 +131,13 @@ def best_candidate(planner: GraphPlanner, given: Graphs, splits: Splits | None =
         forward, backward = splits.into(pieces)
         return replace(given, forward=forward, backward=backward)
 
-    def whole(explains: bool) -> Candidate:
-        asked = replace(request, explains=request.explains and explains)
+    def whole(explains: bool, rival: Rival) -> Candidate:
+        asked = replace(request, explains=request.explains and explains, rival=rival)
         return plan_in_order(replace(planner, request=asked), given)
 
-    def in_pieces(pieces: int, explains: bool) -> Candidate:
+    def in_pieces(pieces: int, explains: bool, rival: Rival) -> Candidate:
         planner.tell(f"planning in {pieces} pieces")
-        asked = replace(request, explains=request.explains and explains)
+        asked = replace(request, explains=request.explains and explains, rival=rival)
         own = GraphPlanner(replace(planner.source), asked, planner.tell)
         return replace(plan_in_order(own, halves(pieces)), pieces=pieces)
 
@@ -154,10 +155,10 @@ def best_candidate(planner: GraphPlanner, given: Graphs, splits: Splits | None =
     if request.settled is None:
         found, splitting = ways.best()
     elif request.settled.pieces is None:
-        found, splitting = whole(True), None
+        found, splitting = whole(True, NO_RIVAL), None
     else:
         pieces = request.settled.pieces
-        found, splitting = in_pieces(pieces, True), ways.splitting(pieces)
+        found, splitting = in_pieces(pieces, True, NO_RIVAL), ways.splitting(pieces)
     return replace(found, choice=replace(found.choice, splitting=splitting))
 
 

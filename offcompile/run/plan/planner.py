@@ -64,16 +64,23 @@ class GraphPlanner:
         offload_gradients: bool = False,
         known: Sequence[Plan] = (),
         worth_us: float = float("inf"),
+        trial: bool = False,
     ) -> Decided:
         """Search for a plan within the budget. Raises `Infeasible`, and `Beaten` if no plan can
         take less than `worth_us`.
 
         share: of the usual time. known: plans whose choices are tried. may_fit: see `fit_budget`.
+        trial: see `PlanSearch`.
         """
         options, target = self.source.options, self.source.target
         seconds = share * (options.seconds or planning_seconds(problem))
         search = PlanSearch(
-            self.source.machine, target.reserve_bytes, options.whole_policy, seconds, self.tell
+            self.source.machine,
+            target.reserve_bytes,
+            options.whole_policy,
+            seconds,
+            self.tell,
+            trial,
         )
         offload_saved = self.request.kind.offload_saved
         offload_gradients = offload_gradients and any(op.phase == BACKWARD for op in problem.ops)
@@ -181,6 +188,7 @@ class PlacementSearch:
             must_leave=source.options.gradient_reserve is not None,
             # the other policies come from papers, which do not split
             may_split=source.options.policy.partition(":")[0] == "joint" and self.share == 1.0,
+            rival=self.planner.request.rival,
         )
 
     def _on_host(self, stays: frozenset[str]) -> Annotated | None:
@@ -201,6 +209,7 @@ class PlacementSearch:
         may_fit: bool,
         share: float = 1.0,
         worth_us: float = float("inf"),
+        trial: bool = False,
     ) -> Decided:
         settled = self.planner.request.settled
         if settled is not None and settled.fits(found.problem, budget):
@@ -212,6 +221,7 @@ class PlacementSearch:
             self.share * share,
             known=self._known,
             worth_us=worth_us,
+            trial=trial,
         )
         if made.result.plan.recomputes or made.result.plan.updates:
             self._known.append(made.result.plan)
