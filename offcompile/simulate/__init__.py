@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from offcompile.ir import Machine, Plan, Problem, Timeline, Violation
 
-from .compiled import NS_PER_US, CompiledPlan, CompiledProblem
+from .compiled import CompiledPlan, CompiledProblem
 from .copies import Halt
 from .engine import Engine
+from .tolls import NS_PER_US, Tolls
 
 __all__ = ["Simulator", "simulate"]
 
@@ -20,6 +21,7 @@ class Simulator:
 
     def __init__(self, problem: Problem, machine: Machine) -> None:
         self._base = CompiledProblem(problem, machine)
+        self._tolls = Tolls(self._base)
         self._known: dict[tuple[object, ...], tuple[Plan, Timeline]] = {}
 
     def run(self, plan: Plan, record: bool = True) -> Timeline:
@@ -55,26 +57,27 @@ class Simulator:
         return Timeline(
             makespan_us=makespan_ns / NS_PER_US,
             peak_bytes=peaks,
-            spans=tuple(engine.spans),
-            freed=tuple(engine.freed),
+            spans=tuple(engine.journal.spans),
+            freed=tuple(engine.journal.freed),
             stalls=tuple(engine.window.stalls),
-            steps=tuple(engine.steps),
+            steps=tuple(engine.journal.steps),
             settled=engine.settled and not violations,
             note=note,
             violations=violations,
-            toll_us=base.toll_ns(engine.p, makespan_ns) / NS_PER_US,
+            toll_us=self._tolls.ns(engine.p, makespan_ns) / NS_PER_US,
         )
 
 
 def _makespan(engine: Engine) -> tuple[int, str | None]:
-    if not engine.steps:
+    steps = engine.journal.steps
+    if not steps:
         return 0, None
-    start, end = engine.steps[-1]
+    start, end = steps[-1]
     if engine.settled:
         return end - start, None
     busy = [sum(engine.p.moves[i].duration_ns for i in lane) for lane in engine.p.lanes]
     note = (
-        f"the schedule had not settled after {len(engine.steps)} steps: the makespan is the"
+        f"the schedule had not settled after {len(steps)} steps: the makespan is the"
         " largest of the last step and what each lane carries in a step"
     )
     return max(end - start, *busy, 0), note

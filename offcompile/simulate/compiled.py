@@ -15,6 +15,7 @@ from offcompile.ir import (
     Direct,
     Machine,
     Move,
+    Op,
     Plan,
     Problem,
     Recompute,
@@ -23,7 +24,31 @@ from offcompile.ir import (
 from offcompile.ir.units import compressed_bytes, move_ns, round_ns
 
 UNLIMITED = 1 << 200
-NS_PER_US = 1000
+
+
+@dataclass(frozen=True, slots=True)
+class Numbers:
+    """Name → number, by which the simulator knows it. Codecs count from 1: 0 is none."""
+
+    tensor: Mapping[str, int]
+    tier: Mapping[str, int]
+    lane: Mapping[str, int]
+    codec: Mapping[str, int]
+
+
+@dataclass(frozen=True, slots=True)
+class CompiledOp:
+    """The figures of an op that no plan changes. Tensors are numbers, each listed once."""
+
+    reads: tuple[int, ...]
+    writes: tuple[int, ...]
+    #: the tensors that it touches, each with True if it is only written
+    touches: tuple[tuple[int, bool], ...]
+    duration_ns: int
+    #: tensor → duration with it used in place on the host
+    direct_ns: Mapping[int, int]
+    host_ns: int | None
+    workspace: int
 
 
 class CompiledProblem:
@@ -34,38 +59,21 @@ class CompiledProblem:
         self.machine = machine
         self.n_tiers = len(machine.tiers)
         self.tier_names = [t.name for t in machine.tiers]
-        self.tier_index = {t.name: i for i, t in enumerate(machine.tiers)}
-        self.device = self.tier_index[DEVICE]
-        self.host = self.tier_index.get(HOST, -1)
+        self.number = Numbers(
+            tensor={t.id: i for i, t in enumerate(problem.tensors)},
+            tier={t.name: i for i, t in enumerate(machine.tiers)},
+            lane={lane.name: i for i, lane in enumerate(machine.lanes)},
+            codec={name: i + 1 for i, name in enumerate(machine.codec)},
+        )
+        self.device = self.number.tier[DEVICE]
+        self.host = self.number.tier.get(HOST, -1)
         self.capacity = [
             UNLIMITED if t.capacity_bytes is None else t.capacity_bytes for t in machine.tiers
         ]
-        self.tensor_index = {t.id: i for i, t in enumerate(problem.tensors)}
         self.nbytes = [t.nbytes for t in problem.tensors]
         self.self_ending = [t.kind in SELF_ENDING_KINDS for t in problem.tensors]
         self.must_survive = [problem.must_survive(t.id) for t in problem.tensors]
-        self.op_reads = [tuple({self.tensor_index[t]: None for t in o.reads}) for o in problem.ops]
-        self.op_writes = [
-            tuple({self.tensor_index[t]: None for t in o.writes}) for o in problem.ops
-        ]
-        self.op_ns = [round_ns(o.duration_us) for o in problem.ops]
-        self.op_direct_ns = [
-            {self.tensor_index[t]: round_ns(us) for t, us in o.direct.items()} for o in problem.ops
-        ]
-        self.op_host_ns = [
-            None if o.host_duration_us is None else round_ns(o.host_duration_us)
-            for o in problem.ops
-        ]
-        self.lane_index = {lane.name: i for i, lane in enumerate(machine.lanes)}
-        #: per op: the tensors that it touches, each with True if it is only written
-        self.op_touches = [
-            tuple((t, t not in reads) for t in dict.fromkeys(reads + writes))
-            for reads, writes in zip(self.op_reads, self.op_writes, strict=True)
-        ]
-        self.codec_index = {name: i + 1 for i, name in enumerate(machine.codec)}
-        self._in_place = {self.tensor_index[t] for t in problem.in_place_ids}
-        self._tolls = any(lane.toll_us or lane.toll_share for lane in machine.lanes)
-        self._moves: dict[tuple[str, str, str | None], tuple[int, int]] = {}
+        self.ops = [_compiled_op(op, self.number.tensor) for op in problem.ops]
         #: figures of the moves seen so far
         self.transfers: dict[tuple[str, str, str, str, str | None], MoveFigures] = {}
         #: recently used orders of runs
@@ -74,41 +82,22 @@ class CompiledProblem:
         self.runs: dict[tuple[int, bool], Figures] = {}
 
     def key(self, tensor: str, tier: str) -> int:
-        return self.tensor_index[tensor] * self.n_tiers + self.tier_index[tier]
+        return self.number.tensor[tensor] * self.n_tiers + self.number.tier[tier]
 
-    def move_figures(self, move: Move) -> tuple[int, int]:
-        """(duration in ns, bytes of the compressed copy or of the plain one)."""
-        memo = (move.tensor, move.lane, move.codec)
-        found = self._moves.get(memo)
-        if found is None:
-            tensor, lane = self.problem.tensor[move.tensor], self.machine.lane[move.lane]
-            if move.codec is None:
-                size, rate = tensor.nbytes, None
-            else:
-                size = compressed_bytes(tensor.nbytes, tensor.ratios[move.codec])
-                rate = self.machine.codec[move.codec].bytes_per_us
-            found = (
-                move_ns(size, lane.bytes_per_us, lane.latency_us, tensor.nbytes, rate),
-                size,
-            )
-            self._moves[memo] = found
-        return found
 
-    def toll_ns(self, plan: CompiledPlan, makespan_ns: int) -> float:
-        """The compute time that a step's moves cost, except while compute is idle."""
-        if not self._tolls:
-            return 0.0
-        lanes, each_ns, copied_ns, shared_ns = self.machine.lanes, 0.0, 0, 0.0
-        for move in plan.moves:
-            lane = lanes[move.lane]
-            each_ns += lane.toll_us * NS_PER_US
-            if lane.toll_share and move.tensor in self._in_place:
-                copied_ns += move.duration_ns
-                shared_ns += lane.toll_share * move.duration_ns
-        if copied_ns:
-            idle_ns = makespan_ns - sum(run.duration_ns for run in plan.runs)
-            shared_ns *= max(0.0, 1 - max(0, idle_ns) / copied_ns)
-        return each_ns + shared_ns
+def _compiled_op(op: Op, number: Mapping[str, int]) -> CompiledOp:
+    reads = tuple({number[t]: None for t in op.reads})
+    writes = tuple({number[t]: None for t in op.writes})
+    host_us = op.host_duration_us
+    return CompiledOp(
+        reads=reads,
+        writes=writes,
+        touches=tuple((t, t not in reads) for t in dict.fromkeys(reads + writes)),
+        duration_ns=round_ns(op.duration_us),
+        direct_ns={number[t]: round_ns(us) for t, us in op.direct.items()},
+        host_ns=None if host_us is None else round_ns(host_us),
+        workspace=op.workspace_bytes,
+    )
 
 
 @dataclass(slots=True)
@@ -182,7 +171,7 @@ class RunOrder:
         on_host = _host_update_ops(problem, plan)
         directs: dict[str, set[int]] = {}
         for d in plan.directs:
-            directs.setdefault(d.op, set()).add(base.tensor_index[d.tensor])
+            directs.setdefault(d.op, set()).add(base.number.tensor[d.tensor])
         again: dict[str, list[str]] = {}
         for r in plan.recomputes:
             again.setdefault(r.before, []).append(r.op)
@@ -210,7 +199,7 @@ class RunOrder:
             if on_host:
                 run.other_lane_runs = max((last_other.get(t, 0) for t in run.tensors), default=0)
                 last_mine.update(dict.fromkeys(run.tensors, len(mine)))
-            for t, pure in base.op_touches[index]:
+            for t, pure in base.ops[index].touches:
                 accesses[t].append(pure)
 
         for index, op in enumerate(problem.ops):
@@ -301,20 +290,24 @@ def _host_update_ops(problem: Problem, plan: Plan) -> set[str]:
 
 
 def _move_figures(base: CompiledProblem, m: Move) -> MoveFigures:
-    duration, size = base.move_figures(m)
+    tensor, lane = base.problem.tensor[m.tensor], base.machine.lane[m.lane]
+    if m.codec is None:
+        size, rate = tensor.nbytes, None
+    else:
+        size = compressed_bytes(tensor.nbytes, tensor.ratios[m.codec])
+        rate = base.machine.codec[m.codec].bytes_per_us
     to_device = m.target == DEVICE
-    tensor = base.tensor_index[m.tensor]
     return (
-        tensor,
+        base.number.tensor[m.tensor],
         base.key(m.tensor, m.source),
         base.key(m.tensor, m.target),
-        base.tier_index[m.target],
+        base.number.tier[m.target],
         m.source == DEVICE,
         to_device,
-        0 if m.codec is None else base.codec_index[m.codec],
-        duration,
-        base.nbytes[tensor] if to_device else size,
-        base.lane_index[m.lane],
+        0 if m.codec is None else base.number.codec[m.codec],
+        move_ns(size, lane.bytes_per_us, lane.latency_us, tensor.nbytes, rate),
+        tensor.nbytes if to_device else size,
+        base.number.lane[m.lane],
     )
 
 
@@ -335,29 +328,28 @@ def _run(
     return CompiledRun(name, index, number, on_host, *known)
 
 
-def _figures(base: CompiledProblem, op: int, direct: set[int], on_host: bool) -> Figures:
-    n = base.n_tiers
-    reads, writes = base.op_reads[op], base.op_writes[op]
-    duration = base.op_ns[op]
+def _figures(base: CompiledProblem, number: int, direct: set[int], on_host: bool) -> Figures:
+    n, op = base.n_tiers, base.ops[number]
     if on_host:
-        direct = set(reads) | set(writes)
-        duration = base.op_host_ns[op] or 0
+        direct = {*op.reads, *op.writes}
+        duration = op.host_ns or 0
     else:
-        figures: Mapping[int, int] = base.op_direct_ns[op]
-        duration = max(0, duration + sum(figures[t] - duration for t in direct))
+        more = sum(op.direct_ns[t] - op.duration_ns for t in direct)
+        duration = max(0, op.duration_ns + more)
 
     def keys(tensors: Sequence[int]) -> tuple[int, ...]:
         return tuple(t * n + (base.host if t in direct else base.device) for t in tensors)
 
-    tensors = tuple(dict.fromkeys(reads + writes))
+    reads, writes = keys(op.reads), keys(op.writes)
+    tensors = tuple(t for t, _ in op.touches)
     return (
         duration,
-        base.problem.ops[op].workspace_bytes,
-        keys(reads),
-        frozenset(k for k in keys(reads) if k % n == base.host),
-        keys(writes),
-        tensors,
+        op.workspace,
+        reads,
+        frozenset(k for k in reads if k % n == base.host),
         writes,
+        tensors,
+        op.writes,
         tuple(t for t in tensors if base.self_ending[t]),
-        tuple((k, k % n == base.device, base.nbytes[k // n]) for k in keys(writes)),
+        tuple((k, k % n == base.device, base.nbytes[k // n]) for k in writes),
     )

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass, field
+
 from offcompile.ir import Freed, Span, Violation
 
 from .compiled import CompiledPlan
+from .drops import PendingDrops
 
 NONE, STALE, VALID, FILLING = 0, 1, 2, 3  # FILLING: held, but still being moved or written
 
@@ -17,6 +20,18 @@ class Halt(Exception):
         super().__init__(str(violations))
 
 
+@dataclass(slots=True)
+class Journal:
+    """Everything that a simulation writes down for its timeline."""
+
+    #: True if frees and the reasons of stalls are written down, too
+    details: bool
+    spans: list[Span] = field(default_factory=list)
+    freed: list[Freed] = field(default_factory=list)
+    #: (begin, end) of each step that is over
+    steps: list[tuple[int, int]] = field(default_factory=list)
+
+
 class Copies:
     """Status, bytes and users of each copy, and the requested drops.
 
@@ -26,34 +41,23 @@ class Copies:
 
     def __init__(self, plan: CompiledPlan, record: bool) -> None:
         base = plan.base
-        self.p, self.base, self.record = plan, base, record
+        self.p, self.base = plan, base
+        self.journal = Journal(record)
         n_copies = len(base.nbytes) * base.n_tiers
         self.now = 0
         self.status = [NONE] * n_copies
         self.size = [0] * n_copies
         self.codec = [0] * n_copies
         self.users = [0] * n_copies
-        self.drop_asked = [False] * n_copies
-        self.dropped_by: dict[int, str] = {}  # copy → op or move before its drop, for messages
-        #: pending drops: copy → number of drops requested before it
-        self.asked: dict[int, int] = {}
-        self._times_asked = 0
-        #: per tensor: number of pending drops of its copies
-        self.pending = [0] * len(base.nbytes)
-        #: tensors with pending drops that have changed since those were last checked; no other
-        #: pending drop can have become possible
-        self.stirred: set[int] = set()
+        self.drops = PendingDrops(len(base.nbytes), base.n_tiers)
         self.used = [0] * base.n_tiers
         self.peak = [0] * base.n_tiers
         self.moving = [0] * len(base.nbytes)
         self.next_access = [0] * len(base.nbytes)
         self.ending: set[int] = set()  # self-ending tensors whose values are no longer needed
-        self.spans: list[Span] = []
-        self.freed: list[Freed] = []
         for key, nbytes, codec in plan.start:
             self.status[key], self.codec[key] = VALID, codec
             self._hold(key, nbytes)
-        self.start_copies = {key for key, _, _ in plan.start}
         over = [
             Violation(
                 "no-space",
@@ -77,13 +81,11 @@ class Copies:
         self.status[key] = NONE
         self.codec[key] = 0
         self._hold(key, 0)
-        if self.drop_asked[key]:
-            self.drop_asked[key] = False
-            del self.asked[key]
-            self.pending[key // self.base.n_tiers] -= 1
-        if self.record:
+        self.drops.done(key)
+        if self.journal.details:
             tensor, tier = self.name_of(key)
-            self.freed.append(Freed(tensor, tier, self.now, cause, len(self.spans)))
+            started = len(self.journal.spans)
+            self.journal.freed.append(Freed(tensor, tier, self.now, cause, started))
 
     def name_of(self, key: int) -> tuple[str, str]:
         tensor, tier = divmod(key, self.base.n_tiers)
@@ -117,24 +119,14 @@ class Copies:
     def _ask_drops(self, indices: list[int]) -> None:
         for i in indices:
             key = self.p.drops[i]
-            if self.status[key] != NONE and not self.drop_asked[key]:
-                self.drop_asked[key] = True
-                self.asked[key] = self._times_asked
-                self._times_asked += 1
-                self.pending[key // self.base.n_tiers] += 1
-                self.stirred.add(key // self.base.n_tiers)
-                self.dropped_by[key] = self.p.plan.drops[i].after or "the step's start"
+            if self.status[key] != NONE and key not in self.drops.asked:
+                self.drops.ask(key, self.p.plan.drops[i].after or "the step's start")
 
     def _free_asked(self) -> None:
-        asked, stirred = self.asked, self.stirred
-        keys = [k for t in stirred for k in self.copies(t) if k in asked]
-        if len(keys) > 1:
-            keys.sort(key=asked.__getitem__)
-        for key in keys:
+        for key in self.drops.take_stirred():
             # one free makes no other possible: others could only rely on the copy now gone
             if not self.users[key] and self.may_go(key):
                 self._free(key, "drop")
-        stirred.clear()
 
     def may_go(self, key: int) -> bool:
         tensor, status = key // self.base.n_tiers, self.status

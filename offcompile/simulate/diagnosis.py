@@ -8,7 +8,7 @@ from offcompile.ir import Violation
 
 from .compiled import CompiledRun, Transfer
 from .copies import FILLING, NONE, VALID
-from .state import SimulationState
+from .state import CopyLane, SimulationState
 
 
 @dataclass(frozen=True)
@@ -42,10 +42,9 @@ def waits_of(e: SimulationState, run: CompiledRun) -> list[StuckWait]:
         if e.moving[t]:
             name = e.base.problem.tensors[t].id
             waits.append(StuckWait(_mover(e, t), f"a move of {name}, which it writes, is running"))
-    done = e.runs_done if run.on_host else e.updates_done
-    if done < run.other_lane_runs:
-        other = e.p.runs if run.on_host else e.p.updates
-        name = other[run.other_lane_runs - 1].id
+    other = e.ops if run.on_host else e.updates
+    if other.done < run.other_lane_runs:
+        name = other.runs[run.other_lane_runs - 1].id
         waits.append(StuckWait(name, f"{name} comes first and touches the same tensor"))
     for tier, room in e.room_after(run).items():
         if room < 0:
@@ -64,19 +63,18 @@ def _no_room(e: SimulationState, tier: int, missing: int) -> StuckWait:
 
 
 def _mover(e: SimulationState, tensor: int) -> str:
-    for m in e.lane_move:
-        if m >= 0 and e.p.moves[m].tensor == tensor:
-            return e.p.moves[m].id
+    for lane in e.lanes:
+        if lane.move >= 0 and e.p.moves[lane.move].tensor == tensor:
+            return e.p.moves[lane.move].id
     return e.base.problem.tensors[tensor].id
 
 
 def _missing_read(e: SimulationState, run: CompiledRun, key: int) -> StuckWait:
     tensor, tier = e.name_of(key)
-    for m in e.lane_move:
-        if m >= 0 and e.p.moves[m].target == key:
-            return StuckWait(
-                e.p.moves[m].id, f"move {e.p.moves[m].id} is bringing {tensor} to {tier}"
-            )
+    for lane in e.lanes:
+        if lane.move >= 0 and e.p.moves[lane.move].target == key:
+            name = e.p.moves[lane.move].id
+            return StuckWait(name, f"move {name} is bringing {tensor} to {tier}")
     if e.status[key] == FILLING:
         return StuckWait(tensor, f"{tensor} is being written on {tier}")
     suppliers = [m for m in e.p.moves if m.target == key and _still_to_come(e, m)]
@@ -92,7 +90,7 @@ def _missing_read(e: SimulationState, run: CompiledRun, key: int) -> StuckWait:
         return StuckWait(
             tensor, f"the copy of {tensor} on {tier} is stale and no move renews it", "stale-read"
         )
-    gone = e.dropped_by.get(key)
+    gone = e.drops.after.get(key)
     if gone is not None:
         return StuckWait(
             tensor,
@@ -120,10 +118,10 @@ def _waits_for_run(
     return kind == ("update" if run.on_host else "run") and index >= run.index
 
 
-def move_waits(e: SimulationState, lane: int, move: Transfer) -> list[StuckWait]:
+def move_waits(e: SimulationState, lane: CopyLane, move: Transfer) -> list[StuckWait]:
     """The reasons why the move at the head of a lane may not start now."""
     waits = []
-    if not e.triggered(move, e.lane_step[lane]):
+    if not e.triggered(move, lane.step):
         kind, index = move.trigger
         name = {"run": e.p.runs, "update": e.p.updates}.get(kind, e.p.moves)[index].id
         waits.append(StuckWait(name, f"{name} has not ended"))
@@ -144,7 +142,7 @@ def move_waits(e: SimulationState, lane: int, move: Transfer) -> list[StuckWait]
 
 def _missing_source(e: SimulationState, move: Transfer, tensor: str, tier: str) -> StuckWait:
     comes = any(m.target == move.source and _still_to_come(e, m) for m in e.p.moves)
-    later = [*e.p.runs[e.run_index :], *e.p.updates[e.update_index :]]
+    later = [run for lane in (e.ops, e.updates) for run in lane.runs[lane.started :]]
     comes = comes or any(move.source in run.writes for run in later)
     if comes:
         return StuckWait(tensor, f"{tensor} is not yet valid on {tier}")
@@ -156,13 +154,10 @@ def _missing_source(e: SimulationState, move: Transfer, tensor: str, tier: str) 
 def explain_stuck(e: SimulationState) -> list[Violation]:
     """Names the broken rules; if there is only waiting, the deadlock and the missing bytes."""
     blocked: list[tuple[str, list[StuckWait]]] = []
-    if e.run_index < len(e.p.runs):
-        run = e.p.runs[e.run_index]
-        blocked.append((run.id, waits_of(e, run)))
-    if e.update_index < len(e.p.updates):
-        run = e.p.updates[e.update_index]
-        blocked.append((run.id, waits_of(e, run)))
-    for lane in range(len(e.p.lanes)):
+    for compute in (e.ops, e.updates):
+        for run in compute.runs[compute.started : compute.started + 1]:
+            blocked.append((run.id, waits_of(e, run)))
+    for lane in e.lanes:
         head = e.lane_head(lane)
         if head is not None:
             move = e.p.moves[head]

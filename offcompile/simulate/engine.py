@@ -6,13 +6,13 @@ updates, then the lanes as listed. A task of zero length completes before anythi
 
 from __future__ import annotations
 
-from offcompile.ir import COMPUTE, HOST_COMPUTE, Freed, Span, Stall, Violation
+from offcompile.ir import Freed, Span, Stall, Violation
 
 from .compiled import CompiledRun, Transfer
 from .copies import FILLING, STALE, VALID, Halt
 from .diagnosis import explain_stuck, waits_of
 from .settle import check_end
-from .state import Beginning, SimulationState, StepWindow
+from .state import Beginning, ComputeLane, CopyLane, SimulationState, StepWindow
 
 MAX_STEPS = 8
 
@@ -26,26 +26,27 @@ class Engine(SimulationState):
         self._ask_drops(self.p.start_drops)
         self._free_asked()
         self._begin_step()
-        lanes = [i for i, queue in enumerate(self.p.lanes) if queue]
-        updates = bool(self.p.updates)
+        lanes = [lane for lane in self.lanes if lane.queue]
+        ops, updates = self.ops, self.updates
         while True:
             self._complete()
             if self._step_is_over():
                 if self._end_step():
                     return
                 continue
-            if self.run_end < 0 and self._start_run():
+            if ops.end_ns < 0 and self._start_run(ops, updates):
                 continue
-            if updates and self.update_end < 0 and self._start_update():
+            if updates.runs and updates.end_ns < 0 and self._start_run(updates, ops):
                 continue
-            for i in lanes:
-                if self.lane_end[i] < 0 and self._start_move(i):
+            for lane in lanes:
+                if lane.end_ns < 0 and self._start_move(lane):
                     break
             else:
                 self.now = self._next_end()
 
     def _next_end(self) -> int:
-        ends = [e for e in (self.run_end, self.update_end, *self.lane_end) if e >= 0]
+        every = [self.ops.end_ns, self.updates.end_ns, *(lane.end_ns for lane in self.lanes)]
+        ends = [end_ns for end_ns in every if end_ns >= 0]
         if ends:
             return min(ends)
         raise Halt(*explain_stuck(self))
@@ -53,36 +54,32 @@ class Engine(SimulationState):
     def _complete(self) -> None:
         """Processes everything that ends now, then the drops that this makes possible."""
         now, asked = self.now, list[int]()
-        if self.run_end == now:
-            run = self.p.runs[self.run_index - 1]
-            self.run_end, self.last_run_end = -1, now
-            self.runs_done += 1
-            self.used[self.base.device] -= run.workspace
-            self._end_accesses(run)
-            asked += self.p.run_drops.get(run.number, ())
-        if self.update_end == now:
-            run = self.p.updates[self.update_index - 1]
-            self.update_end = -1
-            self.updates_done += 1
-            self.used[self.base.host] -= run.workspace
-            self._end_accesses(run)
-            asked += self.p.run_drops.get(run.number, ())
-        for lane, end in enumerate(self.lane_end):
-            if end == now:
-                move = self.p.moves[self.lane_move[lane]]
+        for compute in (self.ops, self.updates):
+            if compute.end_ns == now:
+                run = compute.runs[compute.started - 1]
+                compute.end_ns = -1
+                compute.done += 1
+                self.used[compute.tier] -= run.workspace
+                self._end_accesses(run)
+                asked += self.p.run_drops.get(run.number, ())
+                if compute is self.ops:
+                    self.last_run_end = now
+        for lane in self.lanes:
+            if lane.end_ns == now:
+                move = self.p.moves[lane.move]
                 self._end_move(lane, move)
                 asked += move.drops
         if asked:
             self._ask_drops(sorted(asked))
         if self.ending:
             self._free_ended()
-        if self.asked and self.stirred:
+        if self.drops.asked and self.drops.stirred:
             self._free_asked()
 
     # ---- completions -------------------------------------------------------------------------
 
     def _end_accesses(self, run: CompiledRun) -> None:
-        users, status, pending = self.users, self.status, self.pending
+        users, status, pending = self.users, self.status, self.drops.of_tensor
         for key in run.reads:
             users[key] -= 1
         for key in run.writes:
@@ -90,58 +87,44 @@ class Engine(SimulationState):
             status[key] = VALID
         for t in run.tensors:
             if pending[t]:
-                self.stirred.add(t)
+                self.drops.stirred.add(t)
         for t in run.mortal:
             if self.value_is_over(t):
                 self.ending.add(t)
 
-    def _end_move(self, lane: int, move: Transfer) -> None:
-        i = self.lane_move[lane]
-        self.lane_end[lane] = self.lane_move[lane] = -1
-        self.lane_place[lane] += 1
-        self.move_count[i] += 1
+    def _end_move(self, lane: CopyLane, move: Transfer) -> None:
+        lane.end_ns = lane.move = -1
+        lane.place += 1
+        self.move_count[move.index] += 1
         if not move.wraps:
             self.plain_done += 1
         self.status[move.target] = VALID
         self.users[move.source] -= 1
         self.users[move.target] -= 1
         self.moving[move.tensor] -= 1
-        if self.pending[move.tensor]:
-            self.stirred.add(move.tensor)
+        if self.drops.of_tensor[move.tensor]:
+            self.drops.stirred.add(move.tensor)
 
     # ---- ops and host updates ------------------------------------------------------------
 
-    def _start_run(self) -> bool:
-        """Starts the next op if it may; True if it has zero length (so that it completes first)."""
-        i = self.run_index
-        if i == len(self.p.runs):
+    def _start_run(self, lane: ComputeLane, other: ComputeLane) -> bool:
+        """Starts the lane's next run if it may; True if it has zero length (so that it completes
+        first)."""
+        i = lane.started
+        if i == len(lane.runs):
             return False
-        run = self.p.runs[i]
-        if self.updates_done < run.other_lane_runs or not self._may_start(run):
-            if self.record:
+        run = lane.runs[i]
+        if other.done < run.other_lane_runs or not self._may_start(run):
+            if lane is self.ops and self.journal.details:
                 self.waiting.update(dict.fromkeys(w.on for w in waits_of(self, run)))
             return False
-        self._note_stall(run.id)
-        self.spans.append(Span(run.id, COMPUTE, self.step, self.now, self.now + run.duration_ns))
-        self.window.starts.append((0, i, self.now - self.window.start_ns))
-        self._begin_accesses(run, self.base.device)
-        self.run_index += 1
-        self.run_end = self.now + run.duration_ns
-        return run.duration_ns == 0
-
-    def _start_update(self) -> bool:
-        i = self.update_index
-        if i == len(self.p.updates):
-            return False
-        run = self.p.updates[i]
-        if self.runs_done < run.other_lane_runs or not self._may_start(run):
-            return False
-        end = self.now + run.duration_ns
-        self.spans.append(Span(run.id, HOST_COMPUTE, self.step, self.now, end))
-        self.window.starts.append((1, i, self.now - self.window.start_ns))
-        self._begin_accesses(run, self.base.host)
-        self.update_index += 1
-        self.update_end = self.now + run.duration_ns
+        if lane is self.ops:
+            self._note_stall(run.id)
+        lane.end_ns = self.now + run.duration_ns
+        self.journal.spans.append(Span(run.id, lane.name, self.step, self.now, lane.end_ns))
+        self.window.starts.append((lane.number, i, self.now - self.window.start_ns))
+        self._begin_accesses(run, lane.tier)
+        lane.started += 1
         return run.duration_ns == 0
 
     def _may_start(self, run: CompiledRun) -> bool:
@@ -176,17 +159,17 @@ class Engine(SimulationState):
         users, status, pending, next_access = (
             self.users,
             self.status,
-            self.pending,
+            self.drops.of_tensor,
             self.next_access,
         )
         for key in run.reads:
             users[key] += 1
-            if self.drop_asked[key]:
+            if key in self.drops.asked:
                 self._halt_read(run, key)
         for t in run.tensors:
             next_access[t] += 1
             if pending[t]:
-                self.stirred.add(t)
+                self.drops.stirred.add(t)
         for t in run.written:
             self.ending.discard(t)
             for key in self.copies(t):
@@ -208,7 +191,7 @@ class Engine(SimulationState):
                 "read-after-drop",
                 run.id,
                 f"{run.id} reads {tensor} on {tier} while the drop after"
-                f" {self.dropped_by[key]} is pending: no other valid copy lets it go",
+                f" {self.drops.after[key]} is pending: no other valid copy lets it go",
             )
         )
 
@@ -220,7 +203,7 @@ class Engine(SimulationState):
 
     # ---- moves ---------------------------------------------------------------------------
 
-    def _start_move(self, lane: int) -> bool:
+    def _start_move(self, lane: CopyLane) -> bool:
         """Starts the lane's next move if it may; True if it has zero length."""
         i = self.lane_head(lane)
         if i is None:
@@ -230,7 +213,7 @@ class Engine(SimulationState):
         if (
             self.status[source] != VALID
             or self.status[target] >= VALID
-            or not self.triggered(move, self.lane_step[lane])
+            or not self.triggered(move, lane.step)
         ):
             return False
         tier = move.target_tier
@@ -244,12 +227,11 @@ class Engine(SimulationState):
         self.users[source] += 1
         self.users[target] += 1
         self.moving[move.tensor] += 1
-        self.lane_move[lane] = i
-        self.lane_end[lane] = self.now + move.duration_ns
-        late = self.step - self.lane_step[lane]
+        lane.move, lane.end_ns = i, self.now + move.duration_ns
+        late = self.step - lane.step
         self.window.starts.append((2 + late, i, self.now - self.window.start_ns))
-        name = self.base.machine.lanes[lane].name
-        self.spans.append(Span(move.id, name, self.lane_step[lane], self.now, self.lane_end[lane]))
+        name = self.base.machine.lanes[move.lane].name
+        self.journal.spans.append(Span(move.id, name, lane.step, self.now, lane.end_ns))
         return move.duration_ns == 0
 
     def _check_codec(self, move: Transfer) -> None:
@@ -268,8 +250,8 @@ class Engine(SimulationState):
 
     def _step_is_over(self) -> bool:
         return (
-            self.runs_done == len(self.p.runs)
-            and self.updates_done == len(self.p.updates)
+            self.ops.done == len(self.ops.runs)
+            and self.updates.done == len(self.updates.runs)
             and self.plain_done == self.p.n_plain_moves
             and all(self.move_count[m] >= self.step for m in self.p.wrapped)
         )
@@ -277,7 +259,7 @@ class Engine(SimulationState):
     def _end_step(self) -> bool:
         """Ends the step; True if the simulation is over."""
         self._note_stall("the end of the step")
-        self.steps.append((self.window.start_ns, self.now))
+        self.journal.steps.append((self.window.start_ns, self.now))
         wrong = check_end(self)
         if wrong:
             raise Halt(*wrong)
@@ -286,20 +268,21 @@ class Engine(SimulationState):
         for key, status in enumerate(self.status):
             if status == STALE:
                 self._free(key, "stale")
-        freed_in_step = len(self.freed)
+        freed_in_step = len(self.journal.freed)
         same = self.previous is not None and self.previous.starts == self.window.starts
-        lengths = [end - start for start, end in self.steps[-2:]]
+        lengths = [end - start for start, end in self.journal.steps[-2:]]
         if same and lengths[0] == lengths[1]:
             return True
-        if len(self.steps) == MAX_STEPS:
+        if len(self.journal.steps) == MAX_STEPS:
             self.settled = False
             return True
         self.previous, self.window = self.window, StepWindow(self.now)
         self.step += 1
-        self.run_index = self.update_index = self.runs_done = self.updates_done = 0
+        for lane in (self.ops, self.updates):
+            lane.started = lane.done = 0
         self.plain_done = 0
         self.next_access = [0] * len(self.next_access)
-        self.stirred.update(key // self.base.n_tiers for key in self.asked)
+        self.drops.stir_all()
         self._ask_drops(self.p.start_drops)
         self._free_asked()
         before = self.began
@@ -313,12 +296,12 @@ class Engine(SimulationState):
         if not self.base.problem.steady:
             return
         lanes = []
-        for lane, queue in enumerate(self.p.lanes):
-            place, ahead = self.lane_place[lane], self.lane_step[lane] - self.step
-            if place == len(queue):  # the lane goes on with the next step as soon as there is one
+        for lane in self.lanes:
+            place, ahead = lane.place, lane.step - self.step
+            if place == len(lane.queue):  # it goes on with the next step as soon as there is one
                 place, ahead = 0, ahead + 1
-            end = self.lane_end[lane]
-            lanes.append((place, ahead, self.lane_move[lane], end - self.now if end >= 0 else -1))
+            left_ns = lane.end_ns - self.now if lane.end_ns >= 0 else -1
+            lanes.append((place, ahead, lane.move, left_ns))
         state = (
             lanes,
             [count - self.step for count in self.move_count],
@@ -326,22 +309,22 @@ class Engine(SimulationState):
             list(self.size),
             list(self.codec),
             list(self.users),
-            list(self.asked),
+            list(self.drops.asked),
             set(self.ending),
         )
-        self.began = Beginning(self.now, len(self.spans), len(self.freed), state)
+        self.began = Beginning(self.now, len(self.journal.spans), len(self.journal.freed), state)
 
     def _repeat(self, before: Beginning, freed_in_step: int) -> None:
         """Records the current step as a copy of the previous one, since both begin alike."""
-        by, done = self.now - before.now, len(self.spans)
-        for s in self.spans[before.spans :]:
-            self.spans.append(Span(s.id, s.lane, s.step + 1, s.start_ns + by, s.end_ns + by))
-        for f in self.freed[before.freed : freed_in_step]:
-            started = f.started + done - before.spans
-            self.freed.append(Freed(f.tensor, f.tier, f.time_ns + by, f.cause, started))
+        by, journal = self.now - before.now, self.journal
+        more = len(journal.spans) - before.spans
+        for s in journal.spans[before.spans :]:
+            journal.spans.append(Span(s.id, s.lane, s.step + 1, s.start_ns + by, s.end_ns + by))
+        for f in journal.freed[before.freed : freed_in_step]:
+            journal.freed.append(Freed(f.tensor, f.tier, f.time_ns + by, f.cause, f.started + more))
         assert self.previous is not None
         self.window.stalls += [
             Stall(s.op, s.start_ns + by, s.duration_ns, s.waited_for) for s in self.previous.stalls
         ]
         self.now += by
-        self.steps.append((self.window.start_ns, self.now))
+        journal.steps.append((self.window.start_ns, self.now))

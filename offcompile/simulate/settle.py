@@ -19,13 +19,13 @@ def _write_back_missing(e: SimulationState, key: int) -> Violation:
     return Violation(
         "missing-write-back",
         tensor,
-        f"the drop of {tensor} on {tier} after {e.dropped_by.get(key, '?')} can never happen:"
+        f"the drop of {tensor} on {tier} after {e.drops.after.get(key, '?')} can never happen:"
         " no other tier gets a valid copy; move it back first",
     )
 
 
 def _check_nothing_lost(e: SimulationState) -> list[Violation]:
-    wrong = [_write_back_missing(e, key) for key in e.asked]
+    wrong = [_write_back_missing(e, key) for key in e.drops.asked]
     for t, tensor in enumerate(e.base.problem.tensors):
         if e.base.must_survive[t] and all(e.status[k] != VALID for k in e.copies(t)):
             wrong.append(
@@ -39,7 +39,7 @@ def _settle(e: SimulationState) -> tuple[set[int], list[int]]:
     n = e.base.n_tiers
     copies = {k for k, status in enumerate(e.status) if status == VALID}
     copies -= {k for k in copies if k // n in e.ending}
-    asked = list(e.asked)
+    asked = list(e.drops.asked)
     coming = [e.p.moves[i] for i in e.p.wrapped if e.move_count[i] <= e.step]
 
     def spare(key: int) -> bool:
@@ -58,7 +58,7 @@ def _settle(e: SimulationState) -> tuple[set[int], list[int]]:
                 again = True
         waiting = {m.index for m in coming}
         for move in list(coming):
-            running = move.index in e.lane_move
+            running = any(lane.move == move.index for lane in e.lanes)
             behind = move.trigger[0] == "move" and move.trigger[1] in waiting
             if running or (not behind and move.source in copies and move.target not in copies):
                 coming.remove(move)
@@ -76,8 +76,8 @@ def _check_settled(e: SimulationState) -> list[Violation]:
         return [_write_back_missing(e, key) for key in undone]
     wrong = []
     may_be_left_out = {e.p.moves[i].target for i in e.p.wrapped}
-    missing = e.start_copies - copies
-    extra = copies - e.start_copies - may_be_left_out
+    began = {key for key, _, _ in e.p.start}
+    missing, extra = began - copies, copies - began - may_be_left_out
     for keys, what in ((missing, "gone at"), (extra, "left over at")):
         for key in sorted(keys):
             tensor, tier = e.name_of(key)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from offcompile.ir import Stall
+from offcompile.ir import COMPUTE, HOST_COMPUTE, Stall
 
 from .compiled import CompiledPlan, CompiledRun, Transfer
 from .copies import Copies
@@ -17,6 +17,31 @@ class StepWindow:
     start_ns: int
     starts: list[tuple[int, int, int]] = field(default_factory=list)
     stalls: list[Stall] = field(default_factory=list)
+
+
+@dataclass(slots=True)
+class ComputeLane:
+    """The progress of a step's ops, or of its host updates, which run one after the other."""
+
+    number: int  # 0: ops, 1: host updates
+    name: str
+    #: number of the tier that holds their workspace
+    tier: int
+    runs: list[CompiledRun]
+    started: int = 0
+    done: int = 0
+    end_ns: int = -1  # -1: idle
+
+
+@dataclass(slots=True)
+class CopyLane:
+    """The progress of a lane: its moves in order, of this step or of the previous one."""
+
+    queue: list[int]
+    place: int = 0
+    step: int = 0
+    move: int = -1  # -1: idle
+    end_ns: int = -1  # -1: idle
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,31 +61,26 @@ class SimulationState(Copies):
     def __init__(self, plan: CompiledPlan, record: bool) -> None:
         super().__init__(plan, record)
         self.step = 0
-        self.run_index = self.update_index = 0  # numbers started in this step
-        self.run_end = self.update_end = -1  # -1: idle
-        self.runs_done = self.updates_done = 0
+        self.ops = ComputeLane(0, COMPUTE, self.base.device, plan.runs)
+        self.updates = ComputeLane(1, HOST_COMPUTE, self.base.host, plan.updates)
         self.move_count = [0] * len(plan.moves)  # how many times each move has ended
-        n_lanes = len(plan.lanes)
-        self.lane_place, self.lane_step = [0] * n_lanes, [0] * n_lanes
-        self.lane_move, self.lane_end = [-1] * n_lanes, [-1] * n_lanes
+        self.lanes = [CopyLane(queue) for queue in plan.lanes]
         self.plain_done = 0
         self.last_run_end = 0
         self.waiting: dict[str, None] = {}
         self.window = StepWindow(0)
         self.began = Beginning(0, 0, 0, ())
         self.previous: StepWindow | None = None
-        self.steps: list[tuple[int, int]] = []
         self.settled = True
 
-    def lane_head(self, lane: int) -> int | None:
+    def lane_head(self, lane: CopyLane) -> int | None:
         """The next move of `lane`, if this step or the previous one queued one."""
-        queue = self.p.lanes[lane]
-        if self.lane_place[lane] == len(queue):
-            if self.lane_step[lane] == self.step or not queue:
+        if lane.place == len(lane.queue):
+            if lane.step == self.step or not lane.queue:
                 return None
-            self.lane_step[lane] += 1
-            self.lane_place[lane] = 0
-        return queue[self.lane_place[lane]]
+            lane.step += 1
+            lane.place = 0
+        return lane.queue[lane.place]
 
     def triggered(self, move: Transfer, step: int) -> bool:
         kind, index = move.trigger
@@ -68,7 +88,7 @@ class SimulationState(Copies):
             return self.move_count[index] > step
         if kind == "start" or self.step > step:
             return True
-        return (self.runs_done if kind == "run" else self.updates_done) > index
+        return (self.ops if kind == "run" else self.updates).done > index
 
     def room_after(self, run: CompiledRun) -> dict[int, int]:
         """Per tier, the bytes left (below 0: missing) after taking outputs and workspace."""

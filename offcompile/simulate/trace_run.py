@@ -44,15 +44,38 @@ def run_trace(
     return TraceRun(trace, machine, predictor, prefetch).result()
 
 
-def _lane(machine: Machine, source: str, target: str) -> Lane:
-    lanes = machine.lanes_between(source, target)
-    if len(lanes) != 1:
-        detail = (
-            f"a trace needs one lane from {source} to {target}, and this machine has {len(lanes)};"
-            " list just one"
-        )
-        raise InvalidInput([Violation("bad-value", "machine.lanes", detail)])
-    return lanes[0]
+@dataclass(slots=True)
+class TraceLane:
+    """The lane in or out; copies one block at a time."""
+
+    lane: Lane
+    #: (block, end) of the copy in flight
+    copy: tuple[str, int] | None = None
+    moved_bytes: int = 0
+
+    @classmethod
+    def of(cls, machine: Machine, source: str, target: str) -> TraceLane:
+        lanes = machine.lanes_between(source, target)
+        if len(lanes) != 1:
+            detail = (
+                f"a trace needs one lane from {source} to {target}, and this machine has"
+                f" {len(lanes)}; list just one"
+            )
+            raise InvalidInput([Violation("bad-value", "machine.lanes", detail)])
+        return cls(lanes[0])
+
+    def begin(self, block: str, nbytes: int, now_ns: int) -> None:
+        took_ns = move_ns(nbytes, self.lane.bytes_per_us, self.lane.latency_us)
+        self.copy = (block, now_ns + took_ns)
+        self.moved_bytes += nbytes
+
+    def ended(self, now_ns: int) -> str | None:
+        """The block whose copy ends now, if any; the lane is then free."""
+        if self.copy is None or self.copy[1] != now_ns:
+            return None
+        block, _ = self.copy
+        self.copy = None
+        return block
 
 
 class TraceRun:
@@ -60,7 +83,8 @@ class TraceRun:
         self, trace: Trace, machine: Machine, predictor: Predictor, prefetch: bool
     ) -> None:
         self.trace, self.predictor, self.prefetch = trace, predictor, prefetch
-        self.lane_in, self.lane_out = _lane(machine, HOST, DEVICE), _lane(machine, DEVICE, HOST)
+        self.inward = TraceLane.of(machine, HOST, DEVICE)
+        self.outward = TraceLane.of(machine, DEVICE, HOST)
         capacity = machine.tier[DEVICE].capacity_bytes
         needed = trace.largest_run_bytes
         self.capacity = max(trace.total_bytes, 1) if capacity is None else capacity
@@ -74,10 +98,6 @@ class TraceRun:
         self.low = self.capacity
         self.now = 0
         self.stall_ns = 0
-        self.bytes_in = self.bytes_out = 0
-        #: (block, end) of the copy in flight
-        self.coming: tuple[str, int] | None = None
-        self.going: tuple[str, int] | None = None
         self.to_go: deque[str] = deque()
         self.going_bytes = 0
         self.demanding = False
@@ -89,8 +109,8 @@ class TraceRun:
             makespan_us=self.now / 1000,
             stall_us=self.stall_ns / 1000,
             counters=self.predictor.counters,
-            bytes_in=self.bytes_in,
-            bytes_out=self.bytes_out,
+            bytes_in=self.inward.moved_bytes,
+            bytes_out=self.outward.moved_bytes,
             peak_bytes=self.capacity - self.low,
             table_bytes=self.predictor.table_bytes,
         )
@@ -131,7 +151,7 @@ class TraceRun:
                 self._take(nbytes)
                 self.predictor.fetching(block, nbytes)
                 self.predictor.arrived(block)
-            elif born or self.coming is not None:
+            elif born or self.inward.copy is not None:
                 self._until_event()
             elif self._make_room(nbytes):
                 self._load(block, nbytes, prefetch=False)
@@ -141,7 +161,7 @@ class TraceRun:
 
     def _settle(self, block: str) -> None:
         """Waits while the block is copied out, since it must not be written or die meanwhile."""
-        while self.going is not None and self.going[0] == block:
+        while self.outward.copy is not None and self.outward.copy[0] == block:
             self._until_event()
 
     def _make_room(self, nbytes: int) -> bool:
@@ -158,7 +178,7 @@ class TraceRun:
         while self.prefetch and not self.demanding:
             found = self.predictor.predictions(self.free, limit=1)
             if found:
-                if self.coming is not None:
+                if self.inward.copy is not None:
                     break
                 self._load(found[0].block, found[0].nbytes, prefetch=True)
                 continue
@@ -183,56 +203,50 @@ class TraceRun:
 
     def _go(self) -> None:
         """Begins the next copy out; skips blocks that have been used again meanwhile."""
-        while self.going is None and self.to_go:
+        while self.outward.copy is None and self.to_go:
             block = self.to_go.popleft()
             nbytes = self.trace.nbytes[block]
             if self.predictor.is_leaving(block):
-                self.going = (block, self.now + self._ns(self.lane_out, nbytes))
-                self.bytes_out += nbytes
+                self.outward.begin(block, nbytes, self.now)
             else:
                 self.going_bytes -= nbytes
 
     def _load(self, block: object, nbytes: int, prefetch: bool) -> None:
         self._take(nbytes)
-        self.bytes_in += nbytes
-        self.coming = (str(block), self.now + self._ns(self.lane_in, nbytes))
+        self.inward.begin(str(block), nbytes, self.now)
         self.predictor.fetching(str(block), nbytes, prefetch)
 
     def _take(self, nbytes: int) -> None:
         self.free -= nbytes
         self.low = min(self.low, self.free)
 
-    @staticmethod
-    def _ns(lane: Lane, nbytes: int) -> int:
-        return move_ns(nbytes, lane.bytes_per_us, lane.latency_us)
-
     # ---- time ------------------------------------------------------------------------------
+
+    def _next_end(self) -> int | None:
+        ends = [lane.copy[1] for lane in (self.inward, self.outward) if lane.copy is not None]
+        return min(ends, default=None)
 
     def _until_event(self) -> None:
         """Advances to the next end of a copy."""
-        ends = [copy[1] for copy in (self.coming, self.going) if copy is not None]
-        if not ends:
+        end = self._next_end()
+        if end is None:
             detail = "a run waits for room, and nothing can leave; raise the device's capacity"
             raise InvalidInput([Violation("deadlock", "trace", detail)])
-        self._until(min(ends))
+        self._until(end)
 
     def _until(self, time_ns: int) -> None:
-        while True:
-            ends = [copy[1] for copy in (self.coming, self.going) if copy is not None]
-            if not ends or min(ends) > time_ns:
-                break
-            self.now = min(ends)
+        while (end := self._next_end()) is not None and end <= time_ns:
+            self.now = end
             self._complete()
             self._pump()
         self.now = time_ns
 
     def _complete(self) -> None:
-        if self.coming is not None and self.coming[1] == self.now:
-            self.predictor.arrived(self.coming[0])
-            self.coming = None
-        if self.going is not None and self.going[1] == self.now:
-            block = self.going[0]
-            self.going = None
+        arrived = self.inward.ended(self.now)
+        if arrived is not None:
+            self.predictor.arrived(arrived)
+        block = self.outward.ended(self.now)
+        if block is not None:
             nbytes = self.trace.nbytes[block]
             self.going_bytes -= nbytes
             still = self.predictor.is_leaving(block)
