@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 from offcompile.ir.model import SELF_ENDING_KINDS, Problem
-from offcompile.ir.plan import Freed, Plan
+from offcompile.ir.plan import Freed, Plan, Timeline
 
 from .ledger import Ledger, Place
 from .order import Touch, VerifiedRun
@@ -117,3 +117,37 @@ class Frees:
         if freed.cause == "death" and self.read_again(freed.tensor):
             return "read-after-drop", "died although an op still reads its value"
         return "bad-value", f"freed as {freed.cause!r}, for which there is no ground"
+
+
+class RecordedFrees:
+    """The frees of a record that the audit has not carried out yet, with the objections to them."""
+
+    def __init__(self, timeline: Timeline) -> None:
+        self._at: dict[int, list[Freed]] = {}
+        for freed in timeline.freed:
+            self._at.setdefault(freed.time_ns, []).append(freed)
+        self._objections: dict[Freed, tuple[str, str]] = {}
+
+    @property
+    def times(self) -> set[int]:
+        return set(self._at)
+
+    def at(self, now: int) -> Sequence[Freed]:
+        return self._at.get(now, ())
+
+    def remove(self, freed: Freed) -> None:
+        self._at[freed.time_ns].remove(freed)
+
+    def doubt(self, now: int, why_kept: Callable[[Freed], tuple[str, str]]) -> None:
+        """Notes the objection to each free recorded now; the first one counts."""
+        for freed in self.at(now):
+            if freed not in self._objections:
+                self._objections[freed] = why_kept(freed)
+
+    def take(self, now: int) -> Iterator[tuple[Freed, tuple[str, str]]]:
+        """Gives up the frees recorded now, each with its objection."""
+        for freed in self._at.pop(now, ()):
+            yield freed, self._objections[freed]
+
+    def rest(self) -> list[Freed]:
+        return [freed for several in self._at.values() for freed in several]

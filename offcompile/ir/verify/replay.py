@@ -11,18 +11,16 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterator
 
-from offcompile.ir.errors import Violation
 from offcompile.ir.model import DEVICE, HOST, Machine, Problem
 from offcompile.ir.plan import Freed, Move, Plan, Timeline
 
 from .ending import Leftover, check_end
-from .frees import Frees
+from .findings import Findings
+from .frees import Frees, RecordedFrees
 from .ledger import Ledger
 from .order import VerifiedRun, arrives_as, executed, start_codecs, touches
 from .record import Key, Task
 from .waits import Waits
-
-ENOUGH = 40  # findings after which the rest would only be consequences
 
 
 class Replay:
@@ -37,7 +35,7 @@ class Replay:
         todo: dict[str, list[Task]],
     ) -> None:
         self.problem, self.plan, self.timeline = problem, plan, timeline
-        self.found: list[Violation] = []
+        self.findings = Findings()
         self.states: list[object] = []  # at the end of each step
         self._lanes = {name: deque(tasks) for name, tasks in todo.items()}
         self._running: dict[str, Task] = {}  # by lane
@@ -48,11 +46,7 @@ class Replay:
                 self._open[task.step + task.wraps] += 1
         self._arriving: dict[Key, Move] = {}  # wrapped moves of this step, not yet arrived
         self._wrapped = [m for m in plan.moves if m.wraps]
-        self._freed: dict[int, list[Freed]] = {}
-        for freed in timeline.freed:
-            self._freed.setdefault(freed.time_ns, []).append(freed)
-        self._doubts: dict[Freed, tuple[str, str]] = {}
-        self._noted: set[object] = set()
+        self._recorded = RecordedFrees(timeline)
         self.ledger = Ledger(problem, machine)
         touching = touches(executed(problem, plan))
         self._frees = Frees(problem, plan, self.ledger, touching)
@@ -63,18 +57,18 @@ class Replay:
     def run(self) -> None:
         spans = self.timeline.spans
         times = {x for s in spans for x in (s.start_ns, s.end_ns)}
-        times |= self._freed.keys() | {x for step in self.timeline.steps for x in step}
+        times |= self._recorded.times | {x for step in self.timeline.steps for x in step}
         self._begin_step()
         for now in sorted(times):
             self._instant(now)
-            if len(self.found) >= ENOUGH:
+            if self.findings.enough:
                 return
             self._free_groundless(now)
             if self._over:
                 break
-        for late in (f for several in self._freed.values() for f in several):
-            where = f"{late.tensor} on {late.tier}"
-            self._note("bad-value", where, f"freed at {late.time_ns} ns, after the last step")
+        for late in self._recorded.rest():
+            detail = f"freed at {late.time_ns} ns, after the last step"
+            self.findings.note("bad-value", f"{late.tensor} on {late.tier}", detail)
 
     @property
     def _over(self) -> bool:
@@ -84,10 +78,11 @@ class Replay:
 
     def _instant(self, now: int) -> None:
         """Processes everything that happens at `now`, until nothing more does."""
-        while not self._over and len(self.found) < ENOUGH:
+        while not self._over and not self.findings.enough:
             if self._complete(now) or self._free_due(now):
                 continue
-            self._doubt(now)
+            # before anything starts at this instant
+            self._recorded.doubt(now, self._frees.why_kept)
             if not (self._end_step(now) or self._start_ready(now) or self._start_forced(now)):
                 return
 
@@ -127,31 +122,22 @@ class Replay:
 
     def _free_due(self, now: int) -> bool:
         """Frees the first copy that the record frees now for a valid reason."""
-        recorded = self._freed.get(now, [])
-        for freed in recorded:
+        for freed in self._recorded.at(now):
             place = (freed.tensor, freed.tier)
             if freed.cause in self._frees.grounds(place):
-                recorded.remove(freed)
+                self._recorded.remove(freed)
                 self._frees.release(place)
                 return True
         for place, grounds in self._frees.due().items():
-            if place not in self._noted:
-                self._noted.add(place)
+            if self.findings.first(place):
                 detail = f"could be freed at {now} ns ({', '.join(sorted(grounds))}) and was not"
-                self._note("bad-value", f"{place[0]} on {place[1]}", detail)
+                self.findings.note("bad-value", f"{place[0]} on {place[1]}", detail)
         return False
-
-    def _doubt(self, now: int) -> None:
-        """Notes the objections to the frees still open, before anything starts at this instant."""
-        for freed in self._freed.get(now, ()):
-            if freed not in self._doubts:
-                self._doubts[freed] = self._frees.why_kept(freed)
 
     def _free_groundless(self, now: int) -> None:
         """Reports the frees recorded now that have no valid reason, then carries them out."""
-        for freed in self._freed.pop(now, ()):
-            rule, detail = self._doubts[freed]
-            self._note(rule, f"{freed.tensor} on {freed.tier}", f"at {now} ns: {detail}")
+        for freed, (rule, detail) in self._recorded.take(now):
+            self.findings.note(rule, f"{freed.tensor} on {freed.tier}", f"at {now} ns: {detail}")
             if self.ledger.get((freed.tensor, freed.tier)) is not None:
                 self._frees.release((freed.tensor, freed.tier))
 
@@ -173,16 +159,16 @@ class Replay:
             arriving=tuple(self._arriving.values()),
             spare=self._frees.spare,
         )
-        self.found += check_end(self.problem, self.plan, self._step, left)
+        self.findings.found += check_end(self.problem, self.plan, self._step, left)
         last = self._step + 1 == len(self.timeline.steps)
         stale = [p for p, c in self.ledger.places() if not c.valid and not c.users]
         for place in stale:
             match = Freed(place[0], place[1], now, "stale")
-            if match in self._freed.get(now, []):
-                self._freed[now].remove(match)
+            if match in self._recorded.at(now):
+                self._recorded.remove(match)
             elif not last:
                 detail = f"invalid, and not freed at the end of step {self._step}"
-                self._note("bad-value", f"{place[0]} on {place[1]}", detail)
+                self.findings.note("bad-value", f"{place[0]} on {place[1]}", detail)
             self._frees.release(place)
         self.states.append(self._state(now))
         self._begin_step()
@@ -213,11 +199,10 @@ class Replay:
             if task.span is not None and task.span.start_ns == now:
                 self._start(tasks.popleft())
                 return True
-            elif (task.step, task.id) not in self._noted:
-                self._noted.add((task.step, task.id))
+            elif self.findings.first((task.step, task.id)):
                 when = f"starts at {task.span.start_ns} ns" if task.span else "never starts"
                 detail = f"{when}, but nothing keeps it from starting at {now} ns"
-                self._note("bad-value", task.where, detail)
+                self.findings.note("bad-value", task.where, detail)
         return False
 
     def _start_forced(self, now: int) -> bool:
@@ -226,7 +211,7 @@ class Replay:
             if tasks and tasks[0].span is not None and tasks[0].span.start_ns <= now:
                 task = tasks.popleft()
                 for rule, detail in self._blockers(task):
-                    self._note(rule, task.where, f"starts at {now} ns, but {detail}")
+                    self.findings.note(rule, task.where, f"starts at {now} ns, but {detail}")
                 self._start(task)
                 return True
         return False
@@ -251,7 +236,7 @@ class Replay:
             place = (tensor, run.tier_of(tensor))
             if tensor in run.op.reads and place in self._frees.pending:
                 detail = f"reads {tensor} on {place[1]}, whose drop is pending"
-                self._note("read-after-drop", task.where, detail)
+                self.findings.note("read-after-drop", task.where, detail)
             if tensor in run.op.writes:
                 for copy in self.ledger.of(tensor).values():
                     copy.valid = False
@@ -267,8 +252,3 @@ class Replay:
             source.users += 1
         target = self.ledger.hold((move.tensor, move.target), arrives_as(move), valid=False)
         target.users += 1
-
-    # findings
-
-    def _note(self, rule: str, where: str, detail: str) -> None:
-        self.found.append(Violation(rule, where, detail))

@@ -30,7 +30,7 @@ def check_timeline(
     if not found:
         replay = Replay(problem, machine, plan, timeline, todo)
         replay.run()
-        found += replay.found
+        found += replay.findings.found
         found += check_makespan(machine, timeline, todo)
         found += check_settled(timeline, replay.states)
         found += _peaks(machine, timeline, replay.ledger)
