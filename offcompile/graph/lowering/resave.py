@@ -34,19 +34,26 @@ class Resaved:
         return self.node if self.node is not None else f"ticket_{self.ticket_of}"
 
 
-class Half(Protocol):
-    """One rewritten graph, as `rewrite` builds it."""
+class HalfValues(Protocol):
+    """The values of a rewritten graph, as `values` builds them."""
 
     graph: fx.Graph
-    module: fx.GraphModule
     new: dict[str, fx.Node]
     old: dict[str, fx.Node]
     saved: dict[fx.Node, Resaved]
+
+    def value(self, node: fx.Node) -> fx.Node: ...
+
+
+class Half(Protocol):
+    """One rewritten graph, as `rewrite` builds it."""
+
+    module: fx.GraphModule
     tickets: dict[tuple[str, str], fx.Node]
     device: dict[str, fx.Node]
 
-    def value(self, node: fx.Node) -> fx.Node: ...
-    def span(self, storage: str) -> fx.Node: ...
+    @property
+    def values(self) -> HalfValues: ...
 
 
 def new_placeholder(graph: fx.Graph, name: str, value: object) -> fx.Node:
@@ -64,10 +71,11 @@ def new_placeholder(graph: fx.Graph, name: str, value: object) -> fx.Node:
 def finish_backward(half: Half) -> fx.GraphModule:
     """Finish the graph, without placeholders for saved tensors that are no longer used."""
     _run_effects(half)
-    _output(half, [half.value(o) if isinstance(o, fx.Node) else o for o in _old_outputs(half)])
-    for node in [n for n in half.saved if not n.users and not _is_size(n)]:
-        half.graph.erase_node(node)
-        del half.saved[node]
+    _output(half, _new_outputs(half, _old_outputs(half)))
+    graph, saved = half.values.graph, half.values.saved
+    for node in [n for n in saved if not n.users and not _is_size(n)]:
+        graph.erase_node(node)
+        del saved[node]
     return _module(half)
 
 
@@ -76,18 +84,17 @@ def finish_forward(half: Half, graphs: Graphs, backward: Half | None) -> fx.Grap
     _run_effects(half)
     old = _old_outputs(half)
     seen, rest = old[: graphs.num_outputs], old[graphs.num_outputs :]
-    outputs: list[object] = [half.value(o) if isinstance(o, fx.Node) else o for o in seen]
+    outputs = _new_outputs(half, seen)
     if backward is not None:
-        wanted = [backward.saved[n] for n in backward.graph.nodes if n in backward.saved]
+        saved = backward.values.saved
+        wanted = [saved[n] for n in backward.values.graph.nodes if n in saved]
         before = {o.name for o in rest if isinstance(o, fx.Node)}
         new = [w for w in wanted if w.node is None or w.node not in before]
         kept = {w.node for w in wanted if w.node is not None}
         outputs += [_saved(half, w) for w in new]
-        outputs += [
-            half.value(o) if isinstance(o, fx.Node) else o
-            for o in rest
-            if not isinstance(o, fx.Node) or o.name in kept
-        ]
+        outputs += _new_outputs(
+            half, [o for o in rest if not isinstance(o, fx.Node) or o.name in kept]
+        )
     _output(half, outputs)
     _describe(half, old, outputs, graphs.num_outputs)
     return _module(half)
@@ -100,34 +107,38 @@ def _saved(half: Half, what: Resaved) -> fx.Node:
     if what.copy_of is not None:
         return half.device[what.copy_of]
     assert what.node is not None
-    return half.value(half.old[what.node])
+    return half.values.value(half.values.old[what.node])
 
 
 def _old_outputs(half: Half) -> list[object]:
     return outputs_of(half.module)
 
 
+def _new_outputs(half: Half, old: list[object]) -> list[object]:
+    return [half.values.value(o) if isinstance(o, fx.Node) else o for o in old]
+
+
 def _run_effects(half: Half) -> None:
     """Copy nodes that are no ops of the plan but have side effects, such as size checks."""
-    for node in half.old.values():
-        if node.op == "call_function" and node.name not in half.new and node.is_impure():
-            half.value(node)
+    for node in half.values.old.values():
+        if node.op == "call_function" and node.name not in half.values.new and node.is_impure():
+            half.values.value(node)
 
 
 def _output(half: Half, outputs: list[object]) -> None:
-    node = half.graph.output(tuple(outputs))  # type: ignore[arg-type]
+    node = half.values.graph.output(tuple(outputs))  # type: ignore[arg-type]
     (old,) = half.module.graph.find_nodes(op="output")
     node.meta.update(old.meta)
 
 
 def _describe(half: Half, old: list[object], outputs: list[object], seen: int) -> None:
     """Update AOTAutograd's descriptions of the outputs, renumbering the saved ones."""
-    (node,) = half.graph.find_nodes(op="output")
+    (node,) = half.values.graph.find_nodes(op="output")
     known = node.meta.get("desc")
     if known is None:
         return
     kind_of: dict[int, Any] = {
-        id(half.new.get(o.name)): type(d) for o, d in _nodes(old[seen:], known[seen:])
+        id(half.values.new.get(o.name)): type(d) for o, d in _nodes(old[seen:], known[seen:])
     }
     node.meta["desc"] = [
         *known[:seen],
@@ -145,7 +156,7 @@ def _is_size(node: fx.Node) -> bool:
 
 
 def _module(half: Half) -> fx.GraphModule:
-    module = fx.GraphModule(half.module, half.graph)
+    module = fx.GraphModule(half.module, half.values.graph)
     module.meta.update(half.module.meta)
     module.graph.lint()
     return module

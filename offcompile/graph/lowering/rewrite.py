@@ -22,8 +22,8 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Mapping
-from dataclasses import dataclass, field
-from typing import Any, cast
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import fx
@@ -34,19 +34,16 @@ from offcompile.graph.direct_ops import is_store, reader_of, write_of
 from offcompile.graph.graphs import (
     Graphs,
     aliased_input,
-    bookkeeping,
     is_getitem,
-    mutated_inputs,
     outputs_of,
-    tensors_in,
 )
-from offcompile.graph.sizes import SizeMaker
 from offcompile.ir import BACKWARD, DEVICE, FORWARD, HOST, BrokenPlan, Move, Plan
 from offcompile.planning.order import Order, ProgramStep, RunStep, StartStep
 from offcompile.runtime.device import tickets
 from offcompile.runtime.moves import ops
 
-from .resave import Resaved, finish_backward, finish_forward, new_placeholder
+from .resave import Resaved, finish_backward, finish_forward
+from .values import Tables, Values
 
 
 @dataclass(frozen=True)
@@ -74,7 +71,7 @@ def rewrite(
     """
     moves = {m.id: m for m in plan.moves}
     directs = frozenset((d.op, d.tensor) for d in plan.directs)
-    tables = _Tables(graphs, annotated, moves, runtime, directs, exact)
+    tables = Tables(graphs, annotated, moves, runtime, directs, exact)
     forward = _RewrittenHalf(tables, FORWARD, graphs.forward, None)
     forward.walk(order.forward())
     if graphs.backward is None:
@@ -87,7 +84,7 @@ def rewrite(
     module_f = finish_forward(forward, graphs, backward)
     nodes = {**forward.nodes, **backward.nodes}
     made = Graphs(module_f, module_b, graphs.num_outputs)
-    old = {new: name for name, new in forward.new.items()}
+    old = {new: name for name, new in forward.values.new.items()}
     saved = (
         annotated.storage_of.get((FORWARD, old.get(out, ""))) if isinstance(out, fx.Node) else None
         for out in outputs_of(module_f)[graphs.num_outputs :]
@@ -95,82 +92,22 @@ def rewrite(
     return Rewritten(made, nodes, tuple(saved))
 
 
-@dataclass
-class _Tables:
-    graphs: Graphs
-    annotated: Annotated
-    moves: Mapping[str, Move]
-    runtime: str
-    #: (op, storage) pairs: the op uses or makes the storage in place on the host
-    directs: frozenset[tuple[str, str]] = frozenset()
-    exact: bool = True
-    #: weights that live on the host
-    hosted: frozenset[str] = frozenset()
-    #: (phase, storage) → names of the nodes whose values it holds
-    viewers: dict[tuple[str, str], list[str]] = field(default_factory=dict)
-    old: dict[str, dict[str, fx.Node]] = field(default_factory=dict)
-    #: nodes of forward that a recomputation of their op may skip
-    bookkeeping: frozenset[str] = frozenset()
-
-    def __post_init__(self) -> None:
-        self.bookkeeping = bookkeeping(self.graphs.forward.graph)
-        for (phase, name), storage in self.annotated.storage_of.items():
-            self.viewers.setdefault((phase, storage), []).append(name)
-        self.old = {p: {n.name: n for n in m.graph.nodes} for p, m in self.graphs}
-        tensors = self.annotated.problem.tensors
-        self.hosted = frozenset(t.id for t in tensors if t.home == HOST)
-
-    def base(self, storage: str) -> fx.Node:
-        """The old node that made the storage."""
-        phase, name = self.annotated.base_of[storage]
-        return self.old[phase][name]
-
-
 class _RewrittenHalf:
-    """One graph under construction. `old` nodes are those of the original graph."""
+    """One graph under construction: the ops and moves of an order become nodes."""
 
     def __init__(
-        self, tables: _Tables, phase: str, module: fx.GraphModule, forward: _RewrittenHalf | None
+        self, tables: Tables, phase: str, module: fx.GraphModule, forward: _RewrittenHalf | None
     ) -> None:
         self.tables, self.phase, self.module, self.forward = tables, phase, module, forward
-        self.old = tables.old[phase]
-        self.graph = fx.Graph()
-        self.sizes = SizeMaker(self.graph)
+        self.values = Values(tables, phase, module)
+        self.graph, self.sizes = self.values.graph, self.values.sizes
         self.nodes: dict[ProgramStep, Place] = {}
-        #: old node of this graph → its current new node
-        self.new: dict[str, fx.Node] = {}
-        #: old node of forward → the node that recomputes it in backward
-        self.again: dict[str, fx.Node] = {}
-        #: storage → the node that currently spans it
-        self.base: dict[str, fx.Node] = {}
         #: (storage, tier) → the ticket for the bytes there
         self.tickets: dict[tuple[str, str], fx.Node] = {}
         self.loads: dict[str, tuple[fx.Node, fx.Node]] = {}
         #: weight → its host tensor (`host`), and its copy on the device (`device`)
-        self.host: dict[str, fx.Node] = {}
+        self.host = {t: node for t, node in self.values.base.items() if t in tables.hosted}
         self.device: dict[str, fx.Node] = {}
-        #: placeholder of backward → the value that forward must pass to it
-        self.saved: dict[fx.Node, Resaved] = {}
-        for node in module.graph.find_nodes(op="placeholder"):
-            self.placeholder(node)
-        self.sizes.learn_dims(map(self.new.__getitem__, filter(self.stands, self.new)))
-
-    def stands(self, placeholder: str) -> bool:
-        """True if the plan never frees the placeholder's memory."""
-        storage = self.tables.annotated.storage_of.get((self.phase, placeholder))
-        return storage is None or self.tables.annotated.problem.tensor[storage].pinned
-
-    def placeholder(self, node: fx.Node) -> None:
-        new = self.graph.node_copy(node)
-        self.new[node.name] = new
-        self.sizes.learn(new)
-        storage = self.tables.annotated.storage_of.get((self.phase, node.name))
-        if storage is not None and self.tables.annotated.base_of[storage][1] == node.name:
-            self.base[storage] = new
-            if storage in self.tables.hosted:
-                self.host[storage] = new
-        if self.forward is not None and node.name in self.forward.old:
-            self.saved[new] = Resaved(node=node.name)
 
     def walk(self, steps: tuple[ProgramStep, ...]) -> None:
         for step in steps:
@@ -194,114 +131,24 @@ class _RewrittenHalf:
         for storage in self.host:  # outputs refer to the weight itself
             self.look_at(storage, self.host[storage])
 
-    # --- values ---------------------------------------------------------------------------------
-
-    def value(self, node: fx.Node) -> fx.Node:
-        """The current new node for an old one of this graph."""
-        found = self.new.get(node.name)
-        if found is not None:
-            return found
-        if node.op == "placeholder":  # its storage has been reloaded or recomputed
-            storage = self.tables.annotated.storage_of[self.phase, node.name]
-            new = self.view(node, storage)
-        else:
-            new = self.copy(node)
-        self.new[node.name] = new
-        return new
-
-    def copy(self, node: fx.Node) -> fx.Node:
-        new = self.graph.node_copy(node, self.value)
-        self.sizes.learn(new)
-        return new
-
-    def view(self, like: fx.Node, storage: str) -> fx.Node:
-        """The value of `like` as a view of the node that currently spans its storage."""
-        base = self.base[storage]
-        value, whole = like.meta["val"], base.meta["val"]
-        if _same_place(value, whole):
-            return base
-        replayed = self.replayed(self.tables.old[FORWARD].get(like.name, like), storage)
-        if replayed is not None:
-            return replayed
-        size, stride = self.sizes.make(value.shape), self.sizes.make(value.stride())
-        offset = self.sizes.node(value.storage_offset())
-        new = self.graph.call_function(
-            torch.ops.aten.as_strided.default, (base, size, stride, offset)
-        )
-        new.meta = {k: v for k, v in like.meta.items() if k in ("val", "tensor_meta")}
-        return new
-
-    def replayed(self, node: fx.Node, storage: str) -> fx.Node | None:
-        """Rebuild a node of forward by replaying its views on the node that now spans its storage.
-
-        The views hold for any layout, and an op may lay out its result differently than traced.
-        None if the node is no chain of views of that storage.
-        """
-        if (FORWARD, node.name) == self.tables.annotated.base_of[storage]:
-            return self.base[storage]
-        if aliased_input(node) is None or mutated_inputs(node):
-            return None
-        source, *rest = node.args
-        sizes = [n for n in node.all_input_nodes if n is not source]
-        if not isinstance(source, fx.Node) or any(tensors_in(n.meta["val"]) for n in sizes):
-            return None
-        viewed = self.replayed(source, storage)
-        if viewed is None:
-            return None
-        args, kwargs = fx.node.map_arg(
-            ((viewed, *rest), node.kwargs),
-            lambda n: n if n is viewed else self.sizes.node(n.meta["val"]),
-        )
-        new = self.graph.call_function(cast(Any, node.target), args, kwargs)
-        new.meta = {k: v for k, v in node.meta.items() if k in ("val", "tensor_meta")}
-        return new
-
-    def rebase(self, storage: str, base: fx.Node) -> None:
-        """Make `base` span the storage from here on; earlier views of it will be rebuilt."""
-        for name in self.tables.viewers.get((self.phase, storage), ()):
-            self.new.pop(name, None)
-        for name in self.tables.viewers.get((FORWARD, storage), ()):
-            self.again.pop(name, None)
-        self.base[storage] = base
-        phase, name = self.tables.annotated.base_of[storage]
-        (self.new if phase == self.phase else self.again)[name] = base
-
-    def span(self, storage: str) -> fx.Node:
-        """The node that spans a storage on the device."""
-        if storage not in self.base:
-            phase, name = self.tables.annotated.base_of[storage]
-            if phase == self.phase:
-                self.base[storage] = self.value(self.old[name])
-            else:
-                self.base[storage] = self.take(Resaved(node=name), self.tables.base(storage))
-        return self.base[storage]
-
-    def take(self, what: Resaved, like: fx.Node) -> fx.Node:
-        """The placeholder of backward for a value that forward passes; created if missing."""
-        for new, known in self.saved.items():
-            if known == what:
-                return new
-        new = new_placeholder(self.graph, what.name, like.meta["val"])
-        self.saved[new] = what
-        return new
-
     # --- weights on the host --------------------------------------------------------------------
 
     def on_host(self, storage: str) -> fx.Node:
         if storage not in self.host:
             name = self.tables.annotated.base_of[storage][1]
-            self.host[storage] = self.take(Resaved(node=name), self.tables.base(storage))
+            self.host[storage] = self.values.take(Resaved(node=name), self.tables.base(storage))
         return self.host[storage]
 
     def on_device(self, storage: str) -> fx.Node:
         """The weight's copy on the device, taken from forward if this graph has fetched none."""
         if storage not in self.device:
-            self.device[storage] = self.take(Resaved(copy_of=storage), self.tables.base(storage))
+            like = self.tables.base(storage)
+            self.device[storage] = self.values.take(Resaved(copy_of=storage), like)
         return self.device[storage]
 
     def look_at(self, storage: str, node: fx.Node) -> None:
-        if self.base.get(storage) is not node:
-            self.rebase(storage, node)
+        if self.values.base.get(storage) is not node:
+            self.values.rebase(storage, node)
 
     def finish_stores(self) -> None:
         """Replace offloaded gradients by their host tensors from here on."""
@@ -322,7 +169,7 @@ class _RewrittenHalf:
                 args += (str(like.device),)
             kept = self.graph.call_function(ops.host_of, args)
             kept.meta["val"] = like.new_empty_strided(like.shape, like.stride())
-            self.rebase(storage, kept)
+            self.values.rebase(storage, kept)
 
     def laid_out(self, like: torch.Tensor) -> tuple[Any, ...]:
         size, stride = self.sizes.make(like.shape), self.sizes.make(like.stride())
@@ -350,17 +197,18 @@ class _RewrittenHalf:
         if is_base and (op, made_there) in self.tables.directs:
             return self.store(made_there, node)
         if phase == self.phase:
-            new = self.copy(node)
-            self.new[node.name] = new
+            new = self.values.copy(node)
+            self.values.new[node.name] = new
         else:
-            new = self.graph.node_copy(node, self.from_forward)
-            self.again[node.name] = new
+            new = self.graph.node_copy(node, self.values.from_forward)
+            self.values.again[node.name] = new
         new.target = self.reader(op, phase, node) or node.target
         for made in _made_by(node):
             storage = self.tables.annotated.storage_of.get((phase, made.name))
             if storage is None or self.tables.annotated.base_of[storage] != (phase, made.name):
                 continue
-            self.rebase(storage, new if made is node else self.graph.node_copy(made, lambda _: new))
+            base = new if made is node else self.graph.node_copy(made, lambda _: new)
+            self.values.rebase(storage, base)
         return new
 
     def reader(self, op: str, phase: str, node: fx.Node) -> Any:
@@ -380,37 +228,17 @@ class _RewrittenHalf:
         write = write_of(node)
         assert write is not None, f"{node.name} cannot write in place"
         like = self.tables.base(storage).meta["val"]
-        args = fx.node.map_arg(write.args, self.value)
+        args = fx.node.map_arg(write.args, self.values.value)
         args += (*self.laid_out(like), storage, self.tables.runtime)
         ticket = self.graph.call_function(write.target, args)
         ticket.meta["val"] = _like_ticket(like)
         self.tickets[storage, HOST] = ticket
         return ticket
 
-    def from_forward(self, node: fx.Node) -> fx.Node:
-        """The node in backward for a value of forward."""
-        found = self.again.get(node.name)
-        if found is not None:
-            return found
-        value = node.meta.get("val")
-        if isinstance(value, torch.SymInt):
-            new = self.sizes.node(value)
-            if isinstance(new, fx.Node):
-                return new
-        storage = self.tables.annotated.storage_of.get((FORWARD, node.name))
-        if storage is None:
-            raise BrokenPlan(
-                f"the plan computes again what needs {node.name}, which has no storage."
-                " Please report this model."
-            )
-        self.span(storage)
-        self.again[node.name] = self.view(node, storage)
-        return self.again[node.name]
-
     # --- moves ----------------------------------------------------------------------------------
 
     def start_out(self, move: Move) -> fx.Node:
-        source = self.span(move.tensor)
+        source = self.values.span(move.tensor)
         args: tuple[Any, ...] = (source, move.id, move.target, move.lane, self.tables.runtime)
         stays = self.tables.annotated.problem.tensor[move.tensor].kind == "gradient"
         if move.codec is not None:
@@ -429,7 +257,7 @@ class _RewrittenHalf:
         ticket = self.ticket(move.tensor, move.target)
         # if it was started in forward and awaited in backward, only the lane keeps the source alive
         begun_here = ticket.op != "placeholder"
-        args = (ticket, self.span(move.tensor) if begun_here else None)
+        args = (ticket, self.values.span(move.tensor) if begun_here else None)
         waited = self.graph.call_function(ops.wait_out, args)
         waited.meta["val"] = ticket.meta["val"]
         self.tickets[move.tensor, move.target] = waited
@@ -449,7 +277,7 @@ class _RewrittenHalf:
         if found is None:
             assert self.forward is not None, f"{storage} never went to {tier}"
             like = self.forward.tickets[storage, tier]
-            found = self.take(Resaved(ticket_of=storage, tier=tier), like)
+            found = self.values.take(Resaved(ticket_of=storage, tier=tier), like)
             self.tickets[storage, tier] = found
         return found
 
@@ -479,7 +307,7 @@ class _RewrittenHalf:
         if move.tensor in self.tables.hosted:
             self.device[move.tensor] = here
         else:
-            self.rebase(move.tensor, here)
+            self.values.rebase(move.tensor, here)
         return here
 
 
@@ -494,9 +322,3 @@ def _like_ticket(like: torch.Tensor) -> torch.Tensor:
     assert isinstance(like, FakeTensor)
     with like.fake_mode:
         return tickets.fake_ticket()
-
-
-def _same_place(a: torch.Tensor, b: torch.Tensor) -> bool:
-    return (
-        a.shape == b.shape and a.stride() == b.stride() and a.storage_offset() == b.storage_offset()
-    )
