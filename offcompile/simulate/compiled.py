@@ -27,7 +27,7 @@ UNLIMITED = 1 << 200
 
 
 @dataclass(frozen=True, slots=True)
-class Numbers:
+class Indices:
     """Name → number, by which the simulator knows it. Codecs count from 1: 0 is none."""
 
     tensor: Mapping[str, int]
@@ -59,7 +59,7 @@ class CompiledProblem:
         self.machine = machine
         self.n_tiers = len(machine.tiers)
         self.tier_names = [t.name for t in machine.tiers]
-        self.number = Numbers(
+        self.number = Indices(
             tensor={t.id: i for i, t in enumerate(problem.tensors)},
             tier={t.name: i for i, t in enumerate(machine.tiers)},
             lane={lane.name: i for i, lane in enumerate(machine.lanes)},
