@@ -29,9 +29,12 @@ class LinearProgram:
 
 
 class Columns:
+    """Columns in the order of their addition; the first two are constants."""
+
     def __init__(self) -> None:
         self._count = 0
         self._blocks: list[tuple[int, float, float, float, bool]] = []
+        self.zero, self.unity = self.one(0, 0), self.one(1, 1)
 
     def new(
         self, count: int, lo: float = 0.0, hi: float = 1.0, cost: float = 0.0, whole: bool = False

@@ -58,7 +58,7 @@ class Residence:
             if any(g.free for g in gaps[k:end]) or (loops and self.limits):
                 stay = self._gap(gap, heads)
                 mine.append(stay)
-                heads = stay.heads_of_next(self.t.zero, remade_on_host(self.s, gap.tensor))
+                heads = stay.heads_of_next(self.cols.zero, remade_on_host(self.s, gap.tensor))
         if loops:
             for tier, column in first.kept.items():
                 self.rows.add(0.0, (column, 1.0), (heads.kept[tier], -1.0))
@@ -70,7 +70,7 @@ class Residence:
 
     def _heads(self, gap: SurveyGap) -> Heads:
         """The copies off the device as the first gap of a value begins."""
-        zero, unity = self.t.zero, self.t.unity
+        zero, unity = self.cols.zero, self.cols.unity
         born = zero
         if gap.new_value and gap.before is not None:
             where = self.t.absent(gap.before, gap.tensor)
@@ -90,22 +90,22 @@ class Residence:
     # ---- one gap -------------------------------------------------------------------------
 
     def _gap(self, gap: SurveyGap, heads: Heads) -> GapColumns:
-        s, t = self.s, self.t
+        s = self.s
         home = s.problem.tensor[gap.tensor].home
         frame = self._frame(gap, heads)
         loads = gap.free and gap.kind == "live"
         flows, gained = self._book(frame, loads)
         held, kept = self._levels(frame, gained)
-        stays = t.unity
+        stays = self.cols.unity
         if gap.free:
             # a copy in flight across an optional access is neither present nor away: not integral
             whole = gap.before is None or not s.optional(gap.before, gap.tensor)
             elsewhere = gap.kind == "late" or (gap.before is None and home != DEVICE)
-            stays = t.zero if elsewhere else self.cols.one(whole=whole)
-        load = np.full(frame.n_levels, t.zero)
+            stays = self.cols.zero if elsewhere else self.cols.one(whole=whole)
+        load = np.full(frame.n_levels, self.cols.zero)
         if loads:
             load = self.cols.new(frame.n_levels)
-            self._grow(load, t.zero, gained[DEVICE], frame)
+            self._grow(load, self.cols.zero, gained[DEVICE], frame)
         redone, ever = self._redo(frame, loads)
         stay = GapColumns(frame, stays, load, redone, ever, held, kept)
         self._sources(stay, flows)
@@ -132,7 +132,7 @@ class Residence:
         gap, flows = frame.gap, {}
         gained: dict[str, list[Ints]] = defaultdict(list)
         for lane in self.s.lanes:
-            full = frame.heads.held.get(lane.target) == self.t.unity
+            full = frame.heads.held.get(lane.target) == self.cols.unity
             if (lane.target == DEVICE and not loads) or (full and lane.target not in self.limits):
                 continue
             fresh = gap.before if gap.new_value and lane.source == DEVICE else None
@@ -148,8 +148,8 @@ class Residence:
         held, kept = {}, {}
         for tier in self.s.tiers:
             start = frame.heads.held[tier]
-            held[tier] = np.full(frame.n_levels, self.t.unity)
-            if start != self.t.unity:
+            held[tier] = np.full(frame.n_levels, self.cols.unity)
+            if start != self.cols.unity:
                 held[tier] = self.cols.new(frame.n_levels)
                 self._grow(held[tier], start, gained[tier], frame)
             if tier in self.limits:
@@ -185,7 +185,7 @@ class Residence:
         if not loads:
             return None, ever
         redone = self.cols.new(frame.n_levels, whole=True)
-        self._grow(redone, self.t.zero, runs, frame)
+        self._grow(redone, self.cols.zero, runs, frame)
         return redone, ever
 
     def _sources(self, stay: GapColumns, flows: Mapping[str, Ints]) -> None:
@@ -230,7 +230,9 @@ class Residence:
         if stay.redone is not None:
             rows.put(memory, stay.redone[at], share)
         places = [stay.kept.get(tier, levels)[at] for tier, levels in stay.held.items()]
-        if any((p == self.t.unity).all() for p in places) or (gap.kind == "late" and self.limits):
+        if any((p == self.cols.unity).all() for p in places) or (
+            gap.kind == "late" and self.limits
+        ):
             return  # the value is elsewhere, or may be gone since the host update is done
         not_gone = self.cols.new(len(at), whole=self.whole)
         rows.put(memory, not_gone, share)

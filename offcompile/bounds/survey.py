@@ -9,6 +9,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 import numpy.typing as npt
@@ -77,6 +78,12 @@ class Survey:
             and all(h is None for h in self.host_ns)
             and not any(g.free for gaps in self.gaps.values() for g in gaps)
         )
+
+    @cached_property
+    def elastic(self) -> frozenset[int]:
+        """Ops that may use direct access or run on the host."""
+        on_host = (i for i, ns in enumerate(self.host_ns) if ns is not None)
+        return frozenset((*(op for op, _ in self.direct_ns), *on_host))
 
     def optional(self, op: int, tensor: str) -> bool:
         """True if `op` can do without a device copy of `tensor`."""

@@ -24,19 +24,15 @@ class Times:
         s = self.survey = survey
         self.grid = grid
         self.cols, self.rows = Columns(), MatrixRows()
-        self.zero, self.unity = self.cols.one(0, 0), self.cols.one(1, 1)
         self.most_ns = _ample_ns(survey)
         self.unit = max(1.0, self.most_ns / (100.0 * max(1, s.n_ops)))
-        self.optional = {op for op, _ in s.direct_ns} | {
-            i for i, h in enumerate(s.host_ns) if h is not None
-        }
         most = self.scaled(self.most_ns)
         self.tau: Ints = np.array([self._slot(k) for k in range(grid.n_slots)])
         #: direct accesses by (op, tensor), host updates by op
         self.in_place = {key: self.cols.one() for key in s.direct_ns}
         self.on_host = {i: self.cols.one() for i, h in enumerate(s.host_ns) if h is not None}
-        #: the duration of ops that may use direct access or run on the host
-        self.length = {i: self.cols.one(0, most) for i in sorted(self.optional)}
+        #: the duration of the ops that a plan may make longer or shorter
+        self.length = {i: self.cols.one(0, most) for i in sorted(s.elastic)}
         self._again: dict[tuple[int, int], int] = {}  # recomputations, by op and slot
         #: transfers of values that an op has only just written, or waits for
         self._fresh: dict[tuple[int, str], Terms] = defaultdict(list)
@@ -49,9 +45,9 @@ class Times:
 
     def _slot(self, k: int) -> int:
         if self.grid.steady and k == 0:
-            return self.zero
+            return self.cols.zero
         ops, most = self.grid.ops_of(k), self.scaled(self.most_ns)
-        if self.grid.is_one_op(k) and ops[0] not in self.optional:
+        if self.grid.is_one_op(k) and ops[0] not in self.survey.elastic:
             most = self.scaled(self.survey.base_ns[ops[0]])
         return self.cols.one(0, most, 1.0)
 
