@@ -101,6 +101,30 @@ def annotate(
     return work.result()
 
 
+@dataclass(frozen=True)
+class _NodeNames:
+    """Names of nodes, by the part that they have in a step."""
+
+    forward: frozenset[str]
+    backward_inputs: frozenset[str]
+    #: nodes of forward whose values are only written back to inputs
+    bookkeeping: frozenset[str]
+
+    @classmethod
+    def of(cls, graphs: Graphs) -> _NodeNames:
+        backward = () if graphs.backward is None else graphs.backward.graph.nodes
+        return cls(
+            forward=frozenset(n.name for n in graphs.forward.graph.nodes),
+            backward_inputs=frozenset(n.name for n in backward if n.op == "placeholder"),
+            bookkeeping=frozenset(bookkeeping(graphs.forward.graph)),
+        )
+
+    def unread(self, argument: fx.Node) -> bool:
+        """True if only new values of arguments depend on this one."""
+        inside = argument.op == "placeholder" and argument.name in self.bookkeeping
+        return inside and argument.name not in self.backward_inputs
+
+
 class _Work:
     def __init__(
         self,
@@ -119,11 +143,7 @@ class _Work:
         self.node_of: dict[str, tuple[Place, ...]] = {}
         self.labels: dict[str, str] = {}
         self.inputs: dict[int, str] = {}  # storage key of a placeholder → storage id
-        self.forward_names = {n.name for n in graphs.forward.graph.nodes}
-        backward = () if graphs.backward is None else graphs.backward.graph.nodes
-        self.backward_inputs = {n.name for n in backward if n.op == "placeholder"}
-        #: nodes of forward whose values are only written back to inputs
-        self.bookkeeping = bookkeeping(graphs.forward.graph)
+        self.node_names = _NodeNames.of(graphs)
         #: storages that several arguments share
         self.shared: set[str] = set()
 
@@ -198,7 +218,9 @@ class _Work:
         if phase == FORWARD:
             # a recomputation may find the new value there, which does not affect its result
             unread = {
-                self.storage_of.get((phase, n.name)) for n in mutated_inputs(node) if self.unread(n)
+                self.storage_of.get((phase, n.name))
+                for n in mutated_inputs(node)
+                if self.node_names.unread(n)
             }
             writes = {t: None for t in writes if t not in unread or t in self.shared}
         workspace = cost.workspace_bytes
@@ -228,11 +250,6 @@ class _Work:
             )
         )
         self.labels[name] = _label(node)
-
-    def unread(self, argument: fx.Node) -> bool:
-        """True if only new values of arguments depend on this one."""
-        inside = argument.op == "placeholder" and argument.name in self.bookkeeping
-        return inside and argument.name not in self.backward_inputs
 
     def direct(
         self, phase: str, node: fx.Node, duration_us: float, reads: list[str]
@@ -301,7 +318,7 @@ class _Work:
         return made
 
     def name(self, phase: str, node: fx.Node) -> str:
-        if phase == BACKWARD and node.name in self.forward_names:
+        if phase == BACKWARD and node.name in self.node_names.forward:
             return f"{node.name}.bw"
         return node.name
 
