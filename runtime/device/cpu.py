@@ -20,8 +20,9 @@ from offcompile.ir import OffloadError
 from offcompile.runtime import codecs
 from offcompile.runtime.base.threads import TaskQueue
 from offcompile.runtime.codecs import TensorCodec
-from offcompile.runtime.disk.spill import Extent, SpillFull, SpillStore
+from offcompile.runtime.disk.spill import SpillFull, SpillStore
 from offcompile.runtime.disk.spill_file import calls_for, part_of
+from offcompile.runtime.disk.spill_space import Extent
 from offcompile.runtime.memory.arena import Arena, ArenaBlock
 
 from . import packing

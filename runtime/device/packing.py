@@ -22,7 +22,8 @@ import torch
 from offcompile.runtime.base.mapping import PAGE_BYTES, page_multiple
 from offcompile.runtime.base.threads import QueuedTask, TaskQueue
 from offcompile.runtime.codecs import ROW, TensorCodec
-from offcompile.runtime.disk.spill import Extent, SpillStore
+from offcompile.runtime.disk.spill import SpillStore
+from offcompile.runtime.disk.spill_space import Extent
 from offcompile.runtime.memory.arena import ArenaBlock
 
 from .interface import Slot

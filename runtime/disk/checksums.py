@@ -16,7 +16,8 @@ from offcompile.ir import OffloadError
 from offcompile.runtime.base.mapping import PAGE_BYTES
 from offcompile.runtime.codecs import engine
 
-from .spill import Extent, SpillStore
+from .spill import SpillStore
+from .spill_space import Extent
 
 _Array = np.ndarray[Any, np.dtype[Any]]
 

@@ -18,7 +18,8 @@ from typing import Any
 
 from offcompile.ir import OffloadError
 
-from .spill import Extent, SpillStore
+from .spill import SpillStore
+from .spill_space import Extent
 
 LIBRARIES = ("libcufile.so.0", "libcufile.so")
 DRIVER = Path("/proc/driver/nvidia-fs")

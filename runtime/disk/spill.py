@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import itertools
 import os
 import threading
 import warnings
 import weakref
-from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 
@@ -24,12 +21,10 @@ from offcompile.runtime.base.threads import TaskQueue, Work, side_by_side
 from .directories import ELSEWHERE
 from .speed import speed_of
 from .spill_file import Files, SpillFile, calls_for, part_of
-from .striping import Turns, shares, stripe_of
+from .spill_space import Extent, ExtentTable, SpillSpace, StripePiece
 
 #: how long each disk's speed is measured if there are several directories
 STRIPE_SPEED_S = 0.1
-_LEAST_STEP_BYTES = 64 << 20
-_MOST_STEP_BYTES = 1 << 30
 #: approximate limit per system call, so that a fork does not wait long
 _CHUNK_BYTES = 8 << 20
 
@@ -40,28 +35,6 @@ Transfer = Callable[[int, int, int, int], None]
 
 class SpillFull(OffloadError):
     """Raised if there is no room for an extent; says where, how much is missing, and the remedy."""
-
-
-@dataclass(frozen=True)
-class StripePiece:
-    """A range of one of the files."""
-
-    file: int
-    offset: int
-    nbytes: int
-
-
-@dataclass(frozen=True)
-class Extent:
-    """Space for `nbytes` in a store: whole pages, in as many pieces as needed."""
-
-    nbytes: int
-    pieces: tuple[StripePiece, ...] = field(repr=False)
-    number: int
-
-    @property
-    def padded_nbytes(self) -> int:
-        return sum(piece.nbytes for piece in self.pieces)
 
 
 class SpillStore:
@@ -101,15 +74,14 @@ class SpillStore:
             SpillFile(place, calls, reserve_bytes, elsewhere) for place in self.directories
         ]
         self.direct = all(file.direct for file in self._files)
-        self.capacity_bytes = capacity_bytes
-        self._stripe_bytes = stripe_bytes
         self._reserve_bytes = reserve_bytes
         self._elsewhere = elsewhere
         if weights is not None and len(weights) != len(directories):
             raise OffloadError(
                 f"{len(weights)} weights for {len(directories)} directories: give one for each"
             )
-        self._turns = None if weights is None else Turns(weights)
+        self._space = SpillSpace(self._files, capacity_bytes, stripe_bytes, weights, _stripe_speed)
+        self._extents = ExtentTable()
         #: one queue per file and direction, so that reads do not wait for writes
         self._queues = {
             (at, writing): TaskQueue(f"offcompile-spill-{at}{'w' if writing else 'r'}")
@@ -118,11 +90,6 @@ class SpillStore:
         }
         for queue in self._queues.values():
             weakref.finalize(self, queue.close).atexit = False
-        self._numbers = itertools.count()
-        self._live: dict[int, Extent] = {}
-        # finalizers of tickets release too, and may run at any line here: appending needs no lock
-        self._released: deque[Extent] = deque()
-        self._used_bytes = self._peak_bytes = 0
         self._bytes_written = self._bytes_read = 0
         self._running = 0
         self._settled = threading.Condition(threading.Lock())
@@ -134,17 +101,17 @@ class SpillStore:
     def used_bytes(self) -> int:
         """Bytes of allocated extents, in whole pages."""
         with self._settled:
-            self._take_back()
-            return self._used_bytes
+            self._extents.take_back(self._space)
+            return self._extents.used_bytes
 
     @property
     def peak_bytes(self) -> int:
-        return self._peak_bytes
+        return self._extents.peak_bytes
 
     @property
     def file_bytes(self) -> int:
         """Disk space taken by the files: the peak, rounded up to steps of growth."""
-        return sum(file.size_bytes for file in self._files)
+        return self._space.file_bytes
 
     @property
     def bytes_written(self) -> int:
@@ -161,32 +128,22 @@ class SpillStore:
         padded = page_multiple(nbytes, PAGE_BYTES)
         with self._settled:
             self._check()
-            self._take_back()
-            if padded > self._available_bytes(padded):
+            self._extents.take_back(self._space)
+            if padded > self._space.available_bytes(padded):
                 raise self._full(nbytes)
             pieces: list[StripePiece] = []
             try:
-                self._take(padded, pieces)
+                self._space.take(padded, pieces)
                 if sum(piece.nbytes for piece in pieces) < padded:
                     raise self._full(nbytes)
             except OffloadError:
-                self._add_free(pieces)
+                self._space.give_back(pieces)
                 raise
-            extent = Extent(nbytes, tuple(pieces), next(self._numbers))
-            self._live[extent.number] = extent
-            self._used_bytes += padded
-            self._peak_bytes = max(self._peak_bytes, self._used_bytes)
-        return extent
+            return self._extents.add(nbytes, pieces)
 
     def release(self, extent: Extent) -> None:
         """Free the extent, once, while no move of it runs. Never waits: finalizers may call it."""
-        known = self._live.get(extent.number) is extent
-        if not known or self._live.pop(extent.number, None) is None:
-            raise OffloadError(
-                f"extent {extent.number} of {extent.nbytes} bytes is not allocated here: "
-                "release each one once, on the store that made it"
-            )
-        self._released.append(extent)
+        self._extents.release(extent)
 
     def write(self, extent: Extent, offset: int, buffer: memoryview) -> None:
         """Write `buffer` at `offset` of `extent`, all whole pages; returns when it is on disk."""
@@ -271,94 +228,22 @@ class SpillStore:
     def __exit__(self, *exception: object) -> None:
         self.close()
 
-    def _available_bytes(self, enough_bytes: int) -> int:
-        """Upper bound on the space available; checked first so that files do not grow in vain."""
-        within = sum(file.free.total for file in self._files)
-        if within >= enough_bytes:
-            return within
-        # directories of one file system share its free space
-        rooms: dict[int, int] = {}
-        for file in self._files:
-            rooms[file.device] = max(rooms.get(file.device, 0), file.room_bytes())
-        room = sum(rooms.values())
-        if self.capacity_bytes is not None:
-            left = max(0, self.capacity_bytes - self.file_bytes)
-            room = min(room, left - left % PAGE_BYTES)
-        return within + room
-
-    def _take(self, padded: int, pieces: list[StripePiece]) -> None:
-        """Append to `pieces` up to `padded` bytes, or as many as there are."""
-        left = padded
-        stripe = stripe_of(padded, len(self._files), self._stripe_bytes)
-        while left:
-            striped = min(left, stripe)
-            piece = self._whole_piece(striped) or self._part_piece(striped)
-            if piece is None:
-                return
-            pieces.append(piece)
-            left -= piece.nbytes
-
-    def _whole_piece(self, nbytes: int) -> StripePiece | None:
-        """Take one range of `nbytes` in the file whose turn it is, or in the next with room."""
-        if self._turns is None:
-            self._turns = Turns(shares(self.directories, _stripe_speed))
-        for at in self._turns.order(nbytes):
-            file = self._files[at]
-            start = file.take(nbytes)
-            if start is None and self._grow(file, nbytes):
-                start = file.take(nbytes)
-            if start is not None:
-                self._turns.took(at, nbytes)
-                return StripePiece(at, start, nbytes)
-        return None
-
-    def _part_piece(self, nbytes: int) -> StripePiece | None:
-        """Take the largest range left, so that fragmented space is used as well."""
-        for file in self._files:
-            self._grow(file, PAGE_BYTES, wished_bytes=nbytes)
-        at = max(range(len(self._files)), key=lambda i: self._files[i].free.largest())
-        taken = self._files[at].free.take_largest(nbytes)
-        return None if taken is None else StripePiece(at, *taken)
-
-    def _grow(self, file: SpillFile, at_least_bytes: int, wished_bytes: int | None = None) -> bool:
-        """Grow the file, in steps that grow with its size and share the capacity among files."""
-        step = min(max(file.size_bytes, _LEAST_STEP_BYTES), _MOST_STEP_BYTES)
-        if self.capacity_bytes is not None:
-            left = self.capacity_bytes - self.file_bytes
-            left -= left % PAGE_BYTES
-            if left < at_least_bytes:
-                return False
-            share = page_multiple(left // len(self._files), PAGE_BYTES)
-            step = min(left, max(at_least_bytes, min(step, share)))
-            wished_bytes = min(left, wished_bytes or step)
-        return file.grow(at_least_bytes, max(at_least_bytes, wished_bytes or step))
-
     def _full(self, nbytes: int) -> SpillFull:
-        within = sum(file.free.total for file in self._files)
         places = ", ".join(
             f"{file.directory} ({file.room_bytes()} bytes can still be taken there, "
             f"{self._reserve_bytes} are left alone)"
             for file in self._files
         )
-        bound = "no bound" if self.capacity_bytes is None else f"{self.capacity_bytes} bytes"
+        capacity = self._space.capacity_bytes
+        bound = "no bound" if capacity is None else f"{capacity} bytes"
         return SpillFull(
-            f"no room for {nbytes} bytes in {places}: {self._used_bytes} bytes are in use and "
-            f"{within} free in its files, capacity: {bound}. Free space there, raise the capacity, "
-            f"or {self._elsewhere}"
+            f"no room for {nbytes} bytes in {places}: {self._extents.used_bytes} bytes are in use "
+            f"and {self._space.free_bytes} free in its files, capacity: {bound}. Free space there, "
+            f"raise the capacity, or {self._elsewhere}"
         )
 
-    def _take_back(self) -> None:
-        while self._released:
-            extent = self._released.popleft()
-            self._used_bytes -= extent.padded_nbytes
-            self._add_free(extent.pieces)
-
-    def _add_free(self, pieces: Sequence[StripePiece]) -> None:
-        for piece in pieces:
-            self._files[piece.file].free.add(piece.offset, piece.nbytes)
-
     def _check_range(self, extent: Extent, offset: int, nbytes: int) -> None:
-        if self._live.get(extent.number) is not extent:
+        if not self._extents.holds(extent):
             raise OffloadError(f"extent {extent.number} is not allocated here, or was released")
         if offset < 0 or offset % PAGE_BYTES or nbytes % PAGE_BYTES or not nbytes:
             raise OffloadError(

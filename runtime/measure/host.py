@@ -16,7 +16,8 @@ from typing import NamedTuple
 import torch
 import torch.nn.functional as F
 
-from offcompile.runtime.disk.spill import Extent, SpillStore
+from offcompile.runtime.disk.spill import SpillStore
+from offcompile.runtime.disk.spill_space import Extent
 from offcompile.runtime.memory.arena import Arena, ArenaBlock
 
 from .timing import time_us, undisturbed

@@ -13,7 +13,7 @@ import torch
 
 from offcompile.ir import OffloadError
 from offcompile.runtime.base.mapping import PAGE_BYTES, Mapping, page_multiple
-from offcompile.runtime.disk.spill import Extent
+from offcompile.runtime.disk.spill_space import Extent
 
 #: size of one block: with two fp32 parts, 4 MiB each
 BLOCK_BYTES = 8 << 20

@@ -209,7 +209,7 @@ def test_on_cuda_a_changed_page_is_told_and_the_next_move_is_fine(
             bench.wait_out(ticket)
             bench.settle()
             if damaged:
-                (extent,) = store._live.values()
+                (extent,) = store._extents.live.values()
                 swap(store, *store.ranges(extent, 0, PAGE))
             buffer, load = bench.load(ticket, "a", "disk_to_device")
             bench.device.drain()

@@ -25,8 +25,9 @@ from offcompile.runtime.disk.directories import (
     filesystem_type,
     free_bytes,
 )
-from offcompile.runtime.disk.spill import Extent, SpillFull, SpillStore
+from offcompile.runtime.disk.spill import SpillFull, SpillStore
 from offcompile.runtime.disk.spill_file import Files
+from offcompile.runtime.disk.spill_space import Extent
 from offcompile.runtime.measure.disk import measure_disk
 from offcompile.runtime.memory.arena import Arena
 

@@ -318,7 +318,7 @@ def test_a_directory_made_read_only(training: Callable[..., Training]) -> None:
 
 def flip(store: SpillStore, bit: int) -> None:
     """One bit of the first page of what was stored first, behind everybody's back."""
-    extent = store._live[min(store._live)]
+    extent = store._extents.live[min(store._extents.live)]
     file, at, _ = store.ranges(extent, 0, PAGE_BYTES)[0]
     # a second descriptor: the store's own is direct
     descriptor = os.open(f"/proc/self/fd/{store.descriptors[file]}", os.O_RDWR)

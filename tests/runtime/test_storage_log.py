@@ -13,8 +13,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from offcompile.ir import OffloadError
-from offcompile.runtime.disk.spill import Extent, SpillStore
+from offcompile.runtime.disk.spill import SpillStore
 from offcompile.runtime.disk.spill_file import Files, part_of
+from offcompile.runtime.disk.spill_space import Extent
 from offcompile.runtime.memory.arena import Arena
 
 pytestmark = pytest.mark.usefixtures("on_a_disk")

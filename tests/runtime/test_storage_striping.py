@@ -15,8 +15,9 @@ from offcompile.ir import OffloadError
 from offcompile.runtime.base import once
 from offcompile.runtime.base.threads import TaskQueue, side_by_side
 from offcompile.runtime.disk import spill, striping
-from offcompile.runtime.disk.spill import Extent, SpillStore
+from offcompile.runtime.disk.spill import SpillStore
 from offcompile.runtime.disk.spill_file import Files
+from offcompile.runtime.disk.spill_space import Extent
 from offcompile.runtime.disk.striping import Turns, shares, stripe_of
 from offcompile.runtime.memory.arena import Arena
 

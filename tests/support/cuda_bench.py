@@ -16,7 +16,8 @@ from simulated_streams import Faults, SimulatedStreams
 from offcompile.runtime.device import tickets
 from offcompile.runtime.device.cuda import staging
 from offcompile.runtime.device.cuda.device import CudaDevice
-from offcompile.runtime.disk.spill import Extent, SpillStore
+from offcompile.runtime.disk.spill import SpillStore
+from offcompile.runtime.disk.spill_space import Extent
 from offcompile.runtime.moves.mover import Load, Mover
 from offcompile.runtime.moves.saved import Saved
 

@@ -202,7 +202,7 @@ def _vanished(player: Player, phase: str) -> Iterator[None]:
 def _corrupt(player: Player, phase: str) -> Iterator[None]:
     (store,) = (store for store in player.rig.stores(phase) if store.used_bytes)
     # a second descriptor: the store's own passes the page cache by
-    places = [store.ranges(extent, 0, PAGE_BYTES)[0][:2] for extent in store._live.values()]
+    places = [store.ranges(extent, 0, PAGE_BYTES)[0][:2] for extent in store._extents.live.values()]
     for file, at in places if phase == "update" else places[:1]:  # some states are in memory
         descriptor = os.open(f"/proc/self/fd/{store.descriptors[file]}", os.O_RDWR)
         try:

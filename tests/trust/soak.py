@@ -219,7 +219,7 @@ def books(folder: Path) -> dict[str, int]:
         "entries of tickets": len(tickets._issued.entries),
         "bytes in flight": found["in_flight_bytes"],
         "bytes in spill files": found["spill_bytes"],
-        "extents": sum(len(store._live) for store in stores),
+        "extents": sum(len(store._extents.live) for store in stores),
         "runtimes": len(opened),
         "bytes mapped": sum(store.used_bytes for store in mapped),
         "graphs in the books": len(usage_of(torch.device("cpu")).entries()),
