@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
 
@@ -42,6 +42,32 @@ class DiskFacts(StatesFacts):
     limit_bytes: int = 0
     #: the drive's wear at the present write rate; None: not measured for long enough
     drive: DriveLife | None = None
+
+
+class VisitOrder:
+    """The order in which the states of keys are visited, again and again."""
+
+    def __init__(self) -> None:
+        self._keys: tuple[int, ...] = ()
+        self._place: dict[int, int] = {}
+        self._last: tuple[int, int] | None = None  # key, number of the block
+
+    def expect(self, keys: Sequence[int]) -> None:
+        self._keys = tuple(keys)
+        self._place = {key: at for at, key in enumerate(self._keys)}
+
+    def visited(self, key: int, number: int) -> None:
+        self._last = (key, number)
+
+    def upcoming(self, blocks: Mapping[int, Sequence[StateBlock]]) -> Iterator[StateBlock]:
+        """Blocks of upcoming visits, from the last visited block on, once around."""
+        at = -1
+        if self._last is not None:
+            key, number = self._last
+            yield from islice(blocks.get(key, ()), number + 1, None)
+            at = self._place.get(key, -1)
+        for key in (*self._keys[at + 1 :], *self._keys[: at + 1]):
+            yield from blocks.get(key, ())
 
 
 class DiskStates:
@@ -83,9 +109,7 @@ class DiskStates:
         self._lock = self._flow.lock
         self._small: dict[int, tuple[torch.Tensor, ...]] = {}
         self._blocks: dict[int, list[StateBlock]] = {}
-        self._order: tuple[int, ...] = ()
-        self._place: dict[int, int] = {}
-        self._last_visit: tuple[int, int] | None = None  # key, number of the block
+        self._visits = VisitOrder()
         self._marks = self._step_bytes = (0, 0)
         self._drive = DriveWatch(capacity_of(self.directories))
         self._owner = os.getpid()
@@ -130,8 +154,7 @@ class DiskStates:
         """Set the order of visits, which repeats: blocks are read ahead in this order."""
         self._check()
         with self._lock:
-            self._order = tuple(keys)
-            self._place = {key: at for at, key in enumerate(self._order)}
+            self._visits.expect(keys)
             self._flow.look_ahead()
 
     def visit(self, key: int, write: bool = True) -> Iterator[Range]:
@@ -154,7 +177,7 @@ class DiskStates:
     def _visit(self, key: int, blocks: Sequence[StateBlock], write: bool) -> Iterator[Range]:
         for number, block in enumerate(blocks):
             self._check()
-            self._last_visit = (key, number)
+            self._visits.visited(key, number)
             self._flow.pin(block, write)
             try:
                 yield Range(block.start, block.stop, block.parts())
@@ -208,14 +231,7 @@ class DiskStates:
         self._blocks.clear()
 
     def _upcoming(self) -> Iterator[StateBlock]:
-        """Blocks of upcoming visits, from the last visited block on, once around."""
-        at = -1
-        if self._last_visit is not None:
-            key, number = self._last_visit
-            yield from islice(self._blocks.get(key, ()), number + 1, None)
-            at = self._place.get(key, -1)
-        for key in (*self._order[at + 1 :], *self._order[: at + 1]):
-            yield from self._blocks.get(key, ())
+        return self._visits.upcoming(self._blocks)
 
     def _known(self, key: int) -> list[StateBlock]:
         found = self._blocks.get(key)

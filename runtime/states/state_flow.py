@@ -7,7 +7,6 @@ that could not be written stays in memory until it can be.
 from __future__ import annotations
 
 import threading
-from collections import deque
 from collections.abc import Callable, Iterable
 from itertools import islice
 
@@ -18,6 +17,7 @@ from offcompile.runtime.base import watchdog
 from offcompile.runtime.base.threads import Worker
 from offcompile.runtime.disk.spill import SpillStore
 
+from .block_queues import BlockQueues
 from .state_blocks import Frame, Frames, Phase, StateBlock
 
 #: number of upcoming blocks considered for read-ahead
@@ -42,14 +42,11 @@ class Flow:
         upcoming: Callable[[], Iterable[StateBlock]],
     ) -> None:
         self.lock = threading.Lock()
-        self.host_bytes, self.idle_bytes = host_bytes, 0
+        self.host_bytes = host_bytes
         self._store, self._frames = store, frames
         self._most_ahead, self._upcoming = most_ahead, upcoming
         self._changed = threading.Condition(self.lock)
-        self._demands: deque[StateBlock] = deque()
-        self._ahead: list[StateBlock] = []  # in memory, for an upcoming visit
-        self._idle: dict[StateBlock, None] = {}  # in memory, in the order of their last visits
-        self._leaving: deque[StateBlock] = deque()
+        self._queues = BlockQueues()
         self._writing: StateBlock | None = None
         #: the error that stopped writing, until it has been raised
         self._failure: BaseException | None = None
@@ -62,6 +59,10 @@ class Flow:
         )
         self._step = 0
         self._is_open = True
+
+    @property
+    def idle_bytes(self) -> int:
+        return self._queues.idle_bytes
 
     # -- for visits; `raise_failure`, `look_ahead`, `step_over` and `forget` need the lock ---------
 
@@ -76,7 +77,7 @@ class Flow:
                 )
             finally:
                 block.waiting -= 1
-            self._out_of_lists(block)
+            self._queues.remove(block)
             block.pins += 1
             self.look_ahead()
 
@@ -90,14 +91,14 @@ class Flow:
             error, block.error = block.error, None
             raise error
         if block.phase is Phase.LEAVING:
-            self._leaving.remove(block)
+            self._queues.leaving.remove(block)
             block.phase = Phase.READY
             return True
         if block.phase is Phase.ABSENT:
             if write and not self._frames.has_room(block.nbytes):
                 self.raise_failure()
-            if block not in self._demands:
-                self._demands.append(block)
+            if block not in self._queues.demands:
+                self._queues.demands.append(block)
             self.look_ahead()
         return False
 
@@ -108,9 +109,7 @@ class Flow:
             if block.pins or not self._is_open:
                 return
             block.step = self._step
-            self._idle[block] = None
-            assert block.frame is not None
-            self.idle_bytes += block.frame.nbytes
+            self._queues.rest(block)
             while self.idle_bytes > self.host_bytes:
                 self._leave(self._needed_last())
             self._changed.notify_all()
@@ -133,7 +132,7 @@ class Flow:
         block.is_removed = True
         if block.phase not in (Phase.READING, Phase.WRITING):
             self._release(block)
-            if not self._leaving and self._writing is None:
+            if not self._queues.leaving and self._writing is None:
                 self._failure = None
         self._changed.notify_all()
 
@@ -141,17 +140,17 @@ class Flow:
         """Wait for all pending writes; raises write failures. May be tried again."""
         with self.lock:
             self._failure = None
-            if self._leaving:
+            if self._queues.leaving:
                 self._writer.wake()
             watchdog.until(self._changed, self._settled, self._what_leaves)
             self.raise_failure()
 
     def _settled(self) -> bool:
         over = self._failure is not None or not self._is_open
-        return over or not (self._leaving or self._writing)
+        return over or not (self._queues.leaving or self._writing)
 
     def _what_leaves(self) -> str:
-        blocks = [*self._leaving, *filter(None, [self._writing])]
+        blocks = [*self._queues.leaving, *filter(None, [self._writing])]
         nbytes = sum(block.nbytes for block in blocks)
         return f"The writing of {nbytes} bytes of optimizer states in {len(blocks)} blocks"
 
@@ -178,36 +177,23 @@ class Flow:
     def drop(self) -> None:
         """Drop everything, without a lock: for a forked child, which has no threads."""
         self._is_open = False
-        for queue in (self._demands, self._ahead, self._idle, self._leaving):
-            queue.clear()
-        self.idle_bytes = 0
+        self._queues.clear()
         self._frames.clear()
 
     # -- eviction --------------------------------------------------------------------------------
 
     def _needed_last(self) -> StateBlock:
-        """The idle block needed last: the latest one of this step, else the longest idle one."""
-        latest = next(reversed(self._idle))
-        return latest if latest.step == self._step else next(iter(self._idle))
+        return self._queues.needed_last(self._step)
 
     def _leave(self, block: StateBlock) -> None:
         """Free the frame, now or once its content has been written."""
-        self._out_of_lists(block)
+        self._queues.remove(block)
         if block.is_dirty:
             block.phase = Phase.LEAVING
-            self._leaving.append(block)
+            self._queues.leaving.append(block)
             self._writer.wake()
         else:
             self._empty(block)
-
-    def _out_of_lists(self, block: StateBlock) -> None:
-        if block in self._idle:
-            del self._idle[block]
-            assert block.frame is not None
-            self.idle_bytes -= block.frame.nbytes
-        for queue in (self._ahead, self._demands, self._leaving):
-            if block in queue:
-                queue.remove(block)
 
     def _empty(self, block: StateBlock) -> None:
         frame, block.frame = block.frame, None
@@ -216,24 +202,24 @@ class Flow:
             self._frames.give_back(frame)
 
     def _release(self, block: StateBlock) -> None:
-        self._out_of_lists(block)
+        self._queues.remove(block)
         self._empty(block)
         self._store.release(block.extent)
 
     def _stay(self, block: StateBlock) -> None:
         """Keep the block for the visit that waits for it; if none comes, it is evicted first."""
         block.phase = Phase.READY
-        self._ahead.append(block)
+        self._queues.ahead.append(block)
 
     # -- the two threads -------------------------------------------------------------------------
 
     def _next_read(self) -> StateBlock | None:
-        while self._demands:
-            block = self._demands[0]
+        while self._queues.demands:
+            block = self._queues.demands[0]
             frame = self._demanded_frame(block) if block.phase is Phase.ABSENT else None
             if frame is None and block.phase is Phase.ABSENT and block.error is None:
                 return None  # a frame becomes free when a block has been written
-            self._demands.popleft()
+            self._queues.demands.popleft()
             if frame is not None:
                 return _begun(block, frame)
         return self._next_ahead()
@@ -241,7 +227,7 @@ class Flow:
     def _demanded_frame(self, block: StateBlock) -> Frame | None:
         try:
             frame = self._frames.take(block.nbytes)
-            for other in reversed(self._ahead):
+            for other in reversed(self._queues.ahead):
                 if frame is None and not other.waiting:
                     self._leave(other)
                     frame = self._frames.take(block.nbytes)
@@ -258,17 +244,19 @@ class Flow:
             return None
 
     def _is_writing(self) -> bool:
-        return self._failure is None and bool(self._leaving or self._writing)
+        return self._failure is None and bool(self._queues.leaving or self._writing)
 
     def _idle_that_can_go(self) -> bool:
-        return bool(self._idle) and (self._failure is None or not self._needed_last().is_dirty)
+        return bool(self._queues.idle) and (
+            self._failure is None or not self._needed_last().is_dirty
+        )
 
     def _next_ahead(self) -> StateBlock | None:
         coming = list(islice(self._upcoming(), _LOOK_AHEAD))
         for block in coming:
             if block.phase is Phase.ABSENT and block.error is None:
-                if len(self._ahead) >= self._most_ahead:
-                    useless = [b for b in self._ahead if b not in coming and not b.waiting]
+                if len(self._queues.ahead) >= self._most_ahead:
+                    useless = [b for b in self._queues.ahead if b not in coming and not b.waiting]
                     if not useless:
                         return None
                     self._leave(useless[0])
@@ -302,7 +290,7 @@ class Flow:
 
     def _reader_died(self, block: StateBlock | None, error: OffloadError) -> None:
         """Report the error to waiters of the block, or of every block if the thread had none."""
-        for one in [block] if block is not None else list(self._demands):
+        for one in [block] if block is not None else list(self._queues.demands):
             if one.phase is Phase.READING:
                 self._empty(one)
             one.error = error
@@ -312,12 +300,12 @@ class Flow:
         lost, self._writing = self._writing, None
         if lost is not None and lost.phase is Phase.WRITING:
             lost.phase = Phase.LEAVING
-            self._leaving.appendleft(lost)
+            self._queues.leaving.appendleft(lost)
 
     def _next_write(self) -> StateBlock | None:
-        if self._failure is not None or not self._leaving:
+        if self._failure is not None or not self._queues.leaving:
             return None
-        self._writing = self._leaving.popleft()
+        self._writing = self._queues.leaving.popleft()
         self._writing.phase = Phase.WRITING
         return self._writing
 
@@ -335,7 +323,7 @@ class Flow:
             elif error is not None:
                 self._failure = error
                 block.phase = Phase.LEAVING
-                self._leaving.appendleft(block)
+                self._queues.leaving.appendleft(block)
             else:
                 block.is_written, block.is_dirty = True, False
                 if block.waiting:
