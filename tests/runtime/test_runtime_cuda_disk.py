@@ -155,7 +155,7 @@ def test_close_lets_go_of_whoever_waits(disk: dict[str, Disk]) -> None:
     until(lambda: tickets.find(second, Saved).awaited)
     closing = threading.Thread(target=bench.close)
     closing.start()
-    until(lambda: bench.device._closed)
+    until(lambda: bench.device._in_flight.closed)
     disk["disk"].gate.set()
     closing.join()
     waiting.join()

@@ -134,7 +134,7 @@ def drop_while_fetched(bench: Bench) -> None:
         fetch(bench, weight)
         slot = bench.device.slot_of(weight)
         # the mover's own reference is taken away: orders between streams alone must do
-        for copy in tuple(bench.device._unfinished):
+        for copy in tuple(bench.device._in_flight.unfinished):
             copy.on_end = None
         bench.mover.sweep()
         del weight

@@ -23,7 +23,6 @@ here takes the return of a copy for its end.
 from __future__ import annotations
 
 import threading
-import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
@@ -32,9 +31,8 @@ import torch
 
 from offcompile.ir import OffloadError
 from offcompile.runtime.base.counters import now_ns
-from offcompile.runtime.base.threads import TaskQueue, bare
+from offcompile.runtime.base.threads import bare
 from offcompile.runtime.device.cpu import PAGE_BYTES, CpuSlot
-from offcompile.runtime.device.failures import failure
 from offcompile.runtime.device.interface import Copy, Device, How, Label, Point, Slot, Waited
 from offcompile.runtime.device.lane_rates import LaneRates
 from offcompile.runtime.device.lanes import Lanes
@@ -59,6 +57,7 @@ from .copies import (
 from .direct_files import DirectFiles
 from .disk_steps import packing_steps, rated, raw_steps, unpacking_steps
 from .host_aliases import HostAliases, ShadowSlot
+from .in_flight import CopiesInFlight
 from .packing import PackedHostSlot, Packers, PackingRooms
 from .staging import CHUNKS, Ring, StagingStep, ring_in
 
@@ -109,14 +108,9 @@ class CudaDevice(Device):
         self._chunk_bytes = staging_bytes // CHUNKS // PAGE_BYTES * PAGE_BYTES
         self._lanes = Lanes("cuda")
         self.rates = LaneRates()
-        #: lane → the queue whose thread waits for its copies to end, in the order of issue
-        self._ends: dict[str, TaskQueue] = {}
         self._before: Callable[[], None] | None = None
         self._issuing: dict[str, threading.Lock] = {}
-        self._over = threading.Condition()
-        self._unfinished: set[CudaCopy] = set()
-        self._late: list[CudaCopy] = []
-        self._closed = False
+        self._in_flight = CopiesInFlight()
         self._rings: dict[str, Ring] = {}
         self._direct: DirectFiles | None = None
         if self.stores:
@@ -208,7 +202,7 @@ class CudaDevice(Device):
 
     def wait(self, copy: Copy) -> Waited:
         assert isinstance(copy, CudaCopy)
-        self._raise_late()
+        self._in_flight.raise_late()
         began_ns = now_ns()
         how = How.READY
         if not copy.issued.is_set():
@@ -223,9 +217,7 @@ class CudaDevice(Device):
                 self._let_compute_wait(compute, copy.event)
         except Exception as error:
             copy.error = copy.error or bare(error)
-        with self._over:
-            # the caller checks `copy.error` next, and never again
-            copy.awaited = copy.error is None
+        self._in_flight.passed(copy)
         if compute == copy.home and copy.awaited:
             # the memory returns to the allocator of that stream, which now runs behind the copy
             copy.keep = None
@@ -281,13 +273,7 @@ class CudaDevice(Device):
         needs = tuple(point for point in after if isinstance(point, CudaCopy))
         home = self.streams.compute()
         copy = CudaCopy(lane, label, slot, tensor, home, needs, on_end)
-        with self._over:
-            if self._closed:
-                raise OffloadError(f"The cuda runtime is closed: {label.tag} cannot move.")
-            if lane not in self._ends:
-                self._ends[lane] = TaskQueue(f"offcompile-{lane}-ends")
-            self._ends[lane].start()
-            self._unfinished.add(copy)
+        self._in_flight.add(copy)
         aside = isinstance(slot, PackedHostSlot) and not self.packers.in_place
         if isinstance(slot, HostSlot) and not aside:
             self._by_stream(copy, slot, after, outward)
@@ -334,7 +320,7 @@ class CudaDevice(Device):
     def _ending(self, copy: CudaCopy) -> None:
         """Note that the whole copy was given to the GPU, or never will be."""
         copy.issued.set()
-        self._ends[copy.lane].add(partial(self._complete, copy), awaited=False)
+        self._in_flight.at_end(copy, partial(self._complete, copy))
 
     def _by_thread(
         self,
@@ -351,8 +337,7 @@ class CudaDevice(Device):
             label = replace(copy.label, heard=None)
             copy.job = self._lanes.submit(copy.lane, work, needs, label, over)
         except BaseException:
-            with self._over:
-                self._unfinished.discard(copy)
+            self._in_flight.discard(copy)
             raise
 
     # -- on a lane's thread ----------------------------------------------------------------------
@@ -421,11 +406,8 @@ class CudaDevice(Device):
                 one.synchronize(self.streams)
             except Exception as found:
                 error = error or (bare(found) if one is copy else needed(one, bare(found)))
-        with self._over:
-            if copy.error is None and error is not None:
-                copy.error = error
-                if copy.awaited and copy.label.direction == "load":
-                    self._late.append(copy)
+        if error is not None:
+            self._in_flight.failed(copy, error)
         if isinstance(copy.slot, PackedHostSlot) and copy.error is None:
             copy.slot.look()  # a load may be seen to end before its copy out is
         if isinstance(copy.slot, HostSlot) and copy.job is None:
@@ -444,23 +426,12 @@ class CudaDevice(Device):
             on_end(copy)
             # dropped before a waiting `drain` returns, with the references it holds
             on_end = None
-        with self._over:
-            copy.over = True
-            self._unfinished.discard(copy)
-            self._over.notify_all()
+        self._in_flight.over(copy)
 
     def _let_go(self, copy: CudaCopy) -> None:
         keep, copy.keep = copy.keep, None
         if keep is not None:
             self.streams.let_go(keep)
-
-    def _raise_late(self) -> None:
-        """Raise, once, the error of a load that failed after compute had passed its wait."""
-        if self._late:
-            with self._over:
-                copy = self._late.pop(0) if self._late else None
-            if copy is not None and copy.error is not None:
-                raise failure(copy.error, "load", copy.label.tag, copy.slot)
 
     # -- the rest --------------------------------------------------------------------------------
 
@@ -485,32 +456,22 @@ class CudaDevice(Device):
 
     def drain(self) -> None:
         """Like the base method; also raises the error of a load that compute has already passed."""
-        with self._over:
-            while self._unfinished:
-                self._over.wait()
-        self._raise_late()
+        self._in_flight.drain()
+        self._in_flight.raise_late()
 
     def close(self) -> None:
-        with self._over:
-            self._closed = True
+        self._in_flight.refuse()
         self._lanes.close()
-        with self._over:
-            queued = [copy for copy in self._unfinished if copy.job and not copy.issued.is_set()]
-        for copy in queued:
+        for copy in self._in_flight.queued():
             self._cancelled(copy)
-        for ends in self._ends.values():
-            ends.close()
-            ends.join()
+        self._in_flight.join()
         if self._direct is not None:
             self._direct.close()
         for ring in self._rings.values():
             ring.close()
         self._rings.clear()
         self.packers.close()
-        for copy in self._late:
-            error = failure(copy.error or OffloadError(), "load", copy.label.tag, copy.slot)
-            warnings.warn(f"What was computed last is wrong: {error}", stacklevel=2)
-        self._late.clear()
+        self._in_flight.warn_late()
 
 
 def _issued(copy: CudaCopy, event: Event | None) -> None:
