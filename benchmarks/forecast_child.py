@@ -128,7 +128,7 @@ def said(report: PlanReport) -> dict[str, Any]:
     return {
         "peak_bytes": report.planned_peak_bytes,
         "needed_bytes": report.needed_peak_bytes,
-        "holes_bytes": report.holes_bytes,
+        "holes_bytes": report.memory.holes_bytes,
         "foreseen_us": report.foreseen_us,
         "touched_bytes": 0 if report.returns is None else report.returns.touched_bytes,
         "fits": report.fits,

@@ -54,6 +54,7 @@ _MOST_FIGURE, _LEAST_RATE = 1e15, 1e-15
 _SHOWN_CHARACTERS = 60
 
 
+# one figure for each key of a profile's file and of the doctor's JSON, which users write and read
 @dataclass(frozen=True)
 class HardwareProfile:
     """One device and its surroundings. Rates are effective ones, in decimal GB/s."""

@@ -17,9 +17,9 @@ from offcompile.ir.jsonio import machine_to_json, plan_to_json, problem_to_json
 from offcompile.ir.textio import print_plan, print_problem
 from offcompile.planning.timelines import print_timeline, timeline_to_json
 
-from .dot import draw, to_dot
+from .drawing.dot import draw, to_dot
+from .drawing.svg import to_svg
 from .report import PlanReport
-from .svg import to_svg
 
 if TYPE_CHECKING:
     from torch import fx

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -13,9 +13,9 @@ from typing import Any, Protocol
 from offcompile.ir import DEVICE, PHASES, Machine, OffloadError, Plan, Problem, Timeline
 from offcompile.ir.jsonio import machine_to_json, plan_to_json, problem_to_json
 from offcompile.ir.units import counted, show_us, size
-from offcompile.passes.build.fragmentation import HeapLimit, Returns
+from offcompile.passes.build.fragmentation import Returns
 from offcompile.planning.feedback.corrections import Corrected
-from offcompile.planning.feedback.measured import MeasuredStep, Steps
+from offcompile.planning.feedback.measured import MeasuredStep
 from offcompile.planning.fit_budget import floor_of
 from offcompile.planning.planned_layout import planned_layout, planned_returns
 from offcompile.planning.planner import PlanResult
@@ -25,6 +25,7 @@ from offcompile.runtime.disk.drive_life import DriveLife
 
 from .before_after import split_text
 from .explain import Fate, fates, print_fate
+from .figures import PlannedMemory, RunFigures
 from .modes import modes, module_rows, modules_of
 from .simple_way import SimpleWay
 from .stalls import StallRow, measured_to_json, print_stalls, stall_rows
@@ -52,51 +53,35 @@ class Record:
     """One compiled graph: its problem, its plan, the certificate, and the steps measured so far.
 
     The device capacity in `machine` is the part of the budget that the plan may use: the budget
-    less `reserve_bytes` and `holes_bytes`.
+    less the reserve and the holes of `memory`.
     """
 
     name: str
     problem: Problem
     machine: Machine
     result: PlanResult
-    budget_bytes: int
-    #: part of the budget that the runtime itself uses
-    reserve_bytes: int = 0
-    #: part of the budget that the plan also leaves free, for holes between tensors
-    holes_bytes: int = 0
-    #: peak of the plan in the order that runs, at any lane speed; None if the timeline's peak
-    #: applies
-    worst_peak_bytes: int | None = None
+    memory: PlannedMemory
     #: tensor or op id → a description for users (module path, shape)
     labels: Mapping[str, str] = field(default_factory=dict, repr=False)
     #: weight or gradient → the parameter's name
     names: Mapping[str, str] = field(default_factory=dict, repr=False)
     #: measurements of the tensors, shared by all plans of this graph
     profile: Seen | None = field(default=None, repr=False)
-    #: delivers measurements that are still pending, such as those of CUDA events
-    settle: Callable[[], None] | None = field(default=None, repr=False)
-    #: maps the time of a step to the wear on the drives that hold spill files
-    life: Callable[[float], DriveLife | None] | None = field(default=None, repr=False)
-    #: bytes that others held on the device at planning time, outside the budget
-    beside_bytes: int = 0
-    #: describes the data kept between the graphs that share the budget; None if there is none
-    kept: Callable[[], str | None] | None = field(default=None, repr=False)
     #: how the graph was split into pieces; None if it was not
     splitting: Splitting | None = field(default=None, repr=False)
     #: with `verify=True`, the comparison of the first step with the plain run
     verified: Verified | None = field(default=None, repr=False)
-    #: device memory that blocks and holes may fill; None if the device gives nothing back
-    room: HeapLimit | None = field(default=None, repr=False)
-    #: time to touch memory that was given back; 0 if unknown or already part of the costs
-    touch_us_per_mib: float = field(default=0.0, repr=False)
-    #: source of the measured steps; None if nothing runs
-    steps: Steps | None = field(default=None, repr=False)
     #: estimates of the same step under simpler strategies, if requested
     simple_ways: tuple[SimpleWay, ...] = field(default=(), repr=False)
+    running: RunFigures = field(default=RunFigures(), repr=False)
     _steps_us: dict[str, list[float]] = field(default_factory=dict, init=False, repr=False)
     _corrected: list[Corrected] = field(default_factory=list, init=False, repr=False)
 
     # --- planned ----------------------------------------------------------------------------
+
+    @property
+    def budget_bytes(self) -> int:
+        return self.memory.budget_bytes
 
     @property
     def plan(self) -> Plan:
@@ -131,20 +116,20 @@ class Record:
     @property
     def planned_peak_bytes(self) -> int:
         """The device's peak memory, including the runtime's reserve and the holes."""
-        return self.needed_peak_bytes + self.holes_bytes
+        return self.needed_peak_bytes + self.memory.holes_bytes
 
     @property
     def needed_peak_bytes(self) -> int:
         """The device's peak memory without the holes, which can be given back."""
-        peak = self.worst_peak_bytes
+        peak = self.memory.worst_peak_bytes
         if peak is None:
             peak = self.timeline.peak_bytes.get(DEVICE, 0)
-        return peak + self.reserve_bytes
+        return peak + self.memory.reserve_bytes
 
     @cached_property
     def floor_bytes(self) -> int:
         """The least memory that the device needs if every movable tensor is evicted."""
-        return floor_of(self.problem, self._machine_for) + self.reserve_bytes
+        return floor_of(self.problem, self._machine_for) + self.memory.reserve_bytes
 
     @cached_property
     def layout_waste(self) -> float | None:
@@ -159,17 +144,18 @@ class Record:
     @cached_property
     def returns(self) -> Returns | None:
         """The memory that a step gives back to the system for lack of room and touches again."""
-        if self.room is None or self.problem.steady:
+        room = self.memory.room
+        if room is None or self.problem.steady:
             return None
-        return planned_returns(self.problem, self.machine, self.plan, self.timeline, self.room)
+        return planned_returns(self.problem, self.machine, self.plan, self.timeline, room)
 
     @property
     def foreseen_us(self) -> float:
         """The planned step, plus the time that moves take from compute and the time to touch
         memory that was given back to the system."""
-        touching_us = 0.0
-        if self.touch_us_per_mib and self.returns is not None:
-            touching_us = self.returns.touched_mib * self.touch_us_per_mib
+        touching_us, each_us = 0.0, self.memory.touch_us_per_mib
+        if each_us and self.returns is not None:
+            touching_us = self.returns.touched_mib * each_us
         return self.result.cost_us + touching_us
 
     def _machine_for(self, device_bytes: int) -> Machine:
@@ -194,8 +180,8 @@ class Record:
     @property
     def measured_us(self) -> float | None:
         """The sum of the median times of all phases. None until every phase has run."""
-        if self.settle is not None:
-            self.settle()
+        if self.running.settle is not None:
+            self.running.settle()
         needed = {op.phase for op in self.problem.ops}
         if not needed or not all(self._steps_us.get(phase) for phase in needed):
             return None
@@ -236,19 +222,25 @@ class Record:
         return measured_us / self.predicted_us
 
     @property
+    def drive_life(self) -> DriveLife | None:
+        """The wear on the drives that hold spill files, at the measured or else planned speed."""
+        life = self.running.life
+        return None if life is None else life(self.measured_us or self.planned_us)
+
+    @property
     def measured_step(self) -> MeasuredStep | None:
         """The times of moves and waits in the median of the last recorded steps.
 
         None if none was recorded, or if forwards and backwards cannot be matched with certainty.
         """
-        return None if self.steps is None else self.steps.median()
+        return None if self.running.steps is None else self.running.steps.median()
 
     def watch(self, steps: int = 5) -> None:
         """Record the next steps. By default the CPU records all, CUDA only the first eight."""
         if steps < 1:
             raise OffloadError(f"watch(steps={steps}): at least one step has to be recorded.")
-        if self.steps is not None:
-            self.steps.watch(steps)
+        if self.running.steps is not None:
+            self.running.steps.watch(steps)
 
     def stall_rows(self, measured: MeasuredStep | None = None) -> tuple[StallRow, ...]:
         """The waits of compute in a step, as planned and as `measured`; the longest first."""
@@ -318,8 +310,8 @@ class Record:
             "policy": self.policy,
             "fits": self.fits,
             "budget_bytes": self.budget_bytes,
-            "reserve_bytes": self.reserve_bytes,
-            "holes_bytes": self.holes_bytes,
+            "reserve_bytes": self.memory.reserve_bytes,
+            "holes_bytes": self.memory.holes_bytes,
             "floor_bytes": self.floor_bytes,
             "planned_peak_bytes": self.planned_peak_bytes,
             "planned_us": self.planned_us,

@@ -14,12 +14,12 @@ from .stalls import stall_line
 
 
 def facts(report: Record) -> Iterator[tuple[str, str]]:
-    beside = f", beside {show_bytes(report.beside_bytes)} that others hold"
-    yield "budget", show_bytes(report.budget_bytes) + (beside if report.beside_bytes else "")
-    if report.reserve_bytes:
-        yield "", f"of which the runtime takes {show_bytes(report.reserve_bytes)}"
-    if report.holes_bytes:
-        yield "", f"and {show_bytes(report.holes_bytes)} are left to holes between tensors"
+    beside = f", beside {show_bytes(report.memory.beside_bytes)} that others hold"
+    yield "budget", show_bytes(report.budget_bytes) + (beside if report.memory.beside_bytes else "")
+    if report.memory.reserve_bytes:
+        yield "", f"of which the runtime takes {show_bytes(report.memory.reserve_bytes)}"
+    if report.memory.holes_bytes:
+        yield "", f"and {show_bytes(report.memory.holes_bytes)} are left to holes between tensors"
     yield "planned peak", show_bytes(report.planned_peak_bytes)
     if report.layout_waste is not None:
         yield "layout", f"offsets planned ahead would need {report.layout_waste:.1%} more than it"
@@ -57,10 +57,10 @@ def facts(report: Record) -> Iterator[tuple[str, str]]:
     measured = report.measured_step
     if measured is not None and not report.fits:
         yield "its time", stall_line(report.stall_rows(measured), report.timeline, measured)
-    life = None if report.life is None else report.life(measured_us or report.planned_us)
+    life = report.drive_life
     if life is not None:
         yield "drives", life.words()
-    kept = None if report.kept is None else report.kept()
+    kept = None if report.running.kept is None else report.running.kept()
     if kept is not None:
         yield "between graphs", kept
     if report.verified is not None:
@@ -147,7 +147,8 @@ def _also(report: Record) -> Iterator[str]:
     if report.timeline.toll_us:
         moves = counted(len(report.plan.moves), "move")
         yield f"{show_us(report.timeline.toll_us)} that {moves} take from compute"
-    if report.touch_us_per_mib and report.returns is not None and report.returns.touched_bytes:
-        touched = size(report.returns.touched_bytes)
+    returns = report.returns
+    if report.memory.touch_us_per_mib and returns is not None and returns.touched_bytes:
+        touched = size(returns.touched_bytes)
         why = "in blocks that malloc does not keep" if report.fits else "for want of room"
         yield f"{touched} that go back to the system {why} and are touched again"

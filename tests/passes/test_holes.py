@@ -12,6 +12,7 @@ from test_layout import RECKONED, report_of
 from offcompile.passes.build.fragmentation import HeapLimit, Returns, returns_of
 from offcompile.passes.build.layout import AddressStay, peak_bytes
 from offcompile.planning import planned_layout as layout_module
+from offcompile.report.report import PlanReport
 from offcompile.runtime.memory.heap import Heap
 
 MIB = 1 << 20
@@ -70,16 +71,21 @@ def test_where_addresses_are_limited_large_blocks_have_pages_of_their_own() -> N
     assert returns_of(stays, room) == Returns(2 * MIB, 0)
 
 
+def touched(report: PlanReport, room: HeapLimit | None) -> PlanReport:
+    memory = replace(report.memory, room=room, touch_us_per_mib=250.0)
+    return replace(report, memory=memory)
+
+
 def test_a_report_counts_it_into_the_predicted_step() -> None:
     tight = report_of("minimum", hardware=RECKONED)
     room = HeapLimit(tight.budget_bytes, splinter_bytes=112)
-    tight = replace(tight, room=room, touch_us_per_mib=250.0)
+    tight = touched(tight, room)
     assert tight.returns is not None and tight.returns.touched_bytes > 0
     touching_us = tight.returns.touched_bytes / MIB * 250.0
     assert tight.predicted_us == tight.result.cost_us + touching_us
     assert "are touched again" in tight.to_text()
     assert tight.to_json()["touched_again_bytes"] == tight.returns.touched_bytes
-    roomy = replace(report_of("8GiB"), room=room, touch_us_per_mib=250.0)
+    roomy = touched(report_of("8GiB"), room)
     assert roomy.returns == Returns(0, 0) and roomy.predicted_us == roomy.planned_us
     assert roomy.to_json()["touched_again_bytes"] == 0
     assert "touched again" not in roomy.to_text()
@@ -89,7 +95,7 @@ def test_where_all_fits_the_largest_blocks_are_touched_each_time(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Nobody keeps malloc from giving them back as soon as they are freed."""
-    roomy = replace(report_of("8GiB"), room=HeapLimit(8 << 30), touch_us_per_mib=250.0)
+    roomy = touched(report_of("8GiB"), HeapLimit(8 << 30))
     assert roomy.fits and roomy.returns == Returns(0, 0)
     least_bytes = 512 * 64 * 4  # what each layer makes
     monkeypatch.setattr(layout_module, "KEPT_BYTES", least_bytes)
@@ -122,16 +128,17 @@ def test_there_is_a_room_only_where_malloc_gives_back(
 ) -> None:
     monkeypatch.setattr(Heap, "gives_back", gives_back)
     report = report_of("minimum")
-    assert (report.room is not None) == gives_back
-    if report.room is not None:
-        assert report.room.nbytes == report.budget_bytes and report.touch_us_per_mib > 0
+    memory = report.memory
+    assert (memory.room is not None) == gives_back
+    if memory.room is not None:
+        assert memory.room.nbytes == report.budget_bytes and memory.touch_us_per_mib > 0
     else:
         assert report.returns is None
 
 
 def test_what_moves_take_from_compute_is_in_the_predicted_step() -> None:
     # one that moves whatever accesses in place take on this machine
-    tight = replace(report_of("minimum", policy="activation_spill"), room=None)
+    tight = touched(report_of("minimum", policy="activation_spill"), None)
     toll_us, moves = tight.timeline.toll_us, len(tight.plan.moves)
     assert moves > 0 and toll_us >= moves * 300.0
     assert tight.predicted_us == tight.planned_us + toll_us

@@ -23,11 +23,12 @@ from offcompile.ir import InvalidInput, Lane, Machine, OffloadError, Op, Problem
 from offcompile.ir.jsonio import loads_machine, loads_plan, loads_problem
 from offcompile.ir.textio import parse_plan, parse_problem
 from offcompile.planning.planner import plan_problem
-from offcompile.report.dot import COMPUTE, INPUT, MOVEMENT, ORDER, OUTPUT, draw, to_dot
+from offcompile.report.drawing.dot import COMPUTE, INPUT, MOVEMENT, ORDER, OUTPUT, draw, to_dot
+from offcompile.report.drawing.svg import to_svg
 from offcompile.report.dump import Dumped, check_dump_directory, dump
+from offcompile.report.figures import PlannedMemory
 from offcompile.report.log import log_compiled
 from offcompile.report.report import PlanReport
-from offcompile.report.svg import to_svg
 from offcompile.runtime.moves import ops as _ops  # noqa: F401  (defines torch.ops.offcompile)
 
 ROOT = Path(__file__).parents[2]
@@ -84,7 +85,7 @@ def compiled(order: str | None = "run mm\nstart t0\n") -> Dumped:
         (Lane("h2d", "host", "device", 100.0), Lane("d2h", "device", "host", 100.0)),
     )
     result = plan_problem(problem, machine, seconds=0.2)
-    report = PlanReport("graph 0", problem, machine, result, 1 << 20)
+    report = PlanReport("graph 0", problem, machine, result, PlannedMemory(1 << 20))
     before = {s: graph_with_moves(1, moves=False) for s in ("forward", "backward")}
     after = {"forward": graph_with_moves(1)}
     return Dumped(report, before, after, order)

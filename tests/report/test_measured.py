@@ -20,6 +20,7 @@ import offcompile
 from offcompile.ir import COMPUTE, DEVICE, OffloadError
 from offcompile.planning.feedback.measured import MeasuredSpan, MeasuredStep, MeasuredWait
 from offcompile.planning.order import RunStep, StartStep, WaitStep
+from offcompile.report.figures import RunFigures
 from offcompile.report.report import PlanReport
 from offcompile.report.stalls import stall_line, tensor_name
 from offcompile.run.step_recorder import STEPS_AT_FIRST, StepRecorder
@@ -50,8 +51,8 @@ class Trained:
             runtime.device.lanes._delay_s = lambda: 0.004
 
     def recorded(self) -> int:
-        assert isinstance(self.report.steps, StepRecorder)
-        return len(self.report.steps._kept)
+        assert isinstance(self.report.running.steps, StepRecorder)
+        return len(self.report.running.steps._kept)
 
 
 @pytest.fixture(scope="module")
@@ -106,8 +107,8 @@ def test_reports_say_where_the_time_went(trained: Trained, tmp_path: Path) -> No
 
 
 def test_what_is_not_certain_is_not_recorded(trained: Trained) -> None:
-    assert isinstance(trained.report.steps, StepRecorder)
-    kept = trained.report.steps._kept
+    assert isinstance(trained.report.running.steps, StepRecorder)
+    kept = trained.report.running.steps._kept
     kept.clear()
     first, second = trained.run(trained.x), trained.run(trained.x)
     second.backward()
@@ -420,7 +421,7 @@ STEP = MeasuredStep(
 
 def reported(steps: Fixed | None) -> PlanReport:
     labels = {"a": "layers.3.mlp 64×512 float32", "fa": "layers.3.mlp"}
-    return made(labels=labels, steps=steps)
+    return made(labels=labels, running=RunFigures(steps=steps))
 
 
 def test_stalls_stand_planned_beside_measured_the_largest_first() -> None:

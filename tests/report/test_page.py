@@ -27,6 +27,7 @@ from offcompile.ir.units import show_us, size
 from offcompile.passes.registry import make
 from offcompile.planning.feedback.measured import MeasuredSpan, MeasuredStep, MeasuredWait
 from offcompile.planning.planner import certify, judge_for
+from offcompile.report.figures import RunFigures
 from offcompile.report.page import page
 from offcompile.report.page.data import report_data, verdict
 from offcompile.report.page.occupancy import occupancy, peak_bytes
@@ -100,10 +101,16 @@ def moving() -> PlanReport:
         ops=tuple(replace(op, reads=("a", "b")) if op.id == "ba" else op for op in PROBLEM.ops),
     )
     labels = {"a": f"layers.{HOSTILE} 64×512 float32", "fa": "layers.0 64×512 float32"}
-    report = made(problem=problem, labels=labels, names={"w": "layers.0.weight"}, steps=Seen())
+    report = made(
+        problem=problem,
+        labels=labels,
+        names={"w": "layers.0.weight"},
+        running=RunFigures(steps=Seen()),
+    )
     report.observe("forward", 4000.0)
     report.observe("backward", 4000.0)
-    return replace(report, name=f"graph 0 {HOSTILE}", holes_bytes=MIB)
+    memory = replace(report.memory, holes_bytes=MIB)
+    return replace(report, name=f"graph 0 {HOSTILE}", memory=memory)
 
 
 @pytest.fixture(scope="module")

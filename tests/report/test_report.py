@@ -28,6 +28,7 @@ from offcompile.planning.planner import PlanResult, certify
 from offcompile.planning.timelines import print_timeline
 from offcompile.report import report as reporting
 from offcompile.report.explain import DIRECT, ELSEWHERE, MOVES, RECOMPUTED, STAYS
+from offcompile.report.figures import PlannedMemory
 from offcompile.report.report import PlanReport, remember, reports
 
 MIB = 1 << 20
@@ -71,7 +72,8 @@ PLAN = Plan(
 def made(plan: Plan = PLAN, problem: Problem = PROBLEM, **given: object) -> PlanReport:
     timeline = certify(problem, MACHINE, plan, "hand")
     result = PlanResult(plan, timeline, "hand", 0.25, 4000.0, "by hand")
-    return PlanReport("graph 0", problem, MACHINE, result, 13 * MIB, MIB, **given)  # type: ignore[arg-type]
+    memory = PlannedMemory(13 * MIB, MIB)
+    return PlanReport("graph 0", problem, MACHINE, result, memory, **given)  # type: ignore[arg-type]
 
 
 @pytest.fixture
@@ -97,7 +99,8 @@ def test_figures_agree_with_plan_and_timeline(report: PlanReport) -> None:
 
 def test_the_worst_case_of_the_order_is_the_peak_where_it_is_known() -> None:
     report = made(Plan(start=tuple(Start(t, "device") for t in "xp")), _light())
-    assert replace(report, worst_peak_bytes=11 * MIB).planned_peak_bytes == 12 * MIB
+    memory = replace(report.memory, worst_peak_bytes=11 * MIB)
+    assert replace(report, memory=memory).planned_peak_bytes == 12 * MIB
 
 
 def _light() -> Problem:

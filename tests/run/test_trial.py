@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import logging
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -19,6 +20,7 @@ from offcompile.machine import target
 from offcompile.machine.hardware import HardwareProfile
 from offcompile.planning.feedback.corrections import Factors
 from offcompile.planning.feedback.measured import MeasuredSpan, MeasuredStep, MeasuredWait
+from offcompile.report.figures import RunFigures
 from offcompile.report.report import PlanReport
 from offcompile.run import trial
 from offcompile.run.step_recorder import STEPS_KEPT, StepRecorder
@@ -68,8 +70,8 @@ def reported(*steps: MeasuredStep | None) -> PlanReport:
         problem=report.problem,
         machine=report.machine,
         result=report.result,
-        budget_bytes=report.budget_bytes,
-        steps=Seen(*steps),
+        memory=report.memory,
+        running=RunFigures(steps=Seen(*steps)),
     )
 
 
@@ -86,7 +88,7 @@ def test_a_plan_is_judged_once_when_it_has_run_a_few_steps() -> None:
 def test_steps_that_are_never_certain_are_not_asked_for_for_ever() -> None:
     seen = Seen(*[None] * 100)
     report, on_trial = reported(), Trial()
-    report = PlanReport(report.name, report.problem, report.machine, report.result, 1, steps=seen)
+    report = replace(report, running=RunFigures(steps=seen))
     assert all(on_trial.due(report, BEFORE + n) is None for n in range(40))
     assert len(seen.steps) == 100 - trial.MOST_ASKED
 
@@ -256,7 +258,7 @@ class Run:
         return offcompile.reports()[self.before :]
 
     def _median(self, recorder: StepRecorder) -> MeasuredStep:
-        (n,) = [i for i, r in enumerate(self.reports) if r.steps is recorder]
+        (n,) = [i for i, r in enumerate(self.reports) if r.running.steps is recorder]
         return self.times(n, self.reports[n])
 
     def steps(self, count: int) -> None:
@@ -311,9 +313,10 @@ def test_the_plan_before_is_gone_back_to_where_the_new_one_loses(run: Run) -> No
     first, second = run.reports
     profile = second.profile
     assert profile is not None and profile.said[-1].endswith("back to that")
-    assert isinstance(first.steps, StepRecorder) and isinstance(second.steps, StepRecorder)
-    assert second.steps.recorded == FEW
-    assert first.steps.recorded > FEW + 3
+    before, after = first.running.steps, second.running.steps
+    assert isinstance(before, StepRecorder) and isinstance(after, StepRecorder)
+    assert after.recorded == FEW
+    assert before.recorded > FEW + 3
 
 
 def test_costs_that_are_right_but_for_noise_change_nothing(run: Run) -> None:

@@ -1,7 +1,7 @@
 """Draws a graph: computation in one column, movement coloured by lane.
 
 `draw` chooses the boxes (in program order) and edges to show. `to_dot` writes them for Graphviz;
-`offcompile.report.svg` does its own layout, so that any browser can show the result.
+`offcompile.report.drawing.svg` does its own layout, so that any browser can show the result.
 """
 
 from __future__ import annotations

@@ -13,6 +13,7 @@ from typing import Any
 
 from offcompile.ir import DEVICE, Machine, OffloadError, Problem
 from offcompile.planning.planner import PlanResult
+from offcompile.report.figures import PlannedMemory
 from offcompile.report.record import Record
 
 from .data import report_data
@@ -41,7 +42,7 @@ def save_plan(
     """Write the page of a plan that has not run yet."""
     capacity = machine.tier[DEVICE].capacity_bytes
     held = result.timeline.peak_bytes[DEVICE]
-    save_html(path, [Record(name, problem, machine, result, capacity or held)])
+    save_html(path, [Record(name, problem, machine, result, PlannedMemory(capacity or held))])
 
 
 def page(reports: Sequence[Record]) -> str:

@@ -125,7 +125,7 @@ def _crossing(report: Record) -> tuple[int, int]:
 
 
 def _drives(report: Record) -> Iterator[tuple[str, str, str]]:
-    life = None if report.life is None else report.life(report.measured_us or report.planned_us)
+    life = report.drive_life
     written = sum(
         moved_bytes(report.problem, move.tensor, move.codec)
         for move in report.plan.moves
@@ -149,9 +149,8 @@ def _certificate(report: Record) -> Iterator[tuple[str, str]]:
     yield "Gap", f"{100 * report.gap:.2f}%"
     yield "What that means", MEANING
     policy = "none needed" if report.fits else report.policy
-    simulated = (
-        report.timeline.peak_bytes.get(DEVICE, 0) + report.reserve_bytes + report.holes_bytes
-    )
+    aside = report.memory
+    simulated = report.timeline.peak_bytes.get(DEVICE, 0) + aside.reserve_bytes + aside.holes_bytes
     if report.planned_peak_bytes != simulated:
         yield (
             "Peak",
@@ -168,10 +167,10 @@ def _certificate(report: Record) -> Iterator[tuple[str, str]]:
     )
     yield "Plan", "nothing moves" if report.fits else decided
     yield "Floor", f"{size(report.floor_bytes)}: moving cannot do with less"
-    if report.reserve_bytes or report.holes_bytes:
+    if aside.reserve_bytes or aside.holes_bytes:
         yield (
             "Set aside",
-            f"{size(report.reserve_bytes)} for the runtime, {size(report.holes_bytes)} for holes "
+            f"{size(aside.reserve_bytes)} for the runtime, {size(aside.holes_bytes)} for holes "
             "between tensors",
         )
     if report.timeline.note:

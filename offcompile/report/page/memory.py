@@ -42,8 +42,8 @@ def memory_data(report: Record) -> list[dict[str, Any]]:
                 "tier": tier,
                 "limit": report.budget_bytes if device else capacity[tier],
                 "peak": report.planned_peak_bytes if device else report.timeline.peak_bytes[tier],
-                "reserve": report.reserve_bytes if device else 0,
-                "holes": report.holes_bytes if device else 0,
+                "reserve": report.memory.reserve_bytes if device else 0,
+                "holes": report.memory.holes_bytes if device else 0,
                 **_columns(changes, step_start_ns(report.timeline)),
             }
         )

@@ -67,7 +67,7 @@ def reserve(planned: Planned) -> None:
     """Tell the device which memory the plan leaves it, as long as the plan lives."""
     report = planned.report
     device = runtime_for(planned.source.target.runtime.key).device
-    device.bound_packing(planned, report.reserve_bytes // PACKING_SHARE)
+    device.bound_packing(planned, report.memory.reserve_bytes // PACKING_SHARE)
     device.keep_room(planned, _gradient_bytes_on_host(report.problem, report.plan))
 
 

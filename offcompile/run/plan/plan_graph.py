@@ -24,6 +24,7 @@ from offcompile.planning.footprint import Footprint, NeedsBySize, bytes_of, stan
 from offcompile.planning.planner import NO_RIVAL, Rival
 from offcompile.report.dump import Dumped as Compilation
 from offcompile.report.dump import dump
+from offcompile.report.figures import PlannedMemory, RunFigures
 from offcompile.report.log import log_compiled, log_decision
 from offcompile.report.report import PlanReport, remember
 from offcompile.report.stalls import move_names
@@ -68,13 +69,17 @@ def plan_graph(
         steps,
         move_names(decided.result.plan, annotated.labels, annotated.names),
     )
+    known = report_of(planner, found.choice)
     report = replace(
-        report_of(planner, found.choice),
+        known,
         profile=facts.profile,
-        settle=clock.settle,
-        steps=recorder,
         verified=verified,
-        kept=partial(kept_between, source.target.runtime),
+        running=replace(
+            known.running,
+            settle=clock.settle,
+            kept=partial(kept_between, source.target.runtime),
+            steps=recorder,
+        ),
     )
     weights = weights_of(found.graphs, annotated, sorted(facts.parameters))
     needs = _needs(found, report, facts.symbols)
@@ -173,17 +178,21 @@ def report_of(planner: GraphPlanner, choice: Choice) -> PlanReport:
         problem=annotated.problem,
         machine=decided.machine,
         result=decided.result,
-        budget_bytes=whole_bytes,
-        reserve_bytes=reserve,
-        holes_bytes=decided.holes_bytes,
-        worst_peak_bytes=peak,
+        memory=PlannedMemory(
+            whole_bytes,
+            reserve,
+            decided.holes_bytes,
+            peak,
+            planner.request.held_bytes,
+            target.room(whole_bytes),
+            source.touch_again_us_per_mib,
+        ),
         labels=annotated.labels,
         names=annotated.names,
-        room=target.room(whole_bytes),
-        touch_us_per_mib=source.touch_again_us_per_mib,
-        beside_bytes=planner.request.held_bytes,
         splitting=choice.splitting,
-        life=partial(planned_life, annotated.problem, decided.result.plan, target.runtime),
+        running=RunFigures(
+            life=partial(planned_life, annotated.problem, decided.result.plan, target.runtime)
+        ),
     )
 
 
@@ -253,7 +262,7 @@ def _needs(found: Candidate, report: PlanReport, symbols: tuple[sympy.Symbol, ..
         problem_at if dynamic else None,
         decided.result.plan,
         decided.order.steps,
-        report.reserve_bytes,
+        report.memory.reserve_bytes,
         kept,
     )
 
