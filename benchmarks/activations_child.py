@@ -21,7 +21,8 @@ from torch.utils.checkpoint import checkpoint
 
 import offcompile
 from offcompile.runtime.base import process_memory as memory
-from offcompile.runtime.memory.heap import heap
+from offcompile.runtime.memory.malloc.glibc import return_freed_memory
+from offcompile.runtime.memory.malloc.heap import heap
 from offcompile.runtime.moves.registry import runtimes
 
 
@@ -182,7 +183,7 @@ def looked_ahead() -> dict[str, int]:
 def serve(task: dict[str, Any], case: Case | None = None) -> None:
     """Build and warm up, then answer each line from the parent with one line of JSON."""
     if task["returns_freed"]:
-        memory.return_freed_memory()
+        return_freed_memory()
     else:
         heap().prepare()  # freed memory is kept for reuse, for the peers as for ours
     case = case or (QUICK_CASES if task["quick"] else CASES)[task["case"]]

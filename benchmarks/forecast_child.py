@@ -22,8 +22,8 @@ from benchmarks.activations_child import gpt, resnet
 from benchmarks.weights_child import Tower
 from offcompile.ir import HOST
 from offcompile.report.report import PlanReport
-from offcompile.runtime.base import process_memory as memory
-from offcompile.runtime.memory.heap import heap
+from offcompile.runtime.memory.malloc.glibc import return_freed_memory
+from offcompile.runtime.memory.malloc.heap import heap
 
 RATE, LOOK_S, WATCHED_STEPS = 0.01, 0.0003, 2
 
@@ -187,7 +187,7 @@ def serve(task: dict[str, Any]) -> None:
         report = offcompile.reports()[-1]
         arena_bytes = offcompile.counters().get("arena_bytes", 0)
         if lean:  # what malloc would keep for use again is no tensor's
-            memory.return_freed_memory()
+            return_freed_memory()
         live, resident = stand()
         with Watch() as watch:
             for _ in range(WATCHED_STEPS):

@@ -26,8 +26,8 @@ from benchmarks.turns import machine
 from offcompile.graph.costs.calls import call_of, is_view
 from offcompile.graph.costs.op_costs import WORTH_MEASURING_US
 from offcompile.runtime.measure.op import OpCall, Operands, measure_call
-from offcompile.runtime.memory import tensor_memory
-from offcompile.runtime.memory.heap import heap
+from offcompile.runtime.memory.malloc import tensor_memory
+from offcompile.runtime.memory.malloc.heap import heap
 
 RESULT = Path(__file__).parent / "results" / "op_costs.md"
 CASES = ("mlp", "bert", "gpt", "resnet")

@@ -16,7 +16,7 @@ import offcompile
 from benchmarks.weights_child import CASES, QUICK_CASES, Watch
 from offcompile import optim
 from offcompile.runtime.base import process_memory as memory
-from offcompile.runtime.memory.heap import heap
+from offcompile.runtime.memory.malloc.heap import heap
 
 
 def optimizer_of(model: nn.Module, task: dict[str, Any]) -> torch.optim.Optimizer:

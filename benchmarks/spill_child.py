@@ -24,7 +24,7 @@ from offcompile.runtime.device import tickets
 from offcompile.runtime.device.cpu import CpuDevice
 from offcompile.runtime.disk.spill import SpillStore
 from offcompile.runtime.memory.arena import Arena
-from offcompile.runtime.memory.heap import heap
+from offcompile.runtime.memory.malloc.heap import heap
 from offcompile.runtime.moves.mover import Load, Mover
 from offcompile.runtime.moves.saved import Saved
 

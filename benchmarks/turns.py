@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from offcompile.machine.launch import VARIABLE, environment
+from offcompile.runtime.memory.malloc.launch import VARIABLE, environment
 
 MIB = 1 << 20
 LOWERINGS = ("aot_eager", "inductor")

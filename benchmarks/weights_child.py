@@ -18,7 +18,7 @@ from torch import Tensor, nn
 import offcompile
 from benchmarks.activations_child import gpt
 from offcompile.runtime.base import process_memory as memory
-from offcompile.runtime.memory.heap import heap
+from offcompile.runtime.memory.malloc.heap import heap
 
 
 class Block(nn.Module):

@@ -28,7 +28,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from offcompile.machine.launch import environment
+from offcompile.runtime.memory.malloc.launch import environment
 
 MIB = 1 << 20
 #: the most that losses of two runs may differ by where bits may differ, as a share

@@ -281,7 +281,7 @@ def _say_infeasible(error: Infeasible, as_json: bool) -> int:
 
 
 def _run(options: argparse.Namespace) -> int:
-    from offcompile.machine.launch import start
+    from offcompile.runtime.memory.malloc.launch import start
 
     if not options.module and not os.path.exists(options.script):
         raise invalid("bad-value", options.script, "there is no such script")

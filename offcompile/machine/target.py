@@ -17,9 +17,8 @@ from pathlib import Path
 import torch
 
 from offcompile.ir import DEVICE, Machine, OffloadError
-from offcompile.passes.build.fragmentation import HeapLimit
 from offcompile.runtime.base.once import made_once
-from offcompile.runtime.base.process_memory import RETURNED_BYTES, machine_memory_bytes
+from offcompile.runtime.base.process_memory import machine_memory_bytes
 from offcompile.runtime.device.cuda.facts import (
     cuda_index,
     library_bytes,
@@ -27,13 +26,15 @@ from offcompile.runtime.device.cuda.facts import (
     usable_bytes,
 )
 from offcompile.runtime.disk.directories import check_directory, default_directory
-from offcompile.runtime.memory import tensor_memory
-from offcompile.runtime.memory.heap import MARGIN_BYTES, address_space_is_limited, heap
+from offcompile.runtime.memory.malloc import tensor_memory
+from offcompile.runtime.memory.malloc.advice import SPLINTER_BYTES, malloc_leaves_holes
+from offcompile.runtime.memory.malloc.fragmentation import HeapLimit
+from offcompile.runtime.memory.malloc.glibc import RETURNED_BYTES
+from offcompile.runtime.memory.malloc.heap import MARGIN_BYTES, address_space_is_limited, heap
 from offcompile.runtime.moves.registry import RuntimeSettings
 
 from .hardware import BYTES_PER_US_PER_GBPS, HardwareProfile, load_profile
 from .in_place import InPlace
-from .malloc_advice import SPLINTER_BYTES, malloc_leaves_holes
 from .options import Options, default_spill
 from .this_gpu import this_gpu, to_cuda_machine
 from .this_machine import codec_gbps, this_machine, to_cpu_machine

@@ -6,9 +6,9 @@ from __future__ import annotations
 from dataclasses import replace
 
 from offcompile.ir import Machine, Plan, Problem, Timeline
-from offcompile.passes.build.fragmentation import HeapLimit, Returns, returns_of
 from offcompile.passes.build.layout import AddressStay, Layout, lay_out
-from offcompile.runtime.memory.heap import KEPT_BYTES
+from offcompile.runtime.memory.malloc.fragmentation import HeapLimit, Returns, returns_of
+from offcompile.runtime.memory.malloc.glibc import KEPT_BYTES
 
 from .copy_lifetimes import Lifetime as Held
 from .copy_lifetimes import Presence, presence

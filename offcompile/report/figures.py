@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from offcompile.passes.build.fragmentation import HeapLimit
 from offcompile.planning.feedback.measured import Steps
 from offcompile.runtime.disk.drive_life import DriveLife
+from offcompile.runtime.memory.malloc.fragmentation import HeapLimit
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,6 @@ from typing import Any, Protocol
 from offcompile.ir import DEVICE, PHASES, Machine, OffloadError, Plan, Problem, Timeline
 from offcompile.ir.jsonio import machine_to_json, plan_to_json, problem_to_json
 from offcompile.ir.units import counted, show_us, size
-from offcompile.passes.build.fragmentation import Returns
 from offcompile.planning.feedback.corrections import Corrected
 from offcompile.planning.feedback.measured import MeasuredStep
 from offcompile.planning.fit_budget import floor_of
@@ -22,6 +21,7 @@ from offcompile.planning.planner import PlanResult
 from offcompile.planning.splitting import Splitting
 from offcompile.planning.timelines import moved_bytes, timeline_to_json
 from offcompile.runtime.disk.drive_life import DriveLife
+from offcompile.runtime.memory.malloc.fragmentation import Returns
 
 from .before_after import split_text
 from .explain import Fate, fates, print_fate

@@ -26,7 +26,7 @@ from offcompile.graph.sizes import symbols_of
 from offcompile.machine.options import Options
 from offcompile.machine.target import Target
 from offcompile.planning.feedback.profiling import Profile
-from offcompile.runtime.memory.heap import address_space_is_limited
+from offcompile.runtime.memory.malloc.heap import address_space_is_limited
 from offcompile.runtime.states.update_ops import calling
 
 from .accounts.fixed_weights import FixedWeights

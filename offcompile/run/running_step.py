@@ -11,7 +11,7 @@ from offcompile.graph.lowering.lower import Compiled, Phase
 from offcompile.ir import BACKWARD, FORWARD
 from offcompile.planning.endurance import spilled_bytes, watch_for
 from offcompile.runtime.base.garbage import garbage
-from offcompile.runtime.memory.heap import heap
+from offcompile.runtime.memory.malloc.heap import heap
 from offcompile.runtime.moves.registry import runtime_for
 from offcompile.runtime.states.update_ops import taken_or_kept
 

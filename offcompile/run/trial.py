@@ -13,13 +13,13 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from offcompile.ir.units import show_us, size
-from offcompile.machine.malloc_advice import HINT, malloc_leaves_holes
 from offcompile.planning.feedback.corrections import Factors, corrected, factors_of
 from offcompile.planning.feedback.measured import MeasuredStep
 from offcompile.report.log import first_time, say, warn
 from offcompile.report.report import PlanReport, reports
 from offcompile.report.stalls import stall_line
-from offcompile.runtime.memory.heap import heap
+from offcompile.runtime.memory.malloc.advice import HINT, malloc_leaves_holes
+from offcompile.runtime.memory.malloc.heap import heap
 
 #: recorded steps of a plan before it is judged: the first of them warms up
 STEPS_BEFORE = 6

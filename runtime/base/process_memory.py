@@ -1,4 +1,4 @@
-"""Reads this process's memory use, and makes malloc return freed memory to the system."""
+"""Reads the memory use of this process, and the memory of the machine."""
 
 from __future__ import annotations
 
@@ -8,16 +8,11 @@ import resource
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
 from offcompile.ir import OffloadError
 
-#: blocks at least this large get a mapping of their own, which is unmapped when they are freed
-RETURNED_BYTES = 1 << 20
-
-_M_MMAP_THRESHOLD = -3  # malloc.h of glibc
 _PR_SET_THP_DISABLE, _PR_GET_THP_DISABLE = 41, 42  # prctl.h of Linux
 _STATUS = Path("/proc/self/status")
 
@@ -27,14 +22,6 @@ class Resident(NamedTuple):
 
     anon_bytes: int  # anonymous and shared memory: only swap could take it
     file_bytes: int  # file pages: the system may drop them and read them again
-
-
-@dataclass(frozen=True)
-class Allocator:
-    """The process's malloc; `returns_freed` if it now returns large freed blocks at once."""
-
-    name: str
-    returns_freed: bool
 
 
 def _status(*keys: str) -> list[int]:
@@ -145,29 +132,3 @@ def _limits_up(top: Path, mounted: str, group: str, name: str) -> list[int]:
         if text.isdigit():
             limits.append(int(text))
     return limits
-
-
-def return_freed_memory() -> Allocator:
-    """Make malloc return freed blocks of 1 MiB and more to the system; returns which malloc it is.
-
-    glibc raises its mmap threshold with every large block that is freed, up to 32 MiB, and keeps
-    smaller blocks: a program that offloads its tensors may then hold more memory than one that
-    does not. This call returns the memory kept so far, and makes later blocks go back when they
-    are freed, at the price of page faults on first touch of every large block. Other allocators
-    are left as they are.
-    """
-    process = ctypes.CDLL(None)
-    for symbol, name in (
-        ("mallctl", "jemalloc"),
-        ("tc_version", "tcmalloc"),
-        ("mi_version", "mimalloc"),
-    ):
-        if hasattr(process, symbol):
-            return Allocator(name, returns_freed=False)
-    if not hasattr(process, "gnu_get_libc_version"):
-        return Allocator(f"the allocator of {sys.platform}", returns_freed=False)
-    version = process.gnu_get_libc_version
-    version.restype = ctypes.c_char_p
-    done = process.mallopt(_M_MMAP_THRESHOLD, RETURNED_BYTES) == 1
-    process.malloc_trim(0)
-    return Allocator(f"glibc {version().decode()}", returns_freed=done)

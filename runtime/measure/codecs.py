@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import torch
 
 from offcompile.runtime.codecs import codec
-from offcompile.runtime.memory.heap import heap
+from offcompile.runtime.memory.malloc.heap import heap
 
 from .timing import time_us, undisturbed
 

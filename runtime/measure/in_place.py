@@ -9,8 +9,8 @@ from typing import Any
 
 import torch
 
-from offcompile.runtime.memory import tensor_memory
-from offcompile.runtime.memory.heap import heap
+from offcompile.runtime.memory.malloc import tensor_memory
+from offcompile.runtime.memory.malloc.heap import heap
 
 from .cold import cool
 from .op import OpCall, Operands, TensorSpec, time_cold_us

@@ -15,8 +15,9 @@ from dataclasses import dataclass
 import torch
 
 from offcompile.runtime.base import process_memory as memory
-from offcompile.runtime.memory import tensor_memory
-from offcompile.runtime.memory.heap import heap
+from offcompile.runtime.memory.malloc import tensor_memory
+from offcompile.runtime.memory.malloc.glibc import return_freed_memory
+from offcompile.runtime.memory.malloc.heap import heap
 
 from .cold import cool
 from .op_cuda import cuda_time_us, cuda_workspace_bytes
@@ -337,7 +338,7 @@ def _workspace_bytes(run: Callable[[], object], operands: Operands) -> int:
     beyond = []
     for _ in range(runs):
         # the op could use free heap memory, which would hide its workspace
-        memory.return_freed_memory()
+        return_freed_memory()
         if not memory.reset_peak():
             return 0
         before = sum(memory.resident())

@@ -26,7 +26,7 @@ from offcompile.runtime.disk.checksums import VerifiedStore
 from offcompile.runtime.disk.directories import default_directory
 from offcompile.runtime.disk.spill import SpillStore
 from offcompile.runtime.memory.arena import Arena
-from offcompile.runtime.memory.heap import heap
+from offcompile.runtime.memory.malloc.heap import heap
 
 from .mover import Mover
 

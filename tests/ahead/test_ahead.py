@@ -31,7 +31,7 @@ from offcompile.machine.target import CpuTarget
 from offcompile.run.problem_source import ProblemSource
 from offcompile.runtime.measure.in_place import Slowdown
 from offcompile.runtime.measure.op import Measured
-from offcompile.runtime.memory.heap import Heap
+from offcompile.runtime.memory.malloc.heap import Heap
 
 WIDTH, WORDS, LENGTH = 64, 96, 32
 CARD = "rtx4090"

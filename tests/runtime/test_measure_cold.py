@@ -19,10 +19,10 @@ from offcompile.runtime.measure import op as measure_op
 from offcompile.runtime.measure.cold import cool
 from offcompile.runtime.measure.op import OpCall, Operands, TensorSpec, measure_call
 from offcompile.runtime.measure.timing import time_us
-from offcompile.runtime.memory import heap as heap_module
-from offcompile.runtime.memory import tensor_memory
-from offcompile.runtime.memory.heap import address_space_is_limited
-from offcompile.runtime.memory.tensor_memory import will_fit
+from offcompile.runtime.memory.malloc import glibc, tensor_memory
+from offcompile.runtime.memory.malloc import heap as heap_module
+from offcompile.runtime.memory.malloc.heap import address_space_is_limited
+from offcompile.runtime.memory.malloc.tensor_memory import will_fit
 
 aten = torch.ops.aten
 MIB = 1 << 20
@@ -137,8 +137,8 @@ def in_a_process(code: str) -> list[int]:
 
 SETUP = """
 import gc, resource, torch
-from offcompile.runtime.memory import tensor_memory
-from offcompile.runtime.memory.heap import heap
+from offcompile.runtime.memory.malloc import tensor_memory
+from offcompile.runtime.memory.malloc.heap import heap
 from offcompile.runtime.measure.op import OpCall, Operands, TensorSpec, measure_call
 h = heap()
 def faults(): return resource.getrusage(resource.RUSAGE_SELF).ru_minflt
@@ -195,7 +195,7 @@ print(before, peak, h.resident_bytes())
     assert after - before <= 4 * MIB  # at once, not when it is collected
 
 
-class Malloc:
+class Process:
     """Notes what is asked of it."""
 
     def __init__(self) -> None:
@@ -209,16 +209,16 @@ class Malloc:
 def test_where_places_do_not_fit_again_large_blocks_stay_as_they_are(
     fits_again: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    h, malloc = heap_module.Heap(), Malloc()
-    monkeypatch.setattr(h, "_process", malloc)
+    h, process = heap_module.Heap(), Process()
+    monkeypatch.setattr(h, "_malloc", glibc.Malloc(process))  # type: ignore[arg-type]
     monkeypatch.setattr(h, "guard", object() if fits_again else None)
     monkeypatch.setattr(h, "resident_bytes", lambda: 0)
     monkeypatch.setattr(heap_module, "address_space_is_limited", lambda: False)
     with h.laid_out():
-        inside = list(malloc.asked)
-    most_mappings = heap_module._M_MMAP_MAX
+        inside = list(process.asked)
+    most_mappings = glibc.M_MMAP_MAX
     assert inside == ([(most_mappings, 0)] if fits_again else [])
-    assert malloc.asked[1:] == ([(most_mappings, 65536)] if fits_again else [])
+    assert process.asked[1:] == ([(most_mappings, 65536)] if fits_again else [])
 
 
 def test_a_choice_of_memory_that_does_not_exist_is_refused_before_anything_is_measured(

@@ -12,8 +12,8 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from offcompile.runtime.memory import heap as heap_module
-from offcompile.runtime.memory.heap import Heap, address_space_is_limited, heap
+from offcompile.runtime.memory.malloc import heap as heap_module
+from offcompile.runtime.memory.malloc.heap import Heap, address_space_is_limited, heap
 
 MIB = 1 << 20
 
@@ -28,7 +28,7 @@ def in_a_process(text: str) -> list[int]:
 
 SETUP = """
 import time, torch
-from offcompile.runtime.memory.heap import heap
+from offcompile.runtime.memory.malloc.heap import heap
 h = heap()
 h.prepare()
 def take(n): return [torch.ones(8 << 18) for _ in range(n)]  # 8 MiB each
@@ -37,7 +37,7 @@ def take(n): return [torch.ones(8 << 18) for _ in range(n)]  # 8 MiB each
 
 @pytest.fixture(autouse=True)
 def glibc() -> None:
-    if heap()._process is None or address_space_is_limited():
+    if not heap().gives_back or address_space_is_limited():
         pytest.skip("this allocator is left as it is")
 
 
@@ -194,11 +194,11 @@ def test_a_step_finds_addresses_laid_out_that_trims_leave_there() -> None:
     before, laid_out, trimmed, held = in_a_process(
         SETUP
         + """
-before = h._process.sbrk(0); start = h.resident_bytes()
+before = h._malloc.end(); start = h.resident_bytes()
 h.begin(0, 512 << 20)
-laid_out = h._process.sbrk(0); held = h.resident_bytes() - start
+laid_out = h._malloc.end(); held = h.resident_bytes() - start
 several = take(16); del several; h.trim()
-print(before, laid_out, h._process.sbrk(0), max(held, 0))
+print(before, laid_out, h._malloc.end(), max(held, 0))
 """
     )
     # less what lay free at the heap's end before: that is used first

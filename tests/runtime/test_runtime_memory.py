@@ -14,6 +14,7 @@ import pytest
 from offcompile.ir import OffloadError
 from offcompile.runtime.base import process_memory as memory
 from offcompile.runtime.base.mapping import Mapping
+from offcompile.runtime.memory.malloc.glibc import return_freed_memory
 
 MIB = 1 << 20
 # other threads come and go, and the kernel makes huge pages of small ones when it likes
@@ -164,7 +165,8 @@ def test_the_machine_has_the_memory_that_it_says() -> None:
 
 FREEING = """
 import ctypes, sys
-from offcompile.runtime.base.process_memory import resident, return_freed_memory
+from offcompile.runtime.base.process_memory import resident
+from offcompile.runtime.memory.malloc.glibc import return_freed_memory
 if sys.argv[1] == "returned":
     return_freed_memory()
 libc = ctypes.CDLL(None)
@@ -188,9 +190,9 @@ print((before - resident().anon_bytes) >> 20)
 
 @linux
 def test_freed_memory_goes_back_to_the_system() -> None:
-    if not memory.return_freed_memory().returns_freed:
+    if not return_freed_memory().returns_freed:
         pytest.skip("this allocator is left as it is")
-    assert memory.return_freed_memory().name.startswith("glibc 2.")
+    assert return_freed_memory().name.startswith("glibc 2.")
 
     def freed_mib(how: str) -> int:
         told = subprocess.run(

@@ -10,16 +10,16 @@ from pathlib import Path
 
 import pytest
 
-from offcompile.runtime.memory import tensor_memory
-from offcompile.runtime.memory.heap import heap
-from offcompile.runtime.memory.tensor_memory import MENDED_VERSION, USUAL, VARIABLE
+from offcompile.runtime.memory.malloc import tensor_memory
+from offcompile.runtime.memory.malloc.heap import heap
+from offcompile.runtime.memory.malloc.tensor_memory import MENDED_VERSION, USUAL, VARIABLE
 
 SETUP = """
 import gc, os, pickle, sys, threading
 import torch
-from offcompile.runtime.memory import tensor_memory
-from offcompile.runtime.memory.heap import heap
-from offcompile.runtime.memory.tensor_memory import install, will_fit
+from offcompile.runtime.memory.malloc import tensor_memory
+from offcompile.runtime.memory.malloc.heap import heap
+from offcompile.runtime.memory.malloc.tensor_memory import install, will_fit
 MIB = 1 << 20
 """
 INSTALLED = SETUP + "assert will_fit() and install() and install()\n"
@@ -169,7 +169,7 @@ def test_who_does_not_want_it_keeps_torchs_own(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(tensor_memory, "address_space_is_limited", lambda: True)
     assert not tensor_memory.will_fit() and not tensor_memory.install()
     monkeypatch.setattr(tensor_memory, "address_space_is_limited", lambda: False)
-    monkeypatch.setattr(heap(), "_process", None)  # another malloc
+    monkeypatch.setattr(heap(), "_malloc", None)  # another malloc
     assert not tensor_memory.will_fit() and not tensor_memory.install()
 
 

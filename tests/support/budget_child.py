@@ -18,7 +18,8 @@ from zoo import GPT, MLP, Specimen
 
 import offcompile
 from offcompile.runtime.base import process_memory as memory
-from offcompile.runtime.memory.heap import heap
+from offcompile.runtime.memory.malloc.glibc import return_freed_memory
+from offcompile.runtime.memory.malloc.heap import heap
 
 STEPS = 3
 
@@ -90,7 +91,7 @@ def main() -> None:
     torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "2")))
     # the same allocator for both: freed tensors go back to the system, so that what is measured
     # and limited is what is held
-    memory.return_freed_memory()
+    return_freed_memory()
     specimen, small = MODELS[task["model"]]
     train(small, task["memory"] if task["memory"] == "plain" else "minimum", STEPS)
     torch._dynamo.reset()

@@ -22,7 +22,7 @@ from offcompile.runtime.base import watchdog
 from offcompile.runtime.device import cpu
 from offcompile.runtime.device.interface import Label
 from offcompile.runtime.device.lanes import Lanes
-from offcompile.runtime.memory import tensor_memory
+from offcompile.runtime.memory.malloc import tensor_memory
 
 # --- directories and disks -----------------------------------------------------------------------
 

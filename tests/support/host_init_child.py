@@ -19,6 +19,7 @@ from torch import nn
 
 import offcompile
 from offcompile.runtime.base import process_memory as memory
+from offcompile.runtime.memory.malloc.glibc import return_freed_memory
 
 WIDTH, LAYERS = 2048, 8
 
@@ -86,7 +87,7 @@ def equal(one: nn.Module, other: nn.Module) -> bool:
 def main() -> None:
     task = json.loads(sys.argv[1])
     torch.set_num_threads(1)
-    memory.return_freed_memory()
+    return_freed_memory()
     with offcompile.host_init("cpu", spill=task["directory"]):
         build(512, 1)(torch.ones(1, 512))
     hard = resource.getrlimit(resource.RLIMIT_DATA)[1]

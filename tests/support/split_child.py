@@ -19,7 +19,8 @@ from torch.nn import functional as F
 
 import offcompile
 from offcompile.runtime.base import process_memory as memory
-from offcompile.runtime.memory.heap import heap
+from offcompile.runtime.memory.malloc.glibc import return_freed_memory
+from offcompile.runtime.memory.malloc.heap import heap
 
 WORDS, TOKENS, WIDTH = 32_768, 4096, 48
 
@@ -62,7 +63,7 @@ def step(model: Model, run: Any, given: torch.Tensor) -> dict[str, torch.Tensor]
 def main() -> None:
     task = json.loads(sys.argv[1])
     torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "2")))
-    memory.return_freed_memory()
+    return_freed_memory()
 
     def compiled(model: Model) -> Any:
         more = {"options": task["options"]} if task["options"] else {}

@@ -24,7 +24,8 @@ from torch import Tensor, nn
 
 import offcompile
 from offcompile.runtime.base import process_memory as memory
-from offcompile.runtime.memory.heap import heap
+from offcompile.runtime.memory.malloc.glibc import return_freed_memory
+from offcompile.runtime.memory.malloc.heap import heap
 from offcompile.runtime.moves.weights import is_on_host
 
 STEPS, ROWS = 3, 64
@@ -147,7 +148,7 @@ def main() -> None:
     task = json.loads(sys.argv[1])
     # one where tests share the cores (conftest.py): two would wait for each other
     torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "2")))
-    memory.return_freed_memory()
+    return_freed_memory()
     # a tiny one of its kind brings in code, threads and caches beforehand
     tiny = build(64, 2)
     forward = compiled(tiny, task, "minimum")

@@ -23,7 +23,8 @@ from wild.timm_models import MODELS, Model, import_timm
 
 import offcompile
 from offcompile.runtime.base import process_memory as memory
-from offcompile.runtime.memory.heap import heap
+from offcompile.runtime.memory.malloc.glibc import return_freed_memory
+from offcompile.runtime.memory.malloc.heap import heap
 
 STEPS = 3
 #: what autograd keeps of one forward
@@ -222,7 +223,7 @@ def budgets(plain_bytes: int) -> Iterable[int]:
 def main() -> None:
     case = CASES[sys.argv[1]]
     torch.set_num_threads(1)
-    memory.return_freed_memory()  # for both: what is measured is what is held
+    return_freed_memory()  # for both: what is measured is what is held
     rows = PROBED * KEPT_BYTES // kept_bytes(case.made(), case.inputs(PROBED))
     for compiler in (plain, ours("minimum")):  # brings in code, threads and caches beforehand
         train(case, PROBED, compiler)

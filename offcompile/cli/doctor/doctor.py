@@ -15,7 +15,6 @@ from offcompile.ir import InvalidInput, OffloadError, Violation
 from offcompile.machine.cost_cache import forget_costs
 from offcompile.machine.gpu_figures import gpu_profile, measure_card
 from offcompile.machine.hardware import BYTES_PER_US_PER_GBPS, HardwareProfile
-from offcompile.machine.malloc_advice import malloc_leaves_holes
 from offcompile.machine.optional_figures import More, measure_more
 from offcompile.machine.options import Options, default_spill
 from offcompile.machine.this_machine import (
@@ -48,7 +47,8 @@ from offcompile.runtime.measure.host import (
     passes_page_cache,
 )
 from offcompile.runtime.measure.timing import machine_identity, undisturbed
-from offcompile.runtime.memory.tensor_memory import glibc_version
+from offcompile.runtime.memory.malloc.advice import malloc_leaves_holes
+from offcompile.runtime.memory.malloc.glibc import glibc_version
 
 from .figures import Examination, Gpu, Spill
 from .words import findings

@@ -16,8 +16,8 @@ from torch import fx
 
 from offcompile.graph.graphs import Hint, is_getitem, mutated_inputs
 from offcompile.machine.hardware import HardwareProfile
-from offcompile.runtime.base.process_memory import RETURNED_BYTES
 from offcompile.runtime.measure.timing import Overheads
+from offcompile.runtime.memory.malloc.glibc import RETURNED_BYTES
 
 from .calls import call_of, is_view, value_bytes
 from .roofline import GATHERS, OpCost, Work, op_name, roofline_us

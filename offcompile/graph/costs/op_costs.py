@@ -25,7 +25,7 @@ from offcompile.runtime.measure.timing import (
     machine_identity,
     measure_overheads,
 )
-from offcompile.runtime.memory.heap import heap
+from offcompile.runtime.memory.malloc.heap import heap
 
 from .calls import call_of, has_tensors, is_view, value_bytes
 from .fusion import calls_library, spread_over_groups

@@ -12,9 +12,9 @@ from dataclasses import dataclass, field
 import torch
 
 from offcompile.machine.hardware import BYTES_PER_US_PER_GBPS, HardwareProfile
-from offcompile.runtime.base.process_memory import RETURNED_BYTES
 from offcompile.runtime.measure.op import OpCall, TensorSpec
 from offcompile.runtime.measure.timing import Overheads
+from offcompile.runtime.memory.malloc.glibc import RETURNED_BYTES
 
 FLOP_PER_US_PER_TFLOPS = 1e6
 

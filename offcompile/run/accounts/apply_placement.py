@@ -12,7 +12,7 @@ from offcompile.graph.direct_ops import scattered_reads
 from offcompile.graph.graphs import Graphs
 from offcompile.ir import FORWARD, HOST, Plan
 from offcompile.runtime.base.weak import WeakTensor
-from offcompile.runtime.memory.heap import heap
+from offcompile.runtime.memory.malloc.heap import heap
 from offcompile.runtime.moves.registry import runtime_for
 from offcompile.runtime.moves.weights import claim, live_on_device, live_on_host
 from offcompile.runtime.states import updates

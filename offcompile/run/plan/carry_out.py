@@ -13,15 +13,15 @@ from offcompile.graph.lowering.order import pin_order
 from offcompile.graph.lowering.rewrite import Rewritten, rewrite
 from offcompile.graph.update_advice import advice
 from offcompile.ir import OffloadError, Plan, Problem
-from offcompile.machine.malloc_advice import HINT, malloc_leaves_holes
 from offcompile.machine.target import CudaTarget
 from offcompile.report.log import tell_once, warn
 from offcompile.report.verified import Verified
 from offcompile.run.accounts.apply_placement import WeightPlaces, weight_places
 from offcompile.run.accounts.wall import Watch
 from offcompile.run.problem_source import ProblemSource
-from offcompile.runtime.memory import tensor_memory
-from offcompile.runtime.memory.heap import heap
+from offcompile.runtime.memory.malloc import tensor_memory
+from offcompile.runtime.memory.malloc.advice import HINT, malloc_leaves_holes
+from offcompile.runtime.memory.malloc.heap import heap
 from offcompile.runtime.moves.registry import runtime_for
 
 from .candidates import Candidate

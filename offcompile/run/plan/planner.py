@@ -27,7 +27,7 @@ from offcompile.planning.planned_layout import planned_returns
 from offcompile.planning.planner import PlanResult
 from offcompile.planning.splitting import StepEstimate
 from offcompile.run.problem_source import ProblemSource
-from offcompile.runtime.memory.heap import address_space_is_limited
+from offcompile.runtime.memory.malloc.heap import address_space_is_limited
 
 from .contract import EMPTIED, PlanRequest
 

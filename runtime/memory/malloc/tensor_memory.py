@@ -14,7 +14,6 @@ from __future__ import annotations
 import ctypes
 import logging
 import os
-import re
 import shlex
 import shutil
 import threading
@@ -26,6 +25,7 @@ import torch
 from offcompile.ir import OffloadError
 from offcompile.runtime.base.small_cpp import library
 
+from .glibc import glibc_version
 from .heap import address_space_is_limited, guard_with, heap
 
 log = logging.getLogger(__name__)
@@ -38,16 +38,6 @@ _SOURCE = Path(__file__).with_name("tensor_memory.cpp")
 _COMPILERS = ("g++", "clang++", "c++")
 _NO_LIMIT = -1  # the same value as in the C++ source
 _lock = threading.Lock()
-
-
-def glibc_version() -> tuple[int, int] | None:
-    """Returns (major, minor), or None for another C library."""
-    try:
-        name = os.confstr("CS_GNU_LIBC_VERSION")
-    except (ValueError, OSError):
-        return None
-    found = re.match(r"glibc (\d+)\.(\d+)", name or "")
-    return (int(found[1]), int(found[2])) if found else None
 
 
 def malloc_leaves_ends() -> bool:

@@ -9,11 +9,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from test_layout import RECKONED, report_of
 
-from offcompile.passes.build.fragmentation import HeapLimit, Returns, returns_of
 from offcompile.passes.build.layout import AddressStay, peak_bytes
 from offcompile.planning import planned_layout as layout_module
 from offcompile.report.report import PlanReport
-from offcompile.runtime.memory.heap import Heap
+from offcompile.runtime.memory.malloc.fragmentation import HeapLimit, Returns, returns_of
+from offcompile.runtime.memory.malloc.heap import Heap
 
 MIB = 1 << 20
 GRAIN = 64 << 10

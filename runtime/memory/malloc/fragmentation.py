@@ -11,13 +11,23 @@ from __future__ import annotations
 from bisect import bisect_left, insort
 from collections.abc import Sequence
 from dataclasses import dataclass
-
-from .layout import AddressStay
+from typing import Protocol
 
 #: the first step starts with an empty heap; later ones are alike
 STEPS = 3
 #: pages are counted in grains of at least this size, with at most this many in the room
 _LEAST_GRAIN_BYTES, _MOST_GRAINS = 64 << 10, 8192
+
+
+class Block(Protocol):
+    """`nbytes` held from position `first` to position `last` of an order, inclusive."""
+
+    @property
+    def nbytes(self) -> int: ...
+    @property
+    def first(self) -> int: ...
+    @property
+    def last(self) -> int: ...
 
 
 @dataclass(frozen=True)
@@ -49,20 +59,21 @@ class Returns:
         return self.touched_bytes / 2**20
 
 
-def returns_of(stays: Sequence[AddressStay], room: HeapLimit) -> Returns:
+def returns_of(blocks: Sequence[Block], room: HeapLimit) -> Returns:
     """Returns the steady-state figures of repeating a step."""
     begins: dict[int, list[int]] = {}
     ends: dict[int, list[int]] = {}
-    for i, stay in enumerate(stays):
-        if stay.nbytes:
-            begins.setdefault(stay.first, []).append(i)
-            ends.setdefault(stay.last, []).append(i)
-    heap = _Heap(room, sum(stay.nbytes for stay in stays) if room.nbytes is None else room.nbytes)
+    for i, block in enumerate(blocks):
+        if block.nbytes:
+            begins.setdefault(block.first, []).append(i)
+            ends.setdefault(block.last, []).append(i)
+    span_bytes = sum(block.nbytes for block in blocks) if room.nbytes is None else room.nbytes
+    heap = _Heap(room, span_bytes)
     for _ in range(STEPS):
         heap.touched_bytes = heap.trims = heap.left_bytes = 0
         for position in sorted({*begins, *ends}):
             for i in begins.get(position, ()):
-                heap.take(i, stays[i].nbytes)
+                heap.take(i, blocks[i].nbytes)
             for i in ends.get(position, ()):
                 heap.give(i)
     return Returns(heap.touched_bytes, heap.trims)
@@ -137,7 +148,7 @@ class _Heap:
         return len(self._pages) * self.grain + sum(self._mapped.values())
 
     def _check(self) -> None:
-        """Trims like `runtime.heap`, which does not if little was touched since the last trim."""
+        """Trims like `heap.Heap`, which does not if little was touched since the last trim."""
         room, margin = self.room.nbytes, self.room.margin_bytes
         if room is None or self._held_bytes <= max(room - margin, self.left_bytes + margin):
             return

@@ -16,7 +16,6 @@ instead of 4 KiB.
 
 from __future__ import annotations
 
-import ctypes
 import os
 import resource
 import threading
@@ -25,47 +24,15 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Protocol
 
-from offcompile.runtime.base.process_memory import return_freed_memory
+from .glibc import KEPT_BYTES, Malloc, return_freed_memory
 
-# malloc.h of glibc
-_M_MXFAST, _M_TRIM_THRESHOLD, _M_TOP_PAD, _M_MMAP_THRESHOLD, _M_MMAP_MAX = 1, -1, -2, -3, -4
-_USUAL_MMAP_MAX = 65536
-_MADV_HUGEPAGE = 14  # mman.h of Linux
-_HUGE_PAGE_BYTES = 2 << 20
-#: glibc's largest mmap threshold; larger blocks have mappings of their own
-KEPT_BYTES = 32 << 20
-#: mallopt's trim threshold (a C int) for never returning the end of the heap
-NEVER = -1
-#: minimum growth of the heap; untouched pages cost nothing
-GROWTH_BYTES, USUAL_GROWTH_BYTES = 64 << 20, 128 << 10
+_STATM = "/proc/self/statm"
 _PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
-#: size of the block that keeps a reserved range from being the heap's end, and the limit on tries
-_PLUG_BYTES, _MOST_HOLES = 256 << 10, 4096
 #: upper bound on the rate at which a process touches new pages
 FASTEST_BYTES_PER_S = 4e9
 SHORTEST_LOOK_S, LONGEST_LOOK_S = 0.002, 0.1
 #: distance below the limit at which pages are returned if no allocator checks before the touch
 MARGIN_BYTES = 4 << 20
-
-
-class _Info(ctypes.Structure):
-    """struct mallinfo2"""
-
-    _fields_ = [
-        (name, ctypes.c_size_t)
-        for name in (
-            "arena",
-            "ordblks",
-            "smblks",
-            "hblks",
-            "hblkhd",
-            "usmblks",
-            "fsmblks",
-            "uordblks",
-            "fordblks",
-            "keepcost",
-        )
-    ]
 
 
 #: number of steps that begin by measuring the process's memory outside of blocks: garbage left by
@@ -96,16 +63,8 @@ class Heap:
     """Keeps glibc's malloc within a budget; leaves other allocators alone."""
 
     def __init__(self, guard: Guard | None = None) -> None:
-        process = ctypes.CDLL(None)
-        known = all(hasattr(process, f) for f in ("mallinfo2", "malloc_trim", "mallopt"))
-        self._process = process if known and os.path.exists("/proc/self/statm") else None
-        if self._process is not None:
-            process.mallinfo2.restype = _Info
-            process.sbrk.restype = process.malloc.restype = ctypes.c_void_p
-            process.malloc.argtypes = (ctypes.c_size_t,)
-            process.free.argtypes = (ctypes.c_void_p,)
-            process.madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
-            self._statm = os.open("/proc/self/statm", os.O_RDONLY | os.O_CLOEXEC)
+        self._malloc = Malloc.of_this_process() if os.path.exists(_STATM) else None
+        self._statm = -1 if self._malloc is None else os.open(_STATM, os.O_RDONLY | os.O_CLOEXEC)
         self.pid = os.getpid()
         #: the process's memory outside of blocks, and how many steps are still to measure it
         self._other_bytes, self._to_measure = 0, _MEASUREMENTS
@@ -116,11 +75,8 @@ class Heap:
         self.keeps = False
         #: largest part of a step's budget seen in use
         self.peak_bytes = 0
-        self._huge_from = self._huge_until = 0
-        self._laid_out_bytes = 0
         #: bytes of that peak in holes between blocks
         self.waste_bytes = 0
-        self._trims = self._trim_ns = 0
         self.guard = guard
         self._changed = threading.Event()
         self._thread: threading.Thread | None = None
@@ -128,12 +84,14 @@ class Heap:
     @property
     def trims(self) -> int:
         """Number of times that free memory was returned to the system."""
-        return self._trims + (0 if self.guard is None else self.guard.trims())
+        own = 0 if self._malloc is None else self._malloc.trims
+        return own + (0 if self.guard is None else self.guard.trims())
 
     @property
     def trim_ns(self) -> int:
         """Time spent on trims."""
-        return self._trim_ns + (0 if self.guard is None else self.guard.trim_ns())
+        own = 0 if self._malloc is None else self._malloc.trim_ns
+        return own + (0 if self.guard is None else self.guard.trim_ns())
 
     @property
     def fits_again(self) -> bool:
@@ -143,26 +101,19 @@ class Heap:
     @property
     def gives_back(self) -> bool:
         """True if this malloc can return its free blocks to the system."""
-        return self._process is not None
+        return self._malloc is not None
 
     def prepare(self) -> None:
         """Configure the handling of freed blocks; call it before a step that offloads."""
-        if self._process is None or address_space_is_limited():
+        if self._malloc is None or address_space_is_limited():
             return_freed_memory()
-            if self._process is not None:  # a limit would count growth ahead of need
-                self._process.mallopt(_M_TOP_PAD, USUAL_GROWTH_BYTES)
-                self._process.mallopt(_M_TRIM_THRESHOLD, USUAL_GROWTH_BYTES)
+            if self._malloc is not None:  # a limit would count growth ahead of need
+                self._malloc.grow_as_usual()
                 self.trim()
             self._limit(None)
         else:
             self.keeps = True
-            self._process.mallopt(_M_MMAP_THRESHOLD, KEPT_BYTES)
-            self._process.mallopt(_M_TRIM_THRESHOLD, NEVER)
-            self._process.mallopt(_M_TOP_PAD, GROWTH_BYTES)
-            self._process.mallopt(_M_MXFAST, 0)  # small free blocks merge with large ones
-            if not self._huge_from:
-                self._huge_from = self._huge_until = _start_of_heap()
-            self._use_huge_pages()
+            self._malloc.keep_freed()
 
     @contextmanager
     def laid_out(self) -> Iterator[None]:
@@ -172,16 +123,16 @@ class Heap:
         Without `fits_again`, each block could find the place of the last one too short, and the
         heap could grow without bound: such blocks then keep mappings of their own as usual.
         """
-        process = self._process
-        if process is None or address_space_is_limited() or not self.fits_again:
+        malloc = self._malloc
+        if malloc is None or address_space_is_limited() or not self.fits_again:
             yield
             return
         before = self.resident_bytes()
-        process.mallopt(_M_MMAP_MAX, 0)
+        malloc.map_large_blocks(False)
         try:
             yield
         finally:
-            process.mallopt(_M_MMAP_MAX, _USUAL_MMAP_MAX)
+            malloc.map_large_blocks(True)
             if self.resident_bytes() > before + KEPT_BYTES // 2:
                 self.trim()
 
@@ -204,10 +155,10 @@ class Heap:
         at_rest: waits until no block is still to be filled, and its pages touched, by a lane.
         lays_out: reserve addresses for the budget, for a step that will use all of it.
         """
-        if self._process is None:
+        if self._malloc is None:
             return
         if lays_out and not address_space_is_limited():
-            self._lay_out(budget_bytes)
+            self._malloc.lay_out(budget_bytes)
         if self._to_measure:
             self._to_measure -= 1
             at_rest()
@@ -265,46 +216,11 @@ class Heap:
             self._limit(left)
         return 0.0
 
-    def _lay_out(self, nbytes: int) -> None:
-        """Reserve addresses for a step, and request huge pages before any is touched.
-
-        Memory that the heap gains during a step would be touched in small pages before huge ones
-        can be requested, and the heap's end loses them with every trim. So the heap grows once, by
-        a free block with a small one after it, so that it is not the end. Addresses alone cost
-        nothing.
-        """
-        if nbytes <= self._laid_out_bytes or not _may_overcommit():
-            return
-        if threading.current_thread() is not threading.main_thread():
-            return  # other threads have heaps of their own
-        process = self._process
-        assert process is not None
-        self._laid_out_bytes = nbytes
-        process.mallopt(_M_MMAP_MAX, 0)
-        blocks = [process.malloc(nbytes)]
-        # the first plug that fits into no hole lies behind the range
-        while blocks[-1] is not None and len(blocks) < _MOST_HOLES:
-            blocks.append(process.malloc(_PLUG_BYTES))
-            if (blocks[-1] or 0) > (blocks[0] or 0):
-                blocks.pop()  # the plug is never freed
-                break
-        for block in blocks:
-            process.free(block)
-        process.mallopt(_M_MMAP_MAX, _USUAL_MMAP_MAX)
-        self._use_huge_pages()
-
-    def _use_huge_pages(self) -> None:
-        """Request huge pages for new parts of the heap; a system without them may refuse."""
-        assert self._process is not None
-        end = (self._process.sbrk(0) or 0) // _HUGE_PAGE_BYTES * _HUGE_PAGE_BYTES
-        if self._huge_from and end > self._huge_until:
-            self._process.madvise(self._huge_from, end - self._huge_from, _MADV_HUGEPAGE)
-            self._huge_until = end
-
     def _watch(self) -> None:
+        assert self._malloc is not None
         while True:
             self._changed.wait()
-            self._use_huge_pages()
+            self._malloc.use_huge_pages()
             room = self.check()
             if room == float("inf"):
                 self._changed.clear()
@@ -314,13 +230,8 @@ class Heap:
             time.sleep(min(max(room / FASTEST_BYTES_PER_S, SHORTEST_LOOK_S), LONGEST_LOOK_S))
 
     def trim(self) -> None:
-        if self._process is not None:
-            began_ns = time.perf_counter_ns()
-            self._process.malloc_trim(0)
-            self._trims += 1
-            self._trim_ns += time.perf_counter_ns() - began_ns
-            # the returned end of the heap lost its huge pages
-            self._huge_until = min(self._huge_until, self._process.sbrk(0) or 0)
+        if self._malloc is not None:
+            self._malloc.trim()
 
     def _hole_bytes(self, held_bytes: int) -> int:
         """Resident bytes outside of blocks; untouched pages of blocks make it an underestimate."""
@@ -328,33 +239,13 @@ class Heap:
 
     def live_bytes(self) -> int:
         """Returns the bytes that malloc has handed out and that were not freed."""
-        assert self._process is not None
-        info = self._process.mallinfo2()
-        return int(info.uordblks + info.hblkhd)
+        assert self._malloc is not None
+        return self._malloc.live_bytes()
 
     def resident_bytes(self) -> int:
         """Returns the resident bytes of the process without shared pages."""
         _, resident, shared, *_ = os.pread(self._statm, 128, 0).split()
         return (int(resident) - int(shared)) * _PAGE_BYTES
-
-
-def _may_overcommit() -> bool:
-    """True if untouched addresses cost nothing."""
-    try:
-        with open("/proc/sys/vm/overcommit_memory") as file:
-            return file.read().strip() != "2"
-    except OSError:
-        return False
-
-
-def _start_of_heap() -> int:
-    """Returns the address of the first huge page in malloc's own heap; 0 if there is no heap."""
-    with open("/proc/self/maps") as maps:
-        for line in maps:
-            if line.rstrip().endswith("[heap]"):
-                begin = int(line.partition("-")[0], 16)
-                return -(-begin // _HUGE_PAGE_BYTES) * _HUGE_PAGE_BYTES
-    return 0
 
 
 _lock = threading.Lock()

@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from offcompile.machine.launch import NO_CACHE, VARIABLE, environment
-from offcompile.machine.malloc_advice import malloc_leaves_holes
-from offcompile.runtime.memory import tensor_memory
+from offcompile.runtime.memory.malloc import tensor_memory
+from offcompile.runtime.memory.malloc.advice import malloc_leaves_holes
+from offcompile.runtime.memory.malloc.launch import NO_CACHE, VARIABLE, environment
 
 SCRIPT = "import os, sys; print(os.environ['GLIBC_TUNABLES'], *sys.argv[1:]); sys.exit(7)"
 

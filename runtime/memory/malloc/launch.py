@@ -4,8 +4,7 @@ Up to 2.38, glibc's aligned allocations (torch's tensors) leave splinters of up 
 each block, and its caches for small blocks hand them out before the neighbour is freed: a freed
 tensor's place is then too small for the next tensor of its size. Memory that moves tensors in and
 out gets fragmented, and returning the holes costs 5 to 8% of a step. Without the caches, splinters
-and blocks merge again. Where there is a compiler, `runtime/memory/tensor_memory.py` does better
-than that.
+and blocks merge again. Where there is a compiler, `tensor_memory.py` does better than that.
 """
 
 from __future__ import annotations

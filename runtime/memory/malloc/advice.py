@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from offcompile.runtime.memory import tensor_memory
-
+from . import tensor_memory
 from .launch import NO_CACHE, VARIABLE
 
 #: size of a splinter, including the alignment of both ends
