@@ -117,6 +117,25 @@ def test_the_guard_finds_state_of_modules(tmp_path: Path) -> None:
     ]
 
 
+def test_a_class_can_be_taken_in() -> None:
+    wide = house.wide_classes(FILES)
+    assert [found.name for found in wide if not found.says_why] == []
+    assert [found.name for found in wide] == ["offcompile.machine.hardware.HardwareProfile"]
+
+
+def test_the_guard_finds_wide_classes(tmp_path: Path) -> None:
+    declared = "".join(f"    a{n}: int = 0\n" for n in range(house.MOST_ATTRIBUTES))
+    (tmp_path / "m.py").write_text(
+        f"# why\n@dataclass\nclass Table:\n{declared}    b: int = 0\n\n"
+        f"class Engine:\n{declared}    def go(self): self.b = 1\n"
+        f"class Small:\n{declared}"
+    )
+    assert house.wide_classes({"m": tmp_path / "m.py"}) == [
+        house.WideClass("m.Table", 16, True),
+        house.WideClass("m.Engine", 16, False),
+    ]
+
+
 def test_a_signature_can_be_taken_in() -> None:
     wide = {name for count, name in house.widest(FILES) if count > 8}
     assert wide <= {

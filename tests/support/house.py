@@ -17,6 +17,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[2]
 STANDARD = frozenset(sys.stdlib_module_names)
 MOST_FILES = 15
+MOST_ATTRIBUTES = 15
 
 
 @dataclass(frozen=True)
@@ -249,28 +250,45 @@ def _signatures(files: dict[str, Path]) -> Iterator[tuple[int, int, str]]:
                 yield count, len(a.kwonlyargs), f"{module}:{node.name}"
 
 
-def most_attributes(files: dict[str, Path]) -> list[tuple[int, str]]:
-    """Classes by the attributes that their own methods set, or their bodies declare."""
+@dataclass(frozen=True)
+class WideClass:
+    """A class with more attributes than one can keep in mind."""
+
+    name: str
+    attributes: int
+    #: True if a comment above it says why
+    says_why: bool
+
+
+def wide_classes(files: dict[str, Path]) -> list[WideClass]:
+    """Classes whose own methods set, or whose bodies declare, over `MOST_ATTRIBUTES` attributes."""
     found = []
     for module, file in files.items():
-        for node in ast.walk(ast.parse(file.read_text())):
-            if not isinstance(node, ast.ClassDef):
-                continue
-            names = {
-                x.target.id
-                for x in node.body
-                if isinstance(x, ast.AnnAssign) and isinstance(x.target, ast.Name)
-            }
-            for x in ast.walk(node):
-                if (
-                    isinstance(x, ast.Attribute)
-                    and isinstance(x.ctx, ast.Store)
-                    and isinstance(x.value, ast.Name)
-                    and x.value.id == "self"
-                ):
-                    names.add(x.attr)
-            found.append((len(names), f"{module}.{node.name}"))
-    return sorted(found, reverse=True)
+        source = file.read_text()
+        lines = source.splitlines()
+        for node in ast.walk(ast.parse(source)):
+            if isinstance(node, ast.ClassDef) and len(_attributes(node)) > MOST_ATTRIBUTES:
+                first = min([node.lineno, *(d.lineno for d in node.decorator_list)])
+                says_why = lines[first - 2].startswith("#")
+                name = f"{module}.{node.name}"
+                found.append(WideClass(name, len(_attributes(node)), says_why))
+    return sorted(found, key=lambda wide: -wide.attributes)
+
+
+def _attributes(node: ast.ClassDef) -> set[str]:
+    names = {
+        x.target.id
+        for x in node.body
+        if isinstance(x, ast.AnnAssign) and isinstance(x.target, ast.Name)
+    }
+    return names | {
+        x.attr
+        for x in ast.walk(node)
+        if isinstance(x, ast.Attribute)
+        and isinstance(x.ctx, ast.Store)
+        and isinstance(x.value, ast.Name)
+        and x.value.id == "self"
+    }
 
 
 @dataclass(frozen=True)
@@ -393,8 +411,11 @@ def _show() -> None:
     print(f"mutable state of modules   {len(state)}; without a reason: {unsaid or 'none'}")
     print(f"widest signatures          {', '.join(f'{n} {w}' for n, w in widest(files)[:5])}")
     print(f"options of public calls    {', '.join(f'{n} {w}' for n, w in public_options(files))}")
-    crowded = [f"{n} {w}" for n, w in most_attributes(files) if n > 15]
-    print(f"classes over 15 attributes {len(crowded)}: {', '.join(crowded[:8])} …")
+    wide = wide_classes(files)
+    unsaid = [f"{found.attributes} {found.name}" for found in wide if not found.says_why]
+    said = [f"{found.attributes} {found.name}" for found in wide if found.says_why]
+    print(f"classes over {MOST_ATTRIBUTES} attributes {len(unsaid)}: {', '.join(unsaid) or 'none'}")
+    print(f"  of those that say why    {len(said)}: {', '.join(said) or 'none'}")
 
 
 if __name__ == "__main__":
