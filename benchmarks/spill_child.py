@@ -113,7 +113,7 @@ class Files:
         pages = [size + 4096 for size in self._sizes]
         # a tensor of malloc's begins 64 bytes into a page
         self._room = Arena(sum(pages))
-        self._tensors = [self._room.block(page).tensor()[64 : page - 4032] for page in pages]
+        self._tensors = [self._room.block(page).tensor[64 : page - 4032] for page in pages]
         for tensor in self._tensors:
             tensor.random_(0, 256)
         self._store = SpillStore([directory])

@@ -23,7 +23,8 @@ from offcompile.runtime.codecs import TensorCodec
 from offcompile.runtime.disk.spill import SpillFull, SpillStore
 from offcompile.runtime.disk.spill_file import calls_for, part_of
 from offcompile.runtime.disk.spill_space import Extent
-from offcompile.runtime.memory.arena import Arena, ArenaBlock
+from offcompile.runtime.memory.arena import Arena
+from offcompile.runtime.memory.blocks import MemoryBlock
 
 from . import packing
 from .failures import not_arrived
@@ -97,8 +98,8 @@ class CpuDevice(Device):
         self.lanes = Lanes("cpu")
         self.rates = LaneRates()
         self._chunk_bytes = chunk_bytes // PAGE_BYTES * PAGE_BYTES
-        self._staging: dict[str, ArenaBlock] = {}
-        self._packing: dict[str, ArenaBlock] = {}
+        self._staging: dict[str, MemoryBlock] = {}
+        self._packing: dict[str, MemoryBlock] = {}
         self._packing_bounds: MutableMapping[object, int] = WeakKeyDictionary()
         self._disks: dict[str, TaskQueue] = {}
 
@@ -266,7 +267,7 @@ class CpuDevice(Device):
     def _unpack(self, lane: str, flat: torch.Tensor, slot: PackedSlot) -> None:
         packing.read(slot, flat, *self._packing_room(lane, slot))
 
-    def _packing_room(self, lane: str, slot: PackedSlot) -> tuple[ArenaBlock, TaskQueue]:
+    def _packing_room(self, lane: str, slot: PackedSlot) -> tuple[MemoryBlock, TaskQueue]:
         """The staging of a lane, and a thread that does its disk I/O concurrently."""
         most = self._packing_bytes
         wanted = packing.staging_bytes_for(slot, most)
@@ -306,7 +307,7 @@ def _skew_bytes(address: int, nbytes: int) -> int:
     return 0 if nbytes <= STAGED_BYTES or skew_bytes % ALIGNMENT_BYTES else skew_bytes
 
 
-def _whole_pages(slot: CpuSlot, staging: ArenaBlock, address: int) -> list[memoryview]:
+def _whole_pages(slot: CpuSlot, staging: MemoryBlock, address: int) -> list[memoryview]:
     """The pages of the slot: the tensor's own, except its partial first and last page in `staging`.
 
     The rest of those two pages is not the tensor's and may change during the write, which breaks
@@ -323,7 +324,7 @@ def _whole_pages(slot: CpuSlot, staging: ArenaBlock, address: int) -> list[memor
     return [view for view, nbytes in parts if nbytes]
 
 
-def _stage_write(slot: CpuSlot, staging: ArenaBlock, address: int, start: int, size: int) -> None:
+def _stage_write(slot: CpuSlot, staging: MemoryBlock, address: int, start: int, size: int) -> None:
     """Write bytes [start, start + size) of the tensor, which may begin or end within a page."""
     at = slot.skew_bytes + start
     inside = at % PAGE_BYTES

@@ -24,7 +24,7 @@ from offcompile.runtime.base.threads import QueuedTask, TaskQueue
 from offcompile.runtime.codecs import ROW, TensorCodec
 from offcompile.runtime.disk.spill import SpillStore
 from offcompile.runtime.disk.spill_space import Extent
-from offcompile.runtime.memory.arena import ArenaBlock
+from offcompile.runtime.memory.blocks import MemoryBlock
 
 from .interface import Slot
 
@@ -129,7 +129,7 @@ def staging_bytes_for(slot: PackedSlot, most_bytes: int) -> int:
     return whole if whole <= half else 2 * half
 
 
-def write(slot: PackedSlot, flat: torch.Tensor, staging: ArenaBlock, disk: TaskQueue) -> None:
+def write(slot: PackedSlot, flat: torch.Tensor, staging: MemoryBlock, disk: TaskQueue) -> None:
     """Pack a flat tensor on the calling thread and write it to the slot on the `disk` thread."""
     halves = _halves(slot, staging)
     writing: deque[QueuedTask] = deque()
@@ -158,7 +158,7 @@ def write(slot: PackedSlot, flat: torch.Tensor, staging: ArenaBlock, disk: TaskQ
     slot.pieces = tuple(pieces)
 
 
-def read(slot: PackedSlot, flat: torch.Tensor, staging: ArenaBlock, disk: TaskQueue) -> None:
+def read(slot: PackedSlot, flat: torch.Tensor, staging: MemoryBlock, disk: TaskQueue) -> None:
     """Fill a flat tensor from the slot; the disk reads ahead by one half of the staging."""
     halves = _halves(slot, staging)
     batches = deque(_batches(slot.pieces, _half_bytes(slot, staging)))
@@ -188,15 +188,15 @@ def read(slot: PackedSlot, flat: torch.Tensor, staging: ArenaBlock, disk: TaskQu
             reading.done.wait()
 
 
-def _half_bytes(slot: PackedSlot, staging: ArenaBlock) -> int:
+def _half_bytes(slot: PackedSlot, staging: MemoryBlock) -> int:
     """The size of one half, or the whole staging if the whole slot fits."""
     whole = slot.extent.padded_nbytes
     return whole if whole <= staging.nbytes else staging.nbytes // 2 // PAGE_BYTES * PAGE_BYTES
 
 
-def _halves(slot: PackedSlot, staging: ArenaBlock) -> Iterator[tuple[torch.Tensor, memoryview]]:
+def _halves(slot: PackedSlot, staging: MemoryBlock) -> Iterator[tuple[torch.Tensor, memoryview]]:
     """The halves of the staging, alternating."""
-    half, room = _half_bytes(slot, staging), staging.tensor()
+    half, room = _half_bytes(slot, staging), staging.tensor
     starts = range(0, staging.nbytes - half + 1, half)
     return cycle([(room[at : at + half], staging.view[at : at + half]) for at in starts])
 

@@ -18,7 +18,8 @@ import torch.nn.functional as F
 
 from offcompile.runtime.disk.spill import SpillStore
 from offcompile.runtime.disk.spill_space import Extent
-from offcompile.runtime.memory.arena import Arena, ArenaBlock
+from offcompile.runtime.memory.arena import Arena
+from offcompile.runtime.memory.blocks import MemoryBlock
 
 from .timing import time_us, undisturbed
 
@@ -112,7 +113,7 @@ def measure_files(
     chunk = min(_CHUNK_BYTES, nbytes)
     blocks = [Arena(chunk).block(chunk) for _ in range(2)]
     for block in blocks:
-        block.tensor().random_(0, 256)  # some disks are quicker on zeros
+        block.tensor.random_(0, 256)  # some disks are quicker on zeros
     read_buffered, write_buffered = _buffered(directory, blocks[0], nbytes // chunk)
     with SpillStore([directory], reserve_bytes=0) as store:
         extents = [store.allocate(nbytes // chunk * chunk) for _ in range(2)]
@@ -126,7 +127,7 @@ def measure_files(
 
 
 def _buffered(
-    directory: str | os.PathLike[str], block: ArenaBlock, chunks: int
+    directory: str | os.PathLike[str], block: MemoryBlock, chunks: int
 ) -> tuple[float, float]:
     """Rates of reading and writing: writes end on the disk, and reads find nothing cached."""
     nbytes = chunks * len(block.view)
@@ -149,7 +150,7 @@ def _buffered(
 
 
 def _both(
-    store: SpillStore, extents: list[Extent], blocks: list[ArenaBlock], seconds: float
+    store: SpillStore, extents: list[Extent], blocks: list[MemoryBlock], seconds: float
 ) -> tuple[float, float]:
     """Read one extent on a thread while another writes the other; each for the whole time."""
     begin = threading.Barrier(2)

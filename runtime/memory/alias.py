@@ -19,7 +19,8 @@ from torch.utils.dlpack import from_dlpack
 from offcompile.ir import OffloadError
 
 from . import pinning
-from .host_arena import HostArena, HostBlock
+from .blocks import MemoryBlock
+from .host_arena import HostArena
 
 #: DLPack's device type codes
 DLPACK_DEVICES = {"cpu": 1, "cuda": 2}
@@ -27,7 +28,7 @@ _CHECKED_BYTES = 4096
 
 
 def cuda_alias(
-    source: HostBlock | torch.Tensor,
+    source: MemoryBlock | torch.Tensor,
     device: torch.device,
     dtype: torch.dtype,
     shape: Sequence[int],
@@ -51,7 +52,7 @@ def cuda_alias(
         return torch.empty_strided(shape, stride, dtype=dtype, device=device)
     reach = 1 + sum((n - 1) * step for n, step in zip(shape, stride, strict=True))
     nbytes = reach * dtype.itemsize
-    owner = source.tensor if isinstance(source, HostBlock) else source.detach()
+    owner = source.tensor if isinstance(source, MemoryBlock) else source.detach()
     address = _address(owner, nbytes, dtype)
     flat = alias_bytes(owner, address, nbytes, device)
     return flat.view(dtype).as_strided(shape, stride)

@@ -4,32 +4,14 @@ from __future__ import annotations
 
 import threading
 import weakref
-from dataclasses import dataclass
-
-import numpy as np
 
 from offcompile.runtime.base.mapping import Mapping, page_multiple
 
 from . import pinning
+from .blocks import Segment
 from .pinning import Registrar
 
 _LEAST_TOUCHED_BYTES = 16 << 20
-
-
-@dataclass(eq=False)
-class Segment:
-    """A mapping, and the offset of its first byte in an arena.
-
-    array: a view of its bytes that does not keep them alive. number: its registration; None if it
-    is not registered. Only an arena and its blocks refer to a segment: it dies with the last of
-    them.
-    """
-
-    mapping: Mapping
-    nbytes: int
-    number: int | None
-    array: np.ndarray[tuple[int], np.dtype[np.uint8]]
-    start: int = 0
 
 
 def make(nbytes: int, registrar: Registrar | None, threads: int) -> tuple[Segment, int]:
@@ -41,7 +23,7 @@ def make(nbytes: int, registrar: Registrar | None, threads: int) -> tuple[Segmen
     mapping.open(0, mapping.nbytes)
     _touch(mapping, threads)
     number, code = pinning.register(mapping, registrar) if registrar else (None, 0)
-    segment = Segment(mapping, nbytes, number, np.frombuffer(mapping.view(0, nbytes), np.uint8))
+    segment = Segment.of(mapping, nbytes, number)
     if number is not None:
         weakref.finalize(segment, pinning.let_go, number).atexit = False
     return segment, code

@@ -20,7 +20,8 @@ from offcompile.runtime.codecs.engines import CodecEngine
 from offcompile.runtime.codecs.native import Native
 from offcompile.runtime.codecs.reference import Reference
 from offcompile.runtime.disk.checksums import VerifiedStore
-from offcompile.runtime.memory.arena import Arena, ArenaBlock
+from offcompile.runtime.memory.arena import Arena
+from offcompile.runtime.memory.blocks import MemoryBlock
 
 linux = pytest.mark.skipif(not os.path.isdir("/proc/self/fd"), reason="files of Linux")
 
@@ -106,7 +107,7 @@ def store(tmp_path: Path) -> Iterator[VerifiedStore]:
         yield made
 
 
-def block(count: int, seed: int = 0) -> ArenaBlock:
+def block(count: int, seed: int = 0) -> MemoryBlock:
     made = Arena(0).block(count * PAGE)
     made.view[:] = pages(count, seed).data
     return made

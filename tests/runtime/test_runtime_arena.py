@@ -33,7 +33,7 @@ linux = pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="needs
 def test_blocks_are_pages_that_do_not_overlap() -> None:
     arena = Arena(8 * PAGE)
     blocks = [arena.block(n) for n in (1, PAGE, PAGE + 1, 0)]
-    starts = [block.tensor().data_ptr() for block in blocks]
+    starts = [block.tensor.data_ptr() for block in blocks]
     assert all(start % PAGE_BYTES == 0 for start in starts)
     assert [block.nbytes for block in blocks] == [1, PAGE, PAGE + 1, 0]
     assert [block.padded_nbytes for block in blocks] == [PAGE, PAGE, 2 * PAGE, PAGE]
@@ -41,7 +41,7 @@ def test_blocks_are_pages_that_do_not_overlap() -> None:
     for value, block in enumerate(blocks, start=1):
         np.frombuffer(block.view, np.uint8)[:] = value
     for value, block in enumerate(blocks, start=1):
-        tensor = block.tensor()
+        tensor = block.tensor
         assert tensor.dtype == torch.uint8
         assert tensor.untyped_storage().nbytes() == block.nbytes
         assert tensor.tolist() == [value] * block.nbytes
@@ -67,7 +67,7 @@ def aliases_of(tensor: torch.Tensor) -> dict[str, object]:
 @pytest.mark.parametrize("kept", list(aliases_of(torch.zeros(64, dtype=torch.uint8))))
 def test_any_alias_of_the_storage_keeps_the_block(kept: str) -> None:
     arena = Arena(4 * PAGE)
-    alias = aliases_of(arena.block(PAGE).tensor()).pop(kept)
+    alias = aliases_of(arena.block(PAGE).tensor).pop(kept)
     assert arena.used_bytes == PAGE
     other = arena.block(3 * PAGE)
     assert arena.overflow_bytes == 0
@@ -81,7 +81,7 @@ def test_the_block_and_its_views_keep_it_too() -> None:
     arena = Arena(4 * PAGE)
     block = arena.block(PAGE)
     view = block.view
-    block.tensor()
+    assert block.tensor.numel() == PAGE
     assert arena.used_bytes == PAGE
     del block
     part = view[100:200]
@@ -93,7 +93,7 @@ def test_the_block_and_its_views_keep_it_too() -> None:
 
 def test_autograd_that_saves_a_view_keeps_the_block_until_backward() -> None:
     arena = Arena(4 * PAGE)
-    saved = arena.block(16).tensor().view(torch.float32).fill_(2.0)
+    saved = arena.block(16).tensor.view(torch.float32).fill_(2.0)
     weight = torch.ones(4, requires_grad=True)
     loss = (weight * saved).sum()
     del saved
@@ -106,8 +106,8 @@ def test_autograd_that_saves_a_view_keeps_the_block_until_backward() -> None:
 
 def test_blocks_outlive_the_arena() -> None:
     arena = Arena(2 * PAGE)
-    tensor = arena.block(PAGE).tensor().fill_(7)
-    overflow = arena.block(4 * PAGE).tensor().fill_(8)
+    tensor = arena.block(PAGE).tensor.fill_(7)
+    overflow = arena.block(4 * PAGE).tensor.fill_(8)
     del arena
     gc.collect()
     assert tensor.tolist() == [7] * PAGE
@@ -117,19 +117,19 @@ def test_blocks_outlive_the_arena() -> None:
 def test_neighbours_that_come_back_make_one_range_again() -> None:
     arena = Arena(6 * PAGE)
     blocks = [arena.block(PAGE) for _ in range(6)]
-    first = blocks[0].tensor().data_ptr()
+    first = blocks[0].tensor.data_ptr()
     del blocks[5], blocks[3], blocks[1], blocks[2], blocks[1], blocks[0]
     assert arena.used_bytes == 0
-    assert arena.block(6 * PAGE).tensor().data_ptr() == first
+    assert arena.block(6 * PAGE).tensor.data_ptr() == first
     assert arena.overflow_bytes == 0
 
 
 def test_the_smallest_gap_that_fits_is_taken() -> None:
     arena = Arena(9 * PAGE)
     blocks = [arena.block(n * PAGE) for n in (3, 1, 2, 1, 2)]
-    starts = [block.tensor().data_ptr() for block in blocks]
+    starts = [block.tensor.data_ptr() for block in blocks]
     del blocks[0], blocks[1]  # gaps of 3 and 2
-    assert arena.block(2 * PAGE).tensor().data_ptr() == starts[2]
+    assert arena.block(2 * PAGE).tensor.data_ptr() == starts[2]
 
 
 @linux
@@ -137,7 +137,7 @@ def test_what_does_not_fit_is_mapped_apart_and_goes_back_to_the_system() -> None
     arena = Arena(4 * PAGE)
     before = memory.resident().anon_bytes
     block = arena.block(64 * MIB + 5)
-    tensor = block.tensor().fill_(1)
+    tensor = block.tensor.fill_(1)
     del block
     assert arena.overflow_bytes == 64 * MIB + PAGE
     assert arena.used_bytes == 0
@@ -156,7 +156,7 @@ def test_the_arena_is_touched_private_and_given_back_with_its_last_block() -> No
     arena = Arena(64 * MIB)
     assert abs(memory.resident().anon_bytes - resident_before - 64 * MIB) < SLACK_BYTES
     assert abs(memory.data_bytes() - data_before - 64 * MIB) < SLACK_BYTES
-    tensor = arena.block(PAGE).tensor()
+    tensor = arena.block(PAGE).tensor
     del arena
     assert memory.resident().anon_bytes - resident_before > 60 * MIB
     del tensor
@@ -165,14 +165,14 @@ def test_the_arena_is_touched_private_and_given_back_with_its_last_block() -> No
 
 def test_growing_leaves_blocks_where_they_are_and_joins_the_ends() -> None:
     arena = Arena(2 * PAGE)
-    first = arena.block(PAGE).tensor().fill_(5)
+    first = arena.block(PAGE).tensor.fill_(5)
     where = first.data_ptr()
     arena.ensure(PAGE)
     assert arena.capacity_bytes == 2 * PAGE
     arena.ensure(5 * PAGE)
     assert arena.capacity_bytes == 5 * PAGE
     # one gap across the old end
-    assert arena.block(4 * PAGE).tensor().data_ptr() == where + PAGE
+    assert arena.block(4 * PAGE).tensor.data_ptr() == where + PAGE
     assert first.data_ptr() == where
     assert first.tolist() == [5] * PAGE
 
@@ -227,7 +227,7 @@ def test_many_cycles_leak_nothing() -> None:
     arena = Arena(4 * MIB)
 
     def cycle() -> None:
-        held = [arena.block((i % 7 + 1) * 100_000).tensor() for i in range(20)]
+        held = [arena.block((i % 7 + 1) * 100_000).tensor for i in range(20)]
         gone = held[::2]
         del held
         gone.clear()
@@ -250,7 +250,7 @@ def test_threads_never_share_a_block() -> None:
 
     def work(value: int) -> None:
         for turn in range(150):
-            tensor = arena.block((turn % 9 + 1) * PAGE).tensor().fill_(value)
+            tensor = arena.block((turn % 9 + 1) * PAGE).tensor.fill_(value)
             if not bool((tensor == value).all()):
                 wrong.append(value)
 
@@ -269,7 +269,7 @@ def test_a_block_in_a_cycle_of_garbage_may_die_inside_of_the_arena() -> None:
     gc.set_threshold(1)  # collects at nearly every allocation, those under the lock included
     try:
         for _ in range(200):
-            knot: list[object] = [arena.block(PAGE).tensor()]
+            knot: list[object] = [arena.block(PAGE).tensor]
             knot.append(knot)
             del knot
     finally:
@@ -280,7 +280,7 @@ def test_a_block_in_a_cycle_of_garbage_may_die_inside_of_the_arena() -> None:
 
 def test_a_forked_child_has_a_copy_of_its_own() -> None:
     arena = Arena(16 * PAGE)
-    tensor = arena.block(PAGE).tensor().fill_(3)
+    tensor = arena.block(PAGE).tensor.fill_(3)
     running = threading.Event()
     stop = threading.Event()
 
@@ -315,7 +315,7 @@ def test_interpreters_end_in_peace_while_blocks_live() -> None:
         "from offcompile.runtime.memory.arena import Arena\n"
         "import threading, torch\n"
         "arena = Arena(1 << 20)\n"
-        "kept = [arena.block(4096).tensor(), arena.block(2 << 20).tensor()]\n"
+        "kept = [arena.block(4096).tensor, arena.block(2 << 20).tensor]\n"
         "class Late:\n"
         "    def __del__(self): kept[0][0] = kept[1][0] = 1\n"
         "late = Late()\n"

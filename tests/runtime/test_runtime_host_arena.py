@@ -18,7 +18,8 @@ from hypothesis import strategies as st
 from offcompile.ir import OffloadError
 from offcompile.runtime.base import process_memory as memory
 from offcompile.runtime.memory import pinning
-from offcompile.runtime.memory.host_arena import ALIGN_BYTES, HostArena, HostBlock, HostFull
+from offcompile.runtime.memory.blocks import MemoryBlock
+from offcompile.runtime.memory.host_arena import ALIGN_BYTES, HostArena, HostFull
 
 KIB, MIB = 1 << 10, 1 << 20
 PAGE = 4096
@@ -35,7 +36,7 @@ def alone(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     pinning.sweep()
 
 
-def ranges_of(blocks: list[HostBlock]) -> list[tuple[int, int]]:
+def ranges_of(blocks: list[MemoryBlock]) -> list[tuple[int, int]]:
     return sorted((block.address, block.address + block.padded_nbytes) for block in blocks)
 
 
@@ -322,7 +323,7 @@ STEPS = st.lists(
 
 
 def follow(steps: list[tuple[str, int]], arena: HostArena, naive: Naive, base: int) -> None:
-    live: list[tuple[HostBlock, int, int]] = []
+    live: list[tuple[MemoryBlock, int, int]] = []
     for what, number in steps:
         if what in ("take", "paged"):
             align = PAGE if what == "paged" else 256

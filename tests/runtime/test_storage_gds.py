@@ -33,7 +33,7 @@ def test_bytes_come_back_from_several_directories(tmp_path: Path) -> None:
     source, target = arena.block(nbytes), arena.block(nbytes)
     values = np.frombuffer(source.view, np.uint8)
     values[:] = np.random.default_rng(0).integers(0, 256, nbytes, np.uint8)
-    addresses = [block.tensor().data_ptr() for block in (source, target)]
+    addresses = [block.tensor.data_ptr() for block in (source, target)]
     with SpillStore(places) as store:
         direct = GdsStore(store, cufile)
         extent = store.allocate(nbytes)
@@ -58,7 +58,7 @@ def test_large_moves_go_in_parts(tmp_path: Path) -> None:
     with SpillStore([tmp_path]) as store:
         direct = GdsStore(store, cufile)
         direct.write(
-            store.allocate(block.nbytes), 0, block.tensor().data_ptr(), 2 * CHUNK_BYTES + MIB
+            store.allocate(block.nbytes), 0, block.tensor.data_ptr(), 2 * CHUNK_BYTES + MIB
         )
         assert [nbytes for _, nbytes in library.calls] == [CHUNK_BYTES, CHUNK_BYTES, MIB]
         direct.close()

@@ -19,7 +19,7 @@ from offcompile.runtime.device.streams import Event, Stream, Streams, flat_bytes
 
 
 class CopyBlock(Protocol):
-    """The interface of a block of host memory (`host_arena.HostBlock`) that the device needs."""
+    """The interface of a block of host memory (`blocks.MemoryBlock`) that the device needs."""
 
     @property
     def tensor(self) -> torch.Tensor: ...

@@ -19,7 +19,7 @@ STEPS = 3
 _LEAST_GRAIN_BYTES, _MOST_GRAINS = 64 << 10, 8192
 
 
-class Block(Protocol):
+class HeldBlock(Protocol):
     """`nbytes` held from position `first` to position `last` of an order, inclusive."""
 
     @property
@@ -59,7 +59,7 @@ class Returns:
         return self.touched_bytes / 2**20
 
 
-def returns_of(blocks: Sequence[Block], room: HeapLimit) -> Returns:
+def returns_of(blocks: Sequence[HeldBlock], room: HeapLimit) -> Returns:
     """Returns the steady-state figures of repeating a step."""
     begins: dict[int, list[int]] = {}
     ends: dict[int, list[int]] = {}
