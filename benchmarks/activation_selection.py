@@ -31,7 +31,7 @@ from offcompile.passes.select.activation_selection import (
     printed,
     transfer_ns,
 )
-from offcompile.passes.select.interval_cover import Choice
+from offcompile.passes.select.cover.intervals import Choice
 from offcompile.simulate import Simulator
 
 RESULT = Path(__file__).parent / "results" / "activation_selection.md"

@@ -26,10 +26,10 @@ from .build.decisions import Decisions
 from .build.time_left import is_short
 from .search.recompute_starts import recipes_of
 from .search.trials import Trials
-from .select.cover_search import QUICK, ROUNDS, cover
+from .select.cover.intervals import CoverItem, CoverWay
+from .select.cover.search import QUICK, ROUNDS, cover
 from .select.droppable import Droppable, droppable_ops, recomputes_for
 from .select.footprint import footprint, order_of
-from .select.interval_cover import CoverItem, CoverWay
 
 VARIANTS = ("benefit", "all", "sqrt")
 #: number of fitting minimum cuts that are built

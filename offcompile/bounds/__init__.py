@@ -15,11 +15,11 @@ from dataclasses import dataclass, field
 from offcompile.ir import Machine, Problem
 
 from .compute import Floor, compute_ns, floor_bytes
-from .cut import cut_bound
-from .grid import Grid, coarse, fine, full
-from .merge import MERGED, merged_tensors
-from .model import BoundModel, build
-from .solve import Answer, solve_lp, solve_milp
+from .moment.cut import cut_bound
+from .program.grid import Grid, coarse, fine, full
+from .program.merge import MERGED, merged_tensors
+from .program.model import BoundModel, build
+from .program.solve import Answer, solve_lp, solve_milp
 from .survey import Survey, survey
 
 __all__ = ["Bound", "Floor", "floor_bytes", "lower_bound", "simple_lower_bound"]

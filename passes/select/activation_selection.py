@@ -11,8 +11,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from .cover_search import QUICK, ROUNDS, cover, great_ones, improve
-from .interval_cover import Choice, Cover, CoverItem, CoverWay
+from .cover.intervals import Choice, Cover, CoverItem, CoverWay
+from .cover.search import QUICK, ROUNDS, cover, great_ones, improve
 
 #: tensors examined in the neighbourhood search for makespan
 SEARCH_WORK = 400_000

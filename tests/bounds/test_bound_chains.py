@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from hypothesis import given, settings
 
-from offcompile.bounds import chains
-from offcompile.bounds.cut import cut_bound
+from offcompile.bounds.moment import chains
+from offcompile.bounds.moment.cut import cut_bound
 from offcompile.bounds.survey import survey
 from offcompile.ir import Infeasible, Lane, Machine, Op, Plan, Problem, Tensor, Tier
 from offcompile.passes.registry import make

@@ -7,7 +7,7 @@ import math
 import pytest
 
 from offcompile.bounds import lower_bound
-from offcompile.bounds.cut import cut_bound
+from offcompile.bounds.moment.cut import cut_bound
 from offcompile.bounds.survey import survey
 from offcompile.ir import Lane, Machine, Op, Plan, Problem, Tensor, Tier
 from offcompile.passes.registry import make

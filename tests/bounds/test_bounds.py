@@ -16,11 +16,11 @@ from oracle_cases import case
 
 from offcompile import bounds
 from offcompile.bounds import Bound, floor_bytes, lower_bound, simple_lower_bound
-from offcompile.bounds.cut import cut_bound
-from offcompile.bounds.grid import Grid, coarse, fine, full
-from offcompile.bounds.merge import merged_tensors
-from offcompile.bounds.model import BoundModel, build
-from offcompile.bounds.solve import Answer, dual_bound, solve_lp, solve_milp
+from offcompile.bounds.moment.cut import cut_bound
+from offcompile.bounds.program.grid import Grid, coarse, fine, full
+from offcompile.bounds.program.merge import merged_tensors
+from offcompile.bounds.program.model import BoundModel, build
+from offcompile.bounds.program.solve import Answer, dual_bound, solve_lp, solve_milp
 from offcompile.bounds.survey import Survey, survey
 from offcompile.ir import Codec, Lane, Machine, Op, Problem, Tensor, Tier
 from offcompile.simulate import simulate
@@ -326,8 +326,8 @@ def test_a_solver_that_fails_leaves_the_compute_bound(monkeypatch: pytest.Monkey
     def broken(*_: object, **__: object) -> None:
         raise RuntimeError("no solver today")
 
-    monkeypatch.setattr("offcompile.bounds.solve.linprog", broken)
-    monkeypatch.setattr("offcompile.bounds.solve.milp", broken)
+    monkeypatch.setattr("offcompile.bounds.program.solve.linprog", broken)
+    monkeypatch.setattr("offcompile.bounds.program.solve.milp", broken)
     p = steady(weights(100, 100), op("F0", 10, "w0"), op("F1", 10, "w1"))
     bound = lower_bound(p, machine(100))
     assert (bound.us, bound.method, bound.complete) == (20, "compute", False)

@@ -20,7 +20,7 @@ ROOT = Path(__file__).parents[2]
 
 
 FILES = house.modules()
-SELECT = "offcompile.passes.select.knapsack"
+SELECT = "offcompile.passes.select.gap_set"
 
 
 def test_every_file_is_in_a_room_or_is_a_documented_path() -> None:

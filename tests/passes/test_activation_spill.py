@@ -23,9 +23,9 @@ from offcompile.passes.select.activation_selection import (
     printed,
     transfer_ns,
 )
-from offcompile.passes.select.cover_search import cover
-from offcompile.passes.select.interval_cover import CoverItem, CoverWay
-from offcompile.passes.select.knapsack import knapsack
+from offcompile.passes.select.cover.intervals import CoverItem, CoverWay
+from offcompile.passes.select.cover.knapsack import knapsack
+from offcompile.passes.select.cover.search import cover
 from offcompile.simulate import Simulator
 
 

@@ -42,12 +42,7 @@ PASSES, RUNTIME = "offcompile.passes", "offcompile.runtime"
 ROOMS = (
     Room(IR, (), "problems, machines, plans; the verifier"),
     Room(f"{PASSES}.build", (), "decisions into plans"),
-    Room(
-        f"{PASSES}.select",
-        (),
-        "choices among candidates",
-        many="one algorithm a file",
-    ),
+    Room(f"{PASSES}.select", (), "choices among candidates"),
     Room(f"{PASSES}.search", (), "search over whole plans"),
     Room(f"{PASSES}.correlation", (), "the predictor of what runs next"),
     Room(PASSES, (), "the policies, one a file"),
@@ -62,12 +57,7 @@ ROOMS = (
     Room(f"{RUNTIME}.measure", ("torch", "numpy"), "rates of this machine"),
     Room("offcompile.machine", ("torch",), "the machine planned for; options"),
     Room("offcompile.simulate", NUMBERS, "the exact time and peak of a plan"),
-    Room(
-        "offcompile.bounds",
-        NUMBERS,
-        "the least time that any plan takes",
-        many="one argument or one kind of choice a file",
-    ),
+    Room("offcompile.bounds", NUMBERS, "the least time that any plan takes"),
     Room("offcompile.planning", TORCH, "one problem planned, fitted, ordered"),
     Room("offcompile.graph", TORCH, "torch's graphs, and plans written into them"),
     Room("offcompile.report", ("rich", "torch"), "reports, the page, drawings"),

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from offcompile.bounds.survey import Survey, SurveyGap
 from offcompile.ir import HOST
 
 from .stay import GapColumns
-from .survey import Survey, SurveyGap
 from .times import Times
 
 

@@ -13,7 +13,7 @@ from random import Random
 
 from offcompile.passes.build.time_left import is_short
 
-from .interval_cover import Choice, Cover, CoverItem
+from .intervals import Choice, Cover, CoverItem
 
 #: numbers of knapsacks; with fewer than ROUNDS the neighbourhood of the best is not searched either
 ROUNDS, QUICK = 20, 3

@@ -15,10 +15,10 @@ from dataclasses import dataclass
 import numpy as np
 from scipy.optimize import linprog
 
+from offcompile.bounds.survey import Floats, Survey, priced
 from offcompile.passes.select.min_cut import UNCUTTABLE, Network
 
-from .moment import Cut
-from .survey import Floats, Survey, priced
+from .choices import Cut
 
 #: limit on the choices examined; relative gap at which the search stops
 MOST_CHOICES, CLOSE = 40, 1e-4

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from offcompile.bounds.survey import Floats
+
 from .ending import Ending
 from .sides import Sides
-from .survey import Floats
 
 
 @dataclass(frozen=True)

@@ -15,9 +15,10 @@ import numpy as np
 from scipy.optimize import linprog
 from scipy.sparse import coo_array
 
-from .moment import Cut
+from offcompile.bounds.survey import Floats
+
+from .choices import Cut
 from .sides import Legs
-from .survey import Floats
 
 #: nanoseconds per unit of time in the program
 UNIT_NS = 1e6

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from .survey import Floats, known, priced
+from offcompile.bounds.survey import Floats, known, priced
 
 
 @dataclass(frozen=True)

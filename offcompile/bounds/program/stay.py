@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from offcompile.bounds.survey import SurveyGap
+
 from .matrix import Ints
-from .survey import SurveyGap
 
 
 @dataclass(frozen=True)

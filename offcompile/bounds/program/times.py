@@ -7,11 +7,11 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
+from offcompile.bounds.survey import Survey
 from offcompile.ir import DEVICE
 
 from .grid import Grid
 from .matrix import Columns, Ints, MatrixRows
-from .survey import Survey
 
 Terms = list[tuple[int, float]]
 MOST_HOST_WINDOWS = 24  # each is a long row; a few have nearly the full effect

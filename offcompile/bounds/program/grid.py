@@ -9,8 +9,9 @@ from typing import Literal
 
 import numpy as np
 
+from offcompile.bounds.survey import Survey, SurveyGap
+
 from .matrix import Ints
-from .survey import Survey, SurveyGap
 
 
 @dataclass(frozen=True)

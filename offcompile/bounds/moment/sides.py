@@ -14,9 +14,8 @@ from functools import cached_property
 import numpy as np
 import numpy.typing as npt
 
+from offcompile.bounds.survey import Floats, Survey, known, least_ns, priced, whole_ns
 from offcompile.ir import DEVICE, HOST, Lane
-
-from .survey import Floats, Survey, known, least_ns, priced, whole_ns
 
 Ints = npt.NDArray[np.int64]
 

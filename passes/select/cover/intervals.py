@@ -2,7 +2,7 @@
 
 This is the abstract form of freeing device memory: the need is the excess over the budget at each
 op, an item is a tensor that can be off the device for a while, and each of its ways has a cost.
-This module has the data types and a partial choice; `cover_search.py` looks for the cheapest one.
+This module has the data types and a partial choice; `search.py` looks for the cheapest one.
 """
 
 from __future__ import annotations

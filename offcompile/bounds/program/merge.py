@@ -6,10 +6,10 @@ from collections import defaultdict
 from dataclasses import replace
 from fractions import Fraction
 
+from offcompile.bounds.survey import Survey, SurveyGap
 from offcompile.ir import Tensor
 
 from .grid import Grid
-from .survey import Survey, SurveyGap
 
 #: prefix of the names of merged tensors; no id in a problem begins with it
 MERGED = "\0merged "

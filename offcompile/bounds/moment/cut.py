@@ -18,13 +18,22 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from offcompile.bounds.survey import (
+    Floats,
+    Survey,
+    SurveyGap,
+    always_there,
+    known,
+    least_ns,
+    priced,
+    whole_ns,
+)
 from offcompile.ir import DEVICE, Lane
 
 from .chains import Chains
+from .choices import Cut
 from .ending import Ending
-from .moment import Cut
 from .sides import Carried, HostUpdates, Sides
-from .survey import Floats, Survey, SurveyGap, always_there, known, least_ns, priced, whole_ns
 from .weights import best_weights
 
 #: moments to try: the most crowded op of that many stretches, the ends of phases, and the

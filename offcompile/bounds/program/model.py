@@ -22,11 +22,12 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from offcompile.bounds.survey import Survey
+
 from .grid import Grid
 from .matrix import LinearProgram
 from .residence import Residence
 from .stay import GapColumns
-from .survey import Survey
 from .times import Times
 
 
