@@ -24,7 +24,7 @@ from offcompile.machine.options import Options
 from offcompile.machine.target import Target
 from offcompile.planning.feedback.corrections import Factors, with_factors
 from offcompile.planning.feedback.profiling import Profile
-from offcompile.planning.feedback.sparsity import with_combinations, with_ratios
+from offcompile.planning.feedback.sparsity import Packability, with_combinations, with_ratios
 from offcompile.runtime.moves.registry import runtime_for
 
 #: storages below this share of the largest are not worth a move
@@ -147,7 +147,7 @@ class ProblemSource:
         machine, lossy = self.machine(1), self.options.lossy
         seen = self.profile.densities
         problem = with_factors(found.problem, self.costs_as_planned)
-        problem = with_ratios(problem, machine, found.dtypes, seen, lossy)
+        problem = with_ratios(problem, machine, Packability(found.dtypes, seen, lossy))
         return replace(found, problem=problem)
 
     def annotated(

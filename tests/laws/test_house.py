@@ -137,12 +137,7 @@ def test_the_guard_finds_wide_classes(tmp_path: Path) -> None:
 
 
 def test_a_signature_can_be_taken_in() -> None:
-    wide = {name for count, name in house.widest(FILES) if count > 8}
-    assert wide <= {
-        "offcompile.planning.fit_budget:decide",
-        "offcompile.planning.empty_turn:decide_emptied",
-        "offcompile.planning.feedback.profiling:reconsider",
-    }
+    assert [name for count, name in house.widest(FILES) if count > 8] == []
 
 
 def test_the_picture_of_the_rooms_is_up_to_date() -> None:

@@ -17,6 +17,7 @@ from offcompile.planning.feedback.corrections import (
 )
 from offcompile.planning.feedback.measured import MeasuredSpan, MeasuredStep, MeasuredWait
 from offcompile.planning.feedback.profiling import reconsider
+from offcompile.planning.feedback.sparsity import Packability
 from offcompile.planning.fit_budget import Decided
 from offcompile.planning.planner import certify
 
@@ -116,7 +117,8 @@ def test_a_plan_stays_where_none_is_found_for_what_was_seen() -> None:
     def none(problem: Problem) -> Decided:
         raise Infeasible("planted", None, "")
 
+    facts = Packability({}, {}, None)
     text, found = reconsider(
-        report.problem, report.plan, report.machine, {}, {}, None, 0.03, none, "costs"
+        report.problem, report.plan, report.machine, facts, 0.03, none, "costs"
     )
     assert found is None and text == "no plan was found for these costs: the plan stays"

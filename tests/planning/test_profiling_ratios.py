@@ -19,6 +19,7 @@ from offcompile.passes.select.pressure import pressure
 from offcompile.passes.select.spill_options import gaps_of
 from offcompile.planning.feedback.profiling import Profile
 from offcompile.planning.feedback.sparsity import (
+    Packability,
     density_of,
     ratios_of,
     those_that_pay,
@@ -100,7 +101,7 @@ def skip() -> Problem:
 
 def test_forward_never_reads_what_was_rounded() -> None:
     dtypes = dict.fromkeys("abcdg", torch.float32)
-    problem = with_ratios(skip(), machine(), dtypes, {}, "fp16")
+    problem = with_ratios(skip(), machine(), Packability(dtypes, {}, "fp16"))
     assert problem.tensor["a"].ratios == {"fp16": 0.5}
     assert problem.tensor["g"].ratios == {} and problem.tensor["x"].ratios == {}
     gaps = find_gaps(Program(problem, Decisions()), machine(), lossy=True).gaps

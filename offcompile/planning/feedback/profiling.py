@@ -22,7 +22,7 @@ from offcompile.simulate import Simulator
 
 from .corrections import Factors
 from .lane_watch import LaneWatch
-from .sparsity import density_of, with_ratios
+from .sparsity import Packability, density_of, with_ratios
 
 #: steps sampled before the first decision
 FIRST_STEPS = 2
@@ -209,9 +209,7 @@ def reconsider(
     problem: Problem,
     current: Plan,
     machine: Machine,
-    dtypes: Mapping[str, torch.dtype],
-    densities: Mapping[str, float],
-    lossy: str | None,
+    facts: Packability,
     worth: float,
     plan: Callable[[Problem], Decided],
     seen: str = "densities",
@@ -222,8 +220,8 @@ def reconsider(
     knowledge of codecs and lanes. seen: the other new knowledge, `rates` of lanes or `costs` of
     ops. The text gives the reason, for people.
     """
-    shown = with_ratios(problem, machine, dtypes, densities, lossy, only_paying=False)
-    asked = with_ratios(problem, machine, dtypes, densities, lossy)
+    shown = with_ratios(problem, machine, facts, only_paying=False)
+    asked = with_ratios(problem, machine, facts)
     now = Simulator(shown, machine).run(current, record=False)
     now_us = now.cost_us if now.valid else float("inf")
     compute_us = sum(op.duration_us for op in problem.ops)

@@ -6,7 +6,7 @@ An element is zero if all its bits are: −0.0 is not, since codecs restore it e
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -77,13 +77,19 @@ def with_combinations(machine: Machine, lossy: str | None) -> Machine:
     return replace(machine, codecs=(*machine.codecs, Codec(f"bitmask+{lossy}", False, rate)))
 
 
+@dataclass(frozen=True)
+class Packability:
+    """The facts about tensors from which their packed sizes follow."""
+
+    dtypes: Mapping[str, torch.dtype]
+    #: tensor → share of nonzero elements, where it is known
+    densities: Mapping[str, float]
+    #: the codec that may round activations; None: none may
+    lossy: str | None
+
+
 def with_ratios(
-    problem: Problem,
-    machine: Machine,
-    dtypes: Mapping[str, torch.dtype],
-    densities: Mapping[str, float],
-    lossy: str | None,
-    only_paying: bool = True,
+    problem: Problem, machine: Machine, facts: Packability, only_paying: bool = True
 ) -> Problem:
     """The problem, with the sizes of each movable activation under each codec.
 
@@ -92,11 +98,11 @@ def with_ratios(
     forwards = {t for op in problem.ops if op.phase == FORWARD for t in op.writes}
 
     def of(tensor: Tensor) -> Tensor:
-        dtype = dtypes.get(tensor.id)
+        dtype = facts.dtypes.get(tensor.id)
         if tensor.kind != "activation" or tensor.pinned or dtype is None or not tensor.nbytes:
             return tensor
-        rounded = lossy if tensor.id in forwards else None
-        found = ratios_of(dtype, densities.get(tensor.id), machine.codecs, rounded)
+        rounded = facts.lossy if tensor.id in forwards else None
+        found = ratios_of(dtype, facts.densities.get(tensor.id), machine.codecs, rounded)
         if only_paying:
             found = those_that_pay(tensor.nbytes, found, machine)
         return replace(tensor, ratios=found) if found or tensor.ratios else tensor

@@ -20,6 +20,7 @@ from offcompile.planning.empty_turn import kept_at_turn
 from offcompile.planning.endurance import planned_life
 from offcompile.planning.feedback.corrections import with_factors
 from offcompile.planning.feedback.profiling import WORTH, Settled, reconsider
+from offcompile.planning.feedback.sparsity import Packability
 from offcompile.planning.footprint import Footprint, NeedsBySize, bytes_of, standing_in
 from offcompile.planning.planner import NO_RIVAL, Rival
 from offcompile.report.dump import Dumped as Compilation
@@ -213,9 +214,7 @@ def plan_again(planned: Planned, facts: GraphFacts, held_bytes: int) -> Settled 
             problem,
             made.result.plan,
             source.machine(made.machine.tier[DEVICE].capacity_bytes or 1),
-            planned.dtypes,
-            profile.densities,
-            options.lossy,
+            Packability(planned.dtypes, profile.densities, options.lossy),
             WORTH[options.lowering],
             lambda again: planner.decide(again, left),
             profile.seen,
