@@ -173,41 +173,31 @@ class CpuDevice(Device):
     def mark(self) -> None:
         """Compute runs on the caller's thread, so its work is already done."""
 
-    def copy_out(
+    def _copy(
         self,
         lane: str,
-        source: torch.Tensor,
+        tensor: torch.Tensor,
         slot: Slot,
         after: Sequence[Point],
         label: Label,
         on_end: Callable[[Copy], None],
+        outward: bool,
     ) -> Copy:
         work: Callable[[], None]
         if isinstance(slot, PackedSlot):
-            work = partial(self._pack, lane, flat_elements(source), slot)
+            if outward:
+                work = partial(self._pack, lane, flat_elements(tensor), slot)
+            else:
+                work = partial(self._unpack, lane, flat_elements(tensor, slot.dtype), slot)
         else:
             assert isinstance(slot, CpuSlot | MappedSlot)
-            move = partial(self._write, lane, source.data_ptr(), slot)
-            work = self.rates.timed(lane, slot.nbytes, move)
-        return self.lanes.submit(lane, work, _jobs(after), label, on_end, keep=source)
-
-    def copy_in(
-        self,
-        lane: str,
-        slot: Slot,
-        target: torch.Tensor,
-        after: Sequence[Point],
-        label: Label,
-        on_end: Callable[[Copy], None],
-    ) -> Copy:
-        work: Callable[[], None]
-        if isinstance(slot, PackedSlot):
-            work = partial(self._unpack, lane, flat_elements(target, slot.dtype), slot)
-        else:
-            assert isinstance(slot, CpuSlot | MappedSlot)
-            move = partial(self._read, target.data_ptr(), slot)
-            work = self.rates.timed(lane, slot.nbytes, move)
-        return self.lanes.submit(lane, work, _jobs(after), label, on_end, keep=target)
+            address = tensor.data_ptr()
+            if outward:
+                work = partial(self._write, lane, address, slot)
+            else:
+                work = partial(self._read, address, slot)
+            work = self.rates.timed(lane, slot.nbytes, work)
+        return self.lanes.submit(lane, work, _jobs(after), label, on_end, keep=tensor)
 
     def wait(self, copy: Copy) -> Waited:
         assert isinstance(copy, LaneJob)

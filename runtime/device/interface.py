@@ -249,7 +249,6 @@ class Device(ABC):
     def mark(self) -> Point | None:
         """The point behind the work given to compute so far; None where compute is synchronous."""
 
-    @abstractmethod
     def copy_out(
         self,
         lane: str,
@@ -266,8 +265,8 @@ class Device(ABC):
         cancelled. Where waits do not block, it is called later, when the host has seen the copy
         end.
         """
+        return self._copy(lane, source, slot, after, label, on_end, outward=True)
 
-    @abstractmethod
     def copy_in(
         self,
         lane: str,
@@ -278,6 +277,20 @@ class Device(ABC):
         on_end: Callable[[Copy], None],
     ) -> Copy:
         """Start filling `target` (from `allocate(slot)`) from `slot`; see `copy_out`."""
+        return self._copy(lane, target, slot, after, label, on_end, outward=False)
+
+    @abstractmethod
+    def _copy(
+        self,
+        lane: str,
+        tensor: torch.Tensor,
+        slot: Slot,
+        after: Sequence[Point],
+        label: Label,
+        on_end: Callable[[Copy], None],
+        outward: bool,
+    ) -> Copy:
+        """Start a copy from `tensor` to `slot` (`outward`), or back."""
 
     @abstractmethod
     def wait(self, copy: Copy) -> Waited:

@@ -255,39 +255,26 @@ class SimulatedDevice(Device):
 
     # -- copies --------------------------------------------------------------------------------
 
-    def copy_out(
+    def _copy(
         self,
         lane: str,
-        source: torch.Tensor,
+        tensor: torch.Tensor,
         slot: Slot,
         after: Sequence[Point],
         label: Label,
         on_end: Callable[[Copy], None],
+        outward: bool,
     ) -> Copy:
         assert isinstance(slot, SimulatedSlot)
         with self._lock:
-            memory = self._memory(source)
-            work = partial(slot.fill, memory.data, slot.memory.data)
-            return self._issue(
-                lane, work, after, (memory,), (slot.memory,), label, on_end, keep=source
-            )
-
-    def copy_in(
-        self,
-        lane: str,
-        slot: Slot,
-        target: torch.Tensor,
-        after: Sequence[Point],
-        label: Label,
-        on_end: Callable[[Copy], None],
-    ) -> Copy:
-        assert isinstance(slot, SimulatedSlot)
-        with self._lock:
-            memory = self._memory(target)
-            work = partial(slot.empty_into, slot.memory.data, memory.data)
-            return self._issue(
-                lane, work, after, (slot.memory,), (memory,), label, on_end, keep=target
-            )
+            device, host = self._memory(tensor), slot.memory
+            if outward:
+                work = partial(slot.fill, device.data, host.data)
+                return self._issue(
+                    lane, work, after, (device,), (host,), label, on_end, keep=tensor
+                )
+            work = partial(slot.empty_into, host.data, device.data)
+            return self._issue(lane, work, after, (host,), (device,), label, on_end, keep=tensor)
 
     def cancel(self, copy: Copy) -> bool:
         assert isinstance(copy, LaneJob)

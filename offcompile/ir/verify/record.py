@@ -63,7 +63,7 @@ def queues(
 
 
 def check_record(
-    problem: Problem, machine: Machine, plan: Plan, timeline: Timeline, todo: dict[str, list[Task]]
+    problem: Problem, timeline: Timeline, todo: dict[str, list[Task]]
 ) -> Iterator[Violation]:
     """Checks that the spans are complete, exact and in order, before any copy is checked."""
     yield from _steps(problem, timeline)

@@ -26,7 +26,7 @@ def check_timeline(
     if not timeline.steps:
         return (Violation("bad-value", "steps", "the timeline records no step"),)
     todo = queues(problem, machine, plan, timeline)
-    found = list(check_record(problem, machine, plan, timeline, todo))
+    found = list(check_record(problem, timeline, todo))
     if not found:
         replay = Replay(problem, machine, plan, timeline, todo)
         replay.run()

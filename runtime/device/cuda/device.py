@@ -238,28 +238,6 @@ class CudaDevice(Device):
 
     # -- copies --------------------------------------------------------------------------------
 
-    def copy_out(
-        self,
-        lane: str,
-        source: torch.Tensor,
-        slot: Slot,
-        after: Sequence[Point],
-        label: Label,
-        on_end: Callable[[Copy], None],
-    ) -> Copy:
-        return self._copy(lane, source, slot, after, label, on_end, outward=True)
-
-    def copy_in(
-        self,
-        lane: str,
-        slot: Slot,
-        target: torch.Tensor,
-        after: Sequence[Point],
-        label: Label,
-        on_end: Callable[[Copy], None],
-    ) -> Copy:
-        return self._copy(lane, target, slot, after, label, on_end, outward=False)
-
     def _copy(
         self,
         lane: str,
