@@ -74,9 +74,10 @@ def step_twice(run: Any, model: Model, plain: Model) -> None:
         assert furthest(found, wanted) < 1e-5
 
 
-def test_weights_and_gradients_live_on_the_host(tmp_path: Path) -> None:
+@pytest.mark.parametrize("lowering", ["aot_eager", "inductor"])
+def test_weights_and_gradients_live_on_the_host(lowering: str, tmp_path: Path) -> None:
     model, plain = Model(), Model()
-    run = compiled(model, tmp_path, memory="minimum")
+    run = compiled(model, tmp_path, memory="minimum", lowering=lowering)
     step_twice(run, model, plain)
     report = offcompile.reports()[-1]
     assert "loss" in report.split and "chain" in report.split
@@ -85,15 +86,19 @@ def test_weights_and_gradients_live_on_the_host(tmp_path: Path) -> None:
     kinds = {t.id: t.kind for t in report.problem.tensors}
     moved = {m.tensor for m in report.plan.moves} | {d.tensor for d in report.plan.directs}
     assert {"weight", "gradient"} <= {kinds[t] for t in moved}
+    # Inductor fuses the gradients of words and head into one kernel, which holds both
     plain_bytes = sum(p.nbytes for p in plain.parameters())
-    assert report.planned_peak_bytes < plain_bytes
+    logits_bytes = TOKENS * WORDS * 4
+    most = plain_bytes if lowering == "aot_eager" else logits_bytes
+    assert report.planned_peak_bytes < most
 
 
-def test_an_optimizer_takes_gradients_during_backward(tmp_path: Path) -> None:
+@pytest.mark.parametrize("lowering", ["aot_eager", "inductor"])
+def test_an_optimizer_takes_gradients_during_backward(lowering: str, tmp_path: Path) -> None:
     model, plain = Model(), Model()
     ours = offcompile.optim.SGD(model.parameters(), lr=0.05, momentum=0.9, overlap=True)
     theirs = torch.optim.SGD(plain.parameters(), lr=0.05, momentum=0.9)
-    run = compiled(model, tmp_path, memory="minimum")
+    run = compiled(model, tmp_path, memory="minimum", lowering=lowering)
     for step in range(3):
         losses = []
         for one, optimizer in ((run, ours), (plain, theirs)):

@@ -129,6 +129,18 @@ async function probe() {
   byId("graphs").dispatchEvent(new Event("change"));
   await settle();
   found.second = [byId("name").textContent, byId("verdict").textContent];
+  found.unchanged = [byId("split").checkVisibility(), byId("ways").checkVisibility()].map((v) => !v);
+
+  byId("graphs").value = "2";
+  byId("graphs").dispatchEvent(new Event("change"));
+  await settle();
+  const cellsOf = (id) => [...document.querySelectorAll(`#${id} tbody tr`)].map((row) => [...row.cells].map((c) => c.textContent));
+  found.changed = [byId("split").checkVisibility(), byId("ways").checkVisibility()];
+  found.parts = [...byId("parts").children].map((part) => part.textContent);
+  found.beforeAfter = cellsOf("before-after");
+  found.ways = cellsOf("simple-ways");
+  found.changesOverflow = document.documentElement.scrollWidth - document.documentElement.clientWidth;
+  found.faint.push(...faint());
   found.intruders = window.intruders ?? 0;
 }
 

@@ -22,16 +22,18 @@ from hypothesis import strategies as st
 from test_laws import SPECS
 from test_report import MIB, PROBLEM, made
 
-from offcompile.ir import Infeasible, OffloadError, Plan, Problem, Start, Timeline
+from offcompile.ir import Infeasible, OffloadError, Plan, Problem, Start, Tensor, Timeline
 from offcompile.ir.units import show_us, size
 from offcompile.passes.registry import make
 from offcompile.planning.feedback.measured import MeasuredSpan, MeasuredStep, MeasuredWait
 from offcompile.planning.planner import certify, judge_for
+from offcompile.planning.splitting import SplitPart, Splitting, StepEstimate
 from offcompile.report.figures import RunFigures
 from offcompile.report.page import page
 from offcompile.report.page.data import report_data, verdict
 from offcompile.report.page.occupancy import occupancy, peak_bytes
 from offcompile.report.report import PlanReport, save_html
+from offcompile.report.simple_way import SimpleWay
 from offcompile.simulate import simulate
 from offcompile.testing import plans, problems_with_machines
 
@@ -118,6 +120,51 @@ def fitting() -> PlanReport:
     start = tuple(Start(t.id, "device") for t in PROBLEM.tensors if t.home)
     tensors = tuple(replace(t, home="device") if t.home else t for t in PROBLEM.tensors)
     return replace(made(Plan(start), replace(PROBLEM, tensors=tensors)), name="graph 1")
+
+
+@pytest.fixture(scope="module")
+def split(moving: PlanReport) -> PlanReport:
+    """A step in pieces, compared with simpler ways."""
+    large = Tensor("logits", 64 * MIB, "activation")
+    whole = replace(moving.problem, tensors=(*moving.problem.tensors, large))
+    parts = (
+        SplitPart("loss", 4096, 32_000, 8, ("mm_9",), 1, returned=True),
+        SplitPart("chain", 4096, 1024, 2, ("mm", "mm_1"), 12, reruns=True),
+    )
+    ways = (
+        SimpleWay("every block checkpointed", 9000.0, 5 * MIB),
+        SimpleWay("torch's activation_memory_budget", 8500.0, 9 * MIB, 3 * MIB),
+        SimpleWay("ZeRO-Offload", None, None, reason="there is no optimizer"),
+    )
+    made = Splitting(
+        8, parts, StepEstimate(whole, 80 * MIB), StepEstimate(moving.problem, 10 * MIB)
+    )
+    return replace(moving, name="graph 2", splitting=made, simple_ways=ways)
+
+
+def test_data_of_a_split_tell_before_and_after(split: PlanReport, moving: PlanReport) -> None:
+    assert report_data(moving)["split"] is None
+    assert report_data(moving)["ways"] == []
+    data = report_data(split)
+    assert data["split"]["parts"] == [
+        "loss mm_9 (4,096 tokens by 32,000) in 8 pieces, and its result returned",
+        "12 chains such as mm (4,096 tokens by 1,024), each in 2 pieces, computed again in"
+        " backward",
+    ]
+    rows = {row[0]: row[1:] for row in data["split"]["rows"][:3]}
+    assert rows["floor"] == ("80.00 MiB", "10.00 MiB")
+    assert rows["time of the ops, estimated"][1].endswith("(+0.0%)")
+    (largest, *_) = [row for row in data["split"]["rows"] if row[0] == "one of the largest"]
+    assert largest[1] == "logits, 64.00 MiB"
+
+
+def test_data_of_simpler_ways_begin_with_this_plan(split: PlanReport) -> None:
+    assert report_data(split)["ways"] == [
+        ("this plan", show_us(split.planned_us), ""),
+        ("every block checkpointed", "9.000 ms", ""),
+        ("torch's activation_memory_budget", "8.500 ms", "3.00 MiB missing"),
+        ("ZeRO-Offload", "no plan", "there is no optimizer"),
+    ]
 
 
 def test_data_agree_with_the_report(moving: PlanReport) -> None:
@@ -241,9 +288,9 @@ def probed(text: str, folder: Path) -> dict[str, Any]:
 
 @pytest.mark.skipif(CHROMIUM is None, reason="needs Chromium or Chrome")
 def test_a_browser_shows_it_and_obeys(
-    moving: PlanReport, fitting: PlanReport, tmp_path: Path
+    moving: PlanReport, fitting: PlanReport, split: PlanReport, tmp_path: Path
 ) -> None:
-    found = probed(page([moving, fitting]), tmp_path)
+    found = probed(page([moving, fitting, split]), tmp_path)
     assert found.get("thrown") is None
     assert found["wrong"] == []
     assert found["intruders"] == 0
@@ -282,3 +329,10 @@ def test_a_browser_shows_it_and_obeys(
     assert found["paper"][0] == found["paper"][1]
     assert found["after"] == found["theme"][1]
     assert found["second"] == ["graph 1", verdict(fitting)]
+    assert found["unchanged"] == [True, True]
+    data = report_data(split)
+    assert found["changed"] == [True, True]
+    assert found["parts"] == data["split"]["parts"]
+    assert found["beforeAfter"] == [[cell or "–" for cell in row] for row in data["split"]["rows"]]
+    assert found["ways"] == [[cell or "–" for cell in way] for way in data["ways"]]
+    assert found["changesOverflow"] <= 0
