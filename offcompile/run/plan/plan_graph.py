@@ -208,20 +208,20 @@ def plan_again(planned: Planned, facts: GraphFacts, held_bytes: int) -> Settled 
         source.learn_codecs()
         if source.costs_as_planned is None:
             problem = with_factors(problem, profile.factors)
-        budget = options.memory_bytes(source.target.device_bytes)
-        left = None if budget is None else budget - held_bytes
         text, found = reconsider(
             problem,
             made.result.plan,
             source.machine(made.machine.tier[DEVICE].capacity_bytes or 1),
             Packability(planned.dtypes, profile.densities, options.lossy),
             WORTH[options.lowering],
-            lambda again: planner.decide(again, left),
+            lambda again: planner.decide(again, planner.budget()),
             profile.seen,
         )
     facts.profile.decided(text, found is not None)
     log_decision(name, text)
-    return None if found is None else Settled(found[0], left, found[1], planned.pieces)
+    if found is None:
+        return None
+    return Settled(found[0], planner.budget(), found[1], planned.pieces)
 
 
 # --- parts of `plan_graph` -----------------------------------------------------------------------
