@@ -8,15 +8,12 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from .process_memory import data_bytes, machine_memory_bytes
+from .process_memory import cgroup_folders, data_bytes, machine_memory_bytes, text_of
 
 #: percentage of the machine's memory that an arena without an explicit limit may take
 SHARE_PERCENT = 85
 #: at most this much, or 5% of the limit, is left to everything else under any bound
 MOST_SPARE_BYTES = 1 << 30
-
-_V1 = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file", "total_active_file")
-_V2 = ("memory.max", "memory.current", "inactive_file", "active_file")
 
 
 @dataclass(frozen=True)
@@ -49,7 +46,7 @@ def memlock_bytes() -> int | None:
 
 def in_wsl(root: Path = Path("/")) -> bool:
     """True if this Linux runs under Windows (WSL)."""
-    return "microsoft" in (_text(root / "proc/sys/kernel/osrelease") or "").lower()
+    return "microsoft" in text_of(root / "proc/sys/kernel/osrelease").lower()
 
 
 def in_container(root: Path = Path("/")) -> bool:
@@ -60,9 +57,7 @@ def in_container(root: Path = Path("/")) -> bool:
 
 def _available(root: Path) -> Iterator[HostBound]:
     told = dict(
-        line.split(":", 1)
-        for line in (_text(root / "proc/meminfo") or "").splitlines()
-        if ":" in line
+        line.split(":", 1) for line in text_of(root / "proc/meminfo").splitlines() if ":" in line
     )
     if "MemAvailable" in told and "MemTotal" in told:
         available, total = (
@@ -77,14 +72,14 @@ def _available(root: Path) -> Iterator[HostBound]:
 
 
 def _cgroups(root: Path) -> Iterator[HostBound]:
-    for folder, (limit_name, usage_name, *cached_names) in _cgroup_folders(root):
-        limit, usage = _text(folder / limit_name) or "", _text(folder / usage_name) or ""
+    for folder, (limit_name, usage_name, *cached_names) in cgroup_folders(root):
+        limit, usage = text_of(folder / limit_name), text_of(folder / usage_name)
         if not (limit.isdigit() and usage.isdigit()):
             continue
         # a v1 group without a limit reports the largest possible number of pages
         if int(limit) >= 1 << 62:
             continue
-        counted = dict(line.split() for line in (_text(folder / "memory.stat") or "").splitlines())
+        counted = dict(line.split() for line in text_of(folder / "memory.stat").splitlines())
         cached = sum(int(counted.get(name, 0)) for name in cached_names)
         spare = _spare_bytes(int(limit))
         # the kernel drops page cache when the memory is needed
@@ -94,29 +89,6 @@ def _cgroups(root: Path) -> Iterator[HostBound]:
             "give the container or job more memory (docker run --memory, a pod's limits, "
             "systemd's MemoryMax)",
         )
-
-
-def _cgroup_folders(root: Path) -> Iterator[tuple[Path, tuple[str, ...]]]:
-    """Yields the folders of this process's memory cgroup and its ancestors, with file names."""
-    groups = (_text(root / "proc/self/cgroup") or "").splitlines()
-    mounts = (_text(root / "proc/self/mountinfo") or "").splitlines()
-    for _, controllers, group in (line.split(":", 2) for line in groups):
-        if controllers and "memory" not in controllers.split(","):
-            continue
-        kind, names = ("cgroup", _V1) if controllers else ("cgroup2", _V2)
-        for mount in mounts:
-            before, _, after = mount.partition(" - ")
-            fields, described = before.split(), after.split()
-            if described[0] != kind:
-                continue
-            if controllers and "memory" not in described[-1].split(","):
-                continue
-            top, mounted = root / fields[4].lstrip("/"), fields[3]
-            # in a container the path may be the host's, of which only a part is visible
-            place = Path(group)
-            inside = place.relative_to(mounted) if place.is_relative_to(mounted) else Path()
-            for folder in (inside, *inside.parents):
-                yield top / folder, names
 
 
 def _rlimits() -> Iterator[HostBound]:
@@ -137,16 +109,9 @@ def _rlimits() -> Iterator[HostBound]:
 
 
 def _address_bytes() -> int:
-    pages = (_text(Path("/proc/self/statm")) or "0").split()[0]
+    pages = (text_of(Path("/proc/self/statm")) or "0").split()[0]
     return int(pages) * os.sysconf("SC_PAGE_SIZE")
 
 
 def _spare_bytes(total: int) -> int:
     return min(MOST_SPARE_BYTES, total // 20)
-
-
-def _text(path: Path) -> str | None:
-    try:
-        return path.read_text().strip()
-    except OSError:
-        return None

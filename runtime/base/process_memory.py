@@ -15,6 +15,9 @@ from offcompile.ir import OffloadError
 
 _PR_SET_THP_DISABLE, _PR_GET_THP_DISABLE = 41, 42  # prctl.h of Linux
 _STATUS = Path("/proc/self/status")
+#: names of a memory cgroup's limit, its usage, and its cached bytes in `memory.stat`
+_V1 = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file", "total_active_file")
+_V2 = ("memory.max", "memory.current", "inactive_file", "active_file")
 
 
 class Resident(NamedTuple):
@@ -92,21 +95,21 @@ def machine_memory_bytes(root: Path = Path("/")) -> int:
     return min([physical, *_cgroup_limits(root)])
 
 
-def _cgroup_limits(root: Path) -> list[int]:
-    """Returns the memory limits of this process's cgroup and its ancestors, v1 and v2."""
-    try:
-        groups = (root / "proc/self/cgroup").read_text().splitlines()
-        mounts = (root / "proc/self/mountinfo").read_text().splitlines()
-    except OSError:
-        return []
-    limits = []
-    for line in groups:
-        _, controllers, group = line.split(":", 2)
+def _cgroup_limits(root: Path) -> Iterator[int]:
+    for folder, (limit_name, *_) in cgroup_folders(root):
+        limit = text_of(folder / limit_name)
+        if limit.isdigit():
+            yield int(limit)
+
+
+def cgroup_folders(root: Path) -> Iterator[tuple[Path, tuple[str, ...]]]:
+    """Yields the folders of this process's memory cgroup and its ancestors, with file names."""
+    groups = text_of(root / "proc/self/cgroup").splitlines()
+    mounts = text_of(root / "proc/self/mountinfo").splitlines()
+    for _, controllers, group in (line.split(":", 2) for line in groups):
         if controllers and "memory" not in controllers.split(","):
             continue
-        kind, name = (
-            ("cgroup", "memory.limit_in_bytes") if controllers else ("cgroup2", "memory.max")
-        )
+        kind, names = ("cgroup", _V1) if controllers else ("cgroup2", _V2)
         for mount in mounts:
             before, _, after = mount.partition(" - ")
             fields, described = before.split(), after.split()
@@ -114,21 +117,17 @@ def _cgroup_limits(root: Path) -> list[int]:
                 continue
             if controllers and "memory" not in described[-1].split(","):
                 continue
-            limits += _limits_up(root / fields[4].lstrip("/"), fields[3], group, name)
-    return limits
+            top, mounted = root / fields[4].lstrip("/"), fields[3]
+            # in a container the path may be the host's, of which only a part is visible
+            place = Path(group)
+            inside = place.relative_to(mounted) if place.is_relative_to(mounted) else Path()
+            for folder in (inside, *inside.parents):
+                yield top / folder, names
 
 
-def _limits_up(top: Path, mounted: str, group: str, name: str) -> list[int]:
-    """Returns the limits from `group` up to `top`, where only `mounted` of the tree is visible."""
-    place = Path(group)
-    # in a container the path may be the host's, of which only the mounted part is visible
-    inside = place.relative_to(mounted) if place.is_relative_to(mounted) else Path()
-    limits = []
-    for folder in (inside, *inside.parents):
-        try:
-            text = (top / folder / name).read_text().strip()
-        except OSError:
-            continue
-        if text.isdigit():
-            limits.append(int(text))
-    return limits
+def text_of(path: Path) -> str:
+    """Returns a file's text without surrounding space; empty if it cannot be read."""
+    try:
+        return path.read_text().strip()
+    except OSError:
+        return ""
