@@ -33,12 +33,11 @@ Event: TypeAlias = Any
 
 @dataclass(frozen=True)
 class MemoryUse:
-    """Bytes that the device's allocator has allocated and reserved; peaks since `reset_peak`."""
+    """Bytes that the device's allocator has allocated and reserved; the peak since `reset_peak`."""
 
     allocated_bytes: int
     peak_allocated_bytes: int
     reserved_bytes: int
-    peak_reserved_bytes: int
 
 
 class Streams(ABC):
@@ -273,7 +272,6 @@ class TorchStreams(Streams):
             told.get("allocated_bytes.all.current", 0),
             told.get("allocated_bytes.all.peak", 0),
             told.get("reserved_bytes.all.current", 0),
-            told.get("reserved_bytes.all.peak", 0),
         )
 
     def reset_peak(self) -> None:

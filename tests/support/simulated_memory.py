@@ -130,7 +130,7 @@ class Watch:
     def use(self) -> MemoryUse:
         self._collect()
         total = self._total_bytes
-        return MemoryUse(self._live_bytes, self._peak_bytes, total, total)
+        return MemoryUse(self._live_bytes, self._peak_bytes, total)
 
     def reset_peak(self) -> None:
         self._collect()
