@@ -252,20 +252,14 @@ def test_read_ahead_that_failed_is_tried_again_when_it_is_needed(
     states.add(0, 6 * GRAIN, [F32, F32])
     fill(states, 0, 1)
     states.settle()
-    start = disk.counts["read"]
-    ahead_failed = threading.Event()
-
-    def wrong(what: str, number: int) -> str | None:
-        if what == "read" and number == start + 1:
-            ahead_failed.set()
-            return "EIO"
-        return None
-
-    disk.wrong = wrong
+    ahead = ("read", disk.counts["read"] + 1)
+    disk.wrong = lambda what, number: "EIO" if (what, number) == ahead else None
     states.expect([0])
     visit = states.visit(0, write=False)
     next(visit)
-    assert ahead_failed.wait(30)
+    flow, (_, block, *_) = states._flow, states._blocks[0]
+    with flow.lock:  # a visit that comes before the failure is noted would be told of it
+        assert flow._changed.wait_for(lambda: block.error is not None, 30)
     assert [r.parts[0].unique().tolist() for r in visit] == [[1.0]] * 5
 
 
