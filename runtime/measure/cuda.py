@@ -13,11 +13,10 @@ from dataclasses import dataclass
 from itertools import pairwise
 
 import torch
-import torch.nn.functional as F
 
 from offcompile.runtime.device.cuda.calls import COMPUTE, LOADS, OUTS, DriverCalls
 
-from .host import AttentionShape
+from .host import AttentionShape, attention_passes
 
 FLOATS = {
     "fp32": torch.float32,
@@ -232,19 +231,9 @@ def attention(calls: DriverCalls, sizes: Sizes) -> dict[str, float]:
     dtype = FLOATS["bf16" if "bf16" in calls.card.matmul_dtypes else "fp16"]
     rows = shape.batch * shape.heads * shape.sequence
     with torch.enable_grad():
-        q, k, v = (
-            _noise(calls, rows, shape.head_size, dtype).view(shape).requires_grad_()
-            for _ in range(3)
+        forward, backward = attention_passes(
+            lambda: _noise(calls, rows, shape.head_size, dtype).view(shape)
         )
-        out = F.scaled_dot_product_attention(q, k, v)
-        grad = torch.ones_like(out)
-
-        def forward() -> None:
-            F.scaled_dot_product_attention(q, k, v)
-
-        def backward() -> None:
-            torch.autograd.grad(out, (q, k, v), grad, retain_graph=True)
-
         there, back = float(shape.forward_flop), float(shape.backward_flop)
         ahead = _median_us(calls, "attention_forward", there, COMPUTE, forward, sizes.runs)
         behind = _median_us(calls, "attention_backward", back, COMPUTE, backward, sizes.runs)

@@ -49,21 +49,32 @@ class AttentionShape(NamedTuple):
 ATTENTION_SHAPE = AttentionShape(1, 8, 1024, 64)
 
 
+def attention_passes(
+    operand: Callable[[], torch.Tensor],
+) -> tuple[Callable[[], None], Callable[[], None]]:
+    """Forward and backward of scaled dot product attention; call them while gradients are enabled.
+
+    operand: makes queries, keys and values.
+    """
+    q, k, v = (operand().requires_grad_() for _ in range(3))
+    out = F.scaled_dot_product_attention(q, k, v)
+    grad = torch.ones_like(out)
+
+    def forward() -> None:
+        F.scaled_dot_product_attention(q, k, v)
+
+    def backward() -> None:
+        torch.autograd.grad(out, (q, k, v), grad, retain_graph=True)
+
+    return forward, backward
+
+
 def attention_flop_per_us(
     shape: AttentionShape = ATTENTION_SHAPE, dtype: torch.dtype = torch.float32
 ) -> tuple[float, float]:
     """Rates of scaled dot product attention, forward and backward."""
     with undisturbed(), torch.enable_grad():
-        q, k, v = (torch.randn(shape).to(dtype).requires_grad_() for _ in range(3))
-        out = F.scaled_dot_product_attention(q, k, v)
-        grad = torch.ones_like(out)
-
-        def forward() -> None:
-            F.scaled_dot_product_attention(q, k, v)
-
-        def backward() -> None:
-            torch.autograd.grad(out, (q, k, v), grad, retain_graph=True)
-
+        forward, backward = attention_passes(lambda: torch.randn(shape).to(dtype))
         return (
             shape.forward_flop / time_us(forward, 0.1),
             shape.backward_flop / time_us(backward, 0.1),
