@@ -156,7 +156,7 @@ def test_room_for_holes_is_given_up_only_in_a_search_that_can_win(
     asked: list[float] = []
 
     def noted(*given: object) -> PlanResult:
-        asked.append(given[-1])  # type: ignore[arg-type]
+        asked.append(given[-2])  # type: ignore[arg-type]
         return plan_problem(*given)  # type: ignore[arg-type]
 
     monkeypatch.setattr(decide_module, "plan_problem", noted)
