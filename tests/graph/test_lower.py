@@ -530,6 +530,28 @@ def test_products_read_the_memory_that_leaves(early: bool) -> None:
     assert views[0].args[0] is fixed and fusible.args[0] is a
 
 
+def test_an_image_that_a_convolution_reads_leaves_as_it_was_traced() -> None:
+    """Inductor may lay the shared one out by channels; then the other is a copy of it, which the
+    wait keeps alive."""
+    sketch = Sketch()
+    with torch._subclasses.FakeTensorMode():
+        image, kernel = torch.empty(1, 2, 4, 4), torch.empty(2, 2, 1, 1)
+    graph, node, aten = sketch.graph, sketch.node, torch.ops.aten
+    px, pw = sketch.given("x", image), sketch.given("w", kernel)
+    a = node(aten.relu.default, px, value=image)
+    start = node(OPS.start_out, a, "a", "host", "d2h", "r", value=sketch.ticket)
+    read = (a, pw, None, [1, 1], [0, 0], [1, 1], False, [0, 0], 1)
+    convolved = node(aten.convolution.default, *read, value=image)
+    wait = node(OPS.wait_out, start, a, value=sketch.ticket)
+    graph.output((wait, convolved))
+    pin_order(fx.GraphModule({}, graph), OPS)
+    exact, shared = start.args[0], convolved.args[0]
+    assert isinstance(exact, fx.Node) and exact.target == OPS.barrier and exact.args[0] is shared
+    assert isinstance(shared, fx.Node) and shared.target == OPS.barrier and shared.args[0] is a
+    assert exact.meta["eager_input_vals"][0][0].stride() == image.stride()
+    assert wait.args[1] is exact
+
+
 @pytest.mark.parametrize("early", [True, False])
 def test_behind_a_line_what_leaves_is_the_memory_that_it_leaves_from(early: bool) -> None:
     """The line does not have it written twice, and ops behind it do not compute it again."""

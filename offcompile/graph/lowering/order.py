@@ -43,6 +43,9 @@ from .nodes import (
     written_by,
 )
 
+#: tensors of images: Inductor may lay these out by channels
+IMAGE_DIMS = 4
+
 
 @dataclass(frozen=True)
 class MovementOps:
@@ -226,29 +229,39 @@ class _OrderWalk:
     def _fix(self, start_out: fx.Node) -> None:
         """Make Inductor pass the tensor with its traced strides, from which backward rebuilds the
         views. Inductor copies the tensor if its layout differs; the wait keeps the copied tensor
-        alive, so it must be given the same node."""
+        alive, so it must be given the same node. Where a convolution reads it too, Inductor may lay
+        out what they share by channels; then the tensor that leaves is a copy as traced."""
         held = start_out.args[0]
         assert isinstance(held, fx.Node)
-        fixed = self._barrier(start_out, held, self.started)
-        # Inductor honours an op's exact-strides tag only if this entry is present.
-        values = fx.node.map_arg(fixed.args, lambda n: n.meta["val"])
-        fixed.meta["eager_input_vals"] = (values, {})
-        start_out.update_arg(0, fixed)
-        self.leaving[start_out] = fixed
+        fixed = exact = self._exact(start_out, held, self.started)
+        if self._share(held, fixed) and held.meta["val"].dim() >= IMAGE_DIMS:
+            exact = self._exact(start_out, fixed, [])
+        start_out.update_arg(0, exact)
+        self.leaving[start_out] = exact
         self.fixed[held] = fixed, self.now
-        self._share(held, fixed)
 
-    def _share(self, held: fx.Node, fixed: fx.Node) -> None:
-        """Make library calls after a start read the memory being evicted. Inductor treats an
-        earlier view as a separate expression, which it would realize in memory of its own."""
+    def _exact(self, before: fx.Node, held: fx.Node, tokens: list[fx.Node]) -> fx.Node:
+        made = self._barrier(before, held, tokens)
+        # Inductor honours an op's exact-strides tag only if this entry is present.
+        values = fx.node.map_arg(made.args, lambda n: n.meta["val"])
+        made.meta["eager_input_vals"] = (values, {})
+        return made
+
+    def _share(self, held: fx.Node, fixed: fx.Node) -> bool:
+        """Make library calls after a start read the memory being evicted; True if there are any.
+        Inductor treats an earlier view as a separate expression, which it would realize in memory
+        of its own."""
+        shared = False
         for user in list(held.users):
             readers = list(user.users) if is_view(user) else [user]
             if user is fixed or not readers:
                 continue
             if all(is_extern_op(n) and self.position.get(n, -1) > self.now for n in readers):
                 user.replace_input_with(held, fixed)
+                shared = True
                 if self.position[user] < self.now:
                     fixed.append(user)
+        return shared
 
     def _barrier(self, before: fx.Node, held: fx.Node, tokens: list[fx.Node]) -> fx.Node:
         with self.graph.inserting_before(before):
