@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -83,10 +84,23 @@ CLASSES: dict[str, tuple[Any, Any, dict[str, Any]]] = {
 }
 
 
-@pytest.mark.parametrize("name", CLASSES)
-@pytest.mark.parametrize("states", ["host", "disk"])
+#: each class with states on the host and on disk, and with each way of stepping one of them
+ALWAYS = {
+    ("AdamW", "host", 1, None),
+    ("AdamW", "disk", MICRO, 0.05),
+    ("Adam", "host", MICRO, 0.05),
+    ("Adam", "disk", 1, 0.05),
+    ("SGD", "host", 1, 0.05),
+    ("SGD", "disk", MICRO, None),
+}
+
+
 @pytest.mark.parametrize(
-    ("micro", "max_norm"), [(1, None), (MICRO, None), (1, 0.05), (MICRO, 0.05)]
+    ("name", "states", "micro", "max_norm"),
+    [
+        pytest.param(*case, marks=() if case in ALWAYS else pytest.mark.soak)
+        for case in product(CLASSES, ("host", "disk"), (1, MICRO), (None, 0.05))
+    ],
 )
 def test_ten_steps_with_overlap_are_torch_s(
     name: str, states: str, micro: int, max_norm: float | None, tmp_path: Path
