@@ -31,7 +31,7 @@ from .coarsen import Coarse, coarsen
 BOUND_SHARE = 0.3
 #: minimum for the search, whatever the time spent on bounding
 LEAST_SEARCH_SECONDS = 0.1
-#: time spent on a bound for plans without recomputation
+#: most time spent on a bound for plans without recomputation; no more than on the first bound
 KEEPING_SECONDS = 0.5
 #: larger problems are planned with merged ops
 COARSEN_ABOVE_OPS = 1500
@@ -145,7 +145,8 @@ def plan_problem(
     _check_made(problem)
     if progress is not None:
         progress("bounding")
-    bound = lower_bound(problem, machine, seconds=BOUND_SHARE * seconds)
+    bounding = BOUND_SHARE * seconds
+    bound = lower_bound(problem, machine, seconds=bounding)
     if bound.us >= worth_us:
         raise Beaten
     left = seconds - (time.thread_time() - busy_from)
@@ -157,7 +158,9 @@ def plan_problem(
         progress=progress,
         hints=bound.away_hints,
         floor_us=bound.us,
-        kept_floor_us=partial(_floor_of_keeping, problem, machine, bound.us),
+        kept_floor_us=partial(
+            _floor_of_keeping, problem, machine, bound.us, min(KEEPING_SECONDS, bounding)
+        ),
         trial=trial,
         known_modes=_modes(known, coarse),
     )
@@ -188,12 +191,12 @@ def _modes(plans: Sequence[Plan], coarse: Coarse) -> tuple[Choices, ...]:
     return tuple(dict.fromkeys(mode for mode in found if mode != Choices()))
 
 
-def _floor_of_keeping(problem: Problem, machine: Machine, floor_us: float) -> float:
+def _floor_of_keeping(problem: Problem, machine: Machine, floor_us: float, seconds: float) -> float:
     """A lower bound of the time of plans without recomputation."""
     if not any(op.recompute for op in problem.ops):
         return floor_us
     ops = tuple(replace(op, recompute=False) for op in problem.ops)
-    once = lower_bound(replace(problem, ops=ops), machine, seconds=KEEPING_SECONDS)
+    once = lower_bound(replace(problem, ops=ops), machine, seconds=seconds)
     return max(floor_us, once.us)
 
 
