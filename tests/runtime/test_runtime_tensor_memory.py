@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import os
 import subprocess
 import sys
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -23,16 +25,67 @@ from offcompile.runtime.memory.malloc.tensor_memory import install, will_fit
 MIB = 1 << 20
 """
 INSTALLED = SETUP + "assert will_fit() and install() and install()\n"
+#: runs each code that it is given, a line of JSON, in a fork, and answers with what that prints
+FORKING = (
+    INSTALLED
+    + """
+import contextlib, io, json, traceback
+def answer(code):
+    out = io.StringIO()
+    try:
+        with contextlib.redirect_stdout(out):
+            exec(code, globals())
+        return 0, out.getvalue().strip()
+    except BaseException:
+        return 1, traceback.format_exc()
+for line in sys.stdin:
+    child = os.fork()
+    if child == 0:
+        print(json.dumps(answer(json.loads(line))), flush=True)
+        os._exit(0)
+    os.waitpid(child, 0)
+"""
+)
+
+
+def environment(**variables: str) -> dict[str, str]:
+    given = {k: v for k, v in os.environ.items() if k not in ("CXX", "GLIBC_TUNABLES", VARIABLE)}
+    return {**given, "PYTHONPATH": str(Path(__file__).parents[2]), **variables}
 
 
 def ran(code: str, **variables: str) -> str:
     """What it prints. What a process allocates with is chosen once: each has one of its own."""
-    given = {k: v for k, v in os.environ.items() if k not in ("CXX", "GLIBC_TUNABLES", VARIABLE)}
-    environment = {**given, "PYTHONPATH": str(Path(__file__).parents[2]), **variables}
     command = [sys.executable, "-c", code]
-    done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=300)
+    done = subprocess.run(
+        command, capture_output=True, text=True, env=environment(**variables), timeout=300
+    )
     assert done.returncode == 0, done.stderr
     return done.stdout.strip()
+
+
+Forked = Callable[[str], str]
+
+
+@pytest.fixture(scope="module")
+def forked() -> Iterator[Forked]:
+    """What a code prints in a fork of a process that has installed: to import torch for each, and
+    to install, would take seconds."""
+    # OpenMP does not survive a fork
+    given = environment(OMP_NUM_THREADS="1")
+    command = [sys.executable, "-c", FORKING]
+    pipe = subprocess.PIPE
+    with subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True, env=given) as process:
+        assert process.stdin is not None and process.stdout is not None
+
+        def run(code: str) -> str:
+            process.stdin.write(json.dumps(code) + "\n")
+            process.stdin.flush()
+            failed, said = json.loads(process.stdout.readline())
+            assert not failed, said
+            return str(said)
+
+        yield run
+        process.stdin.close()
 
 
 SAME_PLACE = """
@@ -49,15 +102,12 @@ print(len(places & {x.data_ptr() for x in several}))
 """
 
 
-def test_a_place_fits_the_next_of_its_size() -> None:
-    assert ran(INSTALLED + SAME_PLACE) == "4"
+def test_a_place_fits_the_next_of_its_size(forked: Forked) -> None:
+    assert forked(SAME_PLACE) == "4"
 
 
-def test_tensors_are_as_they_were() -> None:
-    code = (
-        INSTALLED
-        + """
-torch.set_num_threads(1)  # OpenMP does not survive a fork
+def test_tensors_are_as_they_were(forked: Forked) -> None:
+    code = """
 sizes = [0, 1, 7, 63, 64, 65, 4096, 5 * MIB + 3]
 for n in sizes:
     x = torch.arange(n, dtype=torch.uint8)
@@ -82,14 +132,11 @@ with torch.profiler.profile(profile_memory=True, record_shapes=False) as profile
     x = torch.empty(MIB); del x
 print(max(e.self_cpu_memory_usage for e in profile.key_averages()))
 """
-    )
-    assert ran(code) == str(4 << 20)
+    assert forked(code) == str(4 << 20)
 
 
-def test_what_is_freed_is_free() -> None:
-    code = (
-        INSTALLED
-        + """
+def test_what_is_freed_is_free(forked: Forked) -> None:
+    code = """
 gc.collect()
 before = heap().live_bytes()
 x = torch.ones(8 * MIB); y = torch.ones(100)
@@ -97,8 +144,7 @@ held = heap().live_bytes() - before
 del x, y
 print(round(held / MIB / 8), round((heap().live_bytes() - before) / MIB / 8))
 """
-    )
-    assert ran(code) == "4 0"  # of 8 MiB each: others come and go by less
+    assert forked(code) == "4 0"  # of 8 MiB each: others come and go by less
 
 
 def test_tensors_from_before_are_freed_as_they_were_made() -> None:
@@ -116,17 +162,16 @@ print(sum(x.sum().item() for x in new))
 
 
 @pytest.mark.parametrize("nbytes", [1 << 62, (1 << 63) - 1])
-def test_memory_that_is_not_there_is_refused_in_the_words_that_are_looked_for(nbytes: int) -> None:
-    code = (
-        INSTALLED
-        + f"""
+def test_memory_that_is_not_there_is_refused_in_the_words_that_are_looked_for(
+    nbytes: int, forked: Forked
+) -> None:
+    code = f"""
 try:
     torch.empty({nbytes}, dtype=torch.uint8)
 except RuntimeError as error:
     print(str(error).splitlines()[0])
 """
-    )
-    told = ran(code)
+    told = forked(code)
     assert "DefaultCPUAllocator: can't allocate memory: you tried to allocate" in told
     assert f"{nbytes} bytes" in told
 
@@ -181,9 +226,7 @@ def test_which_malloc_leaves_ends(monkeypatch: pytest.MonkeyPatch) -> None:
 
 # --- the limit --------------------------------------------------------------------------------
 
-LIMITED = (
-    INSTALLED
-    + """
+LIMITED = """
 h = heap()
 h.prepare()
 h._watch = lambda: None  # who looks now and then
@@ -197,10 +240,11 @@ def churn(rounds):
         del several
     return peak
 """
-)
 
 
-def test_holes_go_back_before_a_tensor_is_touched_that_would_exceed_the_limit() -> None:
+def test_holes_go_back_before_a_tensor_is_touched_that_would_exceed_the_limit(
+    forked: Forked,
+) -> None:
     code = (
         LIMITED
         + """
@@ -211,12 +255,12 @@ h.end()
 print(most / MIB, h.trims - before, h.trim_ns > 0)
 """
     )
-    most, trims, timed = ran(code).split()
+    most, trims, timed = forked(code).split()
     assert 57 <= float(most) <= 63  # 57 live at once
     assert 1 <= int(trims) <= 24 and timed == "True"
 
 
-def test_between_steps_nothing_goes_back() -> None:
+def test_between_steps_nothing_goes_back(forked: Forked) -> None:
     code = (
         LIMITED
         + """
@@ -226,10 +270,10 @@ churn(6)
 print(h.trims - before)
 """
     )
-    assert ran(code) == "0"
+    assert forked(code) == "0"
 
 
-def test_what_no_trim_can_take_is_tried_for_once_for_each_mib_that_comes() -> None:
+def test_what_no_trim_can_take_is_tried_for_once_for_each_mib_that_comes(forked: Forked) -> None:
     code = (
         LIMITED
         + """
@@ -239,14 +283,13 @@ live = [torch.ones(MIB // 4) for _ in range(64)]
 print(h.trims - before)
 """
     )
-    assert 1 <= int(ran(code)) <= 64
+    assert 1 <= int(forked(code)) <= 64
 
 
-def test_a_forked_child_has_no_limit_of_its_parents() -> None:
+def test_a_forked_child_has_no_limit_of_its_parents(forked: Forked) -> None:
     code = (
         LIMITED
         + """
-torch.set_num_threads(1)  # OpenMP does not survive a fork
 h.begin(0, 8 * MIB)
 before = h.trims
 child = os.fork()
@@ -256,7 +299,7 @@ if child == 0:
 print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
 """
     )
-    assert ran(code) == "0"
+    assert forked(code) == "0"
 
 
 def test_versions_are_read_from_the_system(monkeypatch: pytest.MonkeyPatch) -> None:
