@@ -159,8 +159,14 @@ def plain_backend(lowering: str, seen: Seen) -> Callable[..., Any]:
     return functools.partial(compile_fx, inner_compile=seen)
 
 
-@pytest.mark.parametrize("dynamic", [False, True])
-@pytest.mark.parametrize("name", NETS)
+@pytest.mark.parametrize(
+    ("name", "dynamic"),
+    [
+        *((name, False) for name in NETS),
+        ("net", True),
+        *(pytest.param(name, True, marks=pytest.mark.soak) for name in NETS if name != "net"),
+    ],
+)
 @pytest.mark.parametrize("lowering", LOWERINGS)
 def test_silent_hooks_leave_the_plain_graphs(lowering: str, name: str, dynamic: bool) -> None:
     plain, ours, hooks = Seen(), Seen(), Hooks()
@@ -431,6 +437,8 @@ def test_caches_in_one_process_and_two(tmp_path: Any) -> None:
                 **os.environ,
                 "TORCHINDUCTOR_CACHE_DIR": str(tmp_path),
                 "TORCHINDUCTOR_CPP_CACHE_PRECOMPILE_HEADERS": "0",
+                # else each of what vectors a processor may have is tried with the compiler
+                "TORCHINDUCTOR_VEC_ISA_OK": "0",
                 "PYTHONPATH": os.pathsep.join(
                     ["tests/support", "tests/graph", ".", os.environ.get("PYTHONPATH", "")]
                 ),
@@ -468,7 +476,9 @@ class Moving(Hooks):
         return forward, backward
 
 
-@pytest.mark.parametrize("name", NETS)
+@pytest.mark.parametrize(
+    "name", [pytest.param(n, marks=() if n == "net" else pytest.mark.soak) for n in NETS]
+)
 def test_movement_runs_where_it_stands(name: str) -> None:
     expected = step(*fresh(name), "inductor")
     hooks = Moving(pin=True)
