@@ -9,7 +9,7 @@ pytest.importorskip("transformers")
 from trust import models
 
 #: words, running statistics, channels that lie last
-NAMES = ("opt", "resnet", "convnext")
+NAMES = ("opt", "resnet", pytest.param("convnext", marks=pytest.mark.soak))
 
 
 @pytest.mark.parametrize("name", NAMES)

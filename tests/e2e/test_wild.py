@@ -18,11 +18,8 @@ QUICK = (
     "loops/allocates_gradients_itself",
     "loops/evaluates_between_steps",
     "generative/trains_adversaries_with_two_optimizers",
-    "representations/calls_triplets",
     "parameters/freezes_and_unfreezes",
-    "parameters/updates_in_backward",
     "compiling/breaks_its_graph",
-    "transformers/classifies_sequences",
 )
 WANTED, WANTED_OF_TIMM = 150, 60
 

@@ -159,10 +159,23 @@ BLOCKS = {"dropping": Dropping, "attending": Attending, "normed": Normed}
 WRAPS = (plain, reentrant, careless, nested, selective)
 
 
-@pytest.mark.parametrize("wrap", WRAPS, ids=lambda wrap: wrap.__name__)
+#: each block by each way once; `make soak` has them at the minimum and at more
+ALWAYS = ("dropping-minimum", "normed-1MiB")
+BETWEEN = {("dropping-1MiB", selective), ("attending-minimum", nested)}
+
+
 @pytest.mark.parametrize(
-    ("block", "memory"),
-    [("dropping", "minimum"), ("dropping", "1MiB"), ("attending", "minimum"), ("normed", "1MiB")],
+    ("block", "memory", "wrap"),
+    [
+        pytest.param(
+            *case.split("-"),
+            wrap,
+            id=f"{case}-{wrap.__name__}",
+            marks=() if case in ALWAYS or (case, wrap) in BETWEEN else pytest.mark.soak,
+        )
+        for case in ("dropping-minimum", "dropping-1MiB", "attending-minimum", "normed-1MiB")
+        for wrap in WRAPS
+    ],
 )
 def test_a_checkpoint_in_the_graph_gives_the_same_bits(block: str, memory: str, wrap: Wrap) -> None:
     before = moved()

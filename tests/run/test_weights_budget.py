@@ -44,7 +44,10 @@ def ours(budget: int) -> dict[str, Any]:
     return run(budget, budget + OVERHEAD_BYTES, budget == BORN)
 
 
-BUDGETS = pytest.mark.parametrize("budget", [BUILT, BORN], ids=["built", "born"])
+BUDGETS = pytest.mark.parametrize(
+    "budget",
+    [pytest.param(BUILT, id="built", marks=pytest.mark.soak), pytest.param(BORN, id="born")],
+)
 
 
 def test_the_budgets_are_below_what_the_plain_run_needs() -> None:

@@ -179,8 +179,12 @@ def llama() -> nn.Module:
 
 @pytest.mark.parametrize(
     ("build", "policy"),
-    [(gpt2, "joint"), (bert, "gradient_reserve"), (t5, "joint"), (llama, "gradient_reserve")],
-    ids=["gpt2", "bert", "t5", "llama"],
+    [
+        pytest.param(gpt2, "joint", id="gpt2"),
+        pytest.param(bert, "gradient_reserve", id="bert", marks=pytest.mark.soak),
+        pytest.param(t5, "joint", id="t5", marks=pytest.mark.soak),
+        pytest.param(llama, "gradient_reserve", id="llama"),
+    ],
 )
 def test_hugging_face_models_train_as_ever(build: Callable[[], nn.Module], policy: str) -> None:
     pytest.importorskip("transformers")
@@ -194,7 +198,17 @@ def test_hugging_face_models_train_as_ever(build: Callable[[], nn.Module], polic
 UNCOMPILED = {"fused_lstm": ("lstm.",)}
 
 
-@pytest.mark.parametrize("number", range(len(ZOO)), ids=[s.name for s in ZOO])
+#: each policy, a graph that breaks, weights used twice, and running statistics
+ALWAYS = ("mlp", "fused_lstm", "mixture", "tied")
+
+
+@pytest.mark.parametrize(
+    "number",
+    [
+        pytest.param(n, id=s.name, marks=() if s.name in ALWAYS else pytest.mark.soak)
+        for n, s in enumerate(ZOO)
+    ],
+)
 def test_the_zoo_trains_as_ever_with_its_weights_on_the_host(number: int) -> None:
     specimen = ZOO[number]
     policy = ("gradient_reserve", "joint")[number % 2]
