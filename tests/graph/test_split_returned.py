@@ -22,6 +22,7 @@ from split_losses import (
     furthest,
     gradients,
     logits_too,
+    per_token,
 )
 from torch import fx
 
@@ -157,7 +158,14 @@ def test_logits_changed_before_backward_are_refused() -> None:
         loss.backward()
 
 
-@pytest.mark.parametrize("loss", [causal_lm_with_logits, *IN_TWO_TURNS], ids=lambda f: f.__name__)
+@pytest.mark.parametrize(
+    "loss",
+    [
+        pytest.param(loss, marks=() if loss is per_token else pytest.mark.soak)
+        for loss in (causal_lm_with_logits, *IN_TWO_TURNS)
+    ],
+    ids=lambda f: f.__name__,
+)
 def test_inductor_keeps_the_order_of_two_turns(loss: Loss) -> None:
     model = Head(loss)
     x, labels = batch()
@@ -167,7 +175,9 @@ def test_inductor_keeps_the_order_of_two_turns(loss: Loss) -> None:
     assert furthest(found, gradients(model, model, x, labels)) < 1e-5
 
 
-@pytest.mark.parametrize("lowering", ["aot_eager", "inductor"])
+@pytest.mark.parametrize(
+    "lowering", ["aot_eager", pytest.param("inductor", marks=pytest.mark.soak)]
+)
 def test_the_backend_returns_logits(lowering: Lowering) -> None:
     torch._dynamo.reset()
     model = Head(logits_too)
