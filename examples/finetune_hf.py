@@ -54,7 +54,7 @@ def load(asked: argparse.Namespace) -> nn.Module:
     torch.manual_seed(0)
     if asked.model:
         return AutoModelForCausalLM.from_pretrained(asked.model, local_files_only=True)
-    width, layers = (64, 2) if asked.quick else (512, 8)
+    width, layers = (64, 1) if asked.quick else (512, 8)
     config = LlamaConfig(
         vocab_size=256,
         hidden_size=width,

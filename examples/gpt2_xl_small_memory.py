@@ -210,7 +210,7 @@ def main() -> None:
         train(asked)
         return
     if asked.quick:
-        small = {"layers": 2, "width": 32, "heads": 2, "tokens": 32, "steps": 2, "memory": 3.0}
+        small = {"layers": 1, "width": 32, "heads": 2, "tokens": 32, "steps": 2, "memory": 3.0}
         run(asked, **small, run="ours", budget="minimum", told=True)
         return
     tell("two layers, by plain torch and by offcompile:")

@@ -66,11 +66,11 @@ def main() -> None:
     parser.add_argument("--length", type=int, default=2048)
     parser.add_argument("--hardware", default="rtx4090", help="a profile: `offcompile hardware`")
     parser.add_argument("--memory", help="budget (default: all of the card)")
-    parser.add_argument("--quick", action="store_true", help="two small layers")
+    parser.add_argument("--quick", action="store_true", help="one small layer")
     asked = parser.parse_args()
     options = {}
     if asked.quick:
-        asked.layers, asked.width, asked.batch, asked.length = 2, 128, 2, 128
+        asked.layers, asked.width, asked.batch, asked.length = 1, 128, 2, 128
         asked.memory, options = "110MiB", {"seconds": 0.2}
 
     with torch.device("meta"):

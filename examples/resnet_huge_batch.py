@@ -64,7 +64,7 @@ def main() -> None:
     options: dict[str, object] = {"lowering": "aot_eager"}
     hardware, most = None, 1 << 16
     if asked.quick:
-        asked.memory, asked.blocks, asked.channels = "3MiB", 2, 8
+        asked.memory, asked.blocks, asked.channels = "3MiB", 1, 8
         asked.side, asked.steps, most = 32, 2, 8
         # a shipped profile: nothing is measured; a short search
         hardware, options["seconds"] = "cpu", 0.1

@@ -37,7 +37,7 @@ CLOSE = 1e-3
 SIZES = {
     "cpu": {"layers": 6, "width": 256, "batch": 16, "length": 256, "steps": 10},
     "cuda": {"layers": 12, "width": 768, "batch": 16, "length": 512, "steps": 20},
-    "quick": {"layers": 2, "width": 64, "batch": 16, "length": 128, "steps": 3},
+    "quick": {"layers": 1, "width": 64, "batch": 16, "length": 128, "steps": 3},
 }
 
 

@@ -121,9 +121,10 @@ def test_python_runs(
         text = text.replace(large, small)
     for place in PLACES:
         text = text.replace(place, str(tmp_path))
-    # what the code does not say itself: quick to compile, and nothing is measured
+    # what the code does not say itself: quick to compile and to plan, and nothing is measured
     monkeypatch.setenv("OFFCOMPILE_LOWERING", "aot_eager")
     monkeypatch.setenv("OFFCOMPILE_HARDWARE", "cpu")
+    monkeypatch.setenv("OFFCOMPILE_SECONDS", "0.1")
     monkeypatch.setattr(reporting, "_remembered", [one_report])
     # a module of its own, in the room whose neighbours it may import
     name = "offcompile.passes.documented"
@@ -179,7 +180,10 @@ def without_variables(command: str) -> str:
 
 @pytest.mark.usefixtures("in_a_folder")
 @pytest.mark.parametrize("block", all_blocks("sh"), ids=str)
-def test_commands_run(block: Block, capsys: pytest.CaptureFixture[str]) -> None:
+def test_commands_run(
+    block: Block, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("OFFCOMPILE_SECONDS", "0.1")
     for words in commands(block):
         command = without_variables(" ".join(words))
         if any(command.startswith(beginning) for beginning in NOT_RUN):
@@ -248,7 +252,7 @@ IN_ANOTHER_WAY = ["finetune_hf.py", "--lora", "--loop"]
 def test_examples_run(words: list[str], tmp_path: Path) -> None:
     script = EXAMPLES / words[0]
     assert f"examples/{words[0]}" in script.read_text(), "says how it is run"
-    settings = {"OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"}
+    settings = {"OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore", "OFFCOMPILE_SECONDS": "0.1"}
     done = subprocess.run(
         [sys.executable, script, *words[1:], "--quick"],
         cwd=tmp_path,
