@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gpu_checks
 import pytest
 import torch
 from gpu_checks import CHECKS, Skipped
@@ -20,5 +21,8 @@ def test_on_the_gpu(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ON_THE_CPU)
-def test_the_checks_themselves_hold_on_the_cpu_target(name: str) -> None:
+def test_the_checks_themselves_hold_on_the_cpu_target(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(gpu_checks, "SEARCH_SECONDS", 0.1)
     CHECKS[name]("cpu")

@@ -29,7 +29,7 @@ def fresh() -> None:
 
 
 def options(directory: Path, **more: Any) -> dict[str, Any]:
-    given = {"lowering": "aot_eager", "hardware": "cpu", "policy": POLICY, "seconds": 0.5}
+    given = {"lowering": "aot_eager", "hardware": "cpu", "policy": POLICY, "seconds": 0.1}
     return {**given, "spill": str(directory), **more}
 
 

@@ -89,9 +89,12 @@ def deterministic() -> Iterator[None]:
         settings.fill_uninitialized_memory = before[1]
 
 
+#: plans need not be good here, and some graphs are planned again after the first steps
+SEARCH_SECONDS = 1.0
+
+
 def ours(memory: Memory, lowering: str = "aot_eager") -> Callable[[nn.Module], Any]:
-    # plans need not be good here, and some graphs are planned again after the first steps
-    options = {"memory": memory, "lowering": lowering, "seconds": 1.0}
+    options = {"memory": memory, "lowering": lowering, "seconds": SEARCH_SECONDS}
     return lambda model: torch.compile(model, backend="offcompile", options=options)
 
 
