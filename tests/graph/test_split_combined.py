@@ -74,7 +74,10 @@ def step_twice(run: Any, model: Model, plain: Model) -> None:
         assert furthest(found, wanted) < 1e-5
 
 
-@pytest.mark.parametrize("lowering", ["aot_eager", "inductor"])
+WITH_INDUCTOR = pytest.param("inductor", marks=pytest.mark.soak)
+
+
+@pytest.mark.parametrize("lowering", ["aot_eager", WITH_INDUCTOR])
 def test_weights_and_gradients_live_on_the_host(lowering: str, tmp_path: Path) -> None:
     model, plain = Model(), Model()
     run = compiled(model, tmp_path, memory="minimum", lowering=lowering)
@@ -93,7 +96,7 @@ def test_weights_and_gradients_live_on_the_host(lowering: str, tmp_path: Path) -
     assert report.planned_peak_bytes < most
 
 
-@pytest.mark.parametrize("lowering", ["aot_eager", "inductor"])
+@pytest.mark.parametrize("lowering", ["aot_eager", WITH_INDUCTOR])
 def test_an_optimizer_takes_gradients_during_backward(lowering: str, tmp_path: Path) -> None:
     model, plain = Model(), Model()
     ours = offcompile.optim.SGD(model.parameters(), lr=0.05, momentum=0.9, overlap=True)
