@@ -158,7 +158,7 @@ INDUCTOR_TOLERANCE = 1e-9
 @pytest.mark.parametrize(
     ("name", "share"),
     [
-        ("mlp", None),
+        pytest.param("mlp", None, marks=pytest.mark.soak),
         ("mlp", 0.5),
         pytest.param("conv", 0.0, marks=pytest.mark.soak),
         pytest.param("gpt", 0.3, marks=pytest.mark.soak),
@@ -263,7 +263,7 @@ def test_inference_between_training_steps(guard: Callable[[], Any]) -> None:
     same(steps)
 
 
-@pytest.mark.parametrize("name", ["conv", "encoder"])
+@pytest.mark.parametrize("name", ["conv", pytest.param("encoder", marks=pytest.mark.soak)])
 def test_eval_between_training_steps(name: str) -> None:
     def steps(model: nn.Module, loss: Callable[[int], Tensor]) -> Tensor:
         torch.manual_seed(1)

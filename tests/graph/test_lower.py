@@ -246,9 +246,21 @@ def _no_grad_part(x: Tensor, w: Tensor) -> Tensor:
     return (x * w / scale).sum()
 
 
-@pytest.mark.parametrize("lowering", LOWERINGS)
+FUNCTIONS = (_func_grad, _graph_break, _mutates_input, _aliases_input, _no_grad_part)
+WITH_INDUCTOR = (_graph_break, _mutates_input)
+
+
 @pytest.mark.parametrize(
-    "function", [_func_grad, _graph_break, _mutates_input, _aliases_input, _no_grad_part]
+    ("function", "lowering"),
+    [
+        *((function, "aot_eager") for function in FUNCTIONS),
+        *(
+            pytest.param(
+                function, "inductor", marks=() if function in WITH_INDUCTOR else pytest.mark.soak
+            )
+            for function in FUNCTIONS
+        ),
+    ],
 )
 def test_functions_as_in_eager(function: Callable[..., Tensor], lowering: str) -> None:
     torch._dynamo.reset()
@@ -279,7 +291,10 @@ def test_views_of_inputs_and_several_outputs(lowering: str) -> None:
     assert torch.equal(other, x + 1)
 
 
-@pytest.mark.parametrize("lowering", LOWERINGS)
+# tests/graph/test_rewrite.py has buffers under Inductor
+@pytest.mark.parametrize(
+    "lowering", ["aot_eager", pytest.param("inductor", marks=pytest.mark.soak)]
+)
 def test_buffers_updated_in_place(lowering: str) -> None:
     results = []
     for compiler in (backend(lowering, Hooks()), "eager"):
