@@ -53,7 +53,7 @@ def gradients(model: Model, run: Any) -> list[torch.Tensor]:
 def trained(**options: object) -> tuple[list[torch.Tensor], Any]:
     """Gradients and the report of a compiled model."""
     torch._dynamo.reset()
-    given = {"lowering": "aot_eager", "hardware": "cpu", "seconds": 0.5} | options
+    given = {"lowering": "aot_eager", "hardware": "cpu", "seconds": 0.1} | options
     model = Model()
     run = torch.compile(model, backend="offcompile", options=given)
     found = gradients(model, run)
@@ -295,7 +295,7 @@ def test_the_floor_of_a_split_loss_is_a_fraction() -> None:
 
 
 def ahead(**options: object) -> Any:
-    given = {"memory": "12MiB", "hardware": "cpu", "options": options}
+    given = {"memory": "12MiB", "hardware": "cpu", "options": {"seconds": 0.1, **options}}
     return offcompile.plan(Model(), tokens(), **given)  # type: ignore[arg-type]
 
 
