@@ -45,6 +45,7 @@ ROOMS = (
     Room(f"{PASSES}.select", (), "choices among candidates"),
     Room(f"{PASSES}.search", (), "search over whole plans"),
     Room(f"{PASSES}.correlation", (), "the predictor of what runs next"),
+    Room(f"{PASSES}.step", (), "one step of several graphs"),
     Room(PASSES, (), "the policies, one a file"),
     Room(f"{RUNTIME}.base", ("torch", "rich"), "threads, limits, counters, pages"),
     Room(f"{RUNTIME}.codecs", ("torch", "numpy"), "lossless and lossy packing"),
@@ -69,8 +70,8 @@ ROOMS = (
 )
 #: the picture of this table in the documents
 PICTURE = ROOT / "docs" / "rooms.svg"
-#: the runtime carries plans out and makes none; the predictor is a decision that it drives
-OF_RUNTIME = (IR, f"{PASSES}.correlation", RUNTIME)
+#: the runtime carries plans out and makes none; it drives the predictor, and follows the step table
+OF_RUNTIME = (IR, f"{PASSES}.correlation", f"{PASSES}.step", RUNTIME)
 
 
 def modules(root: Path = ROOT) -> dict[str, Path]:
