@@ -58,9 +58,8 @@ class CapturedGraph:
         parameters = {i for i, x in enumerate(example_inputs) if isinstance(x, torch.nn.Parameter)}
         symbols, self.name = symbols_of(traced), f"graph {next(_numbers)}"
         budget, entry = options.memory_bytes(target.device_bytes), usage.open(target.runtime.key)
-        runs = GraphRuns(
-            self.name, budget, usage, entry, target.runtime, _holes_bytes(target, budget)
-        )
+        reserve = usage.hole_reserve(budget or 0, _holes_bytes(target, budget))
+        runs = GraphRuns(self.name, budget, usage, entry, target.runtime, reserve, target.machine)
         self.facts = GraphFacts(
             options,
             target,
@@ -135,10 +134,10 @@ class CapturedGraph:
 
 
 def _holes_bytes(target: Target, budget: int | None) -> int:
-    """Bytes that the keeper should leave to holes. When other graphs run in between, a graph finds
-    the places of its tensors taken more often than when it runs alone; for the latter, a plan
-    reserves three quarters of this. With a limited address space, freed blocks go back at once and
-    leave no holes."""
+    """Bytes that the keeper leaves to holes before any step has been measured. When other graphs
+    run in between, a graph finds the places of its tensors taken more often than when it runs
+    alone; for the latter, a plan reserves three quarters of this. With a limited address space,
+    freed blocks go back at once and leave no holes."""
     if budget is None or address_space_is_limited():
         return 0
     return target.holes_bytes(budget) * 4 // 3

@@ -95,7 +95,7 @@ class RunningHalf:
             offload_saved or self.facts.options.lowering != "inductor",
             offload_saved,
             planned.moves,
-            planned.holds_saved,
+            planned.counts_saved,
         )
 
     def _begin_heap(self, room: Room | None) -> None:

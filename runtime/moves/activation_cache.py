@@ -12,17 +12,26 @@ sweep, and is prefetched if there is room (`cached_weights`).
 The keeper holds at most `limit_bytes` beyond the memory that plans count. The buffers that it hands
 out remain its own: graphs may only read them, and must not reuse the buffers of tensors that they
 gave to the keeper (`lower`). It learns about the future from a forecast (`Predictor`).
+
+Once the executions of a whole step have come in the same order twice, the step is planned as one,
+and the cache obeys that plan (`StepTable`) instead of the forecast: a tensor stays, or it leaves at
+once and is loaded behind the execution that the plan names. The first execution or tensor out of
+order ends that for the step, and the forecast, which goes on learning meanwhile, decides again.
 """
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable
+from collections.abc import Hashable, Iterable, Sequence
 from functools import partial
 from typing import TypeVar
 
 import torch
 
 from offcompile.passes.correlation.predictor import Predictor
+from offcompile.passes.step.follow import Planner, StepFollower
+from offcompile.passes.step.record import RecordedStep, TensorKey
+from offcompile.passes.step.table import StepTable
+from offcompile.runtime.base.counters import now_ns
 from offcompile.runtime.device.interface import Copy, Slot
 from offcompile.runtime.device.streams import flat_bytes
 
@@ -37,11 +46,19 @@ Key = TypeVar("Key")
 Value = TypeVar("Value")
 
 
-class ActivationCache(CacheRoom):
-    """The cache of one mover. Thread-safe; calls to `foresight` are serialized."""
+def _no_plan(step: RecordedStep) -> StepTable | None:
+    return None
 
-    def __init__(self, mover: Moving, foresight: Predictor) -> None:
+
+class ActivationCache(CacheRoom):
+    """The cache of one mover. Thread-safe; calls to `foresight` and `steps` are serialized.
+
+    plan_step: plans a whole step that comes again; without it the forecast decides everything.
+    """
+
+    def __init__(self, mover: Moving, foresight: Predictor, plan_step: Planner = _no_plan) -> None:
         super().__init__(mover, foresight)
+        self.steps = StepFollower(lambda: now_ns() / 1000 - mover.waited_us, plan_step)
         self._known: dict[Saved, CacheNote] = {}
         self._by_block: dict[Hashable, CacheNote] = {}
         #: (execution, tag) → the lane that last loaded it
@@ -49,13 +66,18 @@ class ActivationCache(CacheRoom):
         #: execution → the limit that it last set for the keeper
         self._limits: dict[Hashable, int] = {}
         self._execution: Hashable = None
-        self._lends = self._backward = False
+        self._lends = self._backward = self._counts_saved = False
         # finalizers take no lock
         self._weights = CachedWeights(
             mover.device, lambda weight: mover.died(partial(self._weight_died, weight))
         )
 
     # -- executions ------------------------------------------------------------------------------
+
+    def step_begins(self) -> bool:
+        """True if a graph that starts now starts a step: nothing saved is alive."""
+        self.mover.sweep()
+        return self.steps.record.begins
 
     def enter(
         self,
@@ -64,14 +86,21 @@ class ActivationCache(CacheRoom):
         lends: bool = True,
         weights: Iterable[torch.Tensor] | None = (),
         backward: bool = False,
+        own_bytes: int | None = None,
     ) -> None:
         """Start a graph that leaves `limit_bytes` to the keeper. Returns when it holds no more.
 
         lends: the graph only reads the tensors it gets, and leaves those it gave alone.
         weights: those that the graph and its backward may fetch; None if it changes some.
+        own_bytes: bytes of the limit for tensors that this execution saves or reads, all of which
+        its plan includes; None: its plan does not.
         """
+        self.mover.sweep()
         with self._lock:
             self._execution, self._lends, self._backward = execution, lends, backward
+            counts_own = own_bytes is not None
+            self._counts_saved = counts_own and not backward
+            self.steps.enter(execution, limit_bytes - (own_bytes or 0), backward, counts_own)
             _note(self._limits, execution, limit_bytes)
             goes_on = self._weights.begin(weights, backward)
             old = [k for k in self._kept.values() if k.weight is not None and not goes_on]
@@ -88,10 +117,14 @@ class ActivationCache(CacheRoom):
             self.mover.count_kept(self.foresight.counters)
             self._weights.end()
             self._execution, self._lends = None, False
-            # tensors loaded now must still fit when the next graph runs
-            following = self._limits.get(self.foresight.following(), self.limit_bytes)
-            self.limit_bytes = min(self.limit_bytes, following)
+            leaving, room = self.steps.leave(), self.steps.room_after()
+            if room is None:
+                # tensors loaded now must still fit when the next graph runs
+                following = self._limits.get(self.foresight.following(), self.limit_bytes)
+                room = min(self.limit_bytes, following)
+            self.limit_bytes = room
         self.mover.sweep()  # tensors that have died need no copy, and their room is free
+        self._evict(leaving)
         self.make_room_ahead()
         self.fetch_ahead()
 
@@ -111,8 +144,8 @@ class ActivationCache(CacheRoom):
         for kept in victims:
             self._send(kept)
         self._give_up(coming)
-        if self._held_bytes > limit_bytes:
-            for kept in [*leaving, *victims]:
+        for kept in [*leaving, *victims]:
+            if self._held_bytes > limit_bytes:
                 self._await_gone(kept)
 
     # -- interface for the mover -----------------------------------------------------------------
@@ -125,21 +158,30 @@ class ActivationCache(CacheRoom):
                 return False
             known = self._name(saved)
             block = known.block
+            stays = self.steps.saved(block, saved.tag, nbytes)
             self.foresight.touch(block, nbytes, reads=False)
             self.foresight.fetching(block, nbytes)
             self.foresight.arrived(block)
             self.foresight.wrote(block)
-            leaving = sum(k.saved.slot.nbytes for k in self._kept.values() if k.leaving)
-            over = self._held_bytes - leaving + nbytes - self.limit_bytes
-            victims = self._victims(over)
+            if stays is not None and self._counts_saved:
+                self.limit_bytes += nbytes
+            leaving = [k for k in self._kept.values() if k.leaving]
+            over = self._held_bytes + nbytes - self.limit_bytes
+            if stays is not False:
+                over -= sum(k.saved.slot.nbytes for k in leaving)
+            victims = [] if stays is False else self._victims(over)
             if over > sum(v.saved.slot.nbytes for v in victims):
                 self.foresight.leaving(block)
                 self.foresight.cleaned(block)
                 self.foresight.left(block)
+                if stays:
+                    self.steps.lose()  # there is less room than the table was made for
                 return False
-            self._kept[block] = Cached(block, saved, x)
+            kept = self._kept[block] = Cached(block, saved, x)
             self._held_bytes += nbytes
-            known.room = victims
+            known.room = [*victims, *leaving] if stays else victims
+            if stays is False:
+                victims = self._mark_leaving([kept])
         for kept in victims:
             self._send(kept)
         return True
@@ -151,7 +193,8 @@ class ActivationCache(CacheRoom):
             return False
         room, known.room = known.room, []
         for kept in room:
-            self._await_gone(kept)
+            if self.steps.table is None or self._held_bytes > self.limit_bytes:
+                self._await_gone(kept)
         return True
 
     def take(self, saved: Saved, lane: str) -> tuple[torch.Tensor, Copy | None] | None:
@@ -165,13 +208,17 @@ class ActivationCache(CacheRoom):
             kept = self._kept.get(known.block)
             # a tensor being copied out is still intact; the plan counts it from now on
             self.foresight.touch(known.block, saved.slot.nbytes)
+            self.steps.read(known.block)
             if kept is None:
                 return None
-            if kept.leaving:
-                self.foresight.leaving(known.block)
-                return flat_bytes(kept.tensor), None
-            self._hand_out(kept)
-            return flat_bytes(kept.tensor), kept.copy
+            if not kept.leaving or self._call_back(kept):
+                self._hand_out(kept)
+                return flat_bytes(kept.tensor), kept.copy
+            self.foresight.leaving(known.block)
+            tensor, copy = kept.tensor, kept.copy
+        if copy is not None:  # else its memory could go round again before the copy has ended
+            self.mover.device.wait(copy)
+        return flat_bytes(tensor), None
 
     def fetch(self, host: torch.Tensor, tag: str, lane: str) -> tuple[torch.Tensor, Copy] | None:
         """Like `take`, for a weight on the host; starts loading it if it is not there and fits."""
@@ -181,6 +228,7 @@ class ActivationCache(CacheRoom):
             if weight is None or slot is None:
                 return None
             weight.tag, weight.lane = tag, lane
+            self.steps.spoil()
             if self._backward:
                 weight.backwards.add(self._execution)
             kept = self._kept.get(weight.block)
@@ -206,6 +254,7 @@ class ActivationCache(CacheRoom):
             del self._by_block[known.block]
             kept = self._kept.pop(known.block, None)
             self.foresight.dead(known.block)
+            self.steps.record.dead(known.block)
             if kept is not None:
                 self._held_bytes -= saved.slot.nbytes
         if kept is None or kept.copy is None or kept.awaited:
@@ -218,6 +267,9 @@ class ActivationCache(CacheRoom):
     def fetch_ahead(self) -> None:
         """Prefetch the tensors expected next, while there is room."""
         with self._lock:
+            if self.steps.table is not None:
+                self._fetch_due()
+                return
             free = self._free_bytes
             for wanted in self.foresight.predictions(free):
                 if wanted.nbytes > free:
@@ -230,13 +282,8 @@ class ActivationCache(CacheRoom):
                         free -= found[1].nbytes
                     continue
                 known = self._by_block.get(wanted.block)
-                lane = None if known is None else known.lane or self._lanes.get(known.block[:2])
-                if known is None or lane is None:
-                    continue
-                slot = known.saved.slot
-                buffer = self.mover.device.allocate(slot, nothing)
-                self._begin_in(Cached(known.block, known.saved, buffer), lane, ahead=True)
-                free -= slot.nbytes
+                if known is not None and self._load(known):
+                    free -= wanted.nbytes
 
     def make_room_ahead(self) -> None:
         """Start evicting tensors that are needed later than one that does not fit beside them.
@@ -245,6 +292,8 @@ class ActivationCache(CacheRoom):
         """
         victims: list[Cached] = []
         with self._lock:
+            if self.steps.table is not None:
+                return
             position: int | None = None
             while (short := self.foresight.shortfall(self._free_bytes)) is not None:
                 wanted, missing = short
@@ -273,6 +322,47 @@ class ActivationCache(CacheRoom):
             return sum(k.saved.slot.nbytes for k in mine)
 
     # -- internals -------------------------------------------------------------------------------
+
+    def _call_back(self, kept: Cached) -> bool:
+        """Let a tensor stay after all. False if its copy out has begun."""
+        if kept.copy is None or not self.mover.device.cancel(kept.copy):
+            return False
+        self.mover.copy_cancelled(kept.saved)
+        kept.leaving, kept.copy = False, None
+        self.foresight.stays(kept.block)
+        return True
+
+    def _evict(self, keys: Sequence[TensorKey]) -> None:
+        """Start evicting the tensors that the table of the step lets go now."""
+        with self._lock:
+            blocks = [self.steps.record.block_of(key) for key in keys]
+            found = [self._kept.get(block) for block in blocks]
+            victims = self._mark_leaving([k for k in found if k is not None and not k.leaving])
+        for kept in victims:
+            self._send(kept)
+
+    def _fetch_due(self) -> None:
+        """Start the loads that the table has due, in their order, while there is room."""
+        due = self.steps.due
+        while due:
+            known = self._by_block.get(self.steps.record.block_of(due[0]))
+            kept = None if known is None else self._kept.get(known.block)
+            if kept is not None and kept.leaving:
+                return
+            if known is not None and kept is None:
+                if known.saved.slot.nbytes > self._free_bytes:
+                    return
+                self._load(known)
+            due.pop(0)
+
+    def _load(self, known: CacheNote) -> bool:
+        """Start loading a tensor that has left. False if no graph has loaded it before."""
+        lane = known.lane or self._lanes.get(known.block[:2])
+        if lane is None:
+            return False
+        buffer = self.mover.device.allocate(known.saved.slot, nothing)
+        self._begin_in(Cached(known.block, known.saved, buffer), lane, ahead=True)
+        return True
 
     def _begin_copy(self, weight: Weight, host: torch.Tensor, slot: Slot, ahead: bool) -> Cached:
         # the alias keeps the memory alive; otherwise it could be reused with other content

@@ -242,6 +242,11 @@ class Mover:
 
     # -- interface for the keeper ------------------------------------------------------------------
 
+    @property
+    def waited_us(self) -> float:
+        """The time that compute has waited for copies, since the counters were reset."""
+        return self.tally.wait_us
+
     def begin_out(self, saved: Saved, x: torch.Tensor, ended: Callable[[Copy], None]) -> Copy:
         """Start copying out a tensor that the keeper held; calls `ended` when the copy is over."""
         ended = partial(self._ended, saved, "out", then=ended)

@@ -7,23 +7,26 @@ their saved activations while there is room (`runtime.keeping`), guided by their
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from offcompile.ir import BACKWARD, FORWARD
+from offcompile.ir import BACKWARD, FORWARD, Machine
 from offcompile.ir.units import show_bytes
 from offcompile.passes.correlation.predictor import Predictor
 from offcompile.report.log import first_time, warn
 from offcompile.runtime.base.weak import WeakTensor
 from offcompile.runtime.device import tickets
+from offcompile.runtime.memory.malloc.heap import heap
 from offcompile.runtime.moves.activation_cache import ActivationCache
 from offcompile.runtime.moves.registry import RuntimeSettings, runtime_for, runtimes
 from offcompile.runtime.moves.saved import Saved
 
+from .hole_reserve import HoleReserve
+from .step_plan import StepPlanner
 from .usage import UNBOUND, DeviceUsage, GraphUsage, ParameterSet
 
 #: least share for the keeper of the room beside a run, however much is reserved for holes
@@ -36,7 +39,7 @@ class Room:
 
     peak_bytes: int
     kept_limit_bytes: int
-    #: bytes of that which the keeper holds at the beginning
+    #: bytes of that which the keeper holds at the beginning, or which stay free
     held_bytes: int
     #: values of the symbols in the arguments of forward
     sizes: tuple[int, ...] = ()
@@ -52,8 +55,10 @@ class GraphRuns:
     usage: DeviceUsage
     entry: GraphUsage
     settings: RuntimeSettings
-    #: bytes of the budget that the keeper should leave to holes between tensors
-    holes_bytes: int = 0
+    #: what the keeper leaves to holes between tensors
+    reserve: HoleReserve
+    #: the machine with so much device memory, for plans of whole steps
+    machine_for: Callable[[int], Machine]
     #: binding and sizes of the call that runs
     binding: ParameterSet = UNBOUND
     sizes: tuple[int, ...] = ()
@@ -73,14 +78,14 @@ class GraphRuns:
         no_buffer_reuse: bool,
         offload_saved: bool,
         moves: bool,
-        holds_saved: bool,
+        counts_saved: Collection[str],
     ) -> Iterator[Room | None]:
         """Wrap a run of one half. Yields None if the graph is alone under its budget.
 
         peak_at: the plan's peak memory for given sizes. no_buffer_reuse: the graph does not write
         to tensors that the keeper may hold. offload_saved: saved activations may leave. moves: any
-        tensor may leave. holds_saved: from the start of backward, its plan includes everything that
-        forward saved, wherever it is.
+        tensor may leave. counts_saved: halves whose plan includes, at its peak, everything that
+        forward has saved, wherever it is.
         """
         keepers = self._keepers()
         mine = keepers.pop(self.settings.key, None)
@@ -95,7 +100,8 @@ class GraphRuns:
         keeper = mine
         if keeper is None and shares and moves:
             mover = runtime_for(self.settings.key).mover
-            keeper = mover.keeper = ActivationCache(mover, Predictor())
+            keeper = ActivationCache(mover, Predictor(), StepPlanner(self.machine_for))
+            mover.keeper = keeper
         others = [k for k in keepers.values() if k.held_bytes]
         held_bytes = 0 if keeper is None else keeper.held_bytes
         if not (others or held_bytes or (shares and keeper is not None)):
@@ -120,15 +126,29 @@ class GraphRuns:
         if self.weights is not None:
             weights = [w for ref in self.weights if (w := ref()) is not None]
         execution = self.name, phase, binding, sizes
-        own = 0
-        if holds_saved and phase == BACKWARD:
-            own = keeper.bytes_of((self.name, FORWARD, binding, sizes))
-        kept = max(limit - self.holes_bytes, int(limit * KEEPER_SHARE))
-        keeper.enter(execution, kept + own, no_buffer_reuse, weights, phase == BACKWARD)
+        own = None
+        if phase in counts_saved:
+            forward = self.name, FORWARD, binding, sizes
+            own = keeper.bytes_of(forward) if phase == BACKWARD else 0
+        if keeper.step_begins():
+            keeper.steps.rooms_grow(self.reserve.step_over(heap().trims))
+        kept = max(limit - self.reserve.nbytes, int(limit * KEEPER_SHARE))
+        most = kept + (own or 0)
+        spare = min(limit, self.reserve.free_bytes)
+        keeper.enter(execution, most, no_buffer_reuse, weights, phase == BACKWARD, own)
         try:
-            yield Room(peak_bytes, limit, keeper.held_bytes, sizes)
+            yield Room(peak_bytes, limit, keeper.held_bytes + spare, sizes)
         finally:
+            self._measure(phase == BACKWARD, spare)
             keeper.leave()
+
+    def _measure(self, backward: bool, spare_bytes: int) -> None:
+        """Measure what the process leaves of the budget; malloc keeps `spare_bytes` of it free."""
+        left_bytes = heap().check()
+        if left_bytes < float("inf"):
+            left_bytes -= self.reserve.free_bytes - spare_bytes
+            weight_bytes = self.usage.holdings.weight_bytes()
+            self.reserve.ran(left_bytes, heap().resident_bytes(), weight_bytes, backward)
 
     def _keepers(self) -> dict[str, ActivationCache]:
         """The keepers of all runtimes that move tensors of this device, by key."""
@@ -169,5 +189,17 @@ def kept_between(settings: RuntimeSettings) -> str | None:
     return (
         f"of {asked} tensors asked for, {t.keeper_hits} were there, {t.keeper_late} on their way,"
         f" {t.keeper_misses} missed; {show_bytes(t.keeper_wasted_bytes)} fetched in vain,"
-        f" tables of {show_bytes(mover.keeper.foresight.table_bytes)}"
+        f" tables of {show_bytes(mover.keeper.foresight.table_bytes)}{_planned(mover.keeper)}"
+    )
+
+
+def _planned(keeper: ActivationCache) -> str:
+    """Describe the newest plan of a whole step, after a semicolon; empty if there is none."""
+    table = keeper.steps.newest
+    if table is None:
+        return ""
+    saved_bytes = sum(map(table.step.nbytes, table.step.wanted))
+    return (
+        f"; a step of {len(table.step.executions)} executions is planned as one:"
+        f" {show_bytes(table.moved_bytes)} of {show_bytes(saved_bytes)} leave"
     )

@@ -86,6 +86,10 @@ class ParameterMemory:
             self._addresses = found
         return self._total
 
+    def weight_bytes(self) -> int:
+        """Bytes of all weights on the device, when last looked at."""
+        return sum(self.weight.values())
+
     def takes(self, parameter: torch.Tensor) -> int:
         """Bytes of the parameter and of its coming gradient, when last looked at."""
         return self.weight.get(id(parameter), 0) + self.coming.get(id(parameter), 0)

@@ -16,8 +16,10 @@ from typing import NamedTuple, cast
 
 import torch
 
+from offcompile.runtime.memory.malloc.heap import heap
 from offcompile.runtime.states.updates import Holder, all_held_bytes, holders_of, registrations
 
+from .hole_reserve import HoleReserve
 from .live_outputs import LiveOutputs
 from .parameter_memory import ParameterMemory
 
@@ -167,6 +169,16 @@ class DeviceUsage:
         #: cached result of `held_beside`, until something may have changed
         self._found: tuple[GraphUsage, ParameterSet, HeldBeside] | None = None
         self._holders: tuple[tuple[int, int], list[weakref.ref[Holder]]] = ((-1, -1), [])
+        self._reserves: dict[int, HoleReserve] = {}
+
+    def hole_reserve(self, budget_bytes: int, nbytes: int) -> HoleReserve:
+        """The reserve for holes that all graphs with this budget share; begins with `nbytes`."""
+        found = self._reserves.get(budget_bytes)
+        if found is None:
+            held_bytes = heap().resident_bytes() if heap().gives_back else 0
+            found = HoleReserve(budget_bytes, nbytes, held_bytes)
+            self._reserves[budget_bytes] = found
+        return found
 
     def open(self, runtime: str = "") -> GraphUsage:
         """Make an entry for a graph. Only a weak reference to it is kept."""

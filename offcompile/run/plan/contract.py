@@ -10,13 +10,14 @@ from typing import NamedTuple
 import sympy
 import torch
 
-from offcompile.ir import Infeasible
+from offcompile.ir import BACKWARD, FORWARD, Infeasible
 from offcompile.ir.units import show_bytes
 from offcompile.machine.options import Options
 from offcompile.machine.target import Target
 from offcompile.planning.feedback.profiling import Profile, Settled
 from offcompile.planning.fit_budget import Decided
 from offcompile.planning.footprint import NeedsBySize
+from offcompile.planning.order import RunStep, WaitStep
 from offcompile.planning.planner import NO_RIVAL, Rival
 from offcompile.report.report import PlanReport
 from offcompile.run.accounts.apply_placement import WeightPlaces
@@ -133,10 +134,16 @@ class Planned:
         """True if any tensor leaves the device or is recomputed."""
         return not self.report.fits
 
-    @property
-    def holds_saved(self) -> bool:
-        """True if, from the start of backward, the plan includes everything that forward saved."""
-        return self.request.kind.offload_saved and self.decided.result.policy == "turnover"
+    @cached_property
+    def counts_saved(self) -> frozenset[str]:
+        """The halves in which the plan includes, at its peak, all that forward has saved: backward
+        if it loads everything at its start, forward if it waits for no copy out before its end."""
+        if not (self.request.kind.offload_saved and self.decided.result.policy == "turnover"):
+            return frozenset()
+        steps = self.decided.order.forward()
+        last = max((i for i, step in enumerate(steps) if isinstance(step, RunStep)), default=0)
+        waits = any(isinstance(step, WaitStep) for step in steps[:last])
+        return frozenset((BACKWARD,) if waits else (FORWARD, BACKWARD))
 
     @cached_property
     def changes_weights(self) -> bool:

@@ -1,0 +1,64 @@
+"""Plans a whole training step of several graphs as one problem."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from offcompile.ir import Infeasible, Machine
+from offcompile.ir.units import show_bytes
+from offcompile.passes.step.record import RecordedStep
+from offcompile.passes.step.stitch import StitchedStep, stitch
+from offcompile.passes.step.table import StepTable, table_of
+from offcompile.planning.fit_budget import planning_seconds
+from offcompile.planning.planner import PlanResult, plan_problem
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class PlannedStep:
+    """A stitched step and the plan that was made of it, legal by the verifier."""
+
+    stitched: StitchedStep
+    machine: Machine
+    result: PlanResult
+
+    @property
+    def table(self) -> StepTable:
+        return table_of(self.stitched, self.result.plan)
+
+
+@dataclass(eq=False)
+class StepPlanner:
+    """Plans the steps of one keeper. `machine_for`: the machine with so much device memory."""
+
+    machine_for: Callable[[int], Machine]
+    #: the newest plan
+    planned: PlannedStep | None = field(default=None)
+
+    def __call__(self, step: RecordedStep) -> StepTable | None:
+        """Plan a step. None if no plan fits: then the keeper goes on graph by graph."""
+        try:
+            self.planned = plan_step(step, self.machine_for)
+        except Infeasible as error:
+            log.info("the graphs of a step are not planned together: %s", error)
+            return None
+        table = self.planned.table
+        log.info(
+            "%d graph executions planned as one step: %s leave the device of %s saved between them",
+            len(step.executions),
+            show_bytes(table.moved_bytes),
+            show_bytes(sum(map(step.nbytes, step.wanted))),
+        )
+        return table
+
+
+def plan_step(step: RecordedStep, machine_for: Callable[[int], Machine]) -> PlannedStep:
+    """Stitch a step and plan it. Raises `Infeasible`."""
+    stitched = stitch(step)
+    machine = machine_for(stitched.capacity_bytes)
+    problem = stitched.problem
+    result = plan_problem(problem, machine, seconds=planning_seconds(problem))
+    return PlannedStep(stitched, machine, result)
