@@ -180,6 +180,17 @@ def looked_ahead() -> dict[str, int]:
     return {}
 
 
+def planned_step() -> dict[str, int]:
+    """What the newest plan of a whole step lets leave, of all that graphs save for each other."""
+    for runtime in runtimes():
+        keeper = runtime.mover.keeper
+        if keeper is not None and keeper.steps.newest is not None:
+            table = keeper.steps.newest
+            saved_bytes = sum(map(table.step.nbytes, table.step.wanted))
+            return {"planned_out_bytes": table.moved_bytes, "saved_bytes": saved_bytes}
+    return {}
+
+
 def serve(task: dict[str, Any], case: Case | None = None) -> None:
     """Build and warm up, then answer each line from the parent with one line of JSON."""
     if task["returns_freed"]:
@@ -243,6 +254,7 @@ def serve(task: dict[str, Any], case: Case | None = None) -> None:
             told = ("bytes_out", "raw_bytes_out", "bytes_in", "wait_us", "heap_trims")
             found |= {name: counters[name] for name in told}
             found["ahead"] = looked_ahead()
+            found |= planned_step()
         return found
 
     began = time.perf_counter()

@@ -91,7 +91,8 @@ def measure(case: str, lowering: str, asked: argparse.Namespace) -> list[Child]:
 
 def table(children: list[Child]) -> list[str]:
     plain, whole = children[:2]
-    times, moves = ("step, s", "× plain", "× whole"), ("out", "in", "found", "back")
+    times = ("step, s", "× plain", "× whole")
+    moves = ("out", "in", "planned out", "found", "back")
     heads = ("variant", *times, "first peak", "peak", *moves, "losses")
     rows = ["| " + " | ".join(heads) + " |", "|---" * len(heads) + "|"]
     for child in children:
@@ -111,12 +112,20 @@ def table(children: list[Child]) -> list[str]:
             f"{child.warm_facts['peak_bytes'] / MIB:,.0f}",
             f"{fact['peak_bytes'] / MIB:,.0f}",
             *moved,
+            _planned(fact),
             _found(child),
             back,
             ("same" if child.losses == plain.losses else "other") if ours else "",
         )
         rows.append("| " + " | ".join(cells) + " |")
     return rows
+
+
+def _planned(fact: dict[str, Any]) -> str:
+    """What the plan of the whole step lets leave, of all that graphs save for each other."""
+    if "saved_bytes" not in fact:
+        return ""
+    return f"{fact['planned_out_bytes'] / MIB:,.0f} of {fact['saved_bytes'] / MIB:,.0f}"
 
 
 def _found(child: Child) -> str:
@@ -173,8 +182,9 @@ TEXT = """\
 Training steps (forward, backward, plain SGD) of one model under one budget (weights, gradients and
 {share} of what plain training holds beside them), compiled as one graph, with two graph breaks, and
 block by block (`block.compile(…)` for each: one compiled graph with as many sets of weights as
-there are blocks). Inside a graph moves are planned; between graphs the keeper decides while
-running, by what it has learnt of their order.
+there are blocks). Inside a graph moves are planned. Between graphs the keeper decides while
+running, by what it has learnt of their order, until a step has come again: from then on the step is
+planned as one.
 
 "Three lengths": batches of the whole length, three quarters and half of it in turn. "Experts": the
 data choose which block runs next. Both are compared with plain training of the same steps.
@@ -182,11 +192,12 @@ data choose which block runs next. Both are compared with plain training of the 
 Each variant is a process of its own; those up to the next "no offload" run one step each in turn,
 {rounds} rounds. Ratios are medians over the rounds of two steps of the same round. Peak memory
 (MiB) is what the operating system measured, less what the process held before the model; "first
-peak": that of the first step, which compiles and plans. "out",
-"in": MiB a step, the first two steps included, in which the order is learnt. "found": tensors that
-backward wanted and found on the device, from the fifth step on. "back": how often a step the
-pages of free blocks went back to the system, to be touched again, likewise. "losses": of the first
-two steps, against plain training.
+peak": that of the first step, which compiles and plans. "out", "in": MiB a step, the first steps
+included, in which the order is learnt. "planned out": MiB that the last plan of the whole step lets
+leave, of all that graphs save for each other. "found": tensors that backward wanted and found on
+the device, from the fifth step on. "back": how often a step the pages of free blocks went back to
+the system, to be touched again, the first steps included. "losses": of the first two steps, against
+plain training.
 
 {sections}
 Machine: {machine}.
