@@ -200,7 +200,7 @@ def test_blocks_with_options_of_their_own_share_one_budget(tmp_path: Path) -> No
     asked = sum(int(counted[f"keeper_{name}"]) for name in ("hits", "late", "misses"))
     shared = next(r for r in offcompile.reports()[before:] if not r.fits)
     assert f"of {asked} tensors asked for" in str(shared)
-    assert shared.beside_bytes > 0 and "that others hold" in str(shared)
+    assert shared.memory.beside_bytes > 0 and "that others hold" in str(shared)
     (keeper,) = [k for r in runtimes() if (k := r.mover.keeper) is not None]
     assert keeper.held_bytes == 0 and keeper.limit_bytes <= budget
 

@@ -242,3 +242,20 @@ def test_a_plan_that_moves_nothing_keeps_to_its_budget_once_malloc_keeps_what_is
     model = torch.compile(torch.nn.Linear(8, 8), backend="offcompile", options=options)
     model(torch.randn(4, 8)).sum().backward()
     assert set(budgets) == {64 * MIB}
+
+
+def test_a_range_is_reserved_without_touching_holes_whose_pages_went_back() -> None:
+    before, after = in_a_process(
+        SETUP
+        + """
+blocks = [take(1) for _ in range(32)]
+kept = blocks[::2]
+del blocks
+h._malloc.use_huge_pages()
+h.trim()
+before = h.resident_bytes()
+h._malloc.lay_out(64 << 20)
+print(before, h.resident_bytes())
+"""
+    )
+    assert after - before <= 40 * MIB  # 128 MiB lie in holes

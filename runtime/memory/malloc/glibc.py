@@ -23,8 +23,9 @@ KEPT_BYTES = 32 << 20
 NEVER = -1
 #: minimum growth of the heap; untouched pages cost nothing
 GROWTH_BYTES, USUAL_GROWTH_BYTES = 64 << 20, 128 << 10
-#: size of the block that keeps a reserved range from being the heap's end, and the limit on tries
-_PLUG_BYTES, _MOST_HOLES = 256 << 10, 4096
+#: least size of the block that keeps a reserved range from being the heap's end, and the limit on
+#: tries
+_PLUG_BYTES, _MOST_PLUGS = 256 << 10, 24
 
 
 @dataclass(frozen=True)
@@ -172,12 +173,15 @@ class Malloc:
         self._laid_out_bytes = nbytes
         self.map_large_blocks(False)
         blocks = [process.malloc(nbytes)]
-        # the first plug that fits into no hole lies behind the range
-        while blocks[-1] is not None and len(blocks) < _MOST_HOLES:
-            blocks.append(process.malloc(_PLUG_BYTES))
+        # the first plug that fits into no hole lies behind the range; each plug in a hole touches a
+        # huge page that may have gone back to the system, so the next one is twice as large
+        plug_bytes = _PLUG_BYTES
+        while blocks[-1] is not None and len(blocks) < _MOST_PLUGS:
+            blocks.append(process.malloc(plug_bytes))
             if (blocks[-1] or 0) > (blocks[0] or 0):
                 blocks.pop()  # the plug is never freed
                 break
+            plug_bytes *= 2
         for block in blocks:
             process.free(block)
         self.map_large_blocks(True)
