@@ -15,6 +15,7 @@ from offcompile.runtime.states.states import MemoryStates
 from .core import MASTER, Core, ParameterEntry
 from .layout import flat, flat_like, is_dense
 from .rules import Hyper, OnePass
+from .shards import local_like
 
 #: elements per tile if an update takes more than one pass over them; a tile stays in the cache
 TILE_ELEMENTS = 1 << 18
@@ -39,14 +40,15 @@ def update(
     """
     core.check(entry, gradient)
     core.start(entry)
-    parameter = entry.parameter.detach()
+    gradient = local_like(gradient, entry.parameter)
+    parameter = entry.local.detach()
     carrier = core.carrier(entry)
     if carrier is not None:
         # `brought` owns its memory
-        brought = brought or carrier.bring(entry.parameter, gradient, entry.label)
+        brought = brought or carrier.bring(entry.local, gradient, entry.label)
         brought.arrive()
         gradient = brought.gradient
-    weight = parameter if carrier is None else carrier.place(entry.parameter)
+    weight = parameter if carrier is None else carrier.place(entry.local)
     dense = is_dense(weight)
     weights = flat(weight) if dense else weight.contiguous().view(-1)
     gradients = flat_like(gradient.detach(), weight)
@@ -56,7 +58,7 @@ def update(
     entry.count_up()
     core.visiting(entry)
     # each written range increments the version
-    disagrees = MASTER in entry.names and entry.agreed != parameter._version
+    disagrees = MASTER in entry.names and entry.agreed != entry.parameter._version
     for start, stop, parts in _ranges(core, entry, coefficient is not None):
         work = gradients[start:stop]
         if coefficient is not None:
@@ -67,7 +69,7 @@ def update(
     if not dense:
         weight.copy_(weights.view(weight.shape))
     if carrier is not None:
-        carrier.updated(entry.parameter, entry.label)
+        carrier.updated(entry.local, entry.label)
     core.updated(entry)
 
 
@@ -76,7 +78,7 @@ def _ranges(
 ) -> Iterator[tuple[int, int, dict[str, torch.Tensor]]]:
     if entry.store is None:
         visits: Iterator[tuple[int, int, tuple[torch.Tensor, ...]]] = iter(
-            [(0, entry.parameter.numel(), ())]
+            [(0, entry.local.numel(), ())]
         )
     else:
         visits = ((r.start, r.stop, r.parts) for r in entry.store.visit(entry.key))
@@ -154,6 +156,7 @@ def update_together(
     for entry, gradient in pairs:
         core.check(entry, gradient)
         core.start(entry)
+        gradient = local_like(gradient, entry.parameter)
         tiled = coefficient is not None and gradient.numel() > TILE_ELEMENTS
         if not tiled and _is_plain(core, entry, gradient):
             p = entry.parameter
@@ -181,14 +184,14 @@ def _brought(
     for entry, gradient in far:
         carrier = core.carrier(entry)
         assert carrier is not None
-        under_way.append((entry, gradient, carrier.bring(entry.parameter, gradient, entry.label)))
+        under_way.append((entry, gradient, carrier.bring(entry.local, gradient, entry.label)))
         if len(under_way) > AHEAD:
             yield under_way.popleft()
     yield from under_way
 
 
 def _is_plain(core: Core, entry: ParameterEntry, gradient: torch.Tensor) -> bool:
-    parameter = entry.parameter
+    parameter = entry.local
     if entry.store is not None and not isinstance(entry.store, MemoryStates):
         return False
     if core.carrier(entry) is not None:
@@ -214,7 +217,7 @@ def _update_call(
                 parts[name].append(part)
     if steps:
         torch._foreach_add_(steps, 1)
-    weights = [flat(entry.parameter.detach()) for entry, _ in call]
+    weights = [flat(entry.local.detach()) for entry, _ in call]
     gradients = [flat(gradient.detach()) for _, gradient in call]
     core.rule.update(weights, gradients, parts, steps, hyper, is_first, grad_scale)
     for entry, _ in call:

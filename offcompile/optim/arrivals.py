@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 import weakref
 from collections.abc import Callable, Mapping
@@ -16,8 +17,12 @@ from offcompile.runtime.states import updates
 from .clipping import norm
 from .core import Core, ParameterEntry
 from .layout import flat_like, room_like, shaped_like
+from .replicas import reduced_after_backward
 from .rules import Hyper
+from .shards import is_sharded, version_of
 from .update_paths import UpdatePaths
+
+LOGGER = logging.getLogger("offcompile")
 
 
 @dataclass
@@ -51,6 +56,8 @@ class Arrivals:
     last: ArrivalTally = field(default_factory=ArrivalTally)
     has_stepped: bool = False
     _hooks: dict[ParameterEntry, Any] = field(default_factory=dict)
+    #: True if gradients are final only after backward; None: to be found out
+    _reduced_late: bool | None = None
     _lock: Any = field(default_factory=threading.RLock)
 
     def watch(self) -> None:
@@ -61,6 +68,7 @@ class Arrivals:
                 register: Any = parameter.register_post_accumulate_grad_hook
                 handle = register(_hook(mine))
                 self._hooks[entry] = handle
+                self._reduced_late = None
                 updates.register([parameter], self)
                 weakref.finalize(self, handle.remove).atexit = False
 
@@ -74,7 +82,7 @@ class Arrivals:
             gradient = parameter.grad
             if gradient is None or arrival.passes < self.core.settings.accumulate:
                 return
-            if self.core.settings.deferred:
+            if self.core.settings.deferred or self._waits_for_ddp():
                 self._hold(entry, gradient)
             elif self._is_last_hook(entry):
                 self._apply(entry, arrival, gradient)
@@ -107,17 +115,31 @@ class Arrivals:
     def _hold(self, entry: ParameterEntry, gradient: torch.Tensor) -> None:
         """Keep a complete gradient for step()."""
         self.core.check(entry, gradient)
-        if not self.core.settings.scaled:
+        if not self.core.settings.scaled and not self._waits_for_ddp():
             self.measure(entry, gradient)
+
+    def _waits_for_ddp(self) -> bool:
+        """True if DDP reduces these gradients: they wait for step(), where they are final."""
+        if self._reduced_late is None:
+            self._reduced_late = reduced_after_backward(self.core.entries)
+            if self._reduced_late:
+                LOGGER.warning(
+                    "offcompile: overlap=True does nothing beside DistributedDataParallel, which"
+                    " reduces gradients after their hooks have run: all updates wait for step()."
+                    " Use overlap=False, or fully_shard (FSDP2), which calls hooks after it has"
+                    " reduced"
+                )
+        return self._reduced_late
 
     def measure(self, entry: ParameterEntry, gradient: torch.Tensor) -> torch.Tensor:
         """Return the norm of `.grad`, recomputed if `.grad` has changed since the last call."""
         arrival = self.arrived.setdefault(entry, Arrival())
         known = arrival.norm
         # a scaler changes gradients without a version bump
-        stale = known is None or known[1] is not gradient or known[2] != gradient._version
+        version = version_of(gradient)
+        stale = known is None or known[1] is not gradient or known[2] != version
         if known is None or stale or self.core.settings.scaled:
-            known = arrival.norm = (norm(gradient), gradient, gradient._version)
+            known = arrival.norm = (norm(gradient), gradient, version)
         return known[0]
 
     # -- gradients straight from a compiled graph ------------------------------------------------
@@ -126,6 +148,8 @@ class Arrivals:
         """See `updates.Updater`."""
         entry = self.core.entries.get(parameter)
         if entry is None or entry not in self._hooks or not parameter.requires_grad:
+            return False
+        if is_sharded(parameter) or self._waits_for_ddp():
             return False
         others = parameter._backward_hooks or len(parameter._post_accumulate_grad_hooks or ()) != 1
         before = self.arrived.get(entry)
@@ -194,7 +218,8 @@ class Arrivals:
                 raise OffloadError(
                     f"{entry.label} was updated during backward, and has a new gradient before"
                     " step(): leave .grad alone between the two, or make the optimizer with"
-                    " overlap=False"
+                    " overlap=False. If DistributedDataParallel has written it, wrap the model"
+                    " before the first step"
                 )
 
     def _has_no_gradient(self) -> bool:

@@ -15,6 +15,7 @@ from offcompile.runtime.states.states import MemoryStates
 
 from .core import MASTER, Core, ParameterEntry
 from .layout import flat_like, shaped_like
+from .shards import is_sharded, local_state, sharded_like
 
 
 def whole_state(core: Core) -> defaultdict[torch.Tensor, Any]:
@@ -32,7 +33,7 @@ def whole_state(core: Core) -> defaultdict[torch.Tensor, Any]:
 
 
 def _copied(core: Core, entry: ParameterEntry, room: MappedStore) -> dict[str, torch.Tensor]:
-    numel, dtypes = entry.parameter.numel(), entry.dtypes
+    numel, dtypes = entry.local.numel(), entry.dtypes
     flats = [
         memory.view(dtype)
         for memory, dtype in zip(
@@ -47,7 +48,7 @@ def _copied(core: Core, entry: ParameterEntry, room: MappedStore) -> dict[str, t
     for name, whole in zip(entry.names, flats, strict=True):
         if name == "momentum_buffer" and entry.is_first:
             continue
-        kept[name] = shaped_like(whole, entry.parameter)
+        kept[name] = sharded_like(shaped_like(whole, entry.local), entry.parameter)
     return kept
 
 
@@ -86,7 +87,13 @@ def _load_one(core: Core, entry: ParameterEntry, saved: Mapping[str, Any]) -> No
                 f"{name} of {entry.label} has shape {tuple(value.shape)} in what is loaded, not"
                 f" {tuple(parameter.shape)}: this checkpoint is of another model"
             )
-        flats[name] = flat_like(value.detach(), parameter)
+        if is_sharded(value) and not is_sharded(parameter):
+            raise OffloadError(
+                f"{name} of {entry.label} is a DTensor in what is loaded, and the parameter is not"
+                " sharded: load it with torch.distributed.checkpoint, or give its full_tensor()"
+            )
+        part = local_state(value.detach(), parameter)
+        flats[name] = flat_like(part, entry.local)
     core.write(entry, flats)
     if MASTER in flats:
         entry.agreed = parameter._version

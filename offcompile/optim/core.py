@@ -18,6 +18,7 @@ from offcompile.runtime.states.states import MemoryStates, States
 from .layout import shaped_like
 from .rules import Rule
 from .settings import Settings
+from .shards import local, sharded_like
 from .state_placement import Places, device_in, is_kept_there, is_streamed
 
 MASTER = "master"
@@ -61,6 +62,11 @@ class ParameterEntry:
             fresh = known is not None and known[1] == self.step._version
             self.step += 1
             self.counted = (known[0] + 1, self.step._version) if known and fresh else None
+
+    @property
+    def local(self) -> torch.Tensor:
+        """The part of the parameter on this rank, which is what its updates change."""
+        return local(self.parameter)
 
     @property
     def label(self) -> str:
@@ -130,7 +136,7 @@ class Core:
 
     def carrier(self, entry: ParameterEntry) -> GradientTransport | None:
         """The carrier that brings gradients to the host, if the parameter is updated there."""
-        found = carrier_of(entry.parameter) if self.is_beside(entry) else None
+        found = carrier_of(entry.local) if self.is_beside(entry) else None
         if found is not None:
             self._carriers.add(found)
         return found
@@ -168,7 +174,7 @@ class Core:
             entry.place = chosen[position]
 
     def _nbytes(self, entry: ParameterEntry) -> int:
-        return entry.parameter.numel() * sum(d.itemsize for d in self.layout(entry).values())
+        return entry.local.numel() * sum(d.itemsize for d in self.layout(entry).values())
 
     def held_bytes(self) -> int:
         """Bytes that states take, or will take, on the device of the parameters."""
@@ -220,7 +226,7 @@ class Core:
             entry.store.remove(entry.key)
         assert entry.place is not None
         entry.store = self.places.named(entry.place)
-        entry.store.add(entry.key, entry.parameter.numel(), tuple(layout.values()))
+        entry.store.add(entry.key, entry.local.numel(), tuple(layout.values()))
         entry.names, entry.dtypes, entry.ruled = tuple(layout), tuple(layout.values()), ruled
         if kept:
             self.write(entry, kept)
@@ -235,7 +241,7 @@ class Core:
         for name, part in zip(entry.names, entry.store.tensors(entry.key), strict=True):
             if name == "momentum_buffer" and entry.is_first:
                 continue
-            shown[name] = shaped_like(part, entry.parameter)
+            shown[name] = sharded_like(shaped_like(part, entry.local), entry.parameter)
 
     def forget(self, entry: ParameterEntry) -> None:
         """Reset to a parameter that was never updated."""
@@ -248,7 +254,7 @@ class Core:
     def read(self, entry: ParameterEntry) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield flat copies of its states, to be used briefly."""
         if entry.store is not None:
-            numel = entry.parameter.numel()
+            numel = entry.local.numel()
             copies = [torch.empty(numel, dtype=d) for d in entry.dtypes]
             for r in entry.store.visit(entry.key, write=False):
                 for copy, part in zip(copies, r.parts, strict=True):

@@ -20,6 +20,7 @@ from .arrivals import Arrivals
 from .core import Core, ParameterEntry, refuse_flags
 from .rules import Hyper, Rule
 from .settings import Asked, Settings
+from .shards import local
 from .state_placement import Places
 from .update_paths import UpdatePaths
 
@@ -273,7 +274,7 @@ def _unscale(gradients: list[torch.Tensor], scale: torch.Tensor) -> None:
     for gradient in gradients:
         found = torch.zeros((), device=gradient.device)
         torch._amp_foreach_non_finite_check_and_unscale_(
-            [gradient], found, inverse.to(gradient.device)
+            [local(gradient)], found, inverse.to(gradient.device)
         )
 
 

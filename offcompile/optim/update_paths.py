@@ -14,6 +14,7 @@ from offcompile.runtime.states.update_workers import UpdateJob, UpdateWorkers
 from . import apply
 from .core import Core, ParameterEntry
 from .rules import Hyper
+from .shards import local_like
 
 #: steps of each way to compare, and steps before them, which create states and compile
 TRIALS, WARM_STEPS = 3, 2
@@ -54,12 +55,13 @@ class UpdatePaths:
             return
         self.core.check(entry, gradient)
         self.core.start(entry)
+        gradient = local_like(gradient, entry.parameter)
         if carrier is None:
             brought = Brought(gradient.detach(), _nothing, gradient)
         else:
-            brought = carrier.bring(entry.parameter, gradient, entry.label, lent=borrowed)
+            brought = carrier.bring(entry.local, gradient, entry.label, lent=borrowed)
         job = self._submit(entry, brought, hyper)
-        device = device_of(entry.parameter) if self.core.settings.tail else None
+        device = device_of(entry.local) if self.core.settings.tail else None
         if device is None or entry.place == "disk":
             self._due.append(job)
         else:
@@ -77,17 +79,18 @@ class UpdatePaths:
 
         False: the caller must apply it at once, since fetches of this weight do not wait.
         """
-        device = device_of(entry.parameter)
+        device = device_of(entry.local)
         if device is None or entry.place == "disk":
             return False
         self._await(entry)
         self.core.check(entry, gradient)
         self.core.start(entry)
+        gradient = local_like(gradient, entry.parameter)
         carrier = self.core.carrier(entry)
         if carrier is None:
             brought = Brought(gradient.detach(), _nothing, gradient)
         else:
-            brought = carrier.bring(entry.parameter, gradient, entry.label)
+            brought = carrier.bring(entry.local, gradient, entry.label)
         job = self._submit(entry, brought, hyper, coefficient, grad_scale)
         self._hold(entry, device, job)
         return True
@@ -99,7 +102,7 @@ class UpdatePaths:
                 job.wait()
 
         self._held[entry] = job
-        device.hold(entry.parameter, wait)
+        device.hold(entry.local, wait)
 
     def _await(self, entry: ParameterEntry) -> None:
         before = self._held.pop(entry, None)

@@ -1,0 +1,87 @@
+"""The matrix of two ranks: how the model is wrapped, compiled, stepped and updated, in what budget.
+
+`pair_of_ranks.run(cells)` trains each on two processes over gloo (`rank_child.py`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from itertools import product
+from typing import Any
+
+#: budgets of the small model: all that moves fits, half of it, nothing
+AMPLE, MIDDLING, MINIMUM = "1GiB", "6MiB", "minimum"
+BUDGETS = (AMPLE, MIDDLING, MINIMUM)
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One training run; the same run under `aot_eager` and torch's fused optimizers is its twin.
+
+    wrap: ddp, fsdp (blocks and root), fsdp_root. order: what is compiled, and when: whole (the
+    wrapped model), inside (the model, before it is wrapped), blocks (each, before), blocks_after.
+    steps: plain, accumulate (two backward passes a step), no_sync (the first of the two without
+    communication). optimizer: torch, clipped (torch's, with clip_grad_norm_), or one of ours.
+    """
+
+    wrap: str
+    order: str
+    memory: str
+    optimizer: str = "torch"
+    steps: str = "plain"
+    settings: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def name(self) -> str:
+        said = " ".join(f"{k}={v}" for k, v in self.settings.items())
+        parts = (self.wrap, self.order, self.optimizer, self.steps, said, self.memory)
+        return " ".join(part for part in parts if part)
+
+
+def _cells() -> tuple[Cell, ...]:
+    found = [
+        Cell(wrap, order, memory)
+        for wrap, orders in {
+            "ddp": ("whole", "inside", "blocks"),
+            "fsdp": ("whole", "blocks", "blocks_after"),
+            "fsdp_root": ("whole", "inside"),
+        }.items()
+        for order, memory in product(orders, BUDGETS)
+    ]
+    tight = (MIDDLING, MINIMUM)
+    for settings in (
+        {"gradient_as_bucket_view": True},
+        {"static_graph": True},
+        {"bucket_cap_mb": 1},
+        {"find_unused_parameters": True},
+    ):
+        found += [Cell("ddp", "inside", memory, settings=settings) for memory in tight]
+        found.append(Cell("ddp", "whole", MINIMUM, settings=settings))
+    for steps in ("accumulate", "no_sync"):
+        found += [Cell("ddp", order, MINIMUM, steps=steps) for order in ("whole", "inside")]
+        found += [Cell("fsdp", order, MIDDLING, steps=steps) for order in ("whole", "blocks_after")]
+    for settings in (
+        {"mp_policy": "bfloat16"},
+        {"offload_policy": "cpu"},
+        {"reshard_after_forward": False},
+    ):
+        found += [Cell("fsdp", "blocks_after", memory, settings=settings) for memory in tight]
+    for optimizer in ("ours", "overlap", "max_norm", "overlap_max_norm"):
+        found.append(Cell("ddp", "inside", MINIMUM, optimizer))
+        found.append(Cell("ddp", "whole", MIDDLING, optimizer))
+        found += [Cell("fsdp", order, MIDDLING, optimizer) for order in ("whole", "blocks_after")]
+    found.append(Cell("ddp", "inside", MIDDLING, "overlap", "no_sync"))
+    found.append(Cell("fsdp", "blocks_after", MIDDLING, "overlap", "no_sync"))
+    found.append(Cell("fsdp", "blocks_after", MIDDLING, "clipped"))
+    return tuple(found)
+
+
+CELLS = _cells()
+#: a handful that always runs
+FEW = (
+    Cell("ddp", "whole", MINIMUM),
+    Cell("ddp", "inside", MIDDLING, "overlap"),
+    Cell("fsdp", "whole", MINIMUM),
+    Cell("fsdp", "blocks_after", MIDDLING, "overlap_max_norm"),
+)
