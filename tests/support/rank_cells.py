@@ -11,7 +11,7 @@ from itertools import product
 from typing import Any
 
 #: budgets of the small model: all that moves fits, half of it, nothing
-AMPLE, MIDDLING, MINIMUM = "1GiB", "6MiB", "minimum"
+AMPLE, MIDDLING, MINIMUM = "1GiB", "8MiB", "minimum"
 BUDGETS = (AMPLE, MIDDLING, MINIMUM)
 
 

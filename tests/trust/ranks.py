@@ -15,7 +15,7 @@ from .rows import Row
 
 WORLD = 2
 #: below it nothing fits, half of what moves fits, and all of it
-CASES = {"DDP": ("minimum", "6MiB", "1GiB"), "FSDP2": ("minimum", "6MiB", "1GiB")}
+CASES = {"DDP": ("minimum", "9MiB", "1GiB"), "FSDP2": ("minimum", "9MiB", "1GiB")}
 LONGEST_S = 900
 _TESTS = Path(__file__).resolve().parents[1]
 

@@ -22,6 +22,7 @@ from offcompile.runtime.states.updates import Holder, all_held_bytes, holders_of
 from .hole_reserve import HoleReserve
 from .live_outputs import LiveOutputs
 from .parameter_memory import ParameterMemory
+from .rank_memory import RankMemory
 
 
 class ParameterSet:
@@ -161,6 +162,7 @@ class DeviceUsage:
     def __init__(self) -> None:
         self.holdings = ParameterMemory()
         self.results = LiveOutputs()
+        self.ranks = RankMemory()
         #: ids of parameters that were sent to the host to make room for those of other calls
         self.sent: set[int] = set()
         self._entries: list[weakref.ref[GraphUsage]] = []
@@ -245,7 +247,8 @@ class DeviceUsage:
         # weights and two sets of gradients: present and future ones
         waiting = sum(e.waiting_bytes() for e in self.entries())
         standing = self.results.standing_bytes()
-        return 3 * self.holdings.seen_bytes + waiting + all_held_bytes() + standing
+        beside = standing + self.ranks.held_bytes(())
+        return 3 * self.holdings.seen_bytes + waiting + all_held_bytes() + beside
 
     def unmoved_bytes(self) -> int:
         """Bytes that waiting forwards would hold in addition if they had moved nothing."""
@@ -277,7 +280,8 @@ class DeviceUsage:
 
         The plan includes the parameters of the call and the gradients that it makes. Gradients that
         exist already are counted here, since new ones are added to them, and so is the memory of
-        our optimizers. Memory of keepers is not counted: they evict it when it is in the way.
+        our optimizers, of DDP and of FSDP2. Memory of keepers is not counted: they evict it when it
+        is in the way.
         """
         known = self._found
         if known is not None and known[0] is entry and known[1] is binding:
@@ -285,6 +289,7 @@ class DeviceUsage:
         self.drop_dead()
         held = self.results.standing_bytes() + self.holdings.total_bytes()
         held += sum(h.held_bytes() for h in self._all_holders())
+        held += self.ranks.held_bytes(self.holdings.weight)
         weight, coming = self.holdings.weight, self.holdings.coming
         mine = binding.ids
         held -= sum(weight.get(key, 0) for key in mine)
@@ -305,7 +310,8 @@ class DeviceUsage:
         """The holders among the optimizers of these parameters."""
         state = registrations(), self.holdings.births
         if self._holders[0] != state:
-            self._holders = state, list(map(weakref.ref, holders_of(self.holdings.living())))
+            trained = [*self.holdings.living(), *self.ranks.shards()]
+            self._holders = state, list(map(weakref.ref, holders_of(trained)))
         return [h for ref in self._holders[1] if (h := ref()) is not None]
 
 
