@@ -16,6 +16,7 @@ from offcompile.runtime.base.progress import Progress
 
 from .accounts.usage import usage_of
 from .captured_graph import CapturedGraph
+from .ranks.agreement import Agreement
 from .refusals import raised
 
 
@@ -27,15 +28,17 @@ def compile_graph(
     mode: str | None = None,
 ) -> Callable[..., Any]:
     """Compile a graph. `options` are those of `torch.compile`; see `Options`."""
+    agreement = Agreement.on(gm)
     try:
-        return _compile(gm, example_inputs, options, mode)
+        return _compile(gm, example_inputs, options, mode, agreement)
     except OffloadError as error:
         # Dynamo would wrap it; raised by the call, it reaches the user unwrapped
-        return _refusal(raised(error))
+        return _refusal(raised(error), agreement)
 
 
-def _refusal(error: OffloadError) -> Callable[..., Any]:
+def _refusal(error: OffloadError, agreement: Agreement) -> Callable[..., Any]:
     def refuse(*args: Any) -> Any:
+        agreement.refused(error)
         raise raised(error)
 
     return refuse
@@ -46,6 +49,7 @@ def _compile(
     example_inputs: Sequence[Any],
     options: Mapping[str, object] | None,
     mode: str | None,
+    agreement: Agreement,
 ) -> Callable[..., Any]:
     if mode not in (None, "default"):
         raise InvalidInput(
@@ -63,7 +67,8 @@ def _compile(
         check_dump_directory(settings.dump)
     with Progress("this machine") as progress:
         target = target_for(settings, _device_of(gm), progress)
-    compiled = CapturedGraph(gm, example_inputs, settings, target, usage_of(target.device))
+    usage = usage_of(target.device)
+    compiled = CapturedGraph(gm, example_inputs, settings, target, usage, agreement)
     compiled.first(example_inputs)
     return compiled
 

@@ -23,6 +23,7 @@ from torch._subclasses.fake_tensor import is_fake
 
 from offcompile.graph.names import argument_names
 from offcompile.graph.sizes import symbols_of
+from offcompile.ir import OffloadError
 from offcompile.machine.options import Options
 from offcompile.machine.target import Target
 from offcompile.planning.feedback.profiling import Profile
@@ -34,6 +35,7 @@ from .accounts.graph_runs import GraphRuns
 from .accounts.usage import DeviceUsage, ParameterSet
 from .foreign_autograd import refuse_foreign_autograd
 from .plan.contract import GraphFacts
+from .ranks.agreement import Agreement
 from .recording import recorded
 from .variants.judging import judged
 from .variants.ladder import choose, make_first
@@ -53,7 +55,9 @@ class CapturedGraph:
         options: Options,
         target: Target,
         usage: DeviceUsage,
+        agreement: Agreement,
     ) -> None:
+        self.agreement = agreement
         traced = [n.meta["example_value"] for n in gm.graph.find_nodes(op="placeholder")]
         parameters = {i for i, x in enumerate(example_inputs) if isinstance(x, torch.nn.Parameter)}
         symbols, self.name = symbols_of(traced), f"graph {next(_numbers)}"
@@ -98,9 +102,14 @@ class CapturedGraph:
         runs.usage.begins(runs.entry, call.parameters)
         runs.usage.results.given([x for i, x in enumerate(args) if i not in facts.parameters])
 
-        if not plans.variants:
-            make_first(plans, Call(args, call.parameters))
-        variant = judged(plans, choose(plans, call), call)
+        try:
+            if not plans.variants:
+                make_first(plans, Call(args, call.parameters))
+            variant = judged(plans, choose(plans, call), call)
+        except OffloadError as error:
+            self.agreement.refused(error)
+            raise
+        self.agreement.stands()
         while not variant.place_weights(args, runs):
             variant = plans.without_fixed(variant, call)
         if variant.moves:

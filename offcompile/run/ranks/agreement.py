@@ -1,0 +1,136 @@
+"""Tells the other ranks that a graph was refused here, so that none of them waits in a collective.
+
+A rank that refuses a graph (`Infeasible`, say) leaves its training loop; the others would go on to
+the first collective of DDP or FSDP2, and wait there until the timeout of the group. So before a new
+graph of such a model first runs, each rank writes into the store of the group that its plan stands,
+or why it does not, and reads what the others wrote. Graphs are known by their content, not by their
+number. If others have not made such a graph after `LONGEST_S`, the rank warns, goes on, and waits
+for no graph again, so that ranks with graphs of their own lose that time once. Nothing but the
+refusal rests on this.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import sys
+from collections import Counter
+from dataclasses import dataclass, field
+from datetime import timedelta
+from typing import Any
+
+import torch
+from torch import fx
+
+from offcompile.ir import Infeasible, OffloadError
+from offcompile.report.log import warn
+from offcompile.runtime.base.once import made_once
+
+#: how long a rank waits for the others to plan the graph that it has planned
+LONGEST_S = 120.0
+
+
+@dataclass
+class _Past:
+    """What this process has exchanged so far."""
+
+    #: graphs made, by content: ranks count those of equal content alike
+    alike: Counter[str] = field(default_factory=Counter)
+    #: True if others did not make a graph that was made here
+    in_vain: bool = False
+
+
+def _past() -> _Past:
+    return made_once("what ranks have told each other", None, _Past)
+
+
+@dataclass(eq=False)
+class Agreement:
+    """The exchange about one graph; silent where no wrapper would wait for other ranks."""
+
+    key: str
+    #: True once this rank has told what became of the graph
+    told: bool = False
+    _ranks: tuple[int, int] = field(default=(0, 1), init=False)
+
+    @classmethod
+    def on(cls, gm: fx.GraphModule) -> Agreement:
+        # not its shapes: each rank may have a batch of its own
+        digest = hashlib.sha256(str(gm.graph).encode()).hexdigest()[:32]
+        _past().alike[digest] += 1
+        return cls(f"offcompile/{digest}/{_past().alike[digest]}")
+
+    def stands(self) -> None:
+        """Say that the graph runs here, and raise what another rank has said instead."""
+        store = self._store()
+        if store is None:
+            return
+        rank, world = self._ranks
+        store.set(f"{self.key}/{rank}", "{}")
+        others = {r: f"{self.key}/{r}" for r in range(world) if r != rank}
+        longest_s = 0.001 if _past().in_vain else LONGEST_S
+        try:
+            store.wait(list(others.values()), timedelta(seconds=longest_s))
+        except RuntimeError:  # torch's error of a wait that took too long
+            missing = [r for r, key in others.items() if not store.check([key])]
+            if missing and not _past().in_vain:
+                _past().in_vain = True
+                warn(
+                    f"rank {rank} has planned a graph that {_named(missing)} did not plan in"
+                    f" {LONGEST_S:.0f} s, and goes on. From now on it does not wait to hear of"
+                    " refusals on other ranks. If the ranks compile different graphs on purpose,"
+                    " this is harmless"
+                )
+        for r, key in others.items():
+            if store.check([key]):
+                _raise(r, json.loads(store.get(key)))
+
+    def refused(self, error: OffloadError) -> None:
+        """Tell the others why the graph does not run here."""
+        store = self._store()
+        if store is None:
+            return
+        said: dict[str, Any] = {"text": str(error), "kind": type(error).__name__}
+        if isinstance(error, Infeasible):
+            said["needed_bytes"] = error.needed_bytes
+            said["reason"], said["change"] = error.reason, error.smallest_change
+        store.set(f"{self.key}/{self._ranks[0]}", json.dumps(said))
+
+    def _store(self) -> Any:
+        """The store of the default group, at the first question about a graph; None: no need."""
+        if self.told:
+            return None
+        self.told = True
+        distributed: Any = torch.distributed
+        if not distributed.is_available() or not distributed.is_initialized():
+            return None
+        self._ranks = distributed.get_rank(), distributed.get_world_size()
+        if self._ranks[1] == 1 or not torch.is_grad_enabled() or not _waits_for_others():
+            return None
+        find = getattr(distributed.distributed_c10d, "_get_default_store", None)
+        return None if find is None else find()
+
+
+def _waits_for_others() -> bool:
+    """True if the graph is part of a model whose ranks meet in collectives."""
+    replicas: Any = sys.modules.get("torch.nn.parallel.distributed")
+    ddp = None if replicas is None else replicas.DistributedDataParallel
+    if getattr(ddp, "_active_ddp_module", None) is not None:
+        return True
+    states: Any = sys.modules.get("torch.distributed._composable_state")
+    return bool(getattr(states, "_module_state_mapping", None))
+
+
+def _named(ranks: list[int]) -> str:
+    some = ", ".join(map(str, ranks[:4]))
+    more = f" and {len(ranks) - 4} more" if len(ranks) > 4 else ""
+    return f"rank {some}{more}" if len(ranks) == 1 else f"ranks {some}{more}"
+
+
+def _raise(rank: int, said: dict[str, Any]) -> None:
+    if not said:
+        return
+    if said["kind"] == Infeasible.__name__:
+        reason = f"On rank {rank}: {said['reason']}"
+        raise Infeasible(reason, said["needed_bytes"], said["change"])
+    raise OffloadError(f"Rank {rank} has stopped with {said['kind']}: {said['text']}")
