@@ -78,9 +78,8 @@ def _cells() -> tuple[Cell, ...]:
 
 
 CELLS = _cells()
-#: a handful that always runs
+#: some that always run, beside those of `trust.ranks`
 FEW = (
-    Cell("ddp", "whole", MINIMUM),
     Cell("ddp", "inside", MIDDLING, "overlap"),
     Cell("fsdp", "whole", MINIMUM),
     Cell("fsdp", "blocks_after", MIDDLING, "overlap_max_norm"),
