@@ -315,14 +315,14 @@ def test_batch_norm_runs_again_without_its_running_statistics() -> None:
     """Its kernel also makes them, and forward has written them down by the time it runs again."""
     torch.manual_seed(0)
     convolution = functools.partial(nn.Conv2d, 8, 8, 3, padding=1, bias=False)
-    layers = [m for _ in range(3) for m in (convolution(), nn.BatchNorm2d(8), nn.ReLU())]
+    layers = [m for _ in range(5) for m in (convolution(), nn.BatchNorm2d(8), nn.ReLU())]
     plain = nn.Sequential(*layers)
     ours = copy.deepcopy(plain)
     options = {"lowering": "inductor", "memory": "minimum", "policy": "recompute"}
     compiled = torch.compile(ours, backend="offcompile", options=options | {"hardware": "cpu"})
-    x = torch.randn(8, 8, 16, 16)
+    x = torch.randn(8, 8, 32, 32)
     for _ in range(2):
-        for model in (plain, compiled):
+        for model in (torch.compile(plain), compiled):
             model(x).square().mean().backward()
     again = [r.op for r in offcompile.reports()[-1].plan.recomputes]
     kernels = {op.id for op in offcompile.reports()[-1].problem.ops if len(op.writes) > 2}
