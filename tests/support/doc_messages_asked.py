@@ -115,7 +115,7 @@ def _(place: Path, patch: pytest.MonkeyPatch) -> str:
     from offcompile.run.backend import _compile
 
     nothing: Any = None
-    return told(lambda: _compile(nothing, [], None, "max-autotune"), InvalidInput)
+    return told(lambda: _compile(nothing, [], None, "max-autotune", nothing), InvalidInput)
 
 
 @says("plans by the policy of that name, not by …; leave out one of the two")
