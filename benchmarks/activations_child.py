@@ -181,7 +181,7 @@ def looked_ahead() -> dict[str, int]:
 
 
 def planned_step() -> dict[str, int]:
-    """What the newest plan of a whole step lets leave, of all that graphs save for each other."""
+    """Give the bytes that the newest plan of a whole step evicts, and all that graphs save."""
     for runtime in runtimes():
         keeper = runtime.mover.keeper
         if keeper is not None and keeper.steps.newest is not None:

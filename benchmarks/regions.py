@@ -122,7 +122,7 @@ def table(children: list[Child]) -> list[str]:
 
 
 def _planned(fact: dict[str, Any]) -> str:
-    """What the plan of the whole step lets leave, of all that graphs save for each other."""
+    """Show the bytes that the plan of the whole step evicts, and all that graphs save."""
     if "saved_bytes" not in fact:
         return ""
     return f"{fact['planned_out_bytes'] / MIB:,.0f} of {fact['saved_bytes'] / MIB:,.0f}"

@@ -26,7 +26,7 @@ class TensorKey(NamedTuple):
 
 @dataclass(frozen=True)
 class Execution:
-    """What one run of a graph's half saves for later runs, and reads of what earlier ones saved."""
+    """Names the tensors that one run of a graph's half saves, and those that it reads."""
 
     name: Hashable
     backward: bool

@@ -14,7 +14,7 @@ from .stitch import StitchedStep, op_id, tensor_id
 
 @dataclass(frozen=True)
 class StepTable:
-    """What a cache does with the tensors of a step. Those not named stay.
+    """Tells a cache what to do with the tensors of a step. Those not named stay.
 
     `outs`: by position of an execution, the tensors that leave once it is over (those that it
     saves itself: at once). `ins`: the tensors whose loads may begin then, in this order.

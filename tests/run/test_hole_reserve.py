@@ -19,7 +19,7 @@ class Process:
 
     @property
     def left(self) -> int:
-        """What is left of the budget, as the keeper fills what the reserve leaves."""
+        """Return the bytes left of the budget, as the keeper fills what the reserve leaves."""
         return BUDGET - self.held - (AT_FIRST - self.reserve.nbytes) - self.reserve.free_bytes
 
     def step(self, backward: bool = True) -> int:

@@ -1,4 +1,4 @@
-"""What DDP and FSDP2 hold is counted beside the graphs that they wrap, in a world of one."""
+"""Memory of DDP and FSDP2 is counted beside the graphs that they wrap, in a world of one."""
 
 from __future__ import annotations
 

@@ -68,8 +68,8 @@ Forked = Callable[[str], str]
 
 @pytest.fixture(scope="module")
 def forked() -> Iterator[Forked]:
-    """What a code prints in a fork of a process that has installed: to import torch for each, and
-    to install, would take seconds."""
+    """Run code in forks of one process that has installed the allocator: to import torch and to
+    install for each would take seconds."""
     # OpenMP does not survive a fork
     given = environment(OMP_NUM_THREADS="1")
     command = [sys.executable, "-c", FORKING]

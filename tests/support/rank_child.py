@@ -132,7 +132,7 @@ def trained(cell: Cell, memory: str | None, rank: int) -> tuple[list[Tensor], se
 
 
 def twin_of(cell: Cell) -> Cell:
-    """What the plain run of a cell depends on."""
+    """Return the settings that the plain run of a cell depends on."""
     clips = cell.optimizer in ("max_norm", "overlap_max_norm", "clipped")
     return replace(cell, memory="", optimizer="clipped" if clips else "torch")
 

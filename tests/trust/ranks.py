@@ -2,22 +2,16 @@
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
 import sys
-import tempfile
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
+from .pair import WORLD, run_pair
 from .rows import Row
 
-WORLD = 2
 #: below it nothing fits, half of what moves fits, and all of it
 CASES = {"DDP": ("minimum", "9MiB", "1GiB"), "FSDP2": ("minimum", "9MiB", "1GiB")}
 LONGEST_S = 900
-_TESTS = Path(__file__).resolve().parents[1]
 
 
 def rows(scale: float, seed: int) -> list[Row]:
@@ -38,26 +32,4 @@ def rows(scale: float, seed: int) -> list[Row]:
 
 def run(cases: Mapping[str, Sequence[str]]) -> list[list[dict[str, Any]]]:
     """Return each rank's findings for each case."""
-    environment = os.environ | {"OMP_NUM_THREADS": "1"}
-    with tempfile.TemporaryDirectory() as folder:
-        command = [sys.executable, "-m", "trust.ranks_child"]
-        told = [str(Path(folder) / "store"), json.dumps(cases)]
-        ranks = [
-            subprocess.Popen(
-                [*command, str(rank), *told],
-                cwd=_TESTS,
-                env=environment,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.PIPE,
-                text=True,
-            )
-            for rank in range(WORLD)
-        ]
-        try:
-            ended = [rank.communicate(timeout=LONGEST_S) for rank in ranks]
-        finally:
-            for rank in ranks:
-                rank.kill()
-    for rank, (_, said) in zip(ranks, ended, strict=True):
-        assert rank.returncode == 0, said[-4000:]
-    return [[json.loads(line) for line in out.splitlines()] for out, _ in ended]
+    return run_pair([sys.executable, "-m", "trust.ranks_child"], cases, LONGEST_S)

@@ -24,7 +24,7 @@ from offcompile.runtime.base.once import first_time
 
 
 class RankMemory:
-    """What the wrappers of one process hold on one kind of device."""
+    """Counts the bytes that the wrappers of one process hold on one kind of device."""
 
     def __init__(self) -> None:
         #: DDP modules whose forward has run a graph

@@ -32,7 +32,7 @@ LONGEST_S = 120.0
 
 @dataclass
 class _Past:
-    """What this process has exchanged so far."""
+    """Keeps the messages that this process has exchanged so far."""
 
     #: graphs made, by content: ranks count those of equal content alike
     alike: Counter[str] = field(default_factory=Counter)

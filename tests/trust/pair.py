@@ -1,0 +1,43 @@
+"""Starts two processes that form a gloo group, and reads the findings of each."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import tempfile
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+WORLD = 2
+_TESTS = Path(__file__).resolve().parents[1]
+
+
+def run_pair(
+    command: Sequence[str], asked: object, longest_s: float, beside: Mapping[str, str] | None = None
+) -> list[list[dict[str, Any]]]:
+    """Run a command in tests/ for each rank, with its number, the group's file and what is asked;
+    returns the JSON lines that each printed. beside: more of its environment."""
+    environment = os.environ | {"OMP_NUM_THREADS": "1"} | dict(beside or {})
+    with tempfile.TemporaryDirectory() as folder:
+        told = [str(Path(folder) / "store"), json.dumps(asked)]
+        ranks = [
+            subprocess.Popen(
+                [*command, str(rank), *told],
+                cwd=_TESTS,
+                env=environment,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                text=True,
+            )
+            for rank in range(WORLD)
+        ]
+        try:
+            ended = [rank.communicate(timeout=longest_s) for rank in ranks]
+        finally:
+            for rank in ranks:
+                rank.kill()
+    for rank, (_, said) in zip(ranks, ended, strict=True):
+        assert rank.returncode == 0, said[-4000:]
+    return [[json.loads(line) for line in out.splitlines()] for out, _ in ended]
