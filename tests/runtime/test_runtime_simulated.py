@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections import deque
 from collections.abc import Sequence
 
@@ -11,7 +12,7 @@ import torch
 from simulated import SimulatedDevice
 
 from offcompile.runtime.device import tickets
-from offcompile.runtime.device.interface import Copy, Point
+from offcompile.runtime.device.interface import Copy, Label, Point
 from offcompile.runtime.moves.mover import Load, Mover
 from offcompile.runtime.moves.saved import Saved
 
@@ -146,3 +147,60 @@ def test_a_load_nobody_waits_for_leaves_nothing_behind() -> None:
     assert device.races == []
     assert mover._gauges() == {"live_tickets": 0, "in_flight_bytes": 0}
     mover.close()
+
+
+def held_up(device: SimulatedDevice) -> tuple[threading.Event, Copy]:
+    """A copy out that does not end before the event is set; those behind it are queued."""
+    go = threading.Event()
+    x = device.empty(NBYTES)
+    device.compute(lambda _: go.wait(), (), (x,), "slow")
+    mark = device.mark()
+    assert mark is not None
+    slot = device.slot(x, "host")
+    return go, device.copy_out("out", x, slot, [mark], Label("out", "first"), lambda _: None)
+
+
+def test_a_cancelled_copy_is_in_nobodys_way() -> None:
+    device = SimulatedDevice(0)
+    go, _ = held_up(device)
+    x = device.empty(NBYTES)
+    slot = device.slot(x, "host")
+    for _ in range(2):
+        copy = device.copy_out("out", x, slot, [], Label("out", "a"), lambda _: None)
+        assert device.cancel(copy)
+    device.copy_out("out", x, slot, [], Label("out", "a"), lambda _: None)
+    go.set()
+    device.drain()
+    assert device.races == []
+    device.close()
+
+
+def test_the_copy_before_a_cancelled_one_still_counts() -> None:
+    device = SimulatedDevice(0)
+    go, _ = held_up(device)
+    x = device.empty(NBYTES)
+    slot = device.slot(x, "host")
+    device.copy_out("out", x, slot, [], Label("out", "a"), lambda _: None)
+    assert device.cancel(device.copy_out("out", x, slot, [], Label("out", "b"), lambda _: None))
+    before = list(device.races)
+    device.copy_out("other", x, slot, [], Label("out", "c"), lambda _: None)
+    assert [(race.first, race.second) for race in device.races[len(before) :]] == [
+        ("out a", "out c")
+    ]
+    go.set()
+    device.drain()
+    device.close()
+
+
+def test_memory_of_a_copy_that_has_ended_goes_round_whoever_lets_go_last() -> None:
+    device = SimulatedDevice(0)
+    x = device.empty(NBYTES)
+    slot = device.slot(x, "host")
+    copy = device.copy_in("in", slot, x, [], Label("load", "a"), lambda _: None)
+    device.drain()
+    assert copy.ended
+    del x, copy
+    device.copy_in("other", slot, device.empty(NBYTES), [], Label("load", "b"), lambda _: None)
+    device.drain()
+    assert device.races == []
+    device.close()

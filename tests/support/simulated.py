@@ -119,12 +119,16 @@ class SimulatedDevice(Device):
         self.races: list[Race] = []
         self._lock = threading.RLock()
         self._clocks: dict[LaneJob, int] = {}
+        #: who used its memory before a job: a job that never runs leaves it as it was
+        self._before: dict[LaneJob, list[tuple[Memory, LaneJob | None, list[LaneJob]]]] = {}
         self._issued = 0
         self._last_compute: LaneJob | None = None
         self._compute_clock = 0
         self._held: dict[int, Memory] = {}  # by address
         self._spare: list[Memory] = []
         self._died: list[tuple[Memory, int]] = []
+        #: jobs that hold a tensor until they end, but for those that compute waits for
+        self._holding: set[LaneJob] = set()
         self._ending = threading.local()
         self._host = threading.local()
 
@@ -179,6 +183,10 @@ class SimulatedDevice(Device):
         while self._died:
             memory, clock = self._died.pop(0)
             memory.after |= clock
+            # a copy holds its tensor: when that has died, whoever let go last, the copy has ended
+            for job in (memory.writer, *memory.readers):
+                if job in self._holding:
+                    memory.after |= self._clocks[job]
             memory.slot = None
             self._spare.append(memory)
 
@@ -251,6 +259,7 @@ class SimulatedDevice(Device):
             self._issue(COMPUTE, _nothing, (copy,), (), (), Label("compute", "wait"))
         # ordered by the wait, its memory may go round again before the copy ends
         copy.keep = None
+        self._holding.discard(copy)
         return Waited(how, 0)
 
     # -- copies --------------------------------------------------------------------------------
@@ -282,9 +291,10 @@ class SimulatedDevice(Device):
         with self._lock:
             if not self.lanes.cancel(copy):
                 return False
-            for memory in (*self._held.values(), *self._spare):
-                memory.writer = None if memory.writer is copy else memory.writer
+            for memory, writer, readers in self._before.pop(copy):
                 memory.readers = [job for job in memory.readers if job is not copy]
+                if memory.writer is copy:
+                    memory.writer, memory.readers = writer, [*readers, *memory.readers]
         return True
 
     def before_copies(self, hook: Callable[[], None]) -> None:
@@ -337,6 +347,11 @@ class SimulatedDevice(Device):
             strict=computing,
         )
         self._clocks[job] = clock
+        if keep is not None:
+            self._holding.add(job)
+        self._before[job] = [
+            (memory, memory.writer, memory.readers) for memory in (*reads, *writes)
+        ]
         if computing:
             self._last_compute, self._compute_clock = job, clock
         for memory in reads:
