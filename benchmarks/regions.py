@@ -26,8 +26,9 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "block by block": ("blocks", {}),
     "block by block, eval every 4": ("blocks", {"eval_every": 4}),
 }
-#: rounds after which the order of graphs counts as settled
-LEARNING_ROUNDS = 2
+#: rounds after which the order of graphs counts as learnt, and those until the step's plan has
+#: settled, too
+LEARNING_ROUNDS, SETTLING_ROUNDS = 2, 8
 #: the same model in ways that need plain rows of their own; only block by block
 WAYS: dict[str, dict[str, Any]] = {
     "three lengths": {"lengths": True},
@@ -91,7 +92,7 @@ def measure(case: str, lowering: str, asked: argparse.Namespace) -> list[Child]:
 
 def table(children: list[Child]) -> list[str]:
     plain, whole = children[:2]
-    times = ("step, s", "× plain", "× whole")
+    times = ("step, s", "× plain", "× whole", "settled × plain", "settled × whole")
     moves = ("out", "in", "planned out", "found", "back")
     heads = ("variant", *times, "first peak", "peak", *moves, "losses")
     rows = ["| " + " | ".join(heads) + " |", "|---" * len(heads) + "|"]
@@ -107,8 +108,8 @@ def table(children: list[Child]) -> list[str]:
         cells = (
             child.name,
             f"{statistics.median(child.seconds):.2f}",
-            f"{ratio(child, plain):.3f}" if ours else "",
-            f"{ratio(child, whole):.3f}" if ours and plain is children[0] else "",
+            *_ratios(child, plain, whole if plain is children[0] else None, 0),
+            *_ratios(child, plain, whole if plain is children[0] else None, SETTLING_ROUNDS),
             f"{child.warm_facts['peak_bytes'] / MIB:,.0f}",
             f"{fact['peak_bytes'] / MIB:,.0f}",
             *moved,
@@ -119,6 +120,14 @@ def table(children: list[Child]) -> list[str]:
         )
         rows.append("| " + " | ".join(cells) + " |")
     return rows
+
+
+def _ratios(child: Child, plain: Child, whole: Child | None, first: int) -> tuple[str, str]:
+    """Show the step from round `first` on over plain training's and over the whole graph's."""
+    if child is plain or len(child.steps) <= first:
+        return "", ""
+    over_whole = "" if whole is None else f"{ratio(child, whole, first):.3f}"
+    return f"{ratio(child, plain, first):.3f}", over_whole
 
 
 def _planned(fact: dict[str, Any]) -> str:
@@ -146,7 +155,7 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true", help="small models, print only")
     parser.add_argument("--case", choices=["gpt", "resnet"], action="append")
     parser.add_argument("--lowering", choices=LOWERINGS, action="append")
-    parser.add_argument("--rounds", type=int, default=9)
+    parser.add_argument("--rounds", type=int, default=16)
     parser.add_argument("--spill", default="/var/tmp", help="directory on a disk")
     parser.add_argument("--child", help=argparse.SUPPRESS)
     asked = parser.parse_args()
@@ -167,6 +176,7 @@ def main() -> None:
             sections += [f"## {title}; {budget}", "", *table(children), ""]
     text = TEXT.format(
         rounds=asked.rounds,
+        settling=SETTLING_ROUNDS,
         share=f"{SHARE:.0%}",
         sections="\n".join(sections),
         machine=machine(),
@@ -190,14 +200,15 @@ planned as one.
 data choose which block runs next. Both are compared with plain training of the same steps.
 
 Each variant is a process of its own; those up to the next "no offload" run one step each in turn,
-{rounds} rounds. Ratios are medians over the rounds of two steps of the same round. Peak memory
-(MiB) is what the operating system measured, less what the process held before the model; "first
-peak": that of the first step, which compiles and plans. "out", "in": MiB a step, the first steps
-included, in which the order is learnt. "planned out": MiB that the last plan of the whole step lets
-leave, of all that graphs save for each other. "found": tensors that backward wanted and found on
-the device, from the fifth step on. "back": how often a step the pages of free blocks went back to
-the system, to be touched again, the first steps included. "losses": of the first two steps, against
-plain training.
+{rounds} rounds. Ratios are medians over the rounds of two steps of the same round; "settled": over
+the rounds after the first {settling}, once the plan of the step changes no more. Peak memory (MiB)
+is what the operating system measured, less what the process held before the model; "first peak":
+that of the first step, which compiles and plans. "out", "in": MiB a step, the first steps included,
+in which the order is learnt. "planned out": MiB that the last plan of the whole step lets leave, of
+all that graphs save for each other. "found": tensors that backward wanted and found on the device,
+from the fifth step on. "back": how often a step the pages of free blocks went back to the system,
+to be touched again, the first steps included. "losses": of the first two steps, against plain
+training.
 
 {sections}
 Machine: {machine}.

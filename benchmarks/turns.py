@@ -95,9 +95,10 @@ def run_in_turn(children: Sequence[Child], rounds: int) -> None:
         child.facts = child.ask("facts")
 
 
-def ratio(child: Child, other: Child) -> float:
-    """Median over the rounds of one step over the other's in the same round."""
-    return statistics.median(a / b for a, b in zip(child.seconds, other.seconds, strict=True))
+def ratio(child: Child, other: Child, first: int = 0) -> float:
+    """Median over the rounds, from `first` on, of one step over the other's in the same round."""
+    pairs = zip(child.seconds[first:], other.seconds[first:], strict=True)
+    return statistics.median(a / b for a, b in pairs)
 
 
 def loss_line(children: list[Child]) -> str:

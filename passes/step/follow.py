@@ -26,6 +26,10 @@ MOST_PLANS = 8
 #: a table is made anew if an execution leaves less room than it was made for, or if all leave more,
 #: by these shares of the memory that it was made for
 LESS_ROOM, MORE_ROOM = 1 / 64, 1 / 32
+#: while rooms still grow, only so much more makes a table anew: each plan takes time from a step
+MUCH_MORE_ROOM = 1 / 4
+#: steps after which rooms count as grown
+CALM_STEPS = 2
 
 
 @dataclass(eq=False)
@@ -57,6 +61,8 @@ class StepFollower:
         self.newest: StepTable | None = None
         #: steps that kept to their table, and those that left it
         self.kept = self.lost = 0
+        #: steps that have ended since rooms were last announced to grow
+        self._calm_steps = CALM_STEPS
 
     @property
     def position(self) -> int:
@@ -107,6 +113,7 @@ class StepFollower:
     def rooms_grow(self, nbytes: int) -> None:
         """Expect this much more room in every execution (less, if below 0) than was recorded."""
         if nbytes:
+            self._calm_steps = 0
             self.record.rooms_grow(nbytes)
             for known in self._known.values():
                 known.record = known.record.with_more_room(nbytes)
@@ -140,6 +147,7 @@ class StepFollower:
     def _over(self, done: RecordedStep | None) -> None:
         """A step is over: learn from it."""
         table, self.table, self.due = self.table, None, []
+        self._calm_steps += 1
         if done is None:
             self._last = None if table is not None else self._last
             return
@@ -171,7 +179,8 @@ class StepFollower:
         record = known.record.merged(done)
         if known.planned is not None:
             grown = _grown(known.planned, record)
-            if -LESS_ROOM <= grown <= MORE_ROOM:
+            worth = MORE_ROOM if self._calm_steps > CALM_STEPS else MUCH_MORE_ROOM
+            if -LESS_ROOM <= grown <= worth:
                 return
             if known.plans >= MOST_PLANS:
                 known.table = known.table if grown > 0 else None

@@ -320,14 +320,28 @@ def test_a_table_is_made_anew_when_rooms_change_and_given_up_when_they_never_set
     assert not steps.followed
 
 
-def test_room_that_is_announced_is_planned_with_at_once() -> None:
+def test_much_more_room_that_is_announced_is_planned_with_at_once() -> None:
     steps, follower, asked = followed([60] * 3)
     for _ in range(3):
         steps.step(range(3))
-    follower.rooms_grow(20)
-    steps.rooms = [80] * 3
+    follower.rooms_grow(60)
+    steps.rooms = [120] * 3
     steps.step(range(3))
-    assert [m.room_bytes for m in asked[-1].measured] == [80] * 6
+    assert [m.room_bytes for m in asked[-1].measured] == [120] * 6
+
+
+def test_a_little_more_room_is_planned_with_once_it_grows_no_more() -> None:
+    steps, follower, asked = followed([60] * 3)
+    for _ in range(3):
+        steps.step(range(3))
+    for room in (66, 72):
+        follower.rooms_grow(6)
+        steps.rooms = [room] * 3
+        steps.step(range(3))
+    assert len(asked) == 1
+    for _ in range(follow.CALM_STEPS + 1):
+        steps.step(range(3))
+    assert [m.room_bytes for m in asked[-1].measured] == [72] * 6
     assert len(asked) == 2
 
 

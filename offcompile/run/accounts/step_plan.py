@@ -6,13 +6,18 @@ import logging
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from offcompile.ir import Infeasible, Machine
+from offcompile.ir import Infeasible, Machine, Problem
 from offcompile.ir.units import show_bytes
 from offcompile.passes.step.record import RecordedStep
 from offcompile.passes.step.stitch import StitchedStep, stitch
 from offcompile.passes.step.table import StepTable, table_of
-from offcompile.planning.fit_budget import planning_seconds
+from offcompile.planning.fit_budget import US_PER_S, planning_seconds
 from offcompile.planning.planner import PlanResult, plan_problem
+
+#: share of a step that may be spent on searching its plan: the forward and backward plans that it
+#: joins are made already, and moves between graphs are few
+SEARCH_SHARE = 1 / 100
+LEAST_SEARCH_S = 0.02
 
 log = logging.getLogger(__name__)
 
@@ -60,5 +65,10 @@ def plan_step(step: RecordedStep, machine_for: Callable[[int], Machine]) -> Plan
     stitched = stitch(step)
     machine = machine_for(stitched.capacity_bytes)
     problem = stitched.problem
-    result = plan_problem(problem, machine, seconds=planning_seconds(problem))
+    result = plan_problem(problem, machine, seconds=_search_seconds(problem))
     return PlannedStep(stitched, machine, result)
+
+
+def _search_seconds(problem: Problem) -> float:
+    step_s = sum(op.duration_us for op in problem.ops) / US_PER_S
+    return min(planning_seconds(problem), max(LEAST_SEARCH_S, SEARCH_SHARE * step_s))
