@@ -13,7 +13,7 @@ from split_losses import compiled, furthest
 from torch import nn
 from torch.nn import functional as F
 
-WIDTH, INNER, LAYERS, PIECES = 12, 60, 3, 5
+WIDTH, INNER, LAYERS, PIECES = 16, 64, 3, 5
 BATCH, LENGTH = 3, 14
 TOKENS = BATCH * LENGTH
 
@@ -63,6 +63,79 @@ class Mixed(Mlp):
         return super().forward(x + mixed)
 
 
+class Fused(Mlp):
+    """Computes its gate and what it gates in one product, as Phi-3 does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.both = nn.Linear(WIDTH, 2 * INNER)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        gate, up = self.both(self.norm(x)).chunk(2, dim=-1)
+        return x + self.down(F.silu(gate) * up)  # type: ignore[no-any-return]
+
+
+class Routed(nn.Module):
+    """Each token asks two of several experts, which one product computes, sorted by expert."""
+
+    COUNT, ASKED = 5, 2
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.router = nn.Linear(WIDTH, self.COUNT)
+        self.both = nn.Parameter(torch.randn(self.COUNT, 2 * INNER, WIDTH) / WIDTH**0.5)
+        self.down = nn.Parameter(torch.randn(self.COUNT, WIDTH, INNER) / INNER**0.5)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        h = x.reshape(-1, WIDTH)
+        share, asked = self.router(h).softmax(-1).topk(self.ASKED)
+        expert, order = asked.flatten().sort()
+        token = order // self.ASKED
+        ends = torch.histc(expert.float(), self.COUNT, 0, self.COUNT - 1).cumsum(0).int()
+        made = self.experts(h[token], expert, ends) * share.flatten()[order, None]
+        return x + torch.zeros_like(h).index_add(0, token, made).view(x.shape)
+
+    def experts(self, x: torch.Tensor, expert: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
+        gate, up = self.product(x, self.both, expert, ends).chunk(2, dim=-1)
+        return self.product(F.silu(gate) * up, self.down, expert, ends)
+
+    @staticmethod
+    def product(
+        x: torch.Tensor, weights: torch.Tensor, expert: torch.Tensor, ends: torch.Tensor
+    ) -> torch.Tensor:
+        if x.dtype == torch.float64:  # torch has no such kernel
+            return torch.einsum("td,tfd->tf", x, weights[expert])
+        return torch._grouped_mm(x, weights.transpose(1, 2), ends)
+
+
+class Biased(Routed):
+    """Resembles GPT-OSS: biases of experts, gate and value in turn, no wider than the model."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.both = nn.Parameter(torch.randn(self.COUNT, 2 * WIDTH, WIDTH) / WIDTH**0.5)
+        self.down = nn.Parameter(torch.randn(self.COUNT, WIDTH, WIDTH) / WIDTH**0.5)
+        self.bias = nn.Parameter(torch.randn(self.COUNT, 2 * WIDTH))
+
+    def experts(self, x: torch.Tensor, expert: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
+        both = self.product(x, self.both, expert, ends) + self.bias[expert]
+        gate, up = both[..., ::2], both[..., 1::2]
+        return self.product((up + 1) * gate * torch.sigmoid(gate), self.down, expert, ends)
+
+
+class Attending(Mlp):
+    """Computes queries, keys and values in one product, of which all parts leave."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.qkv, self.out = nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        heads = (t.unflatten(-1, (2, -1)).transpose(1, 2) for t in self.qkv(x).chunk(3, dim=-1))
+        mixed = F.scaled_dot_product_attention(*heads).transpose(1, 2).flatten(2)
+        return super().forward(x + self.out(mixed))
+
+
 class Leaky(Mlp):
     """Its inner tensor is normalized by the largest element of all tokens."""
 
@@ -72,7 +145,7 @@ class Leaky(Mlp):
 
 
 class Deep(nn.Module):
-    def __init__(self, kind: type[Mlp], layers: int = LAYERS) -> None:
+    def __init__(self, kind: type[nn.Module], layers: int = LAYERS) -> None:
         super().__init__()
         torch.manual_seed(0)
         self.layers = nn.Sequential(*(kind() for _ in range(layers)))
@@ -91,6 +164,11 @@ def gradients(run: Any, model: Deep, x: torch.Tensor) -> list[torch.Tensor]:
     return [loss.detach(), *grads, x.grad]
 
 
+def exactly(model: Deep, x: torch.Tensor) -> list[torch.Tensor]:
+    model = copy.deepcopy(model).double()
+    return gradients(model, model, x.double())
+
+
 def batch(*shape: int) -> torch.Tensor:
     generator = torch.Generator().manual_seed(1)
     return torch.randn(*shape, WIDTH, generator=generator)
@@ -101,12 +179,14 @@ def counted(hooks: Any) -> int:
     return 0 if found is None else len(found.regions)
 
 
-@pytest.mark.parametrize("kind", [Mlp, Gated, Experts, Mixed])
+KINDS = [Mlp, Gated, Experts, Mixed, Fused, Attending]
+
+
+@pytest.mark.parametrize("kind", KINDS)
 def test_each_chain_runs_in_pieces(kind: type[Mlp]) -> None:
     model, x = Deep(kind), batch(BATCH, LENGTH)
     plain = gradients(model, model, x)
-    exact_model = copy.deepcopy(model).double()
-    exact = gradients(exact_model, exact_model, x.double())
+    exact = exactly(model, x)
 
     run, hooks = compiled(model, PIECES)
     found = gradients(run, model, x)
@@ -116,6 +196,19 @@ def test_each_chain_runs_in_pieces(kind: type[Mlp]) -> None:
     assert hooks.largest_elements < TOKENS * INNER
     assert furthest(found, plain) < 1e-5
     assert furthest(found, exact) < 4 * furthest(plain, exact) + 1e-7
+
+
+@pytest.mark.parametrize(("kind", "pieces"), [(Routed, 2), (Routed, 7), (Routed, 400), (Biased, 7)])
+def test_experts_that_one_product_computes_run_in_pieces(kind: type[Routed], pieces: int) -> None:
+    """Pieces end within groups, hold several of them, or none of most."""
+    model, x = Deep(kind, 2).bfloat16(), batch(4 * BATCH, LENGTH).bfloat16()
+    plain, exact = gradients(model, model, x), exactly(model, x)
+    run, hooks = compiled(model, pieces)
+    found = gradients(run, model, x)
+    assert counted(hooks) == 2
+    assert hooks.largest_elements < 4 * TOKENS * kind.ASKED * model.layers[0].both.shape[1]  # type: ignore[union-attr]
+    assert [t.dtype for t in found] == [t.dtype for t in plain]
+    assert furthest(found, exact) < 1.5 * furthest(plain, exact)
 
 
 def test_a_chain_that_mixes_tokens_is_left_alone() -> None:

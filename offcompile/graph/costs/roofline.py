@@ -140,7 +140,7 @@ def _fresh(outputs: tuple[TensorSpec, ...]) -> int:
 
 
 def _flop(name: str, call: OpCall) -> float:
-    if name in ("mm", "bmm"):
+    if name in ("mm", "bmm", "_grouped_mm"):
         return _product(*call.inputs[:2])
     if name in ("addmm", "baddbmm") and len(call.inputs) >= 3:
         return _product(*call.inputs[1:3])

@@ -19,7 +19,8 @@ from offcompile.planning.splitting import SplitPart
 
 from .builder import Builder
 from .find import find_regions
-from .losses import take_apart
+from .forms import into_known_forms
+from .losses import take_apart_losses
 from .pieces import bounds, in_pieces
 from .region import Region
 
@@ -90,7 +91,9 @@ def splittable(joint: fx.GraphModule, ordered: bool = False) -> Splittable | Non
     """Find the regions of a joint graph that can be split, without changing it; None if there are
     none. `ordered`: graph edges enforce the order of pieces."""
     graph = copied(joint)
-    take_apart(graph.graph, Builder(graph.graph))
+    build = Builder(graph.graph)
+    take_apart_losses(graph.graph, build)
+    into_known_forms(graph.graph, build)
     regions = find_regions(graph.graph)
     return Splittable(graph, tuple(regions), ordered) if regions else None
 

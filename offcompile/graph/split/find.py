@@ -11,7 +11,7 @@ from torch import fx
 
 from .layout import SUM, Rows, Space, args_of, is_static, shape_of
 from .region import PRODUCTS, NoRegion, Region, needed, reached
-from .rules import Known, apply, numel_of_others
+from .rules import Known, apply, factors, numel_of_others
 
 aten = torch.ops.aten
 #: a product is worth splitting if its result has this many times the elements of its operand
@@ -63,8 +63,10 @@ def _count_beside(regions: list[Region]) -> None:
 
 
 def _widens(node: fx.Node) -> bool:
-    a, b = args_of(node)[-2:]
+    a, b = factors(node)
     if not all(isinstance(n, fx.Node) and is_static(n) for n in (node, a, b)):
+        return False
+    if len(shape_of(node)) != 2:  # a gradient of the weights of all groups
         return False
     tokens, width = shape_of(a)
     words = shape_of(node)[1]
@@ -134,7 +136,7 @@ def _grow(region: Region, order: dict[fx.Node, int]) -> None:
 
 def _pull(region: Region, node: fx.Node, rows: Rows) -> None:
     """Add a large operand to the region, to be made piece by piece too, if its rule allows it."""
-    if node in region.made or numel_of_others(rows, node) < region.words:
+    if node in region.made or not region.wants(node, rows):
         return
     made = apply(node, Known(region.layouts, rows))
     if made is None:
@@ -173,6 +175,8 @@ def _check_spaces(region: Region) -> None:
     """Set the region's smallest space. Raises `NoRegion` if tensors are needed outside it."""
     spaces = {rows.space for rows in region.layouts.values()}
     region.space = max(spaces, key=lambda s: s.depth)
+    if region.space.parent is not None and any(m.counts_tokens for m in region.made.values()):
+        raise NoRegion("groups of tokens are cut otherwise than the tokens")
     for space in spaces:
         if not region.space.within(space):
             raise NoRegion("tokens are chosen in two ways")
@@ -201,12 +205,21 @@ def _return(region: Region, node: fx.Node) -> None:
 
 
 def _check_gain(region: Region) -> None:
-    """Raise `NoRegion` if all large tensors exist as a whole anyway."""
+    """Raise `NoRegion` if all large tensors exist as a whole anyway, or their parts do."""
     if not region.returned:
+        if _leaving(region) >= region.words:
+            raise NoRegion("as much leaves as there is")
         return
     whole = {_viewed(n) for n in region.returned} | {region.seed}
     if all(_viewed(n) in whole for n in region.made if region.is_large(n) and n not in region.late):
         raise NoRegion("the user gets everything that is large")
+
+
+def _leaving(region: Region) -> int:
+    """Elements per token that forward leaves behind, such as queries, keys and values."""
+    outs = [n for n in region.outs() if n not in region.late and n in region.layouts]
+    once = {_viewed(n): n for n in outs}.values()
+    return sum(numel_of_others(region.layouts[n], n) for n in once)
 
 
 def _viewed(node: fx.Node) -> fx.Node:
@@ -223,7 +236,7 @@ def _find_unlikely(region: Region, order: dict[fx.Node, int]) -> None:
     for node, rows in region.entering().items():
         inside = all(user in region.made for user in node.users)
         places = (rows.low, rows.space) == (0, region.space)
-        if node in tangents and inside and places and numel_of_others(rows, node) >= region.words:
+        if node in tangents and inside and places and region.wants(node, rows):
             region.unlikely.add(node)
 
 

@@ -24,7 +24,7 @@ aten = torch.ops.aten
 MEAN, SUMMED = 1, 2
 
 
-def take_apart(graph: fx.Graph, build: Builder) -> None:
+def take_apart_losses(graph: fx.Graph, build: Builder) -> None:
     """Rewrite each loss of the graph for which this is possible; the others stay."""
     for node in list(graph.nodes):
         if node.target is aten.nll_loss_forward.default and _is_plain(

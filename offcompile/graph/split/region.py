@@ -23,11 +23,11 @@ from functools import cached_property
 import torch
 from torch import fx
 
-from .layout import SUM, Rows, Space, args_of
-from .rules import Made, numel_of_others
+from .layout import SUM, Rows, Space, shape_of
+from .rules import Made, factors, numel_of_others
 
 aten = torch.ops.aten
-PRODUCTS = (aten.mm.default, aten.addmm.default)
+PRODUCTS = (aten.mm.default, aten.addmm.default, aten._grouped_mm.default)
 
 
 class NoRegion(Exception):
@@ -57,14 +57,38 @@ class Region:
     #: result
     unlikely: set[fx.Node] = field(default_factory=set)
 
+    #: halves of large tensors, such as the gate of an MLP whose two products are one, and what is
+    #: computed of them; they may be no larger than the product's operand
+    halves: set[fx.Node] = field(default_factory=set)
+
     def add(self, node: fx.Node, made: Made) -> None:
         self.made[node] = made
-        if made.layout != SUM:
-            self.layouts[node] = made.layout
+        if made.layout == SUM:
+            return
+        self.layouts[node] = made.layout
+        computed = node.target not in PRODUCTS and self.has_half(made.layout, node)
+        if computed and any(self.is_large(n) for n in node.all_input_nodes):
+            self.halves.add(node)
+
+    def has_half(self, rows: Rows, node: fx.Node) -> bool:
+        return 2 * numel_of_others(rows, node) >= self.words
 
     def is_large(self, node: fx.Node) -> bool:
         rows = self.layouts.get(node)
-        return rows is not None and numel_of_others(rows, node) >= self.words
+        if rows is None or not self.has_half(rows, node):
+            return False
+        return node in self.halves or numel_of_others(rows, node) > self.width
+
+    @cached_property
+    def width(self) -> int:
+        """Elements per token of the product's operand."""
+        return shape_of(factors(self.seed)[0])[1]
+
+    def wants(self, node: fx.Node, rows: Rows) -> bool:
+        """True if an operand of a large tensor is to be made piece by piece, too."""
+        return self.has_half(rows, node) and (
+            node.target in PRODUCTS or numel_of_others(rows, node) > self.width
+        )
 
     @cached_property
     def row_bytes(self) -> int:
@@ -84,7 +108,7 @@ class Region:
     def is_chain(self) -> bool:
         """True if a product follows on the large tensors in forward, as in an MLP."""
         early = [n for n in self.made if n not in self.late and n.target in PRODUCTS]
-        return any(self.is_large(args_of(n)[-2]) for n in early)
+        return any(self.is_large(factors(n)[0]) for n in early)
 
     def outs(self) -> list[fx.Node]:
         """The nodes that are read outside the region, in order."""

@@ -3,7 +3,16 @@
 `apply` applies the rule of a node; `frame` defines the inputs and results of a rule.
 """
 
-from . import labels, pointwise, products, shapes, slices, words  # noqa: F401  # bring their rules
-from .frame import Known, Made, Piece, Rule, apply, numel_of_others
+from . import (  # noqa: F401  # bring their rules
+    groups,
+    labels,
+    pointwise,
+    products,
+    shapes,
+    slices,
+    words,
+)
+from .frame import Known, Made, Piece, Rule, apply, factors, numel_of_others
+from .shapes import fill_of
 
-__all__ = ["Known", "Made", "Piece", "Rule", "apply", "numel_of_others"]
+__all__ = ["Known", "Made", "Piece", "Rule", "apply", "factors", "fill_of", "numel_of_others"]

@@ -16,7 +16,7 @@ import torch
 from torch import fx
 
 from offcompile.graph.split.builder import Builder
-from offcompile.graph.split.layout import SUM, Rows, settled, shape_of
+from offcompile.graph.split.layout import SUM, Rows, args_of, settled, shape_of
 
 aten = torch.ops.aten
 
@@ -25,6 +25,10 @@ class Piece(Protocol):
     """The tokens of one piece, and the nodes made for them."""
 
     build: Builder
+
+    @property
+    def start(self) -> int:
+        """The number of tokens in the pieces before."""
 
     @property
     def count(self) -> int:
@@ -46,6 +50,8 @@ class Made:
     emit: Emit
     #: operand with tokens → the layout that it must have
     operands: dict[fx.Node, Rows] = field(default_factory=dict)
+    #: True if `emit` asks which tokens a piece has, and not only how many
+    counts_tokens: bool = False
 
 
 @dataclass(frozen=True)
@@ -89,6 +95,13 @@ def apply(node: fx.Node, known: Known) -> Made | None:
         if (wanted.low, wanted.high, wanted.space) != (got.low, got.high, got.space):
             return None
     return made
+
+
+def factors(node: fx.Node) -> tuple[fx.Node, fx.Node]:
+    """The two factors of a product."""
+    grouped = node.target is aten._grouped_mm.default
+    a, b = args_of(node)[:2] if grouped else args_of(node)[-2:]
+    return a, b
 
 
 def numel_of_others(rows: Rows, node: fx.Node) -> int:

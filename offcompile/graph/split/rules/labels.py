@@ -7,9 +7,10 @@ from typing import Any
 import torch
 from torch import fx
 
-from offcompile.graph.split.layout import Rows, args_of, shape_of
+from offcompile.graph.split.layout import SUM, Rows, args_of, shape_of
 
 from .frame import Known, Made, Piece, rule, same_places
+from .shapes import fill_of
 
 aten = torch.ops.aten
 
@@ -48,8 +49,10 @@ def scatter(node: fx.Node, known: Known) -> Made | None:
 
 @rule(aten.index.Tensor)
 def pick(node: fx.Node, known: Known) -> Made | None:
-    """The rule for `scores[arange(tokens), labels]`, which is a gather."""
+    """The rule for `scores[arange(tokens), labels]`, which is a gather, and for `table[labels]`."""
     source, indices = args_of(node)[:2]
+    if known.of(source) is None:
+        return _looked_up(node, known)
     labels = _labels_of(source, indices, known.of(source))
     if labels is None:
         return None
@@ -66,8 +69,10 @@ def pick(node: fx.Node, known: Known) -> Made | None:
 
 @rule(aten.index_put.default)
 def put(node: fx.Node, known: Known) -> Made | None:
-    """The rule for the gradient of `pick`, which is a scatter."""
+    """The rule for the gradient of `pick`: a scatter, or a sum over the tokens of each label."""
     base, indices, values = args_of(node)[:3]
+    if known.of(base) is None and known.of(values) is not None and len(indices) == 1:
+        return _counted_up(node, known)
     rows = known.of(base) or known.want
     labels = _labels_of(node, indices, rows)
     if rows is None or labels is None or shape_of(values) != shape_of(labels):
@@ -82,6 +87,41 @@ def put(node: fx.Node, known: Known) -> Made | None:
 
     flat = Rows(0, 1, rows.space)
     return Made(flat, emit, {base: rows, labels: flat, values: flat})
+
+
+def _looked_up(node: fx.Node, known: Known) -> Made | None:
+    table, indices = args_of(node)[:2]
+    if len(indices) != 1 or indices[0] is None:
+        return None
+    rows = known.of(indices[0]) or known.want
+    if rows is None or rows.low or rows.high != len(shape_of(indices[0])):
+        return None
+    layout = Rows(0, rows.high, rows.space)
+
+    def emit(piece: Piece) -> fx.Node:
+        return piece.build(node.target, piece.whole(table), [piece.rows(indices[0])])
+
+    return Made(layout, emit, {indices[0]: layout})
+
+
+def _counted_up(node: fx.Node, known: Known) -> Made | None:
+    table, (labels,), values = args_of(node)[:3]
+    adds = len(args_of(node)) > 3 and bool(args_of(node)[3])
+    rows = known.of(values)
+    if not adds or fill_of(table) != 0 or rows is None:
+        return None
+    if rows.low or rows.high != len(shape_of(labels)):
+        return None
+    layout = known.of(labels) or Rows(0, rows.high, rows.space)
+    if (layout.low, layout.high, layout.space) != (rows.low, rows.high, rows.space):
+        return None
+
+    def emit(piece: Piece) -> fx.Node:
+        return piece.build(
+            node.target, piece.whole(table), [piece.rows(labels)], piece.rows(values), True
+        )
+
+    return Made(SUM, emit, {labels: layout, values: rows})
 
 
 def _labels_of(node: fx.Node, indices: Any, rows: Rows | None) -> fx.Node | None:

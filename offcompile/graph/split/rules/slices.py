@@ -10,7 +10,7 @@ from torch import fx
 
 from offcompile.graph.split.layout import Rows, Shape, args_of, shape_of
 
-from .frame import Known, Made, Piece, rule
+from .frame import Known, Made, Piece, rule, same_places
 from .shapes import fill_of
 
 aten = torch.ops.aten
@@ -119,6 +119,21 @@ def slice_scatter(node: fx.Node, known: Known) -> Made | None:
         return piece.build(aten.constant_pad_nd.default, piece.rows(source), pads)
 
     return Made(rows, emit, {source: rows})
+
+
+@rule(aten.cat.default)
+def cat(node: fx.Node, known: Known) -> Made | None:
+    parts, dim = (*args_of(node), 0)[:2]
+    rows = next((r for n in parts if (r := known.of(n)) is not None), known.want)
+    place = None if rows is None else rows.other_dim(dim, len(shape_of(node)))
+    operands = None if rows is None else same_places(rows, *parts, known=known)
+    if rows is None or place is None or operands is None:
+        return None
+
+    def emit(piece: Piece) -> fx.Node:
+        return piece.build(node.target, [piece.rows(n) for n in parts], place)
+
+    return Made(Rows(rows.low, rows.high, rows.space), emit, operands)
 
 
 @rule(aten.constant_pad_nd.default)
