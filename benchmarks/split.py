@@ -83,6 +83,9 @@ CASES = (
     Case("llama-3.2-1b", 4, 2048, 256_000),
     Case("llama-3.2-1b", 8, 2048, returned=True),
     Case("gpt2-medium", 16, 1024, returned=True),
+    Case("phi-3-mini", 2, 8192),
+    Case("mixtral-8x7b", 2, 8192),
+    Case("qwen3-30b-a3b", 2, 8192),
 )
 QUICK = (Case("gpt2", 2, 256),)
 CARDS = (("llama-3.2-1b", "rtx4090"),)

@@ -42,6 +42,17 @@ def _llama(
     }
 
 
+def _decoder(
+    kind: str, shape: tuple[int, int, int, int, int, int], **more: int
+) -> tuple[str, dict[str, int]]:
+    """`shape`: as of `_llama`, whose names for it most decoders share."""
+    _, values = _llama(*shape)
+    return f"{kind}Config", {**values, "head_dim": shape[1] // shape[3], **more}
+
+
+#: of mixtures of experts: what their decoders have beside the usual
+QWEN3_EXPERTS = {"moe_intermediate_size": 768, "num_experts": 128, "num_experts_per_tok": 8}
+OSS_EXPERTS = {"num_local_experts": 32, "num_experts_per_tok": 4}
 #: name → configuration class, and values that differ from its defaults
 SIZES: Mapping[str, tuple[str, Mapping[str, int]]] = {
     "gpt2": _gpt2(12, 768, 12),
@@ -60,6 +71,13 @@ SIZES: Mapping[str, tuple[str, Mapping[str, int]]] = {
     "llama-3.1-8b": _llama(32, 4096, 14_336, 32, 8, 128_256),
     "llama-3.1-70b": _llama(80, 8192, 28_672, 64, 8, 128_256),
     "mistral-7b": _llama(32, 4096, 14_336, 32, 8, 32_768),
+    "phi-3-mini": _decoder("Phi3", (32, 3072, 8192, 32, 32, 32_064)),
+    "qwen3-8b": _decoder("Qwen3", (36, 4096, 12_288, 32, 8, 151_936)),
+    "mixtral-8x7b": _decoder("Mixtral", (32, 4096, 14_336, 32, 8, 32_000)),
+    "qwen3-30b-a3b": _decoder(
+        "Qwen3Moe", (48, 2048, 6144, 32, 4, 151_936), head_dim=128, **QWEN3_EXPERTS
+    ),
+    "gpt-oss-20b": _decoder("GptOss", (24, 2880, 2880, 64, 8, 201_088), head_dim=64, **OSS_EXPERTS),
 }
 #: heads that train a language model, in order of preference → name of their loss; without a name,
 #: transformers logs a warning, which would break the graph

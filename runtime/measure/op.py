@@ -210,6 +210,8 @@ class Operands:
             return self._tensor(spec, bounds.get(place), generator)
 
         args = [_with_tensors(value, (i,), tensor) for i, value in enumerate(call.args)]
+        if name == "_grouped_mm":
+            _share_out(*args[:3])
         return args, {k: _with_tensors(v, (), tensor) for k, v in call.kwargs.items()}
 
     def _tensor(
@@ -220,6 +222,17 @@ class Operands:
         flat = self._pool[begin : begin + nbytes].view(spec.dtype)
         _fill(flat, bound, generator)
         return flat.as_strided(spec.size, spec.stride)
+
+
+def _share_out(a: object, b: object, ends: object) -> None:
+    """Give each group of a grouped product as many of the tokens: without any it takes no time."""
+    if (
+        isinstance(a, torch.Tensor)
+        and isinstance(b, torch.Tensor)
+        and isinstance(ends, torch.Tensor)
+    ):
+        tokens, groups = a.shape[1 if b.dim() == 2 else 0], len(ends)
+        ends.copy_(torch.tensor([tokens * n // groups for n in range(1, groups + 1)]))
 
 
 def _with_tensors(

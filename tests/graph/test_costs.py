@@ -155,6 +155,27 @@ def test_arithmetic_is_counted(
     assert sum(work_of(call).flop for call in calls) == flop
 
 
+def grouped(tokens: int, groups: int) -> OpCall:
+    """Tokens in groups, each of which is multiplied by its own weight."""
+    bf16 = torch.bfloat16
+    a = TensorSpec(bf16, (tokens, 16), (16, 1))
+    b = TensorSpec(bf16, (groups, 16, 32), (512, 32, 1))
+    ends = TensorSpec(torch.int32, (groups,), (1,))
+    out = TensorSpec(bf16, (tokens, 32), (32, 1))
+    return OpCall(aten._grouped_mm.default, (a, b, ends), {}, (out,))
+
+
+def test_a_grouped_product_costs_the_arithmetic_of_its_tokens() -> None:
+    assert work_of(grouped(40, 4)).flop == 2 * 40 * 16 * 32
+
+
+def test_a_grouped_product_is_measured_with_all_tokens_in_some_group() -> None:
+    args, _ = Operands().make(grouped(42, 4))
+    assert isinstance(args[2], torch.Tensor)
+    assert args[2].tolist() == [10, 21, 31, 42]
+    assert measure_call(grouped(42, 4), Operands()) is not None
+
+
 def test_first_touches_of_large_outputs_count() -> None:
     spec = TensorSpec(torch.float32, (1024, 1024), (1024, 1))
     work = work_of(OpCall(aten.relu.default, (spec,), {}, (spec,)))
