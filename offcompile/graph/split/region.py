@@ -1,10 +1,11 @@
 """Describes regions: parts of a joint graph computed token by token, around a large product.
 
-A region starts at a product (tokens, words) and takes in every op that reads a tensor of that size:
-ops along the words, then products and sums that lead back to small tensors. Large operands made
-only for the region join it. So its inputs and outputs are small: hidden states, labels, losses per
-token, gradients. The only large ones are forward's results that the user gets, such as logits
-(`returned`), and their tangents. If a large tensor is read elsewhere, there is no region.
+A region starts at a product (tokens, words) and takes in every op that reads a tensor of that size,
+or of half of it: ops along the words, then products and sums that lead back to small tensors. Large
+operands made only for the region join it. So its inputs and outputs are small: hidden states,
+labels, losses per token, gradients. The only large ones are forward's results that the user gets,
+such as logits (`returned`), and their tangents. If a large tensor is read elsewhere, there is no
+region.
 
 A region runs in one of two ways:
 
@@ -56,7 +57,6 @@ class Region:
     #: tangents of `returned` that only this region reads; each is zero unless the user uses the
     #: result
     unlikely: set[fx.Node] = field(default_factory=set)
-
     #: halves of large tensors, such as the gate of an MLP whose two products are one, and what is
     #: computed of them; they may be no larger than the product's operand
     halves: set[fx.Node] = field(default_factory=set)
@@ -71,6 +71,7 @@ class Region:
             self.halves.add(node)
 
     def has_half(self, rows: Rows, node: fx.Node) -> bool:
+        """True if it has at least half the elements of the product's result."""
         return 2 * numel_of_others(rows, node) >= self.words
 
     def is_large(self, node: fx.Node) -> bool:
