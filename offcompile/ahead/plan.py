@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
@@ -155,7 +156,9 @@ def trace_ahead(asked: ForecastRequest, model: nn.Module, for_card: bool) -> Tra
     inputs, keywords = tree_map_only(
         torch.Tensor, partial(_faked, mode), (asked.inputs, dict(asked.keywords))
     )
-    with fused_attention() if for_card else nullcontext():
+    with fused_attention() if for_card else nullcontext(), warnings.catch_warnings():
+        # of transformers' own code: nothing that whoever asks for a forecast could change
+        warnings.filterwarnings("ignore", r"Dynamo detected a call to a `functools\.lru_cache`")
         return trace_call(fake, mode, inputs, keywords, asked.options.lowering, "", asked.loss)
 
 
