@@ -109,7 +109,7 @@ class RunningHalf:
         sizes = self.facts.runs.sizes if room is None else room.sizes
         standing, most = self.planned.needs.at(sizes).standing_bytes, report.budget_bytes
         if room is not None:
-            standing += room.held_bytes
+            standing += room.left_bytes + room.held_bytes
             most = room.peak_bytes + room.kept_limit_bytes
         heap().begin(standing, most, self._at_rest, lays_out=not report.fits)
 

@@ -18,7 +18,9 @@ from offcompile.ir import BACKWARD, HOST
 from offcompile.planning.footprint import bytes_of, standing_in
 from offcompile.run.accounts.graph_runs import GraphRuns, Room
 from offcompile.run.accounts.live_outputs import LiveOutputs
+from offcompile.run.running_step import RunningHalf
 from offcompile.runtime.base.counters import reset_counters
+from offcompile.runtime.memory.malloc.heap import Heap
 from offcompile.runtime.moves.registry import close_all
 from offcompile.runtime.moves.weights import is_on_host
 
@@ -158,6 +160,44 @@ def test_the_room_beside_a_run_is_that_of_its_own_sizes(tmp_path: Path, seen: Se
     report = offcompile.reports()[-1]
     assert standing_in(report.problem) > 0
     assert bytes_of(report.problem, frozenset(t.id for t in report.problem.tensors[:1])) > 0
+
+
+def test_the_heap_gives_a_backward_no_room_for_what_its_forward_has_left(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Four stages whose saved tensors fit, so that plans without moves leave them on the device."""
+    memory, together, left = 7 * MIB, [], 0
+    begin, begin_heap = Heap.begin, RunningHalf._begin_heap
+
+    def watched(half: RunningHalf, room: Room | None) -> None:
+        nonlocal left
+        told = []
+
+        def note(heap: Heap, planned: int, budget: int, *rest: Any, **more: Any) -> None:
+            told.append(budget - planned)
+            begin(heap, planned, budget, *rest, **more)
+
+        with monkeypatch.context() as patched:
+            patched.setattr(Heap, "begin", note)
+            begin_heap(half, room)
+        if room is not None and half.phase == BACKWARD:
+            runs = half.facts.runs
+            (binding,) = runs.entry.bound()
+            weights = sum(runs.usage.holdings.weight.get(key, 0) for key in binding.ids)
+            held = runs.usage.held_beside(runs.entry, binding).now + weights
+            left = max(left, runs.entry.left_by(binding))
+            spare = min(room.kept_limit_bytes, runs.reserve.free_bytes)
+            together.append(told[-1] + held + spare)
+
+    monkeypatch.setattr(RunningHalf, "_begin_heap", watched)
+    wanted, stages = train(fresh(WIDTHS), [256] * 4), fresh(WIDTHS)
+    for stage in stages:
+        stage.compile(backend="offcompile", options=options(memory, tmp_path))
+    assert train(stages, [256] * 4) == wanted
+    torch._dynamo.reset()
+    close_all()
+    assert left > MIB // 4
+    assert together and max(together) <= memory
 
 
 def test_a_result_counts_from_when_another_graph_has_got_it_until_it_dies() -> None:

@@ -41,6 +41,8 @@ class Room:
     kept_limit_bytes: int
     #: bytes of that which the keeper holds at the beginning, or which stay free
     held_bytes: int
+    #: bytes of the peak that are there at the beginning: what forward has left for backward
+    left_bytes: int = 0
     #: values of the symbols in the arguments of forward
     sizes: tuple[int, ...] = ()
 
@@ -108,9 +110,9 @@ class GraphRuns:
             yield None
             return
         peak_bytes = peak_at(sizes)
-        beside_bytes = self.usage.held_beside(self.entry, binding).now
-        if phase == BACKWARD:  # its plan includes what its own forward left
-            beside_bytes -= self.entry.left_by(binding)
+        # the plan of a backward includes what its own forward left
+        left_bytes = self.entry.left_by(binding) if phase == BACKWARD else 0
+        beside_bytes = self.usage.held_beside(self.entry, binding).now - left_bytes
         limit = self.budget_bytes - beside_bytes - peak_bytes
         if limit < 0 and first_time(f"{self.name} is over its budget"):
             warn(
@@ -137,7 +139,7 @@ class GraphRuns:
         spare = min(limit, self.reserve.free_bytes)
         keeper.enter(execution, most, no_buffer_reuse, weights, phase == BACKWARD, own)
         try:
-            yield Room(peak_bytes, limit, keeper.held_bytes + spare, sizes)
+            yield Room(peak_bytes, limit, keeper.held_bytes + spare, left_bytes, sizes)
         finally:
             self._measure(phase == BACKWARD, spare)
             keeper.leave()
