@@ -75,7 +75,7 @@ class Arrivals:
     # -- gradients from autograd -----------------------------------------------------------------
 
     def came(self, parameter: torch.Tensor) -> None:
-        """Handle a gradient that autograd has added to `parameter.grad`."""
+        """See `updates.Updater`."""
         entry = self.core.entries[parameter]
         with self._lock:
             arrival = self._arrival(entry)
@@ -124,10 +124,10 @@ class Arrivals:
             self._reduced_late = reduced_after_backward(self.core.entries)
             if self._reduced_late:
                 LOGGER.warning(
-                    "offcompile: overlap=True does nothing beside DistributedDataParallel, which"
-                    " reduces gradients after their hooks have run: all updates wait for step()."
-                    " Use overlap=False, or fully_shard (FSDP2), which calls hooks after it has"
-                    " reduced"
+                    "offcompile: overlap=True does nothing where DistributedDataParallel itself"
+                    " reduces gradients, after their hooks have run: all updates wait for step()."
+                    " Compile the model with this backend before its first step, use fully_shard"
+                    " (FSDP2), which calls hooks after it has reduced, or overlap=False"
                 )
         return self._reduced_late
 
@@ -245,6 +245,8 @@ class Arrivals:
 
 def _hook(mine: weakref.ref[Arrivals]) -> Callable[[torch.Tensor], None]:
     def arrived(parameter: torch.Tensor) -> None:
+        if updates.reducer_of(parameter) is not None:
+            return  # still the gradient of one rank: `came` is called when it is reduced
         brought = updates.arrived(parameter)
         arrivals = mine()
         if arrivals is not None and brought:

@@ -2,7 +2,8 @@
 
 DDP puts gradients into buckets and reduces these when autograd has already called the hooks of the
 parameters: in a hook, a gradient is still that of one rank alone. It is final when backward is
-over. FSDP2 is not concerned, since it calls the hooks after its reduce-scatter.
+over. Where gradients are reduced in backward in DDP's place (`runtime/states/gradient_reducer.py`),
+they come to the optimizer when that is done, and FSDP2 calls hooks after its reduce-scatter.
 """
 
 from __future__ import annotations
@@ -13,6 +14,8 @@ from collections.abc import Iterable
 from typing import Any
 
 import torch
+
+from offcompile.runtime.states import updates
 
 
 def reduced_after_backward(parameters: Iterable[torch.Tensor]) -> bool:
@@ -26,7 +29,7 @@ def reduced_after_backward(parameters: Iterable[torch.Tensor]) -> bool:
         return False
     if not torch.distributed.is_initialized():
         return False
-    mine = {id(p) for p in parameters}
+    mine = {id(p) for p in parameters if updates.reducer_of(p) is None}
     kind = module.DistributedDataParallel
     # a proxy's `__class__` may lie, and reading it may run its code
     wrapped = (found for found in gc.get_objects() if issubclass(type(found), kind))

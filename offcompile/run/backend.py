@@ -17,6 +17,7 @@ from offcompile.runtime.base.progress import Progress
 from .accounts.usage import usage_of
 from .captured_graph import CapturedGraph
 from .ranks.agreement import Agreement
+from .ranks.reduction import reduce_in_backward
 from .refusals import raised
 
 
@@ -51,6 +52,7 @@ def _compile(
     mode: str | None,
     agreement: Agreement,
 ) -> Callable[..., Any]:
+    reduce_in_backward()
     if mode not in (None, "default"):
         raise InvalidInput(
             [

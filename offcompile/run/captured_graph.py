@@ -36,6 +36,7 @@ from .accounts.usage import DeviceUsage, ParameterSet
 from .foreign_autograd import refuse_foreign_autograd
 from .plan.contract import GraphFacts
 from .ranks.agreement import Agreement
+from .ranks.reduction import reduce_in_backward
 from .recording import recorded
 from .variants.judging import judged
 from .variants.ladder import choose, make_first
@@ -99,6 +100,7 @@ class CapturedGraph:
         facts, runs, plans = self.facts, self.facts.runs, self.plans
         sizes = tuple(read(args) for read in self._readers)
         call = Call(args, self._parameters_of(args), sizes)
+        reduce_in_backward()
         runs.usage.begins(runs.entry, call.parameters)
         runs.usage.results.given([x for i, x in enumerate(args) if i not in facts.parameters])
 

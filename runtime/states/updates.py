@@ -43,6 +43,9 @@ class Updater(Holder, Protocol):
         When it returns, the gradient's memory may be used again; the parameter may have changed.
         """
 
+    def came(self, parameter: torch.Tensor) -> None:
+        """Handle a final gradient in `parameter.grad`, which may be used up."""
+
 
 class UpdateCall:
     """One run of a compiled forward that may be followed by its backward."""
@@ -61,6 +64,8 @@ class _Known:
     """The records of a parameter."""
 
     updater: weakref.ref[Updater] | None = None
+    #: reduces its gradient over ranks before the updater gets it
+    reducer: weakref.ref[Updater] | None = None
     holders: weakref.WeakSet[Holder] = field(default_factory=weakref.WeakSet)
     #: calls whose backward may still run
     calls: weakref.WeakSet[UpdateCall] = field(default_factory=weakref.WeakSet)
@@ -112,10 +117,30 @@ def unregister(parameters: Iterable[torch.Tensor], updater: Updater) -> None:
             known.updater = None
 
 
-def updater_of(parameter: torch.Tensor) -> Updater | None:
-    """The updater of the parameter during backward; None if there is none."""
+def reduce_with(parameters: Iterable[torch.Tensor], reducer: Updater) -> None:
+    """Give gradients of these parameters to `reducer`, as long as it lives, which passes them on to
+    their updaters."""
+    for parameter in parameters:
+        _known(parameter).reducer = weakref.ref(reducer)
+
+
+def reducer_of(parameter: torch.Tensor) -> Updater | None:
+    """What reduces gradients of the parameter over ranks during backward; None if nothing does."""
+    found = _find(parameter)
+    return None if found is None or found.reducer is None else found.reducer()
+
+
+def optimizer_of(parameter: torch.Tensor) -> Updater | None:
+    """The optimizer that updates the parameter during backward; None if there is none."""
     found = _find(parameter)
     return None if found is None or found.updater is None else found.updater()
+
+
+def updater_of(parameter: torch.Tensor) -> Updater | None:
+    """What a compiled graph offers the parameter's gradient to: its optimizer during backward, or
+    what reduces the gradient before the optimizer gets it. None if no optimizer wants it."""
+    optimizer = optimizer_of(parameter)
+    return None if optimizer is None else reducer_of(parameter) or optimizer
 
 
 def advise(parameters: Iterable[torch.Tensor], by_device: bool) -> None:
@@ -226,6 +251,13 @@ def arrived(parameter: torch.Tensor) -> bool:
     else:
         known.whole.discard(graph)
     return True
+
+
+def settled(parameter: torch.Tensor) -> None:
+    """Note that a taken gradient has been used, or has been put into `.grad`."""
+    known = _known(parameter)
+    if known.taken_in == _backward_pass():
+        known.left = _standing(parameter)
 
 
 def _standing(parameter: torch.Tensor) -> tuple[int, int] | None:

@@ -1,4 +1,4 @@
-"""Starts two processes that form a gloo group, and reads what each found."""
+"""Starts processes that form a gloo group, two by default, and reads what each found."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from rank_cells import Cell
-from trust.pair import run_pair
+from trust.pair import WORLD, run_pair
 
 LONGEST_S = 1800
 _HERE = Path(__file__).resolve().parent
@@ -21,8 +21,8 @@ def run(cells: Sequence[Cell]) -> list[list[dict[str, Any]]]:
     return start("rank_child.py", [asdict(cell) for cell in cells])
 
 
-def start(child: str, asked: object) -> list[list[dict[str, Any]]]:
-    """Run a script of this folder on two ranks; returns the JSON lines that each printed."""
+def start(child: str, asked: object, world: int = WORLD) -> list[list[dict[str, Any]]]:
+    """Run a script of this folder on each rank; returns the JSON lines that each printed."""
     paths = [str(_HERE), str(_HERE.parent), os.environ.get("PYTHONPATH", "")]
     beside = {"PYTHONPATH": os.pathsep.join(filter(None, paths))}
-    return run_pair([sys.executable, str(_HERE / child)], asked, LONGEST_S, beside)
+    return run_pair([sys.executable, str(_HERE / child)], asked, LONGEST_S, beside, world)

@@ -1,4 +1,4 @@
-"""Starts two processes that form a gloo group, and reads the findings of each."""
+"""Starts processes that form a gloo group, two by default, and reads the findings of each."""
 
 from __future__ import annotations
 
@@ -15,7 +15,11 @@ _TESTS = Path(__file__).resolve().parents[1]
 
 
 def run_pair(
-    command: Sequence[str], asked: object, longest_s: float, beside: Mapping[str, str] | None = None
+    command: Sequence[str],
+    asked: object,
+    longest_s: float,
+    beside: Mapping[str, str] | None = None,
+    world: int = WORLD,
 ) -> list[list[dict[str, Any]]]:
     """Run a command in tests/ for each rank, with its number, the group's file and what is asked;
     returns the JSON lines that each printed. beside: more of its environment."""
@@ -31,7 +35,7 @@ def run_pair(
                 stderr=subprocess.PIPE,
                 text=True,
             )
-            for rank in range(WORLD)
+            for rank in range(world)
         ]
         try:
             ended = [rank.communicate(timeout=longest_s) for rank in ranks]

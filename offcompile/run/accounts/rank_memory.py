@@ -1,7 +1,8 @@
 """Counts the device memory that DDP and FSDP2 hold beside the graphs of a process.
 
 - **DDP** keeps a bucket for every gradient from its construction on. With
-  `gradient_as_bucket_view=True` gradients lie in the buckets once they are reduced.
+  `gradient_as_bucket_view=True` gradients lie in the buckets once they are reduced. Where
+  `ranks.reduction` has taken its place, a few buckets are alive at a time.
 - **FSDP2** keeps shards and their gradients; the weights of groups that it does not reshard after
   forward; while a graph runs, the weights of one group that it gathers ahead, and the gradients of
   one group that it reduces. The weights and gradients of the graph itself are in its plan.
@@ -79,6 +80,9 @@ def _groups(states: Any) -> Iterator[Any]:
 
 
 def _bucket_bytes(ddp: Any) -> int:
+    in_backward = getattr(ddp.reducer, "held_bytes", None)
+    if in_backward is not None:
+        return int(in_backward())
     trained = [p for p in ddp.module.parameters() if p.requires_grad]
     nbytes: int = sum(p.numel() * p.element_size() for p in trained)
     if not ddp.gradient_as_bucket_view:

@@ -1,0 +1,163 @@
+"""Reduces the gradients of a DDP module inside backward, in place of DDP, if all ranks agree.
+
+DDP goes on sending buffers and following `no_sync()`: it tells its reducer when a forward is to be
+reduced, and that reducer is replaced. Ranks that replaced it alone would wait for each other's
+collectives for ever. So each writes into the store of the group whether it can, at its first
+forward that runs a graph; the first that knows the vote of all, or has waited for too long, writes
+the decision, which all obey. No rank can have passed a collective meanwhile that another has yet
+to meet, because none of them leaves that forward before the decision is made.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import sys
+import weakref
+from collections import Counter
+from dataclasses import dataclass, field
+from datetime import timedelta
+from typing import Any
+
+import torch
+
+from offcompile.ir import OffloadError
+from offcompile.runtime.base.once import made_once
+from offcompile.runtime.states.gradient_reducer import GradientReducer, bucket_bytes
+
+LOGGER = logging.getLogger("offcompile")
+#: how long a rank waits for the votes of the others
+LONGEST_S = 120.0
+YES, NO = "yes", "no"
+
+
+@dataclass
+class _Past:
+    """Keeps what this process has decided so far."""
+
+    modules: weakref.WeakSet[torch.nn.Module] = field(default_factory=weakref.WeakSet)
+    #: modules decided on, by content: ranks count those of equal content alike
+    alike: Counter[str] = field(default_factory=Counter)
+
+
+def _past() -> _Past:
+    return made_once("which DDP modules are reduced in backward", None, _Past)
+
+
+class InPlaceOfDDPs:
+    """Stands where DDP has its reducer, and does what DDP asks it for in a step."""
+
+    def __init__(self, gradients: GradientReducer) -> None:
+        self.gradients = gradients
+
+    def prepare_for_forward(self) -> None:
+        """Do nothing: DDP's reducer counts iterations here."""
+
+    def prepare_for_backward(self, outputs: list[torch.Tensor]) -> None:
+        """Reduce the gradients of the forward that has just run; DDP says so outside of no_sync."""
+        self.gradients.expect()
+
+    def _rebuild_buckets(self) -> bool:
+        return False
+
+    def held_bytes(self) -> int:
+        return self.gradients.held_bytes()
+
+    def __getattr__(self, name: str) -> Any:
+        raise OffloadError(
+            f"DistributedDataParallel was asked for something ({name}) that its gradients cannot"
+            " have once offcompile reduces them inside backward. Ask for it before the first"
+            " forward (communication hooks, static_graph, join): DDP then reduces them itself"
+        )
+
+
+def reduce_in_backward() -> None:
+    """Take over the gradients of the DDP module whose forward is running, at its first graph."""
+    replicas: Any = sys.modules.get("torch.nn.parallel.distributed")
+    if replicas is None or not torch.distributed.is_available():
+        return
+    ddp = getattr(replicas.DistributedDataParallel, "_active_ddp_module", None)
+    if ddp is None or not torch.is_grad_enabled() or ddp in _past().modules:
+        return
+    _past().modules.add(ddp)
+    if torch.distributed.get_world_size(ddp.process_group) == 1:
+        return
+    obstacle = _obstacle(ddp)
+    if _all_can(ddp, obstacle is None):
+        _take_over(ddp)
+    else:
+        LOGGER.info(
+            "offcompile: DistributedDataParallel reduces its gradients itself, after backward:"
+            f" {obstacle or 'other ranks need it to'}"
+        )
+
+
+def _obstacle(ddp: Any) -> str | None:
+    """Say why DDP has to reduce the gradients of this module itself; None: it need not."""
+    trained = [p for p in ddp._module_parameters if p.requires_grad]
+    if torch.distributed.get_backend(ddp.process_group) != "gloo":
+        return "its process group is not gloo"
+    if any(type(p) is not torch.nn.Parameter or p.device.type != "cpu" for p in trained):
+        return "not all of its parameters are plain ones on the CPU"
+    if any(getattr(m, "sparse", False) for m in ddp.module.modules()):
+        return "it has sparse gradients"
+    for name in ("find_unused_parameters", "static_graph"):
+        if getattr(ddp, name):
+            return f"{name}=True, so parameters may get no gradient"
+    if ddp._get_ddp_logging_data().get("comm_hook"):
+        return "it has a communication hook"
+    asked = ("mixed_precision", "_delay_all_reduce_params", "_use_python_reducer")
+    if any(getattr(ddp, name) for name in asked) or ddp._join_config.enable:
+        return "its settings (mixed precision, delayed parameters, join) need it to"
+    if any(hasattr(p, "_in_backward_optimizers") for p in trained):
+        return "torch updates its parameters in backward"
+    return None
+
+
+def _all_can(ddp: Any, mine: bool) -> bool:
+    """Tell the other ranks if this one can take over, and hear what is decided."""
+    distributed: Any = torch.distributed
+    members = distributed.get_process_group_ranks(ddp.process_group)
+    find = getattr(distributed.distributed_c10d, "_get_default_store", None)
+    if find is None:
+        return False
+    store, key, rank = find(), _key(ddp, members), distributed.get_rank()
+    store.set(f"{key}/{rank}", YES if mine else NO)
+    votes, vote = [f"{key}/{r}" for r in members], NO
+    if mine:
+        try:
+            store.wait(votes, timedelta(seconds=LONGEST_S))
+        except RuntimeError:  # torch's error of a wait that took too long
+            LOGGER.warning(
+                f"offcompile: rank {rank} has waited {LONGEST_S:.0f} s for the other ranks to run"
+                " the same DistributedDataParallel module for the first time, and goes on"
+            )
+        else:
+            vote = YES if all(store.get(v).decode() == YES for v in votes) else NO
+    # the first decision stands
+    return bool(store.compare_set(f"{key}/decided", "", vote).decode() == YES)
+
+
+def _key(ddp: Any, members: list[int]) -> str:
+    said = [(n, tuple(p.shape), str(p.dtype)) for n, p in ddp.module.named_parameters()]
+    content = f"{said} {ddp.bucket_bytes_cap} {members}"
+    digest = hashlib.sha256(content.encode()).hexdigest()[:32]
+    _past().alike[digest] += 1
+    return f"offcompile/reduction/{digest}/{_past().alike[digest]}"
+
+
+def _take_over(ddp: Any) -> None:
+    trained = [p for p in ddp._module_parameters if p.requires_grad]
+    # torch gives up a reducer and its buckets only for another one: of one small parameter
+    least = min(trained, key=lambda p: p.numel())
+    ddp._ddp_init_helper([least], [False], {0: "the smallest parameter"}, False)
+    size = bucket_bytes(trained, ddp.bucket_bytes_cap)
+    ddp.reducer = InPlaceOfDDPs(GradientReducer(trained, ddp.process_group, size))
+    ddp.register_comm_hook = _too_late
+
+
+def _too_late(*args: Any, **more: Any) -> None:
+    raise OffloadError(
+        "Register communication hooks of DistributedDataParallel before its first forward:"
+        " offcompile reduces its gradients inside backward by now"
+    )

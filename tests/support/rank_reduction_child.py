@@ -1,0 +1,197 @@
+"""One of several ranks whose gradients are reduced inside backward, in place of DDP.
+
+`python rank_reduction_child.py RANK STORE ASKED` prints a line of JSON per case; ASKED is
+JSON, too: the number of ranks, and names of cases.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
+from torch.nn.parallel import DistributedDataParallel
+from weights_runs import seeded
+
+from offcompile.ir import OffloadError
+from offcompile.optim import AdamW
+from offcompile.run.running_step import RunningHalf
+from offcompile.runtime.states.gradient_reducer import Bucket, GradientReducer
+
+WIDTH, DEPTH, STEPS = 192, 4, 3
+AMPLE, MIDDLING, MINIMUM = "1GiB", "12MiB", "minimum"
+OPTIONS = {"lowering": "aot_eager", "hardware": "cpu", "seconds": 0.05}
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(WIDTH)
+        self.up, self.down = nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(4 * WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(torch.relu(self.up(self.norm(x))))
+
+
+class Stack(nn.Module):
+    """The head comes first: its gradient is made first, and its bucket is sent last."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.head = nn.Linear(WIDTH, WIDTH)
+        self.blocks = nn.ModuleList(Block() for _ in range(DEPTH))
+
+    def forward(self, x: Tensor, uses_head: bool = True) -> Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x).clone() if uses_head else x.clone()
+
+
+class Watched:
+    """Counts what reducers do until it is closed."""
+
+    def __init__(self) -> None:
+        self.most_bytes = self.sent_inside = self.sent = 0
+        self._inside = False
+        self._kept = GradientReducer._give_memory, GradientReducer._send, RunningHalf.__call__
+        give, send, run = self._kept
+
+        def give_memory(reducer: GradientReducer, bucket: Bucket) -> None:
+            give(reducer, bucket)
+            self.most_bytes = max(self.most_bytes, reducer._memory_bytes())
+
+        def sends(reducer: GradientReducer, bucket: Bucket) -> None:
+            send(reducer, bucket)
+            self.sent += 1
+            self.sent_inside += self._inside
+
+        def runs(half: RunningHalf, arguments: list[Any]) -> Any:
+            self._inside = half.phase == "backward"
+            try:
+                return run(half, arguments)
+            finally:
+                self._inside = False
+
+        self._set(give_memory, sends, runs)
+
+    def _set(self, give: Any, send: Any, run: Any) -> None:
+        GradientReducer._give_memory, GradientReducer._send = give, send
+        RunningHalf.__call__ = run
+
+    def close(self) -> dict[str, int]:
+        self._set(*self._kept)
+        return {k: v for k, v in vars(self).items() if not k.startswith("_")}
+
+
+def compiled(model: nn.Module, memory: str | None) -> Any:
+    if memory is None:
+        return torch.compile(model, backend="aot_eager")
+    return torch.compile(model, backend="offcompile", options={"memory": memory, **OPTIONS})
+
+
+def batch(step: int) -> Tensor:
+    mine = torch.Generator().manual_seed(10 * step + dist.get_rank())
+    return torch.randn(64, WIDTH, generator=mine)
+
+
+def train(ddp: nn.Module, optimizer: torch.optim.Optimizer) -> str:
+    """A digest of all losses, and of the weights at the end."""
+    seen = []
+    for step in range(STEPS):
+        loss = ddp(batch(step)).pow(2).mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        seen.append(loss.detach())
+    values = [*seen, *(p.detach() for p in ddp.parameters())]
+    bits = b"".join(v.contiguous().numpy().tobytes() for v in values)
+    return hashlib.sha256(bits).hexdigest()
+
+
+def run(memory: str | None, ours: bool = False, hook: bool = False, **settings: Any) -> Any:
+    torch._dynamo.reset()
+    model = seeded(Stack)
+    ddp = DistributedDataParallel(compiled(model, memory), **settings)
+    if hook:
+        ddp.register_comm_hook(None, allreduce_hook)
+    make = torch.optim.AdamW if not ours else AdamW
+    how = {"overlap": True} if ours else {"fused": True}
+    optimizer = make(model.parameters(), 1e-2, **how)
+    return train(ddp, optimizer), ddp, optimizer
+
+
+def overlap() -> dict[str, Any]:
+    """Updates during backward, at each budget."""
+    found: dict[str, Any] = {}
+    plain, *_ = run(None)
+    for memory in (AMPLE, MIDDLING, MINIMUM):
+        watched = Watched()
+        digest, ddp, optimizer = run(memory, ours=True, bucket_cap_mb=1)
+        found[memory] = watched.close() | {
+            "equal": digest == plain,
+            "limit_bytes": ddp.reducer.held_bytes(),
+            "in_backward": optimizer.facts().updated_in_backward,
+            "from_graphs": optimizer.facts().taken_from_graphs,
+        }
+    return found
+
+
+def plans_differ() -> dict[str, Any]:
+    """Each rank has a budget, and so a plan, of its own."""
+    plain, *_ = run(None)
+    mine = [MINIMUM, AMPLE, MIDDLING, MINIMUM][dist.get_rank()]
+    return {"equal": [run(mine, ours=ours)[0] == plain for ours in (False, True)]}
+
+
+def budgets() -> dict[str, Any]:
+    """The bits of every budget; where there are more than two ranks, DDP's may be others."""
+    digests = {run(memory, ours=ours)[0] for memory in (AMPLE, MINIMUM) for ours in (False, True)}
+    return {"different": len(digests)}
+
+
+def falls_back() -> dict[str, Any]:
+    """One rank has a communication hook: all leave the gradients to DDP."""
+    plain, *_ = run(None)
+    digest, ddp, _ = run(MIDDLING, hook=dist.get_rank() == 1)
+    return {"equal": digest == plain, "reducer": type(ddp.reducer).__name__}
+
+
+def refuses() -> dict[str, Any]:
+    """A head without gradient, and a hook that comes too late."""
+    _, ddp, _ = run(MIDDLING)
+    said = []
+    try:
+        ddp(batch(0), uses_head=False).sum().backward()
+        ddp(batch(1))
+    except OffloadError as error:
+        said.append(str(error))
+    try:
+        ddp.register_comm_hook(None, allreduce_hook)
+    except OffloadError as error:
+        said.append(str(error))
+    return {"said": said}
+
+
+CASES: dict[str, Callable[[], dict[str, Any]]] = {
+    case.__name__: case for case in (overlap, plans_differ, budgets, falls_back, refuses)
+}
+
+
+def main() -> None:
+    world, names = json.loads(sys.argv[3])
+    rank, store = int(sys.argv[1]), dist.FileStore(sys.argv[2], world)
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=world)
+    for name in names:
+        print(json.dumps(CASES[name]()), flush=True)
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()
