@@ -311,7 +311,7 @@ def _with_budget(
     own = f", and the runtime {show_bytes(reserve)} of buffers" if reserve else ""
     beside = ""
     if held_bytes:
-        beside = f" (what is left beside {show_bytes(held_bytes)} of other graphs and runs)"
+        beside = f" (what is left beside {show_bytes(held_bytes)} that others hold)"
     return Infeasible(
         f"The budget of {show_bytes(budget_bytes)}{beside} is below the floor of"
         f" {show_bytes(total)}: at {run.name} the device must hold {parts}{own}.",

@@ -103,7 +103,7 @@ def test_one_model_is_tried_under_one_budget_after_the_other() -> None:
 def test_another_model_that_lives_is_said_to_be_one_of_the_process() -> None:
     first = Net()
     assert step(first, "1GiB") > 0
-    with pytest.raises(Infeasible, match="other compiled graphs of this process hold"):
+    with pytest.raises(Infeasible, match=r"others hold .* compiled graphs of this process"):
         step(Net(), 200_000)
     del first
     assert step(Net(), named_budget(refused(100_000))) > 0

@@ -38,7 +38,7 @@ def _(place: Path, patch: pytest.MonkeyPatch) -> str:
     return told(lambda: fit_budget(chain(), search, 12 * MIB), Infeasible)
 
 
-@says("other compiled graphs of this process hold …, which is the whole budget")
+@says("others hold …, which is the whole budget")
 def _(place: Path, patch: pytest.MonkeyPatch) -> str:
     from offcompile.run.plan.contract import PlanRequest
 

@@ -94,8 +94,9 @@ class PlanRequest:
         if budget > 0:
             return budget
         raise Infeasible(
-            f"{self.name}: other compiled graphs of this process hold"
-            f" {show_bytes(self.held_bytes)}, which is the whole budget.",
+            f"{self.name}: others hold {show_bytes(self.held_bytes)}, which is the whole budget:"
+            " compiled graphs of this process, optimizers with states on the device, and what DDP"
+            " and FSDP2 keep of weights and gradients.",
             -budget,
             f"Set memory to more than {show_bytes(self.held_bytes)}, or delete the models that are"
             " no longer used.",
