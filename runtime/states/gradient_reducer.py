@@ -16,7 +16,8 @@ from __future__ import annotations
 
 import weakref
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -76,7 +77,15 @@ class GradientReducer:
     """Reduces the gradients of one replicated model, given in the order in which all ranks have its
     parameters. Parameters refer to it weakly."""
 
-    def __init__(self, parameters: Sequence[torch.Tensor], group: Any, cap_bytes: int) -> None:
+    def __init__(
+        self,
+        parameters: Sequence[torch.Tensor],
+        group: Any,
+        cap_bytes: int,
+        failed: Callable[[Exception], Exception] | None = None,
+    ) -> None:
+        """failed: makes the error to raise of that of a collective."""
+        self._failed = failed
         self.group, self.world = group, torch.distributed.get_world_size(group)
         self.buckets = cut(parameters, cap_bytes)
         self._bucket_of = {id(p): b for b in self.buckets for p in b.parameters}
@@ -192,13 +201,25 @@ class GradientReducer:
             gradient = bucket.brought.get(id(parameter))
             if gradient is not None:
                 torch.mul(gradient, 1.0 / self.world, out=bucket.part(parameter))
-        bucket.work = torch.distributed.all_reduce(bucket.memory, group=self.group, async_op=True)
+        distributed: Any = torch.distributed
+        with self._explained():
+            bucket.work = distributed.all_reduce(bucket.memory, group=self.group, async_op=True)
         self._sent.append(bucket)
+
+    @contextmanager
+    def _explained(self) -> Iterator[None]:
+        try:
+            yield
+        except RuntimeError as error:
+            if self._failed is None:
+                raise
+            raise self._failed(error) from error
 
     def _receive(self) -> None:
         """Wait for the oldest bucket under way, and give its gradients to `.grad` or optimizers."""
         bucket = self._sent.popleft()
-        bucket.work.wait()
+        with self._explained():
+            bucket.work.wait()
         for parameter in bucket.parameters:
             optimizer, reduced = updates.optimizer_of(parameter), bucket.part(parameter)
             gradient = bucket.brought.get(id(parameter))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -21,8 +21,10 @@ def run(cells: Sequence[Cell]) -> list[list[dict[str, Any]]]:
     return start("rank_child.py", [asdict(cell) for cell in cells])
 
 
-def start(child: str, asked: object, world: int = WORLD) -> list[list[dict[str, Any]]]:
+def start(
+    child: str, asked: object, world: int = WORLD, may_fail: Collection[int] = ()
+) -> list[list[dict[str, Any]]]:
     """Run a script of this folder on each rank; returns the JSON lines that each printed."""
     paths = [str(_HERE), str(_HERE.parent), os.environ.get("PYTHONPATH", "")]
     beside = {"PYTHONPATH": os.pathsep.join(filter(None, paths))}
-    return run_pair([sys.executable, str(_HERE / child)], asked, LONGEST_S, beside, world)
+    return run_pair([sys.executable, str(_HERE / child)], asked, LONGEST_S, beside, world, may_fail)

@@ -6,7 +6,7 @@ import json
 import os
 import subprocess
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,9 +20,11 @@ def run_pair(
     longest_s: float,
     beside: Mapping[str, str] | None = None,
     world: int = WORLD,
+    may_fail: Collection[int] = (),
 ) -> list[list[dict[str, Any]]]:
     """Run a command in tests/ for each rank, with its number, the group's file and what is asked;
-    returns the JSON lines that each printed. beside: more of its environment."""
+    returns the JSON lines that each printed. beside: more of its environment. may_fail: ranks that
+    may end otherwise than in order."""
     environment = os.environ | {"OMP_NUM_THREADS": "1"} | dict(beside or {})
     with tempfile.TemporaryDirectory() as folder:
         told = [str(Path(folder) / "store"), json.dumps(asked)]
@@ -42,6 +44,6 @@ def run_pair(
         finally:
             for rank in ranks:
                 rank.kill()
-    for rank, (_, said) in zip(ranks, ended, strict=True):
-        assert rank.returncode == 0, said[-4000:]
+    for number, (rank, (_, said)) in enumerate(zip(ranks, ended, strict=True)):
+        assert rank.returncode == 0 or number in may_fail, said[-4000:]
     return [[json.loads(line) for line in out.splitlines()] for out, _ in ended]

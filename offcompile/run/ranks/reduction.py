@@ -15,6 +15,7 @@ import logging
 import sys
 import weakref
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any
@@ -24,6 +25,8 @@ import torch
 from offcompile.ir import OffloadError
 from offcompile.runtime.base.once import made_once
 from offcompile.runtime.states.gradient_reducer import GradientReducer, bucket_bytes
+
+from .absence import Ranks
 
 LOGGER = logging.getLogger("offcompile")
 #: how long a rank waits for the votes of the others
@@ -82,9 +85,10 @@ def reduce_in_backward() -> None:
     _past().modules.add(ddp)
     if torch.distributed.get_world_size(ddp.process_group) == 1:
         return
-    obstacle = _obstacle(ddp)
-    if _all_can(ddp, obstacle is None):
-        _take_over(ddp)
+    obstacle, ranks = _obstacle(ddp), _ranks_of(ddp)
+    if ranks is not None and _all_can(ddp, ranks, obstacle is None):
+        ranks.arrive()
+        _take_over(ddp, ranks)
     else:
         LOGGER.info(
             "offcompile: DistributedDataParallel reduces its gradients itself, after backward:"
@@ -114,16 +118,20 @@ def _obstacle(ddp: Any) -> str | None:
     return None
 
 
-def _all_can(ddp: Any, mine: bool) -> bool:
-    """Tell the other ranks if this one can take over, and hear what is decided."""
+def _ranks_of(ddp: Any) -> Ranks | None:
     distributed: Any = torch.distributed
-    members = distributed.get_process_group_ranks(ddp.process_group)
     find = getattr(distributed.distributed_c10d, "_get_default_store", None)
     if find is None:
-        return False
-    store, key, rank = find(), _key(ddp, members), distributed.get_rank()
+        return None
+    members = distributed.get_process_group_ranks(ddp.process_group)
+    return Ranks(find(), distributed.get_rank(), members)
+
+
+def _all_can(ddp: Any, ranks: Ranks, mine: bool) -> bool:
+    """Tell the other ranks if this one can take over, and hear what is decided."""
+    store, key, rank = ranks.store, _key(ddp, ranks.members), ranks.rank
     store.set(f"{key}/{rank}", YES if mine else NO)
-    votes, vote = [f"{key}/{r}" for r in members], NO
+    votes, vote = [f"{key}/{r}" for r in ranks.members], NO
     if mine:
         try:
             store.wait(votes, timedelta(seconds=LONGEST_S))
@@ -138,21 +146,22 @@ def _all_can(ddp: Any, mine: bool) -> bool:
     return bool(store.compare_set(f"{key}/decided", "", vote).decode() == YES)
 
 
-def _key(ddp: Any, members: list[int]) -> str:
+def _key(ddp: Any, members: Sequence[int]) -> str:
     said = [(n, tuple(p.shape), str(p.dtype)) for n, p in ddp.module.named_parameters()]
-    content = f"{said} {ddp.bucket_bytes_cap} {members}"
+    content = f"{said} {ddp.bucket_bytes_cap} {list(members)}"
     digest = hashlib.sha256(content.encode()).hexdigest()[:32]
     _past().alike[digest] += 1
     return f"offcompile/reduction/{digest}/{_past().alike[digest]}"
 
 
-def _take_over(ddp: Any) -> None:
+def _take_over(ddp: Any, ranks: Ranks) -> None:
     trained = [p for p in ddp._module_parameters if p.requires_grad]
     # torch gives up a reducer and its buckets only for another one: of one small parameter
     least = min(trained, key=lambda p: p.numel())
     ddp._ddp_init_helper([least], [False], {0: "the smallest parameter"}, False)
     size = bucket_bytes(trained, ddp.bucket_bytes_cap)
-    ddp.reducer = InPlaceOfDDPs(GradientReducer(trained, ddp.process_group, size))
+    gradients = GradientReducer(trained, ddp.process_group, size, ranks.failed)
+    ddp.reducer = InPlaceOfDDPs(gradients)
     ddp.register_comm_hook = _too_late
 
 

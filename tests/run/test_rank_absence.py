@@ -1,0 +1,23 @@
+"""A rank that ends in the middle of training is named on the others, and so is the reason."""
+
+from __future__ import annotations
+
+import pair_of_ranks
+import pytest
+import torch.distributed as dist
+
+pytestmark = pytest.mark.skipif(not dist.is_available(), reason="torch without torch.distributed")
+
+SAID = {
+    "raises": "Rank 1 has ended: ValueError: a bad batch.",
+    "killed": "of this machine) has died.",
+    "leaves": "Rank 1 has ended: its program is over.",
+}
+
+
+@pytest.mark.parametrize(
+    "how", ["raises", "killed", pytest.param("leaves", marks=pytest.mark.soak)]
+)
+def test_a_rank_that_ends_is_named(how: str) -> None:
+    (other,), _ = pair_of_ranks.start("rank_absence_child.py", [2, how], 2, may_fail=[1])
+    assert "Rank 1" in other["said"] and SAID[how] in other["said"]

@@ -1,0 +1,55 @@
+"""One of two ranks under DDP, one of which ends in the middle of training.
+
+`python rank_absence_child.py RANK STORE ASKED` prints a line of JSON: what the others were told.
+ASKED is JSON, too: the number of ranks, and how the last one ends (raises, killed, leaves).
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from offcompile.ir import OffloadError
+
+STEPS, LAST, WIDTH = 4, 2, 32
+OPTIONS = {"memory": "1GiB", "lowering": "aot_eager", "hardware": "cpu", "seconds": 0.05}
+
+
+def end(how: str) -> None:
+    if how == "raises":
+        raise ValueError("a bad batch")
+    if how == "killed":
+        os.kill(os.getpid(), signal.SIGKILL)
+    sys.exit(0)
+
+
+def train(rank: int, world: int, how: str) -> None:
+    model = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.ReLU(), nn.Linear(WIDTH, 1))
+    ddp = DistributedDataParallel(torch.compile(model, backend="offcompile", options=OPTIONS))
+    for step in range(STEPS):
+        if step == LAST and rank == world - 1:
+            end(how)
+        ddp(torch.randn(8, WIDTH)).pow(2).mean().backward()
+
+
+def main() -> None:
+    world, how = json.loads(sys.argv[3])
+    rank, store = int(sys.argv[1]), dist.FileStore(sys.argv[2], world)
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=world)
+    try:
+        train(rank, world, how)
+    except OffloadError as error:
+        print(json.dumps({"said": str(error)}), flush=True)
+    # no goodbye: the group is broken
+
+
+if __name__ == "__main__":
+    main()
