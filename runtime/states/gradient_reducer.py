@@ -43,10 +43,11 @@ class Bucket:
     memory: torch.Tensor | None = None
     #: parameters whose gradient was offered, and lies in the bucket
     taken: set[int] = field(default_factory=set)
-    #: parameter → its gradient of this rank, which autograd has brought
-    brought: dict[int, torch.Tensor] = field(default_factory=dict)
-    #: the collective under way
+    #: parameter → its gradient of this rank, which autograd has brought; None: it has brought none
+    brought: dict[int, torch.Tensor | None] = field(default_factory=dict)
+    #: the collective under way, and if there was one for this forward
     work: Any = None
+    is_sent: bool = False
 
     @property
     def nbytes(self) -> int:
@@ -137,6 +138,8 @@ class GradientReducer:
         if parameter._backward_hooks or not optimizer.takes(parameter):
             return False
         bucket = self._bucket_of[id(parameter)]
+        if bucket.is_sent or id(parameter) in bucket.taken:
+            return False
         return bucket.memory is not None or self._has_room_for(bucket)
 
     def _has_room_for(self, bucket: Bucket) -> bool:
@@ -161,13 +164,20 @@ class GradientReducer:
 
     @torch.no_grad()
     def came(self, parameter: torch.Tensor) -> None:
-        """Handle a gradient that autograd has added to `parameter.grad`."""
-        if not updates.arrived(parameter) or not self.expects:
+        """Handle what autograd has added to `parameter.grad`: the gradient of this rank, or none,
+        which counts as zeros because other ranks may have one."""
+        has_gradient = updates.arrived(parameter)
+        if not self.expects or updates.was_taken(parameter):
             return
-        gradient = parameter.grad
-        assert gradient is not None
+        bucket = self._bucket_of[id(parameter)]
+        if bucket.is_sent or id(parameter) in bucket.taken:
+            raise OffloadError(
+                f"A parameter of shape {tuple(parameter.shape)} got another gradient after ranks"
+                " had reduced its first: call backward once for each forward of"
+                " DistributedDataParallel, or use no_sync() for all but the last"
+            )
         self._begin()
-        self._bucket_of[id(parameter)].brought[id(parameter)] = gradient
+        bucket.brought[id(parameter)] = parameter.grad if has_gradient else None
         self._go_on()
 
     # -- buckets -----------------------------------------------------------------------------------
@@ -201,10 +211,13 @@ class GradientReducer:
             gradient = bucket.brought.get(id(parameter))
             if gradient is not None:
                 torch.mul(gradient, 1.0 / self.world, out=bucket.part(parameter))
+            elif id(parameter) not in bucket.taken:
+                bucket.part(parameter).zero_()
         distributed: Any = torch.distributed
         with self._explained():
             bucket.work = distributed.all_reduce(bucket.memory, group=self.group, async_op=True)
         self._sent.append(bucket)
+        bucket.is_sent = True
 
     @contextmanager
     def _explained(self) -> Iterator[None]:
@@ -243,6 +256,8 @@ class GradientReducer:
                 self._receive()
         if self._next == len(self.buckets):
             self._next, self.expects = 0, False
+            for bucket in self.buckets:
+                bucket.is_sent = False
 
 
 def bucket_bytes(parameters: Sequence[torch.Tensor], cap_bytes: int) -> int:

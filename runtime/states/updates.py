@@ -253,11 +253,15 @@ def arrived(parameter: torch.Tensor) -> bool:
     return True
 
 
+def was_taken(parameter: torch.Tensor) -> bool:
+    """True if the parameter's gradient of this backward pass was taken."""
+    return _known(parameter).taken_in == _backward_pass() != -1
+
+
 def settled(parameter: torch.Tensor) -> None:
     """Note that a taken gradient has been used, or has been put into `.grad`."""
-    known = _known(parameter)
-    if known.taken_in == _backward_pass():
-        known.left = _standing(parameter)
+    if was_taken(parameter):
+        _known(parameter).left = _standing(parameter)
 
 
 def _standing(parameter: torch.Tensor) -> tuple[int, int] | None:

@@ -67,9 +67,11 @@ class Graph(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Any:
         found: list[Tensor | None] = [torch.full_like(p, i) for i, p in enumerate(ctx.parameters)]
+        if len(found) > LACKING:
+            found[LACKING] = None
         for i in ctx.order:
             parameter = leaves[i]
-            if ctx.reducer.takes(parameter):
+            if found[i] is not None and ctx.reducer.takes(parameter):
                 updates._known(parameter).taken_in = updates._backward_pass()
                 ctx.reducer.take(parameter, found[i])
                 updates.settled(parameter)
@@ -78,6 +80,8 @@ class Graph(torch.autograd.Function):
 
 
 leaves: list[Tensor] = []
+#: index of a parameter that has no gradient
+LACKING = 99
 
 
 def parameters(count: int) -> list[Tensor]:
@@ -156,6 +160,32 @@ def test_gradients_of_one_forward_may_come_in_several_passes() -> None:
         reducer.expect()
     (mine[1].sum() + mine[2].sum()).backward()
     assert not reducer.expects and len(optimizer.final) == 4
+
+
+@pytest.mark.parametrize("updates_in_backward", [False, True])
+def test_no_gradient_counts_as_zeros(
+    updates_in_backward: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    mine = parameters(3)
+    optimizer = Recorder(mine) if updates_in_backward else None
+    reducer = GradientReducer(mine, None, NBYTES)
+    monkeypatch.setattr(f"{__name__}.LACKING", 1)
+    reducer.expect()
+    Graph.apply(reducer, [2, 1, 0], *mine).backward()
+    assert not reducer.expects
+    if optimizer is None:
+        assert [float(p.grad.max()) for p in mine if p.grad is not None] == [0, 0, 2]
+    else:
+        assert [float(optimizer.taken[id(p)].max()) for p in mine] == [0, 0, 2]
+
+
+def test_a_second_gradient_after_the_first_was_reduced_is_refused() -> None:
+    mine = parameters(3)
+    reducer = GradientReducer(mine, None, NBYTES)
+    reducer.expect()
+    mine[2].sum().backward()  # its bucket is sent at once
+    with pytest.raises(OffloadError, match="another gradient after ranks"):
+        (mine[0].sum() + mine[2].sum()).backward()
 
 
 def test_a_dead_reducer_leaves_parameters_as_they_were() -> None:

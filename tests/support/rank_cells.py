@@ -71,6 +71,9 @@ def _cells() -> tuple[Cell, ...]:
         found.append(Cell("ddp", "inside", MINIMUM, optimizer))
         found.append(Cell("ddp", "whole", MIDDLING, optimizer))
         found += [Cell("fsdp", order, MIDDLING, optimizer) for order in ("whole", "blocks_after")]
+    for steps in ("accumulate", "no_sync"):
+        found.append(Cell("ddp", "inside", MINIMUM, "overlap", steps))
+    found.append(Cell("ddp", "whole", MINIMUM, "overlap_max_norm", "accumulate"))
     found.append(Cell("ddp", "inside", MIDDLING, "overlap", "no_sync"))
     found.append(Cell("fsdp", "blocks_after", MIDDLING, "overlap", "no_sync"))
     found.append(Cell("fsdp", "blocks_after", MIDDLING, "clipped"))
