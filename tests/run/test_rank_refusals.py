@@ -18,3 +18,12 @@ def test_all_ranks_raise_what_one_has_raised() -> None:
         assert there["kind"] == here["kind"] == "Infeasible"
         assert there["needed"] == here["needed"]
         assert here["text"] == f"On rank 1: {there['text']}"
+
+
+def test_the_first_op_that_differs_is_named() -> None:
+    (here,), (there,) = pair_of_ranks.start("rank_refusal_child.py", ["differ"])
+    (said,) = here["said"]
+    assert "Graph 1 of rank 1 first differs at `%sigmoid" in said
+    assert "where this rank has `%relu" in said
+    assert len(there["said"]) == 1
+    assert here["gradients"] == there["gradients"]  # reduced all the same

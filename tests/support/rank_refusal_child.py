@@ -1,4 +1,5 @@
-"""One of two ranks, of which rank 1 has too small a budget: both are to raise the same error.
+"""One of two ranks, of which rank 1 has too small a budget: both are to raise the same error. Or it
+has a graph of its own ("differ").
 
 `python rank_refusal_child.py RANK STORE CASES` prints a line of JSON per case: how the model is
 wrapped, and the error. A rank that trained on would wait in the other's collective until the end.
@@ -8,6 +9,7 @@ from __future__ import annotations
 
 import json
 import sys
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -17,17 +19,20 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 import offcompile
+from offcompile.run.ranks import agreement
 
 WORLD, WIDTH = 2, 64
 
 
 class Mlp(nn.Module):  # a forward of its own: Dynamo skips those of torch's modules
-    def __init__(self) -> None:
+    def __init__(self, odd: bool = False) -> None:
         super().__init__()
+        self.odd = odd
         self.up, self.down = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, 1)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.down(torch.relu(self.up(x))).sum()
+        y = self.up(x)
+        return self.down(torch.sigmoid(y) if self.odd else torch.relu(y)).sum()
 
 
 def refused(wrap: str, rank: int) -> dict[str, object]:
@@ -50,12 +55,30 @@ def refused(wrap: str, rank: int) -> dict[str, object]:
     return {"kind": None}
 
 
+def differ(rank: int) -> dict[str, object]:
+    """Ranks with graphs of their own are told so once, and train on."""
+    torch._dynamo.reset()
+    model = Mlp(odd=rank == 1)
+    options = {"memory": "1GiB", "lowering": "aot_eager", "seconds": 0.05}
+    ddp = DistributedDataParallel(torch.compile(model, backend="offcompile", options=options))
+    said: list[str] = []
+    with (
+        mock.patch.object(agreement, "LONGEST_S", 5.0),
+        mock.patch.object(agreement, "warn", said.append),
+    ):
+        for _ in range(2):
+            ddp(torch.ones(32, WIDTH)).backward()
+    gradients = [p.grad.tolist() for p in model.parameters() if p.grad is not None]
+    return {"said": said, "gradients": gradients}
+
+
 def main() -> None:
     rank, store = int(sys.argv[1]), dist.FileStore(sys.argv[2], WORLD)
     torch.set_num_threads(1)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=WORLD)
     for wrap in json.loads(sys.argv[3]):
-        print(json.dumps({"wrap": wrap, **refused(wrap, rank)}), flush=True)
+        found = differ(rank) if wrap == "differ" else refused(wrap, rank)
+        print(json.dumps({"wrap": wrap, **found}), flush=True)
     dist.destroy_process_group()
 
 

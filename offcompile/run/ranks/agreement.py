@@ -4,9 +4,9 @@ A rank that refuses a graph (`Infeasible`, say) leaves its training loop; the ot
 the first collective of DDP or FSDP2, and wait there until the timeout of the group. So before a new
 graph of such a model first runs, each rank writes into the store of the group that its plan stands,
 or why it does not, and reads what the others wrote. Graphs are known by their content, not by their
-number. If others have not made such a graph after `LONGEST_S`, the rank warns, goes on, and waits
-for no graph again, so that ranks with graphs of their own lose that time once. Nothing but the
-refusal rests on this.
+number. If others have not made such a graph after `LONGEST_S`, the rank warns, names the first op
+that differs, goes on, and waits for no graph again, so that ranks with graphs of their own lose
+that time once. Nothing but the refusal rests on this.
 """
 
 from __future__ import annotations
@@ -26,6 +26,8 @@ from offcompile.ir import Infeasible, OffloadError
 from offcompile.report.log import warn
 from offcompile.runtime.base.once import made_once
 
+from .difference import first_difference, keep
+
 #: how long a rank waits for the others to plan the graph that it has planned
 LONGEST_S = 120.0
 
@@ -36,6 +38,8 @@ class _Past:
 
     #: graphs made, by content: ranks count those of equal content alike
     alike: Counter[str] = field(default_factory=Counter)
+    #: graphs that have run here
+    ran: int = 0
     #: True if others did not make a graph that was made here
     in_vain: bool = False
 
@@ -49,6 +53,8 @@ class Agreement:
     """The exchange about one graph; silent where no wrapper would wait for other ranks."""
 
     key: str
+    #: the graph, an op a line
+    text: str
     #: True once this rank has told what became of the graph
     told: bool = False
     _ranks: tuple[int, int] = field(default=(0, 1), init=False)
@@ -56,9 +62,10 @@ class Agreement:
     @classmethod
     def on(cls, gm: fx.GraphModule) -> Agreement:
         # not its shapes: each rank may have a batch of its own
-        digest = hashlib.sha256(str(gm.graph).encode()).hexdigest()[:32]
+        text = str(gm.graph)
+        digest = hashlib.sha256(text.encode()).hexdigest()[:32]
         _past().alike[digest] += 1
-        return cls(f"offcompile/{digest}/{_past().alike[digest]}")
+        return cls(f"offcompile/{digest}/{_past().alike[digest]}", text)
 
     def stands(self) -> None:
         """Say that the graph runs here, and raise what another rank has said instead."""
@@ -66,6 +73,9 @@ class Agreement:
         if store is None:
             return
         rank, world = self._ranks
+        _past().ran += 1
+        number = _past().ran
+        keep(store, rank, number, self.text)
         store.set(f"{self.key}/{rank}", "{}")
         others = {r: f"{self.key}/{r}" for r in range(world) if r != rank}
         longest_s = 0.001 if _past().in_vain else LONGEST_S
@@ -75,11 +85,12 @@ class Agreement:
             missing = [r for r, key in others.items() if not store.check([key])]
             if missing and not _past().in_vain:
                 _past().in_vain = True
+                differs = first_difference(store, missing[0], number, self.text)
                 warn(
                     f"rank {rank} has planned a graph that {_named(missing)} did not plan in"
                     f" {LONGEST_S:.0f} s, and goes on. From now on it does not wait to hear of"
-                    " refusals on other ranks. If the ranks compile different graphs on purpose,"
-                    " this is harmless"
+                    f" refusals on other ranks. {differs} If the ranks compile different graphs on"
+                    " purpose, this is harmless"
                 )
         for r, key in others.items():
             if store.check([key]):

@@ -11,7 +11,6 @@ to meet, because none of them leaves that forward before the decision is made.
 from __future__ import annotations
 
 import hashlib
-import logging
 import sys
 import weakref
 from collections import Counter
@@ -23,12 +22,12 @@ from typing import Any
 import torch
 
 from offcompile.ir import OffloadError
+from offcompile.report.log import tell_once, warn
 from offcompile.runtime.base.once import made_once
 from offcompile.runtime.states.gradient_reducer import GradientReducer, bucket_bytes
 
 from .absence import Ranks
 
-LOGGER = logging.getLogger("offcompile")
 #: how long a rank waits for the votes of the others
 LONGEST_S = 120.0
 YES, NO = "yes", "no"
@@ -90,8 +89,8 @@ def reduce_in_backward() -> None:
         ranks.arrive()
         _take_over(ddp, ranks)
     else:
-        LOGGER.info(
-            "offcompile: DistributedDataParallel reduces its gradients itself, after backward:"
+        tell_once(
+            "DistributedDataParallel reduces its gradients itself, after backward:"
             f" {obstacle or 'other ranks need it to'}"
         )
 
@@ -136,8 +135,8 @@ def _all_can(ddp: Any, ranks: Ranks, mine: bool) -> bool:
         try:
             store.wait(votes, timedelta(seconds=LONGEST_S))
         except RuntimeError:  # torch's error of a wait that took too long
-            LOGGER.warning(
-                f"offcompile: rank {rank} has waited {LONGEST_S:.0f} s for the other ranks to run"
+            warn(
+                f"rank {rank} has waited {LONGEST_S:.0f} s for the other ranks to run"
                 " the same DistributedDataParallel module for the first time, and goes on"
             )
         else:
