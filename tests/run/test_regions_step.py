@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from hand_sgd import step_by_hand
 from torch import Tensor, nn
 
 from offcompile.passes.step.follow import StepFollower
@@ -102,12 +103,7 @@ def train(spill: Path | None, steps: int, order: Ordered, kind: str = "") -> lis
         loss = run(x * stem, order(step))
         loss.backward()
         seen.append(float(loss.detach()).hex())
-        with torch.no_grad():
-            for p in blocks.parameters():
-                if p.grad is not None:
-                    seen.append(float(p.grad.double().sum()).hex())
-                    p.sub_(p.grad, alpha=0.1)
-                    p.grad = None
+        seen += step_by_hand(blocks.parameters())
         del loss
     torch._dynamo.reset()
     return seen

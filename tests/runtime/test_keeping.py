@@ -6,10 +6,10 @@ import errno
 import os
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
 from simulated import SimulatedDevice
+from simulated_blocks import read_back, save
 
 from offcompile.ir import OffloadError
 from offcompile.passes.correlation.predictor import Predictor
@@ -24,13 +24,6 @@ from offcompile.runtime.moves.saved import Saved
 
 NBYTES = 64
 LAYERS, PER_LAYER = 5, 2
-
-
-def fill(value: int) -> object:
-    def kernel(*arrays: np.ndarray) -> None:
-        arrays[-1][:] = value
-
-    return kernel
 
 
 class Blocks:
@@ -49,24 +42,15 @@ class Blocks:
         self.most = max(self.most, self.keeper.held_bytes)
         mine = self.saved[layer] = []
         for k in range(PER_LAYER):
-            x = self.device.empty(NBYTES)
-            self.device.compute(fill(50 * step + 10 * layer + k), (), (x,), f"F{layer}.{k}")
-            mine.append(self.mover.start_out(x, f"a{k}", "host", "out"))
-            self.mover.wait_out(tickets.find(mine[-1], Saved))
-            del x
+            value, kernel = 50 * step + 10 * layer + k, f"F{layer}.{k}"
+            mine.append(save(self.mover, self.device, NBYTES, value, f"a{k}", kernel))
         self.keeper.leave()
 
     def backward(self, layer: int) -> None:
         self.keeper.enter(("B", layer), self.limit)
         self.most = max(self.most, self.keeper.held_bytes)
         mine = self.saved.pop(layer)
-        while mine:
-            saved = tickets.find(mine[-1], Saved)
-            buffer, ticket = self.mover.start_load(saved, saved.tag, "in")
-            self.mover.wait_load(tickets.find(ticket, Load))
-            self.device.compute(lambda b: self.seen.append(int(b[0])), (buffer,), (), f"B{layer}")
-            mine.pop()
-            del buffer, ticket, saved
+        read_back(self.mover, self.device, mine, self.seen, f"B{layer}")
         self.keeper.leave()
 
     def step(self, number: int) -> list[int]:

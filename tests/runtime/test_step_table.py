@@ -5,10 +5,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-import numpy as np
 import pytest
 import torch
 from simulated import SimulatedDevice
+from simulated_blocks import read_back, save
 
 from offcompile.ir import DEVICE, HOST, Lane, Machine, Tier
 from offcompile.passes.correlation.predictor import Predictor
@@ -16,10 +16,8 @@ from offcompile.passes.step.record import RecordedStep
 from offcompile.passes.step.stitch import stitch
 from offcompile.passes.step.table import StepTable, table_of
 from offcompile.planning.planner import plan_problem
-from offcompile.runtime.device import tickets
 from offcompile.runtime.moves.activation_cache import ActivationCache
-from offcompile.runtime.moves.mover import Load, Mover
-from offcompile.runtime.moves.saved import Saved
+from offcompile.runtime.moves.mover import Mover
 
 NBYTES = 64
 LAYERS, PER_LAYER = 5, 2
@@ -64,12 +62,8 @@ class Blocks:
         mine: list[torch.Tensor] = []
         self.saved[at] = layer, mine
         for k in range(PER_LAYER):
-            x = self.device.empty(NBYTES)
-            value = (50 * step + 10 * at + k) % 256
-            self.device.compute(_fill(value), (), (x,), f"F{layer}.{k}")
-            mine.append(self.mover.start_out(x, f"a{k}", "host", "out"))
-            self.mover.wait_out(tickets.find(mine[-1], Saved))
-            del x
+            value, kernel = (50 * step + 10 * at + k) % 256, f"F{layer}.{k}"
+            mine.append(save(self.mover, self.device, NBYTES, value, f"a{k}", kernel))
         assert self.keeper.held_bytes <= max(before, self.limit) + OWN
         self.keeper.leave()
 
@@ -77,13 +71,7 @@ class Blocks:
         layer, mine = self.saved.pop(at)
         own = self.keeper.bytes_of(("F", layer))
         self._enter("B", layer, own)
-        while mine:
-            saved = tickets.find(mine[-1], Saved)
-            buffer, ticket = self.mover.start_load(saved, saved.tag, "in")
-            self.mover.wait_load(tickets.find(ticket, Load))
-            self.device.compute(lambda b: self.seen.append(int(b[0])), (buffer,), (), f"B{layer}")
-            mine.pop()
-            del buffer, ticket, saved
+        read_back(self.mover, self.device, mine, self.seen, f"B{layer}")
         self.keeper.leave()
 
     def step(self, number: int, layers: Sequence[int] = range(LAYERS)) -> list[int]:
@@ -101,13 +89,6 @@ class Blocks:
         assert self.device.races == []
         assert self.keeper.held_bytes == 0
         assert self.mover._live_tickets == 0
-
-
-def _fill(value: int) -> object:
-    def kernel(*arrays: np.ndarray) -> None:
-        arrays[-1][:] = value
-
-    return kernel
 
 
 def expected(step: int, blocks: int = LAYERS) -> list[int]:

@@ -21,6 +21,7 @@ from typing import Any
 import torch
 
 from offcompile.report.log import warn
+from offcompile.run.ranks.torch_state import running_replica
 from offcompile.runtime.base.once import first_time
 
 
@@ -35,10 +36,7 @@ class RankMemory:
 
     def _look(self) -> None:
         """Note the DDP module whose forward is running: torch has no list of them."""
-        distributed: Any = sys.modules.get("torch.nn.parallel.distributed")
-        if distributed is None or not torch.distributed.is_available():
-            return
-        active = getattr(distributed.DistributedDataParallel, "_active_ddp_module", None)
+        active = running_replica()
         if active is not None:
             self._replicated.add(active)
 

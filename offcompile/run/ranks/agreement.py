@@ -27,6 +27,7 @@ from offcompile.report.log import warn
 from offcompile.runtime.base.once import made_once
 
 from .difference import first_difference, keep
+from .torch_state import default_store, running_replica
 
 #: how long a rank waits for the others to plan the graph that it has planned
 LONGEST_S = 120.0
@@ -118,15 +119,12 @@ class Agreement:
         self._ranks = distributed.get_rank(), distributed.get_world_size()
         if self._ranks[1] == 1 or not torch.is_grad_enabled() or not _waits_for_others():
             return None
-        find = getattr(distributed.distributed_c10d, "_get_default_store", None)
-        return None if find is None else find()
+        return default_store()
 
 
 def _waits_for_others() -> bool:
     """True if the graph is part of a model whose ranks meet in collectives."""
-    replicas: Any = sys.modules.get("torch.nn.parallel.distributed")
-    ddp = None if replicas is None else replicas.DistributedDataParallel
-    if getattr(ddp, "_active_ddp_module", None) is not None:
+    if running_replica() is not None:
         return True
     states: Any = sys.modules.get("torch.distributed._composable_state")
     return bool(getattr(states, "_module_state_mapping", None))

@@ -11,7 +11,6 @@ to meet, because none of them leaves that forward before the decision is made.
 from __future__ import annotations
 
 import hashlib
-import sys
 import weakref
 from collections import Counter
 from collections.abc import Sequence
@@ -27,6 +26,7 @@ from offcompile.runtime.base.once import made_once
 from offcompile.runtime.states.gradient_reducer import GradientReducer, bucket_bytes
 
 from .absence import Ranks
+from .torch_state import default_store, running_replica
 
 #: how long a rank waits for the votes of the others
 LONGEST_S = 120.0
@@ -75,10 +75,7 @@ class InPlaceOfDDPs:
 
 def reduce_in_backward() -> None:
     """Take over the gradients of the DDP module whose forward is running, at its first graph."""
-    replicas: Any = sys.modules.get("torch.nn.parallel.distributed")
-    if replicas is None or not torch.distributed.is_available():
-        return
-    ddp = getattr(replicas.DistributedDataParallel, "_active_ddp_module", None)
+    ddp = running_replica()
     if ddp is None or not torch.is_grad_enabled() or ddp in _past().modules:
         return
     _past().modules.add(ddp)
@@ -119,11 +116,11 @@ def _obstacle(ddp: Any) -> str | None:
 
 def _ranks_of(ddp: Any) -> Ranks | None:
     distributed: Any = torch.distributed
-    find = getattr(distributed.distributed_c10d, "_get_default_store", None)
-    if find is None:
+    store = default_store()
+    if store is None:
         return None
     members = distributed.get_process_group_ranks(ddp.process_group)
-    return Ranks(find(), distributed.get_rank(), members)
+    return Ranks(store, distributed.get_rank(), members)
 
 
 def _all_can(ddp: Any, ranks: Ranks, mine: bool) -> bool:

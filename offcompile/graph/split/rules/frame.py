@@ -8,7 +8,7 @@ for a piece. It returns None if the op mixes tokens, or if the rule does not cov
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
 
@@ -64,6 +64,10 @@ class Known:
 
     def of(self, node: object) -> Rows | None:
         return self.layouts.get(node) if isinstance(node, fx.Node) else None
+
+    def first(self, nodes: Iterable[object]) -> Rows | None:
+        """The layout of the first operand that has one, or else the one that is wanted."""
+        return next((rows for n in nodes if (rows := self.of(n)) is not None), self.want)
 
 
 Rule = Callable[[fx.Node, Known], Made | None]

@@ -18,7 +18,7 @@ aten = torch.ops.aten
 @rule(aten.gather.default)
 def gather(node: fx.Node, known: Known) -> Made | None:
     source, dim, index = args_of(node)[:3]
-    rows = known.of(source) or known.of(index) or known.want
+    rows = known.first((source, index))
     place = None if rows is None else rows.other_dim(dim, len(shape_of(source)))
     operands = None if rows is None else same_places(rows, source, index, known=known)
     if rows is None or place is None or operands is None:
@@ -34,7 +34,7 @@ def gather(node: fx.Node, known: Known) -> Made | None:
 def scatter(node: fx.Node, known: Known) -> Made | None:
     base, dim, index, source = args_of(node)[:4]
     nodes = [n for n in (base, index, source) if isinstance(n, fx.Node)]
-    rows = next((r for n in nodes if (r := known.of(n)) is not None), known.want)
+    rows = known.first(nodes)
     place = None if rows is None else rows.other_dim(dim, len(shape_of(node)))
     operands = None if rows is None else same_places(rows, *nodes, known=known)
     if rows is None or place is None or operands is None:

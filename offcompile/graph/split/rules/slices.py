@@ -124,7 +124,7 @@ def slice_scatter(node: fx.Node, known: Known) -> Made | None:
 @rule(aten.cat.default)
 def cat(node: fx.Node, known: Known) -> Made | None:
     parts, dim = (*args_of(node), 0)[:2]
-    rows = next((r for n in parts if (r := known.of(n)) is not None), known.want)
+    rows = known.first(parts)
     place = None if rows is None else rows.other_dim(dim, len(shape_of(node)))
     operands = None if rows is None else same_places(rows, *parts, known=known)
     if rows is None or place is None or operands is None:

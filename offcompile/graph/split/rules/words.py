@@ -116,7 +116,7 @@ def softmax(node: fx.Node, known: Known) -> Made | None:
 @rule(aten._log_softmax_backward_data.default, aten._softmax_backward_data.default)
 def softmax_backward(node: fx.Node, known: Known) -> Made | None:
     gradient, output = args_of(node)[:2]
-    rows = known.of(gradient) or known.of(output) or known.want
+    rows = known.first((gradient, output))
     place = None if rows is None else rows.other_dim(args_of(node)[2], len(shape_of(node)))
     if rows is None or place is None:
         return None
