@@ -15,6 +15,7 @@ from .model import (
     Machine,
     Op,
     Problem,
+    SharedLink,
     Tensor,
     Tier,
 )
@@ -61,6 +62,7 @@ __all__ = [
     "Plan",
     "Problem",
     "Recompute",
+    "SharedLink",
     "Span",
     "Stall",
     "Start",

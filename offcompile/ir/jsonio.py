@@ -32,7 +32,20 @@ from ._read import (
     show,
 )
 from .errors import InvalidInput, Violation
-from .model import DEVICE, HOST, KINDS, PHASES, Codec, Lane, Machine, Op, Problem, Tensor, Tier
+from .model import (
+    DEVICE,
+    HOST,
+    KINDS,
+    PHASES,
+    Codec,
+    Lane,
+    Machine,
+    Op,
+    Problem,
+    SharedLink,
+    Tensor,
+    Tier,
+)
 from .plan import Direct, Drop, Move, Plan, Recompute, Start, Update
 from .reading import MOST_TOML_BYTES
 
@@ -40,8 +53,11 @@ _KIND = one_of(KINDS)
 _PHASE = one_of(PHASES)
 _PLACE = one_of((HOST, DEVICE))
 
-#: our own keys beyond the contract, written only if not false or zero
-_UNSAID = ("pinned", "toll_us", "toll_share")
+#: our own keys beyond the contract, written only if not false, zero or empty
+_UNSAID = (
+    *("pinned", "toll_us", "toll_share"),
+    *("in_place_reads", "in_place_writes", "updates"),
+)
 
 #: limit on the commas and opening brackets of a file: ten times those of a long recording
 MOST_PARTS = 10_000_000
@@ -134,8 +150,16 @@ def machine_from_json(obj: object) -> Machine:
         )
         for e in codec_entries
     )
+    link_entries = list(top.entries("shared", "shared link", _keys(SharedLink)))
+    links = tuple(_shared_link(e) for e in link_entries)
     known = report.unique((e.at("name"), t.name) for e, t in zip(tier_entries, tiers, strict=True))
-    report.unique((e.at("name"), x.name) for e, x in zip(lane_entries, lanes, strict=True))
+    known_lanes = report.unique(
+        (e.at("name"), x.name) for e, x in zip(lane_entries, lanes, strict=True)
+    )
+    report.unique((e.at("name"), x.name) for e, x in zip(link_entries, links, strict=True))
+    for entry, link in zip(link_entries, links, strict=True):
+        for i, name in enumerate(link.lanes):
+            report.known(f"{entry.at('lanes')}[{i}]", name, "lane", known_lanes)
     report.unique((e.at("name"), c.name) for e, c in zip(codec_entries, codecs, strict=True))
     for entry, lane in zip(lane_entries, lanes, strict=True):
         report.known(entry.at("source"), lane.source, "tier", known)
@@ -148,7 +172,18 @@ def machine_from_json(obj: object) -> Machine:
             f'no tier is named "{DEVICE}" (found: {found}); name the tier that ops compute on so',
         )
     report.check()
-    return Machine(tiers, lanes, codecs)
+    return Machine(tiers, lanes, codecs, links)
+
+
+def _shared_link(entry: Entry) -> SharedLink:
+    return SharedLink(
+        entry.required("name", IDENT),
+        entry.required("bytes_per_us", RATE),
+        entry.many("lanes", IDENT),
+        entry.optional("in_place_reads", FLAG, False),
+        entry.optional("in_place_writes", FLAG, False),
+        entry.optional("updates", FLAG, False),
+    )
 
 
 def _lane(entry: Entry) -> Lane:
@@ -311,7 +346,10 @@ def problem_to_json(problem: Problem) -> dict[str, Any]:
 
 
 def machine_to_json(machine: Machine) -> dict[str, Any]:
-    return {key: [_row(x) for x in getattr(machine, key)] for key in _keys(Machine)}
+    found = {key: [_row(x) for x in getattr(machine, key)] for key in _keys(Machine)}
+    if not machine.shared:
+        del found["shared"]
+    return found
 
 
 def plan_to_json(plan: Plan) -> dict[str, Any]:

@@ -7,7 +7,7 @@ All classes are frozen and every object has a stable string id. Sizes are bytes 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
 from types import MappingProxyType
 from typing import TypeVar, cast
@@ -187,10 +187,29 @@ class Codec:
 
 
 @dataclass(frozen=True)
+class SharedLink:
+    """A link or a memory whose rate is shared by lanes and by accesses of host memory.
+
+    Ops and host updates take what they need; moves that run meanwhile share the rest.
+    """
+
+    name: str
+    bytes_per_us: float
+    #: moves over these lanes cross the link
+    lanes: tuple[str, ...] = ()
+    #: operands that ops read, or write, in place on the host cross it
+    in_place_reads: bool = False
+    in_place_writes: bool = False
+    #: operands of host updates cross it, read and written ones each once
+    updates: bool = False
+
+
+@dataclass(frozen=True)
 class Machine:
     tiers: tuple[Tier, ...]
     lanes: tuple[Lane, ...] = ()
     codecs: tuple[Codec, ...] = ()
+    shared: tuple[SharedLink, ...] = ()
 
     @cached_property
     def tier(self) -> Mapping[str, Tier]:
@@ -218,7 +237,7 @@ class Machine:
     def with_capacity(self, tier: str, capacity_bytes: int | None) -> Machine:
         """Returns the same machine with another capacity for one tier."""
         tiers = tuple(Tier(t.name, capacity_bytes) if t.name == tier else t for t in self.tiers)
-        return Machine(tiers, self.lanes, self.codecs)
+        return replace(self, tiers=tiers)
 
     def __getstate__(self) -> dict[str, object]:
-        return {"tiers": self.tiers, "lanes": self.lanes, "codecs": self.codecs}
+        return {f.name: getattr(self, f.name) for f in fields(self)}

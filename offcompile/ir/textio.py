@@ -7,6 +7,7 @@
     tier host unlimited
     lane h2d host -> device 12000.0 latency 10.0 toll 300.0 share 0.9
     codec fp16 lossy 200000.0
+    shared link_in 12000.0 lanes h2d reads
 
     start w0 host
     move m0 w0 host -> device on h2d after F3 before F5 wraps codec fp16
@@ -72,8 +73,8 @@ _NAMED_VALUES: dict[str, dict[str, bool | None]] = {
     "capacity_bytes": {"unlimited": None},
     "lossless": {"lossless": True, "lossy": False},
 }
-_FLAGS = frozenset(("recompute", "wraps", "pinned"))
-_LISTS = frozenset(("reads", "writes", "dead"))
+_FLAGS = frozenset(("recompute", "wraps", "pinned", "in_place_reads", "in_place_writes", "updates"))
+_LISTS = frozenset(("reads", "writes", "dead", "lanes"))
 _FIGURES = frozenset(("ratios", "direct"))
 
 _OP_OPTIONS = {
@@ -103,6 +104,16 @@ _MACHINE = {
         {"latency": "latency_us", "toll": "toll_us", "share": "toll_share"},
     ),
     "codec": Line("codecs", ("name", "lossless", "bytes_per_us")),
+    "shared": Line(
+        "shared",
+        ("name", "bytes_per_us"),
+        {
+            "lanes": "lanes",
+            "reads": "in_place_reads",
+            "writes": "in_place_writes",
+            "updates": "updates",
+        },
+    ),
 }
 _PLAN = {
     "start": Line("start", ("tensor", "tier")),
@@ -136,7 +147,7 @@ def print_plan(plan: Plan) -> str:
 def print_lines(obj: dict[str, Any], grammar: dict[str, Line]) -> str:
     lines = []
     for name, line in grammar.items():
-        for row in obj[line.section]:
+        for row in obj.get(line.section, ()):
             lines.append(" ".join((name, *_words(row, line))))
     return "".join(f"{line}\n" for line in lines)
 

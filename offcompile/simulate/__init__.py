@@ -7,6 +7,7 @@ from offcompile.ir import Machine, Plan, Problem, Timeline, Violation
 from .compiled import CompiledPlan, CompiledProblem
 from .copies import Halt
 from .engine import Engine
+from .pace import busy_ns
 from .tolls import NS_PER_US, Tolls
 
 __all__ = ["Simulator", "simulate"]
@@ -78,9 +79,9 @@ def _makespan(engine: Engine) -> tuple[int, str | None]:
     busy = [sum(engine.p.moves[i].duration_ns for i in lane) for lane in engine.p.lanes]
     note = (
         f"the schedule had not settled after {len(steps)} steps: the makespan is the"
-        " largest of the last step and what each lane carries in a step"
+        " largest of the last step and what each lane and shared link carries in a step"
     )
-    return max(end - start, *busy, 0), note
+    return max(end - start, *busy, busy_ns(engine.p)), note
 
 
 def simulate(problem: Problem, machine: Machine, plan: Plan, record: bool = True) -> Timeline:

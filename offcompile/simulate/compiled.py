@@ -23,6 +23,8 @@ from offcompile.ir import (
 )
 from offcompile.ir.units import compressed_bytes, move_ns, round_ns
 
+from .links import LinkFigures, shares_of_run
+
 UNLIMITED = 1 << 200
 
 
@@ -70,6 +72,7 @@ class CompiledProblem:
         self.capacity = [
             UNLIMITED if t.capacity_bytes is None else t.capacity_bytes for t in machine.tiers
         ]
+        self.links = [LinkFigures.of(link, machine.lanes) for link in machine.shared]
         self.nbytes = [t.nbytes for t in problem.tensors]
         self.self_ending = [t.kind in SELF_ENDING_KINDS for t in problem.tensors]
         self.must_survive = [problem.must_survive(t.id) for t in problem.tensors]
@@ -117,6 +120,8 @@ class CompiledRun:
     written: tuple[int, ...]
     mortal: tuple[int, ...]  # the tensors that end by themselves
     outputs: tuple[tuple[int, bool, int], ...]  # copies written: key, True if on device, bytes
+    #: millionths of each shared link that it takes; empty if it takes none
+    link_shares: tuple[int, ...]
     #: number of runs of the other compute lane that must have ended in this step
     other_lane_runs: int = 0
 
@@ -154,6 +159,7 @@ Figures = tuple[
     tuple[int, ...],
     tuple[int, ...],
     tuple[tuple[int, bool, int], ...],
+    tuple[int, ...],
 ]
 #: constant for a move: the fields of `Transfer` from its tensor to its lane
 MoveFigures = tuple[int, int, int, int, bool, bool, int, int, int, int]
@@ -340,6 +346,16 @@ def _figures(base: CompiledProblem, number: int, direct: set[int], on_host: bool
     def keys(tensors: Sequence[int]) -> tuple[int, ...]:
         return tuple(t * n + (base.host if t in direct else base.device) for t in tensors)
 
+    accesses = [
+        link.accesses_ns(
+            [t for t in op.reads if t in direct],
+            [t for t in op.writes if t in direct],
+            base.nbytes,
+            on_host,
+        )
+        for link in base.links
+    ]
+    duration, link_shares = shares_of_run(duration, accesses)
     reads, writes = keys(op.reads), keys(op.writes)
     tensors = tuple(t for t, _ in op.touches)
     return (
@@ -352,4 +368,5 @@ def _figures(base: CompiledProblem, number: int, direct: set[int], on_host: bool
         op.writes,
         tuple(t for t in tensors if base.self_ending[t]),
         tuple((k, k % n == base.device, base.nbytes[k // n]) for k in writes),
+        link_shares,
     )

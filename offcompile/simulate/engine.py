@@ -6,19 +6,27 @@ updates, then the lanes as listed. A task of zero length completes before anythi
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from offcompile.ir import Freed, Span, Stall, Violation
 
-from .compiled import CompiledRun, Transfer
+from .compiled import CompiledPlan, CompiledRun, Transfer
 from .copies import FILLING, STALE, VALID, Halt
 from .diagnosis import explain_stuck, waits_of
+from .links import FULL
+from .pace import Paces
 from .settle import check_end
-from .state import Beginning, ComputeLane, CopyLane, SimulationState, StepWindow
+from .state import Beginning, ComputeLane, CopyLane, SimulationState, StepWindow, UnderWay
 
 MAX_STEPS = 8
 
 
 class Engine(SimulationState):
     """One simulation of one compiled plan."""
+
+    def __init__(self, plan: CompiledPlan, record: bool) -> None:
+        super().__init__(plan, record)
+        self.paces = Paces(self.base, self.lanes) if self.base.links else None
 
     # ---- the loop ------------------------------------------------------------------------
 
@@ -28,6 +36,7 @@ class Engine(SimulationState):
         self._begin_step()
         lanes = [lane for lane in self.lanes if lane.queue]
         ops, updates = self.ops, self.updates
+        paces = self.paces
         while True:
             self._complete()
             if self._step_is_over():
@@ -42,6 +51,8 @@ class Engine(SimulationState):
                 if lane.end_ns < 0 and self._start_move(lane):
                     break
             else:
+                if paces is not None:
+                    paces.set(self.now, ops, updates)
                 self.now = self._next_end()
 
     def _next_end(self) -> int:
@@ -93,7 +104,10 @@ class Engine(SimulationState):
                 self.ending.add(t)
 
     def _end_move(self, lane: CopyLane, move: Transfer) -> None:
-        lane.end_ns = lane.move = -1
+        spans = self.journal.spans
+        if spans[lane.span].end_ns != self.now:  # slowed down on a shared link
+            spans[lane.span] = replace(spans[lane.span], end_ns=self.now)
+        lane.end_ns = lane.move = lane.span = -1
         lane.place += 1
         self.move_count[move.index] += 1
         if not move.wraps:
@@ -228,6 +242,8 @@ class Engine(SimulationState):
         self.users[target] += 1
         self.moving[move.tensor] += 1
         lane.move, lane.end_ns = i, self.now + move.duration_ns
+        lane.pace, lane.since_ns, lane.left = FULL, self.now, FULL * move.duration_ns
+        lane.span = len(self.journal.spans)
         late = self.step - lane.step
         self.window.starts.append((2 + late, i, self.now - self.window.start_ns))
         name = self.base.machine.lanes[move.lane].name
@@ -264,6 +280,7 @@ class Engine(SimulationState):
         if wrong:
             raise Halt(*wrong)
         if not self.base.problem.steady:
+            self._record_under_way()
             return True
         for key, status in enumerate(self.status):
             if status == STALE:
@@ -271,10 +288,12 @@ class Engine(SimulationState):
         freed_in_step = len(self.journal.freed)
         same = self.previous is not None and self.previous.starts == self.window.starts
         lengths = [end - start for start, end in self.journal.steps[-2:]]
-        if same and lengths[0] == lengths[1]:
+        self.settled = same and lengths[0] == lengths[1] and self._under_way_as_before()
+        if self.settled:
+            self._end_as_before(self.began)
             return True
         if len(self.journal.steps) == MAX_STEPS:
-            self.settled = False
+            self._record_under_way()
             return True
         self.previous, self.window = self.window, StepWindow(self.now)
         self.step += 1
@@ -288,22 +307,52 @@ class Engine(SimulationState):
         before = self.began
         self._begin_step()
         if before.state == self.began.state:
+            self.settled = True
             self._repeat(before, freed_in_step)
             return True
         return False
 
+    def _under_way(self) -> tuple[UnderWay, ...]:
+        return tuple(
+            UnderWay(lane.span, lane.move, lane.left_at(self.now))
+            if lane.end_ns >= 0
+            else UnderWay(-1, -1, -1)
+            for lane in self.lanes
+        )
+
+    def _under_way_as_before(self) -> bool:
+        """True if the same moves are under way as when the step began, and have as much left."""
+        return [u[1:] for u in self._under_way()] == [u[1:] for u in self.began.under_way]
+
+    def _end_as_before(self, before: Beginning) -> None:
+        """Records that the moves under way end as those of the step before did."""
+        spans, by = self.journal.spans, self.now - before.now
+        for now, then in zip(self._under_way(), before.under_way, strict=True):
+            if now.span >= 0:
+                spans[now.span] = replace(spans[now.span], end_ns=spans[then.span].end_ns + by)
+
+    def _record_under_way(self) -> None:
+        """Records moves that are under way at the end as if nothing came after it."""
+        if self.paces is None:
+            return
+        self.paces.set(self.now, self.ops, self.updates)
+        for lane in self.lanes:
+            if lane.end_ns >= 0:
+                spans = self.journal.spans
+                spans[lane.span] = replace(spans[lane.span], end_ns=lane.end_ns)
+
     def _begin_step(self) -> None:
         if not self.base.problem.steady:
             return
-        lanes = []
+        lanes, under_way = [], self._under_way()
         for lane in self.lanes:
             place, ahead = lane.place, lane.step - self.step
             if place == len(lane.queue):  # it goes on with the next step as soon as there is one
                 place, ahead = 0, ahead + 1
-            left_ns = lane.end_ns - self.now if lane.end_ns >= 0 else -1
-            lanes.append((place, ahead, lane.move, left_ns))
+            lanes.append((place, ahead))
         state = (
             lanes,
+            [u[1:] for u in under_way],
             [count - self.step for count in self.move_count],
             list(self.status),
             list(self.size),
@@ -312,12 +361,14 @@ class Engine(SimulationState):
             list(self.drops.asked),
             set(self.ending),
         )
-        self.began = Beginning(self.now, len(self.journal.spans), len(self.journal.freed), state)
+        spans, freed = len(self.journal.spans), len(self.journal.freed)
+        self.began = Beginning(self.now, spans, freed, under_way, state)
 
     def _repeat(self, before: Beginning, freed_in_step: int) -> None:
         """Records the current step as a copy of the previous one, since both begin alike."""
         by, journal = self.now - before.now, self.journal
         more = len(journal.spans) - before.spans
+        self._end_as_before(before)
         for s in journal.spans[before.spans :]:
             journal.spans.append(Span(s.id, s.lane, s.step + 1, s.start_ns + by, s.end_ns + by))
         for f in journal.freed[before.freed : freed_in_step]:

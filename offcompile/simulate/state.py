@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from offcompile.ir import COMPUTE, HOST_COMPUTE, Stall
 
 from .compiled import CompiledPlan, CompiledRun, Transfer
 from .copies import Copies
+from .links import FULL
 
 
 @dataclass(slots=True)
@@ -42,6 +44,23 @@ class CopyLane:
     step: int = 0
     move: int = -1  # -1: idle
     end_ns: int = -1  # -1: idle
+    span: int = -1  # the number of the move's span in the journal
+    #: over a shared link: the speed in millionths of the full one, since when, and the work that
+    #: was left then, in nanoseconds at a speed of one millionth
+    pace: int = FULL
+    since_ns: int = 0
+    left: int = 0
+
+    def left_at(self, now: int) -> int:
+        return self.left - self.pace * (now - self.since_ns)
+
+
+class UnderWay(NamedTuple):
+    """A move that is under way when a step ends; -1 in all fields if there is none."""
+
+    span: int
+    move: int
+    left: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,6 +71,8 @@ class Beginning:
     now: int
     spans: int
     freed: int
+    #: per lane, the move that is under way
+    under_way: tuple[UnderWay, ...]
     state: tuple[object, ...]
 
 
@@ -69,7 +90,7 @@ class SimulationState(Copies):
         self.last_run_end = 0
         self.waiting: dict[str, None] = {}
         self.window = StepWindow(0)
-        self.began = Beginning(0, 0, 0, ())
+        self.began = Beginning(0, 0, 0, (), ())
         self.previous: StepWindow | None = None
         self.settled = True
 

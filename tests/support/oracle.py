@@ -15,6 +15,7 @@ from fractions import Fraction
 from typing import Any
 
 MOST_STEPS = 8
+WHOLE = 1_000_000  # shares and speeds are in millionths
 
 
 def ns(us: float | Fraction) -> int:
@@ -153,7 +154,7 @@ class Run:
             if not self.running:
                 self.stuck()
             else:
-                self.now = min(job["end"] for job in self.running)
+                self.advance()
         if self.rules:
             return {"valid": False, "rules": self.rules}
         lengths = [step["end"] - step["start"] for step in self.steps]
@@ -163,12 +164,15 @@ class Run:
                 moves = [m for m in self.plan.moves if m.lane == lane.name]
                 busy = sum(move_ns(self.problem, self.machine, m) for m in moves)
                 makespan = max(makespan, busy)
+            for link in self.machine.shared:
+                makespan = max(makespan, self.link_busy(link))
         return {
             "valid": True,
             "rules": set(),
             "makespan_ns": makespan,
             "peak": self.peak,
             "spans": self.spans,
+            "under way": {(j["id"], j["step"]["no"]) for j in self.running},
             "steps": [(step["start"], step["end"]) for step in self.steps],
             "settled": self.settled or not self.problem.steady,
         }
@@ -208,6 +212,7 @@ class Run:
             if m.wraps and before is not None and m.id not in before["ended"]:
                 return False
         step["end"] = self.now
+        step["under way"] = sorted((job["id"], job["left"]) for job in self.running)
         filling = {place for job in self.running for place in job["makes"]}
         for place in list(self.held):
             if not self.held[place]["valid"] and place not in filling:
@@ -227,11 +232,8 @@ class Run:
 
     def window(self, which: int) -> Any:
         step = self.steps[which]
-        begun = sorted(
-            (name, start - step["start"], end - step["start"])
-            for (name, _), (start, end) in step["window"].items()
-        )
-        return begun, step["end"] - step["start"]
+        begun = sorted((name, start - step["start"]) for (name, _), start in step["window"].items())
+        return begun, step["end"] - step["start"], step["under way"]
 
     def check_end(self) -> None:
         self.drop_all_that_can()
@@ -282,10 +284,76 @@ class Run:
 
     def complete(self) -> bool:
         for job in self.running:
-            if job["end"] <= self.now:
+            if job["left"] <= 0:
+                self.spans[job["id"], job["step"]["no"]] = (job["start"], self.now)
                 self.finish(job)
                 return True
         return False
+
+    # shared links: what runs takes its share first, and moves share what is left
+
+    def advance(self) -> None:
+        """Goes to the next completion at the speeds of everything that runs."""
+        speeds = [self.speed(job) for job in self.running]
+        took = [
+            math.ceil(Fraction(job["left"], speed))
+            for job, speed in zip(self.running, speeds, strict=True)
+            if speed
+        ]
+        for job, speed in zip(self.running, speeds, strict=True):
+            job["left"] -= speed * min(took)
+        self.now += min(took)
+
+    def speed(self, job: dict[str, Any]) -> int:
+        slowest = WHOLE
+        for link in self.machine.shared:
+            if job["lane"] in link.lanes:
+                free = WHOLE - sum(j["shares"][link.name] for j in self.running if not j["lane"])
+                asked = sum(
+                    self.lane_share(link, j["lane"])
+                    for j in self.running
+                    if j["lane"] in link.lanes
+                )
+                slowest = min(slowest, WHOLE * max(0, free) // asked)
+        return slowest
+
+    def lane_share(self, link: Any, lane: str) -> int:
+        rate = Fraction(str(self.machine.lane[lane].bytes_per_us))
+        share = math.ceil(WHOLE * rate / Fraction(str(link.bytes_per_us)))
+        return min(share, WHOLE * WHOLE // len(link.lanes))
+
+    def crossing_ns(self, link: Any, op: Any, on_host: bool) -> Fraction:
+        """The time that a link takes for what an op or a host update accesses on the host."""
+        reads = link.updates if on_host else link.in_place_reads
+        writes = link.updates if on_host else link.in_place_writes
+        there = [t for t in self.problem.tensor if self.place_of(op, on_host, t)[1] == "host"]
+        sizes = [self.problem.tensor[t].nbytes * (t in op.reads) * reads for t in there]
+        sizes += [self.problem.tensor[t].nbytes * (t in op.writes) * writes for t in there]
+        return sum(sizes) * 1000 / Fraction(str(link.bytes_per_us))
+
+    def lasts(self, op: Any, on_host: bool) -> int:
+        lasts = ns(op.host_duration_us) if on_host else ns(op.duration_us)
+        if not on_host:
+            for t in {a.tensor for a in self.plan.directs if a.op == op.id}:
+                lasts += ns(op.direct[t]) - ns(op.duration_us)
+        crossing = [self.crossing_ns(link, op, on_host) for link in self.machine.shared]
+        return max(0, lasts, *map(math.ceil, crossing))
+
+    def shares(self, op: Any, on_host: bool) -> dict[str, int]:
+        lasts = max(1, self.lasts(op, on_host))
+        return {
+            link.name: math.ceil(WHOLE * self.crossing_ns(link, op, on_host) / lasts)
+            for link in self.machine.shared
+        }
+
+    def link_busy(self, link: Any) -> int:
+        taken = 0
+        for _, op, on_host in self.listed:
+            taken += self.shares(op, on_host)[link.name] * self.lasts(op, on_host)
+        for m in self.plan.moves:
+            if m.lane in link.lanes:
+                taken += self.lane_share(link, m.lane) * move_ns(self.problem, self.machine, m)
+        return taken // WHOLE
 
     def finish(self, job: dict[str, Any]) -> None:
         self.running.remove(job)
@@ -407,13 +475,10 @@ class Run:
         for place in makes:
             size = self.problem.tensor[place[0]].nbytes
             self.held[place] = {"bytes": size, "valid": False, "codec": None}
-        lasts = ns(op.host_duration_us) if on_host else ns(op.duration_us)
-        if not on_host:
-            for t in {a.tensor for a in self.plan.directs if a.op == op.id}:
-                lasts += ns(op.direct[t]) - ns(op.duration_us)
         self.begin(
-            name, self.steps[-1], max(lasts, 0), reads | makes, makes,
+            name, self.steps[-1], self.lasts(op, on_host), reads | makes, makes,
             op.workspace_bytes, "host" if on_host else "device", False,
+            self.shares(op, on_host),
         )  # fmt: skip
         return True
 
@@ -470,20 +535,20 @@ class Run:
         self.held[place] = {"bytes": self.landing(m), "valid": False, "codec": codec}
         lasts = move_ns(self.problem, self.machine, m)
         uses = {place, (m.tensor, m.source)}
-        self.begin(m.id, step, lasts, uses, {place}, 0, "", m.lane)
+        self.begin(m.id, step, lasts, uses, {place}, 0, "", m.lane, {})
 
     def begin(
         self, name: str, step: Any, lasts: int, uses: Any, makes: Any, work: int, tier: str,
-        lane: Any,
+        lane: Any, shares: Any,
     ) -> None:  # fmt: skip
         step["started"].add(name)
         self.running.append({
-            "id": name, "step": step, "end": self.now + lasts, "uses": uses, "makes": makes,
+            "id": name, "step": step, "start": self.now, "left": lasts * WHOLE,
+            "shares": shares, "uses": uses, "makes": makes,
             "workspace": work, "works_on": tier, "lane": lane, "touches": {t for t, _ in uses},
         })  # fmt: skip
-        span = (self.now, self.now + lasts)
-        self.spans[name, step["no"]] = span
-        self.steps[-1]["window"][name, step["no"]] = span
+        self.spans[name, step["no"]] = (self.now, self.now)  # the end is known when it comes
+        self.steps[-1]["window"][name, step["no"]] = self.now
 
     def stuck(self) -> None:
         self.rules.add("deadlock")

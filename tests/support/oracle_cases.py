@@ -21,6 +21,7 @@ from offcompile.ir import (
     Plan,
     Problem,
     Recompute,
+    SharedLink,
     Start,
     Tensor,
     Tier,
@@ -58,7 +59,25 @@ def small_machine(rng: Any) -> Machine:
         lanes.append(Lane("h2d_b", "host", "device", 1))
     rng.shuffle(lanes)
     codecs = (Codec("half", False, rng.choice((1, 3, 100))),)
-    return Machine((Tier("device"), Tier("host"), Tier("disk")), tuple(lanes), codecs)
+    tiers = Tier("device"), Tier("host"), Tier("disk")
+    return Machine(tiers, tuple(lanes), codecs, shared_links(rng, [lane.name for lane in lanes]))
+
+
+def shared_links(rng: Any, lanes: list[str]) -> tuple[SharedLink, ...]:
+    """Mostly none; else one or two that lanes and accesses of the host have to share."""
+
+    def flag() -> bool:
+        return bool(rng.random() < 0.5)
+
+    return tuple(
+        SharedLink(
+            f"link{i}",
+            rng.choice((0.3, 0.5, 1, 2, 3, 5)),
+            tuple(name for name in lanes if flag()),
+            *(flag() for _ in range(3)),
+        )
+        for i in range(rng.choice((0, 0, 0, 1, 1, 2)))
+    )
 
 
 def training_chain(rng: Any, layers: int, steady: bool) -> Problem:

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from fractions import Fraction
 
-from offcompile.ir.model import DEVICE, HOST, Machine, Op, Problem
+from offcompile.ir.model import DEVICE, HOST, Machine, Op, Problem, SharedLink
 from offcompile.ir.plan import COMPUTE, HOST_COMPUTE, Move, Plan
 from offcompile.ir.units import exact
 
@@ -50,6 +50,27 @@ class Touch:
 
     run: VerifiedRun
     reads: bool
+
+
+def run_duration_ns(problem: Problem, machine: Machine, run: VerifiedRun) -> int:
+    """The duration of a run: never less than a shared link takes for what crosses it."""
+    shared = max((link_us(problem, link, run) for link in machine.shared), default=Fraction(0))
+    return max(run.duration_ns(), math.ceil(shared * 1000))
+
+
+def link_us(problem: Problem, link: SharedLink, run: VerifiedRun) -> Fraction:
+    """The time that a shared link takes for what the run accesses on the host."""
+    nbytes = 0
+    for tensor in run.op.operands:
+        if run.tier_of(tensor) == HOST:
+            size = problem.tensor[tensor].nbytes
+            reads, writes = tensor in run.op.reads, tensor in run.op.writes
+            if run.on_host:
+                nbytes += size * (reads + writes) if link.updates else 0
+            else:
+                nbytes += size * (reads and link.in_place_reads)
+                nbytes += size * (writes and link.in_place_writes)
+    return nbytes / exact(link.bytes_per_us)
 
 
 def to_ns(us: Fraction) -> int:

@@ -11,6 +11,7 @@ from offcompile.ir.units import show_bytes
 
 from .ending import check_settled
 from .ledger import Ledger
+from .paces import check_paces, link_work_ns
 from .record import check_makespan, check_record, queues
 from .replay import Replay
 
@@ -26,12 +27,16 @@ def check_timeline(
     if not timeline.steps:
         return (Violation("bad-value", "steps", "the timeline records no step"),)
     todo = queues(problem, machine, plan, timeline)
-    found = list(check_record(problem, timeline, todo))
+    found = list(check_record(problem, machine, timeline, todo))
+    if not found and machine.shared:
+        found = list(check_paces(problem, machine, timeline, todo))
     if not found:
         replay = Replay(problem, machine, plan, timeline, todo)
         replay.run()
         found += replay.findings.found
-        found += check_makespan(machine, timeline, todo)
+        first = [t for tasks in todo.values() for t in tasks if t.step == 0]
+        links_ns = [link_work_ns(problem, x, machine, first) for x in machine.shared]
+        found += check_makespan(machine, timeline, todo, max(links_ns, default=0))
         found += check_settled(timeline, replay.states)
         found += _peaks(machine, timeline, replay.ledger)
     return tuple(found)
