@@ -7,7 +7,7 @@
     tier host unlimited
     lane h2d host -> device 12000.0 latency 10.0 toll 300.0 share 0.9
     codec fp16 lossy 200000.0
-    shared link_in 12000.0 lanes h2d reads
+    link pcie_in 12000.0 lanes h2d reads
 
     start w0 host
     move m0 w0 host -> device on h2d after F3 before F5 wraps codec fp16
@@ -104,7 +104,7 @@ _MACHINE = {
         {"latency": "latency_us", "toll": "toll_us", "share": "toll_share"},
     ),
     "codec": Line("codecs", ("name", "lossless", "bytes_per_us")),
-    "shared": Line(
+    "link": Line(
         "shared",
         ("name", "bytes_per_us"),
         {
