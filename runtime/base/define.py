@@ -1,12 +1,20 @@
-"""Defines the package's torch operators, in the form that graphs after AOTAutograd can hold."""
+"""Defines the package's torch operators, in the form that graphs after AOTAutograd can hold.
+
+A compiled graph calls them with tensors and numbers alone. Anything else that they need to know
+about a run is set by `inside` around it, and asked for by `current`.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, TypeVar
 
 import torch
 from torch.fx.node import has_side_effect
+
+Value = TypeVar("Value")
 
 NAMESPACE = "offcompile"
 # untyped in torch
@@ -34,3 +42,32 @@ def define(
     if effect:
         has_side_effect(overload)
     return overload
+
+
+class _Scopes(threading.local):
+    """The innermost value of each kind on one thread."""
+
+    def __init__(self) -> None:
+        self.innermost: dict[type, Any] = {}
+
+
+# per thread: several may run compiled graphs at once
+_scopes = _Scopes()
+
+
+def current(kind: type[Value]) -> Value | None:
+    """The value of the innermost `inside` of this kind on this thread; None outside of any."""
+    found: Value | None = _scopes.innermost.get(kind)
+    return found
+
+
+@contextmanager
+def inside(kind: type[Value], value: Value | None) -> Iterator[None]:
+    """Inside the context, `current(kind)` is `value` on this thread; None: as outside of any."""
+    innermost = _scopes.innermost
+    outer = innermost.get(kind)
+    innermost[kind] = value
+    try:
+        yield
+    finally:
+        innermost[kind] = outer

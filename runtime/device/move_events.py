@@ -6,13 +6,14 @@ listener when they end, on any thread. So runs of several graphs, or on several 
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
+
+from offcompile.runtime.base.define import current, inside
 
 #: a time by the listener's clock; on CUDA an event, which has a time only later
 Instant = Any
@@ -57,25 +58,14 @@ class MoveListener:
         return profiled(f"offcompile wait {self.names.get(move, move)}")
 
 
-# per thread: a run listens on the thread that it computes on
-_here = threading.local()
-
-
 def listener() -> MoveListener | None:
     """The listener of this thread."""
-    found: MoveListener | None = getattr(_here, "listener", None)
-    return found
+    return current(MoveListener)
 
 
-@contextmanager
-def listening(one: MoveListener | None) -> Iterator[None]:
+def listening(one: MoveListener | None) -> AbstractContextManager[None]:
     """Inside the context, `one` hears of moves and waits of this thread; None: nobody does."""
-    outer = listener()
-    _here.listener = one
-    try:
-        yield
-    finally:
-        _here.listener = outer
+    return inside(MoveListener, one)
 
 
 def profiling() -> bool:

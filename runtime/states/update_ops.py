@@ -8,41 +8,31 @@ this module defines the ops.
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 
 import torch
 
 from offcompile.ir import OffloadError
-from offcompile.runtime.base.define import define
+from offcompile.runtime.base.define import current, define, inside
 from offcompile.runtime.device import tickets
 from offcompile.runtime.moves.registry import runtime_for
 
 from . import updates
 
 
-class _Bound(threading.local):
-    """The call that this thread is about to run."""
+@dataclass(frozen=True)
+class _Bound:
+    """The call of a compiled graph that a thread runs. An op gets no parameters from its caller."""
 
     graph: str = ""
     arguments: Sequence[object] = ()
 
 
-# per thread: a graph cannot pass the parameters of its caller to an op
-_bound = _Bound()
-
-
-@contextmanager
-def calling(graph: str, arguments: Sequence[object]) -> Iterator[None]:
+def calling(graph: str, arguments: Sequence[object]) -> AbstractContextManager[None]:
     """Set the name and the arguments of the compiled graph that runs inside the context."""
-    before = _bound.graph, _bound.arguments
-    _bound.graph, _bound.arguments = graph, arguments
-    try:
-        yield
-    finally:
-        _bound.graph, _bound.arguments = before
+    return inside(_Bound, _Bound(graph, arguments))
 
 
 @dataclass(eq=False)
@@ -53,10 +43,12 @@ class Offered:
 
 
 def _begin_call(positions: Sequence[int]) -> torch.Tensor:
-    parameters = [_bound.arguments[i] for i in positions]
-    if not all(isinstance(p, torch.Tensor) for p in parameters):
+    bound = current(_Bound) or _Bound()
+    parameters = [bound.arguments[i] for i in positions if i < len(bound.arguments)]
+    tensors = [p for p in parameters if isinstance(p, torch.Tensor)]
+    if len(tensors) < len(positions):
         raise OffloadError("A compiled forward was run apart from the function that was compiled.")
-    return tickets.issue_owned(updates.UpdateCall(_bound.graph, parameters))  # type: ignore[arg-type]
+    return tickets.issue_owned(updates.UpdateCall(bound.graph, tensors))
 
 
 def _offer(

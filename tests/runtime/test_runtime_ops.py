@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import threading
 import time
 import warnings
 from collections.abc import Iterator
@@ -16,8 +17,10 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 from offcompile.ir import OffloadError
 from offcompile.runtime.base.counters import counters, record
+from offcompile.runtime.base.define import current, inside
 from offcompile.runtime.moves import ops
 from offcompile.runtime.moves.registry import RuntimeSettings, close_all, runtimes
+from offcompile.runtime.states import update_ops
 
 KEY = RuntimeSettings(chunk_bytes=1 << 20).key
 SIZE = 128
@@ -250,3 +253,32 @@ def test_what_was_laid_out_otherwise_than_traced_comes_back_as_it_left() -> None
     buffer, load = back(ticket, x.contiguous(), "x.1")
     again = ops.wait_load(buffer, load)
     assert torch.equal(again, x) and again.stride() == x.stride()
+
+
+def test_what_holds_for_a_run_holds_on_its_thread_until_it_ends() -> None:
+    seen = []
+
+    def look() -> None:
+        seen.append(current(int))
+
+    with inside(int, 1):
+        with pytest.raises(ValueError, match="in the middle"), inside(int, 2):
+            look()
+            raise ValueError("in the middle")
+        other = threading.Thread(target=look)
+        other.start()
+        other.join()
+        look()
+        with inside(int, None):
+            look()
+    look()
+    assert seen == [2, None, 1, None, None]
+
+
+def test_a_forward_that_runs_by_itself_has_no_parameters_to_offer_gradients_of() -> None:
+    with pytest.raises(OffloadError, match="apart from the function"):
+        update_ops.begin_call([0])
+    with update_ops.calling("graph 0", [torch.ones(1), 2]):
+        with pytest.raises(OffloadError, match="apart from the function"):
+            update_ops.begin_call([1])
+        assert update_ops.begin_call([0]).dtype == torch.int64
