@@ -14,7 +14,7 @@ from collections.abc import Callable, MutableMapping
 from typing import Any
 
 import torch
-from torch.utils.weak import WeakIdKeyDictionary
+from torch.utils.weak import WeakIdKeyDictionary, WeakIdRef
 
 
 class WeakTensor:
@@ -51,18 +51,29 @@ def _tell(link: weakref.ref[torch.Tensor]) -> None:
         of._died()
 
 
+class _Key(WeakIdRef):
+    """A mapping's weak reference to a key; the mapping can be found from it."""
+
+    __slots__ = ("of",)
+    of: weakref.ref[Any]
+
+
 def tensor_keys() -> MutableMapping[torch.Tensor, Any]:
     """Create a mapping with weak keys, compared by identity."""
     _allow_swaps()
     made: MutableMapping[torch.Tensor, Any] = WeakIdKeyDictionary()
-    _mappings[id(made)] = made
+    made.ref_type = functools.partial(_key, weakref.ref(made))  # type: ignore[attr-defined]
     return made
 
 
-# per process: any parameter may be swapped, and a swap must find every reference to it
-_mappings: weakref.WeakValueDictionary[int, MutableMapping[torch.Tensor, Any]] = (
-    weakref.WeakValueDictionary()
-)
+def _key(
+    of: weakref.ref[Any], tensor: torch.Tensor, removed: Callable[[Any], object] | None = None
+) -> WeakIdRef:
+    if removed is None:  # for a look-up
+        return WeakIdRef(tensor)
+    key = _Key(tensor, removed)
+    key.of = of
+    return key
 
 
 @functools.cache
@@ -85,13 +96,12 @@ def _let_go(tensor: torch.Tensor) -> list[Callable[[], object]]:
     """Remove our references to a tensor; returns the functions that restore them."""
     restore: list[Callable[[], object]] = []
     for link in weakref.getweakrefs(tensor):
-        of = link.of() if isinstance(link, _Link) else None
-        if of is not None:
+        of = link.of() if isinstance(link, _Link | _Key) else None
+        if isinstance(of, WeakTensor):
             of._link = None
             restore.append(functools.partial(_link_again, of, tensor))
-    for mapping in tuple(_mappings.values()):
-        if tensor in mapping:
-            restore.append(functools.partial(mapping.__setitem__, tensor, mapping.pop(tensor)))
+        elif of is not None and tensor in of:
+            restore.append(functools.partial(of.__setitem__, tensor, of.pop(tensor)))
     return restore
 
 
