@@ -17,7 +17,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from offcompile.ir.reading import read_bounded
-from offcompile.runtime.base.once import first_time
+from offcompile.runtime.base.once import first_time, made_once
 
 #: version of the document format and of the way in which its contents are measured
 FORMAT = 4
@@ -31,8 +31,8 @@ _MOST_FIGURE = 1e30
 
 Identity = Mapping[str, str | int | bool]
 
-#: document → keys that this process has measured, which it does not measure twice
-measured_here: dict[Path, set[str]] = {}
+#: the topic of `measured_here` in `once`
+MEASURED = "measured in this process"
 
 
 def cache_folder() -> Path:
@@ -65,6 +65,11 @@ def read_document(kind: str, identity: Identity) -> dict[str, object] | None:
     if found.get("identity") != dict(identity) or not isinstance(content, dict):
         return None
     return content
+
+
+def measured_here(document: Path) -> set[str]:
+    """Keys of a document that this process has measured, which it does not measure twice."""
+    return made_once(MEASURED, document, set)
 
 
 def write_document(kind: str, identity: Identity, content: Mapping[str, object]) -> bool:
@@ -133,9 +138,8 @@ class CostCache:
         self._new: dict[str, CacheEntry] = {}  # to be written
         if identity is not None:
             self._entries = _entries(read_document("costs", identity))
-        where = None if identity is None else document_path("costs", identity)
         #: keys measured in this process, which are not measured twice
-        self._here = set() if where is None else measured_here.setdefault(where, set())
+        self._here = set() if identity is None else measured_here(document_path("costs", identity))
 
     def __len__(self) -> int:
         return len(self._entries)

@@ -285,7 +285,7 @@ def figures_of(
     kept = None if refresh else _numbers(content, names)
     told = content.get("disturbed")
     tries = told if isinstance(told, int) else 0
-    here = measured_here.setdefault(document_path(kind, identity), set())
+    here = measured_here(document_path(kind, identity))
     if kept is not None and (kind in here or not 0 < tries < MOST_TRIES):
         return kept
     with Stopwatch() as watch:

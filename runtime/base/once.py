@@ -1,4 +1,4 @@
-"""Remembers what this process has done once: warnings given, lines logged, figures measured."""
+"""Remembers what this process has done once: warnings, log lines, measurements, streams."""
 
 from __future__ import annotations
 
@@ -27,15 +27,18 @@ def made_once(topic: str, key: Hashable, make: Callable[[], Made]) -> Made:
     return made
 
 
+def forget(topic: str) -> dict[tuple[str, Hashable], Any]:
+    """Nothing of the topic has been done any more; returns what had been."""
+    keys = [key for key in tuple(_done) if key[0] == topic]
+    return {key: _done.pop(key) for key in keys if key in _done}
+
+
 @contextmanager
 def afresh(topic: str) -> Iterator[None]:
     """Inside the block nothing of the topic has been done yet. For tests."""
-    before = dict(_done)
-    for done in before:
-        if done[0] == topic:
-            del _done[done]
+    before = forget(topic)
     try:
         yield
     finally:
-        _done.clear()
+        forget(topic)
         _done.update(before)

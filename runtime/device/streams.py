@@ -13,12 +13,14 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, TypeAlias
 
 import torch
 
 from offcompile.ir import OffloadError
 from offcompile.runtime import kernels
+from offcompile.runtime.base.once import forget, made_once
 from offcompile.runtime.codecs import TensorCodec
 from offcompile.runtime.codecs.kinds import Bitmask, Stash
 from offcompile.runtime.codecs.layout import WIDEST_BYTES
@@ -145,12 +147,11 @@ class Streams(ABC):
         """Note that the calling thread received memory that others released; see `let_go`."""
 
 
-# per process: a stream is never destroyed, so the lanes of one device share those of one name
-_made: dict[tuple[int, str], torch.cuda.Stream] = {}
+_STREAM = "a stream"
 
 if hasattr(os, "register_at_fork"):
     # CUDA does not survive a fork: the parent's streams mean nothing in the child
-    os.register_at_fork(after_in_child=_made.clear)
+    os.register_at_fork(after_in_child=partial(forget, _STREAM))
 
 
 class TorchStreams(Streams):
@@ -168,12 +169,9 @@ class TorchStreams(Streams):
         return torch.cuda.current_stream(self.device)
 
     def stream(self, name: str) -> torch.cuda.Stream:
-        key = (self._index, name)
-        made = _made.get(key)
-        if made is None:
-            # of two threads that come first, one's stream is dropped: torch has a pool of them
-            made = _made.setdefault(key, torch.cuda.Stream(self.device))  # type: ignore[no-untyped-call]
-        return made
+        # A stream is never destroyed, so the lanes of one device share those of one name. If two
+        # threads come first, the stream of one is dropped: torch has a pool of them.
+        return made_once(_STREAM, (self._index, name), partial(torch.cuda.Stream, self.device))
 
     def record(self, stream: torch.cuda.Stream, timing: bool = False) -> torch.cuda.Event:
         # blocking: waiting threads sleep instead of spinning on a core

@@ -66,7 +66,6 @@ def tools(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Instruments:
     monkeypatch.setenv("OFFCOMPILE_CACHE_DIR", str(tmp_path / "cache"))
     made = Instruments()
     base = this_machine_module
-    monkeypatch.setattr(base, "measured_here", {})
     monkeypatch.setattr(base, "memory_bytes_per_us", lambda: made.note("memory", 20e3)[0])
     monkeypatch.setattr(base, "matmul_flop_per_us", lambda dtype: made.note("matmul", 5e5)[0])
     monkeypatch.setattr(

@@ -8,7 +8,6 @@ import pytest
 import torch
 from doctor_fakes import GIB, RATES, TINY, FakeCalls
 
-import offcompile.machine.this_machine as this_machine_module
 from offcompile.machine.gpu_figures import gpu_profile, measure_card
 from offcompile.machine.hardware import DIRECT_WAYS
 from offcompile.runtime.base.limits import PciLink, pci_link
@@ -20,7 +19,6 @@ from offcompile.runtime.measure.cuda import PinningFailed, rates_together
 @pytest.fixture(autouse=True)
 def own_cache(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("OFFCOMPILE_CACHE_DIR", str(tmp_path / "cache"))
-    monkeypatch.setattr(this_machine_module, "measured_here", {})
 
 
 def quiet(text: str) -> None:

@@ -19,13 +19,14 @@ from offcompile.graph.costs.calls import call_of
 from offcompile.graph.costs.op_costs import CostModel, OpCost, costs_of_graph, open_cost_cache
 from offcompile.graph.costs.roofline import USUAL_OVERHEADS, roofline_us, work_of
 from offcompile.machine.cost_cache import (
+    MEASURED,
     CostCache,
     cache_folder,
     document_path,
-    measured_here,
     write_document,
 )
 from offcompile.machine.hardware import HardwareProfile, load_profile
+from offcompile.runtime.base import once
 from offcompile.runtime.measure.op import Measured, OpCall, Operands, TensorSpec, measure_call
 from offcompile.runtime.measure.timing import Overheads, undisturbed
 from offcompile.runtime.moves.registry import close_all
@@ -350,7 +351,7 @@ def test_a_disturbed_measurement_is_taken_again_a_few_times(bench: Bench) -> Non
         for _ in range(2):  # once per process
             cost = costs_of_graph(graph, measuring(), hint)["mm"]
             assert len(bench.asked) == tries
-        measured_here.clear()
+        once.forget(MEASURED)
         assert cost.duration_us == 1001.0  # the least
 
 
@@ -358,7 +359,7 @@ def test_an_undisturbed_measurement_replaces_disturbed_ones(bench: Bench) -> Non
     graph = graph_of(torch.mm, torch.rand(256, 256), torch.rand(256, 256))
     bench.disturbed = True
     costs_of_graph(graph, measuring(), hint)
-    measured_here.clear()
+    once.forget(MEASURED)
     bench.disturbed = False
     for _ in range(2):
         assert costs_of_graph(graph, measuring(), hint)["mm"].duration_us == 1002.0

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -10,9 +11,10 @@ import torch
 
 import offcompile.machine.this_machine as module
 from offcompile.ir import InvalidInput, OffloadError
-from offcompile.machine.cost_cache import document_path
+from offcompile.machine.cost_cache import MEASURED, document_path
 from offcompile.machine.hardware import load_profile
 from offcompile.machine.this_machine import this_machine, to_cpu_machine
+from offcompile.runtime.base import once
 from offcompile.runtime.base.process_memory import machine_memory_bytes
 from offcompile.runtime.disk.speed import DiskSpeed
 from offcompile.runtime.measure.timing import cpu_model, machine_identity
@@ -67,14 +69,13 @@ def instruments(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Instruments:
     monkeypatch.setattr(module, "Stopwatch", made.watch)
     monkeypatch.setattr(module, "copy_toll_share", made.toll)
     monkeypatch.setattr(module, "check_directory", lambda directory: None)
-    monkeypatch.setattr(module, "measured_here", {})
     return made
 
 
 @pytest.fixture
-def later(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
+def later() -> Callable[[], object]:
     """As if in another process."""
-    return lambda: monkeypatch.setattr(module, "measured_here", {})
+    return partial(once.forget, MEASURED)
 
 
 def test_it_is_measured_once_and_kept(instruments: Instruments, tmp_path: Path) -> None:

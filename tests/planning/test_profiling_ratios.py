@@ -156,7 +156,6 @@ def test_rates_of_codecs_are_measured_once_and_reach_the_machine(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("OFFCOMPILE_CACHE_DIR", str(tmp_path / "cache"))
-    monkeypatch.setattr(this_machine_module, "measured_here", {})
     asked = []
 
     def rates(names: tuple[str, ...]) -> dict[str, float]:
