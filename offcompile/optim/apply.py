@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from collections import defaultdict, deque
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
@@ -12,7 +11,7 @@ import torch
 from offcompile.runtime.states.gradient_transport import Brought
 from offcompile.runtime.states.states import MemoryStates
 
-from .core import MASTER, Core, ParameterEntry
+from .core import MASTER, Core, ParameterEntry, Scratch
 from .layout import flat, flat_like, is_dense
 from .rules import Hyper, OnePass
 from .shards import local_like
@@ -108,10 +107,10 @@ def _update_tile(
         at_once(weight, master, gradient, parts, entry.count(), hyper, grad_scale)
         return
     work = weight if master is None else master
-    wide = {name: _cast(part, work.dtype, name) for name, part in parts.items()}
+    wide = {name: _cast(core.scratch, part, work.dtype, name) for name, part in parts.items()}
     core.rule.update(
         [work],
-        [_cast(gradient, work.dtype, "gradient")],
+        [_cast(core.scratch, gradient, work.dtype, "gradient")],
         {name: [part] for name, part in wide.items()},
         [] if entry.step is None else [entry.step],
         hyper,
@@ -234,24 +233,15 @@ def _agree(master: torch.Tensor, weight: torch.Tensor, from_nothing: bool) -> No
         master.copy_(torch.where(kept, master, here.to(master.dtype)))
 
 
-class _Scratch(threading.local):
-    def __init__(self) -> None:
-        self.rooms: dict[tuple[str, torch.dtype], torch.Tensor] = {}
-
-
-#: per updating thread; fresh memory would cost more than the update
-_scratch = _Scratch()
-
-
-def _cast(tile: torch.Tensor, dtype: torch.dtype, name: str) -> torch.Tensor:
+def _cast(scratch: Scratch, tile: torch.Tensor, dtype: torch.dtype, name: str) -> torch.Tensor:
     """Cast the tile to `dtype` if needed; valid until this thread's next cast of that name."""
     if tile.dtype == dtype:
         return tile
     if tile.device.type != "cpu" or tile.numel() > TILE_ELEMENTS:
         return tile.to(dtype)
-    room = _scratch.rooms.get((name, dtype))
+    room = scratch.rooms.get((name, dtype))
     if room is None:
-        room = _scratch.rooms[name, dtype] = torch.empty(TILE_ELEMENTS, dtype=dtype)
+        room = scratch.rooms[name, dtype] = torch.empty(TILE_ELEMENTS, dtype=dtype)
     return room[: tile.numel()].copy_(tile)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import weakref
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
@@ -78,6 +79,13 @@ class ParameterEntry:
         return f"parameter {self.key} of shape {tuple(self.parameter.shape)}"
 
 
+class Scratch(threading.local):
+    """Memory in which one thread casts tiles; fresh memory would cost more than the update."""
+
+    def __init__(self) -> None:
+        self.rooms: dict[tuple[str, torch.dtype], torch.Tensor] = {}
+
+
 @dataclass
 class Core:
     """All parameters of one optimizer. `state` is the optimizer's own dictionary of that name."""
@@ -87,6 +95,7 @@ class Core:
     places: Places
     state: defaultdict[torch.Tensor, Any]
     entries: dict[torch.Tensor, ParameterEntry] = field(default_factory=dict)
+    scratch: Scratch = field(default_factory=Scratch)
     #: place → keys visited in this step, and keys that its store was told to expect
     _visited: dict[str, list[int]] = field(default_factory=dict)
     _expected: dict[str, list[int]] = field(default_factory=dict)
