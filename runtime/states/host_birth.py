@@ -42,18 +42,6 @@ _COPIES = {
 _SET_DATA: Any = torch.Tensor.data.__set__  # type: ignore[attr-defined]
 
 
-class _Here(threading.local):
-    """State of a thread: the contexts that it has entered, and whether one of them is working."""
-
-    def __init__(self) -> None:
-        self.births: list[Birth] = []
-        self.at_work = False
-
-
-# per thread: a factory is called without an argument that could say where to allocate
-_here = _Here()
-
-
 class Birth(TorchFunctionMode):
     """While entered, allocates this thread's new tensors on `home` in `device`'s host tier.
 
@@ -75,8 +63,7 @@ class Birth(TorchFunctionMode):
 
     def __enter__(self) -> Birth:
         super().__enter__()  # type: ignore[no-untyped-call]
-        _hooks.take()
-        _here.births.append(self)
+        _births.enter(self)
         return self
 
     def __exit__(
@@ -85,8 +72,7 @@ class Birth(TorchFunctionMode):
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        _here.births.remove(self)
-        _hooks.let_go()
+        _births.leave(self)
         self._moved.clear()
         super().__exit__(kind, error, trace)  # type: ignore[no-untyped-call]
 
@@ -95,20 +81,21 @@ class Birth(TorchFunctionMode):
     ) -> Any:
         kwargs = kwargs or {}
         made = None
-        if not torch.compiler.is_compiling() and not _here.at_work:
-            _here.at_work = True
+        here = _births.here
+        if not torch.compiler.is_compiling() and not here.at_work:
+            here.at_work = True
             try:
                 if func in FACTORIES or func in ALIKE:
                     made = self._factory(func, args, kwargs)
                 elif func in _COPIES:
                     made = self._copy(func, args, kwargs)
             finally:
-                _here.at_work = False
+                here.at_work = False
         if made is not None:
             return made
         result = func(*args, **kwargs)
         if func == _SET_DATA and isinstance(args[0], nn.Parameter):
-            _take(self, args[0])
+            _births.take(self, args[0])
         return result
 
     def take(self, tensor: torch.Tensor) -> None:
@@ -239,24 +226,35 @@ def _laid_out(flat: torch.Tensor, shape: torch.Tensor) -> torch.Tensor:
     return flat.view(shape.dtype).as_strided(shape.size(), shape.stride())
 
 
-class _Hooks:
-    """Module hooks, installed while any thread is inside a context."""
+class _Here(threading.local):
+    """State of a thread: the contexts that it has entered, and whether one of them is working."""
 
     def __init__(self) -> None:
+        self.births: list[Birth] = []
+        self.at_work = False
+
+
+class _Births:
+    """The contexts that threads are inside of, and module hooks while there is one."""
+
+    def __init__(self) -> None:
+        self.here = _Here()
         self._lock = threading.Lock()
         self._users = 0
         self._handles: list[Any] = []
 
-    def take(self) -> None:
+    def enter(self, birth: Birth) -> None:
         with self._lock:
             self._users += 1
             if self._users == 1:
                 self._handles = [
-                    register_module_parameter_registration_hook(_parameter),
-                    register_module_buffer_registration_hook(_buffer),
+                    register_module_parameter_registration_hook(self._parameter),
+                    register_module_buffer_registration_hook(self._buffer),
                 ]
+        self.here.births.append(birth)
 
-    def let_go(self) -> None:
+    def leave(self, birth: Birth) -> None:
+        self.here.births.remove(birth)
         with self._lock:
             self._users -= 1
             if not self._users:
@@ -264,25 +262,25 @@ class _Hooks:
                     handle.remove()
                 self._handles = []
 
+    def take(self, birth: Birth, tensor: torch.Tensor) -> None:
+        """Let `birth` take a tensor unless this thread's births are at work already."""
+        here = self.here
+        if not here.at_work:
+            here.at_work = True
+            try:
+                birth.take(tensor)
+            finally:
+                here.at_work = False
 
-# per process, as torch keeps these hooks of modules
-_hooks = _Hooks()
+    def _parameter(self, module: nn.Module, name: str, value: nn.Parameter | None) -> None:
+        if value is not None and self.here.births:
+            self.take(self.here.births[-1], value)
+
+    def _buffer(self, module: nn.Module, name: str, value: torch.Tensor | None) -> None:
+        if value is not None and self.here.births and _nbytes(value) >= LARGE_BYTES:
+            self.take(self.here.births[-1], value)
 
 
-def _parameter(module: nn.Module, name: str, value: nn.Parameter | None) -> None:
-    if value is not None and _here.births:
-        _take(_here.births[-1], value)
-
-
-def _buffer(module: nn.Module, name: str, value: torch.Tensor | None) -> None:
-    if value is not None and _here.births and _nbytes(value) >= LARGE_BYTES:
-        _take(_here.births[-1], value)
-
-
-def _take(birth: Birth, tensor: torch.Tensor) -> None:
-    if not _here.at_work:
-        _here.at_work = True
-        try:
-            birth.take(tensor)
-        finally:
-            _here.at_work = False
+# per process, as torch keeps these hooks of modules; and per thread, since a factory is called
+# without an argument that could say where to allocate
+_births = _Births()

@@ -35,12 +35,12 @@ STEPS = 6
 
 @pytest.fixture(autouse=True)
 def clean(caplog: pytest.LogCaptureFixture) -> Iterator[None]:
-    wall._watches.clear()  # of models that other tests have left
-    wall.take_hooks_away()
+    wall.hooks.watches.clear()  # of models that other tests have left
+    wall.hooks.take_away()
     with caplog.at_level(logging.WARNING, "offcompile"):
         yield from clean_slate()
-        assert not wall._watches, "a watch outlives its model"
-        wall.take_hooks_away()
+        assert not wall.hooks.watches, "a watch outlives its model"
+        wall.hooks.take_away()
 
 
 def told(caplog: pytest.LogCaptureFixture) -> list[str]:

@@ -494,6 +494,6 @@ def _(place: Path, patch: pytest.MonkeyPatch) -> str:
         watch.look([hosted, other], [0, 1], [0])
         (hosted.sum() + other.sum()).backward()
         optimizer.step()
-    wall._watches.discard(watch)
-    wall.take_hooks_away()
+    wall.hooks.watches.discard(watch)
+    wall.hooks.take_away()
     return "\n".join(found)

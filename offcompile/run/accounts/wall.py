@@ -101,10 +101,7 @@ class Watch:
     _calls: int = 0
 
     def __post_init__(self) -> None:
-        _watches.add(self)
-        if not _handles:
-            _handles.append(register_optimizer_step_pre_hook(_before))
-            _handles.append(register_optimizer_step_post_hook(_after))
+        hooks.add(self)
 
     def look(
         self, arguments: Sequence[torch.Tensor], parameters: Iterable[int], hosted: Iterable[int]
@@ -122,8 +119,8 @@ class Watch:
         self._known.update(id(arguments[i]) for i in parameters)
         if self._weights and self._steps < MOST_STEPS and self._calls < MOST_CALLS:
             return False
-        _watches.discard(self)
-        take_hooks_away()
+        hooks.watches.discard(self)
+        hooks.take_away()
         return True
 
     def before(self, optimizer: Optimizer) -> None:
@@ -245,34 +242,42 @@ def _wait_for_their_optimizer(weights: Mapping[int, _Weight]) -> bool:
 
 # --- torch's hooks for all optimizers, in place while there is a watch ----------------------------
 
+
+class _Hooks:
+    """Calls all watches before and after each step of any optimizer."""
+
+    def __init__(self) -> None:
+        self.watches: weakref.WeakSet[Watch] = weakref.WeakSet()
+        self._handles: list[Any] = []
+
+    def add(self, watch: Watch) -> None:
+        self.watches.add(watch)
+        if not self._handles:
+            self._handles.append(register_optimizer_step_pre_hook(self._before))
+            self._handles.append(register_optimizer_step_post_hook(self._after))
+
+    def take_away(self) -> None:
+        """Remove the hooks if no watch is left. Must not be called from a hook or a plan's
+        finalizer, since torch iterates over hooks while it calls them."""
+        if not self.watches:
+            for handle in self._handles:
+                handle.remove()
+            self._handles.clear()
+
+    def _before(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        # keep this out of compiled or captured optimizer steps
+        if not torch.compiler.is_compiling() and not _is_capturing():
+            for watch in tuple(self.watches):
+                watch.before(optimizer)
+
+    def _after(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        if not torch.compiler.is_compiling() and not _is_capturing():
+            for watch in tuple(self.watches):
+                watch.after(optimizer)
+
+
 # per process: torch knows hooks for all optimizers only, not for one
-_watches: weakref.WeakSet[Watch] = weakref.WeakSet()
-# to remove those hooks with the last watch
-_handles: list[Any] = []
-
-
-def take_hooks_away() -> None:
-    """Remove the hooks if no watch is left. Must not be called from a hook or a plan's finalizer,
-    since torch iterates over hooks while it calls them."""
-    if not _watches:
-        for handle in _handles:
-            handle.remove()
-        _handles.clear()
-
-
-def _before(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-    # keep this out of compiled or captured optimizer steps
-    if torch.compiler.is_compiling() or _is_capturing():
-        return
-    for watch in tuple(_watches):
-        watch.before(optimizer)
-
-
-def _after(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-    if torch.compiler.is_compiling() or _is_capturing():
-        return
-    for watch in tuple(_watches):
-        watch.after(optimizer)
+hooks = _Hooks()
 
 
 def _is_capturing() -> bool:
