@@ -81,9 +81,9 @@ def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> 
 def books_of_its_own() -> Iterator[None]:
     """What compiled models of other tests hold is no matter of this one's budget."""
     yield
-    usage = sys.modules.get("offcompile.run.accounts.usage")
-    if usage is not None:
-        usage._all_usages.clear()
+    accounts = sys.modules.get("offcompile.run.accounts.process")
+    if accounts is not None:
+        accounts.process.usages.clear()
 
 
 @pytest.fixture(autouse=True)

@@ -14,11 +14,10 @@ from offcompile.machine.target import target_for
 from offcompile.report.dump import check_dump_directory
 from offcompile.runtime.base.progress import Progress
 
-from .accounts.usage import usage_of
+from .accounts.process import process
 from .captured_graph import CapturedGraph
 from .ranks.agreement import Agreement
 from .ranks.reduction import reduce_in_backward
-from .refusals import raised
 
 
 def compile_graph(
@@ -34,13 +33,13 @@ def compile_graph(
         return _compile(gm, example_inputs, options, mode, agreement)
     except OffloadError as error:
         # Dynamo would wrap it; raised by the call, it reaches the user unwrapped
-        return _refusal(raised(error), agreement)
+        return _refusal(process.raised(error), agreement)
 
 
 def _refusal(error: OffloadError, agreement: Agreement) -> Callable[..., Any]:
     def refuse(*args: Any) -> Any:
         agreement.refused(error)
-        raise raised(error)
+        raise process.raised(error)
 
     return refuse
 
@@ -69,8 +68,8 @@ def _compile(
         check_dump_directory(settings.dump)
     with Progress("this machine") as progress:
         target = target_for(settings, _device_of(gm), progress)
-    usage = usage_of(target.device)
-    compiled = CapturedGraph(gm, example_inputs, settings, target, usage, agreement)
+    name, usage = process.next_name(), process.usage_of(target.device)
+    compiled = CapturedGraph(name, gm, example_inputs, settings, target, usage, agreement)
     compiled.first(example_inputs)
     return compiled
 

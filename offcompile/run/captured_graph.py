@@ -12,7 +12,6 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Sequence
 from typing import Any
 
@@ -42,15 +41,13 @@ from .variants.judging import judged
 from .variants.ladder import choose, make_first
 from .variants.plans import Call, Plans, Traced
 
-# per process: graphs are named by number in logs and reports
-_numbers = itertools.count()
-
 
 class CapturedGraph:
     """A graph that Dynamo captured: a callable that plans at its first call."""
 
     def __init__(
         self,
+        name: str,
         gm: fx.GraphModule,
         example_inputs: Sequence[Any],
         options: Options,
@@ -58,10 +55,10 @@ class CapturedGraph:
         usage: DeviceUsage,
         agreement: Agreement,
     ) -> None:
-        self.agreement = agreement
+        self.name, self.agreement = name, agreement
         traced = [n.meta["example_value"] for n in gm.graph.find_nodes(op="placeholder")]
         parameters = {i for i, x in enumerate(example_inputs) if isinstance(x, torch.nn.Parameter)}
-        symbols, self.name = symbols_of(traced), f"graph {next(_numbers)}"
+        symbols = symbols_of(traced)
         budget, entry = options.memory_bytes(target.device_bytes), usage.open(target.runtime.key)
         reserve = usage.hole_reserve(budget or 0, _holes_bytes(target, budget))
         runs = GraphRuns(self.name, budget, usage, entry, target.runtime, reserve, target.machine)

@@ -10,12 +10,12 @@ from typing import Any
 from offcompile.graph.lowering.lower import Compiled, Phase
 from offcompile.ir import BACKWARD, FORWARD
 from offcompile.planning.endurance import spilled_bytes, watch_for
-from offcompile.runtime.base.garbage import garbage
 from offcompile.runtime.memory.malloc.heap import heap
 from offcompile.runtime.moves.registry import runtime_for
 from offcompile.runtime.states.update_ops import taken_or_kept
 
 from .accounts.graph_runs import Room
+from .accounts.process import process
 from .plan.contract import GraphFacts, Planned
 from .recording import recorded
 
@@ -26,7 +26,7 @@ class RunningHalf:
     def __init__(
         self, facts: GraphFacts, planned: Planned, phase: Phase, compiled: Compiled
     ) -> None:
-        garbage.compiled()
+        process.garbage.compiled()
         report, on_cpu = planned.report, facts.target.device.type == "cpu"
         self.facts, self.planned, self.phase, self.compiled = facts, planned, phase, compiled
         # a step that fits stays within its budget only if freed memory goes back to the system
@@ -54,7 +54,7 @@ class RunningHalf:
                 result = self.compiled(arguments)
             clock.stop(started, self._observe)
         if phase != FORWARD:
-            garbage.ran()
+            process.garbage.ran()
         if planned.saved and phase == FORWARD:
             saved = result[-len(planned.saved) :]
             self.facts.profile.look_at_saved(planned.saved, saved)
@@ -104,7 +104,7 @@ class RunningHalf:
         if not self._heap_settled:
             self._heap_settled = True
             if not report.fits:
-                garbage.collect_of_compiling()
+                process.garbage.collect_of_compiling()
             heap().settle()
         sizes = self.facts.runs.sizes if room is None else room.sizes
         standing, most = self.planned.needs.at(sizes).standing_bytes, report.budget_bytes

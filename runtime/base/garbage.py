@@ -28,6 +28,8 @@ def rarely_collected() -> Iterator[None]:
 
 
 class Garbage:
+    """The runs of the collector that a process may need."""
+
     def __init__(self) -> None:
         self._of_compiling = self._of_models = True
 
@@ -50,7 +52,3 @@ class Garbage:
     def collect(self) -> None:
         self._of_compiling = self._of_models = False
         gc.collect()
-
-
-# per process, as the collector is
-garbage = Garbage()

@@ -99,9 +99,8 @@ def test_a_class_name_means_one_thing() -> None:
 
 def test_state_of_modules_is_rare_and_says_why_it_is_there() -> None:
     found = house.mutable_state(FILES)
-    assert len(found) <= 31
-    unsaid = [state.name for state in found if not state.says_why]
-    assert not [name for name in unsaid if not name.startswith("offcompile.run.")]
+    assert len(found) <= 20
+    assert [state.name for state in found if not state.says_why] == []
 
 
 def test_the_guard_finds_state_of_modules(tmp_path: Path) -> None:

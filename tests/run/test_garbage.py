@@ -13,7 +13,7 @@ from torch import nn
 from zoo import MLP
 
 import offcompile
-from offcompile.runtime.base import garbage as garbage_module
+from offcompile.run.accounts.process import process
 from offcompile.runtime.base.garbage import Garbage
 
 ROWS, WIDTH, DEPTH = 512, 64, 6
@@ -23,14 +23,14 @@ ROWS, WIDTH, DEPTH = 512, 64, 6
 def collections(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[None]]:
     """One entry for each that we ask for."""
     found: list[None] = []
-    collect = garbage_module.garbage.collect
+    collect = process.garbage.collect
 
     def counted() -> None:
         found.append(None)
         collect()
 
     collect()
-    monkeypatch.setattr(garbage_module.garbage, "collect", counted)
+    monkeypatch.setattr(process.garbage, "collect", counted)
     gc.disable()  # it would do by itself, some time
     yield found
     gc.enable()

@@ -16,7 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from offcompile.optim import AdamW
 from offcompile.run.accounts.rank_memory import RankMemory
-from offcompile.run.accounts.usage import UNBOUND, DeviceUsage
+from offcompile.run.accounts.usage import DeviceUsage, ParameterSet
 
 WIDTH, WIDE = 16, 64
 WEIGHTS = 4 * (WIDTH * WIDE + WIDE + WIDE * WIDTH + WIDTH)
@@ -79,12 +79,12 @@ def test_shards_and_what_moves_count() -> None:
 
 def test_states_of_shards_count() -> None:
     usage = DeviceUsage()
-    entry = usage.open()
+    entry, nobody = usage.open(), ParameterSet(())
     model = nn.Linear(WIDTH, WIDE)
     fully_shard(model, mesh=init_device_mesh("cpu", (1,)))
-    before = usage.held_beside(entry, UNBOUND).now
+    before = usage.held_beside(entry, nobody).now
     optimizer = AdamW(model.parameters(), states="device")
     usage.invalidate()
     states = sum(2 * p.numel() * 4 for p in model.parameters())
-    assert usage.held_beside(entry, UNBOUND).now - before == states
+    assert usage.held_beside(entry, nobody).now - before == states
     del optimizer

@@ -14,8 +14,8 @@ from torch.testing._internal.two_tensor import TwoTensor
 from weights_runs import LAYERS, batch, clean_slate, loss_of, on_host, ours, seeded
 from weights_runs import pair as build
 
-import offcompile
 from offcompile.optim import AdamW
+from offcompile.run.accounts.process import process
 from offcompile.runtime.base.weak import WeakTensor, tensor_keys
 
 
@@ -54,7 +54,7 @@ def test_a_compiled_model_may_be_converted_by_swapping(swapping: None) -> None:
     found = converting(ours(model), model)
     assert all(map(torch.equal, found, expected))
     assert on_host(model) == LAYERS and identities == list(map(id, model.parameters()))
-    seen = offcompile.run.backend.usage_of(torch.device("cpu")).holdings
+    seen = process.usage_of(torch.device("cpu")).holdings
     assert len(seen.living()) == len(identities)
     del model, found
     torch._dynamo.reset()

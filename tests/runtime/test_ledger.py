@@ -12,7 +12,8 @@ from torch import Tensor, nn
 
 import offcompile
 from offcompile.passes.correlation.learned import LearnedLimits
-from offcompile.run.accounts.usage import DeviceUsage, GraphUsage, usage_of
+from offcompile.run.accounts.process import process
+from offcompile.run.accounts.usage import DeviceUsage, GraphUsage
 from offcompile.runtime.base.counters import reset_counters
 from offcompile.runtime.moves.registry import close_all, runtimes
 from offcompile.runtime.states.updates import count
@@ -52,7 +53,7 @@ def compiled(model: nn.Module, memory: int | str, spill: Path) -> nn.Module:
 def held_now() -> int:
     """Counts the bytes that all graphs of the CPU hold between two steps."""
     gc.collect()
-    usage = usage_of(CPU)
+    usage = process.usage_of(CPU)
     stranger = usage.open()
     usage.invalidate()
     return usage.held_beside(stranger, stranger.bind([])).now

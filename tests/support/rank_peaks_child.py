@@ -21,7 +21,7 @@ from weights_child import Anonymous
 from zoo import GPT
 
 import offcompile
-from offcompile.run.accounts.usage import usage_of
+from offcompile.run.accounts.process import process
 from offcompile.runtime.base import process_memory as memory
 from offcompile.runtime.memory.malloc.glibc import return_freed_memory
 from offcompile.runtime.memory.malloc.heap import heap
@@ -69,7 +69,7 @@ def train(wrap: str, budget: str, rank: int, width: int, depth: int, rows: int) 
     locals_of = (getattr(p, "to_local", lambda p=p: p)() for p in model.parameters())
     tensors = sum(p.nbytes for p in locals_of)
     if wrap != "fsdp":
-        tensors += usage_of(torch.device("cpu")).ranks.held_bytes(())
+        tensors += process.usage_of(torch.device("cpu")).ranks.held_bytes(())
     left = anonymous_bytes() - before - tensors
     return {"peak_bytes": watched.peak_bytes - before, "left_bytes": left}
 

@@ -30,7 +30,7 @@ from torch import Tensor, nn
 
 import offcompile
 from offcompile.report import report
-from offcompile.run.accounts.usage import usage_of
+from offcompile.run.accounts.process import process
 from offcompile.runtime.base.process_memory import resident
 from offcompile.runtime.device import tickets
 from offcompile.runtime.moves.registry import close_all, runtimes
@@ -222,9 +222,9 @@ def books(folder: Path) -> dict[str, int]:
         "extents": sum(len(store._extents.live) for store in stores),
         "runtimes": len(opened),
         "bytes mapped": sum(store.used_bytes for store in mapped),
-        "graphs in the books": len(usage_of(torch.device("cpu")).entries()),
+        "graphs in the books": len(process.usage_of(torch.device("cpu")).entries()),
         "passes that wait": sum(
-            len(entry.waiting()) for entry in usage_of(torch.device("cpu")).entries()
+            len(entry.waiting()) for entry in process.usage_of(torch.device("cpu")).entries()
         ),
         "descriptors": len(os.listdir("/proc/self/fd")),
         "threads": threading.active_count(),

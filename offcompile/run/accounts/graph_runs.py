@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -27,7 +27,7 @@ from offcompile.runtime.moves.saved import Saved
 
 from .hole_reserve import HoleReserve
 from .step_plan import StepPlanner
-from .usage import UNBOUND, DeviceUsage, GraphUsage, ParameterSet
+from .usage import DeviceUsage, GraphUsage, ParameterSet
 
 #: least share for the keeper of the room beside a run, however much is reserved for holes
 KEEPER_SHARE = 3 / 8
@@ -61,8 +61,8 @@ class GraphRuns:
     reserve: HoleReserve
     #: the machine with so much device memory, for plans of whole steps
     machine_for: Callable[[int], Machine]
-    #: binding and sizes of the call that runs
-    binding: ParameterSet = UNBOUND
+    #: binding and sizes of the call that runs; no parameters before the first
+    binding: ParameterSet = field(default_factory=lambda: ParameterSet(()))
     sizes: tuple[int, ...] = ()
     #: its weights on the host that the graph may fetch; None: it changes some
     weights: Sequence[WeakTensor] | None = ()

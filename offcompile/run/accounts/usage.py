@@ -36,10 +36,6 @@ class ParameterSet:
         self.ran = False
 
 
-#: stands in before the first call
-UNBOUND = ParameterSet(())
-
-
 class PendingBackward:
     """A forward run that waits for its backward. The autograd graph keeps it alive."""
 
@@ -313,12 +309,3 @@ class DeviceUsage:
             trained = [*self.holdings.living(), *self.ranks.shards()]
             self._holders = state, list(map(weakref.ref, holders_of(trained)))
         return [h for ref in self._holders[1] if (h := ref()) is not None]
-
-
-# per process: all models on one device share its memory
-_all_usages: dict[torch.device, DeviceUsage] = {}
-
-
-def usage_of(device: torch.device) -> DeviceUsage:
-    """The usage of one device by this process."""
-    return _all_usages.setdefault(device, DeviceUsage())

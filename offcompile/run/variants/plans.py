@@ -19,13 +19,12 @@ from offcompile.report.report import PlanReport
 from offcompile.run.accounts.apply_placement import WeightPlaces
 from offcompile.run.accounts.fixed_weights import FixedWeights
 from offcompile.run.accounts.graph_runs import GraphRuns
+from offcompile.run.accounts.process import process
 from offcompile.run.accounts.usage import ParameterSet
 from offcompile.run.compile_hooks import CompileHooks
 from offcompile.run.plan.carry_out import unplaced
 from offcompile.run.plan.contract import USUAL, GraphFacts, PlanKind, Planned, PlanRequest
-from offcompile.run.refusals import let_go
 from offcompile.run.trial import Trial
-from offcompile.runtime.base.garbage import garbage
 from offcompile.runtime.states.updates import updater_of
 
 
@@ -209,15 +208,14 @@ class Plans:
     def likely_held(self, call: Call) -> int:
         """Like `held`, after collecting models that have had their last step."""
         if self.held(call):
-            garbage.collect_models()
+            process.garbage.collect_models()
             self.facts.runs.usage.invalidate()
         return self.held(call)
 
     def surely_held(self, call: Call) -> int:
         """Like `held`, after collecting all garbage, even forwards that will get no backward."""
         if self.held(call):
-            let_go()
-            garbage.collect()
+            process.collect()
             self.facts.runs.usage.invalidate()
         return self.held(call)
 
