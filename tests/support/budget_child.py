@@ -14,6 +14,7 @@ import sys
 from typing import Any
 
 import torch
+from freeze_imports import freeze_imports
 from zoo import GPT, MLP, Specimen
 
 import offcompile
@@ -89,6 +90,7 @@ def main() -> None:
     task = json.loads(sys.argv[1])
     # one where tests share the cores (conftest.py): two would wait for each other
     torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "2")))
+    freeze_imports()
     # the same allocator for both: freed tensors go back to the system, so that what is measured
     # and limited is what is held
     return_freed_memory()

@@ -13,6 +13,7 @@ import sys
 
 import torch
 import torch.distributed as dist
+from freeze_imports import freeze_imports
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -43,6 +44,7 @@ def main() -> None:
     world, how = json.loads(sys.argv[3])
     rank, store = int(sys.argv[1]), dist.FileStore(sys.argv[2], world)
     torch.set_num_threads(1)
+    freeze_imports()
     dist.init_process_group("gloo", store=store, rank=rank, world_size=world)
     try:
         train(rank, world, how)

@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from freeze_imports import freeze_imports
 from rank_cells import Cell
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -153,6 +154,7 @@ def found(cell: Cell, expected: list[Tensor], rank: int) -> dict[str, Any]:
 def main() -> None:
     rank, store = int(sys.argv[1]), dist.FileStore(sys.argv[2], WORLD)
     torch.set_num_threads(1)
+    freeze_imports()
     dist.init_process_group("gloo", store=store, rank=rank, world_size=WORLD)
     twins: dict[str, list[Tensor]] = {}
     for fields in json.loads(sys.argv[3]):

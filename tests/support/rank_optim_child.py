@@ -15,6 +15,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from freeze_imports import freeze_imports
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.device_mesh import init_device_mesh
@@ -202,6 +203,7 @@ def from_torch(rank: int) -> dict[str, Any]:
 def main() -> None:
     rank, store = int(sys.argv[1]), dist.FileStore(sys.argv[2], WORLD)
     torch.set_num_threads(1)
+    freeze_imports()
     dist.init_process_group("gloo", store=store, rank=rank, world_size=WORLD)
     for name, case in json.loads(sys.argv[3]).items():
         wrap = case.pop("wrap")

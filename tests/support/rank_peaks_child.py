@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from freeze_imports import freeze_imports
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -77,6 +78,7 @@ def train(wrap: str, budget: str, rank: int, width: int, depth: int, rows: int) 
 def main() -> None:
     rank, store = int(sys.argv[1]), dist.FileStore(sys.argv[2], WORLD)
     torch.set_num_threads(1)
+    freeze_imports()
     return_freed_memory()
     dist.init_process_group("gloo", store=store, rank=rank, world_size=WORLD)
     for wrap, budget in json.loads(sys.argv[3]):

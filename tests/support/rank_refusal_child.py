@@ -13,6 +13,7 @@ from unittest import mock
 
 import torch
 import torch.distributed as dist
+from freeze_imports import freeze_imports
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -75,6 +76,7 @@ def differ(rank: int) -> dict[str, object]:
 def main() -> None:
     rank, store = int(sys.argv[1]), dist.FileStore(sys.argv[2], WORLD)
     torch.set_num_threads(1)
+    freeze_imports()
     dist.init_process_group("gloo", store=store, rank=rank, world_size=WORLD)
     for wrap in json.loads(sys.argv[3]):
         found = differ(rank) if wrap == "differ" else refused(wrap, rank)

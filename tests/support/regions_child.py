@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from freeze_imports import freeze_imports
 from torch import Tensor, nn
 
 import offcompile
@@ -90,6 +91,7 @@ def train(asked: int | str | None, width: int, layers: int, length: int) -> dict
 def main() -> None:
     asked = json.loads(sys.argv[1])
     torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "2")))
+    freeze_imports()
     heap().prepare()  # freed memory is kept for reuse, in the plain run too
     train(None if asked is None else "minimum", 16, 3, 8)
     torch._dynamo.reset()

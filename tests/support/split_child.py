@@ -14,6 +14,7 @@ import sys
 from typing import Any
 
 import torch
+from freeze_imports import freeze_imports
 from torch import nn
 from torch.nn import functional as F
 
@@ -63,6 +64,7 @@ def step(model: Model, run: Any, given: torch.Tensor) -> dict[str, torch.Tensor]
 def main() -> None:
     task = json.loads(sys.argv[1])
     torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "2")))
+    freeze_imports()
     return_freed_memory()
 
     def compiled(model: Model) -> Any:

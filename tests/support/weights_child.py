@@ -20,6 +20,7 @@ from typing import Any
 from zlib import crc32
 
 import torch
+from freeze_imports import freeze_imports
 from torch import Tensor, nn
 
 import offcompile
@@ -148,6 +149,7 @@ def main() -> None:
     task = json.loads(sys.argv[1])
     # one where tests share the cores (conftest.py): two would wait for each other
     torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "2")))
+    freeze_imports()
     return_freed_memory()
     # a tiny one of its kind brings in code, threads and caches beforehand
     tiny = build(64, 2)

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from freeze_imports import freeze_imports
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -87,6 +88,7 @@ def trained(wrap: Wrap, memory: str | None, rank: int) -> tuple[list[Tensor], se
 def main() -> None:
     rank, store = int(sys.argv[1]), dist.FileStore(sys.argv[2], WORLD)
     torch.set_num_threads(1)
+    freeze_imports()
     dist.init_process_group("gloo", store=store, rank=rank, world_size=WORLD)
     assert torch._dynamo.config.optimize_ddp is True
     for name, memories in json.loads(sys.argv[3]).items():
