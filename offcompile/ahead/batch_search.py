@@ -20,7 +20,7 @@ from offcompile.machine.target import CpuTarget, CudaTarget, Target, target_for
 from offcompile.planning.feedback.profiling import Profile
 from offcompile.planning.fit_budget import plain_plan
 from offcompile.run.plan.contract import PlanRequest
-from offcompile.run.plan.plan_graph import best_candidate
+from offcompile.run.plan.pieces import best_candidate
 from offcompile.run.plan.planner import GraphPlanner
 from offcompile.run.problem_source import ProblemSource
 from offcompile.runtime.base.progress import Progress

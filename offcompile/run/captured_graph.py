@@ -75,6 +75,7 @@ class CapturedGraph:
             self.facts,
             Traced(gm, traced, TracingContext.try_get()),
             FixedWeights(self.name, self.facts.names),
+            agreement,
             goes_on=all(x.numel() > 1 for x in _tensors_out(gm)),
         )
         #: read the values of symbols from a call's arguments

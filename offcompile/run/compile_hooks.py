@@ -14,14 +14,17 @@ from offcompile.graph.split import Splits
 from .plan.contract import GraphFacts, Planned, PlanRequest
 from .plan.plan_graph import plan_graph
 from .problem_source import ProblemSource
+from .ranks.meeting import Meeting
 from .running_step import RunningHalf
 
 
 class CompileHooks:
     """The hooks of one lowering (`graph.lowering.lower.Hooks`). `planned` is set by the first."""
 
-    def __init__(self, facts: GraphFacts, request: PlanRequest) -> None:
-        self.facts, self.request = facts, request
+    def __init__(
+        self, facts: GraphFacts, request: PlanRequest, meeting: Meeting | None = None
+    ) -> None:
+        self.facts, self.request, self.meeting = facts, request, meeting
         kind = facts.target.device.type
         self.source = ProblemSource(facts.options, facts.target, facts.profile, kind, request.sizes)
         # measures, so not while the graph is traced
@@ -71,5 +74,5 @@ class CompileHooks:
             request.fixed,
         )
         splits, self._splits = self._splits, None  # holds the whole joint graph
-        self.planned, made = plan_graph(facts, request, self.source, given, splits)
+        self.planned, made = plan_graph(facts, request, self.source, given, splits, self.meeting)
         return made

@@ -17,7 +17,7 @@ from offcompile.graph.graphs import Graphs, Hint, storage_bytes, storage_key
 from offcompile.graph.in_backward_updates import Offers, costs_of_offers, with_offers
 from offcompile.graph.kernels import merge_kernels
 from offcompile.graph.sizes import hint_of
-from offcompile.ir import Machine
+from offcompile.ir import DEVICE, Machine
 from offcompile.machine.hardware import BYTES_PER_US_PER_GBPS
 from offcompile.machine.in_place import InPlace
 from offcompile.machine.options import Options
@@ -54,6 +54,9 @@ class ProblemSource:
     _codecs_known: bool = False
     #: the cost corrections that were known when this was planned
     costs_as_planned: Factors | None = None
+    #: the slowest machine of all ranks that plan together, and what their ops take over the costs
+    #: measured here; None: this rank plans by itself
+    slowest: tuple[Machine, Factors] | None = None
 
     def __post_init__(self) -> None:
         self.costs_as_planned = self.profile.factors
@@ -76,6 +79,8 @@ class ProblemSource:
 
     def machine(self, device_bytes: int) -> Machine:
         """The target machine, with lanes as fast as measured."""
+        if self.slowest is not None:
+            return self.slowest[0].with_capacity(DEVICE, device_bytes)
         machine = self.profile.lanes.applied(self.target.machine(device_bytes))
         return with_combinations(machine, self.options.lossy)
 
@@ -147,6 +152,7 @@ class ProblemSource:
         machine, lossy = self.machine(1), self.options.lossy
         seen = self.profile.densities
         problem = with_factors(found.problem, self.costs_as_planned)
+        problem = with_factors(problem, None if self.slowest is None else self.slowest[1])
         problem = with_ratios(problem, machine, Packability(found.dtypes, seen, lossy))
         return replace(found, problem=problem)
 

@@ -36,6 +36,18 @@ BITS_COST = 0.02
 TURNING_SECONDS = 0.2
 
 
+@dataclass(frozen=True)
+class Rewrites:
+    """Says how the planned graphs came from those given, apart from pieces."""
+
+    #: ops of which only a part may be recomputed are two
+    apart: bool = False
+    #: masks are saved as bits
+    bits: bool = False
+    #: weights whose gradients are not offered to the optimizer; None: no gradient is
+    withheld: frozenset[str] | None = None
+
+
 @dataclass(frozen=True, eq=False)
 class Candidate:
     """Graphs and a plan for them."""
@@ -49,6 +61,7 @@ class Candidate:
     offers: Offers | None = None
     #: number of pieces of the loss; None: whole
     pieces: int | None = None
+    rewrites: Rewrites = Rewrites()
 
     def problem_at(self, hint: Hint) -> Problem:
         """Build the planned step at other sizes."""
@@ -64,6 +77,7 @@ class Traced:
     plain: Annotated
     #: True if nothing has to move
     fits: bool
+    rewrites: Rewrites = Rewrites()
 
     @property
     def compute_us(self) -> float:
@@ -82,10 +96,11 @@ def _traced(planner: GraphPlanner, graphs: Graphs) -> Traced:
     plain = source.annotate(graphs, budget, planner.tell)
     if planner.request.kind != USUAL:
         return Traced(graphs, plain, False)
-    fits = planner.fits(plain.problem)
+    fits, rewrites = planner.fits(plain.problem), Rewrites()
     if not fits and (apart := source.apart(graphs)) is not graphs:
         graphs, plain = apart, source.annotate(apart, budget, planner.tell)
-    return Traced(graphs, plain, fits)
+        rewrites = Rewrites(apart=True)
+    return Traced(graphs, plain, fits, rewrites)
 
 
 # --- the candidates -----------------------------------------------------------------------------
@@ -129,7 +144,8 @@ def masks_as_bits(planner: GraphPlanner, traced: Traced) -> Candidate | None:
         return None
     packing = replace(planner, source=replace(source))
     plain = packing.source.annotate(made.graphs, planner.budget(), planner.tell)
-    smaller = Traced(made.graphs, plain, planner.fits(plain.problem))
+    rewrites = replace(traced.rewrites, bits=True)
+    smaller = Traced(made.graphs, plain, planner.fits(plain.problem), rewrites)
     cheap = smaller.compute_us <= traced.compute_us * (1 + BITS_COST)
     if settled is None and not (cheap and (smaller.fits or planner.request.quick)):
         try:
@@ -155,7 +171,8 @@ def moved(planner: GraphPlanner, traced: Traced, share: float = 1.0) -> Candidat
         offers = source.with_offers(traced.graphs, traced.plain, updated, without)
         if offers is None:
             break
-        offering = Traced(offers.graphs, source.problem(offers.graphs), False)
+        rewrites = replace(traced.rewrites, withheld=without)
+        offering = Traced(offers.graphs, source.problem(offers.graphs), False, rewrites)
         found = _placed(planner, offering, share)
         late = read_after_update(offers, found.choice.annotated, found.choice.decided.order)
         if not late:
@@ -182,7 +199,7 @@ def _placed(planner: GraphPlanner, traced: Traced, share: float = 1.0) -> Candid
     search = PlacementSearch(planner, traced.graphs, traced.plain, share)
     choice = search.best()
     in_place = None if choice.stays is None else search.in_place
-    return Candidate(planner.source, traced.graphs, choice, in_place)
+    return Candidate(planner.source, traced.graphs, choice, in_place, rewrites=traced.rewrites)
 
 
 def _unexplained(planner: GraphPlanner) -> GraphPlanner:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from dataclasses import replace
-from functools import cache, partial
+from functools import partial
 
 import sympy
 import torch
@@ -13,7 +13,6 @@ from torch import fx
 from offcompile.graph.graphs import Graphs
 from offcompile.graph.sizes import hint_of
 from offcompile.graph.split import Splits
-from offcompile.graph.split.decision import Ways
 from offcompile.graph.weight_placement import Choice
 from offcompile.ir import DEVICE, Machine, Plan, Problem
 from offcompile.planning.empty_turn import kept_at_turn
@@ -22,7 +21,6 @@ from offcompile.planning.feedback.corrections import with_factors
 from offcompile.planning.feedback.profiling import WORTH, Settled, reconsider
 from offcompile.planning.feedback.sparsity import Packability
 from offcompile.planning.footprint import Footprint, NeedsBySize, bytes_of, standing_in
-from offcompile.planning.planner import NO_RIVAL, Rival
 from offcompile.report.dump import Dumped as Compilation
 from offcompile.report.dump import dump
 from offcompile.report.figures import PlannedMemory, RunFigures
@@ -33,16 +31,19 @@ from offcompile.report.verified import Verified
 from offcompile.run.accounts.graph_runs import kept_between
 from offcompile.run.accounts.usage import GraphUsage
 from offcompile.run.problem_source import ProblemSource, values
+from offcompile.run.ranks.meeting import Meeting
 from offcompile.run.recording import weights_of
 from offcompile.run.step_recorder import StepRecorder
 from offcompile.run.verifying import Verifying
 from offcompile.runtime.base.clock import clock_for
 from offcompile.runtime.base.progress import Progress
 
-from .candidates import Candidate, plan_in_order
+from .candidates import Candidate
 from .carry_out import carry_out, reserve, unplaced
 from .contract import GraphFacts, Planned, PlanRequest
-from .planner import GraphPlanner, estimate_step
+from .pieces import best_candidate
+from .planner import GraphPlanner
+from .together import plan_together
 
 
 def plan_graph(
@@ -51,13 +52,17 @@ def plan_graph(
     source: ProblemSource,
     given: Graphs,
     splits: Splits | None,
+    meeting: Meeting | None = None,
 ) -> tuple[Planned, Graphs | None]:
     """Return the plan, and the graphs that carry it out; None if they are the given ones. Raises
-    `Infeasible`. `splits`: offers to split the loss."""
+    `Infeasible`. `splits`: offers to split the loss. `meeting`: the ranks that plan together."""
     name, options = request.name, facts.options
     with Progress(name) as progress:
         planner = GraphPlanner(source, request, progress)
-        found = best_candidate(planner, given, splits)
+        if meeting is None:
+            found = best_candidate(planner, given, splits)
+        else:
+            found = plan_together(meeting, planner, given, splits)
     source, planner = found.source, replace(planner, source=found.source)
     annotated, decided = found.choice.annotated, found.choice.decided
     verifying = _verifying(facts, planner, given, found) if options.verify else None
@@ -123,49 +128,6 @@ def plan_graph(
     if options.dump is not None:
         dump(options.dump, name, said)
     return planned, graphs
-
-
-def best_candidate(planner: GraphPlanner, given: Graphs, splits: Splits | None = None) -> Candidate:
-    """Plan the graphs, whole or in pieces. Raises `Infeasible`."""
-    if splits is None or given.backward is None:
-        return plan_in_order(planner, given)
-    request = planner.request
-
-    def halves(pieces: int | None) -> Graphs:
-        if pieces is None:
-            return given
-        forward, backward = splits.into(pieces)
-        return replace(given, forward=forward, backward=backward)
-
-    def whole(explains: bool, rival: Rival) -> Candidate:
-        asked = replace(request, explains=request.explains and explains, rival=rival)
-        return plan_in_order(replace(planner, request=asked), given)
-
-    def in_pieces(pieces: int, explains: bool, rival: Rival) -> Candidate:
-        planner.tell(f"planning in {pieces} pieces")
-        asked = replace(request, explains=request.explains and explains, rival=rival)
-        own = GraphPlanner(replace(planner.source), asked, planner.tell)
-        return replace(plan_in_order(own, halves(pieces)), pieces=pieces)
-
-    ways = Ways(
-        planner.source.options,
-        planner.budget(),
-        whole,
-        in_pieces,
-        cache(lambda pieces: estimate_step(planner, halves(pieces))),
-        splits.parts,
-        lambda: splits.most_pieces,
-        lambda: splits.largest_bytes,
-        lambda made: made.choice,
-    )
-    if request.settled is None:
-        found, splitting = ways.best()
-    elif request.settled.pieces is None:
-        found, splitting = whole(True, NO_RIVAL), None
-    else:
-        pieces = request.settled.pieces
-        found, splitting = in_pieces(pieces, True, NO_RIVAL), ways.splitting(pieces)
-    return replace(found, choice=replace(found.choice, splitting=splitting))
 
 
 def report_of(planner: GraphPlanner, choice: Choice) -> PlanReport:

@@ -156,7 +156,7 @@ class PlacementSearch:
         """Put every weight on the host, and leave half of the room to the runtime's keeper if the
         other half is enough for a plan. None if that is not asked for."""
         wanted = self.planner.request.kind.weights_on_host
-        found = self._on_host(frozenset()) if wanted else None
+        found = self.on_host(frozenset()) if wanted else None
         if found is None or budget is None:
             return None
         source = self.planner.source
@@ -181,7 +181,7 @@ class PlacementSearch:
         source = self.planner.source
         return choose(
             self.annotated,
-            self._on_host,
+            self.on_host,
             partial(self._decide, None if to_floor else budget),
             to_floor=to_floor,
             floor_of=partial(floor_of, machine_for=source.machine),
@@ -191,7 +191,7 @@ class PlacementSearch:
             rival=self.planner.request.rival,
         )
 
-    def _on_host(self, stays: frozenset[str]) -> Annotated | None:
+    def on_host(self, stays: frozenset[str]) -> Annotated | None:
         """Annotate the step with all weights but these on the host; None if that cannot be."""
         if self.in_place is None or self.planner.request.kind == EMPTIED:
             return None
@@ -235,7 +235,7 @@ def estimate_step(planner: GraphPlanner, graphs: Graphs) -> StepEstimate:
         replace(planner, source=source), graphs, source.annotate(graphs, None, planner.tell)
     )
     steps = [search.annotated.problem]
-    on_host = search._on_host(frozenset())
+    on_host = search.on_host(frozenset())
     if on_host is not None:
         steps.append(on_host.problem)
     floor = min(floor_of(step, source.machine) for step in steps)

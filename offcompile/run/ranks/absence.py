@@ -48,7 +48,7 @@ class Ranks:
         """Explain a collective that has failed with this error."""
         until = time.monotonic() + LONGEST_S
         while True:
-            found = next(self._absent(), None)
+            found = next(self.absent(), None)
             if found is not None:
                 return OffloadError(f"{found}. Gradients cannot be reduced without it")
             if time.monotonic() > until:
@@ -59,7 +59,8 @@ class Ranks:
                 )
             time.sleep(_LOOK_S)
 
-    def _absent(self) -> Iterator[str]:
+    def absent(self) -> Iterator[str]:
+        """Name the other members that have ended, a sentence each."""
         for rank in self.members:
             if rank == self.rank:
                 continue

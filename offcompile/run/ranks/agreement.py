@@ -1,4 +1,4 @@
-"""Tells the other ranks that a graph was refused here, so that none of them waits in a collective.
+"""Lets the ranks plan a graph together, and tells them that it was refused here.
 
 A rank that refuses a graph (`Infeasible`, say) leaves its training loop; the others would go on to
 the first collective of DDP or FSDP2, and wait there until the timeout of the group. So before a new
@@ -6,7 +6,8 @@ graph of such a model first runs, each rank writes into the store of the group t
 or why it does not, and reads what the others wrote. Graphs are known by their content, not by their
 number. If others have not made such a graph after `LONGEST_S`, the rank warns, names the first op
 that differs, goes on, and waits for no graph again, so that ranks with graphs of their own lose
-that time once. Nothing but the refusal rests on this.
+that time once. Nothing but the refusal rests on this. Before that, while it compiles, the graph is
+planned once for all ranks (`meeting`), with the same patience.
 """
 
 from __future__ import annotations
@@ -15,9 +16,11 @@ import hashlib
 import json
 import sys
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
-from typing import Any
+from functools import partial
+from typing import Any, NamedTuple
 
 import torch
 from torch import fx
@@ -26,11 +29,21 @@ from offcompile.ir import Infeasible, OffloadError
 from offcompile.report.log import warn
 from offcompile.runtime.base.once import made_once
 
+from .absence import Ranks
 from .difference import first_difference, keep
+from .meeting import Meeting
 from .torch_state import default_store, running_replica
 
 #: how long a rank waits for the others to plan the graph that it has planned
 LONGEST_S = 120.0
+
+
+class Group(NamedTuple):
+    """The ranks that meet in collectives, and this one's number."""
+
+    store: Any
+    rank: int
+    world: int
 
 
 @dataclass
@@ -39,7 +52,7 @@ class _Past:
 
     #: graphs made, by content: ranks count those of equal content alike
     alike: Counter[str] = field(default_factory=Counter)
-    #: graphs that have run here
+    #: graphs that others were told of
     ran: int = 0
     #: True if others did not make a graph that was made here
     in_vain: bool = False
@@ -58,7 +71,10 @@ class Agreement:
     text: str
     #: True once this rank has told what became of the graph
     told: bool = False
-    _ranks: tuple[int, int] = field(default=(0, 1), init=False)
+    #: True once the ranks have met to plan the graph
+    met: bool = False
+    #: number of the graph among those that this rank has told others of
+    _number: int = field(default=0, init=False)
 
     @classmethod
     def on(cls, gm: fx.GraphModule) -> Agreement:
@@ -70,56 +86,92 @@ class Agreement:
 
     def stands(self) -> None:
         """Say that the graph runs here, and raise what another rank has said instead."""
-        store = self._store()
-        if store is None:
+        group = self._to_tell()
+        if group is None:
             return
-        rank, world = self._ranks
-        _past().ran += 1
-        number = _past().ran
-        keep(store, rank, number, self.text)
+        store, rank, world = group
+        self._begin(group)
         store.set(f"{self.key}/{rank}", "{}")
         others = {r: f"{self.key}/{r}" for r in range(world) if r != rank}
         longest_s = 0.001 if _past().in_vain else LONGEST_S
         try:
             store.wait(list(others.values()), timedelta(seconds=longest_s))
         except RuntimeError:  # torch's error of a wait that took too long
-            missing = [r for r, key in others.items() if not store.check([key])]
-            if missing and not _past().in_vain:
-                _past().in_vain = True
-                differs = first_difference(store, missing[0], number, self.text)
-                warn(
-                    f"rank {rank} has planned a graph that {_named(missing)} did not plan in"
-                    f" {LONGEST_S:.0f} s, and goes on. From now on it does not wait to hear of"
-                    f" refusals on other ranks. {differs} If the ranks compile different graphs on"
-                    " purpose, this is harmless"
-                )
+            self._missing(group, [r for r, key in others.items() if not store.check([key])])
         for r, key in others.items():
             if store.check([key]):
                 _raise(r, json.loads(store.get(key)))
 
     def refused(self, error: OffloadError) -> None:
         """Tell the others why the graph does not run here."""
-        store = self._store()
-        if store is None:
+        group = self._to_tell()
+        if group is None:
             return
         said: dict[str, Any] = {"text": str(error), "kind": type(error).__name__}
         if isinstance(error, Infeasible):
             said["needed_bytes"] = error.needed_bytes
             said["reason"], said["change"] = error.reason, error.smallest_change
-        store.set(f"{self.key}/{self._ranks[0]}", json.dumps(said))
+        group.store.set(f"{self.key}/{group.rank}", json.dumps(said))
 
-    def _store(self) -> Any:
-        """The store of the default group, at the first question about a graph; None: no need."""
+    def meeting(self) -> Meeting | None:
+        """Return the meeting that plans the graph for all ranks, at the first question; None if
+        this rank plans for itself."""
+        group = None if self.met else _group()
+        self.met = True
+        if group is None:
+            return None
+        self._begin(group)
+        store, rank, world = group
+
+        def gone(ranks: Sequence[int]) -> str | None:
+            return next(Ranks(store, rank, ranks).absent(), None)
+
+        missing = partial(self._missing, group)
+        meeting = Meeting(store, f"{self.key}/plan", rank, world, LONGEST_S, missing, gone)
+        if _past().in_vain:
+            meeting.decline()
+            return None
+        Ranks(store, rank, range(world)).arrive()
+        return meeting
+
+    def _to_tell(self) -> Group | None:
+        """The ranks to tell what became of the graph, once; None: no need."""
         if self.told:
             return None
         self.told = True
-        distributed: Any = torch.distributed
-        if not distributed.is_available() or not distributed.is_initialized():
-            return None
-        self._ranks = distributed.get_rank(), distributed.get_world_size()
-        if self._ranks[1] == 1 or not torch.is_grad_enabled() or not _waits_for_others():
-            return None
-        return default_store()
+        return _group()
+
+    def _begin(self, group: Group) -> None:
+        """Show the others this graph, at the first question about it."""
+        if not self._number:
+            _past().ran += 1
+            self._number = _past().ran
+            keep(group.store, group.rank, self._number, self.text)
+
+    def _missing(self, group: Group, ranks: Sequence[int]) -> None:
+        """Warn of ranks that did not plan the graph, and wait for none from now on."""
+        if not ranks or _past().in_vain:
+            return
+        _past().in_vain = True
+        differs = first_difference(group.store, ranks[0], self._number, self.text)
+        warn(
+            f"rank {group.rank} has planned a graph that {_named(ranks)} did not plan in"
+            f" {LONGEST_S:.0f} s, and goes on. From now on it does not wait to hear of"
+            f" refusals on other ranks, and plans for itself. {differs} If the ranks compile"
+            " different graphs on purpose, this is harmless"
+        )
+
+
+def _group() -> Group | None:
+    """The ranks that would wait for this one in a collective; None: there are none."""
+    distributed: Any = torch.distributed
+    if not distributed.is_available() or not distributed.is_initialized():
+        return None
+    rank, world = distributed.get_rank(), distributed.get_world_size()
+    if world == 1 or not torch.is_grad_enabled() or not _waits_for_others():
+        return None
+    store = default_store()
+    return None if store is None else Group(store, rank, world)
 
 
 def _waits_for_others() -> bool:
@@ -130,7 +182,7 @@ def _waits_for_others() -> bool:
     return bool(getattr(states, "_module_state_mapping", None))
 
 
-def _named(ranks: list[int]) -> str:
+def _named(ranks: Sequence[int]) -> str:
     some = ", ".join(map(str, ranks[:4]))
     more = f" and {len(ranks) - 4} more" if len(ranks) > 4 else ""
     return f"rank {some}{more}" if len(ranks) == 1 else f"ranks {some}{more}"

@@ -24,6 +24,7 @@ from offcompile.run.accounts.usage import ParameterSet
 from offcompile.run.compile_hooks import CompileHooks
 from offcompile.run.plan.carry_out import unplaced
 from offcompile.run.plan.contract import USUAL, GraphFacts, PlanKind, Planned, PlanRequest
+from offcompile.run.ranks.agreement import Agreement
 from offcompile.run.trial import Trial
 from offcompile.runtime.states.updates import updater_of
 
@@ -121,6 +122,7 @@ class Plans:
     facts: GraphFacts
     traced: Traced
     fixed: FixedWeights
+    agreement: Agreement
     #: True if the graph returns something other than a loss
     goes_on: bool
     trial: Trial = field(default_factory=Trial)
@@ -163,7 +165,7 @@ class Plans:
             fixed=self.fixed.indices,
             sizes=sizes,
         )
-        hooks = CompileHooks(facts, request)
+        hooks = CompileHooks(facts, request, self.agreement.meeting())
         try:
             run = self.traced.lower(hooks, call.inputs)
         except Infeasible as error:

@@ -1,0 +1,264 @@
+"""Plans a graph once for all ranks: one searches, the others carry out what it has found.
+
+An answer has the problem, the machine and the plan as JSON, and how the planned graphs came from
+those given. So a rank that takes it rewrites its own graphs, and searches and measures nothing. It
+judges the plan on its own machine: that all moves are lawful there, and that the program keeps to
+its budget with what its ops need, at any speed of its lanes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+from offcompile.graph.graphs import Graphs
+from offcompile.graph.mask_bits import compact
+from offcompile.graph.sizes import hint_of
+from offcompile.graph.split import Splits
+from offcompile.graph.weight_placement import Choice
+from offcompile.ir import DEVICE, Infeasible, OffloadError, Problem
+from offcompile.ir.jsonio import (
+    machine_from_json,
+    machine_to_json,
+    plan_from_json,
+    plan_to_json,
+    problem_from_json,
+    problem_to_json,
+)
+from offcompile.ir.units import show_bytes
+from offcompile.ir.verify import check_structure
+from offcompile.planning.fit_budget import Decided
+from offcompile.planning.order import static_order
+from offcompile.planning.planner import PlanResult
+from offcompile.planning.replay import worst_case
+from offcompile.report.log import warn
+from offcompile.run.problem_source import ProblemSource
+from offcompile.run.ranks.figures import RankFigures, structure_of
+from offcompile.run.ranks.meeting import Answer, Meeting
+from offcompile.simulate import Simulator
+
+from .candidates import Candidate, Rewrites
+from .contract import PlanRequest
+from .pieces import best_candidate, cut, ways_of
+from .planner import GraphPlanner, PlacementSearch
+
+
+def plan_together(
+    meeting: Meeting, planner: GraphPlanner, given: Graphs, splits: Splits | None
+) -> Candidate:
+    """Return the plan of all ranks, or this rank's own if they do not plan together. Raises
+    `Infeasible`."""
+    try:
+        budget = planner.budget()
+        plain = planner.source.annotate(given, budget, planner.tell).problem
+        settings = _settings(planner.source, planner.request)
+        mine = RankFigures.of(plain, planner.source.machine(1), budget, settings)
+        if meeting.leads:
+            return _led(meeting, mine, planner, given, splits)
+        return _followed(meeting, mine, planner, given, splits)
+    finally:
+        meeting.decline()  # where an error came first
+
+
+def _settings(source: ProblemSource, request: PlanRequest) -> tuple[object, ...]:
+    """Whatever else a plan depends on, in options and in the request."""
+    options = source.options
+    asked = options.lowering, options.whole_policy, options.split
+    return (*asked, tuple(request.kind), sorted(request.updated), sorted(request.fixed))
+
+
+# --- the rank that plans ------------------------------------------------------------------------
+
+
+def _led(
+    meeting: Meeting,
+    mine: RankFigures,
+    planner: GraphPlanner,
+    given: Graphs,
+    splits: Splits | None,
+) -> Candidate:
+    least = meeting.least(mine)
+    if least is None:
+        meeting.answer(None)
+        return best_candidate(planner, given, splits)
+    source = replace(planner.source, slowest=(least.machine, least.over(mine)))
+    request = replace(planner.request, most_bytes=least.budget_bytes)
+    try:
+        found = best_candidate(replace(planner, source=source, request=request), given, splits)
+    except Infeasible as error:
+        meeting.answer({"refused": _refusal_to_json(error), "budget_bytes": least.budget_bytes})
+        if least.budget_bytes == mine.budget_bytes:
+            raise
+        return best_candidate(planner, given, splits)
+    meeting.answer(answer_of(found))
+    # steps are measured on this rank
+    return replace(found, source=replace(found.source, slowest=None))
+
+
+def answer_of(found: Candidate) -> Answer:
+    """Return a plan as JSON."""
+    choice, decided = found.choice, found.choice.decided
+    result, withheld = decided.result, found.rewrites.withheld
+    return {
+        "problem": problem_to_json(choice.annotated.problem),
+        "machine": machine_to_json(decided.machine),
+        "plan": plan_to_json(result.plan),
+        "policy": result.policy,
+        "seconds": result.seconds,
+        "lower_bound_us": result.lower_bound_us,
+        "bound_method": result.bound_method,
+        "fits": decided.fits,
+        "holes_bytes": decided.holes_bytes,
+        "touching_us": decided.touching_us,
+        "stays": None if choice.stays is None else sorted(choice.stays),
+        "pieces": found.pieces,
+        "apart": found.rewrites.apart,
+        "bits": found.rewrites.bits,
+        "withheld": None if withheld is None else sorted(withheld),
+    }
+
+
+# --- the ranks that take the plan ---------------------------------------------------------------
+
+
+class NotHere(Exception):
+    """The plan of another rank cannot be carried out on this one."""
+
+
+def _followed(
+    meeting: Meeting,
+    mine: RankFigures,
+    planner: GraphPlanner,
+    given: Graphs,
+    splits: Splits | None,
+) -> Candidate:
+    planner.tell("waiting for the plan of rank 0")
+    answer = meeting.answered(mine)
+    if answer is not None and "refused" in answer:
+        if answer["budget_bytes"] == mine.budget_bytes:
+            raise _refusal_from_json(answer["refused"])
+        answer = None
+    if answer is not None:
+        try:
+            return taken(answer, planner, given, splits)
+        except (NotHere, OffloadError) as error:
+            warn(
+                f"{planner.request.name}: rank {meeting.rank} cannot carry out the plan of rank 0"
+                f" and plans for itself: {error}. This is harmless"
+            )
+    return best_candidate(planner, given, splits)
+
+
+def taken(
+    answer: Mapping[str, Any], planner: GraphPlanner, given: Graphs, splits: Splits | None
+) -> Candidate:
+    """Rewrite the graphs for the plan of another rank. Raises `NotHere` if it is not for them, or
+    not for this machine, and `InvalidInput` if it is none."""
+    pieces, stays, withheld = answer["pieces"], answer["stays"], answer["withheld"]
+    if pieces is not None and splits is None:
+        raise NotHere("it splits a loss that is not found here")
+    graphs = given if splits is None else cut(given, splits, pieces)
+    rewrites = Rewrites(
+        answer["apart"], answer["bits"], None if withheld is None else frozenset(withheld)
+    )
+    source = planner.source if graphs is given else _estimated(planner, graphs)
+    if rewrites.apart:
+        graphs = source.apart(graphs)
+        source = _estimated(planner, graphs)
+    if rewrites.bits:
+        hint, fuses = hint_of(source.sizes), source.options.lowering == "inductor"
+        compacted = compact(graphs, hint, fuses=fuses)
+        if compacted is None:
+            raise NotHere("it packs masks that are not found here")
+        graphs = compacted.graphs
+        source = _estimated(planner, graphs)
+    plain, offers = source.problem(graphs), None
+    if rewrites.withheld is not None:
+        updated = planner.request.updated
+        offers = source.with_offers(graphs, plain, updated, rewrites.withheld)
+        if offers is None:
+            raise NotHere("it updates weights in backward that are not found here")
+        graphs, plain = offers.graphs, source.problem(offers.graphs)
+    search = PlacementSearch(replace(planner, source=source), graphs, plain)
+    annotated = plain if stays is None else search.on_host(frozenset(stays))
+    if annotated is None:
+        raise NotHere("it sends weights to the host that have to stay here")
+    problem = problem_from_json(answer["problem"])
+    if structure_of(problem) != structure_of(annotated.problem):
+        raise NotHere("its graph has other tensors or ops")
+    decided = _decided(answer, problem)
+    _judge(decided, annotated.problem, planner)
+    splitting = None
+    if pieces is not None and splits is not None:
+        splitting = ways_of(planner, given, splits).splitting(pieces)
+    return Candidate(
+        source,
+        graphs,
+        Choice(
+            replace(annotated, problem=problem),
+            decided,
+            None if stays is None else frozenset(stays),
+            splitting,
+        ),
+        None if stays is None else search.in_place,
+        offers,
+        pieces,
+        rewrites,
+    )
+
+
+def _estimated(planner: GraphPlanner, graphs: Graphs) -> ProblemSource:
+    """Annotate graphs without measuring their ops, as the costs of the answer count."""
+    source = planner.source.estimating()
+    source.annotate(graphs, None, planner.tell)
+    return replace(source, options=planner.source.options)
+
+
+def _decided(answer: Mapping[str, Any], problem: Problem) -> Decided:
+    """Simulate the plan, with the figures of the rank that made it."""
+    machine, plan = machine_from_json(answer["machine"]), plan_from_json(answer["plan"])
+    if broken := check_structure(problem, machine, plan):
+        raise NotHere(f"it is not lawful: {broken[0]}")
+    timeline = Simulator(problem, machine).run(plan)
+    if timeline.violations:
+        raise NotHere(f"it does not run: {timeline.violations[0]}")
+    result = PlanResult(
+        plan,
+        timeline,
+        answer["policy"],
+        answer["seconds"],
+        answer["lower_bound_us"],
+        answer["bound_method"],
+    )
+    return Decided(
+        result,
+        machine,
+        static_order(problem, machine, plan, timeline),
+        answer["fits"],
+        answer["holes_bytes"],
+        touching_us=answer["touching_us"],
+    )
+
+
+def _judge(decided: Decided, own: Problem, planner: GraphPlanner) -> None:
+    """Raise `NotHere` if this rank cannot carry out a plan. `own`: the problem as it is here."""
+    source, budget, plan = planner.source, planner.budget(), decided.result.plan
+    capacity = decided.machine.tier[DEVICE].capacity_bytes or 1
+    if broken := check_structure(own, source.machine(capacity), plan):
+        raise NotHere(f"it is not lawful here: {broken[0]}")
+    if budget is None:
+        return
+    needed = worst_case(own, plan, decided.order.steps)
+    room = budget if decided.fits else budget - source.target.reserve_bytes(budget)
+    if needed > room:
+        raise NotHere(f"it needs {show_bytes(needed)} of {show_bytes(room)} here")
+
+
+def _refusal_to_json(error: Infeasible) -> list[Any]:
+    return [error.reason, error.needed_bytes, error.smallest_change]
+
+
+def _refusal_from_json(said: list[Any]) -> Infeasible:
+    reason, needed_bytes, change = said
+    return Infeasible(reason, needed_bytes, change)
