@@ -151,8 +151,8 @@ class ProblemSource:
             found = merge_kernels(found, graphs, lambda node: not calls_library(node))
         machine, lossy = self.machine(1), self.options.lossy
         seen = self.profile.densities
-        problem = with_factors(found.problem, self.costs_as_planned)
-        problem = with_factors(problem, None if self.slowest is None else self.slowest[1])
+        problem = with_factors(found.problem, None if self.slowest is None else self.slowest[1])
+        problem = with_factors(problem, self.costs_as_planned)
         problem = with_ratios(problem, machine, Packability(found.dtypes, seen, lossy))
         return replace(found, problem=problem)
 

@@ -1,6 +1,6 @@
 """One of two ranks that plan together, with budgets of their own; costs of ops are measured.
 
-`python rank_plan_child.py RANK STORE CASES` prints a line of JSON per case: a name, how the model is
+`python rank_plan_child.py RANK STORE CASES` prints a line of JSON per case: how the model is
 wrapped, and the budget of each rank.
 """
 
@@ -78,6 +78,7 @@ def found(wrap: str, memories: list[str], rank: int) -> dict[str, Any]:
         "planned_us": [r.planned_us for r in reports],
         "budgets": [r.budget_bytes for r in reports],
         "searched": searched,
+        "names": [f"{r.name} {r.memory.beside_bytes}" for r in reports],
         "said": said,
     }
 

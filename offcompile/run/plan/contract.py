@@ -84,8 +84,8 @@ class PlanRequest:
     fixed: frozenset[int] = frozenset()
     #: symbol → the value that the plan is made for
     sizes: Mapping[sympy.Symbol, int] = field(default_factory=dict)
-    #: the least budget of all ranks that plan together; None: this rank's alone counts
-    most_bytes: int | None = None
+    #: bytes of the budget that another of the ranks that plan together does not have
+    lacking_bytes: int = 0
 
     def budget(self, options: Options, device_bytes: int) -> int | None:
         """Bytes that the options leave this graph; None: as few as possible, found by planning."""
@@ -94,7 +94,7 @@ class PlanRequest:
             return None
         budget -= self.held_bytes
         if budget > 0:
-            return budget if self.most_bytes is None else min(budget, self.most_bytes)
+            return max(1, budget - self.lacking_bytes)
         raise Infeasible(
             f"{self.name}: others hold {show_bytes(self.held_bytes)}, which is the whole budget:"
             " compiled graphs of this process, optimizers with states on the device, and what DDP"

@@ -159,14 +159,17 @@ def report_of(planner: GraphPlanner, choice: Choice) -> PlanReport:
     )
 
 
-def plan_again(planned: Planned, facts: GraphFacts, held_bytes: int) -> Settled | None:
+def plan_again(
+    planned: Planned, facts: GraphFacts, held_bytes: int, lacking_bytes: int = 0
+) -> Settled | None:
     """Plan again if what runs have shown makes it worth recompiling; see `profiling`."""
     if planned.decided.fits:
         return None
     name, source, made = planned.request.name, planned.source, planned.decided
     options, profile, problem = source.options, source.profile, planned.report.problem
     with Progress(name) as progress:
-        planner = GraphPlanner(source, replace(planned.request, held_bytes=held_bytes), progress)
+        request = replace(planned.request, held_bytes=held_bytes, lacking_bytes=lacking_bytes)
+        planner = GraphPlanner(source, request, progress)
         source.learn_codecs()
         if source.costs_as_planned is None:
             problem = with_factors(problem, profile.factors)

@@ -29,7 +29,7 @@ from offcompile.ir.jsonio import (
 from offcompile.ir.units import show_bytes
 from offcompile.ir.verify import check_structure
 from offcompile.planning.fit_budget import Decided
-from offcompile.planning.order import static_order
+from offcompile.planning.order import Order, RunStep, StartStep, WaitStep
 from offcompile.planning.planner import PlanResult
 from offcompile.planning.replay import worst_case
 from offcompile.report.log import warn
@@ -49,16 +49,13 @@ def plan_together(
 ) -> Candidate:
     """Return the plan of all ranks, or this rank's own if they do not plan together. Raises
     `Infeasible`."""
-    try:
-        budget = planner.budget()
-        plain = planner.source.annotate(given, budget, planner.tell).problem
-        settings = _settings(planner.source, planner.request)
-        mine = RankFigures.of(plain, planner.source.machine(1), budget, settings)
-        if meeting.leads:
-            return _led(meeting, mine, planner, given, splits)
-        return _followed(meeting, mine, planner, given, splits)
-    finally:
-        meeting.decline()  # where an error came first
+    budget = planner.budget()
+    plain = planner.source.annotate(given, budget, planner.tell).problem
+    settings = _settings(planner.source, planner.request)
+    mine = RankFigures.of(plain, planner.source.machine(1), budget, settings)
+    if meeting.leads(mine):
+        return _led(meeting, mine, planner, given, splits)
+    return _followed(meeting, mine, planner, given, splits)
 
 
 def _settings(source: ProblemSource, request: PlanRequest) -> tuple[object, ...]:
@@ -78,17 +75,20 @@ def _led(
     given: Graphs,
     splits: Splits | None,
 ) -> Candidate:
-    least = meeting.least(mine)
-    if least is None:
+    known = meeting.least(mine)
+    if known is None:
         meeting.answer(None)
         return best_candidate(planner, given, splits)
-    source = replace(planner.source, slowest=(least.machine, least.over(mine)))
-    request = replace(planner.request, most_bytes=least.budget_bytes)
+    asking = replace(
+        planner,
+        source=replace(planner.source, slowest=known.slowest),
+        request=replace(planner.request, lacking_bytes=known.lacking_bytes),
+    )
     try:
-        found = best_candidate(replace(planner, source=source, request=request), given, splits)
+        found = best_candidate(asking, given, splits)
     except Infeasible as error:
-        meeting.answer({"refused": _refusal_to_json(error), "budget_bytes": least.budget_bytes})
-        if least.budget_bytes == mine.budget_bytes:
+        meeting.answer({"refused": _refusal_to_json(error), "budget_bytes": asking.budget()})
+        if not known.lacking_bytes:
             raise
         return best_candidate(planner, given, splits)
     meeting.answer(answer_of(found))
@@ -108,6 +108,8 @@ def answer_of(found: Candidate) -> Answer:
         "seconds": result.seconds,
         "lower_bound_us": result.lower_bound_us,
         "bound_method": result.bound_method,
+        "order": _order_to_json(decided.order),
+        "kept": None if decided.kept is None else sorted(decided.kept),
         "fits": decided.fits,
         "holes_bytes": decided.holes_bytes,
         "touching_us": decided.touching_us,
@@ -133,10 +135,11 @@ def _followed(
     given: Graphs,
     splits: Splits | None,
 ) -> Candidate:
-    planner.tell("waiting for the plan of rank 0")
+    planner.tell("waiting for the plan of another rank")
     answer = meeting.answered(mine)
     if answer is not None and "refused" in answer:
-        if answer["budget_bytes"] == mine.budget_bytes:
+        budget, refused = mine.budget_bytes, answer["budget_bytes"]
+        if budget == refused or (budget is not None and refused is not None and budget < refused):
             raise _refusal_from_json(answer["refused"])
         answer = None
     if answer is not None:
@@ -144,8 +147,8 @@ def _followed(
             return taken(answer, planner, given, splits)
         except (NotHere, OffloadError) as error:
             warn(
-                f"{planner.request.name}: rank {meeting.rank} cannot carry out the plan of rank 0"
-                f" and plans for itself: {error}. This is harmless"
+                f"{planner.request.name}: rank {meeting.group.rank} cannot carry out the plan of"
+                f" another rank, and plans for itself: {error}. This is harmless"
             )
     return best_candidate(planner, given, splits)
 
@@ -188,7 +191,8 @@ def taken(
     if structure_of(problem) != structure_of(annotated.problem):
         raise NotHere("its graph has other tensors or ops")
     decided = _decided(answer, problem)
-    _judge(decided, annotated.problem, planner)
+    packed = (replace(t, ratios=problem.tensor[t.id].ratios) for t in annotated.problem.tensors)
+    _judge(decided, replace(annotated.problem, tensors=tuple(packed)), planner)
     splitting = None
     if pieces is not None and splits is not None:
         splitting = ways_of(planner, given, splits).splitting(pieces)
@@ -234,10 +238,11 @@ def _decided(answer: Mapping[str, Any], problem: Problem) -> Decided:
     return Decided(
         result,
         machine,
-        static_order(problem, machine, plan, timeline),
+        _order_from_json(answer["order"]),
         answer["fits"],
         answer["holes_bytes"],
-        touching_us=answer["touching_us"],
+        None if answer["kept"] is None else frozenset(answer["kept"]),
+        answer["touching_us"],
     )
 
 
@@ -253,6 +258,25 @@ def _judge(decided: Decided, own: Problem, planner: GraphPlanner) -> None:
     room = budget if decided.fits else budget - source.target.reserve_bytes(budget)
     if needed > room:
         raise NotHere(f"it needs {show_bytes(needed)} of {show_bytes(room)} here")
+
+
+_STEPS: dict[str, type[RunStep | StartStep | WaitStep]] = {
+    "run": RunStep,
+    "start": StartStep,
+    "wait": WaitStep,
+}
+_NAMES = {kind: name for name, kind in _STEPS.items()}
+
+
+def _order_to_json(order: Order) -> list[Any]:
+    steps = [(_NAMES[type(step)], *vars(step).values()) for step in order.steps]
+    return [steps, order.device_bytes, order.peak_bytes, dict(order.tier_bytes), order.split]
+
+
+def _order_from_json(said: list[Any]) -> Order:
+    steps, device_bytes, peak_bytes, tier_bytes, split = said
+    made = tuple(_STEPS[kind](name) for kind, name in steps)
+    return Order(made, tuple(device_bytes), peak_bytes, tier_bytes, split)
 
 
 def _refusal_to_json(error: Infeasible) -> list[Any]:

@@ -20,7 +20,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import fx
@@ -31,7 +31,7 @@ from offcompile.runtime.base.once import made_once
 
 from .absence import Ranks
 from .difference import first_difference, keep
-from .meeting import Meeting
+from .meeting import Ballot, FirstMeeting, Known, LaterMeeting, Meeting, RankGroup
 from .torch_state import default_store, running_replica
 
 #: how long a rank waits for the others to plan the graph that it has planned
@@ -71,10 +71,13 @@ class Agreement:
     text: str
     #: True once this rank has told what became of the graph
     told: bool = False
-    #: True once the ranks have met to plan the graph
-    met: bool = False
     #: number of the graph among those that this rank has told others of
     _number: int = field(default=0, init=False)
+    #: the ranks that plan the graph; False: this one plans for itself; None: not known yet
+    _group: RankGroup | Literal[False] | None = field(default=None, init=False)
+    #: True once the ranks have met to plan the graph
+    _met: bool = field(default=False, init=False)
+    _known: Known | None = field(default=None, init=False)
 
     @classmethod
     def on(cls, gm: fx.GraphModule) -> Agreement:
@@ -113,26 +116,56 @@ class Agreement:
             said["reason"], said["change"] = error.reason, error.smallest_change
         group.store.set(f"{self.key}/{group.rank}", json.dumps(said))
 
+    # --- plans ----------------------------------------------------------------------------------
+
     def meeting(self) -> Meeting | None:
-        """Return the meeting that plans the graph for all ranks, at the first question; None if
-        this rank plans for itself."""
-        group = None if self.met else _group()
-        self.met = True
-        if group is None:
+        """Return the exchange about the next plan of the graph; None: this rank plans for itself.
+        Call `keep` with it once the plan is made."""
+        if self._group is None:
+            self._group = self._opened()
+        if not self._group:
             return None
+        if not self._met:
+            self._met = True
+            return FirstMeeting(self._group, f"{self.key}/plan")
+        known = self._known
+        return None if known is None else LaterMeeting(self._group, f"{self.key}/plan", known)
+
+    def ballot(self, calls: int) -> Ballot | None:
+        """Return the exchange about another plan at this call of the graph; None if this rank
+        plans for itself."""
+        if not self._group or self._known is None:
+            return None
+        return Ballot(self._group, f"{self.key}/call {calls}", self._known)
+
+    @property
+    def planned_together(self) -> bool:
+        """True if the ranks have planned the graph together."""
+        return self._known is not None
+
+    def keep(self, meeting: Meeting) -> None:
+        """Note for later plans what the ranks had to make this one with."""
+        self._known = meeting.known
+
+    def _opened(self) -> RankGroup | Literal[False]:
+        """Find the ranks that plan the graph with this one."""
+        group = _group()
+        if group is None:
+            return False
         self._begin(group)
         store, rank, world = group
 
         def gone(ranks: Sequence[int]) -> str | None:
             return next(Ranks(store, rank, ranks).absent(), None)
 
-        missing = partial(self._missing, group)
-        meeting = Meeting(store, f"{self.key}/plan", rank, world, LONGEST_S, missing, gone)
+        found = RankGroup(store, rank, world, LONGEST_S, partial(self._missing, group), gone)
         if _past().in_vain:
-            meeting.decline()
-            return None
+            FirstMeeting(found, f"{self.key}/plan").end()
+            return False
         Ranks(store, rank, range(world)).arrive()
-        return meeting
+        return found
+
+    # --- the store ------------------------------------------------------------------------------
 
     def _to_tell(self) -> Group | None:
         """The ranks to tell what became of the graph, once; None: no need."""

@@ -1,29 +1,37 @@
-"""Lets the ranks of a group plan one graph once: the first plans for all, the others take its plan.
+"""Lets the ranks of a group plan one graph once: one plans for all, the others take its plan.
 
     every rank   writes its figures
     rank 0       reads them all, plans for the least of them, writes its answer
     the others   read the answer, and judge it on their own machine
 
-Everything goes through the store of the group, without a collective, and nothing but the equality
-of plans rests on it. A rank that does not come, has other figures to compare or has ended is not
-waited for any longer, and each rank plans for itself. Only rank 0 decides that, so that no two
-ranks can see it differently; the traffic grows with the number of ranks, planning does not.
+A later plan of the graph, which not all ranks may need, is made by the first rank that asks for it;
+it knows from before what the others have. And where measured steps speak for another plan, rank 0
+judges them for all, at the same calls. Everything goes through the store of the group, without a
+collective, and nothing but the equality of plans rests on it. A rank that does not come, has a
+problem of its own or has ended is not waited for any longer: each then plans for itself. One rank
+alone decides that, so that no two can see it differently; the traffic grows with the number of
+ranks, planning does not.
 """
 
 from __future__ import annotations
 
 import json
 import zlib
-from collections.abc import Callable, Mapping, Sequence
+from abc import ABC, abstractmethod
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any
 
+from offcompile.ir import Machine
+from offcompile.planning.feedback.corrections import Factors
 from offcompile.report.log import warn
 
 from .figures import RankFigures, least_of
 
-#: the rank that plans for all
+#: the rank that plans a graph first
 LEADER = 0
 #: how long a rank waits for the answer of the one that plans: measuring and planning take minutes
 LONGEST_PLANNING_S = 600.0
@@ -33,114 +41,201 @@ LOOK_S = 2.0
 Answer = dict[str, Any]
 
 
-@dataclass(eq=False)
-class Meeting:
-    """The exchange about one plan of one graph.
+@contextmanager
+def _lost() -> Iterator[None]:
+    try:
+        yield
+    except RuntimeError as error:
+        warn(
+            f"the store of the process group does not answer; this rank plans for itself ({error})"
+        )
 
-    `missing` is told which ranks have not come within `longest_s`; `gone` says in a sentence that
-    one of some ranks has ended, or returns None.
-    """
+
+@dataclass(eq=False)
+class RankGroup:
+    """The ranks that would wait for each other in collectives, as one of them sees them."""
 
     store: Any
-    key: str
     rank: int
     world: int
-    longest_s: float
-    missing: Callable[[Sequence[int]], None]
-    gone: Callable[[Sequence[int]], str | None]
-    #: True once this rank has written its figures or its answer
-    _said: bool = field(default=False, init=False)
-    _answered: bool = field(default=False, init=False)
+    #: how long a rank waits for others to come to the same graph
+    longest_s: float = 120.0
+    #: is told which ranks have not come
+    missing: Callable[[Sequence[int]], None] = lambda ranks: None
+    #: says in a sentence that one of some ranks has ended
+    gone: Callable[[Sequence[int]], str | None] = lambda ranks: None
 
-    @property
-    def leads(self) -> bool:
-        return self.rank == LEADER
-
-    def least(self, mine: RankFigures) -> RankFigures | None:
-        """Write this rank's figures; return those of all together. None if the ranks do not plan
-        together. For the rank that plans."""
-        try:
-            self._write(mine.dumps())
-            others = {r: self._figures(r) for r in range(self.world) if r != self.rank}
-            if not self._wait(others, self.longest_s):
-                return None
-            texts = [self._read(key) for key in others.values()]
-        except RuntimeError as error:
-            warn(f"{_LOST} ({error})")
-            return None
-        if not all(texts):
-            return None
-        return least_of([mine, *map(RankFigures.loads, texts)])
-
-    def answer(self, said: Answer | None) -> None:
-        """Tell the other ranks the plan; None: each plans for itself."""
-        if self._answered:
-            return
-        self._answered = True
-        try:
-            self.store.set(self._answer, zlib.compress(json.dumps(said).encode()))
-        except RuntimeError as error:
-            warn(f"{_LOST} ({error})")
-
-    def answered(self, mine: RankFigures) -> Answer | None:
-        """Write this rank's figures and return the answer of the rank that plans; None if this one
-        plans for itself."""
-        leader = {LEADER: self._figures(LEADER)}
-        try:
-            self._write(mine.dumps())
-            if not self._wait(leader, self.longest_s):
-                return None
-            if not self._wait({LEADER: self._answer}, LONGEST_PLANNING_S):
-                return None
-            said = json.loads(zlib.decompress(self.store.get(self._answer)))
-        except RuntimeError as error:
-            warn(f"{_LOST} ({error})")
-            return None
-        return said if isinstance(said, dict) else None
-
-    def decline(self) -> None:
-        """Tell the others that this rank plans for itself, unless it has told them its figures."""
-        try:
-            self._write("")
-        except RuntimeError as error:
-            warn(f"{_LOST} ({error})")
-        if self.leads:
-            self.answer(None)
-
-    # --- the store ------------------------------------------------------------------------------
-
-    def _figures(self, rank: int) -> str:
-        return f"{self.key}/figures/{rank}"
-
-    @property
-    def _answer(self) -> str:
-        return f"{self.key}/answer"
-
-    def _write(self, text: str) -> None:
-        if not self._said:
-            self._said = True
-            self.store.set(self._figures(self.rank), zlib.compress(text.encode()))
-
-    def _read(self, key: str) -> str:
-        return zlib.decompress(self.store.get(key)).decode()
-
-    def _wait(self, keys: Mapping[int, str], longest_s: float) -> bool:
+    def wait(self, keys: Mapping[int, str], longest_s: float) -> bool:
         """Wait for keys of other ranks. False, and a warning, if they do not come."""
         for _ in range(max(1, round(longest_s / LOOK_S))):
             try:
                 self.store.wait(list(keys.values()), timedelta(seconds=min(LOOK_S, longest_s)))
             except RuntimeError:  # torch's error of a wait that took too long
-                late = [rank for rank, key in keys.items() if not self.store.check([key])]
+                late = self._late(keys)
                 ended = self.gone(late) if late else None
                 if ended is not None:
                     warn(f"{ended}. Rank {self.rank} plans for itself")
                     return False
             else:
                 return True
-        late = [rank for rank, key in keys.items() if not self.store.check([key])]
+        late = self._late(keys)
         if late:
             self.missing(late)
         return not late
 
+    def write(self, key: str, text: str) -> None:
+        self.store.set(key, zlib.compress(text.encode()))
 
-_LOST = "the store of the process group does not answer, so this rank plans for itself"
+    def read(self, key: str) -> str:
+        return zlib.decompress(self.store.get(key)).decode()
+
+    @property
+    def lost(self) -> AbstractContextManager[None]:
+        """Inside the block, a store that does not answer costs a warning."""
+        return _lost()
+
+    def _late(self, keys: Mapping[int, str]) -> list[int]:
+        return [rank for rank, key in keys.items() if not self.store.check([key])]
+
+
+@dataclass(eq=False)
+class Known:
+    """What this rank and all ranks had to plan a graph with first, and how often it was planned."""
+
+    mine: RankFigures
+    least: RankFigures
+    turns: Counter[str] = field(default_factory=Counter)
+
+    @property
+    def slowest(self) -> tuple[Machine, Factors]:
+        """The slowest machine, and what ops take on the slowest rank over the costs here."""
+        return self.least.machine, self.least.over(self.mine)
+
+    @property
+    def lacking_bytes(self) -> int:
+        """Bytes of the budget here that another rank does not have."""
+        return (self.mine.budget_bytes or 0) - (self.least.budget_bytes or 0)
+
+
+@dataclass(eq=False)
+class Meeting(ABC):
+    """The exchange about one plan of one graph. `known` is None until the ranks have met."""
+
+    group: RankGroup
+    key: str
+    known: Known | None = None
+    leader: int = LEADER
+    #: True once this rank has told the others its plan, or that there is none
+    _said: bool = field(default=False, init=False)
+
+    @abstractmethod
+    def leads(self, mine: RankFigures) -> bool:
+        """True if this rank plans for the others."""
+
+    def least(self, mine: RankFigures) -> Known | None:
+        """Return what all ranks have together; None if each plans for itself. For the leader."""
+        return self.known
+
+    def answer(self, said: Answer | None) -> None:
+        """Tell the other ranks the plan, once; None: there is none for them."""
+        if self._said:
+            return
+        self._said = True
+        least = None if self.known is None else self.known.least.dumps()
+        with self.group.lost:
+            self.group.write(self._answer, json.dumps([least, said]))
+
+    def answered(self, mine: RankFigures) -> Answer | None:
+        """Return the answer of the leader; None if there is none."""
+        found = self._heard()
+        return None if found is None else found[1]
+
+    def end(self) -> None:
+        """Let no rank wait for this one any longer, if an error came before it had answered."""
+        if self.leader == self.group.rank:
+            self.answer(None)
+
+    @property
+    def _answer(self) -> str:
+        return f"{self.key}/answer"
+
+    def _heard(self) -> tuple[str | None, Answer | None] | None:
+        with self.group.lost:
+            if self.group.wait({self.leader: self._answer}, LONGEST_PLANNING_S):
+                least, said = json.loads(self.group.read(self._answer))
+                return least, said
+        return None
+
+
+class FirstMeeting(Meeting):
+    """The exchange about the first plan of a graph, to which all ranks come: rank 0 plans."""
+
+    _told = False
+
+    def leads(self, mine: RankFigures) -> bool:
+        self._tell(mine.dumps())
+        return self.group.rank == LEADER
+
+    def least(self, mine: RankFigures) -> Known | None:
+        others = {r: self._figures(r) for r in range(self.group.world) if r != LEADER}
+        with self.group.lost:
+            if not self.group.wait(others, self.group.longest_s):
+                return None
+            texts = [self.group.read(key) for key in others.values()]
+            if all(texts):
+                least = least_of([mine, *map(RankFigures.loads, texts)])
+                self.known = None if least is None else Known(mine, least)
+        return self.known
+
+    def answered(self, mine: RankFigures) -> Answer | None:
+        with self.group.lost:
+            if self.group.wait({LEADER: self._figures(LEADER)}, self.group.longest_s):
+                least, said = self._heard() or (None, None)
+                self.known = None if least is None else Known(mine, RankFigures.loads(least))
+                return said
+        return None
+
+    def end(self) -> None:
+        self._tell("")
+        super().end()
+
+    def _tell(self, figures: str) -> None:
+        if not self._told:
+            self._told = True
+            with self.group.lost:
+                self.group.write(self._figures(self.group.rank), figures)
+
+    def _figures(self, rank: int) -> str:
+        return f"{self.key}/figures/{rank}"
+
+
+class LaterMeeting(Meeting):
+    """The exchange about a plan that not all ranks may need: the first that asks for it plans."""
+
+    _claimed = False
+
+    def leads(self, mine: RankFigures) -> bool:
+        assert self.known is not None
+        rank = self.leader = self.group.rank
+        turn = self.known.turns[mine.structure] = self.known.turns[mine.structure] + 1
+        self.key = f"{self.key}/{mine.structure}/{turn}"
+        with self.group.lost:
+            first = self.group.store.compare_set(f"{self.key}/leader", "", str(rank))
+            self.leader, self._claimed = int(first), True
+        return self.leader == rank
+
+    def end(self) -> None:
+        if self._claimed:
+            super().end()
+
+
+class Ballot(Meeting):
+    """The exchange about another plan in place of one that has run: rank 0 judges it for all."""
+
+    def leads(self, mine: RankFigures) -> bool:
+        return self.group.rank == LEADER
+
+    def offers_another(self) -> bool:
+        """True if there is another plan. For ranks that do not lead."""
+        found = self._heard()
+        return found is not None and found[1] is not None

@@ -7,33 +7,67 @@ import torch
 from offcompile.ir import Infeasible
 from offcompile.report.log import log_decision
 from offcompile.run.plan.plan_graph import plan_again
+from offcompile.run.ranks.meeting import Ballot
 from offcompile.runtime.moves.registry import lanes_moved
 
 from .ladder import choose
 from .plans import Call, Plans, Variant
+
+#: ranks that have planned a graph together judge its plan at this call, and whenever the number of
+#: calls has doubled
+FIRST_BALLOT = 4
 
 
 def judged(plans: Plans, variant: Variant, call: Call) -> Variant:
     """Return the plan to run after what the steps so far have shown."""
     if torch._C._current_graph_task_id() != -1:  # a recomputed forward is no new step
         return variant
-    shown = plans.facts.profile.due()
-    if _lanes_due(plans, variant) or shown:
+    plans.calls += 1
+    if plans.agreement.planned_together:
+        return _judged_together(plans, variant, call)
+    if _shown(plans, variant):
         return _replanned(plans, variant, call)
     return _tried(plans, variant, call)
 
 
-def _replanned(plans: Plans, variant: Variant, call: Call) -> Variant:
+def _judged_together(plans: Plans, variant: Variant, call: Call) -> Variant:
+    """Return the plan to run on all ranks: at a few calls, the same on each, rank 0 judges for all.
+    A plan that one rank alone replaced would part it from the others."""
+    if plans.calls < FIRST_BALLOT or plans.calls & (plans.calls - 1):
+        return variant
+    ballot = plans.agreement.ballot(plans.calls)
+    assert ballot is not None
+    if ballot.group.rank != ballot.leader:
+        if ballot.offers_another():
+            plans.look_at_weights(call)
+            return plans.make(call, plans.held(call), meeting=ballot)
+        return _tried(plans, variant, call, ballot)
+    try:
+        if _shown(plans, variant):
+            return _replanned(plans, variant, call, ballot)
+        return _tried(plans, variant, call, ballot)
+    finally:
+        ballot.end()
+
+
+def _shown(plans: Plans, variant: Variant) -> bool:
+    """True if the steps so far have shown values or lanes that the plan does not know of."""
+    values = plans.facts.profile.due()
+    return _lanes_due(plans, variant) or values
+
+
+def _replanned(plans: Plans, variant: Variant, call: Call, ballot: Ballot | None = None) -> Variant:
     """Plan again from what the steps so far have shown, if that is worth it."""
     if variant.kind.offload_saved or variant.planned is None:
         return variant
     held = plans.held(call)
-    settled = plan_again(variant.planned, plans.facts, held)
+    lacking = 0 if ballot is None or ballot.known is None else ballot.known.lacking_bytes
+    settled = plan_again(variant.planned, plans.facts, held, lacking)
     if settled is None:
         return variant
     plans.look_at_weights(call)
     try:
-        made = plans.make(call, held, settled=settled)
+        made = plans.make(call, held, settled=settled, meeting=ballot)
     except Infeasible as error:  # does not fit in what is free just now
         plans.facts.profile.note(f"the plan stays, since for another one: {error.reason}")
         return variant
@@ -41,9 +75,10 @@ def _replanned(plans: Plans, variant: Variant, call: Call) -> Variant:
     return made
 
 
-def _tried(plans: Plans, variant: Variant, call: Call) -> Variant:
+def _tried(plans: Plans, variant: Variant, call: Call, ballot: Ballot | None = None) -> Variant:
     """Return the plan, or a better one if the measured steps call for it; see `trial`. Measured
-    times mean nothing for other sizes or if a hardware profile was named."""
+    times mean nothing for other sizes or if a hardware profile was named. `ballot`: where ranks
+    judge together, only their leader may return another plan."""
     facts, trial, planned = plans.facts, plans.trial, variant.planned
     if planned is None or facts.symbols or facts.options.hardware is not None:
         return variant
@@ -51,7 +86,7 @@ def _tried(plans: Plans, variant: Variant, call: Call) -> Variant:
     step = trial.due(report, recorded)
     if step is None:
         return variant
-    lost = trial.loses_to(report, step)
+    lost = trial.loses_to(report, step) if ballot is None else None
     former = next((v for v in plans.variants if lost and v.report is lost[0]), None)
     if lost and former and former.placement.has_all_of(variant.placement):
         plans.variants.remove(variant)
@@ -59,11 +94,12 @@ def _tried(plans: Plans, variant: Variant, call: Call) -> Variant:
         log_decision(facts.runs.name, lost[1])
         return choose(plans, call)
     factors = trial.factors(report, step)
-    if factors is not None and not report.fits and not variant.kind.offload_saved:
+    judges = ballot is None or ballot.group.rank == ballot.leader
+    if judges and factors is not None and not report.fits and not variant.kind.offload_saved:
         machine = facts.target.machine(facts.target.device_bytes)
         totals = lanes_moved(facts.target.runtime.key)
         if facts.profile.costs_due(factors, machine, totals):
-            made = _replanned(plans, variant, call)
+            made = _replanned(plans, variant, call, ballot)
             if made is not variant:
                 return made
     trial.tell(report, step, planned.recorder.recorded)

@@ -25,6 +25,7 @@ from offcompile.run.compile_hooks import CompileHooks
 from offcompile.run.plan.carry_out import unplaced
 from offcompile.run.plan.contract import USUAL, GraphFacts, PlanKind, Planned, PlanRequest
 from offcompile.run.ranks.agreement import Agreement
+from offcompile.run.ranks.meeting import Meeting
 from offcompile.run.trial import Trial
 from offcompile.runtime.states.updates import updater_of
 
@@ -131,6 +132,8 @@ class Plans:
     in_vain: set[PlanKind] = field(default_factory=set)
     #: arguments that an optimizer updates during backward
     updated: frozenset[int] = frozenset()
+    #: calls so far that were judged
+    calls: int = 0
     #: for each set of parameters, the sizes and the plan of the last run
     ran: weakref.WeakKeyDictionary[ParameterSet, tuple[tuple[int, ...], Variant]] = field(
         default_factory=weakref.WeakKeyDictionary
@@ -145,8 +148,10 @@ class Plans:
         kind: PlanKind = USUAL,
         explains: bool = True,
         settled: Settled | None = None,
+        meeting: Meeting | None = None,
     ) -> Variant:
-        """Plan and compile for this call. Raises `Infeasible`. See `PlanRequest`."""
+        """Plan and compile for this call. Raises `Infeasible`. See `PlanRequest`. `meeting`: the
+        exchange with other ranks, if there is one already."""
         facts = self.facts
         if len(self.variants) >= MOST_VARIANTS + facts.profile.replans:
             raise OffloadError(
@@ -165,11 +170,17 @@ class Plans:
             fixed=self.fixed.indices,
             sizes=sizes,
         )
-        hooks = CompileHooks(facts, request, self.agreement.meeting())
+        if meeting is None:
+            meeting = self.agreement.meeting()
+        hooks = CompileHooks(facts, request, meeting)
         try:
             run = self.traced.lower(hooks, call.inputs)
         except Infeasible as error:
             raise self.fixed.explained(error) from None
+        finally:
+            if meeting is not None:
+                meeting.end()
+                self.agreement.keep(meeting)
         planned = hooks.planned
         placement = unplaced(facts) if planned is None else planned.placement
         variant = Variant(kind, planned, placement, run)
