@@ -33,6 +33,7 @@ def judged(plans: Plans, variant: Variant, call: Call) -> Variant:
 def _judged_together(plans: Plans, variant: Variant, call: Call) -> Variant:
     """Return the plan to run on all ranks: at a few calls, the same on each, rank 0 judges for all.
     A plan that one rank alone replaced would part it from the others."""
+    plans.shown = _shown(plans, variant) or plans.shown
     if plans.calls < FIRST_BALLOT or plans.calls & (plans.calls - 1):
         return variant
     ballot = plans.agreement.ballot(plans.calls)
@@ -43,7 +44,8 @@ def _judged_together(plans: Plans, variant: Variant, call: Call) -> Variant:
             return plans.make(call, plans.held(call), meeting=ballot)
         return _tried(plans, variant, call, ballot)
     try:
-        if _shown(plans, variant):
+        if plans.shown:
+            plans.shown = False
             return _replanned(plans, variant, call, ballot)
         return _tried(plans, variant, call, ballot)
     finally:

@@ -134,6 +134,8 @@ class Plans:
     updated: frozenset[int] = frozenset()
     #: calls so far that were judged
     calls: int = 0
+    #: True if a step has shown what the plan does not know of, and no ballot has come since
+    shown: bool = False
     #: for each set of parameters, the sizes and the plan of the last run
     ran: weakref.WeakKeyDictionary[ParameterSet, tuple[tuple[int, ...], Variant]] = field(
         default_factory=weakref.WeakKeyDictionary
