@@ -77,6 +77,12 @@ class ProblemSource:
         options = replace(self.options, hardware=self.target.profile.name)
         return replace(self, options=options, _costs={}, _unmeasured=None)
 
+    def estimated(self, graphs: Graphs, progress: Callable[[str], None]) -> ProblemSource:
+        """The same source, with the ops of these graphs estimated."""
+        found = self.estimating()
+        found.annotate(graphs, None, progress)
+        return replace(found, options=self.options, _touch_us_per_mib=self._touch_us_per_mib)
+
     def machine(self, device_bytes: int) -> Machine:
         """The target machine, with lanes as fast as measured."""
         if self.slowest is not None:

@@ -165,17 +165,17 @@ def taken(
     rewrites = Rewrites(
         answer["apart"], answer["bits"], None if withheld is None else frozenset(withheld)
     )
-    source = planner.source if graphs is given else _estimated(planner, graphs)
+    source = planner.source
     if rewrites.apart:
         graphs = source.apart(graphs)
-        source = _estimated(planner, graphs)
     if rewrites.bits:
         hint, fuses = hint_of(source.sizes), source.options.lowering == "inductor"
         compacted = compact(graphs, hint, fuses=fuses)
         if compacted is None:
             raise NotHere("it packs masks that are not found here")
         graphs = compacted.graphs
-        source = _estimated(planner, graphs)
+    if graphs is not given:  # the costs of the answer count
+        source = source.estimated(graphs, planner.tell)
     plain, offers = source.problem(graphs), None
     if rewrites.withheld is not None:
         updated = planner.request.updated
@@ -210,13 +210,6 @@ def taken(
         pieces,
         rewrites,
     )
-
-
-def _estimated(planner: GraphPlanner, graphs: Graphs) -> ProblemSource:
-    """Annotate graphs without measuring their ops, as the costs of the answer count."""
-    source = planner.source.estimating()
-    source.annotate(graphs, None, planner.tell)
-    return replace(source, options=planner.source.options)
 
 
 def _decided(answer: Mapping[str, Any], problem: Problem) -> Decided:

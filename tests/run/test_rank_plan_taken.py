@@ -1,0 +1,175 @@
+"""A rank carries out the plan of another: the same moves and bits, and no search of its own."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from contextlib import ExitStack
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from simulated_store import SimulatedStore
+from torch import Tensor, nn
+from weights_runs import clean_slate, seeded
+from zoo import GPT
+
+import offcompile
+from offcompile.optim import AdamW
+from offcompile.report.report import PlanReport
+from offcompile.run.plan import together
+from offcompile.run.ranks.agreement import Agreement
+from offcompile.run.ranks.figures import RankFigures
+from offcompile.run.ranks.meeting import Answer, Known, Meeting, RankGroup
+
+clean = pytest.fixture(autouse=True)(clean_slate)
+WORDS, LENGTH = 96, 32
+OPTIONS = {"lowering": "aot_eager", "seconds": 0.05}
+
+
+class Leads(Meeting):
+    """Rank 0, of a group whose other ranks have what it has. `answers`: what it has told them."""
+
+    answers: list[str]
+
+    def leads(self, mine: RankFigures) -> bool:
+        self.known = Known(mine, mine)
+        return True
+
+    def answer(self, said: Answer | None) -> None:
+        if said is not None:
+            self.answers.append(json.dumps(said))
+
+
+class Follows(Leads):
+    """Rank 1, which is told the same."""
+
+    def leads(self, mine: RankFigures) -> bool:
+        return False
+
+    def answered(self, mine: RankFigures) -> Answer | None:
+        return dict(json.loads(self.answers.pop(0))) if self.answers else None
+
+
+class Mlp(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(128, 128) for _ in range(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = torch.nn.functional.dropout(torch.relu(layer(x)), 0.1)
+        return x.square().mean()
+
+
+def words() -> Tensor:
+    return torch.randint(0, WORDS, (4, LENGTH + 1), generator=torch.Generator().manual_seed(3))
+
+
+def gpt() -> nn.Module:
+    return GPT(WORDS, 128, 2, 4, LENGTH)
+
+
+#: name → the model, its input, options, and whether an optimizer updates during backward
+CASES: dict[str, tuple[Any, Any, dict[str, Any], bool]] = {
+    "activations": (gpt, words, {"memory": "4MiB", "hardware": "cpu"}, False),
+    "all fits": (gpt, words, {"memory": "1GiB"}, False),
+    "weights, updated in backward": (gpt, words, {"memory": "minimum"}, True),
+    "weights": (gpt, words, {"memory": "minimum"}, False),
+    "masks as bits": (Mlp, lambda: torch.ones(512, 128), {"memory": "minimum"}, False),
+    "a loss in pieces": (gpt, words, {"memory": "minimum", "split": 4}, False),
+}
+
+
+def trained(case: str, meets: type[Leads] | None, answers: list[str]) -> Iterator[Any]:
+    """Yield losses, gradients and weights, the reports, and the number of searches."""
+    build, made, options, overlap = CASES[case]
+    torch._dynamo.reset()
+    model, known = seeded(build), len(offcompile.reports())
+    kind = AdamW if overlap else torch.optim.SGD
+    more = {"overlap": True} if overlap else {}
+    optimizer = kind(model.parameters(), 1e-2, **more)
+    compiled = torch.compile(model, backend="offcompile", options=OPTIONS | options)
+
+    def meeting(agreement: Agreement) -> Meeting | None:
+        if meets is None:
+            return None
+        found = meets(RankGroup(SimulatedStore(), 0, 2), "k")
+        found.answers = answers
+        return found
+
+    with ExitStack() as stack:
+        stack.enter_context(mock.patch.object(Agreement, "meeting", meeting))
+        searching = mock.Mock(side_effect=together.best_candidate)
+        stack.enter_context(mock.patch.object(together, "best_candidate", searching))
+        values = []
+        for step in range(2):
+            torch.manual_seed(step)
+            loss = compiled(made())
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            values.append(loss.detach().clone())
+        values += [p.detach().clone() for p in model.parameters()]
+        yield values
+        yield offcompile.reports()[known:]
+        yield searching.call_count
+
+
+def moves(reports: list[PlanReport]) -> list[object]:
+    return [(r.plan, r.planned_us, r.problem, r.splitting, r.memory) for r in reports]
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_a_plan_is_taken_as_it_was_made(case: str) -> None:
+    answers: list[str] = []
+    plain, _, _ = trained(case, None, [])
+    values, reports, searched = trained(case, Leads, answers)
+    assert searched == len(answers) == len(reports)
+    told = list(answers)
+    theirs, taken, searched_there = trained(case, Follows, answers)
+    assert (searched_there, answers) == (0, [])
+    assert moves(taken) == moves(reports)
+    for one in (values, theirs):
+        assert len(one) == len(plain) and all(map(torch.equal, one, plain))
+    said = json.loads(told[0])
+    assert bool(said["plan"]["moves"] or said["plan"]["directs"]) == (case != "all fits")
+    assert said["bits"] == (case == "masks as bits")
+    assert said["pieces"] == (4 if case == "a loss in pieces" else None)
+    assert (said["withheld"] is not None) == ("updated" in case)
+    if case.startswith("weights"):
+        assert said["stays"] is not None
+
+
+def refused(case: str, answers: list[str]) -> tuple[list[Tensor], str, int]:
+    said: list[str] = []
+    with mock.patch.object(together, "warn", said.append):
+        values, _, searched = trained(case, Follows, answers)
+    (text,) = said
+    return values, text, searched
+
+
+def answer_of(case: str) -> list[str]:
+    answers: list[str] = []
+    list(trained(case, Leads, answers))
+    return answers
+
+
+def test_a_plan_that_is_not_for_this_rank_costs_a_warning() -> None:
+    plain, _, _ = trained("activations", None, [])
+    # another graph
+    values, text, searched = refused("activations", answer_of("masks as bits")[:1])
+    assert all(map(torch.equal, values, plain)) and searched
+    assert "cannot carry out the plan of another rank, and plans for itself: it " in text
+    # a budget that is not there
+    (found,) = answer_of("all fits")
+    values, text, searched = refused("activations", [found])
+    assert all(map(torch.equal, values, plain)) and searched
+    assert "it needs " in text and " here. This is harmless" in text
+    # no plan at all
+    said = json.loads(answer_of("activations")[0])
+    said["plan"]["start"][0]["tier"] = "attic"
+    values, text, searched = refused("activations", [json.dumps(said)])
+    assert all(map(torch.equal, values, plain)) and searched
+    assert "it is not lawful: unknown-id" in text
