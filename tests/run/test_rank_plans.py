@@ -8,7 +8,9 @@ from collections.abc import Sequence
 from dataclasses import replace
 from unittest import mock
 
+import pair_of_ranks
 import pytest
+import torch.distributed as dist
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from simulated_store import SimulatedStore
@@ -336,3 +338,13 @@ def test_a_ballot_is_rank_0s() -> None:
         assert there.answered(MINE) == plan
         there.end()
     assert store.waited_s == 0
+
+
+@pytest.mark.skipif(not dist.is_available(), reason="torch without torch.distributed")
+def test_two_ranks_with_two_budgets_run_one_plan() -> None:
+    asked = [["ddp", ["9MiB", "8MiB"]], ["fsdp", ["8MiB", "10MiB"]]]
+    for here, there in zip(*pair_of_ranks.start("rank_plan_child.py", asked), strict=True):
+        assert here["equal"] and there["equal"]
+        assert here["plans"] == there["plans"]
+        assert any(plan["moves"] for plan in here["plans"])
+        assert (here["said"], there["said"]) == ([], [])
