@@ -59,7 +59,7 @@ def plan_together(
 
 
 def _settings(source: ProblemSource, request: PlanRequest) -> tuple[object, ...]:
-    """Whatever else a plan depends on, in options and in the request."""
+    """List what else a plan depends on, in options and in the request."""
     options = source.options
     asked = options.lowering, options.whole_policy, options.split
     return (*asked, tuple(request.kind), sorted(request.updated), sorted(request.fixed))
