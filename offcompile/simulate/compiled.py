@@ -60,7 +60,6 @@ class CompiledProblem:
         self.problem = problem
         self.machine = machine
         self.n_tiers = len(machine.tiers)
-        self.tier_names = [t.name for t in machine.tiers]
         self.number = Indices(
             tensor={t.id: i for i, t in enumerate(problem.tensors)},
             tier={t.name: i for i, t in enumerate(machine.tiers)},
@@ -83,6 +82,10 @@ class CompiledProblem:
         self.orders: dict[Choices, RunOrder] = {}
         #: (op, True if on the host) → its figures without in-place access
         self.runs: dict[tuple[int, bool], Figures] = {}
+
+    @property
+    def tier_names(self) -> list[str]:
+        return [t.name for t in self.machine.tiers]
 
     def key(self, tensor: str, tier: str) -> int:
         return self.number.tensor[tensor] * self.n_tiers + self.number.tier[tier]

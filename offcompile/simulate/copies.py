@@ -89,7 +89,7 @@ class Copies:
 
     def name_of(self, key: int) -> tuple[str, str]:
         tensor, tier = divmod(key, self.base.n_tiers)
-        return self.base.problem.tensors[tensor].id, self.base.tier_names[tier]
+        return self.base.problem.tensors[tensor].id, self.base.machine.tiers[tier].name
 
     def copies(self, tensor: int) -> range:
         return range(tensor * self.base.n_tiers, (tensor + 1) * self.base.n_tiers)
