@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from offcompile.ir import DEVICE, Lane, Machine, Tier
@@ -48,7 +49,7 @@ def to_cuda_machine(
         ),
     )
     tiers = (*machine.tiers, Tier(DISK, disk_bytes))
-    return Machine(tiers, machine.lanes + lanes, machine.codecs)
+    return replace(machine, tiers=tiers, lanes=machine.lanes + lanes)
 
 
 def this_gpu(

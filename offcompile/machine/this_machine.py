@@ -220,7 +220,7 @@ def to_cpu_machine(
         Lane("device_to_disk", DEVICE, DISK, outwards.bytes_per_us, outwards.latency_us),
     )
     tiers = (*machine.tiers, Tier(DISK, disk_bytes))
-    return Machine(tiers, machine.lanes + lanes, machine.codecs)
+    return replace(machine, tiers=tiers, lanes=machine.lanes + lanes)
 
 
 # --- measuring -----------------------------------------------------------------------------

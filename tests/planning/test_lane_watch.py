@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ import torch
 from torch import nn
 
 import offcompile
-from offcompile.ir import DEVICE, HOST, Lane, Machine, Tier
+from offcompile.ir import DEVICE, HOST, Lane, Machine, SharedLink, Tier
 from offcompile.machine import target
 from offcompile.machine.hardware import DISK, HardwareProfile
 from offcompile.planning.feedback import profiling
@@ -79,6 +80,15 @@ def test_a_crowded_lane_changes_the_machine_until_it_is_free_again() -> None:
     assert crowded.lane["device_to_disk"] == MACHINE.lane["device_to_disk"]
     assert watch.look(MACHINE, traffic.step(d2h=1000.0)) == "d2h reaches 1 GB/s, not 0.4"
     assert watch.applied(MACHINE).lane["d2h"].bytes_per_us == pytest.approx(1000, rel=1e-3)
+
+
+def test_a_machine_with_observed_rates_keeps_its_shared_links() -> None:
+    traffic = Traffic()
+    watch = watched(traffic)
+    machine = replace(MACHINE, shared=(SharedLink("port", 1500.0, ("d2h", "device_to_disk")),))
+    assert watch.look(machine, traffic.step(d2h=400.0)) == "d2h reaches 0.4 GB/s, not 1"
+    crowded = watch.applied(machine)
+    assert crowded != machine and crowded.shared == machine.shared
 
 
 def test_rates_that_swing_within_the_margin_of_the_last_decision_change_nothing() -> None:

@@ -90,7 +90,7 @@ class LaneWatch:
             replace(lane, bytes_per_us=self.rates.get(lane.name, lane.bytes_per_us))
             for lane in machine.lanes
         )
-        return Machine(machine.tiers, lanes, machine.codecs)
+        return replace(machine, lanes=lanes)
 
 
 def _since(before: Moved, now: Moved) -> Moved:
