@@ -15,10 +15,11 @@ from dataclasses import dataclass
 import numpy as np
 from scipy.optimize import linprog
 
-from offcompile.bounds.survey import Floats, Survey, priced
+from offcompile.bounds.survey import Floats, Survey
 from offcompile.passes.select.min_cut import UNCUTTABLE, Network
 
 from .choices import Cut
+from .ways import IN_PLACE, Ways
 
 #: limit on the choices examined; relative gap at which the search stops
 MOST_CHOICES, CLOSE = 40, 1e-4
@@ -49,8 +50,8 @@ class ChainWay:
 
     cost: float
     lanes: tuple[int, int] | None
-    out: Floats
-    back: Floats
+    out: Ways
+    back: Ways
 
 
 class Chains:
@@ -63,7 +64,7 @@ class Chains:
         self,
         survey: Survey,
         lasting: frozenset[str],
-        crossing: Callable[[str], tuple[Floats, Floats]],
+        crossing: Callable[[str], tuple[Ways, Ways]],
         cut: Cut,
     ) -> None:
         self.survey, self.lasting, self.crossing, self.cut = survey, lasting, crossing, cut
@@ -77,7 +78,7 @@ class Chains:
         """
         cut = self.cut
         chained = [i for i in range(len(cut.tensors)) if np.isfinite(cut.again[i])]
-        impossible = len(cut.first) and not np.isfinite(cut.first).any(axis=1).all()
+        impossible = len(cut.first) and not np.isfinite(cut.first.times).any(axis=1).all()
         if cut.excess <= 0 or not chained or impossible:
             return 0.0
         sizes = cut.nbytes[chained]
@@ -114,9 +115,9 @@ class Chains:
         cut, (before, after) = self.cut, weights
         busy = [np.zeros(len(before)), np.zeros(len(after))]
         busy[0][0], busy[1][0] = cut.compute
-        for ways in cut.first:
-            lane = int(np.argmin(priced(ways, before)))
-            busy[0][lane] += ways[lane]
+        if len(cut.first):
+            picked = cut.first.prices(before).argmin(axis=1)
+            busy[0] += cut.first.busy(picked, np.ones(len(picked)))
         value = price * (cut.excess - float(cut.nbytes.sum()))
         sides, inside = cut.sides.priced(before, after), cut.sides.inside
         room = price * cut.nbytes[cut.sides.row[inside]]
@@ -190,14 +191,15 @@ class Chains:
         row = self.row.get(t)
         nbytes = self.survey.problem.tensor[t].nbytes
         if row is not None:
-            out, back = self.cut.out[row], self.cut.back[row]
+            out, back = self.cut.out.of(row), self.cut.back.of(row)
         else:
             out, back = self.crossing(t)
             # a recomputation may read it in place, if that is allowed
-            back = back.copy()
             if t in self.survey.problem.in_place_ids:
-                back[0] = 0.0
-        outs, backs = priced(out, before), priced(back, after)
+                times = back.times.copy()
+                times[IN_PLACE] = 0.0
+                back = Ways(times, back.beside)
+        outs, backs = out.prices(before), back.prices(after)
         i, j = int(np.argmin(outs)), int(np.argmin(backs))
         moved = float(outs[i] + backs[j])
         if moved < price * nbytes:
@@ -209,8 +211,8 @@ class Chains:
         if way.lanes is None:
             return self.survey.problem.tensor[t].nbytes
         out, back = way.lanes
-        busy[0][out] += way.out[out]
-        busy[1][back] += way.back[back]
+        busy[0] += way.out.one_busy(out)
+        busy[1] += way.back.one_busy(back)
         return 0
 
 
@@ -236,6 +238,6 @@ def _most_promising(known: list[ChainChoice], dearest: float) -> tuple[list[Floa
 def _whatever_is_away(cut: Cut, before: Floats, after: Floats) -> float:
     """The busy time of lanes that no choice avoids."""
     base = cut.compute[0] * before[0] + cut.compute[1] * after[0]
-    for ways in cut.first:
-        base += float(np.min(priced(ways, before)))
+    if len(cut.first):
+        base += float(cut.first.prices(before).min(axis=1).sum())
     return float(base)

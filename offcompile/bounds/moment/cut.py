@@ -18,6 +18,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from offcompile.bounds.links import Links
 from offcompile.bounds.survey import (
     Floats,
     Survey,
@@ -34,6 +35,7 @@ from .chains import Chains
 from .choices import Cut
 from .ending import Ending
 from .sides import Carried, HostUpdates, Sides
+from .ways import IN_PLACE, Ways
 from .weights import best_weights
 
 #: moments to try: the most crowded op of that many stretches, the ends of phases, and the
@@ -91,8 +93,8 @@ class _Account:
         self.ins = [x for x in s.lanes if x.target == DEVICE]
         self.outs = [x for x in s.lanes if x.source == DEVICE]
         self.width = 1 + len(self.ins) + len(self.outs) + 1
-        self.none = np.full(self.width, np.inf)
-        self._times: dict[str, Floats] = {}
+        self.links = Links(s.problem, s.machine)
+        self._carries: dict[str, Ways] = {}
         self.results = self._results()
         lasting = (t for t in s.problem.tensors if t.home == DEVICE and s.problem.stays_put(t.id))
         self.lasting_bytes = sum(t.nbytes for t in lasting)
@@ -109,7 +111,7 @@ class _Account:
             | frozenset(operands)
         )
 
-    def crossing(self, t: str) -> tuple[Floats, Floats]:
+    def crossing(self, t: str) -> tuple[Ways, Ways]:
         """Ways out and back of a tensor that is kept only for recomputations."""
         return self._carried(t, self.outs, 1 + len(self.ins)), self._carried(t, self.ins, 1)
 
@@ -160,16 +162,15 @@ class _Account:
                 back.append(self._back(t, later))
                 again.append(self._again(t) if later else np.inf)
         compute = float(self.least[: k + 1].sum()), float(self.least[k + 1 :].sum())
-        shape = (-1, self.width)
         carried = Carried(s, self.ins, self.outs, self.width)
         return Cut(
             tuple(names),
             held + sum(nbytes) - capacity,
             np.array(nbytes, dtype=float),
-            np.array(out).reshape(shape),
-            np.array(back).reshape(shape),
+            Ways.stack(out, self.width),
+            Ways.stack(back, self.width),
             np.array(again),
-            np.array(first).reshape(shape),
+            Ways.stack(first, self.width),
             compute,
             Sides(k, self.updates, carried, names),
             self._ending(k, capacity),
@@ -178,10 +179,10 @@ class _Account:
     def _ending(self, k: int, capacity: int) -> Ending:
         late = [(n, ways) for at, n, ways in self.results if at > k]
         nbytes = np.array([n for n, _ in late], dtype=float)
-        out = np.array([ways for _, ways in late]).reshape((-1, self.width))
+        out = Ways.stack([ways for _, ways in late], self.width)
         return Ending(nbytes, out, self.lasting_bytes + float(nbytes.sum()) - capacity)
 
-    def _results(self) -> list[tuple[int, int, Floats]]:
+    def _results(self) -> list[tuple[int, int, Ways]]:
         """Lists the results that the device makes: maker, bytes and ways out of each."""
         s, found = self.survey, []
         writers: dict[str, list[int]] = {}
@@ -194,30 +195,28 @@ class _Account:
             if not lasts or tensor.pinned or not tensor.nbytes or len(made) != 1:
                 continue
             if s.host_ns[made[0]] is None:
-                ways = self._carried(tensor.id, self.outs, 1 + len(self.ins)).copy()
+                ways = self._carried(tensor.id, self.outs, 1 + len(self.ins))
                 if s.optional(made[0], tensor.id):
-                    ways[0] = self._in_place(made[0], tensor.id)
+                    ways = self._or_in_place(ways, tensor.id, made)
                 found.append((made[0], tensor.nbytes, ways))
         return found
 
-    def _back(self, t: str, reads: Sequence[int]) -> Floats:
+    def _back(self, t: str, reads: Sequence[int]) -> Ways:
         """Ways to serve these reads of one value that is not on the device."""
-        ways = self._carried(t, self.ins, 1).copy()
-        if not reads:
-            ways[0] = 0.0
-        elif all(self.survey.optional(a, t) for a in reads):
-            ways[0] = sum(self._in_place(a, t) for a in reads)
+        ways = self._carried(t, self.ins, 1)
+        if all(self.survey.optional(a, t) for a in reads):
+            return self._or_in_place(ways, t, reads)
         return ways
 
-    def _out(self, t: str, gaps: Sequence[SurveyGap], at: int) -> Floats:
+    def _out(self, t: str, gaps: Sequence[SurveyGap], at: int) -> Ways:
         """Ways in which a copy of a gap's value got off the device."""
-        ways = self._carried(t, self.outs, 1 + len(self.ins)).copy()
+        ways = self._carried(t, self.outs, 1 + len(self.ins))
         head = next((g for g in reversed(gaps[: at + 1]) if g.new_value), None)
         if head is None or head.before is None:
             if self.survey.problem.tensor[t].home != DEVICE:
-                ways[0] = 0.0
+                return self._or_in_place(ways, t, ())
         elif self.survey.optional(head.before, t):
-            ways[0] = self._in_place(head.before, t)
+            return self._or_in_place(ways, t, (head.before,))
         return ways
 
     def _again(self, t: str) -> float:
@@ -233,17 +232,24 @@ class _Account:
             default=np.inf,
         )
 
-    def _in_place(self, op: int, t: str) -> float:
-        return max(0.0, float(self.survey.direct_ns.get((op, t), 0)))
+    def _or_in_place(self, ways: Ways, t: str, ops: Sequence[int]) -> Ways:
+        """Adds the way in which all these ops access the tensor in place."""
+        times, beside = ways.times.copy(), np.zeros(self.width)
+        direct = [i for i in ops if (i, t) in self.survey.direct_ns]
+        times[IN_PLACE] = sum(max(0.0, float(self.survey.direct_ns[i, t])) for i in direct)
+        for column, lane in enumerate((*self.ins, *self.outs), start=1):
+            beside[column] = sum(self.links.beside(i, t, lane) for i in direct)
+        return Ways(times, beside)
 
-    def _carried(self, t: str, lanes: Sequence[Lane], begin: int) -> Floats:
+    def _carried(self, t: str, lanes: Sequence[Lane], begin: int) -> Ways:
         key = f"{begin} {t}"
-        if key not in self._times:
-            s, ways = self.survey, self.none.copy()
+        if key not in self._carries:
+            s, times = self.survey, np.full(self.width, np.inf)
             for i, lane in enumerate(lanes):
-                ways[begin + i] = whole_ns(s.problem.tensor[t], lane, s.machine)
-            self._times[key] = ways
-        return self._times[key]
+                whole = whole_ns(s.problem.tensor[t], lane, s.machine)
+                times[begin + i] = whole * max(1.0, self.links.slowed(lane.name))
+            self._carries[key] = Ways(times, np.zeros(self.width))
+        return self._carries[key]
 
 
 def _covers(gap: SurveyGap, k: int) -> bool:
@@ -265,8 +271,8 @@ def _reads_of(gaps: Sequence[SurveyGap], at: int) -> Iterator[int]:
 def _bound(cut: Cut, before: Floats, after: Floats) -> tuple[float | None, list[Floats]]:
     """The bound that weights of the lanes prove, and the time that each lane is busy in the
     cheapest choice; None if there is no choice at all."""
-    out, first = priced(cut.out, before), priced(cut.first, before)
-    back, again = priced(cut.back, after), priced(cut.again, after[0])
+    out, first = cut.out.prices(before), cut.first.prices(before)
+    back, again = cut.back.prices(after), priced(cut.again, after[0])
     n = len(cut.nbytes)
     rows = np.arange(n)
     by_out, by_back = out.argmin(axis=1), back.argmin(axis=1)
@@ -287,15 +293,13 @@ def _bound(cut: Cut, before: Floats, after: Floats) -> tuple[float | None, list[
     busy = [b + x for b, x in zip(busy, updates.busy(gone), strict=True)]
     carried = share * ~anew
     carried[rows_of] = 0.0
-    np.add.at(busy[0], by_out, carried * known(cut.out[rows, by_out]))
-    np.add.at(busy[1], by_back, carried * known(cut.back[rows, by_back]))
+    busy[0] += cut.out.busy(by_out, carried)
+    busy[1] += cut.back.busy(by_back, carried)
     busy[1][0] += float((share * anew * known(cut.again)).sum())
     if len(first):
-        by_first = first.argmin(axis=1)
-        loads = cut.first[np.arange(len(first)), by_first]
-        if np.isinf(loads).any():
+        if np.isinf(first.min(axis=1)).any():
             return None, []
-        np.add.at(busy[0], by_first, loads)
+        busy[0] += cut.first.busy(first.argmin(axis=1), np.ones(len(first)))
     busy[1] += cut.ending.busy(after)
     return float(busy[0] @ before + busy[1] @ after), busy
 

@@ -19,19 +19,20 @@ from offcompile.bounds.survey import Floats
 
 from .choices import Cut
 from .sides import Legs
+from .ways import entries
 
 #: nanoseconds per unit of time in the program
 UNIT_NS = 1e6
 GIB = float(1 << 30)
-#: a way: (row of a lane, ns)
-Way = tuple[int, float]
+#: a way: row of a lane → ns
+Way = Mapping[int, float]
 
 
 class _Program:
     """Inequalities (at most 0 by default) and equalities over columns that are at least 0."""
 
     def __init__(self, cut: Cut) -> None:
-        self.width = cut.out.shape[1]
+        self.width = cut.out.times.shape[1]
         self.entries: list[tuple[bool, int, int, float]] = []  # (equality, row, column, value)
         self.limits: list[float] = []
         self.sums: list[float] = []
@@ -65,10 +66,15 @@ class _Program:
 
     def spread(self, total: int, ways: Iterable[Way]) -> None:
         """Distributes the amount that the equality `total` requires over ways."""
-        for lane, ns in ways:
+        for way in ways:
             column = self.column()
-            self.put(lane, column, ns / UNIT_NS)
+            self.take(column, way)
             self.put_equal(total, column, 1.0)
+
+    def take(self, column: int, way: Way) -> None:
+        """Makes a unit of the column take the time of a way."""
+        for lane, ns in way.items():
+            self.put(lane, column, ns / UNIT_NS)
 
     def free(self, column: int, nbytes: float) -> None:
         """Makes a unit of the column free `nbytes` of memory."""
@@ -100,10 +106,11 @@ class _Program:
 
 def best_weights(cut: Cut) -> tuple[Floats, Floats] | None:
     """The weights of the lanes before and after the moment; None if the LP has no solution."""
-    program, width = _Program(cut), cut.out.shape[1]
+    program = _Program(cut)
+    width = program.width
     updated = set(cut.sides.row[cut.sides.inside].tolist())
     kinds = Counter(
-        (float(cut.nbytes[i]), tuple(cut.out[i]), tuple(cut.back[i]), float(cut.again[i]))
+        (float(cut.nbytes[i]), cut.out.key(i), cut.back.key(i), float(cut.again[i]))
         for i in range(len(cut.nbytes))
         if i not in updated
     )
@@ -115,33 +122,35 @@ def best_weights(cut: Cut) -> tuple[Floats, Floats] | None:
         for ways, first in ((out, 0), (back, width)):
             total = program.equal(0.0)
             program.put_equal(total, carried, -1.0)
-            program.spread(total, _finite(ways, first))
+            program.spread(total, _shifted(ways, first))
         if np.isfinite(again):
             anew = program.column()
             program.put(most, anew, 1.0)
             program.put(width, anew, again / UNIT_NS)
             program.free(anew, nbytes)
-    for ways, count in Counter(map(tuple, cut.first)).items():
-        program.spread(program.equal(float(count)), _finite(ways, 0))
-    kinds_made = Counter(zip(cut.ending.nbytes, map(tuple, cut.ending.out), strict=True))
+    for ways, count in Counter(map(cut.first.key, range(len(cut.first)))).items():
+        program.spread(program.equal(float(count)), _shifted(ways, 0))
+    late = cut.ending
+    kinds_made = Counter((late.nbytes[i], late.out.key(i)) for i in range(len(late.nbytes)))
     for (nbytes, ways), count in kinds_made.items():
         most = program.at_most(float(count))
-        for lane, ns in _finite(ways, width):
+        for way in _shifted(ways, width):
             column = program.column()
             program.put(most, column, 1.0)
-            program.put(lane, column, ns / UNIT_NS)
+            program.take(column, way)
             program.put(program.room_at_end, column, -nbytes / GIB)
     for update, count in Counter(_updates(cut)).items():
         _add_update(program, update, count)
     return program.solve()
 
 
-def _finite(ways: Sequence[float], first: int) -> Iterable[Way]:
-    return ((first + lane, ns) for lane, ns in enumerate(ways) if np.isfinite(ns))
+def _shifted(key: tuple[Sequence[float], Sequence[float]], first: int) -> Iterable[Way]:
+    """The ways behind a key, on the rows of lanes that begin at `first`."""
+    return ({first + lane: ns for lane, ns in way.items()} for way in entries(*key))
 
 
-#: for each leg of an update, its ways
-LegWays = tuple[tuple[Way, ...], ...]
+#: for each leg of an update, its ways: (row of a lane, ns)
+LegWays = tuple[tuple[tuple[int, float], ...], ...]
 
 
 @dataclass(frozen=True)
@@ -185,4 +194,4 @@ def _add_update(program: _Program, update: _Update, count: int) -> None:
         for leg in legs:
             share = program.equal(0.0)
             program.put_equal(share, column, -1.0)
-            program.spread(share, leg)
+            program.spread(share, ({lane: ns} for lane, ns in leg))
