@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from offcompile.ir import Lane, Machine, Problem
+from offcompile.ir.units import round_ns
 from offcompile.simulate.links import FULL, LinkFigures
 
 
@@ -30,11 +31,20 @@ class Links:
         return max((self.share(link, lane) for link in self.figures), default=1.0)
 
     def access_ns(self, link: LinkFigures, op: int, tensor: str) -> float:
-        """The time that the link takes for one operand that the op accesses in place."""
+        """The least time that the link takes for one operand that the op accesses in place.
+
+        An op takes no more than the whole link while it runs. So each operand counts for no more
+        than what its access adds to the op, and an equal part of the op alone.
+        """
         run, nbytes = self.problem.ops[op], [self.problem.tensor[tensor].nbytes]
         read = [0] if tensor in run.reads else []
         written = [0] if tensor in run.writes else []
-        return float(link.accesses_ns(read, written, nbytes, update=False))
+        whole = float(link.accesses_ns(read, written, nbytes, update=False))
+        alone = round_ns(run.duration_us)
+        added = {t: round_ns(us) - alone for t, us in run.direct.items()}
+        if min(added.values(), default=0) < 0:
+            return 0.0  # the op may be shorter than its parts
+        return min(whole, added.get(tensor, 0) + alone / max(1, len(added)))
 
     def beside(self, op: int, tensor: str, lane: Lane) -> float:
         """The time in which the lane stands still because the op accesses the operand in place.

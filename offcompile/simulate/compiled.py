@@ -358,7 +358,6 @@ def _figures(base: CompiledProblem, number: int, direct: set[int], on_host: bool
         )
         for link in base.links
     ]
-    duration, link_shares = shares_of_run(duration, accesses)
     reads, writes = keys(op.reads), keys(op.writes)
     tensors = tuple(t for t, _ in op.touches)
     return (
@@ -371,5 +370,5 @@ def _figures(base: CompiledProblem, number: int, direct: set[int], on_host: bool
         op.writes,
         tuple(t for t in tensors if base.self_ending[t]),
         tuple((k, k % n == base.device, base.nbytes[k // n]) for k in writes),
-        link_shares,
+        shares_of_run(duration, accesses),
     )

@@ -50,11 +50,11 @@ class LinkFigures:
         return total * 1000 / exact(self.link.bytes_per_us)
 
 
-def shares_of_run(duration_ns: int, accesses_ns: Sequence[Fraction]) -> tuple[int, tuple[int, ...]]:
-    """The duration of a run, which is never shorter than any link takes for its accesses, and the
-    millionths of each link that it takes meanwhile; none if it accesses nothing in place."""
-    longest = max(accesses_ns, default=Fraction(0))
-    if not longest:
-        return duration_ns, ()
-    duration_ns = max(duration_ns, math.ceil(longest))
-    return duration_ns, tuple(math.ceil(FULL * ns / duration_ns) for ns in accesses_ns)
+def shares_of_run(duration_ns: int, accesses_ns: Sequence[Fraction]) -> tuple[int, ...]:
+    """The millionths of each link that a run takes; none if it accesses nothing in place.
+
+    An op that is shorter than a link takes for whole operands does not read all of them.
+    """
+    if not duration_ns or not any(accesses_ns):
+        return ()
+    return tuple(min(FULL, math.ceil(FULL * ns / duration_ns)) for ns in accesses_ns)

@@ -336,13 +336,16 @@ class Run:
         if not on_host:
             for t in {a.tensor for a in self.plan.directs if a.op == op.id}:
                 lasts += ns(op.direct[t]) - ns(op.duration_us)
-        crossing = [self.crossing_ns(link, op, on_host) for link in self.machine.shared]
-        return max(0, lasts, *map(math.ceil, crossing))
+        return max(0, lasts)
 
     def shares(self, op: Any, on_host: bool) -> dict[str, int]:
-        lasts = max(1, self.lasts(op, on_host))
+        lasts = self.lasts(op, on_host)
         return {
-            link.name: math.ceil(WHOLE * self.crossing_ns(link, op, on_host) / lasts)
+            link.name: math.ceil(
+                WHOLE * min(Fraction(1), self.crossing_ns(link, op, on_host) / lasts)
+            )
+            if lasts
+            else 0
             for link in self.machine.shared
         }
 

@@ -52,12 +52,6 @@ class Touch:
     reads: bool
 
 
-def run_duration_ns(problem: Problem, machine: Machine, run: VerifiedRun) -> int:
-    """The duration of a run: never less than a shared link takes for what crosses it."""
-    shared = max((link_us(problem, link, run) for link in machine.shared), default=Fraction(0))
-    return max(run.duration_ns(), math.ceil(shared * 1000))
-
-
 def link_us(problem: Problem, link: SharedLink, run: VerifiedRun) -> Fraction:
     """The time that a shared link takes for what the run accesses on the host."""
     nbytes = 0

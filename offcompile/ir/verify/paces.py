@@ -86,7 +86,8 @@ def _lane_share(machine: Machine, link: SharedLink, lane: str) -> int:
 def _run_share(problem: Problem, link: SharedLink, task: Task) -> int:
     if task.run is None or not task.duration_ns:
         return 0
-    return math.ceil(link_us(problem, link, task.run) * 1000 * WHOLE / task.duration_ns)
+    asked = math.ceil(link_us(problem, link, task.run) * 1000 * WHOLE / task.duration_ns)
+    return min(WHOLE, asked)
 
 
 def _start(task: Task) -> int:

@@ -10,7 +10,7 @@ from offcompile.ir.errors import Violation
 from offcompile.ir.model import Machine, Problem
 from offcompile.ir.plan import COMPUTE, HOST_COMPUTE, Move, Plan, Span, Timeline
 
-from .order import VerifiedRun, executed, move_duration_ns, run_duration_ns
+from .order import VerifiedRun, executed, move_duration_ns
 
 MAX_STEPS = 8  # a steady problem that has not settled by then is reported as unsettled
 
@@ -50,7 +50,7 @@ def queues(
     """The tasks of each lane over all recorded steps, in order."""
     spans = {(s.step, s.id): s for s in timeline.spans}
     found: dict[str, list[Task]] = {name: [] for name in lane_names(machine)}
-    runs = [(r, run_duration_ns(problem, machine, r)) for r in executed(problem, plan)]
+    runs = [(r, r.duration_ns()) for r in executed(problem, plan)]
     moves = [(m, move_duration_ns(problem, machine, m)) for m in plan.moves]
     for step in range(len(timeline.steps)):
         for run, ns in runs:
