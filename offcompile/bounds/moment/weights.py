@@ -19,7 +19,7 @@ from offcompile.bounds.survey import Floats
 
 from .choices import Cut
 from .sides import Legs
-from .ways import entries
+from .ways import IN_PLACE, entries
 
 #: nanoseconds per unit of time in the program
 UNIT_NS = 1e6
@@ -98,10 +98,13 @@ class _Program:
         if found.status != 0:
             return None
         lanes = np.maximum(-found.ineqlin.marginals[: 2 * self.width], 0.0)
-        before, after = lanes[: self.width], lanes[self.width :]
-        if not before.sum() or not after.sum():
-            return None
-        return before / before.sum(), after / after.sum()
+        return _to_one(lanes[: self.width]), _to_one(lanes[self.width :])
+
+
+def _to_one(weights: Floats) -> Floats:
+    """The weights scaled to add up to one; all of it on the compute lane if nothing weighs."""
+    whole = float(weights.sum())
+    return weights / whole if whole else np.eye(len(weights))[IN_PLACE]
 
 
 def best_weights(cut: Cut) -> tuple[Floats, Floats] | None:
