@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -23,12 +24,19 @@ class Links:
 
     def share(self, link: LinkFigures, lane: str) -> float:
         """The part of the link's rate that a move over the lane takes at full speed."""
-        names = [x.name for x in self.machine.lanes]
-        return link.lane_shares[names.index(lane)] / FULL
+        return link.lane_shares[self._number[lane]] / FULL
 
-    def slowed(self, lane: str) -> float:
-        """The factor by which a link that is slower than the lane makes its moves longer."""
-        return max((self.share(link, lane) for link in self.figures), default=1.0)
+    @cached_property
+    def _number(self) -> Mapping[str, int]:
+        return {lane.name: i for i, lane in enumerate(self.machine.lanes)}
+
+    @cached_property
+    def slowed(self) -> Mapping[str, float]:
+        """Lane → the factor by which links slower than it make its moves longer; 1: none does."""
+        return {
+            lane.name: max([1.0, *(self.share(link, lane.name) for link in self.figures)])
+            for lane in self.machine.lanes
+        }
 
     def access_ns(self, link: LinkFigures, op: int, tensor: str) -> float:
         """The least time that the link takes for one operand that the op accesses in place.
@@ -46,10 +54,17 @@ class Links:
             return 0.0  # the op may be shorter than its parts
         return min(whole, added.get(tensor, 0) + alone / max(1, len(added)))
 
+    @cached_property
+    def _taken_whole(self) -> Mapping[str, tuple[LinkFigures, ...]]:
+        return {
+            lane.name: tuple(x for x in self.figures if self.share(x, lane.name) >= 1.0)
+            for lane in self.machine.lanes
+        }
+
     def beside(self, op: int, tensor: str, lane: Lane) -> float:
         """The time in which the lane stands still because the op accesses the operand in place.
 
         Counts links that a move over the lane takes whole; other links may carry both at once.
         """
-        whole = (link for link in self.figures if self.share(link, lane.name) >= 1.0)
-        return max((self.access_ns(link, op, tensor) for link in whole), default=0.0)
+        taken = self._taken_whole[lane.name]
+        return max((self.access_ns(link, op, tensor) for link in taken), default=0.0)

@@ -16,7 +16,17 @@ from fractions import Fraction
 from importlib.resources import files
 from pathlib import Path
 
-from offcompile.ir import DEVICE, HOST, Codec, InvalidInput, Lane, Machine, Tier, Violation
+from offcompile.ir import (
+    DEVICE,
+    HOST,
+    Codec,
+    InvalidInput,
+    Lane,
+    Machine,
+    SharedLink,
+    Tier,
+    Violation,
+)
 from offcompile.ir._read import LARGEST, show
 from offcompile.ir.jsonio import loads_toml
 from offcompile.ir.reading import MOST_TOML_BYTES, read_bounded
@@ -208,7 +218,28 @@ def to_machine(
         )
         for name, (lossless, share) in CODECS.items()
     )
-    return Machine(tuple(tiers), tuple(lanes), codecs)
+    return Machine(tuple(tiers), tuple(lanes), codecs, shared_links(profile))
+
+
+def shared_links(
+    profile: HardwareProfile, ins: tuple[str, ...] = ("h2d",), outs: tuple[str, ...] = ("d2h",)
+) -> tuple[SharedLink, ...]:
+    """The link of a card, which carries copies over these lanes and accesses of host memory.
+
+    One share per direction, and one for both if the profile says how they slow each other down.
+    """
+    direct = profile.direct_gbps
+    into = max([profile.h2d_gbps, *(direct[w] for w in direct if w.startswith("read"))])
+    out = max([profile.d2h_gbps, *(direct[w] for w in direct if w.startswith("write"))])
+    found = [
+        SharedLink("link_in", into * BYTES_PER_US_PER_GBPS, ins, in_place_reads=True),
+        SharedLink("link_out", out * BYTES_PER_US_PER_GBPS, outs, in_place_writes=True),
+    ]
+    if profile.h2d_both_gbps is not None and profile.d2h_both_gbps is not None:
+        both = (profile.h2d_both_gbps + profile.d2h_both_gbps) * BYTES_PER_US_PER_GBPS
+        if both < sum(link.bytes_per_us for link in found):
+            found.append(SharedLink("link_both_ways", both, ins + outs, True, True))
+    return tuple(found)
 
 
 def _lane(name: str, source: str, target: str, gbps: float, latency_us: float) -> Lane:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from offcompile.ir import DEVICE, Lane, Machine, Tier
 
-from .hardware import DISK, HardwareProfile, to_machine
+from .hardware import DISK, HardwareProfile, shared_links, to_machine
 
 Progress = Callable[[str], None]
 
@@ -23,8 +23,7 @@ def to_cuda_machine(
 
     The disk is accessed from the card directly: data that passes through the host takes a few
     blocks of staging there, which plans can ignore. Its lanes are as slow as the slower of drive
-    and link. They share the link with `h2d` and `d2h`, which is not modelled, so a plan that uses
-    both at once is slightly optimistic about time (never about memory).
+    and link, and share the link with `h2d` and `d2h`.
     """
     machine = to_machine(profile, None, host_bytes)
     if not disk:
@@ -49,7 +48,8 @@ def to_cuda_machine(
         ),
     )
     tiers = (*machine.tiers, Tier(DISK, disk_bytes))
-    return replace(machine, tiers=tiers, lanes=machine.lanes + lanes)
+    shared = shared_links(profile, ("h2d", "disk_to_device"), ("d2h", "device_to_disk"))
+    return replace(machine, tiers=tiers, lanes=machine.lanes + lanes, shared=shared)
 
 
 def this_gpu(

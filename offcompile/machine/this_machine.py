@@ -210,7 +210,8 @@ def to_cpu_machine(
     full rate, so a plan that uses both at once is too optimistic about time (never about memory).
     """
     link = replace(profile, host_memory_bytes=None)
-    machine = to_machine(link, memory_bytes, host_bytes)
+    # copies use the disk, accesses in place what the page cache holds of the files
+    machine = replace(to_machine(link, memory_bytes, host_bytes), shared=())
     if host_bytes is None:
         return machine
     inwards, outwards = machine.lane["h2d"], machine.lane["d2h"]

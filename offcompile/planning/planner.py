@@ -29,6 +29,8 @@ from .coarsen import Coarse, coarsen
 
 #: share of the time that goes into the proven bound (which also guides the search)
 BOUND_SHARE = 0.3
+#: time for the bound per op: an argument that was cut short proves next to nothing
+BOUND_S_PER_OP = 4e-4
 #: minimum for the search, whatever the time spent on bounding
 LEAST_SEARCH_SECONDS = 0.1
 #: most time spent on a bound for plans without recomputation; no more than on the first bound
@@ -145,11 +147,11 @@ def plan_problem(
     _check_made(problem)
     if progress is not None:
         progress("bounding")
-    bounding = BOUND_SHARE * seconds
+    bounding = max(BOUND_SHARE * seconds, BOUND_S_PER_OP * len(problem.ops))
     bound = lower_bound(problem, machine, seconds=bounding)
     if bound.us >= worth_us:
         raise Beaten
-    left = seconds - (time.thread_time() - busy_from)
+    left = max(seconds - (time.thread_time() - busy_from), (1 - BOUND_SHARE) * seconds)
     coarse = coarsen(problem) if len(problem.ops) > COARSEN_ABOVE_OPS else Coarse.same(problem)
     chosen = make(
         policy,

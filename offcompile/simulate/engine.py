@@ -14,7 +14,7 @@ from .compiled import CompiledPlan, CompiledRun, Transfer
 from .copies import FILLING, STALE, VALID, Halt
 from .diagnosis import explain_stuck, waits_of
 from .links import FULL
-from .pace import Paces
+from .pace import Paces, may_slow_down
 from .settle import check_end
 from .state import Beginning, ComputeLane, CopyLane, SimulationState, StepWindow, UnderWay
 
@@ -26,7 +26,7 @@ class Engine(SimulationState):
 
     def __init__(self, plan: CompiledPlan, record: bool) -> None:
         super().__init__(plan, record)
-        self.paces = Paces(self.base, self.lanes) if self.base.links else None
+        self.paces = Paces(self.base, self.lanes) if may_slow_down(plan) else None
 
     # ---- the loop ------------------------------------------------------------------------
 

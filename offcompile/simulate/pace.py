@@ -49,6 +49,14 @@ class Paces:
         return paces
 
 
+def may_slow_down(plan: CompiledPlan) -> bool:
+    """True if a link may ever be asked for more than its rate: most plans never do that."""
+    if not plan.base.links:
+        return False
+    crowded = any(sum(link.lane_shares) > FULL for link in plan.base.links)
+    return crowded or any(any(run.link_shares) for run in (*plan.runs, *plan.updates))
+
+
 def busy_ns(plan: CompiledPlan) -> int:
     """The time for which the busiest link is taken in a step."""
     found = [0]

@@ -95,6 +95,7 @@ class _Account:
         self.width = 1 + len(self.ins) + len(self.outs) + 1
         self.links = Links(s.problem, s.machine)
         self._carries: dict[str, Ways] = {}
+        self._taken: dict[tuple[int, str], Floats] = {}
         self.results = self._results()
         lasting = (t for t in s.problem.tensors if t.home == DEVICE and s.problem.stays_put(t.id))
         self.lasting_bytes = sum(t.nbytes for t in lasting)
@@ -237,9 +238,16 @@ class _Account:
         times, beside = ways.times.copy(), np.zeros(self.width)
         direct = [i for i in ops if (i, t) in self.survey.direct_ns]
         times[IN_PLACE] = sum(max(0.0, float(self.survey.direct_ns[i, t])) for i in direct)
-        for column, lane in enumerate((*self.ins, *self.outs), start=1):
-            beside[column] = sum(self.links.beside(i, t, lane) for i in direct)
+        for i in direct:
+            beside += self._beside(i, t)
         return Ways(times, beside)
+
+    def _beside(self, op: int, t: str) -> Floats:
+        """The time in which access in place keeps each lane from moving."""
+        if (op, t) not in self._taken:
+            taken = [self.links.beside(op, t, lane) for lane in (*self.ins, *self.outs)]
+            self._taken[op, t] = np.array([0.0, *taken, 0.0])
+        return self._taken[op, t]
 
     def _carried(self, t: str, lanes: Sequence[Lane], begin: int) -> Ways:
         key = f"{begin} {t}"
@@ -247,7 +255,7 @@ class _Account:
             s, times = self.survey, np.full(self.width, np.inf)
             for i, lane in enumerate(lanes):
                 whole = whole_ns(s.problem.tensor[t], lane, s.machine)
-                times[begin + i] = whole * max(1.0, self.links.slowed(lane.name))
+                times[begin + i] = whole * self.links.slowed[lane.name]
             self._carries[key] = Ways(times, np.zeros(self.width))
         return self._carries[key]
 

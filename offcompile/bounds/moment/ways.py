@@ -46,7 +46,8 @@ class Ways:
     def prices(self, weights: Floats) -> Floats:
         """The cost of each way, given the weights of the lanes; infinite where there is none."""
         prices = priced(self.times, weights)
-        prices[..., IN_PLACE] += self.beside @ weights
+        if self.beside.any():
+            prices[..., IN_PLACE] += self.beside @ weights
         return prices
 
     def busy(self, picked: Ints, share: Floats) -> Floats:
