@@ -18,7 +18,6 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from offcompile.bounds.links import Links
 from offcompile.bounds.survey import (
     Floats,
     Survey,
@@ -27,15 +26,15 @@ from offcompile.bounds.survey import (
     known,
     least_ns,
     priced,
-    whole_ns,
 )
-from offcompile.ir import DEVICE, Lane
+from offcompile.ir import DEVICE
 
 from .chains import Chains
 from .choices import Cut
+from .crossings import Crossings
 from .ending import Ending
-from .sides import Carried, HostUpdates, Sides
-from .ways import IN_PLACE, Ways
+from .sides import HostUpdates, Sides
+from .ways import Ways
 from .weights import best_weights
 
 #: moments to try: the most crowded op of that many stretches, the ends of phases, and the
@@ -90,12 +89,7 @@ class _Account:
         )
         self.updates = HostUpdates.of(s)
         self.there = always_there(s.problem, s.host_ns, s.rewriters)
-        self.ins = [x for x in s.lanes if x.target == DEVICE]
-        self.outs = [x for x in s.lanes if x.source == DEVICE]
-        self.width = 1 + len(self.ins) + len(self.outs) + 1
-        self.links = Links(s.problem, s.machine)
-        self._carries: dict[str, Ways] = {}
-        self._taken: dict[tuple[int, str], Floats] = {}
+        self.crossings = Crossings(s)
         self.results = self._results()
         lasting = (t for t in s.problem.tensors if t.home == DEVICE and s.problem.stays_put(t.id))
         self.lasting_bytes = sum(t.nbytes for t in lasting)
@@ -114,7 +108,7 @@ class _Account:
 
     def crossing(self, t: str) -> tuple[Ways, Ways]:
         """Ways out and back of a tensor that is kept only for recomputations."""
-        return self._carried(t, self.outs, 1 + len(self.ins)), self._carried(t, self.ins, 1)
+        return self.crossings.out(t), self.crossings.into(t)
 
     def moments(self) -> list[int]:
         """Ops with a duration above 0, the most crowded first."""
@@ -163,24 +157,23 @@ class _Account:
                 back.append(self._back(t, later))
                 again.append(self._again(t) if later else np.inf)
         compute = float(self.least[: k + 1].sum()), float(self.least[k + 1 :].sum())
-        carried = Carried(s, self.ins, self.outs, self.width)
         return Cut(
             tuple(names),
             held + sum(nbytes) - capacity,
             np.array(nbytes, dtype=float),
-            Ways.stack(out, self.width),
-            Ways.stack(back, self.width),
+            Ways.stack(out, self.crossings.width),
+            Ways.stack(back, self.crossings.width),
             np.array(again),
-            Ways.stack(first, self.width),
+            Ways.stack(first, self.crossings.width),
             compute,
-            Sides(k, self.updates, carried, names),
+            Sides(k, self.updates, self.crossings, names),
             self._ending(k, capacity),
         )
 
     def _ending(self, k: int, capacity: int) -> Ending:
         late = [(n, ways) for at, n, ways in self.results if at > k]
         nbytes = np.array([n for n, _ in late], dtype=float)
-        out = Ways.stack([ways for _, ways in late], self.width)
+        out = Ways.stack([ways for _, ways in late], self.crossings.width)
         return Ending(nbytes, out, self.lasting_bytes + float(nbytes.sum()) - capacity)
 
     def _results(self) -> list[tuple[int, int, Ways]]:
@@ -196,28 +189,28 @@ class _Account:
             if not lasts or tensor.pinned or not tensor.nbytes or len(made) != 1:
                 continue
             if s.host_ns[made[0]] is None:
-                ways = self._carried(tensor.id, self.outs, 1 + len(self.ins))
+                ways = self.crossings.out(tensor.id)
                 if s.optional(made[0], tensor.id):
-                    ways = self._or_in_place(ways, tensor.id, made)
+                    ways = self.crossings.or_in_place(ways, tensor.id, made)
                 found.append((made[0], tensor.nbytes, ways))
         return found
 
     def _back(self, t: str, reads: Sequence[int]) -> Ways:
         """Ways to serve these reads of one value that is not on the device."""
-        ways = self._carried(t, self.ins, 1)
+        ways = self.crossings.into(t)
         if all(self.survey.optional(a, t) for a in reads):
-            return self._or_in_place(ways, t, reads)
+            return self.crossings.or_in_place(ways, t, reads)
         return ways
 
     def _out(self, t: str, gaps: Sequence[SurveyGap], at: int) -> Ways:
         """Ways in which a copy of a gap's value got off the device."""
-        ways = self._carried(t, self.outs, 1 + len(self.ins))
+        ways = self.crossings.out(t)
         head = next((g for g in reversed(gaps[: at + 1]) if g.new_value), None)
         if head is None or head.before is None:
             if self.survey.problem.tensor[t].home != DEVICE:
-                return self._or_in_place(ways, t, ())
+                return self.crossings.or_in_place(ways, t, ())
         elif self.survey.optional(head.before, t):
-            return self._or_in_place(ways, t, (head.before,))
+            return self.crossings.or_in_place(ways, t, (head.before,))
         return ways
 
     def _again(self, t: str) -> float:
@@ -232,32 +225,6 @@ class _Account:
             ),
             default=np.inf,
         )
-
-    def _or_in_place(self, ways: Ways, t: str, ops: Sequence[int]) -> Ways:
-        """Adds the way in which all these ops access the tensor in place."""
-        times, beside = ways.times.copy(), np.zeros(self.width)
-        direct = [i for i in ops if (i, t) in self.survey.direct_ns]
-        times[IN_PLACE] = sum(max(0.0, float(self.survey.direct_ns[i, t])) for i in direct)
-        for i in direct:
-            beside += self._beside(i, t)
-        return Ways(times, beside)
-
-    def _beside(self, op: int, t: str) -> Floats:
-        """The time in which access in place keeps each lane from moving."""
-        if (op, t) not in self._taken:
-            taken = [self.links.beside(op, t, lane) for lane in (*self.ins, *self.outs)]
-            self._taken[op, t] = np.array([0.0, *taken, 0.0])
-        return self._taken[op, t]
-
-    def _carried(self, t: str, lanes: Sequence[Lane], begin: int) -> Ways:
-        key = f"{begin} {t}"
-        if key not in self._carries:
-            s, times = self.survey, np.full(self.width, np.inf)
-            for i, lane in enumerate(lanes):
-                whole = whole_ns(s.problem.tensor[t], lane, s.machine)
-                times[begin + i] = whole * self.links.slowed[lane.name]
-            self._carries[key] = Ways(times, np.zeros(self.width))
-        return self._carries[key]
 
 
 def _covers(gap: SurveyGap, k: int) -> bool:

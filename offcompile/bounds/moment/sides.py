@@ -14,8 +14,10 @@ from functools import cached_property
 import numpy as np
 import numpy.typing as npt
 
-from offcompile.bounds.survey import Floats, Survey, known, least_ns, priced, whole_ns
-from offcompile.ir import DEVICE, HOST, Lane
+from offcompile.bounds.survey import Floats, Survey, known, least_ns, priced
+from offcompile.ir import DEVICE, HOST
+
+from .crossings import Crossings
 
 Ints = npt.NDArray[np.int64]
 
@@ -81,10 +83,11 @@ class Sides:
     """
 
     def __init__(
-        self, k: int, updates: HostUpdates, carried: Carried, names: Sequence[str]
+        self, k: int, updates: HostUpdates, crossings: Crossings, names: Sequence[str]
     ) -> None:
-        self.survey, self.k, self.carried, self.updates = carried.survey, k, carried, updates
-        self.width = carried.width
+        self.survey, self.k, self.updates = crossings.survey, k, updates
+        self.crossings = crossings
+        self.width = crossings.width
         self.host, self.device = Legs(self.width), Legs(self.width)
         self.late, self.early = Legs(self.width), Legs(self.width)
         rows = {t: i for i, t in enumerate(names)}
@@ -120,7 +123,7 @@ class Sides:
         maker, t = gradient
         if t in self.survey.rewriters:
             return  # a recomputation may write it where the host can read it
-        ways = self.carried.out(t)
+        ways = self.crossings.ns_out(t)
         if (maker, t) in self.survey.direct_ns:
             ways[0] = max(0.0, float(self.survey.direct_ns[maker, t]))
         self.host.add(i, {self.width + j: ns for j, ns in ways.items()})
@@ -132,11 +135,11 @@ class Sides:
         counted = len(states) == 1 and u > self.k and states[0] in rows
         for t in self.survey.problem.ops[u].writes:
             if t in self.updates.back:  # the step ends with it on the host
-                out = self.carried.out(t)
+                out = self.crossings.ns_out(t)
                 later = {self.width + j: ns for j, ns in out.items()}
                 self.device.add(i, later if u > self.k else out | later)
         for t in states:
-            ways = {} if s.problem.tensor[t].pinned else self.carried.into(t)
+            ways = {} if s.problem.tensor[t].pinned else self.crossings.ns_into(t)
             if (u, t) in s.direct_ns:
                 ways[0] = max(0.0, float(s.direct_ns[u, t]))
             late = {self.width + j: ns for j, ns in ways.items()}
@@ -207,22 +210,3 @@ def _back(survey: Survey) -> frozenset[str]:
     reads = survey.problem.ops[last].reads
     pinned = any(tensor[t].pinned and tensor[t].home == HOST for t in reads)
     return frozenset(t for t in reads if not tensor[t].pinned) if pinned else frozenset()
-
-
-@dataclass(frozen=True)
-class Carried:
-    """The time that lanes take to carry a tensor out of the device and into it, by column."""
-
-    survey: Survey
-    ins: Sequence[Lane]
-    outs: Sequence[Lane]
-    width: int
-
-    def into(self, t: str) -> dict[int, float]:
-        return {1 + i: self._ns(t, lane) for i, lane in enumerate(self.ins)}
-
-    def out(self, t: str) -> dict[int, float]:
-        return {1 + len(self.ins) + i: self._ns(t, lane) for i, lane in enumerate(self.outs)}
-
-    def _ns(self, t: str, lane: Lane) -> float:
-        return float(whole_ns(self.survey.problem.tensor[t], lane, self.survey.machine))

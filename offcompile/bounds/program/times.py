@@ -7,10 +7,10 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
-from offcompile.bounds.links import Links
 from offcompile.bounds.survey import Survey
 from offcompile.ir import DEVICE
 
+from .carriers import Carriers
 from .grid import Grid
 from .matrix import Columns, Ints, MatrixRows
 
@@ -39,14 +39,7 @@ class Times:
         self._fresh: dict[tuple[int, str], Terms] = defaultdict(list)
         self._due: dict[tuple[int, str], Terms] = defaultdict(list)
         self._late: list[tuple[str, int]] = []
-        self._lane_rows: dict[str, Ints] = {}
-        for lane in s.lanes:
-            rows = self._lane_rows[lane.name] = self.rows.reserve(grid.n_slots)
-            self.rows.put(rows, self.tau, -1.0)
-        self.links = Links(survey.problem, survey.machine)
-        self._link_rows = [self.rows.reserve(grid.n_slots) for _ in self.links.figures]
-        for rows in self._link_rows:
-            self.rows.put(rows, self.tau, -1.0)
+        self._carriers = Carriers(survey, self.rows, self.tau)
 
     def _slot(self, k: int) -> int:
         if self.grid.steady and k == 0:
@@ -74,11 +67,7 @@ class Times:
         """
         cost = self.scaled(self.survey.carry_ns[tensor, lane])
         flow = self.cols.new(len(slots))
-        self.rows.put(self._lane_rows[lane][slots], flow, cost)
-        for link, rows in zip(self.links.figures, self._link_rows, strict=True):
-            share = self.links.share(link, lane)
-            if share:
-                self.rows.put(rows[slots], flow, share * cost)
+        self._carriers.carry(lane, slots, flow, cost)
         if fresh_from is not None:
             self._fresh[fresh_from, lane].append((int(flow[0]), cost))
         if due_by is not None:
@@ -158,10 +147,8 @@ class Times:
     def _accesses(self) -> None:
         """Operands that ops access in place take time on the links, beside the slot's moves."""
         slot_of = {i: k for k in range(self.grid.n_slots) for i in self.grid.ops_of(k)}
-        for link, rows in zip(self.links.figures, self._link_rows, strict=True):
-            for (op, t), column in self.in_place.items():
-                cost = self.scaled(self.links.access_ns(link, op, t))
-                self.rows.put(int(rows[slot_of[op]]), column, cost)
+        for (op, t), column in self.in_place.items():
+            self._carriers.access(slot_of[op], column, op, t, self.unit)
 
     def _host_lane(self) -> None:
         """Host updates run one at a time, after the earlier ops that touch the same tensors."""
