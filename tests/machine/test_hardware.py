@@ -19,6 +19,8 @@ from offcompile.machine.hardware import (
     parse_bytes,
     to_machine,
 )
+from offcompile.machine.this_gpu import to_cuda_machine
+from offcompile.machine.this_machine import to_cpu_machine
 
 GIB = 1 << 30
 
@@ -87,6 +89,32 @@ def test_figures_of_a_card_arrive_in_the_machine_s_units() -> None:
     }
     # a codec reads and writes device memory, so it is slower than a plain pass over it
     assert all(25_000 < c.bytes_per_us < 1_010_000 for c in machine.codecs)
+
+
+def test_copies_and_accesses_in_place_share_the_link_of_a_card(tmp_path: Path) -> None:
+    into, out = to_machine(load_profile("rtx4090")).shared
+    assert (into.lanes, into.bytes_per_us, into.in_place_reads) == (("h2d",), 25_000.0, True)
+    assert (out.lanes, out.bytes_per_us, out.in_place_writes) == (("d2h",), 25_000.0, True)
+    assert not into.in_place_writes and not out.in_place_reads
+    measured = 'base = "rtx4090"\nname = "mine"\nh2d_both_gbps = 20\nd2h_both_gbps = 18\n'
+    *_, both = to_machine(load_measured(profile_file(tmp_path, measured))).shared
+    assert (both.lanes, both.bytes_per_us) == (("h2d", "d2h"), 38_000.0)
+    assert both.in_place_reads and both.in_place_writes
+
+
+def test_a_link_is_never_slower_than_accesses_were_measured(tmp_path: Path) -> None:
+    text = 'base = "rtx4090"\nname = "mine"\n[direct_gbps]\nread = 27\nwrite_strided = 4\n'
+    into, out = to_machine(load_measured(profile_file(tmp_path, text))).shared
+    assert (into.bytes_per_us, out.bytes_per_us) == (27_000.0, 25_000.0)
+
+
+def test_a_disk_accessed_from_a_card_shares_the_card_s_link() -> None:
+    into, out = to_cuda_machine(load_profile("rtx4090"), disk=True).shared
+    assert (into.lanes, out.lanes) == (("h2d", "disk_to_device"), ("d2h", "device_to_disk"))
+
+
+def test_the_cpu_target_has_no_shared_links() -> None:
+    assert not to_cpu_machine(load_profile("cpu")).shared
 
 
 def test_the_host_is_unlimited_unless_known() -> None:
