@@ -30,7 +30,7 @@ from offcompile.runtime.base.progress import Progress
 
 from .batch_trace import as_arguments
 from .plan import CPU, Ahead, ForecastRequest, Tell, check_model, refuse_measuring, simple_ways
-from .scaled import Scale
+from .scaled import Scale, ScaledFloors
 from .simple_ways import policy_ways
 
 #: no further budgets are planned after this time
@@ -41,9 +41,8 @@ TRIAL_SECONDS = 1.0
 COMPARED_SECONDS = 2.0
 #: budgets to plan, as shares of the way from the floor to the peak when nothing moves
 SHARES = (0.5, 0.25, 0.75, 0.1)
-#: relative precision of the largest batch; and the number of smaller batches to try if a batch has
-#: no plan although its floor fits
-PRECISION, MOST_TRIES = 0.01, 4
+#: relative precision of the largest batch
+PRECISION = 0.01
 
 
 @dataclass(frozen=True)
@@ -199,6 +198,15 @@ def fit(
         return _Fitting(asked, batch, tell).result(table, largest, compare)
 
 
+@dataclass(frozen=True, eq=False)
+class _ScaledWay:
+    """The step with any batch. at_home: nothing has to move if it fits as it is."""
+
+    scale: Scale
+    floors: ScaledFloors
+    at_home: bool
+
+
 @dataclass(eq=False)
 class _Fitting:
     asked: Callable[[int], ForecastRequest]
@@ -280,27 +288,34 @@ class _Fitting:
             return None
         split = (variants_in_pieces(ahead, self.tell) for ahead in (self.ahead, other))
         in_pieces = [Scale(a, b, batches) for a, b in zip(*split, strict=False)]
-        homes = {id(some[0]) for some in (scales, in_pieces) if some}
-        scales += [s for s in in_pieces if s.lines_up]
         self.tell("looking for the largest batch")
         machine, capacity = self.ahead.survey.machine, self.target.device_bytes
         capacity = min(capacity, self.budget)
+        ways = [
+            _ScaledWay(scale, scale.floors(machine), at_home=place == 0)
+            for some in (scales, in_pieces)
+            for place, scale in enumerate(some)
+            if scale.lines_up
+        ]
 
-        def fits(batch: int) -> bool:
-            floor = min(floor_of(s.at(batch), machine) for s in scales)
-            return with_reserve(floor, self.target.reserve_bytes) <= capacity
+        def fitting(batch: int) -> list[_ScaledWay]:
+            """The ways whose floor fits, those with the most room first."""
+            found = [(way.floors.at(batch), i) for i, way in enumerate(ways)]
+            reserve = self.target.reserve_bytes
+            return [ways[i] for x, i in sorted(found) if with_reserve(x, reserve) <= capacity]
 
         low, high = 0, 1
-        while fits(high):
+        while fitting(high):
             low, high = high, 2 * high
         while high - low > max(1, int(low * PRECISION)):
             middle = (low + high) // 2
-            low, high = (middle, high) if fits(middle) else (low, middle)
-        for _ in range(MOST_TRIES):
-            if low == 0 or any(self.planned(s.at(low), at_home=id(s) in homes) for s in scales):
+            low, high = (middle, high) if fitting(middle) else (low, middle)
+        less = max(1, int(low * PRECISION))
+        while low > 0:
+            if any(self.planned(way.scale.at(low), way.at_home) for way in fitting(low)):
                 return low
-            low -= max(1, int(low * PRECISION))
-        return low
+            low, less = low - less, 2 * less
+        return 0
 
     def planned(self, problem: Problem, at_home: bool) -> bool:
         """True if there is a plan for it within the budget."""

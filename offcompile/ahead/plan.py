@@ -341,7 +341,7 @@ class Ahead:
         floor = min(floor_of(step, self.survey.machine) for step in steps)
         return StepEstimate(steps[0], with_reserve(floor, self.target.reserve_bytes))
 
-    @property
+    @cached_property
     def variants(self) -> list[Problem]:
         """The step with all tensors on the device, and with weights on the host."""
         plain = self.survey.problem(self.graphs).problem

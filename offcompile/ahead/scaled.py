@@ -7,9 +7,11 @@ exact if the same hardware limit bounds the op for all batches in between.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
-from offcompile.ir import Op, Problem, Tensor
+from offcompile.ir import Machine, Op, Problem, Tensor
+from offcompile.planning.fit_budget import floors_of_ways
 
 
 @dataclass(frozen=True)
@@ -30,6 +32,11 @@ class Scale:
             (p.id, p.reads, p.writes) == (q.id, q.reads, q.writes)
             for p, q in zip(a.ops, b.ops, strict=True)
         )
+
+    def floors(self, machine_for: Callable[[int], Machine]) -> ScaledFloors:
+        small, large = (floors_of_ways(p, machine_for) for p in (self.small, self.large))
+        runs = tuple(tuple(zip(a, b, strict=True)) for a, b in zip(small, large, strict=True))
+        return ScaledFloors(runs, self.batches)
 
     def at(self, batch: int) -> Problem:
         small, large = self.batches
@@ -63,3 +70,20 @@ class Scale:
         tensors = tuple(tensor(t, self.large.tensor[t.id]) for t in self.small.tensors)
         ops = tuple(op(a, b) for a, b in zip(self.small.ops, self.large.ops, strict=True))
         return replace(self.small, tensors=tensors, ops=ops)
+
+
+@dataclass(frozen=True)
+class ScaledFloors:
+    """Device bytes that each run of a step needs at least, with a smaller and a larger batch."""
+
+    #: for each way to hold weights, the bytes of its runs with both batches
+    ways: tuple[tuple[tuple[int, int], ...], ...]
+    batches: tuple[int, int]
+
+    def at(self, batch: int) -> int:
+        """The floor with that batch, less a few bytes where sizes of tensors are rounded up."""
+        small, large = self.batches
+        share = (batch - small) / (large - small)
+        return min(
+            max((math.ceil(a + (b - a) * share) for a, b in runs), default=0) for runs in self.ways
+        )

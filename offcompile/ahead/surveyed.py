@@ -46,14 +46,12 @@ class AheadProblemSource(ProblemSource):
         """Return the graphs unchanged, since they must stay like their twin's."""
         return graphs
 
-    def annotate(
-        self, graphs: Graphs, budget: int | None, progress: Callable[[str], None]
-    ) -> Annotated:
+    def price(self, graphs: Graphs, budget: int | None, progress: Callable[[str], None]) -> None:
         self._last = None  # costs change
         if self.twin is not None:
             self.twin = self._twin_of(self.twin, graphs)
-            self.twin.survey.annotate(self.twin.graphs, budget, progress)
-        return super().annotate(graphs, budget, progress)
+            self.twin.survey.price(self.twin.graphs, budget, progress)
+        super().price(graphs, budget, progress)
 
     def measure_in_place(self, graphs: Graphs, in_place: InPlace) -> None:
         mine = self._unmeasured

@@ -265,14 +265,25 @@ def floors_by_run(problem: Problem, machine_for: Callable[[int], Machine]) -> di
     return {run.name: nbytes for run, nbytes in zip(frame.program.runs, floors, strict=True)}
 
 
-def _floor_per_op(
+def floors_of_ways(
     problem: Problem, machine_for: Callable[[int], Machine]
-) -> tuple[ProgramVariant, list[int]]:
+) -> tuple[list[int], ...]:
+    """The device bytes at each run if everything evictable is off the device: with weights copied,
+    and with weights accessed in place."""
+    return tuple(frame.floor for frame in _floor_frames(problem, machine_for))
+
+
+def _floor_frames(problem: Problem, machine_for: Callable[[int], Machine]) -> list[ProgramVariant]:
     machine = machine_for(1)
     copied = Choices(hosted=held_on_host(problem))
     in_place = direct_mode(problem, machine)
-    frames = [ProgramVariant(problem, machine, m) for m in dict.fromkeys((copied, in_place))]
-    frame = min(frames, key=lambda f: max(f.floor, default=0))
+    return [ProgramVariant(problem, machine, m) for m in dict.fromkeys((copied, in_place))]
+
+
+def _floor_per_op(
+    problem: Problem, machine_for: Callable[[int], Machine]
+) -> tuple[ProgramVariant, list[int]]:
+    frame = min(_floor_frames(problem, machine_for), key=lambda f: max(f.floor, default=0))
     return frame, frame.floor
 
 

@@ -99,6 +99,11 @@ class ProblemSource:
     ) -> Annotated:
         """Annotate the step with all tensors on the device. Measures large ops, unless a hardware
         profile is named."""
+        self.price(graphs, budget, progress)
+        return self.problem(graphs)
+
+    def price(self, graphs: Graphs, budget: int | None, progress: Callable[[str], None]) -> None:
+        """Estimate or measure the costs of all ops."""
         hint = hint_of(self.sizes)
         standing = standing_bytes(graphs, hint, self.kind)
         measure = self.options.hardware is None
@@ -122,7 +127,6 @@ class ProblemSource:
         found = annotate(graphs, self._costs, hint, LEAST_MOVE_BYTES)
         largest = max((t.nbytes for t in found.problem.tensors if not t.pinned), default=0)
         self._min_move = max(LEAST_MOVE_BYTES, int(largest * SMALL_SHARE))
-        return self.problem(graphs)
 
     def measure_in_place(self, graphs: Graphs, in_place: InPlace) -> None:
         """Add to the costs the times of ops with weights and gradients on the host."""

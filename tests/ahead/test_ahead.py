@@ -28,6 +28,7 @@ from offcompile.ir import InvalidInput, OffloadError
 from offcompile.machine.hardware import load_profile
 from offcompile.machine.options import Options
 from offcompile.machine.target import CpuTarget
+from offcompile.planning.fit_budget import floor_of
 from offcompile.run.problem_source import ProblemSource
 from offcompile.runtime.measure.in_place import Slowdown
 from offcompile.runtime.measure.op import Measured
@@ -289,6 +290,8 @@ def test_sizes_at_other_batches_are_exact() -> None:
     mine, theirs = scale.at(7), problems[7]
     assert [t.nbytes for t in mine.tensors] == [t.nbytes for t in theirs.tensors]
     assert not Scale(problems[2], replace(problems[4], ops=problems[4].ops[1:]), (2, 4)).lines_up
+    floor = floor_of(theirs, found.survey.machine)
+    assert abs(scale.floors(found.survey.machine).at(7) - floor) <= len(theirs.tensors)
 
 
 def test_fit_answers_with_the_largest_batch_and_a_table(monkeypatch: pytest.MonkeyPatch) -> None:
