@@ -13,8 +13,9 @@ from offcompile.runtime.states.states import MemoryStates
 
 from .core import MASTER, Core, ParameterEntry, Scratch
 from .layout import flat, flat_like, is_dense
+from .ranks.shards import local_like
 from .rules import Hyper, OnePass
-from .shards import local_like
+from .whole import agree, update_whole
 
 #: elements per tile if an update takes more than one pass over them; a tile stays in the cache
 TILE_ELEMENTS = 1 << 18
@@ -48,14 +49,34 @@ def update(
         brought.arrive()
         gradient = brought.gradient
     weight = parameter if carrier is None else carrier.place(entry.local)
-    dense = is_dense(weight)
-    weights = flat(weight) if dense else weight.contiguous().view(-1)
     gradients = flat_like(gradient.detach(), weight)
     if coefficient is not None:
         coefficient = coefficient.to(gradients.device)
     grad_scale = _sent(grad_scale, gradients.device)
     entry.count_up()
     core.visiting(entry)
+    if core.rule.whole:
+        if coefficient is not None:
+            gradients.mul_(coefficient)
+        update_whole(core, entry, weight, gradients, hyper, grad_scale)
+    else:
+        _update_ranges(core, entry, weight, gradients, hyper, coefficient, grad_scale)
+    if carrier is not None:
+        carrier.updated(entry.local, entry.label)
+    core.updated(entry)
+
+
+def _update_ranges(
+    core: Core,
+    entry: ParameterEntry,
+    weight: torch.Tensor,
+    gradients: torch.Tensor,
+    hyper: Hyper,
+    coefficient: torch.Tensor | None,
+    grad_scale: torch.Tensor | None,
+) -> None:
+    dense = is_dense(weight)
+    weights = flat(weight) if dense else weight.contiguous().view(-1)
     # each written range increments the version
     disagrees = MASTER in entry.names and entry.agreed != entry.parameter._version
     for start, stop, parts in _ranges(core, entry, coefficient is not None):
@@ -63,13 +84,10 @@ def update(
         if coefficient is not None:
             work.mul_(coefficient)
         if disagrees:
-            _agree(parts[MASTER], weights[start:stop], entry.agreed is None)
+            agree(parts[MASTER], weights[start:stop], entry.agreed is None)
         _update_tile(core, entry, weights[start:stop], work, parts, hyper, grad_scale)
     if not dense:
         weight.copy_(weights.view(weight.shape))
-    if carrier is not None:
-        carrier.updated(entry.local, entry.label)
-    core.updated(entry)
 
 
 def _ranges(
@@ -191,6 +209,8 @@ def _brought(
 
 def _is_plain(core: Core, entry: ParameterEntry, gradient: torch.Tensor) -> bool:
     parameter = entry.local
+    if core.rule.whole:
+        return False
     if entry.store is not None and not isinstance(entry.store, MemoryStates):
         return False
     if core.carrier(entry) is not None:
@@ -221,16 +241,6 @@ def _update_call(
     core.rule.update(weights, gradients, parts, steps, hyper, is_first, grad_scale)
     for entry, _ in call:
         core.updated(entry)
-
-
-def _agree(master: torch.Tensor, weight: torch.Tensor, from_nothing: bool) -> None:
-    """Copy to the master only the elements of the weight that somebody else has written."""
-    here = weight.to(master.device)
-    if from_nothing:
-        master.copy_(here)
-    else:
-        kept = master.to(weight.dtype) == here
-        master.copy_(torch.where(kept, master, here.to(master.dtype)))
 
 
 def _cast(scratch: Scratch, tile: torch.Tensor, dtype: torch.dtype, name: str) -> torch.Tensor:

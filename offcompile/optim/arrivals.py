@@ -17,9 +17,9 @@ from offcompile.runtime.states import updates
 from .clipping import norm
 from .core import Core, ParameterEntry
 from .layout import flat_like, room_like, shaped_like
-from .replicas import reduced_after_backward
+from .ranks.replicas import reduced_after_backward
+from .ranks.shards import is_sharded, version_of
 from .rules import Hyper
-from .shards import is_sharded, version_of
 from .update_paths import UpdatePaths
 
 LOGGER = logging.getLogger("offcompile")

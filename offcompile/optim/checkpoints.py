@@ -15,7 +15,7 @@ from offcompile.runtime.states.states import MemoryStates
 
 from .core import MASTER, Core, ParameterEntry
 from .layout import flat_like, shaped_like
-from .shards import is_sharded, local_state, sharded_like
+from .ranks.shards import is_sharded, local_state, sharded_like
 
 
 def whole_state(core: Core) -> defaultdict[torch.Tensor, Any]:

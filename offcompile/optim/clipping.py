@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch.utils._foreach_utils import _group_tensors_by_device_and_dtype
 
-from .shards import is_sharded, mesh_of, whole
+from .ranks.shards import is_sharded, mesh_of, whole
 
 
 def norm(gradient: torch.Tensor) -> torch.Tensor:

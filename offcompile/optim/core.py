@@ -17,9 +17,9 @@ from offcompile.runtime.states.gradient_transport import GradientTransport, carr
 from offcompile.runtime.states.states import MemoryStates, States
 
 from .layout import shaped_like
+from .ranks.shards import local, sharded_like
 from .rules import Rule
 from .settings import Settings
-from .shards import local, sharded_like
 from .state_placement import Places, device_in, is_kept_there, is_streamed
 
 MASTER = "master"

@@ -18,9 +18,9 @@ from offcompile.runtime.states.states import StatesFacts
 from . import apply, checkpoints, clipping
 from .arrivals import Arrivals
 from .core import Core, ParameterEntry, refuse_flags
+from .ranks.shards import local
 from .rules import Hyper, Rule
 from .settings import Asked, Settings
-from .shards import local
 from .state_placement import Places
 from .update_paths import UpdatePaths
 

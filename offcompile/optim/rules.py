@@ -42,6 +42,8 @@ class Rule(Protocol):
 
     #: True if steps are counted
     counts: bool
+    #: True if an update needs the whole parameter at once, in its shape
+    whole: bool
 
     def names(self, group: Group) -> tuple[str, ...]:
         """The states that parameters of the group have."""
@@ -65,12 +67,13 @@ class Rule(Protocol):
         """Update weights and states in place. first: the states are not initialised yet."""
 
 
-def _number(value: Any) -> float:
+def number(value: Any) -> float:
     return float(value.item()) if isinstance(value, torch.Tensor) else float(value)
 
 
 class AdamRule:
     counts = True
+    whole = False
 
     def names(self, group: Group) -> tuple[str, ...]:
         return ("exp_avg", "exp_avg_sq") + (("max_exp_avg_sq",) if group["amsgrad"] else ())
@@ -78,11 +81,11 @@ class AdamRule:
     def hyper(self, group: Group) -> dict[str, Any]:
         beta1, beta2 = group["betas"]
         return {
-            "lr": _number(group["lr"]),
-            "beta1": _number(beta1),
-            "beta2": _number(beta2),
-            "weight_decay": _number(group["weight_decay"]),
-            "eps": _number(group["eps"]),
+            "lr": number(group["lr"]),
+            "beta1": number(beta1),
+            "beta2": number(beta2),
+            "weight_decay": number(group["weight_decay"]),
+            "eps": number(group["eps"]),
             "amsgrad": bool(group["amsgrad"]),
             "maximize": bool(group["maximize"]),
             "decoupled": bool(group["decoupled_weight_decay"]),
@@ -140,6 +143,7 @@ def _adam_in_one_pass(
 
 class SGDRule:
     counts = False
+    whole = False
 
     def one_pass(self, group: Group) -> OnePass | None:
         return None
@@ -149,7 +153,7 @@ class SGDRule:
 
     def hyper(self, group: Group) -> dict[str, Any]:
         numbers = ("lr", "momentum", "dampening", "weight_decay")
-        return {name: _number(group[name]) for name in numbers} | {
+        return {name: number(group[name]) for name in numbers} | {
             "nesterov": bool(group["nesterov"]),
             "maximize": bool(group["maximize"]),
         }

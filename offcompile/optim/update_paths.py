@@ -13,8 +13,8 @@ from offcompile.runtime.states.update_workers import UpdateJob, UpdateWorkers
 
 from . import apply
 from .core import Core, ParameterEntry
+from .ranks.shards import local_like
 from .rules import Hyper
-from .shards import local_like
 
 #: steps of each way to compare, and steps before them, which create states and compile
 TRIALS, WARM_STEPS = 3, 2

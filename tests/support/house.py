@@ -206,6 +206,7 @@ PUBLIC = (
     "offcompile.ahead.plan:plan",
     "offcompile.optim.adam:__init__",
     "offcompile.optim.sgd:__init__",
+    "offcompile.optim.muon:__init__",
 )
 #: kernels, and kernels of torch operators, whose parameters are the operator's schema
 KERNELS = (f"{RUNTIME}.kernels", f"{RUNTIME}.moves.ops")
