@@ -22,6 +22,7 @@ from offcompile.planning.fit_budget import (
     peak_alone,
     with_reserve,
 )
+from offcompile.report.notebook import as_html
 from offcompile.report.report import PlanReport
 from offcompile.report.simple_way import SimpleWay, against
 from offcompile.report.words import split_facts
@@ -86,6 +87,14 @@ class FitReport:
         return "\n".join(self._lines())
 
     __str__ = to_text
+
+    def _repr_html_(self) -> str:
+        """The answer as the last line of a notebook's cell shows it."""
+        used = None
+        if self.report is not None:
+            used = self.report.planned_peak_bytes, self.memory_bytes
+        title, *lines = self._lines()
+        return as_html(title, (), lines, used)
 
     def _lines(self) -> Iterable[str]:
         report, asked = self.report, size(self.memory_bytes)

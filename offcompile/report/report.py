@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from . import page
+from .notebook import as_html
 from .record import Record
 from .simple_way import against
 from .words import facts, measured_zeros, traffic
@@ -27,6 +28,14 @@ class PlanReport(Record):
         return "\n".join(lines)
 
     __str__ = to_text
+
+    def _repr_html_(self) -> str:
+        """The report as the last line of a notebook's cell shows it."""
+        more = list(traffic(self)) if self.plan.moves else []
+        if self.simple_ways:
+            more += ["", *against(self.planned_us, self.simple_ways)]
+        used = self.planned_peak_bytes, self.budget_bytes
+        return as_html(self.name, facts(self), more, used)
 
     def save_html(self, path: str | Path) -> None:
         """Write the report as one page for a browser, which needs no network or other files."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
+from html.parser import HTMLParser
 from pathlib import Path
 
 import pytest
@@ -24,12 +25,14 @@ from offcompile.ir import (
     Tier,
 )
 from offcompile.ir.jsonio import loads_machine, loads_plan, loads_problem
+from offcompile.ir.units import size
 from offcompile.planning.planner import PlanResult, certify
 from offcompile.planning.timelines import print_timeline
 from offcompile.report import report as reporting
 from offcompile.report.explain import DIRECT, ELSEWHERE, MOVES, RECOMPUTED, STAYS
 from offcompile.report.figures import PlannedMemory
 from offcompile.report.report import PlanReport, remember, reports
+from offcompile.report.words import facts, traffic
 
 MIB = 1 << 20
 
@@ -247,3 +250,39 @@ def test_reports_of_the_process_in_order(
     assert reports() == [report, other]
     reports().clear()
     assert len(reports()) == 2
+
+
+class Shown(HTMLParser):
+    """The text of a notebook's cell, and the tags that are open at its end."""
+
+    def __init__(self, html: str) -> None:
+        super().__init__()
+        self.text, self.open = "", list[str]()
+        self.feed(html)
+
+    def handle_starttag(self, tag: str, attrs: object) -> None:
+        assert tag in ("div", "b", "span", "table", "tr", "td", "pre")
+        self.open.append(tag)
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open.pop() == tag
+
+    def handle_data(self, data: str) -> None:
+        self.text += data
+
+
+def test_a_notebook_shows_the_facts_of_a_report() -> None:
+    found = made()
+    shown = Shown(found._repr_html_())
+    assert not shown.open
+    assert found.name in shown.text
+    told = [*(word for fact in facts(found) for word in fact), *traffic(found)]
+    assert len(told) > 10
+    assert all(word in shown.text for word in told)
+    assert f"{size(found.planned_peak_bytes)} of {size(found.budget_bytes)}" in shown.text
+
+
+def test_names_of_a_report_cannot_write_html_of_their_own() -> None:
+    found = replace(made(), name="<script>alert(1)</script>")
+    assert "<script>" not in found._repr_html_()
+    assert "<script>alert(1)</script>" in Shown(found._repr_html_()).text

@@ -66,6 +66,11 @@ ROOMS = (
     Room("offcompile.optim", ("torch",), "optimizers whose states lie elsewhere"),
     Room("offcompile.ahead", ("torch", "transformers"), "plans without the hardware"),
     Room("offcompile.cli", ("rich", "torch"), "the command line and the doctor"),
+    Room(
+        "offcompile.integrations",
+        ("torch", "transformers", "lightning"),
+        "callbacks for other people's trainers",
+    ),
     Room("offcompile.testing", ("hypothesis",), "strategies for other people's tests", may=(IR,)),
 )
 #: the picture of this table in the documents
