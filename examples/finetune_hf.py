@@ -4,9 +4,9 @@
     python examples/finetune_hf.py --memory minimum --lora --model /path/to/folder
 
 Without --model a small Llama is made from a configuration; nothing is fetched. With `accelerate`
-installed the Trainer trains, otherwise a plain loop. The model is compiled in place before the
-Trainer gets it, since the Trainer's own option (torch_compile_backend) takes only the backends that
-accelerate lists: "offcompile" ends there with "is not a valid DynamoBackend".
+installed the Trainer trains, and a callback compiles the model; otherwise a plain loop does. (The
+Trainer's own option torch_compile_backend takes only what accelerate lists: "offcompile"
+ends there with "is not a valid DynamoBackend".)
 """
 
 from __future__ import annotations
@@ -69,9 +69,16 @@ def load(asked: argparse.Namespace) -> nn.Module:
     return LlamaForCausalLM(config)
 
 
-def by_trainer(model: nn.Module, asked: argparse.Namespace, data: list[dict[str, Any]]) -> float:
+def by_trainer(
+    model: nn.Module,
+    asked: argparse.Namespace,
+    data: list[dict[str, Any]],
+    options: dict[str, Any],
+) -> float:
     """The mean loss that the Trainer tells."""
     from transformers import Trainer, TrainingArguments
+
+    from offcompile.integrations.transformers import OffcompileCallback
 
     with tempfile.TemporaryDirectory() as folder:
         settings = TrainingArguments(
@@ -84,7 +91,9 @@ def by_trainer(model: nn.Module, asked: argparse.Namespace, data: list[dict[str,
             report_to=[],
             disable_tqdm=True,
         )
-        return float(Trainer(model, settings, train_dataset=data).train().training_loss)
+        within = OffcompileCallback(**options)
+        trainer = Trainer(model, settings, train_dataset=data, callbacks=[within])
+        return float(trainer.train().training_loss)
 
 
 def by_loop(model: nn.Module, asked: argparse.Namespace, data: list[dict[str, Any]]) -> float:
@@ -124,7 +133,6 @@ def main() -> None:
     model = load(asked)
     if asked.lora:
         add_lora(model, asked.rank)
-    model.compile(backend="offcompile", options=options)
     trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
     print(f"{trained:,} of {sum(p.numel() for p in model.parameters()):,} parameters are trained")
     texts = next(batches(asked.batch * asked.steps, asked.length - 1, "cpu"))
@@ -132,9 +140,10 @@ def main() -> None:
     if asked.loop or not find_spec("accelerate"):
         if not asked.loop:
             print("a plain loop, since the Trainer needs accelerate: pip install accelerate")
+        model.compile(backend="offcompile", options=options)
         loss = by_loop(model, asked, data)
     else:
-        loss = by_trainer(model, asked, data)
+        loss = by_trainer(model, asked, data, options)
     print(f"loss {loss:.4f}\n")
     print(offcompile.reports()[0])
 

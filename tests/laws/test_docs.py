@@ -82,11 +82,39 @@ def for_host_init(names: dict[str, Any]) -> None:
     names |= {"AutoModelForCausalLM": AutoModelForCausalLM, "folder": "weights"}
 
 
+def for_trainer(names: dict[str, Any]) -> None:
+    from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainingArguments
+
+    small = GPT2Config(vocab_size=32, n_embd=16, n_layer=1, n_head=2, n_positions=16)
+    asked = {"max_steps": 2, "report_to": [], "use_cpu": True, "disable_tqdm": True}
+    text = torch.arange(8)
+    names |= {"model": GPT2LMHeadModel(small), "args": TrainingArguments("trained", **asked)}
+    names |= {"data": [{"input_ids": text, "labels": text}] * 8, "Trainer": Trainer}
+    names |= {"callbacks": []}
+
+
+def for_lightning(names: dict[str, Any]) -> None:
+    pytest.importorskip("lightning")
+
+
+def for_accelerate(names: dict[str, Any]) -> None:
+    from accelerate import Accelerator
+
+    model = Model()
+    names |= {"model": model, "optimizer": torch.optim.AdamW(model.parameters())}
+    names |= {"accelerator": Accelerator(cpu=True)}
+    names |= {"loader": torch.utils.data.DataLoader([torch.ones(8)] * 4, batch_size=2)}
+
+
 #: a part of the block → what else it needs
 NEEDS: dict[str, Callable[[dict[str, Any]], None]] = {
     "predictor = Predictor()": for_correlation,
     "how.pack(x, room)": for_codecs,
     "from_pretrained(folder)": for_host_init,
+    "import OffcompileCallback": for_trainer,
+    "optimizer_cls_and_kwargs": for_trainer,
+    "import LightningOffcompileCallback": for_lightning,
+    "accelerator.prepare": for_accelerate,
 }
 
 
