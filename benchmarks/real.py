@@ -172,7 +172,7 @@ def _head() -> list[str]:
         "the simple ways take on the same problem ([fit](../../docs/fit.md)); of one that does not",
         "fit the GiB that it misses, in brackets. A *policy* is one of the published ones alone.",
         "",
-        machine(),
+        f"The newest rows: {machine()}. Earlier ones may be of another machine of two cores.",
         "",
         "| " + " | ".join(COLUMNS) + " |",
         "|" + "---|" * len(COLUMNS),
