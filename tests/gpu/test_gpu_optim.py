@@ -107,6 +107,22 @@ def test_steps_are_torch_s(states: str, overlap: bool, max_norm: float | None, d
     assert_same(found, expected, device)
 
 
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("overlap", [False, True])
+def test_steps_of_muon_are_torch_s(overlap: bool, device: str) -> None:
+    """Also beside a card, where momentum crosses and torch's own kernels update there."""
+
+    def matrices(model: nn.Module) -> list[nn.Parameter]:
+        return [p for p in model.parameters() if p.ndim == 2]
+
+    with deterministic():
+        theirs, mine = stack(192, 2, device), stack(192, 2, device)
+        expected = train(theirs, theirs, lambda m: torch.optim.Muon(matrices(m), 0.02))
+        asked = {"states": "host", "overlap": overlap}
+        found = train(mine, mine, lambda m: optim.Muon(matrices(m), 0.02, **asked))
+    assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+
+
 @pytest.mark.parametrize("overlap", [False, True])
 @pytest.mark.parametrize(
     ("lowering", "device"),
