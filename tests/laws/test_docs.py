@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ast
+import json
 import os
 import re
 import subprocess
@@ -291,3 +293,27 @@ def test_examples_run(words: list[str], tmp_path: Path) -> None:
     )
     assert done.returncode == 0, done.stderr[-3000:]
     assert done.stdout + done.stderr
+
+
+def test_the_notebook_runs_from_top_to_bottom(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("OFFCOMPILE_HARDWARE", "cpu")
+    monkeypatch.setenv("OFFCOMPILE_SECONDS", "0.1")
+    monkeypatch.setattr(reporting, "_remembered", [])
+    cells = json.loads((EXAMPLES / "budgets.ipynb").read_text())["cells"]
+    code = [cell for cell in cells if cell["cell_type"] == "code"]
+    assert not any(cell["outputs"] for cell in code), "outputs are not kept"
+    names: dict[str, Any] = {}
+    shown = []
+    for cell in code:
+        body = ast.parse("".join(cell["source"])).body
+        last = body.pop() if isinstance(body[-1], ast.Expr) else None
+        exec(compile(ast.Module(body, []), cell["id"], "exec"), names)
+        if isinstance(last, ast.Expr):
+            shown.append(eval(compile(ast.Expression(last.value), cell["id"], "eval"), names))
+    assert "1MiB: Set memory to" in capsys.readouterr().out
+    tables = [value._repr_html_() for value in shown if isinstance(value, PlanReport)]
+    assert len(tables) == 2
+    assert all("planned peak" in table for table in tables)
