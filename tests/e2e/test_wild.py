@@ -8,7 +8,9 @@ import pytest
 import torch
 from torch import nn
 from trust import wild as part
+from trust.conformity import Outcome
 from wild import judge as judging
+from wild import rounding
 from wild.families import load
 from wild.judge import BROKEN, EQUAL, MISSING, PLAIN_FAILS, REFUSED, Verdict, judge
 from wild.program import Program, Run
@@ -78,6 +80,66 @@ def test_a_program_that_moves_nothing_is_broken_unless_it_says_so() -> None:
 
     assert judge(Program("test", "still", still)).kind == BROKEN
     assert judge(Program("test", "still", still, moves=False)).kind == EQUAL
+
+
+class _OnTheEdge(nn.Module):
+    """Its ReLU's input is just below zero, by less than a rounding of the weights."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weights = nn.Parameter(torch.tensor([0.7, 0.1, -0.8]))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.relu(self.weights @ x)
+
+
+def _gradient(*values: float) -> Outcome:
+    return Outcome({"gradient": torch.tensor(values), "unscaled": torch.ones(3)})
+
+
+def _run_on_the_edge(compiler: judging.Compiler) -> Outcome:
+    model = _OnTheEdge()
+    compiler(model)(torch.ones(3)).backward()
+    assert model.weights.grad is not None
+    return _gradient(*model.weights.grad.tolist())
+
+
+def _explained(mine: Outcome, theirs: Outcome, ours_in_float64: Outcome) -> bool:
+    return rounding.explains(
+        mine, theirs, _run_on_the_edge, lambda _: ours_in_float64, rounding.uncompiled
+    )
+
+
+def test_rounding_explains_on_which_side_of_zero_a_value_lies_and_nothing_more(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    stopped, passed = _gradient(0, 0, 0), _gradient(1, 1, 1)
+    exact = _run_on_the_edge(rounding.in_float64(rounding.uncompiled))
+    assert not rounding.far_apart(stopped, exact)
+
+    assert _explained(stopped, passed, passed)  # ours is right, without another look
+    assert _explained(passed, stopped, stopped)  # nudged weights pass it too
+    assert not _explained(passed, stopped, passed)  # wrong in float64 as well
+    assert not _explained(passed, stopped, Outcome(error=ValueError("no")))
+    monkeypatch.setattr(rounding, "AS_FAR", 1.0)
+    more = Outcome({**passed.values, "unscaled": torch.zeros(3)})
+    assert not _explained(more, stopped, stopped)  # what rounding does not change is off too
+    monkeypatch.setattr(rounding, "NUDGED_RUNS", 0)
+    assert not _explained(passed, stopped, stopped)
+
+
+def test_a_program_that_cannot_run_in_float64_is_held_against_eager_kernels() -> None:
+    def narrow(compiler: judging.Compiler) -> Outcome:
+        if compiler is not rounding.uncompiled:
+            return Outcome(error=TypeError("float32 is wanted"))
+        return _gradient(1)
+
+    def explained(mine: Outcome, theirs: Outcome) -> bool:
+        return rounding.explains(mine, theirs, narrow, lambda _: _gradient(1))
+
+    assert explained(_gradient(1.2), _gradient(1.1))
+    assert not explained(_gradient(1.7), _gradient(1.2))
+    assert not explained(Outcome({"another": torch.ones(1)}), _gradient(1.2))
 
 
 def test_a_missing_package_is_told() -> None:

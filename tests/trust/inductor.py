@@ -12,7 +12,7 @@ from wild.program import Program
 from .rows import Row
 from .wild import judged
 
-#: whole families: two compilations of each program take a minute together
+#: two compilations of each program take a minute together
 FAMILIES = (
     "loops",
     "compiling",
@@ -29,17 +29,14 @@ FAMILIES = (
     "diffusers",
     "trl",
     "torchao",
+    "timm",  # two minutes for each of its models
 )
-#: so many of timm's image models, which take two minutes each
-FIRST_OF_TIMM = 60
 #: plain Inductor reads a tensor of zeros that has no memory, and may end the process
 LEFT_OUT = "decisions/solves_an_equation_with_func"
 
 
 def chosen() -> list[Program]:
-    found = {n: p for n, p in load().items() if p.family in FAMILIES and n != LEFT_OUT}
-    images = [p for p in load().values() if p.family == "timm"]
-    return [*found.values(), *images[:FIRST_OF_TIMM]]
+    return [p for n, p in load().items() if p.family in FAMILIES and n != LEFT_OUT]
 
 
 def rows(scale: float, seed: int) -> list[Row]:

@@ -16,14 +16,11 @@ from trust.conformity import Outcome, Planned, left_over, run_under, tiny_steps
 
 import offcompile
 
+from . import rounding
 from .program import Compiler, Program, Run
 
 EQUAL = "equal"
 NEAR = "equal within tolerance"
-#: relative and absolute difference of values after a few steps with Inductor's kernels
-NEARNESS = (1e-3, 1e-4)
-#: values may be so many times as far from eager kernels' as plain Inductor's
-AS_FAR = 3.0
 REFUSED = "refused in words"
 PLAIN_FAILS = "plain fails alike"
 MISSING = "package missing"
@@ -67,11 +64,17 @@ def judge_by_inductor(program: Program) -> Verdict:
     with tiny_steps(), _quiet(), mock.patch.object(conformity, "LOWERING", "inductor"):
         alone = outcome_of(program, torch.compile)
         found = run_under("minimum", lambda compiler: outcome_of(program, compiler))
-    kind, why = _compare_nearly(program, alone, found)
+        kind, why = _compare_nearly(program, alone, found)
     return Verdict(str(program), kind, why, found.changed, found.moves, found.bytes_out)
 
 
 def _compare_nearly(program: Program, alone: Outcome, found: Planned) -> tuple[str, str]:
+    def plainly(compiler: Compiler) -> Outcome:
+        return outcome_of(program, compiler)
+
+    def ours(within: Callable[[Compiler], Compiler]) -> Outcome:
+        return run_under("minimum", lambda compiler: plainly(within(compiler))).outcome
+
     mine = found.outcome.error
     if program.limit is not None or program.refused is not None:
         return _compare(program, alone, found)
@@ -81,38 +84,10 @@ def _compare_nearly(program: Program, alone: Outcome, found: Planned) -> tuple[s
         return PLAIN_FAILS if alike else BROKEN, why
     if mine is not None:
         return BROKEN, told(found.outcome)
-    far = _far(found.outcome, alone)
-    if far and not _farther(found.outcome, alone, outcome_of(program, plain)):
-        far = []  # narrow numbers: Inductor's own rounding takes values as far
-    return (BROKEN, "; ".join(far[:3])) if far else (NEAR, "")
-
-
-def _far(mine: Outcome, theirs: Outcome) -> list[str]:
-    """Names of values that differ by more than another order of adding explains."""
-    if mine.values.keys() != theirs.values.keys():
-        return ["the runs kept different values"]
-    return [
-        f"{name} is {(a.double() - b.double()).abs().max():.2g} off"
-        for name, a in mine.values.items()
-        if not torch.allclose(a, b := theirs.values[name], *NEARNESS, equal_nan=True)
-    ]
-
-
-def _farther(mine: Outcome, theirs: Outcome, eager: Outcome) -> bool:
-    """True if ours is much farther from eager kernels than plain Inductor is, all values together:
-    a single one may have been rounded well by chance."""
-    if mine.values.keys() != theirs.values.keys() or eager.error is not None:
-        return True
-    allowed = AS_FAR * _distance(theirs, eager)
-    return not _distance(mine, eager) <= allowed
-
-
-def _distance(found: Outcome, exact: Outcome) -> float:
-    """The sum of the largest error of each value."""
-    return sum(
-        float((a.double() - exact.values[name].double()).abs().max())
-        for name, a in found.values.items()
-    )
+    far = rounding.far_apart(found.outcome, alone)
+    if not far or rounding.explains(found.outcome, alone, plainly, ours):
+        return NEAR, ""
+    return BROKEN, "; ".join(far[:3])
 
 
 def _judge(program: Program) -> Verdict:
