@@ -6,6 +6,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from .ir import Infeasible, InvalidInput, OffloadError
+from .ir.version import VERSION
 
 if TYPE_CHECKING:
     from offcompile.ahead.batch_search import max_batch
@@ -39,7 +40,7 @@ __all__ = [
     "save",
     "save_html",
 ]
-__version__ = "0.1.0"
+__version__ = VERSION
 
 #: names whose modules import torch; imported at first access
 _LATER = {

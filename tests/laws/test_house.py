@@ -16,6 +16,8 @@ from pathlib import Path
 import house
 import pytest
 
+import offcompile
+
 ROOT = Path(__file__).parents[2]
 
 
@@ -33,6 +35,11 @@ def test_every_file_is_in_a_room_or_is_a_documented_path() -> None:
         "offcompile.hardware",
         "offcompile.planner",
     }
+
+
+def test_the_version_is_written_twice_alike() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    assert offcompile.__version__ == project["version"]
 
 
 @pytest.mark.parametrize("room", house.ROOMS, ids=lambda room: room.package)

@@ -19,6 +19,7 @@ import offcompile
 from offcompile.optim import AdamW
 from offcompile.report.report import PlanReport
 from offcompile.run.plan import together
+from offcompile.run.plan.answers import TheirPlan, Unreadable, read_answer
 from offcompile.run.ranks.agreement import Agreement
 from offcompile.run.ranks.figures import RankFigures
 from offcompile.run.ranks.meeting import Answer, Known, Meeting, RankGroup
@@ -173,3 +174,37 @@ def test_a_plan_that_is_not_for_this_rank_costs_a_warning() -> None:
     values, text, searched = refused("activations", [json.dumps(said)])
     assert all(map(torch.equal, values, plain)) and searched
     assert "it is not lawful: unknown-id" in text
+
+
+def test_an_answer_of_another_version_costs_a_warning() -> None:
+    """Each part of an answer is left out, or is something else."""
+    (found,) = answer_of("activations")
+    broken = [{k: v for k, v in json.loads(found).items() if k != key} for key in json.loads(found)]
+    broken += [json.loads(found) | {key: "odd"} for key in ("order", "kept", "pieces", "bits")]
+    broken += [json.loads(found) | {"order": [[["run", "a node of its own"]], [], 0, {}, 0]}]
+    broken += [{"refused": ["why"], "budget_bytes": 1}, {"refused": ["why", None, "do"]}, {}]
+    for said in broken:
+        with pytest.raises(Unreadable, match="it cannot be read"):
+            read_answer(said)
+    assert isinstance(read_answer(json.loads(found)), TheirPlan)
+    plain, _, _ = trained("activations", None, [])
+    for said in (broken[0], broken[-2]):
+        values, text, searched = refused("activations", [json.dumps(said)])
+        assert all(map(torch.equal, values, plain)) and searched == 1
+        assert "plans for itself: it cannot be read" in text
+
+
+def test_ranks_of_two_versions_ask_two_questions() -> None:
+    asked = []
+
+    class Asks(Leads):
+        def leads(self, mine: RankFigures) -> bool:
+            asked.append(mine.structure)
+            return super().leads(mine)
+
+    list(trained("all fits", Asks, []))
+    with mock.patch.object(together, "VERSION", "0.0.9"):
+        list(trained("all fits", Asks, []))
+    with mock.patch.object(together, "FORMAT", together.FORMAT + 1):
+        list(trained("all fits", Asks, []))
+    assert len(set(asked)) == len(asked) == 3

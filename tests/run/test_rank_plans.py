@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+import zlib
 from collections.abc import Sequence
 from dataclasses import replace
 from unittest import mock
@@ -15,7 +16,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from simulated_store import SimulatedStore
 
-from offcompile.ir import DEVICE, Infeasible, Machine, Op, Problem, Tier
+from offcompile.ir import DEVICE, Infeasible, Machine, Op, Problem, SharedLink, Tier
 from offcompile.ir.jsonio import plan_from_json, plan_to_json
 from offcompile.ir.verify import check_structure
 from offcompile.planning.feedback.corrections import with_factors
@@ -65,6 +66,7 @@ def other_machine(machine: Machine, chance: random.Random) -> Machine:
             for x in machine.lanes
         ),
         tuple(replace(c, bytes_per_us=rate(c.bytes_per_us)) for c in machine.codecs),
+        tuple(replace(s, bytes_per_us=rate(s.bytes_per_us)) for s in machine.shared),
     )
 
 
@@ -116,7 +118,9 @@ def test_another_structure_has_another_hash(problem: Problem, data: st.DataObjec
 def test_the_common_question_does_not_depend_on_the_order_of_ranks(
     drawn: Drawn, chance: random.Random
 ) -> None:
-    several = figures(drawn, 5, chance)
+    problem, machine = drawn
+    link = SharedLink("root port", 10.0, tuple(machine.lane))
+    several = figures((problem, replace(machine, shared=(link,))), 5, chance)
     least = least_of(several)
     assert least is not None
     for _ in range(3):
@@ -124,9 +128,12 @@ def test_the_common_question_does_not_depend_on_the_order_of_ranks(
         found = least_of(several)
         assert found is not None
         assert sorted(map(str, found.machine.lanes)) == sorted(map(str, least.machine.lanes))
+        assert found.machine.shared == least.machine.shared
         assert replace(found, machine=least.machine) == least
     assert least_of([least, *several]) == least  # nothing is counted twice
     assert RankFigures.loads(least.dumps()) == least
+    slowest = min(one.machine.shared[0].bytes_per_us for one in several)
+    assert least.machine.shared == (replace(link, bytes_per_us=slowest),)
     for one in several:
         factors = least.over(one)
         assert min(factors.forward, factors.backward) >= 1
@@ -142,6 +149,8 @@ def test_ranks_with_other_structures_budgets_or_settings_have_no_common_question
     assert least_of([one, RankFigures.of(problem, machine, None)]) is None
     assert least_of([one, RankFigures.of(problem, machine, 100, "lossy")]) is None
     assert least_of([one, RankFigures.of(replace(problem, ops=()), machine, 100)]) is None
+    root = replace(machine, shared=(SharedLink("root", 1.0),))
+    assert least_of([one, RankFigures.of(problem, root, 100)]) is None
 
 
 # --- many ranks ---------------------------------------------------------------------------------
@@ -288,6 +297,31 @@ def test_a_rank_that_fails_first_is_not_waited_for() -> None:
     there.end()
     assert here.leads(MINE)
     assert here.least(MINE) is None
+    assert store.waited_s == 0
+
+
+@pytest.mark.parametrize(
+    "written", [b"no zlib", b"", "[1, 2", '["a"]', "{}", "7", '[null, "plan"]']
+)
+def test_what_cannot_be_read_costs_a_warning(written: str | bytes) -> None:
+    packed = written if isinstance(written, bytes) else zlib.compress(written.encode())
+    # figures of another rank: rank 0 tells all that there is no plan for them
+    store, said = SimulatedStore(), list[str]()
+    here, there = (FirstMeeting(group(store, r, 2), "k") for r in (0, 1))
+    with mock.patch.object(meeting, "warn", said.append):
+        assert here.leads(MINE)
+        store.set("k/figures/1", packed)
+        assert here.least(MINE) is None
+        here.answer(None)
+        assert there.answered(MINE) is None
+        assert len(said) == 1
+        # an answer of rank 0, at first or in a ballot
+        store.set("k/answer", packed)
+        assert there.answered(MINE) is None and there.known is None
+        ballot = meeting.Ballot(group(store, 1, 2), "k", meeting.Known(MINE, MINE))
+        assert not ballot.offers_another() and ballot.answered(MINE) is None
+    assert len(said) == 4
+    assert all("cannot be read" in text and "plans for itself" in text for text in said)
     assert store.waited_s == 0
 
 

@@ -1,16 +1,13 @@
 """Plans a graph once for all ranks: one searches, the others carry out what it has found.
 
-An answer has the problem, the machine and the plan as JSON, and how the planned graphs came from
-those given. So a rank that takes it rewrites its own graphs, and searches and measures nothing. It
-judges the plan on its own machine: that all moves are lawful there, and that the program keeps to
-its budget with what its ops need, at any speed of its lanes.
+A rank that takes the answer of another (`answers`) rewrites its own graphs, and searches and
+measures nothing. It judges the plan on its own machine: that all moves are lawful there, and that
+the program keeps to its budget with what its ops need, at any speed of its lanes.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any
 
 from offcompile.graph.graphs import Graphs
 from offcompile.graph.mask_bits import compact
@@ -18,27 +15,28 @@ from offcompile.graph.sizes import hint_of
 from offcompile.graph.split import Splits
 from offcompile.graph.weight_placement import Choice
 from offcompile.ir import DEVICE, Infeasible, OffloadError, Problem
-from offcompile.ir.jsonio import (
-    machine_from_json,
-    machine_to_json,
-    plan_from_json,
-    plan_to_json,
-    problem_from_json,
-    problem_to_json,
-)
 from offcompile.ir.units import show_bytes
 from offcompile.ir.verify import check_structure
+from offcompile.ir.version import VERSION
 from offcompile.planning.fit_budget import Decided
-from offcompile.planning.order import Order, RunStep, StartStep, WaitStep
 from offcompile.planning.planner import PlanResult
 from offcompile.planning.replay import worst_case
 from offcompile.report.log import warn
 from offcompile.run.problem_source import ProblemSource
 from offcompile.run.ranks.figures import RankFigures, structure_of
-from offcompile.run.ranks.meeting import Answer, Meeting
+from offcompile.run.ranks.meeting import Meeting
 from offcompile.simulate import Simulator
 
-from .candidates import Candidate, Rewrites
+from .answers import (
+    FORMAT,
+    TheirPlan,
+    TheirRefusal,
+    Unreadable,
+    answer_of,
+    read_answer,
+    refusal_of,
+)
+from .candidates import Candidate
 from .contract import PlanRequest
 from .pieces import best_candidate, cut, ways_of
 from .planner import GraphPlanner, PlacementSearch
@@ -59,10 +57,17 @@ def plan_together(
 
 
 def _settings(source: ProblemSource, request: PlanRequest) -> tuple[object, ...]:
-    """List what else a plan depends on, in options and in the request."""
+    """List what else a plan depends on, beginning with the version and the format of answers."""
     options = source.options
     asked = options.lowering, options.whole_policy, options.split
-    return (*asked, tuple(request.kind), sorted(request.updated), sorted(request.fixed))
+    return (
+        VERSION,
+        FORMAT,
+        *asked,
+        tuple(request.kind),
+        sorted(request.updated),
+        sorted(request.fixed),
+    )
 
 
 # --- the rank that plans ------------------------------------------------------------------------
@@ -87,38 +92,13 @@ def _led(
     try:
         found = best_candidate(asking, given, splits)
     except Infeasible as error:
-        meeting.answer({"refused": _refusal_to_json(error), "budget_bytes": asking.budget()})
+        meeting.answer(refusal_of(error, asking.budget()))
         if not known.lacking_bytes:
             raise
         return best_candidate(planner, given, splits)
     meeting.answer(answer_of(found))
     # steps are measured on this rank
     return replace(found, source=replace(found.source, slowest=None))
-
-
-def answer_of(found: Candidate) -> Answer:
-    """Return a plan as JSON."""
-    choice, decided = found.choice, found.choice.decided
-    result, withheld = decided.result, found.rewrites.withheld
-    return {
-        "problem": problem_to_json(choice.annotated.problem),
-        "machine": machine_to_json(decided.machine),
-        "plan": plan_to_json(result.plan),
-        "policy": result.policy,
-        "seconds": result.seconds,
-        "lower_bound_us": result.lower_bound_us,
-        "bound_method": result.bound_method,
-        "order": _order_to_json(decided.order),
-        "kept": None if decided.kept is None else sorted(decided.kept),
-        "fits": decided.fits,
-        "holes_bytes": decided.holes_bytes,
-        "touching_us": decided.touching_us,
-        "stays": None if choice.stays is None else sorted(choice.stays),
-        "pieces": found.pieces,
-        "apart": found.rewrites.apart,
-        "bits": found.rewrites.bits,
-        "withheld": None if withheld is None else sorted(withheld),
-    }
 
 
 # --- the ranks that take the plan ---------------------------------------------------------------
@@ -136,35 +116,39 @@ def _followed(
     splits: Splits | None,
 ) -> Candidate:
     planner.tell("waiting for the plan of another rank")
-    answer = meeting.answered(mine)
-    if answer is not None and "refused" in answer:
-        budget, refused = mine.budget_bytes, answer["budget_bytes"]
-        if budget == refused or (budget is not None and refused is not None and budget < refused):
-            raise _refusal_from_json(answer["refused"])
-        answer = None
-    if answer is not None:
-        try:
+    said = meeting.answered(mine)
+    if said is None:
+        return best_candidate(planner, given, splits)
+    try:
+        answer = read_answer(said)
+        if isinstance(answer, TheirPlan):
             return taken(answer, planner, given, splits)
-        except (NotHere, OffloadError) as error:
-            warn(
-                f"{planner.request.name}: rank {meeting.group.rank} cannot carry out the plan of"
-                f" another rank, and plans for itself: {error}. This is harmless"
-            )
+    except (NotHere, Unreadable, OffloadError) as error:
+        warn(
+            f"{planner.request.name}: rank {meeting.group.rank} cannot carry out the plan of"
+            f" another rank, and plans for itself: {error}. This is harmless"
+        )
+    else:
+        if _also_here(answer, mine):
+            raise answer.error
     return best_candidate(planner, given, splits)
 
 
+def _also_here(refusal: TheirRefusal, mine: RankFigures) -> bool:
+    """True if there is no plan on this rank either: it has no larger budget."""
+    budget, theirs = mine.budget_bytes, refusal.budget_bytes
+    return budget == theirs or (budget is not None and theirs is not None and budget < theirs)
+
+
 def taken(
-    answer: Mapping[str, Any], planner: GraphPlanner, given: Graphs, splits: Splits | None
+    answer: TheirPlan, planner: GraphPlanner, given: Graphs, splits: Splits | None
 ) -> Candidate:
     """Rewrite the graphs for the plan of another rank. Raises `NotHere` if it is not for them, or
-    not for this machine, and `InvalidInput` if it is none."""
-    pieces, stays, withheld = answer["pieces"], answer["stays"], answer["withheld"]
+    not for this machine."""
+    pieces, stays, rewrites = answer.pieces, answer.stays, answer.rewrites
     if pieces is not None and splits is None:
         raise NotHere("it splits a loss that is not found here")
     graphs = given if splits is None else cut(given, splits, pieces)
-    rewrites = Rewrites(
-        answer["apart"], answer["bits"], None if withheld is None else frozenset(withheld)
-    )
     source = planner.source
     if rewrites.apart:
         graphs = source.apart(graphs)
@@ -184,13 +168,13 @@ def taken(
             raise NotHere("it updates weights in backward that are not found here")
         graphs, plain = offers.graphs, source.problem(offers.graphs)
     search = PlacementSearch(replace(planner, source=source), graphs, plain)
-    annotated = plain if stays is None else search.on_host(frozenset(stays))
+    annotated = plain if stays is None else search.on_host(stays)
     if annotated is None:
         raise NotHere("it sends weights to the host that have to stay here")
-    problem = problem_from_json(answer["problem"])
+    problem = answer.problem
     if structure_of(problem) != structure_of(annotated.problem):
         raise NotHere("its graph has other tensors or ops")
-    decided = _decided(answer, problem)
+    decided = _decided(answer)
     packed = (replace(t, ratios=problem.tensor[t.id].ratios) for t in annotated.problem.tensors)
     _judge(decided, replace(annotated.problem, tensors=tuple(packed)), planner)
     splitting = None
@@ -202,7 +186,7 @@ def taken(
         Choice(
             replace(annotated, problem=problem),
             decided,
-            None if stays is None else frozenset(stays),
+            stays,
             splitting,
         ),
         None if stays is None else search.in_place,
@@ -212,9 +196,9 @@ def taken(
     )
 
 
-def _decided(answer: Mapping[str, Any], problem: Problem) -> Decided:
+def _decided(answer: TheirPlan) -> Decided:
     """Simulate the plan, with the figures of the rank that made it."""
-    machine, plan = machine_from_json(answer["machine"]), plan_from_json(answer["plan"])
+    problem, machine, plan = answer.problem, answer.machine, answer.plan
     if broken := check_structure(problem, machine, plan):
         raise NotHere(f"it is not lawful: {broken[0]}")
     timeline = Simulator(problem, machine).run(plan)
@@ -223,19 +207,19 @@ def _decided(answer: Mapping[str, Any], problem: Problem) -> Decided:
     result = PlanResult(
         plan,
         timeline,
-        answer["policy"],
-        answer["seconds"],
-        answer["lower_bound_us"],
-        answer["bound_method"],
+        answer.policy,
+        answer.seconds,
+        answer.lower_bound_us,
+        answer.bound_method,
     )
     return Decided(
         result,
         machine,
-        _order_from_json(answer["order"]),
-        answer["fits"],
-        answer["holes_bytes"],
-        None if answer["kept"] is None else frozenset(answer["kept"]),
-        answer["touching_us"],
+        answer.order,
+        answer.fits,
+        answer.holes_bytes,
+        answer.kept,
+        answer.touching_us,
     )
 
 
@@ -251,31 +235,3 @@ def _judge(decided: Decided, own: Problem, planner: GraphPlanner) -> None:
     room = budget if decided.fits else budget - source.target.reserve_bytes(budget)
     if needed > room:
         raise NotHere(f"it needs {show_bytes(needed)} of {show_bytes(room)} here")
-
-
-_STEPS: dict[str, type[RunStep | StartStep | WaitStep]] = {
-    "run": RunStep,
-    "start": StartStep,
-    "wait": WaitStep,
-}
-_NAMES = {kind: name for name, kind in _STEPS.items()}
-
-
-def _order_to_json(order: Order) -> list[Any]:
-    steps = [(_NAMES[type(step)], *vars(step).values()) for step in order.steps]
-    return [steps, order.device_bytes, order.peak_bytes, dict(order.tier_bytes), order.split]
-
-
-def _order_from_json(said: list[Any]) -> Order:
-    steps, device_bytes, peak_bytes, tier_bytes, split = said
-    made = tuple(_STEPS[kind](name) for kind, name in steps)
-    return Order(made, tuple(device_bytes), peak_bytes, tier_bytes, split)
-
-
-def _refusal_to_json(error: Infeasible) -> list[Any]:
-    return [error.reason, error.needed_bytes, error.smallest_change]
-
-
-def _refusal_from_json(said: list[Any]) -> Infeasible:
-    reason, needed_bytes, change = said
-    return Infeasible(reason, needed_bytes, change)

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from offcompile.ir import FORWARD, Codec, Lane, Machine, Problem, Tier
+from offcompile.ir import FORWARD, Codec, Lane, Machine, Problem, SharedLink, Tier
 from offcompile.ir.jsonio import machine_from_json, machine_to_json
 from offcompile.planning.feedback.corrections import Factors
 
@@ -47,7 +47,8 @@ class RankFigures:
         """Collect the figures of a rank. `settings`: whatever else a plan depends on."""
         links = [(lane.name, lane.source, lane.target) for lane in machine.lanes]
         codecs = [(codec.name, codec.lossless) for codec in machine.codecs]
-        shape = [sorted(machine.tier), links, codecs]
+        shared = [replace(link, bytes_per_us=0.0) for link in machine.shared]
+        shape = [sorted(machine.tier), links, codecs, repr(shared)]
         named = [structure_of(problem), shape, budget_bytes is None, repr(settings)]
         times = dict.fromkeys((True, False), 0.0)
         for op in problem.ops:
@@ -87,7 +88,7 @@ def least_of(several: Sequence[RankFigures]) -> RankFigures | None:
 
 
 def _slowest(machines: Sequence[Machine]) -> Machine:
-    """Combine machines with the same tiers, lanes and codecs."""
+    """Combine machines with the same tiers, lanes, codecs and shared links."""
 
     def tier(name: str) -> Tier:
         return Tier(name, _least(m.tier[name].capacity_bytes for m in machines))
@@ -109,11 +110,15 @@ def _slowest(machines: Sequence[Machine]) -> Machine:
     def codec(which: Codec) -> Codec:
         return replace(which, bytes_per_us=min(m.codec[which.name].bytes_per_us for m in machines))
 
+    def shared(links: tuple[SharedLink, ...]) -> SharedLink:
+        return replace(links[0], bytes_per_us=min(link.bytes_per_us for link in links))
+
     first = machines[0]
     return Machine(
         tuple(tier(t.name) for t in first.tiers),
         tuple(map(lane, first.lanes)),
         tuple(map(codec, first.codecs)),
+        tuple(map(shared, zip(*(m.shared for m in machines), strict=True))),
     )
 
 

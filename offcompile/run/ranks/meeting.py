@@ -25,7 +25,7 @@ from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any
 
-from offcompile.ir import Machine
+from offcompile.ir import Machine, OffloadError
 from offcompile.planning.feedback.corrections import Factors
 from offcompile.report.log import warn
 
@@ -48,6 +48,18 @@ def _lost() -> Iterator[None]:
     except RuntimeError as error:
         warn(
             f"the store of the process group does not answer; this rank plans for itself ({error})"
+        )
+
+
+@contextmanager
+def _unreadable() -> Iterator[None]:
+    try:
+        yield
+    except (zlib.error, LookupError, TypeError, ValueError, OffloadError) as error:
+        warn(
+            "another rank has written something into the store of the process group that cannot be"
+            f" read ({error!r:.200}); this rank plans for itself. Do all ranks run the same version"
+            " of offcompile?"
         )
 
 
@@ -93,6 +105,11 @@ class RankGroup:
     def lost(self) -> AbstractContextManager[None]:
         """Inside the block, a store that does not answer costs a warning."""
         return _lost()
+
+    @property
+    def unreadable(self) -> AbstractContextManager[None]:
+        """Inside the block, a text that another version wrote otherwise costs a warning."""
+        return _unreadable()
 
     def _late(self, keys: Mapping[int, str]) -> list[int]:
         return [rank for rank, key in keys.items() if not self.store.check([key])]
@@ -159,11 +176,18 @@ class Meeting(ABC):
     def _answer(self) -> str:
         return f"{self.key}/answer"
 
-    def _heard(self) -> tuple[str | None, Answer | None] | None:
+    def _heard(self) -> tuple[RankFigures | None, Answer | None] | None:
         with self.group.lost:
             if self.group.wait({self.leader: self._answer}, LONGEST_PLANNING_S):
-                least, said = json.loads(self.group.read(self._answer))
-                return least, said
+                return self._read()
+        return None
+
+    def _read(self) -> tuple[RankFigures | None, Answer | None] | None:
+        with self.group.unreadable:
+            least, said = json.loads(self.group.read(self._answer))
+            if not isinstance(said, dict | None):
+                raise TypeError(f"{said!r:.60} is no answer")
+            return None if least is None else RankFigures.loads(least), said
         return None
 
 
@@ -181,17 +205,18 @@ class FirstMeeting(Meeting):
         with self.group.lost:
             if not self.group.wait(others, self.group.longest_s):
                 return None
-            texts = [self.group.read(key) for key in others.values()]
-            if all(texts):
-                least = least_of([mine, *map(RankFigures.loads, texts)])
-                self.known = None if least is None else Known(mine, least)
+            with self.group.unreadable:
+                texts = [self.group.read(key) for key in others.values()]
+                if all(texts):
+                    least = least_of([mine, *map(RankFigures.loads, texts)])
+                    self.known = None if least is None else Known(mine, least)
         return self.known
 
     def answered(self, mine: RankFigures) -> Answer | None:
         with self.group.lost:
             if self.group.wait({LEADER: self._figures(LEADER)}, self.group.longest_s):
                 least, said = self._heard() or (None, None)
-                self.known = None if least is None else Known(mine, RankFigures.loads(least))
+                self.known = None if least is None else Known(mine, least)
                 return said
         return None
 

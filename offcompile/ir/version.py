@@ -1,0 +1,3 @@
+"""The version of the package, as pyproject.toml names it."""
+
+VERSION = "0.1.0"
