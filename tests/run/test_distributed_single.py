@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator
+from functools import partial, partialmethod
 from typing import Any
 
 import pytest
@@ -25,10 +27,30 @@ pytestmark = [
 ]
 
 
+class ListeningStore(dist.Store):  # type: ignore[misc]
+    """Keeps values as its kind does, and notes what is asked of it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._kept, self.asked = dist.HashStore(), list[tuple[str, str]]()
+
+    def _asked(self, what: str, key: object, *more: Any) -> Any:
+        self.asked.append((what, str(key)))
+        return getattr(self._kept, what)(key, *more)
+
+    set = partialmethod(_asked, "set")
+    get = partialmethod(_asked, "get")
+    add = partialmethod(_asked, "add")
+    check = partialmethod(_asked, "check")
+    wait = partialmethod(_asked, "wait")
+    compare_set = partialmethod(_asked, "compare_set")
+
+
 @pytest.fixture(scope="module", autouse=True)
-def world() -> Iterator[None]:
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield
+def store() -> Iterator[ListeningStore]:
+    found = ListeningStore()
+    dist.init_process_group("gloo", store=found, rank=0, world_size=1)
+    yield found
     dist.destroy_process_group()
 
 
@@ -112,22 +134,36 @@ def test_fsdp2_keeps_its_parameters(way: str) -> None:
             assert not report.fits
 
 
+def replicated(memory: str | None, **settings: Any) -> list[Tensor]:
+    torch._dynamo.reset()
+    width = 192  # more than one bucket, so that DDPOptimizer cuts the graph
+    model = seeded(lambda: Stack(width))
+    wrapped = DistributedDataParallel(model, bucket_cap_mb=1, **settings)
+    found = train(torch.compile(wrapped, **how(memory)), model, width)
+    if memory == "minimum":
+        assert on_host(model)
+    return found
+
+
 @pytest.mark.parametrize("views", [False, True])
 def test_ddp_with_its_optimizer(views: bool) -> None:
-    width = 192  # more than one bucket, so that DDPOptimizer cuts the graph
-
-    def run(memory: str | None) -> list[Tensor]:
-        torch._dynamo.reset()
-        model = seeded(lambda: Stack(width))
-        wrapped = DistributedDataParallel(model, bucket_cap_mb=1, gradient_as_bucket_view=views)
-        found = train(torch.compile(wrapped, **how(memory)), model, width)
-        if memory == "minimum":
-            assert on_host(model)
-        return found
-
     assert torch._dynamo.config.optimize_ddp
-    expected = run(None)
+    expected = replicated(None, gradient_as_bucket_view=views)
     before = len(offcompile.reports())
     for memory in ("minimum", "24MiB"):
-        assert all(map(torch.equal, run(memory), expected)), memory
+        found = replicated(memory, gradient_as_bucket_view=views)
+        assert all(map(torch.equal, found, expected)), memory
     assert len(offcompile.reports()) - before >= 4  # parts of it, each planned by itself
+
+
+def test_one_rank_asks_nothing_of_the_store(store: ListeningStore) -> None:
+    for run in (replicated, partial(sharded, way="whole")):
+        asked = []
+        for memory in (None, "minimum", "24MiB"):
+            store.asked.clear()
+            run(memory)
+            asked.append(Counter(what for what, _ in store.asked))
+            assert not any("offcompile" in key for _, key in store.asked)
+        assert asked[0] == asked[1] == asked[2]  # what torch asks, and nothing else
+    dist.distributed_c10d._get_default_store().check(["offcompile"])
+    assert store.asked[-1][0] == "check" and "offcompile" in store.asked[-1][1]
