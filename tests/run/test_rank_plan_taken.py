@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from typing import Any
 from unittest import mock
@@ -54,13 +54,14 @@ class Follows(Leads):
 
 
 class Mlp(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self, between: Callable[[Tensor], Tensor] = torch.relu) -> None:
         super().__init__()
+        self.between = between
         self.layers = nn.ModuleList(nn.Linear(128, 128) for _ in range(4))
 
     def forward(self, x: Tensor) -> Tensor:
         for layer in self.layers:
-            x = torch.nn.functional.dropout(torch.relu(layer(x)), 0.1)
+            x = torch.nn.functional.dropout(self.between(layer(x)), 0.1)
         return x.square().mean()
 
 
@@ -79,6 +80,13 @@ CASES: dict[str, tuple[Any, Any, dict[str, Any], bool]] = {
     "weights, updated in backward": (gpt, words, {"memory": "minimum"}, True),
     "weights": (gpt, words, {"memory": "minimum"}, False),
     "masks as bits": (Mlp, lambda: torch.ones(512, 128), {"memory": "minimum"}, False),
+    # dropout of tanh, which is saved as well: drawn once, applied again in backward
+    "ops in two parts": (
+        lambda: Mlp(torch.tanh),
+        lambda: torch.ones(512, 128),
+        {"memory": "minimum", "hardware": "cpu", "policy": "recompute"},
+        False,
+    ),
     "a loss in pieces": (gpt, words, {"memory": "minimum", "split": 4}, False),
 }
 
@@ -136,11 +144,15 @@ def test_a_plan_is_taken_as_it_was_made(case: str) -> None:
         assert len(one) == len(plain) and all(map(torch.equal, one, plain))
     said = json.loads(told[0])
     assert bool(said["plan"]["moves"] or said["plan"]["directs"]) == (case != "all fits")
-    assert said["bits"] == (case == "masks as bits")
+    drops = case in ("masks as bits", "ops in two parts")
+    assert (said["apart"], said["bits"]) == (drops, drops)
     assert said["pieces"] == (4 if case == "a loss in pieces" else None)
     assert (said["withheld"] is not None) == ("updated" in case)
     if case.startswith("weights"):
         assert said["stays"] is not None
+    if case == "ops in two parts":
+        again = {one["op"] for one in said["plan"]["recomputes"]}
+        assert again and all(name.startswith("getitem") for name in again), again
 
 
 def refused(case: str, answers: list[str]) -> tuple[list[Tensor], str, int]:
