@@ -17,7 +17,7 @@ from offcompile.graph.graphs import Graphs, Hint, storage_bytes, storage_key
 from offcompile.graph.in_backward_updates import Offers, costs_of_offers, with_offers
 from offcompile.graph.kernels import merge_kernels
 from offcompile.graph.sizes import hint_of
-from offcompile.ir import DEVICE, Machine
+from offcompile.ir import DEVICE, Lane, Machine
 from offcompile.machine.hardware import BYTES_PER_US_PER_GBPS
 from offcompile.machine.in_place import InPlace
 from offcompile.machine.options import Options
@@ -84,11 +84,12 @@ class ProblemSource:
         return replace(found, options=self.options, _touch_us_per_mib=self._touch_us_per_mib)
 
     def machine(self, device_bytes: int) -> Machine:
-        """The target machine, with lanes as fast as measured."""
-        if self.slowest is not None:
-            return self.slowest[0].with_capacity(DEVICE, device_bytes)
-        machine = self.profile.lanes.applied(self.target.machine(device_bytes))
-        return with_combinations(machine, self.options.lossy)
+        """The target machine, with lanes as fast as they have shown to be."""
+        measured = self.target.machine(device_bytes)
+        machine = with_combinations(self.profile.lanes.applied(measured), self.options.lossy)
+        if self.slowest is None:
+            return machine
+        return _slowed(machine, measured, self.slowest[0]).with_capacity(DEVICE, device_bytes)
 
     def apart(self, graphs: Graphs) -> Graphs:
         """Split ops of which only a part may be recomputed, like dropout."""
@@ -182,6 +183,19 @@ class ProblemSource:
             bytes_per_us = self.target.profile.memory_gbps * BYTES_PER_US_PER_GBPS
             self._costs = {**self._costs, **costs_of_offers(made, hint, bytes_per_us)}
         return made
+
+
+def _slowed(machine: Machine, measured: Machine, slowest: Machine) -> Machine:
+    """Return the slowest machine of all ranks, after what this rank has learnt since they met: its
+    codecs, and how far its lanes are from the rates that were measured. Other ranks are taken to
+    have shared in that."""
+
+    def lane(slow: Lane) -> Lane:
+        changed = machine.lane[slow.name].bytes_per_us / measured.lane[slow.name].bytes_per_us
+        return replace(slow, bytes_per_us=slow.bytes_per_us * changed)
+
+    codecs = tuple(slowest.codec.get(codec.name, codec) for codec in machine.codecs)
+    return replace(slowest, lanes=tuple(map(lane, slowest.lanes)), codecs=codecs)
 
 
 def standing_bytes(graphs: Graphs, hint: Hint, kind: str) -> int:

@@ -38,6 +38,10 @@ class Factors:
         """True if the costs are right, except for noise."""
         return all(1 / SAME <= f <= SAME for f in (self.forward, self.backward))
 
+    def times(self, other: Factors) -> Factors:
+        """Return the factors of costs as they were before others had multiplied them."""
+        return Factors(self.forward * other.forward, self.backward * other.backward)
+
     def words(self) -> str:
         return f"forward takes {self.forward:.2f} × its costs, backward {self.backward:.2f} ×"
 

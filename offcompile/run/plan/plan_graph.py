@@ -31,7 +31,7 @@ from offcompile.report.verified import Verified
 from offcompile.run.accounts.graph_runs import kept_between
 from offcompile.run.accounts.usage import GraphUsage
 from offcompile.run.problem_source import ProblemSource, values
-from offcompile.run.ranks.meeting import Meeting
+from offcompile.run.ranks.meeting import Known, Meeting
 from offcompile.run.recording import weights_of
 from offcompile.run.step_recorder import StepRecorder
 from offcompile.run.verifying import Verifying
@@ -160,19 +160,23 @@ def report_of(planner: GraphPlanner, choice: Choice) -> PlanReport:
 
 
 def plan_again(
-    planned: Planned, facts: GraphFacts, held_bytes: int, lacking_bytes: int = 0
+    planned: Planned, facts: GraphFacts, held_bytes: int, known: Known | None = None
 ) -> Settled | None:
-    """Plan again if what runs have shown makes it worth recompiling; see `profiling`."""
+    """Plan again if what runs have shown makes it worth recompiling; see `profiling`. `known`: the
+    ranks that the plan is for."""
     if planned.decided.fits:
         return None
     name, source, made = planned.request.name, planned.source, planned.decided
     options, profile, problem = source.options, source.profile, planned.report.problem
     with Progress(name) as progress:
-        request = replace(planned.request, held_bytes=held_bytes, lacking_bytes=lacking_bytes)
-        planner = GraphPlanner(source, request, progress)
         source.learn_codecs()
+        lacking = 0 if known is None else known.lacking_bytes
+        request = replace(planned.request, held_bytes=held_bytes, lacking_bytes=lacking)
         if source.costs_as_planned is None:
             problem = with_factors(problem, profile.factors)
+        if known is not None:
+            source = replace(source, slowest=known.slowest)
+        planner = GraphPlanner(source, request, progress)
         text, found = reconsider(
             problem,
             made.result.plan,

@@ -63,8 +63,8 @@ def _replanned(plans: Plans, variant: Variant, call: Call, ballot: Ballot | None
     if variant.kind.offload_saved or variant.planned is None:
         return variant
     held = plans.held(call)
-    lacking = 0 if ballot is None or ballot.known is None else ballot.known.lacking_bytes
-    settled = plan_again(variant.planned, plans.facts, held, lacking)
+    known = None if ballot is None else ballot.known
+    settled = plan_again(variant.planned, plans.facts, held, known)
     if settled is None:
         return variant
     plans.look_at_weights(call)
@@ -98,6 +98,8 @@ def _tried(plans: Plans, variant: Variant, call: Call, ballot: Ballot | None = N
     factors = trial.factors(report, step)
     judges = ballot is None or ballot.group.rank == ballot.leader
     if judges and factors is not None and not report.fits and not variant.kind.offload_saved:
+        if ballot is not None and ballot.known is not None:
+            factors = factors.times(ballot.known.slowest[1])  # of the costs on this rank
         machine = facts.target.machine(facts.target.device_bytes)
         totals = lanes_moved(facts.target.runtime.key)
         if facts.profile.costs_due(factors, machine, totals):
