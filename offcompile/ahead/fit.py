@@ -14,6 +14,7 @@ from offcompile.graph.split.decision import LADDER
 from offcompile.ir import DEVICE, HOST, Infeasible, InvalidInput, Problem, Violation
 from offcompile.ir.units import show_us, size
 from offcompile.machine.options import Options
+from offcompile.machine.target import Target
 from offcompile.planning.endurance import spilled_bytes
 from offcompile.planning.fit_budget import (
     PlanSearch,
@@ -31,6 +32,10 @@ from offcompile.runtime.base.progress import Progress
 
 from .batch_trace import as_arguments
 from .plan import CPU, Ahead, ForecastRequest, Tell, check_model, refuse_measuring, simple_ways
+from .ranks.forecast import RanksAnswer
+from .ranks.request import RankRequest
+from .ranks.surveyed import AheadOnRank
+from .ranks.ways import compared, way_of
 from .scaled import Scale, ScaledFloors
 from .simple_ways import policy_ways
 
@@ -73,11 +78,13 @@ class FitReport:
     #: None: not searched
     largest_batch: int | None = None
     #: peak bytes of each tier, including rounding
-    tier_bytes: Mapping[str, int] = field(default_factory=dict)
+    tier_bytes: dict[str, int] = field(default_factory=dict)
     #: bytes written to files in every step
     spilled_bytes: int = 0
     #: the same step by simpler ways; empty if nothing has to move
     simple_ways: tuple[SimpleWay, ...] = ()
+    #: what several ranks take; None: there is one
+    ranks: RanksAnswer | None = None
 
     @property
     def fits(self) -> bool:
@@ -104,7 +111,8 @@ class FitReport:
         else:
             how = "nothing has to move" if report.fits else "tensors move"
             yield f"fits: a batch of {self.batch} in {asked} of {self.hardware}; {how}"
-            yield f"  step           {show_us(report.planned_us)} predicted"
+            alone = "" if self.ranks is None else ", before communication"
+            yield f"  step           {show_us(report.planned_us)} predicted{alone}"
             yield (
                 f"  lower bound    {show_us(report.lower_bound_us)}; no plan can beat it,"
                 f" this one is {100 * report.gap:.1f}% above"
@@ -128,6 +136,9 @@ class FitReport:
         if self.simple_ways:
             yield ""
             yield from against(None if report is None else report.planned_us, self.simple_ways)
+        if self.ranks is not None:
+            yield ""
+            yield from self.ranks.lines()
 
     def to_json(self) -> dict[str, Any]:
         report = self.report
@@ -142,6 +153,7 @@ class FitReport:
                 for p in self.table
             ],
             "simple_ways": [way.to_json() for way in self.simple_ways],
+            "ranks": None if self.ranks is None else self.ranks.to_json(),
         }
         if report is None:
             return found | {"reason": self.reason, "smallest_change": self.smallest_change}
@@ -172,12 +184,19 @@ def fit(
     compare: bool = False,
     stream_states: bool = True,
     options: Mapping[str, object] | None = None,
+    ranks: int | None = None,
+    shard: str = "ddp",
+    link: str = "nvlink",
+    node_ranks: int | None = None,
 ) -> FitReport:
     """Tell if a training step fits, how long it would take, and what the other choices are.
 
     make_inputs: maps a batch size to the model's arguments: a tensor, a tuple, or a dictionary of
     keywords. table: also plan under other budgets; largest: search for the largest batch that fits;
     compare: also plan with each published policy by itself.
+    ranks: how many ranks train the model, each with such a batch, sharing it as `shard` says
+    ("ddp", "fsdp", "zero1") over `link` ("nvlink", "nvlink3", "pcie", "400gb", "100gb", or a rate
+    as in "20GB/s"); node_ranks: those on one node. Then `table` means the other ways to share.
     The other arguments are those of `offcompile.plan`, which raises if nothing fits.
     """
     if batch < 1:
@@ -187,6 +206,9 @@ def fit(
     refuse_measuring(hardware, measure)
     given = {"host_memory": host_memory} | dict(options or {})
     read = Options.read(given | {"memory": memory, "hardware": hardware})
+    several = None
+    if ranks is not None:
+        several = RankRequest.read(ranks, shard, link, node_ranks, optimizer)
 
     def asked(of: int) -> ForecastRequest:
         inputs = make_inputs(of)
@@ -204,7 +226,7 @@ def fit(
         )
 
     with Progress("fit") as tell:
-        return _Fitting(asked, batch, tell).result(table, largest, compare)
+        return _Fitting(asked, batch, tell, several).result(table, largest, compare)
 
 
 @dataclass(frozen=True, eq=False)
@@ -221,21 +243,29 @@ class _Fitting:
     asked: Callable[[int], ForecastRequest]
     batch: int
     tell: Tell
+    ranks: RankRequest | None = None
 
     def __post_init__(self) -> None:
         self.began = time.monotonic()
-        self.ahead = Ahead.of(self.asked(self.batch), self.tell)
+        self.ahead = self.traced(self.batch)
         self.target, self.options = self.ahead.target, self.ahead.asked.options
         budget = self.options.memory_bytes(self.target.device_bytes)
-        self.budget = self.target.device_bytes if budget is None else budget
+        self.memory = self.target.device_bytes if budget is None else budget
+        beside = self.ahead.beside_bytes if isinstance(self.ahead, AheadOnRank) else 0
+        self.budget = max(1, self.memory - beside)
+
+    def traced(self, batch: int, target: Target | None = None) -> Ahead:
+        one = Ahead.of(self.asked(batch), self.tell, target)
+        return one if self.ranks is None else AheadOnRank.sharing(one, self.ranks, self.tell)
 
     def result(self, table: bool, largest: bool, compare: bool) -> FitReport:
-        found = FitReport(self.options.hardware or "this machine", self.batch, self.budget, None)
+        found = FitReport(self.options.hardware or "this machine", self.batch, self.memory, None)
         most = self.largest() if largest else None
+        made: PlanReport | Infeasible
         try:
-            report = self.ahead.report(self.tell)
+            made = report = self.ahead.report(self.tell)
         except Infeasible as error:
-            change = error.smallest_change or ""
+            made, change = error, error.smallest_change or ""
             if most:
                 change = f"A batch of {most} fits. {change}"
             found = replace(found, reason=error.reason, smallest_change=change)
@@ -245,6 +275,11 @@ class _Fitting:
             found = replace(
                 found, report=report, tier_bytes=tier_bytes(report), spilled_bytes=spilled
             )
+        if isinstance(self.ahead, AheadOnRank):
+            way, seconds = way_of(self.ahead, made, tier_bytes), TRIAL_SECONDS if table else None
+            answer = compared(self.ahead, way, tier_bytes, self.tell, seconds)
+            peaks = found.tier_bytes | ({DEVICE: way.device_bytes} if way.fits else {})
+            return replace(found, ranks=answer, largest_batch=most, tier_bytes=peaks)
         ways = self.simple_ways(found.report, compare)
         points = self.table(found.report) if table else ()
         return replace(found, table=points, largest_batch=most, simple_ways=ways)
@@ -289,7 +324,7 @@ class _Fitting:
 
     def largest(self) -> int | None:
         """Find the largest batch that fits; None if traces of different batches do not line up."""
-        other = Ahead.of(self.asked(2 * self.batch), self.tell, self.target)
+        other = self.traced(2 * self.batch, self.target)
         batches = self.batch, 2 * self.batch
         pairs = zip(variants(self.ahead), variants(other), strict=False)
         scales = [Scale(a, b, batches) for a, b in pairs]

@@ -12,6 +12,8 @@ from typing import Any
 
 from offcompile.runtime.base.garbage import rarely_collected
 
+from .files import invalid
+
 DTYPES = ("bfloat16", "float16", "float32")
 DONE, INFEASIBLE = 0, 3
 
@@ -50,6 +52,7 @@ def add_fit(commands: Any) -> None:
         default=True,
         help="let states on the host cross to the device for updates there (default: they may)",
     )
+    _add_ranks(fit)
     fit.add_argument("--quick", action="store_true", help="no other budgets, no largest batch")
     fit.add_argument(
         "--compare", action="store_true", help="plan with each published policy by itself too"
@@ -57,6 +60,38 @@ def add_fit(commands: Any) -> None:
     fit.add_argument("--html", metavar="FILE", help="also write the plan as a page")
     fit.add_argument("--json", action="store_true", help="print one JSON object")
     fit.set_defaults(run=run_fit)
+
+
+def _add_ranks(fit: Any) -> None:
+    fit.add_argument(
+        "--ranks", type=int, metavar="N", help="ranks that train it, each with such a batch"
+    )
+    fit.add_argument(
+        "--shard",
+        metavar="WAY",
+        help="how ranks share it: ddp, fsdp or zero1 (default: ddp)",
+    )
+    fit.add_argument(
+        "--link",
+        metavar="NAME",
+        help="between ranks: nvlink, nvlink3, pcie, 400gb, 100gb, or a rate as in 20GB/s"
+        " (default: nvlink)",
+    )
+    fit.add_argument(
+        "--node-ranks",
+        type=int,
+        metavar="N",
+        help="ranks on one node (default: all of them over nvlink and pcie, else one)",
+    )
+
+
+def _asked_of_ranks(options: argparse.Namespace) -> dict[str, Any]:
+    names = ("ranks", "shard", "link", "node_ranks")
+    given = {n: getattr(options, n) for n in names if getattr(options, n) is not None}
+    if given and "ranks" not in given:
+        option = f"--{next(iter(given)).replace('_', '-')}"
+        raise invalid("bad-value", option, "there is one rank; give --ranks too, 2 or more")
+    return given
 
 
 def run_fit(options: argparse.Namespace) -> int:
@@ -92,6 +127,7 @@ def _fit(options: argparse.Namespace) -> int:
         largest=several and not options.quick,
         compare=options.compare,
         stream_states=options.stream_states,
+        **_asked_of_ranks(options),
     )
     if options.html is not None and found.report is not None:
         found.report.save_html(options.html)

@@ -1,0 +1,120 @@
+"""Plans a traced model on one of several ranks."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+from offcompile.ahead.plan import CPU, Ahead, ForecastRequest, Tell
+from offcompile.ahead.surveyed import AheadProblemSource
+from offcompile.graph.annotate import Annotated
+from offcompile.graph.graphs import Graphs, Hint
+from offcompile.machine.in_place import InPlace
+from offcompile.machine.options import Options
+from offcompile.machine.target import Target
+from offcompile.planning.planner import NO_RIVAL, Rival
+from offcompile.run.plan.planner import GraphPlanner
+from offcompile.run.problem_source import ProblemSource
+
+from .request import RankRequest
+from .sharding import ROOT, groups_of, on_rank, trained_bytes
+
+MIB = 1 << 20
+#: offcompile's own buckets on the CPU target: a share of all parameters, and how many there may be
+OWN_BUCKET_SHARE, OWN_BUCKETS = 16, 3
+#: whole groups of FSDP2 in backward: weights that are used and weights that are gathered ahead,
+#: gradients that are made and gradients that are being reduced
+GROUPS_AT_ONCE = 4
+#: of the root: its weights stay after forward, and its gradients until the end of backward
+ROOTS_AT_ONCE = 2
+
+
+@dataclass(frozen=True)
+class RankedRequest(ForecastRequest):
+    """A request to plan a model on one of several ranks."""
+
+    ranks: RankRequest | None = None
+
+
+@dataclass(eq=False)
+class RankProblemSource(AheadProblemSource):
+    """A survey of the step of one rank."""
+
+    ranks: RankRequest | None = None
+
+    def problem(
+        self,
+        graphs: Graphs,
+        in_place: InPlace | None = None,
+        stays: frozenset[str] = frozenset(),
+        hint: Hint | None = None,
+    ) -> Annotated:
+        assert self.ranks is not None
+        found = ProblemSource.problem(self, graphs, in_place, stays, hint)
+        return on_rank(found, self.ranks, self.updates)
+
+    def whole(self, graphs: Graphs) -> Annotated:
+        """Annotate the step without ranks and updates."""
+        return ProblemSource.problem(self, graphs)
+
+
+@dataclass(eq=False)
+class AheadOnRank(Ahead):
+    """A traced model, to be planned on one of several ranks."""
+
+    @classmethod
+    def sharing(cls, one: Ahead, ranks: RankRequest, tell: Tell) -> AheadOnRank:
+        """Return a model that was traced for one rank, for one of several."""
+        asked = RankedRequest(**(vars(one.asked) | {"ranks": ranks}))
+        made = cls._made(asked, one.target, one.traces, one.layers, None, tell)
+        assert isinstance(made, AheadOnRank)
+        return made
+
+    @staticmethod
+    def _survey(asked: ForecastRequest, target: Target, graphs: Graphs) -> AheadProblemSource:
+        assert isinstance(asked, RankedRequest)
+        one = Ahead._survey(asked, target, graphs)
+        return RankProblemSource(
+            one.options,
+            one.target,
+            one.profile,
+            one.kind,
+            updates=one.updates,
+            traced=one.traced,
+            ranks=asked.ranks,
+        )
+
+    def _planner(
+        self, options: Options, tell: Tell, explains: bool = True, rival: Rival = NO_RIVAL
+    ) -> GraphPlanner:
+        made = super()._planner(options, tell, explains, rival)
+        return replace(made, request=replace(made.request, held_bytes=self.beside_bytes))
+
+    @property
+    def ranks(self) -> RankRequest:
+        assert isinstance(self.asked, RankedRequest) and self.asked.ranks is not None
+        return self.asked.ranks
+
+    @cached_property
+    def whole(self) -> Annotated:
+        """The step without ranks and updates."""
+        assert isinstance(self.survey, RankProblemSource)
+        return self.survey.whole(self.graphs)
+
+    @cached_property
+    def beside_bytes(self) -> int:
+        """Device memory that DDP and FSDP2 take beside the tensors of the step."""
+        problem, names = self.whole.problem, self.whole.names
+        if self.ranks.shard == "fsdp":
+            nbytes = {t.id: t.nbytes for t in problem.tensors if t.kind == "weight"}
+            groups = groups_of(names, nbytes)
+            sizes = {name: sum(nbytes[w] for w in some) for name, some in groups.items()}
+            root = sizes.pop(ROOT, 0)
+            if not sizes:
+                return GROUPS_AT_ONCE * root
+            return ROOTS_AT_ONCE * root + GROUPS_AT_ONCE * max(sizes.values())
+        trained = trained_bytes(problem)
+        if self.target.device.type != CPU:
+            return trained
+        largest = max((t.nbytes for t in problem.tensors if t.kind == "gradient"), default=0)
+        return largest + (OWN_BUCKETS - 1) * max(MIB, trained // OWN_BUCKET_SHARE)
