@@ -36,7 +36,7 @@ from .ranks.forecast import RanksAnswer
 from .ranks.request import RankRequest
 from .ranks.surveyed import AheadOnRank
 from .ranks.ways import compared, way_of
-from .scaled import Scale, ScaledFloors
+from .scaled import Scale, ScaledWay, largest_batch
 from .simple_ways import policy_ways
 
 #: no further budgets are planned after this time
@@ -47,8 +47,6 @@ TRIAL_SECONDS = 1.0
 COMPARED_SECONDS = 2.0
 #: budgets to plan, as shares of the way from the floor to the peak when nothing moves
 SHARES = (0.5, 0.25, 0.75, 0.1)
-#: relative precision of the largest batch
-PRECISION = 0.01
 
 
 @dataclass(frozen=True)
@@ -229,15 +227,6 @@ def fit(
         return _Fitting(asked, batch, tell, several).result(table, largest, compare)
 
 
-@dataclass(frozen=True, eq=False)
-class _ScaledWay:
-    """The step with any batch. at_home: nothing has to move if it fits as it is."""
-
-    scale: Scale
-    floors: ScaledFloors
-    at_home: bool
-
-
 @dataclass(eq=False)
 class _Fitting:
     asked: Callable[[int], ForecastRequest]
@@ -336,30 +325,13 @@ class _Fitting:
         machine, capacity = self.ahead.survey.machine, self.target.device_bytes
         capacity = min(capacity, self.budget)
         ways = [
-            _ScaledWay(scale, scale.floors(machine), at_home=place == 0)
+            ScaledWay(scale, scale.floors(machine), at_home=place == 0)
             for some in (scales, in_pieces)
             for place, scale in enumerate(some)
             if scale.lines_up
         ]
-
-        def fitting(batch: int) -> list[_ScaledWay]:
-            """The ways whose floor fits, those with the most room first."""
-            found = [(way.floors.at(batch), i) for i, way in enumerate(ways)]
-            reserve = self.target.reserve_bytes
-            return [ways[i] for x, i in sorted(found) if with_reserve(x, reserve) <= capacity]
-
-        low, high = 0, 1
-        while fitting(high):
-            low, high = high, 2 * high
-        while high - low > max(1, int(low * PRECISION)):
-            middle = (low + high) // 2
-            low, high = (middle, high) if fitting(middle) else (low, middle)
-        less = max(1, int(low * PRECISION))
-        while low > 0:
-            if any(self.planned(way.scale.at(low), way.at_home) for way in fitting(low)):
-                return low
-            low, less = low - less, 2 * less
-        return 0
+        reserve = self.target.reserve_bytes
+        return largest_batch(ways, lambda x: with_reserve(x, reserve) <= capacity, self.planned)
 
     def planned(self, problem: Problem, at_home: bool) -> bool:
         """True if there is a plan for it within the budget."""

@@ -7,11 +7,14 @@ exact if the same hardware limit bounds the op for all batches in between.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from offcompile.ir import Machine, Op, Problem, Tensor
 from offcompile.planning.fit_budget import floors_of_ways
+
+#: relative precision of the largest batch
+PRECISION = 0.01
 
 
 @dataclass(frozen=True)
@@ -87,3 +90,42 @@ class ScaledFloors:
         return min(
             max((math.ceil(a + (b - a) * share) for a, b in runs), default=0) for runs in self.ways
         )
+
+
+@dataclass(frozen=True, eq=False)
+class ScaledWay:
+    """A way to run the step with any batch. at_home: nothing has to move if it fits as it is."""
+
+    scale: Scale
+    floors: ScaledFloors
+    at_home: bool
+
+
+def largest_batch(
+    ways: Sequence[ScaledWay],
+    has_room: Callable[[int], bool],
+    planned: Callable[[Problem, bool], bool],
+) -> int:
+    """The largest batch with a plan, within the precision; 0 if there is none.
+
+    has_room: True for a floor in bytes that fits. planned: True if there is a plan, given the
+    problem and `at_home`.
+    """
+
+    def fitting(batch: int) -> list[ScaledWay]:
+        """The ways whose floor fits, those with the most room first."""
+        found = sorted((way.floors.at(batch), i) for i, way in enumerate(ways))
+        return [ways[i] for floor_bytes, i in found if has_room(floor_bytes)]
+
+    low, high = 0, 1
+    while fitting(high):
+        low, high = high, 2 * high
+    while high - low > max(1, int(low * PRECISION)):
+        middle = (low + high) // 2
+        low, high = (middle, high) if fitting(middle) else (low, middle)
+    less = max(1, int(low * PRECISION))
+    while low > 0:
+        if any(planned(way.scale.at(low), way.at_home) for way in fitting(low)):
+            return low
+        low, less = low - less, 2 * less
+    return 0
