@@ -19,7 +19,7 @@ from offcompile.bounds.survey import Floats, Survey
 from offcompile.passes.select.min_cut import UNCUTTABLE, Network
 
 from .choices import Cut
-from .ways import IN_PLACE, Routes
+from .ways import IN_PLACE, Serving
 
 #: limit on the choices examined; relative gap at which the search stops
 MOST_CHOICES, CLOSE = 40, 1e-4
@@ -50,8 +50,8 @@ class ChainWay:
 
     cost: float
     lanes: tuple[int, int] | None
-    out: Routes
-    back: Routes
+    out: Serving
+    back: Serving
 
 
 class Chains:
@@ -64,7 +64,7 @@ class Chains:
         self,
         survey: Survey,
         lasting: frozenset[str],
-        crossing: Callable[[str], tuple[Routes, Routes]],
+        crossing: Callable[[str], tuple[Serving, Serving]],
         cut: Cut,
     ) -> None:
         self.survey, self.lasting, self.crossing, self.cut = survey, lasting, crossing, cut
@@ -198,7 +198,7 @@ class Chains:
             if t in self.survey.problem.in_place_ids:
                 times = back.times.copy()
                 times[IN_PLACE] = 0.0
-                back = Routes(times, back.beside)
+                back = Serving(times, back.beside)
         outs, backs = out.prices(before), back.prices(after)
         i, j = int(np.argmin(outs)), int(np.argmin(backs))
         moved = float(outs[i] + backs[j])

@@ -8,7 +8,7 @@ from offcompile.bounds.survey import Floats
 
 from .ending import Ending
 from .sides import Sides
-from .ways import Routes
+from .ways import Serving
 
 
 @dataclass(frozen=True)
@@ -25,11 +25,11 @@ class Cut:
     excess: float
     nbytes: Floats
     #: times to carry out before, to bring back after, and to recompute after the moment
-    out: Routes
-    back: Routes
+    out: Serving
+    back: Serving
     again: Floats
     #: loads before the moment that every choice needs
-    first: Routes
+    first: Serving
     #: busy time of the compute lane before and after
     compute: tuple[float, float]
     #: updates that may run on the host

@@ -34,7 +34,7 @@ from .choices import Cut
 from .crossings import Crossings
 from .ending import Ending
 from .sides import HostUpdates, Sides
-from .ways import Routes
+from .ways import Serving
 from .weights import best_weights
 
 #: moments to try: the most crowded op of that many stretches, the ends of phases, and the
@@ -106,8 +106,8 @@ class _Account:
             | frozenset(operands)
         )
 
-    def crossing(self, t: str) -> tuple[Routes, Routes]:
-        """Routes out and back of a tensor that is kept only for recomputations."""
+    def crossing(self, t: str) -> tuple[Serving, Serving]:
+        """Serving out and back of a tensor that is kept only for recomputations."""
         return self.crossings.out(t), self.crossings.into(t)
 
     def moments(self) -> list[int]:
@@ -161,10 +161,10 @@ class _Account:
             tuple(names),
             held + sum(nbytes) - capacity,
             np.array(nbytes, dtype=float),
-            Routes.stack(out, self.crossings.width),
-            Routes.stack(back, self.crossings.width),
+            Serving.stack(out, self.crossings.width),
+            Serving.stack(back, self.crossings.width),
             np.array(again),
-            Routes.stack(first, self.crossings.width),
+            Serving.stack(first, self.crossings.width),
             compute,
             Sides(k, self.updates, self.crossings, names),
             self._ending(k, capacity),
@@ -173,10 +173,10 @@ class _Account:
     def _ending(self, k: int, capacity: int) -> Ending:
         late = [(n, ways) for at, n, ways in self.results if at > k]
         nbytes = np.array([n for n, _ in late], dtype=float)
-        out = Routes.stack([ways for _, ways in late], self.crossings.width)
+        out = Serving.stack([ways for _, ways in late], self.crossings.width)
         return Ending(nbytes, out, self.lasting_bytes + float(nbytes.sum()) - capacity)
 
-    def _results(self) -> list[tuple[int, int, Routes]]:
+    def _results(self) -> list[tuple[int, int, Serving]]:
         """Lists the results that the device makes: maker, bytes and ways out of each."""
         s, found = self.survey, []
         writers: dict[str, list[int]] = {}
@@ -195,15 +195,15 @@ class _Account:
                 found.append((made[0], tensor.nbytes, ways))
         return found
 
-    def _back(self, t: str, reads: Sequence[int]) -> Routes:
-        """Routes to serve these reads of one value that is not on the device."""
+    def _back(self, t: str, reads: Sequence[int]) -> Serving:
+        """Serving to serve these reads of one value that is not on the device."""
         ways = self.crossings.into(t)
         if all(self.survey.optional(a, t) for a in reads):
             return self.crossings.or_in_place(ways, t, reads)
         return ways
 
-    def _out(self, t: str, gaps: Sequence[SurveyGap], at: int) -> Routes:
-        """Routes in which a copy of a gap's value got off the device."""
+    def _out(self, t: str, gaps: Sequence[SurveyGap], at: int) -> Serving:
+        """Serving in which a copy of a gap's value got off the device."""
         ways = self.crossings.out(t)
         head = next((g for g in reversed(gaps[: at + 1]) if g.new_value), None)
         if head is None or head.before is None:

@@ -8,7 +8,7 @@ import numpy as np
 
 from offcompile.bounds.survey import Floats
 
-from .ways import Routes
+from .ways import Serving
 
 
 @dataclass(frozen=True)
@@ -19,7 +19,7 @@ class Ending:
     """
 
     nbytes: Floats
-    out: Routes
+    out: Serving
     excess: float
 
     def busy(self, after: Floats) -> Floats:

@@ -1,4 +1,4 @@
-"""Routes to serve tensors, each on one lane, except access in place: it takes a link as well."""
+"""Serving to serve tensors, each on one lane, except access in place: it takes a link as well."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ IN_PLACE = 0
 
 
 @dataclass(frozen=True, eq=False)
-class Routes:
+class Serving:
     """One column per lane, the compute lane first; one row per tensor, or none for one tensor.
 
     A time is infinite where there is no way at all. `beside`: the time in which access in place
@@ -28,7 +28,7 @@ class Routes:
     beside: Floats
 
     @classmethod
-    def stack(cls, rows: Sequence[Routes], width: int) -> Routes:
+    def stack(cls, rows: Sequence[Serving], width: int) -> Serving:
         shape = (-1, width)
         times, beside = [w.times for w in rows], [w.beside for w in rows]
         return cls(np.array(times).reshape(shape), np.array(beside).reshape(shape))
@@ -36,8 +36,8 @@ class Routes:
     def __len__(self) -> int:
         return len(self.times)
 
-    def of(self, row: int) -> Routes:
-        return Routes(self.times[row], self.beside[row])
+    def of(self, row: int) -> Serving:
+        return Serving(self.times[row], self.beside[row])
 
     def key(self, row: int) -> tuple[tuple[float, ...], tuple[float, ...]]:
         """Equal for tensors that are served alike."""
