@@ -15,9 +15,9 @@ from torch.nn import functional as F
 
 HERE = Path(__file__).parents[1] / "support"
 MIB = 1 << 20
-#: the logits alone take 256 MiB, and a step three times that
-LIMIT = 320 * MIB
-BUDGET = 128 * MIB
+#: the logits alone take 128 MiB, and a step three times that
+LIMIT = 192 * MIB
+BUDGET = 96 * MIB
 
 
 def child(tmp_path: Path, **task: Any) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:

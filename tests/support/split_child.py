@@ -1,4 +1,4 @@
-"""One step over 32,768 words and 2,048 tokens in a process whose memory is limited.
+"""One step over 32,768 words and 1,024 tokens in a process whose memory is limited.
 
 `python split_child.py '{"backend": …, "options": {…}, "limit": …, "file": …}'` prints one JSON
 object, and writes loss and gradients to the file. `limit` allows that many bytes of private memory
@@ -23,7 +23,7 @@ from offcompile.runtime.base import process_memory as memory
 from offcompile.runtime.memory.malloc.glibc import return_freed_memory
 from offcompile.runtime.memory.malloc.heap import heap
 
-WORDS, TOKENS, WIDTH = 32_768, 2048, 48
+WORDS, TOKENS, WIDTH = 32_768, 1024, 48
 
 
 class Model(nn.Module):
