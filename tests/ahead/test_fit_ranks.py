@@ -232,6 +232,7 @@ def test_a_ring_sends_what_it_has_to(ranks: int) -> None:
     assert sent["fsdp"] == pytest.approx(once * (2 * weights - root + gradients), rel=1e-3)
 
 
+@pytest.mark.skipif(not dist.is_available(), reason="torch without torch.distributed")
 def test_buckets_are_torchs() -> None:
     """Weights of 3 MB each in 20 layers: the first bucket has one, the others as many as 25 MiB."""
     problem = Problem(
