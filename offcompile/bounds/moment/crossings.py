@@ -14,7 +14,7 @@ from .ways import IN_PLACE, Serving
 
 
 class Crossings:
-    """Serving in columns: the compute lane, lanes into the device, lanes out of it, host updates."""
+    """Ways in columns: the compute lane, lanes into the device, lanes out of it, host updates."""
 
     def __init__(self, survey: Survey) -> None:
         self.survey = survey
