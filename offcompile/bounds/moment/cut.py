@@ -107,7 +107,7 @@ class _Account:
         )
 
     def crossing(self, t: str) -> tuple[Serving, Serving]:
-        """Serving out and back of a tensor that is kept only for recomputations."""
+        """Ways out and back of a tensor that is kept only for recomputations."""
         return self.crossings.out(t), self.crossings.into(t)
 
     def moments(self) -> list[int]:
@@ -196,14 +196,14 @@ class _Account:
         return found
 
     def _back(self, t: str, reads: Sequence[int]) -> Serving:
-        """Serving to serve these reads of one value that is not on the device."""
+        """Ways to serve these reads of one value that is not on the device."""
         ways = self.crossings.into(t)
         if all(self.survey.optional(a, t) for a in reads):
             return self.crossings.or_in_place(ways, t, reads)
         return ways
 
     def _out(self, t: str, gaps: Sequence[SurveyGap], at: int) -> Serving:
-        """Serving in which a copy of a gap's value got off the device."""
+        """Ways in which a copy of a gap's value got off the device."""
         ways = self.crossings.out(t)
         head = next((g for g in reversed(gaps[: at + 1]) if g.new_value), None)
         if head is None or head.before is None:

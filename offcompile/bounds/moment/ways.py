@@ -1,4 +1,4 @@
-"""Serving to serve tensors, each on one lane, except access in place: it takes a link as well."""
+"""Ways to serve tensors, each on one lane, except access in place: it takes a link as well."""
 
 from __future__ import annotations
 
