@@ -189,7 +189,7 @@ NOT_RUN = {
     "python examples/": "run below with --quick",
     "python -m benchmarks.gpu": "needs minutes; tests/gpu/test_benchmark_gpu.py runs it small",
     "offcompile fit hf:llama": "takes a minute; docs/fit.md has a small one, which runs",
-    "offcompile fit hf:gpt2-xl": "takes a minute; tests/ahead/test_fit_ranks.py forecasts small ones",
+    "offcompile fit hf:gpt2-xl": "takes a minute; tests/ahead/test_fit_ranks.py has small ones",
     "offcompile record": "runs a script of the reader's; tests/run/test_record.py runs it",
     "offcompile plan --trace": "plans what that has recorded; tests/run/test_record.py runs it",
 }
