@@ -13,6 +13,8 @@ from importlib.metadata import entry_points
 from importlib.util import find_spec
 from pathlib import Path
 
+import offcompile
+
 ROOT = Path(__file__).parent.parent
 #: package → what cannot be done without it
 NEEDED = {
@@ -68,7 +70,7 @@ def environment() -> Iterator[dict[str, str]]:
 
 def _write_entry_point(folder: Path) -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    name, version = project["name"], project["version"]
+    name, version = project["name"], offcompile.__version__
     about = folder / f"{name}-{version}.dist-info"
     about.mkdir()
     (about / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n")
