@@ -12,10 +12,10 @@ from offcompile.runtime.states.gradient_transport import Brought
 from offcompile.runtime.states.states import MemoryStates
 
 from .core import MASTER, Core, ParameterEntry, Scratch
-from .layout import flat, flat_like, is_dense
+from .layout import flat, flat_like, is_dense, shaped_like
 from .ranks.shards import local_like
 from .rules import Hyper, OnePass
-from .whole import agree, update_whole
+from .whole import whole_states
 
 #: elements per tile if an update takes more than one pass over them; a tile stays in the cache
 TILE_ELEMENTS = 1 << 18
@@ -55,39 +55,34 @@ def update(
     grad_scale = _sent(grad_scale, gradients.device)
     entry.count_up()
     core.visiting(entry)
-    if core.rule.whole:
+    dense = is_dense(weight)
+    weights = flat(weight) if dense else weight.contiguous().view(-1)
+    # each written range increments the version
+    disagrees = MASTER in entry.names and entry.agreed != entry.parameter._version
+    for start, stop, parts in _pieces(core, entry, coefficient is not None):
+        work = gradients[start:stop]
         if coefficient is not None:
-            gradients.mul_(coefficient)
-        update_whole(core, entry, weight, gradients, hyper, grad_scale)
-    else:
-        _update_ranges(core, entry, weight, gradients, hyper, coefficient, grad_scale)
+            work.mul_(coefficient)
+        if disagrees:
+            _agree(parts[MASTER], weights[start:stop], entry.agreed is None)
+        shape = weight if core.rule.whole else None
+        _update_tile(core, entry, weights[start:stop], work, parts, hyper, grad_scale, shape)
+    if not dense:
+        weight.copy_(weights.view(weight.shape))
     if carrier is not None:
         carrier.updated(entry.local, entry.label)
     core.updated(entry)
 
 
-def _update_ranges(
-    core: Core,
-    entry: ParameterEntry,
-    weight: torch.Tensor,
-    gradients: torch.Tensor,
-    hyper: Hyper,
-    coefficient: torch.Tensor | None,
-    grad_scale: torch.Tensor | None,
-) -> None:
-    dense = is_dense(weight)
-    weights = flat(weight) if dense else weight.contiguous().view(-1)
-    # each written range increments the version
-    disagrees = MASTER in entry.names and entry.agreed != entry.parameter._version
-    for start, stop, parts in _ranges(core, entry, coefficient is not None):
-        work = gradients[start:stop]
-        if coefficient is not None:
-            work.mul_(coefficient)
-        if disagrees:
-            agree(parts[MASTER], weights[start:stop], entry.agreed is None)
-        _update_tile(core, entry, weights[start:stop], work, parts, hyper, grad_scale)
-    if not dense:
-        weight.copy_(weights.view(weight.shape))
+def _pieces(
+    core: Core, entry: ParameterEntry, scaled: bool
+) -> Iterator[tuple[int, int, dict[str, torch.Tensor]]]:
+    """The ranges to update one by one, with their states; the whole parameter if its rule asks."""
+    if not core.rule.whole:
+        yield from _ranges(core, entry, scaled)
+        return
+    with whole_states(core, entry) as parts:
+        yield 0, entry.local.numel(), parts
 
 
 def _ranges(
@@ -118,7 +113,13 @@ def _update_tile(
     parts: dict[str, torch.Tensor],
     hyper: Hyper,
     grad_scale: torch.Tensor | None,
+    like: torch.Tensor | None,
 ) -> None:
+    """Update flat tensors; like: give them to the rule in the shape of this tensor."""
+
+    def shaped(tensor: torch.Tensor) -> torch.Tensor:
+        return tensor if like is None else shaped_like(tensor, like)
+
     master = parts.pop(MASTER, None)
     at_once = one_pass(core, entry)
     if at_once is not None:
@@ -127,9 +128,9 @@ def _update_tile(
     work = weight if master is None else master
     wide = {name: _cast(core.scratch, part, work.dtype, name) for name, part in parts.items()}
     core.rule.update(
-        [work],
-        [_cast(core.scratch, gradient, work.dtype, "gradient")],
-        {name: [part] for name, part in wide.items()},
+        [shaped(work)],
+        [shaped(_cast(core.scratch, gradient, work.dtype, "gradient"))],
+        {name: [shaped(part)] for name, part in wide.items()},
         [] if entry.step is None else [entry.step],
         hyper,
         entry.is_first,
@@ -241,6 +242,16 @@ def _update_call(
     core.rule.update(weights, gradients, parts, steps, hyper, is_first, grad_scale)
     for entry, _ in call:
         core.updated(entry)
+
+
+def _agree(master: torch.Tensor, weight: torch.Tensor, from_nothing: bool) -> None:
+    """Copy to the master only the elements of the weight that somebody else has written."""
+    here = weight.to(master.device)
+    if from_nothing:
+        master.copy_(here)
+    else:
+        kept = master.to(weight.dtype) == here
+        master.copy_(torch.where(kept, master, here.to(master.dtype)))
 
 
 def _cast(scratch: Scratch, tile: torch.Tensor, dtype: torch.dtype, name: str) -> torch.Tensor:

@@ -17,9 +17,8 @@ README = (ROOT / "README.md").read_text()
 
 
 def run(words: list[str], where: Path, **env: str) -> str:
-    done = subprocess.run(
-        words, cwd=where, env=os.environ | env, capture_output=True, text=True, timeout=300
-    )
+    environment = os.environ | env
+    done = subprocess.run(words, cwd=where, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-2000:]
     return done.stdout
 
