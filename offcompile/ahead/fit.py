@@ -238,7 +238,7 @@ class _Fitting:
         self.began = time.monotonic()
         self.ahead = self.traced(self.batch)
         self.target, self.options = self.ahead.target, self.ahead.asked.options
-        budget = self.options.memory_bytes(self.target.device_bytes)
+        budget = self.target.budget_bytes(self.options)
         self.memory = self.target.device_bytes if budget is None else budget
         beside = self.ahead.beside_bytes if isinstance(self.ahead, AheadOnRank) else 0
         self.budget = max(1, self.memory - beside)

@@ -324,7 +324,7 @@ class Ahead:
         splits = self.traces[0].splits if self.traces else None
         found, splitting = Ways(
             options,
-            options.memory_bytes(self.target.device_bytes),
+            self.target.budget_bytes(options),
             partial(choose, None),
             choose,
             lambda pieces: ahead(pieces).estimate,

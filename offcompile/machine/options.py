@@ -151,10 +151,11 @@ class Options:
         """True if the budget is the smallest possible: everything that can be evicted is."""
         return self.memory == MINIMUM
 
-    def memory_bytes(self, device_total: int) -> int | None:
+    def memory_bytes(self, device_total: int, whole: int | None = None) -> int | None:
         """The budget on a device of this size; None: the minimum, which depends on the problem.
 
-        Raises `InvalidInput` if the budget exceeds the device.
+        whole: bytes of the device of which only `device_total` can be used. A budget in between is
+        cut to `device_total`. Raises `InvalidInput` if it exceeds the device.
         """
         if self.memory is None:
             return device_total
@@ -162,13 +163,13 @@ class Options:
             return None
         if isinstance(self.memory, float):
             return max(1, math.floor(self.memory * device_total))
-        if self.memory > device_total:
+        if self.memory > max(device_total, whole or 0):
             raise _refusal(
                 "memory",
                 f"{show_bytes(self.memory)} asked of a device that has "
                 f"{show_bytes(device_total)}; ask for that much or less",
             )
-        return self.memory
+        return min(self.memory, device_total)
 
 
 def _may_be_lossy(policy: str) -> bool:

@@ -20,6 +20,7 @@ from offcompile.ir import DEVICE, Machine, OffloadError
 from offcompile.runtime.base.once import made_once
 from offcompile.runtime.base.process_memory import machine_memory_bytes
 from offcompile.runtime.device.cuda.facts import (
+    cuda_facts,
     cuda_index,
     library_bytes,
     reaches_host,
@@ -80,6 +81,15 @@ class Target(ABC):
     @abstractmethod
     def machine(self, device_bytes: int) -> Machine:
         """The machine, with this capacity of the device."""
+
+    @property
+    def whole_bytes(self) -> int:
+        """Bytes of the device, with those that nothing can be planned for."""
+        return self.device_bytes
+
+    def budget_bytes(self, options: Options) -> int | None:
+        """The budget that the options ask for; None: the minimum, which depends on the problem."""
+        return options.memory_bytes(self.device_bytes, self.whole_bytes)
 
     @property
     @abstractmethod
@@ -169,6 +179,7 @@ class CpuTarget(Target):
 class CudaTarget(Target):
     """The device is one card. `library_bytes`: its memory that matrix libraries hold for good.
 
+    card_bytes: its memory in all, with what others and the driver hold; 0: no more is known.
     reaches_host: True if kernels can use pinned memory in place, as offloaded weights require.
     `directories` may be empty: then there is no disk tier.
     """
@@ -181,10 +192,15 @@ class CudaTarget(Target):
     library_bytes: int = 0
     reaches_host: bool = True
     verify_spill: bool = False
+    card_bytes: int = 0
 
     @property
     def device(self) -> torch.device:
         return torch.device("cuda", self.index)
+
+    @property
+    def whole_bytes(self) -> int:
+        return max(self.card_bytes, self.device_bytes)
 
     def machine(self, device_bytes: int) -> Machine:
         whole = to_cuda_machine(self.profile, self.host_bytes, bool(self.directories))
@@ -256,6 +272,7 @@ def _cuda_target(
         library_bytes(index),
         reaches_host(index),
         options.verify_spill,
+        cuda_facts(index).total_bytes,
     )
 
 

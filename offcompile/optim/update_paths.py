@@ -46,6 +46,9 @@ class UpdatePaths:
         """Apply a gradient now or soon. borrowed: its memory is reused once this returns."""
         self._await(entry)
         self.core.place()
+        self.core.check(entry, gradient)
+        # the first start may take a plan's advice, which decides where the update runs
+        self.core.start(entry)
         beside = self._beside(entry)
         carrier = self.core.carrier(entry)
         if carrier is None and (borrowed or entry.parameter.device.type != "cpu"):
@@ -53,8 +56,6 @@ class UpdatePaths:
         if not beside:
             apply.update(self.core, entry, gradient, hyper)
             return
-        self.core.check(entry, gradient)
-        self.core.start(entry)
         gradient = local_like(gradient, entry.parameter)
         if carrier is None:
             brought = Brought(gradient.detach(), _nothing, gradient)

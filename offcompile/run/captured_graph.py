@@ -59,7 +59,7 @@ class CapturedGraph:
         traced = [n.meta["example_value"] for n in gm.graph.find_nodes(op="placeholder")]
         parameters = {i for i, x in enumerate(example_inputs) if isinstance(x, torch.nn.Parameter)}
         symbols = symbols_of(traced)
-        budget, entry = options.memory_bytes(target.device_bytes), usage.open(target.runtime.key)
+        budget, entry = target.budget_bytes(options), usage.open(target.runtime.key)
         reserve = usage.hole_reserve(budget or 0, _holes_bytes(target, budget))
         runs = GraphRuns(self.name, budget, usage, entry, target.runtime, reserve, target.machine)
         self.facts = GraphFacts(

@@ -81,14 +81,19 @@ def beside(**asked: Any) -> Make:
 
 
 def assert_same(
-    found: list[torch.Tensor], expected: list[torch.Tensor], device: str, rtol: float = 2e-5
+    found: list[torch.Tensor], expected: list[torch.Tensor], device: str, most: float = 1e-5
 ) -> None:
-    """On a GPU torch's own update is another kernel, which rounds differently."""
+    """On a GPU torch's own update is another kernel, which rounds differently.
+
+    Adam turns a gradient near zero into a step of full size with its sign, so that a rounding can
+    show in one weight of thousands: tensors are compared as a whole.
+    """
     for mine, theirs in zip(found, expected, strict=True):
         if device == "cpu":
             assert torch.equal(mine, theirs)
         else:
-            torch.testing.assert_close(mine, theirs, rtol=rtol, atol=rtol)
+            off, size = (mine - theirs).double().norm(), theirs.double().norm()
+            assert off <= most * size, f"{float(off / size):.2g} of its size off"
 
 
 # --- equality with torch --------------------------------------------------------------------------
@@ -145,11 +150,8 @@ def test_compiled_steps_with_weights_on_the_host_are_torch_s(
         forward = torch.compile(mine, backend="offcompile", options=options, dynamic=False)
         found = train(mine, forward, beside(states="host", overlap=overlap))
     assert any(is_on_host(p) for p in mine.parameters())
-    if lowering == "inductor":
-        for a, b in zip(found, expected, strict=True):
-            torch.testing.assert_close(a, b, rtol=1e-3, atol=1e-3)
-    else:
-        assert_same(found, expected, device)
+    # Inductor adds in another order, six steps long
+    assert_same(found, expected, device, 1e-2 if lowering == "inductor" else 1e-5)
     assert offcompile.counters()["live_tickets"] == 0
 
 
@@ -158,7 +160,9 @@ def test_bfloat16_weights_have_masters_on_the_host(device: str) -> None:
     """Masters add up what bfloat16 would round away."""
     model = stack(64, 2, device, torch.bfloat16)
     before = [p.detach().clone() for p in model.parameters()]
-    optimizer = optim.AdamW(model.parameters(), 1e-6, weight_decay=0.0, states="host", overlap=True)
+    optimizer = optim.AdamW(
+        model.parameters(), 1e-6, weight_decay=0.0, states="host", stream=0.0, overlap=True
+    )
     for step in range(10):
         x = torch.randn(8, 64, generator=torch.Generator().manual_seed(step)).to(device)
         model(x.bfloat16()).float().square().sum().backward()
@@ -264,7 +268,8 @@ def test_a_weight_is_held_until_its_update(device: str) -> None:
 @on_gpu
 def test_gradients_and_states_on_the_host_take_nothing_of_the_card(device: str) -> None:
     model = stack(2048, 4, device)
-    optimizer = optim.AdamW(model.parameters(), states="host", overlap=True)
+    # none of them streams to the card, where it would take buffers
+    optimizer = optim.AdamW(model.parameters(), states="host", stream=0.0, overlap=True)
     torch.cuda.synchronize()
     before = torch.cuda.memory_allocated(device)
     for step in range(3):

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,7 +18,7 @@ from offcompile.graph.annotate import annotate
 from offcompile.graph.costs.op_costs import CostModel, OpCost, costs_of_graph
 from offcompile.graph.graphs import Graphs
 from offcompile.graph.lowering.rewrite import rewrite
-from offcompile.ir import DEVICE, FORWARD, HOST, OffloadError
+from offcompile.ir import DEVICE, FORWARD, HOST, InvalidInput, OffloadError
 from offcompile.machine import target as targets
 from offcompile.machine.hardware import load_profile
 from offcompile.machine.options import Options
@@ -140,6 +141,7 @@ def one_card(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(targets, "cuda_index", lambda device: device.index or 0)
     monkeypatch.setattr(targets, "usable_bytes", lambda index: 20 << 30)
     monkeypatch.setattr(targets, "library_bytes", lambda index: 8 * MIB)
+    monkeypatch.setattr(targets, "cuda_facts", lambda index: SimpleNamespace(total_bytes=24 << 30))
     monkeypatch.setattr(targets, "reaches_host", lambda index: True)
 
 
@@ -153,6 +155,18 @@ def test_options_decide_on_tiers(tmp_path: Path) -> None:
     with_disk = target_for(Options.read(asked), device)
     assert with_disk.directories == (tmp_path,) and with_disk.host_bytes == 3 << 30
     assert with_disk.runtime.directories == (str(tmp_path),)
+
+
+@pytest.mark.usefixtures("one_card")
+def test_a_budget_of_the_whole_card_is_cut_to_what_is_free() -> None:
+    def budget(memory: str) -> int | None:
+        asked = Options.read({"hardware": "rtx4090", "memory": memory})
+        return target_for(asked, torch.device("cuda:0")).budget_bytes(asked)
+
+    assert budget("19GiB") == 19 << 30
+    assert budget("24GiB") == 20 << 30
+    with pytest.raises(InvalidInput, match=r"25,769,803,777 bytes .* that has 21,474,836,480"):
+        budget(f"{(24 << 30) + 1}")
 
 
 def test_a_card_that_is_not_there_is_said_so(monkeypatch: pytest.MonkeyPatch) -> None:

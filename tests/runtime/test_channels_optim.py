@@ -11,6 +11,7 @@ from torch import nn
 
 from offcompile import optim
 from offcompile.optim import core
+from offcompile.optim.state_placement import Places
 from offcompile.runtime.states.gradient_transport import Brought
 
 Weights = list[torch.Tensor]
@@ -97,6 +98,22 @@ def test_weights_come_back_whole_and_in_time(
     # each gradient crosses once, in backward or, where it has to wait, in step()
     assert len(far.calls) == 5 * 4
     assert all(gone() is None for gone in far.held)
+
+
+def test_a_gradient_stays_where_advice_moves_its_update(
+    far: Far, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The plan's advice is taken when states are made, which the first gradient does."""
+    monkeypatch.setattr(Places, "advised", lambda places, parameter, nbytes, place: "device cpu")
+    expected = train(lambda m: torch.optim.AdamW(m.parameters(), 0.05, fused=True))
+    found = train(
+        lambda m: optim.AdamW(
+            m.parameters(), 0.05, weight_decay=0.01, overlap=True, channels=True, states="host"
+        )
+    )
+    for mine, theirs in zip(found, expected, strict=True):
+        assert torch.equal(mine, theirs)
+    assert far.calls == []
 
 
 def test_a_failed_update_is_told_by_step_and_names_the_parameter(

@@ -40,10 +40,13 @@ def _(place: Path, patch: pytest.MonkeyPatch) -> str:
 
 @says("others hold …, which is the whole budget")
 def _(place: Path, patch: pytest.MonkeyPatch) -> str:
+    from offcompile.machine.hardware import load_profile
+    from offcompile.machine.target import CpuTarget
     from offcompile.run.plan.contract import PlanRequest
 
     request = PlanRequest("graph 1", held_bytes=2 << 20)
-    return told(lambda: request.budget(Options.read({"memory": "1MiB"}), 1 << 30), Infeasible)
+    target = CpuTarget(load_profile("cpu"), (), 1 << 30, None)
+    return told(lambda: request.budget(Options.read({"memory": "1MiB"}), target), Infeasible)
 
 
 @says("asked of a device that has …; ask for that much or less")

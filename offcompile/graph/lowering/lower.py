@@ -33,6 +33,7 @@ from offcompile.graph.split import Splits
 from offcompile.ir import InvalidInput, Violation
 from offcompile.runtime.base.progress import Progress
 
+from .operands_in_words import short_operands
 from .order import MovementOps, pin_order
 from .rows import teach_inductor
 from .tangents import Tangents, with_missing_tangents
@@ -253,6 +254,7 @@ def _inductor(graph: fx.GraphModule, inputs: Sequence[Any], job: _Job) -> Callab
                 write_known_floats(half.graph)
                 if job.hooks.no_buffer_reuse:
                     settings.enter_context(inductor_config.patch(inplace_buffers=False))
+                settings.enter_context(short_operands())
             with Progress("compiling") as say:
                 say(f"{phase} by Inductor, {len(half.graph.nodes):,} nodes")
                 compiled = compile_fx_inner(half, half_inputs, **how)

@@ -87,9 +87,9 @@ class PlanRequest:
     #: bytes of the budget that another of the ranks that plan together does not have
     lacking_bytes: int = 0
 
-    def budget(self, options: Options, device_bytes: int) -> int | None:
+    def budget(self, options: Options, target: Target) -> int | None:
         """Bytes that the options leave this graph; None: as few as possible, found by planning."""
-        budget = options.memory_bytes(device_bytes)
+        budget = target.budget_bytes(options)
         if budget is None:
             return None
         budget -= self.held_bytes

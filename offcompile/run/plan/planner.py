@@ -48,7 +48,7 @@ class GraphPlanner:
 
     def budget(self) -> int | None:
         """Bytes that the options leave this graph; None: as few as possible, found by planning."""
-        return self.request.budget(self.source.options, self.source.target.device_bytes)
+        return self.request.budget(self.source.options, self.source.target)
 
     def fits(self, problem: Problem) -> bool:
         """True if the step is within the budget with nothing moved."""
