@@ -177,9 +177,9 @@ class Measurement:
     def block(self, plain: Child, block: list[Variant], plain_bytes: int, count: int) -> None:
         children: list[Child] = []
         try:
-            # the first of ours measures ops, alone; the others find what it measured
-            first = [v for v in block if v.kind == "ours"][:1]
-            for together in (first, [v for v in block if v not in first]):
+            # the first of ours measures ops, and the others of ours find what it measured
+            others = [v for v in block if v.kind == "ours"][1:]
+            for together in ([v for v in block if v not in others], others):
                 if time.monotonic() < self.deadline:
                     started = [self.start(v, plain_bytes) for v in together]
                     children += started

@@ -122,7 +122,7 @@ most (`max_memory_allocated`, workspaces of libraries included), `reserved` what
 that, so it is the least that one can. `planned`: the plan's peak. `out; again`: MiB that left per
 step, and ops that ran twice. `waited`: what the host waited for copies, per step.
 `planned time`: the plan's step, and its share of the measured one. `compile`: until two steps had
-run; the first of ours measures ops, alone, the rest compile side by side.
+run, several variants side by side; the first of ours also measures ops.
 
 - torch offload: `torch._functorch.config.enable_activation_offloading` with every saved tensor of
   1 MiB and more marked; streams: with its separate stream, sunk waits and prefetching too.

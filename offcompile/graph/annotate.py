@@ -139,6 +139,8 @@ class _Work:
         self.min_move_bytes, self.in_place, self.stays = min_move_bytes, in_place, stays
         self.storages: dict[str, Storage] = {}
         self.storage_of: dict[Place, str] = {}
+        #: storage of a value that is never written → storages that its readers read instead
+        self.made_of: dict[str, tuple[str, ...]] = {}
         self.ops: list[Op] = []
         self.node_of: dict[str, tuple[Place, ...]] = {}
         self.labels: dict[str, str] = {}
@@ -207,11 +209,12 @@ class _Work:
         mutated = [self.storage_of.get((phase, n.name)) for n in mutated_inputs(node)]
         for storage in filter(None, mutated):
             self.storages[storage].pinned = True
-        reads = dict.fromkeys(
+        given = [
             self.storage_of[phase, n.name]
             for n in node.all_input_nodes
             if (phase, n.name) in self.storage_of
-        )
+        ]
+        reads = dict.fromkeys(s for t in given for s in (t, *self.made_of.get(t, ())))
         writes = dict.fromkeys(filter(None, mutated))
         if writes and isinstance(node.meta.get("val"), torch.Tensor):
             self.storage_of[phase, node.name] = next(iter(writes))
@@ -231,6 +234,8 @@ class _Work:
                 continue
             made = self.make(phase, part, value, "activation", materialises=cost.materialises)
             writes[made.id] = None
+            if not cost.materialises:
+                self.made_of[made.id] = tuple(reads)
         if node.target is update_ops.offer:
             gradient = node.all_input_nodes[1]
             self.storages[self.storage_of[phase, gradient.name]].kind = "gradient"

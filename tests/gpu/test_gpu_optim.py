@@ -81,7 +81,7 @@ def beside(**asked: Any) -> Make:
 
 
 def assert_same(
-    found: list[torch.Tensor], expected: list[torch.Tensor], device: str, most: float = 1e-5
+    found: list[torch.Tensor], expected: list[torch.Tensor], device: str, most: float = 1e-4
 ) -> None:
     """On a GPU torch's own update is another kernel, which rounds differently.
 
@@ -151,7 +151,7 @@ def test_compiled_steps_with_weights_on_the_host_are_torch_s(
         found = train(mine, forward, beside(states="host", overlap=overlap))
     assert any(is_on_host(p) for p in mine.parameters())
     # Inductor adds in another order, six steps long
-    assert_same(found, expected, device, 1e-2 if lowering == "inductor" else 1e-5)
+    assert_same(found, expected, device, 1e-2 if lowering == "inductor" else 1e-4)
     assert offcompile.counters()["live_tickets"] == 0
 
 

@@ -295,7 +295,7 @@ def test_the_floor_of_a_split_loss_is_a_fraction() -> None:
 
 
 def ahead(**options: object) -> Any:
-    given = {"memory": "12MiB", "hardware": "cpu", "options": {"seconds": 0.1, **options}}
+    given = {"memory": "7MiB", "hardware": "cpu", "options": {"seconds": 0.1, **options}}
     return offcompile.plan(Model(), tokens(), **given)  # type: ignore[arg-type]
 
 

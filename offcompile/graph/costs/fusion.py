@@ -2,8 +2,9 @@
 
 Pointwise and reduction nodes over the same number of elements become one kernel, as long as no
 kernel of another kind comes between them; a value used only by nodes of its own kernel is never
-written. If Inductor might do either, the value counts as written: it is better to plan too much
-memory than too little.
+written. A value needed again after a reduction is computed anew from what it is made of, if that is
+cheap: so the logits of a language model are never held in float32. If Inductor might do either, the
+value counts as written: it is better to plan too much memory than too little.
 """
 
 from __future__ import annotations
@@ -43,6 +44,10 @@ _FUSED = frozenset((*_REDUCTIONS, *GATHERS, *_FILLS, *_COPIES, *_MORE, *_POOLS, 
 #: Inductor generates these too, and may fuse them with later ops; the value is always written
 _PUTS = ("index_put", "_unsafe_index_put", "_unsafe_masked_index_put_accumulate")
 _ENDS = frozenset(("cat", "stack", "scatter", "scatter_add", "scatter_reduce", *_PUTS))
+#: Inductor computes a value for each of its users if that reads and does no more than this
+MOST_READS, MOST_OPS = 4, 30
+#: and has none of these, on the CPU
+_HEAVY = frozenset(("exp", "expm1", "log", "log10", "log1p", "log2", "sigmoid", "tanh", "erf"))
 #: views that keep the order of elements
 _KEEPS_ORDER = frozenset(
     ["view", "_unsafe_view", "reshape", "squeeze", "unsqueeze", "alias", "detach"]
@@ -54,6 +59,7 @@ class FusionModel(Protocol):
 
     profile: HardwareProfile
     overheads: Overheads
+    device: torch.device
 
 
 def is_extern(node: fx.Node) -> bool:
@@ -85,9 +91,10 @@ def spread_over_groups(
 ) -> dict[str, OpCost]:
     """The costs of nodes under Inductor. A kernel's first node carries the call's cost; each node
     carries its own traffic."""
-    groups = _Groups(nodes, hint)
+    groups = _Groups(nodes, hint, model.device.type)
     costs = dict(alone)
-    seen: set[tuple[int, fx.Node]] = set()
+    #: (kernel, value, reductions before): read once in each pass over the elements
+    seen: set[tuple[int, fx.Node, int]] = set()
     called: set[int] = set()
     for node in nodes:
         if node not in groups.space:
@@ -100,10 +107,14 @@ def spread_over_groups(
         for given in node.all_input_nodes:
             base = groups.base(given)
             inside = base in groups.space and groups.find(base) == group
-            if (inside and not groups.crosses(base)) or (group, base) in seen:
+            if inside and not groups.crosses(base):
                 continue
-            seen.add((group, base))
-            read_bytes += _read(node, given, hint)
+            again = inside and groups.inlines(base)
+            for source in groups.sources(base) if again else (base,):
+                key = (group, source, groups.level(node) if again else 0)
+                if key not in seen:
+                    seen.add(key)
+                    read_bytes += _read(node, given if source is base else source, hint)
         work = _work(node, read_bytes, hint) if written else Work(read_bytes=read_bytes)
         duration_us = roofline_us(work, model.profile, model.overheads)
         if group in called:
@@ -131,7 +142,10 @@ def _work(node: fx.Node, read_bytes: int, hint: Hint) -> Work:
 class _Groups:
     """The groups of nodes that share a kernel (union-find over the nodes that fuse)."""
 
-    def __init__(self, nodes: Sequence[fx.Node], hint: Hint) -> None:
+    def __init__(self, nodes: Sequence[fx.Node], hint: Hint, device: str) -> None:
+        self._heavy = _HEAVY if device == "cpu" else frozenset[str]()
+        #: value that is never written → the written values it is made of, and how many ops make it
+        self._inlined: dict[fx.Node, tuple[frozenset[fx.Node], int]] = {}
         #: fusible node → number of elements in its loop
         self.space: dict[fx.Node, int] = {}
         self._parent: dict[int, int] = {}
@@ -139,8 +153,13 @@ class _Groups:
         self._number = {node: i for i, node in enumerate(nodes)}
         self._level: dict[fx.Node, int] = {}  # number of reductions before it in its kernel
         self._users: dict[fx.Node, list[fx.Node]] = {}
-        externs: dict[fx.Node, int] = {}  # number of kernels of another kind before it
+        #: number of kernels of another kind before it, in the order of the graph
+        self._turn: dict[fx.Node, int] = {}
+        externs: dict[fx.Node, int] = {}  # as many that it needs, one behind the other
+        turn = 0
         for node in nodes:
+            self._turn[node] = turn
+            turn += node.op == "call_function" and is_extern(node)
             inputs = node.all_input_nodes
             # ops on sizes and other constants come before everything
             externs[node] = max((externs[n] for n in inputs), default=0)
@@ -152,6 +171,8 @@ class _Groups:
                 if base in self.space and externs[base] == externs[node]:
                     self._join(base, node)
         self._find_levels(nodes)
+        for node in nodes:
+            self._inline(node)
 
     def base(self, node: fx.Node) -> fx.Node:
         """The node that this one is a view or a part of, or the node itself."""
@@ -176,11 +197,47 @@ class _Groups:
     def materialises(self, node: fx.Node) -> bool:
         """True if the value may have to be written to memory."""
         users, group = self._users[node], self.find(node)
-        if not users or mutated_inputs(node) or self.crosses(node):
+        if not users or mutated_inputs(node):
+            return True
+        if self.inlines(node):
+            return False
+        if self.crosses(node):
             return True
         if any(user not in self.space or self.find(user) != group for user in users):
             return True
         return len(users) > 1 and self._reordered(node)
+
+    def inlines(self, node: fx.Node) -> bool:
+        """True if each user computes the value for itself."""
+        return node in self._inlined
+
+    def sources(self, node: fx.Node) -> frozenset[fx.Node]:
+        """The values in memory that an inlined value is computed from."""
+        return self._inlined[node][0]
+
+    def level(self, node: fx.Node) -> int:
+        """The number of reductions before the node in its kernel."""
+        return self._level[node]
+
+    def _inline(self, node: fx.Node) -> None:
+        """Note the node if Inductor inlines it: its inputs have been visited before."""
+        if node not in self.space or _is_reduction(node) or _name(node) in _ENDS:
+            return
+        users, turn = self._users[node], self._turn
+        if not users or mutated_inputs(node):
+            return
+        # beyond another kernel, Inductor would keep its inputs for it; plans keep the value
+        if any(u not in self.space or turn[u] != turn[node] for u in users):
+            return
+        sources, ops = frozenset[fx.Node](), 1
+        for base in map(self.base, node.all_input_nodes):
+            below, more = self._inlined.get(base, (frozenset((base,)), 0))
+            sources, ops = sources | below, ops + more
+        if len(users) > 1:
+            heavy = _name(node) in self._heavy
+            if heavy or len(sources) > MOST_READS or ops > MOST_OPS:
+                return
+        self._inlined[node] = sources, ops
 
     def _after(self, node: fx.Node) -> int:
         return self._level[node] + _is_reduction(node)
