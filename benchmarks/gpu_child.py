@@ -149,7 +149,8 @@ class Variant:
         """A fresh model, from the same seeds whatever the variant."""
         torch._dynamo.reset()
         torch.manual_seed(0)
-        self.model = case.build()
+        with self.device:
+            self.model = case.build()
         if self.on_gpu:
             self.model = self.model.to(torch.bfloat16)
         self.model = self.model.to(self.device)
@@ -218,14 +219,8 @@ class Variant:
         from offcompile import Infeasible
         from offcompile.runtime.base import counters
 
-        small = TINY_CASES[self.task["case"]]
-        # brings in compiler, runtime, libraries and their workspaces, which are not the model's
-        self.start(small, small.batch, "minimum")
-        for _ in range(2):
-            self.step()
-        self.clear()
         # a budget on a GPU covers what libraries hold; on the CPU the process's own is not ours
-        self.before_bytes = 0 if self.on_gpu else self.held_bytes()
+        self.before_bytes = 0 if self.on_gpu else self.bytes_without_model()
         began = time.perf_counter()
         try:
             self.start(self.case, self.case.batch, self.task["memory"])
@@ -241,6 +236,15 @@ class Variant:
         self.reset_peak()
         counters.reset_counters()
         return {"seconds": seconds, "losses": losses}
+
+    def bytes_without_model(self) -> int:
+        """What the process holds with compiler, runtime, libraries and their workspaces."""
+        small = TINY_CASES[self.task["case"]]
+        self.start(small, small.batch, "minimum")
+        for _ in range(2):
+            self.step()
+        self.clear()
+        return self.held_bytes()
 
     def steps(self, count: int) -> dict[str, Any]:
         """So many steps on end, as training runs them; the mean of one."""

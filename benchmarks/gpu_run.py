@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import shlex
 import signal
 import subprocess
 import sys
@@ -20,13 +21,17 @@ from benchmarks.bare import NEEDED, ROOT, USEFUL, environment, missing
 
 #: of the whole, the share that the tests may take
 TESTS_SHARE = 0.4
+#: a context on the card takes half a gigabyte, and a process with torch two of RAM
+MOST_WORKERS = 12
+#: names of tests that compare times or print rates
+TIMED = "rates or bus or beside or wait or current_stream or arrives"
 #: kept back for processes to end and the table to be written
 SPARE_SECONDS = 15.0
 
 
 def call(command: Sequence[str], env: dict[str, str], seconds: float) -> int | None:
     """The exit code; None: its time was up, and it and its children were ended."""
-    print("$", " ".join(command), flush=True)
+    print("$", shlex.join(command), flush=True)
     process = subprocess.Popen(command, env=env, cwd=ROOT, start_new_session=True)
     try:
         return process.wait(timeout=seconds)
@@ -36,13 +41,19 @@ def call(command: Sequence[str], env: dict[str, str], seconds: float) -> int | N
         return None
 
 
-def test_command() -> list[str]:
+def test_commands() -> list[list[str]]:
+    """First the tests whose figures others would disturb, then the rest beside each other."""
     if find_spec("pytest") is None:
-        return [sys.executable, "-u", "tests/support/gpu_checks.py"]
-    files = sorted(str(p.relative_to(ROOT)) for p in (ROOT / "tests" / "gpu").glob("test_gpu_*.py"))
+        return [[sys.executable, "-u", "tests/support/gpu_checks.py"]]
+    files = sorted(str(p.relative_to(ROOT)) for p in (ROOT / "tests" / "gpu").glob("test_*gpu*.py"))
+    files.remove("tests/gpu/test_benchmark_gpu.py")
     # conftest.py sets up hypothesis, which may be absent, and no test of these needs it
-    options = ["--noconftest", "-m", "gpu", "-rfEs", "-v", "--tb=short", "-p", "no:cacheprovider"]
-    return [sys.executable, "-m", "pytest", *options, *files]
+    options = ["--noconftest", "-m", "gpu", "-rfEs", "--tb=short", "-p", "no:cacheprovider"]
+    pytest = [sys.executable, "-m", "pytest", *options, "-p", "failures_at_once", *files]
+    if find_spec("xdist") is None:
+        return [[*pytest, "-v"]]
+    beside = ["-n", str(min(MOST_WORKERS, os.cpu_count() or 1)), "--dist", "worksteal"]
+    return [[*pytest, "-v", "-s", "-k", TIMED], [*pytest, *beside, "-k", f"not ({TIMED})"]]
 
 
 def without_gpu() -> str | None:
@@ -72,8 +83,9 @@ def main() -> int:
     bench = [sys.executable, "-m", "benchmarks.gpu", *rest]
     if (reason := without_gpu()) is not None:
         print(f"No GPU: {reason}. On one, this would run")
-        print("  " + " ".join(test_command()))
-        print("  " + " ".join(bench))
+        for command in test_commands():
+            print("  " + shlex.join(command))
+        print("  " + shlex.join(bench))
         return 0
     began, worst = time.monotonic(), 0
 
@@ -83,11 +95,12 @@ def main() -> int:
     with environment() as env:
         env["PYTHONUNBUFFERED"] = "1"
         if not asked.no_tests:
-            share = 1.0 if asked.no_bench else TESTS_SHARE
-            code = call(test_command(), env, share * left())
-            if code is None:
-                print("The tests were ended when their time was up; more: --no-bench", flush=True)
-            worst = 1 if code is None else code
+            until = began + (1.0 if asked.no_bench else TESTS_SHARE) * left()
+            for command in test_commands():
+                code = call(command, env, max(1.0, until - time.monotonic()))
+                if code is None:
+                    print("The tests were ended when their time was up; more: --no-bench")
+                worst = worst or (1 if code is None else code)
         if not asked.no_bench:
             bench += ["--seconds", str(int(left()))]
             code = call(bench, env, left() + SPARE_SECONDS)
