@@ -23,6 +23,12 @@ from benchmarks.bare import NEEDED, ROOT, USEFUL, environment, missing
 TESTS_SHARE = 0.4
 #: a context on the card takes half a gigabyte, and a process with torch two of RAM
 MOST_WORKERS = 12
+#: tests for a GPU in files that need hypothesis
+WITH_HYPOTHESIS = (
+    "tests/graph/test_compact_kernels.py",
+    "tests/kernels/test_kernels_bitmask.py",
+    "tests/run/test_host_init.py",
+)
 #: names of tests that compare times or print rates
 TIMED = "rates or bus or beside or wait or current_stream or arrives"
 #: kept back for processes to end and the table to be written
@@ -47,7 +53,9 @@ def test_commands() -> list[list[str]]:
         return [[sys.executable, "-u", "tests/support/gpu_checks.py"]]
     files = sorted(str(p.relative_to(ROOT)) for p in (ROOT / "tests" / "gpu").glob("test_*gpu*.py"))
     files.remove("tests/gpu/test_benchmark_gpu.py")
-    # conftest.py sets up hypothesis, which may be absent, and no test of these needs it
+    if find_spec("hypothesis") is not None:
+        files += WITH_HYPOTHESIS
+    # conftest.py sets up hypothesis, which may be absent
     options = ["--noconftest", "-m", "gpu", "-rfEs", "--tb=short", "-p", "no:cacheprovider"]
     pytest = [sys.executable, "-m", "pytest", *options, "-p", "failures_at_once", *files]
     if find_spec("xdist") is None:

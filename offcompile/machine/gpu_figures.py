@@ -1,7 +1,4 @@
-"""A CUDA card as a hardware profile: measured once, cached, and extended by the doctor.
-
-This module has run on a fake card only (docs/gpu.md).
-"""
+"""A CUDA card as a hardware profile: measured once, cached, and extended by the doctor."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """Measures a CUDA device and its link to the host with events in its streams.
 
 Figures are medians of runs on a warm device; rates are in bytes or operations per microsecond.
-Every call to CUDA goes through `DriverCalls`. Nothing here has run on a GPU yet (docs/gpu.md).
+Every call to CUDA goes through `DriverCalls`.
 """
 
 from __future__ import annotations

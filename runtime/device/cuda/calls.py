@@ -1,6 +1,4 @@
 """The CUDA calls that measurements need, in one place, so that a fake can stand in for a GPU.
-
-Nothing here has run on a GPU yet (docs/gpu.md).
 """
 
 from __future__ import annotations
