@@ -9,7 +9,7 @@ it is never worse than any single policy, and tensors of all kinds compete for t
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import ClassVar
 
@@ -32,7 +32,7 @@ from .search.program_variant import (
     infeasible_host,
     recompute_everything,
 )
-from .search.recompute_fit import FittingReruns
+from .search.recompute_fit import reruns_beside_moves
 from .search.recompute_starts import WORTH_ANOTHER, RecomputeStarts
 from .search.rerun_loads import rerun_modes
 from .search.search import Search, SearchState, mode_of
@@ -55,8 +55,6 @@ CLOSE = 0.002
 START_SHARE = 0.3
 #: share of the time for starts with recomputation, and how many of them are refined
 RECOMPUTE_SHARE, REFINED_STARTS = 0.6, 3
-#: numbers of parts to cut forward into when looking for recomputation that needs no moves
-FITTING_PARTS = (1, 24)
 #: share of all evaluations for starts with recomputation: without and with modes known from other
 #: searches
 NEW_SHARE, KNOWN_SHARE = 0.6, 0.4
@@ -430,7 +428,9 @@ class Joint:
         def is_over() -> bool:
             return search.settled or search.left <= least or time.thread_time() > deadline
 
-        for reruns in self._fitting(search, is_over):
+        for reruns in reruns_beside_moves(search.problem, search.machine):
+            if is_over():
+                break
             cost_of(reruns)
         RecomputeStarts(search.problem, cost_of, is_over).run()
         found.sort(key=lambda s: s.cost)
@@ -439,21 +439,6 @@ class Joint:
             for state in found[:REFINED_STARTS]
             if (again := search.evaluate(state.frame, state.cover, rounds=2)) is not None
         ]
-
-    def _fitting(self, search: Search, is_over: Callable[[], bool]) -> Iterator[frozenset[Rerun]]:
-        """Yields the least recomputation that fits with everything else on the device, if any."""
-        capacity = search.machine.tier[DEVICE].capacity_bytes
-        comes = any(t.home not in (None, DEVICE) and not t.pinned for t in search.problem.tensors)
-        if capacity is None or comes:  # then something has to move anyway
-            return
-        cuts = Rematerialization.of(search.problem)
-        for parts in FITTING_PARTS:
-            if is_over():
-                return
-            kept = cuts.boundaries(parts) if parts > 1 else frozenset()
-            found = FittingReruns(search.problem, kept=kept).budgeted(capacity)
-            if found.peak_bytes <= capacity:
-                yield found.reruns
 
     def _balanced(self, search: Search, states: list[SearchState]) -> list[SearchState]:
         """Returns variants of the best start with loads made direct, if the lane limits it."""

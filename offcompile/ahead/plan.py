@@ -129,8 +129,10 @@ def _compared(ahead: Ahead, tell: Tell) -> PlanReport:
 def simple_ways(ahead: Ahead, budget: int) -> list[SimpleWay]:
     found, updates = ahead.survey.problem(ahead.graphs), ahead.survey.updates
     factor = None if updates is None else updates.host_factor
-    machine = ahead.survey.machine(budget)
-    return list(SimpleWays(found.problem, machine, budget, found.labels, factor).all())
+    # a card's allocator leaves gaps whoever plans
+    room = budget - (ahead.target.holes_bytes(budget) if ahead.target.device.type == "cuda" else 0)
+    machine = ahead.survey.machine(room)
+    return list(SimpleWays(found.problem, machine, room, found.labels, factor).all())
 
 
 def refuse_measuring(hardware: str | Path | None, measure: bool) -> None:

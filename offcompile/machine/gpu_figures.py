@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -10,6 +9,7 @@ from pathlib import Path
 import torch
 
 from offcompile.runtime.base.host_limits import default_limit_bytes
+from offcompile.runtime.base.posix import usable_cores
 from offcompile.runtime.device.cuda.calls import Card, CudaCalls, DriverCalls
 from offcompile.runtime.measure import cuda as measure_cuda
 from offcompile.runtime.measure.cuda import Measure, Sizes
@@ -100,7 +100,7 @@ def card_identity(card: Card) -> Identity:
         "cuda": card.cuda,
         "torch": torch.__version__,
         "cpu": cpu_model(),
-        "cores": len(os.sched_getaffinity(0)),
+        "cores": usable_cores(),
     }
 
 

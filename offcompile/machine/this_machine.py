@@ -14,6 +14,7 @@ from pathlib import Path
 import torch
 
 from offcompile.ir import DEVICE, HOST, InvalidInput, Lane, Machine, Tier, Violation
+from offcompile.runtime.base.posix import usable_cores
 from offcompile.runtime.base.process_memory import machine_memory_bytes
 from offcompile.runtime.disk.directories import check_directory, filesystem_type
 from offcompile.runtime.measure.beside import copy_toll_share
@@ -251,7 +252,7 @@ def _copy_toll_share(refresh: bool, tell: Progress) -> float:
     tell("measuring this machine: copies beside compute")
     share = copy_toll_share()
     if share is None:
-        return float(torch.get_num_threads() >= len(os.sched_getaffinity(0)))
+        return float(torch.get_num_threads() >= usable_cores())
     share = max(share, LEAST_SHARE)
     write_document(COPY_TOLL, identity, {"share": share})
     return share
@@ -308,7 +309,7 @@ def disk_identity(directory: Path) -> Identity:
     device = _device(directory)
     return {
         "cpu": cpu_model(),
-        "cores": len(os.sched_getaffinity(0)),
+        "cores": usable_cores(),
         "device": f"{os.major(device)}:{os.minor(device)}",
         "filesystem": filesystem_type(directory) or "unknown",
         "bytes": os.statvfs(directory).f_blocks * os.statvfs(directory).f_frsize,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -18,6 +19,8 @@ from .accounts.process import process
 from .captured_graph import CapturedGraph
 from .ranks.agreement import Agreement
 from .ranks.reduction import reduce_in_backward
+
+SYSTEMS = {"darwin": "macOS", "win32": "Windows"}
 
 
 def compile_graph(
@@ -36,6 +39,15 @@ def compile_graph(
         return _refusal(process.raised(error), agreement)
 
 
+def _refuse_other_systems() -> None:
+    if sys.platform != "linux":
+        raise OffloadError(
+            f"offcompile trains on Linux, and this is {SYSTEMS.get(sys.platform, sys.platform)}."
+            " Compile the model with backend='inductor' here. `offcompile fit`, offcompile.plan and"
+            " offcompile.fit work on any system, for hardware that you name."
+        )
+
+
 def _refusal(error: OffloadError, agreement: Agreement) -> Callable[..., Any]:
     def refuse(*args: Any) -> Any:
         agreement.refused(error)
@@ -51,6 +63,7 @@ def _compile(
     mode: str | None,
     agreement: Agreement,
 ) -> Callable[..., Any]:
+    _refuse_other_systems()
     reduce_in_backward()
     if mode not in (None, "default"):
         raise InvalidInput(

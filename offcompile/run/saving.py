@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import fcntl
 import os
 import secrets
 import stat
@@ -15,6 +14,7 @@ from pathlib import Path
 import torch
 
 from offcompile.ir import OffloadError
+from offcompile.runtime.base.posix import fcntl
 from offcompile.runtime.base.watchdog import calling, told
 
 _O_TMPFILE: int = getattr(os, "O_TMPFILE", 0)

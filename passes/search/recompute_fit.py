@@ -1,4 +1,5 @@
-"""Finds the least recomputation with which a step fits if nothing else saves memory.
+"""Finds the least recomputation with which a step fits if nothing else saves memory, or if moves
+save a part of it.
 
 A kept byte has a price, and a minimum cut gives the reruns at that price (`rematerialization`).
 Prices are tried from low to high for the lowest one at which the step fits; between it and the next
@@ -7,11 +8,11 @@ lower one, only as many early layers pay the high price as necessary.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 
-from offcompile.ir import Problem, Recompute
+from offcompile.ir import DEVICE, Machine, Problem, Recompute
 from offcompile.passes.build.decisions import Away, Decisions
 from offcompile.passes.select.footprint import footprint
 from offcompile.passes.select.pressure import pressure
@@ -22,6 +23,10 @@ DEAR = 1 << 40
 #: uniform prices tried, from low to high, and halvings between the last one too low and the first
 #: one high enough
 PRICES, HALVINGS = 8, 4
+#: numbers of parts that forward is cut into, at whose boundaries chains of reruns end; 1: no cut
+FITTING_PARTS = (1, 24)
+#: parts of what is too much for the device that move, while recomputation saves the rest
+MOVED_PARTS = (0.0, 0.5, 0.25, 0.75, 0.9)
 
 
 @dataclass(frozen=True)
@@ -121,3 +126,24 @@ def rank(r: Rerunning, capacity: int) -> tuple[bool, float, float]:
     if r.peak_bytes <= capacity:
         return False, r.added_us, r.peak_bytes
     return True, r.peak_bytes, r.added_us
+
+
+def reruns_beside_moves(problem: Problem, machine: Machine) -> Iterator[frozenset[Rerun]]:
+    """Yields the least recomputation that fits with everything else on the device, if any, and the
+    least beside which a part of what is too much has to move. Nothing if weights move anyway."""
+    capacity = machine.tier[DEVICE].capacity_bytes
+    if capacity is None or any(
+        t.home not in (None, DEVICE) and not t.pinned for t in problem.tensors
+    ):
+        return
+    cuts, seen = Rematerialization.of(problem), {frozenset[Rerun]()}
+    kept = [cuts.boundaries(parts) if parts > 1 else frozenset[str]() for parts in FITTING_PARTS]
+    tries = [FittingReruns(problem, kept=ends) for ends in kept]
+    for moved in MOVED_PARTS:
+        for fitting in tries:
+            too_much = max(0, fitting.of(frozenset()).peak_bytes - capacity)
+            room = capacity + int(moved * too_much)
+            found = fitting.budgeted(room)
+            if found.peak_bytes <= room and found.reruns not in seen:
+                seen.add(found.reruns)
+                yield found.reruns

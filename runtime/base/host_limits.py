@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import os
-import resource
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from .posix import resource
 from .process_memory import cgroup_folders, data_bytes, machine_memory_bytes, text_of
 
 #: percentage of the machine's memory that an arena without an explicit limit may take

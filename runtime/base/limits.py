@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import os
-import resource
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 
+from .posix import resource, usable_cores
 from .process_memory import machine_memory_bytes
 
 _RATE_OF_GENERATION = {2.5: 1, 5.0: 2, 8.0: 3, 16.0: 4, 32.0: 5, 64.0: 6}
@@ -48,7 +48,7 @@ def read_limits(root: Path = Path("/")) -> Limits:
         memory_bytes=machine_memory_bytes(root),
         physical_bytes=os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"),
         available_bytes=_available_bytes(root),
-        cores=len(os.sched_getaffinity(0)),
+        cores=usable_cores(),
         threads=torch.get_num_threads(),
         memlock_bytes=_soft(resource.RLIMIT_MEMLOCK),
         data_bytes=_soft(resource.RLIMIT_DATA),

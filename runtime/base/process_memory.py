@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ctypes
 import os
-import resource
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -12,6 +11,8 @@ from pathlib import Path
 from typing import NamedTuple
 
 from offcompile.ir import OffloadError
+
+from .posix import resource
 
 _PR_SET_THP_DISABLE, _PR_GET_THP_DISABLE = 41, 42  # prctl.h of Linux
 _STATUS = Path("/proc/self/status")

@@ -14,7 +14,7 @@ from pathlib import Path
 import numpy as np
 
 from offcompile.ir import OffloadError
-from offcompile.runtime.base import forks, watchdog
+from offcompile.runtime.base import posix, watchdog
 from offcompile.runtime.base.mapping import PAGE_BYTES, page_multiple
 from offcompile.runtime.base.threads import TaskQueue, Work, side_by_side
 
@@ -95,7 +95,7 @@ class SpillStore:
         self._settled = threading.Condition(threading.Lock())
         self._owner = os.getpid()
         self._is_open = True
-        forks.watch(self)
+        posix.watch(self)
 
     @property
     def used_bytes(self) -> int:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import fcntl
 import os
 import tempfile
 import weakref
@@ -14,6 +13,7 @@ from pathlib import Path
 from offcompile.ir import OffloadError
 from offcompile.runtime.base import watchdog
 from offcompile.runtime.base.mapping import PAGE_BYTES, Mapping, page_multiple
+from offcompile.runtime.base.posix import fcntl
 
 from .directories import ELSEWHERE, check_directory
 from .extents import FreeRanges

@@ -7,7 +7,6 @@ and flags.
 from __future__ import annotations
 
 import mmap
-import os
 import platform
 import statistics
 import time
@@ -19,6 +18,7 @@ from pathlib import Path
 import torch
 from torch.utils._python_dispatch import _disable_current_modes
 
+from offcompile.runtime.base.posix import usable_cores
 from offcompile.runtime.base.process_memory import machine_memory_bytes
 
 from .cold import cool
@@ -109,7 +109,7 @@ def machine_identity() -> dict[str, str | int | bool]:
     """Everything that a measurement depends on: processor, memory, torch, threads, its flags."""
     return {
         "cpu": cpu_model(),
-        "cores": len(os.sched_getaffinity(0)),
+        "cores": usable_cores(),
         "memory_gib": machine_memory_bytes() >> 30,
         "torch": torch.__version__,
         "threads": torch.get_num_threads(),

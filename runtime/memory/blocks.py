@@ -15,7 +15,7 @@ import numpy as np
 import torch
 
 from offcompile.ir import OffloadError
-from offcompile.runtime.base import forks
+from offcompile.runtime.base import posix
 from offcompile.runtime.base.mapping import Mapping
 from offcompile.runtime.disk.extents import FreeRanges
 
@@ -106,7 +106,7 @@ class BlockPool:
         # held (garbage collection): they only append, which needs no lock
         self._returned: deque[tuple[int, int]] = deque()
         self._capacity_bytes = self._used_bytes = self._peak_bytes = 0
-        forks.watch(self)
+        posix.watch(self)
 
     @property
     def capacity_bytes(self) -> int:

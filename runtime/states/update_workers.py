@@ -18,7 +18,7 @@ from functools import partial
 import torch
 
 from offcompile.ir import OffloadError
-from offcompile.runtime.base import forks, watchdog
+from offcompile.runtime.base import posix, watchdog
 from offcompile.runtime.base.threads import died, started
 
 
@@ -134,7 +134,7 @@ class _Line:
         self.count, self.threads = count, threads
         self._abandoned = False
         self._start_afresh()
-        forks.watch(self)
+        posix.watch(self)
 
     def _start_afresh(self) -> None:
         self._moved = threading.Condition(threading.Lock())

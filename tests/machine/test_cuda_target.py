@@ -133,7 +133,7 @@ def test_the_libraries_share_is_off_the_budget() -> None:
     assert card(library_bytes=32 * MIB).reserve_bytes(640 * MIB) == 42 * MIB
     assert card().reserve_bytes(8 * MIB) == MIB
     assert card().holes_bytes(8 << 30) == 0
-    assert card().holes_bytes(24 << 30) == (24 << 30) // 16
+    assert card().holes_bytes(24 << 30) == (24 << 30) // 32
 
 
 @pytest.fixture

@@ -1,5 +1,4 @@
-"""The CUDA calls that measurements need, in one place, so that a fake can stand in for a GPU.
-"""
+"""The CUDA calls that measurements need, in one place, so that a fake can stand in for a GPU."""
 
 from __future__ import annotations
 

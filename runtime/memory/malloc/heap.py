@@ -17,12 +17,13 @@ instead of 4 KiB.
 from __future__ import annotations
 
 import os
-import resource
 import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Protocol
+
+from offcompile.runtime.base.posix import resource
 
 from .glibc import KEPT_BYTES, Malloc, return_freed_memory
 

@@ -1,4 +1,8 @@
-"""Keeps locks from being held across `os.fork`: a child has only the thread that forked."""
+"""Parts of POSIX that macOS or Windows lack, and locks that no fork may catch.
+
+Plans for hardware that is named are made on any system; training needs Linux, and is refused before
+it comes to what is missing (`offcompile.run.backend`).
+"""
 
 from __future__ import annotations
 
@@ -6,7 +10,27 @@ import os
 import threading
 import weakref
 from functools import partial
-from typing import Protocol
+from typing import TYPE_CHECKING, Any, Protocol
+
+if TYPE_CHECKING:
+    import fcntl
+    import resource
+else:
+    try:
+        import fcntl
+        import resource
+    except ImportError:
+        fcntl: Any = None
+        resource: Any = None
+
+__all__ = ["AtFork", "fcntl", "resource", "usable_cores", "watch"]
+
+
+def usable_cores() -> int:
+    """Returns the number of cores that this process may run on."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
 
 
 class AtFork(Protocol):
@@ -20,7 +44,8 @@ class AtFork(Protocol):
 
 
 class _Forks:
-    """The objects that rest around every fork of the process."""
+    """The objects that rest around every fork of the process: a child has only the thread that
+    forked, and would find their locks held."""
 
     def __init__(self) -> None:
         self.watched: weakref.WeakSet[AtFork] = weakref.WeakSet()
