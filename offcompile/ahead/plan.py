@@ -27,7 +27,7 @@ from offcompile.machine.options import Options
 from offcompile.machine.target import CpuTarget, CudaTarget, Target, target_for
 from offcompile.planning.feedback.profiling import Profile
 from offcompile.planning.fit_budget import floor_of, planning_seconds, with_reserve
-from offcompile.planning.planner import NO_RIVAL, Rival
+from offcompile.planning.planner import NO_RIVAL, Rival, bounded_longer
 from offcompile.planning.splitting import SplitPart, StepEstimate
 from offcompile.report.report import PlanReport
 from offcompile.report.simple_way import SimpleWay
@@ -335,7 +335,9 @@ class Ahead:
             lambda: 0 if splits is None else splits.largest_bytes,
             lambda choice: choice,
         ).best()
-        return replace(found, splitting=splitting)
+        made = found.decided
+        result = bounded_longer(found.annotated.problem, made.machine, made.result)
+        return replace(found, decided=replace(made, result=result), splitting=splitting)
 
     @cached_property
     def estimate(self) -> StepEstimate:
