@@ -60,19 +60,20 @@ def measured(case: Case, seconds: float | None) -> Row:
     """The row's figures, in µs and bytes; `ours` None: no plan."""
     from offcompile.ahead.batch_trace import as_arguments
     from offcompile.ahead.factories import build
-    from offcompile.ahead.fit import published_ways, variants
+    from offcompile.ahead.fitting import published_ways, variants
     from offcompile.ahead.plan import Ahead, ForecastRequest, simple_ways
     from offcompile.ir import Infeasible
     from offcompile.machine.options import Options
     from offcompile.planning.fit_budget import floor_of, peak_alone, with_reserve
 
     began = time.monotonic()
-    (model, inputs, loss), _ = build(case.model, case.batch, case.length, "bfloat16")
-    given = inputs(case.batch)
+    built = build(case.model, case.batch, case.length, "bfloat16")
+    given = built.inputs(case.batch)
     named = given if isinstance(given, dict) else {}
     plain = () if isinstance(given, dict) else as_arguments(given)
     options = Options.read({"hardware": case.hardware})
-    ahead = Ahead.of(ForecastRequest(model, plain, named, options, loss, case.optimizer), _quiet)
+    asked = ForecastRequest(built.model, plain, named, options, built.loss, case.optimizer)
+    ahead = Ahead.of(asked, _quiet)
     problems, machine_for = variants(ahead), ahead.survey.machine
     alone = peak_alone(problems[0], machine_for)
     reserve = ahead.target.reserve_bytes

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from offcompile.ahead.fit import variants
+from offcompile.ahead.fitting import variants
 from offcompile.ahead.huggingface import SIZES, build
 from offcompile.ahead.plan import Ahead, ForecastRequest
 from offcompile.ahead.simple_reruns import Reruns

@@ -9,8 +9,9 @@ from .ir import Infeasible, InvalidInput, OffloadError
 from .ir.version import VERSION
 
 if TYPE_CHECKING:
+    from offcompile.ahead.answers.fit_report import FitReport
     from offcompile.ahead.batch_search import max_batch
-    from offcompile.ahead.fit import FitReport, fit
+    from offcompile.ahead.fit import fit
     from offcompile.ahead.plan import plan
     from offcompile.report.report import PlanReport, reports, save_html
     from offcompile.run.host_init import host_init
@@ -44,7 +45,7 @@ __version__ = VERSION
 
 #: names whose modules import torch; imported at first access
 _LATER = {
-    "FitReport": "offcompile.ahead.fit",
+    "FitReport": "offcompile.ahead.answers.fit_report",
     "PlanReport": "offcompile.report.report",
     "counters": "offcompile.runtime.base.counters",
     "fit": "offcompile.ahead.fit",

@@ -2,7 +2,8 @@
 
 A name is `file.py:function` or `package.module:function`. The function is called with the meta
 device as default and returns `(model, inputs)` or `(model, inputs, loss)`; inputs are a tensor, a
-tuple or a dictionary of keywords. If it takes `batch`, it is called once per batch size.
+tuple or a dictionary of keywords. If it takes `batch` or `length`, it is called for each that is
+tried.
 """
 
 from __future__ import annotations
@@ -11,7 +12,8 @@ import importlib
 import inspect
 import runpy
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -19,31 +21,56 @@ from offcompile.ir import InvalidInput, OffloadError, Violation
 
 from . import huggingface
 
-Built = tuple[Any, Callable[[int], Any], Any]
+#: length of sequences if none is asked for
+USUAL_LENGTH = 1024
+#: arguments of a factory that can be asked for
+ASKED = ("batch", "length")
 
 
-def build(name: str, batch: int, length: int, dtype: str) -> tuple[Built, bool]:
-    """Return (model, inputs for a batch, loss), and True if other batch sizes can be asked for."""
+@dataclass(frozen=True)
+class Built:
+    """A model, its inputs for a batch and, where it may be asked for, a length, and its loss."""
+
+    model: Any
+    inputs: Callable[..., Any]
+    loss: Any
+    #: arguments that `inputs` takes, of `ASKED`
+    takes: frozenset[str]
+
+
+def build(name: str, batch: int, length: int | None, dtype: str) -> Built:
+    """Build the model that the command line names. A model that depends on the length of sequences
+    is that for the given one."""
+    long = USUAL_LENGTH if length is None else length
     if name.startswith(huggingface.PREFIX):
-        return huggingface.build(name.removeprefix(huggingface.PREFIX), length, dtype), True
+        made = huggingface.build(name.removeprefix(huggingface.PREFIX), long, dtype)
+        return Built(*made, frozenset(ASKED))
     factory = _factory(name)
-    several = "batch" in inspect.signature(factory).parameters
-    model, inputs, loss = _called(factory, name, batch, several)
+    parameters = inspect.signature(factory).parameters
+    asked: dict[str, int] = {"batch": batch} if "batch" in parameters else {}
+    if "length" in parameters:
+        # without one asked for, the factory's own
+        needs = parameters["length"].default is inspect.Parameter.empty
+        asked |= {"length": long} if needs or length is not None else {}
+    model, inputs, loss = _called(factory, name, asked)
 
-    def inputs_for(wanted: int) -> Any:
-        return inputs if wanted == batch else _called(factory, name, wanted, several)[1]
+    def inputs_for(batch: int, length: int | None = None) -> Any:
+        given = {"batch": batch, "length": length}
+        changed = {k: v for k, v in given.items() if k in parameters and v is not None}
+        wanted = asked | changed
+        return inputs if wanted == asked else _called(factory, name, wanted)[1]
 
-    return (model, inputs_for, loss), several
+    return Built(model, inputs_for, loss, frozenset(ASKED) & parameters.keys())
 
 
 def _called(
-    factory: Callable[..., Any], name: str, batch: int, several: bool
+    factory: Callable[..., Any], name: str, asked: Mapping[str, int]
 ) -> tuple[Any, Any, Any]:
     import torch
 
     try:
         with torch.device("meta"):
-            made = factory(batch=batch) if several else factory()
+            made = factory(**asked)
     except InvalidInput:
         raise
     except Exception as error:

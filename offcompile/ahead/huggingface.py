@@ -88,8 +88,9 @@ HEADS = {
 }
 
 
-def build(name: str, length: int, dtype: str) -> tuple[Any, Callable[[int], Any], Any]:
-    """Build a meta model, its inputs for a batch, and its loss. `name` comes without the prefix."""
+def build(name: str, length: int, dtype: str) -> tuple[Any, Callable[..., Any], Any]:
+    """Build a meta model, its inputs for a batch (and another length), and its loss. `name` comes
+    without the prefix."""
     import torch
 
     config = _config(name)
@@ -105,7 +106,7 @@ def build(name: str, length: int, dtype: str) -> tuple[Any, Callable[[int], Any]
         model.loss_type = loss_type
     model.train()
 
-    def inputs(batch: int) -> dict[str, Any]:
+    def inputs(batch: int, length: int = length) -> dict[str, Any]:
         words = torch.zeros(batch, length, dtype=torch.long, device="meta")
         return {"input_ids": words, "labels": words}
 

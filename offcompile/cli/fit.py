@@ -29,7 +29,7 @@ def add_fit(commands: Any) -> None:
         "model",
         metavar="MODEL",
         help="file.py:factory, module:factory, hf:NAME (such as hf:gpt2-xl) or hf:FOLDER; a factory"
-        " returns (model, inputs) or (model, inputs, loss) and may take batch",
+        " returns (model, inputs) or (model, inputs, loss) and may take batch and length",
     )
     fit.add_argument(
         "--hardware", metavar="NAME", help="a profile's name or .toml file (default: this machine)"
@@ -37,9 +37,7 @@ def add_fit(commands: Any) -> None:
     fit.add_argument("--memory", metavar="SIZE", help="device budget (default: all of it)")
     fit.add_argument("--host-memory", metavar="SIZE", help="host budget; more goes to disk")
     fit.add_argument("--batch", type=int, default=1, metavar="N", help="default: %(default)s")
-    fit.add_argument(
-        "--length", type=int, default=1024, metavar="N", help="of hf: models (default: %(default)s)"
-    )
+    _add_lengths(fit)
     fit.add_argument(
         "--dtype", choices=DTYPES, default=DTYPES[0], help="of hf: models (default: %(default)s)"
     )
@@ -60,6 +58,31 @@ def add_fit(commands: Any) -> None:
     fit.add_argument("--html", metavar="FILE", help="also write the plan as a page")
     fit.add_argument("--json", action="store_true", help="print one JSON object")
     fit.set_defaults(run=run_fit)
+
+
+def _add_lengths(fit: Any) -> None:
+    one_or_more = fit.add_mutually_exclusive_group()
+    one_or_more.add_argument(
+        "--length",
+        type=int,
+        metavar="N",
+        help="of sequences: hf: models, and factories that take length (default: 1024)",
+    )
+    one_or_more.add_argument(
+        "--lengths", metavar="N,N,…", help="compare these lengths, as in 512,1024,2048"
+    )
+
+
+def _read_lengths(text: str | None) -> tuple[int, ...] | None:
+    from offcompile.ahead.fit import check_lengths
+
+    if text is None:
+        return None
+    try:
+        return check_lengths(int(part) for part in text.split(","))
+    except ValueError:
+        detail = f"{text!r} is no list of lengths; write whole numbers, as in 512,1024,2048"
+        raise invalid("bad-value", "--lengths", detail) from None
 
 
 def _add_ranks(fit: Any) -> None:
@@ -111,22 +134,26 @@ def _fit(options: argparse.Namespace) -> int:
     from offcompile.ahead.factories import build
     from offcompile.ahead.fit import fit
 
-    (model, inputs, loss), several = build(
-        options.model, options.batch, options.length, options.dtype
-    )
+    lengths = _read_lengths(options.lengths)
+    longest = options.length if lengths is None else lengths[-1]
+    built = build(options.model, options.batch, longest, options.dtype)
+    if lengths is not None and "length" not in built.takes:
+        detail = f"{options.model} takes no length; give it a parameter `length`, or leave this out"
+        raise invalid("bad-value", "--lengths", detail)
     found = fit(
-        model,
-        inputs,
+        built.model,
+        built.inputs,
         options.batch,
         memory=options.memory,
         hardware=options.hardware,
-        loss=loss,
+        loss=built.loss,
         optimizer=options.optimizer,
         host_memory=options.host_memory,
         table=not options.quick,
-        largest=several and not options.quick,
+        largest="batch" in built.takes and not options.quick,
         compare=options.compare,
         stream_states=options.stream_states,
+        lengths=lengths,
         **_asked_of_ranks(options),
     )
     if options.html is not None and found.report is not None:

@@ -15,8 +15,10 @@ import torch.nn.functional as F
 from torch import nn
 
 import offcompile
+from offcompile.ahead.answers.fit_report import BudgetPoint, pareto
 from offcompile.ahead.factories import build as build_named
-from offcompile.ahead.fit import BudgetPoint, fit, pareto, tier_bytes
+from offcompile.ahead.fit import fit
+from offcompile.ahead.fitting import tier_bytes
 from offcompile.ahead.layers import find_layers, shortened
 from offcompile.ahead.plan import Ahead, ForecastRequest, plan
 from offcompile.ahead.scaled import Scale
@@ -295,8 +297,8 @@ def test_sizes_at_other_batches_are_exact() -> None:
 
 
 def test_fit_answers_with_the_largest_batch_and_a_table(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("offcompile.ahead.fit.TABLE_SECONDS", 0.0)  # what costs no search
-    monkeypatch.setattr("offcompile.ahead.fit.TRIAL_SECONDS", 0.1)
+    monkeypatch.setattr("offcompile.ahead.fitting.TABLE_SECONDS", 0.0)  # what costs no search
+    monkeypatch.setattr("offcompile.ahead.fitting.TRIAL_SECONDS", 0.1)
     with torch.device("meta"):
         model = nn.Sequential(*(m for _ in range(8) for m in (nn.Linear(64, 64), nn.ReLU())))
 
@@ -374,13 +376,16 @@ def test_the_command(tmp_path: Any, capsys: pytest.CaptureFixture[str]) -> None:
 def test_models_by_name_have_their_published_sizes(tmp_path: Any) -> None:
     sizes = {"hf:gpt2": 124.4e6, "hf:gpt2-xl": 1557.6e6, "hf:llama-3.1-70b": 70.55e9}
     for name, parameters in sizes.items():
-        (model, inputs, loss), several = build_named(name, 1, 16, "bfloat16")
-        assert several and loss is not None and inputs(3)["input_ids"].shape == (3, 16)
+        built = build_named(name, 1, 16, "bfloat16")
+        model, inputs = built.model, built.inputs
+        assert built.takes == {"batch", "length"} and built.loss is not None
+        assert inputs(3)["input_ids"].shape == (3, 16)
+        assert inputs(3, 8)["input_ids"].shape == (3, 8)
         assert sum(p.numel() for p in model.parameters()) == pytest.approx(parameters, rel=1e-3)
         assert {p.device.type for p in model.parameters()} == {"meta"}
     model.config.num_hidden_layers = 2
     model.config.save_pretrained(tmp_path)
-    (few, _, _), _ = build_named(f"hf:{tmp_path}", 1, 16, "float32")
+    few = build_named(f"hf:{tmp_path}", 1, 16, "float32").model
     assert len(few.model.layers) == 2
     with pytest.raises(InvalidInput, match="more than the 1024 positions"):
         build_named("hf:gpt2", 1, 4096, "bfloat16")

@@ -17,7 +17,9 @@ from hypothesis import strategies as st
 from test_ahead import LENGTH, Language
 from torch import nn
 
-from offcompile.ahead.fit import FitReport, fit, tier_bytes
+from offcompile.ahead.answers.fit_report import FitReport
+from offcompile.ahead.fit import fit
+from offcompile.ahead.fitting import tier_bytes
 from offcompile.ahead.plan import Ahead, ForecastRequest
 from offcompile.ahead.ranks.beside import RING, Ring, beside, with_collectives
 from offcompile.ahead.ranks.collectives import GATHER, REDUCE, Collective, Collectives

@@ -12,7 +12,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from offcompile.ahead.fit import fit, published_ways, variants
+from offcompile.ahead.fit import fit
+from offcompile.ahead.fitting import published_ways, variants
 from offcompile.ahead.plan import Ahead, ForecastRequest, plan, simple_ways
 from offcompile.ahead.simple_ways import BUDGETED, CHECKPOINTED
 from offcompile.graph.updates import USUAL_HOST_GBPS, Updates
