@@ -15,8 +15,11 @@ from offcompile.runtime.base.progress import Progress
 
 from .answers.fit_report import FitReport
 from .answers.lengths import LengthRow
+from .answers.training import TrainedParameters
 from .batch_trace import as_arguments
 from .fitting import Fitting, MoreAnswers
+from .lora.adapters import with_adapters
+from .lora.request import LoraRequest
 from .plan import ForecastRequest, Tell, check_model, refuse_measuring
 from .ranks.request import RankRequest
 
@@ -42,6 +45,7 @@ def fit(
     link: str = "nvlink",
     node_ranks: int | None = None,
     lengths: Iterable[int] | None = None,
+    lora: str | Mapping[str, Any] | None = None,
 ) -> FitReport:
     """Tell if a training step fits, how long it would take, and what the other choices are.
 
@@ -53,6 +57,8 @@ def fit(
     as in "20GB/s"); node_ranks: those on one node. Then `table` means the other ways to share.
     lengths: compare sequences of these lengths; `make_inputs` is called with a batch and a length.
     The rest of the answer is that of the longest that fits.
+    lora: train only low-rank adapters: "r=16", with alpha=32 or targets=q_proj,v_proj behind a
+    comma, or a dictionary of these; targets: names of linear layers (default: "all-linear").
     The other arguments are those of `offcompile.plan`, which raises if nothing fits.
     """
     if batch < 1:
@@ -65,12 +71,14 @@ def fit(
     if ranks is not None:
         several = RankRequest.read(ranks, shard, link, node_ranks, optimizer)
 
+    whole, training = _trained(check_model(model), lora)
+
     def asked(of: int, *length: int) -> ForecastRequest:
         inputs = make_inputs(of, *length)
         named = inputs if isinstance(inputs, dict) else {}
         plain = () if isinstance(inputs, dict) else as_arguments(inputs)
         return ForecastRequest(
-            check_model(model),
+            whole,
             plain,
             named,
             read,
@@ -83,8 +91,25 @@ def fit(
     more = MoreAnswers(table, largest, compare)
     with Progress("fit") as tell:
         if wanted is not None:
-            return _over_lengths(asked, batch, wanted, several, more, tell)
-        return Fitting(asked, batch, tell, several).result(more)
+            found = _over_lengths(asked, batch, wanted, several, more, tell)
+        else:
+            found = Fitting(asked, batch, tell, several).result(more)
+    return replace(found, training=training)
+
+
+def _trained(
+    model: nn.Module, lora: str | Mapping[str, Any] | None
+) -> tuple[nn.Module, TrainedParameters]:
+    """The model, with adapters if they were asked for, and how much of it trains."""
+    rank = adapted = 0
+    if lora is not None:
+        request = LoraRequest.read(lora)
+        model, adapted = with_adapters(model, request)
+        rank = request.r
+    counts = [(p.numel(), p.requires_grad) for p in model.parameters()]
+    trained = sum(count for count, trains in counts if trains)
+    total = sum(count for count, _ in counts)
+    return model, TrainedParameters(trained, total, rank, adapted)
 
 
 def check_lengths(lengths: Iterable[int]) -> tuple[int, ...]:

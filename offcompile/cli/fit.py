@@ -45,6 +45,12 @@ def add_fit(commands: Any) -> None:
         "--optimizer", metavar="NAME", help="adamw, adam, momentum or sgd (default: no updates)"
     )
     fit.add_argument(
+        "--lora",
+        metavar="r=R[,alpha=A][,targets=NAMES]",
+        help="train low-rank adapters only, on the linear layers of these names, as in"
+        " r=16,targets=q_proj,v_proj (default: all-linear)",
+    )
+    fit.add_argument(
         "--stream-states",
         action=argparse.BooleanOptionalAction,
         default=True,
@@ -154,6 +160,7 @@ def _fit(options: argparse.Namespace) -> int:
         compare=options.compare,
         stream_states=options.stream_states,
         lengths=lengths,
+        lora=options.lora,
         **_asked_of_ranks(options),
     )
     if options.html is not None and found.report is not None:

@@ -16,6 +16,7 @@ from offcompile.report.words import split_facts
 
 from .lengths import LengthRow, answered, length_lines
 from .outcome import StepOutcome, how_it_fits
+from .training import TrainedParameters
 
 
 @dataclass(frozen=True)
@@ -54,6 +55,7 @@ class FitReport:
     ranks: RanksAnswer | None = None
     #: the same model with sequences of other lengths, the shortest first
     lengths: tuple[LengthRow, ...] = ()
+    training: TrainedParameters | None = None
 
     @property
     def outcome(self) -> StepOutcome:
@@ -101,6 +103,8 @@ class FitReport:
             )
             for tier, nbytes in self.tier_bytes.items():
                 yield f"  {tier:14} {size(nbytes)} at most"
+            if self.training is not None and self.training.trained < self.training.total:
+                yield f"  trains         {self.training.words()}"
             for name, said in split_facts(report):
                 yield f"  {name:14} {said}"
             if self.spilled_bytes:
@@ -140,6 +144,7 @@ class FitReport:
             "simple_ways": [way.to_json() for way in self.simple_ways],
             "ranks": None if self.ranks is None else self.ranks.to_json(),
             "lengths": [row.to_json() for row in self.lengths],
+            "parameters": None if self.training is None else self.training.to_json(),
         }
         if report is None:
             return found | {"reason": self.reason, "smallest_change": self.smallest_change}
