@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import nn
+from torch.utils._pytree import tree_leaves
 
 from offcompile.ir import InvalidInput, Violation
+from offcompile.machine.hardware import load_profile
 from offcompile.machine.options import Options
 from offcompile.runtime.base.progress import Progress
 
+from .answers.cards import CardRow, StepWork, by_step, read_cards, read_prices
 from .answers.fit_report import FitReport
 from .answers.lengths import LengthRow
 from .answers.training import TrainedParameters
@@ -46,6 +50,8 @@ def fit(
     node_ranks: int | None = None,
     lengths: Iterable[int] | None = None,
     lora: str | Mapping[str, Any] | None = None,
+    cards: str | Iterable[str] | None = None,
+    prices: Mapping[str, float] | None = None,
 ) -> FitReport:
     """Tell if a training step fits, how long it would take, and what the other choices are.
 
@@ -59,11 +65,18 @@ def fit(
     The rest of the answer is that of the longest that fits.
     lora: train only low-rank adapters: "r=16", with alpha=32 or targets=q_proj,v_proj behind a
     comma, or a dictionary of these; targets: names of linear layers (default: "all-linear").
+    cards: compare these profiles, or "all" of them, tracing once. The rest of the answer is that of
+    the fastest. prices: card → its price of an hour, in any currency, to name the cheapest.
     The other arguments are those of `offcompile.plan`, which raises if nothing fits.
     """
     if batch < 1:
         raise _bad("batch", f"{batch} is no batch; give 1 or more")
-    refuse_measuring(hardware, measure)
+    compared = None if cards is None else read_cards(cards)
+    priced = read_prices(prices, compared)
+    if compared is not None and (hardware is not None or lengths is not None):
+        other = "lengths" if hardware is None else "hardware"
+        raise _bad("cards", f"they do not go with {other}; leave out one of the two")
+    refuse_measuring(hardware if compared is None else compared[0], measure)
     wanted = None if lengths is None else check_lengths(lengths)
     given = {"host_memory": host_memory} | dict(options or {})
     read = Options.read(given | {"memory": memory, "hardware": hardware})
@@ -92,6 +105,8 @@ def fit(
     with Progress("fit") as tell:
         if wanted is not None:
             found = _over_lengths(asked, batch, wanted, several, more, tell)
+        elif compared is not None:
+            found = _over_cards(asked, batch, _Cards(compared, priced), several, more, tell)
         else:
             found = Fitting(asked, batch, tell, several).result(more)
     return replace(found, training=training)
@@ -154,3 +169,58 @@ def _over_lengths(
             best = one
     assert best is not None
     return replace(best.result(more), lengths=tuple(rows))
+
+
+@dataclass(frozen=True)
+class _Cards:
+    names: tuple[str, ...]
+    prices: Mapping[str, float]
+
+
+def _over_cards(
+    asked: Callable[[int], ForecastRequest],
+    batch: int,
+    cards: _Cards,
+    ranks: RankRequest | None,
+    more: MoreAnswers,
+    tell: Tell,
+) -> FitReport:
+    """Answer for the fastest, with a row for each card."""
+    more = replace(more, table=False)  # one table is enough
+    work = work_of(asked(batch), batch, 1 if ranks is None else ranks.ranks)
+    rows: list[CardRow] = []
+    best = like = None
+    for card in cards.names:
+
+        def told(text: str, card: str = card) -> None:
+            tell(f"{card}: {text}")
+
+        def of(batch: int, card: str = card) -> ForecastRequest:
+            request = asked(batch)
+            return replace(request, options=_on_card(request.options, card))
+
+        one = Fitting(of, batch, told, ranks, like)
+        like = like or one.ahead
+        outcome = one.answer.outcome
+        rows.append(CardRow(card, one.memory, outcome, work, cards.prices.get(card)))
+        if by_step(rows)[0] is rows[-1]:
+            best = one
+    assert best is not None
+    return replace(best.result(more), cards=by_step(rows))
+
+
+def _on_card(options: Options, card: str) -> Options:
+    """The options on this card, with no more memory than it has."""
+    most, memory = load_profile(card).device_memory_bytes, options.memory
+    return replace(
+        options, hardware=card, memory=min(memory, most) if type(memory) is int else memory
+    )
+
+
+def work_of(asked: ForecastRequest, batch: int, ranks: int) -> StepWork:
+    """What a step gets done: the elements of the first table of whole numbers among the inputs are
+    tokens; without one, samples count."""
+    for given in tree_leaves((asked.inputs, dict(asked.keywords))):
+        if isinstance(given, torch.Tensor) and given.ndim == 2 and not given.is_floating_point():
+            return StepWork(ranks * given.numel(), "tokens", ranks)
+    return StepWork(ranks * batch, "samples", ranks)

@@ -10,6 +10,7 @@ from functools import cached_property
 from offcompile.graph.split.decision import LADDER
 from offcompile.ir import DEVICE, HOST, Infeasible, Problem
 from offcompile.ir.units import size
+from offcompile.machine.options import Options
 from offcompile.machine.target import Target
 from offcompile.planning.endurance import spilled_bytes
 from offcompile.planning.fit_budget import (
@@ -24,12 +25,13 @@ from offcompile.report.simple_way import SimpleWay
 from offcompile.runtime.base.mapping import page_multiple
 
 from .answers.fit_report import BudgetPoint, FitReport, pareto
-from .plan import CPU, Ahead, ForecastRequest, Tell, simple_ways
+from .plan import CPU, Ahead, ForecastRequest, Tell, simple_ways, target_ahead
 from .ranks.request import RankRequest
 from .ranks.surveyed import AheadOnRank
 from .ranks.ways import compared, way_of
 from .scaled import Scale, ScaledWay, largest_batch
 from .simple_ways import policy_ways
+from .surveyed import NotAlike
 
 #: no further budgets are planned after this time
 TABLE_SECONDS = 20.0
@@ -58,18 +60,30 @@ class Fitting:
     batch: int
     tell: Tell
     ranks: RankRequest | None = None
+    #: the same model and batch, traced for another card
+    like: Ahead | None = None
 
     def __post_init__(self) -> None:
         self.began = time.monotonic()
-        self.ahead = self.traced(self.batch)
+        self.ahead = self._first()
         self.target, self.options = self.ahead.target, self.ahead.asked.options
         budget = self.target.budget_bytes(self.options)
         self.memory = self.target.device_bytes if budget is None else budget
         beside = self.ahead.beside_bytes if isinstance(self.ahead, AheadOnRank) else 0
         self.budget = max(1, self.memory - beside)
 
+    def _first(self) -> Ahead:
+        if self.like is not None:
+            try:
+                return self._shared(repriced(self.like, self.asked(self.batch).options, self.tell))
+            except NotAlike:
+                self.tell("tracing again")
+        return self.traced(self.batch)
+
     def traced(self, batch: int, target: Target | None = None) -> Ahead:
-        one = Ahead.of(self.asked(batch), self.tell, target)
+        return self._shared(Ahead.of(self.asked(batch), self.tell, target))
+
+    def _shared(self, one: Ahead) -> Ahead:
         return one if self.ranks is None else AheadOnRank.sharing(one, self.ranks, self.tell)
 
     @cached_property
@@ -183,6 +197,13 @@ class Fitting:
         except Infeasible:
             return False
         return True
+
+
+def repriced(like: Ahead, options: Options, tell: Tell) -> Ahead:
+    """The model that was traced for one card, on the card of these options, without tracing it
+    again. Raises `NotAlike` if its layers cannot be repeated there."""
+    asked, target = replace(like.asked, options=options), target_ahead(options, tell)
+    return Ahead._made(asked, target, like.traces, like.layers, None, tell)
 
 
 def published_ways(ahead: Ahead, budget: int, seconds: float) -> list[SimpleWay]:

@@ -34,6 +34,18 @@ def add_fit(commands: Any) -> None:
     fit.add_argument(
         "--hardware", metavar="NAME", help="a profile's name or .toml file (default: this machine)"
     )
+    fit.add_argument(
+        "--cards",
+        nargs="?",
+        const="all",
+        metavar="NAME,NAME,…",
+        help="compare these profiles (without names: all cards)",
+    )
+    fit.add_argument(
+        "--price",
+        metavar="NAME=X,…",
+        help="what an hour of a card costs you, as in rtx4090=0.40,h100-sxm=2.50",
+    )
     fit.add_argument("--memory", metavar="SIZE", help="device budget (default: all of it)")
     fit.add_argument("--host-memory", metavar="SIZE", help="host budget; more goes to disk")
     fit.add_argument("--batch", type=int, default=1, metavar="N", help="default: %(default)s")
@@ -89,6 +101,24 @@ def _read_lengths(text: str | None) -> tuple[int, ...] | None:
     except ValueError:
         detail = f"{text!r} is no list of lengths; write whole numbers, as in 512,1024,2048"
         raise invalid("bad-value", "--lengths", detail) from None
+
+
+def _read_cards(text: str | None) -> str | list[str] | None:
+    return text if text is None or text == "all" else text.split(",")
+
+
+def _read_prices(text: str | None) -> dict[str, float] | None:
+    if text is None:
+        return None
+    found = {}
+    for part in text.split(","):
+        name, _, price = part.partition("=")
+        try:
+            found[name.strip()] = float(price)
+        except ValueError:
+            detail = f"{part!r} is no price; write NAME=X, as in rtx4090=0.40,h100-sxm=2.50"
+            raise invalid("bad-value", "--price", detail) from None
+    return found
 
 
 def _add_ranks(fit: Any) -> None:
@@ -161,6 +191,8 @@ def _fit(options: argparse.Namespace) -> int:
         stream_states=options.stream_states,
         lengths=lengths,
         lora=options.lora,
+        cards=_read_cards(options.cards),
+        prices=_read_prices(options.price),
         **_asked_of_ranks(options),
     )
     if options.html is not None and found.report is not None:

@@ -14,6 +14,7 @@ from offcompile.report.report import PlanReport
 from offcompile.report.simple_way import SimpleWay, against
 from offcompile.report.words import split_facts
 
+from .cards import CardRow, card_lines, cheapest
 from .lengths import LengthRow, answered, length_lines
 from .outcome import StepOutcome, how_it_fits
 from .training import TrainedParameters
@@ -56,6 +57,8 @@ class FitReport:
     #: the same model with sequences of other lengths, the shortest first
     lengths: tuple[LengthRow, ...] = ()
     training: TrainedParameters | None = None
+    #: the same step on other cards, the fastest first
+    cards: tuple[CardRow, ...] = ()
 
     @property
     def outcome(self) -> StepOutcome:
@@ -128,9 +131,12 @@ class FitReport:
         if self.lengths:
             yield ""
             yield from length_lines(self.lengths)
+        if self.cards:
+            yield ""
+            yield from card_lines(self.cards)
 
     def to_json(self) -> dict[str, Any]:
-        report = self.report
+        report, best = self.report, cheapest(self.cards)
         found: dict[str, Any] = {
             "fits": self.fits,
             "hardware": self.hardware,
@@ -144,6 +150,8 @@ class FitReport:
             "simple_ways": [way.to_json() for way in self.simple_ways],
             "ranks": None if self.ranks is None else self.ranks.to_json(),
             "lengths": [row.to_json() for row in self.lengths],
+            "cards": [row.to_json() for row in self.cards],
+            "cheapest_card": None if best is None else best.card,
             "parameters": None if self.training is None else self.training.to_json(),
         }
         if report is None:
