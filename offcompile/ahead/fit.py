@@ -21,7 +21,7 @@ from .answers.fit_report import FitReport
 from .answers.lengths import LengthRow
 from .answers.training import TrainedParameters
 from .batch_trace import as_arguments
-from .fitting import Fitting, MoreAnswers
+from .fitting import DeviceFit, MoreAnswers
 from .lora.adapters import with_adapters
 from .lora.request import LoraRequest
 from .plan import ForecastRequest, Tell, check_model, refuse_measuring
@@ -108,7 +108,7 @@ def fit(
         elif compared is not None:
             found = _over_cards(asked, batch, _Cards(compared, priced), several, more, tell)
         else:
-            found = Fitting(asked, batch, tell, several).result(more)
+            found = DeviceFit(asked, batch, tell, several).result(more)
     return replace(found, training=training)
 
 
@@ -161,7 +161,7 @@ def _over_lengths(
         def of(batch: int, length: int = length) -> ForecastRequest:
             return asked(batch, length)
 
-        one = Fitting(of, batch, told, ranks)
+        one = DeviceFit(of, batch, told, ranks)
         outcome = one.answer.outcome
         tokens = batch * length * (1 if ranks is None else ranks.ranks)
         rows.append(LengthRow(length, tokens, outcome, one.largest if more.largest else None))
@@ -199,7 +199,7 @@ def _over_cards(
             request = asked(batch)
             return replace(request, options=_on_card(request.options, card))
 
-        one = Fitting(of, batch, told, ranks, like)
+        one = DeviceFit(of, batch, told, ranks, like)
         like = like or one.ahead
         outcome = one.answer.outcome
         rows.append(CardRow(card, one.memory, outcome, work, cards.prices.get(card)))

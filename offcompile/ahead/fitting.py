@@ -55,7 +55,7 @@ class MoreAnswers:
 
 
 @dataclass(eq=False)
-class Fitting:
+class DeviceFit:
     asked: Callable[[int], ForecastRequest]
     batch: int
     tell: Tell

@@ -97,7 +97,7 @@ def _linear_layers(model: nn.Module) -> dict[str, nn.Module]:
         for path, module in model.named_modules()
         if (isinstance(module, nn.Linear) or _is_conv1d(module))
         and id(module) not in passed_by
-        and module.weight.dtype.is_floating_point  # type: ignore[union-attr]
+        and module.weight.dtype.is_floating_point
     }
 
 
