@@ -17,7 +17,7 @@ from unittest.mock import create_autospec
 
 import pytest
 import torch
-from doc_blocks import DOCUMENTS, ROOT, Block, all_blocks, anchors, commands, links
+from doc_blocks import DOCUMENTS, FOREIGN, ROOT, Block, all_blocks, anchors, commands, links
 from torch import nn
 
 import offcompile
@@ -108,6 +108,13 @@ def for_accelerate(names: dict[str, Any]) -> None:
     names |= {"loader": torch.utils.data.DataLoader([torch.ones(8)] * 4, batch_size=2)}
 
 
+def for_fsdp2(names: dict[str, Any]) -> None:
+    """One rank; the block's test takes the group away."""
+    torch.distributed.init_process_group(
+        "gloo", store=torch.distributed.HashStore(), rank=0, world_size=1
+    )
+
+
 #: a part of the block → what else it needs
 NEEDS: dict[str, Callable[[dict[str, Any]], None]] = {
     "predictor = Predictor()": for_correlation,
@@ -117,6 +124,7 @@ NEEDS: dict[str, Callable[[dict[str, Any]], None]] = {
     "optimizer_cls_and_kwargs": for_trainer,
     "import LightningOffcompileCallback": for_lightning,
     "accelerator.prepare": for_accelerate,
+    "fully_shard(model)": for_fsdp2,
 }
 
 
@@ -178,6 +186,14 @@ def test_python_runs(
         exec(compile(text, str(block), "exec"), names)
     finally:
         torch._dynamo.reset()
+        if torch.distributed.is_initialized():
+            torch.distributed.destroy_process_group()
+
+
+@pytest.mark.parametrize("block", all_blocks(FOREIGN), ids=str)
+def test_code_that_is_not_run_is_none_of_ours(block: Block) -> None:
+    assert ast.parse(block.text).body
+    assert "offcompile" not in block.text, "write ```python, so that it runs"
 
 
 # --- commands ---------------------------------------------------------------------------------
@@ -241,10 +257,12 @@ def test_links_lead_somewhere(path: Path) -> None:
             assert anchor in anchors(target), link
 
 
-def test_the_index_names_every_document() -> None:
-    named = set(links(ROOT / "docs" / "README.md"))
-    for path in (ROOT / "docs").glob("*.md"):
-        assert path.name == "README.md" or path.name in named, path.name
+@pytest.mark.parametrize("folder", [ROOT / "docs", ROOT / "docs" / "coming_from"], ids=str)
+def test_the_index_names_every_document(folder: Path) -> None:
+    named = set(links(folder / "README.md"))
+    inner = {f"{path.parent.name}/README.md" for path in folder.glob("*/README.md")}
+    pages = {path.name for path in folder.glob("*.md")} - {"README.md"}
+    assert pages | inner <= named, (pages | inner) - named
 
 
 def rows(document: str) -> list[list[str]]:

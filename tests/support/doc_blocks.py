@@ -10,7 +10,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
-DOCUMENTS = (ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md")))
+#: blocks of other packages' code, for cards or packages that are not here: shown, not run
+FOREIGN = "py"
+DOCUMENTS = (ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md")))
 _BLOCK = re.compile(r"^( *)```(\w*)\n(.*?)^\1```$", re.M | re.S)
 _LINK = re.compile(r"\]\(([^)\s]+)\)")
 _SPAN = re.compile(r"`[^`\n]+`")
