@@ -108,11 +108,21 @@ def for_accelerate(names: dict[str, Any]) -> None:
     names |= {"loader": torch.utils.data.DataLoader([torch.ones(8)] * 4, batch_size=2)}
 
 
+class Own(nn.Linear):
+    """A module of the reader's: under FSDP2 Dynamo compiles none of torch's own."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x)
+
+
 def for_fsdp2(names: dict[str, Any]) -> None:
     """One rank; the block's test takes the group away."""
     torch.distributed.init_process_group(
         "gloo", store=torch.distributed.HashStore(), rank=0, world_size=1
     )
+    model = Model()
+    model.blocks = nn.ModuleList(Own(8, 8) for _ in range(2))
+    names |= {"model": model}
 
 
 #: a part of the block → what else it needs
