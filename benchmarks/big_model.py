@@ -23,8 +23,8 @@ TEXT = """# Forward alone, weights on disk
 
 `python -m benchmarks.big_model`. Each variant is a process of its own, which runs {rounds} steps in
 turn with the plain one; ratios are medians over the rounds of two steps of the same round.
-"budget", "peak" (most anonymous memory, by the operating system, less what the process held before the
-model), "in", "out" (per step): MiB. "in place": operands that ops use on the host.
+"budget", "peak" (most anonymous memory, by the operating system, less what the process held before
+the model), "in", "out" (per step): MiB. "in place": operands that ops use on the host.
 
 - plain, memory kept: all weights in memory, and malloc keeps what is freed.
 - accelerate: `disk_offload(model, folder, execution_device=torch.device("cpu"))`, in eager mode.
