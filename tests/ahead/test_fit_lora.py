@@ -134,25 +134,6 @@ def test_only_adapters_have_gradients_and_states() -> None:
     assert whole.to_json()["parameters"]["trained"] == total - trained
 
 
-@pytest.mark.parametrize("shard", ["ddp", "fsdp"])
-def test_ranks_share_only_the_gradients_of_adapters(shard: str) -> None:
-    asked: dict[str, Any] = {
-        "hardware": CARD,
-        "memory": "1GiB",
-        "optimizer": "adamw",
-        "table": False,
-        "largest": False,
-        "ranks": 2,
-        "shard": shard,
-        "options": {"lowering": "aot_eager", "seconds": 0.1},
-    }
-    whole = fit(language(), text, 2, **asked).ranks
-    found = fit(language(), text, 2, lora="r=4", **asked).ranks
-    assert whole is not None and found is not None
-    assert 0 < found.chosen.sent_bytes < whole.chosen.sent_bytes
-    assert found.chosen.device_bytes < whole.chosen.device_bytes
-
-
 def test_the_linear_layers_of_gpt2_are_conv1d_and_its_head_is_left_out(
     tmp_path: Any, capsys: pytest.CaptureFixture[str]
 ) -> None:
