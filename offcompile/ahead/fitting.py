@@ -56,6 +56,8 @@ class MoreAnswers:
 
 @dataclass(eq=False)
 class DeviceFit:
+    """Answers for one batch, of which each is made when it is asked for."""
+
     asked: Callable[[int], ForecastRequest]
     batch: int
     tell: Tell
