@@ -107,7 +107,8 @@ def main() -> int:
             for command in test_commands():
                 code = call(command, env, max(1.0, until - time.monotonic()))
                 if code is None:
-                    print("The tests were ended when their time was up; more: --no-bench")
+                    said = "The tests were ended when their time was up; more: --no-bench"
+                    print(said, flush=True)
                 worst = worst or (1 if code is None else code)
         if not asked.no_bench:
             bench += ["--seconds", str(int(left()))]

@@ -144,8 +144,9 @@ class _Groups:
 
     def __init__(self, nodes: Sequence[fx.Node], hint: Hint, device: str) -> None:
         self._heavy = _HEAVY if device == "cpu" else frozenset[str]()
-        #: value that is never written → the written values it is made of, and how many ops make it
-        self._inlined: dict[fx.Node, tuple[frozenset[fx.Node], int]] = {}
+        #: value that is never written → the written values it is made of, how many ops make it, and
+        #: if one of them is heavy
+        self._inlined: dict[fx.Node, tuple[frozenset[fx.Node], int, bool]] = {}
         #: fusible node → number of elements in its loop
         self.space: dict[fx.Node, int] = {}
         self._parent: dict[int, int] = {}
@@ -229,15 +230,13 @@ class _Groups:
         # beyond another kernel, Inductor would keep its inputs for it; plans keep the value
         if any(u not in self.space or turn[u] != turn[node] for u in users):
             return
-        sources, ops = frozenset[fx.Node](), 1
+        sources, ops, heavy = frozenset[fx.Node](), 1, _name(node) in self._heavy
         for base in map(self.base, node.all_input_nodes):
-            below, more = self._inlined.get(base, (frozenset((base,)), 0))
-            sources, ops = sources | below, ops + more
-        if len(users) > 1:
-            heavy = _name(node) in self._heavy
-            if heavy or len(sources) > MOST_READS or ops > MOST_OPS:
-                return
-        self._inlined[node] = sources, ops
+            below, more, too = self._inlined.get(base, (frozenset((base,)), 0, False))
+            sources, ops, heavy = sources | below, ops + more, heavy or too
+        if len(users) > 1 and (heavy or len(sources) > MOST_READS or ops > MOST_OPS):
+            return
+        self._inlined[node] = sources, ops, heavy
 
     def _after(self, node: fx.Node) -> int:
         return self._level[node] + _is_reduction(node)
