@@ -153,7 +153,8 @@ class HostArena(BlockPool):
             self._segments.append(segment)
             self._add(segment.start, segment.nbytes)
             at = None if ready else self._carve(padded, PAGE_BYTES)
-            return None if at is None else (segment, at)
+            # it may lie in an older segment, where another thread freed a block meanwhile
+            return None if at is None else (self._segment_at(at), at)
 
     def _segment(self, nbytes: int) -> Segment:
         try:

@@ -215,6 +215,36 @@ def test_empty_segments_make_room_for_a_larger_one() -> None:
     assert not registrar.wrong
 
 
+def test_a_block_freed_while_the_arena_grows_is_found_where_it_lies() -> None:
+    class FreesMeanwhile(FakeRegistrar):
+        """Frees a block and settles it, as another thread does while the arena grows."""
+
+        def register(self, address: int, nbytes: int) -> int:
+            if freed:
+                freed.pop().free()
+                assert arena.used_bytes == MIB // 2
+            return super().register(address, nbytes)
+
+    freed: list[MemoryBlock] = []
+    registrar = FreesMeanwhile()
+    arena = HostArena(8 * MIB, 0, registrar)
+    kept = arena.block(MIB // 2)
+    freed.append(arena.block(MIB // 2))
+    old_end = kept.address + MIB
+    kept.tensor.fill_(7)
+    block = arena.block(MIB // 2)
+    assert len(registrar.held) == 2
+    # the old segment has the tightest free range; its memory is not the new one's
+    assert block.address == kept.address + MIB // 2 and block.address < old_end
+    block.tensor.fill_(1)
+    others = [arena.block(MIB // 2) for _ in range(2)]
+    for other in others:
+        other.tensor.fill_(2)
+    assert block.tensor.tolist() == [1] * (MIB // 2)
+    assert kept.tensor.tolist() == [7] * (MIB // 2)
+    assert arena.capacity_bytes == arena.used_bytes == 2 * MIB
+
+
 def test_a_ready_arena_beyond_its_limit_is_refused() -> None:
     with pytest.raises(HostFull, match="8192 bytes were asked for; of 0 bytes 0 are free"):
         arena_of(limit_bytes=PAGE, ready_bytes=2 * PAGE)
