@@ -7,6 +7,7 @@ or after the plan. This is therefore only advice, for states that do not exist y
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 
 from offcompile.ir import HOST, Timeline
 from offcompile.ir.units import round_ns
@@ -24,7 +25,7 @@ def advice(
     annotated: Annotated, timeline: Timeline, profile: HardwareProfile
 ) -> Mapping[str, bool]:
     """Weight on the host → True if the device should update it."""
-    updates = Updates.read(USUAL, profile, apart=True, streams=True)
+    updates = replace(Updates.read(USUAL, profile, apart=True, streams=True), block_bytes=None)
     whole = updates.added(annotated).problem
     hosted = {t.id for t in annotated.problem.tensors if t.kind == "weight" and t.home == HOST}
     step = max((span.step for span in timeline.spans), default=0)

@@ -8,8 +8,9 @@ and sent back, as `offcompile.optim` does unless `stream=False`.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
+from itertools import pairwise
 
 import torch
 
@@ -26,6 +27,10 @@ FP32_BYTES = 4
 STATES = {"sgd": 0, "momentum": 1, "adam": 2, "adamw": 2}
 
 
+#: states that may stream are updated in blocks of at most this size, so that one block's transfer
+#: runs beside another's update. The runtime's blocks are smaller; fewer are quicker to plan
+BLOCK_BYTES = 128 << 20
+
 #: dummy tensor that only the host can update; it forces weights back to the host for the next step
 HOME = Tensor("home", 1, "weight", HOST, pinned=True)
 
@@ -41,6 +46,8 @@ class Updates:
     apart: bool
     #: True if states on the host may be loaded to the device for an update
     streams: bool = False
+    #: the largest block of states that streams; None: a weight's states stream as a whole
+    block_bytes: int | None = BLOCK_BYTES
 
     @classmethod
     def read(
@@ -75,13 +82,13 @@ class Updates:
             if gradient.kind != "gradient" or weight is None:
                 continue
             states = self._states(weight, gradient, annotated.dtypes.get(weight.id))
-            op = self._update(weight, gradient, states)
+            made = tuple(self._updates(weight, gradient, states))
             tensors[gradient.id] = replace(gradient, pinned=False)
             tensors.update({t.id: t for t in states})
-            labels[op.id] = f"update of {names[weight.id]}"
+            labels.update({op.id: f"update of {names[weight.id]}" for op in made})
             labels.update({t.id: f"{self.optimizer} states of {names[weight.id]}" for t in states})
             named.update({t.id: names[weight.id] for t in states})
-            after.setdefault(max(last[gradient.id], last.get(weight.id, 0)), []).append(op)
+            after.setdefault(max(last[gradient.id], last.get(weight.id, 0)), []).extend(made)
         ops = [o for i, op in enumerate(problem.ops) for o in (op, *after.get(i, ()))]
         if back := self._back_home(ops, tensors):
             ops.append(back)
@@ -112,11 +119,35 @@ class Updates:
         home = HOST if weight.home == HOST else DEVICE
         # without streaming, the runtime updates where the states are, so they never move
         pinned = home == DEVICE or (self.apart and not self.streams)
-        return (Tensor(f"{weight.id}.states", nbytes, "state", home, pinned=pinned),)
+        blocks = 1
+        if not pinned and self.block_bytes is not None:
+            blocks = -(-nbytes // self.block_bytes)
+        return tuple(
+            Tensor(_numbered(f"{weight.id}.states", i), part, "state", home, pinned=pinned)
+            for i, part in enumerate(_parts(nbytes, blocks))
+        )
 
-    def _update(self, weight: Tensor, gradient: Tensor, states: tuple[Tensor, ...]) -> Op:
+    def _updates(
+        self, weight: Tensor, gradient: Tensor, states: tuple[Tensor, ...]
+    ) -> Iterator[Op]:
+        """One op for each block of states, or one for all if there are none."""
+        written = sum(t.nbytes for t in states)
+        for i in range(max(1, len(states))):
+            block = states[i : i + 1]
+            share = block[0].nbytes / written if block else 1.0
+            yield self._update(weight, gradient, block, share, i)
+
+    def _update(
+        self,
+        weight: Tensor,
+        gradient: Tensor,
+        states: tuple[Tensor, ...],
+        share: float,
+        number: int,
+    ) -> Op:
+        """The update of this share of the weight, with the states of that share."""
         kept = sum(t.nbytes for t in states)
-        nbytes = 2 * (kept + weight.nbytes) + gradient.nbytes
+        nbytes = 2 * kept + share * (2 * weight.nbytes + gradient.nbytes)
         device_us = nbytes / (self.profile.memory_gbps * BYTES_PER_US_PER_GBPS)
         host_us = nbytes / (
             (self.profile.host_adam_gbps or USUAL_HOST_GBPS) * BYTES_PER_US_PER_GBPS
@@ -124,7 +155,7 @@ class Updates:
         hosted = weight.home == HOST
         written = (weight.id, *(t.id for t in states))
         return Op(
-            id=f"{weight.id}.update",
+            id=_numbered(f"{weight.id}.update", number),
             phase="update",
             duration_us=round(device_us, 3),
             reads=(gradient.id, *written),
@@ -134,3 +165,13 @@ class Updates:
             else {},
             host_duration_us=round(host_us, 3) if hosted and self.apart else None,
         )
+
+
+def _numbered(name: str, number: int) -> str:
+    return f"{name}/{number + 1}" if number else name
+
+
+def _parts(nbytes: int, blocks: int) -> list[int]:
+    """About equal parts, each of whole values."""
+    ends = [i * (nbytes // FP32_BYTES) // blocks * FP32_BYTES for i in range(blocks)] + [nbytes]
+    return [end - start for start, end in pairwise(ends)]

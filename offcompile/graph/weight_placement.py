@@ -124,14 +124,11 @@ def choose(
 
 
 def _all_moved(found: Annotated, decide: Decide, rival_us: float, shortly: bool) -> Decided:
-    """The plan with all weights on the host. `shortly`: even if it cannot beat the rival, a short
-    search finds one, since a plan with some weights on the device may beat it."""
-    try:
-        return decide(found, may_fit=False, worth_us=rival_us)
-    except Beaten:
-        if not shortly:
-            raise
+    """The plan with all weights on the host. `shortly`: a short search finds it, even if it cannot
+    beat the rival, since a plan with some weights on the device may."""
+    if shortly:
         return decide(found, may_fit=False, share=TRIAL_SHARE, trial=True)
+    return decide(found, may_fit=False, worth_us=rival_us)
 
 
 def _least(
@@ -214,8 +211,7 @@ def _with_some_here(
     best = min(found.values(), key=lambda c: c.decided.cost_us, default=leave)
     if not _faster(best.decided, leave.decided):
         return leave
-    if time.thread_time() > until:
-        return best
+    # whatever the time: this search starts from the trials' choices, and gains more than they did
     longer = Choice(best.annotated, decide(best.annotated, may_fit=False), best.stays)
     return min(longer, best, key=lambda c: c.decided.cost_us)
 

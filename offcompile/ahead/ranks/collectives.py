@@ -179,7 +179,9 @@ class Collectives:
     @cached_property
     def _on_host(self) -> frozenset[str]:
         """Updates that the host makes."""
-        return frozenset(f"{u.weight}.update" for u in self.plan.updates if u.where == HOST)
+        hosted = {u.weight for u in self.plan.updates if u.where == HOST}
+        updates = (op for op in self.problem.ops if op.phase == UPDATE)
+        return frozenset(op.id for op in updates if not hosted.isdisjoint(op.writes))
 
     def _whole(self, tensor: str) -> int:
         known = self.nbytes.get(tensor)

@@ -7,6 +7,7 @@ moment, in which case they occupy device memory at that moment, or after it.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -126,7 +127,9 @@ class Sides:
         ways = self.crossings.ns_out(t)
         if (maker, t) in self.survey.direct_ns:
             ways[0] = max(0.0, float(self.survey.direct_ns[maker, t]))
-        self.host.add(i, {self.width + j: ns for j, ns in ways.items()})
+        # it crosses once for all updates on the host that wait for it
+        share = 1 / self.updates.waiting[gradient]
+        self.host.add(i, {self.width + j: ns * share for j, ns in ways.items()})
 
     def _on_device(self, i: int, u: int, states: Sequence[str], rows: Mapping[str, int]) -> int:
         """The row of the states whose memory is counted, or -1."""
@@ -135,7 +138,8 @@ class Sides:
         counted = len(states) == 1 and u > self.k and states[0] in rows
         for t in self.survey.problem.ops[u].writes:
             if t in self.updates.back:  # the step ends with it on the host
-                out = self.crossings.ns_out(t)
+                share = 1 / self.updates.writers[t]
+                out = {j: ns * share for j, ns in self.crossings.ns_out(t).items()}
                 later = {self.width + j: ns for j, ns in out.items()}
                 self.device.add(i, later if u > self.k else out | later)
         for t in states:
@@ -161,8 +165,15 @@ class HostUpdates:
     makers: Mapping[int, tuple[int, str]]
     #: tensors that are on the host until the update, which is their first user
     states: Mapping[int, Sequence[str]]
+    #: the number of these updates that write each tensor
+    writers: Mapping[str, int]
     #: tensors read at the very end by an op that only the host can run
     back: frozenset[str] = frozenset()
+
+    @cached_property
+    def waiting(self) -> Mapping[tuple[int, str], int]:
+        """The number of updates that wait for each of `makers`."""
+        return Counter(self.makers.values())
 
     @classmethod
     def of(cls, survey: Survey) -> HostUpdates:
@@ -171,12 +182,14 @@ class HostUpdates:
         host_ns: dict[int, float] = {}
         makers: dict[int, tuple[int, str]] = {}
         states: dict[int, Sequence[str]] = {}
+        writers = Counter[str]()
         for i, op in enumerate(survey.problem.ops):
             time_ns = survey.host_ns[i]
             if time_ns is None:
                 written.update(dict.fromkeys(op.writes, i))
             else:
                 host_ns[i] = float(time_ns)
+                writers.update(set(op.writes))
                 made = [(written[t], t) for t in op.reads if t in written]
                 if made:
                     makers[i] = max(made)
@@ -188,7 +201,7 @@ class HostUpdates:
                     if t not in used and tensor[t].home not in (None, DEVICE) and tensor[t].nbytes
                 ]
             used.update(op.operands)
-        return cls(host_ns, makers, states, _back(survey))
+        return cls(host_ns, makers, states, writers, _back(survey))
 
     def releases(self, parts: int) -> Iterator[int]:
         """The ops that make the gradients with which `parts` equal parts of the updates begin."""
