@@ -172,14 +172,15 @@ class Joint:
         states += again
         states += self._balanced(search, states)
         states += self._rerunning(search, states)
-        # if recomputation beats everything possible without it, do not look there any further
+        # if recomputation beats everything possible without it, no policy without it is tried
         beaten = bool(again) and search.best_us <= self.kept_floor_us()
         for one in self._worth_varying(search, states):
             if self.trial and search.done:
                 break  # the plan that is chosen is searched for again
             states += self._starts(search, one, HEADROOMS[1:])
-        if not beaten and not (self.trial and search.best_plan is not None):
-            self._single_policies(search, [n for n in _policies() if n != self.name], POLICY_SHARE)
+        if not (self.trial and search.best_plan is not None):
+            others = [n for n in _policies() if n != self.name]
+            self._single_policies(search, others[:1] if beaten else others, POLICY_SHARE)
         if search.best_plan is None:
             blocked = self._last_resorts(search, frame, blocked, states)
             if search.best_plan is None and blocked is not None:

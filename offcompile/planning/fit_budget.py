@@ -21,8 +21,8 @@ from offcompile.simulate import Simulator
 from .order import Order, static_order
 from .planner import Beaten, PlanResult, plan_problem
 
-#: planning time: a base, plus a part per op, up to a maximum
-BASE_SECONDS, SECONDS_PER_OP, MOST_SECONDS = 0.3, 0.003, 4.2
+#: planning time: a base, plus a part per op and per tensor, up to a maximum
+BASE_SECONDS, SECONDS_PER_ENTRY, MOST_SECONDS = 0.3, 0.001, 4.2
 #: limits planning to the time of this many steps, as a search could not gain more than that
 MOST_STEPS, LEAST_SECONDS = 100, 0.2
 US_PER_S = 1e6
@@ -93,7 +93,8 @@ def plain_plan(problem: Problem) -> Plan:
 def planning_seconds(problem: Problem) -> float:
     """The time to search unless the user sets one."""
     steps_s = MOST_STEPS * sum(op.duration_us for op in problem.ops) / US_PER_S
-    wanted = min(MOST_SECONDS, BASE_SECONDS + SECONDS_PER_OP * len(problem.ops))
+    entries = len(problem.ops) + len(problem.tensors)
+    wanted = min(MOST_SECONDS, BASE_SECONDS + SECONDS_PER_ENTRY * entries)
     return max(LEAST_SECONDS, min(wanted, steps_s))
 
 
