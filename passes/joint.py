@@ -178,7 +178,7 @@ class Joint:
             if self.trial and search.done:
                 break  # the plan that is chosen is searched for again
             states += self._starts(search, one, HEADROOMS[1:])
-        if not (self.trial and search.best_plan is not None):
+        if not self.trial:
             others = [n for n in _policies() if n != self.name]
             self._single_policies(search, others[:1] if beaten else others, POLICY_SHARE)
         if search.best_plan is None:
@@ -464,6 +464,7 @@ class Joint:
                 made = (
                     search.evaluate(frame, cover, rounds=1)
                     for frame, cover in rerun_modes(best, choices)
+                    if not search.done
                 )
                 better = [s for s in made if s is not None and s.us < best.us * (1 - WORTH_ANOTHER)]
                 best = min(better, key=lambda s: s.cost, default=None)

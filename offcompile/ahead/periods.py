@@ -54,6 +54,8 @@ class Facts:
     in that op."""
 
     problem: Problem
+    #: its periodic parts, once they are known
+    windows: Sequence[PeriodWindow] = ()
 
     @property
     def ops(self) -> tuple[Op, ...]:
@@ -74,9 +76,14 @@ class Facts:
     def tensor(self, name: str) -> Tensor:
         return self.problem.tensor[name]
 
-    def region(self, windows: Sequence[PeriodWindow], position: int) -> int | None:
-        """The window that an op is in, or else the one that it follows, or else the first, in the
-        same half of the step; None if this half has no window."""
+    @cached_property
+    def regions(self) -> list[int | None]:
+        """For each op the window that it is in, or else the one that it follows, or else the first,
+        in the same half of the step; None if this half has no window."""
+        return [self._region(i) for i in range(len(self.ops))]
+
+    def _region(self, position: int) -> int | None:
+        windows = self.windows
         half = [i for i, w in enumerate(windows) if (w.start < self.turn) == (position < self.turn)]
         before = [i for i in half if windows[i].start <= position]
         return before[-1] if before else next(iter(half), None)

@@ -18,6 +18,10 @@ from .layers import Layers
 from .unroll import relabelled, unroll
 
 
+#: unrollings kept: with and without masks as bits, with weights on the device and on the host
+MOST_KNOWN = 4
+
+
 class NotAlike(OffloadError):
     """Raised if layers that look equal do not compile to equal parts: trace all of them."""
 
@@ -39,26 +43,32 @@ class AheadProblemSource(ProblemSource):
     updates: Updates | None = None
     #: graphs as traced; other graphs are the same with masks packed as bits
     traced: Graphs | None = field(default=None, repr=False)
-    #: cached arguments and result of the last unrolling
-    _last: tuple[Graphs, InPlace | None, Annotated] | None = field(default=None, repr=False)
+    #: the newest unrollings, with their arguments
+    _known: tuple[tuple[Graphs, InPlace | None, Annotated], ...] = field(default=(), repr=False)
+    #: the graphs whose ops are priced; None: unknown
+    _priced: Graphs | None = field(default=None, repr=False)
 
     def apart(self, graphs: Graphs) -> Graphs:
         """Return the graphs unchanged, since they must stay like their twin's."""
         return graphs
 
     def price(self, graphs: Graphs, budget: int | None, progress: Callable[[str], None]) -> None:
-        self._last = None  # costs change
+        if graphs is self._priced and self._costs:
+            return
+        self._known = ()  # costs change
         if self.twin is not None:
             self.twin = self._twin_of(self.twin, graphs)
             self.twin.survey.price(self.twin.graphs, budget, progress)
         super().price(graphs, budget, progress)
+        # measured costs depend on the budget, estimated ones do not
+        self._priced = None if self.options.hardware is None else graphs
 
     def measure_in_place(self, graphs: Graphs, in_place: InPlace) -> None:
         mine = self._unmeasured
         super().measure_in_place(graphs, in_place)
         if mine is None:
             return
-        self._last = None  # costs change
+        self._known = ()  # costs change
         if self.twin is None:
             return
         twin = self.twin.survey
@@ -73,12 +83,11 @@ class AheadProblemSource(ProblemSource):
         if self.twin is None:
             found = super().annotated(graphs, in_place, stays, hint)
         else:
-            last = self._last
-            if last is not None and last[0] is graphs and last[1] == in_place:
-                found = last[2]
-            else:
-                found = self._unrolled(self.twin, graphs, in_place, hint)
-                self._last = graphs, in_place, found
+            same = (made for g, i, made in self._known if g is graphs and i == in_place)
+            known = next(same, None)
+            found = known or self._unrolled(self.twin, graphs, in_place, hint)
+            if known is None:
+                self._known = ((graphs, in_place, found), *self._known)[:MOST_KNOWN]
             found = replace(found, problem=staying(found.problem, stays))
         return found
 

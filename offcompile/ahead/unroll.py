@@ -38,7 +38,7 @@ def unroll(larger: Problem, smaller: Problem, more: int) -> Unrolled | None:
     windows = find_windows(larger, smaller)
     if windows is None:
         return None
-    facts = Facts(larger)
+    facts = Facts(larger, windows)
     ways = _ways(facts, windows)
     if ways is None or not alike(_Unrolling(facts, windows, ways, -1).result().problem, smaller):
         return None
@@ -117,11 +117,11 @@ def _ways(facts: Facts, windows: Sequence[PeriodWindow]) -> _UnrollWays | None:
                     same.add(a)
                     continue
                 at, (made, place) = facts.place[a], facts.place[b]
-                v = facts.region(windows, made)
+                v = facts.regions[made]
                 if v is None or at[1] != place or looks(facts.tensor(a)) != looks(facts.tensor(b)):
                     return None
                 step, length = made - at[0], windows[v].length
-                if step not in (length, -length) or facts.region(windows, at[0]) != v:
+                if step not in (length, -length) or facts.regions[at[0]] != v:
                     return None
                 of[position, slot] = way = ALONG if step > 0 else AGAINST
                 if between.setdefault((u, v), way) != way:
@@ -180,7 +180,7 @@ class _Unrolling:
     def _operand(self, t: str, position: int, copy: int | None) -> str:
         """The tensor that replaces `t` in an op, or in one of its copies."""
         made, slot = self.facts.place[t]
-        v = self.facts.region(self.windows, made)
+        v = self.facts.regions[made]
         if v is None or t in self.ways.same:
             return self._tensor(made, slot, None)
         window = self.windows[v]
@@ -194,7 +194,7 @@ class _Unrolling:
     def _shift(self, t: str, position: int, copy: int | None, v: int, period: int) -> int | None:
         """The number of periods to shift an operand by, for the given copy of an op; None if the
         tensor belongs to no period."""
-        u = self.facts.region(self.windows, position)
+        u = self.facts.regions[position]
         if u is None:
             return 0
         window = self.windows[u]
@@ -232,7 +232,7 @@ class _Unrolling:
         return name
 
     def _layers_on(self, position: int, copy: int | None) -> int:
-        u = self.facts.region(self.windows, position)
+        u = self.facts.regions[position]
         if u is None:
             return 0
         along = u == 0 or self.ways.between.get((u, 0), ALONG) == ALONG

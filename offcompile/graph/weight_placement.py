@@ -7,6 +7,7 @@ unless another gains more than `WORTH_LEAVING`.
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -28,7 +29,7 @@ WORTH_LEAVING = 0.02
 TRIAL_SHARE, LONGER_SHARE = 1 / 3, 2.0
 #: a plan is not searched again if it costs more than NEAR times the best, or if its gap is below
 #: CLOSE; or if it costs more than NEAR_RIVAL times a rival, since a longer search gains about that
-NEAR, CLOSE, NEAR_RIVAL = 1.1, 0.03, 1.02
+NEAR, CLOSE, NEAR_RIVAL = 1.1, 0.03, 1.04
 #: processor time after which no more choices of weights are planned, and no search is extended
 ENOUGH_SECONDS = 25.0
 
@@ -109,7 +110,7 @@ def choose(
     if may_split and not _hides(leave.decided, leave.annotated.problem):
         least_us = min(rival_us, *(d.cost_us for d in (stay, leave.decided) if d is not None))
         room_bytes = _room_bytes(leave, floor_of)
-        leave = _with_some_here(leave, least_us, on_host, decide, until, room_bytes)
+        leave = _with_some_here(leave, least_us, rival_us, on_host, decide, until, room_bytes)
         least_us = min(least_us, leave.decided.cost_us)
         if not leave.stays:
             leave = _longer(leave, least_us, decide, until, rival_us)
@@ -127,7 +128,8 @@ def _all_moved(found: Annotated, decide: Decide, rival_us: float, shortly: bool)
     """The plan with all weights on the host. `shortly`: a short search finds it, even if it cannot
     beat the rival, since a plan with some weights on the device may."""
     if shortly:
-        return decide(found, may_fit=False, share=TRIAL_SHARE, trial=True)
+        with contextlib.suppress(Infeasible):
+            return decide(found, may_fit=False, share=TRIAL_SHARE, trial=True)
     return decide(found, may_fit=False, worth_us=rival_us)
 
 
@@ -166,6 +168,7 @@ def _longer(
 def _with_some_here(
     leave: Choice,
     least_us: float,
+    rival_us: float,
     on_host: Callable[[frozenset[str]], Annotated | None],
     decide: Decide,
     until: float,
@@ -173,7 +176,7 @@ def _with_some_here(
 ) -> Choice:
     """Keep the share of weights on the device that makes the step fastest.
 
-    least_us: the least cost of the other plans. room_bytes: device memory left at the op that needs
+    least_us: the least cost of the other plans; rival_us: of the caller's. room_bytes: device memory left at the op that needs
     most.
     """
     sizes = _without_host_updates(leave)
@@ -211,6 +214,8 @@ def _with_some_here(
     best = min(found.values(), key=lambda c: c.decided.cost_us, default=leave)
     if not _faster(best.decided, leave.decided):
         return leave
+    if best.decided.cost_us > rival_us * NEAR_RIVAL:
+        return best
     # whatever the time: this search starts from the trials' choices, and gains more than they did
     longer = Choice(best.annotated, decide(best.annotated, may_fit=False), best.stays)
     return min(longer, best, key=lambda c: c.decided.cost_us)

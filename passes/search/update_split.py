@@ -96,35 +96,48 @@ class UpdateSplit:
         """
         if not self.weights:
             return None
-        costs: dict[frozenset[str], float] = {}
-        best_share, best = self.balance if around is None else around, float("inf")
+        if around is None:
+            return climb(self.hosted, cost_of, is_over, self.balance, FIRST_SHIFT)
+        return climb(self.hosted, cost_of, is_over, around, NEAR_SHIFT)
 
-        def attempt(share: float) -> bool:
-            """Tries a share. Returns True if it is the best so far."""
-            nonlocal best_share, best
-            share = min(1.0, max(0.0, share))
-            hosted = self.hosted(share)
-            if hosted in costs or is_over():
-                return False
-            cost = cost_of(hosted)
-            costs[hosted] = float("inf") if cost is None else cost
-            if costs[hosted] >= best:
-                return False
-            best_share, best = share, costs[hosted]
-            return True
 
-        attempt(best_share)
-        shift = FIRST_SHIFT if around is None else NEAR_SHIFT
-        while shift >= LEAST_SHIFT and not is_over():
-            before = best_share
-            for by in (shift, -shift):
-                while attempt(best_share + by):
-                    pass
-                if best_share != before:
-                    break
-            if best_share == before:
-                shift /= 2
-        return None if best == float("inf") else best_share
+def climb(
+    sides: Callable[[float], frozenset[str]],
+    cost_of: Cost,
+    is_over: Callable[[], bool],
+    share: float,
+    shift: float,
+) -> float | None:
+    """Searches for the share at which the weights of `sides` cost least, in ever smaller shifts
+    from `share`, and returns it."""
+    costs: dict[frozenset[str], float] = {}
+    best_share, best = share, float("inf")
+
+    def attempt(share: float) -> bool:
+        """Tries a share. Returns True if it is the best so far."""
+        nonlocal best_share, best
+        share = min(1.0, max(0.0, share))
+        hosted = sides(share)
+        if hosted in costs or is_over():
+            return False
+        cost = cost_of(hosted)
+        costs[hosted] = float("inf") if cost is None else cost
+        if costs[hosted] >= best:
+            return False
+        best_share, best = share, costs[hosted]
+        return True
+
+    attempt(best_share)
+    while shift >= LEAST_SHIFT and not is_over():
+        before = best_share
+        for by in (shift, -shift):
+            while attempt(best_share + by):
+                pass
+            if best_share != before:
+                break
+        if best_share == before:
+            shift /= 2
+    return None if best == float("inf") else best_share
 
 
 def _link_us(problem: Problem, machine: Machine, weights: list[str]) -> float:

@@ -8,20 +8,24 @@ computing them again, since compute has time to spare: so more of forward runs a
 
 from __future__ import annotations
 
+from dataclasses import dataclass, field
+
 from offcompile.passes.select.gap_set import GapSet, Prices
 from offcompile.passes.select.rematerialization import Rerun
 
 from .program_variant import Choices, ProgramVariant
 from .recompute_starts import Recipe, RecomputeStarts
 from .search import Search, SearchState
-from .update_split import UpdateSplit
+from .update_split import UpdateSplit, climb
 
 #: the links are what a step waits for if ops take less than this share of it
-LITTLE_COMPUTE = 0.85
+LITTLE_COMPUTE = 0.95
 #: a plan within this share of its bound leaves little to gain
 NEAR_BOUND = 0.05
-#: shares of the host's time to give up when sides take turns: first tried, then around that
-FEWER, AROUND = 0.04, (0.02, 0.06, 0.08, 0.0)
+#: share of the host's time to give up when sides take turns; then shifts around it
+FEWER, SHIFT = 0.04, 0.06
+#: most plans tried with sides that take turns, and with the best share for the first gradients
+MOST_TURNS, MOST_FIRST = 9, 4
 #: recomputation at this multiple of the median price of memory, in the first half of forward or in
 #: all of it
 DEAR, LATE = 4.0, (0.5, 1.0)
@@ -43,15 +47,37 @@ def taking_turns(
     found = [state for state in tried if state is not None]
     if found:
         again = min(found, key=lambda s: s.cost).frame.mode.recomputes
-        for fewer in AROUND:
-            state = _with(search, best, split.alternating(share - fewer), again)
-            found += [] if state is None else [state]
+        share -= FEWER
+        for sides, most in ((split.alternating, MOST_TURNS), (split.hosted, MOST_FIRST)):
+            tries = _Tries(search, best, again, most)
+            share = climb(sides, tries.cost_of, tries.is_over, share, SHIFT) or share
+            found += tries.found
         first = min(found, key=lambda s: s.cost)
         state = search.evaluate(first.frame, first.cover, rounds=2)
         found += [] if state is None else [state]
     search.left = left
     found.sort(key=lambda s: s.cost)
     return found[:1]
+
+
+@dataclass(eq=False)
+class _Tries:
+    """Plans with one set of reruns and different host updates, at most `most`."""
+
+    search: Search
+    state: SearchState
+    reruns: frozenset[Rerun]
+    most: int
+    found: list[SearchState] = field(default_factory=list)
+
+    def cost_of(self, hosted: frozenset[str]) -> float | None:
+        self.most -= 1
+        state = _with(self.search, self.state, hosted, self.reruns)
+        self.found += [] if state is None else [state]
+        return None if state is None else state.us
+
+    def is_over(self) -> bool:
+        return self.most <= 0 or self.search.settled
 
 
 def _waits_for_links(search: Search, state: SearchState) -> bool:
