@@ -17,7 +17,6 @@ from offcompile.run.problem_source import ProblemSource
 from .layers import Layers
 from .unroll import relabelled, unroll
 
-
 #: unrollings kept: with and without masks as bits, with weights on the device and on the host
 MOST_KNOWN = 4
 

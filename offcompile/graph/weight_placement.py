@@ -176,8 +176,8 @@ def _with_some_here(
 ) -> Choice:
     """Keep the share of weights on the device that makes the step fastest.
 
-    least_us: the least cost of the other plans; rival_us: of the caller's. room_bytes: device memory left at the op that needs
-    most.
+    least_us: the least cost of the other plans. rival_us: the cost of the caller's. room_bytes:
+    device memory left at the op that needs most.
     """
     sizes = _without_host_updates(leave)
     total_bytes = sum(nbytes for _, nbytes in sizes)

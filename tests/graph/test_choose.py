@@ -8,7 +8,13 @@ import pytest
 
 from offcompile.graph import weight_placement as module
 from offcompile.graph.annotate import Annotated
-from offcompile.graph.weight_placement import Choice, Decide, choose, weights_in_use_order
+from offcompile.graph.weight_placement import (
+    NEAR_RIVAL,
+    Choice,
+    Decide,
+    choose,
+    weights_in_use_order,
+)
 from offcompile.ir import DEVICE, HOST, Infeasible, Lane, Machine, Op, Problem, Tensor, Tier
 from offcompile.planning.fit_budget import (
     Decided,
@@ -111,6 +117,34 @@ def test_without_time_only_the_two_simple_choices_are_planned_for(
     monkeypatch.setattr(module, "ENOUGH_SECONDS", -1.0)
     found = choose(tower(False), on_host, counted, False, least)
     assert found.stays == frozenset() and len(asked) == 2
+
+
+def test_the_weights_that_are_chosen_are_searched_for_in_full() -> None:
+    budget, full = LAYERS * WEIGHT_BYTES * 3 // 4, []
+
+    def counted(found: Annotated, *, trial: bool = False, **given: Any) -> Decided:
+        if not trial:
+            full.append(found)
+        return at(budget)(found, trial=trial, **given)
+
+    found = choose(tower(False), on_host, counted, False, least)
+    assert found.stays and full[-1] is found.annotated
+
+    full.clear()
+    with pytest.raises(Beaten):  # a search in full gains less than it would have to
+        choose(
+            tower(False),
+            on_host,
+            counted,
+            False,
+            least,
+            rival=Rival(found.decided.cost_us / (NEAR_RIVAL + 0.1)),
+        )
+    stays = {t.id for t in found.annotated.problem.tensors if t.kind == "weight" and t.pinned}
+    assert stays and not any(
+        stays == {t.id for t in asked.problem.tensors if t.kind == "weight" and t.pinned}
+        for asked in full
+    )
 
 
 def test_a_rival_ends_the_search_where_no_plan_can_beat_it() -> None:
