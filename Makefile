@@ -15,7 +15,7 @@ SHARED_OUT = -n auto --maxprocesses=8 --dist worksteal
 BENCHMARKS = $(filter-out gpu_run gpu_table,\
   $(notdir $(basename $(shell grep -l __main__ benchmarks/*.py))))
 
-.PHONY: help venv demo test soak lint format bench house gpu clean
+.PHONY: help venv demo test soak lint format bench house docs gpu clean
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-8s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -53,6 +53,10 @@ bench: $(READY) ## run every benchmark again and write its table to benchmarks/r
 
 house: $(READY) ## figures of the code's shape; draws docs/rooms.svg again
 	@cd tests && ../$(BIN)/python support/house.py --draw ../docs/rooms.svg && ../$(BIN)/python support/house.py
+
+docs: $(READY) ## the documentation as a site in build/site: pages, public API, a gallery of plans
+	$(BIN)/python -m pip install --quiet -e '.[docs]'
+	@$(BIN)/python docs/site/build.py $(ARGS)
 
 gpu: ## tests and benchmark on a GPU, in 8 minutes; nothing is installed or fetched for it
 	@python=$(BIN)/python; [ -x $$python ] || python=$(PYTHON); $$python -m benchmarks.gpu_run $(ARGS)
