@@ -106,7 +106,7 @@ def api() -> str:
         if name in later:
             lines += ["", f"::: {later[name]}.{name}"]
     lines += ["", "## Optimizers", ""]
-    lines += [f"::: offcompile.optim.{name}\n" for name in OPTIMIZERS]
+    lines += [f"::: offcompile.optim.{name}\n" for name in (*OPTIMIZERS, "offload")]
     return "\n".join([*lines, "## Errors", "", "::: offcompile.ir.errors", ""])
 
 

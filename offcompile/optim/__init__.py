@@ -3,6 +3,7 @@
 from .adam import Adam, AdamW
 from .muon import Muon
 from .offloaded import OptimizerFacts
+from .others import offload
 from .sgd import SGD
 
-__all__ = ["SGD", "Adam", "AdamW", "Muon", "OptimizerFacts"]
+__all__ = ["SGD", "Adam", "AdamW", "Muon", "OptimizerFacts", "offload"]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict, deque
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -15,7 +16,6 @@ from .core import MASTER, Core, ParameterEntry, Scratch
 from .layout import flat, flat_like, is_dense, shaped_like
 from .ranks.shards import local_like
 from .rules import Hyper, OnePass
-from .whole import whole_states
 
 #: elements per tile if an update takes more than one pass over them; a tile stays in the cache
 TILE_ELEMENTS = 1 << 18
@@ -81,8 +81,32 @@ def _pieces(
     if not core.rule.whole:
         yield from _ranges(core, entry, scaled)
         return
-    with whole_states(core, entry) as parts:
+    with _whole_states(core, entry) as parts:
         yield 0, entry.local.numel(), parts
+
+
+@contextmanager
+def _whole_states(core: Core, entry: ParameterEntry) -> Iterator[dict[str, torch.Tensor]]:
+    """The parameter's states whole, flat; what is written to them is kept.
+
+    States that come in ranges are put together in memory first: one parameter's at a time.
+    """
+    store, numel = entry.store, entry.local.numel()
+    assert store is not None
+    copies: tuple[torch.Tensor, ...] = ()
+    for r in store.visit(entry.key, write=False):
+        if r.stop - r.start == numel:
+            break
+        copies = copies or tuple(p.new_empty(numel) for p in r.parts)
+        for copy, part in zip(copies, r.parts, strict=True):
+            copy[r.start : r.stop].copy_(part)
+    if copies:
+        yield dict(zip(entry.names, copies, strict=True))
+    for r in store.visit(entry.key):
+        if not copies:  # it is the only range
+            yield dict(zip(entry.names, r.parts, strict=True))
+        for part, copy in zip(r.parts, copies, strict=bool(copies)):
+            part.copy_(copy[r.start : r.stop])
 
 
 def _ranges(

@@ -6,7 +6,7 @@ import weakref
 from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch._compile import _disable_dynamo
@@ -44,7 +44,7 @@ class OptimizerFacts:
 class OffloadedOptimizer(torch.optim.Optimizer):
     """A mixin to inherit before a torch optimizer, whose fused kernel is `rule`."""
 
-    rule: ClassVar[Rule]
+    rule: Rule
 
     #: makes GradScaler call step() even if it found infs; see there
     _step_supports_amp_scaling: bool
