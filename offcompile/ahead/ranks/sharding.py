@@ -109,10 +109,8 @@ def _on_device(annotated: Annotated) -> Annotated:
 
 def _updating(annotated: Annotated, weights: frozenset[str]) -> Annotated:
     """Leave out the updates and states of all other weights."""
-    problem, kept = (
-        annotated.problem,
-        {f"{w}.{part}" for w in weights for part in ("update", "states")},
-    )
-    ops = tuple(op for op in problem.ops if op.phase != UPDATE or op.id in kept)
-    tensors = tuple(t for t in problem.tensors if t.kind != "state" or t.id in kept)
+    problem = annotated.problem
+    ops = tuple(op for op in problem.ops if op.phase != UPDATE or not weights.isdisjoint(op.writes))
+    used = {t for op in ops for t in op.operands}
+    tensors = tuple(t for t in problem.tensors if t.kind != "state" or t.id in used)
     return replace(annotated, problem=replace(problem, tensors=tensors, ops=ops))
