@@ -420,7 +420,7 @@ class Joint:
                 mode = Choices(base.directs, reruns, hosted)
                 frame = self._frame(search.problem, search.machine, mode)
                 cover = self._greedy(frame, 0.0, False)
-                state = cover and search.evaluate(frame, cover, rounds=0)
+                state = cover and search.evaluate(frame, cover, rounds=1)
                 if state:
                     found.append(state)
                     costs.append(state.us)

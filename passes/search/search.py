@@ -110,7 +110,6 @@ class Search:
             self.best_plan, self.best_us = plan, us
 
     def run_plan(self, plan: Plan) -> Timeline:
-        self.left -= 1
         self.patience -= 1
         return self.judge(self.problem, self.machine, plan)
 
@@ -129,6 +128,8 @@ class Search:
         except Infeasible:
             return None
         builder.reserve(reserve)
+        # rebuilding with other times takes little beside the rest
+        self.left -= 1
         best: SearchState | None = None
         clock = clock or LaneClock.unhindered(builder.program)
         for _ in range(rounds + 1):

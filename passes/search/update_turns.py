@@ -107,4 +107,4 @@ def _with(
     if not cover.repair(made.capacity, Prices()):
         return None
     cover.prune(made.capacity, Prices())
-    return search.evaluate(made, cover, rounds=0)
+    return search.evaluate(made, cover, rounds=1)
