@@ -41,7 +41,8 @@ from .search.update_turns import taking_turns
 from .select.gap_set import GapSet, Prices
 from .select.rematerialization import Rematerialization, Rerun
 
-#: evaluations per second assumed when budgeting the effort, per (run + move) of the problem
+#: sets of decisions tried per second, as assumed when budgeting the effort, per (run + move) of the
+#: problem
 EVALUATIONS_PER_SECOND = 75_000.0
 HEADROOMS = (0.0, 0.03, 0.08, 0.15, 0.25, 0.5)
 
@@ -118,14 +119,14 @@ def _policies() -> list[str]:
 class Joint:
     """Decides everything together. `seconds` bounds the search; `lossy` allows lossy codecs.
 
-    The search budget is counted in plans tried, so that a run is exactly reproducible; the clock
+    The search budget is counted in decisions tried, so that a run is exactly reproducible; the clock
     only cuts it off on a machine much slower than assumed. The clock counts this thread's CPU time:
     next to other work, the same plan takes longer to find but is no worse.
     """
 
     name: ClassVar[str] = "joint"
     seconds: float = 10.0
-    #: number of plans that the search may try; None: as many as `seconds` should allow
+    #: number of sets of decisions that the search may try; None: as many as `seconds` should allow
     evaluations: int | None = None
     lossy: bool = False
     judge: Judge | None = field(default=None, compare=False)

@@ -128,7 +128,7 @@ class Search:
         except Infeasible:
             return None
         builder.reserve(reserve)
-        # rebuilding with other times takes little beside the rest
+        # counted once: placing triggers again takes little beside the rest, and gains more
         self.left -= 1
         best: SearchState | None = None
         clock = clock or LaneClock.unhindered(builder.program)
