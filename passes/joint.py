@@ -119,9 +119,9 @@ def _policies() -> list[str]:
 class Joint:
     """Decides everything together. `seconds` bounds the search; `lossy` allows lossy codecs.
 
-    The search budget is counted in decisions tried, so that a run is exactly reproducible; the clock
-    only cuts it off on a machine much slower than assumed. The clock counts this thread's CPU time:
-    next to other work, the same plan takes longer to find but is no worse.
+    The search budget is counted in decisions tried, so that a run can be repeated exactly; the
+    clock only cuts it off on a machine much slower than assumed. The clock counts this thread's
+    CPU time: next to other work, the same plan takes longer to find but is no worse.
     """
 
     name: ClassVar[str] = "joint"
