@@ -23,8 +23,10 @@ help: ## this list
 venv: $(READY) ## the environment in .venv, made again when pyproject.toml changes
 
 $(READY): pyproject.toml
-	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet -e '.[test,dev]'
+	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	@echo "Installing into $(VENV), once: PyTorch, and what tests and examples need. A few minutes."
+	@set -o pipefail; $(BIN)/python -m pip install --disable-pip-version-check -e '.[test,dev]' \
+	  | sed -un 's/^ *Downloading /  /p'
 	@touch $@
 
 demo: $(READY) ## train a small GPT in half the memory it takes, beside plain and checkpointed runs
