@@ -110,7 +110,6 @@ class Search:
             self.best_plan, self.best_us = plan, us
 
     def run_plan(self, plan: Plan) -> Timeline:
-        self.patience -= 1
         return self.judge(self.problem, self.machine, plan)
 
     def evaluate(
@@ -130,6 +129,7 @@ class Search:
         builder.reserve(reserve)
         # counted once: placing triggers again takes little beside the rest, and gains more
         self.left -= 1
+        self.patience -= 1
         best: SearchState | None = None
         clock = clock or LaneClock.unhindered(builder.program)
         for _ in range(rounds + 1):

@@ -112,7 +112,7 @@ def test_a_search_with_nothing_left_to_gain_but_tolls_ends_early() -> None:
 def test_plans_made_with_tolls_cost_no_more_than_those_made_without(seed: int) -> None:
     problem, machine = random_chain(random.Random(seed), 6, 0.4, 0.8)
     dear = with_tolls(machine, 0.3, 0.7)
-    spec = "joint:evaluations=300,seconds=60"
+    spec = "joint:evaluations=400,seconds=60"
     free = plan_problem(problem, machine, spec, seconds=60)
     found = plan_problem(problem, dear, spec, seconds=60)
     assert found.cost_us <= Simulator(problem, dear).run(free.plan).cost_us * 1.02
