@@ -31,8 +31,8 @@ TOLD = ("WARNING", "ERROR", "Aborted", "Traceback")
 OPTIMIZERS = ("AdamW", "Adam", "SGD", "Muon")
 #: what `offcompile fit` is asked for each plan of the gallery
 GALLERY = {
-    "GPT-2 Medium in 4 GiB of an RTX 4090": "hf:gpt2-medium --hardware rtx4090 --batch 8 --length 1024"
-    " --memory 4GiB",
+    "GPT-2 Medium in 4 GiB of an RTX 4090": "hf:gpt2-medium --hardware rtx4090 --batch 8"
+    " --length 1024 --memory 4GiB",
     "GPT 1.3B with AdamW on an RTX 4090": "hf:gpt-1.3b --hardware rtx4090 --batch 8 --length 1024"
     " --memory 12GiB --optimizer adamw",
     "Llama 3.1 8B with AdamW on an RTX 4090": "hf:llama-3.1-8b --hardware rtx4090 --batch 1"
