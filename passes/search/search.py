@@ -109,9 +109,6 @@ class Search:
             self.at_floor = timeline.makespan_us <= self._near_floor_us
             self.best_plan, self.best_us = plan, us
 
-    def run_plan(self, plan: Plan) -> Timeline:
-        return self.judge(self.problem, self.machine, plan)
-
     def evaluate(
         self,
         frame: ProgramVariant,
@@ -134,7 +131,7 @@ class Search:
         clock = clock or LaneClock.unhindered(builder.program)
         for _ in range(rounds + 1):
             plan = builder.at(clock)
-            timeline = self.run_plan(plan)
+            timeline = self.judge(self.problem, self.machine, plan)
             if not timeline.valid:
                 break
             self.offer(plan, timeline)

@@ -46,10 +46,10 @@ def taking_turns(
     tried = [_with(search, best, split.alternating(share - FEWER), again) for again in sets]
     found = [state for state in tried if state is not None]
     if found:
-        again = min(found, key=lambda s: s.cost).frame.mode.recomputes
+        start = min(found, key=lambda s: s.cost)
         share -= FEWER
         for sides, most in ((split.alternating, MOST_TURNS), (split.hosted, MOST_FIRST)):
-            tries = _Tries(search, best, again, most)
+            tries = _Tries(search, start, most)
             share = climb(sides, tries.cost_of, tries.is_over, share, SHIFT) or share
             found += tries.found
         first = min(found, key=lambda s: s.cost)
@@ -62,17 +62,19 @@ def taking_turns(
 
 @dataclass(eq=False)
 class _Tries:
-    """Plans with one set of reruns and different host updates, at most `most`."""
+    """Plans that differ from one in their host updates, at most `most`."""
 
     search: Search
-    state: SearchState
-    reruns: frozenset[Rerun]
+    start: SearchState
     most: int
     found: list[SearchState] = field(default_factory=list)
 
     def cost_of(self, hosted: frozenset[str]) -> float | None:
         self.most -= 1
-        state = _with(self.search, self.state, hosted, self.reruns)
+        mode = self.start.frame.mode
+        if hosted == mode.hosted:
+            return self.start.us
+        state = _with(self.search, self.start, hosted, mode.recomputes)
         self.found += [] if state is None else [state]
         return None if state is None else state.us
 
