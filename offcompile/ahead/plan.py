@@ -35,6 +35,7 @@ from offcompile.run.plan.candidates import plan_in_order
 from offcompile.run.plan.contract import PlanRequest
 from offcompile.run.plan.plan_graph import report_of
 from offcompile.run.plan.planner import GraphPlanner
+from offcompile.runtime.base.garbage import rarely_collected
 from offcompile.runtime.base.progress import Progress
 
 from .batch_trace import Traced, trace_call
@@ -233,6 +234,7 @@ class Ahead:
     _in_pieces: dict[int, Ahead] = field(default_factory=dict)
 
     @classmethod
+    @rarely_collected()
     def of(cls, asked: ForecastRequest, tell: Tell, target: Target | None = None) -> Ahead:
         target = target or target_ahead(asked.options, tell)
         layers = find_layers(asked.model) if asked.repeats else None
@@ -311,6 +313,7 @@ class Ahead:
             updates = Updates.read(asked.optimizer, target.profile, on_card, asked.streams)
         return AheadProblemSource(options, target, Profile(), CPU, updates=updates, traced=graphs)
 
+    @rarely_collected()
     def choose(
         self, memory: Any, tell: Tell, seconds: float | None = None, explains: bool = True
     ) -> Choice:

@@ -95,6 +95,8 @@ def choose(
         refused = error
     if stay is not None and (stay.fits or (_hides(stay, at_home.problem) and not must_leave)):
         return Choice(at_home, stay)
+    if stay is None and rival.stays and (found := _placed_alike(rival, on_host, decide)):
+        return found
     all_there = on_host(frozenset())
     leave: Choice | None = None
     if all_there is not None:
@@ -110,7 +112,7 @@ def choose(
             assert refused is not None
             raise refused
         return Choice(at_home, stay)
-    if may_split and not _hides(leave.decided, leave.annotated.problem):
+    if may_split and not _bound_by_ops(leave):
         least_us = min(rival_us, *(d.cost_us for d in (stay, leave.decided) if d is not None))
         room_bytes = _room_bytes(leave, floor_of)
         leave = _with_some_here(leave, least_us, rival_us, on_host, decide, until, room_bytes)
@@ -125,6 +127,28 @@ def choose(
     if best.decided.cost_us >= rival.cost_us:
         raise Beaten
     return best
+
+
+def _placed_alike(
+    rival: Rival, on_host: Callable[[frozenset[str]], Annotated | None], decide: Decide
+) -> Choice | None:
+    """The plan with the weights where the rival's plan has them, which was the best of several
+    places: other places are not tried if this plan fits. Raises `Beaten`."""
+    assert rival.stays is not None
+    annotated = on_host(rival.stays)
+    if annotated is None:
+        return None
+    rival_us = rival.worth_us(annotated.problem)
+    with contextlib.suppress(Infeasible):
+        made = decide(annotated, may_fit=False, share=TRIAL_SHARE, worth_us=rival_us, trial=True)
+        if made.cost_us > rival_us * NEAR_RIVAL:
+            raise Beaten
+        longer = decide(annotated, may_fit=False)
+        best = min(longer, made, key=lambda d: d.cost_us)
+        if best.cost_us >= rival.cost_us:
+            raise Beaten
+        return Choice(annotated, best, rival.stays)
+    return None
 
 
 def _all_moved(found: Annotated, decide: Decide, rival_us: float, shortly: bool) -> Decided:
@@ -250,6 +274,14 @@ def _hides(decided: Decided, problem: Problem) -> bool:
     """True if moves add next to nothing to the step."""
     compute_us = sum(op.duration_us for op in problem.ops)
     return decided.cost_us <= compute_us * (1 + WORTH_LEAVING)
+
+
+def _bound_by_ops(choice: Choice) -> bool:
+    """True if no other place of weights can gain enough: each takes at least the time of its ops
+    but for updates, which the host may make."""
+    ops = choice.annotated.problem.ops
+    least_us = sum(op.duration_us for op in ops if op.host_duration_us is None)
+    return least_us >= choice.decided.cost_us * WORTH_SEARCHING
 
 
 def _faster(leave: Decided, stay: Decided) -> bool:

@@ -29,9 +29,14 @@ class Coarse:
         return Coarse(problem, {op.id: (op.id,) for op in problem.ops})
 
     def reruns(self, plan: Plan) -> frozenset[tuple[str, str]]:
-        """Recomputations of a plan for the fine problem, as (op, before) of the coarse problem."""
+        """Recomputations of a plan for the fine problem, as (op, before) of the coarse problem;
+        without those of ops that only another problem has."""
         group_of = {op: name for name, ops in self.groups.items() for op in ops}
-        found = {(r.op, group_of[r.before]) for r in plan.recomputes}
+        found = {
+            (r.op, group_of[r.before])
+            for r in plan.recomputes
+            if r.op in group_of and r.before in group_of
+        }
         return frozenset(
             (group_of[op], before)
             for op, before in found

@@ -54,6 +54,9 @@ class Rival:
     #: its ops' time
     bound_us: float = float("inf")
     of_ops: float = float("inf")
+    #: its plan, and the weights that this keeps on the device while others are on the host
+    plan: Plan | None = None
+    stays: frozenset[str] | None = None
 
     @property
     def limits_bounds(self) -> bool:

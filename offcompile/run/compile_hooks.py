@@ -10,6 +10,7 @@ from torch import fx
 from offcompile.graph.graphs import Graphs, outputs_of
 from offcompile.graph.lowering.lower import Compiled, Halves, Phase
 from offcompile.graph.split import Splits
+from offcompile.runtime.base.garbage import rarely_collected
 
 from .plan.contract import GraphFacts, Planned, PlanRequest
 from .plan.plan_graph import plan_graph
@@ -74,5 +75,8 @@ class CompileHooks:
             request.fixed,
         )
         splits, self._splits = self._splits, None  # holds the whole joint graph
-        self.planned, made = plan_graph(facts, request, self.source, given, splits, self.meeting)
+        with rarely_collected():
+            self.planned, made = plan_graph(
+                facts, request, self.source, given, splits, self.meeting
+            )
         return made

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Generic, TypeVar
 
@@ -29,7 +29,7 @@ LOWER = 0.95
 #: if a plan already exists, only tensors of at least this share of the budget are split
 WORTH_SPLITTING = 1 / 8
 #: a plan with a step below this multiple of its ops' time cannot gain from a split
-NEARLY_FREE = 1.02
+NEARLY_FREE = 1.03
 #: if a plan's gap to its bound is below CLOSE, more pieces are not tried; below NEAR, only if they
 #: lower the bound
 CLOSE, NEAR = 0.03, 0.1
@@ -77,7 +77,7 @@ class Ways(Generic[T]):
         except Beaten:
             return self._pieces_first()
         if self._may_gain(self.choice(whole)):
-            found = self._best_in_pieces(self.choice(whole).decided)
+            found = self._best_in_pieces(self.choice(whole))
             if found is not None:
                 return found[0], self.splitting(found[1])
         return whole, None
@@ -101,7 +101,8 @@ class Ways(Generic[T]):
                 return self.whole(False, NO_RIVAL), None
             except Infeasible:
                 return self._refused()
-        rival = Rival(self.choice(found[0]).decided.cost_us / (1 - NO_LOSS))
+        best = self.choice(found[0])
+        rival = _rival_of(best, best.decided.cost_us / (1 - NO_LOSS))
         with contextlib.suppress(Infeasible, Beaten):
             return self.whole(False, rival), None
         return found[0], self.splitting(found[1])
@@ -170,7 +171,7 @@ class Ways(Generic[T]):
             if self.estimate(more).floor_bytes <= LOWER * floor:
                 yield more
 
-    def _best_in_pieces(self, whole: Decided | None) -> tuple[T, int] | None:
+    def _best_in_pieces(self, whole: Choice | None) -> tuple[T, int] | None:
         """The best plan in pieces, if it beats the whole graph's plan."""
         if not self._counts:
             return None
@@ -182,23 +183,24 @@ class Ways(Generic[T]):
             except (Infeasible, Beaten):
                 continue
             made = self.choice(found)
-            fewer = made.decided
-            if beaten is None or self._beats(made.decided, beaten):
-                best, beaten = (found, pieces), made.decided
+            fewer = made
+            if beaten is None or self._beats(made.decided, beaten.decided):
+                best, beaten = (found, pieces), made
             if made.decided.fits or self._is_nearly_free(made) or made.decided.result.gap < CLOSE:
                 break
         return best
 
-    def _rival(self, whole: Decided | None, fewer: Decided | None) -> Rival:
+    def _rival(self, whole: Choice | None, fewer: Choice | None) -> Rival:
         """The plans that one in more pieces has to beat. If the plan in fewer pieces is near its
         bound, more room gains nothing unless it lowers that bound."""
         known = [made for made in (whole, fewer) if made is not None]
         if not known or self.budget is None:  # the lowest peak is sought, not the fastest step
             return NO_RIVAL
-        cost_us = min(made.cost_us for made in known) * (1 - NO_LOSS)
-        if fewer is None or fewer.result.gap > NEAR:
-            return Rival(cost_us)
-        return Rival(cost_us, fewer.result.lower_bound_us)
+        best = min(known, key=lambda made: made.decided.cost_us)
+        rival = _rival_of(best, best.decided.cost_us * (1 - NO_LOSS))
+        if fewer is None or fewer.decided.result.gap > NEAR:
+            return rival
+        return replace(rival, bound_us=fewer.decided.result.lower_bound_us)
 
     def _is_nearly_free(self, choice: Choice) -> bool:
         compute_us = sum(op.duration_us for op in choice.annotated.problem.ops)
@@ -233,3 +235,7 @@ class Ways(Generic[T]):
             f" {size(self.estimate(None).floor_bytes)}, and its sums differ in the last bits."
         )
         return Infeasible(error.reason, error.needed_bytes, change)
+
+
+def _rival_of(choice: Choice, cost_us: float) -> Rival:
+    return Rival(cost_us, plan=choice.decided.result.plan, stays=choice.stays)

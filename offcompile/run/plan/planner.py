@@ -214,12 +214,13 @@ class PlacementSearch:
         settled = self.planner.request.settled
         if settled is not None and settled.fits(found.problem, budget):
             return settled.decided
+        rival = self.planner.request.rival.plan
         made = self.planner.decide(
             found.problem,
             budget,
             may_fit,
             self.share * share,
-            known=self._known,
+            known=self._known if rival is None else [rival, *self._known],
             worth_us=worth_us,
             trial=trial,
         )
