@@ -71,7 +71,7 @@ def measured(case: Case, seconds: float | None) -> Row:
     given = built.inputs(case.batch)
     named = given if isinstance(given, dict) else {}
     plain = () if isinstance(given, dict) else as_arguments(given)
-    options = Options.read({"hardware": case.hardware})
+    options = Options.read({"hardware": case.hardware, "reuse_plans": False})
     asked = ForecastRequest(built.model, plain, named, options, built.loss, case.optimizer)
     ahead = Ahead.of(asked, _quiet)
     problems, machine_for = variants(ahead), ahead.survey.machine

@@ -124,7 +124,7 @@ def traced(case: Case, hardware: str) -> Ahead:
         model, inputs, loss = build(case.model, case.length, "bfloat16")
     if case.returned:
         loss = _loss_and_logits
-    options = Options.read({"hardware": hardware}, {})
+    options = Options.read({"hardware": hardware, "reuse_plans": False}, {})
     return Ahead.of(ForecastRequest(model, (), inputs(case.batch), options, loss), _quiet)
 
 

@@ -193,6 +193,7 @@ class DeviceFit:
             self.options.whole_policy,
             TRIAL_SECONDS,
             self.tell,
+            reuses=self.options.reuse_plans,
         )
         try:
             fit_budget(problem, search, self.budget, may_fit=at_home)

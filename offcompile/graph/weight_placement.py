@@ -29,10 +29,12 @@ WORTH_LEAVING = 0.02
 WORTH_SEARCHING = 0.96
 #: share of the usual search time: for plans that are only compared, and for plans that may still
 #: gain `WORTH_LEAVING` according to their lower bound
-TRIAL_SHARE, LONGER_SHARE = 1 / 3, 2.0
+TRIAL_SHARE, LONGER_SHARE = 1 / 5, 2.0
 #: a plan is not searched again if it costs more than NEAR times the best, or if its gap is below
 #: CLOSE; or if it costs more than NEAR_RIVAL times a rival, since a longer search gains about that
 NEAR, CLOSE, NEAR_RIVAL = 1.1, 0.03, 1.04
+#: likewise, if the search started from the choices of the rival's plan
+NEAR_TWIN = 1.01
 #: processor time after which no more choices of weights are planned, and no search is extended
 ENOUGH_SECONDS = 25.0
 
@@ -95,8 +97,10 @@ def choose(
         refused = error
     if stay is not None and (stay.fits or (_hides(stay, at_home.problem) and not must_leave)):
         return Choice(at_home, stay)
-    if stay is None and rival.stays and (found := _placed_alike(rival, on_host, decide)):
-        return found
+    if stay is None and rival.stays is not None:
+        alike = _placed_alike(rival, on_host, decide)
+        if alike is not None:
+            return alike
     all_there = on_host(frozenset())
     leave: Choice | None = None
     if all_there is not None:
@@ -141,7 +145,7 @@ def _placed_alike(
     rival_us = rival.worth_us(annotated.problem)
     with contextlib.suppress(Infeasible):
         made = decide(annotated, may_fit=False, share=TRIAL_SHARE, worth_us=rival_us, trial=True)
-        if made.cost_us > rival_us * NEAR_RIVAL:
+        if made.cost_us > rival_us * NEAR_TWIN:
             raise Beaten
         longer = decide(annotated, may_fit=False)
         best = min(longer, made, key=lambda d: d.cost_us)

@@ -13,6 +13,7 @@ import os
 import tempfile
 import warnings
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -89,6 +90,22 @@ def write_document(kind: str, identity: Identity, content: Mapping[str, object])
         _warn_once(path.parent, error)
         return False
     return True
+
+
+def drop_oldest(kind: str, most_bytes: int) -> None:
+    """Delete the least recently used documents of a kind beyond so many bytes."""
+    found: list[tuple[float, int, Path]] = []
+    for path in cache_folder().glob(f"{kind}-*.json"):
+        with suppress(OSError):  # deleted by another process meanwhile
+            told = path.stat()
+            found.append((told.st_mtime, told.st_size, path))
+    total_bytes = sum(nbytes for _, nbytes, _ in found)
+    for _, nbytes, path in sorted(found):
+        if total_bytes <= most_bytes:
+            break
+        with suppress(OSError):
+            path.unlink(missing_ok=True)
+        total_bytes -= nbytes
 
 
 def _warn_once(folder: Path, error: OSError) -> None:

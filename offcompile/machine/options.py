@@ -83,6 +83,8 @@ class Options:
     #: True if a loss over a large vocabulary may be computed in pieces; a number: in that many
     #: pieces; None: where a budget needs it, under Inductor only
     split: bool | int | None = None
+    #: True if plans are kept in the user's cache folder, and found there by later runs
+    reuse_plans: bool = True
 
     @classmethod
     def read(
@@ -210,7 +212,7 @@ def _unwritten(option: str, text: str) -> object:
     """Converts text from the shell: numbers, lists of directories, switches, and None."""
     if option == "spill":
         return text.split(os.pathsep)
-    if option in ("verify_spill", "verify"):
+    if option in ("verify_spill", "verify", "reuse_plans"):
         return _SWITCHES.get(text.lower(), text)
     if option == "split" and text.lower() != "none":
         is_count = text.isdecimal() and int(text) > 1
@@ -383,6 +385,7 @@ _READERS: Mapping[str, Callable[[object, str], object]] = {
     "verify_spill": _switch,
     "verify": _switch,
     "split": _split,
+    "reuse_plans": _switch,
 }
 assert tuple(_READERS) == tuple(f.name for f in fields(Options))
 

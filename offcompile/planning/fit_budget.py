@@ -19,7 +19,8 @@ from offcompile.runtime.base.garbage import rarely_collected
 from offcompile.simulate import Simulator
 
 from .order import Order, static_order
-from .planner import Beaten, PlanResult, plan_problem
+from .plan_cache import Question, plan_once
+from .planner import Beaten, PlanResult
 
 #: planning time: a base, plus a part per op and per tensor, up to a maximum
 BASE_SECONDS, SECONDS_PER_ENTRY, MOST_SECONDS = 0.3, 0.001, 4.2
@@ -114,6 +115,8 @@ class PlanSearch:
     progress: Callable[[str], None] | None = None
     #: True if plans are only compared: the one that is chosen is searched for again
     trial: bool = False
+    #: True if plans are kept in the user's cache folder, and found there
+    reuses: bool = False
 
 
 def fit_budget(
@@ -146,17 +149,12 @@ def fit_budget(
     def planned(capacity: int, holes_bytes: int = 0, worth_us: float = worth_us) -> _Planned:
         machine = machine_for(max(1, capacity - holes_bytes))
         seeds = known if roomy is None else [*known, roomy.result.plan]
+        asked = Question(problem, machine, search.policy, spend, seeds, worth_us, search.trial)
         with rarely_collected():
-            result = plan_problem(
-                problem,
-                machine,
-                search.policy,
-                spend,
-                search.progress,
-                seeds,
-                worth_us,
-                search.trial,
-            )
+            if search.reuses:
+                result = plan_once(asked, search.progress)
+            else:
+                result = asked.answered(search.progress)
         touching_us = 0.0 if touching is None else touching(machine, result)
         return _Planned(machine, result, holes_bytes, touching_us)
 

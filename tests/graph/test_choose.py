@@ -10,6 +10,7 @@ from offcompile.graph import weight_placement as module
 from offcompile.graph.annotate import Annotated
 from offcompile.graph.weight_placement import (
     NEAR_RIVAL,
+    NEAR_TWIN,
     Choice,
     Decide,
     choose,
@@ -177,6 +178,40 @@ def test_weights_that_stay_may_beat_a_rival_that_no_plan_with_all_on_the_host_ca
     assert free.decided.cost_us < rival_us
     found = choose(tower(False), on_host, at(budget), False, least, rival=Rival(rival_us))
     assert found.stays and found.decided.cost_us < rival_us
+
+
+def test_a_rival_says_where_weights_stay() -> None:
+    """Only that place is tried, in full if the trial comes close; others, if no plan fits."""
+    budget = LAYERS * WEIGHT_BYTES * 3 // 4
+    free = chosen(budget)
+    assert free.stays
+    asked: list[tuple[frozenset[str], bool]] = []
+
+    def counted(found: Annotated, *, trial: bool = False, **given: Any) -> Decided:
+        asked.append((pinned(found), trial))
+        return at(budget)(found, trial=trial, **given)
+
+    def against(cost_us: float, stays: frozenset[str]) -> Choice:
+        asked.clear()
+        rival = Rival(cost_us, stays=stays)
+        return choose(tower(False), on_host, counted, False, least, rival=rival)
+
+    everywhere = frozenset(w for w, _ in weights_in_use_order(on_host(frozenset()).problem))
+    found = against(free.decided.cost_us * 1.1, free.stays)
+    assert found.stays == free.stays
+    assert asked == [(everywhere, False), (free.stays, True), (free.stays, False)]
+    with pytest.raises(Beaten):
+        against(free.decided.cost_us / (NEAR_TWIN + 0.02), free.stays)
+    assert (free.stays, False) not in asked
+
+    found = against(free.decided.cost_us * 1.1, everywhere)  # more than fits
+    assert found.stays and found.stays != everywhere
+
+
+def pinned(found: Annotated) -> frozenset[str]:
+    return frozenset(
+        t.id for t in found.problem.tensors if t.kind == "weight" and (t.pinned or t.home == DEVICE)
+    )
 
 
 def test_the_floor_has_all_of_them_on_the_host() -> None:

@@ -202,6 +202,7 @@ def test_every_option_has_its_variable() -> None:
         "OFFCOMPILE_VERIFY_SPILL": "1",
         "OFFCOMPILE_VERIFY": "true",
         "OFFCOMPILE_SPLIT": "8",
+        "OFFCOMPILE_REUSE_PLANS": "0",
     }
     assert set(environ) == {f"OFFCOMPILE_{f.name.upper()}" for f in fields(Options)}
     assert Options.read(None, environ) == Options(
@@ -218,6 +219,7 @@ def test_every_option_has_its_variable() -> None:
         True,
         True,
         8,
+        False,
     )
 
 

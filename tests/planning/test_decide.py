@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-import offcompile.planning.fit_budget as decide_module
 from offcompile.ir import Infeasible, Lane, Machine, Op, Problem, Tensor, Tier
+from offcompile.planning import plan_cache
 from offcompile.planning.fit_budget import (
     Decided,
     Holes,
@@ -159,7 +159,7 @@ def test_room_for_holes_is_given_up_only_in_a_search_that_can_win(
         asked.append(given[-2])  # type: ignore[arg-type]
         return plan_problem(*given)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(decide_module, "plan_problem", noted)
+    monkeypatch.setattr(plan_cache, "plan_problem", noted)
     near = [rate for rate in (0.5, 1.0, 2.0, 4.0) if searches(asked, rate * MIB / 1000) == 2]
     assert near, "each plan was within 0.5% of compute"
 

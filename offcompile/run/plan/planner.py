@@ -81,6 +81,7 @@ class GraphPlanner:
             seconds,
             self.tell,
             trial,
+            options.reuse_plans,
         )
         offload_saved = self.request.kind.offload_saved
         offload_gradients = offload_gradients and any(op.phase == BACKWARD for op in problem.ops)

@@ -1,0 +1,151 @@
+"""Keeps plans in the user's cache folder, so that the same step is searched for only once.
+
+A plan is found again only for the same problem, machine, policy, time and rivals, by the same
+planner: its sources are part of the key. It is verified and simulated anew before it is used, and
+one that is damaged counts as absent. Searches that end quickly are not kept.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+from offcompile.ir import BrokenPlan, Infeasible, InvalidInput, Machine, Plan, Problem
+from offcompile.ir.jsonio import machine_to_json, plan_from_json, plan_to_json, problem_to_json
+from offcompile.machine.cost_cache import (
+    document_path,
+    drop_oldest,
+    read_document,
+    write_document,
+)
+from offcompile.runtime.base.once import made_once
+
+from .planner import Beaten, PlanResult, certify, plan_problem
+
+#: rooms of the package whose sources decide what a search finds
+PLANNER = ("ir", "passes", "simulate", "bounds", "planning")
+KIND = "plan"
+#: processor time of a search that is worth a file
+WORTH_KEEPING_SECONDS = 0.5
+#: the least recently used plans beyond this are deleted
+MOST_BYTES = 64 << 20
+
+
+@dataclass(frozen=True)
+class Question:
+    """The arguments of `plan_problem` that decide what it finds."""
+
+    problem: Problem
+    machine: Machine
+    policy: str
+    seconds: float
+    known: Sequence[Plan] = ()
+    worth_us: float = float("inf")
+    trial: bool = False
+
+    @property
+    def key(self) -> str:
+        figures = [self.policy, self.seconds, self.worth_us, self.trial]
+        parts = [
+            problem_to_json(self.problem),
+            machine_to_json(self.machine),
+            [plan_to_json(plan) for plan in self.known],
+            [repr(figure) for figure in figures],
+        ]
+        return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()
+
+    def answered(self, progress: Callable[[str], None] | None = None) -> PlanResult:
+        """Search now. Raises what `plan_problem` raises."""
+        return plan_problem(
+            self.problem,
+            self.machine,
+            self.policy,
+            self.seconds,
+            progress,
+            self.known,
+            self.worth_us,
+            self.trial,
+        )
+
+
+def plan_once(question: Question, progress: Callable[[str], None] | None = None) -> PlanResult:
+    """The plan of an earlier search for the same question, or else of a search now, which is kept.
+    Raises what `plan_problem` raises, remembered refusals too."""
+    began, busy_from = time.monotonic(), time.thread_time()
+    identity = {"planner": planner_digest(), "question": question.key}
+    kept = read_document(KIND, identity)
+    if kept is not None and (made := _restored(question, kept, began)) is not None:
+        with suppress(OSError):
+            os.utime(document_path(KIND, identity))  # used just now
+        return made
+
+    def keep(content: dict[str, object]) -> None:
+        if time.thread_time() - busy_from >= WORTH_KEEPING_SECONDS:
+            write_document(KIND, identity, content)
+            drop_oldest(KIND, MOST_BYTES)
+
+    try:
+        made = question.answered(progress)
+    except (Beaten, Infeasible) as error:
+        keep(_refusal(error))
+        raise
+    keep(_plan(made))
+    return made
+
+
+def _plan(made: PlanResult) -> dict[str, object]:
+    return {
+        "plan": plan_to_json(made.plan),
+        "lower_bound_us": made.lower_bound_us,
+        "bound_method": made.bound_method,
+    }
+
+
+def _refusal(error: Beaten | Infeasible) -> dict[str, object]:
+    if isinstance(error, Beaten):
+        return {"beaten": True}
+    return {"infeasible": [error.reason, error.needed_bytes, error.smallest_change]}
+
+
+def _restored(question: Question, kept: dict[str, object], began: float) -> PlanResult | None:
+    """The plan that was kept, verified and simulated; None if it is damaged. Raises the refusal
+    that was kept instead."""
+    if kept.get("beaten") is True:
+        raise Beaten
+    match kept.get("infeasible"):
+        case [str(reason), int() | None as needed_bytes, str(change)]:
+            raise Infeasible(reason, needed_bytes, change)
+    bound_us, method = kept.get("lower_bound_us"), kept.get("bound_method")
+    if not isinstance(bound_us, float) or not isinstance(method, str):
+        return None
+    try:
+        plan = plan_from_json(kept.get("plan"))
+        timeline = certify(question.problem, question.machine, plan, question.policy)
+    except (InvalidInput, BrokenPlan, Infeasible):
+        return None
+    seconds = time.monotonic() - began
+    return PlanResult(plan, timeline, question.policy, seconds, bound_us, method)
+
+
+def planner_digest() -> str:
+    """Changes whenever a source of the planner changes."""
+    return made_once("digest of the planner's sources", None, _digest)
+
+
+def _digest() -> str:
+    found = hashlib.sha256()
+    for path in _sources():
+        found.update(path.read_bytes())
+    return found.hexdigest()[:16]
+
+
+def _sources() -> Iterator[Path]:
+    package = Path(__file__).parents[1]
+    for room in PLANNER:
+        yield from sorted((package / room).resolve().rglob("*.py"))
