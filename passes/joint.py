@@ -13,14 +13,12 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import ClassVar
 
-from offcompile.ir import DEVICE, HOST, Infeasible, Machine, Plan, Problem, Timeline
+from offcompile.ir import Infeasible, Machine, Plan, Problem, Timeline
 
 from .build.contract import Judge
-from .build.gaps import Gap
 from .build.lanes import LaneClock
 from .build.schedule import Builder
 from .build.time_left import TimeIsUp, TimeLeft, is_short, timed_by
-from .search.balance import balanced
 from .search.gradients_back import brought_home
 from .search.program_variant import (
     Choices,
@@ -28,18 +26,15 @@ from .search.program_variant import (
     direct_mode,
     forced_mode,
     held_on_host,
-    hostable,
     infeasible_host,
     recompute_everything,
 )
-from .search.recompute_fit import reruns_beside_moves
-from .search.recompute_starts import WORTH_ANOTHER, RecomputeStarts
-from .search.rerun_loads import rerun_modes
-from .search.search import Search, SearchState, mode_of
+from .search.recompute_starts import WORTH_ANOTHER
+from .search.search import Search, SearchState
+from .search.starts import Starts
 from .search.update_split import UpdateSplit
 from .search.update_turns import taking_turns
 from .select.gap_set import GapSet, Prices
-from .select.rematerialization import Rematerialization, Rerun
 
 #: sets of decisions tried per second, as assumed when budgeting the effort, per (run + move) of the
 #: problem
@@ -52,23 +47,10 @@ HEADROOMS = (0.0, 0.03, 0.08, 0.15, 0.25, 0.5)
 LARGE, SLACK = 1000, 5.0
 #: for large problems, a plan this close to the bound is good enough
 CLOSE = 0.002
-#: share of the time that the first covers may take
-START_SHARE = 0.3
-#: share of the time for starts with recomputation, and how many of them are refined
-RECOMPUTE_SHARE, REFINED_STARTS = 0.6, 3
-#: share of all evaluations for starts with recomputation: without and with modes known from other
-#: searches
-NEW_SHARE, KNOWN_SHARE = 0.6, 0.4
 #: share of the time and of all evaluations for each search for a split of the updates
 SPLIT_SHARES = (0.2, 0.6)
 #: share of the time for all single policies together
 POLICY_SHARE = 0.5
-#: share of the host's time taken off the updates in the second split tried with recomputation
-FEWER_HOSTED = 0.12
-#: starts within this factor of the best are varied, up to this many
-NEAR, VARIED = 1.25, 2
-#: number of best starts that try recomputation in place of loads
-RERUN_STARTS = 3
 
 
 class _WithinTime:
@@ -151,57 +133,52 @@ class Joint:
             return plain
         search = self._search(problem, machine, began)
         forced = forced_mode(problem, machine)
-        frame = self._frame(problem, machine, forced)
+        starts = Starts(
+            search, forced, self._longest(problem), self.lossy, self.hints, self.known_modes
+        )
+        frame = starts.variant(forced)
         blocked = self._floor(frame)
         frames = [] if blocked is not None else [frame]
         free = direct_mode(problem, machine, only_free=True).directs
         if not free <= forced.directs:
-            in_place = self._frame(
-                problem, machine, Choices(forced.directs | free, forced.recomputes, forced.hosted)
+            in_place = starts.variant(
+                Choices(forced.directs | free, forced.recomputes, forced.hosted)
             )
             frames += [] if self._floor(in_place) is not None else [in_place]
         states: list[SearchState] = []
         for one in frames:
-            states += self._starts(search, one, HEADROOMS[:1])
-        states += self._known(search, forced)
+            states += starts.moving(one, HEADROOMS[:1])
+        states += starts.known()
         split = UpdateSplit.of(problem, machine)
-        states += self._splitting(search, split, forced, states, SPLIT_SHARES[0])
-        again = self._recomputing(search, forced, states, split)
-        again += self._splitting(search, split, forced, again, SPLIT_SHARES[1])
+        states += starts.splitting(split, states, SPLIT_SHARES[0])
+        again = starts.recomputing(states, split)
+        again += starts.splitting(split, again, SPLIT_SHARES[1])
         if self.known_modes:  # the first search shows which weights might as well stay for good
             again += taking_turns(search, split, again or states)
         states += again
-        states += self._balanced(search, states)
-        states += self._rerunning(search, states)
+        states += starts.balanced(states)
+        states += starts.rerunning(states)
         # if recomputation beats everything possible without it, no policy without it is tried
         beaten = bool(again) and search.best_us <= self.kept_floor_us()
-        for one in self._worth_varying(search, states):
+        for one in starts.worth_varying(states):
             if self.trial and search.done:
                 break  # the plan that is chosen is searched for again
-            states += self._starts(search, one, HEADROOMS[1:])
+            states += starts.moving(one, HEADROOMS[1:])
         if not self.trial:
             others = [n for n in _policies() if n != self.name]
             self._single_policies(search, others[:1] if beaten else others, POLICY_SHARE)
         if search.best_plan is None:
-            blocked = self._last_resorts(search, frame, blocked, states)
+            blocked = self._last_resorts(starts, frame, blocked, states)
             if search.best_plan is None and blocked is not None:
                 raise blocked
         if not search.done:
-            self._improve(search, states)
+            self._improve(starts, states)
         if search.best_plan is None:
             raise infeasible_host(
                 "Everything that can leave the device fits it, but no schedule found gets it out"
                 " and back within the other tiers."
             )
         return brought_home(problem, machine, search.best_plan, self.judge)
-
-    def _worth_varying(self, search: Search, states: list[SearchState]) -> list[ProgramVariant]:
-        """Returns the frames of starts close to the best one, each once, best first."""
-        if not states:
-            return []
-        near = [s for s in sorted(states, key=lambda s: s.cost) if s.us <= search.best_us * NEAR]
-        frames = {s.frame.mode: s.frame for s in reversed(near)}
-        return list(reversed(frames.values()))[:VARIED]
 
     def _plain(self, problem: Problem, machine: Machine) -> Plan | None:
         """Returns the plan without any eviction, if it fits and nothing waits."""
@@ -237,11 +214,6 @@ class Joint:
     def _longest(self, problem: Problem) -> float:
         return self.seconds * (SLACK if _is_large(problem) else 1.0)
 
-    def _frame(
-        self, problem: Problem, machine: Machine, mode: Choices, tier: str = HOST
-    ) -> ProgramVariant:
-        return ProgramVariant(problem, machine, mode, tier, self.lossy)
-
     def _floor(self, frame: ProgramVariant) -> Infeasible | None:
         """Returns the error if the step does not fit even with everything evicted."""
         try:
@@ -252,7 +224,7 @@ class Joint:
 
     def _last_resorts(
         self,
-        search: Search,
+        starts: Starts,
         frame: ProgramVariant,
         blocked: Infeasible | None,
         states: list[SearchState],
@@ -261,13 +233,14 @@ class Joint:
 
         Returns the reason if none of these fits.
         """
+        search = starts.search
         frames = [frame]
         if again := recompute_everything(search.problem):
             mode = Choices(frame.mode.directs, again, frame.mode.hosted)
-            frames.append(self._frame(search.problem, search.machine, mode))
+            frames.append(starts.variant(mode))
         if directs := direct_mode(search.problem, search.machine).directs - frame.mode.directs:
             mode = Choices(frame.mode.directs | directs, frozenset(), frame.mode.hosted)
-            frames.append(self._frame(search.problem, search.machine, mode))
+            frames.append(starts.variant(mode))
         for resort in frames:
             reason = self._floor(resort)
             if reason is not None:
@@ -299,9 +272,10 @@ class Joint:
             except (Infeasible, TimeIsUp):
                 continue
 
-    def _improve(self, search: Search, states: list[SearchState]) -> None:
+    def _improve(self, starts: Starts, states: list[SearchState]) -> None:
+        search = starts.search
         if search.best_plan is not None:
-            known = self._state_of(search, search.best_plan)
+            known = starts.state_of(search.best_plan)
             if known is not None:
                 states.append(known)
         if not states:
@@ -316,179 +290,3 @@ class Joint:
             best = search.walk(best, max(1, search.left // 2))
             if _is_large(search.problem) and best.us > before_us * (1 - WORTH_ANOTHER):
                 break  # a walk this long found nothing: another would take as long
-
-    def _starts(
-        self, search: Search, frame: ProgramVariant, headrooms: tuple[float, ...]
-    ) -> list[SearchState]:
-        found: list[SearchState] = []
-        deadline = time.thread_time() + START_SHARE * self._longest(search.problem)
-        tiers = [HOST, *(t.name for t in search.machine.tiers if t.name not in (DEVICE, HOST))]
-        for tier in tiers if search.best_plan is None else tiers[:1]:
-            here = (
-                frame
-                if tier == frame.tier
-                else self._frame(search.problem, search.machine, frame.mode, tier)
-            )
-            covers: set[frozenset[int]] = set()
-            largest = 2 * max((g.tensor.nbytes for g in here.gaps.gaps), default=0)
-            for headroom in headrooms:
-                for hinted in (False, True) if self.hints else (False,):
-                    if search.settled or (found and time.thread_time() > deadline):
-                        return found
-                    cover = self._greedy(here, headroom, hinted)
-                    if cover is None or frozenset(cover.away) in covers:
-                        continue
-                    covers.add(frozenset(cover.away))
-                    spare = headroom * largest
-                    state = search.evaluate(here, cover, rounds=2, reserve=spare)
-                    if state is not None:
-                        found.append(state)
-        return found
-
-    def _known(self, search: Search, forced: Choices) -> list[SearchState]:
-        """Returns starts that reuse recomputations and host updates of plans for the same ops."""
-        found: list[SearchState] = []
-        may_host = frozenset(hostable(search.problem)) if self.known_modes else frozenset()
-        for known in self.known_modes:
-            if search.settled:
-                break
-            hosted = (known.hosted & may_host) | forced.hosted
-            mode = Choices(forced.directs, known.recomputes, hosted)
-            frame = self._frame(search.problem, search.machine, mode)
-            cover = self._greedy(frame, 0.0, False)
-            state = cover and search.evaluate(frame, cover, rounds=1)
-            found += [state] if state else []
-        return found
-
-    def _splitting(
-        self,
-        search: Search,
-        split: UpdateSplit,
-        forced: Choices,
-        states: list[SearchState],
-        share: float,
-    ) -> list[SearchState]:
-        """Returns starts with other splits of the updates over host and device, near the best."""
-        best = min(states, key=lambda s: s.cost, default=None)
-        base = forced if best is None else best.frame.mode
-        found: list[SearchState] = []
-        deadline = time.thread_time() + share * self._longest(search.problem)
-        least = search.left - int(share * search.left)
-
-        def cost_of(hosted: frozenset[str]) -> float | None:
-            mode = Choices(base.directs, base.recomputes, hosted | forced.hosted)
-            frame = self._frame(search.problem, search.machine, mode)
-            cover = self._greedy(frame, 0.0, False)
-            state = cover and search.evaluate(frame, cover, rounds=1)
-            if not state:
-                return None
-            found.append(state)
-            return state.us
-
-        def is_over() -> bool:
-            return search.settled or search.left <= least or time.thread_time() > deadline
-
-        around = split.share(base.hosted) if base.recomputes or base.hosted - split.held else None
-        split.search(cost_of, is_over, around)
-        found.sort(key=lambda s: s.cost)
-        return found[:1]
-
-    def _recomputing(
-        self, search: Search, forced: Choices, states: list[SearchState], split: UpdateSplit
-    ) -> list[SearchState]:
-        """Returns starts with recomputation, from nearly free ops to whole blocks.
-
-        If updates are split, each start is also tried with fewer of them on the host: the link time
-        that recomputation saves shows only if the step does not wait for the host.
-        """
-        best = min(states, key=lambda s: s.cost, default=None)
-        base = forced if best is None else best.frame.mode
-        hosts = [base.hosted]
-        if split.weights:
-            fewer = split.hosted(split.share(base.hosted) - FEWER_HOSTED) | forced.hosted
-            hosts += [fewer] if fewer != base.hosted else []
-        found: list[SearchState] = []
-        deadline = time.thread_time() + RECOMPUTE_SHARE * self._longest(search.problem)
-        # little is left to find if other searches have found good modes
-        share = KNOWN_SHARE if self.known_modes else NEW_SHARE
-        least = search.left - int(share * search.left)
-
-        def cost_of(reruns: frozenset[Rerun]) -> float | None:
-            costs: list[float] = []
-            for hosted in hosts:
-                if costs and (is_over() or costs[0] > search.best_us * NEAR):
-                    break
-                mode = Choices(base.directs, reruns, hosted)
-                frame = self._frame(search.problem, search.machine, mode)
-                cover = self._greedy(frame, 0.0, False)
-                state = cover and search.evaluate(frame, cover, rounds=1)
-                if state:
-                    found.append(state)
-                    costs.append(state.us)
-            return min(costs, default=None)
-
-        def is_over() -> bool:
-            return search.settled or search.left <= least or time.thread_time() > deadline
-
-        for reruns in reruns_beside_moves(search.problem, search.machine):
-            if is_over():
-                break
-            cost_of(reruns)
-        RecomputeStarts(search.problem, cost_of, is_over).run()
-        found.sort(key=lambda s: s.cost)
-        return [
-            again
-            for state in found[:REFINED_STARTS]
-            if (again := search.evaluate(state.frame, state.cover, rounds=2)) is not None
-        ]
-
-    def _balanced(self, search: Search, states: list[SearchState]) -> list[SearchState]:
-        """Returns variants of the best start with loads made direct, if the lane limits it."""
-        found: list[SearchState] = []
-        best = min(states, key=lambda s: s.cost, default=None)
-        while best is not None and not search.done:
-            made = balanced(best)
-            state = made and search.evaluate(*made, rounds=2, reserve=best.reserve)
-            if state is None or state.us >= best.us:
-                break
-            found.append(state)
-            best = state
-        return found
-
-    def _rerunning(self, search: Search, states: list[SearchState]) -> list[SearchState]:
-        """Returns the best starts with loads replaced by recomputation, as long as that helps."""
-        choices = Rematerialization(search.problem)
-        found: list[SearchState] = []
-        for start in sorted(states, key=lambda s: s.cost)[:RERUN_STARTS]:
-            best: SearchState | None = start
-            while best is not None and not search.done:
-                made = (
-                    search.evaluate(frame, cover, rounds=1)
-                    for frame, cover in rerun_modes(best, choices)
-                    if not search.done
-                )
-                better = [s for s in made if s is not None and s.us < best.us * (1 - WORTH_ANOTHER)]
-                best = min(better, key=lambda s: s.cost, default=None)
-                found += [] if best is None else [best]
-        return found
-
-    def _greedy(self, frame: ProgramVariant, headroom: float, hinted: bool) -> GapSet | None:
-        cover = GapSet(frame.gaps)
-        prices = Prices()
-        spare = headroom * max((g.tensor.nbytes for g in frame.gaps.gaps), default=0) * 2
-        hints = self.hints
-
-        def weight(gap: Gap) -> float:
-            return 0.05 + hints.get((gap.tensor.id, gap.after), 0.0) if hinted else 1.0
-
-        cover.repair(frame.capacity - spare, prices, weight)
-        if not cover.repair(frame.capacity, prices, weight):
-            return None
-        cover.prune(frame.capacity - spare, prices)
-        return cover
-
-    def _state_of(self, search: Search, plan: Plan) -> SearchState | None:
-        """Converts a plan of another policy into a state of this search."""
-        frame = self._frame(search.problem, search.machine, mode_of(plan))
-        away = {(d.tensor, d.after) for d in plan.drops if d.tier == DEVICE}
-        return search.evaluate(frame, frame.cover(away), rounds=2)
