@@ -23,6 +23,9 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 NAMED = 2
 #: the reason that `name_holders` can explain further
 SHARED = "other tensors lie on its memory"
+#: looks at all objects for what refers to a holder: directly, then through one container more each
+LOOKS = 4
+_CONTAINERS = (dict, list, tuple, set)
 _ORDINARY = (torch.Tensor, torch.nn.Parameter)
 
 
@@ -107,8 +110,9 @@ def name_holders(parameters: Sequence[torch.Tensor]) -> list[str]:
             # a proxy's `__class__` may lie, and reading it may run its code
             if issubclass(type(found), torch.Tensor) and id(found) not in mine:
                 tensors.get(_key(found), []).append(found)
-    ours: list[object] = [tensors, *tensors.values()]
-    return [_named(tensors.get(_key(p), []), ours) for p in parameters]
+    others = [other for some in tensors.values() for other in some]
+    referrers = _Referrers(others, [tensors, *tensors.values(), others])
+    return [_named(tensors.get(_key(p), []), referrers) for p in parameters]
 
 
 def _key(tensor: torch.Tensor) -> int:
@@ -118,35 +122,76 @@ def _key(tensor: torch.Tensor) -> int:
         return -1
 
 
-def _named(others: Iterable[torch.Tensor], ours: Sequence[object]) -> str:
-    said = dict.fromkeys(_described(other, ours) for other in others)
+def _named(others: Iterable[torch.Tensor], referrers: _Referrers) -> str:
+    said = dict.fromkeys(_described(other, referrers) for other in others)
     if not said:
         return "something that is no Python object"
     more = f" and {len(said) - NAMED} more" if len(said) > NAMED else ""
     return ", ".join(list(said)[:NAMED]) + more
 
 
-def _described(tensor: torch.Tensor, ours: Sequence[object]) -> str:
-    owner = _owner_of(tensor, [*ours, tensor], depth=3)
+def _described(tensor: torch.Tensor, referrers: _Referrers) -> str:
+    owner = referrers.owner_of(tensor, frozenset([id(tensor)]))
     if owner is not None:
         return f"a {type(tensor).__name__} held by {owner}"
     return f"a {type(tensor).__name__} in a variable, or saved for a backward pass"
 
 
-def _owner_of(held: object, ours: Sequence[object], depth: int) -> str | None:
-    """Name the object that refers to `held`, through its attributes and containers."""
-    skipped = {id(x) for x in ours}
-    for referrer in gc.get_referrers(held):
-        kind: Any = type(referrer)
-        if id(referrer) in skipped or isinstance(referrer, FrameType | ModuleType):
-            continue
-        if kind.__name__.endswith(("iterator", "generator")):
-            continue
-        if not isinstance(referrer, dict | list | tuple | set):
-            return f"{kind.__module__}.{kind.__qualname__}"
-        if isinstance(referrer, dict) and "__name__" in referrer:  # a module's variables
-            return f"the module {referrer['__name__']}"
-        found = _owner_of(referrer, [*ours, referrer], depth - 1) if depth else None
-        if found is not None:
-            return found
-    return None
+class _Referrers:
+    """What refers to some objects, directly or through containers.
+
+    Each look at all objects of the process takes a good part of a second, so one is made for all
+    objects at once, and one for all containers found by it.
+    """
+
+    def __init__(self, held: list[torch.Tensor], skipped: Iterable[object]) -> None:
+        #: by id of what is referred to
+        self._found: dict[int, list[object]] = {}
+        # all that this search makes lives until its end, so that no other object gets such an id
+        self._made: list[object] = [self._found, *skipped]
+        self._skipped = {id(self._made), *map(id, self._made)}
+        level: list[Any] = held
+        for _ in range(LOOKS):
+            if level:
+                level = self._containers_around(level)
+
+    def owner_of(self, held: object, passed: frozenset[int]) -> str | None:
+        """Name the object that refers to `held`, through its attributes and containers."""
+        for referrer in self._found.get(id(held), ()):
+            if id(referrer) in passed:
+                continue
+            if not issubclass(type(referrer), _CONTAINERS):
+                kind = type(referrer)
+                return f"{kind.__module__}.{kind.__qualname__}"
+            if _is_of_module(referrer):
+                return f"the module {referrer['__name__']}"  # type: ignore[index]
+            found = self.owner_of(referrer, passed | {id(referrer)})
+            if found is not None:
+                return found
+        return None
+
+    def _containers_around(self, level: list[Any]) -> list[Any]:
+        """Note what refers to the objects of a level; return the containers among it."""
+        around: list[Any] = []
+        for held in level:
+            self._found[id(held)] = self._ours([])
+        for referrer in self._ours(gc.get_referrers(*level)):
+            kind = type(referrer)
+            if id(referrer) in self._skipped or issubclass(kind, FrameType | ModuleType):
+                continue
+            if kind.__name__.endswith(("iterator", "generator")):
+                continue
+            for key in {id(x) for x in gc.get_referents(referrer)} & self._found.keys():
+                self._found[key].append(referrer)
+            if issubclass(kind, _CONTAINERS) and not _is_of_module(referrer):
+                around.append(referrer)
+        return self._ours([x for x in around if id(x) not in self._found])
+
+    def _ours(self, made: list[Any]) -> list[Any]:
+        self._made.append(made)
+        self._skipped.add(id(made))
+        return made
+
+
+def _is_of_module(container: Any) -> bool:
+    return issubclass(type(container), dict) and "__name__" in container

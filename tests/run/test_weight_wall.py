@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -14,7 +15,13 @@ from weights_runs import pair as build
 
 import offcompile
 from offcompile.run.accounts.fixed_weights import FixedWeights
-from offcompile.runtime.device.owners import has_others, name_holders, plain_parts, why_it_stays
+from offcompile.runtime.device.owners import (
+    LOOKS,
+    has_others,
+    name_holders,
+    plain_parts,
+    why_it_stays,
+)
 
 
 @pytest.fixture(autouse=True)
@@ -190,3 +197,21 @@ def test_a_holder_that_is_no_python_object() -> None:
     assert has_others(weight) and "backward pass" in name_holders([weight])[0]
     pending.backward()
     assert not has_others(weight)
+
+
+def test_many_weights_are_named_in_as_many_looks_as_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    looks, look = list[int](), gc.get_referrers
+
+    def counted(*held: object) -> list[Any]:
+        looks.append(len(held))
+        return look(*held)
+
+    monkeypatch.setattr(gc, "get_referrers", counted)
+    weights = [nn.Parameter(torch.randn(4)) for _ in range(20)]
+    views = Averager(nn.ParameterList(weights[1:]))
+    nested = {"of one": {"more": [(weights[0].detach(),)]}}
+    held = name_holders(weights)
+    kind = f"{Averager.__module__}.{Averager.__qualname__}"
+    assert held[1:] == [f"a Tensor held by {kind}"] * len(views.kept)
+    assert nested and held[0] == "a Tensor in a variable, or saved for a backward pass"
+    assert looks[0] == len(weights) and len(looks) <= LOOKS
