@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import json
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
 import torch
+import warm
 from split_child import TOKENS, WORDS, Model, step, tokens
 from split_losses import furthest
 from torch.nn import functional as F
@@ -24,7 +24,7 @@ def child(tmp_path: Path, **task: Any) -> tuple[dict[str, Any], dict[str, torch.
     file = tmp_path / "found.pt"
     task = {"options": {}, "limit": LIMIT, "file": str(file)} | task
     command = [sys.executable, str(HERE / "split_child.py"), json.dumps(task)]
-    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    done = warm.run(command, check=True)
     said = json.loads(done.stdout.splitlines()[-1])
     return said, torch.load(file) if file.exists() else {}
 

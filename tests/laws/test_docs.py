@@ -6,7 +6,6 @@ import ast
 import json
 import os
 import re
-import subprocess
 import sys
 import types
 from collections.abc import Callable, Iterator
@@ -17,6 +16,7 @@ from unittest.mock import create_autospec
 
 import pytest
 import torch
+import warm
 from doc_blocks import DOCUMENTS, FOREIGN, ROOT, Block, all_blocks, anchors, commands, links
 from torch import nn
 
@@ -312,13 +312,11 @@ def test_examples_run(words: list[str], tmp_path: Path) -> None:
     script = EXAMPLES / words[0]
     assert f"examples/{words[0]}" in script.read_text(), "says how it is run"
     settings = {"OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore", "OFFCOMPILE_SECONDS": "0.1"}
-    done = subprocess.run(
-        [sys.executable, script, *words[1:], "--quick"],
+    done = warm.run(
+        [sys.executable, str(script), *words[1:], "--quick"],
+        timeout=600,
         cwd=tmp_path,
         env={**os.environ, **settings},
-        capture_output=True,
-        text=True,
-        check=False,
     )
     assert done.returncode == 0, done.stderr[-3000:]
     assert done.stdout + done.stderr

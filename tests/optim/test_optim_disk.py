@@ -6,7 +6,6 @@ import errno
 import json
 import os
 import signal
-import subprocess
 import sys
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -15,6 +14,7 @@ from typing import Any
 
 import pytest
 import torch
+import warm
 
 import offcompile
 from offcompile.ir import OffloadError
@@ -161,11 +161,8 @@ def test_a_disk_that_fails_is_an_error_and_the_checkpoint_goes_on(
 
 
 def child(name: str, folder: Path) -> str:
-    done = subprocess.run(
+    done = warm.run(
         [sys.executable, str(HERE / name), str(folder)],
-        timeout=300,
-        capture_output=True,
-        text=True,
         env={**os.environ, "OMP_NUM_THREADS": "1"},
     )
     assert done.returncode == 0, done.stderr

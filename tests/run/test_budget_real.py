@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import json
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+import warm
 
 CHILD = Path(__file__).parents[1] / "support" / "budget_child.py"
 MIB = 1 << 20
@@ -22,12 +22,7 @@ OVERHEAD_BYTES = 24 * MIB
 
 def run(model: str, memory: int | str, limit: int | None = None) -> dict[str, Any]:
     task = json.dumps({"model": model, "memory": memory, "limit": limit})
-    done = subprocess.run(
-        [sys.executable, str(CHILD), task],
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
+    done = warm.run([sys.executable, str(CHILD), task])
     assert done.returncode == 0, done.stderr[-4000:]
     found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
     return found

@@ -7,7 +7,6 @@ import gc
 import json
 import os
 import pickle
-import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterator
@@ -16,6 +15,7 @@ from typing import Any
 
 import pytest
 import torch
+import warm
 from torch import nn
 from torch.nn.modules import module as torch_modules
 
@@ -493,11 +493,8 @@ def test_weights_that_exceed_memory(tmp_path: Path) -> None:
 
     def run(born: bool) -> dict[str, Any]:
         task = json.dumps({"born": born, "limit": limit, "directory": str(tmp_path)})
-        done = subprocess.run(
+        done = warm.run(
             [sys.executable, str(CHILD), task],
-            capture_output=True,
-            text=True,
-            timeout=300,
             env={**os.environ, "OMP_NUM_THREADS": "1"},
         )
         assert done.returncode == 0, done.stderr[-4000:]

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
+import warm
 from torch import Tensor, nn
 
 import offcompile
@@ -146,7 +146,7 @@ def test_the_command_runs_a_script_with_its_arguments(tmp_path: Path) -> None:
     (tmp_path / "beside.py").write_text("STEPS = 2")
     output = tmp_path / "trace.txt"
     command = ["-m", "offcompile", "record", "--output", str(output), str(tmp_path / "train.py")]
-    done = subprocess.run([sys.executable, *command, "7"], capture_output=True, text=True)
+    done = warm.run([sys.executable, *command, "7"])
     assert done.returncode == 7, done.stderr
     assert len(parse_trace(output.read_text()).runs) == 4
 

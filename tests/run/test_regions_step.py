@@ -4,7 +4,6 @@ budget; and whatever order comes instead, losses and gradients stay those of the
 from __future__ import annotations
 
 import json
-import subprocess
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -13,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+import warm
 from hand_sgd import step_by_hand
 from torch import Tensor, nn
 
@@ -29,7 +29,7 @@ OVERHEAD_BYTES, SETTLED_OVERHEAD_BYTES = 24 * MIB, 8 * MIB
 
 def child(memory: int | None) -> dict[str, Any]:
     command = [sys.executable, str(CHILD), json.dumps(memory)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    done = warm.run(command)
     assert done.returncode == 0, done.stderr[-4000:]
     found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
     return found

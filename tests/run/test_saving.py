@@ -8,13 +8,13 @@ import io
 import os
 import signal
 import stat
-import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
+import warm
 
 import offcompile
 from offcompile.ir import OffloadError
@@ -186,7 +186,7 @@ def test_what_a_kill_left_is_cleared_away_by_the_next_save(tmp_path: Path) -> No
 def test_a_kill_leaves_the_old_file_or_the_new_one(tmp_path: Path, at: int) -> None:
     path = tmp_path / "model.pt"
     offcompile.save({"number": 1}, path)
-    done = subprocess.run([sys.executable, "-c", KILLED, str(path), str(at)], timeout=300)
+    done = warm.run([sys.executable, "-c", KILLED, str(path), str(at)], timeout=300)
     assert done.returncode == (0 if at == 1000 else -signal.SIGKILL)
     assert torch.load(path)["number"] == (2 if at == 1000 else 1)
     assert os.listdir(tmp_path) == ["model.pt"]
@@ -211,12 +211,7 @@ offcompile.save({"big": big, "part": big[5:]}, sys.argv[1])
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="needs /proc")
 def test_saving_takes_no_memory_of_the_size_of_what_is_saved(tmp_path: Path) -> None:
     path = tmp_path / "model.pt"
-    done = subprocess.run(
-        [sys.executable, "-c", BOUNDED, str(path), str(tmp_path / "big")],
-        timeout=300,
-        capture_output=True,
-        text=True,
-    )
+    done = warm.run([sys.executable, "-c", BOUNDED, str(path), str(tmp_path / "big")])
     assert done.returncode == 0, done.stderr
     assert done.stdout.split() == ["limited"]
     assert torch.load(path, mmap=True)["big"][-1] == 3

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import functools
 import json
-import subprocess
 import sys
 import tempfile
 from pathlib import Path
 from typing import Any
 
 import pytest
+import warm
 
 CHILD = Path(__file__).parents[1] / "support" / "weights_child.py"
 MIB = 1 << 20
@@ -29,12 +29,7 @@ BORN = 14 * MIB
 def run(memory: int | str, limit: int | None = None, born: bool = False) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as spill:
         task = {"memory": memory, "limit": limit, "born": born, "spill": spill}
-        done = subprocess.run(
-            [sys.executable, str(CHILD), json.dumps(task)],
-            capture_output=True,
-            text=True,
-            timeout=300,
-        )
+        done = warm.run([sys.executable, str(CHILD), json.dumps(task)])
     assert done.returncode == 0, done.stderr[-4000:]
     found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
     return found

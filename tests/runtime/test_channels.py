@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import os
-import subprocess
 import sys
 import threading
 import weakref
@@ -12,6 +11,7 @@ from collections.abc import Callable, Iterator
 
 import pytest
 import torch
+import warm
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -283,5 +283,5 @@ began.wait()
 
 
 def test_at_exit_what_runs_is_finished_and_the_rest_is_not_begun() -> None:
-    done = subprocess.run([sys.executable, "-c", EXIT], capture_output=True, text=True, timeout=300)
+    done = warm.run([sys.executable, "-c", EXIT])
     assert (done.returncode, done.stdout.split(), done.stderr) == (0, ["whole"], "")

@@ -6,7 +6,6 @@ There is no GPU here: the way through DLPack is taken for real, on the CPU.
 from __future__ import annotations
 
 import gc
-import subprocess
 import sys
 import threading
 from collections.abc import Iterator
@@ -14,6 +13,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import warm
 from host_fakes import FakeRegistrar
 from torch.utils.dlpack import from_dlpack
 
@@ -266,7 +266,7 @@ def test_interpreters_end_in_peace_while_aliases_live() -> None:
         "    def __del__(self): kept[0] = 1\n"
         "late = Late()\n"
     )
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
+    done = warm.run([sys.executable, "-c", script])
     assert (done.returncode, done.stderr) == (0, "")
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import gc
 import os
 import resource
-import subprocess
 import sys
 import threading
 from pathlib import Path
@@ -13,6 +12,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+import warm
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -212,9 +212,7 @@ print(arena.capacity_bytes, arena.overflow_bytes, arena.block({32 * MIB}).nbytes
 
 @linux
 def test_a_limit_on_data_binds_the_arena_and_is_an_error_that_leaves_it_whole() -> None:
-    told = subprocess.run(
-        [sys.executable, "-c", LIMITED], check=True, capture_output=True, text=True
-    ).stdout.splitlines()
+    told = warm.run([sys.executable, "-c", LIMITED], check=True).stdout.splitlines()
     assert len(told) == 3
     assert f"refused {255 * MIB} bytes of memory (Cannot allocate" in told[0]
     assert f"refused {256 * MIB} bytes of memory (Cannot allocate" in told[1]
@@ -320,7 +318,7 @@ def test_interpreters_end_in_peace_while_blocks_live() -> None:
         "    def __del__(self): kept[0][0] = kept[1][0] = 1\n"
         "late = Late()\n"
     )
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
+    done = warm.run([sys.executable, "-c", script])
     assert (done.returncode, done.stderr) == (0, "")
 
 
@@ -412,7 +410,5 @@ def test_few_addresses_are_enough_for_an_arena() -> None:
     )
     if not hasattr(resource, "RLIMIT_AS") or not Path("/proc/self/status").exists():
         pytest.skip("needs Linux")
-    told = subprocess.run(
-        [sys.executable, "-c", script], check=True, capture_output=True, text=True
-    ).stdout.split()
+    told = warm.run([sys.executable, "-c", script], check=True).stdout.split()
     assert told == [str(32 << 20), "0"]

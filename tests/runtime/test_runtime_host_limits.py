@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import resource
-import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import warm
 from host_fakes import FakeRegistrar, arena_of, isolate
 
 from offcompile.runtime.base import host_limits
@@ -157,9 +157,7 @@ except HostFull as error:
 @linux
 @pytest.mark.parametrize(("which", "option"), [("data", "-d"), ("addresses", "-v")])
 def test_limits_of_the_process_cut_the_segment_and_are_named(which: str, option: str) -> None:
-    done = subprocess.run(
-        [sys.executable, "-c", LIMITED, which], capture_output=True, text=True, check=False
-    )
+    done = warm.run([sys.executable, "-c", LIMITED, which])
     assert done.returncode == 0, done.stderr
     capacity, full = done.stdout.splitlines()
     assert 32 * MIB <= int(capacity) < 256 * MIB

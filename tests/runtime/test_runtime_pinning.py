@@ -13,6 +13,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+import warm
 from host_fakes import FakeRegistrar, arena_of, isolate
 
 from offcompile.runtime.base import host_limits, once
@@ -276,7 +277,7 @@ def test_at_exit_everything_is_unregistered_once_while_tensors_live() -> None:
         "    def __del__(self): kept[0][0] = kept[1][0] = 1\n"
         "late = Late()\n"
     )
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
+    done = warm.run([sys.executable, "-c", script])
     assert (done.returncode, done.stderr) == (0, "")
     assert done.stdout.splitlines() == ["unregister", "unregister"]
 

@@ -6,10 +6,11 @@ import argparse
 import json
 import os
 import resource
-import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+
+import warm
 
 from .hostile import CACHE_IDENTITY, EXAMPLES, safetensors
 
@@ -76,13 +77,10 @@ def _deep_header() -> bytes:
 def defuse(folder: Path) -> list[str]:
     """Each through its reader, in one process that is bounded; what went wrong."""
     script = "import sys; from trust.bombs import _all; _all(sys.argv[1])"
-    done = subprocess.run(
+    done = warm.run(
         [sys.executable, "-c", script, str(folder)],
-        cwd=Path(__file__).parents[1],
-        capture_output=True,
-        text=True,
         timeout=20 * MOST_CPU_S,
-        check=False,
+        cwd=Path(__file__).parents[1],
     )
     said = dict(line.split("\t", 1) for line in done.stdout.splitlines() if "\t" in line)
     silent = f"no answer (exit code {done.returncode}): {done.stderr[-300:]}"

@@ -10,12 +10,13 @@ import json
 import os
 import random
 import re
-import subprocess
 import sys
 import tempfile
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+
+import warm
 
 from .fault_rig import PHASES, Rig, descriptors, threads
 from .rows import Row
@@ -228,13 +229,10 @@ def played_here(cells: Sequence[Cell], folder: Path) -> dict[str, str]:
 
 def in_children(names: Sequence[str], folder: Path) -> dict[str, str]:
     folder.mkdir()
-    done = subprocess.run(
+    done = warm.run(
         [sys.executable, str(CHILD), str(folder), json.dumps(list(names))],
-        capture_output=True,
-        text=True,
         timeout=600,
         env={**os.environ, "OMP_NUM_THREADS": "1"},
-        check=False,
     )
     if done.returncode:
         return {"the child": f"exit code {done.returncode}: {done.stderr[-2000:]}"}

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
 import tempfile
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
+
+import warm
 
 WORLD = 2
 _TESTS = Path(__file__).resolve().parents[1]
@@ -29,14 +30,7 @@ def run_pair(
     with tempfile.TemporaryDirectory() as folder:
         told = [str(Path(folder) / "store"), json.dumps(asked)]
         ranks = [
-            subprocess.Popen(
-                [*command, str(rank), *told],
-                cwd=_TESTS,
-                env=environment,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.PIPE,
-                text=True,
-            )
+            warm.start([*command, str(rank), *told], cwd=_TESTS, env=environment)
             for rank in range(world)
         ]
         try:

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import json
-import subprocess
 import sys
 from collections import Counter
 from collections.abc import Iterable
 from pathlib import Path
 
+import warm
 from wild.families import load
 from wild.judge import BROKEN, EQUAL, LIMIT, MISSING, PLAIN_FAILS, REFUSED, Verdict
 from wild.program import Program
@@ -40,9 +40,7 @@ def judged(programs: Iterable[Program], *how: str) -> list[Verdict]:
     """Judge these in a process of their own; `how`: further arguments of `python -m wild`."""
     names = [str(p) for p in programs]
     command = [sys.executable, "-m", "wild", "--json", "--exactly", *how, *names]
-    ran = subprocess.run(
-        command, cwd=_TESTS, stdout=subprocess.PIPE, text=True, timeout=LONGEST_S, check=False
-    )
+    ran = warm.run(command, timeout=LONGEST_S, cwd=_TESTS)
     verdicts = [
         Verdict(**json.loads(line)) for line in ran.stdout.splitlines() if line.startswith("{")
     ]
