@@ -244,13 +244,18 @@ def _compute_rates(refresh: bool, tell: Progress) -> dict[str, float]:
 
 def _copy_toll_share(refresh: bool, tell: Progress) -> float:
     """The share as cached or measured now. If other processes disturb the measurement, the share
-    found on all machines measured so far: 1 if every core computes, 0 if one is free."""
+    found on all machines measured so far: 1 if every core computes, 0 if one is free; later
+    processes measure again."""
     identity = machine_identity()
     kept = None if refresh else _numbers(read_document(COPY_TOLL, identity), ("share",))
     if kept is not None:
         return kept["share"]
-    tell("measuring this machine: copies beside compute")
-    share = copy_toll_share()
+    here = measured_here(document_path(COPY_TOLL, identity))
+    share = None
+    if refresh or COPY_TOLL not in here:
+        tell("measuring this machine: copies beside compute")
+        share = copy_toll_share()
+        here.add(COPY_TOLL)
     if share is None:
         return float(torch.get_num_threads() >= usable_cores())
     share = max(share, LEAST_SHARE)

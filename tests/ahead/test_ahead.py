@@ -97,7 +97,8 @@ def ahead(layers: int, lowering: str, repeats: bool, batch: int = 2, **more: Any
 
 @pytest.mark.parametrize("lowering", ["inductor", "aot_eager"])
 def test_many_layers_from_few_are_what_tracing_all_of_them_gives(lowering: str) -> None:
-    few, whole = ahead(8, lowering, True), ahead(8, lowering, False)
+    layers = 8 if lowering == "aot_eager" else 6
+    few, whole = ahead(layers, lowering, True), ahead(layers, lowering, False)
     assert few.survey.twin is not None and whole.survey.twin is None
     in_place = whole.target.in_place(1)
     for asked in ({}, {"in_place": in_place}):
@@ -109,7 +110,7 @@ def test_many_layers_from_few_are_what_tracing_all_of_them_gives(lowering: str) 
             seeds = ("4 int64", "8 int64")  # one for each layer, in one tensor
             assert labels[0] == labels[1] or labels == seeds
         assert sorted(mine.names.values()) == sorted(theirs.names.values())
-        assert len(mine.names) > 8 * 8  # weights and their gradients
+        assert len(mine.names) > 8 * layers  # weights and their gradients
 
 
 def test_what_does_not_repeat_is_refused() -> None:

@@ -55,16 +55,6 @@ OPTIONS = {"lowering": "aot_eager", "seconds": 0.1}
 MIB = 1 << 20
 
 
-class Blocks(Language):
-    """No loss over words, which would be planned in pieces too."""
-
-    def forward(self, text: torch.Tensor) -> torch.Tensor:
-        x = self.words(text)
-        for block in self.blocks:
-            x = block(x)
-        return self.head(x)
-
-
 def square(y: torch.Tensor) -> torch.Tensor:
     return y.float().square().mean()
 
@@ -133,7 +123,7 @@ def test_ranks_on_a_node_follow_from_the_link() -> None:
 @cache
 def traced(memory: str = "1GiB") -> Ahead:
     with torch.device("meta"):
-        model, words = Blocks(LAYERS), torch.zeros(BATCH, LENGTH, dtype=torch.int64)
+        model, words = Language(LAYERS), torch.zeros(BATCH, LENGTH, dtype=torch.int64)
     options = Options.read({"memory": memory, "hardware": CARD, **OPTIONS})
     return Ahead.of(ForecastRequest(model, (words,), {}, options, square, "adamw"), quiet)
 
@@ -203,7 +193,7 @@ def fake_world() -> Iterator[int]:
 def test_zero1_shares_out_as_torch_does(fake_world: int) -> None:
     from torch.distributed.optim import ZeroRedundancyOptimizer
 
-    model = Blocks(LAYERS)
+    model = Language(LAYERS)
     theirs = ZeroRedundancyOptimizer(model.parameters(), torch.optim.AdamW)
     shares = [
         sum(p.numel() for group in part for p in group["params"])
@@ -396,7 +386,7 @@ def test_a_faster_link_is_never_slower(shard: str, gbps: float, shared: bool) ->
 
 def answered(shard: str, link: str, memory: str = "1GiB", table: bool = True) -> FitReport:
     with torch.device("meta"):
-        model: nn.Module = Blocks(LAYERS)
+        model: nn.Module = Language(LAYERS)
     return fit(
         model,
         lambda n: torch.zeros(n, LENGTH, dtype=torch.int64, device="meta"),

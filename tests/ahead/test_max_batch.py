@@ -18,7 +18,7 @@ from offcompile.ahead.batch_search import BatchReport, _BatchSearch
 from offcompile.ir import Infeasible, InvalidInput, OffloadError
 
 WIDTH, DEPTH = 64, 6
-ROWS = 128  # of each sample
+ROWS = 192  # of each sample
 #: the quickest to plan
 PRINTED = "activation_spill:variant=printed"
 
@@ -29,7 +29,7 @@ def inputs(batch: int) -> torch.Tensor:
 
 def find(memory: Any, policy: str | None, **more: Any) -> BatchReport:
     model, make = more.pop("model", Perceptron(WIDTH, DEPTH)), more.pop("make", inputs)
-    options = {"lowering": "aot_eager", "seconds": 0.2} | more.pop("options", {})
+    options = {"lowering": "aot_eager", "seconds": 0.1} | more.pop("options", {})
     return offcompile.max_batch(
         model, make, memory, policy=policy, hardware="cpu", options=options, **more
     )
@@ -91,7 +91,7 @@ def test_the_largest_batch_runs_within_the_budget_and_the_next_is_refused(tmp_pa
     def run(batch: int) -> torch.Tensor:
         torch._dynamo.reset()
         options = {"memory": "3MiB", "hardware": "cpu", "policy": PRINTED}
-        options |= {"lowering": "aot_eager", "seconds": 0.2, "spill": str(tmp_path)}
+        options |= {"lowering": "aot_eager", "seconds": 0.1, "spill": str(tmp_path)}
         loss: torch.Tensor = torch.compile(model, backend="offcompile", options=options)(
             inputs(batch)
         )
@@ -158,7 +158,7 @@ def test_a_card_that_is_not_there_can_be_planned_for() -> None:
         "64MiB",
         hardware="rtx4090",
         most=64,
-        options={"seconds": 0.2, "lowering": "aot_eager"},
+        options={"seconds": 0.1, "lowering": "aot_eager"},
     )
     assert report.largest.batch > 32
 
@@ -166,7 +166,7 @@ def test_a_card_that_is_not_there_can_be_planned_for() -> None:
 def test_known_zeros_are_planned_with() -> None:
     model = nn.Sequential(*(m for _ in range(6) for m in (nn.Linear(64, 64), nn.ReLU())))
     densities = {"relu": 0.1} | {f"relu_{i}": 0.1 for i in range(1, 6)}
-    given = {"model": model, "options": {"seconds": 0.3}}
+    given = {"model": model, "options": {"seconds": 0.1}}
     plain = find("2MiB", PRINTED, **given)
     packed = find("2MiB", PRINTED, densities=densities, **given)
     at = plain.largest.batch

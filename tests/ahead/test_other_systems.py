@@ -30,6 +30,7 @@ import offcompile
 
 model = torch.nn.Sequential(*(torch.nn.Linear(256, 256) for _ in range(4)))
 asked = dict(memory="3MiB", hardware="rtx4090", loss=torch.sum, optimizer="adamw")
+asked["options"] = {"lowering": "aot_eager", "seconds": 0.1}
 print(offcompile.plan(model, torch.zeros(64, 256), **asked).planned_peak_bytes)
 answer = offcompile.fit(model, lambda n: torch.zeros(n, 256), 64, table=False, **asked)
 print(answer.fits, answer.largest_batch > 64)

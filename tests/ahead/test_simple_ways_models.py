@@ -152,7 +152,7 @@ def test_fit_says_what_simpler_ways_take() -> None:
     def inputs(batch: int) -> torch.Tensor:
         return inputs_of(Rows, batch)
 
-    quick = asked | {"options": {"seconds": 0.3}}
+    quick = asked | {"options": {"seconds": 0.1}}
     found = fit(model, inputs, BATCH, memory=budget, **quick)
     assert [way.name for way in found.simple_ways] == [CHECKPOINTED, BUDGETED]
     text = found.to_text()
@@ -171,7 +171,7 @@ def test_reports_of_plans_say_what_simpler_ways_take() -> None:
     with torch.device("meta"):
         model = Rows()
     budget = int(0.75 * alone_of(traced(Rows)))
-    asked: dict[str, Any] = {"hardware": CARD, "options": {"seconds": 0.3}}
+    asked: dict[str, Any] = {"hardware": CARD, "options": {"seconds": 0.1}}
     report = plan(model, inputs_of(Rows, BATCH), memory=budget, **asked)
     assert [way.name for way in report.simple_ways] == [CHECKPOINTED, BUDGETED]
     assert report.planned_us <= min(w.step_us or 0 for w in report.simple_ways if w.fits)
