@@ -32,6 +32,8 @@ $(READY): pyproject.toml
 demo: $(READY) ## train a small GPT in half the memory it takes, beside plain and checkpointed runs
 	@$(BIN)/python examples/train_gpt.py $(ARGS)
 
+# a process of a test imports what others have imported before: kept bytecode saves a second each
+test: export PYTHONDONTWRITEBYTECODE =
 test: $(READY) ## all tests; those that need a GPU are skipped without one
 	$(BIN)/python -m pytest -q $(SHARED_OUT) $(ARGS)
 
