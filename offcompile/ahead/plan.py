@@ -337,6 +337,7 @@ class Ahead:
             lambda: self.most_pieces,
             lambda: 0 if splits is None else splits.largest_bytes,
             lambda choice: choice,
+            explains,
         ).best()
         made = found.decided
         result = bounded_longer(found.annotated.problem, made.machine, made.result)

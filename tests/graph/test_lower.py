@@ -6,7 +6,6 @@ import functools
 import operator
 import os
 import re
-import subprocess
 import sys
 import textwrap
 from collections.abc import Callable, Sequence
@@ -16,6 +15,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.nn.functional as F
+import warm
 from lower_moves import OPS, Moves, executed_order, spill
 from torch import Tensor, fx, nn
 from torch._functorch import config as functorch_config
@@ -430,7 +430,10 @@ def test_caches_in_one_process_and_two(tmp_path: Any) -> None:
     script = textwrap.dedent(
         """
         import sys
+        import torch._inductor.config as inductor
         from torch._dynamo.utils import counters
+        # headers are not compiled beforehand, and nothing is tried with the compiler
+        inductor.cpp_cache_precompile_headers = inductor.cpp.vec_isa_ok = False
         from test_lower import Hooks, _mark, backend, fresh, step
         results = []
         for kind in sys.argv[1:]:
@@ -446,21 +449,15 @@ def test_caches_in_one_process_and_two(tmp_path: Any) -> None:
     )
     said = []
     for kinds in (("plain", "ours", "plain", "ours"), ("ours", "plain")):
-        done = subprocess.run(
-            [sys.executable, "-W", "ignore", "-c", script, *kinds],
+        done = warm.run(
+            [sys.executable, "-c", script, *kinds],
             env={
                 **os.environ,
                 "TORCHINDUCTOR_CACHE_DIR": str(tmp_path),
-                "TORCHINDUCTOR_CPP_CACHE_PRECOMPILE_HEADERS": "0",
-                # else each of what vectors a processor may have is tried with the compiler
-                "TORCHINDUCTOR_VEC_ISA_OK": "0",
                 "PYTHONPATH": os.pathsep.join(
                     ["tests/support", "tests/graph", ".", os.environ.get("PYTHONPATH", "")]
                 ),
             },
-            capture_output=True,
-            text=True,
-            check=False,
         )
         assert done.returncode == 0, done.stderr[-2000:]
         said.append(done.stdout.splitlines())

@@ -244,7 +244,7 @@ def test_gradients_of_bfloat16_are_summed_in_float32() -> None:
     assert furthest(found, exact) < 2 * furthest(plain, exact)
 
 
-@settings(deadline=None, max_examples=6, phases=[Phase.generate])
+@settings(deadline=None, max_examples=4, phases=[Phase.generate])
 @given(
     st.sampled_from([Mlp, Gated, Mixed]),
     st.sampled_from([torch.float32, torch.float64]),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -230,6 +231,17 @@ def test_a_refusal_says_if_splitting_would_do(options: dict[str, object]) -> Non
     assert asked == [None, 16]
 
 
+def test_a_refusal_that_nobody_reads_estimates_no_pieces() -> None:
+    def estimate(pieces: int | None) -> StepEstimate:
+        raise AssertionError(f"{pieces} pieces were estimated")
+
+    found, asked = ways({None: None}, options={"split": False})
+    with pytest.raises(Infeasible) as caught:
+        replace(found, explains=False, estimate=estimate).best()
+    assert caught.value.smallest_change == "Set memory to more."
+    assert asked == [None]
+
+
 def test_a_refusal_of_pieces_names_their_floor() -> None:
     found, asked = ways(dict.fromkeys([None, *LADDER]), budget=40)
     with pytest.raises(Infeasible) as caught:
@@ -310,8 +322,9 @@ def test_a_forecast_takes_the_same_way() -> None:
 
 def test_fit_knows_larger_batches_in_pieces() -> None:
     def largest(**options: object) -> int | None:
+        given = {"seconds": 0.1, **options}
         found = offcompile.fit(
-            Model(), tokens, 4, memory="40MiB", hardware="cpu", table=False, options=options
+            Model(), tokens, 4, memory="40MiB", hardware="cpu", table=False, options=given
         )
         return found.largest_batch
 

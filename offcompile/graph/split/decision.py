@@ -57,6 +57,8 @@ class Ways(Generic[T]):
     #: bytes of the largest tensor that a split removes
     largest_bytes: Callable[[], int]
     choice: Callable[[T], Choice]
+    #: False if a refusal is for nobody to read
+    explains: bool = True
 
     def best(self) -> tuple[T, Splitting | None]:
         """The best plan, and how it splits the graph; None if the graph stays whole. Raises
@@ -220,7 +222,7 @@ class Ways(Generic[T]):
 
     def _with_advice(self, error: Infeasible) -> Infeasible:
         """The error, with advice to split if a plan in pieces would fit."""
-        if self.budget is None or not self._counts:
+        if not self.explains or self.budget is None or not self._counts:
             return error
         pieces = self._first
         floor = self.estimate(pieces).floor_bytes

@@ -53,6 +53,7 @@ def ways_of(planner: GraphPlanner, given: Graphs, splits: Splits) -> Ways[Candid
         lambda: splits.most_pieces,
         lambda: splits.largest_bytes,
         lambda made: made.choice,
+        request.explains,
     )
 
 

@@ -76,7 +76,7 @@ def emptied(plans: Plans, call: Call) -> Variant | None:
     if not hosts and EMPTIED not in plans.in_vain:
         held = plans.held(call)
         try:
-            made = plans.make(call, held, EMPTIED)
+            made = plans.make(call, held, EMPTIED, explains=False)
         except Infeasible:
             plans.in_vain.add(EMPTIED)
         else:
