@@ -7,11 +7,11 @@ meet other tests.
 
 from __future__ import annotations
 
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+import warm
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -20,6 +20,6 @@ ROOT = Path(__file__).resolve().parents[2]
 def test_the_checks_hold_in_a_process_of_their_own(checks: str) -> None:
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider"]
     command += [f"tests/trust/{checks}"]
-    ran = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    ran = warm.run(command, timeout=600, cwd=ROOT)
     assert ran.returncode == 0, ran.stdout[-6000:] + ran.stderr[-2000:]
     assert " passed" in ran.stdout and "failed" not in ran.stdout
