@@ -111,6 +111,11 @@ class DeviceFit:
             found = replace(found, ranks=answer, tier_bytes=peaks)
         return found
 
+    @property
+    def trial_seconds(self) -> float:
+        """Planning time of each search for another budget or batch: no more than the step's own."""
+        return min(TRIAL_SECONDS, self.options.seconds or TRIAL_SECONDS)
+
     def result(self, more: MoreAnswers) -> FitReport:
         most = self.largest if more.largest else None
         found = replace(self.answer, largest_batch=most)
@@ -118,7 +123,7 @@ class DeviceFit:
             change = f"A batch of {most} fits. {found.smallest_change}"
             found = replace(found, smallest_change=change)
         if isinstance(self.ahead, AheadOnRank) and found.ranks is not None:
-            way, seconds = found.ranks.chosen, TRIAL_SECONDS if more.table else None
+            way, seconds = found.ranks.chosen, self.trial_seconds if more.table else None
             return replace(found, ranks=compared(self.ahead, way, tier_bytes, self.tell, seconds))
         ways = self.simple_ways(found.report, more.compare)
         points = self.table(found.report) if more.table else ()
@@ -149,7 +154,7 @@ class DeviceFit:
             memory = int(floor + share * (alone - floor))
             self.tell(f"planning for {size(memory)}")
             try:
-                choice = self.ahead.choose(memory, self.tell, TRIAL_SECONDS, explains=False)
+                choice = self.ahead.choose(memory, self.tell, self.trial_seconds, explains=False)
             except Infeasible:
                 continue
             found = choice.decided
@@ -191,7 +196,7 @@ class DeviceFit:
             self.ahead.survey.machine,
             self.target.reserve_bytes,
             self.options.whole_policy,
-            TRIAL_SECONDS,
+            self.trial_seconds,
             self.tell,
             reuses=self.options.reuse_plans,
         )

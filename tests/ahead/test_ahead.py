@@ -97,8 +97,7 @@ def ahead(layers: int, lowering: str, repeats: bool, batch: int = 2, **more: Any
 
 @pytest.mark.parametrize("lowering", ["inductor", "aot_eager"])
 def test_many_layers_from_few_are_what_tracing_all_of_them_gives(lowering: str) -> None:
-    layers = 8 if lowering == "aot_eager" else 6
-    few, whole = ahead(layers, lowering, True), ahead(layers, lowering, False)
+    few, whole = ahead(8, lowering, True), ahead(8, lowering, False)
     assert few.survey.twin is not None and whole.survey.twin is None
     in_place = whole.target.in_place(1)
     for asked in ({}, {"in_place": in_place}):
@@ -110,7 +109,7 @@ def test_many_layers_from_few_are_what_tracing_all_of_them_gives(lowering: str) 
             seeds = ("4 int64", "8 int64")  # one for each layer, in one tensor
             assert labels[0] == labels[1] or labels == seeds
         assert sorted(mine.names.values()) == sorted(theirs.names.values())
-        assert len(mine.names) > 8 * layers  # weights and their gradients
+        assert len(mine.names) > 8 * 8  # weights and their gradients
 
 
 def test_what_does_not_repeat_is_refused() -> None:
@@ -299,7 +298,6 @@ def test_sizes_at_other_batches_are_exact() -> None:
 
 def test_fit_answers_with_the_largest_batch_and_a_table(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("offcompile.ahead.fitting.TABLE_SECONDS", 0.0)  # what costs no search
-    monkeypatch.setattr("offcompile.ahead.fitting.TRIAL_SECONDS", 0.1)
     with torch.device("meta"):
         model = nn.Sequential(*(m for _ in range(8) for m in (nn.Linear(64, 64), nn.ReLU())))
 

@@ -18,7 +18,7 @@ from offcompile.ahead.batch_search import BatchReport, _BatchSearch
 from offcompile.ir import Infeasible, InvalidInput, OffloadError
 
 WIDTH, DEPTH = 64, 6
-ROWS = 192  # of each sample
+ROWS = 128  # of each sample
 #: the quickest to plan
 PRINTED = "activation_spill:variant=printed"
 
