@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from offcompile.ir import OffloadError
+from offcompile.runtime.base.interrupts import uninterrupted
 from offcompile.runtime.states import updates
 
 from .clipping import norm
@@ -74,6 +75,7 @@ class Arrivals:
 
     # -- gradients from autograd -----------------------------------------------------------------
 
+    @uninterrupted
     def came(self, parameter: torch.Tensor) -> None:
         """See `updates.Updater`."""
         entry = self.core.entries[parameter]

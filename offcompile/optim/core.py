@@ -100,6 +100,10 @@ class Core:
     _visited: dict[str, list[int]] = field(default_factory=dict)
     _expected: dict[str, list[int]] = field(default_factory=dict)
     _carriers: weakref.WeakSet[GradientTransport] = field(default_factory=weakref.WeakSet)
+    #: updates that were begun, of one parameter or of several together
+    begun: int = 0
+    #: True if a step ended amid its updates
+    is_torn: bool = False
     _next_key: int = 0
     #: cached result of `held_bytes`, until something changes
     _held_bytes: int | None = None
@@ -126,6 +130,16 @@ class Core:
         """Note the use of a parameter's states, to predict the order of the next step."""
         if entry.place is not None and not isinstance(entry.store, MemoryStates):
             self._visited.setdefault(entry.place, []).append(entry.key)
+
+    def refuse_torn(self) -> None:
+        """Raise OffloadError if the last step ended amid its updates."""
+        if self.is_torn:
+            raise OffloadError(
+                "The last step() ended amid its updates, by an error or Ctrl-C: some parameters"
+                " were updated and others were not. Load the last checkpoint into the model and"
+                " into this optimizer (load_state_dict), or call discard() to go on from the"
+                " weights as they are"
+            )
 
     def step_over(self) -> None:
         """Tell stores that prefetch which states the next step is likely to need."""

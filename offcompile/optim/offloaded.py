@@ -12,6 +12,7 @@ import torch
 from torch._compile import _disable_dynamo
 
 from offcompile.ir import OffloadError
+from offcompile.runtime.base.interrupts import uninterrupted
 from offcompile.runtime.states import updates
 from offcompile.runtime.states.states import StatesFacts
 
@@ -96,7 +97,9 @@ class OffloadedOptimizer(torch.optim.Optimizer):
             self._step()
         return loss
 
+    @uninterrupted
     def _step(self) -> None:
+        self._core.refuse_torn()
         arrivals, overlap = self._arrivals, self.settings.overlap
         grad_scale, found_inf = self._amp()
         self._core.state = self.state
@@ -106,7 +109,12 @@ class OffloadedOptimizer(torch.optim.Optimizer):
             arrivals.check(hypers)
         waiting = self._waiting()
         if not found_inf:
-            self._apply(waiting, hypers, grad_scale)
+            begun = self._core.begun
+            try:
+                self._apply(waiting, hypers, grad_scale)
+            except BaseException:
+                self._core.is_torn = self._core.begun != begun
+                raise
         if overlap:
             for entry, _ in waiting:
                 entry.parameter.grad = None
@@ -176,8 +184,9 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         super().zero_grad(set_to_none)
 
     def discard(self) -> None:
-        """Give up the step under way: drop its gradients. Parameters already updated during
-        backward stay updated."""
+        """Give up the step under way: drop its gradients. Parameters that were updated already stay
+        updated."""
+        self._core.is_torn = False
         try:
             self._arrivals.settle()
         finally:
@@ -230,6 +239,7 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         numbers = [n for g in state_dict["param_groups"] for n in g["params"]]
         parameters = [p for g in self.param_groups for p in g["params"]]
         checkpoints.load(self._core, self.state, dict(zip(numbers, parameters, strict=True)), saved)
+        self._core.is_torn = False
         for after in self._optimizer_load_state_dict_post_hooks.values():
             after(self)
 

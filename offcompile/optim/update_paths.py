@@ -141,9 +141,9 @@ class UpdatePaths:
         if not self.core.settings.tail:
             self.settle()
             return
-        due, self._due = self._due, []
-        for job in due:
-            job.wait()
+        while self._due:
+            self._due[0].until_over()  # interrupted here, the next call goes on
+            self._due.pop(0).wait()
         self.core.finish()
 
     def settle(self) -> None:

@@ -26,6 +26,7 @@ from offcompile.ir import OffloadError
 from offcompile.machine.options import Options
 from offcompile.machine.target import Target
 from offcompile.planning.feedback.profiling import Profile
+from offcompile.runtime.base.interrupts import uninterrupted
 from offcompile.runtime.memory.malloc.heap import address_space_is_limited
 from offcompile.runtime.states.update_ops import calling
 
@@ -39,7 +40,7 @@ from .ranks.reduction import reduce_in_backward
 from .recording import recorded
 from .variants.judging import judged
 from .variants.ladder import choose, make_first
-from .variants.plans import Call, Plans, Traced
+from .variants.plans import Call, Plans, Traced, Variant
 
 
 class CapturedGraph:
@@ -96,12 +97,8 @@ class CapturedGraph:
 
     def __call__(self, *args: Any) -> Any:
         facts, runs, plans = self.facts, self.facts.runs, self.plans
-        sizes = tuple(read(args) for read in self._readers)
-        call = Call(args, self._parameters_of(args), sizes)
-        reduce_in_backward()
-        runs.usage.begins(runs.entry, call.parameters)
-        runs.usage.results.given([x for i, x in enumerate(args) if i not in facts.parameters])
-
+        call = self._begin(args)
+        sizes = call.sizes
         try:
             if not plans.variants:
                 make_first(plans, Call(args, call.parameters))
@@ -124,6 +121,24 @@ class CapturedGraph:
         else:
             outputs = variant.run(*args)
 
+        self._wait_for_backward(outputs, variant, call)
+        return outputs
+
+    @uninterrupted
+    def _begin(self, args: Sequence[Any]) -> Call:
+        """Note the call in the accounts of the device."""
+        facts, usage = self.facts, self.facts.runs.usage
+        sizes = tuple(read(args) for read in self._readers)
+        call = Call(args, self._parameters_of(args), sizes)
+        reduce_in_backward()
+        usage.begins(facts.runs.entry, call.parameters)
+        usage.results.given([x for i, x in enumerate(args) if i not in facts.parameters])
+        return call
+
+    @uninterrupted
+    def _wait_for_backward(self, outputs: object, variant: Variant, call: Call) -> None:
+        """Note what forward has left for backward; outputs that get none stay as results."""
+        runs, plans, sizes = self.facts.runs, self.plans, call.sizes
         kept = variant.needs_at(sizes).kept_bytes
         whole = max(kept, plans.variants[0].needs_at(sizes).kept_bytes)
         waiting = runs.entry.begin(outputs, call.parameters, kept, whole)
@@ -131,7 +146,6 @@ class CapturedGraph:
             runs.usage.results.made(self._tensors_here(outputs))
         if (recording := recorded()) is not None:
             recording.waits(waiting)
-        return outputs
 
     def _parameters_of(self, args: Sequence[Any]) -> ParameterSet:
         return self.facts.runs.entry.bind([args[i] for i in self._in_order])

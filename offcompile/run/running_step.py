@@ -10,6 +10,7 @@ from typing import Any
 from offcompile.graph.lowering.lower import Compiled, Phase
 from offcompile.ir import BACKWARD, FORWARD
 from offcompile.planning.endurance import spilled_bytes, watch_for
+from offcompile.runtime.base.interrupts import uninterrupted
 from offcompile.runtime.memory.malloc.heap import heap
 from offcompile.runtime.moves.registry import runtime_for
 from offcompile.runtime.states.update_ops import taken_or_kept
@@ -42,6 +43,7 @@ class RunningHalf:
         self._drives = watch_for(facts.target.runtime) if spills else None
         self._observe = partial(report.observe, FORWARD if phase == "inference" else phase)
 
+    @uninterrupted  # movement ops look for interrupts where they have not begun
     def __call__(self, arguments: list[Any]) -> Any:
         planned, phase, clock = self.planned, self.phase, self.planned.clock
         verifying = planned.verifying

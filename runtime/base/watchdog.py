@@ -20,7 +20,7 @@ from typing import NamedTuple
 
 from offcompile.ir import OffloadError
 
-from . import once
+from . import interrupts, once
 
 VARIABLE = "OFFCOMPILE_STALL_SECONDS"
 DEFAULT_S = 120.0
@@ -177,14 +177,22 @@ def warn_once(kind: str, text: str) -> None:
 def until(
     condition: threading.Condition, reached: Callable[[], bool], what: Callable[[], str]
 ) -> None:
-    """Wait on `condition`, whose lock the caller holds, until `reached()`; see `WatchedWait`."""
-    tick_s = 0.0
+    """Wait on `condition`, whose lock the caller holds, until `reached()`; see `WatchedWait`.
+
+    An interrupt ends it with the lock held, as callers expect.
+    """
+    if not reached():
+        _until(condition, reached, what)
+
+
+@interrupts.uninterrupted
+def _until(
+    condition: threading.Condition, reached: Callable[[], bool], what: Callable[[], str]
+) -> None:
+    tick_s, looked_s = _tick_s() or 0.0, time.monotonic()
     wait: WatchedWait | None = None
-    looked_s = 0.0
     while not reached():
-        if not looked_s:
-            tick_s, looked_s = _tick_s() or 0.0, time.monotonic()
-        condition.wait(tick_s or None)
+        _wait_once(condition.wait, tick_s or None)
         now_s = time.monotonic()
         if not tick_s or now_s - looked_s < tick_s:
             continue
@@ -202,10 +210,30 @@ def until(
 
 def until_set(event: threading.Event, what: Callable[[], str]) -> None:
     """Wait for an event for which a device may take any time; give up only on disk calls."""
+    if not event.is_set():
+        _until_set(event, what)
+
+
+@interrupts.uninterrupted
+def _until_set(event: threading.Event, what: Callable[[], str]) -> None:
+    tick_s, looked_s = _tick_s() or 0.0, time.monotonic()
     wait: WatchedWait | None = None
-    while not event.wait(_tick_s()):
+    while not _wait_once(event.wait, tick_s or None):
+        if not tick_s or time.monotonic() - looked_s < tick_s:
+            continue
+        looked_s = time.monotonic()
         wait = wait or WatchedWait(what, disks_only=True)
         wait.look()
+
+
+def _wait_once(wait: Callable[[float | None], bool], most_s: float | None) -> bool:
+    """Wait once, on the main thread not for longer than an interrupt may be put off."""
+    interrupts.check()
+    if interrupts.deferred():
+        most_s = min(most_s or interrupts.POLL_S, interrupts.POLL_S)
+    came = wait(most_s)
+    interrupts.check()
+    return came
 
 
 def joined(thread: threading.Thread, what: Callable[[], str]) -> bool:

@@ -20,6 +20,7 @@ import numpy as np
 import torch
 
 from offcompile.ir import OffloadError
+from offcompile.runtime.base import interrupts
 from offcompile.runtime.base.mapping import PAGE_BYTES, page_multiple
 from offcompile.runtime.disk.directories import check_directory, free_bytes
 from offcompile.runtime.disk.page_cache import read_scattered, resident_pages, zero_range
@@ -160,6 +161,7 @@ class MappedStore:
         self._dead: deque[int] = deque()
         self._rooms = RangeAllocator(partial(MappedFile, directory))
 
+    @interrupts.uninterrupted
     def tensors(self, sizes: Sequence[int]) -> list[torch.Tensor]:
         """Flat uint8 tensors of these sizes; new ones lie one after another in one file.
 
@@ -201,7 +203,7 @@ class MappedStore:
     def _made(self, slot: MappedSlot) -> torch.Tensor:
         array = slot.array()
         address = array.ctypes.data
-        # runs inside a finalizer: no lock
+        # runs inside a finalizer: no lock, and nothing that could be interrupted
         tensor = telling(array, partial(self._dead.append, address))
         self._slots[address] = slot
         self.used_bytes += slot.nbytes
@@ -216,9 +218,11 @@ class MappedStore:
         """The slot that holds the tensor's storage."""
         address = address_of(tensor)
         with self._lock:
-            self._sweep()
+            if self._dead:
+                self._sweep()
             return None if address is None else self._slots.get(address)
 
+    @interrupts.uninterrupted
     def _sweep(self) -> None:
         while self._dead:
             slot = self._slots.pop(self._dead.popleft())

@@ -7,11 +7,13 @@ not before the second backward of `retain_graph`.
 
 from __future__ import annotations
 
+import atexit
 import itertools
 import weakref
 from collections.abc import Callable
 from functools import partial
-from typing import TypeVar
+from operator import methodcaller
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -25,35 +27,71 @@ class _Watched(np.ndarray[tuple[int], np.dtype[np.generic]]):
     """An array that supports weak references, unlike a plain one."""
 
 
+class _Death(weakref.ref[_Watched]):
+    """Calls `tell` when the array dies. It lives until then because it is in `_deaths`.
+
+    An interrupt that Python raises in a finalizer is ignored, and the rest of the finalizer is not
+    run. So nothing of this is written in Python, and neither should `tell` be, if it can be helped.
+    """
+
+    __slots__ = ("held", "tell")
+    tell: Callable[[], object]
+    held: _Death
+    __hash__ = object.__hash__
+    __eq__ = object.__eq__
+
+
+# per process: arrays die anywhere, and at its end nobody wants to hear of it
+_deaths: set[_Death] = set()
+atexit.register(_deaths.clear)
+_tell: Any = methodcaller("tell")
+
+
 def telling(
-    array: np.ndarray[tuple[int], np.dtype[np.generic]], died: Callable[[], None]
+    array: np.ndarray[tuple[int], np.dtype[np.generic]], died: Callable[[], object]
 ) -> torch.Tensor:
     """A tensor on the array's memory, keeping it alive; calls `died` when its storage dies.
 
     `died` runs inside a finalizer, on whichever thread dropped the last reference and possibly
     between any two lines of ours: it must not take a lock. It does not run at interpreter exit.
     """
+    return _telling(array, died)[0]
+
+
+def _telling(
+    array: np.ndarray[tuple[int], np.dtype[np.generic]], died: Callable[[], object]
+) -> tuple[torch.Tensor, _Death]:
     owner = array.view(_Watched)
-    weakref.finalize(owner, died).atexit = False
-    return torch.from_numpy(owner)
+    death = _Death(owner, _tell)
+    death.tell = died
+    held = _Death(owner, _deaths.discard)
+    held.held = death
+    _deaths.add(held)
+    return torch.from_numpy(owner), death
 
 
 class _Issued:
     def __init__(self) -> None:
         self.numbers = itertools.count(1)
         self.entries: dict[int, object] = {}
+        self.deaths: dict[int, _Death] = {}
 
 
 # per process: a ticket is a tensor that passes through torch, and carries nothing but its number
 _issued = _Issued()
 
 
-def issue(entry: object, died: Callable[[], None]) -> tuple[int, torch.Tensor]:
+def issue(entry: object, died: Callable[[], object]) -> tuple[int, torch.Tensor]:
     """A new ticket for `entry`, which can be found until `retire`; numbers are never reused."""
     number = next(_issued.numbers)
-    ticket = telling(np.array([number], dtype=np.int64), died)
-    _issued.entries[number] = entry
+    ticket, death = _telling(np.array([number], dtype=np.int64), died)
+    _issued.entries[number], _issued.deaths[number] = entry, death
     return number, ticket
+
+
+def tell_instead(number: int, died: Callable[[], object]) -> None:
+    """Call another `died` for a ticket that is alive."""
+    _issued.deaths[number].tell = died
 
 
 def issue_owned(entry: object) -> torch.Tensor:
@@ -71,6 +109,7 @@ def fake_ticket() -> torch.Tensor:
 def retire(number: int) -> None:
     """Forget a ticket whose storage has died."""
     _issued.entries.pop(number, None)
+    _issued.deaths.pop(number, None)
 
 
 def find(ticket: torch.Tensor, kind: type[Entry]) -> Entry:

@@ -14,6 +14,7 @@ import torch
 
 from offcompile.ir import OffloadError
 from offcompile.passes.correlation.predictor import Counters
+from offcompile.runtime.base import interrupts
 from offcompile.runtime.base.counters import add_gauges, new_tally, note, now_ns
 from offcompile.runtime.device import tickets
 from offcompile.runtime.device.failures import failure
@@ -61,7 +62,8 @@ class Mover:
         self._ledger = InFlightLedger(
             in_flight_bytes, self._lock, self.tally, lambda: device.staging_bytes
         )
-        self._live_tickets = 0
+        #: number → what its death calls
+        self._live: dict[int, Callable[[], None]] = {}
         #: uses spare memory between graphs; None if evicted tensors always leave at once
         self.keeper: ActivationCache | None = None
         self._kept_counted = (0, 0, 0, 0)
@@ -393,12 +395,12 @@ class Mover:
         finally:
             self._sweeps = False
 
-    def _note_death(self, died: Callable[[], None]) -> None:
-        """Queue a death, from a finalizer. After `close`, sweep at once: no later sweep comes."""
+    def _bury(self, died: Callable[[], None]) -> None:
+        """Note a death after `close`: no later sweep comes."""
         self._deaths.append(died)
-        if self._is_closed:
-            self.sweep()
+        self.sweep()
 
+    @interrupts.uninterrupted
     def _sweep(self) -> None:
         while self._deaths:
             try:
@@ -409,9 +411,10 @@ class Mover:
             del died  # objects that it held may die with it and be queued next
 
     def _issue(self, entry: _Entry, died: Callable[[_Entry], None]) -> torch.Tensor:
-        entry.number, ticket = tickets.issue(entry, partial(self._note_death, partial(died, entry)))
-        with self._lock:
-            self._live_tickets += 1
+        told = partial(died, entry)
+        note = self._bury if self._is_closed else self._deaths.append
+        entry.number, ticket = tickets.issue(entry, partial(note, told))
+        self._live[entry.number] = told
         return ticket
 
     def _out_ended(self, saved: Saved, copy: Copy) -> None:
@@ -426,8 +429,8 @@ class Mover:
 
     def _saved_died(self, saved: Saved) -> None:
         tickets.retire(saved.number)
+        self._live.pop(saved.number, None)
         with self._lock:
-            self._live_tickets -= 1
             saved.ticket_alive = False
             self._drop_user(saved)
         if self.keeper is not None:
@@ -436,8 +439,7 @@ class Mover:
 
     def _load_died(self, load: Load) -> None:
         tickets.retire(load.number)
-        with self._lock:
-            self._live_tickets -= 1
+        self._live.pop(load.number, None)
         # nobody can wait for it any more, so it need not begin
         if load.copy is None or load.kept or load.awaited:
             return
@@ -467,13 +469,14 @@ class Mover:
                 "come along. Run the compiled step wholly in one process, or start the workers "
                 "with the `spawn` method."
             )
+        interrupts.check()
         if self._deaths:
             self.sweep()
 
     def _gauges(self) -> dict[str, int]:
         self.sweep()
         held = {
-            "live_tickets": self._live_tickets,
+            "live_tickets": len(self._live),
             "in_flight_bytes": self._ledger.held_bytes,
         }
         if self.keeper is not None:
@@ -487,6 +490,8 @@ class Mover:
         self.device.close()
         self._ledger.close()
         self._is_closed = True
+        for number, told in tuple(self._live.items()):
+            tickets.tell_instead(number, partial(self._bury, told))
         self.sweep()
 
 

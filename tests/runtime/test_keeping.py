@@ -86,7 +86,7 @@ def test_right_numbers_and_no_race_whatever_room_there_is(seed: int, room: int) 
     assert run.device.races == []
     assert run.most <= room * NBYTES
     assert run.keeper.held_bytes == 0
-    assert run.mover._live_tickets == 0
+    assert not run.mover._live
 
 
 def moved(room: int, steps: int = 4) -> list[int]:

@@ -11,6 +11,7 @@ from offcompile.graph.annotate import Annotated
 from offcompile.graph.direct_ops import scattered_reads
 from offcompile.graph.graphs import Graphs
 from offcompile.ir import FORWARD, HOST, Plan
+from offcompile.runtime.base.interrupts import uninterrupted
 from offcompile.runtime.base.weak import WeakTensor
 from offcompile.runtime.memory.malloc.heap import heap
 from offcompile.runtime.moves.registry import runtime_for
@@ -51,6 +52,7 @@ class WeightPlaces:
         """True if this plan has all weights on the host that another plan has there."""
         return set(self.hosted) >= set(other.hosted)
 
+    @uninterrupted
     def place(self, arguments: Sequence[torch.Tensor]) -> bool:
         """Before a call, move hosted weights to host memory, and the others to the device if they
         were created on the host. False if a weight cannot leave because others share its memory;
