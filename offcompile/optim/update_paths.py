@@ -54,7 +54,12 @@ class UpdatePaths:
         if carrier is None and (borrowed or entry.parameter.device.type != "cpu"):
             beside = False
         if not beside:
-            apply.update(self.core, entry, gradient, hyper)
+            begun = self.core.begun
+            try:
+                apply.update(self.core, entry, gradient, hyper)
+            except BaseException:
+                self.core.is_torn |= self.core.begun != begun
+                raise
             return
         gradient = local_like(gradient, entry.parameter)
         if carrier is None:

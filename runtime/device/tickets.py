@@ -28,7 +28,7 @@ class _Watched(np.ndarray[tuple[int], np.dtype[np.generic]]):
 
 
 class _Death(weakref.ref[_Watched]):
-    """Calls `tell` when the array dies. It lives until then because it is in `_deaths`.
+    """Calls `tell` when the array dies. It lives until then because it is `watched`.
 
     An interrupt that Python raises in a finalizer is ignored, and the rest of the finalizer is not
     run. So nothing of this is written in Python, and neither should `tell` be, if it can be helped.
@@ -41,9 +41,19 @@ class _Death(weakref.ref[_Watched]):
     __eq__ = object.__eq__
 
 
-# per process: arrays die anywhere, and at its end nobody wants to hear of it
-_deaths: set[_Death] = set()
-atexit.register(_deaths.clear)
+class _Issued:
+    def __init__(self) -> None:
+        self.numbers = itertools.count(1)
+        self.entries: dict[int, object] = {}
+        self.deaths: dict[int, _Death] = {}
+        #: keeps every `_Death` alive until its array dies
+        self.watched: set[_Death] = set()
+
+
+# per process: a ticket is a tensor that passes through torch, and carries nothing but its number
+_issued = _Issued()
+# at the end of the process nobody wants to hear of deaths
+atexit.register(_issued.watched.clear)
 _tell: Any = methodcaller("tell")
 
 
@@ -64,21 +74,10 @@ def _telling(
     owner = array.view(_Watched)
     death = _Death(owner, _tell)
     death.tell = died
-    held = _Death(owner, _deaths.discard)
+    held = _Death(owner, _issued.watched.discard)
     held.held = death
-    _deaths.add(held)
+    _issued.watched.add(held)
     return torch.from_numpy(owner), death
-
-
-class _Issued:
-    def __init__(self) -> None:
-        self.numbers = itertools.count(1)
-        self.entries: dict[int, object] = {}
-        self.deaths: dict[int, _Death] = {}
-
-
-# per process: a ticket is a tensor that passes through torch, and carries nothing but its number
-_issued = _Issued()
 
 
 def issue(entry: object, died: Callable[[], object]) -> tuple[int, torch.Tensor]:

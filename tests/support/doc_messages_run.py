@@ -366,6 +366,20 @@ def _(place: Path, patch: pytest.MonkeyPatch) -> str:
     return told(lambda: scaler.step(optimizer))
 
 
+@says("The last step() ended amid its updates")
+def _(place: Path, patch: pytest.MonkeyPatch) -> str:
+    model, optimizer = trained(states="device")
+    backward(model)
+
+    def interrupt(*given: Any) -> None:
+        raise KeyboardInterrupt
+
+    patch.setattr(torch.autograd.graph, "increment_version", interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        optimizer.step()
+    return told(optimizer.step)
+
+
 @says("is sparse, which these optimizers do not support")
 def _(place: Path, patch: pytest.MonkeyPatch) -> str:
     table = nn.Embedding(4, 4, sparse=True)
