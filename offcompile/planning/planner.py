@@ -157,6 +157,8 @@ def plan_problem(
     if bound.us >= worth_us:
         raise Beaten
     left = max(seconds - (time.thread_time() - busy_from), (1 - BOUND_SHARE) * seconds)
+    if progress is not None:
+        progress(f"searching, {left:.0f} s left at most")
     coarse = coarsen(problem) if len(problem.ops) > COARSEN_ABOVE_OPS else Coarse.same(problem)
     chosen = make(
         policy,

@@ -63,7 +63,9 @@ def plan_graph(
             found = best_candidate(planner, given, splits)
         else:
             found = plan_together(meeting, planner, given, splits)
-    source, planner = found.source, replace(planner, source=found.source)
+        source, planner = found.source, replace(planner, source=found.source)
+        known = report_of(planner, found.choice)
+        progress.becomes(known.summary())
     annotated, decided = found.choice.annotated, found.choice.decided
     verifying = _verifying(facts, planner, given, found) if options.verify else None
     verified = None if verifying is None else verifying.verified
@@ -75,7 +77,6 @@ def plan_graph(
         steps,
         move_names(decided.result.plan, annotated.labels, annotated.names),
     )
-    known = report_of(planner, found.choice)
     report = replace(
         known,
         profile=facts.profile,
