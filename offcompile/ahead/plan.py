@@ -40,6 +40,8 @@ from offcompile.runtime.base.progress import Progress
 
 from .batch_trace import Traced, trace_call
 from .layers import PERIODS, Layers, find_layers, shortened
+from .lora.adapters import with_adapters
+from .lora.request import LoraRequest
 from .simple_ways import SimpleWays
 from .surveyed import AheadProblemSource, NotAlike, Twin
 
@@ -77,6 +79,7 @@ def plan(
     host_memory: int | str | None = None,
     measure: bool = False,
     stream_states: bool = True,
+    lora: str | Mapping[str, Any] | None = None,
     options: Mapping[str, object] | None = None,
     **keywords: Any,
 ) -> PlanReport:
@@ -92,6 +95,8 @@ def plan(
     `offcompile.optim` runs them with `overlap=True`; None: the step ends with the gradients.
     stream_states: the device may make some updates of weights on the host, with states streamed to
     it and back (`stream` of `offcompile.optim`); False: the host makes all of them.
+    lora: train only low-rank adapters: "r=16", with alpha=32 or targets=q_proj,v_proj behind a
+    comma, or a dictionary of these; targets: names of linear layers (default: "all-linear").
     measure: run ops of unknown cost to measure them, instead of estimating.
     options: other options of the backend.
 
@@ -100,8 +105,11 @@ def plan(
     refuse_measuring(hardware, measure)
     given = {"host_memory": host_memory} | dict(options or {})
     given |= {"memory": memory, "hardware": hardware}
+    trained = check_model(model)
+    if lora is not None:
+        trained, _ = with_adapters(trained, LoraRequest.read(lora))
     asked = ForecastRequest(
-        check_model(model),
+        trained,
         inputs,
         keywords,
         Options.read(given),

@@ -12,6 +12,7 @@ from test_ahead import Language, text
 from torch import nn
 from transformers import GPT2Config, GPT2LMHeadModel
 
+import offcompile
 from offcompile.ahead.fit import fit
 from offcompile.ahead.layers import find_layers
 from offcompile.ahead.lora.adapters import LowRank, with_adapters
@@ -132,6 +133,66 @@ def test_only_adapters_have_gradients_and_states() -> None:
     assert told["trained"] == trained and told["adapted_layers"] == 2 * LAYERS
     assert "trains" not in whole.to_text()
     assert whole.to_json()["parameters"]["trained"] == total - trained
+
+
+def test_plan_takes_adapters_as_fit_does() -> None:
+    asked: dict[str, Any] = {
+        "hardware": CARD,
+        "memory": "1GiB",
+        "optimizer": "adamw",
+        "lora": "r=4,targets=qkv,out",
+        "options": {"lowering": "aot_eager", "seconds": 0.1},
+    }
+    answer = fit(language(), text, 2, table=False, largest=False, **asked)
+    planned = offcompile.plan(language(), text(2), **asked)
+    assert answer.report is not None and planned.problem == answer.report.problem
+    assert sum(t.kind == "gradient" for t in planned.problem.tensors) == 2 * 2 * LAYERS
+    with pytest.raises(InvalidInput, match="there is no rank; give one, as in r=16"):
+        offcompile.plan(language(), text(2), hardware=CARD, lora="alpha=2")
+
+
+@pytest.mark.parametrize("shard", ["ddp", "fsdp", "zero1"])
+def test_ranks_send_the_gradients_of_adapters_and_gather_all_weights(shard: str) -> None:
+    asked: dict[str, Any] = {
+        "hardware": CARD,
+        "memory": "1GiB",
+        "optimizer": "adamw",
+        "table": False,
+        "largest": False,
+        "options": {"lowering": "aot_eager", "seconds": 0.1},
+        "ranks": 2,
+        "shard": shard,
+        "link": "pcie",
+    }
+    whole = fit(language(), text, 2, **asked)
+    found = fit(language(), text, 2, lora="r=4,targets=qkv,out", **asked)
+    assert found.ranks is not None and whole.ranks is not None and found.training is not None
+    trained, total = 4 * found.training.trained, 4 * found.training.total
+    sent = {
+        "ddp": trained,  # a ring of two passes half of it on, twice around
+        "fsdp": trained / 2,
+        "zero1": trained * 3 / 2,
+    }[shard]
+    gathered = found.ranks.chosen.sent_bytes - sent
+    if shard == "fsdp":  # in forward and in backward, where the root's are still there
+        assert total / 2 < gathered <= total
+    else:
+        assert gathered == 0
+    assert found.ranks.chosen.sent_bytes < whole.ranks.chosen.sent_bytes
+    assert found.tier_bytes["device"] < whole.tier_bytes["device"]
+    assert "trains" in found.to_text()
+
+
+def test_the_command_takes_adapters_and_ranks(
+    tmp_path: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = GPT2Config(n_layer=2, n_embd=32, n_head=2, vocab_size=64, n_positions=32)
+    config.save_pretrained(tmp_path)
+    asked = ["fit", f"hf:{tmp_path}", "--hardware", CARD, "--length", "16", "--optimizer", "adamw"]
+    assert cli.main([*asked, "--lora", "r=2", "--ranks", "2", "--json"]) == 0
+    told = json.loads(capsys.readouterr().out)
+    assert told["parameters"]["adapted_layers"] == 8
+    assert {way["shard"] for way in told["ranks"]["ways"]} == {"ddp", "fsdp", "zero1"}
 
 
 def test_the_linear_layers_of_gpt2_are_conv1d_and_its_head_is_left_out(

@@ -22,11 +22,10 @@ from .sharding import ROOT, groups_of, on_rank, trained_bytes
 MIB = 1 << 20
 #: offcompile's own buckets on the CPU target: a share of all parameters, and how many there may be
 OWN_BUCKET_SHARE, OWN_BUCKETS = 16, 3
-#: whole groups of FSDP2 in backward: weights that are used and weights that are gathered ahead,
-#: gradients that are made and gradients that are being reduced
-GROUPS_AT_ONCE = 4
-#: of the root: its weights stay after forward, and its gradients until the end of backward
-ROOTS_AT_ONCE = 2
+#: whole groups of FSDP2 in backward: weights that are used and weights that are gathered ahead, and
+#: as many gradients, of what trains: those that are made and those that are being reduced. Of the
+#: root, weights stay after forward, and gradients until the end of backward.
+GROUPS_AT_ONCE = 2
 
 
 @dataclass(frozen=True)
@@ -106,13 +105,15 @@ class AheadOnRank(Ahead):
         """Device memory that DDP and FSDP2 take beside the tensors of the step."""
         problem, names = self.whole.problem, self.whole.names
         if self.ranks.shard == "fsdp":
-            nbytes = {t.id: t.nbytes for t in problem.tensors if t.kind == "weight"}
-            groups = groups_of(names, nbytes)
-            sizes = {name: sum(nbytes[w] for w in some) for name, some in groups.items()}
+            sizes: dict[str, int] = {}
+            for kind in ("weight", "gradient"):
+                nbytes = {t.id: t.nbytes for t in problem.tensors if t.kind == kind}
+                for name, some in groups_of(names, nbytes).items():
+                    sizes[name] = sizes.get(name, 0) + sum(nbytes[t] for t in some)
             root = sizes.pop(ROOT, 0)
             if not sizes:
                 return GROUPS_AT_ONCE * root
-            return ROOTS_AT_ONCE * root + GROUPS_AT_ONCE * max(sizes.values())
+            return root + GROUPS_AT_ONCE * max(sizes.values())
         trained = trained_bytes(problem)
         if self.target.device.type != CPU:
             return trained
