@@ -15,7 +15,7 @@ SHARED_OUT = -n auto --maxprocesses=8 --dist worksteal
 BENCHMARKS = $(filter-out gpu_run gpu_table,\
   $(notdir $(basename $(shell grep -l __main__ benchmarks/*.py))))
 
-.PHONY: help venv demo test soak lint format bench house docs gpu clean
+.PHONY: help venv demo test soak lint format bench house docs support gpu clean
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-8s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -61,6 +61,9 @@ house: $(READY) ## figures of the code's shape; draws docs/rooms.svg again
 docs: $(READY) ## the documentation as a site in build/site: pages, public API, a gallery of plans
 	$(BIN)/python -m pip install --quiet -e '.[docs]'
 	@$(BIN)/python docs/site/build.py $(ARGS)
+
+support: $(READY) ## try the wheel with other Pythons and torches, as in ARGS='venv/bin/python'; writes docs/support.md
+	@$(BIN)/python docs/site/support.py $(or $(ARGS),$(BIN)/python)
 
 gpu: ## tests and benchmark on a GPU, in 8 minutes; nothing is installed or fetched for it
 	@python=$(BIN)/python; [ -x $$python ] || python=$(PYTHON); $$python -m benchmarks.gpu_run $(ARGS)
