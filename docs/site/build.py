@@ -47,6 +47,7 @@ def main() -> int:
     shutil.rmtree(SOURCE, ignore_errors=True)
     for page in pages():
         copy(page)
+    write("extra.css", Path(__file__).with_name("extra.css").read_text())
     write("api.md", api())
     write(f"{RESULTS}/README.md", folder(ROOT / RESULTS, "Measured"))
     write("gallery/README.md", gallery([] if given.no_gallery else list(GALLERY)))

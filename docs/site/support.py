@@ -23,7 +23,8 @@ BEGINS, ENDS = "<!-- runs -->", "<!-- /runs -->"
 HEAD = "| torch | Python | system | wheel, import | step bit for bit | `fit` | `plan` | when |"
 FACTS = """
 import json, platform, torch
-system = platform.freedesktop_os_release().get("PRETTY_NAME") if platform.system() == "Linux" else ""
+linux = platform.system() == "Linux"
+system = platform.freedesktop_os_release().get("PRETTY_NAME") if linux else ""
 print(json.dumps([torch.__version__, platform.python_version(),
                   f"{system or platform.system()}, {platform.machine()}"]))
 """

@@ -36,5 +36,5 @@ def as_html(
     )
     found.append(f"<table>{''.join(rows)}</table>")
     if more:
-        found.append(f"<pre>{escape(chr(10).join(more))}</pre>")
+        found.append(f'<pre style="overflow-x:auto">{escape(chr(10).join(more))}</pre>')
     return "".join(found) + "</div>"
