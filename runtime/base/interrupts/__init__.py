@@ -8,7 +8,7 @@ of the user's are called then, too, whatever they do.
 
 from __future__ import annotations
 
-import _signal
+import _signal  # type: ignore[import-not-found]
 import signal
 import sys
 import threading
