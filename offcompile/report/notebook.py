@@ -8,6 +8,8 @@ from html import escape
 from offcompile.ir.units import size
 
 _CELL = "text-align:left;vertical-align:top;padding:1px 12px 1px 0;border:none"
+# Jupyter shows <pre> in the font of the text, which has no columns
+_COLUMNS = "overflow-x:auto;font-family:var(--jp-code-font-family,monospace)"
 _BAR = (
     "display:inline-block;width:240px;height:8px;border:1px solid currentColor;border-radius:4px;"
     "overflow:hidden;vertical-align:middle"
@@ -36,5 +38,5 @@ def as_html(
     )
     found.append(f"<table>{''.join(rows)}</table>")
     if more:
-        found.append(f'<pre style="overflow-x:auto">{escape(chr(10).join(more))}</pre>')
+        found.append(f'<pre style="{_COLUMNS}">{escape(chr(10).join(more))}</pre>')
     return "".join(found) + "</div>"
