@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
+from torch.utils._python_dispatch import _disable_current_modes
 
 from offcompile.ir import OffloadError
 from offcompile.runtime.base import watchdog
@@ -228,7 +229,9 @@ def runtime_for(key: str) -> Runtime:
         with _open.lock:
             runtime = _open.runtimes.get(key)
             if runtime is None:
-                runtime = _open.runtimes[key] = Runtime(settings)
+                # graphs are planned while torch traces: staging must not be made of fake tensors
+                with _disable_current_modes():
+                    runtime = _open.runtimes[key] = Runtime(settings)
     return runtime
 
 

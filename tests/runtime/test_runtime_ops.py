@@ -13,13 +13,14 @@ import pytest
 import torch
 from torch._inductor import config
 from torch._inductor.compile_fx import compile_fx_inner
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from offcompile.ir import OffloadError
 from offcompile.runtime.base.counters import counters, record
 from offcompile.runtime.base.define import current, inside
-from offcompile.runtime.moves import ops
-from offcompile.runtime.moves.registry import RuntimeSettings, close_all, runtimes
+from offcompile.runtime.moves import ops, registry
+from offcompile.runtime.moves.registry import RuntimeSettings, close_all, runtime_for, runtimes
 from offcompile.runtime.states import update_ops
 
 KEY = RuntimeSettings(chunk_bytes=1 << 20).key
@@ -282,3 +283,20 @@ def test_a_forward_that_runs_by_itself_has_no_parameters_to_offer_gradients_of()
         with pytest.raises(OffloadError, match="apart from the function"):
             update_ops.begin_call([1])
         assert update_ops.begin_call([0]).dtype == torch.int64
+
+
+def test_a_runtime_made_while_torch_traces_has_real_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Graphs are planned under fake tensors; a device's staging must not be made of such."""
+    made: list[torch.Tensor] = []
+
+    class Staged:
+        def __init__(self, settings: RuntimeSettings) -> None:
+            made.append(torch.empty(8))
+
+        def close(self) -> None: ...
+
+    monkeypatch.setattr(registry, "Runtime", Staged)
+    with FakeTensorMode():
+        runtime_for(RuntimeSettings(chunk_bytes=4096 * 7).key)
+    close_all()
+    assert made and not isinstance(made[0], FakeTensor)
