@@ -31,16 +31,22 @@ def live_on_host(device: Device, parameters: Sequence[torch.Tensor]) -> tuple[in
     if not moving:
         return 0, staying
     sizes = [p.untyped_storage().nbytes() for p in moving]
+    left = [p.detach() for p in moving if p.device.type != "cpu"]
     # tensors created in inference mode could not be trained later
     with torch.inference_mode(False), torch.no_grad():
         for parameter, flat in zip(moving, device.addressable(sizes), strict=True):
             host = flat.view(parameter.dtype).as_strided(parameter.size(), parameter.stride())
             host.copy_(parameter.detach())
-            # the device memory is freed with its last user
             parameter.data = host
             slot = device.slot_of(parameter)
             assert slot is not None
             slot.planned = True
+    # The memory that they leave is freed with its last user. It may belong to another stream than
+    # this one, whose work would not wait for the copies.
+    copied = device.mark()
+    if copied is not None:
+        device.reached(copied)
+    left.clear()
     return len(moving), staying
 
 
