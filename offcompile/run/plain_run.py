@@ -1,8 +1,9 @@
 """Runs a graph op by op, keeping only the operands of the current op on the device.
 
 So it runs even if the graph as a whole would not fit: results of an op go to the host, and are
-brought back only for the ops that read them. Arguments stay where they are. On the CPU, results
-have nowhere else to go.
+brought back only for the ops that read them; so are arguments that lie on the host although the
+graph has them on the device. All other arguments stay where they are. On the CPU, results have
+nowhere else to go.
 """
 
 from __future__ import annotations
@@ -36,7 +37,10 @@ class PlainRun(fx.Interpreter):
 
     def run_node(self, n: fx.Node) -> Any:
         if not self.rests or n.op != "call_function":
-            return super().run_node(n)
+            value = super().run_node(n)
+            if self.rests and n.op == "placeholder" and self._rested(n, value):
+                self._resting.add(n)
+            return value
         written = mutated_inputs(n)
         if is_getitem(n) or (aliased_input(n) is not None and not written):
             if not self._resting.isdisjoint(n.all_input_nodes):
@@ -61,6 +65,12 @@ class PlainRun(fx.Interpreter):
             return self.env[written[0]]
         self._resting.add(n)
         return tree_map_only(torch.Tensor, self._at_rest, result)
+
+    def _rested(self, n: fx.Node, value: Any) -> bool:
+        """True for an argument that another plain run left on the host."""
+        if not isinstance(value, torch.Tensor) or not isinstance(n.meta.get("val"), torch.Tensor):
+            return False
+        return _was_on(n, self) and value.device.type != self.device.type
 
     def _at_rest(self, value: torch.Tensor) -> torch.Tensor:
         return moved(value, _HOST) if value.device.type == self.device.type else value
