@@ -2,7 +2,7 @@
 
 There are two targets. On the CPU the device is a budget of RAM and the slow tiers are files. On
 CUDA the device is the card, the host tier is pinned memory, and the disk is a third tier if the
-user names a directory or limits the host.
+user names a directory or limits the host. Accelerators that were added are targets as CUDA is.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from offcompile.ir import DEVICE, Machine, OffloadError
 from offcompile.runtime.base.once import made_once
 from offcompile.runtime.base.process_memory import machine_memory_bytes
 from offcompile.runtime.device.cuda.facts import (
+    accelerator_index,
     cuda_facts,
     cuda_index,
     library_bytes,
@@ -27,6 +28,7 @@ from offcompile.runtime.device.cuda.facts import (
     usable_bytes,
 )
 from offcompile.runtime.disk.directories import check_directory, default_directory
+from offcompile.runtime.memory.accelerators import accelerator, device_module
 from offcompile.runtime.memory.malloc import tensor_memory
 from offcompile.runtime.memory.malloc.advice import SPLINTER_BYTES, malloc_leaves_holes
 from offcompile.runtime.memory.malloc.fragmentation import HeapLimit
@@ -180,6 +182,8 @@ class CpuTarget(Target):
 class CudaTarget(Target):
     """The device is one card. `library_bytes`: its memory that matrix libraries hold for good.
 
+    kind: its type in torch, `cuda` or that of an accelerator that was added.
+
     card_bytes: its memory in all, with what others and the driver hold; 0: no more is known.
     reaches_host: True if kernels can use pinned memory in place, as offloaded weights require.
     `directories` may be empty: then there is no disk tier.
@@ -194,10 +198,11 @@ class CudaTarget(Target):
     reaches_host: bool = True
     verify_spill: bool = False
     card_bytes: int = 0
+    kind: str = "cuda"
 
     @property
     def device(self) -> torch.device:
-        return torch.device("cuda", self.index)
+        return torch.device(self.kind, self.index)
 
     @property
     def whole_bytes(self) -> int:
@@ -205,11 +210,14 @@ class CudaTarget(Target):
 
     def machine(self, device_bytes: int) -> Machine:
         whole = to_cuda_machine(self.profile, self.host_bytes, bool(self.directories))
+        if self.kind != "cuda":
+            whole = replace(whole, codecs=())  # the kernels that pack are for CUDA
         return whole.with_capacity(DEVICE, device_bytes)
 
     @property
     def runtime(self) -> RuntimeSettings:
-        return _cuda_runtime(self.index, self.directories, self.host_bytes, self.verify_spill)
+        name = f"{self.kind}:{self.index}"
+        return _card_runtime(name, self.directories, self.host_bytes, self.verify_spill)
 
     def in_place(self, host_bytes: int) -> InPlace | None:
         if not self.reaches_host:
@@ -240,10 +248,13 @@ def target_for(
     profile is named."""
     if device is not None and device.type == "cuda":
         return _cuda_target(options, device, progress)
+    if device is not None and accelerator(device.type) is not None:
+        return _accelerator_target(options, device)
     if device is not None and device.type != "cpu":
         raise OffloadError(
             f"This graph computes on {device}; offcompile moves tensors of the CPU and of CUDA"
-            " devices so far. Compile it with backend='inductor'."
+            " devices so far. Compile it with backend='inductor', or add the accelerator"
+            " (docs/gpu.md)."
         )
     directories = _cpu_directories(options)
     if options.hardware is not None:
@@ -277,12 +288,33 @@ def _cuda_target(
     )
 
 
+def _accelerator_target(options: Options, device: torch.device) -> CudaTarget:
+    if options.hardware is None:
+        raise OffloadError(
+            f"The rates of {device} cannot be measured: name a profile of them with"
+            ' options={"hardware": …} (docs/options.md).'
+        )
+    kind, index = device.type, accelerator_index(device)
+    total_bytes = int(device_module(kind).mem_get_info(index)[1])
+    return CudaTarget(
+        load_profile(options.hardware),
+        _cuda_directories(options),
+        usable_bytes(index, kind),
+        options.host_memory,
+        index,
+        reaches_host=reaches_host(index, kind),
+        verify_spill=options.verify_spill,
+        card_bytes=total_bytes,
+        kind=kind,
+    )
+
+
 def runtime_settings(options: Options, device: torch.device) -> RuntimeSettings:
     """The runtime settings of a graph compiled with these options for this device."""
-    if device.type == "cuda":
-        index = cuda_index(device)
-        directories = _cuda_directories(options)
-        return _cuda_runtime(index, directories, options.host_memory, options.verify_spill)
+    if device.type != "cpu":
+        index = cuda_index(device) if device.type == "cuda" else accelerator_index(device)
+        directories, name = _cuda_directories(options), f"{device.type}:{index}"
+        return _card_runtime(name, directories, options.host_memory, options.verify_spill)
     return _cpu_runtime(_cpu_directories(options), options.host_memory, options.verify_spill)
 
 
@@ -299,11 +331,11 @@ def _cpu_runtime(
     )
 
 
-def _cuda_runtime(
-    index: int, directories: tuple[Path, ...], host_bytes: int | None, verify_spill: bool
+def _card_runtime(
+    target: str, directories: tuple[Path, ...], host_bytes: int | None, verify_spill: bool
 ) -> RuntimeSettings:
     return RuntimeSettings(
-        target=f"cuda:{index}",
+        target=target,
         directories=tuple(str(d) for d in directories),
         host_bytes=host_bytes,
         verify_spill=verify_spill,

@@ -14,6 +14,7 @@ from offcompile.ir import OffloadError
 from offcompile.machine.options import Options
 from offcompile.machine.target import runtime_settings
 from offcompile.runtime.base.progress import Progress
+from offcompile.runtime.memory.accelerators import accelerators
 from offcompile.runtime.moves.registry import runtime_for
 from offcompile.runtime.states.host_birth import Birth
 
@@ -41,7 +42,7 @@ class host_init:
         if device is None:
             device = "cuda" if torch.cuda.is_available() else "cpu"
         asked = torch.device(device)
-        if asked.type not in ("cpu", "cuda"):
+        if asked.type not in ("cpu", "cuda", *accelerators()):
             raise OffloadError(
                 f"host_init({str(device)!r}): weights can leave the CPU and CUDA devices so far."
                 " Name one of these, or build the model outside of host_init."

@@ -98,9 +98,10 @@ def random_state_kept(device: torch.device) -> Iterator[None]:
     restore: list[Callable[[], None]] = []
     host = torch.get_rng_state()
     restore.append(lambda: torch.set_rng_state(host))
-    if device.type == "cuda":
-        state = torch.cuda.get_rng_state(device)
-        restore.append(lambda: torch.cuda.set_rng_state(state, device))
+    if device.type != "cpu":
+        module = torch.get_device_module(device)
+        state = module.get_rng_state(device)
+        restore.append(lambda: module.set_rng_state(state, device))
     try:
         yield
     finally:

@@ -189,8 +189,8 @@ class Recording:
 
 def _finish(device: torch.device) -> None:
     """Wait for the device to finish its queued work, so that times cover the work itself."""
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
+    if device.type != "cpu":
+        torch.get_device_module(device).synchronize(device)
 
 
 # per process: a recording covers every graph that runs meanwhile, wherever it was compiled

@@ -1,6 +1,6 @@
 """Measures how long compiled graphs take, including those that run asynchronously.
 
-The CPU uses the wall clock. A CUDA call returns before its work has run, so events in the stream
+The CPU uses the wall clock. A GPU's call returns before its work has run, so events in the stream
 measure it, and their times are known only later. Each call reports the measurements that have
 finished by then, so nothing ever waits for one.
 """
@@ -11,6 +11,7 @@ import time
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -57,16 +58,17 @@ class WallClock(StepClock):
 
 
 class StreamClock(StepClock):
-    """Measures with events in the current stream of one CUDA device.
+    """Measures with events in the current stream of one device.
 
-    `event` creates a timing event (`torch.cuda.Event(enable_timing=True)`).
+    `event` creates a timing event; None: the device's own (`torch.cuda.Event`).
     """
 
     free = False
 
     def __init__(self, device: torch.device, event: Callable[[], Any] | None = None) -> None:
         self._device = device
-        self._event = event or timed_event
+        self._module = torch.get_device_module(device)
+        self._event = event or partial(self._module.Event, enable_timing=True)
         self._open: deque[tuple[Any, Any, Tell]] = deque()
 
     def start(self) -> object:
@@ -89,14 +91,14 @@ class StreamClock(StepClock):
 
     def _record(self) -> Any:
         event = self._event()
-        event.record(torch.cuda.current_stream(self._device))
+        event.record(self._module.current_stream(self._device))
         return event
 
 
 def timed_event() -> Any:
-    """Create an event with timing enabled."""
+    """Create an event of CUDA with timing enabled."""
     return torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
 
 
 def clock_for(device: torch.device) -> StepClock:
-    return StreamClock(device) if device.type == "cuda" else WallClock()
+    return WallClock() if device.type == "cpu" else StreamClock(device)

@@ -1,4 +1,4 @@
-"""The thin layer between the CUDA device and torch.cuda: streams, events, copies, memory.
+"""The thin layer between the CUDA device and torch: streams, events, copies, memory.
 
 Everything the runtime asks of a GPU goes through `Streams`, so that the same code runs on a
 simulation that finds races (`simulated_streams`).
@@ -24,6 +24,7 @@ from offcompile.runtime.base.once import forget, made_once
 from offcompile.runtime.codecs import TensorCodec
 from offcompile.runtime.codecs.kinds import Bitmask, Stash
 from offcompile.runtime.codecs.layout import WIDEST_BYTES
+from offcompile.runtime.memory.accelerators import device_module
 from offcompile.runtime.memory.alias import cuda_alias
 
 from .cuda.facts import reaches_host
@@ -155,68 +156,69 @@ if hasattr(os, "register_at_fork"):
 
 
 class TorchStreams(Streams):
-    """A CUDA device through torch.cuda. Nothing here relies on the current device."""
+    """A device through its module, `torch.cuda`. Nothing here relies on the current device."""
 
     def __init__(self, device: torch.device) -> None:
-        index = torch.cuda.current_device() if device.index is None else device.index
-        self.device = torch.device("cuda", index)
+        self._module = device_module(device.type)
+        index = self._module.current_device() if device.index is None else device.index
+        self.device = torch.device(device.type, index)
         self.name = str(self.device)
         self._index = index
         self._packing = threading.Lock()
-        self._workspaces: dict[torch.cuda.Stream, torch.Tensor] = {}
+        self._workspaces: dict[Stream, torch.Tensor] = {}
 
-    def compute(self) -> torch.cuda.Stream:
-        return torch.cuda.current_stream(self.device)
+    def compute(self) -> Stream:
+        return self._module.current_stream(self.device)
 
-    def stream(self, name: str) -> torch.cuda.Stream:
+    def stream(self, name: str) -> Stream:
         # A stream is never destroyed, so the lanes of one device share those of one name. If two
         # threads come first, the stream of one is dropped: torch has a pool of them.
-        return made_once(_STREAM, (self._index, name), partial(torch.cuda.Stream, self.device))
+        key = (self.device.type, self._index, name)
+        return made_once(_STREAM, key, partial(self._module.Stream, self.device))
 
-    def record(self, stream: torch.cuda.Stream, timing: bool = False) -> torch.cuda.Event:
+    def record(self, stream: Stream, timing: bool = False) -> Event:
         # blocking: waiting threads sleep instead of spinning on a core
-        event: torch.cuda.Event
-        event = torch.cuda.Event(enable_timing=timing, blocking=True)  # type: ignore[no-untyped-call]
+        event = self._module.Event(enable_timing=timing, blocking=True)
         event.record(stream)
         return event
 
-    def wait(self, stream: torch.cuda.Stream, event: torch.cuda.Event) -> None:
+    def wait(self, stream: Stream, event: Event) -> None:
         stream.wait_event(event)
 
-    def ended(self, event: torch.cuda.Event) -> bool:
-        return bool(event.query())  # type: ignore[no-untyped-call]
+    def ended(self, event: Event) -> bool:
+        return bool(event.query())
 
-    def synchronize(self, event: torch.cuda.Event) -> None:
+    def synchronize(self, event: Event) -> None:
         event.synchronize()
 
-    def copy(self, stream: torch.cuda.Stream, target: torch.Tensor, source: torch.Tensor) -> None:
+    def copy(self, stream: Stream, target: torch.Tensor, source: torch.Tensor) -> None:
         # also makes the stream's device current, and restores both
-        with torch.cuda.stream(stream):
+        with self._module.stream(stream):
             target.copy_(source, non_blocking=True)
 
     def empty(self, nbytes: int) -> torch.Tensor:
-        with torch.cuda.device(self.device):
+        with self._module.device(self.device):
             return torch.empty(nbytes, dtype=torch.uint8, device=self.device)
 
-    def scratch(self, stream: torch.cuda.Stream, nbytes: int) -> torch.Tensor:
-        with torch.cuda.stream(stream):
+    def scratch(self, stream: Stream, nbytes: int) -> torch.Tensor:
+        with self._module.stream(stream):
             return torch.empty(nbytes, dtype=torch.uint8, device=self.device)
 
     def why_not_pack(self, in_place: bool) -> str | None:
         reason = kernels.why_not(self.device)
-        if reason is None and in_place and not reaches_host(self._index):
+        if reason is None and in_place and not reaches_host(self._index, self.device.type):
             reason = f"{self.device} cannot use host memory in place"
         return reason
 
     def pack(
         self,
-        stream: torch.cuda.Stream,
+        stream: Stream,
         codec: TensorCodec,
         flat: torch.Tensor,
         packed: torch.Tensor,
     ) -> None:
         room = self._near(packed)
-        with self._packing, torch.cuda.stream(stream):
+        with self._packing, self._module.stream(stream):
             if isinstance(codec, Stash):
                 used = codec.worst_bytes(flat.numel(), flat.dtype)
                 return kernels.copy_into(room[:used].view(codec.stash), flat)
@@ -225,13 +227,13 @@ class TorchStreams(Streams):
 
     def unpack(
         self,
-        stream: torch.cuda.Stream,
+        stream: Stream,
         codec: TensorCodec,
         packed: torch.Tensor,
         flat: torch.Tensor,
     ) -> None:
         room = self._near(packed)
-        with self._packing, torch.cuda.stream(stream):
+        with self._packing, self._module.stream(stream):
             if isinstance(codec, Stash):
                 used = codec.worst_bytes(flat.numel(), flat.dtype)
                 return kernels.copy_into(flat, room[:used].view(codec.stash))
@@ -241,7 +243,7 @@ class TorchStreams(Streams):
     def _near(self, packed: torch.Tensor) -> torch.Tensor:
         return packed if packed.device.type != "cpu" else self.alias(packed)
 
-    def _workspace(self, stream: torch.cuda.Stream, nbytes: int) -> torch.Tensor:
+    def _workspace(self, stream: Stream, nbytes: int) -> torch.Tensor:
         """The workspace of a stream, whose order serializes its users. Called under the lock."""
         room = self._workspaces.get(stream)
         if room is None or room.numel() < nbytes:
@@ -259,13 +261,14 @@ class TorchStreams(Streams):
         return cuda_alias(host, self.device, torch.uint8, host.shape)
 
     def on_card(self) -> AbstractContextManager[object]:
-        return torch.cuda.device(self.device)
+        context: AbstractContextManager[object] = self._module.device(self.device)
+        return context
 
-    def elapsed_us(self, begin: torch.cuda.Event, end: torch.cuda.Event) -> float:
+    def elapsed_us(self, begin: Event, end: Event) -> float:
         return float(begin.elapsed_time(end)) * 1e3
 
     def memory(self) -> MemoryUse:
-        told = torch.cuda.memory_stats(self.device)
+        told = self._module.memory_stats(self.device)
         return MemoryUse(
             told.get("allocated_bytes.all.current", 0),
             told.get("allocated_bytes.all.peak", 0),
@@ -273,7 +276,7 @@ class TorchStreams(Streams):
         )
 
     def reset_peak(self) -> None:
-        torch.cuda.reset_peak_memory_stats(self.device)
+        self._module.reset_peak_memory_stats(self.device)
 
 
 def bitmask_plan(

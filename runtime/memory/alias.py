@@ -19,6 +19,7 @@ from torch.utils.dlpack import from_dlpack
 from offcompile.ir import OffloadError
 
 from . import pinning
+from .accelerators import accelerator, device_module
 from .blocks import MemoryBlock
 from .host_arena import HostArena
 
@@ -46,7 +47,7 @@ def cuda_alias(
         raise OffloadError(
             f"no alias of shape {shape} and stride {stride}: give as many of both, none negative"
         )
-    if device.type not in DLPACK_DEVICES:
+    if device.type not in DLPACK_DEVICES and accelerator(device.type) is None:
         raise OffloadError(f"no alias of host memory on {device}: CUDA devices have them")
     if not prod(shape):
         return torch.empty_strided(shape, stride, dtype=dtype, device=device)
@@ -63,8 +64,8 @@ def alias_bytes(
 ) -> torch.Tensor:
     """Returns a flat uint8 tensor on `device` over memory that `owner` keeps alive, made by the
     first protocol that torch accepts."""
-    if device.type == "cuda" and device.index is None:
-        device = torch.device("cuda", torch.cuda.current_device())
+    if device.type != "cpu" and device.index is None:
+        device = torch.device(device.type, device_module(device.type).current_device())
     ways = [_by_interface, _by_dlpack] if device.type == "cuda" else [_by_dlpack]
     said: list[str] = []
     for way in ways:
@@ -154,7 +155,8 @@ def dlpack_capsule(
     The consumer of the capsule keeps `owner` alive until it calls the deleter.
     """
     shape = (ctypes.c_int64 * 1)(nbytes)
-    kind = DLPACK_DEVICES[device.type]
+    added = accelerator(device.type)
+    kind = DLPACK_DEVICES[device.type] if added is None else added.dlpack_code
     pointer = ctypes.cast(shape, ctypes.POINTER(ctypes.c_int64))
     tensor = _DLTensor(address, kind, device.index or 0, 1, _UNSIGNED, 8, 1, pointer, None, 0)
     managed = _Managed(tensor, None, ctypes.cast(_delete, ctypes.c_void_p))
@@ -195,11 +197,13 @@ def check_alias(device: torch.device) -> None:
 
 @cache
 def _problem_of_aliases(device: torch.device) -> str | None:
-    arena = HostArena(_CHECKED_BYTES)
+    added = accelerator(device.type)
+    arena = HostArena(_CHECKED_BYTES, registrar=None if added is None else added.registrar())
     try:
+        module = device_module("cuda" if device.type == "cpu" else device.type)
         block = arena.block(_CHECKED_BYTES)
         alias = cuda_alias(block, device, torch.uint8, (_CHECKED_BYTES,))
-        prove_alias(block.tensor, alias, lambda: torch.cuda.synchronize(device))
+        prove_alias(block.tensor, alias, lambda: module.synchronize(device))
         del alias, block
     except (OffloadError, RuntimeError) as error:
         return str(error)

@@ -26,6 +26,7 @@ from offcompile.runtime.device.mapped import MappedStore
 from offcompile.runtime.disk.checksums import VerifiedStore
 from offcompile.runtime.disk.directories import default_directory
 from offcompile.runtime.disk.spill import SpillStore
+from offcompile.runtime.memory.accelerators import accelerator, accelerators, device_module
 from offcompile.runtime.memory.arena import Arena
 from offcompile.runtime.memory.malloc.heap import heap
 
@@ -38,15 +39,16 @@ if TYPE_CHECKING:
 DISK_LANES, STAGING_BYTES = 2, 16 << 20
 Made = TypeVar("Made")
 TARGETS = ("cpu", "cuda:0, cuda:1, …")
-_TARGET = re.compile(r"cpu|cuda:\d+")
+_TARGET = re.compile(r"cpu|(\w+):\d+")
 
 
 @dataclass(frozen=True)
 class RuntimeSettings:
     """The settings of a runtime. Models with equal settings share one runtime.
 
-    target: `cpu`, or one CUDA device. On the CPU both tiers are files; on CUDA the host tier is
-    pinned memory, and there is a disk tier if directories are named.
+    target: `cpu`, or one device of CUDA or of an accelerator that was added. On the CPU both tiers
+    are files; elsewhere the host tier is pinned memory, and there is a disk tier if directories are
+    named.
     directories: where spill files go; if empty, the CPU target uses the system's temporary
     directory.
     host_bytes, disk_bytes: capacity of each tier; None: no bound, 0: no such tier.
@@ -65,7 +67,8 @@ class RuntimeSettings:
     verify_spill: bool = False
 
     def __post_init__(self) -> None:
-        if not _TARGET.fullmatch(self.target):
+        named = _TARGET.fullmatch(self.target)
+        if named is None or named[1] not in (None, "cuda", *accelerators()):
             raise OffloadError(
                 f"There is no runtime for the target {self.target!r}: choose one of {TARGETS}."
             )
@@ -111,7 +114,7 @@ class Runtime:
             if settings.target == "cpu":
                 self._on_cpu()
             else:
-                self._on_cuda()
+                self._on_card()
         except BaseException:
             self._close_stores()
             raise
@@ -127,7 +130,7 @@ class Runtime:
             self.arena, self.stores, settings.chunk_bytes, MappedStore(self._directories[0])
         )
 
-    def _on_cuda(self) -> None:
+    def _on_card(self) -> None:
         # imported here because a process that computes on the CPU does not need them
         from offcompile.runtime.device.cuda.device import CudaDevice
         from offcompile.runtime.device.streams import TorchStreams
@@ -140,8 +143,10 @@ class Runtime:
         limit_bytes = settings.host_bytes
         if limit_bytes is not None and self.stores:
             limit_bytes += DISK_LANES * STAGING_BYTES  # staging memory holds no tensors
-        with torch.cuda.device(device):  # registering creates a context on the current device
-            self.arena = HostArena(limit_bytes, settings.arena_bytes)
+        added = accelerator(device.type)
+        registrar = None if added is None else added.registrar()
+        with self._module.device(device):  # registering creates a context on the current device
+            self.arena = HostArena(limit_bytes, settings.arena_bytes, registrar)
         self.device = CudaDevice(TorchStreams(device), self.arena, self.stores, STAGING_BYTES)
 
     @cached_property
@@ -174,7 +179,7 @@ class Runtime:
 
     def _waste(self) -> dict[str, int]:
         if self.settings.target != "cpu":
-            kept_bytes = torch.cuda.max_memory_reserved(torch.device(self.settings.target))
+            kept_bytes = self._module.max_memory_reserved(torch.device(self.settings.target))
             return {"heap_waste_bytes": int(kept_bytes) - self._device_peak_bytes()}
         kept = heap()
         return {
@@ -186,7 +191,11 @@ class Runtime:
     def _device_peak_bytes(self) -> int:
         if self.settings.target == "cpu":
             return heap().peak_bytes
-        return int(torch.cuda.max_memory_allocated(torch.device(self.settings.target)))
+        return int(self._module.max_memory_allocated(torch.device(self.settings.target)))
+
+    @property
+    def _module(self) -> Any:
+        return device_module(torch.device(self.settings.target).type)
 
     def _close_stores(self) -> None:
         for store in self.stores.values():

@@ -18,6 +18,7 @@ from offcompile.runtime.base.weak import tensor_keys
 from offcompile.runtime.device import tickets
 from offcompile.runtime.device.failures import failure
 from offcompile.runtime.device.interface import Copy, Label, Point, Slot
+from offcompile.runtime.memory.accelerators import device_module
 from offcompile.runtime.moves.mover import Mover
 from offcompile.runtime.moves.registry import Runtime, RuntimeSettings, runtime_for, runtimes
 from offcompile.runtime.moves.saved import Saved
@@ -168,6 +169,6 @@ def carrier_of(parameter: torch.Tensor) -> GradientTransport | None:
 def runtime_on(device: torch.device) -> Runtime:
     """A runtime of this device: an open one, or a new one with default settings."""
     if device.type != "cpu" and device.index is None:
-        device = torch.device(device.type, torch.cuda.current_device())
+        device = torch.device(device.type, device_module(device.type).current_device())
     mine = [r for r in runtimes() if r.settings.target == str(device)]
     return mine[0] if mine else runtime_for(RuntimeSettings(target=str(device)).key)

@@ -23,6 +23,7 @@ from torch.nn.parameter import is_lazy
 from torch.overrides import TorchFunctionMode
 
 from offcompile.runtime.device.interface import Device
+from offcompile.runtime.memory.accelerators import device_module
 
 from .factories import ALIKE, FACTORIES
 
@@ -193,7 +194,9 @@ class Birth(TorchFunctionMode):
             return True
         if asked.type != self._home.type or asked.type == "cpu":
             return asked.type != self._home.type
-        index = torch.cuda.current_device() if asked.index is None else asked.index
+        index = asked.index
+        if index is None:
+            index = device_module(asked.type).current_device()
         return index != self._home.index
 
     def _as_meta(self, value: Any) -> Any:

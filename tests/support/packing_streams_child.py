@@ -33,6 +33,7 @@ class Here(TorchStreams):
 
     def __init__(self, aliased: bool) -> None:
         self.device, self._index = torch.device("cpu"), 0
+        self._module = torch.cuda
         self._packing, self._workspaces = threading.Lock(), {}
         self.aliased = aliased
 

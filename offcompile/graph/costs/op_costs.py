@@ -159,7 +159,7 @@ class CostModel:
             self.cache.put(call.key, duration_us, found.workspace_bytes, found.disturbed)
 
     def _overheads(self) -> Overheads:
-        if self.device.type == "cuda":
+        if self.device.type != "cpu":
             return CUDA_OVERHEADS
         if not self.measure:
             return USUAL_OVERHEADS

@@ -1,4 +1,7 @@
-"""The properties of a CUDA device that planning needs, read through torch.cuda only."""
+"""The properties of a CUDA device that planning needs, read through torch.cuda only.
+
+Functions that take a `kind` answer for other accelerators too, through their module.
+"""
 
 from __future__ import annotations
 
@@ -8,6 +11,7 @@ from functools import cache
 import torch
 
 from offcompile.ir import OffloadError
+from offcompile.runtime.memory.accelerators import device_module
 from offcompile.runtime.memory.alias import check_alias
 
 #: one part in this many of the free memory is left to the driver and to fragmentation
@@ -38,6 +42,18 @@ def cuda_index(device: torch.device) -> int:
     if not 0 <= index < count:
         raise OffloadError(f"There is no cuda:{index}: this process sees {count} CUDA devices.")
     return index
+
+
+def accelerator_index(device: torch.device) -> int:
+    """The index of the device, of an accelerator that was added. OffloadError if there is none."""
+    module = device_module(device.type)
+    count = module.device_count() if module.is_available() else 0
+    index = module.current_device() if device.index is None and count else device.index or 0
+    if not 0 <= index < count:
+        raise OffloadError(
+            f"There is no {device.type}:{index}: this process sees {count} devices of that type."
+        )
+    return int(index)
 
 
 def _built() -> str:
@@ -72,21 +88,22 @@ def cuda_identity(index: int) -> dict[str, str | int | bool]:
     }
 
 
-def usable_bytes(index: int) -> int:
+def usable_bytes(index: int, kind: str = "cuda") -> int:
     """Bytes that this process could hold on the card: free bytes plus those torch has reserved."""
-    free_bytes, _ = torch.cuda.mem_get_info(index)
-    reserved_bytes = torch.cuda.memory_reserved(index)
+    module = device_module(kind)
+    free_bytes, _ = module.mem_get_info(index)
+    reserved_bytes = module.memory_reserved(index)
     whole = int(free_bytes) + int(reserved_bytes)
     return whole - whole // LEFT_SHARE
 
 
 @cache
-def reaches_host(index: int) -> bool:
-    """True if kernels of the card can use pinned host memory in place; False if CUDA pins none."""
-    if not torch.cuda.is_available():
+def reaches_host(index: int, kind: str = "cuda") -> bool:
+    """True if kernels of the card can use pinned host memory in place; False if none is pinned."""
+    if not device_module(kind).is_available():
         return False
     try:
-        check_alias(torch.device("cuda", index))
+        check_alias(torch.device(kind, index))
     except OffloadError:
         return False
     return True
