@@ -161,6 +161,16 @@ def _(place: Path, patch: pytest.MonkeyPatch) -> str:
     return told(lambda: target_for(Options.read({}), torch.device("mps")))
 
 
+@says("The rates of … cannot be measured: name a profile of them")
+def _(place: Path, patch: pytest.MonkeyPatch) -> str:
+    from offcompile.machine.target import target_for
+    from offcompile.runtime.memory import accelerators
+
+    added = accelerators.Accelerator("xpu", accelerators.Registrar)
+    patch.setattr(accelerators, "_added", {"xpu": added})
+    return told(lambda: target_for(Options.read({}), torch.device("xpu")))
+
+
 @says("computes on … and has … on …; tensors can only move from one device of a graph")
 def _(place: Path, patch: pytest.MonkeyPatch) -> str:
     from test_cuda_target import captured

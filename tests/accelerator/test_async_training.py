@@ -1,0 +1,38 @@
+"""Training on the asynchronous device by the CUDA device's own code, bit for bit."""
+
+from __future__ import annotations
+
+import pytest
+from async_checks import LIKE_A_GPU, SEEDS, SHOWN_BY
+from async_runs import needs_the_device, run_checks
+from zoo import ZOO
+
+pytestmark = needs_the_device
+
+
+def test_an_mlp_is_plain_s_to_the_bit_and_keeps_its_budget() -> None:
+    run_checks("bitwise-mlp-1", "peak")
+
+
+def test_graph_breaks_a_loop_and_accumulation() -> None:
+    run_checks("least-mixture", "least-lstm", "accumulation")
+
+
+def test_files_other_streams_and_verification() -> None:
+    run_checks("through_files", "verified", "on_a_side_stream", "backward_on_its_own_thread")
+
+
+def test_an_order_taken_away_shows_in_the_bits() -> None:
+    run_checks("nothing_planted", *(f"without {name}" for name in SHOWN_BY))
+
+
+@pytest.mark.soak
+def test_backward_as_autograd_allows_it() -> None:
+    run_checks(*LIKE_A_GPU)
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("seed", SEEDS)
+@pytest.mark.parametrize("model", [s.name for s in ZOO])
+def test_the_zoo(model: str, seed: int) -> None:
+    run_checks(f"bitwise-{model}-{seed}")
