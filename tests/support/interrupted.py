@@ -2,6 +2,10 @@
 
 Python calls the handlers of signals after calls, at jumps back, and where a function begins, but
 nowhere else: not between taking a lock and the block that gives it back. The points are those.
+
+An interrupt of Python's belongs to the call itself, one of ours to the instruction behind it. Where
+the two have different handlers, as at the end of `with lock: return f()`, there is no point: the
+lock would stay taken, which Python's interrupt cannot do.
 """
 
 from __future__ import annotations
@@ -9,7 +13,7 @@ from __future__ import annotations
 import dis
 import signal
 import sys
-from types import FrameType, TracebackType
+from types import CodeType, FrameType, TracebackType
 from typing import Any
 
 from house import ROOT
@@ -32,6 +36,7 @@ class Interrupted:
         self.count = 0
         self.where: str | None = None
         self._ours: dict[str, bool] = {}
+        self._handled: dict[CodeType, dict[int, int]] = {}
 
     def __enter__(self) -> Interrupted:
         sys.settrace(self._called)
@@ -53,16 +58,26 @@ class Interrupted:
         if not ours:
             return None
         frame.f_trace_lines, frame.f_trace_opcodes = False, True
-        code, before = frame.f_code.co_code, [0]
+        code, before, handlers = frame.f_code.co_code, [0], self._handlers(frame.f_code)
 
         def trace(frame: FrameType, event: str, told: object) -> Any:
             if event == "opcode":
-                is_point, before[0] = before[0] in LOOKS, code[frame.f_lasti]
-                if is_point:
+                last, before[0] = before[0], frame.f_lasti
+                alike = handlers.get(last) == handlers.get(frame.f_lasti)
+                if code[last] in LOOKS and alike:
                     self._pass(frame)
             return trace
 
         return trace
+
+    def _handlers(self, code: CodeType) -> dict[int, int]:
+        """The handler of exceptions at each instruction that has one."""
+        if code not in self._handled:
+            table = getattr(dis, "_parse_exception_table", lambda code: ())(code)
+            self._handled[code] = {
+                at: entry.target for entry in table for at in range(entry.start, entry.end, 2)
+            }
+        return self._handled[code]
 
     def _pass(self, frame: FrameType) -> None:
         self.count += 1
