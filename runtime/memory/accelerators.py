@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from offcompile.ir import OffloadError
+from offcompile.runtime.base.once import made_once
 
 from .pinning import Registrar
 
@@ -41,8 +42,8 @@ class Accelerator:
     dlpack_code: int = PLUGGED_IN
 
 
-# per process, as torch's own table of device types
-_added: dict[str, Accelerator] = {}
+#: topic of `made_once`: per process, as torch's own table of device types
+_ADDED = "accelerators that were added"
 
 
 def add_accelerator(accelerator: Accelerator) -> None:
@@ -56,17 +57,21 @@ def add_accelerator(accelerator: Accelerator) -> None:
             f"torch.{kind} lacks {', '.join(missing)}: give the device module these functions, with"
             " the arguments that torch.cuda's have."
         )
-    _added[kind] = accelerator
+    _added()[kind] = accelerator
 
 
 def accelerator(kind: str) -> Accelerator | None:
     """The accelerator added for a device type."""
-    return _added.get(kind)
+    return _added().get(kind)
 
 
 def accelerators() -> tuple[str, ...]:
     """Device types that were added."""
-    return tuple(_added)
+    return tuple(_added())
+
+
+def _added() -> dict[str, Accelerator]:
+    return made_once(_ADDED, None, dict)
 
 
 def device_module(kind: str) -> Any:

@@ -28,7 +28,8 @@ def module_of(names: tuple[str, ...]) -> types.SimpleNamespace:
 
 @pytest.fixture
 def forgotten(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setattr(added, "_added", {})
+    table: dict[str, Accelerator] = {}
+    monkeypatch.setattr(added, "_added", lambda: table)
     yield
 
 

@@ -89,12 +89,13 @@ def ways(costs: dict[int | None, float | None], **more: Any) -> tuple[Ways[Any],
         peak = more.get("peaks", {}).get(pieces, 0)
         return SimpleNamespace(
             pieces=pieces,
+            stays=None,
             annotated=SimpleNamespace(problem=problem),
             decided=SimpleNamespace(
                 fits=cost <= 100,
                 cost_us=cost,
                 order=SimpleNamespace(peak_bytes=peak),
-                result=SimpleNamespace(gap=cost / bound - 1, lower_bound_us=bound),
+                result=SimpleNamespace(gap=cost / bound - 1, lower_bound_us=bound, plan=None),
             ),
         )
 

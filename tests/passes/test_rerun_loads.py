@@ -6,8 +6,8 @@ import pytest
 from chains import link
 
 from offcompile.ir import DEVICE, Machine, Op, Plan, Problem, Tensor
-from offcompile.passes import joint
 from offcompile.passes.registry import make
+from offcompile.passes.search import starts
 from offcompile.passes.search.program_variant import Choices, ProgramVariant
 from offcompile.passes.search.rerun_loads import rerun_modes
 from offcompile.passes.search.search import Search, SearchState
@@ -86,5 +86,5 @@ def test_near_the_floor_it_beats_running_each_op_again_once(
         return judge(problem, machine, made).makespan_us
 
     found_us = planned_us()
-    monkeypatch.setattr(joint, "rerun_modes", lambda *_: ())
+    monkeypatch.setattr(starts, "rerun_modes", lambda *_: ())
     assert found_us <= planned_us()

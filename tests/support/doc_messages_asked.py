@@ -167,7 +167,7 @@ def _(place: Path, patch: pytest.MonkeyPatch) -> str:
     from offcompile.runtime.memory import accelerators
 
     added = accelerators.Accelerator("xpu", accelerators.Registrar)
-    patch.setattr(accelerators, "_added", {"xpu": added})
+    patch.setattr(accelerators, "_added", lambda: {"xpu": added})
     return told(lambda: target_for(Options.read({}), torch.device("xpu")))
 
 
