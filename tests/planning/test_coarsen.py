@@ -8,9 +8,9 @@ from chains import bytes_range, chain, link
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from offcompile.ir import Infeasible, Op, Plan, Problem, Tensor
+from offcompile.ir import Infeasible, Op, Plan, Problem, Recompute, Tensor
 from offcompile.passes.registry import make
-from offcompile.planning.coarsen import coarsen
+from offcompile.planning.coarsen import Coarse, coarsen
 from offcompile.planning.planner import check_plan, judge_for
 from offcompile.simulate import Simulator
 
@@ -90,3 +90,9 @@ def test_without_a_budget_nothing_differs():
     wide = Simulator(coarse.problem, machine).run(plan)
     fine = Simulator(problem, machine).run(coarse.expand(plan))
     assert (fine.makespan_us, fine.peak_bytes) == (wide.makespan_us, wide.peak_bytes)
+
+
+def test_recomputations_of_ops_that_only_another_problem_has_are_left_out() -> None:
+    problem = chain([4, 4], [8, 8, 8], [1.0, 1.0], recompute=True)
+    known = Plan(recomputes=(Recompute("F0", "B1"), Recompute("loss", "B1"), Recompute("F1", "L")))
+    assert Coarse.same(problem).reruns(known) == {("F0", "B1")}
