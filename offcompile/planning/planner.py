@@ -32,7 +32,7 @@ BOUND_SHARE = 0.3
 #: time for the bound per op: an argument that was cut short proves next to nothing
 BOUND_S_PER_OP = 4e-4
 #: a bound is given so much time per op again if the chosen plan is further from it than this
-LONGER_BOUNDS = ((2e-3, 0.05), (8e-3, 0.15))
+LONGER_BOUND_S_PER_OP, FAR = 2e-3, 0.05
 #: minimum for the search, whatever the time spent on bounding
 LEAST_SEARCH_SECONDS = 0.1
 #: most time spent on a bound for plans without recomputation; no more than on the first bound
@@ -190,13 +190,12 @@ def plan_problem(
 
 def bounded_longer(problem: Problem, machine: Machine, made: PlanResult) -> PlanResult:
     """The same plan; if it is far from its bound, with what more time can prove."""
-    for seconds_per_op, far in LONGER_BOUNDS:
-        if made.gap <= far:
-            break
-        bound = lower_bound(problem, machine, seconds=seconds_per_op * len(problem.ops))
-        if bound.us > made.lower_bound_us:
-            made = replace(made, lower_bound_us=bound.us, bound_method=bound.method)
-    return made
+    if made.gap <= FAR:
+        return made
+    bound = lower_bound(problem, machine, seconds=LONGER_BOUND_S_PER_OP * len(problem.ops))
+    if bound.us <= made.lower_bound_us:
+        return made
+    return replace(made, lower_bound_us=bound.us, bound_method=bound.method)
 
 
 def _modes(plans: Sequence[Plan], coarse: Coarse) -> tuple[Choices, ...]:
