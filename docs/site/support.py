@@ -92,7 +92,7 @@ def built(where: Path) -> Path:
 
 
 def row(python: str, wheel: Path, target: Path) -> str:
-    """What an interpreter makes of the wheel, as a line of the table."""
+    """The result of the checks under one interpreter, as a line of the table."""
     told = subprocess.run([python, "-c", FACTS], check=True, capture_output=True, text=True)
     torch, version, system = json.loads(told.stdout)
     install = [python, "-m", "pip", "--disable-pip-version-check", "install", "--no-deps", "-q"]

@@ -138,7 +138,7 @@ def _described(tensor: torch.Tensor, referrers: _Referrers) -> str:
 
 
 class _Referrers:
-    """What refers to some objects, directly or through containers.
+    """Finds the objects that refer to some others, directly or through containers.
 
     Each look at all objects of the process takes a good part of a second, so one is made for all
     objects at once, and one for all containers found by it.

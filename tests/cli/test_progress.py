@@ -1,4 +1,4 @@
-"""What long work shows: on a terminal, after a while, one line at a time."""
+"""Long work shows its progress: on a terminal, after a while, one line at a time."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What long work shows in a notebook: one line in the cell, which vanishes or becomes a summary."""
+"""Long work shows one line in a notebook's cell, which vanishes or becomes a summary."""
 
 from __future__ import annotations
 

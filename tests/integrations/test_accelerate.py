@@ -8,12 +8,11 @@ import pytest
 import torch.distributed as dist
 
 pytest.importorskip("accelerate")
-if not dist.is_available():
-    pytest.skip("torch without torch.distributed", allow_module_level=True)
 
 import pair_of_ranks
 from rank_accelerate_child import STEPS, WORLD, Case
 
+pytestmark = pytest.mark.skipif(not dist.is_available(), reason="torch without torch.distributed")
 FEW = (
     Case("minimum"),
     Case("minimum", in_place=False),

@@ -1,4 +1,4 @@
-"""What must hold of training on the asynchronous device; `async_child.py` runs these checks."""
+"""Checks of training on the asynchronous device, which `async_child.py` runs."""
 
 from __future__ import annotations
 
@@ -283,7 +283,7 @@ def _stream(name: str) -> torch.Stream:
 
 
 def _runs(program: Callable[[], list[Tensor]]) -> list[Tensor] | str:
-    """What the program leaves, or how it failed; nothing is left of it."""
+    """The program's result, or how it failed; frees everything it held."""
     try:
         with deterministic():
             return program()

@@ -1,4 +1,4 @@
-"""What must hold of the asynchronous device by itself: order, memory, errors."""
+"""Checks the asynchronous device by itself: order, memory, errors."""
 
 from __future__ import annotations
 

@@ -27,7 +27,7 @@ POLL_S = 0.1
 
 
 class _Deferral:
-    """Whether signals are put off, whether one came, and the handler that it is for."""
+    """Notes if signals are put off, if one came, and the handler that it is for."""
 
     def __init__(self) -> None:
         self.active = self.came = False

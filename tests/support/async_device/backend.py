@@ -20,7 +20,7 @@ _ROOM_BYTES = 1 << 16
 
 
 class Controls:
-    """What tests may do with the device beside what torch offers."""
+    """Lets tests seed, slow down and inspect the device, which torch has no calls for."""
 
     def __init__(self, native: ctypes.CDLL) -> None:
         self._native = native

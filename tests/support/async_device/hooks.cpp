@@ -1,4 +1,4 @@
-// What torch asks of a device: allocator, generator, streams and events; and a C interface.
+// Gives torch what it asks of a device: allocator, generator, streams and events; and a C interface.
 #include "hooks.h"
 
 #include <ATen/CPUGeneratorImpl.h>
