@@ -13,10 +13,8 @@ import sys
 import tempfile
 from pathlib import Path
 
-import torch
-from torch import nn
-
 import offcompile
+from offcompile.ahead.factories import build
 
 ROOT = Path(__file__).resolve().parents[2]
 SITE, PICTURES = ROOT / "build" / "site", ROOT / "docs" / "pictures"
@@ -30,8 +28,7 @@ body {{ font: 14px/1.4 system-ui, sans-serif; margin: 16px }}
 pre {{ font: 13px/1.4 "DejaVu Sans Mono", monospace; overflow-x: auto }}
 .in {{ background: light-dark(#f5f5f5, #22252b); padding: 8px 12px; border-radius: 4px }}</style>
 <pre class="in">{source}</pre>{shown}"""
-SOURCE = """offcompile.plan(model, tokens, memory="400MiB", hardware="rtx4090",
-                loss=torch.sum, optimizer="adamw")"""
+SOURCE = """offcompile.plan(gpt2, **batch, memory="3GiB", hardware="rtx4090", loss=loss)"""
 
 
 def main() -> int:
@@ -57,11 +54,10 @@ def main() -> int:
 
 def written(folder: Path) -> dict[str, Path]:
     """Write the page of a plan, and its report as the output of a cell."""
-    with torch.device("meta"):
-        model = nn.Sequential(*(nn.Linear(4096, 4096) for _ in range(6)))
-        tokens = torch.empty(64, 4096)
+    built = build("hf:gpt2", 8, 1024, "bfloat16")
+    batch = built.inputs(8)
     report = offcompile.plan(
-        model, tokens, memory="400MiB", hardware="rtx4090", loss=torch.sum, optimizer="adamw"
+        built.model, **batch, memory="3GiB", hardware="rtx4090", loss=built.loss
     )
     plan, cell = folder / "plan.html", folder / "notebook.html"
     report.save_html(plan)

@@ -29,7 +29,7 @@ def show_plan(problem: Problem, machine: Machine, result: PlanResult) -> None:
     timeline, plan = result.timeline, result.plan
     waits = sum(stall.duration_ns for stall in timeline.stalls) / 1000
     facts = {
-        "policy": f"{result.policy} (planned in {result.seconds:.1f} s)",
+        "policy": f"{result.policy} ({result.planned_in})",
         "problem": f"{len(problem.ops)} ops, {len(problem.tensors)} tensors, "
         f"{size(sum(t.nbytes for t in problem.tensors))} in all",
         "makespan": show_us(timeline.makespan_us),

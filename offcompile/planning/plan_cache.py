@@ -77,10 +77,10 @@ class Question:
 def plan_once(question: Question, progress: Callable[[str], None] | None = None) -> PlanResult:
     """The plan of an earlier search for the same question, or else of a search now, which is kept.
     Raises what `plan_problem` raises, remembered refusals too."""
-    began, busy_from = time.monotonic(), time.thread_time()
+    busy_from = time.thread_time()
     identity = {"planner": planner_digest(), "question": question.key}
     kept = read_document(KIND, identity)
-    if kept is not None and (made := _restored(question, kept, began)) is not None:
+    if kept is not None and (made := _restored(question, kept)) is not None:
         with suppress(OSError):
             os.utime(document_path(KIND, identity))  # used just now
         return made
@@ -102,6 +102,7 @@ def plan_once(question: Question, progress: Callable[[str], None] | None = None)
 def _plan(made: PlanResult) -> dict[str, object]:
     return {
         "plan": plan_to_json(made.plan),
+        "seconds": made.seconds,
         "lower_bound_us": made.lower_bound_us,
         "bound_method": made.bound_method,
     }
@@ -113,7 +114,7 @@ def _refusal(error: Beaten | Infeasible) -> dict[str, object]:
     return {"infeasible": [error.reason, error.needed_bytes, error.smallest_change]}
 
 
-def _restored(question: Question, kept: dict[str, object], began: float) -> PlanResult | None:
+def _restored(question: Question, kept: dict[str, object]) -> PlanResult | None:
     """The plan that was kept, verified and simulated; None if it is damaged. Raises the refusal
     that was kept instead."""
     if kept.get("beaten") is True:
@@ -122,15 +123,15 @@ def _restored(question: Question, kept: dict[str, object], began: float) -> Plan
         case [str(reason), int() | None as needed_bytes, str(change)]:
             raise Infeasible(reason, needed_bytes, change)
     bound_us, method = kept.get("lower_bound_us"), kept.get("bound_method")
-    if not isinstance(bound_us, float) or not isinstance(method, str):
+    seconds = kept.get("seconds")
+    if not (isinstance(bound_us, float) and isinstance(seconds, float) and isinstance(method, str)):
         return None
     try:
         plan = plan_from_json(kept.get("plan"))
         timeline = certify(question.problem, question.machine, plan, question.policy)
     except (InvalidInput, BrokenPlan, Infeasible):
         return None
-    seconds = time.monotonic() - began
-    return PlanResult(plan, timeline, question.policy, seconds, bound_us, method)
+    return PlanResult(plan, timeline, question.policy, seconds, bound_us, method, reused=True)
 
 
 def planner_digest() -> str:

@@ -84,6 +84,13 @@ class PlanResult:
     seconds: float
     lower_bound_us: float
     bound_method: str
+    #: True if an earlier run made the plan, in `seconds`
+    reused: bool = False
+
+    @property
+    def planned_in(self) -> str:
+        by = " by an earlier run" if self.reused else ""
+        return f"planned in {self.seconds:.1f} s{by}"
 
     @property
     def makespan_us(self) -> float:

@@ -26,7 +26,7 @@ def facts(report: Record) -> Iterator[tuple[str, str]]:
     yield "floor", f"{show_bytes(report.floor_bytes)}; moving cannot do with less"
     yield from split_facts(report)
     yield "plan", _census(report)
-    yield "policy", f"{report.policy}, planned in {report.result.seconds:.1f} s"
+    yield "policy", f"{report.policy}, {report.result.planned_in}"
     for told in report.profile.said if report.profile is not None else ():
         yield "profiling", told
     yield (

@@ -51,6 +51,8 @@ def test_a_plan_is_searched_for_once(searches: list[str]) -> None:
     assert (again.plan, again.timeline) == (first.plan, first.timeline)
     assert (again.lower_bound_us, again.bound_method) == (first.lower_bound_us, first.bound_method)
     assert first.plan.moves
+    assert not first.reused and again.reused
+    assert again.planned_in == f"{first.planned_in} by an earlier run"
 
 
 @pytest.mark.parametrize(

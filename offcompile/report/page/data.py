@@ -157,7 +157,7 @@ def _certificate(report: Record) -> Iterator[tuple[str, str]]:
             f"{size(report.planned_peak_bytes)} however fast the lanes turn out to be; "
             f"{size(simulated)} at the speeds planned with",
         )
-    yield "Policy", f"{policy}, planned in {result.seconds:.1f} s"
+    yield "Policy", f"{policy}, {result.planned_in}"
     count = f"{len(problem.ops):,} operations on {len(problem.tensors):,} tensors"
     yield "Problem", f"{count}, {size(sum(t.nbytes for t in problem.tensors))} in all"
     decided = (
