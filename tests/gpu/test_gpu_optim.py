@@ -279,8 +279,11 @@ def test_gradients_and_states_on_the_host_take_nothing_of_the_card(device: str) 
     carrier = carrier_of(next(model.parameters()))
     assert carrier is not None
     carrier.device.drain()
-    # libraries' workspaces, not 8 bytes for each of 16M parameters and 4 for its gradient
-    assert torch.cuda.memory_allocated(device) - before < 40 * MIB
+    # cuBLAS keeps a workspace for each thread: 32 MiB on Hopper, in forward's and in backward's
+    torch._C._cuda_clearCublasWorkspaces()
+    # not 8 bytes for each of 16M parameters and 4 for its gradient
+    found = torch.cuda.memory_allocated(device) - before
+    assert found < 8 * MIB, torch.cuda.memory_snapshot()
     assert optimizer.facts().updated_in_backward == len(list(model.parameters()))
 
 
