@@ -189,7 +189,7 @@ def _longer(
     far = choice.decided.cost_us > min(least_us * NEAR, rival_us * NEAR_RIVAL)
     close = choice.decided.result.gap < CLOSE
     late = time.thread_time() > until
-    if far or close or late or choice.decided.result.lower_bound_us >= worth_us:
+    if far or close or late or choice.decided.bound_us >= worth_us:
         return choice
     made = decide(choice.annotated, may_fit=False, share=LONGER_SHARE)
     found = Choice(choice.annotated, made, choice.stays)

@@ -15,3 +15,7 @@ class InPlace:
     def us(self, duration_us: float, nbytes: int, writes: bool = False) -> float:
         """The duration of an op that takes `duration_us` without in-place access."""
         return duration_us + nbytes * (self.write_us_per_byte if writes else self.read_us_per_byte)
+
+    def update_us(self, nbytes: int) -> float:
+        """The time to update weights in place: the link moves both ways at once."""
+        return nbytes * max(self.read_us_per_byte, self.write_us_per_byte)

@@ -55,11 +55,18 @@ class Decided:
     kept: frozenset[str] | None = None
     #: time to touch memory again that was returned to the system meanwhile; 0 if not known
     touching_us: float = 0.0
+    #: time that the user's optimizer takes after the graphs for weights that are on the host
+    updates_us: float = 0.0
 
     @property
     def cost_us(self) -> float:
         """The expected time of a step, by which plans are compared."""
-        return self.result.cost_us + self.touching_us
+        return self.result.cost_us + self.touching_us + self.updates_us
+
+    @property
+    def bound_us(self) -> float:
+        """A step with weights and gradients in these places costs no less."""
+        return self.result.lower_bound_us + self.updates_us
 
 
 @dataclass(frozen=True)

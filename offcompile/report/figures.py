@@ -42,3 +42,5 @@ class RunFigures:
     kept: Callable[[], str | None] | None = None
     #: the measured steps
     steps: Steps | None = None
+    #: time that the user's optimizer takes after a step for weights that are on the host
+    updates_us: float = 0.0

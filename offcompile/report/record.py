@@ -321,6 +321,7 @@ class Record:
             "measured_us": self.measured_us,
             "measured_over_planned": self.measured_over_planned,
             "predicted_us": self.predicted_us,
+            "updates_us": self.running.updates_us,
             "touched_again_bytes": None if self.returns is None else self.returns.touched_bytes,
             "measured_over_predicted": self.measured_over_predicted,
             "measured": None if measured is None else measured_to_json(measured, rows),

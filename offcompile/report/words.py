@@ -45,6 +45,12 @@ def facts(report: Record) -> Iterator[tuple[str, str]]:
             "predicted step",
             f"{show_us(report.foreseen_us)}, with {' and '.join(_also(report))}",
         )
+    if report.running.updates_us:
+        yield (
+            "its update",
+            f"about {show_us(report.running.updates_us)} more: torch's optimizers reach weights on "
+            "the host over the link; offcompile.optim updates them beside backward",
+        )
     measured_us, ratio = report.measured_us, report.measured_over_planned
     if measured_us is None:
         yield "measured step", "not yet run"

@@ -19,6 +19,7 @@ from offcompile.report.verified import Verified
 from offcompile.run.accounts.apply_placement import WeightPlaces, weight_places
 from offcompile.run.accounts.wall import Watch
 from offcompile.run.problem_source import ProblemSource
+from offcompile.runtime.device.cuda.growing import grow_segments
 from offcompile.runtime.memory.malloc import tensor_memory
 from offcompile.runtime.memory.malloc.advice import HINT, malloc_leaves_holes
 from offcompile.runtime.memory.malloc.heap import heap
@@ -60,6 +61,8 @@ def _prepare(source: ProblemSource) -> None:
         tensor_memory.install()
         if malloc_leaves_holes(os.environ):
             tell_once("malloc of this glibc leaves holes between tensors: " + HINT)
+    elif source.kind == "cuda":
+        grow_segments()
     runtime_for(source.target.runtime.key)
 
 

@@ -155,7 +155,8 @@ def report_of(planner: GraphPlanner, choice: Choice) -> PlanReport:
         names=annotated.names,
         splitting=choice.splitting,
         running=RunFigures(
-            life=partial(planned_life, annotated.problem, decided.result.plan, target.runtime)
+            life=partial(planned_life, annotated.problem, decided.result.plan, target.runtime),
+            updates_us=decided.updates_us,
         ),
     )
 

@@ -9,7 +9,7 @@ from functools import cached_property, partial
 from offcompile.graph.annotate import Annotated
 from offcompile.graph.graphs import Graphs
 from offcompile.graph.weight_placement import Choice, choose
-from offcompile.ir import BACKWARD, DEVICE, Infeasible, Machine, Plan, Problem
+from offcompile.ir import BACKWARD, DEVICE, HOST, UPDATE, Infeasible, Machine, Plan, Problem
 from offcompile.machine.in_place import InPlace
 from offcompile.planning.empty_turn import decide_emptied
 from offcompile.planning.fit_budget import (
@@ -212,9 +212,9 @@ class PlacementSearch:
         worth_us: float = float("inf"),
         trial: bool = False,
     ) -> Decided:
-        settled = self.planner.request.settled
+        settled, updates_us = self.planner.request.settled, self._updates_us(found)
         if settled is not None and settled.fits(found.problem, budget):
-            return settled.decided
+            return replace(settled.decided, updates_us=updates_us)
         rival = self.planner.request.rival.plan
         made = self.planner.decide(
             found.problem,
@@ -222,12 +222,29 @@ class PlacementSearch:
             may_fit,
             self.share * share,
             known=self._known if rival is None else [rival, *self._known],
-            worth_us=worth_us,
+            worth_us=worth_us - updates_us,
             trial=trial,
         )
         if made.result.plan.recomputes or made.result.plan.updates:
             self._known.append(made.result.plan)
-        return made
+        return replace(made, updates_us=updates_us)
+
+    def _updates_us(self, found: Annotated) -> float:
+        """The time that a user's optimizer takes over the link for weights that are on the host.
+
+        0 if the problem has the updates, if they are made by the processor (`offcompile.optim`, the
+        CPU target), or if nothing trains.
+        """
+        tensors, names = found.problem.tensors, found.names
+        planned = any(op.phase == UPDATE for op in found.problem.ops)
+        if planned or self.in_place is None or self.planner.request.updated:
+            return 0.0
+        if self.planner.source.target.device.type == "cpu":
+            return 0.0
+        trained = {names.get(t.id) for t in tensors if t.kind == "gradient"}
+        hosted = [t for t in tensors if t.kind == "weight" and t.home == HOST]
+        nbytes = sum(t.nbytes for t in hosted if names.get(t.id) in trained)
+        return self.in_place.update_us(nbytes)
 
 
 def estimate_step(planner: GraphPlanner, graphs: Graphs) -> StepEstimate:

@@ -6,11 +6,12 @@ Functions that take a `kind` answer for other accelerators too, through their mo
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 
 import torch
 
 from offcompile.ir import OffloadError
+from offcompile.runtime.base.threads import apart
 from offcompile.runtime.memory.accelerators import device_module
 from offcompile.runtime.memory.alias import check_alias
 
@@ -113,7 +114,8 @@ def reaches_host(index: int, kind: str = "cuda") -> bool:
 def library_bytes(index: int) -> int:
     """Workspace bytes that matrix libraries allocate from torch's allocator once, and keep.
 
-    Each stream that has run a matrix product keeps one until the process ends.
+    Each thread that has run a matrix product on a stream keeps one until the process ends: that of
+    forward, and that on which autograd runs backward (on Hopper, 32 MiB each).
     """
     with torch.cuda.device(index):
         torch.cuda.synchronize(index)
@@ -121,9 +123,14 @@ def library_bytes(index: int) -> int:
         if clear is not None:
             clear()
         before = torch.cuda.memory_allocated(index)
+        _multiply(index)
+        apart(partial(_multiply, index))
+        return max(0, torch.cuda.memory_allocated(index) - before)
+
+
+def _multiply(index: int) -> None:
+    with torch.cuda.device(index):
         side = torch.zeros(SMALL_SIDE, SMALL_SIDE, device=f"cuda:{index}")
         torch.addmm(side[0], side, side)
         torch.mm(side.bfloat16(), side.bfloat16())
-        del side
         torch.cuda.synchronize(index)
-        return max(0, torch.cuda.memory_allocated(index) - before)
