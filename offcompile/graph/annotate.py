@@ -23,7 +23,7 @@ from offcompile.machine.in_place import InPlace
 from offcompile.runtime.states import update_ops
 
 from .costs.op_costs import OpCost
-from .direct_ops import touched_bytes, workspace_of, write_of
+from .direct_ops import product_rows, touched_bytes, workspace_of, write_of
 from .graphs import (
     Graphs,
     Hint,
@@ -268,6 +268,8 @@ class _Work:
             storage = self.storages.get(self.storage_of.get((phase, operand.name), ""))
             if storage is not None and storage.kind == "weight" and storage.id in reads:
                 nbytes = touched_bytes(node, operand, storage.nbytes, self.hint)
+                times = self.in_place.times_read(product_rows(node, operand, self.hint))
+                nbytes = round(nbytes * times)
                 took = self.time_in_place((phase, node.name), storage.id, duration_us, nbytes)
                 found[storage.id] = max(took, found.get(storage.id, took))
         return found

@@ -88,6 +88,18 @@ def touched_bytes(node: fx.Node, operand: fx.Node, nbytes: int, hint: Hint) -> i
     return min(nbytes, looked_at)
 
 
+def product_rows(node: fx.Node, operand: fx.Node, hint: Hint) -> int:
+    """The rows, or columns, that a product multiplies this operand by; 0 for all other ops."""
+    if node.target not in (aten.mm.default, aten.addmm.default):
+        return 0
+    left, right = node.args[-2:]
+    if operand is right and isinstance(left, fx.Node):
+        return int(hint(left.meta["val"].shape[0]))
+    if operand is left and isinstance(right, fx.Node):
+        return int(hint(right.meta["val"].shape[1]))
+    return 0
+
+
 def gathers(node: fx.Node, operand: fx.Node) -> bool:
     """True if the op reads only the rows of this operand that another operand selects."""
     return node.target is aten.embedding.default and node.args[0] is operand

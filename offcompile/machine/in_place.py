@@ -11,10 +11,16 @@ class InPlace:
 
     read_us_per_byte: float = 0.0
     write_us_per_byte: float = 0.0
+    #: a product reads its operand once for each so many rows of the other; None: once in all
+    rows_a_read: int | None = None
 
-    def us(self, duration_us: float, nbytes: int, writes: bool = False) -> float:
+    def us(self, duration_us: float, nbytes: float, writes: bool = False) -> float:
         """The duration of an op that takes `duration_us` without in-place access."""
         return duration_us + nbytes * (self.write_us_per_byte if writes else self.read_us_per_byte)
+
+    def times_read(self, rows: int) -> float:
+        """How often a product with so many rows of the other operand reads this one."""
+        return 1.0 if self.rows_a_read is None else max(1.0, rows / self.rows_a_read)
 
     def update_us(self, nbytes: int) -> float:
         """The time to update weights in place: the link moves both ways at once."""

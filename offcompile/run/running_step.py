@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -11,11 +12,13 @@ from offcompile.graph.lowering.lower import Compiled, Phase
 from offcompile.ir import BACKWARD, FORWARD
 from offcompile.planning.endurance import spilled_bytes, watch_for
 from offcompile.runtime.base.interrupts import uninterrupted
+from offcompile.runtime.device.cuda.device import CudaDevice
 from offcompile.runtime.memory.malloc.heap import heap
 from offcompile.runtime.moves.registry import runtime_for
 from offcompile.runtime.states.update_ops import taken_or_kept
 
 from .accounts.graph_runs import Room
+from .accounts.peak_watch import PeakWatch
 from .accounts.process import process
 from .plan.contract import GraphFacts, Planned
 from .recording import recorded
@@ -42,6 +45,7 @@ class RunningHalf:
         spills = spilled_bytes(report.problem, report.plan, facts.target.device.type) > 0
         self._drives = watch_for(facts.target.runtime) if spills else None
         self._observe = partial(report.observe, FORWARD if phase == "inference" else phase)
+        self._peaks = self._peak_watch()
 
     @uninterrupted  # movement ops look for interrupts where they have not begun
     def __call__(self, arguments: list[Any]) -> Any:
@@ -52,7 +56,7 @@ class RunningHalf:
             if self._heap_watched and (phase != BACKWARD or room is not None):
                 self._begin_heap(room)
             started = clock.start()
-            with planned.recorder.running(phase), self.facts.profile.watching(self._tensor_of):
+            with self._watched():
                 result = self.compiled(arguments)
             clock.stop(started, self._observe)
         if phase != FORWARD:
@@ -77,6 +81,27 @@ class RunningHalf:
         if check is not None:
             check(result)
         return result
+
+    def _peak_watch(self) -> PeakWatch | None:
+        """None on the CPU, whose heap watches itself, and where sizes or the budget are open."""
+        facts, needs = self.facts, self.planned.needs.planned
+        request = replace(self.planned.request, lacking_bytes=0)
+        budget = request.budget(facts.options, facts.target)
+        device = runtime_for(facts.target.runtime.key).device
+        if facts.symbols or budget is None or not isinstance(device, CudaDevice):
+            return None
+        begins_with = needs.standing_bytes + (needs.kept_bytes if self.phase == BACKWARD else 0)
+        return PeakWatch(device.streams, budget - begins_with, facts.runs.exceeded)
+
+    @contextmanager
+    def _watched(self) -> Iterator[None]:
+        planned, peaks = self.planned, self._peaks
+        with (
+            planned.recorder.running(self.phase),
+            self.facts.profile.watching(self._tensor_of),
+            nullcontext() if peaks is None else peaks.running(),
+        ):
+            yield
 
     def _recorded(self, arguments: Sequence[Any]) -> AbstractContextManager[None]:
         recording, runs = recorded(), self.facts.runs

@@ -11,7 +11,7 @@ pytestmark = needs_the_device
 
 
 def test_an_mlp_is_plain_s_to_the_bit_and_keeps_its_budget() -> None:
-    run_checks("bitwise-mlp-1", "peak")
+    run_checks("bitwise-mlp-1", "peak", "excess")
 
 
 def test_graph_breaks_a_loop_and_accumulation() -> None:

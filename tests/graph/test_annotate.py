@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 from captured import Attention, Perceptron, capture
 from torch import fx, nn
@@ -12,6 +13,7 @@ from offcompile.graph.graphs import Graphs, bookkeeping
 from offcompile.graph.sizes import hint_of
 from offcompile.ir import DEVICE, Machine, Tier
 from offcompile.ir.jsonio import problem_from_json, problem_to_json
+from offcompile.machine.in_place import InPlace
 from offcompile.planning.fit_budget import plain_plan
 from offcompile.simulate import simulate
 
@@ -91,6 +93,19 @@ def test_the_peak_of_the_plain_plan_is_what_a_naive_walk_of_both_graphs_holds() 
             ends[key] = max(users)
     held = [sum(size[k] for k in size if births[k] <= i <= ends[k]) for i in range(len(nodes))]
     assert peak == max(held)
+
+
+def test_a_product_of_many_rows_reads_a_weight_on_the_host_again_and_again() -> None:
+    size, us_per_byte = 32, 0.001
+    took = {}
+    for rows in (8, 64, 640):
+        (graphs,) = capture(nn.Linear(size, size, bias=False), torch.randn(rows, size))
+        how = InPlace(us_per_byte, us_per_byte, rows_a_read=64)
+        found = annotate(graphs, {}, hint_of(), 1, how)
+        op = next(op for op in found.problem.ops if op.phase == "forward" and op.direct)
+        took[rows] = next(iter(op.direct.values())) - op.duration_us
+    once = size * size * 4 * us_per_byte
+    assert [took[rows] / once for rows in took] == pytest.approx([1, 1, 10], rel=1e-3)
 
 
 def test_what_is_small_written_in_place_or_seen_by_the_user_is_pinned() -> None:

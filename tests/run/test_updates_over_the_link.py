@@ -13,7 +13,7 @@ from offcompile.ir import HOST
 from offcompile.machine.hardware import load_profile
 from offcompile.machine.in_place import InPlace
 
-WIDTH, CARD = 1024, "h100-sxm"
+WIDTH, CARD = 1024, "h200"
 
 
 def planned(batch: int, memory: Any, train: bool = True, **asked: Any) -> offcompile.PlanReport:

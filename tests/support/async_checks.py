@@ -102,6 +102,53 @@ def peak_within_the_budget(controls: Controls) -> None:
     assert controls.waits() == waited, "ops of the step made the host wait"
 
 
+WORKSPACE_BYTES = 16 * MIB
+
+
+@torch.library.custom_op("offcompile_tests::with_workspace", mutates_args=())
+def with_workspace(x: Tensor) -> Tensor:
+    """Takes memory that no plan can know of."""
+    torch.empty(WORKSPACE_BYTES, dtype=torch.uint8, device=x.device).fill_(1)
+    return x * 2
+
+
+with_workspace.register_fake(torch.empty_like)
+with_workspace.register_autograd(lambda _, gradient: with_workspace(gradient))
+
+
+class Working(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        made: Tensor = with_workspace(x)
+        return made
+
+
+def an_excess_is_planned_away(controls: Controls) -> None:
+    """Steps that take more than planned are planned again, for so much less than the budget."""
+    layers = [m for _ in range(8) for m in (nn.Linear(256, 256), Working(), nn.Tanh())]
+    model = nn.Sequential(*layers).to(DEVICE)
+    x = torch.randn(2048, 256).to(DEVICE)
+
+    def step(run: Any) -> int:
+        settle()
+        torch.accelerator.reset_peak_memory_stats()
+        run(x).sum().backward()
+        model.zero_grad()
+        settle()
+        return torch.accelerator.max_memory_allocated()
+
+    plain = torch.compile(model, backend="aot_eager")
+    settle()
+    budget = int(0.8 * max(step(plain) for _ in range(2)))
+    torch._dynamo.reset()
+    options = {"memory": budget, "lowering": "aot_eager"}
+    ours = torch.compile(model, backend="offcompile", options=options)
+    peaks = [step(ours) for _ in range(6)]
+    assert peaks[1] > budget, "the workspace fits, so that this shows nothing"
+    assert peaks[-1] <= budget, f"{peaks} of {budget}"
+    said = offcompile.reports()[-1].profile.said
+    assert sum("planned again for so much less" in line for line in said) == 1, said
+
+
 def through_files(controls: Controls) -> None:
     """With little room on the host, most of what leaves goes to files and comes back as it was."""
     specimen = gpu_checks.on(BY_NAME["mlp"], DEVICE)
@@ -333,6 +380,7 @@ def nothing_planted(controls: Controls) -> None:
 LIKE_A_GPU = ("retain_graph", "two_forwards", "accumulation", "no_grad", "dropped_loss")
 SEEDS = range(1, 6)
 CHECKS: dict[str, Check] = {
+    "excess": an_excess_is_planned_away,
     **{check.__name__: check for check in (*OF_THE_DEVICE, touched_by_the_host)},
     "peak": peak_within_the_budget,
     "verified": verified_against_the_plain_run,

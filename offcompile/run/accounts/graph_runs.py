@@ -66,6 +66,12 @@ class GraphRuns:
     sizes: tuple[int, ...] = ()
     #: its weights on the host that the graph may fetch; None: it changes some
     weights: Sequence[WeakTensor] | None = ()
+    #: by how much a run of the newest plan was over the budget
+    over_bytes: int = 0
+
+    def exceeded(self, over_bytes: int) -> None:
+        """Note that a run took so much more than the budget."""
+        self.over_bytes = max(self.over_bytes, over_bytes)
 
     def call(self, binding: ParameterSet, sizes: tuple[int, ...]) -> None:
         """Note that forward is about to run."""

@@ -84,7 +84,8 @@ class PlanRequest:
     fixed: frozenset[int] = frozenset()
     #: symbol → the value that the plan is made for
     sizes: Mapping[sympy.Symbol, int] = field(default_factory=dict)
-    #: bytes of the budget that another of the ranks that plan together does not have
+    #: bytes of the budget that another of the ranks that plan together does not have, or that runs
+    #: took beyond what was planned
     lacking_bytes: int = 0
 
     def budget(self, options: Options, target: Target) -> int | None:

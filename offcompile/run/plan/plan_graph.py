@@ -172,7 +172,7 @@ def plan_again(
     options, profile, problem = source.options, source.profile, planned.report.problem
     with Progress(name) as progress:
         source.learn_codecs()
-        lacking = 0 if known is None else known.lacking_bytes
+        lacking = planned.request.lacking_bytes if known is None else known.lacking_bytes
         request = replace(planned.request, held_bytes=held_bytes, lacking_bytes=lacking)
         if source.costs_as_planned is None:
             problem = with_factors(problem, profile.factors)

@@ -5,9 +5,11 @@ from __future__ import annotations
 import torch
 
 from offcompile.ir import Infeasible
-from offcompile.report.log import log_decision
+from offcompile.ir.units import show_bytes
+from offcompile.report.log import log_decision, warn
 from offcompile.run.plan.plan_graph import plan_again
 from offcompile.run.ranks.meeting import Ballot
+from offcompile.runtime.memory.blocks import round_up
 from offcompile.runtime.moves.registry import lanes_moved
 
 from .ladder import choose
@@ -16,6 +18,10 @@ from .plans import Call, Plans, Variant
 #: ranks that have planned a graph together judge its plan at this call, and whenever the number of
 #: calls has doubled
 FIRST_BALLOT = 4
+#: an excess over the budget counts in such steps
+OVER_STEP_BYTES = 1 << 20
+#: plans leave no more than this part of the budget free for what runs took beyond it
+MOST_LACKING = 8
 
 
 def judged(plans: Plans, variant: Variant, call: Call) -> Variant:
@@ -23,11 +29,37 @@ def judged(plans: Plans, variant: Variant, call: Call) -> Variant:
     if torch._C._current_graph_task_id() != -1:  # a recomputed forward is no new step
         return variant
     plans.calls += 1
+    if plans.facts.runs.over_bytes:
+        variant = _within_budget(plans, variant, call)
     if plans.agreement.planned_together:
         return _judged_together(plans, variant, call)
     if _shown(plans, variant):
         return _replanned(plans, variant, call)
     return _tried(plans, variant, call)
+
+
+def _within_budget(plans: Plans, variant: Variant, call: Call) -> Variant:
+    """Return a plan for less than the budget, after runs have taken more than it."""
+    runs, profile = plans.facts.runs, plans.facts.profile
+    over, runs.over_bytes = round_up(runs.over_bytes, OVER_STEP_BYTES), 0
+    found = f"a step took {show_bytes(over)} more than the budget, for libraries' workspaces or for"
+    found += " values that the compiler keeps"
+    budget, before = runs.budget_bytes, plans.lacking_bytes
+    assert budget is not None
+    if not plans.agreement.planned_together and before < budget // MOST_LACKING:
+        plans.lacking_bytes += over
+        plans.look_at_weights(call)
+        try:
+            made = plans.make(call, plans.held(call))
+        except Infeasible:  # told below
+            plans.lacking_bytes = before
+        else:
+            profile.note(f"{found}: planned again for so much less")
+            log_decision(runs.name, profile.said[-1])
+            plans.variants.remove(variant)
+            return made
+    warn(f"{runs.name}: {found}. Set memory to {show_bytes(budget - over)} to stay within it.")
+    return variant
 
 
 def _judged_together(plans: Plans, variant: Variant, call: Call) -> Variant:

@@ -132,6 +132,8 @@ class Plans:
     in_vain: set[PlanKind] = field(default_factory=set)
     #: arguments that an optimizer updates during backward
     updated: frozenset[int] = frozenset()
+    #: bytes of the budget that plans leave free, because runs took them beyond what was planned
+    lacking_bytes: int = 0
     #: calls so far that were judged
     calls: int = 0
     #: True if a step has shown what the plan does not know of, and no ballot has come since
@@ -171,6 +173,7 @@ class Plans:
             updated=self.updated,
             fixed=self.fixed.indices,
             sizes=sizes,
+            lacking_bytes=self.lacking_bytes,
         )
         if meeting is None:
             meeting = self.agreement.meeting()
