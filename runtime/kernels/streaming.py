@@ -13,6 +13,10 @@ from .shapes import ACCESS_BYTES, CASTS, has_rows, next_power_of_two, rows_apart
 
 #: as much scratch as the libraries that these kernels replace use themselves
 MOST_SCRATCH_BYTES = 32 << 20
+#: with more rows than this, a product is as fast from a copy of the weight, a piece at a time
+MOST_ROWS = 256
+#: columns of such a piece are a multiple of this
+COLUMNS_STEP = 64
 #: the minimum side of a tile in a product
 LEAST_SIDE = 16
 
@@ -51,13 +55,15 @@ def stream_matmul(
 ) -> torch.Tensor:
     """Returns `a @ b + bias`, with `b` (a weight or its transpose) in host memory; kernel or torch.
 
-    Each byte of `b` crosses the bus once, however many rows `a` has. Sums are float32, in another
-    order than torch's, so results differ in the last bits. Many rows of 16-bit types need scratch
-    on the device, `scratch_bytes`, which no plan accounts for: above `MOST_SCRATCH_BYTES` torch
-    computes the product. Invisible to autograd.
+    Each byte of `b` crosses the bus once, however many rows `a` has: beyond `MOST_ROWS` torch
+    multiplies copies of its columns. Sums are float32, in another order than torch's, so results
+    differ in the last bits. Many rows need up to `MOST_SCRATCH_BYTES` on the device, which no plan
+    accounts for. Invisible to autograd.
     """
     _check(a, b, bias)
     near = a.device == b.device and why_not(a.device) is None
+    if near and a.shape[0] > MOST_ROWS:
+        return matmul_of_copies(a, b, bias)
     fits = scratch_bytes(a, b) <= MOST_SCRATCH_BYTES
     if near and fits and _streams(a, b, bias):
         out = a.new_empty((a.shape[0], b.shape[1]))
@@ -66,6 +72,27 @@ def stream_matmul(
             launch.run(most_programs)
             return out
     return stream_torch(a, b, bias)
+
+
+def matmul_of_copies(
+    a: torch.Tensor,
+    b: torch.Tensor,
+    bias: torch.Tensor | None = None,
+    most_bytes: int = MOST_SCRATCH_BYTES,
+) -> torch.Tensor:
+    """Returns `a @ b + bias` by torch, from copies of columns of `b` that take `most_bytes`."""
+    (inner, columns), out = b.shape, a.new_empty((a.shape[0], b.shape[1]))
+    wide = most_bytes // (max(1, inner) * b.element_size())
+    wide = max(1, wide // COLUMNS_STEP * COLUMNS_STEP or wide)
+    with torch.no_grad():
+        for at in range(0, columns, wide):
+            # the copy keeps the order of the weight's elements
+            part, target = b[:, at : at + wide].clone(), out[:, at : at + wide]
+            if bias is None:
+                torch.mm(a, part, out=target)
+            else:
+                torch.addmm(bias[at : at + wide], a, part, out=target)
+    return out
 
 
 def stream_torch(

@@ -134,7 +134,10 @@ class PlacementSearch:
         """The cost of using weights and gradients in place on the host; None if that cannot be."""
         tensors = self.annotated.problem.tensors
         weights = sum(t.nbytes for t in tensors if t.kind == "weight")
-        return self.planner.source.target.in_place(2 * weights)  # gradients too
+        found = self.planner.source.target.in_place(2 * weights)  # gradients too
+        if found is None or self.planner.source.options.lowering != "inductor":
+            return found
+        return replace(found, rows_a_read=None)  # our kernels read each byte once
 
     def best(self) -> Choice:
         """Find the plan. Raises `Infeasible`."""
