@@ -34,7 +34,8 @@ class HostArena(BlockPool):
 
     limit_bytes: limit on the arena's size; None: 85% of the machine's memory, or the cgroup's. The
     machine's free memory limits every growth as well.
-    ready_bytes: mapped, touched and registered up front, as one segment.
+    ready_bytes: mapped, touched and registered up front, as one segment; may be as much as the
+    limit.
     threads: number of threads that touch fresh memory.
 
     pinned: True if no registration was refused so far. After a refused registration the arena goes
@@ -67,7 +68,14 @@ class HostArena(BlockPool):
         self._is_open = True
         if ready_bytes:
             with self._growing:
-                self._grow(ready_bytes, round_up(ready_bytes, ALIGN_BYTES), ready=True)
+                self._grow(ready_bytes, self._ready_whole(ready_bytes), ready=True)
+
+    def _ready_whole(self, ready_bytes: int) -> int:
+        """Rounded up to whole units, or down where a limit of odd size lets no more in."""
+        padded = round_up(ready_bytes, ALIGN_BYTES)
+        if ready_bytes <= self._limit.nbytes < padded:
+            return padded - ALIGN_BYTES or padded
+        return padded
 
     @property
     def pinned(self) -> bool:

@@ -250,6 +250,15 @@ def test_a_ready_arena_beyond_its_limit_is_refused() -> None:
         arena_of(limit_bytes=PAGE, ready_bytes=2 * PAGE)
 
 
+def test_an_arena_may_be_ready_up_to_a_limit_of_odd_size() -> None:
+    arena = arena_of(limit_bytes=2 * PAGE + 200, ready_bytes=2 * PAGE + 200)
+    assert arena.capacity_bytes == 2 * PAGE
+    assert arena.block(2 * PAGE).padded_nbytes == 2 * PAGE
+    # 256 bytes are the least that can be handed out
+    with pytest.raises(HostFull, match="200 bytes were asked for; of 0 bytes 0 are free"):
+        arena_of(limit_bytes=200, ready_bytes=200)
+
+
 # -- lifetime ----------------------------------------------------------------------------------
 
 
