@@ -172,13 +172,19 @@ def _least(
 ) -> Choice:
     """The plan with the lowest peak; skips the plan with weights at home if its floor is above
     the other's peak."""
-    if on_host is None:
-        return Choice(at_home, decide(at_home, may_fit=True))
-    leave = Choice(on_host, decide(on_host, may_fit=False), frozenset())
-    if floor_of(at_home.problem) >= leave.decided.order.peak_bytes:
+    leave: Choice | None = None
+    if on_host is not None:
+        with contextlib.suppress(Infeasible):  # the host may lack room for weights and gradients
+            leave = Choice(on_host, decide(on_host, may_fit=False), frozenset())
+    if leave is not None and floor_of(at_home.problem) >= leave.decided.order.peak_bytes:
         return leave
-    stay = Choice(at_home, decide(at_home, may_fit=True))
-    return min(stay, leave, key=lambda c: c.decided.order.peak_bytes)
+    try:
+        stay = Choice(at_home, decide(at_home, may_fit=True))
+    except Infeasible:
+        if leave is None:
+            raise
+        return leave
+    return stay if leave is None else min(stay, leave, key=lambda c: c.decided.order.peak_bytes)
 
 
 def _longer(

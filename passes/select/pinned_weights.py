@@ -14,6 +14,8 @@ from fractions import Fraction
 #: shares tried besides none and all, and the resolution of the search around the best
 FIRST_SHARES = (Fraction(1), Fraction(1, 2))
 LEAST_STEP = Fraction(1, 8)
+#: resolution of the share that stays where the host has no room for all
+CROWDED_STEP = Fraction(1, 32)
 
 
 def spread(sizes: Sequence[tuple[str, int]], share: Fraction) -> frozenset[str]:
@@ -28,6 +30,21 @@ def spread(sizes: Sequence[tuple[str, int]], share: Fraction) -> frozenset[str]:
             chosen.append(name)
             owed -= nbytes
     return frozenset(chosen)
+
+
+def without_room(sizes: Sequence[tuple[str, int]], room_bytes: int | None) -> frozenset[str]:
+    """Returns weights, evenly spread in order, that stay on the device so that the host has room
+    for the others; `room_bytes`: None: for all."""
+    total = sum(nbytes for _, nbytes in sizes)
+    if room_bytes is None or total <= room_bytes:
+        return frozenset()
+    share = 1 - Fraction(room_bytes, total)
+    while share < 1:
+        stays = spread(sizes, share)
+        if sum(nbytes for name, nbytes in sizes if name not in stays) <= room_bytes:
+            return stays
+        share += CROWDED_STEP
+    return frozenset(name for name, _ in sizes)
 
 
 def best_share(

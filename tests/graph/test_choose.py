@@ -220,6 +220,19 @@ def test_the_floor_has_all_of_them_on_the_host() -> None:
     assert found.decided.order.peak_bytes < 3 * WEIGHT_BYTES
 
 
+def test_the_floor_is_of_weights_on_the_device_where_the_host_cannot_take_them() -> None:
+    planned = at(None)
+
+    def refusing(found: Annotated, **asked: Any) -> Decided:
+        if any(t.home == HOST for t in found.problem.tensors):
+            raise Infeasible("The host tier is full.", None, "")
+        return planned(found, **asked)
+
+    found = choose(tower(False), on_host, refusing, True, least)
+    assert found.stays is None
+    assert found.decided.order.peak_bytes > LAYERS * WEIGHT_BYTES
+
+
 def test_weights_that_are_as_fast_in_place_all_leave() -> None:
     found = choose(
         tower(False),

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from offcompile.passes.select.pinned_weights import LEAST_STEP, best_share, spread
+from offcompile.passes.select.pinned_weights import LEAST_STEP, best_share, spread, without_room
 
 shares = st.fractions(0, 1, max_denominator=16)
 sizes = st.lists(st.integers(1, 1000), min_size=1, max_size=30).map(
@@ -38,6 +38,22 @@ def test_a_spread_is_even() -> None:
     chosen = sorted(int(i) for i in spread([(str(i), 5) for i in range(12)], Fraction(1, 4)))
     assert len(chosen) == 3 and chosen[0] == 0
     assert {b - a for a, b in pairwise(chosen)} <= {4, 5}
+
+
+@given(sizes, st.integers(0, 20_000))
+def test_the_host_has_room_for_those_that_leave(
+    weights: list[tuple[str, int]], room_bytes: int
+) -> None:
+    stays = without_room(weights, room_bytes)
+    assert sum(nbytes for name, nbytes in weights if name not in stays) <= room_bytes
+    assert not stays or sum(nbytes for _, nbytes in weights) > room_bytes
+
+
+def test_no_more_stay_than_the_host_has_no_room_for() -> None:
+    weights = [(str(i), 100) for i in range(12)]
+    assert without_room(weights, None) == without_room(weights, 1200) == frozenset()
+    for room_bytes in (0, 99, 250, 800, 1199):
+        assert len(without_room(weights, room_bytes)) == 12 - room_bytes // 100
 
 
 @pytest.mark.parametrize("best", [Fraction(n, 8) for n in range(9)])

@@ -116,6 +116,19 @@ def test_optimizers_train_as_ever(name: str, tmp_path: Path) -> None:
         assert key == other and torch.equal(mine, theirs)
 
 
+@pytest.mark.parametrize(("host_memory", "hosted"), [("1KiB", 0), ("64KiB", 1), ("200KiB", 3)])
+def test_a_small_host_tier_takes_the_weights_that_it_has_room_for(
+    host_memory: str, hosted: int, tmp_path: Path
+) -> None:
+    train, models, found = steps(OPTIMIZERS["sgd"]), (tower(), tower()), []
+    for model, compiler in zip(
+        models, (lambda m: m, lambda m: compiled(m, tmp_path, host_memory=host_memory)), strict=True
+    ):
+        found.append(train(compiler(model), model))
+    assert sum(map(is_on_host, models[1].parameters())) == hosted
+    assert all(map(torch.equal, *found))
+
+
 def test_gradients_that_are_zeroed_and_not_dropped(tmp_path: Path) -> None:
     both(tmp_path, steps(OPTIMIZERS["sgd"], to_none=False))
 

@@ -154,7 +154,7 @@ def through_files(controls: Controls) -> None:
     specimen = gpu_checks.on(BY_NAME["mlp"], DEVICE)
 
     def spilled(model: nn.Module) -> Any:
-        options = {"memory": "minimum", "lowering": "aot_eager", "host_memory": 2 * MIB}
+        options = {"memory": "minimum", "lowering": "aot_eager", "host_memory": "64KiB"}
         return torch.compile(model, backend="offcompile", options=options)
 
     with deterministic(), seeded(controls, 3):

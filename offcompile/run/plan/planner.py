@@ -8,9 +8,11 @@ from functools import cached_property, partial
 
 from offcompile.graph.annotate import Annotated
 from offcompile.graph.graphs import Graphs
-from offcompile.graph.weight_placement import Choice, choose
+from offcompile.graph.weight_placement import Choice, choose, weights_in_use_order
 from offcompile.ir import BACKWARD, DEVICE, HOST, UPDATE, Infeasible, Machine, Plan, Problem
+from offcompile.machine.hardware import DISK
 from offcompile.machine.in_place import InPlace
+from offcompile.passes.select.pinned_weights import without_room
 from offcompile.planning.empty_turn import decide_emptied
 from offcompile.planning.fit_budget import (
     Decided,
@@ -75,7 +77,7 @@ class GraphPlanner:
         options, target = self.source.options, self.source.target
         seconds = share * (options.seconds or planning_seconds(problem))
         search = PlanSearch(
-            self.source.machine,
+            partial(self._machine, self.results_bytes(problem)),
             target.reserve_bytes,
             options.whole_policy,
             seconds,
@@ -97,6 +99,25 @@ class GraphPlanner:
             known,
             worth_us,
         )
+
+    def _machine(self, results_bytes: int, device_bytes: int) -> Machine:
+        """The target's machine, less the room on a limited host tier for results that leave.
+
+        Others hold results in memory, which is the host's wherever a plan sends them.
+        """
+        machine = self.source.machine(device_bytes)
+        capacity = machine.tier[HOST].capacity_bytes
+        if capacity is None or not results_bytes:
+            return machine
+        return machine.with_capacity(HOST, max(0, capacity - results_bytes))
+
+    def results_bytes(self, problem: Problem) -> int:
+        """Results that may leave, if a plan may send them to a disk that cannot be memory."""
+        machine = self.source.machine(1)
+        if self.source.kind == "cpu" or DISK not in machine.tier:
+            return 0
+        results = (t for t in problem.tensors if t.home is None and not t.pinned)
+        return sum(t.nbytes for t in results if problem.must_survive(t.id))
 
     def _holes(self, problem: Problem, budget: int) -> Holes:
         source = self.source
@@ -139,8 +160,26 @@ class PlacementSearch:
             return found
         return replace(found, rows_a_read=None)  # our kernels read each byte once
 
+    @cached_property
+    def _without_room(self) -> frozenset[str] | None:
+        """Weights that a limited host tier cannot take beside the others: they never move there.
+        None if it cannot take the results that may leave with them."""
+        planner = self.planner
+        found = planner.source.problem(self.graphs, self.in_place).problem
+        room_bytes = planner.source.machine(1).tier[HOST].capacity_bytes
+        if room_bytes is None:
+            return frozenset()
+        room_bytes -= planner.results_bytes(found)
+        return without_room(weights_in_use_order(found), room_bytes) if room_bytes >= 0 else None
+
     def best(self) -> Choice:
         """Find the plan. Raises `Infeasible`."""
+        found = self._best()
+        if found.stays is None:
+            return found
+        return replace(found, stays=found.stays | (self._without_room or frozenset()))
+
+    def _best(self) -> Choice:
         request, source, budget = self.planner.request, self.planner.source, self.planner.budget()
         try:
             return self._all_on_host(budget) or self._fastest(budget, budget is None)
@@ -196,12 +235,15 @@ class PlacementSearch:
         )
 
     def on_host(self, stays: frozenset[str]) -> Annotated | None:
-        """Annotate the step with all weights but these on the host; None if that cannot be."""
+        """Annotate the step with all weights on the host but these and those that have no room
+        there; None if that cannot be."""
         if self.in_place is None or self.planner.request.kind == EMPTIED:
             return None
         source = self.planner.source
+        if self._without_room is None:
+            return None
         source.measure_in_place(self.graphs, self.in_place)
-        found = source.problem(self.graphs, self.in_place, stays)
+        found = source.problem(self.graphs, self.in_place, stays | self._without_room)
         leaves = any(not t.pinned for t in found.problem.tensors if t.kind in LEAVING)
         return found if leaves else None
 
