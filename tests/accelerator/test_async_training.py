@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import pytest
-from async_checks import LIKE_A_GPU, SEEDS, SHOWN_BY
+from async_checks import LIKE_A_GPU, PLANTED_SEEDS, SEEDS
+from async_planted import SHOWN_BY
 from async_runs import needs_the_device, run_checks
+from async_seeds import BLOCKS, FEW
 from zoo import ZOO
 
 pytestmark = needs_the_device
@@ -22,8 +24,24 @@ def test_files_other_streams_and_verification() -> None:
     run_checks("through_files", "verified", "on_a_side_stream", "backward_on_its_own_thread")
 
 
+def test_delays_of_some_seeds_change_no_bit() -> None:
+    run_checks(*FEW)
+
+
 def test_an_order_taken_away_shows_in_the_bits() -> None:
     run_checks("nothing_planted", *(f"without {name}" for name in SHOWN_BY))
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("seed", PLANTED_SEEDS[1:])
+def test_an_order_taken_away_shows_whatever_the_delays(seed: int) -> None:
+    run_checks(*(f"without {name}-{seed}" for name in SHOWN_BY))
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("block", BLOCKS)
+def test_delays_of_a_thousand_seeds_change_no_bit(block: str) -> None:
+    run_checks(block)
 
 
 @pytest.mark.soak

@@ -23,6 +23,7 @@ from async_own_checks import (
     touched_by_the_host,
 )
 from async_planted import SHOWN_BY, nothing_planted, on_a_side_stream, planted
+from async_seeds import BLOCKS, FEW, many
 from gpu_checks import deterministic
 from torch import nn
 from zoo import BY_NAME, ZOO
@@ -200,6 +201,7 @@ CHECKS: dict[str, Check] = {
     },
     **{f"least-{s.name}": functools.partial(least, s.name, 4) for s in ZOO},
     **{name: functools.partial(as_on_a_gpu, name) for name in LIKE_A_GPU},
+    **{block: functools.partial(many, *asked) for block, asked in (BLOCKS | FEW).items()},
     "nothing_planted": nothing_planted,
     **{
         f"without {name}" + (f"-{seed}" if seed else ""): functools.partial(planted, name, seed)

@@ -14,6 +14,7 @@ import warnings
 import async_checks
 import async_own_checks
 import async_planted
+import async_seeds
 import budget_child
 import gpu_checks
 from async_device.as_card import other_torch
@@ -23,7 +24,10 @@ from gpu_checks import Skipped
 def main() -> None:
     warnings.simplefilter("error", RuntimeWarning)
     other = other_torch()
-    for module in (async_checks, async_own_checks, async_planted, budget_child, gpu_checks):
+    for module in (
+        *(async_checks, async_own_checks, async_planted, async_seeds),
+        *(budget_child, gpu_checks),
+    ):
         module.torch = other  # type: ignore[attr-defined]
     gpu_checks.SEARCH_SECONDS = 0.3
     for name in sys.argv[1:]:
