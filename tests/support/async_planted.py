@@ -4,9 +4,9 @@ Each plant has a program that needs the order, and the stream whose slowness sho
 missing. Some orders show only in programs of moves, since a compiled step has a second order in
 their place.
 
-These show in no bits. A copy holds its tensor until the host has seen it end: if only compute's
-wait for a copy out is missing, memory is held longer and nothing else. The waits of staging after a
-failed copy come too late for a result, since the error replaces it.
+These show in no bits. A copy holds its tensor until the host has seen it end: without compute's
+wait for a copy out, memory is held longer and nothing else, unless kernels read the copy in place.
+The waits of staging after a failed copy come too late for a result, since the error replaces it.
 """
 
 from __future__ import annotations
@@ -156,6 +156,13 @@ def _sent(weight: Tensor, key: str) -> Tensor:
     ticket = ops.start_store(gradient, "g", "host", "d2h", key)
     ops.wait_out(ticket, gradient)
     return ops.host_of(ticket, tuple(weight.shape), (1,), torch.float32, DEVICE)
+
+
+def _results_in_place() -> list[Tensor]:
+    """A kernel reads host memory that a copy out fills."""
+    key = RuntimeSettings(target=DEVICE).key
+    x = torch.ones(ROOM, device=DEVICE)
+    return [(_sent(x, key) * 2).cpu()]
 
 
 def _loads_at_once() -> list[Tensor]:
@@ -321,6 +328,9 @@ SHOWN_BY = {
             ("updates before weights are used", _an_update_that_a_fetch_waits_for, "h2d"),
         )
     },
+    "copies out before kernels read them in place": Shown(
+        _results_in_place, "d2h", PLANTS["copies out before memory is used again"]
+    ),
     "copies out before their loads": Shown(
         _loads_at_once, "d2h", _without(Mover, "_after", _after_compute_only)
     ),
