@@ -21,7 +21,7 @@ def test_graph_breaks_a_loop_and_accumulation() -> None:
 
 
 def test_files_other_streams_and_verification() -> None:
-    run_checks("through_files", "verified", "on_a_side_stream", "backward_on_its_own_thread")
+    run_checks("through_files", "full_host_tier", "verified", "on_a_side_stream", "own_thread")
 
 
 def test_delays_of_some_seeds_change_no_bit() -> None:

@@ -15,6 +15,7 @@ import torch
 import zoo
 from async_device import Controls
 from async_own_checks import (
+    DELAYS_US,
     DEVICE,
     MIB,
     OF_THE_DEVICE,
@@ -22,13 +23,15 @@ from async_own_checks import (
     settle,
     touched_by_the_host,
 )
-from async_planted import SHOWN_BY, nothing_planted, on_a_side_stream, planted
+from async_planted import SHOWN_BY, nothing_planted, on_a_side_stream, planted, stream_of
 from async_seeds import BLOCKS, FEW, many
 from gpu_checks import deterministic
 from torch import nn
 from zoo import BY_NAME, ZOO
 
 import offcompile
+from offcompile.runtime.moves import ops
+from offcompile.runtime.moves.registry import RuntimeSettings, close_all, runtime_for
 
 # --- training -------------------------------------------------------------------------------------
 
@@ -153,6 +156,25 @@ def through_files(controls: Controls) -> None:
     assert offcompile.counters()["spill_bytes_written"] > before
 
 
+def a_full_host_tier_waits_for_copies(controls: Controls) -> None:
+    """Memory for a result is there once the copies that hold it are over."""
+    key = RuntimeSettings(target=DEVICE, host_bytes=MIB).key
+    mover, nbytes = runtime_for(key).mover, 3 * MIB // 4
+    x = torch.full((nbytes,), 7, dtype=torch.uint8, device=DEVICE)
+    saved = ops.start_out(x, "x", "host", "d2h", key)
+    ops.wait_out(saved, x)
+    mover.device.drain()
+    with controls.slow(stream_of("h2d"), DELAYS_US[1]):
+        load = ops.start_load(saved, (nbytes,), (1,), torch.uint8, "x", "h2d", [], DEVICE)
+        del saved
+        (host,) = mover.device.addressable([nbytes])
+    host.fill_(1)
+    assert bool((ops.wait_load(*load) == 7).all().cpu())
+    del load, host
+    settle()
+    close_all()
+
+
 def verified_against_the_plain_run(controls: Controls) -> None:
     """`verify=True` compares both halves, though what the plain run saves rests on the host."""
     model = gpu_checks.on(BY_NAME["mlp"], DEVICE).fresh()
@@ -193,7 +215,8 @@ CHECKS: dict[str, Check] = {
     "verified": verified_against_the_plain_run,
     "on_a_side_stream": on_a_side_stream,
     "through_files": through_files,
-    "backward_on_its_own_thread": backward_on_its_own_thread,
+    "full_host_tier": a_full_host_tier_waits_for_copies,
+    "own_thread": backward_on_its_own_thread,
     **{
         f"bitwise-{s.name}-{seed}": functools.partial(bitwise, s.name, seed)
         for s in ZOO

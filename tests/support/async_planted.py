@@ -98,7 +98,7 @@ def on_another_stream(compiler: Callable[[nn.Module], Any] | None = None) -> lis
     model = _stack()
     forward = (compiler or gpu_checks.ours("minimum"))(model)
     settle()
-    with _stream("side"):
+    with stream_of("side"):
         loss = forward(torch.ones(512, 64).to(DEVICE)).square().mean()
         loss.backward()
         left = [loss.detach().cpu(), *(p.grad.cpu() for p in model.parameters())]  # type: ignore[union-attr]
@@ -204,7 +204,7 @@ def _host_memory_goes_round() -> list[Tensor]:
     settle()
     seen = first * 1
     del first
-    with _stream("side"):
+    with stream_of("side"):
         (second,) = device.addressable([ROOM])
         second.fill_(2)
         written = second.cpu()
@@ -371,7 +371,7 @@ def _side() -> torch.Stream:
     return side_stream()
 
 
-def _stream(name: str) -> torch.Stream:
+def stream_of(name: str) -> torch.Stream:
     if name == "side":
         return _side()
     streams = TorchStreams(torch.device(DEVICE))
@@ -412,7 +412,7 @@ def delayed(controls: Controls, seed: int, slow: str, us: float) -> Iterator[Non
     """One stream is slow, the others are as the seed has them."""
     controls.seed(seed)
     try:
-        with controls.slow(_stream(slow), us):
+        with controls.slow(stream_of(slow), us):
             yield
     finally:
         controls.seed(0)
@@ -441,5 +441,5 @@ def on_a_side_stream(controls: Controls) -> None:
     """A model of the default stream trains on another: memory that its weights leave there may be
     used again at once."""
     expected = on_another_stream(gpu_checks.plain())
-    with controls.slow(_stream("side"), DELAYS_US[0]):
+    with controls.slow(stream_of("side"), DELAYS_US[0]):
         assert all(map(torch.equal, on_another_stream(), expected))

@@ -157,7 +157,14 @@ class CudaDevice(Device):
             return self.arena.block(nbytes)
 
     def addressable(self, sizes: Sequence[int]) -> list[torch.Tensor]:
-        return self.shadows.tensors(sizes)
+        try:
+            return self.shadows.tensors(sizes)
+        except HostFull:
+            # copies that are over soon hold some of it
+            self._in_flight.drain()
+            if self._before is not None:
+                self._before()
+            return self.shadows.tensors(sizes)
 
     def slot_of(self, tensor: torch.Tensor) -> Slot | None:
         return self.shadows.slot_of(tensor)
