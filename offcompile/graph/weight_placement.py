@@ -15,7 +15,7 @@ from fractions import Fraction
 from typing import Protocol
 
 from offcompile.ir import DEVICE, HOST, Infeasible, Problem
-from offcompile.passes.select.pinned_weights import best_share, spread
+from offcompile.passes.select.pinned_weights import best_share, spread, without_room
 from offcompile.planning.fit_budget import Decided
 from offcompile.planning.planner import NO_RIVAL, Beaten, Rival
 from offcompile.planning.splitting import Splitting
@@ -272,6 +272,11 @@ def _without_host_updates(leave: Choice) -> list[tuple[str, int]]:
     the host updates."""
     hosted = {u.weight for u in leave.decided.result.plan.updates if u.where == HOST}
     return [w for w in weights_in_use_order(leave.annotated.problem) if w[0] not in hosted]
+
+
+def without_room_on_host(problem: Problem, room_bytes: int) -> frozenset[str]:
+    """Weights at home on the host that stay on the device where only so much may live there."""
+    return without_room(weights_in_use_order(problem), room_bytes)
 
 
 def weights_in_use_order(problem: Problem) -> list[tuple[str, int]]:

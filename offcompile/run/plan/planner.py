@@ -8,11 +8,10 @@ from functools import cached_property, partial
 
 from offcompile.graph.annotate import Annotated
 from offcompile.graph.graphs import Graphs
-from offcompile.graph.weight_placement import Choice, choose, weights_in_use_order
+from offcompile.graph.weight_placement import Choice, choose, without_room_on_host
 from offcompile.ir import BACKWARD, DEVICE, HOST, UPDATE, Infeasible, Machine, Plan, Problem
 from offcompile.machine.hardware import DISK
 from offcompile.machine.in_place import InPlace
-from offcompile.passes.select.pinned_weights import without_room
 from offcompile.planning.empty_turn import decide_emptied
 from offcompile.planning.fit_budget import (
     Decided,
@@ -170,7 +169,7 @@ class PlacementSearch:
         if room_bytes is None:
             return frozenset()
         room_bytes -= planner.results_bytes(found)
-        return without_room(weights_in_use_order(found), room_bytes) if room_bytes >= 0 else None
+        return without_room_on_host(found, room_bytes) if room_bytes >= 0 else None
 
     def best(self) -> Choice:
         """Find the plan. Raises `Infeasible`."""
