@@ -26,7 +26,7 @@ from async_own_checks import (
 from async_planted import SHOWN_BY, nothing_planted, on_a_side_stream, planted, stream_of
 from async_seeds import BLOCKS, FEW, many
 from gpu_checks import deterministic
-from torch import nn
+from torch import Tensor, nn
 from zoo import BY_NAME, ZOO
 
 import offcompile
