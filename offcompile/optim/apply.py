@@ -53,7 +53,7 @@ def update(
     if coefficient is not None:
         coefficient = coefficient.to(gradients.device)
     grad_scale = _sent(grad_scale, gradients.device)
-    core.begun += 1
+    core.begin([entry])
     entry.count_up()
     core.visiting(entry)
     dense = is_dense(weight)
@@ -260,7 +260,7 @@ def _update_call(
         if isinstance(entry.store, MemoryStates):
             for name, part in zip(entry.names, entry.store.tensors(entry.key), strict=True):
                 parts[name].append(part)
-    core.begun += 1
+    core.begin(entry for entry, _ in call)
     if steps:
         torch._foreach_add_(steps, 1)
     weights = [flat(entry.local.detach()) for entry, _ in call]

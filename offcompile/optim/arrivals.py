@@ -84,6 +84,13 @@ class Arrivals:
             gradient = parameter.grad
             if gradient is None or arrival.passes < self.core.settings.accumulate:
                 return
+            if self._is_of_one_rank(parameter):
+                raise OffloadError(
+                    f"Nothing reduces the gradient of {entry.label} over ranks before it is used:"
+                    " with overlap=True and sharded=True, wrap the model in"
+                    " DistributedDataParallel, or reduce gradients yourself before step() and make"
+                    " the optimizer with overlap=False"
+                )
             if self.core.settings.deferred or self._waits_for_ddp():
                 self._hold(entry, gradient)
             elif self._is_last_hook(entry):
@@ -102,6 +109,14 @@ class Arrivals:
         arrival.passes += 1
         return arrival
 
+    def _is_of_one_rank(self, parameter: torch.Tensor) -> bool:
+        """True if ranks would update from the gradients of one rank: neither DDP nor a hook of the
+        user's has reduced this one."""
+        if self.core.sharding is None or updates.reducer_of(parameter) is not None:
+            return False
+        hooks = parameter._post_accumulate_grad_hooks or ()
+        return len(hooks) <= 1 and not parameter._backward_hooks and not self._waits_for_ddp()
+
     def _is_last_hook(self, entry: ParameterEntry) -> bool:
         """True if no hook of the user's has yet to see the gradient."""
         hooks = entry.parameter._post_accumulate_grad_hooks
@@ -112,7 +127,7 @@ class Arrivals:
         self.ways.update(entry, gradient, hyper)
         entry.parameter.grad = None
         arrival.hyper = hyper
-        self.tally.in_backward += 1
+        self.tally.in_backward += self.core.owns(entry)
 
     def _hold(self, entry: ParameterEntry, gradient: torch.Tensor) -> None:
         """Keep a complete gradient for step()."""
@@ -151,7 +166,7 @@ class Arrivals:
         entry = self.core.entries.get(parameter)
         if entry is None or entry not in self._hooks or not parameter.requires_grad:
             return False
-        if is_sharded(parameter) or self._waits_for_ddp():
+        if is_sharded(parameter) or self._waits_for_ddp() or self._is_of_one_rank(parameter):
             return False
         others = parameter._backward_hooks or len(parameter._post_accumulate_grad_hooks or ()) != 1
         before = self.arrived.get(entry)
@@ -171,7 +186,7 @@ class Arrivals:
                 hyper = self.core.rule.hyper(entry.group)
                 self.ways.update(entry, gradient, hyper, borrowed=True)
                 arrival.hyper = hyper
-                self.tally.in_backward += 1
+                self.tally.in_backward += self.core.owns(entry)
                 return
             if parameter.grad is None:
                 room = room_like(parameter)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -15,21 +15,57 @@ from offcompile.runtime.states.states import MemoryStates
 
 from .core import MASTER, Core, ParameterEntry
 from .layout import flat_like, shaped_like
+from .ranks.gathering import gathered
 from .ranks.shards import is_sharded, local_state, sharded_like
 
 
 def whole_state(core: Core) -> defaultdict[torch.Tensor, Any]:
-    """The optimizer's state including states on disk, on tensors backed by a file."""
+    """The optimizer's state including states on disk, on tensors backed by a file. Where states are
+    shared out over ranks, those of all: a collective."""
+    own = own_state(core)
+    if core.sharding is None:
+        return own
+    keys = {parameter: entry.key for parameter, entry in core.entries.items()}
+    return gathered(core.sharding, keys, own, _room(core))
+
+
+def own_state(core: Core) -> defaultdict[torch.Tensor, Any]:
+    """The states that this rank has; those on disk on tensors backed by a file."""
     found: defaultdict[torch.Tensor, Any] = defaultdict(dict, core.state)
     room: MappedStore | None = None
     for parameter, entry in core.entries.items():
         if entry.store is None or isinstance(entry.store, MemoryStates):
             continue
-        if room is None:
-            directories = core.settings.directories or (default_directory(),)
-            room = MappedStore(directories[0])
+        room = room or _room(core)
         found[parameter] = {**core.state[parameter], **_copied(core, entry, room)}
     return found
+
+
+def _room(core: Core) -> MappedStore:
+    return MappedStore((core.settings.directories or (default_directory(),))[0])
+
+
+def elsewhere(core: Core, groups: Sequence[Mapping[str, Any]]) -> dict[int, int]:
+    """Number of a parameter in `state_dict()` → the rank, within the group, that has its states."""
+    if core.sharding is None:
+        return {}
+    numbered = enumerate(p for group in groups for p in group["params"])
+    owners = {n: core.sharding.owner(core.entries[p].key) for n, p in numbered}
+    return {n: owner for n, owner in owners.items() if owner != core.sharding.wire.rank}
+
+
+def refuse_others(
+    core: Core, parameters: Mapping[Any, torch.Tensor], elsewhere: Mapping[Any, int]
+) -> None:
+    """Raise OffloadError if what is loaded lacks states that this rank has to have."""
+    lacking = [n for n in elsewhere if n in parameters and core.owns(core.entries[parameters[n]])]
+    if lacking:
+        label = core.entries[parameters[lacking[0]]].label
+        raise OffloadError(
+            f"This is the local_state_dict() of one rank, and the states of {label} were on rank"
+            f" {elsewhere[lacking[0]]}: load what this rank has saved, on as many ranks, or a"
+            " state_dict()"
+        )
 
 
 def _copied(core: Core, entry: ParameterEntry, room: MappedStore) -> dict[str, torch.Tensor]:
@@ -60,12 +96,16 @@ def load(
 ) -> None:
     """Fill the empty `state` and the stores from a `state_dict`. `parameters`: by its keys."""
     core.state = state
+    if core.sharding is not None:
+        core.sharding.reset()
     for entry in core.entries.values():
         core.forget(entry)
     for key, values in saved.items():
         parameter = parameters.get(key)
         if parameter is None:
             state[key] = values
+        elif not core.owns(core.entries[parameter]):
+            state[parameter]  # makes an entry, as an update by another rank does
         elif values:
             _load_one(core, core.entries[parameter], values)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import weakref
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -17,6 +17,7 @@ from offcompile.runtime.states.gradient_transport import GradientTransport, carr
 from offcompile.runtime.states.states import MemoryStates, States
 
 from .layout import shaped_like
+from .ranks.sharding import Sharding, refuse_sharded
 from .ranks.shards import local, sharded_like
 from .rules import Rule
 from .settings import Settings
@@ -94,6 +95,8 @@ class Core:
     settings: Settings
     places: Places
     state: defaultdict[torch.Tensor, Any]
+    #: shares states out over ranks; None: this rank has all
+    sharding: Sharding | None = None
     entries: dict[torch.Tensor, ParameterEntry] = field(default_factory=dict)
     scratch: Scratch = field(default_factory=Scratch)
     #: place → keys visited in this step, and keys that its store was told to expect
@@ -111,6 +114,7 @@ class Core:
     def know(self, groups: Sequence[dict[str, Any]]) -> None:
         """Set the groups."""
         self._held_bytes = None
+        new: list[ParameterEntry] = []
         for group in groups:
             refuse_flags(group)
             for parameter in group["params"]:
@@ -121,10 +125,27 @@ class Core:
                     )
                 entry = self.entries.get(parameter)
                 if entry is None:
-                    self.entries[parameter] = ParameterEntry(parameter, group, self._next_key)
+                    entry = ParameterEntry(parameter, group, self._next_key)
+                    self.entries[parameter] = entry
                     self._next_key += 1
+                    new.append(entry)
                 else:
                     entry.group = group
+        if self.sharding is not None and new:
+            for entry in new:
+                refuse_sharded(entry.parameter)
+            self.sharding.add([(e.parameter, self._nbytes(e)) for e in new])
+
+    def owns(self, entry: ParameterEntry) -> bool:
+        """True if this rank keeps the states of the parameter, and so updates it."""
+        return self.sharding is None or self.sharding.owns(entry.key)
+
+    def begin(self, entries: Iterable[ParameterEntry]) -> None:
+        """Note an update, of one parameter or of several together, before it is made."""
+        self.begun += 1
+        if self.sharding is not None:
+            for entry in entries:
+                self.sharding.touch(entry.key)
 
     def visiting(self, entry: ParameterEntry) -> None:
         """Note the use of a parameter's states, to predict the order of the next step."""
@@ -187,7 +208,7 @@ class Core:
         new = [
             e
             for e in self.entries.values()
-            if e.place is None and (e.parameter.requires_grad or e is needed)
+            if e.place is None and self.owns(e) and (e.parameter.requires_grad or e is needed)
         ]
         if not new:
             return
@@ -216,6 +237,8 @@ class Core:
                 largest = crossing.get(entry.place, 0)
                 crossing[entry.place] = max(largest, self._nbytes(entry))
         nbytes += sum(self.places.buffer_bytes(p, largest) for p, largest in crossing.items())
+        if self.sharding is not None:
+            nbytes += self.sharding.held_bytes()
         self._held_bytes = nbytes
         return nbytes
 

@@ -19,6 +19,7 @@ from offcompile.runtime.states.states import StatesFacts
 from . import apply, checkpoints, clipping
 from .arrivals import Arrivals
 from .core import Core, ParameterEntry, refuse_flags
+from .ranks.sharding import Sharding
 from .ranks.shards import local
 from .rules import Hyper, Rule
 from .settings import Asked, Settings
@@ -62,12 +63,23 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         self._step_supports_amp_scaling = True
         self.last_norm = None
         places = Places(self.settings)
-        core = self._core = Core(self.rule, self.settings, places, self.state)
+        group = self.settings.group
+        sharding = None if group is None else Sharding(group)
+        core = self._core = Core(self.rule, self.settings, places, self.state, sharding)
         ways = UpdatePaths(core)
         self._arrivals = Arrivals(core, ways)
         core.know(self.param_groups)
+        self._agree()
         self._watch()
         weakref.finalize(self, _end, ways, places).atexit = False
+
+    def _agree(self) -> None:
+        """Raise OffloadError if another rank shares out other parameters."""
+        core = self._core
+        if core.sharding is not None:
+            layouts = {str(core.layout(e)): None for e in core.entries.values()}
+            kind = f"{type(self).__name__} with states {', '.join(layouts)}"
+            core.sharding.agree(kind, [e.label for e in core.entries.values()])
 
     def _watch(self) -> None:
         updates.count(self._core.entries, self._arrivals)
@@ -79,6 +91,7 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         super().add_param_group(param_group)
         if "_core" in self.__dict__:
             self._core.know(self.param_groups)
+            self._agree()
             self._watch()
 
     # -- a step --------------------------------------------------------------------------------
@@ -94,8 +107,24 @@ class OffloadedOptimizer(torch.optim.Optimizer):
             with torch.enable_grad():
                 loss = closure()
         with torch.no_grad():
-            self._step()
+            if self._core.sharding is None:
+                self._step()
+            else:
+                self._step_on_ranks(self._core.sharding)
         return loss
+
+    def _step_on_ranks(self, sharding: Sharding) -> None:
+        """Make this rank's part of a step, and exchange the updated weights."""
+        try:
+            try:
+                self._step()
+            except Exception as error:
+                sharding.tell(error)
+                raise
+            for parameter in sharding.exchange():
+                self.state[parameter]  # makes an entry on all ranks, as on the one with the states
+        finally:
+            self._core.is_torn |= sharding.differs
 
     @uninterrupted
     def _step(self) -> None:
@@ -119,7 +148,8 @@ class OffloadedOptimizer(torch.optim.Optimizer):
             for entry, _ in waiting:
                 entry.parameter.grad = None
             self._arrivals.watch()
-        arrivals.over(0 if found_inf else len(waiting))
+        in_step = sum(self._core.owns(entry) for entry, _ in waiting)
+        arrivals.over(0 if found_inf else in_step)
         self._core.step_over()
 
     def _amp(self) -> tuple[torch.Tensor | None, bool]:
@@ -153,6 +183,7 @@ class OffloadedOptimizer(torch.optim.Optimizer):
                 _unscale([g for _, g in waiting], grad_scale)
                 grad_scale = None
             coefficient = self._clip(waiting)
+        waiting = [(entry, gradient) for entry, gradient in waiting if self._core.owns(entry)]
         if self.settings.tail:
             later = self._arrivals.ways.later
             waiting = [
@@ -185,7 +216,7 @@ class OffloadedOptimizer(torch.optim.Optimizer):
 
     def discard(self) -> None:
         """Give up the step under way: drop its gradients. Parameters that were updated already stay
-        updated."""
+        updated. With sharded=True, call it on every rank."""
         self._core.is_torn = False
         try:
             self._arrivals.settle()
@@ -193,6 +224,12 @@ class OffloadedOptimizer(torch.optim.Optimizer):
             self._arrivals.forget()
             for parameter in self._core.entries:
                 parameter.grad = None
+        sharding = self._core.sharding
+        if sharding is not None:
+            self._core.is_torn = True
+            sharding.meet("discard()")
+            sharding.exchange()
+            self._core.is_torn = False
 
     # -- saving and loading ---------------------------------------------------------------------
 
@@ -205,10 +242,30 @@ class OffloadedOptimizer(torch.optim.Optimizer):
     @_disable_dynamo
     def state_dict(self) -> dict[str, Any]:
         """Like torch's, which can load it. States on disk are copied to an unnamed file that backs
-        the tensors, not to memory."""
+        the tensors, not to memory.
+
+        With sharded=True it has the states of all ranks: a collective, to be called on every rank.
+        """
         self.settle()
-        live = self.state
-        self.state = checkpoints.whole_state(self._core)
+        if self._core.sharding is not None:
+            self._core.sharding.meet("state_dict()")
+        return self._saved(checkpoints.whole_state(self._core))
+
+    @_disable_dynamo
+    def local_state_dict(self) -> dict[str, Any]:
+        """Like `state_dict()`, with the states of this rank alone, and no collective. The same rank
+        of as many can load it."""
+        self.settle()
+        state = checkpoints.own_state(self._core)
+        for parameter, entry in self._core.entries.items():
+            if not self._core.owns(entry):
+                state.pop(parameter, None)
+        found = self._saved(state)
+        elsewhere = checkpoints.elsewhere(self._core, self.param_groups)
+        return found | ({"elsewhere": elsewhere} if elsewhere else {})
+
+    def _saved(self, state: defaultdict[torch.Tensor, Any]) -> dict[str, Any]:
+        live, self.state = self.state, state
         try:
             return super().state_dict()
         finally:
@@ -238,7 +295,9 @@ class OffloadedOptimizer(torch.optim.Optimizer):
             self._optimizer_load_state_dict_post_hooks = hooks[1]
         numbers = [n for g in state_dict["param_groups"] for n in g["params"]]
         parameters = [p for g in self.param_groups for p in g["params"]]
-        checkpoints.load(self._core, self.state, dict(zip(numbers, parameters, strict=True)), saved)
+        numbered = dict(zip(numbers, parameters, strict=True))
+        checkpoints.refuse_others(self._core, numbered, state_dict.get("elsewhere", {}))
+        checkpoints.load(self._core, self.state, numbered, saved)
         self._core.is_torn = False
         for after in self._optimizer_load_state_dict_post_hooks.values():
             after(self)
@@ -248,6 +307,11 @@ class OffloadedOptimizer(torch.optim.Optimizer):
             raise OffloadError(
                 "An optimizer with states on disk cannot be copied or pickled: save its"
                 " state_dict() and load that into a new one"
+            )
+        if self._core.sharding is not None:
+            raise OffloadError(
+                "An optimizer whose states are shared out over ranks cannot be copied or pickled:"
+                " save its state_dict() on every rank and load that into a new one"
             )
         return super().__getstate__() | {"settings": self.settings}
 

@@ -38,6 +38,8 @@ class Asked(TypedDict, total=False):
     channels: Channels
     stream: bool | float | None
     verify_spill: bool
+    sharded: bool
+    process_group: Any
 
 
 PLACES = ("auto", "device", "host", "disk")
@@ -55,6 +57,8 @@ USUAL: Asked = {
     "channels": None,
     "stream": None,
     "verify_spill": False,
+    "sharded": False,
+    "process_group": None,
 }
 
 
@@ -84,6 +88,8 @@ class Settings:
     stream: float | None = None
     #: True if data read from disk is checked against checksums
     verify_spill: bool = False
+    #: process group over which states are shared out; None: each rank has all
+    group: Any = None
 
     @property
     def deferred(self) -> bool:
@@ -120,6 +126,7 @@ class Settings:
             channels=given["channels"],
             stream=None if stream is None else float(stream),
             verify_spill=given["verify_spill"],
+            group=_group(given) if given["sharded"] else None,
         )
 
 
@@ -144,6 +151,23 @@ def _refused(given: Asked) -> Iterator[tuple[str, str]]:
         yield "stream", "give True, False, a share between 0 and 1, or None"
     if not isinstance(given["verify_spill"], bool):
         yield "verify_spill", "give True or False"
+    yield from _refused_sharding(given)
+
+
+def _refused_sharding(given: Asked) -> Iterator[tuple[str, str]]:
+    sharded, group = given["sharded"], given["process_group"]
+    distributed: Any = torch.distributed
+    if not isinstance(sharded, bool):
+        yield "sharded", "give True or False, and the group as process_group"
+    elif not sharded:
+        if group is not None:
+            yield "process_group", "states are shared out over it with sharded=True only"
+    elif not distributed.is_available() or not distributed.is_initialized():
+        yield "sharded", "there are no ranks yet; call torch.distributed.init_process_group() first"
+    elif group is not None and distributed.get_rank(group) < 0:
+        yield "process_group", "this rank is no member of it"
+    elif given["overlap"] == "forward":
+        yield "overlap", "ranks exchange weights when step() ends; give True with sharded=True"
 
 
 def _size(name: str, value: int | str | None, wrong: list[Violation]) -> int | None:
@@ -157,6 +181,13 @@ def _size(name: str, value: int | str | None, wrong: list[Violation]) -> int | N
         says = f"{name}={value!r} is not possible: give bytes, or text as in '8GiB'"
         wrong.append(Violation("bad-value", name, says))
     return value if isinstance(value, int) else None
+
+
+def _group(given: Asked) -> Any:
+    """The process group to share states out over; None if it has one rank."""
+    distributed: Any = torch.distributed
+    group = given["process_group"] or distributed.group.WORLD
+    return group if distributed.get_world_size(group) > 1 else None
 
 
 def _is_norm(value: object) -> bool:

@@ -43,7 +43,10 @@ class UpdatePaths:
     def update(
         self, entry: ParameterEntry, gradient: torch.Tensor, hyper: Hyper, borrowed: bool = False
     ) -> None:
-        """Apply a gradient now or soon. borrowed: its memory is reused once this returns."""
+        """Apply a gradient now or soon, unless another rank does. borrowed: its memory is reused
+        once this returns."""
+        if not self.core.owns(entry):
+            return
         self._await(entry)
         self.core.place()
         self.core.check(entry, gradient)

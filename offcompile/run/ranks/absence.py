@@ -44,18 +44,17 @@ class Ranks:
         if first_time("a rank says why it ends", os.getpid()):
             atexit.register(_leave, self, os.getpid())
 
-    def failed(self, error: Exception) -> OffloadError:
-        """Explain a collective that has failed with this error."""
+    def failed(self, error: Exception, lost: str = "Gradients cannot be reduced") -> OffloadError:
+        """Explain a collective that has failed with this error. lost: what cannot be done."""
         until = time.monotonic() + LONGEST_S
         while True:
             found = next(self.absent(), None)
             if found is not None:
-                return OffloadError(f"{found}. Gradients cannot be reduced without it")
+                return OffloadError(f"{found}. {lost} without it")
             if time.monotonic() > until:
                 some = ", ".join(str(r) for r in self.members if r != self.rank)
                 return OffloadError(
-                    f"Gradients could not be reduced with rank {some}, of which none is known to"
-                    f" have ended: {error}"
+                    f"{lost} with rank {some}, of which none is known to have ended: {error}"
                 )
             time.sleep(_LOOK_S)
 

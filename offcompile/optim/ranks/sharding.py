@@ -1,0 +1,219 @@
+"""Shares out the states of an optimizer over the ranks of a process group, as ZeRO-1 does.
+
+Each parameter has one owner, which alone keeps its states and updates it. When a step is over, the
+owners send the weights that they have updated. Before that, ranks tell each other which weights
+those are, and if a rank has failed: so the others raise an error instead of waiting for it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from typing import Any
+
+import torch
+
+from offcompile.ir import OffloadError
+from offcompile.optim.layout import flat, is_dense
+from offcompile.report.log import tell_once
+from offcompile.run.ranks.absence import Ranks
+from offcompile.run.ranks.torch_state import default_store
+from offcompile.runtime.base.once import made_once
+from offcompile.runtime.moves.weights import is_on_host
+
+from .partition import partition
+from .roll_call import RollCall
+from .shards import is_sharded
+from .wire import Item, Wire
+
+#: shares that are larger than the mean by this factor are worth a line in the log
+UNEVEN = 1.2
+_OK, _TOUCHED = 0, 1
+
+
+class Sharding:
+    """The owners of one optimizer's parameters, which it knows by their keys: 0, 1, 2, …"""
+
+    def __init__(self, group: Any) -> None:
+        self.wire = Wire(group)
+        store = default_store()
+        if store is None:
+            raise OffloadError(
+                "sharded=True is not possible: this version of torch has no store by which ranks"
+                " could compare their parameters"
+            )
+        here = torch.distributed.get_rank()
+        self._ranks = Ranks(store, here, self.wire.members)
+        self._ranks.arrive()
+        self._roll_call = RollCall(self._ranks, _key(self.wire.members))
+        self._parameters: list[torch.Tensor] = []
+        self._owners: list[int] = []
+        #: bytes of states that each rank has: of trained parameters, and of frozen ones
+        self._shares = {True: [0] * self.wire.world, False: [0] * self.wire.world}
+        #: parameters that this rank has begun to update, and that the others do not have yet
+        self._touched: set[int] = set()
+        #: True while weights may differ between ranks
+        self.differs = False
+
+    # -- owners ----------------------------------------------------------------------------------
+
+    def add(self, new: Sequence[tuple[torch.Tensor, int]]) -> None:
+        """Deal out parameters, each with the bytes of its states."""
+        first = len(self._parameters)
+        self._parameters += [parameter for parameter, _ in new]
+        self._owners += [0] * len(new)
+        for trained, shares in self._shares.items():
+            here = [i for i, (p, _) in enumerate(new) if p.requires_grad is trained]
+            owners = partition([new[i][1] for i in here], shares)
+            for i, owner in zip(here, owners, strict=True):
+                self._owners[first + i] = owner
+                shares[owner] += new[i][1]
+        largest, mean = max(self._shares[True]), sum(self._shares[True]) / self.wire.world
+        if largest > UNEVEN * mean:
+            tell_once(
+                "states are shared out by whole parameters: the largest share of a rank is"
+                f" {largest / 2**20:.0f} MiB, and the mean {mean / 2**20:.0f} MiB"
+            )
+
+    def owns(self, key: int) -> bool:
+        """True if this rank keeps the states of the parameter."""
+        return self._owners[key] == self.wire.rank
+
+    def owner(self, key: int) -> int:
+        """The rank, within the group, that keeps the states of the parameter."""
+        return self._owners[key]
+
+    def agree(self, kind: str, labels: Sequence[str]) -> None:
+        """Compare the optimizer and its parameters over ranks; OffloadError names the first that
+        differs."""
+        lines = [kind]
+        for i, (label, parameter) in enumerate(zip(labels, self._parameters, strict=True)):
+            trained = "trained" if parameter.requires_grad else "frozen"
+            lines.append(
+                f"{i}. {label} of {tuple(parameter.shape)}, strides {parameter.stride()},"
+                f" {parameter.dtype} on {parameter.device.type}, {trained}"
+            )
+        self._roll_call.meet("An optimizer with sharded=True", lines, _different)
+
+    def touch(self, key: int) -> None:
+        """Note that this rank begins to update a parameter of its own."""
+        self._touched.add(key)
+
+    def reset(self) -> None:
+        """Forget what was updated: weights and states have been loaded anew."""
+        self._touched.clear()
+        self.differs = False
+
+    def held_bytes(self) -> int:
+        """Bytes of buffers, at most."""
+        return min(self.wire.buffer_bytes(), sum(p.nbytes for p in self._parameters))
+
+    # -- collectives -----------------------------------------------------------------------------
+
+    def meet(self, place: str) -> None:
+        """Wait until all ranks call the same; OffloadError if one does not come."""
+        self._roll_call.meet(place, [place], _elsewhere)
+
+    def tell(self, error: BaseException) -> None:
+        """Let the ranks that call `exchange` know that this one could not finish its step."""
+        with suppress(RuntimeError, OffloadError):  # an error is under way already
+            key = f"{self._roll_call.key}/failed/{self._ranks.rank}"
+            self._ranks.store.set(key, f"{type(error).__name__}: {error}"[:2000])
+            self._changed(failed=True)
+
+    def exchange(self) -> list[torch.Tensor]:
+        """Send updated weights to all ranks, and return them: a collective. OffloadError if a rank
+        has failed."""
+        changed, failed = self._changed()
+        if failed:
+            rank = self.wire.members[failed[0]]
+            said = self._ranks.store.get(f"{self._roll_call.key}/failed/{rank}").decode()
+            raise OffloadError(f"Rank {rank} has failed in step(), and sent no weights: {said}")
+        others = [(key, self._parameters[key]) for key in changed]
+        copies = {key: p.detach().contiguous() for key, p in others if not is_dense(p)}
+        with self._explained():
+            self.wire.spread([self._item(key, copies.get(key)) for key in changed])
+        for key, parameter in others:
+            if self.owns(key):
+                continue
+            if key in copies:
+                parameter.detach().copy_(copies[key])
+            # collectives do not count as changes, and copies of the old weight must not be used
+            torch.autograd.graph.increment_version(parameter)
+        self._touched.clear()
+        self.differs = False
+        return [parameter for _, parameter in others]
+
+    def spread(self, items: Sequence[Item]) -> None:
+        """Overwrite each tensor with that of its owner: a collective."""
+        with self._explained():
+            self.wire.spread(items)
+
+    def gathered(self, mine: Any) -> list[Any]:
+        """Return the object of each rank: a collective."""
+        with self._explained():
+            return self.wire.gathered(mine)
+
+    def _changed(self, failed: bool = False) -> tuple[list[int], list[int]]:
+        """The keys of parameters that any rank has updated, and the ranks that have failed."""
+        self.differs = True
+        count = len(self._parameters)
+        told = [_TOUCHED if key in self._touched else _OK for key in range(count)]
+        told += [int(failed and rank == self.wire.rank) for rank in range(self.wire.world)]
+        with self._explained():
+            known = self.wire.largest(told)
+        changed = [key for key in range(count) if known[key]]
+        self.differs = bool(changed)
+        return changed, [rank for rank in range(self.wire.world) if known[count + rank]]
+
+    def _item(self, key: int, copy: torch.Tensor | None) -> Item:
+        parameter = self._parameters[key].detach()
+        device = parameter.device.type
+        return Item(
+            self._owners[key],
+            flat(parameter) if copy is None else copy.view(-1),
+            self.wire.device_for(device),
+            in_place=device == "cpu" or not is_on_host(self._parameters[key]),
+        )
+
+    @contextmanager
+    def _explained(self) -> Iterator[None]:
+        try:
+            yield
+        except RuntimeError as error:
+            raise self._ranks.failed(error, "Updated weights cannot be exchanged") from error
+
+
+def refuse_sharded(parameter: torch.Tensor) -> None:
+    """Raise OffloadError for a parameter of which each rank holds a part anyway."""
+    if is_sharded(parameter):
+        raise OffloadError(
+            f"A parameter of shape {tuple(parameter.shape)} is a DTensor, of which each rank keeps"
+            " the states of its own part anyway (FSDP2, tensor parallelism): leave out sharded=True"
+        )
+
+
+def _key(members: Sequence[int]) -> str:
+    """A name in the store for the next sharded optimizer of these ranks, the same on each."""
+    digest = hashlib.sha256(str(list(members)).encode()).hexdigest()[:16]
+    counts: Counter[str] = made_once("sharded optimizers by their ranks", None, Counter)
+    counts[digest] += 1
+    return f"offcompile/optim/{digest}/{counts[digest]}"
+
+
+def _different(rank: int, mine: str, other: int, theirs: str) -> str:
+    return (
+        f"Ranks {rank} and {other} cannot share the states of an optimizer, because their"
+        f" parameters differ: the first that does is [{mine}] on rank {rank} and [{theirs}] on rank"
+        f" {other}. Give the optimizer the same parameters in the same order on each rank, and the"
+        " same arguments"
+    )
+
+
+def _elsewhere(rank: int, mine: str, other: int, theirs: str) -> str:
+    return (
+        f"Rank {rank} has called {mine} while rank {other} has called {theirs}: with sharded=True,"
+        " call both on every rank, in the same order"
+    )
