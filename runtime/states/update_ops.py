@@ -65,10 +65,17 @@ def _offer(
         return tickets.issue_owned(Offered(None))
     nbytes = gradient.numel() * gradient.element_size()
     (flat,) = runtime_for(runtime).device.addressable([nbytes])
-    # in the parameter's layout, so that autograd adopts it
-    kept = flat.view(gradient.dtype).as_strided(size, stride).copy_(gradient)
+    kept = _as_adopted(flat.view(gradient.dtype), size, stride).copy_(gradient)
     updates.returned(entry, position, kept)
     return tickets.issue_owned(Offered(kept))
+
+
+def _as_adopted(flat: torch.Tensor, size: Sequence[int], stride: Sequence[int]) -> torch.Tensor:
+    """View memory in the layout in which autograd adopts a gradient: the parameter's, or rows if
+    that one has gaps."""
+    if 1 + sum((n - 1) * step for n, step in zip(size, stride, strict=True)) > flat.numel():
+        return flat.view(size)
+    return flat.as_strided(size, stride)
 
 
 def taken_or_kept(ticket: torch.Tensor) -> torch.Tensor | None:

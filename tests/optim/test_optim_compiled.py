@@ -200,3 +200,23 @@ def test_states_on_the_device_count_in_the_budget(tmp_path: Path) -> None:
     run(torch.zeros(4, 32, dtype=torch.int64)).backward()
     assert offcompile.reports()[-1].budget_bytes == (4 << 20) - states
     optimizer.step()
+
+
+def test_a_weight_with_gaps_in_its_memory_is_updated() -> None:
+    def trained(overlap: bool, **compiles: Any) -> torch.Tensor:
+        torch._dynamo.reset()
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(WORDS, WORDS), nn.Tanh(), nn.Linear(WORDS, WORDS))
+        gaps = torch.empty(WORDS, 2 * WORDS)[:, ::2]
+        model[2].weight.data = gaps.copy_(model[2].weight.data)
+        run: Any = torch.compile(model, **compiles)
+        optimizer = optim.AdamW(model.parameters(), 1e-2, overlap=overlap)
+        for _ in range(3):
+            run(torch.linspace(-1, 1, 8 * WORDS).view(8, WORDS)).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        return model[2].weight.detach()
+
+    options = {"memory": "minimum", "lowering": "aot_eager", "hardware": "cpu"}
+    plain = trained(False, backend="aot_eager")
+    assert torch.equal(plain, trained(True, backend="offcompile", options=options))
