@@ -22,9 +22,9 @@ from .ranks.shards import is_sharded, local_state, sharded_like
 def whole_state(core: Core) -> defaultdict[torch.Tensor, Any]:
     """The optimizer's state including states on disk, on tensors backed by a file. Where states are
     shared out over ranks, those of all: a collective."""
-    own = own_state(core)
     if core.sharding is None:
-        return own
+        return own_state(core)
+    own = core.sharding.meet("state_dict()", lambda: own_state(core))
     keys = {parameter: entry.key for parameter, entry in core.entries.items()}
     return gathered(core.sharding, keys, own, _room(core))
 

@@ -29,7 +29,7 @@ from .update_paths import UpdatePaths
 
 @dataclass(frozen=True)
 class OptimizerFacts:
-    """The last step of an optimizer, and the places of its states.
+    """The last step of an optimizer, and the places of its states, on this rank.
 
     stores: by place. updated_in_backward, taken_from_graphs, updated_in_step: number of parameters
     in the last step. channels: True if updates run beside backward; None: only for devices other
@@ -224,12 +224,15 @@ class OffloadedOptimizer(torch.optim.Optimizer):
             self._arrivals.forget()
             for parameter in self._core.entries:
                 parameter.grad = None
-        sharding = self._core.sharding
-        if sharding is not None:
-            self._core.is_torn = True
-            sharding.meet("discard()")
-            sharding.exchange()
-            self._core.is_torn = False
+            if self._core.sharding is not None:
+                self._discard_on_ranks(self._core.sharding)
+
+    def _discard_on_ranks(self, sharding: Sharding) -> None:
+        """Exchange the weights that ranks had updated in the step that is given up."""
+        self._core.is_torn = True
+        sharding.meet("discard()", lambda: None)
+        sharding.exchange()
+        self._core.is_torn = False
 
     # -- saving and loading ---------------------------------------------------------------------
 
@@ -247,8 +250,6 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         With sharded=True it has the states of all ranks: a collective, to be called on every rank.
         """
         self.settle()
-        if self._core.sharding is not None:
-            self._core.sharding.meet("state_dict()")
         return self._saved(checkpoints.whole_state(self._core))
 
     @_disable_dynamo

@@ -80,6 +80,11 @@ def _cells() -> tuple[Cell, ...]:
         found.append(Cell("ddp", "inside", MINIMUM, "overlap", steps))
     found.append(Cell("ddp", "whole", MINIMUM, "overlap_max_norm", "accumulate"))
     found.append(Cell("ddp", "inside", MIDDLING, "overlap", "no_sync"))
+    for optimizer in ("sharded", "overlap_sharded", "overlap_sharded_max_norm"):
+        found += [Cell("ddp", order, MINIMUM, optimizer) for order in ("whole", "blocks")]
+        found.append(Cell("ddp", "inside", MIDDLING, optimizer))
+    found.append(Cell("ddp", "inside", MINIMUM, "overlap_sharded", "accumulate"))
+    found.append(Cell("ddp", "inside", MIDDLING, "overlap_sharded", "no_sync"))
     found.append(Cell("fsdp", "blocks_after", WHOLE, "overlap", "no_sync"))
     found.append(Cell("fsdp", "blocks_after", MIDDLING, "clipped"))
     return tuple(found)
@@ -88,7 +93,7 @@ def _cells() -> tuple[Cell, ...]:
 CELLS = _cells()
 #: some that always run, beside those of `trust.ranks`
 FEW = (
-    Cell("ddp", "inside", MIDDLING, "overlap"),
+    Cell("ddp", "inside", MIDDLING, "overlap_sharded"),
     Cell("fsdp", "whole", MINIMUM),
     Cell("fsdp", "blocks_after", MIDDLING, "overlap_max_norm"),
 )

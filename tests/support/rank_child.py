@@ -92,6 +92,7 @@ def optimizer_for(cell: Cell, model: nn.Module, ours: bool) -> torch.optim.Optim
         overlap=overlap,
         accumulate=passes if overlap else 1,
         max_norm=MAX_NORM if clips else None,
+        sharded="sharded" in cell.optimizer,
     )
 
 
@@ -134,7 +135,7 @@ def trained(cell: Cell, memory: str | None, rank: int) -> tuple[list[Tensor], se
 
 def twin_of(cell: Cell) -> Cell:
     """Return the settings that the plain run of a cell depends on."""
-    clips = cell.optimizer in ("max_norm", "overlap_max_norm", "clipped")
+    clips = cell.optimizer == "clipped" or cell.optimizer.endswith("max_norm")
     return replace(cell, memory="", optimizer="clipped" if clips else "torch")
 
 

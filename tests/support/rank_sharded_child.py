@@ -12,7 +12,10 @@ import signal
 import sys
 import tempfile
 from collections.abc import Callable
+from contextlib import nullcontext
+from copy import deepcopy
 from typing import Any
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
@@ -26,6 +29,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from offcompile import optim
 from offcompile.ir import OffloadError
+from offcompile.optim import checkpoints
 from offcompile.optim.ranks import roll_call
 
 WIDTH, DEPTH, STEPS = 96, 3, 3
@@ -42,14 +46,18 @@ class Block(nn.Module):
         return x + self.down(torch.relu(self.up(self.norm(x))))
 
 
-def build(dtype: torch.dtype = torch.float32) -> nn.Module:
+def build() -> nn.Module:
     torch.manual_seed(0)
-    model = nn.Sequential(*(Block() for _ in range(DEPTH)), nn.Linear(WIDTH, WIDTH))
-    # one that is not contiguous, and one that fills no range of memory
+    return nn.Sequential(*(Block() for _ in range(DEPTH)), nn.Linear(WIDTH, WIDTH))
+
+
+def strided(dtype: torch.dtype) -> nn.Module:
+    """One weight is not contiguous, and one fills no range of memory."""
+    model = build().to(dtype)
     model[0].up.weight.data = model[0].up.weight.data.t().contiguous().t()
-    wide = torch.empty(WIDTH, 2 * WIDTH)
+    wide = torch.empty(WIDTH, 2 * WIDTH, dtype=dtype)
     model[3].weight.data = wide[:, ::2].copy_(model[3].weight.data)
-    return model.to(dtype)
+    return model
 
 
 def batch(step: int, dtype: torch.dtype = torch.float32) -> Tensor:
@@ -90,7 +98,7 @@ def compared(make: Callable[..., Any], dtype: torch.dtype = torch.float32) -> di
     """Train with all states on each rank, then shared out: weights, states and shares."""
     found = []
     for more in ({}, {"sharded": True}):
-        forward = DistributedDataParallel(build(dtype))
+        forward = DistributedDataParallel(strided(dtype))
         optimizer = make(forward, **more)
         weights = train(forward, optimizer)
         stores = optimizer.facts().stores.values()
@@ -187,7 +195,7 @@ def resumed() -> dict[str, Any]:
     optimizer = adamw(forward, sharded=True)
     train(forward, optimizer, range(2))
     weights = {k: v.clone() for k, v in forward.module.state_dict().items()}
-    whole, mine = optimizer.state_dict(), optimizer.local_state_dict()
+    whole, mine = deepcopy((optimizer.state_dict(), optimizer.local_state_dict()))
     saved = get_state_dict(forward.module, optimizer)
     dcp.save({"model": saved[0], "optimizer": saved[1]}, checkpoint_id=folder)
     torch.save(whole, f"{sys.argv[2]}.{dist.get_rank()}")
@@ -210,7 +218,6 @@ def resumed() -> dict[str, Any]:
 
     alone = dist.new_group([dist.get_rank()], use_local_synchronization=True)
     file = torch.load(f"{sys.argv[2]}.{dist.get_rank()}")
-    theirs = [n for n, state in mine["state"].items() if not state]
     return {
         "whole": goes_on(lambda _, other: other.load_state_dict(file), sharded=True),
         "unsharded": goes_on(lambda _, other: other.load_state_dict(whole)),
@@ -219,14 +226,14 @@ def resumed() -> dict[str, Any]:
         ),
         "own": goes_on(lambda _, other: other.load_state_dict(mine), sharded=True),
         "torch.distributed.checkpoint": goes_on(from_dcp, sharded=True),
-        "has": [len(mine["state"]), len(whole["state"]), theirs],
+        "has": [len(mine["state"]), len(whole["state"]), len(mine["elsewhere"])],
     }
 
 
 def said(call: Callable[[], Any]) -> str:
     try:
         call()
-    except OffloadError as error:
+    except (OSError, OffloadError) as error:
         return str(error)
     return "nothing"
 
@@ -246,14 +253,17 @@ def refusals() -> dict[str, Any]:
         "mixed up": said(first),
         "pickled": said(lambda: optimizer.__getstate__()),
     }
-    del overlapped
+    fails = patch.object(checkpoints, "own_state", side_effect=OSError(28, "no space"))
+    with fails if rank == 0 else nullcontext():
+        found["failed"] = said(optimizer.state_dict)
     roll_call.LONGEST_S = roll_call.LOOK_S = 0.2
     if rank == 0:
         found["alone"] = said(optimizer.state_dict)
     dist.barrier()
-    mine = optimizer.local_state_dict()
-    mine["elsewhere"] = {n: 1 - r for n, r in enumerate(map(optimizer._core.sharding.owner, [0]))}
-    found["of another"] = said(lambda: optimizer.load_state_dict(mine | {"elsewhere": {0: 7}}))
+    told: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(told, optimizer.local_state_dict())
+    found["of another"] = said(lambda: optimizer.load_state_dict(told[1 - rank]))
+    del overlapped
     return found
 
 
@@ -301,10 +311,9 @@ def dying() -> dict[str, Any]:
     os._exit(0)  # no goodbye: the group is broken
 
 
+TRAINED = (host, disk, clipped, held_back, masters, sgd, muon, of_others, groups)
 CASES: dict[str, Callable[[], dict[str, Any]]] = {
-    case.__name__: case
-    for case in (host, disk, clipped, held_back, masters, sgd, muon, of_others, groups)
-    + (compiled, resumed, refusals, failing, dying)
+    case.__name__: case for case in (*TRAINED, compiled, resumed, refusals, failing, dying)
 }
 
 

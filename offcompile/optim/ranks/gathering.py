@@ -32,20 +32,28 @@ def gathered(
     known: dict[int, Described] = {}
     for told in sharding.gathered(mine):
         known |= told
-    whole: State = defaultdict(dict, {k: v for k, v in own.items() if k not in keys})
-    items: list[Item] = []
-    for parameter, key in keys.items():
-        if key not in known:
-            continue
-        dtypes, values = known[key]
-        if key in mine:
-            whole[parameter] = own[parameter]
-        else:
-            whole[parameter] = values | _rooms(parameter, dtypes, room)
-        device = sharding.wire.device_for("cpu")
-        owner = sharding.owner(key)
-        items += [Item(owner, flat(whole[parameter][name].detach()), device) for name in dtypes]
-    sharding.spread(items)
+
+    def placed() -> State:
+        """What is known of all states, with memory for those of other ranks."""
+        found: State = defaultdict(dict, {k: v for k, v in own.items() if k not in keys})
+        for parameter, key in keys.items():
+            if key in mine:
+                found[parameter] = own[parameter]
+            elif key in known:
+                dtypes, values = known[key]
+                found[parameter] = values | _rooms(parameter, dtypes, room)
+        return found
+
+    whole = sharding.meet("state_dict()", placed)
+    device = sharding.wire.device_for("cpu")
+    sharding.spread(
+        [
+            Item(sharding.owner(key), flat(whole[parameter][name].detach()), device)
+            for parameter, key in keys.items()
+            if key in known
+            for name in known[key][0]
+        ]
+    )
     return whole
 
 

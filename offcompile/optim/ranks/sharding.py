@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import hashlib
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
@@ -31,6 +31,10 @@ from .wire import Item, Wire
 #: shares that are larger than the mean by this factor are worth a line in the log
 UNEVEN = 1.2
 _OK, _TOUCHED = 0, 1
+#: how a line begins by which a rank says that it has failed
+_FAILED = "failed: "
+
+Prepared = TypeVar("Prepared")
 
 
 class Sharding:
@@ -54,6 +58,8 @@ class Sharding:
         self._shares = {True: [0] * self.wire.world, False: [0] * self.wire.world}
         #: parameters that this rank has begun to update, and that the others do not have yet
         self._touched: set[int] = set()
+        #: number of exchanges so far, the same on all ranks
+        self._exchanges = 0
         #: True while weights may differ between ranks
         self.differs = False
 
@@ -90,10 +96,12 @@ class Sharding:
         differs."""
         lines = [kind]
         for i, (label, parameter) in enumerate(zip(labels, self._parameters, strict=True)):
+            shape = f"of shape {tuple(parameter.shape)}"
+            name = label if label.endswith(shape) else f"parameter {i} {shape}, {label}"
             trained = "trained" if parameter.requires_grad else "frozen"
             lines.append(
-                f"{i}. {label} of {tuple(parameter.shape)}, strides {parameter.stride()},"
-                f" {parameter.dtype} on {parameter.device.type}, {trained}"
+                f"{name}, strides {parameter.stride()}, {parameter.dtype} on"
+                f" {parameter.device.type}, {trained}"
             )
         self._roll_call.meet("An optimizer with sharded=True", lines, _different)
 
@@ -112,16 +120,23 @@ class Sharding:
 
     # -- collectives -----------------------------------------------------------------------------
 
-    def meet(self, place: str) -> None:
-        """Wait until all ranks call the same; OffloadError if one does not come."""
+    def meet(self, place: str, prepare: Callable[[], Prepared]) -> Prepared:
+        """Call `prepare` and wait until all ranks have done so, before a collective. If it fails on
+        one, all raise; so they do if a rank does not come, or calls something else."""
+        try:
+            found = prepare()
+        except Exception as error:
+            with suppress(RuntimeError, OffloadError):  # all raise, each for its own reason
+                said = f"{_FAILED}{type(error).__name__}: {error}".replace("\n", " ")
+                self._roll_call.meet(place, [said], _elsewhere)
+            raise
         self._roll_call.meet(place, [place], _elsewhere)
+        return found
 
     def tell(self, error: BaseException) -> None:
         """Let the ranks that call `exchange` know that this one could not finish its step."""
         with suppress(RuntimeError, OffloadError):  # an error is under way already
-            key = f"{self._roll_call.key}/failed/{self._ranks.rank}"
-            self._ranks.store.set(key, f"{type(error).__name__}: {error}"[:2000])
-            self._changed(failed=True)
+            self._changed(f"{type(error).__name__}: {error}"[:2000])
 
     def exchange(self) -> list[torch.Tensor]:
         """Send updated weights to all ranks, and return them: a collective. OffloadError if a rank
@@ -129,7 +144,7 @@ class Sharding:
         changed, failed = self._changed()
         if failed:
             rank = self.wire.members[failed[0]]
-            said = self._ranks.store.get(f"{self._roll_call.key}/failed/{rank}").decode()
+            said = self._ranks.store.get(self._failure(rank)).decode()
             raise OffloadError(f"Rank {rank} has failed in step(), and sent no weights: {said}")
         others = [(key, self._parameters[key]) for key in changed]
         copies = {key: p.detach().contiguous() for key, p in others if not is_dense(p)}
@@ -156,17 +171,25 @@ class Sharding:
         with self._explained():
             return self.wire.gathered(mine)
 
-    def _changed(self, failed: bool = False) -> tuple[list[int], list[int]]:
-        """The keys of parameters that any rank has updated, and the ranks that have failed."""
+    def _changed(self, failure: str = "") -> tuple[list[int], list[int]]:
+        """The keys of parameters that any rank has updated, and the ranks that have failed, within
+        the group. failure: why this rank has."""
         self.differs = True
+        self._exchanges += 1
+        if failure:
+            self._ranks.store.set(self._failure(self._ranks.rank), failure)
         count = len(self._parameters)
         told = [_TOUCHED if key in self._touched else _OK for key in range(count)]
-        told += [int(failed and rank == self.wire.rank) for rank in range(self.wire.world)]
+        told += [int(bool(failure) and r == self.wire.rank) for r in range(self.wire.world)]
         with self._explained():
             known = self.wire.largest(told)
         changed = [key for key in range(count) if known[key]]
         self.differs = bool(changed)
         return changed, [rank for rank in range(self.wire.world) if known[count + rank]]
+
+    def _failure(self, rank: int) -> str:
+        """Where a rank writes why it has failed: a new place each time, as others may read late."""
+        return f"{self._roll_call.key}/failed/{self._exchanges}/{rank}"
 
     def _item(self, key: int, copy: torch.Tensor | None) -> Item:
         parameter = self._parameters[key].detach()
@@ -213,6 +236,9 @@ def _different(rank: int, mine: str, other: int, theirs: str) -> str:
 
 
 def _elsewhere(rank: int, mine: str, other: int, theirs: str) -> str:
+    for of, line in ((rank, mine), (other, theirs)):
+        if line.startswith(_FAILED):
+            return f"Rank {of} could not take part: {line.removeprefix(_FAILED)}"
     return (
         f"Rank {rank} has called {mine} while rank {other} has called {theirs}: with sharded=True,"
         " call both on every rank, in the same order"
