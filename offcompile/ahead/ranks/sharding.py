@@ -10,6 +10,7 @@ collectives are not in the problem, since plans decide nothing about them (`coll
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
 
@@ -17,6 +18,7 @@ from offcompile.ahead.simple_reruns import block_named
 from offcompile.graph.annotate import Annotated
 from offcompile.graph.updates import HOME, Updates
 from offcompile.ir import DEVICE, UPDATE, Problem, Tensor
+from offcompile.optim.ranks.partition import partition
 
 from .request import RankRequest
 
@@ -57,15 +59,15 @@ def groups_of(names: Mapping[str, str], weights: Iterable[str]) -> dict[str, lis
 
 
 def largest_share(annotated: Annotated, ranks: int) -> frozenset[str]:
-    """The weights of one rank by torch's rule: the largest first, each to the rank with least."""
+    """The weights of the rank with most, by torch's rule, which is that of our optimizers."""
     states = {t.id for t in annotated.problem.tensors if t.kind == "state"}
     updated = [t for t in annotated.problem.tensors if f"{t.id}.states" in states]
-    shares: list[tuple[int, list[str]]] = [(0, []) for _ in range(ranks)]
-    for weight in sorted(updated, key=lambda t: -t.nbytes):
-        least = min(range(ranks), key=lambda r: shares[r][0])
-        nbytes, ids = shares[least]
-        shares[least] = nbytes + weight.nbytes, [*ids, weight.id]
-    return frozenset(max(shares, key=lambda share: share[0])[1])
+    owners = partition([t.nbytes for t in updated], [0] * ranks)
+    shares = Counter(dict.fromkeys(range(ranks), 0))
+    for weight, owner in zip(updated, owners, strict=True):
+        shares[owner] += weight.nbytes
+    most = max(range(ranks), key=lambda rank: shares[rank])
+    return frozenset(w.id for w, owner in zip(updated, owners, strict=True) if owner == most)
 
 
 def trained_bytes(problem: Problem) -> int:
