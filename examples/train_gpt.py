@@ -2,11 +2,14 @@
 
     python examples/train_gpt.py            # or: make demo
     python examples/train_gpt.py --layers 12 --width 512 --memory 400MiB --lowering inductor
+    python examples/train_gpt.py --ranks 2  # DDP over gloo, optimizer states shared out
 
 The model learns to continue Python source, byte by byte (that of the standard library, as it lies
 on this machine). Each run is a process of its own, so that the account of its peak memory is clean:
 what the process had before the model was built is taken off. They run one step each in turn. A GPU
-is used if there is one. The report and the trace of the run go to `demo/`.
+is used if there is one. The report and the trace of the run go to `demo/`. With `--ranks` a run is
+several processes under DistributedDataParallel, on the processor; figures are of the one that takes
+most.
 """
 
 from __future__ import annotations
@@ -22,10 +25,12 @@ import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
+from rich.status import Status
 from rich.table import Table
 
 from offcompile.runtime.memory.malloc.launch import environment
@@ -41,46 +46,88 @@ SIZES = {
 }
 
 
+@dataclass
+class Team:
+    """The processes that train one model: one, or the ranks of a group."""
+
+    processes: list[subprocess.Popen[str]]
+
+    def ask(self, console: Console, said: str, task: dict[str, Any], of: int = 0) -> dict[str, Any]:
+        """Have the first `of` processes (0: all) do something, show how it goes, and return what
+        came of it: losses are means, other figures those of the process that takes most."""
+        asked = self.processes[: of or None]
+        for process in asked:
+            assert process.stdin is not None
+            print(json.dumps(task), file=process.stdin, flush=True)
+        with console.status(said) as status:
+            found = [self._answer(process, status, said) for process in asked]
+        if None in found:
+            console.print(f"[red]{said}: stopped with an error")
+            sys.exit(1)
+        return together([told for told in found if told is not None])
+
+    def _answer(
+        self, process: subprocess.Popen[str], status: Status, said: str
+    ) -> dict[str, Any] | None:
+        assert process.stdout is not None
+        for line in process.stdout:
+            told: dict[str, Any] = json.loads(line)
+            if told["event"] == "done":
+                return told
+            status.update(f"{said}: {told['text']}")
+        return None
+
+
+def together(ranks: list[dict[str, Any]]) -> dict[str, Any]:
+    found = dict(ranks[0])
+    if "loss" in found:
+        found["loss"] = statistics.fmean(rank["loss"] for rank in ranks)
+    if "losses" in found:
+        found["losses"] = [
+            statistics.fmean(of) for of in zip(*(r["losses"] for r in ranks), strict=True)
+        ]
+    for name in ("seconds", "peak_bytes", "reserved_bytes"):
+        if name in found:
+            found[name] = max(rank[name] for rank in ranks)
+    return found
+
+
 @contextmanager
-def worker(console: Console) -> Iterator[subprocess.Popen[str]]:
-    """A process that trains; what it warns of is shown when it ends."""
-    with tempfile.TemporaryFile("w+") as errors:
-        process = subprocess.Popen(
-            [sys.executable, "-m", "demo.one_run"],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=errors,
-            text=True,
-            cwd=Path(__file__).parent,
-            env=environment(os.environ),  # as `offcompile run` would start it
-        )
+def team(console: Console, ranks: int) -> Iterator[Team]:
+    """Processes that train; what the first warns of is shown when it ends."""
+    started = environment(os.environ)  # as `offcompile run` would start it
+    if ranks > 1:
+        threads = max(1, len(os.sched_getaffinity(0)) // ranks)
+        started |= {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": str(threads)}
+    with tempfile.TemporaryFile("w+") as errors, tempfile.TemporaryDirectory() as folder:
+        group = [str(ranks), str(Path(folder) / "store")]
+        processes = [
+            subprocess.Popen(
+                [sys.executable, "-m", "demo.one_run", str(rank), *group],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.DEVNULL if rank else errors,
+                text=True,
+                cwd=Path(__file__).parent,
+                env=started,
+            )
+            for rank in range(ranks)
+        ]
         try:
-            yield process
+            yield Team(processes)
         finally:
-            process.communicate()
+            for process in processes:
+                assert process.stdin is not None
+                process.stdin.close()
+            for process in processes:
+                process.wait()
             errors.seek(0)
             console.print(errors.read(), end="", markup=False, highlight=False)
 
 
-def ask(
-    console: Console, process: subprocess.Popen[str], said: str, task: dict[str, Any]
-) -> dict[str, Any]:
-    """Have the process do something, show how it goes, and return what came of it."""
-    assert process.stdin is not None and process.stdout is not None
-    print(json.dumps(task), file=process.stdin, flush=True)
-    with console.status(said) as status:
-        for line in process.stdout:
-            told = json.loads(line)
-            if told["event"] == "done":
-                return dict(told)
-            status.update(f"{said}: {told['text']}")
-    console.print(f"[red]{said}: stopped with exit code {process.wait()}")
-    sys.exit(1)
-
-
-def calibrate(console: Console, process: subprocess.Popen[str], spill: str | None) -> str:
+def calibrate(console: Console, workers: Team, spill: str | None) -> str:
     """Measure this machine if that was not done before; returns where to train."""
-    found = ask(console, process, "measuring this machine", {"calibrate": spill})
+    found = workers.ask(console, "measuring this machine", {"calibrate": spill}, of=1)
     console.print(
         f"measured, and kept for next time: moves out at {found['out_gbps']:.1f} GB/s, "
         f"back at {found['back_gbps']:.1f} GB/s"
@@ -88,12 +135,10 @@ def calibrate(console: Console, process: subprocess.Popen[str], spill: str | Non
     return str(found["device"])
 
 
-def start(
-    console: Console, process: subprocess.Popen[str], name: str, task: dict[str, Any]
-) -> dict[str, Any]:
-    """Have the process make the model and run two steps."""
+def start(console: Console, workers: Team, name: str, task: dict[str, Any]) -> dict[str, Any]:
+    """Have the processes make the model and run two steps."""
     began = time.perf_counter()
-    found = ask(console, process, f"{name}: starting", {"start": {**task, "name": name}})
+    found = workers.ask(console, f"{name}: starting", {"start": {**task, "name": name}})
     spent = time.perf_counter() - began
     console.print(f"{name}: made, compiled and run twice in {spent:.0f} s")
     return found
@@ -101,19 +146,19 @@ def start(
 
 def train(
     console: Console,
-    processes: dict[str, subprocess.Popen[str]],
+    teams: dict[str, Team],
     runs: dict[str, dict[str, Any]],
     steps: int,
 ) -> None:
     """The other steps, each run one step in turn, so that what else the machine does hits all."""
     seconds: dict[str, list[float]] = {name: [] for name in runs}
     for number in range(3, steps + 1):
-        for name, process in processes.items():
-            found = ask(console, process, f"step {number} of {steps}: {name}", {"step": name})
+        for name, workers in teams.items():
+            found = workers.ask(console, f"step {number} of {steps}: {name}", {"step": name})
             seconds[name].append(found["seconds"])
             runs[name]["losses"].append(found["loss"])
-    for name, process in processes.items():
-        runs[name] |= ask(console, process, f"{name}: ending", {"finish": name})
+    for name, workers in teams.items():
+        runs[name] |= workers.ask(console, f"{name}: ending", {"finish": name})
         runs[name]["seconds"] = statistics.median(seconds[name])
         ratios = [a / b for a, b in zip(seconds[name], seconds["plain"], strict=True)]
         runs[name]["slower"] = statistics.median(ratios)
@@ -187,9 +232,12 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--spill", help="directory on a disk (default: the temporary directory)")
     parser.add_argument("--output", default="demo", help="folder for report and trace")
     parser.add_argument("--quick", action="store_true", help="a tiny model, all in one process")
+    parser.add_argument("--ranks", type=int, default=1, help="processes that train one model")
     asked = parser.parse_args()
     if asked.steps is not None and asked.steps < 3:
         parser.error("--steps: at least 3; the first compiles, the second warms up")
+    if asked.ranks < 1:
+        parser.error("--ranks: at least 1")
     if asked.lowering == "inductor" and not shutil.which("g++"):
         parser.error("--lowering: inductor needs g++, which is not there; use aot_eager")
     return asked
@@ -221,23 +269,28 @@ def main() -> None:
     output = Path(asked.output).absolute()
     output.mkdir(parents=True, exist_ok=True)
     runs: dict[str, dict[str, Any]] = {}
-    with ExitStack() as workers:
-        process = workers.enter_context(worker(console))
-        task = settings(asked, calibrate(console, process, asked.spill))
+    with ExitStack() as stack:
+        workers = stack.enter_context(team(console, asked.ranks))
+        task = settings(asked, calibrate(console, workers, asked.spill))
         console.print(
             "A GPT of {layers} layers, width {width}, on {batch} × {length} bytes of Python "
             "source; AdamW, {steps} steps, {lowering}, on {device}.".format(**task)
         )
-        processes: dict[str, subprocess.Popen[str]] = {}
+        if asked.ranks > 1:
+            console.print(
+                f"{asked.ranks} ranks, each with a batch of its own; offcompile's run shares out"
+                " the states of its optimizer among them."
+            )
+        teams: dict[str, Team] = {}
         for name in ("plain", "checkpointed", "offcompile"):
             if runs and not asked.quick:  # each in a process of its own
-                process = workers.enter_context(worker(console))
+                workers = stack.enter_context(team(console, asked.ranks))
             task["checkpointed"] = name == "checkpointed"
             if name == "offcompile":
                 task["memory"] = asked.memory or ("minimum" if asked.quick else half(runs["plain"]))
-            runs[name] = start(console, process, name, task)
-            processes[name] = process
-        train(console, processes, runs, task["steps"])
+            runs[name] = start(console, workers, name, task)
+            teams[name] = workers
+        train(console, teams, runs, task["steps"])
     show(console, runs)
     if asked.quick:
         console.print("With --quick one process does it all, so these peaks cannot be compared.")

@@ -51,13 +51,14 @@ class GPT(nn.Module):
         return F.cross_entropy(logits.flatten(0, 1), wanted.flatten())
 
 
-def batches(batch: int, length: int, device: str) -> Iterator[torch.Tensor]:
-    """Pieces of the standard library, as it lies on this machine; the same ones for each run."""
+def batches(batch: int, length: int, device: str, rank: int = 0) -> Iterator[torch.Tensor]:
+    """Pieces of the standard library, as it lies on this machine; the same ones for each run, and
+    others for each rank."""
     folder = Path(os.__file__).parent
     files = sorted(folder.glob("*.py"))
     text = b"".join(path.read_bytes() for path in files)[:TEXT_BYTES]
     data = torch.frombuffer(bytearray(text), dtype=torch.uint8)
-    random = torch.Generator().manual_seed(SEED)
+    random = torch.Generator().manual_seed(SEED + rank)
     while True:
         starts = torch.randint(len(data) - length - 1, (batch,), generator=random)
         pieces = torch.stack([data[int(s) : int(s) + length + 1] for s in starts])

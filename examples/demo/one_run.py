@@ -1,5 +1,8 @@
 """A worker: measures the machine, or trains, as each line of JSON on standard input asks.
 
+`python -m demo.one_run RANK RANKS STORE`: with several RANKS, it trains with the others, which have
+the same file STORE.
+
 Lines are `{"calibrate": directory}`, `{"start": task}`, `{"step": name}`, `{"finish": name}`. It
 tells how it goes on standard output, a line of JSON at a time; the last one for each has the event
 "done".
@@ -15,7 +18,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 
 import offcompile
 from offcompile.machine.options import Options
@@ -94,9 +99,11 @@ class Run:
         torch.manual_seed(SEED)
         size = (task["layers"], task["width"], task["length"], task["checkpointed"])
         self.model = GPT(*size).to(self.device)
-        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-3, fused=True)
         self.forward = compiled(task, self.model, task["memory"])
-        self.data = batches(task["batch"], task["length"], self.device)
+        if dist.is_initialized():
+            self.forward = DistributedDataParallel(self.forward)
+        self.optimizer = self.make_optimizer()
+        self.data = batches(task["batch"], task["length"], self.device, rank())
         self.known = len(offcompile.reports())
         say(event="told", text="compiling")
         losses = [self.step()[1]]
@@ -105,6 +112,14 @@ class Run:
         losses.append(self.step()[1])
         weights = sum(p.numel() * p.element_size() for p in self.model.parameters())
         say(event="done", losses=losses, weight_bytes=weights, **self.peak.found())
+
+    def make_optimizer(self) -> torch.optim.Optimizer:
+        if self.task["memory"] is None or not dist.is_initialized():
+            return torch.optim.AdamW(self.model.parameters(), lr=1e-3, fused=True)
+        # the same bits: each rank keeps a share of the states, in a mapped file
+        return offcompile.optim.AdamW(
+            self.model.parameters(), lr=1e-3, states="host", overlap=True, sharded=True
+        )
 
     def step(self) -> tuple[float, float]:
         """Seconds, and the loss."""
@@ -123,14 +138,28 @@ class Run:
         """Tell what it took; of offcompile's run, write what there is to see."""
         result: dict[str, Any] = self.peak.found()
         if self.task["memory"] is not None:
-            (report,) = offcompile.reports()[self.known :]
+            # DDP may cut the model into several graphs: show the one that computes most
+            reports = offcompile.reports()[self.known :]
+            report = max(reports, key=lambda one: len(one.problem.ops))
             moved = offcompile.counters()["bytes_out"] - self.written
             result["out_bytes"] = moved / (self.task["steps"] - 1)
             result["budget_bytes"] = report.budget_bytes
             result["text"] = report.to_text()
-            report.save_html(Path(self.task["output"]) / "report.html")
-            report.save_trace(Path(self.task["output"]) / "trace.json")
+            if rank() == 0:
+                report.save_html(Path(self.task["output"]) / "report.html")
+                report.save_trace(Path(self.task["output"]) / "trace.json")
         say(event="done", **result)
+
+
+def rank() -> int:
+    return dist.get_rank() if dist.is_initialized() else 0
+
+
+def join(rank: int, ranks: int, store: str) -> None:
+    """Meet the other ranks, if there are any."""
+    if ranks > 1:
+        file = dist.FileStore(store, ranks)
+        dist.init_process_group("gloo", store=file, rank=rank, world_size=ranks)
 
 
 def serve() -> None:
@@ -149,4 +178,7 @@ def serve() -> None:
 
 
 if __name__ == "__main__":
+    join(int(sys.argv[1]), int(sys.argv[2]), sys.argv[3])
     serve()
+    if dist.is_initialized():
+        dist.destroy_process_group()
