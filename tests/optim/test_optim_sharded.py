@@ -15,8 +15,8 @@ from offcompile import InvalidInput, optim
 from offcompile.optim.ranks.partition import (
     RANGE_BYTES,
     TOGETHER_BYTES,
+    ElementRange,
     Outline,
-    Piece,
     parcels,
     partition,
 )
@@ -88,10 +88,10 @@ def test_owners_take_turns() -> None:
     small = [Outline(owner, "float32", 4, 4) for owner in (0, 0, 1)]
     large = Outline(0, "float32", RANGE_BYTES // 4 + 1, 4)
     assert parcels([large, *small]) == [
-        (Piece(0, 0, RANGE_BYTES // 4),),
-        (Piece(3, 0, 4),),
-        (Piece(0, RANGE_BYTES // 4, RANGE_BYTES // 4 + 1),),
-        (Piece(1, 0, 4), Piece(2, 0, 4)),
+        (ElementRange(0, 0, RANGE_BYTES // 4),),
+        (ElementRange(3, 0, 4),),
+        (ElementRange(0, RANGE_BYTES // 4, RANGE_BYTES // 4 + 1),),
+        (ElementRange(1, 0, 4), ElementRange(2, 0, 4)),
     ]
 
 

@@ -12,7 +12,7 @@ from offcompile.optim.layout import flat, shaped_like
 from offcompile.runtime.device.mapped import MappedStore
 
 from .sharding import Sharding
-from .wire import Item
+from .wire import OwnedTensor
 
 State = defaultdict[torch.Tensor, Any]
 #: of one parameter: the type of each tensor in its shape, and its other values
@@ -48,7 +48,7 @@ def gathered(
     device = sharding.wire.device_for("cpu")
     sharding.spread(
         [
-            Item(sharding.owner(key), flat(whole[parameter][name].detach()), device)
+            OwnedTensor(sharding.owner(key), flat(whole[parameter][name].detach()), device)
             for parameter, key in keys.items()
             if key in known
             for name in known[key][0]

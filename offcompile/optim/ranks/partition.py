@@ -45,7 +45,7 @@ class Outline:
 
 
 @dataclass(frozen=True)
-class Piece:
+class ElementRange:
     """Elements [start, stop) of the tensor at this position."""
 
     position: int
@@ -53,7 +53,7 @@ class Piece:
     stop: int
 
 
-Parcel = tuple[Piece, ...]
+Parcel = tuple[ElementRange, ...]
 
 
 def parcels(tensors: Sequence[Outline]) -> list[Parcel]:
@@ -83,17 +83,17 @@ def _of_one(tensors: Sequence[Outline], positions: Sequence[int]) -> Iterator[Pa
 def _ranges(position: int, tensor: Outline) -> Iterator[Parcel]:
     step = RANGE_BYTES // tensor.itemsize
     for start in range(0, tensor.numel, step):
-        yield (Piece(position, start, min(start + step, tensor.numel)),)
+        yield (ElementRange(position, start, min(start + step, tensor.numel)),)
 
 
 def _together(tensors: Sequence[Outline], positions: Sequence[int]) -> Iterator[Parcel]:
-    pieces: list[Piece] = []
+    pieces: list[ElementRange] = []
     nbytes = 0
     for i in positions:
         if pieces and nbytes + tensors[i].nbytes > TOGETHER_BYTES:
             yield tuple(pieces)
             pieces, nbytes = [], 0
-        pieces.append(Piece(i, 0, tensors[i].numel))
+        pieces.append(ElementRange(i, 0, tensors[i].numel))
         nbytes += tensors[i].nbytes
     if pieces:
         yield tuple(pieces)

@@ -26,7 +26,7 @@ from offcompile.runtime.moves.weights import is_on_host
 from .partition import partition
 from .roll_call import RollCall
 from .shards import is_sharded
-from .wire import Item, Wire
+from .wire import OwnedTensor, Wire
 
 #: shares that are larger than the mean by this factor are worth a line in the log
 UNEVEN = 1.2
@@ -161,7 +161,7 @@ class Sharding:
         self.differs = False
         return [parameter for _, parameter in others]
 
-    def spread(self, items: Sequence[Item]) -> None:
+    def spread(self, items: Sequence[OwnedTensor]) -> None:
         """Overwrite each tensor with that of its owner: a collective."""
         with self._explained():
             self.wire.spread(items)
@@ -191,10 +191,10 @@ class Sharding:
         """Where a rank writes why it has failed: a new place each time, as others may read late."""
         return f"{self._roll_call.key}/failed/{self._exchanges}/{rank}"
 
-    def _item(self, key: int, copy: torch.Tensor | None) -> Item:
+    def _item(self, key: int, copy: torch.Tensor | None) -> OwnedTensor:
         parameter = self._parameters[key].detach()
         device = parameter.device.type
-        return Item(
+        return OwnedTensor(
             self._owners[key],
             flat(parameter) if copy is None else copy.view(-1),
             self.wire.device_for(device),

@@ -21,7 +21,7 @@ AHEAD = 2
 
 
 @dataclass(frozen=True)
-class Item:
+class OwnedTensor:
     """A flat tensor that all ranks want as its owner has it. owner: a number within the group."""
 
     owner: int
@@ -73,7 +73,7 @@ class Wire:
         distributed.all_gather_object(found, mine, group=self.group)
         return found
 
-    def spread(self, items: Sequence[Item]) -> None:
+    def spread(self, items: Sequence[OwnedTensor]) -> None:
         """Overwrite each tensor with that of its owner."""
         outlines = [
             Outline(i.owner, (i.tensor.dtype, i.device), i.tensor.numel(), i.tensor.element_size())
@@ -87,7 +87,7 @@ class Wire:
         while under_way:
             self._end(items, under_way.popleft())
 
-    def _begin(self, items: Sequence[Item], parcel: Parcel) -> _UnderWay:
+    def _begin(self, items: Sequence[OwnedTensor], parcel: Parcel) -> _UnderWay:
         first = items[parcel[0].position]
         buffer = None
         if len(parcel) == 1 and first.in_place and first.tensor.device.type == first.device:
@@ -102,13 +102,15 @@ class Wire:
         work = distributed.broadcast(sent, owner, group=self.group, async_op=True)
         return _UnderWay(parcel, work, buffer)
 
-    def _end(self, items: Sequence[Item], under_way: _UnderWay) -> None:
+    def _end(self, items: Sequence[OwnedTensor], under_way: _UnderWay) -> None:
         under_way.work.wait()
         owner = items[under_way.parcel[0].position].owner
         if under_way.buffer is not None and owner != self.rank:
             self._copy(items, under_way.parcel, under_way.buffer, out=False)
 
-    def _copy(self, items: Sequence[Item], parcel: Parcel, buffer: torch.Tensor, out: bool) -> None:
+    def _copy(
+        self, items: Sequence[OwnedTensor], parcel: Parcel, buffer: torch.Tensor, out: bool
+    ) -> None:
         start = 0
         for piece in parcel:
             part = items[piece.position].tensor[piece.start : piece.stop]
