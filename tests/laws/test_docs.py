@@ -125,6 +125,13 @@ def for_fsdp2(names: dict[str, Any]) -> None:
     names |= {"model": model}
 
 
+def for_ddp(names: dict[str, Any]) -> None:
+    """One rank; the block's test takes the group away."""
+    torch.distributed.init_process_group(
+        "gloo", store=torch.distributed.HashStore(), rank=0, world_size=1
+    )
+
+
 #: a part of the block → what else it needs
 NEEDS: dict[str, Callable[[dict[str, Any]], None]] = {
     "predictor = Predictor()": for_correlation,
@@ -135,6 +142,7 @@ NEEDS: dict[str, Callable[[dict[str, Any]], None]] = {
     "import LightningOffcompileCallback": for_lightning,
     "accelerator.prepare": for_accelerate,
     "fully_shard(model)": for_fsdp2,
+    "sharded=True": for_ddp,
 }
 
 
@@ -302,11 +310,16 @@ def test_options_are_those_that_there_are() -> None:
 
 EACH_ONCE = [pytest.param([path.name], id=path.name) for path in sorted(EXAMPLES.glob("*.py"))]
 IN_ANOTHER_WAY = ["finetune_hf.py", "--lora", "--loop"]
+ON_RANKS = ["train_gpt.py", "--ranks", "2"]
 
 
 @pytest.mark.parametrize(
     "words",
-    [*EACH_ONCE, pytest.param(IN_ANOTHER_WAY, id="a loop with LoRA", marks=pytest.mark.soak)],
+    [
+        *EACH_ONCE,
+        pytest.param(IN_ANOTHER_WAY, id="a loop with LoRA", marks=pytest.mark.soak),
+        pytest.param(ON_RANKS, id="two ranks", marks=pytest.mark.soak),
+    ],
 )
 def test_examples_run(words: list[str], tmp_path: Path) -> None:
     script = EXAMPLES / words[0]

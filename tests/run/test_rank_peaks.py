@@ -18,6 +18,7 @@ pytestmark = pytest.mark.skipif(not dist.is_available(), reason="torch without t
     [
         ("ddp_parts", 90),
         pytest.param("ddp_whole", 90, marks=pytest.mark.soak),
+        pytest.param("ddp_sharded", 90, marks=pytest.mark.soak),
         pytest.param("fsdp", 75, marks=pytest.mark.soak),
     ],
 )

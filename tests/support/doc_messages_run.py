@@ -16,7 +16,7 @@ from torch import nn
 
 import offcompile
 from offcompile import optim
-from offcompile.ir import Plan
+from offcompile.ir import InvalidInput, Plan
 from offcompile.machine import cost_cache
 from offcompile.runtime.base import watchdog
 from offcompile.runtime.device import cpu
@@ -386,6 +386,11 @@ def _(place: Path, patch: pytest.MonkeyPatch) -> str:
     optimizer = optim.AdamW(table.parameters(), lr=1e-3)
     table(torch.tensor([1])).sum().backward()
     return told(optimizer.step)
+
+
+@says("there are no ranks yet")
+def _(place: Path, patch: pytest.MonkeyPatch) -> str:
+    return told(lambda: trained(sharded=True), InvalidInput)
 
 
 @says("An optimizer with states on disk cannot be copied or pickled")

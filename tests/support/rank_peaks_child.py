@@ -1,7 +1,8 @@
 """One of two ranks that trains a GPT of 5 M weights in a budget, whose memory the system measures.
 
 `python rank_peaks_child.py RANK STORE CASES` prints a line of JSON per case: [wrap, budget].
-Wraps: ddp_parts (as DDPOptimizer cuts the graph), ddp_whole (as one graph), fsdp (each block).
+Wraps: ddp_parts (as DDPOptimizer cuts the graph), ddp_whole (as one graph), ddp_sharded (as one, with
+states of the optimizer shared out), fsdp (each block).
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from weights_child import Anonymous
 from zoo import GPT
 
 import offcompile
+from offcompile.optim import AdamW
 from offcompile.run.accounts.process import process
 from offcompile.runtime.base import process_memory as memory
 from offcompile.runtime.memory.malloc.glibc import return_freed_memory
@@ -55,7 +57,11 @@ def train(wrap: str, budget: str, rank: int, width: int, depth: int, rows: int) 
         forward: nn.Module = torch.compile(model, **how)
     else:
         forward = DistributedDataParallel(torch.compile(model, **how))
-    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    if wrap == "ddp_sharded":
+        weights = model.parameters()
+        optimizer: Any = AdamW(weights, 1e-3, states="host", overlap=True, sharded=True)
+    else:
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
 
     def step(number: int) -> None:
         mine = torch.Generator().manual_seed(10 * number + rank)
