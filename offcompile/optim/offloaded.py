@@ -117,6 +117,7 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         """Make this rank's part of a step, and exchange the updated weights."""
         try:
             try:
+                self._arrivals.ways.raise_failed()
                 self._step()
             except Exception as error:
                 sharding.tell(error)

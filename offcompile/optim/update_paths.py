@@ -37,6 +37,8 @@ class UpdatePaths:
         self._since_ns = 0
         #: updates that may run into the next forward pass; fetches of the weight wait for them
         self._held: dict[ParameterEntry, UpdateJob] = {}
+        #: the first error of an update in backward, if other ranks have to be told
+        self._failed: Exception | None = None
         #: updates of the step under way that may not
         self._due: list[UpdateJob] = []
 
@@ -60,9 +62,12 @@ class UpdatePaths:
             begun = self.core.begun
             try:
                 apply.update(self.core, entry, gradient, hyper)
-            except BaseException:
+            except BaseException as error:
                 self.core.is_torn |= self.core.begun != begun
-                raise
+                if self.core.sharding is None or not isinstance(error, Exception):
+                    raise
+                # the other ranks are in the same backward pass, and hear of it in step()
+                self._failed = self._failed or error
             return
         gradient = local_like(gradient, entry.parameter)
         if carrier is None:
@@ -154,12 +159,19 @@ class UpdatePaths:
             self._due.pop(0).wait()
         self.core.finish()
 
+    def raise_failed(self) -> None:
+        """Raise the error of an update in backward that was put off until step()."""
+        failed, self._failed = self._failed, None
+        if failed is not None:
+            raise failed
+
     def settle(self) -> None:
         self._held.clear()
         self._due.clear()
         if self._channels is not None:
             self._channels.settle()
         self.core.finish()
+        self.raise_failed()
 
     def step_over(self) -> None:
         """End a step. While measuring, alternate between the ways and time them."""

@@ -146,6 +146,9 @@ def test_owners_update_inside_a_compiled_backward() -> None:
     ranks = [rank["compiled"] for rank in run(["compiled"])]
     assert all(rank["weights"] for rank in ranks)
     assert sum(rank["updated"] for rank in ranks) == ranks[0]["of"] == 20
+    # and an update that fails there is told in step()
+    assert "Rank 1 has failed in step()" in ranks[0]["raised"]
+    assert all("no space" in rank["raised"] and rank["equal"] for rank in ranks)
 
 
 @on_ranks

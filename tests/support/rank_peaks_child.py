@@ -1,8 +1,8 @@
 """One of two ranks that trains a GPT of 5 M weights in a budget, whose memory the system measures.
 
 `python rank_peaks_child.py RANK STORE CASES` prints a line of JSON per case: [wrap, budget].
-Wraps: ddp_parts (as DDPOptimizer cuts the graph), ddp_whole (as one graph), ddp_sharded (as one, with
-states of the optimizer shared out), fsdp (each block).
+Wraps: ddp_parts (as DDPOptimizer cuts the graph), ddp_whole (as one graph), ddp_sharded (as one,
+with states of the optimizer shared out), fsdp (each block).
 """
 
 from __future__ import annotations
