@@ -138,7 +138,7 @@ def test_two_ranks_train_as_without_and_keep_half_of_the_states() -> None:
 @pytest.mark.soak
 def test_three_ranks_train_as_without() -> None:
     for rank in run(TRAINED, world=3):
-        check_trained(rank, 0.45)
+        check_trained(rank, 0.46)  # by whole parameters, of which there are few
 
 
 @on_ranks
