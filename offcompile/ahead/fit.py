@@ -108,7 +108,7 @@ def fit(
         elif compared is not None:
             found = _over_cards(asked, batch, _Cards(compared, priced), several, more, tell)
         else:
-            found = DeviceFit(asked, batch, tell, several).result(more)
+            found = DeviceFit(asked, batch, tell, several, seeks_largest=largest).result(more)
     return replace(found, training=training)
 
 
@@ -161,7 +161,7 @@ def _over_lengths(
         def of(batch: int, length: int = length) -> ForecastRequest:
             return asked(batch, length)
 
-        one = DeviceFit(of, batch, told, ranks)
+        one = DeviceFit(of, batch, told, ranks, seeks_largest=more.largest)
         outcome = one.answer.outcome
         tokens = batch * length * (1 if ranks is None else ranks.ranks)
         rows.append(LengthRow(length, tokens, outcome, one.largest if more.largest else None))

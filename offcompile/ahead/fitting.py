@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cached_property
 
 from offcompile.graph.split.decision import LADDER
 from offcompile.ir import DEVICE, HOST, Infeasible, Problem
-from offcompile.ir.units import size
 from offcompile.machine.options import Options
-from offcompile.machine.target import Target
 from offcompile.planning.endurance import spilled_bytes
 from offcompile.planning.fit_budget import (
     PlanSearch,
@@ -22,9 +19,12 @@ from offcompile.planning.fit_budget import (
 )
 from offcompile.report.report import PlanReport
 from offcompile.report.simple_way import SimpleWay
+from offcompile.run.plan.candidates import Candidate
 from offcompile.runtime.base.mapping import page_multiple
 
 from .answers.fit_report import BudgetPoint, FitReport, pareto
+from .others.budgets import Planned, under_other_budgets
+from .others.processes import Beside, only_here
 from .plan import CPU, Ahead, ForecastRequest, Tell, simple_ways, target_ahead
 from .ranks.request import RankRequest
 from .ranks.surveyed import AheadOnRank
@@ -33,14 +33,10 @@ from .scaled import Scale, ScaledWay, largest_batch
 from .simple_ways import policy_ways
 from .surveyed import NotAlike
 
-#: no further budgets are planned after this time
-TABLE_SECONDS = 20.0
 #: planning time of each search for another budget or batch
 TRIAL_SECONDS = 1.0
 #: planning time of each published policy
 COMPARED_SECONDS = 2.0
-#: budgets to plan, as shares of the way from the floor to the peak when nothing moves
-SHARES = (0.5, 0.25, 0.75, 0.1)
 
 
 @dataclass(frozen=True)
@@ -64,15 +60,23 @@ class DeviceFit:
     ranks: RankRequest | None = None
     #: the same model and batch, traced for another card
     like: Ahead | None = None
+    #: True if the largest batch will be asked for: then other processes may begin with it at once
+    seeks_largest: bool = False
 
     def __post_init__(self) -> None:
-        self.began = time.monotonic()
+        self.tell = only_here(self.tell)
+        self._made: Candidate | None = None
+        first = self.asked(self.batch)
+        self.target = target_ahead(first.options, self.tell)
+        beside = self.seeks_largest and not first.measures
+        self._other = Beside(self._other_batch, begins=beside)
         self.ahead = self._first()
         self.target, self.options = self.ahead.target, self.ahead.asked.options
         budget = self.target.budget_bytes(self.options)
         self.memory = self.target.device_bytes if budget is None else budget
-        beside = self.ahead.beside_bytes if isinstance(self.ahead, AheadOnRank) else 0
-        self.budget = max(1, self.memory - beside)
+        ranks_bytes = self.ahead.beside_bytes if isinstance(self.ahead, AheadOnRank) else 0
+        self.budget = max(1, self.memory - ranks_bytes)
+        self._largest = Beside(lambda: (self._find_largest(), self._find_floor()), beside)
 
     def _first(self) -> Ahead:
         if self.like is not None:
@@ -82,8 +86,8 @@ class DeviceFit:
                 self.tell("tracing again")
         return self.traced(self.batch)
 
-    def traced(self, batch: int, target: Target | None = None) -> Ahead:
-        return self._shared(Ahead.of(self.asked(batch), self.tell, target))
+    def traced(self, batch: int) -> Ahead:
+        return self._shared(Ahead.of(self.asked(batch), self.tell, self.target))
 
     def _shared(self, one: Ahead) -> Ahead:
         return one if self.ranks is None else AheadOnRank.sharing(one, self.ranks, self.tell)
@@ -94,11 +98,13 @@ class DeviceFit:
         found = FitReport(self.options.hardware or "this machine", self.batch, self.memory, None)
         made: PlanReport | Infeasible
         try:
-            made = report = self.ahead.report(self.tell)
+            candidate = self.ahead.candidate(self.options.memory, self.tell)
+            made = report = self.ahead.report(self.tell, candidate.choice)
         except Infeasible as error:
             made = error
             found = replace(found, reason=made.reason, smallest_change=made.smallest_change or "")
         else:
+            self._made = candidate
             kind = CPU if self.target.device.type == CPU else "cuda"
             spilled = spilled_bytes(report.problem, report.plan, kind)
             found = replace(
@@ -117,17 +123,20 @@ class DeviceFit:
         return min(TRIAL_SECONDS, self.options.seconds or TRIAL_SECONDS)
 
     def result(self, more: MoreAnswers) -> FitReport:
+        found = self.answer
+        if isinstance(self.ahead, AheadOnRank) and found.ranks is not None:
+            way, seconds = found.ranks.chosen, self.trial_seconds if more.table else None
+            ranks = compared(self.ahead, way, tier_bytes, self.tell, seconds)
+            found = replace(found, ranks=ranks)
+        else:
+            points = self.table(found.report) if more.table else ()
+            ways = self.simple_ways(found.report, more.compare)
+            found = replace(found, table=points, simple_ways=ways)
         most = self.largest if more.largest else None
-        found = replace(self.answer, largest_batch=most)
         if found.report is None and most:
             change = f"A batch of {most} fits. {found.smallest_change}"
             found = replace(found, smallest_change=change)
-        if isinstance(self.ahead, AheadOnRank) and found.ranks is not None:
-            way, seconds = found.ranks.chosen, self.trial_seconds if more.table else None
-            return replace(found, ranks=compared(self.ahead, way, tier_bytes, self.tell, seconds))
-        ways = self.simple_ways(found.report, more.compare)
-        points = self.table(found.report) if more.table else ()
-        return replace(found, table=points, simple_ways=ways)
+        return replace(found, largest_batch=most)
 
     def simple_ways(self, report: PlanReport | None, compare: bool) -> tuple[SimpleWay, ...]:
         """Evaluate simpler ways; none if nothing has to move."""
@@ -147,43 +156,53 @@ class DeviceFit:
         points = [BudgetPoint(alone, sum(op.duration_us for op in plain.ops), False)]
         if report is not None and not report.fits:
             points.append(BudgetPoint(self.budget, report.foreseen_us, True, report.policy))
-        floor = with_reserve(self.floor(self.ahead), self.target.reserve_bytes)
-        for share in SHARES:
-            if time.monotonic() - self.began > TABLE_SECONDS or alone <= floor:
-                break
-            memory = int(floor + share * (alone - floor))
-            self.tell(f"planning for {size(memory)}")
-            try:
-                choice = self.ahead.choose(memory, self.tell, self.trial_seconds, explains=False)
-            except Infeasible:
-                continue
-            found = choice.decided
-            points.append(BudgetPoint(memory, found.cost_us, True, found.result.policy))
+        floor = with_reserve(self.floor, self.target.reserve_bytes)
+        start = None
+        if self._made is not None and not self._made.choice.decided.fits:
+            start = Planned(self._made, self.budget)
+        seconds = self.trial_seconds
+        points += under_other_budgets(self.ahead, start, (floor, alone), seconds, self.tell)
         return pareto(points)
 
-    def floor(self, ahead: Ahead) -> int:
-        problems = variants(ahead) + variants_in_pieces(ahead, self.tell)
-        return min(floor_of(p, ahead.survey.machine) for p in problems)
+    @cached_property
+    def floor(self) -> int:
+        """The least bytes of any way to run the step, without the runtime's reserve."""
+        if self.seeks_largest:
+            return self._largest.result()[1]
+        return self._find_floor()
+
+    def _find_floor(self) -> int:
+        problems = variants(self.ahead) + variants_in_pieces(self.ahead, self.tell)
+        return min(floor_of(p, self.ahead.survey.machine) for p in problems)
 
     # --- other batches ------------------------------------------------------------------------
 
     @cached_property
     def largest(self) -> int | None:
-        """Find the largest batch that fits; None if traces of different batches do not line up."""
-        other = self.traced(2 * self.batch, self.target)
+        """The largest batch that fits; None if traces of different batches do not line up."""
+        return self._largest.result()[0]
+
+    def _other_batch(self) -> tuple[list[Problem], list[Problem]]:
+        """The step with twice the batch: whole, and in pieces."""
+        other = self.traced(2 * self.batch)
+        found = variants(other), variants_in_pieces(other, self.tell)
+        return [replace(p) for p in found[0]], [replace(p) for p in found[1]]
+
+    def _find_largest(self) -> int | None:
+        whole, in_pieces = self._other.result()
         batches = self.batch, 2 * self.batch
-        pairs = zip(variants(self.ahead), variants(other), strict=False)
+        pairs = zip(variants(self.ahead), whole, strict=False)
         scales = [Scale(a, b, batches) for a, b in pairs]
         if not scales or not all(s.lines_up for s in scales):
             return None
-        split = (variants_in_pieces(ahead, self.tell) for ahead in (self.ahead, other))
-        in_pieces = [Scale(a, b, batches) for a, b in zip(*split, strict=False)]
+        pairs = zip(variants_in_pieces(self.ahead, self.tell), in_pieces, strict=False)
+        scales_in_pieces = [Scale(a, b, batches) for a, b in pairs]
         self.tell("looking for the largest batch")
         machine, capacity = self.ahead.survey.machine, self.target.device_bytes
         capacity = min(capacity, self.budget)
         ways = [
             ScaledWay(scale, scale.floors(machine), at_home=place == 0)
-            for some in (scales, in_pieces)
+            for some in (scales, scales_in_pieces)
             for place, scale in enumerate(some)
             if scale.lines_up
         ]

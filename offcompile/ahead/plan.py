@@ -31,7 +31,7 @@ from offcompile.planning.planner import NO_RIVAL, Rival, bounded_longer
 from offcompile.planning.splitting import SplitPart, StepEstimate
 from offcompile.report.report import PlanReport
 from offcompile.report.simple_way import SimpleWay
-from offcompile.run.plan.candidates import plan_in_order
+from offcompile.run.plan.candidates import Candidate, plan_in_order
 from offcompile.run.plan.contract import PlanRequest
 from offcompile.run.plan.plan_graph import report_of
 from offcompile.run.plan.planner import GraphPlanner
@@ -321,18 +321,25 @@ class Ahead:
             updates = Updates.read(asked.optimizer, target.profile, on_card, asked.streams)
         return AheadProblemSource(options, target, Profile(), CPU, updates=updates, traced=graphs)
 
-    @rarely_collected()
     def choose(
         self, memory: Any, tell: Tell, seconds: float | None = None, explains: bool = True
     ) -> Choice:
         """Plan the model, whole or with its loss in pieces. Raises `Infeasible`."""
+        return self.candidate(memory, tell, seconds, explains).choice
+
+    @rarely_collected()
+    def candidate(
+        self, memory: Any, tell: Tell, seconds: float | None = None, explains: bool = True
+    ) -> Candidate:
+        """Like `choose`, with the graphs that are planned. Raises `Infeasible`."""
         options = replace(self.asked.options, memory=memory)
 
         def ahead(pieces: int | None) -> Ahead:
             return self if pieces is None else self.in_pieces(pieces, tell)
 
-        def choose(pieces: int | None, explain: bool, rival: Rival) -> Choice:
-            return ahead(pieces).choose_whole(memory, tell, seconds, explains and explain, rival)
+        def choose(pieces: int | None, explain: bool, rival: Rival) -> Candidate:
+            made = ahead(pieces).choose_whole(memory, tell, seconds, explains and explain, rival)
+            return replace(made, pieces=pieces)
 
         splits = self.traces[0].splits if self.traces else None
         found, splitting = Ways(
@@ -344,12 +351,14 @@ class Ahead:
             self.parts,
             lambda: self.most_pieces,
             lambda: 0 if splits is None else splits.largest_bytes,
-            lambda choice: choice,
+            lambda made: made.choice,
             explains,
         ).best()
-        made = found.decided
-        result = bounded_longer(found.annotated.problem, made.machine, made.result)
-        return replace(found, decided=replace(made, result=result), splitting=splitting)
+        choice = found.choice
+        made = choice.decided
+        result = bounded_longer(choice.annotated.problem, made.machine, made.result)
+        decided = replace(made, result=result)
+        return replace(found, choice=replace(choice, decided=decided, splitting=splitting))
 
     @cached_property
     def estimate(self) -> StepEstimate:
@@ -387,16 +396,16 @@ class Ahead:
         seconds: float | None = None,
         explains: bool = True,
         rival: Rival = NO_RIVAL,
-    ) -> Choice:
+    ) -> Candidate:
         """Plan the model without splitting further. Raises `Infeasible`, and `Beaten` if no plan
         can beat the rival."""
         options = self.survey.options
         options = replace(
             options, memory=memory, seconds=seconds or options.seconds or self.seconds
         )
-        return plan_in_order(self._planner(options, tell, explains, rival), self.graphs).choice
+        return plan_in_order(self.planner(options, tell, explains, rival), self.graphs)
 
-    def _planner(
+    def planner(
         self, options: Options, tell: Tell, explains: bool = True, rival: Rival = NO_RIVAL
     ) -> GraphPlanner:
         request = PlanRequest("the model", explains=explains, quick=True, rival=rival)
@@ -404,7 +413,7 @@ class Ahead:
 
     def report(self, tell: Tell, choice: Choice | None = None) -> PlanReport:
         memory = self.asked.options.memory
-        planner = self._planner(replace(self.survey.options, memory=memory), tell)
+        planner = self.planner(replace(self.survey.options, memory=memory), tell)
         return report_of(planner, choice or self.choose(memory, tell))
 
 

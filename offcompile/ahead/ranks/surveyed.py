@@ -83,10 +83,10 @@ class AheadOnRank(Ahead):
             ranks=asked.ranks,
         )
 
-    def _planner(
+    def planner(
         self, options: Options, tell: Tell, explains: bool = True, rival: Rival = NO_RIVAL
     ) -> GraphPlanner:
-        made = super()._planner(options, tell, explains, rival)
+        made = super().planner(options, tell, explains, rival)
         return replace(made, request=replace(made.request, held_bytes=self.beside_bytes))
 
     @property

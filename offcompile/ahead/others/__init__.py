@@ -1,0 +1,1 @@
+"""Answers beside the step itself: other budgets, found in processes beside this one."""
