@@ -35,6 +35,8 @@ from .surveyed import NotAlike
 
 #: planning time of each search for another budget or batch
 TRIAL_SECONDS = 1.0
+#: the same for other budgets: these searches start from the step's own plan
+TABLE_SEARCH_SECONDS = 0.8
 #: planning time of each published policy
 COMPARED_SECONDS = 2.0
 
@@ -160,7 +162,7 @@ class DeviceFit:
         start = None
         if self._made is not None and not self._made.choice.decided.fits:
             start = Planned(self._made, self.budget)
-        seconds = self.trial_seconds
+        seconds = min(TABLE_SEARCH_SECONDS, self.trial_seconds)
         points += under_other_budgets(self.ahead, start, (floor, alone), seconds, self.tell)
         return pareto(points)
 

@@ -23,7 +23,7 @@ from offcompile.graph.weight_placement import weights_in_use_order
 from offcompile.ir import HOST, Infeasible, Plan, Problem
 from offcompile.ir.units import size
 from offcompile.passes.select.pinned_weights import spread
-from offcompile.planning.fit_budget import Decided
+from offcompile.planning.fit_budget import Decided, floor_of
 from offcompile.planning.planner import Beaten
 from offcompile.run.plan.candidates import Candidate
 
@@ -35,6 +35,8 @@ BOUND_SECONDS = 0.3
 TABLE_SECONDS = 10.0
 #: budgets to plan, as shares of the way from the floor to the peak when nothing moves
 SHARES = (0.5, 0.25, 0.75, 0.1)
+#: budgets closer to the one with a plan, as a share of that way, are left out
+NEAR = 0.1
 #: another place is searched if its bound is below this share of the best plan's cost
 WORTH_TRYING = 0.995
 
@@ -65,6 +67,7 @@ def under_other_budgets(
             start = Planned(made, memory)
     if start is None:
         return found
+    memories = [m for m in memories if abs(m - start.budget) >= NEAR * (high - low)]
     others = OtherBudgets(ahead, start.made, start.budget, seconds, tell)
     less = sorted((m for m in memories if m < start.budget), reverse=True)
     more = sorted(m for m in memories if m > start.budget)
@@ -122,17 +125,13 @@ class OtherBudgets:
         options = replace(self.ahead.survey.options, memory=memory, seconds=self.seconds)
         planner = self.ahead.planner(options, self.tell, explains=False)
         known = [self.made.choice.decided.result.plan, *known]
-        machine = planner.source.machine(memory - planner.source.target.reserve_bytes(memory))
-        places = [
-            (lower_bound(place.problem, machine, BOUND_SECONDS).us, i, place)
-            for i, place in enumerate(self.places(memory))
-        ]
+        places = list(self.places(memory))
+        if len(places) > 1:
+            places = self._promising(places, memory - planner.source.target.reserve_bytes(memory))
         best: Decided | None = None
         refused: Infeasible | None = None
-        for bound_us, _, place in sorted(places):
+        for place in places:
             worth_us = float("inf") if best is None else best.cost_us * WORTH_TRYING
-            if bound_us >= worth_us:
-                break
             try:
                 found = planner.decide(
                     place.problem,
@@ -154,6 +153,16 @@ class OtherBudgets:
             raise refused
         return best
 
+    def _promising(self, places: Sequence[Place], capacity: int) -> list[Place]:
+        """The places whose floor fits, or all if none does; those with a lower bound first."""
+        machine_for = self.made.source.machine
+        fitting = [p for p in places if floor_of(p.problem, machine_for) <= capacity] or places
+        if len(fitting) == 1:
+            return list(fitting)
+        machine = machine_for(capacity)
+        bounds = [lower_bound(p.problem, machine, BOUND_SECONDS).us for p in fitting]
+        return [fitting[i] for i in sorted(range(len(fitting)), key=bounds.__getitem__)]
+
     def places(self, memory: int) -> Iterator[Place]:
         """The steps to plan, each once."""
         made, choice, more = self.made, self.made.choice, memory - self.budget
@@ -161,7 +170,7 @@ class OtherBudgets:
         if all_there is not None and (stays is not None or more < 0):
             stays = stays or frozenset()
             kept = [self._staying(all_there, stays, more)] if stays or more > 0 else []
-            if more < 0 or not stays:
+            if more < 0:
                 kept.append(frozenset())
             for one in dict.fromkeys(kept):
                 yield Place(staying(all_there, one))
