@@ -297,7 +297,9 @@ def test_sizes_at_other_batches_are_exact() -> None:
 
 
 def test_fit_answers_with_the_largest_batch_and_a_table(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("offcompile.ahead.fitting.TABLE_SECONDS", 0.0)  # what costs no search
+    monkeypatch.setattr(
+        "offcompile.ahead.others.budgets.TABLE_SECONDS", 0.0
+    )  # what costs no search
     with torch.device("meta"):
         model = nn.Sequential(*(m for _ in range(8) for m in (nn.Linear(64, 64), nn.ReLU())))
 

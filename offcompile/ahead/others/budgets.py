@@ -14,14 +14,15 @@ from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from fractions import Fraction
+from functools import cached_property
 
 from offcompile.ahead.answers.fit_report import BudgetPoint
 from offcompile.ahead.plan import Ahead, Tell
-from offcompile.ahead.surveyed import staying
 from offcompile.bounds import lower_bound
 from offcompile.graph.weight_placement import weights_in_use_order
 from offcompile.ir import HOST, Infeasible, Plan, Problem
 from offcompile.ir.units import size
+from offcompile.machine.in_place import InPlace
 from offcompile.passes.select.pinned_weights import spread
 from offcompile.planning.fit_budget import Decided, floor_of
 from offcompile.planning.planner import Beaten
@@ -156,7 +157,13 @@ class OtherBudgets:
     def _promising(self, places: Sequence[Place], capacity: int) -> list[Place]:
         """The places whose floor fits, or all if none does; those with a lower bound first."""
         machine_for = self.made.source.machine
-        fitting = [p for p in places if floor_of(p.problem, machine_for) <= capacity] or places
+
+        def fits(place: Place) -> bool:
+            with suppress(Infeasible):
+                return floor_of(place.problem, machine_for) <= capacity
+            return False
+
+        fitting = [place for place in places if fits(place)] or places
         if len(fitting) == 1:
             return list(fitting)
         machine = machine_for(capacity)
@@ -166,31 +173,29 @@ class OtherBudgets:
     def places(self, memory: int) -> Iterator[Place]:
         """The steps to plan, each once."""
         made, choice, more = self.made, self.made.choice, memory - self.budget
-        all_there, stays = self._all_on_host(), choice.stays
-        if all_there is not None and (stays is not None or more < 0):
-            stays = stays or frozenset()
-            kept = [self._staying(all_there, stays, more)] if stays or more > 0 else []
-            if more < 0:
-                kept.append(frozenset())
-            for one in dict.fromkeys(kept):
-                yield Place(staying(all_there, one))
+        in_place, stays = self._in_place, choice.stays
+        if in_place is not None and (stays is not None or more < 0):
+            all_there = made.source.problem(made.graphs, in_place).problem
+            kept = [self._staying(all_there, stays or frozenset(), more)]
+            for one in dict.fromkeys([*kept, frozenset[str]()] if more < 0 else kept):
+                yield Place(made.source.problem(made.graphs, in_place, one).problem)
         if more > 0 or choice.stays is None:
             yield Place(made.source.problem(made.graphs).problem, at_home=True)
         if more > 0 and made.pieces is not None:
             yield Place(self.ahead.survey.problem(self.ahead.graphs).problem, at_home=True)
 
-    def _all_on_host(self) -> Problem | None:
-        """The step with all weights on the host; None if that cannot be."""
+    @cached_property
+    def _in_place(self) -> InPlace | None:
+        """The cost of weights and gradients on the host; None if they cannot be there."""
         made = self.made
-        in_place = made.in_place
-        if in_place is None:
-            tensors = made.choice.annotated.problem.tensors
-            weights = sum(t.nbytes for t in tensors if t.kind == "weight")
-            in_place = made.source.target.in_place(2 * weights)
-        if in_place is None:
-            return None
-        made.source.measure_in_place(made.graphs, in_place)
-        return made.source.problem(made.graphs, in_place).problem
+        if made.in_place is not None:
+            return made.in_place
+        tensors = made.choice.annotated.problem.tensors
+        weights = sum(t.nbytes for t in tensors if t.kind == "weight")
+        in_place = made.source.target.in_place(2 * weights)
+        if in_place is not None:
+            made.source.measure_in_place(made.graphs, in_place)
+        return in_place
 
     def _staying(self, all_there: Problem, stays: frozenset[str], more: int) -> frozenset[str]:
         """Weights on the device with so many bytes more, or less, than these."""

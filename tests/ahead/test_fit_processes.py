@@ -1,0 +1,141 @@
+"""Answers of `fit` that are computed in processes beside this one."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+from collections.abc import Callable, Iterator
+
+import pytest
+import torch
+from torch import nn
+
+from offcompile.ahead.fit import fit
+from offcompile.ahead.others import processes
+from offcompile.ahead.others.processes import Beside, may_start, only_here, processes_beside
+
+
+@pytest.fixture
+def two_cores(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {0, 1})
+    with processes_beside():
+        yield
+
+
+def elsewhere(there: Callable[[], object], here: object) -> Callable[[], object]:
+    """Work that another process does differently from this one."""
+    mine = os.getpid()
+    return lambda: here if os.getpid() == mine else there()
+
+
+def test_without_leave_all_is_computed_here_and_late() -> None:
+    asked: list[int] = []
+    answer = Beside(lambda: asked.append(os.getpid()) or len(asked))
+    assert not may_start() and asked == []
+    assert answer.result() == answer.result() == 1
+    assert asked == [os.getpid()]
+
+
+def test_one_core_is_not_shared(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {0})
+    with processes_beside():
+        assert not may_start()
+
+
+@pytest.mark.usefixtures("two_cores")
+def test_another_process_answers() -> None:
+    answers = [Beside(os.getpid), Beside(os.getpid)]
+    assert len({os.getpid(), *(answer.result() for answer in answers)}) == 3
+    assert Beside(os.getpid, begins=False).result() == os.getpid()
+
+
+@pytest.mark.usefixtures("two_cores")
+def test_large_answers_arrive_whole() -> None:
+    assert Beside(lambda: bytes(5 << 20)).result() == bytes(5 << 20)
+
+
+@pytest.mark.usefixtures("two_cores")
+def test_a_process_has_none_of_its_own() -> None:
+    assert Beside(may_start).result() is False
+
+
+def _fails() -> object:
+    raise RuntimeError("there")
+
+
+@pytest.mark.usefixtures("two_cores")
+@pytest.mark.parametrize(
+    "there", [_fails, lambda: os._exit(0), lambda: lambda: None], ids=["raises", "ends", "lambda"]
+)
+def test_without_an_answer_it_is_computed_here(there: Callable[[], object]) -> None:
+    assert Beside(elsewhere(there, "here")).result() == "here"
+
+
+@pytest.mark.usefixtures("two_cores")
+def test_a_process_that_stands_still_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(processes, "STILL_SECONDS", 1)
+    assert Beside(elsewhere(signal.pause, "here")).result() == "here"
+
+
+@pytest.mark.usefixtures("two_cores")
+def test_errors_are_those_of_this_process() -> None:
+    with pytest.raises(RuntimeError, match="there"):
+        Beside(_fails).result()
+
+
+@pytest.mark.usefixtures("two_cores")
+def test_processes_end_with_their_answers() -> None:
+    answer = Beside(elsewhere(signal.pause, None))
+    assert answer._process is not None
+    pid = answer._process[0]
+    os.kill(pid, 0)  # it is there
+    del answer
+    with pytest.raises(ProcessLookupError):
+        os.kill(pid, 0)
+
+
+@pytest.mark.usefixtures("two_cores")
+def test_only_this_process_tells() -> None:
+    told: list[str] = []
+    tell = only_here(told.append)
+
+    def work() -> int:
+        tell("there")
+        return len(told)
+
+    assert Beside(work).result() == 0
+    tell("here")
+    assert told == ["here"]
+
+
+def test_fit_answers_alike_with_processes_and_without(monkeypatch: pytest.MonkeyPatch) -> None:
+    started: list[object] = []
+    plain = processes._started
+
+    def counted(work: Callable[[], object]) -> tuple[int, int]:
+        started.append(work)
+        return plain(work)
+
+    monkeypatch.setattr(processes, "_started", counted)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {0, 1})
+    with torch.device("meta"):
+        model = nn.Sequential(*(m for _ in range(8) for m in (nn.Linear(64, 64), nn.ReLU())))
+
+    def answer() -> object:
+        found = fit(
+            model,
+            lambda batch: torch.zeros(batch, 64, device="meta"),
+            16384,
+            memory="24MiB",
+            hardware="rtx4090",
+            loss=torch.sum,
+            options={"lowering": "aot_eager", "seconds": 0.1, "reuse_plans": False},
+        )
+        return json.loads(json.dumps(found.to_json()))
+
+    alone = answer()
+    assert not started
+    with processes_beside():
+        assert answer() == alone
+    assert len(started) >= 2  # the other batch, and the largest
