@@ -52,6 +52,7 @@ def fit(
     lora: str | Mapping[str, Any] | None = None,
     cards: str | Iterable[str] | None = None,
     prices: Mapping[str, float] | None = None,
+    forks: bool = False,
 ) -> FitReport:
     """Tell if a training step fits, how long it would take, and what the other choices are.
 
@@ -67,6 +68,8 @@ def fit(
     comma, or a dictionary of these; targets: names of linear layers (default: "all-linear").
     cards: compare these profiles, or "all" of them, tracing once. The rest of the answer is that of
     the fastest. prices: card → its price of an hour, in any currency, to name the cheapest.
+    forks: use a second core by forking processes, as the command does. Only for a process whose
+    other threads hold no locks, and not after CUDA was used.
     The other arguments are those of `offcompile.plan`, which raises if nothing fits.
     """
     if batch < 1:
@@ -101,14 +104,16 @@ def fit(
             streams=stream_states,
         )
 
-    more = MoreAnswers(table, largest, compare)
+    more = MoreAnswers(table, largest, compare, forks)
     with Progress("fit") as tell:
         if wanted is not None:
             found = _over_lengths(asked, batch, wanted, several, more, tell)
         elif compared is not None:
             found = _over_cards(asked, batch, _Cards(compared, priced), several, more, tell)
         else:
-            found = DeviceFit(asked, batch, tell, several, seeks_largest=largest).result(more)
+            found = DeviceFit(
+                asked, batch, tell, several, seeks_largest=largest, forks=forks
+            ).result(more)
     return replace(found, training=training)
 
 
@@ -161,7 +166,7 @@ def _over_lengths(
         def of(batch: int, length: int = length) -> ForecastRequest:
             return asked(batch, length)
 
-        one = DeviceFit(of, batch, told, ranks, seeks_largest=more.largest)
+        one = DeviceFit(of, batch, told, ranks, seeks_largest=more.largest, forks=more.forks)
         outcome = one.answer.outcome
         tokens = batch * length * (1 if ranks is None else ranks.ranks)
         rows.append(LengthRow(length, tokens, outcome, one.largest if more.largest else None))

@@ -23,7 +23,7 @@ from offcompile.run.plan.candidates import Candidate
 from offcompile.runtime.base.mapping import page_multiple
 
 from .answers.fit_report import BudgetPoint, FitReport, pareto
-from .others.budgets import Planned, under_other_budgets
+from .others.budgets import BudgetPlan, under_other_budgets
 from .others.processes import Beside, only_here
 from .plan import CPU, Ahead, ForecastRequest, Tell, simple_ways, target_ahead
 from .ranks.request import RankRequest
@@ -50,6 +50,8 @@ class MoreAnswers:
     largest: bool
     #: each published policy by itself
     compare: bool
+    #: True if processes may be forked for them
+    forks: bool = False
 
 
 @dataclass(eq=False)
@@ -62,15 +64,17 @@ class DeviceFit:
     ranks: RankRequest | None = None
     #: the same model and batch, traced for another card
     like: Ahead | None = None
-    #: True if the largest batch will be asked for: then other processes may begin with it at once
+    #: True if the largest batch will be asked for
     seeks_largest: bool = False
+    #: True if processes may be forked to compute answers beside this one
+    forks: bool = False
 
     def __post_init__(self) -> None:
         self.tell = only_here(self.tell)
         self._made: Candidate | None = None
         first = self.asked(self.batch)
         self.target = target_ahead(first.options, self.tell)
-        beside = self.seeks_largest and not first.measures
+        beside = self.forks and self.seeks_largest and not first.measures
         self._other = Beside(self._other_batch, begins=beside)
         self.ahead = self._first()
         self.target, self.options = self.ahead.target, self.ahead.asked.options
@@ -161,9 +165,10 @@ class DeviceFit:
         floor = with_reserve(self.floor, self.target.reserve_bytes)
         start = None
         if self._made is not None and not self._made.choice.decided.fits:
-            start = Planned(self._made, self.budget)
+            start = BudgetPlan(self._made, self.budget)
         seconds = min(TABLE_SEARCH_SECONDS, self.trial_seconds)
-        points += under_other_budgets(self.ahead, start, (floor, alone), seconds, self.tell)
+        between = floor, alone
+        points += under_other_budgets(self.ahead, start, between, seconds, self.tell, self.forks)
         return pareto(points)
 
     @cached_property

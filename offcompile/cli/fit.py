@@ -169,7 +169,6 @@ def _cycles_left_alone() -> Iterator[None]:
 def _fit(options: argparse.Namespace) -> int:
     from offcompile.ahead.factories import build
     from offcompile.ahead.fit import fit
-    from offcompile.ahead.others.processes import processes_beside
 
     lengths = _read_lengths(options.lengths)
     longest = options.length if lengths is None else lengths[-1]
@@ -177,26 +176,26 @@ def _fit(options: argparse.Namespace) -> int:
     if lengths is not None and "length" not in built.takes:
         detail = f"{options.model} takes no length; give it a parameter `length`, or leave this out"
         raise invalid("bad-value", "--lengths", detail)
-    with processes_beside():
-        found = fit(
-            built.model,
-            built.inputs,
-            options.batch,
-            memory=options.memory,
-            hardware=options.hardware,
-            loss=built.loss,
-            optimizer=options.optimizer,
-            host_memory=options.host_memory,
-            table=not options.quick,
-            largest="batch" in built.takes and not options.quick,
-            compare=options.compare,
-            stream_states=options.stream_states,
-            lengths=lengths,
-            lora=options.lora,
-            cards=_read_cards(options.cards),
-            prices=_read_prices(options.price),
-            **_asked_of_ranks(options),
-        )
+    found = fit(
+        built.model,
+        built.inputs,
+        options.batch,
+        memory=options.memory,
+        hardware=options.hardware,
+        loss=built.loss,
+        optimizer=options.optimizer,
+        host_memory=options.host_memory,
+        table=not options.quick,
+        largest="batch" in built.takes and not options.quick,
+        compare=options.compare,
+        stream_states=options.stream_states,
+        lengths=lengths,
+        lora=options.lora,
+        cards=_read_cards(options.cards),
+        prices=_read_prices(options.price),
+        forks=True,
+        **_asked_of_ranks(options),
+    )
     if options.html is not None and found.report is not None:
         found.report.save_html(options.html)
     print(json.dumps(found.to_json(), allow_nan=False) if options.json else found.to_text())

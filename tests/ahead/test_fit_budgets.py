@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from offcompile.ahead.others import budgets
-from offcompile.ahead.others.budgets import OtherBudgets, Planned, under_other_budgets
+from offcompile.ahead.others.budgets import BudgetPlan, OtherBudgets, under_other_budgets
 from offcompile.ahead.plan import Ahead, ForecastRequest
 from offcompile.ir import Infeasible
 from offcompile.machine.options import Options
@@ -46,10 +46,10 @@ def between(one: Ahead) -> tuple[int, int]:
     return with_reserve(floor, one.target.reserve_bytes), peak_alone(plain, one.survey.machine)
 
 
-def start(one: Ahead, share: float) -> Planned:
+def start(one: Ahead, share: float) -> BudgetPlan:
     low, high = between(one)
     budget = int(low + share * (high - low))
-    return Planned(one.candidate(budget, quiet, explains=False), budget)
+    return BudgetPlan(one.candidate(budget, quiet, explains=False), budget)
 
 
 @pytest.mark.parametrize("optimizer", [None, "adamw"])

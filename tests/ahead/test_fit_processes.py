@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -13,14 +13,12 @@ from torch import nn
 
 from offcompile.ahead.fit import fit
 from offcompile.ahead.others import processes
-from offcompile.ahead.others.processes import Beside, may_start, only_here, processes_beside
+from offcompile.ahead.others.processes import Beside, may_start, only_here
 
 
 @pytest.fixture
-def two_cores(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def two_cores(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {0, 1})
-    with processes_beside():
-        yield
 
 
 def elsewhere(there: Callable[[], object], here: object) -> Callable[[], object]:
@@ -31,33 +29,28 @@ def elsewhere(there: Callable[[], object], here: object) -> Callable[[], object]
 
 def test_without_leave_all_is_computed_here_and_late() -> None:
     asked: list[int] = []
-    answer = Beside(lambda: asked.append(os.getpid()) or len(asked))
-    assert not may_start() and asked == []
+    answer = Beside(lambda: asked.append(os.getpid()) or len(asked), begins=False)
+    assert asked == []
     assert answer.result() == answer.result() == 1
     assert asked == [os.getpid()]
 
 
 def test_one_core_is_not_shared(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {0})
-    with processes_beside():
-        assert not may_start()
+    assert not may_start()
+    assert Beside(os.getpid, begins=True).result() == os.getpid()
 
 
 @pytest.mark.usefixtures("two_cores")
 def test_another_process_answers() -> None:
-    answers = [Beside(os.getpid), Beside(os.getpid)]
+    answers = [Beside(os.getpid, True), Beside(os.getpid, True)]
     assert len({os.getpid(), *(answer.result() for answer in answers)}) == 3
     assert Beside(os.getpid, begins=False).result() == os.getpid()
 
 
 @pytest.mark.usefixtures("two_cores")
 def test_large_answers_arrive_whole() -> None:
-    assert Beside(lambda: bytes(5 << 20)).result() == bytes(5 << 20)
-
-
-@pytest.mark.usefixtures("two_cores")
-def test_a_process_has_none_of_its_own() -> None:
-    assert Beside(may_start).result() is False
+    assert Beside(lambda: bytes(5 << 20), True).result() == bytes(5 << 20)
 
 
 def _fails() -> object:
@@ -69,24 +62,24 @@ def _fails() -> object:
     "there", [_fails, lambda: os._exit(0), lambda: lambda: None], ids=["raises", "ends", "lambda"]
 )
 def test_without_an_answer_it_is_computed_here(there: Callable[[], object]) -> None:
-    assert Beside(elsewhere(there, "here")).result() == "here"
+    assert Beside(elsewhere(there, "here"), True).result() == "here"
 
 
 @pytest.mark.usefixtures("two_cores")
 def test_a_process_that_stands_still_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(processes, "STILL_SECONDS", 1)
-    assert Beside(elsewhere(signal.pause, "here")).result() == "here"
+    assert Beside(elsewhere(signal.pause, "here"), True).result() == "here"
 
 
 @pytest.mark.usefixtures("two_cores")
 def test_errors_are_those_of_this_process() -> None:
     with pytest.raises(RuntimeError, match="there"):
-        Beside(_fails).result()
+        Beside(_fails, True).result()
 
 
 @pytest.mark.usefixtures("two_cores")
 def test_processes_end_with_their_answers() -> None:
-    answer = Beside(elsewhere(signal.pause, None))
+    answer = Beside(elsewhere(signal.pause, None), True)
     assert answer._process is not None
     pid = answer._process[0]
     os.kill(pid, 0)  # it is there
@@ -104,7 +97,7 @@ def test_only_this_process_tells() -> None:
         tell("there")
         return len(told)
 
-    assert Beside(work).result() == 0
+    assert Beside(work, True).result() == 0
     tell("here")
     assert told == ["here"]
 
@@ -122,7 +115,7 @@ def test_fit_answers_alike_with_processes_and_without(monkeypatch: pytest.Monkey
     with torch.device("meta"):
         model = nn.Sequential(*(m for _ in range(8) for m in (nn.Linear(64, 64), nn.ReLU())))
 
-    def answer() -> object:
+    def answer(forks: bool) -> object:
         found = fit(
             model,
             lambda batch: torch.zeros(batch, 64, device="meta"),
@@ -131,11 +124,11 @@ def test_fit_answers_alike_with_processes_and_without(monkeypatch: pytest.Monkey
             hardware="rtx4090",
             loss=torch.sum,
             options={"lowering": "aot_eager", "seconds": 0.1, "reuse_plans": False},
+            forks=forks,
         )
         return json.loads(json.dumps(found.to_json()))
 
-    alone = answer()
+    alone = answer(forks=False)
     assert not started
-    with processes_beside():
-        assert answer() == alone
+    assert answer(forks=True) == alone
     assert len(started) >= 2  # the other batch, and the largest

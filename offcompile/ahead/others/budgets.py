@@ -43,7 +43,7 @@ WORTH_TRYING = 0.995
 
 
 @dataclass(frozen=True, eq=False)
-class Planned:
+class BudgetPlan:
     """A plan under a budget, to start others from."""
 
     made: Candidate
@@ -51,10 +51,16 @@ class Planned:
 
 
 def under_other_budgets(
-    ahead: Ahead, start: Planned | None, between: tuple[int, int], seconds: float, tell: Tell
+    ahead: Ahead,
+    start: BudgetPlan | None,
+    between: tuple[int, int],
+    seconds: float,
+    tell: Tell,
+    forks: bool = False,
 ) -> list[BudgetPoint]:
     """Plan for budgets between the floor and the peak if nothing moves. start: None to begin with a
-    search for the budget in the middle. seconds: of each search."""
+    search for the budget in the middle. seconds: of each search. forks: True to plan some of them
+    in a process beside this one."""
     until = time.thread_time() + TABLE_SECONDS
     low, high = between
     memories = [int(low + share * (high - low)) for share in SHARES] if low < high else []
@@ -65,14 +71,14 @@ def under_other_budgets(
         with suppress(Infeasible):
             made = ahead.candidate(memory, tell, seconds, explains=False)
             found.append(_point(memory, made.choice.decided))
-            start = Planned(made, memory)
+            start = BudgetPlan(made, memory)
     if start is None:
         return found
     memories = [m for m in memories if abs(m - start.budget) >= NEAR * (high - low)]
     others = OtherBudgets(ahead, start.made, start.budget, seconds, tell)
     less = sorted((m for m in memories if m < start.budget), reverse=True)
     more = sorted(m for m in memories if m > start.budget)
-    beside = Beside(lambda: others.points(more), begins=bool(more))
+    beside = Beside(lambda: others.points(more), begins=forks and bool(more))
     return [*found, *others.points(less), *beside.result()]
 
 

@@ -12,9 +12,8 @@ import select
 import signal
 import sys
 import weakref
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
-from contextvars import ContextVar
+from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Generic, TypeVar
 
@@ -29,19 +28,6 @@ CHUNK_BYTES = 1 << 20
 #: positions of the processor time in /proc/PID/stat, behind the name
 TIMES = slice(11, 13)
 
-#: True where the caller owns the process and its threads, as the command line does
-_may_fork: ContextVar[bool] = ContextVar("may_fork", default=False)
-
-
-@contextmanager
-def processes_beside() -> Iterator[None]:
-    """Let `Beside` start processes. For callers that know all threads of this one."""
-    before = _may_fork.set(True)
-    try:
-        yield
-    finally:
-        _may_fork.reset(before)
-
 
 def only_here(tell: Callable[[str], None]) -> Callable[[str], None]:
     """Tell in this process only: after a fork, others would wait for locks of its threads."""
@@ -55,19 +41,20 @@ def only_here(tell: Callable[[str], None]) -> Callable[[str], None]:
 
 
 def may_start() -> bool:
-    """True if a process may be started, and there is a core for it."""
-    if not (_may_fork.get() and sys.platform == "linux"):
+    """True if a process can be forked, and there is a core for it."""
+    if sys.platform != "linux":
         return False
     on_card = bool(torch.cuda.is_initialized())  # type: ignore[no-untyped-call]
     return len(os.sched_getaffinity(0)) > 1 and not on_card  # CUDA outlives no fork
 
 
 class Beside(Generic[T]):
-    """The answer of `work`, which begins at once in a process beside this one if it may, and
+    """The answer of `work`, which begins at once in a process beside this one if it can, and
     otherwise when the answer is asked for."""
 
-    def __init__(self, work: Callable[[], T], begins: bool = True) -> None:
-        """begins: False to wait until the answer is asked for, in any case."""
+    def __init__(self, work: Callable[[], T], begins: bool) -> None:
+        """begins: False to wait until the answer is asked for. Callers that do not know all threads
+        of this process must: a forked one would wait for ever for locks that these hold."""
         self._work = work
         self._known: list[T] = []
         self._process: tuple[int, int] | None = None
@@ -104,7 +91,6 @@ def _started(work: Callable[[], object]) -> tuple[int, int]:
     try:
         os.close(ours)
         _keep_quiet()
-        _may_fork.set(False)
         with os.fdopen(theirs, "wb") as pipe:
             pipe.write(pickle.dumps(work()))
         status = 0
