@@ -82,7 +82,9 @@ class DeviceFit:
         self.memory = self.target.device_bytes if budget is None else budget
         ranks_bytes = self.ahead.beside_bytes if isinstance(self.ahead, AheadOnRank) else 0
         self.budget = max(1, self.memory - ranks_bytes)
-        self._largest = Beside(lambda: (self._find_largest(), self._find_floor()), beside)
+        self._largest = Beside(
+            lambda: (self._find_largest(), self._find_floor()), beside, after=self._other
+        )
 
     def _first(self) -> Ahead:
         if self.like is not None:

@@ -5,7 +5,9 @@ from __future__ import annotations
 import json
 import os
 import signal
+import time
 from collections.abc import Callable
+from itertools import count
 
 import pytest
 import torch
@@ -69,6 +71,26 @@ def test_without_an_answer_it_is_computed_here(there: Callable[[], object]) -> N
 def test_a_process_that_stands_still_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(processes, "STILL_SECONDS", 1)
     assert Beside(elsewhere(signal.pause, "here"), True).result() == "here"
+
+
+@pytest.mark.usefixtures("two_cores")
+def test_a_process_that_waits_for_one_that_works_does_not_stand_still(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    looks = count()
+    monkeypatch.setattr(processes, "STILL_SECONDS", 1)
+    working = Beside(elsewhere(signal.pause, None), True)
+    (works,) = working._pids
+
+    def answers_late() -> int:
+        time.sleep(2.5)
+        return os.getpid()
+
+    waiting = Beside(answers_late, True, after=working)
+    monkeypatch.setattr(
+        processes, "_processor_time", lambda pid: next(looks) if pid == works else 0
+    )
+    assert waiting.result() != os.getpid()
 
 
 @pytest.mark.usefixtures("two_cores")

@@ -12,17 +12,17 @@ import select
 import signal
 import sys
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 import torch
 
 T = TypeVar("T")
 
 #: a process that neither computes nor answers for so long is given up
-STILL_SECONDS = 10
+STILL_SECONDS = 20
 LOOKS_PER_SECOND = 2
 CHUNK_BYTES = 1 << 20
 #: positions of the processor time in /proc/PID/stat, behind the name
@@ -52,22 +52,28 @@ class Beside(Generic[T]):
     """The answer of `work`, which begins at once in a process beside this one if it can, and
     otherwise when the answer is asked for."""
 
-    def __init__(self, work: Callable[[], T], begins: bool) -> None:
+    def __init__(
+        self, work: Callable[[], T], begins: bool, after: Beside[Any] | None = None
+    ) -> None:
         """begins: False to wait until the answer is asked for. Callers that do not know all threads
-        of this process must: a forked one would wait for ever for locks that these hold."""
+        of this process must: a forked one would wait for ever for locks that these hold.
+        after: an answer that the work waits for."""
         self._work = work
         self._known: list[T] = []
         self._process: tuple[int, int] | None = None
         if begins and may_start():
             with suppress(OSError):
                 self._process = _started(work)
+        #: the processes that work for this answer
+        self._pids: tuple[int, ...] = () if after is None else after._pids
         if self._process is not None:
+            self._pids = (self._process[0], *self._pids)
             weakref.finalize(self, _ended, *self._process, os.getpid())
 
     def result(self) -> T:
         if not self._known:
             process, self._process = self._process, None
-            sent = b"" if process is None else _received(*process)
+            sent = b"" if process is None else _received(process[1], self._pids)
             try:
                 self._known.append(pickle.loads(sent))
             except Exception:  # cut off, or it does not say what this process would
@@ -107,9 +113,9 @@ def _keep_quiet() -> None:
     torch.set_num_threads(1)  # other threads are not there after a fork
 
 
-def _received(pid: int, pipe: int) -> bytes:
-    """What the process sends until it ends, or until it stands still."""
-    found, still, busy = bytearray(), 0, _processor_time(pid)
+def _received(pipe: int, pids: Sequence[int]) -> bytes:
+    """What the first process sends until it ends, or until all of them stand still."""
+    found, still, busy = bytearray(), 0, [*map(_processor_time, pids)]
     while still < STILL_SECONDS * LOOKS_PER_SECOND:
         readable, _, _ = select.select([pipe], [], [], 1 / LOOKS_PER_SECOND)
         if readable:
@@ -117,7 +123,7 @@ def _received(pid: int, pipe: int) -> bytes:
             if not sent:
                 return bytes(found)
             found += sent
-        now = _processor_time(pid)
+        now = [*map(_processor_time, pids)]
         still = 0 if readable or now != busy else still + 1
         busy = now
     return b""
