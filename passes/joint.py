@@ -158,14 +158,14 @@ class Joint:
         states += again
         states += starts.balanced(states)
         states += starts.rerunning(states)
+        # if recomputation beats everything possible without it, no policy without it is tried
+        beaten = not self.trial and bool(again) and search.best_us <= self.kept_floor_us()
         for one in starts.worth_varying(states):
             if self.trial and search.done:
                 break  # the plan that is chosen is searched for again
             states += starts.moving(one, HEADROOMS[1:])
         if not self.trial:
             others = [n for n in _policies() if n != self.name]
-            # if recomputation beats all that is possible without it, no policy without it is tried
-            beaten = bool(again) and search.best_us <= self.kept_floor_us()
             self._single_policies(search, others[:1] if beaten else others, POLICY_SHARE)
         if search.best_plan is None:
             blocked = self._last_resorts(starts, frame, blocked, states)
