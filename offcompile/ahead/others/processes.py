@@ -6,6 +6,7 @@ this process: if the other one fails, stands still or may not be started, it is 
 
 from __future__ import annotations
 
+import ctypes
 import os
 import pickle
 import select
@@ -25,6 +26,8 @@ T = TypeVar("T")
 STILL_SECONDS = 20
 LOOKS_PER_SECOND = 2
 CHUNK_BYTES = 1 << 20
+#: of <linux/prctl.h>
+PR_SET_PDEATHSIG = 1
 #: positions of the processor time in /proc/PID/stat, behind the name
 TIMES = slice(11, 13)
 
@@ -105,7 +108,8 @@ def _started(work: Callable[[], object]) -> tuple[int, int]:
 
 
 def _keep_quiet() -> None:
-    """Print nothing, and leave the first claim on the cores to the process that waits."""
+    """Print nothing, end with the process that waits, and leave it the first claim on the cores."""
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     nothing = os.open(os.devnull, os.O_WRONLY)
     for stream in (1, 2):
         os.dup2(nothing, stream)
