@@ -35,6 +35,8 @@ TRIAL_SHARE, LONGER_SHARE = 1 / 5, 2.0
 NEAR, CLOSE, NEAR_RIVAL = 1.1, 0.03, 1.04
 #: likewise, if the search started from the choices of the rival's plan
 NEAR_TWIN = 1.01
+#: places of weights are not compared if updates over the link take this many times the gain
+DEAR = 2
 #: processor time after which no more choices of weights are planned, and no search is extended
 ENOUGH_SECONDS = 25.0
 
@@ -118,11 +120,12 @@ def choose(
         return Choice(at_home, stay)
     if may_split and not _bound_by_ops(leave):
         least_us = min(rival_us, *(d.cost_us for d in (stay, leave.decided) if d is not None))
-        room_bytes = _room_bytes(leave, floor_of)
-        leave = _with_some_here(leave, least_us, rival_us, on_host, decide, until, room_bytes)
-        least_us = min(least_us, leave.decided.cost_us)
-        if not leave.stays:
-            leave = _longer(leave, least_us, decide, until, rival_us)
+        if not _dear_to_update(leave, stay):
+            room_bytes = _room_bytes(leave, floor_of)
+            leave = _with_some_here(leave, least_us, rival_us, on_host, decide, until, room_bytes)
+            least_us = min(least_us, leave.decided.cost_us)
+            if not leave.stays:
+                leave = _longer(leave, least_us, decide, until, rival_us)
         if stay is not None:
             least_us = min(least_us, leave.decided.cost_us)
             stay = _longer(Choice(at_home, stay), least_us, decide, until, rival_us).decided
@@ -297,6 +300,15 @@ def _bound_by_ops(choice: Choice) -> bool:
     ops = choice.annotated.problem.ops
     least_us = sum(op.duration_us for op in ops if op.host_duration_us is None)
     return least_us >= choice.decided.cost_us * WORTH_SEARCHING
+
+
+def _dear_to_update(leave: Choice, stay: Decided | None) -> bool:
+    """True if even the bound with all weights on the host gains far less than their updates cost,
+    so that no share of them pays."""
+    if stay is None:
+        return False
+    gain_us = stay.cost_us - leave.decided.result.lower_bound_us
+    return gain_us * DEAR < leave.decided.updates_us
 
 
 def _faster(leave: Decided, stay: Decided) -> bool:

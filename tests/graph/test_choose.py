@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -287,3 +288,16 @@ def test_modules_are_told_apart_by_how_they_are_treated() -> None:
     cost_us = {m.tensor: m.cost_us for m in settled}
     costs_us = [cost_us[f"{row[1][0]}{row[0].split()[1]}"] for row in rows]
     assert costs_us == sorted(costs_us, reverse=True)
+
+
+def test_shares_of_weights_are_compared_only_where_places_may_gain_what_updates_cost() -> None:
+    budget = LAYERS * WEIGHT_BYTES * 3 // 4
+    found = at(budget)(on_host(frozenset()), may_fit=False)
+    stay = replace(found, result=replace(found.result, lower_bound_us=0.0))
+    gain_us = stay.cost_us - found.result.lower_bound_us
+    assert gain_us > 0
+    for times, dear in ((0, False), (1, False), (3, True)):
+        leave = replace(found, updates_us=times * gain_us)
+        choice = Choice(on_host(frozenset()), leave)
+        assert module._dear_to_update(choice, stay) is dear
+        assert not module._dear_to_update(choice, None)
