@@ -172,6 +172,8 @@ def _head() -> list[str]:
         "one. *planned in*: processor time of planning, and in brackets of tracing. The others are",
         "what the simple ways take on the same problem ([fit](../../docs/fit.md)); of one that",
         "does not fit the GiB that it misses, in brackets. A *policy* is a published one alone.",
+        "Rows that name no optimizer have no update in their times, but weights go to the host",
+        "only if that gains more than torch's optimizers take to reach them there.",
         "",
         f"The newest rows: {machine()}. Earlier ones may be of another machine of two cores.",
         "",
