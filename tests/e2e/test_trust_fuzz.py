@@ -175,6 +175,8 @@ def test_measurements_that_others_could_have_written_count_as_absent(
 
 # --- code and data -----------------------------------------------------------------------------
 
+#: reads only what a process that it has forked itself sends through an unnamed pipe
+_FROM_OURSELVES = {"processes.py": ["pickle"]}
 #: they run what they read
 _MODULES = {"pickle", "cPickle", "_pickle", "dill", "cloudpickle", "marshal", "shelve", "yaml"}
 
@@ -199,7 +201,7 @@ def test_nothing_that_is_read_is_run() -> None:
     files = [f for top in ("offcompile", "passes", "runtime") for f in (ROOT / top).rglob("*.py")]
     assert len(files) > 200
     found = {f.name: uses for f in files if (uses := [*dangers(ast.parse(f.read_text()))])}
-    assert found == {}
+    assert found == _FROM_OURSELVES
     spotted = "import pickle\nfrom yaml import load\neval(x)\ntorch.load(f)\n"
     assert len([*dangers(ast.parse(spotted))]) == 4
 

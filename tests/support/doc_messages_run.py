@@ -276,6 +276,22 @@ def _(place: Path, patch: pytest.MonkeyPatch) -> str:
     return warned(lambda: Packers.codec(packing, "bitmask"))
 
 
+@says("a step took … more than the budget, for libraries' workspaces or for values that …")
+def _(place: Path, patch: pytest.MonkeyPatch) -> str:
+    from offcompile.run.variants.judging import _within_budget
+
+    runs = SimpleNamespace(name="graph 0", budget_bytes=1 << 30, over_bytes=3 << 20)
+    plans: Any = SimpleNamespace(
+        facts=SimpleNamespace(runs=runs, profile=None),
+        agreement=SimpleNamespace(planned_together=True),
+        lacking_bytes=0,
+    )
+    unused: Any = None
+    said = warned(lambda: _within_budget(plans, unused, unused))
+    assert "3.00 MiB more" in said and "(1021.00 MiB)" in said
+    return said
+
+
 @says("This tensor was moved by the parent process before fork()")
 def _(place: Path, patch: pytest.MonkeyPatch) -> str:
     from offcompile.runtime.moves.mover import Mover
