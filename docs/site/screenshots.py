@@ -19,9 +19,9 @@ from offcompile.ahead.factories import build
 ROOT = Path(__file__).resolve().parents[2]
 SITE, PICTURES = ROOT / "build" / "site", ROOT / "docs" / "pictures"
 BROWSERS = ("chromium", "chromium-browser", "google-chrome")
-WIDE, PHONE = (1100, 700), (390, 780)
+WIDE, TALL, PHONE = (1100, 700), (1100, 1130), (390, 780)
 #: those that the documentation shows; the others are there to be looked at
-SHOWN = ("plan-dark", "notebook-light")
+SHOWN = ("plan-light", "plan-dark", "notebook-light")
 CELL = """<!doctype html><meta charset="utf-8"><meta name="viewport" content="width=device-width">
 <style>:root {{ color-scheme: light dark }}
 body {{ font: 14px/1.4 system-ui, sans-serif; margin: 16px }}
@@ -67,7 +67,8 @@ def written(folder: Path) -> dict[str, Path]:
 
 def draw(browser: str, page: Path, picture: Path, look: str) -> None:
     """Take a picture. A browser's window is wider than a phone, so there the page is in a frame."""
-    size = PHONE if look == "phone" else WIDE
+    wide = TALL if picture.name.startswith("plan") else WIDE  # with the lanes
+    size = PHONE if look == "phone" else wide
     shown = page
     with tempfile.TemporaryDirectory() as folder:
         if look == "phone":
