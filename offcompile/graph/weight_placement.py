@@ -121,11 +121,13 @@ def choose(
     if may_split and not _bound_by_ops(leave):
         least_us = min(rival_us, *(d.cost_us for d in (stay, leave.decided) if d is not None))
         if not _dear_to_update(leave, stay):
-            room_bytes = _room_bytes(leave, floor_of)
+            all_moved, room_bytes = leave, _room_bytes(leave, floor_of)
             leave = _with_some_here(leave, least_us, rival_us, on_host, decide, until, room_bytes)
             least_us = min(least_us, leave.decided.cost_us)
-            if not leave.stays:
-                leave = _longer(leave, least_us, decide, until, rival_us)
+            # some may win for their updates alone; choices of a plan with all moved serve them too
+            if not leave.stays or all_moved.decided.updates_us:
+                longer = _longer(all_moved, least_us, decide, until, rival_us)
+                leave = min(longer, leave, key=lambda c: c.decided.cost_us)
         if stay is not None:
             least_us = min(least_us, leave.decided.cost_us)
             stay = _longer(Choice(at_home, stay), least_us, decide, until, rival_us).decided
