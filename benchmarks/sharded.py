@@ -31,7 +31,7 @@ ROWS: dict[str, dict[str, Any]] = {
 
 
 def run(task: dict[str, Any]) -> list[list[dict[str, Any]]]:
-    """What each rank has found, a finding a row."""
+    """Return the findings of each rank, one a row."""
     with tempfile.TemporaryDirectory(dir=task["spill"]) as folder:
         told = json.dumps(task | {"world": WORLD, "rows": ROWS, "folder": folder})
         module = [sys.executable, "-m", "benchmarks.sharded_child"]

@@ -1,4 +1,4 @@
-"""What `benchmarks.sharded` measures, on one of its ranks."""
+"""Measures sharded states on one of the ranks of `benchmarks.sharded`."""
 
 from __future__ import annotations
 

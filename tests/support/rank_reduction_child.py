@@ -7,15 +7,13 @@ JSON, too: the number of ranks, and names of cases.
 from __future__ import annotations
 
 import hashlib
-import json
-import sys
 from collections.abc import Callable
 from functools import cache
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from freeze_imports import freeze_imports
+from rank_cases import run_cases
 from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.nn.parallel import DistributedDataParallel
@@ -192,16 +190,5 @@ CASES: dict[str, Callable[[], dict[str, Any]]] = {
 }
 
 
-def main() -> None:
-    world, names = json.loads(sys.argv[3])
-    rank, store = int(sys.argv[1]), dist.FileStore(sys.argv[2], world)
-    torch.set_num_threads(1)
-    freeze_imports()
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=world)
-    for name in names:
-        print(json.dumps(CASES[name]()), flush=True)
-    dist.destroy_process_group()
-
-
 if __name__ == "__main__":
-    main()
+    run_cases(CASES)

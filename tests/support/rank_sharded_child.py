@@ -20,7 +20,7 @@ from unittest.mock import patch
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from freeze_imports import freeze_imports
+from rank_cases import run_cases
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.device_mesh import init_device_mesh
@@ -328,16 +328,5 @@ CASES: dict[str, Callable[[], dict[str, Any]]] = {
 }
 
 
-def main() -> None:
-    world, names = json.loads(sys.argv[3])
-    rank, store = int(sys.argv[1]), dist.FileStore(sys.argv[2], world)
-    torch.set_num_threads(1)
-    freeze_imports()
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=world)
-    for name in names:
-        print(json.dumps(CASES[name]()), flush=True)
-    dist.destroy_process_group()
-
-
 if __name__ == "__main__":
-    main()
+    run_cases(CASES)

@@ -118,7 +118,7 @@ def _keep_quiet() -> None:
 
 
 def _received(pipe: int, pids: Sequence[int]) -> bytes:
-    """What the first process sends until it ends, or until all of them stand still."""
+    """Return all that the first process sends until it ends, or until all of them stand still."""
     found, still, busy = bytearray(), 0, [*map(_processor_time, pids)]
     while still < STILL_SECONDS * LOOKS_PER_SECOND:
         readable, _, _ = select.select([pipe], [], [], 1 / LOOKS_PER_SECOND)

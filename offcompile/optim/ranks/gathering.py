@@ -34,7 +34,7 @@ def gathered(
         known |= told
 
     def placed() -> State:
-        """What is known of all states, with memory for those of other ranks."""
+        """Return the known states of all ranks, with memory for those of other ranks."""
         found: State = defaultdict(dict, {k: v for k, v in own.items() if k not in keys})
         for parameter, key in keys.items():
             if key in mine:

@@ -12,8 +12,8 @@ from contextlib import contextmanager
 
 from offcompile.runtime.device.streams import Streams
 
-#: the run of each half that is measured, and how many there are before it
-BEFORE = 1
+#: the run of each half that is measured
+MEASURED_RUN = 2
 
 
 class PeakWatch:
@@ -29,7 +29,7 @@ class PeakWatch:
     @contextmanager
     def running(self) -> Iterator[None]:
         self._runs += 1
-        if self._runs != BEFORE + 1:
+        if self._runs != MEASURED_RUN:
             yield
             return
         self._streams.reset_peak()

@@ -164,10 +164,10 @@ class PlacementSearch:
         """Weights that a limited host tier cannot take beside the others: they never move there.
         None if it cannot take the results that may leave with them."""
         planner = self.planner
-        found = planner.source.problem(self.graphs, self.in_place).problem
         room_bytes = planner.source.machine(1).tier[HOST].capacity_bytes
         if room_bytes is None:
             return frozenset()
+        found = planner.source.problem(self.graphs, self.in_place).problem
         room_bytes -= planner.results_bytes(found)
         return without_room_on_host(found, room_bytes) if room_bytes >= 0 else None
 

@@ -13,23 +13,22 @@ from collections.abc import Callable, Mapping
 import torch
 
 from offcompile.runtime.base.once import first_time
+from offcompile.runtime.memory.malloc.tensor_memory import USUAL, VARIABLE
 
 log = logging.getLogger(__name__)
 
-#: a user who sets one of these has configured the allocator
-VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
+#: a user who sets one of these has configured torch's allocator
+OF_TORCH = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
 SETTING = "expandable_segments:True"
-#: leaves all memory to torch, on the CPU target too
-ALLOCATOR_VARIABLE, TORCHS_OWN = "OFFCOMPILE_ALLOCATOR", "torch"
 
 
 def grow_segments(
     environment: Mapping[str, str] = os.environ,
     configure: Callable[[str], None] | None = None,
 ) -> bool:
-    """Set it, once in a process. False if it was set before, or if it is not ours to set."""
-    configured = any(environment.get(name) for name in VARIABLES)
-    if configured or environment.get(ALLOCATOR_VARIABLE) == TORCHS_OWN:
+    """Tell it, once in a process. False if it was told before, or if the user configured it."""
+    configured = any(environment.get(name) for name in OF_TORCH)
+    if configured or environment.get(VARIABLE) == USUAL:
         return False
     if torch.version.hip is not None or torch.cuda.get_allocator_backend() != "native":
         return False
