@@ -87,8 +87,8 @@ def resnet(name: str, stages: list[tuple[int, int]], side: int, batch: int) -> C
 CASES = {
     # what takes memory, and time on the bus, are weights and gradients
     "weights": gpt("GPT 1.3B, few tokens", 2048, 24, 50304, 1, 512),
-    # enough tokens that an update on the host has something to hide behind
-    "optimizer": gpt("GPT 1.3B, AdamW", 2048, 24, 50304, 16, 2048),
+    # small enough that ours fit beside plain on one card
+    "optimizer": gpt("GPT 1.3B, AdamW", 2048, 24, 50304, 8, 2048),
     "gpt-124m": gpt("GPT 124M", 768, 12, 50304, 16, 1024),
     "gpt-1.3b": gpt("GPT 1.3B", 2048, 24, 50304, 8, 2048),
     "resnet": resnet("ResNet", [(64, 16), (128, 16), (256, 16)], 128, 256),
@@ -168,7 +168,7 @@ class Variant:
         self.forward = self.peer.forward if self.peer is not None else self.compiled(memory)
 
     def adamw(self) -> torch.optim.Optimizer | None:
-        """torch's on the device, or ours with states on the host; None: the peer has its own."""
+        """torch's on the device, or ours; None: the peer has its own."""
         if self.kind == "plain":
             return torch.optim.AdamW(self.weights, RATE, fused=True)
         if self.peer is not None:
@@ -177,7 +177,8 @@ class Variant:
 
         # without masters it computes what torch's does
         masters = self.task.get("masters", False)
-        return optim.AdamW(self.weights, RATE, states="host", overlap=True, master=masters)
+        states = self.task.get("states", "auto")
+        return optim.AdamW(self.weights, RATE, states=states, overlap=True, master=masters)
 
     def compiled(self, memory: int | str | None) -> Callable[..., Tensor]:
         lowering = self.task["lowering"]

@@ -27,6 +27,8 @@ class Variant:
     policy: str | None = None
     #: whether our optimizer keeps float32 masters of bfloat16 weights
     masters: bool = False
+    #: where our optimizer has its states
+    states: str = "auto"
 
 
 class Failed(Exception):
@@ -73,6 +75,9 @@ class Child:
             self.process.stdin.flush()
         except BrokenPipeError:
             return  # the answer tells why it ended
+
+    def has_answered(self) -> bool:
+        return not self._lines.empty()
 
     def answer(self, deadline: float) -> dict[str, Any]:
         try:

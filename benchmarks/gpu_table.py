@@ -131,8 +131,8 @@ run, several variants side by side; the first of ours also measures ops.
   they live in pinned host memory. "load all, then compute" is our runtime under the schedule of
   ZeRO-Offload: no op starts before all weights are there. SGD works on them where they lie.
 - `optimizer` trains with AdamW: plain has torch's fused one on the card, its gradients and states
-  there; our optimizer has both on the host and updates while backward computes. Masters are float32
-  copies of the bfloat16 weights; without them it computes what torch's does.
+  there; our optimizer has states where the plan puts them, and updates while backward computes.
+  Masters are float32 copies of the bfloat16 weights; without them it computes what torch's does.
 - checkpoint per block: `torch.utils.checkpoint`, not reentrant, compiled.
 
 {sections}

@@ -203,7 +203,7 @@ def update_together(
         tiled = coefficient is not None and gradient.numel() > TILE_ELEMENTS
         if not tiled and _is_plain(core, entry, gradient):
             p = entry.parameter
-            like = (id(entry.group), p.device, p.dtype, entry.is_first)
+            like = (id(entry.group), p.device, p.dtype, entry.is_first, MASTER in entry.names)
             calls.setdefault(like, []).append((entry, gradient))
         elif core.carrier(entry) is not None:
             far.append((entry, gradient))
@@ -213,7 +213,7 @@ def update_together(
     for entry, gradient, brought in _brought(core, far):
         hyper = hypers[id(entry.group)]
         update(core, entry, gradient, hyper, coefficient, grad_scale, brought)
-    for (group, device, _, is_first), call in calls.items():
+    for (group, device, _, is_first, _), call in calls.items():
         if coefficient is not None:
             torch._foreach_mul_([gradient for _, gradient in call], coefficient.to(device))
         _update_call(core, call, hypers[group], is_first, _sent(grad_scale, device))
@@ -242,7 +242,12 @@ def _is_plain(core: Core, entry: ParameterEntry, gradient: torch.Tensor) -> bool
     if core.carrier(entry) is not None:
         return False
     dtype = parameter.dtype
-    if MASTER in entry.names or gradient.dtype != dtype or any(d != dtype for d in entry.dtypes):
+    if MASTER in entry.names:
+        small = parameter.device.type != "cpu" and parameter.numel() <= TILE_ELEMENTS
+        agrees = entry.agreed == entry.parameter._version
+        if not (small and agrees) or any(d != core.compute_dtype(entry) for d in entry.dtypes):
+            return False
+    elif gradient.dtype != dtype or any(d != dtype for d in entry.dtypes):
         return False
     return parameter.stride() == gradient.stride() and is_dense(parameter)
 
@@ -265,7 +270,12 @@ def _update_call(
         torch._foreach_add_(steps, 1)
     weights = [flat(entry.local.detach()) for entry, _ in call]
     gradients = [flat(gradient.detach()) for _, gradient in call]
-    core.rule.update(weights, gradients, parts, steps, hyper, is_first, grad_scale)
+    masters = parts.pop(MASTER, None)
+    if masters is not None:
+        gradients = [g.to(m.dtype) for g, m in zip(gradients, masters, strict=True)]
+    core.rule.update(masters or weights, gradients, parts, steps, hyper, is_first, grad_scale)
+    if masters is not None:
+        torch._foreach_copy_(weights, masters)
     for entry, _ in call:
         core.updated(entry)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import threading
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -93,7 +93,7 @@ class Arrivals:
                 )
             if self.core.settings.deferred or self._waits_for_ddp():
                 self._hold(entry, gradient)
-            elif self._is_last_hook(entry):
+            elif self._is_last_hook(entry) and not self.core.waits_for_step(entry):
                 self._apply(entry, arrival, gradient)
 
     def _arrival(self, entry: ParameterEntry) -> Arrival:
@@ -161,6 +161,12 @@ class Arrivals:
 
     # -- gradients straight from a compiled graph ------------------------------------------------
 
+    def uses_up(self) -> bool:
+        """See `updates.Updater`."""
+        settings = self.core.settings
+        waits = settings.deferred or settings.accumulate > 1 or self._waits_for_ddp()
+        return not waits and self.core.sharding is None
+
     def takes(self, parameter: torch.Tensor) -> bool:
         """See `updates.Updater`."""
         entry = self.core.entries.get(parameter)
@@ -204,6 +210,18 @@ class Arrivals:
     def held_bytes(self) -> int:
         """See `updates.Updater`."""
         return self.core.held_bytes()
+
+    def free_states(self, parameters: Collection[int]) -> int:
+        """See `updates.StatesOwner`."""
+        return self.core.free_bytes(parameters)
+
+    def keep(self, share: float) -> None:
+        """See `updates.StatesOwner`."""
+        self.core.keep(share)
+
+    def give_way(self) -> int:
+        """See `updates.StatesOwner`."""
+        return 0 if self.arrived else self.core.give_way()
 
     # -- the end of a step -----------------------------------------------------------------------
 

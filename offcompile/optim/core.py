@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import weakref
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -13,7 +13,11 @@ import torch
 
 from offcompile.ir import OffloadError
 from offcompile.runtime.states.disk_states import DiskStates
-from offcompile.runtime.states.gradient_transport import GradientTransport, carrier_of
+from offcompile.runtime.states.gradient_transport import (
+    MOST_LENT,
+    GradientTransport,
+    carrier_of,
+)
 from offcompile.runtime.states.states import MemoryStates, States
 
 from .layout import shaped_like
@@ -21,7 +25,7 @@ from .ranks.sharding import Sharding, refuse_sharded
 from .ranks.shards import local, sharded_like
 from .rules import Rule
 from .settings import Settings
-from .state_placement import Places, device_in, is_kept_there, is_streamed
+from .state_placement import SMALL_BYTES, Places, device_in, is_kept_there, is_streamed
 
 MASTER = "master"
 _HALVES = (torch.bfloat16, torch.float16)
@@ -220,6 +224,62 @@ class Core:
     def _nbytes(self, entry: ParameterEntry) -> int:
         return entry.local.numel() * sum(d.itemsize for d in self.layout(entry).values())
 
+    def free_bytes(self, parameters: Collection[int]) -> int:
+        """See `updates.StatesOwner`."""
+        if not self.settings.is_open or self.sharding is not None:
+            return 0
+        trained = [e for e in self.entries.values() if e.parameter.requires_grad]
+        for entry in trained:
+            begun = entry.store is not None or entry.step is not None
+            known = id(entry.parameter) in parameters
+            if begun or not known or entry.parameter.device.type == "cpu":
+                return 0
+        return sum(map(self._nbytes, trained))
+
+    def keep(self, share: float) -> None:
+        """Choose places again, with this share of the states on the device."""
+        total = sum(self._nbytes(e) for e in self.entries.values() if e.parameter.requires_grad)
+        self.places.choose_again(round(share * total))
+        for entry in self.entries.values():
+            entry.place = None
+        self.place()
+
+    def give_way(self) -> int:
+        """See `updates.StatesOwner`. Small states stay."""
+        kept = [
+            e
+            for e in self.entries.values()
+            if is_kept_there(e.place) and self._nbytes(e) > SMALL_BYTES
+        ]
+        if not self.settings.is_open or not kept:
+            return 0
+        before = self.held_bytes()
+        self.places.choose_again(0)
+        chosen = self.places.choose((e.parameter, self._nbytes(e)) for e in kept)
+        with torch.inference_mode(False), torch.no_grad():
+            for position, entry in enumerate(kept):
+                self._move(entry, chosen[position])
+        self._held_bytes = None
+        return before - self.held_bytes()
+
+    def _move(self, entry: ParameterEntry, place: str) -> None:
+        """Move the states of a parameter, if there are any."""
+        entry.place = place
+        if entry.store is None:
+            return
+        flats = dict(self.read(entry))
+        entry.store.remove(entry.key)
+        entry.store = self.places.named(place)
+        entry.store.add(entry.key, entry.local.numel(), entry.dtypes)
+        if entry.step is not None:
+            entry.step = entry.step.to(device_in(place) or "cpu")
+            entry.counted = None
+        self.write(entry, flats)
+        self.state.pop(entry.parameter, None)
+        self.show(entry)
+        if entry.step is not None:
+            self.state[entry.parameter]["step"] = entry.step
+
     def held_bytes(self) -> int:
         """Bytes that states take, or will take, on the device of the parameters."""
         self.place()
@@ -237,10 +297,20 @@ class Core:
                 largest = crossing.get(entry.place, 0)
                 crossing[entry.place] = max(largest, self._nbytes(entry))
         nbytes += sum(self.places.buffer_bytes(p, largest) for p, largest in crossing.items())
+        nbytes += self._lent_bytes()
         if self.sharding is not None:
             nbytes += self.sharding.held_bytes()
         self._held_bytes = nbytes
         return nbytes
+
+    def _lent_bytes(self) -> int:
+        """Bytes of gradients that graphs offer, duplicated on their way to the host."""
+        sizes = [
+            e.local.numel() * e.local.element_size()
+            for e in self.entries.values()
+            if e.parameter.device.type != "cpu" and e.place is not None and self.is_beside(e)
+        ]
+        return sum(sorted(sizes)[-MOST_LENT:]) if self.settings.overlap else 0
 
     def start(self, entry: ParameterEntry) -> None:
         """Create its missing states, all zero."""
@@ -321,6 +391,15 @@ class Core:
                 f"The gradient of {entry.label} is sparse, which these optimizers do not support:"
                 " use torch.optim.SparseAdam for it, or sparse=False in its embedding"
             )
+
+    def waits_for_step(self, entry: ParameterEntry) -> bool:
+        """True if an asynchronous device keeps its states and they are small: many such updates
+        are one call in `step()`, where each of them alone would take the host as long."""
+        if entry.parameter.device.type == "cpu" or self.rule.whole or self.sharding is not None:
+            return False
+        if entry.place is None:
+            self.place(entry)
+        return is_kept_there(entry.place) and self._nbytes(entry) <= SMALL_BYTES
 
     def is_beside(self, entry: ParameterEntry) -> bool:
         """True if its states, and so its update, are on the host and not on the device."""

@@ -96,6 +96,12 @@ class Settings:
         """True if updates wait for all gradients of the step."""
         return self.max_norm is not None or self.scaled
 
+    @property
+    def is_open(self) -> bool:
+        """True if the user leaves it open where states are."""
+        named = self.device_bytes or self.host_bytes is not None or self.stream is not None
+        return self.states == "auto" and not named
+
     @classmethod
     def read(cls, asked: Asked) -> Settings:
         for name in asked:

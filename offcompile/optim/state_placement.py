@@ -20,8 +20,9 @@ KEPT, STREAMED = "device", "streamed"
 #: share of the host states that stream to the device if no plan advises: at usual rates, the link
 #: takes about as long for them as the host takes for the others
 USUAL_SHARE = 0.5
-#: smaller states do not stream: a copy would take longer to launch than to run
-SMALL_BYTES = 64 << 10
+#: smaller states stay on an asynchronous device, and are updated there in one call at the end of a
+#: step: a copy or an update of their own would take longer to launch than to run
+SMALL_BYTES = 256 << 10
 
 
 class Places:
@@ -39,6 +40,7 @@ class Places:
         self._stores: dict[str, States] = {}
         self._host_bytes = self._device_bytes = 0
         self._bound_bytes = settings.host_bytes
+        self._device_limit_bytes = settings.device_bytes
 
     def stores(self) -> dict[str, States]:
         """The stores by name: `host`, `disk`, `device cuda:0`, `streamed cuda:0`, …"""
@@ -62,6 +64,11 @@ class Places:
             found |= dict.fromkeys((i for i, _ in others), self.settings.states)
         found |= self._streamed(asked, [i for i in sorted(found) if found[i] == "host"])
         return {i: _named(found[i], p.device) for i, (p, _) in enumerate(asked)}
+
+    def choose_again(self, device_bytes: int) -> None:
+        """Forget what was chosen. `device_bytes`: what the device may keep from now on."""
+        self._host_bytes = self._device_bytes = 0
+        self._device_limit_bytes = device_bytes
 
     def advised(self, parameter: torch.Tensor, nbytes: int, place: str) -> str:
         """The place for states about to be created: the chosen one, or the plan's advice."""
@@ -89,20 +96,23 @@ class Places:
         if share is None:
             hosted = [i for i in hosted if asked[i][0].device.type != "cpu"]
             share = USUAL_SHARE
-        left_bytes = share * sum(asked[i][1] for i in hosted)
-        found = {}
-        for i in hosted:
+        if not share:
+            return {}
+        found = {i: KEPT for i in hosted if 0 < asked[i][1] <= SMALL_BYTES}
+        large = [i for i in hosted if asked[i][1] > SMALL_BYTES]
+        left_bytes = share * sum(asked[i][1] for i in large)
+        for i in large:
             nbytes = asked[i][1]
-            if left_bytes < nbytes / 2 or not nbytes:
+            if left_bytes < nbytes / 2:
                 break
             left_bytes -= nbytes
-            found[i] = STREAMED if nbytes > SMALL_BYTES else KEPT
+            found[i] = STREAMED
         return found
 
     def _on_device(self, sizes: Sequence[int]) -> list[int]:
         chosen = []
         for i, nbytes in enumerate(sizes):
-            if self._device_bytes + nbytes > self.settings.device_bytes:
+            if self._device_bytes + nbytes > self._device_limit_bytes:
                 break
             self._device_bytes += nbytes
             chosen.append(i)

@@ -50,7 +50,8 @@ class UpdatePaths:
         if not self.core.owns(entry):
             return
         self._await(entry)
-        self.core.place()
+        if entry.place is None:
+            self.core.place(entry)
         self.core.check(entry, gradient)
         # the first start may take a plan's advice, which decides where the update runs
         self.core.start(entry)

@@ -11,7 +11,7 @@ import threading
 import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeAlias
@@ -72,6 +72,11 @@ class Streams(ABC):
     @abstractmethod
     def synchronize(self, event: Event) -> None:
         """Block the host until `ended`, while other threads keep running."""
+
+    def doze(self, event: Event, woken: threading.Event) -> None:
+        """Let other threads run until `event` has ended, roughly, or `woken` is set. May return at
+        once."""
+        del event, woken
 
     @abstractmethod
     def copy(self, stream: Stream, target: torch.Tensor, source: torch.Tensor) -> None:
@@ -149,6 +154,8 @@ class Streams(ABC):
 
 
 _STREAM = "a stream"
+#: between two looks at a copy that nobody waits for
+DOZE_S = 0.002
 
 if hasattr(os, "register_at_fork"):
     # CUDA does not survive a fork: the parent's streams mean nothing in the child
@@ -190,6 +197,13 @@ class TorchStreams(Streams):
 
     def synchronize(self, event: Event) -> None:
         event.synchronize()
+
+    def doze(self, event: Event, woken: threading.Event) -> None:
+        # a thread that wakes at each end takes the interpreter's lock from the one that gives work
+        # to the device; now and then it finds several that have ended
+        with suppress(RuntimeError):  # a failed copy: `synchronize` raises its error
+            while not event.query() and not woken.wait(DOZE_S):
+                pass
 
     def copy(self, stream: Stream, target: torch.Tensor, source: torch.Tensor) -> None:
         # also makes the stream's device current, and restores both

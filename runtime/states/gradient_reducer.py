@@ -130,6 +130,10 @@ class GradientReducer:
 
     # -- gradients that a compiled graph offers ----------------------------------------------------
 
+    def uses_up(self) -> bool:
+        """See `updates.Updater`: buckets keep gradients until all of them are there."""
+        return False
+
     def takes(self, parameter: torch.Tensor) -> bool:
         """See `updates.Updater`. False if there is no memory: autograd then brings it later."""
         optimizer = updates.optimizer_of(parameter)

@@ -8,6 +8,7 @@ a pinned copy that is sent to the device after each update. A gradient is copied
 from __future__ import annotations
 
 import threading
+from collections import deque
 from collections.abc import Callable, MutableMapping
 from dataclasses import dataclass
 from functools import partial
@@ -24,6 +25,8 @@ from offcompile.runtime.moves.registry import Runtime, RuntimeSettings, runtime_
 from offcompile.runtime.moves.saved import Saved
 
 OUT, BACK = "d2h", "h2d"
+#: duplicates of lent gradients that may be on their way at once
+MOST_LENT = 2
 
 
 @dataclass(frozen=True)
@@ -60,6 +63,8 @@ class GradientTransport:
         # parameter → _Copied
         self._copies: MutableMapping[torch.Tensor, _Copied] = tensor_keys()
         self._lock = threading.Lock()
+        #: copies of the duplicates that compute has not waited for
+        self._lent: deque[Copy] = deque()
         #: (copy, label, slot) of each weight on its way back to the device
         self._returning: list[tuple[Copy, str, Slot]] = []
 
@@ -92,7 +97,7 @@ class GradientTransport:
         """
         copied, host = self._copied(parameter), gradient.detach()
         if self.device.slot_of(host) is None:
-            host = self._send(self._duplicate(host) if lent else host, label)
+            host = self._send_lent(host, label) if lent else self._send(host, label)
         back = None
         if copied is not None:
             copied.used, back = self.device.mark(), copied.back
@@ -104,12 +109,25 @@ class GradientTransport:
         if back is not None:
             self.device.reached(back)
 
+    def _send_lent(self, tensor: torch.Tensor, label: str) -> torch.Tensor:
+        """Send a duplicate. Compute first waits for the oldest one, whose memory this one can have
+        then, if there are `MOST_LENT`: the host runs ahead, and would duplicate all gradients."""
+        if len(self._lent) >= MOST_LENT:
+            self.device.wait(self._lent.popleft())
+        flat, copy = self._stored(self._duplicate(tensor), label)
+        if copy is not None:
+            self._lent.append(copy)
+        return flat
+
     def _send(self, tensor: torch.Tensor, label: str) -> torch.Tensor:
-        ticket = self.mover.start_store(tensor, label, OUT)
-        flat = tickets.find(ticket, Saved).host
+        return self._stored(tensor, label)[0]
+
+    def _stored(self, tensor: torch.Tensor, label: str) -> tuple[torch.Tensor, Copy | None]:
+        saved = tickets.find(self.mover.start_store(tensor, label, OUT), Saved)
+        flat = saved.host
         assert flat is not None
         # the copy holds its source until its end was seen, so nobody has to wait for it
-        return flat.view(tensor.dtype).as_strided(tensor.size(), tensor.stride())
+        return flat.view(tensor.dtype).as_strided(tensor.size(), tensor.stride()), saved.copy
 
     def _duplicate(self, tensor: torch.Tensor) -> torch.Tensor:
         return tensor.clone()

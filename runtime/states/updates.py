@@ -14,9 +14,9 @@ as a penalty added outside the graph, raises an error.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import torch
 
@@ -34,6 +34,10 @@ class Holder(Protocol):
 class Updater(Holder, Protocol):
     """An optimizer that updates during backward, as a compiled graph sees it."""
 
+    def uses_up(self) -> bool:
+        """True if `take` needs no memory for the gradients that it is given, since it uses each of
+        them up at once."""
+
     def takes(self, parameter: torch.Tensor) -> bool:
         """True if the gradient now being computed for the parameter may be given to `take`."""
 
@@ -45,6 +49,22 @@ class Updater(Holder, Protocol):
 
     def came(self, parameter: torch.Tensor) -> None:
         """Handle a final gradient in `parameter.grad`, which may be used up."""
+
+
+@runtime_checkable
+class StatesOwner(Holder, Protocol):
+    """An optimizer that may keep states on the device of its parameters, or beside it."""
+
+    def free_states(self, parameters: Collection[int]) -> int:
+        """Bytes of states that may live on either side. 0 if they exist already, the user has
+        chosen a side, or not all of its parameters are among these (by their `id`)."""
+
+    def keep(self, share: float) -> None:
+        """Have the device keep this share of them, those of the first parameters."""
+
+    def give_way(self) -> int:
+        """Move states that it chose to keep on the device to the host; the bytes that were freed.
+        0 if there are none, or a step is under way."""
 
 
 class UpdateCall:

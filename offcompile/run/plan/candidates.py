@@ -166,8 +166,7 @@ def moved(planner: GraphPlanner, traced: Traced, share: float = 1.0) -> Candidat
     backward, if there is one. Always applies. `share`: of the usual time to search."""
     source, updated = planner.source, planner.request.updated
     without: frozenset[str] = frozenset()
-    # on CUDA the host runs ahead of compute, so updates overlap it once backward has returned
-    while updated and source.kind == "cpu" and not traced.fits:
+    while updated and not traced.fits:
         offers = source.with_offers(traced.graphs, traced.plain, updated, without)
         if offers is None:
             break

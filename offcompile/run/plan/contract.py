@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import NamedTuple
@@ -62,6 +62,18 @@ class GraphFacts:
     runs: GraphRuns
 
 
+@dataclass(frozen=True, eq=False)
+class FreeStates:
+    """States of an optimizer that do not exist yet, and may live on the device or beside it.
+
+    nbytes: of all of them. keep: have the device keep the first of them, in this share of their
+    bytes; returns what others than the graph hold on the device then.
+    """
+
+    nbytes: int
+    keep: Callable[[float], int]
+
+
 @dataclass(frozen=True)
 class PlanRequest:
     """Asks for a plan of one graph."""
@@ -84,6 +96,10 @@ class PlanRequest:
     fixed: frozenset[int] = frozenset()
     #: symbol → the value that the plan is made for
     sizes: Mapping[sympy.Symbol, int] = field(default_factory=dict)
+    #: states of the optimizers that may live on the device or beside it; None: their place is known
+    states: FreeStates | None = None
+    #: share of the weights on the host that the device updates there, of those that `updated` names
+    updated_there: float = 0.0
     #: bytes of the budget that another of the ranks that plan together does not have, or that runs
     #: took beyond what was planned
     lacking_bytes: int = 0

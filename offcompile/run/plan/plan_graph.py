@@ -41,6 +41,7 @@ from offcompile.runtime.base.progress import Progress
 from .candidates import Candidate
 from .carry_out import carry_out, reserve, unplaced
 from .contract import GraphFacts, Planned, PlanRequest
+from .free_states import with_states
 from .pieces import best_candidate
 from .planner import GraphPlanner
 from .together import plan_together
@@ -60,7 +61,10 @@ def plan_graph(
     with Progress(name) as progress:
         planner = GraphPlanner(source, request, progress)
         if meeting is None:
-            found = best_candidate(planner, given, splits)
+            if given.backward is None:
+                planner = replace(planner, request=replace(request, states=None))
+            planner, found = with_states(planner, lambda p: best_candidate(p, given, splits))
+            request = planner.request
         else:
             found = plan_together(meeting, planner, given, splits)
         source, planner = found.source, replace(planner, source=found.source)

@@ -281,14 +281,16 @@ class PlacementSearch:
         """
         tensors, names = found.problem.tensors, found.names
         planned = any(op.phase == UPDATE for op in found.problem.ops)
-        if planned or self.in_place is None or self.planner.request.updated:
+        if planned or self.in_place is None:
             return 0.0
+        request = self.planner.request
+        share = request.updated_there if request.updated else 1.0
         if self.planner.source.target.device.type == "cpu":
             return 0.0
         trained = {names.get(t.id) for t in tensors if t.kind == "gradient"}
         hosted = [t for t in tensors if t.kind == "weight" and t.home == HOST]
         nbytes = sum(t.nbytes for t in hosted if names.get(t.id) in trained)
-        return self.in_place.update_us(nbytes)
+        return share * self.in_place.update_us(nbytes)
 
 
 def estimate_step(planner: GraphPlanner, graphs: Graphs) -> StepEstimate:

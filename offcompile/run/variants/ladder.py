@@ -27,7 +27,7 @@ def make_first(plans: Plans, call: Call) -> None:
     try:
         plans.make(call, held)
     except Infeasible:
-        if plans.surely_held(call) < held:
+        if plans.surely_held(call) < held or plans.states_give_way(call):
             make_first(plans, call)
         elif on_host(plans, call) is None:
             raise
@@ -99,6 +99,8 @@ def new(plans: Plans, call: Call) -> Variant | None:
     try:
         return plans.make(call, plans.held(call))
     except Infeasible:
+        if plans.states_give_way(call):
+            return new(plans, call)
         found = on_host(plans, call)
         if found is None:
             raise

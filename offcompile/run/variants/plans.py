@@ -5,9 +5,10 @@ from __future__ import annotations
 import copy
 import weakref
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
+import torch
 from torch import fx
 from torch._guards import TracingContext, tracing
 
@@ -23,11 +24,18 @@ from offcompile.run.accounts.process import process
 from offcompile.run.accounts.usage import ParameterSet
 from offcompile.run.compile_hooks import CompileHooks
 from offcompile.run.plan.carry_out import unplaced
-from offcompile.run.plan.contract import USUAL, GraphFacts, PlanKind, Planned, PlanRequest
+from offcompile.run.plan.contract import (
+    USUAL,
+    FreeStates,
+    GraphFacts,
+    PlanKind,
+    Planned,
+    PlanRequest,
+)
 from offcompile.run.ranks.agreement import Agreement
 from offcompile.run.ranks.meeting import Meeting
 from offcompile.run.trial import Trial
-from offcompile.runtime.states.updates import updater_of
+from offcompile.runtime.states.updates import StatesOwner, holders_of, updater_of
 
 
 @dataclass(frozen=True, eq=False)
@@ -177,6 +185,8 @@ class Plans:
         )
         if meeting is None:
             meeting = self.agreement.meeting()
+        if meeting is None and kind == USUAL and settled is None:
+            request = replace(request, states=self._free_states(call))
         hooks = CompileHooks(facts, request, meeting)
         try:
             run = self.traced.lower(hooks, call.inputs)
@@ -194,10 +204,43 @@ class Plans:
         self.variants.append(variant)
         return variant
 
+    def _free_states(self, call: Call) -> FreeStates | None:
+        """The states that this plan may place; None if there are none, or no budget to keep to."""
+        if self.facts.runs.budget_bytes is None or not torch.is_grad_enabled():
+            return None
+        ids = call.parameters.ids
+        owners = self._owners(call)
+        free = {owner: nbytes for owner in owners if (nbytes := owner.free_states(ids))}
+        if not free:
+            return None
+
+        def keep(share: float) -> int:
+            for owner in free:
+                owner.keep(share)
+            self.facts.runs.usage.invalidate()
+            return self.held(call)
+
+        return FreeStates(sum(free.values()), keep)
+
+    def states_give_way(self, call: Call) -> bool:
+        """Move states that a former plan has kept on the device off it; False if there are none."""
+        freed = sum(owner.give_way() for owner in self._owners(call))
+        self.facts.runs.usage.invalidate()
+        return freed > 0
+
+    def _owners(self, call: Call) -> list[StatesOwner]:
+        weights = [call.args[i] for i in sorted(self.facts.parameters)]
+        return [h for h in holders_of(weights) if isinstance(h, StatesOwner)]
+
     def look_at_weights(self, call: Call) -> None:
         """Note which weights an optimizer updates during backward, and which must not leave."""
         indices = self.facts.parameters
-        self.updated = frozenset(i for i in indices if updater_of(call.args[i]) is not None)
+        on_cpu = self.facts.target.device.type == "cpu"
+        updaters = {i: updater_of(call.args[i]) for i in indices}
+        # memory of a device that keeps gradients for later would be in no plan
+        self.updated = frozenset(
+            i for i, found in updaters.items() if found is not None and (on_cpu or found.uses_up())
+        )
         self.fixed.look(call.args, sorted(indices))
 
     def without_fixed(self, variant: Variant, call: Call) -> Variant:

@@ -383,6 +383,8 @@ class CudaDevice(Device):
 
     def _complete(self, copy: CudaCopy) -> None:
         """Wait for the copy to end; runs on the thread of its lane's ends."""
+        if copy.event is not None:
+            self.streams.doze(copy.event, self._in_flight.hurry)
         if self._before is not None:
             self._before()
         error: BaseException | None = None

@@ -24,6 +24,9 @@ class CopiesInFlight:
         #: lane → the queue whose thread waits for its copies to end, in the order of issue
         self._ends: dict[str, TaskQueue] = {}
         self.closed = False
+        #: set while somebody waits for ends
+        self.hurry = threading.Event()
+        self._hurrying = 0
 
     def add(self, copy: CudaCopy) -> None:
         """Accept a copy, or raise if the device is closed."""
@@ -73,8 +76,15 @@ class CopiesInFlight:
 
     def drain(self) -> None:
         with self._changed:
-            while self.unfinished:
-                self._changed.wait()
+            self._hurrying += 1
+            self.hurry.set()
+            try:
+                while self.unfinished:
+                    self._changed.wait()
+            finally:
+                self._hurrying -= 1
+                if not self._hurrying:
+                    self.hurry.clear()
 
     # -- the end of the device ---------------------------------------------------------------------
 
@@ -90,6 +100,9 @@ class CopiesInFlight:
 
     def join(self) -> None:
         """Return when the ends of all copies have been seen."""
+        with self._changed:
+            self._hurrying += 1  # for good
+            self.hurry.set()
         for ends in self._ends.values():
             ends.close()
             ends.join()
