@@ -102,9 +102,10 @@ def text_of(found: dict[str, Any]) -> str:
     )
     versions = f"torch {machine['torch']}, Triton {machine['triton']}, Python {machine['python']}"
     warning = WARNING if found["cpu_check"] or found["quick"] else ""
+    remarks = "".join(f"\n{remark}\n" for remark in found.get("remarks", ()))
     return TEXT.format(
         warning=warning,
-        sections="\n".join(sections),
+        sections="\n".join(sections) + remarks,
         machine=f"{where}, {machine['cores']} cores, {versions}; {found['seconds']:.0f} s in all",
     )
 

@@ -10,6 +10,7 @@ from typing import Any
 
 from offcompile.graph.lowering.lower import Compiled, Phase
 from offcompile.ir import BACKWARD, FORWARD
+from offcompile.machine.target import CudaTarget
 from offcompile.planning.endurance import spilled_bytes, watch_for
 from offcompile.runtime.base.interrupts import uninterrupted
 from offcompile.runtime.device.cuda.device import CudaDevice
@@ -91,6 +92,8 @@ class RunningHalf:
         if facts.symbols or budget is None or not isinstance(device, CudaDevice):
             return None
         begins_with = needs.standing_bytes + (needs.kept_bytes if self.phase == BACKWARD else 0)
+        if isinstance(facts.target, CudaTarget):
+            begins_with += facts.target.library_bytes  # there since the first step
         return PeakWatch(device.streams, budget - begins_with, facts.runs.exceeded)
 
     @contextmanager

@@ -19,6 +19,8 @@ from .planner import GraphPlanner
 
 #: shares of the states on the device that are planned for, in this order
 SHARES = (1.0, 0.5, 0.0)
+#: a plan whose step takes no more than this times its ops is good enough: no smaller share is tried
+ENOUGH = 1.1
 #: of the updates beside the device, those that the device makes with states that stream
 USUAL_STREAMED = 0.5
 #: GB/s of an optimizer on the host, if not measured
@@ -72,6 +74,8 @@ def _may_gain(
     found = best[3]
     compute_us = sum(op.duration_us for op in found.choice.annotated.problem.ops)
     smaller = [s for s in SHARES if s < share]
+    if best[0] <= ENOUGH * compute_us:
+        return False
     return any(compute_us + beside_us(planner, states, s) < best[0] for s in smaller)
 
 
