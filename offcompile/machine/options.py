@@ -37,7 +37,9 @@ OTHER_VARIABLES = (
 )
 
 _SWITCHES = {"1": True, "true": True, "0": False, "false": False}
-_MEMORY_FORMS = "bytes, text as in '8GiB', a fraction of the device as in 0.5, 'minimum' or None"
+_MEMORY_FORMS = (
+    "bytes, text as in '8GiB', a share of the device as in 0.5 or '50%', 'minimum' or None"
+)
 _HOST_FORMS = "bytes, text as in '64GiB', or None"
 _SPILL_FORMS = "a directory or a list of directories"
 
@@ -55,7 +57,7 @@ def default_spill() -> tuple[Path, ...]:
 class Options:
     """The checked settings of one compilation. Created by `Options.read`."""
 
-    #: device budget for everything the compiled step holds: bytes, a fraction of the device, the
+    #: device budget for everything the compiled step holds: bytes, a share of the device, the
     #: smallest possible ("minimum"), or all of the device (None)
     memory: int | float | Literal["minimum"] | None = None
     #: bytes that the host tier may hold; None: no limit
@@ -238,16 +240,21 @@ def _memory(value: object, where: str) -> int | float | str | None:
 
 
 def _fraction(text: str) -> float | None:
-    """`0.5` as a number; None for text with a unit or without a point, which is a size."""
-    digits = text.removeprefix("-").replace(".", "", 1)
-    return float(text) if "." in text and digits.isdecimal() else None
+    """`0.5` and `50%` as a number; None for text with another unit or without a point, which is a
+    size."""
+    number = text.removesuffix("%").rstrip()
+    if not number.removeprefix("-").replace(".", "", 1).isdecimal():
+        return None
+    if text.endswith("%"):
+        return float(number) / 100
+    return float(number) if "." in text else None
 
 
 def _share(fraction: float, shown: object) -> float:
     if not 0 < fraction <= 1:
         raise _refusal(
             "memory",
-            f"{_show(shown)} is no fraction of the device; a fraction is more than 0 and "
+            f"{_show(shown)} is no share of the device; a share is more than 0 and "
             f"at most 1, and a size is whole bytes or has a unit ({_MEMORY_FORMS})",
         )
     return fraction

@@ -7,6 +7,7 @@ from async_checks import LIKE_A_GPU, PLANTED_SEEDS, SEEDS
 from async_planted import SHOWN_BY
 from async_runs import needs_the_device, run_checks
 from async_seeds import BLOCKS, FEW
+from async_states import CHECKS as OF_STATES
 from zoo import ZOO
 
 pytestmark = needs_the_device
@@ -22,6 +23,10 @@ def test_graph_breaks_a_loop_and_accumulation() -> None:
 
 def test_files_other_streams_and_verification() -> None:
     run_checks("through_files", "full_host_tier", "verified", "on_a_side_stream", "own_thread")
+
+
+def test_plans_place_states_of_optimizers() -> None:
+    run_checks(*OF_STATES)
 
 
 def test_delays_of_some_seeds_change_no_bit() -> None:

@@ -55,6 +55,9 @@ def test_defaults_are_those_of_the_contract() -> None:
         (1.0, 1.0),
         ("0.5", 0.5),
         (" .5 ", 0.5),
+        ("50%", 0.5),
+        (" 62.5 % ", 0.625),
+        ("100%", 1.0),
         ("minimum", "minimum"),
         ("Minimum", "minimum"),
     ],
@@ -67,7 +70,22 @@ def test_memory_in_every_form(given: object, meant: object) -> None:
 
 
 NO_NUMBERS = (True, False, 0, -1, 0.0, -0.5, 1.5, math.nan, math.inf, b"8GiB", [GIB])
-NO_TEXTS = ("", "0", "-5", "-0.5", "0.0", "1.5", "8 GiBs", "nan", "half", "0.5B")
+NO_TEXTS = (
+    "",
+    "0",
+    "-5",
+    "-0.5",
+    "0.0",
+    "1.5",
+    "8 GiBs",
+    "nan",
+    "half",
+    "0.5B",
+    "0%",
+    "150%",
+    "-5%",
+    "%",
+)
 
 
 @pytest.mark.parametrize("given", [*NO_NUMBERS, *NO_TEXTS])

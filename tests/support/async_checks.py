@@ -25,6 +25,7 @@ from async_own_checks import (
 )
 from async_planted import SHOWN_BY, nothing_planted, on_a_side_stream, planted, stream_of
 from async_seeds import BLOCKS, FEW, many
+from async_states import CHECKS as OF_STATES
 from gpu_checks import deterministic
 from torch import Tensor, nn
 from zoo import BY_NAME, ZOO
@@ -226,6 +227,7 @@ CHECKS: dict[str, Check] = {
     **{name: functools.partial(as_on_a_gpu, name) for name in LIKE_A_GPU},
     **{block: functools.partial(many, *asked) for block, asked in (BLOCKS | FEW).items()},
     "nothing_planted": nothing_planted,
+    **OF_STATES,
     **{
         f"without {name}" + (f"-{seed}" if seed else ""): functools.partial(planted, name, seed)
         for name in SHOWN_BY

@@ -15,6 +15,7 @@ import async_checks
 import async_own_checks
 import async_planted
 import async_seeds
+import async_states
 import budget_child
 import gpu_checks
 from async_device.as_card import other_torch
@@ -25,7 +26,7 @@ def main() -> None:
     warnings.simplefilter("error", RuntimeWarning)
     other = other_torch()
     for module in (
-        *(async_checks, async_own_checks, async_planted, async_seeds),
+        *(async_checks, async_own_checks, async_planted, async_seeds, async_states),
         *(budget_child, gpu_checks),
     ):
         module.torch = other  # type: ignore[attr-defined]

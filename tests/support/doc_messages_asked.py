@@ -108,7 +108,7 @@ def _(place: Path, patch: pytest.MonkeyPatch) -> str:
     return refused(memory=[8])
 
 
-@says("is no fraction of the device; a fraction is more than 0 and at most 1")
+@says("is no share of the device; a share is more than 0 and at most 1")
 def _(place: Path, patch: pytest.MonkeyPatch) -> str:
     return refused(memory=8.0)
 

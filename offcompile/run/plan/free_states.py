@@ -60,7 +60,6 @@ def with_states(
     assert best is not None
     _, share, planner, found = best
     states.keep(share)
-    # they hold the arguments of the call
     return replace(planner, request=replace(planner.request, states=None)), found
 
 

@@ -208,19 +208,22 @@ class Plans:
         """The states that this plan may place; None if there are none, or no budget to keep to."""
         if self.facts.runs.budget_bytes is None or not torch.is_grad_enabled():
             return None
-        ids = call.parameters.ids
-        owners = self._owners(call)
-        free = {owner: nbytes for owner in owners if (nbytes := owner.free_states(ids))}
+        runs, parameters = self.facts.runs, call.parameters
+        sizes = {o: o.free_states(parameters.ids) for o in self._owners(call)}
+        free = [weakref.ref(owner) for owner, nbytes in sizes.items() if nbytes]
         if not free:
             return None
 
+        # the request lives as long as the plan: it holds neither the batch nor the optimizer
         def keep(share: float) -> int:
-            for owner in free:
-                owner.keep(share)
-            self.facts.runs.usage.invalidate()
-            return self.held(call)
+            for ref in free:
+                owner = ref()
+                if owner is not None:
+                    owner.keep(share)
+            runs.usage.invalidate()
+            return runs.usage.held_beside(runs.entry, parameters).in_step
 
-        return FreeStates(sum(free.values()), keep)
+        return FreeStates(sum(sizes.values()), keep)
 
     def states_give_way(self, call: Call) -> bool:
         """Move states that a former plan has kept on the device off it; False if there are none."""
