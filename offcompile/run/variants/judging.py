@@ -7,6 +7,7 @@ import torch
 from offcompile.ir import Infeasible
 from offcompile.ir.units import show_bytes
 from offcompile.report.log import log_decision, warn
+from offcompile.run.accounts.other_optimizers import states_beside
 from offcompile.run.plan.plan_graph import plan_again
 from offcompile.run.ranks.meeting import Ballot
 from offcompile.runtime.memory.blocks import round_up
@@ -18,6 +19,8 @@ from .plans import Call, Plans, Variant
 #: ranks that have planned a graph together judge its plan at this call, and whenever the number of
 #: calls has doubled
 FIRST_BALLOT = 4
+#: the first that comes after a step of the optimizer
+SECOND_CALL = 2
 #: an excess over the budget counts in such steps
 OVER_STEP_BYTES = 1 << 20
 #: plans leave no more than this part of the budget free for what runs took beyond it
@@ -29,6 +32,8 @@ def judged(plans: Plans, variant: Variant, call: Call) -> Variant:
     if torch._C._current_graph_task_id() != -1:  # a recomputed forward is no new step
         return variant
     plans.calls += 1
+    if plans.calls == SECOND_CALL:
+        _tell_of_states(plans, variant, call)
     if plans.facts.runs.over_bytes:
         variant = _within_budget(plans, variant, call)
     if plans.agreement.planned_together:
@@ -36,6 +41,23 @@ def judged(plans: Plans, variant: Variant, call: Call) -> Variant:
     if _shown(plans, variant):
         return _replanned(plans, variant, call)
     return _tried(plans, variant, call)
+
+
+def _tell_of_states(plans: Plans, variant: Variant, call: Call) -> None:
+    """Say so if states that other optimizers hold beside the plan go beyond the budget."""
+    facts = plans.facts
+    budget, weights = facts.runs.budget_bytes, [call.args[i] for i in sorted(facts.parameters)]
+    states = states_beside(weights)
+    if budget is None or facts.options.memory is None or not states:
+        return
+    needed = variant.needs_at(call.sizes).peak_bytes + plans.held(call) + states.total()
+    if needed > budget:
+        whose = " and ".join(states)
+        text = f"{whose} holds {show_bytes(states.total())} of states on the device, which the"
+        text += f" budget does not count: with them a step takes {show_bytes(needed)}. Set memory"
+        text += " lower by so much, or use offcompile.optim, whose states count"
+        facts.profile.note(text)
+        log_decision(facts.runs.name, text)
 
 
 def _within_budget(plans: Plans, variant: Variant, call: Call) -> Variant:

@@ -9,6 +9,7 @@ from contextlib import suppress
 import torch
 
 from offcompile.ir import Infeasible
+from offcompile.run.accounts.other_optimizers import watch_steps
 from offcompile.run.plan.contract import BOTH, EMPTIED, HOSTED, PlanKind
 from offcompile.runtime.moves.weights import is_there_by_plan
 
@@ -21,6 +22,7 @@ WITH_ANOTHER = 0.75
 
 def make_first(plans: Plans, call: Call) -> None:
     """Make the first plan, for the sizes that Dynamo traced. Raises `Infeasible`."""
+    watch_steps()
     plans.facts.runs.usage.invalidate()
     plans.look_at_weights(call)
     held = plans.likely_held(call)
