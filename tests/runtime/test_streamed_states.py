@@ -170,10 +170,10 @@ def test_states_are_removed_and_added_again_as_zeros() -> None:
 
 def train(make: Callable[[nn.Module], torch.optim.Optimizer], dtype: torch.dtype) -> Any:
     torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(190, 210), nn.Tanh(), nn.Linear(210, 101)).to(dtype)
+    model = nn.Sequential(nn.Linear(390, 410), nn.Tanh(), nn.Linear(410, 301)).to(dtype)
     optimizer = make(model)
     for step in range(4):
-        x = torch.randn(6, 190, generator=torch.Generator().manual_seed(step)).to(dtype)
+        x = torch.randn(6, 390, generator=torch.Generator().manual_seed(step)).to(dtype)
         model(x).square().sum().backward()
         optimizer.step()
         optimizer.zero_grad()
@@ -229,7 +229,7 @@ def test_masters_stream_too_and_a_checkpoint_goes_both_ways() -> None:
         assert states.keys() == other[key].keys()
         for name, value in states.items():
             assert torch.equal(value, other[key][name]), name
-    model = nn.Sequential(nn.Linear(190, 210), nn.Tanh(), nn.Linear(210, 101)).to(torch.bfloat16)
+    model = nn.Sequential(nn.Linear(390, 410), nn.Tanh(), nn.Linear(410, 301)).to(torch.bfloat16)
     again = optim.AdamW(model.parameters(), stream=True, **numbers)
     again.load_state_dict(streamed.state_dict())
     for key, states in again.state_dict()["state"].items():
