@@ -11,14 +11,23 @@ from async_states import CHECKS as OF_STATES
 from zoo import ZOO
 
 pytestmark = needs_the_device
+#: orders that every run of the tests takes away: one of each program, and those of the stream's own
+ALWAYS = (
+    "copies out before memory is used again",
+    "loads before they are used",
+    "gradients before updates",
+    "updates before weights are used",
+    "copies out before their loads",
+    "events behind the work of their own stream",
+)
 
 
 def test_an_mlp_is_plain_s_to_the_bit_and_keeps_its_budget() -> None:
     run_checks("bitwise-mlp-1", "peak", "excess")
 
 
-def test_graph_breaks_a_loop_and_accumulation() -> None:
-    run_checks("least-mixture", "least-lstm", "accumulation")
+def test_graph_breaks_and_accumulation() -> None:
+    run_checks("least-mixture", "accumulation")
 
 
 def test_files_other_streams_and_verification() -> None:
@@ -34,13 +43,13 @@ def test_delays_of_some_seeds_change_no_bit() -> None:
 
 
 def test_an_order_taken_away_shows_in_the_bits() -> None:
-    run_checks("nothing_planted", *(f"without {name}" for name in SHOWN_BY))
+    run_checks("nothing_planted", *(f"without {name}" for name in ALWAYS))
 
 
 @pytest.mark.soak
-@pytest.mark.parametrize("seed", PLANTED_SEEDS[1:])
+@pytest.mark.parametrize("seed", PLANTED_SEEDS)
 def test_an_order_taken_away_shows_whatever_the_delays(seed: int) -> None:
-    run_checks(*(f"without {name}-{seed}" for name in SHOWN_BY))
+    run_checks(*(f"without {name}" + (f"-{seed}" if seed else "") for name in SHOWN_BY))
 
 
 @pytest.mark.soak

@@ -199,7 +199,13 @@ def test_each_chain_runs_in_pieces(kind: type[Mlp]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("kind", "rows", "pieces"), [(Routed, 12, 2), (Routed, 12, 7), (Routed, 3, 90), (Biased, 12, 7)]
+    ("kind", "rows", "pieces"),
+    [
+        (Routed, 12, 2),
+        (Routed, 12, 7),
+        pytest.param(Routed, 3, 90, marks=pytest.mark.soak),
+        (Biased, 12, 7),
+    ],
 )
 def test_experts_that_one_product_computes_run_in_pieces(
     kind: type[Routed], rows: int, pieces: int

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from lengths import some
 from torch import Tensor, nn
 from weights_runs import clean_slate, on_host, seeded
 
@@ -60,7 +61,7 @@ def train(memory: str | None) -> tuple[list[Tensor], nn.Module]:
     return [*seen, *(p.detach().clone() for p in model.parameters())], model
 
 
-@pytest.mark.parametrize("memory", ["minimum", "2MiB", "400MiB"])
+@pytest.mark.parametrize("memory", some(["minimum", "2MiB", "400MiB"], "minimum", "400MiB"))
 def test_jagged_tensors_train_as_they_do_plainly(memory: str) -> None:
     expected, _ = train(None)
     found, model = train(memory)

@@ -14,6 +14,7 @@ import torch
 import torch.nn.functional as F
 import warm
 from hand_sgd import step_by_hand
+from lengths import some
 from torch import Tensor, nn
 
 from offcompile.passes.step.follow import StepFollower
@@ -125,7 +126,11 @@ WAYS: dict[str, tuple[Ordered, str]] = {
 }
 
 
-@pytest.mark.parametrize("way", WAYS)
+#: every run of the tests has these
+ALWAYS = ("evaluations between", "two in turn", "another from the sixth step on")
+
+
+@pytest.mark.parametrize("way", some(WAYS, *ALWAYS))
 def test_losses_are_the_plain_ones_whether_the_order_holds_or_not(tmp_path: Path, way: str) -> None:
     order, kind = WAYS[way]
     wanted = train(None, 9, order, kind)

@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 import torch
 from cuda_bench import NOTHING, Bench, bench_of, fill
+from lengths import some
 from simulated import SimulatedDevice
 from simulated_streams import Faults
 from update_bench import KINDS, SimulatedCarrier, produce, updates_of, use, weight_of
@@ -77,7 +78,7 @@ def run(program: Callable[[Bench], None], bench: Bench) -> list[str]:
     return [*sorted(kinds), *bench.wrong, *([] if left == NOTHING else [str(left)])]
 
 
-@pytest.mark.parametrize("part", range(4))
+@pytest.mark.parametrize("part", some(range(4), 0))
 def test_no_race_whatever_the_timing(part: int) -> None:
     for seed in range(part, 2000, 4):
         bench = bench_of(seed, in_flight_bytes=None if seed % 3 else 600)

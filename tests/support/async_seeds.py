@@ -66,7 +66,7 @@ BLOCKS = {
 }
 #: a few for every run of the tests
 FEW = {
-    f"{name}, few seeds": (name, range(1, 9))
+    f"{name}, few seeds": (name, range(1, 5))
     for name in ("activations and weights", "updates beside backward")
 }
 
