@@ -190,10 +190,10 @@ def test_the_command_takes_adapters_and_ranks(
     config = GPT2Config(n_layer=2, n_embd=32, n_head=2, vocab_size=64, n_positions=32)
     config.save_pretrained(tmp_path)
     asked = ["fit", f"hf:{tmp_path}", "--hardware", CARD, "--length", "16", "--optimizer", "adamw"]
-    assert cli.main([*asked, "--lora", "r=2", "--ranks", "2", "--json"]) == 0
+    assert cli.main([*asked, "--lora", "r=2", "--ranks", "2", "--quick", "--json"]) == 0
     told = json.loads(capsys.readouterr().out)
     assert told["parameters"]["adapted_layers"] == 8
-    assert {way["shard"] for way in told["ranks"]["ways"]} == {"ddp", "fsdp", "zero1"}
+    assert [way["shard"] for way in told["ranks"]["ways"]] == ["ddp"]
 
 
 def test_the_linear_layers_of_gpt2_are_conv1d_and_its_head_is_left_out(

@@ -58,7 +58,7 @@ def test_a_spread_of_the_matrix_comes_to_what_it_says() -> None:
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
-        wrong = faults.played(faults.spread(25, seed=0))
+        wrong = faults.played(faults.spread(14, seed=0))
         assert not wrong, "\n".join(f"{name}: {said}" for name, said in wrong.items())
     finally:
         torch.set_num_threads(threads)
