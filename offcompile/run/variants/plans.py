@@ -240,9 +240,11 @@ class Plans:
         indices = self.facts.parameters
         on_cpu = self.facts.target.device.type == "cpu"
         updaters = {i: updater_of(call.args[i]) for i in indices}
-        # memory of a device that keeps gradients for later would be in no plan
+        # a gradient that a device keeps for later, or that is refused, would be in no plan
         self.updated = frozenset(
-            i for i, found in updaters.items() if found is not None and (on_cpu or found.uses_up())
+            i
+            for i, found in updaters.items()
+            if found is not None and (on_cpu or (found.uses_up() and found.takes(call.args[i])))
         )
         self.fixed.look(call.args, sorted(indices))
 
