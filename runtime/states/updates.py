@@ -24,6 +24,10 @@ from offcompile.ir import OffloadError
 from offcompile.runtime.base.weak import WeakTensor, tensor_keys
 
 
+#: offers in vain after which a gradient had better not be offered; the first always is
+MOST_REFUSED = 3
+
+
 class Holder(Protocol):
     """A part of an optimizer that uses memory of its parameters' device."""
 
@@ -96,6 +100,8 @@ class _Known:
     returned: tuple[str, int, torch.UntypedStorage] | None = None
     #: graphs that produce the whole gradient
     whole: set[str] = field(default_factory=set)
+    #: offers since the last one that was taken
+    refused: int = 0
     #: True if a plan has the device update it, False if the host; None if no plan says
     by_device: bool | None = None
 
@@ -208,14 +214,22 @@ def offer(call: UpdateCall, position: int, gradient: torch.Tensor) -> bool:
     if parameter is None:
         return False
     known, updater = _known(parameter), updater_of(parameter)
+    known.refused += 1
     if updater is None or call.graph not in known.whole or not _is_only(known, call):
         return False
     if not _goes_to_grad(parameter) or not updater.takes(parameter):
         return False
+    known.refused = 0
     known.taken_in = _backward_pass()
     updater.take(parameter, gradient)
     known.left = _standing(parameter)
     return True
+
+
+def is_refused(parameter: torch.Tensor) -> bool:
+    """True if its gradients are offered in vain, time and again."""
+    found = _find(parameter)
+    return found is not None and found.refused >= MOST_REFUSED
 
 
 def _is_only(known: _Known, call: UpdateCall) -> bool:

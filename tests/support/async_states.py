@@ -123,4 +123,36 @@ def way_given(controls: Controls) -> None:
     assert len(text) >= 2, text
 
 
-CHECKS = {"states placed by the plan": placed_by_the_plan, "states give way": way_given}
+def offered_in_vain(controls: Controls) -> None:
+    """Gradients of a model that runs twice before its backward are soon offered no more."""
+    del controls
+
+    def trained(compiler: Callable[[nn.Module], Any], optimizer: Callable[[Any], Any]) -> Any:
+        torch._dynamo.reset()
+        gc.collect()
+        model = _Model().to(DEVICE)
+        made, run = optimizer(model.parameters()), compiler(model)
+        found = list[Tensor]()
+        for step in range(6):
+            x = torch.full((BATCH // 4, WIDTH), step / 10 + 0.1).to(DEVICE)
+            loss = run(x) + run(x + 1)
+            loss.backward()
+            made.step()
+            made.zero_grad()
+            found.append(loss.detach().cpu())
+        return [*found, *(p.detach().cpu() for p in model.parameters())]
+
+    with deterministic():
+        expected = trained(_plain, _adamw)
+        found = trained(_within(20 * MIB), _ours)
+    assert _same(found, expected)
+    profile = offcompile.reports()[-1].profile
+    said = [] if profile is None else [line for line in profile.said if "in vain" in line]
+    assert len(said) == 1, offcompile.reports()[-1].to_text()
+
+
+CHECKS = {
+    "states placed by the plan": placed_by_the_plan,
+    "states give way": way_given,
+    "offers in vain": offered_in_vain,
+}

@@ -12,6 +12,7 @@ from offcompile.run.plan.plan_graph import plan_again
 from offcompile.run.ranks.meeting import Ballot
 from offcompile.runtime.memory.blocks import round_up
 from offcompile.runtime.moves.registry import lanes_moved
+from offcompile.runtime.states.updates import is_refused
 
 from .ladder import choose
 from .plans import Call, Plans, Variant
@@ -21,6 +22,8 @@ from .plans import Call, Plans, Variant
 FIRST_BALLOT = 4
 #: the first that comes after a step of the optimizer
 SECOND_CALL = 2
+#: the first by which refused offers of gradients are known to be refused for good
+OFFERS_KNOWN = 6
 #: an excess over the budget counts in such steps
 OVER_STEP_BYTES = 1 << 20
 #: plans leave no more than this part of the budget free for what runs took beyond it
@@ -36,6 +39,8 @@ def judged(plans: Plans, variant: Variant, call: Call) -> Variant:
         _tell_of_states(plans, variant, call)
     if plans.facts.runs.over_bytes:
         variant = _within_budget(plans, variant, call)
+    if plans.calls == OFFERS_KNOWN and variant.offers and not plans.agreement.planned_together:
+        variant = _without_refused(plans, variant, call)
     if plans.agreement.planned_together:
         return _judged_together(plans, variant, call)
     if _shown(plans, variant):
@@ -82,6 +87,26 @@ def _within_budget(plans: Plans, variant: Variant, call: Call) -> Variant:
             return made
     warn(f"{runs.name}: {found}. Set memory to {show_bytes(budget - over)} to stay within it.")
     return variant
+
+
+def _without_refused(plans: Plans, variant: Variant, call: Call) -> Variant:
+    """Return a plan without offers that are always refused, on a device: each costs a copy to the
+    host, as where a graph runs twice before one backward."""
+    on_cpu = plans.facts.target.device.type == "cpu"
+    refused = [i for i in plans.updated if is_refused(call.args[i])]
+    if on_cpu or not refused:
+        return variant
+    plans.look_at_weights(call)
+    found = f"{len(refused)} gradients were offered to the optimizer in vain"
+    try:
+        made = plans.make(call, plans.held(call))
+    except Infeasible as error:
+        plans.facts.profile.note(f"{found}; the plan stays, since for another one: {error.reason}")
+        return variant
+    plans.facts.profile.note(f"{found}: planned again without")
+    log_decision(plans.facts.runs.name, plans.facts.profile.said[-1])
+    plans.variants.remove(variant)
+    return made
 
 
 def _judged_together(plans: Plans, variant: Variant, call: Call) -> Variant:

@@ -35,7 +35,13 @@ from offcompile.run.plan.contract import (
 from offcompile.run.ranks.agreement import Agreement
 from offcompile.run.ranks.meeting import Meeting
 from offcompile.run.trial import Trial
-from offcompile.runtime.states.updates import StatesOwner, holders_of, updater_of
+from offcompile.runtime.states.updates import (
+    StatesOwner,
+    Updater,
+    holders_of,
+    is_refused,
+    updater_of,
+)
 
 
 @dataclass(frozen=True, eq=False)
@@ -244,7 +250,7 @@ class Plans:
         self.updated = frozenset(
             i
             for i, found in updaters.items()
-            if found is not None and (on_cpu or (found.uses_up() and found.takes(call.args[i])))
+            if found is not None and (on_cpu or _is_taken(found, call.args[i]))
         )
         self.fixed.look(call.args, sorted(indices))
 
@@ -299,6 +305,11 @@ class Plans:
                 if self.within(variant, held, call):
                     return variant
         return None
+
+
+def _is_taken(updater: Updater, parameter: torch.Tensor) -> bool:
+    """True if a gradient that is offered is used up at once."""
+    return updater.uses_up() and updater.takes(parameter) and not is_refused(parameter)
 
 
 def _copy(gm: fx.GraphModule) -> fx.GraphModule:
