@@ -280,7 +280,7 @@ def test_gradients_and_states_on_the_host_take_nothing_of_the_card(device: str) 
     assert carrier is not None
     carrier.device.drain()
     # cuBLAS keeps a workspace for each thread: 32 MiB on Hopper, in forward's and in backward's
-    torch._C._cuda_clearCublasWorkspaces()
+    getattr(torch._C, "_cuda_clearCublasWorkspaces", lambda: None)()
     # not 8 bytes for each of 16M parameters and 4 for its gradient
     found = torch.cuda.memory_allocated(device) - before
     assert found < 8 * MIB, torch.cuda.memory_snapshot()
