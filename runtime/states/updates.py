@@ -23,7 +23,6 @@ import torch
 from offcompile.ir import OffloadError
 from offcompile.runtime.base.weak import WeakTensor, tensor_keys
 
-
 #: offers in vain after which a gradient had better not be offered; the first always is
 MOST_REFUSED = 3
 
