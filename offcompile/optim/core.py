@@ -397,6 +397,8 @@ class Core:
         are one call in `step()`, where each of them alone would take the host as long."""
         if entry.parameter.device.type == "cpu" or self.rule.whole or self.sharding is not None:
             return False
+        if self.settings.tail:  # `step()` hands what is left to threads, one by one
+            return False
         if entry.place is None:
             self.place(entry)
         return is_kept_there(entry.place) and self._nbytes(entry) <= SMALL_BYTES

@@ -21,7 +21,7 @@ from .planner import GraphPlanner
 SHARES = (1.0, 0.5, 0.0)
 #: a plan whose step takes no more than this times its ops is good enough: no smaller share is tried
 ENOUGH = 1.1
-#: of the updates beside the device, those that the device makes with states that stream
+#: share of the updates that the device makes with states that stream, of those it does not keep
 USUAL_STREAMED = 0.5
 #: GB/s of an optimizer on the host, if not measured
 USUAL_HOST_GBPS = 50.0
