@@ -173,8 +173,8 @@ def test_gradients_go_round_in_the_same_memory(device: str) -> None:
         ops.wait_out(ticket, other)
         del ticket, other
         assert float(total) == 4 * MIB * value
-    # two, where the thread that sees copies end comes late
-    assert len(places) <= 2
+    # not one for each: the thread that sees copies end may come late, and looks now and then
+    assert len(places) <= 3
     assert keeper.numel() == 16 * MIB
 
 

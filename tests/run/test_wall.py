@@ -28,7 +28,7 @@ from weights_runs import pair as build
 
 import offcompile
 from offcompile.optim import AdamW as AdamWBeside
-from offcompile.run.accounts import wall
+from offcompile.run.accounts import other_optimizers, wall
 
 STEPS = 6
 
@@ -49,8 +49,10 @@ def told(caplog: pytest.LogCaptureFixture) -> list[str]:
 
 
 def hooks() -> int:
+    """Those of the watch: what notes which optimizers make steps stays."""
     found = torch_optimizers._global_optimizer_pre_hooks, torch_optimizers
-    return len(found[0]) + len(found[1]._global_optimizer_post_hooks)
+    after = found[1]._global_optimizer_post_hooks.values()
+    return len(found[0]) + sum(hook is not other_optimizers._note for hook in after)
 
 
 # --- what is told ---------------------------------------------------------------------------------
