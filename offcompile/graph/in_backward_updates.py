@@ -102,11 +102,11 @@ def _offered(graphs: Graphs, annotated: Annotated, wanted: frozenset[int]) -> li
     stored = [
         storage_of.get((BACKWARD, o.name)) if isinstance(o, fx.Node) else None for o in outputs
     ]
-    last_reader: dict[str, tuple[fx.Node]] = {}
+    last_reader: dict[str | None, fx.Node] = {}
     for node in nodes:
         if node.op == "call_function":
             read = (storage_of.get((BACKWARD, a.name)) for a in node.all_input_nodes)
-            last_reader.update((storage, (node,)) for storage in read if storage is not None)
+            last_reader.update(dict.fromkeys(read, node))
     weights = list(graphs.forward.graph.find_nodes(op="placeholder"))
     owners = [storage_of.get((FORWARD, w.name)) for w in weights]
     found = []
@@ -124,7 +124,7 @@ def _offered(graphs: Graphs, annotated: Annotated, wanted: frozenset[int]) -> li
         # skip memory that is shared with another argument or gradient: it has several owners
         if not whole or stored.count(made) > 1 or owners.count(storage) > 1:
             continue
-        after = max((gradient, *last_reader.get(storage, ())), key=position.__getitem__)
+        after = max(gradient, last_reader.get(storage, gradient), key=position.__getitem__)
         found.append(_Offered(weight, argument, storage, i, gradient, after))
     return found
 

@@ -21,6 +21,7 @@ from .layout import flat_like, room_like, shaped_like
 from .ranks.replicas import reduced_after_backward
 from .ranks.shards import is_sharded, version_of
 from .rules import Hyper
+from .state_placement import SMALL_BYTES, is_kept_there
 from .update_paths import UpdatePaths
 
 LOGGER = logging.getLogger("offcompile")
@@ -163,9 +164,8 @@ class Arrivals:
 
     def uses_up(self) -> bool:
         """See `updates.Updater`."""
-        settings = self.core.settings
-        waits = settings.deferred or settings.accumulate > 1 or self._waits_for_ddp()
-        return not waits and self.core.sharding is None
+        alone = self.core.sharding is None
+        return self.core.settings.uses_up and alone and not self._waits_for_ddp()
 
     def takes(self, parameter: torch.Tensor) -> bool:
         """See `updates.Updater`."""
@@ -211,17 +211,41 @@ class Arrivals:
         """See `updates.Updater`."""
         return self.core.held_bytes()
 
+    # -- places that the user leaves open --------------------------------------------------------
+
     def free_states(self, parameters: Collection[int]) -> int:
         """See `updates.StatesOwner`."""
-        return self.core.free_bytes(parameters)
+        core = self.core
+        if not core.settings.is_open or core.sharding is not None:
+            return 0
+        trained = [e for e in core.entries.values() if e.parameter.requires_grad]
+        for entry in trained:
+            begun = entry.store is not None or entry.step is not None
+            known = id(entry.parameter) in parameters
+            if begun or not known or entry.parameter.device.type == "cpu":
+                return 0
+        return sum(map(core.nbytes, trained))
 
     def keep(self, share: float) -> None:
         """See `updates.StatesOwner`."""
-        self.core.keep(share)
+        core = self.core
+        trained = (e for e in core.entries.values() if e.parameter.requires_grad)
+        core.place_again(round(share * sum(map(core.nbytes, trained))))
 
     def give_way(self) -> int:
-        """See `updates.StatesOwner`."""
-        return 0 if self.arrived else self.core.give_way()
+        """See `updates.StatesOwner`. Small states stay."""
+        core = self.core
+        kept = [e for e in core.entries.values() if is_kept_there(e.place)]
+        kept = [e for e in kept if core.nbytes(e) > SMALL_BYTES]
+        if self.arrived or not core.settings.is_open or not kept:
+            return 0
+        before = core.held_bytes()
+        core.places.choose_again(0)
+        chosen = core.places.choose((e.parameter, core.nbytes(e)) for e in kept)
+        with torch.inference_mode(False), torch.no_grad():
+            for position, entry in enumerate(kept):
+                core.move(entry, chosen[position])
+        return before - core.held_bytes()
 
     # -- the end of a step -----------------------------------------------------------------------
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import weakref
 from collections import defaultdict
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -138,7 +138,7 @@ class Core:
         if self.sharding is not None and new:
             for entry in new:
                 refuse_sharded(entry.parameter)
-            self.sharding.add([(e.parameter, self._nbytes(e)) for e in new])
+            self.sharding.add([(e.parameter, self.nbytes(e)) for e in new])
 
     def owns(self, entry: ParameterEntry) -> bool:
         """True if this rank keeps the states of the parameter, and so updates it."""
@@ -217,53 +217,24 @@ class Core:
         if not new:
             return
         self._held_bytes = None
-        chosen = self.places.choose((e.parameter, self._nbytes(e)) for e in new)
+        chosen = self.places.choose((e.parameter, self.nbytes(e)) for e in new)
         for position, entry in enumerate(new):
             entry.place = chosen[position]
 
-    def _nbytes(self, entry: ParameterEntry) -> int:
+    def nbytes(self, entry: ParameterEntry) -> int:
+        """Bytes that the states of a parameter take, or will take."""
         return entry.local.numel() * sum(d.itemsize for d in self.layout(entry).values())
 
-    def free_bytes(self, parameters: Collection[int]) -> int:
-        """See `updates.StatesOwner`."""
-        if not self.settings.is_open or self.sharding is not None:
-            return 0
-        trained = [e for e in self.entries.values() if e.parameter.requires_grad]
-        for entry in trained:
-            begun = entry.store is not None or entry.step is not None
-            known = id(entry.parameter) in parameters
-            if begun or not known or entry.parameter.device.type == "cpu":
-                return 0
-        return sum(map(self._nbytes, trained))
-
-    def keep(self, share: float) -> None:
-        """Choose places again, with this share of the states on the device."""
-        total = sum(self._nbytes(e) for e in self.entries.values() if e.parameter.requires_grad)
-        self.places.choose_again(round(share * total))
+    def place_again(self, device_bytes: int) -> None:
+        """Choose all places again; `device_bytes`: what the device may keep."""
+        self.places.choose_again(device_bytes)
         for entry in self.entries.values():
             entry.place = None
         self.place()
 
-    def give_way(self) -> int:
-        """See `updates.StatesOwner`. Small states stay."""
-        kept = [
-            e
-            for e in self.entries.values()
-            if is_kept_there(e.place) and self._nbytes(e) > SMALL_BYTES
-        ]
-        if not self.settings.is_open or not kept:
-            return 0
-        before = self.held_bytes()
-        self.places.choose_again(0)
-        chosen = self.places.choose((e.parameter, self._nbytes(e)) for e in kept)
-        with torch.inference_mode(False), torch.no_grad():
-            for position, entry in enumerate(kept):
-                self._move(entry, chosen[position])
+    def move(self, entry: ParameterEntry, place: str) -> None:
+        """Have the states of a parameter at this place, to which they move if there are any."""
         self._held_bytes = None
-        return before - self.held_bytes()
-
-    def _move(self, entry: ParameterEntry, place: str) -> None:
-        """Move the states of a parameter, if there are any."""
         entry.place = place
         if entry.store is None:
             return
@@ -271,13 +242,12 @@ class Core:
         entry.store.remove(entry.key)
         entry.store = self.places.named(place)
         entry.store.add(entry.key, entry.local.numel(), entry.dtypes)
-        if entry.step is not None:
-            entry.step = entry.step.to(device_in(place) or "cpu")
-            entry.counted = None
         self.write(entry, flats)
         self.state.pop(entry.parameter, None)
         self.show(entry)
         if entry.step is not None:
+            entry.step = entry.step.to(device_in(place) or "cpu")
+            entry.counted = None
             self.state[entry.parameter]["step"] = entry.step
 
     def held_bytes(self) -> int:
@@ -286,7 +256,7 @@ class Core:
         if self._held_bytes is not None:
             return self._held_bytes
         on_device = [e for e in self.entries.values() if is_kept_there(e.place)]
-        nbytes = sum(map(self._nbytes, on_device))
+        nbytes = sum(map(self.nbytes, on_device))
         if any(
             e.place == "disk" and e.parameter.device.type == "cpu" for e in self.entries.values()
         ):
@@ -295,7 +265,7 @@ class Core:
         for entry in self.entries.values():
             if entry.place is not None and is_streamed(entry.place):
                 largest = crossing.get(entry.place, 0)
-                crossing[entry.place] = max(largest, self._nbytes(entry))
+                crossing[entry.place] = max(largest, self.nbytes(entry))
         nbytes += sum(self.places.buffer_bytes(p, largest) for p, largest in crossing.items())
         nbytes += self._lent_bytes()
         if self.sharding is not None:
@@ -310,7 +280,7 @@ class Core:
             for e in self.entries.values()
             if e.parameter.device.type != "cpu" and e.place is not None and self.is_beside(e)
         ]
-        return sum(sorted(sizes)[-MOST_LENT:]) if self.settings.overlap else 0
+        return sum(sorted(sizes)[-MOST_LENT:]) if self.settings.uses_up else 0
 
     def start(self, entry: ParameterEntry) -> None:
         """Create its missing states, all zero."""
@@ -327,7 +297,7 @@ class Core:
         if entry.store is None and entry.step is None:
             self.place(entry)
             assert entry.place is not None
-            entry.place = self.places.advised(entry.parameter, self._nbytes(entry), entry.place)
+            entry.place = self.places.advised(entry.parameter, self.nbytes(entry), entry.place)
         if self.rule.counts and entry.step is None:
             entry.step = torch.zeros((), device=device_in(entry.place) or "cpu")
             self.state[entry.parameter]["step"] = entry.step
@@ -401,7 +371,7 @@ class Core:
             return False
         if entry.place is None:
             self.place(entry)
-        return is_kept_there(entry.place) and self._nbytes(entry) <= SMALL_BYTES
+        return is_kept_there(entry.place) and self.nbytes(entry) <= SMALL_BYTES
 
     def is_beside(self, entry: ParameterEntry) -> bool:
         """True if its states, and so its update, are on the host and not on the device."""

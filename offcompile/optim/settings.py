@@ -97,6 +97,11 @@ class Settings:
         return self.max_norm is not None or self.scaled
 
     @property
+    def uses_up(self) -> bool:
+        """True if a gradient is used up by its update as soon as it is there."""
+        return self.overlap and not self.deferred and self.accumulate == 1
+
+    @property
     def is_open(self) -> bool:
         """True if the user leaves it open where states are."""
         named = self.device_bytes or self.host_bytes is not None or self.stream is not None
