@@ -17,6 +17,7 @@ from pathlib import Path
 import torch
 
 from offcompile.ir import DEVICE, Machine, OffloadError
+from offcompile.runtime.base.host_limits import default_limit_bytes
 from offcompile.runtime.base.once import made_once
 from offcompile.runtime.base.process_memory import machine_memory_bytes
 from offcompile.runtime.device.cuda.facts import (
@@ -92,6 +93,11 @@ class Target(ABC):
     def whole_bytes(self) -> int:
         """Bytes of the device, with those that nothing can be planned for."""
         return self.device_bytes
+
+    @property
+    def host_room_bytes(self) -> int | None:
+        """Bytes of the host tier that plans may take; None if it has no limit."""
+        return self.host_bytes
 
     def budget_bytes(self, options: Options) -> int | None:
         """The budget that the options ask for; None: the minimum, which depends on the problem."""
@@ -190,6 +196,8 @@ class CudaTarget(Target):
     card_bytes: its memory in all, with what others and the driver hold; 0: no more is known.
     reaches_host: True if kernels can use pinned memory in place, as offloaded weights require.
     `directories` may be empty: then there is no disk tier.
+    host_limit_bytes: capacity of the machine's host arenas where `host_bytes` sets none; None for a
+    card of another machine.
     """
 
     profile: HardwareProfile
@@ -202,6 +210,11 @@ class CudaTarget(Target):
     verify_spill: bool = False
     card_bytes: int = 0
     kind: str = "cuda"
+    host_limit_bytes: int | None = None
+
+    @property
+    def host_room_bytes(self) -> int | None:
+        return self.host_limit_bytes if self.host_bytes is None else self.host_bytes
 
     @property
     def device(self) -> torch.device:
@@ -212,7 +225,7 @@ class CudaTarget(Target):
         return max(self.card_bytes, self.device_bytes)
 
     def machine(self, device_bytes: int) -> Machine:
-        whole = to_cuda_machine(self.profile, self.host_bytes, bool(self.directories))
+        whole = to_cuda_machine(self.profile, self.host_room_bytes, bool(self.directories))
         if self.kind != "cuda":
             whole = replace(whole, codecs=())  # the kernels that pack are for CUDA
         return whole.with_capacity(DEVICE, device_bytes)
@@ -287,6 +300,7 @@ def _cuda_target(
         reaches_host(index),
         options.verify_spill,
         cuda_facts(index).total_bytes,
+        host_limit_bytes=default_limit_bytes(),
     )
 
 
@@ -308,6 +322,7 @@ def _accelerator_target(options: Options, device: torch.device) -> CudaTarget:
         verify_spill=options.verify_spill,
         card_bytes=total_bytes,
         kind=kind,
+        host_limit_bytes=default_limit_bytes(),
     )
 
 

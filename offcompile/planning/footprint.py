@@ -1,4 +1,4 @@
-"""Device memory of a plan at the sizes of one call, which may differ from the planned ones."""
+"""Memory of a plan at the sizes of one call, which may differ from the planned ones."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from .replay import worst_case
 
 
 class Footprint(NamedTuple):
-    """Device memory of a step, in bytes."""
+    """Memory of a step, in bytes: on the device, unless said otherwise."""
 
     #: held when the step begins
     standing_bytes: int = 0
@@ -21,6 +21,8 @@ class Footprint(NamedTuple):
     peak_bytes: int = 0
     #: left by forward for backward, not counting weights and inputs
     kept_bytes: int = 0
+    #: peak of the host tier
+    host_bytes: int = 0
 
 
 @dataclass(eq=False)
@@ -35,6 +37,8 @@ class NeedsBySize:
     reserve_bytes: int
     #: tensors that forward leaves on the device
     kept: frozenset[str]
+    #: bytes of all tensors of the step
+    total_bytes: int
     known: dict[tuple[int, ...], Footprint] = field(default_factory=dict)
 
     def at(self, sizes: tuple[int, ...]) -> Footprint:
@@ -48,6 +52,8 @@ class NeedsBySize:
                 standing_in(problem),
                 worst_case(problem, self.plan, self.steps) + self.reserve_bytes,
                 bytes_of(problem, self.kept),
+                # moves to the host grow with the rest of the step
+                self.planned.host_bytes * total_bytes(problem) // max(1, self.total_bytes),
             )
         return found
 
@@ -58,3 +64,7 @@ def standing_in(problem: Problem) -> int:
 
 def bytes_of(problem: Problem, tensors: frozenset[str]) -> int:
     return sum(t.nbytes for t in problem.tensors if t.id in tensors)
+
+
+def total_bytes(problem: Problem) -> int:
+    return sum(t.nbytes for t in problem.tensors)

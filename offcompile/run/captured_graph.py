@@ -113,6 +113,7 @@ class CapturedGraph:
             refuse_foreign_autograd(self.name)
 
         plans.ran[call.parameters] = sizes, variant
+        call.parameters.host_bytes = variant.needs_at(sizes).host_bytes
         facts.profile.begin_step()
         runs.call(call.parameters, sizes)
         if variant.offers:

@@ -31,7 +31,8 @@ def test_graph_breaks_and_accumulation() -> None:
 
 
 def test_files_other_streams_and_verification() -> None:
-    run_checks("through_files", "full_host_tier", "verified", "on_a_side_stream", "own_thread")
+    of_the_host = "through_files", "full_host_tier", "shared_host_tier"
+    run_checks(*of_the_host, "verified", "on_a_side_stream", "own_thread")
 
 
 def test_plans_place_states_of_optimizers() -> None:

@@ -176,6 +176,49 @@ def a_full_host_tier_waits_for_copies(controls: Controls) -> None:
     close_all()
 
 
+def graphs_share_a_small_host_tier(controls: Controls) -> None:
+    """Two graphs of one step plan for a host tier that has no room for both, whatever it holds."""
+    torch.manual_seed(0)
+    layers = [nn.Linear(256, 256) for _ in range(6)]
+    weights = sum(p.nbytes for layer in layers for p in layer.parameters())
+    start = [p.detach().clone() for layer in layers for p in layer.parameters()]
+    halves = [nn.Sequential(*layers[:3]).to(DEVICE), nn.Sequential(*layers[3:]).to(DEVICE)]
+    parameters = [p for half in halves for p in half.parameters()]
+    batch = torch.randn(64, 256).to(DEVICE)
+
+    def trained(wrap: Any) -> list[Tensor]:
+        with torch.no_grad():
+            for p, value in zip(parameters, start, strict=True):
+                p.copy_(value)
+        first, second = map(wrap, halves)
+        optimizer = torch.optim.SGD(parameters, lr=0.1)
+        for _ in range(2):
+            optimizer.zero_grad()
+            second(first(batch)).square().mean().backward()
+            optimizer.step()
+        return [p.detach().cpu().clone() for p in parameters]
+
+    with deterministic(), seeded(controls, 5):
+        expected = trained(gpu_checks.plain())
+        for halves_of_weights in (1, 2, 3):
+            limit = halves_of_weights * weights // 2
+            options = {
+                "memory": "minimum",
+                "lowering": "aot_eager",
+                "host_memory": limit,
+                "seconds": 0.2,
+            }
+            moved, before = offcompile.counters()["bytes_out"], len(offcompile.reports())
+            found = trained(functools.partial(torch.compile, backend="offcompile", options=options))
+            assert all(map(torch.equal, found, expected)), limit
+            made = offcompile.reports()[before:]
+            peaks = [report.timeline.peak_bytes.get("host", 0) for report in made]
+            assert len(made) == 2 and sum(peaks) <= limit, (limit, peaks)
+            assert offcompile.counters()["bytes_out"] > moved
+            torch._dynamo.reset()
+            gc.collect()
+
+
 def verified_against_the_plain_run(controls: Controls) -> None:
     """`verify=True` compares both halves, though what the plain run saves rests on the host."""
     model = gpu_checks.on(BY_NAME["mlp"], DEVICE).fresh()
@@ -216,6 +259,7 @@ CHECKS: dict[str, Check] = {
     "verified": verified_against_the_plain_run,
     "on_a_side_stream": on_a_side_stream,
     "through_files": through_files,
+    "shared_host_tier": graphs_share_a_small_host_tier,
     "full_host_tier": a_full_host_tier_waits_for_copies,
     "own_thread": backward_on_its_own_thread,
     **{

@@ -90,6 +90,10 @@ class ParameterMemory:
         """Bytes of all weights on the device, when last looked at."""
         return sum(self.weight.values())
 
+    def size_of(self, keys: Iterable[int]) -> int:
+        """Bytes of these parameters, each as large as when first seen."""
+        return sum(self._seen.get(key, 0) for key in keys)
+
     def takes(self, parameter: torch.Tensor) -> int:
         """Bytes of the parameter and of its coming gradient, when last looked at."""
         return self.weight.get(id(parameter), 0) + self.coming.get(id(parameter), 0)

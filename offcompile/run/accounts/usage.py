@@ -28,12 +28,14 @@ from .rank_memory import RankMemory
 class ParameterSet:
     """The ids of the parameters that a graph is called with. Compares by identity."""
 
-    __slots__ = ("__weakref__", "ids", "in_order", "ran")
+    __slots__ = ("__weakref__", "host_bytes", "ids", "in_order", "ran")
 
     def __init__(self, ids: tuple[int, ...]) -> None:
         self.in_order, self.ids = ids, frozenset(ids)
         #: True if the graph has run with them
         self.ran = False
+        #: bytes of the host tier that the plan of its last run takes
+        self.host_bytes = 0
 
 
 class PendingBackward:
@@ -300,6 +302,18 @@ class DeviceUsage:
                 more += sum(coming.get(key, 0) for key in keys)
         found = HeldBeside(held, held + more)
         self._found = (entry, binding, found)
+        return found
+
+    def host_beside(self, entry: GraphUsage, binding: ParameterSet) -> int:
+        """Bytes of the host tier that plans of other calls take, without the parameters that they
+        share with this call, and their gradients."""
+        found = 0
+        for other in self.entries():
+            if other.runtime == entry.runtime:
+                for one in other.bound():
+                    if one is not binding and one.host_bytes:
+                        shared = self.holdings.size_of(one.ids & binding.ids)
+                        found += max(0, one.host_bytes - 2 * shared)
         return found
 
     def _all_holders(self) -> list[Holder]:

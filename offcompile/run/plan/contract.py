@@ -82,6 +82,8 @@ class PlanRequest:
     kind: PlanKind = USUAL
     #: bytes of the budget held by others
     held_bytes: int = 0
+    #: bytes of the host tier that plans of other calls take
+    host_held_bytes: int = 0
     #: True if a refusal should name a budget that has a plan, which takes another search
     explains: bool = True
     #: True if masks are packed as bits without checking if a plan without that would be better

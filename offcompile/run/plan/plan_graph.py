@@ -14,13 +14,13 @@ from offcompile.graph.graphs import Graphs
 from offcompile.graph.sizes import hint_of
 from offcompile.graph.split import Splits
 from offcompile.graph.weight_placement import Choice
-from offcompile.ir import DEVICE, Machine, Plan, Problem
+from offcompile.ir import DEVICE, HOST, Machine, Plan, Problem
 from offcompile.planning.empty_turn import kept_at_turn
 from offcompile.planning.endurance import planned_life
 from offcompile.planning.feedback.corrections import with_factors
 from offcompile.planning.feedback.profiling import WORTH, Settled, reconsider
 from offcompile.planning.feedback.sparsity import Packability
-from offcompile.planning.footprint import Footprint, NeedsBySize, bytes_of, standing_in
+from offcompile.planning.footprint import Footprint, NeedsBySize, bytes_of, standing_in, total_bytes
 from offcompile.report.dump import Dumped as Compilation
 from offcompile.report.dump import dump
 from offcompile.report.figures import PlannedMemory, RunFigures
@@ -93,7 +93,7 @@ def plan_graph(
         ),
     )
     weights = weights_of(found.graphs, annotated, sorted(facts.parameters))
-    needs = _needs(found, report, facts.symbols)
+    needs = _needs(planner, found, report, facts.symbols)
     facts.runs.entry.trains = found.graphs.backward is not None
     made, placement = None, unplaced(facts)
     if not decided.fits:
@@ -221,23 +221,32 @@ def _verifying(
     return Verifying(planner.request.name, given, facts.target.device, verified, label)
 
 
-def _needs(found: Candidate, report: PlanReport, symbols: tuple[sympy.Symbol, ...]) -> NeedsBySize:
+def _needs(
+    planner: GraphPlanner, found: Candidate, report: PlanReport, symbols: tuple[sympy.Symbol, ...]
+) -> NeedsBySize:
     decided, problem = found.choice.decided, found.choice.annotated.problem
+    plan, timeline = decided.result.plan, decided.result.timeline
     kept = decided.kept
     if kept is None:
-        kept = kept_at_turn(problem, decided.result.timeline)
+        kept = kept_at_turn(problem, timeline)
     dynamic = any(isinstance(v, torch.SymInt) for v in values(found.graphs))
 
     def problem_at(sizes: tuple[int, ...]) -> Problem:
         return found.problem_at(hint_of(dict(zip(symbols, sizes, strict=True))))
 
     return NeedsBySize(
-        Footprint(standing_in(problem), report.needed_peak_bytes, bytes_of(problem, kept)),
+        Footprint(
+            standing_in(problem),
+            report.needed_peak_bytes,
+            bytes_of(problem, kept),
+            timeline.peak_bytes.get(HOST, 0) + planner.results_on_host(problem, plan),
+        ),
         problem_at if dynamic else None,
-        decided.result.plan,
+        plan,
         decided.order.steps,
         report.memory.reserve_bytes,
         kept,
+        total_bytes(problem),
     )
 
 

@@ -9,7 +9,7 @@ from functools import cached_property, partial
 from offcompile.graph.annotate import Annotated
 from offcompile.graph.graphs import Graphs
 from offcompile.graph.weight_placement import Choice, choose, without_room_on_host
-from offcompile.ir import BACKWARD, DEVICE, HOST, UPDATE, Infeasible, Machine, Plan, Problem
+from offcompile.ir import BACKWARD, DEVICE, HOST, UPDATE, Infeasible, Machine, Plan, Problem, Tensor
 from offcompile.machine.hardware import DISK
 from offcompile.machine.in_place import InPlace
 from offcompile.planning.empty_turn import decide_emptied
@@ -76,7 +76,7 @@ class GraphPlanner:
         options, target = self.source.options, self.source.target
         seconds = share * (options.seconds or planning_seconds(problem))
         search = PlanSearch(
-            partial(self._machine, self.results_bytes(problem)),
+            partial(self._machine, problem),
             target.reserve_bytes,
             options.whole_policy,
             seconds,
@@ -99,24 +99,39 @@ class GraphPlanner:
             worth_us,
         )
 
-    def _machine(self, results_bytes: int, device_bytes: int) -> Machine:
-        """The target's machine, less the room on a limited host tier for results that leave.
+    def host_bytes(self) -> int | None:
+        """Bytes of the host tier that other calls leave to this graph; None: no limit."""
+        capacity = self.source.machine(1).tier[HOST].capacity_bytes
+        return None if capacity is None else max(0, capacity - self.request.host_held_bytes)
 
-        Others hold results in memory, which is the host's wherever a plan sends them.
+    def _machine(self, problem: Problem, device_bytes: int) -> Machine:
+        """The target's machine, with the room on its host tier that others and results leave.
+
+        Others hold results in memory, which is the host's wherever a plan sends them. A limit that
+        the whole step keeps is none: bounds are better and faster without.
         """
-        machine = self.source.machine(device_bytes)
-        capacity = machine.tier[HOST].capacity_bytes
-        if capacity is None or not results_bytes:
+        machine, room = self.source.machine(device_bytes), self.host_bytes()
+        if room is None:
             return machine
-        return machine.with_capacity(HOST, max(0, capacity - results_bytes))
+        if sum(t.nbytes for t in problem.tensors) <= room:
+            return machine.with_capacity(HOST, None)
+        return machine.with_capacity(HOST, max(0, room - self.results_bytes(problem)))
 
     def results_bytes(self, problem: Problem) -> int:
-        """Results that may leave, if a plan may send them to a disk that cannot be memory."""
-        machine = self.source.machine(1)
-        if self.source.kind == "cpu" or DISK not in machine.tier:
-            return 0
+        """Bytes of results that may leave, if a plan may send them to a disk that cannot be
+        memory."""
+        return sum(t.nbytes for t in self._results(problem))
+
+    def results_on_host(self, problem: Problem, plan: Plan) -> int:
+        """Bytes of the host that results take which the plan sends to disk."""
+        sent = {move.tensor for move in plan.moves if move.target == DISK}
+        return sum(t.nbytes for t in self._results(problem) if t.id in sent)
+
+    def _results(self, problem: Problem) -> list[Tensor]:
+        if self.source.kind == "cpu" or DISK not in self.source.machine(1).tier:
+            return []
         results = (t for t in problem.tensors if t.home is None and not t.pinned)
-        return sum(t.nbytes for t in results if problem.must_survive(t.id))
+        return [t for t in results if problem.must_survive(t.id)]
 
     def _holes(self, problem: Problem, budget: int) -> Holes:
         source = self.source
@@ -164,7 +179,7 @@ class PlacementSearch:
         """Weights that a limited host tier cannot take beside the others: they never move there.
         None if it cannot take the results that may leave with them."""
         planner = self.planner
-        room_bytes = planner.source.machine(1).tier[HOST].capacity_bytes
+        room_bytes = planner.host_bytes()
         if room_bytes is None:
             return frozenset()
         found = planner.source.problem(self.graphs, self.in_place).problem

@@ -182,6 +182,7 @@ class Plans:
             self._next_name(),
             kind,
             held,
+            self.host_held(call),
             explains,
             settled=settled,
             updated=self.updated,
@@ -277,6 +278,11 @@ class Plans:
         runs = self.facts.runs
         return runs.usage.held_beside(runs.entry, call.parameters).in_step
 
+    def host_held(self, call: Call) -> int:
+        """Bytes of the host tier that plans of other calls take."""
+        runs = self.facts.runs
+        return runs.usage.host_beside(runs.entry, call.parameters)
+
     def likely_held(self, call: Call) -> int:
         """Like `held`, after collecting models that have had their last step."""
         if self.held(call):
@@ -292,10 +298,16 @@ class Plans:
         return self.held(call)
 
     def within(self, variant: Variant, held: int, call: Call) -> bool:
-        """True if the plan and what is held beside it are within the budget."""
+        """True if the plan and what is held beside it are within budget and host tier."""
         budget = self.facts.runs.budget_bytes
         assert budget is not None
-        return variant.needs_at(call.sizes).peak_bytes + held <= budget
+        needs = variant.needs_at(call.sizes)
+        return needs.peak_bytes + held <= budget and self._within_host(needs.host_bytes, call)
+
+    def _within_host(self, nbytes: int, call: Call) -> bool:
+        """True if so much of the host tier is left to this call."""
+        capacity = self.facts.target.host_room_bytes
+        return not nbytes or capacity is None or nbytes + self.host_held(call) <= capacity
 
     def first_within(self, variants: Sequence[Variant], call: Call) -> Variant | None:
         """Return the first plan that fits, if need be after collecting all garbage."""
