@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
 import threading
 import weakref
@@ -13,6 +14,7 @@ import torch
 
 from offcompile.ir import OffloadError
 from offcompile.runtime.base.interrupts import uninterrupted
+from offcompile.runtime.moves.weights import is_on_host
 from offcompile.runtime.states import updates
 
 from .clipping import norm
@@ -21,7 +23,7 @@ from .layout import flat_like, room_like, shaped_like
 from .ranks.replicas import reduced_after_backward
 from .ranks.shards import is_sharded, version_of
 from .rules import Hyper
-from .state_placement import SMALL_BYTES, is_kept_there
+from .state_placement import SMALL_BYTES, is_kept_there, kept_on
 from .update_paths import UpdatePaths
 
 LOGGER = logging.getLogger("offcompile")
@@ -56,7 +58,10 @@ class Arrivals:
     arrived: dict[ParameterEntry, Arrival] = field(default_factory=dict)
     tally: ArrivalTally = field(default_factory=ArrivalTally)
     last: ArrivalTally = field(default_factory=ArrivalTally)
-    has_stepped: bool = False
+    #: steps that are over
+    stepped: int = 0
+    #: True if a plan has chosen the places that the user leaves open
+    is_placed: bool = False
     _hooks: dict[ParameterEntry, Any] = field(default_factory=dict)
     #: True if gradients are final only after backward; None: to be found out
     _reduced_late: bool | None = None
@@ -228,9 +233,46 @@ class Arrivals:
 
     def keep(self, share: float) -> None:
         """See `updates.StatesOwner`."""
-        core = self.core
+        core, self.is_placed = self.core, True
         trained = (e for e in core.entries.values() if e.parameter.requires_grad)
         core.place_again(round(share * sum(map(core.nbytes, trained))))
+
+    def steps(self) -> int:
+        """See `updates.StatesOwner`."""
+        return self.stepped
+
+    def beside_bytes(self) -> int:
+        """See `updates.StatesOwner`."""
+        return sum(map(self.core.nbytes, self._beside()))
+
+    def _beside(self) -> list[ParameterEntry]:
+        """Parameters whose states could as well be on the device, in order."""
+        core = self.core
+        if self.is_placed or not core.settings.is_open or core.sharding is not None:
+            return []
+        made = (e for e in core.entries.values() if e.store is not None)
+        return [e for e in made if not is_kept_there(e.place) and _is_whole_there(e.parameter)]
+
+    def fill(self, room_bytes: int) -> int:
+        """See `updates.StatesOwner`."""
+        core, beside = self.core, self._beside()
+        if self.arrived:
+            return 0
+        self.is_placed = True
+        there = {e: kept_on(e.parameter.device) for e in beside}
+        before = core.held_bytes()
+        # without any beside the device, buffers for those that cross are gone, too
+        if core.held_with(there) - before > room_bytes:
+            taken = itertools.accumulate(map(core.nbytes, beside))
+            there = {
+                e: there[e] for e, nbytes in zip(beside, taken, strict=True) if nbytes <= room_bytes
+            }
+        if there:
+            self.settle()
+        with torch.inference_mode(False), torch.no_grad():
+            for entry, place in there.items():
+                core.move(entry, place)
+        return core.held_bytes() - before
 
     def give_way(self) -> int:
         """See `updates.StatesOwner`. Small states stay."""
@@ -255,7 +297,7 @@ class Arrivals:
 
     def check(self, hypers: Mapping[int, Hyper]) -> None:
         """Raise OffloadError if updates made during backward are not those that step() wants."""
-        if not self.arrived and self.has_stepped and self._has_no_gradient():
+        if not self.arrived and self.stepped and self._has_no_gradient():
             raise OffloadError(
                 "step() was called without a gradient since the last one: with overlap=True"
                 " a step uses its gradients up, so that it cannot be made twice. Call it once"
@@ -293,13 +335,20 @@ class Arrivals:
         self.tally.in_step = in_step
         self.last, self.tally = self.tally, ArrivalTally()
         self.arrived.clear()
-        self.has_stepped = True
+        self.stepped += 1
         self.ways.step_over()
 
     def forget(self) -> None:
         """Forget the gradients that have arrived."""
         self.arrived.clear()
         self.tally = ArrivalTally()
+
+
+def _is_whole_there(parameter: torch.Tensor) -> bool:
+    """True if all of the parameter is on a device."""
+    return (
+        parameter.device.type != "cpu" and not is_sharded(parameter) and not is_on_host(parameter)
+    )
 
 
 def _hook(mine: weakref.ref[Arrivals]) -> Callable[[torch.Tensor], None]:

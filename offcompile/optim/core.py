@@ -253,34 +253,29 @@ class Core:
     def held_bytes(self) -> int:
         """Bytes that states take, or will take, on the device of the parameters."""
         self.place()
-        if self._held_bytes is not None:
-            return self._held_bytes
-        on_device = [e for e in self.entries.values() if is_kept_there(e.place)]
-        nbytes = sum(map(self.nbytes, on_device))
-        if any(
-            e.place == "disk" and e.parameter.device.type == "cpu" for e in self.entries.values()
-        ):
+        if self._held_bytes is None:
+            self._held_bytes = self.held_with({})
+        return self._held_bytes
+
+    def held_with(self, moved: Mapping[ParameterEntry, str]) -> int:
+        """Like `held_bytes`, with the states of some parameters at other places."""
+        placed = {e: moved.get(e, e.place or "") for e in self.entries.values()}
+        nbytes = sum(self.nbytes(e) for e, place in placed.items() if is_kept_there(place))
+        on_cpu = {e for e in placed if e.parameter.device.type == "cpu"}
+        if any(placed[e] == "disk" for e in on_cpu):
             nbytes += getattr(self.places.named("disk").facts(), "limit_bytes", 0)
         crossing: dict[str, int] = {}
-        for entry in self.entries.values():
-            if entry.place is not None and is_streamed(entry.place):
-                largest = crossing.get(entry.place, 0)
-                crossing[entry.place] = max(largest, self.nbytes(entry))
+        for entry, place in placed.items():
+            if is_streamed(place):
+                crossing[place] = max(crossing.get(place, 0), self.nbytes(entry))
         nbytes += sum(self.places.buffer_bytes(p, largest) for p, largest in crossing.items())
-        nbytes += self._lent_bytes()
+        if self.settings.uses_up:  # duplicates of offered gradients, on their way to the host
+            beside = (e for e, p in placed.items() if p and e not in on_cpu and not device_in(p))
+            lent = sorted(e.local.numel() * e.local.element_size() for e in beside)
+            nbytes += sum(lent[-MOST_LENT:])
         if self.sharding is not None:
             nbytes += self.sharding.held_bytes()
-        self._held_bytes = nbytes
         return nbytes
-
-    def _lent_bytes(self) -> int:
-        """Bytes of gradients that graphs offer, duplicated on their way to the host."""
-        sizes = [
-            e.local.numel() * e.local.element_size()
-            for e in self.entries.values()
-            if e.parameter.device.type != "cpu" and e.place is not None and self.is_beside(e)
-        ]
-        return sum(sorted(sizes)[-MOST_LENT:]) if self.settings.uses_up else 0
 
     def start(self, entry: ParameterEntry) -> None:
         """Create its missing states, all zero."""

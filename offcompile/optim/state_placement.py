@@ -162,6 +162,11 @@ def device_in(place: str | None) -> str | None:
     return device if kind in (KEPT, STREAMED) else None
 
 
+def kept_on(device: torch.device) -> str:
+    """The place of states that this device keeps."""
+    return _named(KEPT, device)
+
+
 def is_kept_there(place: str | None) -> bool:
     """True if the states stay on the device."""
     return (place or "").startswith(KEPT)

@@ -41,6 +41,7 @@ from .recording import recorded
 from .variants.judging import judged
 from .variants.ladder import choose, make_first
 from .variants.plans import Call, Plans, Traced, Variant
+from .variants.spare import give_spare_room, note_spare_room
 
 
 class CapturedGraph:
@@ -100,6 +101,7 @@ class CapturedGraph:
         call = self._begin(args)
         sizes = call.sizes
         try:
+            give_spare_room(plans)
             if not plans.variants:
                 make_first(plans, Call(args, call.parameters))
             variant = judged(plans, choose(plans, call), call)
@@ -113,6 +115,7 @@ class CapturedGraph:
             refuse_foreign_autograd(self.name)
 
         plans.ran[call.parameters] = sizes, variant
+        note_spare_room(plans, variant, call)
         call.parameters.host_bytes = variant.needs_at(sizes).host_bytes
         facts.profile.begin_step()
         runs.call(call.parameters, sizes)

@@ -65,6 +65,17 @@ class StatesOwner(Holder, Protocol):
     def keep(self, share: float) -> None:
         """Have the device keep this share of them, those of the first parameters."""
 
+    def steps(self) -> int:
+        """The number of steps that are over."""
+
+    def beside_bytes(self) -> int:
+        """Bytes of states beside the device, if neither the user nor a plan has chosen their place.
+        Weights that live on the host do not count: their states are where they should be."""
+
+    def fill(self, room_bytes: int) -> int:
+        """Move such states to the device, those of the first parameters first, as far as the room
+        goes; the bytes that it took. 0 while a step is under way."""
+
     def give_way(self) -> int:
         """Move states that it chose to keep on the device to the host; the bytes that were freed.
         0 if there are none, or a step is under way."""

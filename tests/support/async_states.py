@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -14,6 +15,7 @@ from torch import Tensor, nn
 
 import offcompile
 from offcompile import optim
+from offcompile.runtime.states.updates import StatesOwner, holders_of
 
 WIDTH, LAYERS, BATCH, STEPS = 512, 6, 1024, 3
 
@@ -123,6 +125,61 @@ def way_given(controls: Controls) -> None:
     assert len(text) >= 2, text
 
 
+def of_several_graphs(controls: Controls) -> None:
+    """Where no graph has all parameters, states begin on the host and take the room that a whole
+    step has left."""
+    del controls
+    states_bytes = 2 * 4 * LAYERS * WIDTH * (WIDTH + 1)
+
+    def in_parts(compiler: Callable[[nn.Module], Any]) -> Callable[[_Model], Any]:
+        def compiled(model: _Model) -> Any:
+            parts = [compiler(model.layers[:LAYERS]), compiler(model.layers[LAYERS:])]
+            return lambda x: parts[1](parts[0](x)).square().mean()
+
+        return compiled
+
+    batches = (BATCH // 2,) * 5
+    with deterministic():
+        expected, plain_bytes, _ = _trained(in_parts(_plain), _adamw, batches)
+        kept = []
+        for share in (1.3, 0.75):
+            budget = int(share * plain_bytes)
+            found, peak, facts = _trained(in_parts(_within(budget)), _ours, batches)
+            assert _same(found, expected), f"at {share:.0%} of plain's memory"
+            assert peak <= budget, f"{peak} bytes were given out of {budget}"
+            kept.append(_kept_bytes(facts))
+    assert kept[0] == states_bytes and kept[1] < states_bytes / 4, kept
+
+
+def little_room_filled(controls: Controls) -> None:
+    """The first states move to the device as far as the room goes, and training goes on."""
+    del controls
+
+    def trained(optimizer: Callable[[Any], Any], room_bytes: int) -> tuple[list[Tensor], int]:
+        model = _Model().to(DEVICE)
+        made = optimizer(model.parameters())
+        for step in range(3):
+            model(torch.full((8, WIDTH), step / 10 + 0.1).to(DEVICE)).backward()
+            made.step()
+            made.zero_grad()
+            if step == 1 and room_bytes:
+                (owner,) = holders_of(model.parameters())
+                assert isinstance(owner, StatesOwner)
+                before = owner.beside_bytes()
+                moved = owner.fill(room_bytes)
+                assert owner.beside_bytes() == 0 < moved < before  # asks no second time
+        kept = _kept_bytes(made.facts()) if room_bytes else 0
+        return [p.detach().cpu() for p in model.parameters()], kept
+
+    with deterministic():
+        expected, _ = trained(_adamw, 0)
+        layer_bytes = 2 * 4 * WIDTH * WIDTH
+        room_bytes = 3 * layer_bytes // 2
+        found, kept = trained(partial(optim.AdamW, lr=1e-2), room_bytes)
+    assert _same(found, expected)
+    assert layer_bytes < kept < room_bytes, kept
+
+
 def offered_in_vain(controls: Controls) -> None:
     """Gradients of a model that runs twice before its backward are soon offered no more."""
     del controls
@@ -154,5 +211,7 @@ def offered_in_vain(controls: Controls) -> None:
 CHECKS = {
     "states placed by the plan": placed_by_the_plan,
     "states give way": way_given,
+    "states of several graphs": of_several_graphs,
+    "states fill little room": little_room_filled,
     "offers in vain": offered_in_vain,
 }

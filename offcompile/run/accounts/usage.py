@@ -17,12 +17,19 @@ from typing import NamedTuple, cast
 import torch
 
 from offcompile.runtime.memory.malloc.heap import heap
-from offcompile.runtime.states.updates import Holder, all_held_bytes, holders_of, registrations
+from offcompile.runtime.states.updates import (
+    Holder,
+    StatesOwner,
+    all_held_bytes,
+    holders_of,
+    registrations,
+)
 
 from .hole_reserve import HoleReserve
 from .live_outputs import LiveOutputs
 from .parameter_memory import ParameterMemory
 from .rank_memory import RankMemory
+from .spare_room import SpareRoom
 
 
 class ParameterSet:
@@ -161,6 +168,7 @@ class DeviceUsage:
         self.holdings = ParameterMemory()
         self.results = LiveOutputs()
         self.ranks = RankMemory()
+        self.spare = SpareRoom()
         #: ids of parameters that were sent to the host to make room for those of other calls
         self.sent: set[int] = set()
         self._entries: list[weakref.ref[GraphUsage]] = []
@@ -169,6 +177,8 @@ class DeviceUsage:
         #: cached result of `held_beside`, until something may have changed
         self._found: tuple[GraphUsage, ParameterSet, HeldBeside] | None = None
         self._holders: tuple[tuple[int, int], list[weakref.ref[Holder]]] = ((-1, -1), [])
+        #: those of them that may keep states on the device
+        self._owners: list[weakref.ref[StatesOwner]] = []
         self._reserves: dict[int, HoleReserve] = {}
 
     def hole_reserve(self, budget_bytes: int, nbytes: int) -> HoleReserve:
@@ -316,10 +326,17 @@ class DeviceUsage:
                         found += max(0, one.host_bytes - 2 * shared)
         return found
 
+    def owners(self) -> list[StatesOwner]:
+        """The optimizers of these parameters that may keep states on the device."""
+        self._all_holders()
+        return [h for ref in self._owners if (h := ref()) is not None]
+
     def _all_holders(self) -> list[Holder]:
         """The holders among the optimizers of these parameters."""
         state = registrations(), self.holdings.births
         if self._holders[0] != state:
             trained = [*self.holdings.living(), *self.ranks.shards()]
-            self._holders = state, list(map(weakref.ref, holders_of(trained)))
+            found = holders_of(trained)
+            self._holders = state, list(map(weakref.ref, found))
+            self._owners = [weakref.ref(h) for h in found if isinstance(h, StatesOwner)]
         return [h for ref in self._holders[1] if (h := ref()) is not None]
