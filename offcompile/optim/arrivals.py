@@ -241,25 +241,25 @@ class Arrivals:
         """See `updates.StatesOwner`."""
         return self.stepped
 
-    def beside_bytes(self) -> int:
+    def beside_bytes(self, device: torch.device) -> int:
         """See `updates.StatesOwner`."""
-        return sum(map(self.core.nbytes, self._beside()))
+        return sum(map(self.core.nbytes, self._beside(device)))
 
-    def _beside(self) -> list[ParameterEntry]:
-        """Parameters whose states could as well be on the device, in order."""
+    def _beside(self, device: torch.device) -> list[ParameterEntry]:
+        """Parameters whose states this device could as well keep, in order."""
         core = self.core
         if self.is_placed or not core.settings.is_open or core.sharding is not None:
             return []
         made = (e for e in core.entries.values() if e.store is not None)
-        return [e for e in made if not is_kept_there(e.place) and _is_whole_there(e.parameter)]
+        there = [e for e in made if not is_kept_there(e.place) and e.parameter.device == device]
+        return [e for e in there if not (is_sharded(e.parameter) or is_on_host(e.parameter))]
 
-    def fill(self, room_bytes: int) -> int:
+    def fill(self, device: torch.device, room_bytes: int) -> int:
         """See `updates.StatesOwner`."""
-        core, beside = self.core, self._beside()
+        core, beside = self.core, self._beside(device)
         if self.arrived:
             return 0
-        self.is_placed = True
-        there = {e: kept_on(e.parameter.device) for e in beside}
+        there = dict.fromkeys(beside, kept_on(device))
         before = core.held_bytes()
         # without any beside the device, buffers for those that cross are gone, too
         if core.held_with(there) - before > room_bytes:
@@ -342,13 +342,6 @@ class Arrivals:
         """Forget the gradients that have arrived."""
         self.arrived.clear()
         self.tally = ArrivalTally()
-
-
-def _is_whole_there(parameter: torch.Tensor) -> bool:
-    """True if all of the parameter is on a device."""
-    return (
-        parameter.device.type != "cpu" and not is_sharded(parameter) and not is_on_host(parameter)
-    )
 
 
 def _hook(mine: weakref.ref[Arrivals]) -> Callable[[torch.Tensor], None]:

@@ -68,11 +68,11 @@ class StatesOwner(Holder, Protocol):
     def steps(self) -> int:
         """The number of steps that are over."""
 
-    def beside_bytes(self) -> int:
-        """Bytes of states beside the device, if neither the user nor a plan has chosen their place.
-        Weights that live on the host do not count: their states are where they should be."""
+    def beside_bytes(self, device: torch.device) -> int:
+        """Bytes of states that this device could keep and does not, if neither the user nor a plan
+        has chosen their place. Those of weights that live on the host are where they should be."""
 
-    def fill(self, room_bytes: int) -> int:
+    def fill(self, device: torch.device, room_bytes: int) -> int:
         """Move such states to the device, those of the first parameters first, as far as the room
         goes; the bytes that it took. 0 while a step is under way."""
 

@@ -5,11 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import pytest
+import torch
 
 from offcompile.run.accounts.spare_room import SPARE_SHARE, STEPS_BEFORE, SpareRoom
 
 BUDGET = SPARE_SHARE * 10
 FREE = BUDGET
+DEVICE = torch.device("meta")
 
 
 class Owner:
@@ -33,10 +35,10 @@ class Owner:
     def steps(self) -> int:
         return self.made
 
-    def beside_bytes(self) -> int:
+    def beside_bytes(self, device: torch.device) -> int:
         return 10 * self.beside
 
-    def fill(self, room_bytes: int) -> int:
+    def fill(self, device: torch.device, room_bytes: int) -> int:
         self.asked.append(room_bytes)
         return 10 * min(self.beside, max(0, room_bytes) // 10)
 
@@ -46,7 +48,7 @@ def trained(owner: Owner, rooms: Sequence[Sequence[int]], free: int = FREE) -> l
     room, moved = SpareRoom(), list[int]()
     for step in rooms:
         for nbytes in step:
-            moved.append(room.filled([owner], BUDGET, lambda: free))
+            moved.append(room.filled([owner], DEVICE, BUDGET, lambda: free))
             if room.is_watched:
                 room.note(nbytes)
         owner.made += 1
@@ -70,14 +72,14 @@ def test_nothing_is_watched_before_a_step_is_over() -> None:
     """Scores, or a forward without an optimizer's step, cost nothing."""
     room, owner = SpareRoom(), Owner(1)
     for _ in range(10):
-        assert room.filled([owner], BUDGET, lambda: FREE) == 0
+        assert room.filled([owner], DEVICE, BUDGET, lambda: FREE) == 0
         assert not room.is_watched
 
 
 def test_an_optimizer_without_states_beside_the_device_is_not_watched() -> None:
     room, owner = SpareRoom(), Owner(0)
     for _ in range(6):
-        room.filled([owner], BUDGET, lambda: FREE)
+        room.filled([owner], DEVICE, BUDGET, lambda: FREE)
         assert not room.is_watched
         owner.made += 1
     assert not owner.asked
@@ -87,7 +89,7 @@ def test_an_optimizer_without_states_beside_the_device_is_not_watched() -> None:
 def test_an_optimizer_that_is_gone_is_forgotten(ends: int) -> None:
     room, owner = SpareRoom(), Owner(5)
     for _ in range(STEPS_BEFORE + ends):
-        room.filled([owner], BUDGET, lambda: FREE)
+        room.filled([owner], DEVICE, BUDGET, lambda: FREE)
         owner.made += 1
     del owner
     assert not room.is_watched

@@ -165,9 +165,10 @@ def little_room_filled(controls: Controls) -> None:
             if step == 1 and room_bytes:
                 (owner,) = holders_of(model.parameters())
                 assert isinstance(owner, StatesOwner)
-                before = owner.beside_bytes()
-                moved = owner.fill(room_bytes)
-                assert owner.beside_bytes() == 0 < moved < before  # asks no second time
+                there = next(model.parameters()).device
+                before, moved = owner.beside_bytes(there), owner.fill(there, room_bytes)
+                assert 0 < moved < before and owner.beside_bytes(there) < before
+                assert not owner.beside_bytes(torch.device("cuda"))
         kept = _kept_bytes(made.facts()) if room_bytes else 0
         return [p.detach().cpu() for p in model.parameters()], kept
 

@@ -12,6 +12,8 @@ import weakref
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
+import torch
+
 from offcompile.runtime.states.updates import StatesOwner
 
 #: finished steps before the one that is watched: the first has what is made once, and the second
@@ -48,7 +50,11 @@ class SpareRoom:
             watch.least_bytes = room_bytes if least is None else min(least, room_bytes)
 
     def filled(
-        self, owners: Iterable[StatesOwner], budget_bytes: int, free_bytes: Callable[[], int]
+        self,
+        owners: Iterable[StatesOwner],
+        device: torch.device,
+        budget_bytes: int,
+        free_bytes: Callable[[], int],
     ) -> int:
         """At the beginning of a call: fill the room if a watched step is over; return the bytes
         that moved. free_bytes: what the allocator never had to give."""
@@ -63,9 +69,9 @@ class SpareRoom:
             least, watched = watch.least_bytes, watch.steps >= STEPS_BEFORE
             watch.steps, watch.least_bytes = steps, None
             if steps < STEPS_BEFORE or not watched or least is None:
-                watch.is_over = steps >= STEPS_BEFORE and not owner.beside_bytes()
+                watch.is_over = steps >= STEPS_BEFORE and not owner.beside_bytes(device)
                 continue
             room_bytes = min(least, free_bytes()) - budget_bytes // SPARE_SHARE
-            moved += owner.fill(room_bytes)
+            moved += owner.fill(device, room_bytes)
             watch.is_over = True
         return moved

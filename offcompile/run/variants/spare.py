@@ -20,7 +20,7 @@ def give_spare_room(plans: Plans) -> None:
         return budget - int(device_module(device.type).max_memory_allocated(device))
 
     owners = usage.owners()
-    moved = usage.spare.filled(owners, budget, free_bytes) if owners else 0
+    moved = usage.spare.filled(owners, device, budget, free_bytes) if owners else 0
     if moved:
         usage.invalidate()
         text = f"optimizer states on the device take {show_bytes(moved)} more from now on, since no"
