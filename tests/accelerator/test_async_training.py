@@ -31,7 +31,7 @@ def test_graph_breaks_and_accumulation() -> None:
 
 
 def test_files_other_streams_and_verification() -> None:
-    of_the_host = "through_files", "full_host_tier", "shared_host_tier"
+    of_the_host = "through_files", "full_host_tier", "shared_host_tier", "host_without_room"
     run_checks(*of_the_host, "verified", "on_a_side_stream", "own_thread")
 
 

@@ -31,6 +31,8 @@ from torch import Tensor, nn
 from zoo import BY_NAME, ZOO
 
 import offcompile
+from offcompile import Infeasible
+from offcompile.machine import target
 from offcompile.runtime.moves import ops
 from offcompile.runtime.moves.registry import RuntimeSettings, close_all, runtime_for
 
@@ -219,6 +221,25 @@ def graphs_share_a_small_host_tier(controls: Controls) -> None:
             gc.collect()
 
 
+def a_host_without_room_is_named(controls: Controls) -> None:
+    """Plans take no more of the host than this machine has, and a refusal says so."""
+    del controls
+    model = nn.Sequential(*[nn.Linear(256, 256) for _ in range(8)]).to(DEVICE)
+    options = {"lowering": "aot_eager", "seconds": 0.2}
+    kept = target.default_limit_bytes
+    target.default_limit_bytes = lambda: MIB // 2
+    try:
+        forward = torch.compile(model, backend="offcompile", options={"memory": 3 * MIB, **options})
+        forward(torch.randn(64, 256).to(DEVICE))
+    except Infeasible as refusal:
+        said = str(refusal)
+    else:
+        said = offcompile.reports()[-1].to_text()
+    finally:
+        target.default_limit_bytes = kept
+    assert "this machine's memory leaves 524,288 bytes" in said, said
+
+
 def verified_against_the_plain_run(controls: Controls) -> None:
     """`verify=True` compares both halves, though what the plain run saves rests on the host."""
     model = gpu_checks.on(BY_NAME["mlp"], DEVICE).fresh()
@@ -260,6 +281,7 @@ CHECKS: dict[str, Check] = {
     "on_a_side_stream": on_a_side_stream,
     "through_files": through_files,
     "shared_host_tier": graphs_share_a_small_host_tier,
+    "host_without_room": a_host_without_room_is_named,
     "full_host_tier": a_full_host_tier_waits_for_copies,
     "own_thread": backward_on_its_own_thread,
     **{

@@ -10,6 +10,7 @@ from offcompile.graph.annotate import Annotated
 from offcompile.graph.graphs import Graphs
 from offcompile.graph.weight_placement import Choice, choose, without_room_on_host
 from offcompile.ir import BACKWARD, DEVICE, HOST, UPDATE, Infeasible, Machine, Plan, Problem, Tensor
+from offcompile.ir.units import show_bytes
 from offcompile.machine.hardware import DISK
 from offcompile.machine.in_place import InPlace
 from offcompile.planning.empty_turn import decide_emptied
@@ -207,7 +208,24 @@ class PlacementSearch:
             least = found.machine.tier[DEVICE].capacity_bytes
             assert least is not None
             total = with_reserve(least, source.target.reserve_bytes) + request.held_bytes
-            raise with_figure(error, total, budget + request.held_bytes) from None
+            told = with_figure(error, total, budget + request.held_bytes)
+            raise self._with_host_room(told) from None
+
+    def _with_host_room(self, error: Infeasible) -> Infeasible:
+        """The same refusal; if the host tier had no room for weights, it says so."""
+        stay = self._without_room if self.in_place is not None else frozenset()
+        room_bytes = self.planner.host_bytes()
+        if room_bytes is None or stay == frozenset():
+            return error
+        weights = [t for t in self.annotated.problem.tensors if t.kind == "weight"]
+        lacking = [t.nbytes for t in weights if stay is None or t.id in stay]
+        options = self.planner.source.options
+        bound = "this machine's memory" if options.host_memory is None else "host_memory"
+        text = (
+            f"Or give the host more room: {bound} leaves {show_bytes(room_bytes)} to this graph,"
+            f" which keeps {show_bytes(sum(lacking))} of weights on the device."
+        )
+        return Infeasible(error.reason, error.needed_bytes, f"{error.smallest_change} {text}")
 
     def _all_on_host(self, budget: int | None) -> Choice | None:
         """Put every weight on the host, and leave half of the room to the runtime's keeper if the
