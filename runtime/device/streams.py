@@ -28,6 +28,7 @@ from offcompile.runtime.memory.accelerators import device_module
 from offcompile.runtime.memory.alias import cuda_alias
 
 from .cuda.facts import reaches_host
+from .graphs import StreamGraph, TorchGraph, why_no_graphs
 
 #: opaque to everyone but the layer that made them; streams can be compared with `==`
 Stream: TypeAlias = Any
@@ -139,6 +140,18 @@ class Streams(ABC):
     def reset_peak(self) -> None:
         """Reset the peaks that `memory` reports."""
 
+    def why_no_graphs(self) -> str | None:
+        """The reason that work of these streams cannot be captured; None if it can."""
+        return f"{self.name} has no graphs"
+
+    def pool(self) -> object:
+        """A new pool for the memory of graphs."""
+        raise OffloadError(f"{self.name} has no graphs.")
+
+    def graph(self, pool: object) -> StreamGraph:
+        """A new graph, which captures with memory of `pool`."""
+        raise OffloadError(f"{self.name} has no graphs.")
+
     def on_card(self) -> AbstractContextManager[object]:
         """Make the device the calling thread's current one inside the context, for libraries."""
         return nullcontext()
@@ -154,6 +167,8 @@ class Streams(ABC):
 
 
 _STREAM = "a stream"
+#: the stream that graphs are captured on
+_CAPTURES = "captures"
 #: between two looks at a copy that nobody waits for
 DOZE_S = 0.002
 
@@ -273,6 +288,16 @@ class TorchStreams(Streams):
 
     def alias(self, host: torch.Tensor) -> torch.Tensor:
         return cuda_alias(host, self.device, torch.uint8, host.shape)
+
+    def why_no_graphs(self) -> str | None:
+        return why_no_graphs(self._module)
+
+    def pool(self) -> object:
+        return self._module.graph_pool_handle()
+
+    def graph(self, pool: object) -> StreamGraph:
+        # all on one stream: memory that one graph has freed serves the next one of its pool
+        return TorchGraph(self._module, self.stream(_CAPTURES), pool)
 
     def on_card(self) -> AbstractContextManager[object]:
         context: AbstractContextManager[object] = self._module.device(self.device)

@@ -52,14 +52,28 @@ class HostSlot(Slot):
     def __init__(self, block: CopyBlock, nbytes: int, pinned: bool) -> None:
         self.nbytes = nbytes
         self.block = block
-        self._pinned = pinned
+        self.pinned = pinned
+        self._graphs = 0
+        self._is_free = False
 
     @property
     def where(self) -> str:
-        return "pinned host memory" if self._pinned else "host memory"
+        return "pinned host memory" if self.pinned else "host memory"
 
     def free(self) -> None:
-        self.block.free()
+        self._is_free = True
+        if not self._graphs:
+            self.block.free()
+
+    def hold(self) -> None:
+        """Keep the block for a graph that copies to it, or from it, at every replay."""
+        self._graphs += 1
+
+    def let_go(self) -> None:
+        """Undo one `hold`."""
+        self._graphs -= 1
+        if self._is_free and not self._graphs:
+            self.block.free()
 
 
 class CudaCopy(Copy):

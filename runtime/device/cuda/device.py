@@ -31,6 +31,7 @@ import torch
 
 from offcompile.ir import OffloadError
 from offcompile.runtime.base.counters import now_ns
+from offcompile.runtime.base.define import current
 from offcompile.runtime.base.threads import bare
 from offcompile.runtime.device.cpu import PAGE_BYTES, CpuSlot
 from offcompile.runtime.device.interface import Copy, Device, How, Label, Point, Slot, Waited
@@ -43,6 +44,7 @@ from offcompile.runtime.disk.gds import CuFile, this_cufile
 from offcompile.runtime.disk.spill import SpillFull, SpillStore
 from offcompile.runtime.memory.host_arena import HostFull
 
+from .capture import Capture
 from .copies import (
     CopyBlock,
     CopyBlocks,
@@ -209,6 +211,8 @@ class CudaDevice(Device):
 
     def wait(self, copy: Copy) -> Waited:
         assert isinstance(copy, CudaCopy)
+        if (capture := current(Capture)) is not None:
+            return capture.wait(copy)
         self._in_flight.raise_late()
         began_ns = now_ns()
         how = How.READY
@@ -258,6 +262,9 @@ class CudaDevice(Device):
         needs = tuple(point for point in after if isinstance(point, CudaCopy))
         home = self.streams.compute()
         copy = CudaCopy(lane, label, slot, tensor, home, needs, on_end)
+        if (capture := current(Capture)) is not None:
+            capture.copy(copy, slot, after, outward)
+            return copy
         self._in_flight.add(copy)
         aside = isinstance(slot, PackedHostSlot) and not self.packers.in_place
         if isinstance(slot, HostSlot) and not aside:

@@ -1,0 +1,135 @@
+"""Copies as nodes of a graph: what a thread's copies become while it captures (`graphs`).
+
+A copy forks its lane's stream from compute by the mark that it starts after, and joins it by the
+wait for the copy, or at the end. The host sees no copy of a graph end: nobody asks for its event,
+and its host memory belongs to the graph, which writes and reads it at every replay.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+from offcompile.runtime.base.define import inside
+from offcompile.runtime.base.threads import bare
+from offcompile.runtime.device.graphs import CannotCapture, StreamGraph
+from offcompile.runtime.device.interface import How, Point, Slot, Waited
+from offcompile.runtime.device.streams import Event, Streams
+
+from .copies import CudaCopy, HostSlot, Mark
+from .host_aliases import ShadowSlot
+from .packing import PackedHostSlot
+
+
+@dataclass(eq=False)
+class Capture:
+    """The copies of one graph, in their order."""
+
+    streams: Streams
+    copies: list[CudaCopy] = field(default_factory=list)
+    #: bytes of the copies out, and of the loads
+    out_bytes: int = 0
+    in_bytes: int = 0
+    _slots: list[HostSlot] = field(default_factory=list)
+
+    # --- while it captures --------------------------------------------------------------------
+
+    def copy(self, copy: CudaCopy, slot: Slot, after: Sequence[Point], outward: bool) -> None:
+        """Put a copy into the graph."""
+        if not isinstance(slot, HostSlot):
+            raise CannotCapture(
+                f"{copy.label.tag} moves to {slot.where}, where the processor takes part in each"
+                " copy; give host_memory enough room that nothing goes to the disk"
+            )
+        if isinstance(slot, PackedHostSlot):
+            raise CannotCapture(
+                f"{copy.label.tag} is packed by a codec, whose sizes the host looks at in each"
+                " step; choose a policy without codecs"
+            )
+        if isinstance(slot, ShadowSlot):
+            raise CannotCapture(
+                f"{copy.label.tag} lies in host memory that kernels use in place; give memory"
+                " enough room that weights and gradients stay on the device"
+            )
+        if not slot.pinned:
+            raise CannotCapture(
+                f"{copy.label.tag} moves to host memory that could not be pinned, and copies of"
+                " such memory make the host wait; raise the limit (`ulimit -l`)"
+            )
+        stream = self.streams.stream(copy.lane)
+        for event in self._events(after):
+            self.streams.wait(stream, event)
+        if slot.nbytes:
+            device, host = copy.part(0, slot.nbytes), slot.block.tensor
+            target, source = (host, device) if outward else (device, host)
+            self.streams.copy(stream, target, source)
+        copy.event = self.streams.record(stream)
+        copy.issued.set()
+        slot.hold()
+        self._slots.append(slot)
+        self.copies.append(copy)
+        if outward:
+            self.out_bytes += slot.nbytes
+        else:
+            self.in_bytes += slot.nbytes
+
+    def _events(self, after: Sequence[Point]) -> Iterator[Event]:
+        for point in after:
+            if isinstance(point, Mark):
+                yield point.event
+            elif isinstance(point, CudaCopy) and point in self.copies:
+                yield point.event
+            # copies of the forward's graph have joined it at its end, and others have ended
+
+    def wait(self, copy: CudaCopy) -> Waited:
+        """Let compute wait for a copy, and release its tensor to compute's allocator."""
+        if copy in self.copies:
+            self.join(copy)
+        copy.awaited, copy.keep = True, None
+        return Waited(How.READY, 0)
+
+    def join(self, copy: CudaCopy) -> None:
+        self.streams.wait(self.streams.compute(), copy.event)
+
+    # --- then -----------------------------------------------------------------------------------
+
+    def end(self) -> None:
+        """Let compute wait for all lanes: a graph must not end on a stream of its own."""
+        last = {copy.lane: copy for copy in self.copies}
+        for copy in last.values():
+            self.join(copy)
+
+    def settle(self) -> None:
+        """Tell those who wait for the ends of copies that there is none to see."""
+        for copy in self.copies:
+            on_end, copy.on_end = copy.on_end, None
+            copy.keep, copy.needs, copy.over = None, (), True
+            if on_end is not None:
+                on_end(copy)
+
+    def fail(self, error: BaseException) -> None:
+        for copy in self.copies:
+            copy.error = copy.error or bare(error)
+        self.settle()
+        self.release()
+
+    def release(self) -> None:
+        """Give the host memory of the graph back."""
+        slots, self._slots = self._slots, []
+        for slot in slots:
+            slot.let_go()
+
+
+@contextmanager
+def capturing(streams: Streams, graph: StreamGraph) -> Iterator[Capture]:
+    """Inside, the calling thread's copies on these streams go into the graph."""
+    made = Capture(streams)
+    try:
+        with graph.capturing(), inside(Capture, made):
+            yield made
+            made.end()
+    except BaseException as error:
+        made.fail(error)
+        raise
+    made.settle()
