@@ -76,11 +76,9 @@ class Capture:
 
     def _events(self, after: Sequence[Point]) -> Iterator[Event]:
         for point in after:
-            if isinstance(point, Mark):
-                yield point.event
-            elif isinstance(point, CudaCopy) and point in self.copies:
-                yield point.event
             # copies of the forward's graph have joined it at its end, and others have ended
+            if isinstance(point, Mark) or (isinstance(point, CudaCopy) and point in self.copies):
+                yield point.event
 
     def wait(self, copy: CudaCopy) -> Waited:
         """Let compute wait for a copy, and release its tensor to compute's allocator."""

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from .build import library
+from .graphs import Capturing, Graph, Graphs
 
 NAME = "queued"
 _ROOM_BYTES = 1 << 16
@@ -118,6 +119,9 @@ def _module(native: ctypes.CDLL) -> types.ModuleType:
     ):
         setattr(module, name, getattr(torch.accelerator, name))
     module.mem_get_info = torch.accelerator.get_memory_info
+    graphs = Graphs(native)
+    module.CUDAGraph, module.graph = partial(Graph, graphs), Capturing
+    module.graph_pool_handle = native.queued_pool
     module.manual_seed = module.manual_seed_all = native.queued_manual_seed
     module.get_rng_state = partial(_random_state, native)
     module.set_rng_state = partial(_set_random_state, native)

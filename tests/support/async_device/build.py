@@ -15,8 +15,8 @@ import torch
 
 HERE = Path(__file__).parent
 ROOT = HERE.parents[2]
-HEADERS = ("hooks.h", "memory.h", "queues.h")
-SOURCES = ("hooks.cpp", "memory.cpp", "ops.cpp", "queues.cpp")
+HEADERS = ("graphs.h", "hooks.h", "memory.h", "queues.h")
+SOURCES = ("graphs.cpp", "hooks.cpp", "memory.cpp", "ops.cpp", "queues.cpp")
 OPTIONS = ("-std=c++20", "-O1", "-fPIC", "-shared", "-pthread", "-w")
 
 

@@ -14,6 +14,7 @@
 #include <mutex>
 #include <thread>
 
+#include "graphs.h"
 #include "memory.h"
 #include "queues.h"
 
@@ -284,6 +285,59 @@ void queued_resume(int64_t number) {
   std::lock_guard<std::mutex> guard(stalling);
   resume(stalled.at(number));
   stalled.erase(number);
+}
+
+}  // extern "C"
+
+// -- graphs: each call returns 0 or a number, or -1 and says why ---------------------------------
+
+namespace {
+std::mutex graphing;
+std::map<int64_t, GraphPtr> graphs;
+int64_t last_graph = 0;
+
+GraphPtr graph_at(int64_t number) {
+  std::lock_guard<std::mutex> guard(graphing);
+  return graphs.at(number);
+}
+
+template <typename F>
+int64_t told(char* said, int64_t room, const F& call) {
+  try {
+    return call();
+  } catch (const std::exception& error) {
+    std::strncpy(said, error.what(), room - 1);
+    return -1;
+  }
+}
+}  // namespace
+
+extern "C" {
+
+int64_t queued_pool() { return new_pool(); }
+int64_t queued_begin_capture(int64_t stream, int64_t pool, char* said, int64_t room) {
+  return told(said, room, [&] {
+    GraphPtr graph = begin_capture(stream, pool);
+    std::lock_guard<std::mutex> guard(graphing);
+    graphs[++last_graph] = graph;
+    return last_graph;
+  });
+}
+int64_t queued_end_capture(int64_t number, char* said, int64_t room) {
+  return told(said, room, [&] {
+    end_capture(graph_at(number));
+    return int64_t{0};
+  });
+}
+int64_t queued_replay(int64_t number, int64_t stream, char* said, int64_t room) {
+  return told(said, room, [&] {
+    replay(*graph_at(number), stream);
+    return int64_t{0};
+  });
+}
+void queued_forget(int64_t number) {
+  std::lock_guard<std::mutex> guard(graphing);
+  graphs.erase(number);
 }
 
 }  // extern "C"

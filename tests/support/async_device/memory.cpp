@@ -11,6 +11,7 @@
 #include <unordered_map>
 #include <vector>
 
+#include "graphs.h"
 #include "queues.h"
 
 namespace queued {
@@ -24,6 +25,8 @@ constexpr int kPoison = 0xFF;
 struct Block {
   size_t offset, nbytes;
   int64_t stream;
+  //: of a capture; 0: everybody's
+  int64_t pool = 0;
   bool used = false;
   Block *before = nullptr, *after = nullptr;  // of one segment
   std::set<int64_t> others;
@@ -42,7 +45,10 @@ struct Heap {
   char *shown, *real;
   size_t limit_bytes = size_t{1} << 30;
   std::map<size_t, size_t> unused{{0, kAddresses}};
-  std::map<int64_t, Free> free;
+  //: by stream and pool
+  std::map<std::pair<int64_t, int64_t>, Free> free;
+  std::map<int64_t, int64_t> graphs_of_pool;
+  int64_t pools = 0;
   std::unordered_map<size_t, Block*> used;
   std::vector<std::pair<Block*, std::vector<MarkPtr>>> leaving;
   Figures figures;
@@ -70,7 +76,7 @@ Heap& heap() {
 
 // -- segments, under the lock --------------------------------------------------------------------
 
-Block* new_segment(Heap& h, size_t nbytes, int64_t stream) {
+Block* new_segment(Heap& h, size_t nbytes, int64_t stream, int64_t pool) {
   if (h.figures.reserved + nbytes > h.limit_bytes) return nullptr;
   for (auto [offset, room] : h.unused) {
     if (room < nbytes) continue;
@@ -78,7 +84,7 @@ Block* new_segment(Heap& h, size_t nbytes, int64_t stream) {
     if (room > nbytes) h.unused[offset + nbytes] = room - nbytes;
     h.figures.reserved += nbytes;
     h.figures.reserved_peak = std::max(h.figures.reserved_peak, h.figures.reserved);
-    return new Block{offset, nbytes, stream};
+    return new Block{offset, nbytes, stream, pool};
   }
   return nullptr;
 }
@@ -104,7 +110,7 @@ void return_segment(Heap& h, Block* block) {
 }
 
 void merge(Heap& h, Block* block) {
-  Free& free = h.free[block->stream];
+  Free& free = h.free[{block->stream, block->pool}];
   if (Block* next = block->after; next && !next->used) {
     free.erase(next);
     block->nbytes += next->nbytes;
@@ -126,7 +132,13 @@ void merge(Heap& h, Block* block) {
 void retire(Heap& h, Block* block) {
   block->used = false;
   char* at = h.real + block->offset;
-  append(block->stream, [at, nbytes = block->nbytes] { std::memset(at, kPoison, nbytes); });
+  auto fill = [at, nbytes = block->nbytes] { std::memset(at, kPoison, nbytes); };
+  // a graph's own memory is only its own work's to write, at each replay
+  GraphPtr graph = graph_of(block->stream);
+  if (block->pool == 0)
+    append_outside(block->stream, fill);
+  else if (graph && graph->pool == block->pool)
+    append(block->stream, fill);
   merge(h, block);
 }
 
@@ -147,28 +159,28 @@ size_t segment_bytes(size_t nbytes) {
   return (nbytes + 2 * kMiB - 1) / (2 * kMiB) * 2 * kMiB;
 }
 
-Block* find(Heap& h, size_t nbytes, int64_t stream) {
-  Free& free = h.free[stream];
-  Block wanted{0, nbytes, stream};
+Block* find(Heap& h, size_t nbytes, int64_t stream, int64_t pool) {
+  Free& free = h.free[{stream, pool}];
+  Block wanted{0, nbytes, stream, pool};
   auto found = free.lower_bound(&wanted);
   if (found != free.end()) {
     Block* block = *found;
     free.erase(found);
     return block;
   }
-  if (Block* block = new_segment(h, segment_bytes(nbytes), stream)) return block;
-  return new_segment(h, (nbytes + 2 * kMiB - 1) / (2 * kMiB) * 2 * kMiB, stream);
+  if (Block* block = new_segment(h, segment_bytes(nbytes), stream, pool)) return block;
+  return new_segment(h, (nbytes + 2 * kMiB - 1) / (2 * kMiB) * 2 * kMiB, stream, pool);
 }
 
 void split(Heap& h, Block* block, size_t nbytes) {
   if (block->nbytes == nbytes) return;
-  auto* rest = new Block{block->offset + nbytes, block->nbytes - nbytes, block->stream};
+  auto* rest = new Block{block->offset + nbytes, block->nbytes - nbytes, block->stream, block->pool};
   rest->before = block;
   rest->after = block->after;
   if (rest->after) rest->after->before = rest;
   block->after = rest;
   block->nbytes = nbytes;
-  h.free[block->stream].insert(rest);
+  h.free[{block->stream, block->pool}].insert(rest);
 }
 
 }  // namespace
@@ -193,12 +205,14 @@ void* allocate(size_t nbytes, int64_t stream) {
   Heap& h = heap();
   std::unique_lock<std::mutex> guard(h.lock);
   retire_left(h);
-  Block* block = find(h, nbytes, stream);
+  GraphPtr graph = graph_of(stream);
+  const int64_t pool = graph ? graph->pool : 0;
+  Block* block = find(h, nbytes, stream, pool);
   if (!block) {
     guard.unlock();
     give_back_cached();
     guard.lock();
-    block = find(h, nbytes, stream);
+    block = find(h, nbytes, stream, pool);
   }
   if (!block)
     throw OutOfMemory(
@@ -243,18 +257,35 @@ void give_back_cached() {
   Heap& h = heap();
   std::lock_guard<std::mutex> guard(h.lock);
   retire_left(h);
-  for (auto& [stream, free] : h.free) {
+  for (auto& [whose, free] : h.free) {
+    const auto [stream, pool] = whose;
+    if (pool && h.graphs_of_pool[pool]) continue;
     for (auto at = free.begin(); at != free.end();) {
       Block* block = *at;
       bool whole = !block->before && !block->after;
       at = whole ? free.erase(at) : std::next(at);
       // the fill that `retire` queued must not hit the next owner
       if (whole) {
-        synchronize_stream(stream);
+        synchronize_all();
         return_segment(h, block);
       }
     }
   }
+}
+
+int64_t new_pool() {
+  std::lock_guard<std::mutex> guard(heap().lock);
+  return ++heap().pools;
+}
+
+void hold_pool(int64_t pool) {
+  std::lock_guard<std::mutex> guard(heap().lock);
+  heap().graphs_of_pool[pool]++;
+}
+
+void drop_pool(int64_t pool) {
+  std::lock_guard<std::mutex> guard(heap().lock);
+  heap().graphs_of_pool[pool]--;
 }
 
 Figures figures() {

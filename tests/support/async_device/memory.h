@@ -33,6 +33,10 @@ void release(void* address);
 // A release waits for work that the stream has queued by then.
 void use_on(void* address, int64_t stream);
 void give_back_cached();
+// Memory of captures: each pool belongs to graphs, and to nobody else while one of them is there.
+int64_t new_pool();
+void hold_pool(int64_t pool);
+void drop_pool(int64_t pool);
 Figures figures();
 void reset_peaks();
 void limit(size_t nbytes);

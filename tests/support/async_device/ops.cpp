@@ -24,6 +24,7 @@
 #include <mutex>
 #include <set>
 
+#include "graphs.h"
 #include "hooks.h"
 #include "memory.h"
 #include "queues.h"
@@ -112,7 +113,7 @@ struct Call {
   Stack args;
   //: by position among all tensors of the arguments
   std::vector<View> views;
-  std::optional<uint64_t> seed;
+  bool drawing = false;
 };
 
 IValue in_kernel(const IValue& value, const std::vector<View>& views, size_t& next) {
@@ -128,16 +129,15 @@ bool draws(const c10::OperatorHandle& op) {
 }
 
 Call prepare(const c10::OperatorHandle& op, const Stack& args) {
-  Call call{op, {}, {}, std::nullopt};
-  if (draws(op)) call.seed = draw_seed();
-  TORCH_CHECK(call.seed || !op.hasTag(at::Tag::nondeterministic_seeded),
+  Call call{op, {}, {}, draws(op)};
+  TORCH_CHECK(call.drawing || !op.hasTag(at::Tag::nondeterministic_seeded),
               op.schema().operator_name(), " draws random numbers from no generator that is given");
   const auto& arguments = op.schema().arguments();
   for (size_t n = 0; n < args.size(); n++) {
     if (args[n].isDevice()) {
       call.args.emplace_back(c10::Device(at::kCPU));
     } else if (arguments[n].name() == "generator") {
-      call.args.emplace_back(at::detail::createCPUGenerator(*call.seed));
+      call.args.emplace_back();  // made from the seed of each run
     } else {
       call.args.push_back(with_tensors(args[n], [&](const Tensor& t) -> IValue {
         if (!ours(t)) {
@@ -160,12 +160,17 @@ void shorten_statistics(const c10::OperatorHandle& op, Stack& args) {
   for (int n : {3, 4}) args[n] = args[n].toTensor().to(dtype);
 }
 
-Stack run_on_host(const Call& call) {
+Stack run_on_host(const Call& call, uint64_t seed = 0) {
   c10::impl::ExcludeDispatchKeyGuard below(c10::autograd_dispatch_keyset_with_ADInplaceOrView);
   at::NoGradGuard no_grad;
   Stack stack;
   size_t next = 0;
-  for (const IValue& arg : call.args) stack.push_back(in_kernel(arg, call.views, next));
+  for (size_t n = 0; n < call.args.size(); n++) {
+    if (call.drawing && call.op.schema().arguments()[n].name() == "generator")
+      stack.emplace_back(at::detail::createCPUGenerator(seed));
+    else
+      stack.push_back(in_kernel(call.args[n], call.views, next));
+  }
   shorten_statistics(call.op, stack);
   call.op.redispatchBoxed(DispatchKeySet(DispatchKey::CPU), &stack);
   return stack;
@@ -215,8 +220,6 @@ std::optional<Stack> shapes(const Call& call, Stack& meta_args) {
   for (const IValue& arg : call.args) {
     if (arg.isDevice())
       meta_args.emplace_back(c10::Device(at::kMeta));
-    else if (arg.isGenerator())
-      meta_args.emplace_back();
     else
       meta_args.push_back(arg);
   }
@@ -288,21 +291,23 @@ void fallback(const c10::OperatorHandle& op, Stack* stack) {
   std::vector<std::vector<View>> targets;
   const int64_t stream = current_stream();
   if (known) {
-    if (resize_changed(schema, args, meta_args)) {
-      auto seed = call.seed;
-      call = prepare(op, args);
-      call.seed = seed;
-    }
+    if (resize_changed(schema, args, meta_args)) call = prepare(op, args);
     for (IValue& result : make_results(schema, args, *known, targets))
       stack->push_back(std::move(result));
-    launch(stream, [call = std::move(call), targets = std::move(targets)] {
-      write_results(run_on_host(call), targets);
-    });
+    if (call.drawing) {
+      launch_drawing(stream, [call = std::move(call), targets = std::move(targets)](uint64_t seed) {
+        write_results(run_on_host(call, seed), targets);
+      });
+    } else {
+      launch(stream, [call = std::move(call), targets = std::move(targets)] {
+        write_results(run_on_host(call), targets);
+      });
+    }
     return;
   }
   note_wait(op);
   synchronize_stream(stream);
-  Stack found = run_on_host(call);
+  Stack found = run_on_host(call, call.drawing ? draw_seed() : 0);
   for (IValue& result : make_results(schema, args, found, targets))
     stack->push_back(std::move(result));
   // behind the work that still uses the results' memory
@@ -342,6 +347,9 @@ Tensor copy_from(const Tensor& source, const Tensor& target, bool non_blocking) 
   bool pinned = (inward || outward) && host.numel() &&
                 is_pinned(host.const_data_ptr(), host.storage().nbytes() -
                                                      host.storage_offset() * host.element_size());
+  if ((inward || outward) && !pinned) {
+    if (GraphPtr graph = graph_of(stream)) forbid(graph, "it copies memory that is not pinned");
+  }
   if (inward && !pinned) {
     // from pageable memory: read before this returns
     Tensor staged = at::clone(source);

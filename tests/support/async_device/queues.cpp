@@ -10,6 +10,9 @@
 #include <utility>
 #include <vector>
 
+#include "graphs.h"
+#include "hooks.h"
+
 // of the library that computes: one thread for each kernel
 extern "C" void omp_set_num_threads(int count) __attribute__((weak));
 
@@ -130,12 +133,35 @@ Stream& stream_of(int64_t number) {
   return *streams[number];
 }
 
-void push(int64_t number, Item item) {
+void push_outside(int64_t number, Item item) {
   Stream& stream = stream_of(number);
   std::lock_guard<std::mutex> guard(stream.lock);
   if (stream.ended) return;
   stream.items.push_back(std::move(item));
   stream.filled.notify_one();
+}
+
+void push(int64_t number, Item item) {
+  GraphPtr graph = graph_of(number);
+  if (!graph) return push_outside(number, std::move(item));
+  Node node{number};
+  node.work = std::make_shared<Work>(std::move(item.work));
+  node.kernel = item.kernel;
+  add(graph, std::move(node));
+}
+
+MarkPtr record_outside(int64_t stream) {
+  auto mark = std::make_shared<Mark>();
+  {
+    Stream& there = stream_of(stream);
+    std::lock_guard<std::mutex> guard(there.lock);
+    if (there.ended) {
+      mark->done = true;
+      return mark;
+    }
+  }
+  push_outside(stream, {[mark] { finish(mark); }, nullptr, false});
+  return mark;
 }
 
 thread_local int64_t current = 0;
@@ -153,7 +179,22 @@ int64_t exchange_stream(int64_t stream) { return std::exchange(current, stream);
 
 void launch(int64_t stream, Work kernel) { push(stream, {std::move(kernel), nullptr, true}); }
 
+void launch_drawing(int64_t stream, DrawingWork kernel) {
+  GraphPtr graph = graph_of(stream);
+  if (!graph) {
+    launch(stream, [kernel = std::move(kernel), seed = draw_seed()] { kernel(seed); });
+    return;
+  }
+  Node node{stream};
+  node.drawing = std::make_shared<DrawingWork>(std::move(kernel));
+  add(graph, std::move(node));
+}
+
 void append(int64_t stream, Work work) { push(stream, {std::move(work), nullptr, false}); }
+
+void append_outside(int64_t stream, Work work) {
+  push_outside(stream, {std::move(work), nullptr, false});
+}
 
 void append_everywhere(Work work) {
   size_t count;
@@ -163,31 +204,35 @@ void append_everywhere(Work work) {
   }
   // the last stream that drops its part runs the work
   std::shared_ptr<void> shared(nullptr, [work = std::move(work)](void*) { work(); });
-  for (size_t number = 0; number < count; number++) append(number, [shared] {});
+  for (size_t number = 0; number < count; number++) append_outside(number, [shared] {});
 }
 
 MarkPtr record(int64_t stream) {
-  auto mark = std::make_shared<Mark>();
-  {
-    Stream& there = stream_of(stream);
-    std::lock_guard<std::mutex> guard(there.lock);
-    if (there.ended) {
-      mark->done = true;
-      return mark;
-    }
-  }
-  append(stream, [mark] { finish(mark); });
-  return mark;
+  GraphPtr graph = graph_of(stream);
+  return graph ? record_in(graph, stream) : record_outside(stream);
 }
 
-void wait(int64_t stream, const MarkPtr& mark) { push(stream, {nullptr, mark, false}); }
+void wait(int64_t stream, const MarkPtr& mark) {
+  if (mark->captured) return follow(stream, mark);
+  if (GraphPtr graph = graph_of(stream)) forbid(graph, "it waits for work outside of the capture");
+  push_outside(stream, {nullptr, mark, false});
+}
+
+void check_host_may_ask(const MarkPtr& mark) {
+  if (!mark->captured) return;
+  if (GraphPtr graph = mark->graph.lock(); graph && !graph->over)
+    forbid(graph, "the host asks for its event, or waits for it");
+  throw std::runtime_error("the host asks for an event of a capture");
+}
 
 bool passed(const MarkPtr& mark) {
+  check_host_may_ask(mark);
   std::lock_guard<std::mutex> guard(state().marking);
   return mark->done;
 }
 
 void synchronize(const MarkPtr& mark) {
+  check_host_may_ask(mark);
   await(mark);
   throw_error();
 }
@@ -200,7 +245,7 @@ void synchronize_all() {
     std::lock_guard<std::mutex> guard(state().lock);
     count = state().streams.size();
   }
-  for (size_t number = 0; number < count; number++) await(record(number));
+  for (size_t number = 0; number < count; number++) await(record_outside(number));
   throw_error();
 }
 

@@ -3,17 +3,25 @@
 
 #include <cstdint>
 #include <functional>
+#include <map>
 #include <memory>
 #include <string>
 
 namespace queued {
 
 using Work = std::function<void()>;
+// A kernel that takes the seed of its random numbers.
+using DrawingWork = std::function<void(uint64_t)>;
+struct Graph;
 
-// A point in a queue; `done` once its stream has passed it.
+// A point in a queue; `done` once its stream has passed it. In a capture: `graph`, and what comes
+// before it there.
 struct Mark {
   bool done = false;
   double when_us = 0;
+  bool captured = false;
+  std::weak_ptr<Graph> graph;
+  std::map<int64_t, size_t> known;
 };
 using MarkPtr = std::shared_ptr<Mark>;
 
@@ -23,8 +31,12 @@ int64_t exchange_stream(int64_t stream);
 
 // Queue a kernel; a delay drawn by the seed precedes it.
 void launch(int64_t stream, Work kernel);
+// One that draws random numbers: at each replay, others.
+void launch_drawing(int64_t stream, DrawingWork kernel);
 // Queue work of the device itself: no delay.
 void append(int64_t stream, Work work);
+// The same, whether or not the stream is captured.
+void append_outside(int64_t stream, Work work);
 // Queue `work` behind everything that any stream has queued by now.
 void append_everywhere(Work work);
 
