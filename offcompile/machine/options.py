@@ -87,6 +87,8 @@ class Options:
     split: bool | int | None = None
     #: True if plans are kept in the user's cache folder, and found there by later runs
     reuse_plans: bool = True
+    #: True if a step is captured as a CUDA graph once its plan has settled
+    cudagraphs: bool = False
 
     @classmethod
     def read(
@@ -214,7 +216,7 @@ def _unwritten(option: str, text: str) -> object:
     """Converts text from the shell: numbers, lists of directories, switches, and None."""
     if option == "spill":
         return text.split(os.pathsep)
-    if option in ("verify_spill", "verify", "reuse_plans"):
+    if option in ("verify_spill", "verify", "reuse_plans", "cudagraphs"):
         return _SWITCHES.get(text.lower(), text)
     if option == "split" and text.lower() != "none":
         is_count = text.isdecimal() and int(text) > 1
@@ -393,6 +395,7 @@ _READERS: Mapping[str, Callable[[object, str], object]] = {
     "verify": _switch,
     "split": _split,
     "reuse_plans": _switch,
+    "cudagraphs": _switch,
 }
 assert tuple(_READERS) == tuple(f.name for f in fields(Options))
 

@@ -117,6 +117,7 @@ class CapturedGraph:
         plans.ran[call.parameters] = sizes, variant
         note_spare_room(plans, variant, call)
         call.parameters.host_bytes = variant.needs_at(sizes).host_bytes
+        plans.leave_graphs_of_others(variant)
         facts.profile.begin_step()
         runs.call(call.parameters, sizes)
         if variant.offers:

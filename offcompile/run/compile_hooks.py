@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import fx
 
-from offcompile.graph.graphs import Graphs, outputs_of
+from offcompile.graph.graphs import Graphs, mutated_inputs, outputs_of
 from offcompile.graph.lowering.lower import Compiled, Halves, Phase
 from offcompile.graph.split import Splits
 from offcompile.runtime.base.garbage import rarely_collected
@@ -16,6 +16,7 @@ from .plan.contract import GraphFacts, Planned, PlanRequest
 from .plan.plan_graph import plan_graph
 from .problem_source import ProblemSource
 from .ranks.meeting import Meeting
+from .replay.step_graph import StepGraph
 from .running_step import RunningHalf
 
 
@@ -31,6 +32,8 @@ class CompileHooks:
         # measures, so not while the graph is traced
         self.source.learn_codecs()
         self.planned: Planned | None = None
+        #: captures the halves once their plan has settled; None: nobody asked for that
+        self.step: StepGraph | None = None
         self._splits: Splits | None = None
 
     def may_split(self, splits: Splits) -> None:
@@ -41,6 +44,7 @@ class CompileHooks:
     ) -> Halves | None:
         """Return new graphs for forward and backward; None if they stay unchanged."""
         made = self._plan(forward, backward, num_outputs)
+        self._may_capture(forward if made is None else made.forward, num_outputs)
         if made is None:
             return None
         assert made.backward is not None
@@ -48,6 +52,7 @@ class CompileHooks:
 
     def inference(self, graph: fx.GraphModule, inputs: Sequence[Any]) -> fx.GraphModule | None:
         made = self._plan(graph, None, len(outputs_of(graph)))
+        self._may_capture(graph if made is None else made.forward, 0)
         return None if made is None else made.forward
 
     @property
@@ -59,7 +64,15 @@ class CompileHooks:
         """Wrap a compiled graph to time, verify and account for each run."""
         if self.planned is None:
             return compiled
-        return RunningHalf(self.facts, self.planned, phase, compiled)
+        return RunningHalf(self.facts, self.planned, phase, compiled, self.step)
+
+    def _may_capture(self, forward: fx.GraphModule, num_outputs: int) -> None:
+        """Make what captures both halves, if it was asked for."""
+        if self.facts.options.cudagraphs and self.planned is not None:
+            changed = {n for node in forward.graph.nodes for n in mutated_inputs(node)}
+            given = forward.graph.find_nodes(op="placeholder")
+            written = frozenset(i for i, node in enumerate(given) if node in changed)
+            self.step = StepGraph(self.facts, self.planned, num_outputs, written)
 
     def _plan(
         self, forward: fx.GraphModule, backward: fx.GraphModule | None, num_outputs: int

@@ -23,17 +23,24 @@ from .accounts.peak_watch import PeakWatch
 from .accounts.process import process
 from .plan.contract import GraphFacts, Planned
 from .recording import recorded
+from .replay.step_graph import StepGraph
 
 
 class RunningHalf:
     """Runs one compiled half of a planned graph."""
 
     def __init__(
-        self, facts: GraphFacts, planned: Planned, phase: Phase, compiled: Compiled
+        self,
+        facts: GraphFacts,
+        planned: Planned,
+        phase: Phase,
+        compiled: Compiled,
+        step: StepGraph | None = None,
     ) -> None:
         process.garbage.compiled()
         report, on_cpu = planned.report, facts.target.device.type == "cpu"
         self.facts, self.planned, self.phase, self.compiled = facts, planned, phase, compiled
+        self._step = step
         # a step that fits stays within its budget only if freed memory goes back to the system
         budgeted = facts.options.memory is not None and heap().keeps
         self._heap_watched = on_cpu and (not report.fits or budgeted)
@@ -51,6 +58,11 @@ class RunningHalf:
     @uninterrupted  # movement ops look for interrupts where they have not begun
     def __call__(self, arguments: list[Any]) -> Any:
         planned, phase, clock = self.planned, self.phase, self.planned.clock
+        if self._step is not None:
+            replayed = self._step.run(phase, arguments, self.compiled)
+            if replayed is not None:
+                self._over()
+                return replayed
         verifying = planned.verifying
         check = None if verifying is None else verifying.begin(phase, arguments)
         with self._recorded(arguments), self._among_others(arguments) as room:
@@ -71,9 +83,7 @@ class RunningHalf:
             result = list(result)
             for i in self._offered:
                 result[i] = taken_or_kept(result[i])
-        if phase == BACKWARD:
-            self.facts.runs.entry.end()
-            planned.placement.made_gradients()
+        self._over()
         if phase != FORWARD:
             if self._heap_watched:
                 heap().end()
@@ -82,6 +92,12 @@ class RunningHalf:
         if check is not None:
             check(result)
         return result
+
+    def _over(self) -> None:
+        """Note in the accounts that the half has run."""
+        if self.phase == BACKWARD:
+            self.facts.runs.entry.end()
+            self.planned.placement.made_gradients()
 
     def _peak_watch(self) -> PeakWatch | None:
         """None on the CPU, whose heap watches itself, and where sizes or the budget are open."""

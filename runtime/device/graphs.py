@@ -18,7 +18,8 @@ class CannotCapture(OffloadError):
 
 
 class StreamGraph(ABC):
-    """One graph. Its memory belongs to a pool that graphs may share; nothing else is put there."""
+    """One graph. Its memory belongs to a pool that graphs may share; nothing else is put there,
+    and the last of them to die releases it."""
 
     @abstractmethod
     def capturing(self) -> AbstractContextManager[None]:
@@ -30,10 +31,6 @@ class StreamGraph(ABC):
     @abstractmethod
     def replay(self) -> None:
         """Queue everything on `compute()`, in the captured order."""
-
-    @abstractmethod
-    def release(self) -> None:
-        """Forget the graph. The last one of a pool releases the pool's memory."""
 
 
 class TorchGraph(StreamGraph):
@@ -56,9 +53,6 @@ class TorchGraph(StreamGraph):
 
     def replay(self) -> None:
         self._graph.replay()
-
-    def release(self) -> None:
-        self._graph.reset()
 
 
 #: functions of a device's module that `TorchGraph` calls

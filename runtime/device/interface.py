@@ -111,6 +111,11 @@ class Device(ABC):
     rates: LaneRates
 
     @property
+    def captures(self) -> bool:
+        """True while the calling thread captures a graph, whose copies run at each replay."""
+        return False
+
+    @property
     @abstractmethod
     def staging_bytes(self) -> int:
         """Device memory that the lanes hold for themselves at the moment."""

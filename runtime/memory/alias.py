@@ -59,9 +59,7 @@ def cuda_alias(
     return flat.view(dtype).as_strided(shape, stride)
 
 
-def alias_bytes(
-    owner: torch.Tensor, address: int, nbytes: int, device: torch.device
-) -> torch.Tensor:
+def alias_bytes(owner: object, address: int, nbytes: int, device: torch.device) -> torch.Tensor:
     """Returns a flat uint8 tensor on `device` over memory that `owner` keeps alive, made by the
     first protocol that torch accepts."""
     if device.type != "cpu" and device.index is None:
@@ -87,7 +85,7 @@ def alias_bytes(
 class ArrayInterface:
     """Describes memory to `torch.as_tensor`, whose storage keeps this object alive."""
 
-    def __init__(self, owner: torch.Tensor, address: int, nbytes: int) -> None:
+    def __init__(self, owner: object, address: int, nbytes: int) -> None:
         self._owner = owner
         self.__cuda_array_interface__ = {
             "shape": (nbytes,),
@@ -97,9 +95,7 @@ class ArrayInterface:
         }
 
 
-def _by_interface(
-    owner: torch.Tensor, address: int, nbytes: int, device: torch.device
-) -> torch.Tensor:
+def _by_interface(owner: object, address: int, nbytes: int, device: torch.device) -> torch.Tensor:
     return torch.as_tensor(ArrayInterface(owner, address, nbytes), device=device)
 
 
@@ -132,10 +128,10 @@ class _Managed(ctypes.Structure):
 _UNSIGNED = 1
 _NAME = b"dltensor"
 # per process: these must live until C++ calls the deleter with the address of their structure
-_lent: dict[int, tuple[_Managed, object, torch.Tensor]] = {}
+_lent: dict[int, tuple[_Managed, object, object]] = {}
 
 
-def _deleter(address: int, lent: dict[int, tuple[_Managed, object, torch.Tensor]] = _lent) -> None:
+def _deleter(address: int, lent: dict[int, tuple[_Managed, object, object]] = _lent) -> None:
     lent.pop(address, None)
 
 
@@ -148,7 +144,7 @@ _new_capsule.argtypes = (ctypes.c_void_p, ctypes.c_char_p, ctypes.c_void_p)
 
 
 def dlpack_capsule(
-    owner: torch.Tensor, address: int, nbytes: int, device: torch.device
+    owner: object, address: int, nbytes: int, device: torch.device
 ) -> tuple[object, int]:
     """Returns a capsule of flat bytes on `device`, and its number for `return_capsule`.
 
@@ -170,9 +166,7 @@ def return_capsule(number: int) -> None:
     _lent.pop(number, None)
 
 
-def _by_dlpack(
-    owner: torch.Tensor, address: int, nbytes: int, device: torch.device
-) -> torch.Tensor:
+def _by_dlpack(owner: object, address: int, nbytes: int, device: torch.device) -> torch.Tensor:
     capsule, number = dlpack_capsule(owner, address, nbytes, device)
     try:
         alias: torch.Tensor = from_dlpack(capsule)

@@ -90,7 +90,7 @@ class Mover:
         slot = self.device.slot(x, tier, codec)
         saved = Saved(self, tag, lane, slot, layout=(x.shape, x.stride()))
         ticket = self._issue(saved, self._saved_died)
-        if self.keeper is not None and self.keeper.keep(saved, x):
+        if (cache := self._cache) is not None and cache.keep(saved, x):
             note("keep", tag, lane, began_ns, now_ns() - began_ns)
             return ticket
         return self._start_out(x, saved, ticket, began_ns)
@@ -152,7 +152,7 @@ class Mover:
         """Return when x may be freed: the copy is complete, or compute is made to wait for it."""
         began_ns = now_ns()
         self._enter()
-        if self.keeper is not None and self.keeper.settle(saved):
+        if (cache := self._cache) is not None and cache.settle(saved):
             note("wait_out", saved.tag, saved.lane, began_ns, now_ns() - began_ns)
             return
         assert saved.copy is not None
@@ -181,7 +181,7 @@ class Mover:
                 " parameters between steps only."
             )
         saved = self.saved_on_host(host, slot, tag, lane)
-        kept = None if self.keeper is None else self.keeper.fetch(host, tag, lane)
+        kept = None if (cache := self._cache) is None else cache.fetch(host, tag, lane)
         return self._start_load(saved, tag, lane, kept, began_ns)
 
     def start_load(self, saved: Saved, tag: str, lane: str) -> tuple[torch.Tensor, torch.Tensor]:
@@ -192,7 +192,7 @@ class Mover:
         """
         began_ns = now_ns()
         self._enter()
-        kept = None if self.keeper is None else self.keeper.take(saved, lane)
+        kept = None if (cache := self._cache) is None else cache.take(saved, lane)
         return self._start_load(saved, tag, lane, kept, began_ns)
 
     def _start_load(
@@ -241,6 +241,21 @@ class Mover:
         """Count operands that ops have read on the host in place."""
         with self._lock:
             self.tally.direct_reads += count
+
+    @property
+    def _cache(self) -> ActivationCache | None:
+        """The keeper; None where a graph is captured, whose moves are always the same."""
+        return None if self.device.captures else self.keeper
+
+    def replayed(self, moves: int, out_bytes: int, in_bytes: int) -> None:
+        """Count the moves of a graph that was replayed."""
+        with self._lock:
+            tally = self.tally
+            tally.moves += moves
+            tally.bytes_out += out_bytes
+            tally.raw_bytes_out += out_bytes
+            tally.bytes_in += in_bytes
+            tally.raw_bytes_in += in_bytes
 
     # -- interface for the keeper ------------------------------------------------------------------
 

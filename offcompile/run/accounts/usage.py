@@ -12,7 +12,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple, cast
+from typing import NamedTuple, Protocol, cast
 
 import torch
 
@@ -161,6 +161,16 @@ class HeldBeside(NamedTuple):
     in_step: int
 
 
+class Pool(Protocol):
+    """Device memory that a graph's plan keeps between steps, since it was captured."""
+
+    @property
+    def entry(self) -> GraphUsage: ...
+    @property
+    def pool_bytes(self) -> int: ...
+    def give_way(self) -> bool: ...
+
+
 class DeviceUsage:
     """The entries of all graphs that compute on one device, in order of compilation."""
 
@@ -169,6 +179,7 @@ class DeviceUsage:
         self.results = LiveOutputs()
         self.ranks = RankMemory()
         self.spare = SpareRoom()
+        self.pools: weakref.WeakSet[Pool] = weakref.WeakSet()
         #: ids of parameters that were sent to the host to make room for those of other calls
         self.sent: set[int] = set()
         self._entries: list[weakref.ref[GraphUsage]] = []
@@ -255,7 +266,7 @@ class DeviceUsage:
         # weights and two sets of gradients: present and future ones
         waiting = sum(e.waiting_bytes() for e in self.entries())
         standing = self.results.standing_bytes()
-        beside = standing + self.ranks.held_bytes(())
+        beside = standing + self.ranks.held_bytes(()) + sum(p.pool_bytes for p in self.pools)
         return 3 * self.holdings.seen_bytes + waiting + all_held_bytes() + beside
 
     def unmoved_bytes(self) -> int:
@@ -298,6 +309,7 @@ class DeviceUsage:
         held = self.results.standing_bytes() + self.holdings.total_bytes()
         held += sum(h.held_bytes() for h in self._all_holders())
         held += self.ranks.held_bytes(self.holdings.weight)
+        held += sum(pool.pool_bytes for pool in self.pools if pool.entry is not entry)
         weight, coming = self.holdings.weight, self.holdings.coming
         mine = binding.ids
         held -= sum(weight.get(key, 0) for key in mine)
@@ -330,6 +342,12 @@ class DeviceUsage:
         """The optimizers of these parameters that may keep states on the device."""
         self._all_holders()
         return [h for ref in self._owners if (h := ref()) is not None]
+
+    def give_up_pools(self, entry: GraphUsage) -> None:
+        """Have other graphs give up what they keep between steps."""
+        for pool in tuple(self.pools):
+            if pool.entry is not entry:
+                pool.give_way()
 
     def _all_holders(self) -> list[Holder]:
         """The holders among the optimizers of these parameters."""

@@ -34,6 +34,7 @@ from offcompile.run.plan.contract import (
 )
 from offcompile.run.ranks.agreement import Agreement
 from offcompile.run.ranks.meeting import Meeting
+from offcompile.run.replay.step_graph import StepGraph
 from offcompile.run.trial import Trial
 from offcompile.runtime.states.updates import (
     StatesOwner,
@@ -65,6 +66,8 @@ class Variant:
     planned: Planned | None
     placement: WeightPlaces
     run: Callable[..., Any]
+    #: captures it as a CUDA graph; None: nobody asked for that
+    step: StepGraph | None = None
 
     @property
     def report(self) -> PlanReport | None:
@@ -205,7 +208,7 @@ class Plans:
                 self.agreement.keep(meeting)
         planned = hooks.planned
         placement = unplaced(facts) if planned is None else planned.placement
-        variant = Variant(kind, planned, placement, run)
+        variant = Variant(kind, planned, placement, run, hooks.step)
         if variant.moves or facts.runs.budget_bytes is None:
             self.fixed.tell()
         self.variants.append(variant)
@@ -267,6 +270,12 @@ class Plans:
         self.variants[:] = [v for v in self.variants if v not in gone]
         return made
 
+    def leave_graphs_of_others(self, variant: Variant) -> None:
+        """Give up the pools of other plans of this graph: only the one that runs keeps its own."""
+        for other in self.variants:
+            if other is not variant and other.step is not None:
+                other.step.give_way()
+
     def _next_name(self) -> str:
         number, name = len(self.variants) + self.trial.given_up + 1, self.facts.runs.name
         return name if number == 1 else f"{name}, plan {number}"
@@ -291,9 +300,11 @@ class Plans:
         return self.held(call)
 
     def surely_held(self, call: Call) -> int:
-        """Like `held`, after collecting all garbage, even forwards that will get no backward."""
+        """Like `held`, after collecting all garbage, even forwards that will get no backward, and
+        without the pools that other graphs keep between steps."""
         if self.held(call):
             process.collect()
+            self.facts.runs.usage.give_up_pools(self.facts.runs.entry)
             self.facts.runs.usage.invalidate()
         return self.held(call)
 

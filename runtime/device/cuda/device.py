@@ -121,6 +121,10 @@ class CudaDevice(Device):
             self._direct = DirectFiles(streams, self.stores["disk"], self.rates, cufile)
 
     @property
+    def captures(self) -> bool:
+        return current(Capture) is not None
+
+    @property
     def staging_bytes(self) -> int:
         """Device memory allocated for packing; other staging is on the host."""
         return self.packers.nbytes + self.streams.packing_bytes

@@ -1,0 +1,399 @@
+"""Captures the halves of a planned graph, and replays them wherever that gives plain's results.
+
+1. A plan has settled once it has run `SETTLED_AFTER` steps: measured, judged, and kept. Then
+   `refusals` says what stands in the way, if anything does.
+2. A forward is captured, and its graph replayed at once; so is the backward that gets what that
+   forward saved. Both take memory from one pool, in the order of the plan, so that the pool takes
+   what the plan takes. It does not go back between steps, and counts as held for other graphs.
+3. From then on each half is a replay: arguments whose address changes are copied in, outputs are
+   copied out, and what forward saves, and gradients, are lent (`places`). A replay that would write
+   over what somebody still holds does not happen.
+4. Such a call takes the usual path, and the pool is given up for it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from offcompile.graph.lowering.lower import Compiled
+from offcompile.ir import BACKWARD
+from offcompile.ir.units import show_bytes
+from offcompile.report.log import first_time, log_decision, warn
+from offcompile.run.accounts.usage import GraphUsage
+from offcompile.run.plan.contract import GraphFacts, Planned
+from offcompile.run.recording import recorded
+from offcompile.run.trial import MOST_ASKED, STEPS_BEFORE
+from offcompile.runtime.base.garbage import rarely_collected
+from offcompile.runtime.device.cuda.capture import Capture, capturing
+from offcompile.runtime.device.cuda.device import CudaDevice
+from offcompile.runtime.device.graphs import CannotCapture, StreamGraph
+from offcompile.runtime.device.streams import Event, Stream
+from offcompile.runtime.moves.mover import Mover
+from offcompile.runtime.moves.registry import runtime_for
+
+from .places import Arguments, Lent, Place
+from .refusals import why_not
+from .results import Results
+
+#: steps of a plan before it is captured: by then its trial is over
+SETTLED_AFTER = STEPS_BEFORE + MOST_ASKED + 1
+#: steps the usual way before a plan is captured again
+AGAIN_AFTER = 2
+#: a plan is captured at most so often
+MOST_CAPTURES = 4
+
+
+@dataclass(eq=False)
+class Half:
+    """One half, captured."""
+
+    graph: StreamGraph
+    capture: Capture
+    arguments: Arguments
+    results: Results
+    #: addresses of arguments and of saved results
+    addresses: frozenset[int]
+    #: of those, the saved results that nobody but this forward makes
+    own: frozenset[int]
+    #: most bytes that it took of the device beside what stood when its capture began
+    taken_bytes: int
+    runs: int = 0
+
+    @property
+    def owner(self) -> object:
+        """Keeps the memory that results are lent in; not the results, which would keep it."""
+        return self.graph, tuple(self.arguments.static.values())
+
+
+class StepGraph:
+    """The captured halves of one plan. `changed`: forward's arguments that it writes in place."""
+
+    def __init__(
+        self, facts: GraphFacts, planned: Planned, num_outputs: int, changed: frozenset[int]
+    ) -> None:
+        self.facts, self.planned = facts, planned
+        self._num_outputs, self._changed = num_outputs, changed
+        #: why nothing is captured any more
+        self.refusal: str | None = None
+        self.captures = self.replays = 0
+        #: steps until a capture
+        self._left = SETTLED_AFTER
+        #: addresses that each argument of forward has had, two at most
+        self._seen: list[set[int]] = []
+        #: True once an argument had another address than captured
+        self._moving = False
+        self._forward: Half | None = None
+        self._backward: Half | None = None
+        self._pool: object = None
+        #: why the pool is given up at the next forward
+        self._doomed: str | None = None
+        #: where the last replay was queued, and its end
+        self._last: tuple[Stream, Event] | None = None
+
+    @property
+    def entry(self) -> GraphUsage:
+        return self.facts.runs.entry
+
+    @property
+    def pool_bytes(self) -> int:
+        """Bytes of the device that do not go back between steps."""
+        halves = [half for half in (self._forward, self._backward) if half is not None]
+        static = sum(half.arguments.nbytes for half in halves)
+        return static + max((half.taken_bytes for half in halves), default=0)
+
+    @property
+    def _mover(self) -> Mover:
+        return runtime_for(self.facts.target.runtime.key).mover
+
+    @property
+    def _device(self) -> CudaDevice:
+        device = self._mover.device
+        assert isinstance(device, CudaDevice)
+        return device
+
+    # --- a run ----------------------------------------------------------------------------------
+
+    def run(self, phase: str, arguments: list[Any], compiled: Compiled) -> Any:
+        """Return the results of a half by replay; None if it has to run the usual way."""
+        if self.refusal is not None:
+            return None
+        if phase == BACKWARD:
+            return self._run_backward(arguments, compiled)
+        return self._run_forward(phase, arguments, compiled)
+
+    def _run_forward(self, phase: str, arguments: list[Any], compiled: Compiled) -> Any:
+        if torch._C._current_graph_task_id() != -1:
+            self._refuse("forward runs inside a backward; checkpoint within the compiled model")
+            return None
+        if self._doomed is not None:
+            self._refuse(self._doomed)
+            return None
+        self._look(arguments)
+        forward = self._forward
+        if forward is not None:
+            if not self._may_replay(forward, phase, arguments):
+                return None
+            return self._replay(forward, arguments)
+        self._left -= 1
+        if self._left >= 0:
+            return None
+        why = why_not(self.facts, self.planned)
+        if why is not None:
+            self._refuse(why)
+            return None
+        return self._capture_forward(phase, arguments, compiled)
+
+    def _run_backward(self, arguments: list[Any], compiled: Compiled) -> Any:
+        forward, backward = self._forward, self._backward
+        if forward is None:
+            return None
+        given = {x.data_ptr() for x in arguments if isinstance(x, torch.Tensor)}
+        if not given >= forward.own:
+            return None  # of a forward that ran the usual way
+        if torch._C._autograd._get_current_graph_task_keep_graph():
+            self._doomed = "a backward keeps its graph (retain_graph); run such steps without"
+            return None
+        if backward is None:
+            return self._capture_backward(forward, arguments, compiled)
+        if backward.arguments.strays(arguments):
+            return None
+        result = self._replay(backward, arguments)
+        arguments.clear()
+        return result
+
+    def _replay(
+        self, half: Half, arguments: Sequence[Any], outputs: Sequence[Any] | None = None
+    ) -> list[Any]:
+        streams = self._device.streams
+        compute = streams.compute()
+        if self._last is not None and self._last[0] != compute:
+            streams.wait(compute, self._last[1])
+        half.arguments.fill(arguments)
+        half.graph.replay()
+        result = half.results.given(arguments, outputs)
+        self._last = compute, streams.record(compute)
+        self.replays += 1
+        capture = half.capture
+        if half.runs:  # those of the first one were counted as they were captured
+            self._mover.replayed(len(capture.copies), capture.out_bytes, capture.in_bytes)
+        half.runs += 1
+        return result
+
+    # --- whether a replay is right ----------------------------------------------------------------
+
+    def _may_replay(self, forward: Half, phase: str, arguments: Sequence[Any]) -> bool:
+        """True if forward's replay writes over nothing that is still of use."""
+        backward = self._backward
+        if backward is None and phase != "inference":
+            self._give_up("the captured forward got no backward")
+            return False
+        if forward.results.out():
+            self._doomed = (
+                "a forward comes before the backward of the one before; run one at a time"
+            )
+            return False
+        if backward is not None and (out := backward.results.out()):
+            _take_out(out, arguments)
+            if backward.results.out():
+                self._give_up("gradients of the step before are held beyond .grad")
+                return False
+        if strays := forward.arguments.strays(arguments):
+            self._moving = True
+            self._give_up(f"{len(strays)} arguments have another address than before")
+            return False
+        if recorded() is not None:
+            self._give_up("the step is recorded")
+            return False
+        return True
+
+    def _look(self, arguments: Sequence[Any]) -> None:
+        """Note the addresses of forward's arguments: those that change are copied in."""
+        if not self._seen:
+            self._seen = [set() for _ in arguments]
+        for seen, x in zip(self._seen, arguments, strict=True):
+            if len(seen) < 2 and isinstance(x, torch.Tensor):
+                seen.add(x.data_ptr())
+
+    def _copied(self, arguments: Sequence[Any]) -> frozenset[int]:
+        """Forward's arguments that each replay gets in a copy."""
+        found = set()
+        for i, (seen, x) in enumerate(zip(self._seen, arguments, strict=True)):
+            stays = i in self._changed or isinstance(x, torch.nn.Parameter)
+            if len(seen) > 1 or (self._moving and not stays):
+                found.add(i)
+        return frozenset(found)
+
+    # --- capturing ------------------------------------------------------------------------------
+
+    def _capture_forward(self, phase: str, arguments: Sequence[Any], compiled: Compiled) -> Any:
+        if self.captures >= MOST_CAPTURES:
+            self._refuse(f"it was captured {MOST_CAPTURES} times, and given up each time")
+            return None
+        self.captures += 1
+        trains = phase != "inference"
+        try:
+            copied = self._copied(arguments)
+            if both := copied & self._changed:
+                raise CannotCapture(
+                    f"argument {min(both)} changes its address between steps and is written in"
+                    " place; keep such buffers where they are"
+                )
+            self._pool = self._device.streams.pool()
+            users = self._num_outputs if trains else None
+            places = Arguments(arguments, copied, frozenset())
+            forward, outputs = self._captured(places, list(arguments), compiled, users)
+            self._check_budget(forward)
+        except Exception as error:
+            self._refuse(_in_words(error))
+            return None
+        self._forward = forward
+        result = self._replay(forward, arguments, outputs)
+        if not trains:
+            self._captured_whole()
+        return result
+
+    def _capture_backward(self, forward: Half, arguments: list[Any], compiled: Compiled) -> Any:
+        moving = frozenset(
+            i
+            for i, x in enumerate(arguments)
+            if isinstance(x, torch.Tensor) and x.numel() and x.data_ptr() not in forward.addresses
+        )
+        spare = [x if i in moving else _spare(x) for i, x in enumerate(arguments)]
+        try:
+            places = Arguments(arguments, moving, forward.results.storages)
+            backward, outputs = self._captured(places, arguments, compiled, 0)
+            backward.taken_bytes += forward.results.saved_bytes
+            self._check_budget(forward, backward)
+        except Exception as error:
+            self._doomed = _in_words(error)
+            # nothing has run, so that all is still there
+            owner = forward.owner
+            arguments[:] = [x.alias(owner) if isinstance(x, Place) else x for x in spare]
+            return None
+        self._backward = backward
+        del outputs
+        self._captured_whole()
+        return self._replay(backward, [x if i in moving else None for i, x in enumerate(spare)])
+
+    def _captured(
+        self, places: Arguments, arguments: list[Any], compiled: Compiled, users: int | None
+    ) -> tuple[Half, Sequence[Any]]:
+        """Capture a half, which uses up its arguments; returns also its results, in the pool."""
+        streams, mover = self._device.streams, self._mover
+        mover.device.drain()
+        mover.sweep()
+        graph = streams.graph(self._pool)
+        addresses = {x.data_ptr() for x in arguments}
+        call = places.put_in(arguments)
+        addresses |= {x.data_ptr() for x in places.static.values()}
+        arguments.clear()
+        began_bytes = streams.memory().allocated_bytes
+        streams.reset_peak()
+        with rarely_collected(), capturing(streams, graph) as capture:
+            outputs = compiled(call)
+        taken_bytes = streams.memory().peak_allocated_bytes - began_bytes
+        try:
+            users = len(outputs) if users is None else users
+            results = Results.of(outputs, places.where, users)
+        except BaseException:
+            capture.release()
+            raise
+        own = frozenset(x.data_ptr() for x in results.saved_in_pool(outputs))
+        known = frozenset(x.data_ptr() for x in outputs[users:] if isinstance(x, torch.Tensor))
+        half = Half(graph, capture, places, results, known | addresses, own, taken_bytes)
+        return half, outputs
+
+    def _captured_whole(self) -> None:
+        for half in (self._forward, self._backward):
+            if half is not None:
+                half.results.lend(half.owner)
+        self.facts.runs.usage.pools.add(self)
+        self.facts.runs.usage.invalidate()
+        text = (
+            f"captured as a CUDA graph: its pool keeps {show_bytes(self.pool_bytes)} of the device"
+            " between steps"
+        )
+        self.facts.profile.note(text)
+        log_decision(self.planned.request.name, text)
+
+    def _check_budget(self, *halves: Half) -> None:
+        """Raise CannotCapture if the graphs take more than the budget, and have it planned for."""
+        runs = self.facts.runs
+        if runs.budget_bytes is None or self.facts.options.memory is None:
+            return
+        needs = self.planned.needs.planned
+        taken = max(half.taken_bytes for half in halves)
+        total = max(needs.peak_bytes, needs.standing_bytes + taken)
+        total += sum(half.arguments.nbytes + half.results.copied_bytes for half in halves)
+        total += runs.usage.held_beside(runs.entry, runs.binding).in_step
+        if total > runs.budget_bytes:
+            runs.exceeded(total - runs.budget_bytes)
+            raise CannotCapture(
+                f"with copies of inputs and outputs and its pool a step takes {show_bytes(total)},"
+                f" more than the budget of {show_bytes(runs.budget_bytes)}; set memory to that, or"
+                " wait for a plan with that much less"
+            )
+
+    # --- the end --------------------------------------------------------------------------------
+
+    def give_way(self) -> bool:
+        """Give the pool up for others who need its room; False if there is none."""
+        if self._forward is None:
+            return False
+        self._give_up("others need the room of its pool")
+        return True
+
+    def _give_up(self, why: str) -> None:
+        """Forget the graphs, and capture again later. What is lent keeps its memory."""
+        self._drop()
+        self._left = AGAIN_AFTER
+        log_decision(self.planned.request.name, f"runs without its CUDA graph: {why}")
+
+    def _refuse(self, why: str) -> None:
+        """Capture no more."""
+        self._drop()
+        self.refusal = why
+        name = self.planned.request.name
+        self.facts.profile.note(f"no CUDA graph: {why}")
+        if first_time("no CUDA graph", f"{self.facts.runs.name}: {why}"):
+            warn(f"{name}: cudagraphs=True, and no CUDA graph: {why}.")
+
+    def _drop(self) -> None:
+        self.facts.runs.usage.pools.discard(self)
+        self.facts.runs.usage.invalidate()
+        halves, self._forward, self._backward = (self._forward, self._backward), None, None
+        self._pool = self._doomed = None
+        if self._last is not None:
+            # the graphs' host memory goes to others
+            self._device.streams.synchronize(self._last[1])
+            self._last = None
+        for half in halves:
+            if half is not None:
+                half.capture.release()
+
+
+def _in_words(error: Exception) -> str:
+    text = str(error).partition("\n")[0].rstrip(".")
+    if isinstance(error, CannotCapture):
+        return text
+    return (
+        f"capturing failed ({type(error).__name__}: {text}); an op of the model may wait for the"
+        " device, as .item() and boolean masks do"
+    )
+
+
+def _spare(x: Any) -> Any:
+    """What brings an argument back without keeping it: its place, or a ticket itself."""
+    return Place.of(x) if isinstance(x, torch.Tensor) and x.device.type != "cpu" else x
+
+
+def _take_out(out: Sequence[Lent], arguments: Sequence[Any]) -> None:
+    """Give `.grad` memory of its own where gradients stay over steps."""
+    for x in arguments:
+        grad = x.grad if isinstance(x, torch.nn.Parameter) else None
+        if grad is not None and any(one.is_in(grad) for one in out):
+            grad.data = grad.data.clone()
