@@ -38,6 +38,7 @@ from .plan.contract import GraphFacts
 from .ranks.agreement import Agreement
 from .ranks.reduction import reduce_in_backward
 from .recording import recorded
+from .replay.step_graph import SMALL_BYTES
 from .variants.judging import judged
 from .variants.ladder import choose, make_first
 from .variants.plans import Call, Plans, Traced, Variant
@@ -80,6 +81,11 @@ class CapturedGraph:
             agreement,
             goes_on=all(x.numel() > 1 for x in _tensors_out(gm)),
         )
+        if options.cudagraphs and not symbols:
+            given = [x for i, x in enumerate(example_inputs) if i not in parameters]
+            sizes = [_nbytes(x) for x in given if isinstance(x, torch.Tensor)]
+            small = sum(nbytes for nbytes in sizes if nbytes <= SMALL_BYTES)
+            self.plans.copies_bytes = small + sum(_nbytes(x) for x in _tensors_out(gm))
         #: read the values of symbols from a call's arguments
         self._readers = [read for _, read in symbols]
         self._in_order = sorted(parameters)
@@ -169,6 +175,10 @@ def _holes_bytes(target: Target, budget: int | None) -> int:
     if budget is None or address_space_is_limited():
         return 0
     return target.holes_bytes(budget) * 4 // 3
+
+
+def _nbytes(x: torch.Tensor) -> int:
+    return x.numel() * x.element_size()
 
 
 def _tensors_out(gm: fx.GraphModule) -> list[torch.Tensor]:

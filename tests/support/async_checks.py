@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import async_captures
 import budget_child
 import gpu_checks
 import torch
@@ -294,6 +295,8 @@ CHECKS: dict[str, Check] = {
     **{block: functools.partial(many, *asked) for block, asked in (BLOCKS | FEW).items()},
     "nothing_planted": nothing_planted,
     **OF_STATES,
+    **async_captures.CHECKS,
+    **async_captures.PLANTED,
     **{
         f"without {name}" + (f"-{seed}" if seed else ""): functools.partial(planted, name, seed)
         for name in SHOWN_BY

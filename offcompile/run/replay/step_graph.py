@@ -43,6 +43,8 @@ from .results import Results
 SETTLED_AFTER = STEPS_BEFORE + MOST_ASKED + 1
 #: steps the usual way before a plan is captured again
 AGAIN_AFTER = 2
+#: larger arguments are copied in only if their addresses have been seen to change
+SMALL_BYTES = 16 << 20
 #: a plan is captured at most so often
 MOST_CAPTURES = 4
 
@@ -192,9 +194,7 @@ class StepGraph:
             self._give_up("the captured forward got no backward")
             return False
         if forward.results.out():
-            self._doomed = (
-                "a forward comes before the backward of the one before; run one at a time"
-            )
+            self._doomed = "a forward came before the backward of the one before; run each in turn"
             return False
         if backward is not None and (out := backward.results.out()):
             _take_out(out, arguments)
@@ -223,7 +223,8 @@ class StepGraph:
         found = set()
         for i, (seen, x) in enumerate(zip(self._seen, arguments, strict=True)):
             stays = i in self._changed or isinstance(x, torch.nn.Parameter)
-            if len(seen) > 1 or (self._moving and not stays):
+            may_move = self._moving or _is_small(x)
+            if len(seen) > 1 or (may_move and not stays):
                 found.add(i)
         return frozenset(found)
 
@@ -374,6 +375,10 @@ class StepGraph:
         for half in halves:
             if half is not None:
                 half.capture.release()
+
+
+def _is_small(x: Any) -> bool:
+    return isinstance(x, torch.Tensor) and x.numel() * x.element_size() <= SMALL_BYTES
 
 
 def _in_words(error: Exception) -> str:

@@ -151,6 +151,8 @@ class Plans:
     updated: frozenset[int] = frozenset()
     #: bytes of the budget that plans leave free, because runs took them beyond what was planned
     lacking_bytes: int = 0
+    #: bytes of the copies of inputs and outputs that a captured step has
+    copies_bytes: int = 0
     #: calls so far that were judged
     calls: int = 0
     #: True if a step has shown what the plan does not know of, and no ballot has come since
@@ -191,7 +193,7 @@ class Plans:
             updated=self.updated,
             fixed=self.fixed.indices,
             sizes=sizes,
-            lacking_bytes=self.lacking_bytes,
+            lacking_bytes=self.lacking_bytes + self.copies_bytes,
         )
         if meeting is None:
             meeting = self.agreement.meeting()

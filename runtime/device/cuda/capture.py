@@ -102,7 +102,8 @@ class Capture:
         """Tell those who wait for the ends of copies that there is none to see."""
         for copy in self.copies:
             on_end, copy.on_end = copy.on_end, None
-            copy.keep, copy.needs, copy.over = None, (), True
+            # its end is in no stream's way any more: a replay ends on compute
+            copy.keep, copy.needs, copy.event, copy.over = None, (), None, True
             if on_end is not None:
                 on_end(copy)
 
