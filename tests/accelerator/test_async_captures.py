@@ -8,17 +8,18 @@ from async_runs import needs_the_device, run_checks
 
 pytestmark = needs_the_device
 #: those that every run of the tests makes
-ALWAYS = ("captured-gpt", "captured-conv", "captured-encoder", "held_gradients", "refusals")
+ALWAYS = ("captured-gpt", "held_gradients", "refusals")
 
 
 def test_captured_steps_are_plain_s_to_the_bit_or_refused_in_words() -> None:
     run_checks(*ALWAYS)
 
 
-@pytest.mark.parametrize("part", range(2))
-def test_whatever_a_program_does_between_steps(part: int) -> None:
-    run_checks(*[name for name in CHECKS if name not in ALWAYS][part::2])
-
-
 def test_an_order_taken_away_shows() -> None:
     run_checks(*PLANTED)
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("name", [name for name in CHECKS if name not in ALWAYS])
+def test_whatever_a_program_does_between_steps(name: str) -> None:
+    run_checks(name)
