@@ -13,7 +13,7 @@ import json
 import sys
 import time
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -53,6 +53,7 @@ VARIANTS = (
     Variant("checkpoint per block", "checkpoint", device_share=0.35),
     ours(0.5),
     ours(0.25),
+    replace(ours(0.5), name="ours, 50%, CUDA graphs", cudagraphs=True),
     Variant("torch offload, streams", "torch offload, streams", host_share=2.0),
     Variant("activation_memory_budget 0.5", "torch budget", 0.5),
     ours(0.75),
@@ -150,6 +151,7 @@ class Measurement:
             "policy": variant.policy or self.quick_policy,
             "masters": variant.masters,
             "states": variant.states,
+            "cudagraphs": variant.cudagraphs,
             "host_memory": int(HOST_SHARE * self.asked.host_gib * GIB) or None,
         }
         return Child(variant, task, self.env)

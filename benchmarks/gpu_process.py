@@ -29,6 +29,8 @@ class Variant:
     masters: bool = False
     #: where our optimizer has its states
     states: str = "auto"
+    #: whether ours is captured as CUDA graphs
+    cudagraphs: bool = False
 
 
 class Failed(Exception):

@@ -221,6 +221,7 @@ def test_every_option_has_its_variable() -> None:
         "OFFCOMPILE_VERIFY": "true",
         "OFFCOMPILE_SPLIT": "8",
         "OFFCOMPILE_REUSE_PLANS": "0",
+        "OFFCOMPILE_CUDAGRAPHS": "1",
     }
     assert set(environ) == {f"OFFCOMPILE_{f.name.upper()}" for f in fields(Options)}
     assert Options.read(None, environ) == Options(
@@ -238,6 +239,7 @@ def test_every_option_has_its_variable() -> None:
         True,
         8,
         False,
+        True,
     )
 
 
@@ -263,12 +265,15 @@ def test_a_reserve_and_another_policy_contradict_each_other() -> None:
 @pytest.mark.parametrize(("text", "meant"), [("1", True), ("True", True), ("0", False)])
 def test_a_switch_from_the_shell(text: str, meant: bool) -> None:
     assert Options.read({}, {"OFFCOMPILE_VERIFY_SPILL": text}).verify_spill is meant
+    assert Options.read({}, {"OFFCOMPILE_CUDAGRAPHS": text}).cudagraphs is meant
 
 
 @pytest.mark.parametrize("given", [1, "yes", None, "1"])
 def test_a_switch_is_true_or_false(given: object) -> None:
     with pytest.raises(InvalidInput, match=r"verify_spill: .* neither True nor False"):
         Options.read({"verify_spill": given}, {})
+    with pytest.raises(InvalidInput, match=r"cudagraphs: .* neither True nor False"):
+        Options.read({"cudagraphs": given}, {})
 
 
 @pytest.mark.parametrize(

@@ -33,6 +33,8 @@ from offcompile.runtime.device.cuda.capture import Capture
 USUAL, REPLAYED = 3, 4
 #: of the planned peak without moves: activations leave, and weights stay
 SHARE = 0.66
+#: options for all of them
+MORE: dict[str, Any] = {}
 
 
 class Seen:
@@ -67,14 +69,14 @@ def seen() -> Iterator[Seen]:
 
 
 def captured(memory: int | str | None, **more: Any) -> Callable[[nn.Module], Any]:
-    options = {"memory": memory, "lowering": "aot_eager", "cudagraphs": True, **more}
+    options = {"memory": memory, "lowering": "aot_eager", "cudagraphs": True, **MORE, **more}
     return lambda model: torch.compile(model, backend="offcompile", options=options)
 
 
 @functools.cache
 def budget(name: str, device: str) -> int:
     """A budget in which only activations have to leave."""
-    options = {"memory": None, "lowering": "aot_eager"}
+    options = {"memory": None, "lowering": "aot_eager", **MORE}
     zoo.train(
         on(BY_NAME[name], device),
         lambda model: torch.compile(model, backend="offcompile", options=options),

@@ -120,7 +120,11 @@ class Arguments:
     """
 
     def __init__(
-        self, arguments: Sequence[Any], copied: frozenset[int], pooled: frozenset[int]
+        self,
+        arguments: Sequence[Any],
+        device: torch.device,
+        copied: frozenset[int],
+        pooled: frozenset[int] = frozenset(),
     ) -> None:
         self.static: dict[int, torch.Tensor] = {}
         self.where: dict[int, int] = {}
@@ -131,10 +135,10 @@ class Arguments:
                     f"argument {i} is a {type(x).__name__} and no tensor; compile with"
                     " dynamic=False, and pass numbers that change as tensors"
                 )
-            if x.device.type == "cpu" and tickets.peek(x, Saved) is None:
+            if x.device.type != device.type and tickets.peek(x, Saved) is None:
                 raise CannotCapture(
-                    f"argument {i}, of shape {tuple(x.shape)}, lies on the host; move it to the"
-                    " device before the call"
+                    f"argument {i}, of shape {tuple(x.shape)}, lies on {x.device}; move it to"
+                    f" {device} before the call"
                 )
             if i in copied:
                 self.static[i] = _static_copy(i, x)

@@ -12,10 +12,11 @@ from offcompile.runtime.moves.registry import runtime_for
 
 def why_not(facts: GraphFacts, planned: Planned) -> str | None:
     """The first thing that stands in the way of capturing this plan; None if nothing does."""
-    return _device(facts) or _graph(facts, planned) or _plan(planned)
+    return why_never(facts) or _graph(facts, planned) or _plan(planned)
 
 
-def _device(facts: GraphFacts) -> str | None:
+def why_never(facts: GraphFacts) -> str | None:
+    """What stands in the way of any plan of this graph."""
     if facts.target.device.type == "cpu":
         return "the model computes on the CPU, which has no graphs; leave cudagraphs out"
     runtime = runtime_for(facts.target.runtime.key)

@@ -49,10 +49,12 @@ class Results:
     _lent: dict[int, Lent] = field(default_factory=dict)
 
     @classmethod
-    def of(cls, outputs: Sequence[Any], where: Mapping[int, int], users: int) -> Results:
+    def of(
+        cls, outputs: Sequence[Any], device: torch.device, where: Mapping[int, int], users: int
+    ) -> Results:
         """`where`: storage → the argument whose it is. Raises CannotCapture."""
         made = cls(users)
-        made.ways = [_way(i, x, where) for i, x in enumerate(outputs)]
+        made.ways = [_way(i, x, device, where) for i, x in enumerate(outputs)]
         return made
 
     def lend(self, owner: object) -> None:
@@ -104,15 +106,13 @@ class Results:
         return [one for i, one in self._lent.items() if i >= self.users and not one.is_back]
 
 
-def _way(i: int, x: Any, where: Mapping[int, int]) -> Any:
-    if not isinstance(x, torch.Tensor):
+def _way(i: int, x: Any, device: torch.device, where: Mapping[int, int]) -> Any:
+    if not isinstance(x, torch.Tensor) or tickets.peek(x, Saved) is not None:
         return x
-    if x.device.type == "cpu":
-        if tickets.peek(x, Saved) is None:
-            raise CannotCapture(
-                f"result {i}, of shape {tuple(x.shape)}, is made on the host; compute it on the"
-                " device, or outside of the compiled model"
-            )
-        return x
+    if x.device.type != device.type:
+        raise CannotCapture(
+            f"result {i}, of shape {tuple(x.shape)}, is made on {x.device}; compute it on {device},"
+            " or outside of the compiled model"
+        )
     index = where.get(x.untyped_storage().data_ptr())
     return Place.of(x) if index is None else OfArgument(index, Geometry.of(x))

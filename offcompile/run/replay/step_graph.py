@@ -22,6 +22,7 @@ import torch
 from offcompile.graph.lowering.lower import Compiled
 from offcompile.ir import BACKWARD
 from offcompile.ir.units import show_bytes
+from offcompile.machine.target import CudaTarget
 from offcompile.report.log import first_time, log_decision, warn
 from offcompile.run.accounts.usage import GraphUsage
 from offcompile.run.plan.contract import GraphFacts, Planned
@@ -36,7 +37,7 @@ from offcompile.runtime.moves.mover import Mover
 from offcompile.runtime.moves.registry import runtime_for
 
 from .places import Arguments, Lent, Place
-from .refusals import why_not
+from .refusals import why_never, why_not
 from .results import Results
 
 #: steps of a plan before it is captured: by then its trial is over
@@ -95,6 +96,8 @@ class StepGraph:
         self._doomed: str | None = None
         #: where the last replay was queued, and its end
         self._last: tuple[Stream, Event] | None = None
+        if (why := why_never(facts)) is not None:
+            self._refuse(why)
 
     @property
     def entry(self) -> GraphUsage:
@@ -106,6 +109,10 @@ class StepGraph:
         halves = [half for half in (self._forward, self._backward) if half is not None]
         static = sum(half.arguments.nbytes for half in halves)
         return static + max((half.taken_bytes for half in halves), default=0)
+
+    @property
+    def _target(self) -> torch.device:
+        return self.facts.target.device
 
     @property
     def _mover(self) -> Mover:
@@ -245,7 +252,7 @@ class StepGraph:
                 )
             self._pool = self._device.streams.pool()
             users = self._num_outputs if trains else None
-            places = Arguments(arguments, copied, frozenset())
+            places = Arguments(arguments, self._target, copied)
             forward, outputs = self._captured(places, list(arguments), compiled, users)
             self._check_budget(forward)
         except Exception as error:
@@ -265,7 +272,7 @@ class StepGraph:
         )
         spare = [x if i in moving else _spare(x) for i, x in enumerate(arguments)]
         try:
-            places = Arguments(arguments, moving, forward.results.storages)
+            places = Arguments(arguments, self._target, moving, forward.results.storages)
             backward, outputs = self._captured(places, arguments, compiled, 0)
             backward.taken_bytes += forward.results.saved_bytes
             self._check_budget(forward, backward)
@@ -299,7 +306,7 @@ class StepGraph:
         taken_bytes = streams.memory().peak_allocated_bytes - began_bytes
         try:
             users = len(outputs) if users is None else users
-            results = Results.of(outputs, places.where, users)
+            results = Results.of(outputs, self._target, places.where, users)
         except BaseException:
             capture.release()
             raise
@@ -328,6 +335,8 @@ class StepGraph:
             return
         needs = self.planned.needs.planned
         taken = max(half.taken_bytes for half in halves)
+        if isinstance(self.facts.target, CudaTarget):
+            taken += self.facts.target.library_bytes  # there since the first step
         total = max(needs.peak_bytes, needs.standing_bytes + taken)
         total += sum(half.arguments.nbytes + half.results.copied_bytes for half in halves)
         total += runs.usage.held_beside(runs.entry, runs.binding).in_step
