@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 import offcompile
-from offcompile.run.replay.places import Arguments, Place, lent
+from offcompile.run.replay.places import Arguments, StaticPlace, lent
 from offcompile.run.replay.results import OfArgument, Results
 from offcompile.runtime.device.graphs import CannotCapture
 
@@ -27,7 +27,7 @@ class Owner:
 
 def test_what_is_lent_is_out_while_anybody_has_it() -> None:
     x = torch.arange(12.0).view(3, 4)
-    first, second = lent([Place.of(x), Place.of(x.t()[1:3])], Owner(x))
+    first, second = lent([StaticPlace.of(x), StaticPlace.of(x.t()[1:3])], Owner(x))
     assert first.is_back and second.is_back
     given = first.give()
     assert torch.equal(given, x)
@@ -46,7 +46,7 @@ def test_what_is_lent_is_out_while_anybody_has_it() -> None:
 def test_what_is_lent_keeps_its_owner() -> None:
     owner = Owner(torch.arange(4))
     gone = weakref.ref(owner)
-    (one,) = lent([Place.of(owner.tensors[0])], owner)
+    (one,) = lent([StaticPlace.of(owner.tensors[0])], owner)
     given = one.give()
     del owner, one
     gc.collect()

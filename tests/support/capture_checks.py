@@ -215,6 +215,18 @@ def no_grad_between(device: str) -> None:
     same(steps, device, replays=2)
 
 
+def without_gradients(device: str) -> None:
+    """A graph without a backward is captured too, and its results stay as they are."""
+    specimen, results = on(BY_NAME["encoder"], device), []
+    with deterministic(), seen() as found, torch.no_grad():
+        for compiler in (plain(), captured(None)):
+            torch._dynamo.reset()
+            forward = compiler(specimen.fresh().eval())
+            results.append([forward(*specimen.inputs(n)) for n in range(USUAL + REPLAYED)])
+    torch.testing.assert_close(results[1], results[0], rtol=0, atol=0)
+    assert found.replays == REPLAYED, found.refusals
+
+
 def a_dropped_loss(device: str) -> None:
     def steps(model: nn.Module, loss: Loss) -> None:
         loss(0)
@@ -356,7 +368,13 @@ CHECKS: dict[str, Callable[[str], None]] = {
         check.__name__: check
         for check in (
             *(kept_losses, accumulation, held_gradients, two_forwards, retain_graph),
-            *(no_grad_between, a_dropped_loss, gradients_outlive_the_graph, batches_that_move),
+            *(
+                no_grad_between,
+                without_gradients,
+                a_dropped_loss,
+                gradients_outlive_the_graph,
+                batches_that_move,
+            ),
             refusals,
         )
     },

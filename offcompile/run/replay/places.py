@@ -40,7 +40,7 @@ class Geometry:
 
 
 @dataclass(frozen=True)
-class Place:
+class StaticPlace:
     """Where a tensor lies in device memory that nobody owns."""
 
     address: int
@@ -49,7 +49,7 @@ class Place:
     device: torch.device
 
     @classmethod
-    def of(cls, x: torch.Tensor) -> Place:
+    def of(cls, x: torch.Tensor) -> StaticPlace:
         storage = x.untyped_storage()
         return cls(storage.data_ptr(), storage.nbytes(), Geometry.of(x), x.device)
 
@@ -96,7 +96,7 @@ class Lent:
         return x is not None and x.untyped_storage().data_ptr() == self._storage.data_ptr()
 
 
-def lent(places: Sequence[Place], owner: object) -> list[Lent]:
+def lent(places: Sequence[StaticPlace], owner: object) -> list[Lent]:
     """Lendable tensors in the memory of `owner`, a graph; those of one storage share it."""
     first: dict[int, torch.Tensor] = {}
     made: list[torch.Tensor] = []

@@ -12,7 +12,7 @@ from offcompile.runtime.device import tickets
 from offcompile.runtime.device.graphs import CannotCapture
 from offcompile.runtime.moves.saved import Saved
 
-from .places import Geometry, Lent, Place, lent
+from .places import Geometry, Lent, StaticPlace, lent
 
 
 @dataclass(frozen=True)
@@ -59,7 +59,7 @@ class Results:
 
     def lend(self, owner: object) -> None:
         """Lend the results of later replays, in memory that `owner` keeps."""
-        at = [i for i, way in enumerate(self.ways) if isinstance(way, Place)]
+        at = [i for i, way in enumerate(self.ways) if isinstance(way, StaticPlace)]
         self._lent = dict(zip(at, lent([self.ways[i] for i in at], owner), strict=True))
 
     def given(self, arguments: Sequence[Any], outputs: Sequence[Any] | None = None) -> list[Any]:
@@ -69,7 +69,7 @@ class Results:
     def _given(
         self, i: int, way: Any, arguments: Sequence[Any], outputs: Sequence[Any] | None
     ) -> Any:
-        if isinstance(way, Place):
+        if isinstance(way, StaticPlace):
             found = self._lent[i].give() if outputs is None else outputs[i]
             return found.clone() if i < self.users else found
         if isinstance(way, OfArgument):
@@ -80,10 +80,10 @@ class Results:
     @property
     def copied_bytes(self) -> int:
         mine = self.ways[: self.users]
-        return sum(way.nbytes for way in mine if isinstance(way, Place))
+        return sum(way.nbytes for way in mine if isinstance(way, StaticPlace))
 
-    def _saved(self) -> list[Place]:
-        return [way for way in self.ways[self.users :] if isinstance(way, Place)]
+    def _saved(self) -> list[StaticPlace]:
+        return [way for way in self.ways[self.users :] if isinstance(way, StaticPlace)]
 
     @property
     def storages(self) -> frozenset[int]:
@@ -115,4 +115,4 @@ def _way(i: int, x: Any, device: torch.device, where: Mapping[int, int]) -> Any:
             " or outside of the compiled model"
         )
     index = where.get(x.untyped_storage().data_ptr())
-    return Place.of(x) if index is None else OfArgument(index, Geometry.of(x))
+    return StaticPlace.of(x) if index is None else OfArgument(index, Geometry.of(x))

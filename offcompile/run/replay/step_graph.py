@@ -36,7 +36,7 @@ from offcompile.runtime.device.streams import Event, Stream
 from offcompile.runtime.moves.mover import Mover
 from offcompile.runtime.moves.registry import runtime_for
 
-from .places import Arguments, Lent, Place
+from .places import Arguments, Lent, StaticPlace
 from .refusals import why_never, why_not
 from .results import Results
 
@@ -46,12 +46,12 @@ SETTLED_AFTER = STEPS_BEFORE + MOST_ASKED + 1
 AGAIN_AFTER = 2
 #: larger arguments are copied in only if their addresses have been seen to change
 SMALL_BYTES = 16 << 20
-#: a plan is captured at most so often
-MOST_CAPTURES = 4
+#: a plan is captured at most so often on end without so many replays of one
+MOST_CAPTURES, WORTH_RUNS = 4, 50
 
 
 @dataclass(eq=False)
-class Half:
+class CapturedHalf:
     """One half, captured."""
 
     graph: StreamGraph
@@ -89,8 +89,8 @@ class StepGraph:
         self._seen: list[set[int]] = []
         #: True once an argument had another address than captured
         self._moving = False
-        self._forward: Half | None = None
-        self._backward: Half | None = None
+        self._forward: CapturedHalf | None = None
+        self._backward: CapturedHalf | None = None
         self._pool: object = None
         #: why the pool is given up at the next forward
         self._doomed: str | None = None
@@ -175,7 +175,7 @@ class StepGraph:
         return result
 
     def _replay(
-        self, half: Half, arguments: Sequence[Any], outputs: Sequence[Any] | None = None
+        self, half: CapturedHalf, arguments: Sequence[Any], outputs: Sequence[Any] | None = None
     ) -> list[Any]:
         streams = self._device.streams
         compute = streams.compute()
@@ -194,7 +194,7 @@ class StepGraph:
 
     # --- whether a replay is right ----------------------------------------------------------------
 
-    def _may_replay(self, forward: Half, phase: str, arguments: Sequence[Any]) -> bool:
+    def _may_replay(self, forward: CapturedHalf, phase: str, arguments: Sequence[Any]) -> bool:
         """True if forward's replay writes over nothing that is still of use."""
         backward = self._backward
         if backward is None and phase != "inference":
@@ -226,12 +226,13 @@ class StepGraph:
                 seen.add(x.data_ptr())
 
     def _copied(self, arguments: Sequence[Any]) -> frozenset[int]:
-        """Forward's arguments that each replay gets in a copy."""
+        """Forward's arguments that each replay gets in a copy: not those that it writes, nor
+        parameters, which a copy would double."""
         found = set()
         for i, (seen, x) in enumerate(zip(self._seen, arguments, strict=True)):
-            stays = i in self._changed or isinstance(x, torch.nn.Parameter)
-            may_move = self._moving or _is_small(x)
-            if len(seen) > 1 or (may_move and not stays):
+            if i in self._changed or isinstance(x, torch.nn.Parameter):
+                continue
+            if len(seen) > 1 or self._moving or _is_small(x):
                 found.add(i)
         return frozenset(found)
 
@@ -239,17 +240,12 @@ class StepGraph:
 
     def _capture_forward(self, phase: str, arguments: Sequence[Any], compiled: Compiled) -> Any:
         if self.captures >= MOST_CAPTURES:
-            self._refuse(f"it was captured {MOST_CAPTURES} times, and given up each time")
+            self._refuse(f"it was captured {MOST_CAPTURES} times, and soon given up each time")
             return None
         self.captures += 1
         trains = phase != "inference"
         try:
             copied = self._copied(arguments)
-            if both := copied & self._changed:
-                raise CannotCapture(
-                    f"argument {min(both)} changes its address between steps and is written in"
-                    " place; keep such buffers where they are"
-                )
             self._pool = self._device.streams.pool()
             users = self._num_outputs if trains else None
             places = Arguments(arguments, self._target, copied)
@@ -264,7 +260,9 @@ class StepGraph:
             self._captured_whole()
         return result
 
-    def _capture_backward(self, forward: Half, arguments: list[Any], compiled: Compiled) -> Any:
+    def _capture_backward(
+        self, forward: CapturedHalf, arguments: list[Any], compiled: Compiled
+    ) -> Any:
         moving = frozenset(
             i
             for i, x in enumerate(arguments)
@@ -280,7 +278,7 @@ class StepGraph:
             self._doomed = _in_words(error)
             # nothing has run, so that all is still there
             owner = forward.owner
-            arguments[:] = [x.alias(owner) if isinstance(x, Place) else x for x in spare]
+            arguments[:] = [x.alias(owner) if isinstance(x, StaticPlace) else x for x in spare]
             return None
         self._backward = backward
         del outputs
@@ -289,7 +287,7 @@ class StepGraph:
 
     def _captured(
         self, places: Arguments, arguments: list[Any], compiled: Compiled, users: int | None
-    ) -> tuple[Half, Sequence[Any]]:
+    ) -> tuple[CapturedHalf, Sequence[Any]]:
         """Capture a half, which uses up its arguments; returns also its results, in the pool."""
         streams, mover = self._device.streams, self._mover
         mover.device.drain()
@@ -312,7 +310,7 @@ class StepGraph:
             raise
         own = frozenset(x.data_ptr() for x in results.saved_in_pool(outputs))
         known = frozenset(x.data_ptr() for x in outputs[users:] if isinstance(x, torch.Tensor))
-        half = Half(graph, capture, places, results, known | addresses, own, taken_bytes)
+        half = CapturedHalf(graph, capture, places, results, known | addresses, own, taken_bytes)
         return half, outputs
 
     def _captured_whole(self) -> None:
@@ -328,7 +326,7 @@ class StepGraph:
         self.facts.profile.note(text)
         log_decision(self.planned.request.name, text)
 
-    def _check_budget(self, *halves: Half) -> None:
+    def _check_budget(self, *halves: CapturedHalf) -> None:
         """Raise CannotCapture if the graphs take more than the budget, and have it planned for."""
         runs = self.facts.runs
         if runs.budget_bytes is None or self.facts.options.memory is None:
@@ -376,6 +374,8 @@ class StepGraph:
         self.facts.runs.usage.pools.discard(self)
         self.facts.runs.usage.invalidate()
         halves, self._forward, self._backward = (self._forward, self._backward), None, None
+        if halves[0] is not None and halves[0].runs >= WORTH_RUNS:
+            self.captures = 0
         self._pool = self._doomed = None
         if self._last is not None:
             # the graphs' host memory goes to others
@@ -402,7 +402,7 @@ def _in_words(error: Exception) -> str:
 
 def _spare(x: Any) -> Any:
     """What brings an argument back without keeping it: its place, or a ticket itself."""
-    return Place.of(x) if isinstance(x, torch.Tensor) and x.device.type != "cpu" else x
+    return StaticPlace.of(x) if isinstance(x, torch.Tensor) and x.device.type != "cpu" else x
 
 
 def _take_out(out: Sequence[Lent], arguments: Sequence[Any]) -> None:
