@@ -38,7 +38,7 @@ from .plan.contract import GraphFacts
 from .ranks.agreement import Agreement
 from .ranks.reduction import reduce_in_backward
 from .recording import recorded
-from .replay.step_graph import SMALL_BYTES
+from .replay.halves import SMALL_BYTES
 from .variants.judging import judged
 from .variants.ladder import choose, make_first
 from .variants.plans import Call, Plans, Traced, Variant

@@ -23,7 +23,7 @@ from zoo import BY_NAME
 
 import offcompile
 from offcompile.run import compile_hooks
-from offcompile.run.replay import step_graph
+from offcompile.run.replay import halves, step_graph
 from offcompile.run.replay.places import Arguments
 from offcompile.run.replay.results import Results
 from offcompile.run.replay.step_graph import StepGraph
@@ -254,7 +254,7 @@ def batches_that_move(device: str) -> None:
     """A batch at the same address for a while, and then at others."""
     specimen = on(BY_NAME["encoder"], device)
     results = []
-    with deterministic(), seen() as found, mock.patch.object(step_graph, "SMALL_BYTES", 0):
+    with deterministic(), seen() as found, mock.patch.object(halves, "SMALL_BYTES", 0):
         for compiler in (plain(), captured(None)):
             torch._dynamo.reset()
             model = specimen.fresh()

@@ -14,7 +14,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -29,14 +28,15 @@ from offcompile.run.plan.contract import GraphFacts, Planned
 from offcompile.run.recording import recorded
 from offcompile.run.trial import MOST_ASKED, STEPS_BEFORE
 from offcompile.runtime.base.garbage import rarely_collected
-from offcompile.runtime.device.cuda.capture import Capture, capturing
+from offcompile.runtime.device.cuda.capture import capturing
 from offcompile.runtime.device.cuda.device import CudaDevice
-from offcompile.runtime.device.graphs import CannotCapture, StreamGraph
+from offcompile.runtime.device.graphs import CannotCapture
 from offcompile.runtime.device.streams import Event, Stream
 from offcompile.runtime.moves.mover import Mover
 from offcompile.runtime.moves.registry import runtime_for
 
-from .places import Arguments, Lent, StaticPlace
+from .halves import CapturedHalf, in_words, is_small, spare_of, take_out
+from .places import Arguments, StaticPlace
 from .refusals import why_never, why_not
 from .results import Results
 
@@ -44,32 +44,8 @@ from .results import Results
 SETTLED_AFTER = STEPS_BEFORE + MOST_ASKED + 1
 #: steps the usual way before a plan is captured again
 AGAIN_AFTER = 2
-#: larger arguments are copied in only if their addresses have been seen to change
-SMALL_BYTES = 16 << 20
 #: a plan is captured at most so often on end without so many replays of one
 MOST_CAPTURES, WORTH_RUNS = 4, 50
-
-
-@dataclass(eq=False)
-class CapturedHalf:
-    """One half, captured."""
-
-    graph: StreamGraph
-    capture: Capture
-    arguments: Arguments
-    results: Results
-    #: addresses of arguments and of saved results
-    addresses: frozenset[int]
-    #: of those, the saved results that nobody but this forward makes
-    own: frozenset[int]
-    #: most bytes that it took of the device beside what stood when its capture began
-    taken_bytes: int
-    runs: int = 0
-
-    @property
-    def owner(self) -> object:
-        """Keeps the memory that results are lent in; not the results, which would keep it."""
-        return self.graph, tuple(self.arguments.static.values())
 
 
 class StepGraph:
@@ -204,7 +180,7 @@ class StepGraph:
             self._doomed = "a forward came before the backward of the one before; run each in turn"
             return False
         if backward is not None and (out := backward.results.out()):
-            _take_out(out, arguments)
+            take_out(out, arguments)
             if backward.results.out():
                 self._give_up("gradients of the step before are held beyond .grad")
                 return False
@@ -232,7 +208,7 @@ class StepGraph:
         for i, (seen, x) in enumerate(zip(self._seen, arguments, strict=True)):
             if i in self._changed or isinstance(x, torch.nn.Parameter):
                 continue
-            if len(seen) > 1 or self._moving or _is_small(x):
+            if len(seen) > 1 or self._moving or is_small(x):
                 found.add(i)
         return frozenset(found)
 
@@ -245,14 +221,12 @@ class StepGraph:
         self.captures += 1
         trains = phase != "inference"
         try:
-            copied = self._copied(arguments)
             self._pool = self._device.streams.pool()
             users = self._num_outputs if trains else None
-            places = Arguments(arguments, self._target, copied)
+            places = Arguments(arguments, self._target, self._copied(arguments))
             forward, outputs = self._captured(places, list(arguments), compiled, users)
-            self._check_budget(forward)
         except Exception as error:
-            self._refuse(_in_words(error))
+            self._refuse(in_words(error))
             return None
         self._forward = forward
         result = self._replay(forward, arguments, outputs)
@@ -263,39 +237,44 @@ class StepGraph:
     def _capture_backward(
         self, forward: CapturedHalf, arguments: list[Any], compiled: Compiled
     ) -> Any:
+        saved = len(forward.results.ways) - forward.results.users
         moving = frozenset(
             i
             for i, x in enumerate(arguments)
-            if isinstance(x, torch.Tensor) and x.numel() and x.data_ptr() not in forward.addresses
+            if isinstance(x, torch.Tensor)
+            and x.numel()
+            and (i >= saved or x.data_ptr() not in forward.addresses)
         )
-        spare = [x if i in moving else _spare(x) for i, x in enumerate(arguments)]
+        spare = [x if i in moving else spare_of(x) for i, x in enumerate(arguments)]
         try:
             places = Arguments(arguments, self._target, moving, forward.results.storages)
-            backward, outputs = self._captured(places, arguments, compiled, 0)
-            backward.taken_bytes += forward.results.saved_bytes
-            self._check_budget(forward, backward)
+            backward, _ = self._captured(places, arguments, compiled, 0, forward)
         except Exception as error:
-            self._doomed = _in_words(error)
+            self._doomed = in_words(error)
             # nothing has run, so that all is still there
             owner = forward.owner
             arguments[:] = [x.alias(owner) if isinstance(x, StaticPlace) else x for x in spare]
             return None
         self._backward = backward
-        del outputs
         self._captured_whole()
         return self._replay(backward, [x if i in moving else None for i, x in enumerate(spare)])
 
     def _captured(
-        self, places: Arguments, arguments: list[Any], compiled: Compiled, users: int | None
+        self,
+        places: Arguments,
+        arguments: list[Any],
+        compiled: Compiled,
+        users: int | None,
+        forward: CapturedHalf | None = None,
     ) -> tuple[CapturedHalf, Sequence[Any]]:
-        """Capture a half, which uses up its arguments; returns also its results, in the pool."""
+        """Capture a half, which uses up its arguments; returns also its results, in the pool.
+        `users`: see `Results`; None: all. `forward`: of a backward."""
         streams, mover = self._device.streams, self._mover
         mover.device.drain()
         mover.sweep()
         graph = streams.graph(self._pool)
-        addresses = {x.data_ptr() for x in arguments}
         call = places.put_in(arguments)
-        addresses |= {x.data_ptr() for x in places.static.values()}
+        addresses = {x.data_ptr() for x in call}
         arguments.clear()
         began_bytes = streams.memory().allocated_bytes
         streams.reset_peak()
@@ -305,18 +284,21 @@ class StepGraph:
         try:
             users = len(outputs) if users is None else users
             results = Results.of(outputs, self._target, places.where, users)
+            own = frozenset(x.data_ptr() for x in results.saved_in_pool(outputs))
+            known = frozenset(x.data_ptr() for x in outputs[users:] if isinstance(x, torch.Tensor))
+            half = CapturedHalf(
+                graph, capture, places, results, known | addresses, own, taken_bytes
+            )
+            if forward is not None:
+                half.taken_bytes += forward.results.saved_bytes
+            results.lend(half.owner)
+            self._check_budget(*(() if forward is None else (forward,)), half)
         except BaseException:
             capture.release()
             raise
-        own = frozenset(x.data_ptr() for x in results.saved_in_pool(outputs))
-        known = frozenset(x.data_ptr() for x in outputs[users:] if isinstance(x, torch.Tensor))
-        half = CapturedHalf(graph, capture, places, results, known | addresses, own, taken_bytes)
         return half, outputs
 
     def _captured_whole(self) -> None:
-        for half in (self._forward, self._backward):
-            if half is not None:
-                half.results.lend(half.owner)
         self.facts.runs.usage.pools.add(self)
         self.facts.runs.usage.invalidate()
         text = (
@@ -384,30 +366,3 @@ class StepGraph:
         for half in halves:
             if half is not None:
                 half.capture.release()
-
-
-def _is_small(x: Any) -> bool:
-    return isinstance(x, torch.Tensor) and x.numel() * x.element_size() <= SMALL_BYTES
-
-
-def _in_words(error: Exception) -> str:
-    text = str(error).partition("\n")[0].rstrip(".")
-    if isinstance(error, CannotCapture):
-        return text
-    return (
-        f"capturing failed ({type(error).__name__}: {text}); an op of the model may wait for the"
-        " device, as .item() and boolean masks do"
-    )
-
-
-def _spare(x: Any) -> Any:
-    """What brings an argument back without keeping it: its place, or a ticket itself."""
-    return StaticPlace.of(x) if isinstance(x, torch.Tensor) and x.device.type != "cpu" else x
-
-
-def _take_out(out: Sequence[Lent], arguments: Sequence[Any]) -> None:
-    """Give `.grad` memory of its own where gradients stay over steps."""
-    for x in arguments:
-        grad = x.grad if isinstance(x, torch.nn.Parameter) else None
-        if grad is not None and any(one.is_in(grad) for one in out):
-            grad.data = grad.data.clone()

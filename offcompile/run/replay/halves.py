@@ -1,0 +1,67 @@
+"""One captured half, and what capturing it asks of tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from offcompile.runtime.device.cuda.capture import Capture
+from offcompile.runtime.device.graphs import CannotCapture, StreamGraph
+
+from .places import Arguments, Lent, StaticPlace
+from .results import Results
+
+#: larger arguments are copied in only if their addresses have been seen to change
+SMALL_BYTES = 16 << 20
+
+
+@dataclass(eq=False)
+class CapturedHalf:
+    """One half, captured."""
+
+    graph: StreamGraph
+    capture: Capture
+    arguments: Arguments
+    results: Results
+    #: addresses of arguments and of saved results
+    addresses: frozenset[int]
+    #: of those, the saved results that nobody but this forward makes
+    own: frozenset[int]
+    #: most bytes that it took of the device beside what stood when its capture began
+    taken_bytes: int
+    runs: int = 0
+
+    @property
+    def owner(self) -> object:
+        """Keeps the memory that results are lent in; not the results, which would keep it."""
+        return self.graph, tuple(self.arguments.static.values())
+
+
+def is_small(x: Any) -> bool:
+    return isinstance(x, torch.Tensor) and x.numel() * x.element_size() <= SMALL_BYTES
+
+
+def in_words(error: Exception) -> str:
+    text = str(error).partition("\n")[0].rstrip(".")
+    if isinstance(error, CannotCapture):
+        return text
+    return (
+        f"capturing failed ({type(error).__name__}: {text}); an op of the model may wait for the"
+        " device, as .item() and boolean masks do"
+    )
+
+
+def spare_of(x: Any) -> Any:
+    """What brings an argument back without keeping it: its place, or a ticket itself."""
+    return StaticPlace.of(x) if isinstance(x, torch.Tensor) and x.device.type != "cpu" else x
+
+
+def take_out(out: Sequence[Lent], arguments: Sequence[Any]) -> None:
+    """Give `.grad` memory of its own where gradients stay over steps."""
+    for x in arguments:
+        grad = x.grad if isinstance(x, torch.nn.Parameter) else None
+        if grad is not None and any(one.is_in(grad) for one in out):
+            grad.data = grad.data.clone()
