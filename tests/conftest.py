@@ -64,9 +64,25 @@ def pytest_collection_finish() -> None:
     gc.freeze()
 
 
+_full_collections = 0
+
+
+def pytest_runtest_logfinish() -> None:
+    """Nor through what a test leaves: modules that it brought in, what torch and caches keep.
+
+    Only after tests in which the collector went through everything; others have no use for it.
+    """
+    global _full_collections
+    if gc.get_stats()[-1]["collections"] == _full_collections:
+        return
+    gc.collect()
+    gc.freeze()
+    _full_collections = gc.get_stats()[-1]["collections"]
+
+
 @pytest.hookimpl(trylast=True)
 def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> None:
-    """Nor through what a file of tests leaves: modules that it brought in, what torch keeps."""
+    """A file of tests leaves nothing compiled."""
     if nextitem is not None and nextitem.path == item.path:
         return
     if "torch._dynamo" in sys.modules:
@@ -74,7 +90,6 @@ def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> 
     if "offcompile.report.report" in sys.modules:
         sys.modules["offcompile.report.report"]._remembered.clear()
     gc.collect()
-    gc.freeze()
 
 
 @pytest.fixture(autouse=True)
