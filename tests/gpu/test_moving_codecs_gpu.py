@@ -7,12 +7,12 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 import torch
+import warm
 from test_gpu_device import Bench, bench_on
 
 from offcompile.runtime import kernels
@@ -35,7 +35,7 @@ def test_streams_give_kernels_what_the_processor_packs(tmp_path: Path) -> None:
         "PYTHONPATH": os.pathsep.join([str(HERE.parents[1]), os.environ.get("PYTHONPATH", "")]),
     }
     command = [sys.executable, str(HERE / "packing_streams_child.py")]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
+    done = warm.run(command, env=environment, imported=warm.LITTLE)
     assert not done.returncode, done.stderr[-3000:]
     found = dict(json.loads(line) for line in done.stdout.splitlines())
     assert len(found) == 10

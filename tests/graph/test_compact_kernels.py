@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 import torch
+import warm
 from bit_cases import CASES, FLOATS, same_gradient
 from codec_cases import BF16, F32, as_bytes, bits
 from triton_targets import TARGETS, compile_launch, needs_compiler
@@ -90,7 +90,7 @@ def outcomes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str | None]:
         "PYTHONPATH": os.pathsep.join([str(HERE.parents[1]), os.environ.get("PYTHONPATH", "")]),
     }
     command = [sys.executable, str(HERE / "bit_cases.py"), "cpu"]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
+    done = warm.run(command, env=environment, imported=warm.LITTLE)
     found: dict[str, str | None] = dict(json.loads(line) for line in done.stdout.splitlines())
     if done.returncode:
         wrong = {name: error for name, error in found.items() if error}

@@ -5,12 +5,12 @@ from __future__ import annotations
 import json
 import os
 import re
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 import torch
+import warm
 from bitmask_cases import CASES
 from codec_cases import BF16, F16, F32
 from triton_targets import TARGETS, compile_launch, needs_compiler
@@ -33,7 +33,7 @@ def outcomes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str | None]:
         "PYTHONPATH": os.pathsep.join([str(HERE.parents[1]), os.environ.get("PYTHONPATH", "")]),
     }
     command = [sys.executable, str(HERE / "bitmask_cases.py"), "cpu"]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
+    done = warm.run(command, env=environment, imported=warm.LITTLE)
     found: dict[str, str | None] = dict(json.loads(line) for line in done.stdout.splitlines())
     if done.returncode:
         pytest.fail(f"the interpreter ended after {[*found][-1:]}:\n{done.stderr[-4000:]}")

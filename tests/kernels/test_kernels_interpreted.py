@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+import warm
 from kernel_cases import CASES
 
 from offcompile.runtime.kernels import has_triton
@@ -38,13 +38,8 @@ def outcomes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str | None]:
         "TRITON_CACHE_DIR": str(tmp_path_factory.mktemp("triton")),
         "PYTHONPATH": os.pathsep.join([str(HERE.parents[1]), os.environ.get("PYTHONPATH", "")]),
     }
-    done = subprocess.run(
-        [sys.executable, str(HERE / "interpreter_child.py")],
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
+    command = [sys.executable, str(HERE / "interpreter_child.py")]
+    done = warm.run(command, env=environment, imported=warm.LITTLE)
     found: dict[str, str | None] = dict(json.loads(line) for line in done.stdout.splitlines())
     if done.returncode:
         last = next(reversed(found), "none")

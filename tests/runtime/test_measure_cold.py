@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import os
-import subprocess
 import sys
 import time
 import weakref
@@ -12,6 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import warm
 
 from offcompile.ir import OffloadError
 from offcompile.runtime.measure import cold
@@ -130,7 +130,7 @@ def test_without_a_compiler_ops_are_measured_all_the_same(
 def in_a_process(code: str) -> list[int]:
     environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
     command = [sys.executable, "-c", code]
-    done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=300)
+    done = warm.run(command, env=environment, imported=warm.LITTLE)
     assert done.returncode == 0, done.stderr
     return [int(word) for word in done.stdout.split()]
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import subprocess
 import sys
 import textwrap
 import threading
@@ -11,6 +10,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
+import warm
 
 from offcompile.runtime.memory.malloc import heap as heap_module
 from offcompile.runtime.memory.malloc.heap import Heap, address_space_is_limited, heap
@@ -19,9 +19,9 @@ MIB = 1 << 20
 
 
 def in_a_process(text: str) -> list[int]:
-    """Numbers that a fresh process prints: its heap holds nothing of other tests."""
+    """Numbers that a new process prints: its heap holds nothing of other tests."""
     body = textwrap.dedent(text)
-    done = subprocess.run([sys.executable, "-c", body], capture_output=True, text=True, timeout=300)
+    done = warm.run([sys.executable, "-c", body], imported=warm.LITTLE)
     assert done.returncode == 0, done.stderr
     return [int(word) for word in done.stdout.split()]
 

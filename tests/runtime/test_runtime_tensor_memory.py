@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+import warm
 
 from offcompile.runtime.memory.malloc import tensor_memory
 from offcompile.runtime.memory.malloc.heap import heap
@@ -56,9 +57,7 @@ def environment(**variables: str) -> dict[str, str]:
 def ran(code: str, **variables: str) -> str:
     """What it prints. What a process allocates with is chosen once: each has one of its own."""
     command = [sys.executable, "-c", code]
-    done = subprocess.run(
-        command, capture_output=True, text=True, env=environment(**variables), timeout=300
-    )
+    done = warm.run(command, env=environment(**variables), imported=warm.LITTLE)
     assert done.returncode == 0, done.stderr
     return done.stdout.strip()
 

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import async_device
 import pytest
+import warm
 
 ROOT = Path(__file__).parents[2]
 SECONDS = 280
@@ -31,15 +32,7 @@ def child(arguments: list[str], seed: int = 0) -> subprocess.CompletedProcess[st
     }
     # those of the worker that this is, which would be taken for the child's
     env = {name: value for name, value in env.items() if not name.startswith("PYTEST_")}
-    return subprocess.run(
-        [sys.executable, *arguments],
-        capture_output=True,
-        text=True,
-        timeout=SECONDS,
-        env=env,
-        cwd=ROOT,
-        check=False,
-    )
+    return warm.run([sys.executable, *arguments], timeout=SECONDS, env=env, cwd=ROOT)
 
 
 def run_checks(*names: str) -> None:

@@ -1,8 +1,9 @@
 """Runs scripts in processes of their own that have PyTorch imported from their start.
 
 Importing takes five seconds, more than most scripts. One server imports once and forks a process
-per script. A fork inherits what the server has imported and allocated: a script that measures its
-own memory, or that reads an environment variable as it imports, takes `subprocess` instead.
+per script. A fork inherits what the server has imported and allocated: a script that reads an
+environment variable as it imports, or malloc's tunables, takes `subprocess` instead. One that looks
+at malloc's heap, or that says how Triton reads kernels, names `LITTLE`.
 """
 
 from __future__ import annotations
@@ -22,8 +23,15 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+Modules = tuple[str, ...]
 #: what any compilation comes to import
-IMPORTED = ("torch._inductor.compile_fx", "torch.distributed.fsdp", "offcompile.run.backend")
+IMPORTED: Modules = (
+    "torch._inductor.compile_fx",
+    "torch.distributed.fsdp",
+    "offcompile.run.backend",
+)
+#: neither a compiler nor Triton
+LITTLE: Modules = ("torch", "offcompile.runtime.kernels", "offcompile.runtime.memory.malloc.heap")
 #: bytes that a request takes at most; its length goes before it
 _LENGTH_BYTES = 8
 
@@ -36,6 +44,7 @@ class Process:
         args: Sequence[str],
         cwd: str | Path | None = None,
         env: Mapping[str, str] = os.environ,
+        imported: Modules = IMPORTED,
     ) -> None:
         self.args = list(args)
         self.returncode: int | None = None
@@ -43,7 +52,7 @@ class Process:
         ends = [os.pipe() for _ in range(3)]  # its output, its errors, how it ended
         self._out, self._err, self._status = (os.fdopen(read, "rb") for read, _ in ends)
         with _lock:
-            server = _server()
+            server = _server(imported)
             socket.send_fds(
                 server, [len(asked).to_bytes(_LENGTH_BYTES, "big")], [write for _, write in ends]
             )
@@ -87,10 +96,11 @@ def run(
     cwd: str | Path | None = None,
     env: Mapping[str, str] = os.environ,
     check: bool = False,
+    imported: Modules = IMPORTED,
 ) -> subprocess.CompletedProcess[str]:
     """Run `[sys.executable, …]` to its end; the rest is a script, `-c` code or `-m` module, and
     its arguments."""
-    process = start(args, cwd, env)
+    process = start(args, cwd, env, imported)
     try:
         out, err = process.communicate(timeout=timeout)
     finally:
@@ -103,24 +113,27 @@ def run(
 
 
 def start(
-    args: Sequence[str], cwd: str | Path | None = None, env: Mapping[str, str] = os.environ
+    args: Sequence[str],
+    cwd: str | Path | None = None,
+    env: Mapping[str, str] = os.environ,
+    imported: Modules = IMPORTED,
 ) -> Any:
     """Like `run`, but return the process while it runs."""
     if sys.platform != "linux":
         pipe = subprocess.PIPE
         return subprocess.Popen(args, cwd=cwd, env=env, stdout=pipe, stderr=pipe, text=True)
-    return Process(args, cwd, env)
+    return Process(args, cwd, env, imported)
 
 
 _lock = threading.Lock()
 
 
 @functools.cache
-def _server() -> socket.socket:
+def _server(imported: Modules) -> socket.socket:
     mine, other = socket.socketpair()
     with other:
         server = subprocess.Popen(
-            [sys.executable, __file__, str(other.fileno())],
+            [sys.executable, __file__, str(other.fileno()), *imported],
             pass_fds=[other.fileno()],
             stdin=subprocess.DEVNULL,
             stdout=subprocess.DEVNULL,
@@ -218,7 +231,7 @@ def _run(args: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    for name in IMPORTED:
+    for name in sys.argv[2:]:
         importlib.import_module(name)
     gc.collect()
     gc.freeze()
