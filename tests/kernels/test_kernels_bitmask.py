@@ -11,8 +11,9 @@ from pathlib import Path
 import pytest
 import torch
 import warm
-from bitmask_cases import CASES
+from bitmask_cases import CASES, FEW
 from codec_cases import BF16, F16, F32
+from lengths import asked_of, some
 from triton_targets import TARGETS, compile_launch, needs_compiler
 
 from benchmarks import gpu_codecs
@@ -25,14 +26,16 @@ needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CU
 
 
 @pytest.fixture(scope="module")
-def outcomes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str | None]:
+def outcomes(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> dict[str, str | None]:
     environment = {
         **os.environ,
         "TRITON_INTERPRET": "1",
         "TRITON_CACHE_DIR": str(tmp_path_factory.mktemp("triton")),
         "PYTHONPATH": os.pathsep.join([str(HERE.parents[1]), os.environ.get("PYTHONPATH", "")]),
     }
-    command = [sys.executable, str(HERE / "bitmask_cases.py"), "cpu"]
+    command = [sys.executable, str(HERE / "bitmask_cases.py"), "cpu", *asked_of(request, "case")]
     done = warm.run(command, env=environment, imported=warm.LITTLE)
     found: dict[str, str | None] = dict(json.loads(line) for line in done.stdout.splitlines())
     if done.returncode:
@@ -41,9 +44,9 @@ def outcomes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str | None]:
 
 
 @pytest.mark.skipif(not kernels.has_triton(), reason="Triton is not installed")
-@pytest.mark.parametrize("name", CASES)
-def test_the_kernel_gives_the_reference_s_bytes(name: str, outcomes: dict[str, str | None]) -> None:
-    if wrong := outcomes[name]:
+@pytest.mark.parametrize("case", some(CASES, *FEW))
+def test_the_kernel_gives_the_reference_s_bytes(case: str, outcomes: dict[str, str | None]) -> None:
+    if wrong := outcomes[case]:
         pytest.fail(wrong, pytrace=False)
 
 

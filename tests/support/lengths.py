@@ -3,9 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+
+_NONE = SimpleNamespace(params={})
+
+
+def asked_of(request: pytest.FixtureRequest, parameter: str) -> list[Any]:
+    """Values of a parameter in the tests of a module that run, for a fixture of the module."""
+    return [
+        item.callspec.params[parameter]
+        for item in request.session.items
+        if isinstance(item, pytest.Function)
+        and item.module is request.module
+        and parameter in getattr(item, "callspec", _NONE).params
+    ]
 
 
 def some(cases: Iterable[Any], *always: Any) -> list[Any]:
