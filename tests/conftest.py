@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import importlib
+import logging
 import os
 import sys
 import tempfile
@@ -60,6 +61,12 @@ def pytest_collection_finish() -> None:
     if "PYTEST_XDIST_WORKER" in os.environ:  # what every worker comes to import anyhow
         importlib.import_module("torch._inductor.compile_fx")
         importlib.import_module("offcompile.run.backend")
+    if "torch" in sys.modules:
+        # pytest listens to each logger that does not propagate: each compilation would write its
+        # graphs and plans down, as for TORCH_TRACE
+        trace = logging.getLogger("torch.__trace")
+        trace.handlers.clear()
+        trace.propagate = True
     gc.collect()
     gc.freeze()
 
