@@ -14,6 +14,7 @@ from torch import nn
 from transformers import GPT2Config, GPT2LMHeadModel
 
 import offcompile
+from offcompile.ahead.answers.fit_report import FitReport
 from offcompile.ahead.fit import fit
 from offcompile.ahead.layers import find_layers
 from offcompile.ahead.lora.adapters import LowRank, with_adapters
@@ -107,17 +108,23 @@ def test_adapters_compute_what_they_should_and_keep_layers_alike() -> None:
     assert found is not None and found.count == LAYERS
 
 
-def test_only_adapters_have_gradients_and_states() -> None:
-    asked: dict[str, Any] = {
-        "hardware": CARD,
-        "memory": "1GiB",
-        "optimizer": "adamw",
-        "table": False,
-        "largest": False,
-        "options": {"lowering": "aot_eager", "seconds": 0.1},
-    }
-    whole = fit(language(), text, 2, **asked)
-    found = fit(language(), text, 2, lora="r=4,targets=qkv,out", **asked)
+ASKED: dict[str, Any] = {
+    "hardware": CARD,
+    "memory": "1GiB",
+    "optimizer": "adamw",
+    "options": {"lowering": "aot_eager", "seconds": 0.1},
+}
+SHORT: dict[str, Any] = {"table": False, "largest": False}
+ADAPTERS = {"lora": "r=4,targets=qkv,out"}
+
+
+@pytest.fixture(scope="module")
+def with_lora() -> FitReport:
+    return fit(language(), text, 2, **ADAPTERS, **SHORT, **ASKED)
+
+
+def test_only_adapters_have_gradients_and_states(with_lora: FitReport) -> None:
+    whole, found = fit(language(), text, 2, **SHORT, **ASKED), with_lora
     assert found.report is not None and whole.report is not None and found.training is not None
     trained = LAYERS * 4 * (64 + 192 + 64 + 64)
     total = sum(p.numel() for p in language().parameters()) + trained
@@ -136,16 +143,8 @@ def test_only_adapters_have_gradients_and_states() -> None:
     assert whole.to_json()["parameters"]["trained"] == total - trained
 
 
-def test_plan_takes_adapters_as_fit_does() -> None:
-    asked: dict[str, Any] = {
-        "hardware": CARD,
-        "memory": "1GiB",
-        "optimizer": "adamw",
-        "lora": "r=4,targets=qkv,out",
-        "options": {"lowering": "aot_eager", "seconds": 0.1},
-    }
-    answer = fit(language(), text, 2, table=False, largest=False, **asked)
-    planned = offcompile.plan(language(), text(2), **asked)
+def test_plan_takes_adapters_as_fit_does(with_lora: FitReport) -> None:
+    answer, planned = with_lora, offcompile.plan(language(), text(2), **ADAPTERS, **ASKED)
     assert answer.report is not None and planned.problem == answer.report.problem
     assert sum(t.kind == "gradient" for t in planned.problem.tensors) == 2 * 2 * LAYERS
     with pytest.raises(InvalidInput, match="there is no rank; give one, as in r=16"):
@@ -154,19 +153,9 @@ def test_plan_takes_adapters_as_fit_does() -> None:
 
 @pytest.mark.parametrize("shard", some(["ddp", "fsdp", "zero1"], "fsdp"))
 def test_ranks_send_the_gradients_of_adapters_and_gather_all_weights(shard: str) -> None:
-    asked: dict[str, Any] = {
-        "hardware": CARD,
-        "memory": "1GiB",
-        "optimizer": "adamw",
-        "table": False,
-        "largest": False,
-        "options": {"lowering": "aot_eager", "seconds": 0.1},
-        "ranks": 2,
-        "shard": shard,
-        "link": "pcie",
-    }
+    asked: dict[str, Any] = {"ranks": 2, "shard": shard, "link": "pcie", **SHORT, **ASKED}
     whole = fit(language(), text, 2, **asked)
-    found = fit(language(), text, 2, lora="r=4,targets=qkv,out", **asked)
+    found = fit(language(), text, 2, **ADAPTERS, **asked)
     assert found.ranks is not None and whole.ranks is not None and found.training is not None
     trained, total = 4 * found.training.trained, 4 * found.training.total
     sent = {

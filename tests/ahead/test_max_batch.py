@@ -17,8 +17,8 @@ from offcompile.ahead import batch_search
 from offcompile.ahead.batch_search import BatchReport, _BatchSearch
 from offcompile.ir import Infeasible, InvalidInput, OffloadError
 
-WIDTH, DEPTH = 64, 6
-ROWS = 128  # of each sample
+WIDTH, DEPTH = 64, 3
+ROWS = 192  # of each sample
 #: the quickest to plan
 PRINTED = "activation_spill:variant=printed"
 

@@ -57,7 +57,7 @@ def tokens(step: int = 0) -> torch.Tensor:
 
 
 def compiled(model: Model, tmp_path: Path, **options: object) -> Any:
-    given = {"lowering": "aot_eager", "spill": str(tmp_path), "split": True, "seconds": 0.3}
+    given = {"lowering": "aot_eager", "spill": str(tmp_path), "split": True, "seconds": 0.1}
     return torch.compile(model, backend="offcompile", options=given | options)
 
 
