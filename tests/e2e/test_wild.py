@@ -18,7 +18,6 @@ from wild.program import Program, Run
 #: quick ones of several families; `make soak` runs all
 QUICK = (
     "loops/allocates_gradients_itself",
-    "loops/evaluates_between_steps",
     "generative/trains_adversaries_with_two_optimizers",
     "parameters/freezes_and_unfreezes",
     "compiling/breaks_its_graph",

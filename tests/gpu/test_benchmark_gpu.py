@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+import warm
 from gpu_checks import on
 from torch import fx
 from zoo import BY_NAME
@@ -42,13 +43,7 @@ def test_the_whole_script_runs_on_the_cpu_target_and_writes_its_table(tmp_path: 
     command += ["--case", "gpt-124m", "--variant", "ours, 50%", "--rounds", "2"]
     command += ["--hardware", "rtx4090"]  # whose figures need no measuring
     command += ["--seconds", "1200"]  # so long only guards against what hangs
-    done = subprocess.run(
-        [*command, "--output", str(tmp_path)],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        timeout=1_500,
-    )
+    done = warm.run([*command, "--output", str(tmp_path)], timeout=1_500, cwd=ROOT)
     assert done.returncode == 0, done.stderr[-4000:]
     written = json.loads((tmp_path / "gpu.json").read_text())
     plain, ours = written["cases"]["gpt-124m"]
@@ -66,9 +61,7 @@ def test_the_whole_script_runs_on_the_cpu_target_and_writes_its_table(tmp_path: 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 @pytest.mark.parametrize("module", ["benchmarks.gpu", "benchmarks.gpu_run"])
 def test_without_a_gpu_it_says_what_it_would_run_and_succeeds(module: str) -> None:
-    done = subprocess.run(
-        [sys.executable, "-m", module], cwd=ROOT, capture_output=True, text=True, timeout=300
-    )
+    done = warm.run([sys.executable, "-m", module], cwd=ROOT)
     assert done.returncode == 0, done.stderr
     assert "would" in done.stdout and "No " in done.stdout.splitlines()[0]
 

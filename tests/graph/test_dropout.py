@@ -9,7 +9,7 @@ from torch import Tensor, nn
 import offcompile
 from offcompile.graph.dropout import aten
 
-DEPTH, WIDTH, BUDGET = 12, 64, 48 << 20
+DEPTH, WIDTH, BUDGET = 6, 64, 25 << 20
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])

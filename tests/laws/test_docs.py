@@ -339,6 +339,7 @@ def test_the_notebook_runs_from_top_to_bottom(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("OFFCOMPILE_LOWERING", "aot_eager")
     monkeypatch.setenv("OFFCOMPILE_HARDWARE", "cpu")
     monkeypatch.setenv("OFFCOMPILE_SECONDS", "0.1")
     monkeypatch.setattr(reporting, "_remembered", [])

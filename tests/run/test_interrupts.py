@@ -111,7 +111,7 @@ def test_a_step_that_is_interrupted_leaves_nothing(memory: str, by_blocks: bool)
     ours.zero_grad()
     before, alive = held(), workers()
     drawn, hits = random.Random(0), 0
-    for number in range(16):
+    for number in range(10):
         at = drawn.randrange(1, most)
         hits += is_interrupted(at, lambda: step(run, ours, 99))
         assert all(map(torch.equal, step(run, ours, number), step(wanted, plain, number))), at
@@ -120,7 +120,7 @@ def test_a_step_that_is_interrupted_leaves_nothing(memory: str, by_blocks: bool)
         # the keeper may hold less than before, never more
         assert all(map(int.__eq__, after[:-1], before[:-1])) and after[-1] <= before[-1], at
         assert alive <= workers()
-    assert hits > 8
+    assert hits > 5
 
 
 def test_planning_that_is_interrupted_begins_anew() -> None:
@@ -162,9 +162,9 @@ def test_planning_that_is_interrupted_begins_anew() -> None:
         again = offcompile.reports()[-1]
         # what was given up takes nothing from the budget
         assert again.budget_bytes == plan.budget_bytes and not again.fits
-        if hits > 3:
+        if hits > 2:
             break
-    assert hits > 3
+    assert hits > 2
     held()
 
 
@@ -198,7 +198,7 @@ def test_an_update_that_is_interrupted_is_told(how: dict[str, Any]) -> None:
     step(wanted, twin, 2)
     before = held()
     drawn = random.Random(0)
-    for number in range(10):
+    for number in range(6):
         model_state = copy.deepcopy(plain.state_dict())
         state = copy.deepcopy(twin.state_dict())
         is_interrupted(drawn.randrange(1, most), lambda: step(run, optimizer, 99))
