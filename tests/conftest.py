@@ -71,7 +71,16 @@ def pytest_collection_finish() -> None:
     gc.freeze()
 
 
-_full_collections = 0
+#: so many more frozen objects, and what tests have frozen is looked through at the end of a file
+MANY_OBJECTS = 1_000_000
+_full_collections = _frozen = 0
+
+
+def _collect_and_freeze() -> None:
+    global _full_collections
+    gc.collect()
+    gc.freeze()
+    _full_collections = gc.get_stats()[-1]["collections"]
 
 
 def pytest_runtest_logfinish() -> None:
@@ -79,24 +88,24 @@ def pytest_runtest_logfinish() -> None:
 
     Only after tests in which the collector went through everything; others have no use for it.
     """
-    global _full_collections
-    if gc.get_stats()[-1]["collections"] == _full_collections:
-        return
-    gc.collect()
-    gc.freeze()
-    _full_collections = gc.get_stats()[-1]["collections"]
+    if gc.get_stats()[-1]["collections"] != _full_collections:
+        _collect_and_freeze()
 
 
 @pytest.hookimpl(trylast=True)
 def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> None:
-    """A file of tests leaves nothing compiled."""
+    """A file of tests leaves nothing compiled; cycles that were frozen go now and then."""
+    global _frozen
     if nextitem is not None and nextitem.path == item.path:
         return
     if "torch._dynamo" in sys.modules:
         sys.modules["torch._dynamo"].reset()
     if "offcompile.report.report" in sys.modules:
         sys.modules["offcompile.report.report"]._remembered.clear()
-    gc.collect()
+    if gc.get_freeze_count() > _frozen + MANY_OBJECTS:
+        gc.unfreeze()
+        _collect_and_freeze()
+        _frozen = gc.get_freeze_count()
 
 
 @pytest.fixture(autouse=True)

@@ -24,7 +24,7 @@ from async_own_checks import (
     settle,
     touched_by_the_host,
 )
-from async_planted import SHOWN_BY, nothing_planted, on_a_side_stream, planted, stream_of
+from async_planted import ALWAYS, SHOWN_BY, nothing_planted, on_a_side_stream, planted, stream_of
 from async_seeds import BLOCKS, FEW, many
 from async_states import CHECKS as OF_STATES
 from gpu_checks import deterministic
@@ -293,7 +293,8 @@ CHECKS: dict[str, Check] = {
     **{f"least-{s.name}": functools.partial(least, s.name, 4) for s in ZOO},
     **{name: functools.partial(as_on_a_gpu, name) for name in LIKE_A_GPU},
     **{block: functools.partial(many, *asked) for block, asked in (BLOCKS | FEW).items()},
-    "nothing_planted": nothing_planted,
+    "nothing_planted": functools.partial(nothing_planted, tuple(SHOWN_BY)),
+    "nothing_planted, few": functools.partial(nothing_planted, ALWAYS),
     **OF_STATES,
     **async_captures.CHECKS,
     **async_captures.PLANTED,
