@@ -8,7 +8,6 @@ import json
 import os
 import random
 import signal
-import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterator
@@ -18,6 +17,7 @@ from typing import Any
 import interrupt_child
 import pytest
 import torch
+import warm
 from interrupted import Interrupted
 from torch import Tensor, nn
 from weights_runs import seeded
@@ -258,19 +258,20 @@ def test_a_step_that_ends_amid_its_updates_is_not_made_again(
 def test_a_process_that_ctrl_c_hits_trains_on_and_leaves_no_files(tmp_path: Path) -> None:
     here = Path(interrupt_child.__file__).resolve()
     paths = [str(here.parent), str(here.parents[1]), os.environ.get("PYTHONPATH", "")]
-    with subprocess.Popen(
+    child = warm.start(
         [sys.executable, str(here), str(tmp_path)],
         env=os.environ | {"PYTHONPATH": os.pathsep.join(paths), "OMP_NUM_THREADS": "1"},
         cwd=here.parents[2],
-        stdout=subprocess.PIPE,
-        text=True,
-    ) as child:
-        assert child.stdout is not None
+    )
+    try:
         for _ in range(interrupt_child.INTERRUPTS):
-            assert child.stdout.readline() == "train\n"
-            child.send_signal(signal.SIGINT)
-        first, *found = json.loads(child.stdout.readline())
-    assert child.returncode == 0 and first["right"]
+            assert child.readline() == "train\n"
+            os.kill(child.pid, signal.SIGINT)
+        first, *found = json.loads(child.readline())
+        _, said_last = child.communicate(timeout=60)
+    finally:
+        child.kill()
+    assert child.returncode == 0 and first["right"], said_last
     assert len(found) == interrupt_child.INTERRUPTS
     for said in found:
         assert said["right"] and not said["dead"]

@@ -61,6 +61,10 @@ class Process:
             os.close(write)
         self.pid = int(self._status.readline())
 
+    def readline(self) -> str:
+        """The next line that it prints; waits for it."""
+        return self._out.readline().decode()
+
     def communicate(self, timeout: float) -> tuple[str, str]:
         """Wait until it ends; return what it printed. Raises `subprocess.TimeoutExpired`."""
         said: dict[str, str] = {}
@@ -121,8 +125,16 @@ def start(
     """Like `run`, but return the process while it runs."""
     if sys.platform != "linux":
         pipe = subprocess.PIPE
-        return subprocess.Popen(args, cwd=cwd, env=env, stdout=pipe, stderr=pipe, text=True)
+        return _Cold(args, cwd=cwd, env=env, stdout=pipe, stderr=pipe, text=True)
     return Process(args, cwd, env, imported)
+
+
+class _Cold(subprocess.Popen[str]):
+    """A process that imports for itself, where none are forked."""
+
+    def readline(self) -> str:
+        assert self.stdout is not None
+        return self.stdout.readline()
 
 
 _lock = threading.Lock()
