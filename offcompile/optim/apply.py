@@ -41,14 +41,13 @@ def update(
     core.check(entry, gradient)
     core.start(entry)
     gradient = local_like(gradient, entry.parameter)
-    parameter = entry.local.detach()
-    carrier = core.carrier(entry)
+    carrier, beside = core.carrier(entry), brought is not None
     if carrier is not None:
         # `brought` owns its memory
         brought = brought or carrier.bring(entry.local, gradient, entry.label)
         brought.arrive()
         gradient = brought.gradient
-    weight = parameter if carrier is None else carrier.place(entry.local)
+    weight = core.weight(entry, beside) if carrier is None else carrier.place(entry.local)
     gradients = flat_like(gradient.detach(), weight)
     if coefficient is not None:
         coefficient = coefficient.to(gradients.device)
@@ -268,7 +267,7 @@ def _update_call(
     core.begin(entry for entry, _ in call)
     if steps:
         torch._foreach_add_(steps, 1)
-    weights = [flat(entry.local.detach()) for entry, _ in call]
+    weights = [flat(core.weight(entry)) for entry, _ in call]
     gradients = [flat(gradient.detach()) for _, gradient in call]
     masters = parts.pop(MASTER, None)
     if masters is not None:

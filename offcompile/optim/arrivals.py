@@ -165,6 +165,11 @@ class Arrivals:
             known = arrival.norm = (norm(gradient), gradient, version)
         return known[0]
 
+    def reduced(self) -> None:
+        """See `updates.Updater`. All ranks see the weights that their owners have updated."""
+        if self.core.sharding is not None:
+            self.core.sharding.wait_for_owners()
+
     # -- gradients straight from a compiled graph ------------------------------------------------
 
     def uses_up(self) -> bool:

@@ -116,14 +116,15 @@ class OffloadedOptimizer(torch.optim.Optimizer):
     def _step_on_ranks(self, sharding: Sharding) -> None:
         """Make this rank's part of a step, and exchange the updated weights."""
         try:
-            try:
-                self._arrivals.ways.raise_failed()
-                self._step()
-            except Exception as error:
-                sharding.tell(error)
-                raise
-            for parameter in sharding.exchange():
-                self.state[parameter]  # makes an entry on all ranks, as on the one with the states
+            with sharding.together():
+                try:
+                    self._arrivals.ways.raise_failed()
+                    self._step()
+                except Exception as error:
+                    sharding.tell(error)
+                    raise
+                for parameter in sharding.exchange():
+                    self.state[parameter]  # an entry on all ranks, as on the one with the states
         finally:
             self._core.is_torn |= sharding.differs
 
@@ -232,7 +233,8 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         """Exchange the weights that ranks had updated in the step that is given up."""
         self._core.is_torn = True
         sharding.meet("discard()", lambda: None)
-        sharding.exchange()
+        with sharding.together():
+            sharding.exchange()
         self._core.is_torn = False
 
     # -- saving and loading ---------------------------------------------------------------------

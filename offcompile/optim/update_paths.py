@@ -47,7 +47,8 @@ class UpdatePaths:
     ) -> None:
         """Apply a gradient now or soon, unless another rank does. borrowed: its memory is reused
         once this returns."""
-        if not self.core.owns(entry):
+        if self.core.sharding is not None and not self.core.owns(entry):
+            self.core.sharding.updated_elsewhere(entry.key)
             return
         self._await(entry)
         if entry.place is None:

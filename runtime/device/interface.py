@@ -81,6 +81,8 @@ class Slot(ABC):
     tier: str
     #: True if a plan wants this tensor to stay in the slot
     planned: bool = False
+    #: True if the tensor was written to on this rank alone, in memory that ranks have in common
+    is_written: bool = False
     #: the last data sent here; see `Device.await_on_host`
     filled: Filled | None = None
     #: functions that must return before the slot is next used; see `Device.hold`

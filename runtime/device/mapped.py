@@ -40,10 +40,23 @@ LEAST_FILE_BYTES, USUAL_FILE_BYTES, FILE_SHARE = 1 << 20, 64 << 20, 8
 RESIDENT_SHARE = 0.5
 
 
+def check_room(directory: Path, nbytes: int) -> None:
+    """Raise OffloadError if a file of this size cannot be made in the directory."""
+    check_directory(directory)
+    if free_bytes(directory) < nbytes:
+        raise OffloadError(
+            f"{nbytes} bytes are needed in {directory} for what stays outside of the device, and"
+            f" {free_bytes(directory)} are free there: free space, or name another directory"
+            ' with options={"spill": "/path"}'
+        )
+
+
 class MappedSlot(Slot):
     """The space of one tensor within a mapped file, which lives as long as any of its slots."""
 
     __slots__ = ("_file", "nbytes", "offset", "scattered", "tier")
+    #: True if another tensor may get the space when this one has died
+    is_reused = True
 
     def __init__(self, file: MappedFile, offset: int, nbytes: int, tier: str) -> None:
         self._file = file
@@ -92,17 +105,11 @@ class MappedFile:
     """One unlinked file, mapped as a whole; the mapping and the descriptor share its pages."""
 
     def __init__(self, directory: Path, nbytes: int) -> None:
-        check_directory(directory)
         self.directory = directory
         #: (offset, bytes) of slots that died
         self.given_back: deque[tuple[int, int]] = deque()
         size = max(PAGE_BYTES, page_multiple(nbytes))
-        if free_bytes(directory) < size:
-            raise OffloadError(
-                f"{size} bytes are needed in {directory} for what stays outside of the device, and"
-                f" {free_bytes(directory)} are free there: free space, or name another directory"
-                ' with options={"spill": "/path"}'
-            )
+        check_room(directory, size)
         self._descriptor = open_unlinked(directory)
         try:
             # allocate now: touching a mapping without disk space behind it kills the process
@@ -206,8 +213,22 @@ class MappedStore:
         # runs inside a finalizer: no lock, and nothing that could be interrupted
         tensor = telling(array, partial(self._dead.append, address))
         self._slots[address] = slot
-        self.used_bytes += slot.nbytes
+        if slot.is_reused:
+            self.used_bytes += slot.nbytes
         return tensor
+
+    def is_free(self, slot: MappedSlot) -> bool:
+        """True if no tensor lies on this slot."""
+        with self._lock:
+            self._sweep()
+            return slot.array().ctypes.data not in self._slots
+
+    @interrupts.uninterrupted
+    def tensor_on(self, slot: MappedSlot) -> torch.Tensor:
+        """A flat uint8 tensor on a free slot of a file from elsewhere."""
+        with self._lock:
+            self._sweep()
+            return self._made(slot)
 
     def keep_room(self, owner: object, nbytes: int) -> None:
         """Cache this many bytes of freed space for reuse, as long as `owner` lives."""
@@ -228,6 +249,8 @@ class MappedStore:
             slot = self._slots.pop(self._dead.popleft())
             slot.expect_scattered(False)
             slot.forget()
+            if not slot.is_reused:
+                continue
             self.used_bytes -= slot.nbytes
             self.spare_bytes += slot.nbytes
             self._spare.setdefault(slot.nbytes, []).append(slot)

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import ctypes
 import mmap
+import os
 
 import numpy as np
 
 from offcompile.runtime.base.mapping import PAGE_BYTES, page_multiple
 
 _ZERO_RANGE, _KEEP_SIZE = 0x10, 0x01
+#: an entry of /proc/PID/pagemap: 8 bytes a page; it is in memory, swapped out, or a file's
+_ENTRY_BYTES, _PRESENT, _SWAPPED, _OF_FILE = 8, 1 << 63, 1 << 62, 1 << 61
 _libc = ctypes.CDLL(None, use_errno=True)
 
 
@@ -22,6 +25,28 @@ def resident_pages(address: int, nbytes: int) -> int | None:
     if call is None or call(*where, ctypes.c_void_p(states.ctypes.data)):
         return None
     return int((states & 1).sum())
+
+
+def own_pages(address: int, nbytes: int) -> int | None:
+    """Count the pages of a private file mapping, from the page-aligned `address` on, that this
+    process has written to, and so has to itself; None if unknown."""
+    page = mmap.PAGESIZE
+    first, last = address // page, -(-(address + nbytes) // page)
+    try:
+        descriptor = os.open("/proc/self/pagemap", os.O_RDONLY | os.O_CLOEXEC)
+    except OSError:
+        return None
+    try:
+        told = os.pread(descriptor, _ENTRY_BYTES * (last - first), _ENTRY_BYTES * first)
+    except OSError:
+        return None
+    finally:
+        os.close(descriptor)
+    entries = np.frombuffer(told, np.uint64)
+    if len(entries) != last - first:
+        return None
+    there = entries & np.uint64(_PRESENT | _SWAPPED) != 0
+    return int((there & (entries & np.uint64(_OF_FILE) == 0)).sum())
 
 
 def zero_range(descriptor: int, offset: int, nbytes: int) -> bool:

@@ -16,14 +16,17 @@ def live_on_host(device: Device, parameters: Sequence[torch.Tensor]) -> tuple[in
     """Give parameters memory on the host tier, one after another in the order given.
 
     Parameters already there stay as they are, and so do those whose memory is shared
-    (`why_it_stays`). Each parameter must cover its storage. Returns how many moved, and how many
-    had to stay.
+    (`why_it_stays`). One that has been written to in memory that ranks have in common gets memory
+    of its own. Each parameter must cover its storage. Returns how many moved, and how many had to
+    stay.
     """
     moving, staying = [], 0
     for parameter in parameters:
         slot = device.slot_of(parameter)
         if slot is not None:
             slot.planned = True
+            if slot.is_written and why_it_stays(parameter) is None:
+                moving.append(parameter)
         elif why_it_stays(parameter) is None:
             moving.append(parameter)
         else:

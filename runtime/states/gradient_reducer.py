@@ -164,6 +164,9 @@ class GradientReducer:
         bucket.taken.add(id(parameter))
         self._go_on()
 
+    def reduced(self) -> None:
+        """See `updates.Updater`."""
+
     # -- gradients from autograd -------------------------------------------------------------------
 
     @torch.no_grad()
@@ -260,8 +263,13 @@ class GradientReducer:
                 self._receive()
         if self._next == len(self.buckets):
             self._next, self.expects = 0, False
+            optimizers = {}
             for bucket in self.buckets:
                 bucket.is_sent = False
+                found = map(updates.optimizer_of, bucket.parameters)
+                optimizers |= {id(o): o for o in found if o is not None}
+            for optimizer in optimizers.values():
+                optimizer.reduced()
 
 
 def bucket_bytes(parameters: Sequence[torch.Tensor], cap_bytes: int) -> int:

@@ -53,6 +53,9 @@ class Updater(Holder, Protocol):
     def came(self, parameter: torch.Tensor) -> None:
         """Handle a final gradient in `parameter.grad`, which may be used up."""
 
+    def reduced(self) -> None:
+        """Handle the end of a backward pass in which ranks have reduced all gradients."""
+
 
 @runtime_checkable
 class StatesOwner(Holder, Protocol):

@@ -39,6 +39,9 @@ class Descent:
     def held_bytes(self) -> int:
         return 0
 
+    def reduced(self) -> None:
+        raise AssertionError("there are no ranks")
+
     def index(self, parameter: torch.Tensor) -> int:
         return next(i for i, p in enumerate(self.parameters) if p is parameter)
 

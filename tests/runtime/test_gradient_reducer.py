@@ -39,10 +39,14 @@ class Recorder:
     def __init__(self, parameters: Sequence[Tensor]) -> None:
         self.taken: dict[int, Tensor] = {}
         self.final: dict[int, Tensor] = {}
+        self.passes = 0
         updates.register(parameters, self)
 
     def held_bytes(self) -> int:
         return 0
+
+    def reduced(self) -> None:
+        self.passes += 1
 
     def takes(self, parameter: Tensor) -> bool:
         return True

@@ -1,8 +1,9 @@
 """Shares out the states of an optimizer over the ranks of a process group, as ZeRO-1 does.
 
 Each parameter has one owner, which alone keeps its states and updates it. When a step is over, the
-owners send the weights that they have updated. Before that, ranks tell each other which weights
-those are, and if a rank has failed: so the others raise an error instead of waiting for it.
+owners send the weights that they have updated, unless all ranks see them (`common_weights`). Before
+that, ranks tell each other which weights those are, and if a rank has failed: so the others raise an
+error instead of waiting for it.
 """
 
 from __future__ import annotations
@@ -22,7 +23,9 @@ from offcompile.run.ranks.absence import Ranks
 from offcompile.run.ranks.torch_state import default_store
 from offcompile.runtime.base.once import made_once
 from offcompile.runtime.moves.weights import is_on_host
+from offcompile.runtime.states import updates
 
+from .common_weights import CommonWeights, Place
 from .partition import partition
 from .roll_call import RollCall
 from .shards import is_sharded
@@ -53,6 +56,9 @@ class Sharding:
         self._ranks.arrive()
         self._roll_call = RollCall(self._ranks, _key(self.wire.members))
         self._parameters: list[torch.Tensor] = []
+        self._common = CommonWeights(self.wire, self._parameters)
+        #: True while all ranks are in step() or discard()
+        self._together = False
         self._owners: list[int] = []
         #: bytes of states that each rank has: of trained parameters, and of frozen ones
         self._shares = {True: [0] * self.wire.world, False: [0] * self.wire.world}
@@ -114,11 +120,42 @@ class Sharding:
         self._touched.clear()
         self.differs = False
 
+    def memory(self, key: int) -> torch.Tensor | None:
+        """Return the memory in which this rank, the owner, updates a weight for all ranks; None: in
+        its own. In backward, all ranks must have reduced its gradient there."""
+        parameter = self._parameters[key]
+        if not self._together and updates.reducer_of(parameter) is None:
+            return None
+        return self._common.memory(key)
+
+    def updated_elsewhere(self, key: int) -> None:
+        """Note that the owner of a weight has its gradient, and updates it now or in step()."""
+        if self._common.is_there(key):
+            # autograd must notice if this rank still needs the old weight
+            torch.autograd.graph.increment_version(self._parameters[key])
+
     def held_bytes(self) -> int:
         """Bytes of buffers, at most."""
         return min(self.wire.buffer_bytes(), sum(p.nbytes for p in self._parameters))
 
     # -- collectives -----------------------------------------------------------------------------
+
+    @contextmanager
+    def together(self) -> Iterator[None]:
+        """Have all ranks in this block at the same time, if weights are updated in memory that all
+        of them see: a collective."""
+        self.wait_for_owners()
+        self._together = True
+        try:
+            yield
+        finally:
+            self._together = False
+
+    def wait_for_owners(self) -> None:
+        """Wait until all ranks are here, if weights are updated in memory that all of them see."""
+        if self._common.is_used:
+            with self._explained():
+                self.wire.meet()
 
     def meet(self, place: str, prepare: Callable[[], Prepared]) -> Prepared:
         """Call `prepare` and wait until all ranks have done so, before a collective. If it fails on
@@ -139,27 +176,34 @@ class Sharding:
             self._changed(f"{type(error).__name__}: {error}"[:2000])
 
     def exchange(self) -> list[torch.Tensor]:
-        """Send updated weights to all ranks, and return them: a collective. OffloadError if a rank
-        has failed."""
+        """Send updated weights to all ranks, and return them: a collective, within `together`.
+        OffloadError if a rank has failed."""
+        self._common.publish([key for key in self._touched if self.owns(key)])
         changed, failed = self._changed()
         if failed:
             rank = self.wire.members[failed[0]]
             said = self._ranks.store.get(self._failure(rank)).decode()
             raise OffloadError(f"Rank {rank} has failed in step(), and sent no weights: {said}")
-        others = [(key, self._parameters[key]) for key in changed]
-        copies = {key: p.detach().contiguous() for key, p in others if not is_dense(p)}
         with self._explained():
-            self.wire.spread([self._item(key, copies.get(key)) for key in changed])
-        for key, parameter in others:
-            if self.owns(key):
-                continue
-            if key in copies:
-                parameter.detach().copy_(copies[key])
-            # collectives do not count as changes, and copies of the old weight must not be used
-            torch.autograd.graph.increment_version(parameter)
+            sent = self._common.share(changed, [key for key in changed if self.owns(key)])
+        self._send(sent)
+        for key in changed:
+            if not self.owns(key):
+                # this does not count as a change, and copies of the old weight must not be used
+                torch.autograd.graph.increment_version(self._parameters[key])
         self._touched.clear()
         self.differs = False
-        return [parameter for _, parameter in others]
+        return [self._parameters[key] for key in changed]
+
+    def _send(self, keys: Sequence[int]) -> None:
+        """Overwrite weights with those of their owners."""
+        of = {key: self._parameters[key] for key in keys}
+        copies = {key: p.detach().contiguous() for key, p in of.items() if not is_dense(p)}
+        with self._explained():
+            self.wire.spread([self._item(key, copies.get(key)) for key in keys])
+        for key, copy in copies.items():
+            if not self.owns(key):
+                of[key].detach().copy_(copy)
 
     def spread(self, items: Sequence[OwnedTensor]) -> None:
         """Overwrite each tensor with that of its owner: a collective."""
@@ -171,21 +215,22 @@ class Sharding:
         with self._explained():
             return self.wire.gathered(mine)
 
-    def _changed(self, failure: str = "") -> tuple[list[int], list[int]]:
-        """The keys of parameters that any rank has updated, and the ranks that have failed, within
-        the group. failure: why this rank has."""
+    def _changed(self, failure: str = "") -> tuple[dict[int, Place], list[int]]:
+        """The parameters that any rank has updated, each with the place from which it goes to all,
+        and the ranks that have failed, within the group. failure: why this rank has."""
         self.differs = True
         self._exchanges += 1
         if failure:
             self._ranks.store.set(self._failure(self._ranks.rank), failure)
         count = len(self._parameters)
         told = [_TOUCHED if key in self._touched else _OK for key in range(count)]
+        told += [int(self._common.place(key)) for key in range(count)]
         told += [int(bool(failure) and r == self.wire.rank) for r in range(self.wire.world)]
         with self._explained():
             known = self.wire.largest(told)
-        changed = [key for key in range(count) if known[key]]
+        changed = {key: Place(known[count + key]) for key in range(count) if known[key]}
         self.differs = bool(changed)
-        return changed, [rank for rank in range(self.wire.world) if known[count + rank]]
+        return changed, [rank for rank in range(self.wire.world) if known[2 * count + rank]]
 
     def _failure(self, rank: int) -> str:
         """Where a rank writes why it has failed: a new place each time, as others may read late."""

@@ -66,6 +66,10 @@ class Wire:
         distributed.all_reduce(here, op=distributed.ReduceOp.MAX, group=self.group)
         return [int(n) for n in here.tolist()]
 
+    def meet(self) -> None:
+        """Return once all ranks have called this."""
+        self.largest([0])
+
     def gathered(self, mine: Any) -> list[Any]:
         """Return the object of each rank."""
         distributed: Any = torch.distributed
