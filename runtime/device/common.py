@@ -119,8 +119,7 @@ class CommonSlot(MappedSlot):
     and make what this rank has to itself."""
 
     __slots__ = ("_common",)
-    #: space here is never given to another tensor
-    is_reused = False
+    is_own = False
 
     def __init__(self, file: CommonFile, offset: int, nbytes: int, tier: str) -> None:
         super().__init__(file, offset, nbytes, tier)
@@ -155,6 +154,10 @@ class CommonSlot(MappedSlot):
             size = page_multiple(max(self.nbytes, 1))
             self._common.memory.madvise(mmap.MADV_DONTNEED, self.offset, size)
         return bool(found)
+
+    def forget(self) -> None:
+        super().forget()
+        self.drop_own()
 
     def clear_absent(self) -> bool:
         return False

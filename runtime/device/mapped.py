@@ -23,7 +23,12 @@ from offcompile.ir import OffloadError
 from offcompile.runtime.base import interrupts
 from offcompile.runtime.base.mapping import PAGE_BYTES, page_multiple
 from offcompile.runtime.disk.directories import check_directory, free_bytes
-from offcompile.runtime.disk.page_cache import read_scattered, resident_pages, zero_range
+from offcompile.runtime.disk.page_cache import (
+    free_range,
+    read_scattered,
+    resident_pages,
+    zero_range,
+)
 from offcompile.runtime.disk.spill_file import open_unlinked
 from offcompile.runtime.memory.range_allocator import RangeAllocator
 
@@ -55,7 +60,9 @@ class MappedSlot(Slot):
     """The space of one tensor within a mapped file, which lives as long as any of its slots."""
 
     __slots__ = ("_file", "nbytes", "offset", "scattered", "tier")
-    #: True if another tensor may get the space when this one has died
+    #: True if the store that knows the slot has made its file
+    is_own = True
+    #: True if other tensors may get the space when this one has died; else the system gets it
     is_reused = True
 
     def __init__(self, file: MappedFile, offset: int, nbytes: int, tier: str) -> None:
@@ -69,7 +76,8 @@ class MappedSlot(Slot):
 
     def __del__(self) -> None:
         # this may be a finalizer: no lock
-        self._file.given_back.append((self.offset, page_multiple(max(self.nbytes, 1))))
+        if self.is_reused:
+            self._file.given_back.append((self.offset, page_multiple(max(self.nbytes, 1))))
 
     def array(self) -> np.ndarray[tuple[int], np.dtype[np.generic]]:
         """The memory itself, as an array that keeps the file alive."""
@@ -77,6 +85,10 @@ class MappedSlot(Slot):
 
     def free(self) -> None:
         """Does nothing: the space is released with the tensor on it."""
+
+    def give_up(self) -> None:
+        """Give the space back to the system: the tensor on it is dead."""
+        self._file.free(self.offset, max(self.nbytes, 1))
 
     def clear_absent(self) -> bool:
         """Zero the slot if most of it is not resident; returns False if it was left unchanged."""
@@ -138,6 +150,10 @@ class MappedFile:
     def clear(self, offset: int, nbytes: int) -> bool:
         """Zero whole pages without touching them; False if the file system cannot."""
         return zero_range(self._descriptor, offset, nbytes)
+
+    def free(self, offset: int, nbytes: int) -> None:
+        """Give whole pages back to the file system. They must not be used again."""
+        free_range(self._descriptor, offset, nbytes)
 
     def _failed(self, at: int, why: str) -> OffloadError:
         return OffloadError(
@@ -213,7 +229,7 @@ class MappedStore:
         # runs inside a finalizer: no lock, and nothing that could be interrupted
         tensor = telling(array, partial(self._dead.append, address))
         self._slots[address] = slot
-        if slot.is_reused:
+        if slot.is_own:
             self.used_bytes += slot.nbytes
         return tensor
 
@@ -249,9 +265,12 @@ class MappedStore:
             slot = self._slots.pop(self._dead.popleft())
             slot.expect_scattered(False)
             slot.forget()
-            if not slot.is_reused:
+            if not slot.is_own:
                 continue
             self.used_bytes -= slot.nbytes
+            if not slot.is_reused:
+                slot.give_up()
+                continue
             self.spare_bytes += slot.nbytes
             self._spare.setdefault(slot.nbytes, []).append(slot)
         kept_bytes = max(self.used_bytes, sum(self._kept_for.values()))

@@ -10,7 +10,7 @@ import numpy as np
 
 from offcompile.runtime.base.mapping import PAGE_BYTES, page_multiple
 
-_ZERO_RANGE, _KEEP_SIZE = 0x10, 0x01
+_ZERO_RANGE, _KEEP_SIZE, _PUNCH_HOLE = 0x10, 0x01, 0x02
 #: an entry of /proc/PID/pagemap: 8 bytes a page; it is in memory, swapped out, or a file's
 _ENTRY_BYTES, _PRESENT, _SWAPPED, _OF_FILE = 8, 1 << 63, 1 << 62, 1 << 61
 _libc = ctypes.CDLL(None, use_errno=True)
@@ -51,11 +51,21 @@ def own_pages(address: int, nbytes: int) -> int | None:
 
 def zero_range(descriptor: int, offset: int, nbytes: int) -> bool:
     """Zero whole pages of a file without writing, keeping its space; False if not supported."""
+    return _allocate(_ZERO_RANGE | _KEEP_SIZE, descriptor, offset, nbytes)
+
+
+def free_range(descriptor: int, offset: int, nbytes: int) -> bool:
+    """Give whole pages of a file back to the file system, which then reads zeros there and may have
+    no space to write to them; False if not supported."""
+    return _allocate(_PUNCH_HOLE | _KEEP_SIZE, descriptor, offset, nbytes)
+
+
+def _allocate(how: int, descriptor: int, offset: int, nbytes: int) -> bool:
     call = getattr(_libc, "fallocate64", None)
     if call is None:
         return False
     where = ctypes.c_int64(offset), ctypes.c_int64(page_multiple(nbytes))
-    return bool(call(descriptor, _ZERO_RANGE | _KEEP_SIZE, *where) == 0)
+    return bool(call(descriptor, how, *where) == 0)
 
 
 def read_scattered(memory: mmap.mmap, offset: int, nbytes: int, scattered: bool) -> None:

@@ -111,7 +111,7 @@ class CommonWeights:
 
     def place(self, key: int) -> Place:
         """Say where a weight is on this rank."""
-        if self._refused is not None:
+        if self._refused is not None or self._written[key] >= MOST_WRITTEN:
             return Place.ELSEWHERE
         parameter = self._parameters[key]
         device = device_of(parameter)
@@ -126,7 +126,7 @@ class CommonWeights:
             return Place.ELSEWHERE
         if why_it_stays(parameter) is not None or (mine is not None and not store.is_free(mine)):
             return Place.ELSEWHERE
-        return Place.ELSEWHERE if self._written[key] >= MOST_WRITTEN else Place.APART
+        return Place.APART
 
     @torch.no_grad()
     def share(self, places: dict[int, int], owned: Sequence[int]) -> list[int]:
