@@ -30,11 +30,13 @@ ROWS: dict[str, dict[str, Any]] = {
 }
 
 
-def run(task: dict[str, Any]) -> list[list[dict[str, Any]]]:
+def run(
+    task: dict[str, Any], child: str = "benchmarks.sharded_child"
+) -> list[list[dict[str, Any]]]:
     """Return the findings of each rank, one a row."""
     with tempfile.TemporaryDirectory(dir=task["spill"]) as folder:
         told = json.dumps(task | {"world": WORLD, "rows": ROWS, "folder": folder})
-        module = [sys.executable, "-m", "benchmarks.sharded_child"]
+        module = [sys.executable, "-m", child]
         environment = os.environ | {"OMP_NUM_THREADS": "1"}
         ranks = [
             subprocess.Popen(

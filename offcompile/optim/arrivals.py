@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from offcompile.ir import OffloadError
+from offcompile.report.log import tell_once
 from offcompile.runtime.base.interrupts import uninterrupted
 from offcompile.runtime.moves.weights import is_on_host
 from offcompile.runtime.states import updates
@@ -65,6 +66,8 @@ class Arrivals:
     _hooks: dict[ParameterEntry, Any] = field(default_factory=dict)
     #: True if gradients are final only after backward; None: to be found out
     _reduced_late: bool | None = None
+    #: True once it was looked if weights that each rank updates are on the host
+    _looked: bool = False
     _lock: Any = field(default_factory=threading.RLock)
 
     def watch(self) -> None:
@@ -169,6 +172,13 @@ class Arrivals:
         """See `updates.Updater`. All ranks see the weights that their owners have updated."""
         if self.core.sharding is not None:
             self.core.sharding.wait_for_owners()
+        elif not self._looked:
+            self._looked = True
+            if any(map(is_on_host, self.core.entries)):
+                tell_once(
+                    "each rank keeps its own weights on the host: only with sharded=True does one"
+                    " rank update a weight for all"
+                )
 
     # -- gradients straight from a compiled graph ------------------------------------------------
 

@@ -109,9 +109,7 @@ class CommonFile(MappedFile):
     def address(self) -> FileAddress:
         told = os.fstat(self._descriptor)
         inode = told.st_dev, told.st_ino
-        return FileAddress(
-            os.getpid(), self._descriptor, inode, self.nbytes, str(self.directory)
-        )
+        return FileAddress(os.getpid(), self._descriptor, inode, self.nbytes, str(self.directory))
 
 
 class CommonSlot(MappedSlot):

@@ -81,8 +81,6 @@ class Slot(ABC):
     tier: str
     #: True if a plan wants this tensor to stay in the slot
     planned: bool = False
-    #: True if the tensor was written to on this rank alone, in memory that ranks have in common
-    is_written: bool = False
     #: the last data sent here; see `Device.await_on_host`
     filled: Filled | None = None
     #: functions that must return before the slot is next used; see `Device.hold`
@@ -92,6 +90,12 @@ class Slot(ABC):
     @abstractmethod
     def where(self) -> str:
         """The place, for messages: a directory, or a kind of memory."""
+
+    @property
+    def is_written(self) -> bool:
+        """True if the tensor was written to on this rank alone, in memory that ranks have in
+        common."""
+        return False
 
     @property
     def crossed_bytes(self) -> int:

@@ -263,7 +263,7 @@ class GradientReducer:
                 self._receive()
         if self._next == len(self.buckets):
             self._next, self.expects = 0, False
-            optimizers = {}
+            optimizers: dict[int, updates.Updater] = {}
             for bucket in self.buckets:
                 bucket.is_sent = False
                 found = map(updates.optimizer_of, bucket.parameters)

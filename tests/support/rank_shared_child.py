@@ -366,8 +366,7 @@ def dying() -> dict[str, Any]:
 TRAINED = (plain, clipped, masters, compiled)
 WRITTEN = (one_writes, all_write, loaded, looked_at, given_up)
 CASES: dict[str, Callable[[], dict[str, Any]]] = {
-    case.__name__: case
-    for case in (*TRAINED, *WRITTEN, each_updates, machines, unreachable, dying)
+    case.__name__: case for case in (*TRAINED, *WRITTEN, each_updates, machines, unreachable, dying)
 }
 
 if __name__ == "__main__":

@@ -16,7 +16,7 @@ memory of its own on each rank.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 
@@ -129,7 +129,7 @@ class CommonWeights:
         return Place.APART
 
     @torch.no_grad()
-    def share(self, places: dict[int, int], owned: Sequence[int]) -> list[int]:
+    def share(self, places: Mapping[int, Place], owned: Sequence[int]) -> list[int]:
         """Bring updated weights to all ranks through common memory, and return the keys of those
         that have to be sent. places: by key, the worst of all ranks. owned: keys of this rank."""
         joining = [key for key, place in places.items() if place == Place.APART]
@@ -246,8 +246,8 @@ class CommonWeights:
         tell_once(
             f"{len(self._left_there)} weights on the host, {nbytes / 2**20:.1f} MiB, are there once"
             f" for the {self.wire.world} ranks of this machine; {len(sent)} that are updated,"
-            f" {apart / 2**20:.1f} MiB, are sent: they are on the device of a rank, or written to or"
-            " looked at by the program"
+            f" {apart / 2**20:.1f} MiB, are sent: they are on a rank's device, or the program writes"
+            " to them or looks at them"
         )
 
 

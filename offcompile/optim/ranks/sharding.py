@@ -2,8 +2,8 @@
 
 Each parameter has one owner, which alone keeps its states and updates it. When a step is over, the
 owners send the weights that they have updated, unless all ranks see them (`common_weights`). Before
-that, ranks tell each other which weights those are, and if a rank has failed: so the others raise an
-error instead of waiting for it.
+that, ranks tell each other which weights those are, and if a rank has failed: so the others raise
+an error instead of waiting for it.
 """
 
 from __future__ import annotations
