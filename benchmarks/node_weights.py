@@ -200,8 +200,8 @@ TEXT = """\
 # Weights once per node
 
 {title}: {weights:,.0f} MiB of weights on the host. Two ranks with a core
-each, over gloo; DDP around a model that is compiled with the smallest budget; AdamW of `offcompile.optim` with
-`states="host"`, `overlap=True`, `sharded=True`.
+each, over gloo; DDP around a model that is compiled with the smallest budget; AdamW of
+`offcompile.optim` with `states="host"`, `overlap=True`, `sharded=True`.
 
 {rows}
 

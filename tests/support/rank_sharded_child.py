@@ -273,7 +273,7 @@ def refusals() -> dict[str, Any]:
     fails = patch.object(checkpoints, "own_state", side_effect=OSError(28, "no space"))
     with fails if rank == 0 else nullcontext():
         found["failed"] = said(optimizer.state_dict)
-    roll_call.LONGEST_S = roll_call.LOOK_S = 0.2
+    roll_call.LONGEST_S = 0.2
     if rank == 0:
         found["alone"] = said(optimizer.state_dict)
     dist.barrier()

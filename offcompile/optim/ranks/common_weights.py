@@ -246,8 +246,8 @@ class CommonWeights:
         tell_once(
             f"{len(self._left_there)} weights on the host, {nbytes / 2**20:.1f} MiB, are there once"
             f" for the {self.wire.world} ranks of this machine; {len(sent)} that are updated,"
-            f" {apart / 2**20:.1f} MiB, are sent: they are on a rank's device, or the program writes"
-            " to them or looks at them"
+            f" {apart / 2**20:.1f} MiB, are sent: they are on a rank's device, or the program"
+            " writes to them or looks at them"
         )
 
 

@@ -8,19 +8,15 @@ come after `LONGEST_S`.
 from __future__ import annotations
 
 import hashlib
-import time
 import zlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from datetime import timedelta
 
 from offcompile.ir import OffloadError
 from offcompile.run.ranks.absence import Ranks
 
 #: how long a rank waits for the others
 LONGEST_S = 120.0
-#: a rank that waits looks so often if the others are still there
-LOOK_S = 2.0
 #: a verdict comes later than the last rank by this much at most
 VERDICT_S = 30.0
 _SAME = "same"
@@ -53,7 +49,7 @@ class RollCall:
         else:
             missing = self._wait(place, key, [leader])
             if missing is None:
-                self._until([f"{key}/verdict"], LONGEST_S + VERDICT_S)
+                self.ranks.wait([f"{key}/verdict"], LONGEST_S + VERDICT_S)
         verdict = missing or store.get(f"{key}/verdict").decode()
         if verdict != _SAME:
             raise OffloadError(verdict)
@@ -61,7 +57,7 @@ class RollCall:
     def _wait(self, place: str, key: str, others: Sequence[int]) -> str | None:
         """Wait for what other ranks write; say who does not come."""
         keys = {rank: f"{key}/digest/{rank}" for rank in others}
-        ended = self._until(list(keys.values()), LONGEST_S)
+        ended = self.ranks.wait(list(keys.values()), LONGEST_S)
         late = [rank for rank, k in keys.items() if not self.ranks.store.check([k])]
         if not late:
             return None
@@ -72,20 +68,6 @@ class RollCall:
             f"{place} needs all ranks of the process group, and rank {some} did not come in"
             f" {LONGEST_S:.0f} s: call it on every rank"
         )
-
-    def _until(self, keys: Sequence[str], longest_s: float) -> str | None:
-        """Return when the keys are there, or it is too late; name a rank that has ended."""
-        until = time.monotonic() + longest_s
-        while time.monotonic() < until:
-            try:
-                self.ranks.store.wait(list(keys), timedelta(seconds=LOOK_S))
-            except RuntimeError:  # torch's error of a wait that took too long
-                ended = next(self.ranks.absent(), None)
-                if ended is not None:
-                    return ended
-            else:
-                return None
-        return None
 
     def _compared(self, key: str, mine: Sequence[str], digest: str, differ: Difference) -> str:
         store, rank = self.ranks.store, self.ranks.rank

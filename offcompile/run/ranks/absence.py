@@ -3,8 +3,9 @@
 A process that ends closes its connections, and gloo then fails on the ranks beside it with the
 address of a socket. So each rank writes into the store of the group who it is, and at its end why:
 the error that nobody caught, or that its program is over. The others look there when a collective
-has failed, and at the processes of their own machine. A rank that goes on without taking part is
-not absent: it is noticed by the timeout of the group alone.
+has failed, and at the processes of their own machine. A rank that has ended because it missed
+another one says so, and is named only if no other is gone. A rank that goes on without taking part
+is not absent: it is noticed by the timeout of the group alone.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from datetime import timedelta
 from typing import Any
 
 from offcompile.ir import OffloadError
@@ -26,6 +28,9 @@ from offcompile.runtime.base.once import first_time
 #: how long a rank looks for the one that is gone, after a collective has failed
 LONGEST_S = 10.0
 _LOOK_S = 0.1
+#: a rank that waits for keys looks so often if the others are still there
+_WAIT_S = 2.0
+_LONGEST_TEXT = 1000
 _KEY = "offcompile/ranks"
 
 
@@ -44,8 +49,30 @@ class Ranks:
         if first_time("a rank says why it ends", os.getpid()):
             atexit.register(_leave, self, os.getpid())
 
+    def wait(self, keys: Sequence[str], longest_s: float) -> str | None:
+        """Return when the keys are in the store, or it is too late; name a rank that has ended."""
+        until = time.monotonic() + longest_s
+        while True:
+            left_s = until - time.monotonic()
+            try:
+                self.store.wait(list(keys), timedelta(seconds=max(0.001, min(_WAIT_S, left_s))))
+            except RuntimeError:  # torch's error of a wait that took too long
+                if self.store.check(list(keys)):
+                    return None
+                ended = next(self.absent(), None)
+                if ended is not None or left_s <= _WAIT_S:
+                    return ended
+            else:
+                return None
+
     def failed(self, error: Exception, lost: str = "Gradients cannot be reduced") -> OffloadError:
         """Explain a collective that has failed with this error. lost: what cannot be done."""
+        explained = self._explained(error, lost)
+        with suppress(RuntimeError):  # the store may be gone, too
+            self.store.set(f"{_KEY}/{self.rank}/raised", str(explained)[:_LONGEST_TEXT])
+        return explained
+
+    def _explained(self, error: Exception, lost: str) -> OffloadError:
         until = time.monotonic() + LONGEST_S
         while True:
             found = next(self.absent(), None)
@@ -59,20 +86,34 @@ class Ranks:
             time.sleep(_LOOK_S)
 
     def absent(self) -> Iterator[str]:
-        """Name the other members that have ended, a sentence each."""
+        """Name the other members that have ended, a sentence each: first those that did not end
+        because they missed another one."""
+        followed = []
         for rank in self.members:
             if rank == self.rank:
                 continue
             try:
-                if self.store.check([f"{_KEY}/{rank}/left"]):
-                    why = self.store.get(f"{_KEY}/{rank}/left").decode()
-                    yield f"Rank {rank} has ended: {why}"
-                elif self.store.check([f"{_KEY}/{rank}/who"]):
-                    who = json.loads(self.store.get(f"{_KEY}/{rank}/who"))
-                    if who["host"] == _host() and not _lives(who["pid"]):
-                        yield f"Rank {rank} (process {who['pid']} of this machine) has died"
+                ended = self._ended(rank)
+                if ended is None:
+                    continue
+                if self.store.check([f"{_KEY}/{rank}/raised"]):
+                    raised = self.store.get(f"{_KEY}/{rank}/raised").decode()
+                    followed.append(f"Rank {rank} has ended, after it had raised: {raised}")
+                else:
+                    yield ended
             except RuntimeError as error:
                 yield f"The rank that keeps the store of the group, usually 0, has ended ({error})"
+        yield from followed
+
+    def _ended(self, rank: int) -> str | None:
+        """Say how another rank has ended; None if it has not, or that is not known."""
+        if self.store.check([f"{_KEY}/{rank}/left"]):
+            return f"Rank {rank} has ended: {self.store.get(f'{_KEY}/{rank}/left').decode()}"
+        if self.store.check([f"{_KEY}/{rank}/who"]):
+            who = json.loads(self.store.get(f"{_KEY}/{rank}/who"))
+            if who["host"] == _host() and not _lives(who["pid"]):
+                return f"Rank {rank} (process {who['pid']} of this machine) has died"
+        return None
 
 
 def _leave(ranks: Ranks, pid: int) -> None:
@@ -81,7 +122,7 @@ def _leave(ranks: Ranks, pid: int) -> None:
     error = getattr(sys, "last_value", None)
     why = "its program is over" if error is None else f"{type(error).__name__}: {error}"
     with suppress(RuntimeError):  # the store may be gone, and with it all who could read
-        ranks.store.set(f"{_KEY}/{ranks.rank}/left", why[:1000])
+        ranks.store.set(f"{_KEY}/{ranks.rank}/left", why[:_LONGEST_TEXT])
 
 
 def _host() -> str:

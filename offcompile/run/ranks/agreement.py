@@ -18,7 +18,6 @@ import sys
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from datetime import timedelta
 from functools import partial
 from typing import Any, Literal, NamedTuple
 
@@ -97,13 +96,15 @@ class Agreement:
         store.set(f"{self.key}/{rank}", "{}")
         others = {r: f"{self.key}/{r}" for r in range(world) if r != rank}
         longest_s = 0.001 if _past().in_vain else LONGEST_S
-        try:
-            store.wait(list(others.values()), timedelta(seconds=longest_s))
-        except RuntimeError:  # torch's error of a wait that took too long
-            self._missing(group, [r for r, key in others.items() if not store.check([key])])
+        ended = Ranks(store, rank, range(world)).wait(list(others.values()), longest_s)
+        late = [r for r, key in others.items() if not store.check([key])]
+        if ended is None:
+            self._missing(group, late)
         for r, key in others.items():
             if store.check([key]):
                 _raise(r, json.loads(store.get(key)))
+        if ended is not None and late and not _past().in_vain:
+            raise OffloadError(f"{ended}. The model cannot be trained without it")
 
     def refused(self, error: OffloadError) -> None:
         """Tell the others why the graph does not run here."""

@@ -15,7 +15,6 @@ import weakref
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from datetime import timedelta
 from typing import Any
 
 import torch
@@ -83,7 +82,6 @@ def reduce_in_backward() -> None:
         return
     obstacle, ranks = _obstacle(ddp), _ranks_of(ddp)
     if ranks is not None and _all_can(ddp, ranks, obstacle is None):
-        ranks.arrive()
         _take_over(ddp, ranks)
     else:
         tell_once(
@@ -126,18 +124,20 @@ def _ranks_of(ddp: Any) -> Ranks | None:
 def _all_can(ddp: Any, ranks: Ranks, mine: bool) -> bool:
     """Tell the other ranks if this one can take over, and hear what is decided."""
     store, key, rank = ranks.store, _key(ddp, ranks.members), ranks.rank
+    ranks.arrive()
     store.set(f"{key}/{rank}", YES if mine else NO)
     votes, vote = [f"{key}/{r}" for r in ranks.members], NO
     if mine:
-        try:
-            store.wait(votes, timedelta(seconds=LONGEST_S))
-        except RuntimeError:  # torch's error of a wait that took too long
+        ended = ranks.wait(votes, LONGEST_S)
+        if ended is not None:
+            raise OffloadError(f"{ended}. Gradients cannot be reduced without it")
+        if store.check(votes):
+            vote = YES if all(store.get(v).decode() == YES for v in votes) else NO
+        else:
             warn(
                 f"rank {rank} has waited {LONGEST_S:.0f} s for the other ranks to run"
                 " the same DistributedDataParallel module for the first time, and goes on"
             )
-        else:
-            vote = YES if all(store.get(v).decode() == YES for v in votes) else NO
     # the first decision stands
     return bool(store.compare_set(f"{key}/decided", "", vote).decode() == YES)
 
