@@ -21,8 +21,8 @@ pytestmark = pytest.mark.skipif(
 )
 
 DRAWS = 200
-#: drawn faults that always run: one of each kind, at moments that differ
-FEW = (0,)
+#: drawn faults that always run: ranks that end in several ways, and one that has no room
+FEW = (0, 2, 14, 30)
 _SUPPORT = Path(__file__).resolve().parents[1] / "support"
 
 

@@ -52,7 +52,7 @@ class RollCall:
                 self.ranks.wait([f"{key}/verdict"], LONGEST_S + VERDICT_S)
         verdict = missing or store.get(f"{key}/verdict").decode()
         if verdict != _SAME:
-            raise OffloadError(verdict)
+            raise OffloadError(verdict) if missing is None else self.ranks.error(missing)
 
     def _wait(self, place: str, key: str, others: Sequence[int]) -> str | None:
         """Wait for what other ranks write; say who does not come."""

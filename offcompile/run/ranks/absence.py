@@ -67,22 +67,23 @@ class Ranks:
 
     def failed(self, error: Exception, lost: str = "Gradients cannot be reduced") -> OffloadError:
         """Explain a collective that has failed with this error. lost: what cannot be done."""
-        explained = self._explained(error, lost)
-        with suppress(RuntimeError):  # the store may be gone, too
-            self.store.set(f"{_KEY}/{self.rank}/raised", str(explained)[:_LONGEST_TEXT])
-        return explained
+        return self.error(self._explained(error, lost))
 
-    def _explained(self, error: Exception, lost: str) -> OffloadError:
+    def error(self, text: str) -> OffloadError:
+        """Make an error about another rank, and let those who miss this rank next know of it."""
+        with suppress(RuntimeError):  # the store may be gone, too
+            self.store.set(f"{_KEY}/{self.rank}/raised", text[:_LONGEST_TEXT])
+        return OffloadError(text)
+
+    def _explained(self, error: Exception, lost: str) -> str:
         until = time.monotonic() + LONGEST_S
         while True:
             found = next(self.absent(), None)
             if found is not None:
-                return OffloadError(f"{found}. {lost} without it")
+                return f"{found}. {lost} without it"
             if time.monotonic() > until:
                 some = ", ".join(str(r) for r in self.members if r != self.rank)
-                return OffloadError(
-                    f"{lost} with rank {some}, of which none is known to have ended: {error}"
-                )
+                return f"{lost} with rank {some}, of which none is known to have ended: {error}"
             time.sleep(_LOOK_S)
 
     def absent(self) -> Iterator[str]:

@@ -96,7 +96,8 @@ class Agreement:
         store.set(f"{self.key}/{rank}", "{}")
         others = {r: f"{self.key}/{r}" for r in range(world) if r != rank}
         longest_s = 0.001 if _past().in_vain else LONGEST_S
-        ended = Ranks(store, rank, range(world)).wait(list(others.values()), longest_s)
+        ranks = Ranks(store, rank, range(world))
+        ended = ranks.wait(list(others.values()), longest_s)
         late = [r for r, key in others.items() if not store.check([key])]
         if ended is None:
             self._missing(group, late)
@@ -104,7 +105,7 @@ class Agreement:
             if store.check([key]):
                 _raise(r, json.loads(store.get(key)))
         if ended is not None and late and not _past().in_vain:
-            raise OffloadError(f"{ended}. The model cannot be trained without it")
+            raise ranks.error(f"{ended}. The model cannot be trained without it")
 
     def refused(self, error: OffloadError) -> None:
         """Tell the others why the graph does not run here."""

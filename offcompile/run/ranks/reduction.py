@@ -130,7 +130,7 @@ def _all_can(ddp: Any, ranks: Ranks, mine: bool) -> bool:
     if mine:
         ended = ranks.wait(votes, LONGEST_S)
         if ended is not None:
-            raise OffloadError(f"{ended}. Gradients cannot be reduced without it")
+            raise ranks.error(f"{ended}. Gradients cannot be reduced without it")
         if store.check(votes):
             vote = YES if all(store.get(v).decode() == YES for v in votes) else NO
         else:
