@@ -35,6 +35,8 @@ def test_ranks_train_as_with_weights_of_their_own() -> None:
             assert rank[case]["equal"], case
             assert set(rank[case]["common"]) == {HOSTED}, case
             assert rank[case]["apart"] == 0
+        (said,) = rank["plain"]["said"]
+        assert said.startswith(f"{HOSTED} weights on the host, 1.0 MiB, are there once for the 2")
 
 
 def test_writes_of_the_program_stay_on_their_rank() -> None:
@@ -62,7 +64,9 @@ def test_the_system_counts_weights_once() -> None:
 
 def test_ranks_that_cannot_share_keep_their_own() -> None:
     for rank in run("machines", "unreachable", "each_updates"):
-        for case in ("machines", "unreachable"):
+        for case, why in (("machines", "on 2 machines"), ("unreachable", "Permission denied")):
+            (said,) = rank[case].pop("said")
+            assert said.startswith("each rank keeps its own weights on the host: ") and why in said
             assert rank[case] == {"equal": True, "common": [0, 0], "apart": 0}
         assert rank["each_updates"] == {"common": 0, "hosted": HOSTED}
 

@@ -9,13 +9,14 @@ from __future__ import annotations
 
 import copy
 import json
+import logging
 import os
 import random
 import re
 import signal
 import time
 from collections.abc import Callable, Iterator
-from contextlib import nullcontext, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from typing import Any
 from unittest.mock import patch
 
@@ -124,8 +125,30 @@ def both(*args: Any, **how: Any) -> dict[str, Any]:
     return trained(*args, **how)[0]
 
 
+@contextmanager
+def heard() -> Iterator[list[str]]:
+    """Collect what the log says of weights."""
+    said: list[str] = []
+
+    class Listener(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            if "weights" in record.getMessage():
+                said.append(record.getMessage())
+
+    logger, listener = logging.getLogger("offcompile"), Listener()
+    level = logger.level
+    logger.addHandler(listener)
+    logger.setLevel(logging.INFO)
+    try:
+        yield said
+    finally:
+        logger.removeHandler(listener)
+        logger.setLevel(level)
+
+
 def plain() -> dict[str, Any]:
-    return both()
+    with heard() as said:
+        return both() | {"said": said}
 
 
 def clipped() -> dict[str, Any]:
@@ -271,15 +294,15 @@ def given_up() -> dict[str, Any]:
 def machines() -> dict[str, Any]:
     """Ranks on two machines: each keeps its own."""
     name = patch.object(common_weights, "machine", lambda: f"machine {dist.get_rank()}")
-    with name:
-        return both(2)
+    with name, heard() as said:
+        return both(2) | {"said": said}
 
 
 def unreachable() -> dict[str, Any]:
     """Rank 1 must not open what rank 0 has made."""
     refused = OffloadError("/proc/1/fd/1 cannot be opened: Permission denied")
-    with patch.object(common_weights.CommonFile, "open", side_effect=refused):
-        return both(2)
+    with patch.object(common_weights.CommonFile, "open", side_effect=refused), heard() as said:
+        return both(2) | {"said": said}
 
 
 # -- memory ----------------------------------------------------------------------------------------

@@ -44,7 +44,7 @@ from .wire import Wire
 MOST_WRITTEN = 3
 
 
-class Place(IntEnum):
+class Whereabouts(IntEnum):
     """The memory of a weight on one rank; on all of them it is the worst of these."""
 
     COMMON = 0
@@ -109,30 +109,30 @@ class CommonWeights:
         for key in keys:
             self.memory(key)
 
-    def place(self, key: int) -> Place:
+    def place(self, key: int) -> Whereabouts:
         """Say where a weight is on this rank."""
         if self._refused is not None or self._written[key] >= MOST_WRITTEN:
-            return Place.ELSEWHERE
+            return Whereabouts.ELSEWHERE
         parameter = self._parameters[key]
         device = device_of(parameter)
         slot = None if device is None else device.slot_of(parameter)
         mine = self._slots.get(key)
         if slot is not None and slot is mine:
-            return Place.COMMON
+            return Whereabouts.COMMON
         if key in self._left_there:  # a graph has moved it: the program had written to it
             self._writes.add(key)
         store = _store_of(parameter)
         if not isinstance(slot, MappedSlot) or store is None or not _is_plain(parameter, slot):
-            return Place.ELSEWHERE
+            return Whereabouts.ELSEWHERE
         if why_it_stays(parameter) is not None or (mine is not None and not store.is_free(mine)):
-            return Place.ELSEWHERE
-        return Place.APART
+            return Whereabouts.ELSEWHERE
+        return Whereabouts.APART
 
     @torch.no_grad()
-    def share(self, places: Mapping[int, Place], owned: Sequence[int]) -> list[int]:
+    def share(self, places: Mapping[int, Whereabouts], owned: Sequence[int]) -> list[int]:
         """Bring updated weights to all ranks through common memory, and return the keys of those
         that have to be sent. places: by key, the worst of all ranks. owned: keys of this rank."""
-        joining = [key for key, place in places.items() if place == Place.APART]
+        joining = [key for key, place in places.items() if place == Whereabouts.APART]
         new = [key for key in joining if key not in self._slots]
         if new and not self._make_room(new):
             joining = [key for key in joining if key in self._slots]
@@ -145,7 +145,7 @@ class CommonWeights:
         joined = set(joining)
         sent = []
         for key, place in places.items():
-            if place == Place.COMMON or key in joined:
+            if place == Whereabouts.COMMON or key in joined:
                 self._settle(key, key in mine)
             else:
                 sent.append(key)

@@ -25,7 +25,7 @@ from offcompile.runtime.base.once import made_once
 from offcompile.runtime.moves.weights import is_on_host
 from offcompile.runtime.states import updates
 
-from .common_weights import CommonWeights, Place
+from .common_weights import CommonWeights, Whereabouts
 from .partition import partition
 from .roll_call import RollCall
 from .shards import is_sharded
@@ -215,7 +215,7 @@ class Sharding:
         with self._explained():
             return self.wire.gathered(mine)
 
-    def _changed(self, failure: str = "") -> tuple[dict[int, Place], list[int]]:
+    def _changed(self, failure: str = "") -> tuple[dict[int, Whereabouts], list[int]]:
         """The parameters that any rank has updated, each with the place from which it goes to all,
         and the ranks that have failed, within the group. failure: why this rank has."""
         self.differs = True
@@ -228,7 +228,7 @@ class Sharding:
         told += [int(bool(failure) and r == self.wire.rank) for r in range(self.wire.world)]
         with self._explained():
             known = self.wire.largest(told)
-        changed = {key: Place(known[count + key]) for key in range(count) if known[key]}
+        changed = {key: Whereabouts(known[count + key]) for key in range(count) if known[key]}
         self.differs = bool(changed)
         return changed, [rank for rank in range(self.wire.world) if known[2 * count + rank]]
 
