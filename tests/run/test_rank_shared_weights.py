@@ -39,6 +39,14 @@ def test_ranks_train_as_with_weights_of_their_own() -> None:
         assert said.startswith(f"{HOSTED} weights on the host, 1.0 MiB, are there once for the 2")
 
 
+def test_weights_that_nobody_updates_are_shared_if_they_are_equal() -> None:
+    first, second = (rank["frozen"] for rank in run("frozen"))
+    assert first["equal"] and second["equal"]
+    # what rank 0 writes to one of them in the third step gives it memory of its own there
+    assert first["common"] == [HOSTED - 1, HOSTED - 1, HOSTED - 2, HOSTED - 2]
+    assert second["common"] == 4 * [HOSTED - 1]
+
+
 def test_writes_of_the_program_stay_on_their_rank() -> None:
     first, second = run(*WRITTEN)
     for rank in (first, second):

@@ -15,7 +15,7 @@ import random
 import re
 import signal
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from typing import Any
 from unittest.mock import patch
@@ -63,9 +63,18 @@ class Run:
     would before each of its calls, which saves compiling.
     """
 
-    def __init__(self, shared: bool, dtype: torch.dtype = torch.float32, **how: Any) -> None:
+    def __init__(
+        self,
+        shared: bool,
+        dtype: torch.dtype = torch.float32,
+        frozen: Sequence[int] = (),
+        **how: Any,
+    ) -> None:
+        """frozen: layers whose weights are not trained."""
         self.dtype = dtype
         self.model = build().to(dtype)
+        for layer in frozen:
+            self.model[layer].weight.requires_grad_(False)
         inner: Any = self.model
         self.hosts = not how.get("overlap", False)
         if not self.hosts:
@@ -184,6 +193,18 @@ def each_updates() -> dict[str, Any]:
     for step in range(2):
         run.step(step)
     return {"common": run.common(), "hosted": sum(map(is_on_host, run.model.parameters()))}
+
+
+def frozen() -> dict[str, Any]:
+    """Two weights are not trained, and ranks have other bytes in one of them."""
+
+    def act(model: nn.Module, step: int) -> None:
+        if step == 0 and dist.get_rank() == 1:
+            model[3].weight.data.mul_(0.5)
+        if step == 2 and dist.get_rank() == 0:
+            model[0].weight.data.mul_(0.5)
+
+    return both(4, before=act, frozen=(0, 3))
 
 
 # -- a program that writes to weights by itself ----------------------------------------------------
@@ -389,7 +410,8 @@ def dying() -> dict[str, Any]:
 TRAINED = (plain, clipped, masters, compiled)
 WRITTEN = (one_writes, all_write, loaded, looked_at, given_up)
 CASES: dict[str, Callable[[], dict[str, Any]]] = {
-    case.__name__: case for case in (*TRAINED, *WRITTEN, each_updates, machines, unreachable, dying)
+    case.__name__: case
+    for case in (*TRAINED, frozen, *WRITTEN, each_updates, machines, unreachable, dying)
 }
 
 if __name__ == "__main__":

@@ -3,7 +3,8 @@
 Weights come here at the end of a step, when their owners would send them: the owner writes a weight
 into a file that all ranks have mapped (`runtime/device/common.py`), and each rank moves the
 parameter there, if it has it on the host. So ranks have the same bytes by construction, and from
-then on there is nothing to send. An owner writes to the file
+then on there is nothing to send. A weight that nobody has updated, such as a frozen one, comes here
+if all ranks have the same bytes in it, which they compare once. An owner writes to the file
 
 - in `step()`, once every rank has called it;
 - or in backward, if the gradient was reduced there: no rank has an op left that reads the weight.
@@ -15,15 +16,16 @@ memory of its own on each rank.
 
 from __future__ import annotations
 
+import hashlib
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 
 import torch
 
 from offcompile.ir import OffloadError
-from offcompile.optim.layout import is_dense
+from offcompile.optim.layout import flat, is_dense
 from offcompile.report.log import tell_once
 from offcompile.runtime.base.mapping import page_multiple
 from offcompile.runtime.device.common import (
@@ -76,6 +78,8 @@ class CommonWeights:
         self._writes: set[int] = set()
         #: keys that lay in common memory on this rank when the last step ended
         self._left_there: set[int] = set()
+        #: keys of weights whose bytes ranks have compared
+        self._compared: set[int] = set()
         self._refused: str | None = why_not()
 
     @property
@@ -129,24 +133,27 @@ class CommonWeights:
         return Whereabouts.APART
 
     @torch.no_grad()
-    def share(self, places: Mapping[int, Whereabouts], owned: Sequence[int]) -> list[int]:
+    def share(
+        self, places: Mapping[int, Whereabouts], quiet: Sequence[int], owned: Collection[int]
+    ) -> list[int]:
         """Bring updated weights to all ranks through common memory, and return the keys of those
-        that have to be sent. places: by key, the worst of all ranks. owned: keys of this rank."""
+        that have to be sent. places: by key, the worst of all ranks. quiet: keys of weights on the
+        host that nobody has updated. owned: keys of this rank."""
         joining = [key for key, place in places.items() if place == Whereabouts.APART]
+        joining += self._alike(quiet)
         new = [key for key in joining if key not in self._slots]
         if new and not self._make_room(new):
             joining = [key for key in joining if key in self._slots]
-        mine = set(owned)
         for key in joining:
-            if key in mine and not self._is_there(key):
+            if key in owned and not self._is_there(key):
                 _shared(self._slots[key], self._parameters[key]).copy_(self._parameters[key])
         if joining:
             self.wire.meet()
         joined = set(joining)
         sent = []
-        for key, place in places.items():
-            if place == Whereabouts.COMMON or key in joined:
-                self._settle(key, key in mine)
+        for key in dict.fromkeys((*places, *joining)):
+            if key in joined or places[key] == Whereabouts.COMMON:
+                self._settle(key, key in owned)
             else:
                 sent.append(key)
                 self._leave(key)
@@ -154,6 +161,15 @@ class CommonWeights:
         self._count_writes(places)
         self._report(sent)
         return sent
+
+    def _alike(self, keys: Sequence[int]) -> list[int]:
+        """Find the weights that have the same bytes on all ranks, of those not compared before."""
+        new = [key for key in keys if key not in self._compared]
+        if not new:
+            return []
+        self._compared.update(new)
+        ranks = self.wire.gathered([_digest(self._parameters[key]) for key in new])
+        return [key for i, key in enumerate(new) if len({digests[i] for digests in ranks}) == 1]
 
     def _count_writes(self, keys: Iterable[int]) -> None:
         for key in keys:
@@ -178,8 +194,8 @@ class CommonWeights:
         before = device.slot_of(parameter)
         assert isinstance(before, MappedSlot)
         with torch.inference_mode(False), torch.no_grad():
-            flat = store.tensor_on(slot).view(parameter.dtype)
-            parameter.data = flat.as_strided(parameter.size(), parameter.stride())
+            memory = store.tensor_on(slot).view(parameter.dtype)
+            parameter.data = memory.as_strided(parameter.size(), parameter.stride())
         slot.planned, before.is_reused = before.planned, False
 
     def _leave(self, key: int) -> None:
@@ -190,8 +206,8 @@ class CommonWeights:
         store = _store_of(parameter)
         assert store is not None
         with torch.inference_mode(False), torch.no_grad():
-            (flat,) = store.tensors([parameter.untyped_storage().nbytes()])
-            own = flat.view(parameter.dtype).as_strided(parameter.size(), parameter.stride())
+            (memory,) = store.tensors([parameter.untyped_storage().nbytes()])
+            own = memory.view(parameter.dtype).as_strided(parameter.size(), parameter.stride())
             parameter.data = own.copy_(parameter.detach())
         device = device_of(parameter)
         slot = None if device is None else device.slot_of(parameter)
@@ -262,7 +278,12 @@ def _is_plain(parameter: torch.Tensor, slot: MappedSlot) -> bool:
     return whole and parameter.storage_offset() == 0 and is_dense(parameter)
 
 
+def _digest(parameter: torch.Tensor) -> bytes:
+    elements = flat(parameter.detach()).view(torch.uint8)
+    return hashlib.sha256(elements.numpy().data).digest()
+
+
 def _shared(slot: CommonSlot, like: torch.Tensor) -> torch.Tensor:
     """View the memory that all ranks see as a weight."""
-    flat = torch.from_numpy(slot.shared_array()).view(like.dtype)
-    return flat.as_strided(like.size(), like.stride())
+    memory = torch.from_numpy(slot.shared_array()).view(like.dtype)
+    return memory.as_strided(like.size(), like.stride())

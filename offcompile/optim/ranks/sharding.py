@@ -179,13 +179,14 @@ class Sharding:
         """Send updated weights to all ranks, and return them: a collective, within `together`.
         OffloadError if a rank has failed."""
         self._common.publish([key for key in self._touched if self.owns(key)])
-        changed, failed = self._changed()
+        changed, quiet, failed = self._changed()
         if failed:
             rank = self.wire.members[failed[0]]
             said = self._ranks.store.get(self._failure(rank)).decode()
             raise OffloadError(f"Rank {rank} has failed in step(), and sent no weights: {said}")
         with self._explained():
-            sent = self._common.share(changed, [key for key in changed if self.owns(key)])
+            owned = {key for key in (*changed, *quiet) if self.owns(key)}
+            sent = self._common.share(changed, quiet, owned)
         self._send(sent)
         for key in changed:
             if not self.owns(key):
@@ -215,9 +216,10 @@ class Sharding:
         with self._explained():
             return self.wire.gathered(mine)
 
-    def _changed(self, failure: str = "") -> tuple[dict[int, Whereabouts], list[int]]:
-        """The parameters that any rank has updated, each with the place from which it goes to all,
-        and the ranks that have failed, within the group. failure: why this rank has."""
+    def _changed(self, failure: str = "") -> tuple[dict[int, Whereabouts], list[int], list[int]]:
+        """Return the parameters that any rank has updated, each with the place from which it goes
+        to all, others that all ranks have on the host, and the ranks that have failed, within the
+        group. failure: why this rank has."""
         self.differs = True
         self._exchanges += 1
         if failure:
@@ -230,7 +232,12 @@ class Sharding:
             known = self.wire.largest(told)
         changed = {key: Whereabouts(known[count + key]) for key in range(count) if known[key]}
         self.differs = bool(changed)
-        return changed, [rank for rank in range(self.wire.world) if known[2 * count + rank]]
+        quiet = [
+            key
+            for key in range(count)
+            if key not in changed and known[count + key] == Whereabouts.APART
+        ]
+        return changed, quiet, [rank for rank in range(self.wire.world) if known[2 * count + rank]]
 
     def _failure(self, rank: int) -> str:
         """Where a rank writes why it has failed: a new place each time, as others may read late."""
