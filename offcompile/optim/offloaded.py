@@ -12,6 +12,7 @@ import torch
 from torch._compile import _disable_dynamo
 
 from offcompile.ir import OffloadError
+from offcompile.run.ranks.absence import announce
 from offcompile.runtime.base.interrupts import uninterrupted
 from offcompile.runtime.states import updates
 from offcompile.runtime.states.states import StatesFacts
@@ -60,6 +61,7 @@ class OffloadedOptimizer(torch.optim.Optimizer):
 
     def _ready(self) -> None:
         """Do the part of `__init__` that comes after torch's."""
+        announce()
         self._step_supports_amp_scaling = True
         self.last_norm = None
         places = Places(self.settings)

@@ -22,8 +22,12 @@ from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
+import torch
+
 from offcompile.ir import OffloadError
 from offcompile.runtime.base.once import first_time
+
+from .torch_state import default_store
 
 #: how long a rank looks for the one that is gone, after a collective has failed
 LONGEST_S = 10.0
@@ -115,6 +119,17 @@ class Ranks:
             if who["host"] == _host() and not _lives(who["pid"]):
                 return f"Rank {rank} (process {who['pid']} of this machine) has died"
         return None
+
+
+def announce() -> None:
+    """Say who this rank is, if it is one of several: others notice its end even before it has run a
+    graph."""
+    distributed: Any = torch.distributed
+    if not distributed.is_available() or not distributed.is_initialized():
+        return
+    store, world = default_store(), distributed.get_world_size()
+    if store is not None and world > 1:
+        Ranks(store, distributed.get_rank(), range(world)).arrive()
 
 
 def _leave(ranks: Ranks, pid: int) -> None:
