@@ -68,6 +68,7 @@ def test_the_system_counts_weights_once() -> None:
     assert first["share"] + second["share"] <= 1.1
     assert sum((first["files"] | second["files"]).values()) <= 1.1
     assert first["in backward"] > 0 and second["in backward"] > 0
+    assert first["own"] == second["own"] == 0  # updates in backward took no other memory
 
 
 def test_ranks_that_cannot_share_keep_their_own() -> None:

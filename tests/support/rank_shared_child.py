@@ -178,13 +178,17 @@ def compiled() -> dict[str, Any]:
         time.sleep(chance.choice((0, 0, 0.02)))
         takes(*args)
 
+    own = 0
+
     def rests(model: nn.Module, step: int) -> None:
+        nonlocal own
+        own += sum(slot.is_written for slot in map(slot_of, model.parameters()) if slot is not None)
         time.sleep(chance.choice((0, 0.05)))
 
     with patch.object(GradientReducer, "take", slowly):
         found, run = trained(5, between=rests, overlap=True)
     facts = run.optimizer.facts()
-    return found | held(run.model) | {"in backward": facts.updated_in_backward}
+    return found | held(run.model) | {"in backward": facts.updated_in_backward, "own": own}
 
 
 def each_updates() -> dict[str, Any]:
