@@ -105,8 +105,8 @@ host; AdamW of `offcompile.optim`.
 
 "MiB a rank" is by the optimizer's own account. A step is forward, backward, update and `zero_grad`,
 of the slower rank; ratios are medians over {rounds} rounds of a step of each kind. The losses of
-both agree {equal}. Both ranks share the memory of one machine, so the exchange of weights
-is a copy in memory here: over a network it takes as long as the weights take to send.
+both agree {equal}. Both ranks are on one machine, so weights on the host are there once
+and updated ones need not be sent: over a network that takes as long as the weights take to send.
 
 Machine: {machine}; load average {load:.0f} when it ended.
 """
