@@ -47,7 +47,7 @@ def update(
         brought = brought or carrier.bring(entry.local, gradient, entry.label)
         brought.arrive()
         gradient = brought.gradient
-    weight = core.weight(entry, beside) if carrier is None else carrier.place(entry.local)
+    weight = _weight(core, entry, beside) if carrier is None else carrier.place(entry.local)
     gradients = flat_like(gradient.detach(), weight)
     if coefficient is not None:
         coefficient = coefficient.to(gradients.device)
@@ -72,6 +72,15 @@ def update(
     if carrier is not None:
         carrier.updated(entry.local, entry.label)
     core.updated(entry)
+
+
+def _weight(core: Core, entry: ParameterEntry, beside: bool = False) -> torch.Tensor:
+    """Return the memory that an update changes: the parameter, or what all ranks of the machine see
+    of it. beside: a thread makes the update, which others do not wait for."""
+    common = None
+    if core.sharding is not None and not beside:
+        common = core.sharding.memory(entry.key)
+    return entry.local.detach() if common is None else common
 
 
 def _pieces(
@@ -267,7 +276,7 @@ def _update_call(
     core.begin(entry for entry, _ in call)
     if steps:
         torch._foreach_add_(steps, 1)
-    weights = [flat(core.weight(entry)) for entry, _ in call]
+    weights = [flat(_weight(core, entry)) for entry, _ in call]
     gradients = [flat(gradient.detach()) for _, gradient in call]
     masters = parts.pop(MASTER, None)
     if masters is not None:

@@ -144,14 +144,6 @@ class Core:
         """True if this rank keeps the states of the parameter, and so updates it."""
         return self.sharding is None or self.sharding.owns(entry.key)
 
-    def weight(self, entry: ParameterEntry, beside: bool = False) -> torch.Tensor:
-        """Return the memory that an update changes: the parameter, or what all ranks of the machine
-        see of it. beside: a thread makes the update, which others do not wait for."""
-        common = None
-        if self.sharding is not None and not beside:
-            common = self.sharding.memory(entry.key)
-        return entry.local.detach() if common is None else common
-
     def begin(self, entries: Iterable[ParameterEntry]) -> None:
         """Note an update, of one parameter or of several together, before it is made."""
         self.begun += 1
