@@ -53,8 +53,8 @@ CASES = (
     Case("gpt-1.3b", "rtx4090", 1024, 8, goal_seconds=15),
     Case("gpt-1.3b", "rtx4090", 1024, 8, "8GiB", goal_seconds=15),
     Case("gpt-1.3b", "rtx4090", 1024, 8, "12GiB", "adamw"),
-    Case("llama-3.1-70b", "h100", 4096, 1, goal_seconds=90),
-    Case("llama-3.1-70b", "rtx4090", 4096, 1, goal_seconds=90),
+    Case("llama-3.1-70b", "h100", 4096, 1, goal_seconds=60),
+    Case("llama-3.1-70b", "rtx4090", 4096, 1, goal_seconds=60),
     Case("llama-3.1-8b", "rtx4090", 2048, 1, None, "adamw"),
 )
 QUICK = (Case("gpt2", "rtx4090", 128, 1, "1GiB"),)

@@ -345,8 +345,11 @@ class _Summed(nn.Module):
         return made
 
 
-def refusals(device: str) -> None:
+def an_op_that_waits_is_refused(device: str) -> None:
     refused(Asking, (8,), "an op of the model may wait", device=device)
+
+
+def refusals(device: str) -> None:
     refused(_summed, (64, 48, 40), "its sizes are dynamic", device=device)
     refused(_summed, (64,), "weights live on the host", device=device, memory="minimum")
     refused(
@@ -375,6 +378,7 @@ CHECKS: dict[str, Callable[[str], None]] = {
                 gradients_outlive_the_graph,
                 batches_that_move,
             ),
+            an_op_that_waits_is_refused,
             refusals,
         )
     },
