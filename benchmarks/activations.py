@@ -138,6 +138,8 @@ Training steps (forward, backward, plain SGD) with saved activations kept, recom
 disk. Each variant is a process of its own; the variants of a table run one step each in turn,
 {rounds} rounds. Ratios are medians over the rounds of two steps of the same round. Peak memory is
 what the operating system measured over these steps, less what the process held before the model.
+It includes pages of files that the process maps, which the system may drop: weights and gradients
+that a plan puts on the host (no ops run again and fewer bytes out tell such a row).
 
 - checkpoint per block: `torch.utils.checkpoint` (not reentrant) around every block, compiled.
 - `activation_memory_budget`: `torch._functorch.config`, the share that comes nearest to
