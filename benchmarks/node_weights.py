@@ -8,7 +8,6 @@ over a link of 0.05 GB/s in each direction.
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import statistics
@@ -21,7 +20,7 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
-from benchmarks.sharded import run
+from benchmarks.sharded import read_arguments, run
 from benchmarks.turns import MIB, machine
 
 RESULT = Path(__file__).parent / "results" / "node_weights.md"
@@ -173,11 +172,7 @@ def rows(ranks: list[dict[str, Any]]) -> list[str]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--quick", action="store_true", help="small, print only")
-    parser.add_argument("--rounds", type=int, default=9)
-    parser.add_argument("--spill", default="/var/tmp", help="directory on a disk")
-    asked = parser.parse_args()
+    asked = read_arguments(__doc__, rounds=9)
     width, rounds = (128, 3) if asked.quick else (256, asked.rounds)
     task = {"width": width, "layers": 8, "rounds": rounds, "spill": asked.spill}
     ranks = [lines[0] for lines in run(task, "benchmarks.node_weights")]

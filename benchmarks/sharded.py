@@ -71,12 +71,17 @@ def rows(found: list[list[dict[str, Any]]]) -> list[str]:
     return lines
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
+def read_arguments(about: str | None, rounds: int) -> argparse.Namespace:
+    """The arguments of a benchmark of two ranks; `rounds`: as many unless told otherwise."""
+    parser = argparse.ArgumentParser(description=about)
     parser.add_argument("--quick", action="store_true", help="small, print only")
-    parser.add_argument("--rounds", type=int, default=19)
+    parser.add_argument("--rounds", type=int, default=rounds)
     parser.add_argument("--spill", default="/var/tmp", help="directory on a disk")
-    asked = parser.parse_args()
+    return parser.parse_args()
+
+
+def main() -> None:
+    asked = read_arguments(__doc__, rounds=19)
     width, rounds = (64, 3) if asked.quick else (512, asked.rounds)
     task = {"width": width, "layers": 8, "rounds": rounds, "spill": asked.spill}
     found = run(task)
