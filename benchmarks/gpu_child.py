@@ -322,7 +322,7 @@ class Variant:
         return memory.peak_bytes()
 
     def pool_bytes(self) -> int:
-        """What captured graphs keep: their allocator counts it as free."""
+        """Bytes that captured graphs keep, which their allocator counts as free."""
         if not self.task.get("cudagraphs"):
             return 0
         from offcompile.run.accounts.process import process

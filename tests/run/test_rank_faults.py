@@ -29,7 +29,7 @@ _SUPPORT = Path(__file__).resolve().parents[1] / "support"
 
 @dataclass(frozen=True)
 class Outcome:
-    """What ranks said, in lines of JSON, and what they left behind."""
+    """Holds the lines of JSON that ranks said, and names all that they left behind."""
 
     said: list[list[dict[str, Any]]]
     errors: list[str]
@@ -60,13 +60,25 @@ def outcome(fault: Fault) -> Outcome:
         if stuck is not None:
             ended.insert(stuck, ranks[stuck].communicate(timeout=LONGEST_S))
         left = [f"a spilled file: {name}" for name in os.listdir(spill)]
-    left += [f"shared memory: {name}" for name in set(os.listdir("/dev/shm")) - shared]
+    new = set(os.listdir("/dev/shm")) - shared
+    left += [f"shared memory: {name}" for name in new if not _is_mapped(f"/dev/shm/{name}")]
     left += [f"a process: {pid}" for rank in ranks for pid in _of_session(rank.pid)]
     said = [[json.loads(line) for line in out.splitlines()] for out, _ in ended]
     at = [line["at"] for lines in said for line in lines if "fault" in line]
     raised = [line["at"] for n, lines in enumerate(said) for line in lines if n != fault.who]
     seconds = round(max(raised) - at[0], 1) if at and raised else None
     return Outcome(said, [error for _, error in ended], left, seconds)
+
+
+def _is_mapped(path: str) -> bool:
+    """True if a living process has the file mapped, such as one of another test's."""
+    for entry in filter(str.isdigit, os.listdir("/proc")):
+        try:
+            if path in Path(f"/proc/{entry}/maps").read_text():
+                return True
+        except OSError:
+            continue
+    return False
 
 
 def _of_session(session: int) -> list[str]:

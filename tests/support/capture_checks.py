@@ -1,4 +1,4 @@
-"""What steps captured as CUDA graphs must hold, on a card and on the asynchronous device.
+"""Checks of steps captured as CUDA graphs, on a card and on the asynchronous device.
 
 Each check trains plainly and with `cudagraphs=True`, and wants the same bits. `CHECKS` take the
 device; `PLANTED` names orders of capturing that are taken away, and the check that must then fail.
@@ -236,7 +236,7 @@ def a_dropped_loss(device: str) -> None:
 
 
 def gradients_outlive_the_graph(device: str) -> None:
-    """What was lent keeps its memory when all that was compiled is gone."""
+    """Lent gradients keep their memory when all that was compiled is gone."""
 
     def steps(model: nn.Module, loss: Loss) -> list[Tensor]:
         loss(0).backward()

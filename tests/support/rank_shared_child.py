@@ -334,7 +334,7 @@ def unreachable() -> dict[str, Any]:
 
 
 def held(model: nn.Module) -> dict[str, Any]:
-    """What weights on the host take in this process and on the file system, over their bytes."""
+    """Measure weights on the host in this process and on the file system, over their bytes."""
     with torch.no_grad():
         sum(p.sum() for p in model.parameters())  # every page is mapped here
     dist.barrier()

@@ -58,7 +58,7 @@ class Whereabouts(IntEnum):
 
 @dataclass(frozen=True)
 class _Told:
-    """What a rank says before a file is made."""
+    """Tells the other ranks, before a file is made, where a rank is and if it can share."""
 
     machine: str
     why: str | None

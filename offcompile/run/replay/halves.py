@@ -55,7 +55,7 @@ def in_words(error: Exception) -> str:
 
 
 def spare_of(x: Any) -> Any:
-    """What brings an argument back without keeping it: its place, or a ticket itself."""
+    """Note how to bring an argument back without keeping it: by its place; a ticket by itself."""
     return StaticPlace.of(x) if isinstance(x, torch.Tensor) and x.device.type != "cpu" else x
 
 

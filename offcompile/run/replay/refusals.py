@@ -16,7 +16,7 @@ def why_not(facts: GraphFacts, planned: Planned) -> str | None:
 
 
 def why_never(facts: GraphFacts) -> str | None:
-    """What stands in the way of any plan of this graph."""
+    """The first thing that stands in the way of any plan of this graph; None if nothing does."""
     if facts.target.device.type == "cpu":
         return "the model computes on the CPU, which has no graphs; leave cudagraphs out"
     runtime = runtime_for(facts.target.runtime.key)

@@ -1,4 +1,4 @@
-"""What a captured half returns: how each result is given back after a replay."""
+"""Gives back each result of a captured half after a replay."""
 
 from __future__ import annotations
 
@@ -102,7 +102,7 @@ class Results:
         ]
 
     def out(self) -> list[Lent]:
-        """What others than the graph still hold of the last replay's results."""
+        """Results of the last replay that others than the graph still hold."""
         return [one for i, one in self._lent.items() if i >= self.users and not one.is_back]
 
 

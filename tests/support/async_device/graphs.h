@@ -14,7 +14,7 @@
 
 namespace queued {
 
-// Of each stream, how many of its nodes come before.
+// Counts the nodes of each stream that come before.
 using Known = std::map<int64_t, size_t>;
 
 struct Node {

@@ -32,7 +32,7 @@ class Graphs:
 
 
 class Graph:
-    """As `torch.cuda.CUDAGraph`."""
+    """Stands for `torch.cuda.CUDAGraph`."""
 
     def __init__(self, graphs: Graphs) -> None:
         self._graphs = graphs
@@ -60,7 +60,7 @@ class Graph:
 
 
 class Capturing:
-    """As `torch.cuda.graph`."""
+    """Stands for `torch.cuda.graph`."""
 
     def __init__(
         self,
