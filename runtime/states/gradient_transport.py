@@ -24,6 +24,8 @@ from offcompile.runtime.moves.mover import Mover
 from offcompile.runtime.moves.registry import Runtime, RuntimeSettings, runtime_for, runtimes
 from offcompile.runtime.moves.saved import Saved
 
+from .updates import runtime_key_of
+
 OUT, BACK = "d2h", "h2d"
 #: duplicates of lent gradients that may be on their way at once
 MOST_LENT = 2
@@ -181,12 +183,16 @@ def carrier_of(parameter: torch.Tensor) -> GradientTransport | None:
     for runtime in runtimes():
         if runtime.device.slot_of(parameter) is not None:
             return runtime.companion(GradientTransport)
-    return runtime_on(parameter.device).companion(GradientTransport)
+    key = runtime_key_of(parameter)  # another graph's may have little room on the host
+    runtime = runtime_on(parameter.device) if key is None else runtime_for(key)
+    return runtime.companion(GradientTransport)
 
 
 def runtime_on(device: torch.device) -> Runtime:
-    """A runtime of this device: an open one, or a new one with default settings."""
+    """A runtime of this device for memory that no plan counts: an open one whose host tier has no
+    limit, or a new one with default settings."""
     if device.type != "cpu" and device.index is None:
         device = torch.device(device.type, device_module(device.type).current_device())
     mine = [r for r in runtimes() if r.settings.target == str(device)]
+    mine = [r for r in mine if r.settings.host_bytes is None]
     return mine[0] if mine else runtime_for(RuntimeSettings(target=str(device)).key)

@@ -100,6 +100,8 @@ class UpdateCall:
 class _Known:
     """The records of a parameter."""
 
+    #: key of the runtime that moves tensors of the graph that it was last bound to
+    runtime: str | None = None
     updater: weakref.ref[Updater] | None = None
     #: reduces its gradient over ranks before the updater gets it
     reducer: weakref.ref[Updater] | None = None
@@ -154,6 +156,18 @@ def unregister(parameters: Iterable[torch.Tensor], updater: Updater) -> None:
         known = _known(parameter)
         if known.updater is not None and known.updater() is updater:
             known.updater = None
+
+
+def bind(parameters: Iterable[torch.Tensor], runtime: str) -> None:
+    """Note the key of the runtime of a graph that is called with these parameters."""
+    for parameter in parameters:
+        _known(parameter).runtime = runtime
+
+
+def runtime_key_of(parameter: torch.Tensor) -> str | None:
+    """The key of the runtime of the parameter's graph; None if no graph has been called with it."""
+    known = _find(parameter)
+    return None if known is None else known.runtime
 
 
 def reduce_with(parameters: Iterable[torch.Tensor], reducer: Updater) -> None:

@@ -21,6 +21,7 @@ from offcompile.runtime.states.updates import (
     Holder,
     StatesOwner,
     all_held_bytes,
+    bind,
     holders_of,
     registrations,
 )
@@ -91,6 +92,7 @@ class GraphUsage:
             binding = self._bindings[key] = ParameterSet(key)
             self.parameters.update(key)
             self.usage.holdings.add(parameters)
+            bind(parameters, self.runtime)
         return binding
 
     def bound(self) -> list[ParameterSet]:
