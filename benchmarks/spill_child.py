@@ -25,8 +25,8 @@ from offcompile.runtime.device.cpu import CpuDevice
 from offcompile.runtime.disk.spill import SpillStore
 from offcompile.runtime.memory.arena import Arena
 from offcompile.runtime.memory.malloc.heap import heap
-from offcompile.runtime.moves.mover import Load, Mover
-from offcompile.runtime.moves.saved import Saved
+from offcompile.runtime.moves.mover import Mover
+from offcompile.runtime.moves.saved import Load, Saved
 
 MIB = 1 << 20
 CHUNK_BYTES = 8 * MIB

@@ -1,49 +1,30 @@
-"""The movement ops, written against the Device interface alone."""
+"""The movement ops, written against the Device interface alone.
+
+A `Mover` starts copies and makes compute wait for them. `move_accounts` counts who uses a slot and
+how many bytes are in flight; `live_tickets` releases what belonged to a ticket that has died.
+"""
 
 from __future__ import annotations
 
 import os
-import threading
-from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from functools import partial
-from typing import TypeVar
 
 import torch
 
 from offcompile.ir import OffloadError
 from offcompile.passes.correlation.predictor import Counters
 from offcompile.runtime.base import interrupts
-from offcompile.runtime.base.counters import add_gauges, new_tally, note, now_ns
-from offcompile.runtime.device import tickets
+from offcompile.runtime.base.counters import Tally, add_gauges, note, now_ns
 from offcompile.runtime.device.failures import failure
-from offcompile.runtime.device.interface import Copy, Device, How, Label, Point, Slot
+from offcompile.runtime.device.interface import Copy, Device, Label, Point, Slot
 from offcompile.runtime.device.move_events import listener
 
 from .activation_cache import ActivationCache
-from .ledger import InFlightLedger
+from .live_tickets import LiveTickets
+from .move_accounts import MoveAccounts
 from .probes import show
-from .saved import Saved
-
-
-@dataclass(eq=False)
-class Load:
-    """A reload into a buffer of its own."""
-
-    mover: Mover
-    tag: str
-    lane: str
-    saved: Saved
-    number: int = 0
-    awaited: bool = False
-    #: None if the data was already there
-    copy: Copy | None = None
-    #: True if the keeper owns the buffer and the copy
-    kept: bool = False
-
-
-_Entry = TypeVar("_Entry", Saved, Load)
+from .saved import Load, Saved
 
 
 class Mover:
@@ -56,22 +37,17 @@ class Mover:
 
     def __init__(self, device: Device, in_flight_bytes: int | None = None) -> None:
         self.device = device
-        self.tally = new_tally()
         self._pid = os.getpid()
-        self._lock = threading.Lock()
-        self._ledger = InFlightLedger(
-            in_flight_bytes, self._lock, self.tally, lambda: device.staging_bytes
-        )
-        #: number → what its death calls
-        self._live: dict[int, Callable[[], None]] = {}
+        self._accounts = MoveAccounts(device, in_flight_bytes)
+        self._tickets = LiveTickets()
         #: uses spare memory between graphs; None if evicted tensors always leave at once
         self.keeper: ActivationCache | None = None
-        self._kept_counted = (0, 0, 0, 0)
-        # finalizers append to it; they may run between any two lines, and take no lock
-        self._deaths: deque[Callable[[], None]] = deque()
-        self._is_closed = self._sweeps = False
         device.before_copies(self.sweep)
         self._forget_gauges = add_gauges(self._gauges)
+
+    @property
+    def tally(self) -> Tally:
+        return self._accounts.tally
 
     # -- the ops -------------------------------------------------------------------------------
 
@@ -89,7 +65,7 @@ class Mover:
         show(x, tag)
         slot = self.device.slot(x, tier, codec)
         saved = Saved(self, tag, lane, slot, layout=(x.shape, x.stride()))
-        ticket = self._issue(saved, self._saved_died)
+        ticket = self._tickets.issue(saved, self._saved_died)
         if (cache := self._cache) is not None and cache.keep(saved, x):
             note("keep", tag, lane, began_ns, now_ns() - began_ns)
             return ticket
@@ -108,7 +84,7 @@ class Mover:
         assert slot is not None, "the device does not know its own memory"
         layout = (x.shape, x.stride())
         saved = Saved(self, tag, lane, slot, awaited=True, host=host, layout=layout)
-        ticket = self._start_out(x, saved, self._issue(saved, self._saved_died), began_ns)
+        ticket = self._start_out(x, saved, self._tickets.issue(saved, self._saved_died), began_ns)
         self.device.sent(host, saved.copy)
         return ticket
 
@@ -126,7 +102,7 @@ class Mover:
         if zeroed:
             self.device.clear(host)
         saved = Saved(self, tag, "", slot, awaited=True, host=host)
-        return host, self._issue(saved, self._saved_died)
+        return host, self._tickets.issue(saved, self._saved_died)
 
     def stored(self, host: torch.Tensor) -> None:
         """Note that compute was given the op that writes the memory from `store_in_place`."""
@@ -141,9 +117,10 @@ class Mover:
         self._reserve(nbytes, tag)
         try:
             label = Label("out", tag, listener())
-            saved.copy = self._copy(saved, label, lane, x, partial(self._out_ended, saved))
+            ended = partial(self._accounts.over, saved, "out", reserved=True)
+            saved.copy = self._copy(saved, label, lane, x, ended)
         except BaseException:
-            self._ledger.release(nbytes, drained=True)
+            self._accounts.ledger.release(nbytes, drained=True)
             raise
         note("start_out", tag, lane, began_ns, now_ns() - began_ns)
         return ticket
@@ -204,7 +181,7 @@ class Mover:
         began_ns: int,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         load = Load(self, tag, lane, saved)
-        ticket = self._issue(load, self._load_died)
+        ticket = self._tickets.issue(load, self._load_died)
         if kept is not None:
             load.kept = True
             buffer, load.copy = kept
@@ -213,13 +190,14 @@ class Mover:
         nbytes = saved.slot.nbytes
         self._reserve(nbytes, tag, drains=False)
         try:
-            gone = partial(self._deaths.append, partial(self._ledger.release, nbytes))
+            gone = partial(self._tickets.died, partial(self._accounts.ledger.release, nbytes))
             buffer = self.device.allocate(saved.slot, gone)
         except BaseException:
-            self._ledger.release(nbytes)
+            self._accounts.ledger.release(nbytes)
             raise
         label = Label("load", tag, listener())
-        load.copy = self._copy(saved, label, lane, buffer, partial(self._ended, saved, "load"))
+        ended = partial(self._accounts.over, saved, "load")
+        load.copy = self._copy(saved, label, lane, buffer, ended)
         note("start_load", tag, lane, began_ns, now_ns() - began_ns)
         return buffer, ticket
 
@@ -229,8 +207,7 @@ class Mover:
         self._enter()
         load.awaited = True
         if load.copy is None:
-            with self._lock:
-                self.tally.prefetch_hits += 1
+            self._accounts.found_there()
             return
         self._stand(load.copy, load.tag, load=True)
         note("wait_load", load.tag, load.lane, began_ns, now_ns() - began_ns)
@@ -239,8 +216,7 @@ class Mover:
 
     def read_in_place(self, count: int) -> None:
         """Count operands that ops have read on the host in place."""
-        with self._lock:
-            self.tally.direct_reads += count
+        self._accounts.read_in_place(count)
 
     @property
     def _cache(self) -> ActivationCache | None:
@@ -249,13 +225,7 @@ class Mover:
 
     def replayed(self, moves: int, out_bytes: int, in_bytes: int) -> None:
         """Count the moves of a graph that was replayed."""
-        with self._lock:
-            tally = self.tally
-            tally.moves += moves
-            tally.bytes_out += out_bytes
-            tally.raw_bytes_out += out_bytes
-            tally.bytes_in += in_bytes
-            tally.raw_bytes_in += in_bytes
+        self._accounts.replayed(moves, out_bytes, in_bytes)
 
     # -- interface for the keeper ------------------------------------------------------------------
 
@@ -266,7 +236,7 @@ class Mover:
 
     def begin_out(self, saved: Saved, x: torch.Tensor, ended: Callable[[Copy], None]) -> Copy:
         """Start copying out a tensor that the keeper held; calls `ended` when the copy is over."""
-        ended = partial(self._ended, saved, "out", then=ended)
+        ended = partial(self._kept_copy_ended, saved, "out", ended)
         saved.copy = self._copy(saved, Label("out", saved.tag), saved.lane, x, ended)
         return saved.copy
 
@@ -274,7 +244,7 @@ class Mover:
         self, saved: Saved, buffer: torch.Tensor, lane: str, ended: Callable[[Copy], None]
     ) -> Copy:
         """Start loading into a buffer of the keeper, before anybody has asked for it."""
-        ended = partial(self._ended, saved, "load", then=ended)
+        ended = partial(self._kept_copy_ended, saved, "load", ended)
         return self._copy(saved, Label("load", saved.tag), lane, buffer, ended)
 
     def saved_on_host(self, host: torch.Tensor, slot: Slot, tag: str, lane: str) -> Saved:
@@ -283,25 +253,20 @@ class Mover:
 
     def died(self, tell: Callable[[], None]) -> None:
         """Have the next sweep call `tell`. For finalizers: takes no lock."""
-        self._deaths.append(tell)
+        self._tickets.died(tell)
 
     def count_kept(self, counted: Counters) -> None:
         """Add to the tally what the keeper's forecast has counted since the last call."""
-        now = counted.hits, counted.misses, counted.late, counted.wasted_bytes
-        with self._lock:
-            hits, misses, late, wasted = (
-                b - a for a, b in zip(self._kept_counted, now, strict=True)
-            )
-            self._kept_counted = now
-            tally = self.tally
-            tally.keeper_hits += hits
-            tally.keeper_misses += misses
-            tally.keeper_late += late
-            tally.keeper_wasted_bytes += wasted
+        self._accounts.kept(counted)
 
     def copy_cancelled(self, saved: Saved) -> None:
-        with self._lock:
-            self._drop_user(saved)
+        self._accounts.drop(saved)
+
+    def _kept_copy_ended(
+        self, saved: Saved, direction: str, then: Callable[[Copy], None], copy: Copy
+    ) -> None:
+        self._accounts.over(saved, direction, copy)
+        then(copy)
 
     # -- copies ----------------------------------------------------------------------------------
 
@@ -313,9 +278,8 @@ class Mover:
         tensor: torch.Tensor,
         ended: Callable[[Copy], None],
     ) -> Copy:
-        """Start a copy in the label's direction. It uses the slot until `ended` drops it."""
-        with self._lock:
-            saved.users += 1
+        """Start a copy in the label's direction. `ended` drops it as a user of the slot."""
+        self._accounts.use(saved)
         device = self.device
         try:
             mark = device.mark()
@@ -325,32 +289,8 @@ class Mover:
             after = self._after(mark, saved.copy)
             return device.copy_in(lane, saved.slot, tensor, after, label, ended)
         except BaseException:
-            self.copy_cancelled(saved)
+            self._accounts.drop(saved)
             raise
-
-    def _ended(
-        self,
-        saved: Saved,
-        direction: str,
-        copy: Copy,
-        then: Callable[[Copy], None] | None = None,
-    ) -> None:
-        with self._lock:
-            if copy.error is None:
-                self._count(saved, direction)
-            self._drop_user(saved)
-        if then is not None:
-            then(copy)
-
-    def _count(self, saved: Saved, direction: str) -> None:
-        slot, tally = saved.slot, self.tally
-        tally.moves += 1
-        if direction == "out":
-            tally.bytes_out += slot.crossed_bytes
-            tally.raw_bytes_out += slot.nbytes
-        else:
-            tally.bytes_in += slot.crossed_bytes
-            tally.raw_bytes_in += slot.nbytes
 
     # -- waits, reported to the listener ---------------------------------------------------------
 
@@ -379,7 +319,7 @@ class Mover:
     def _reserve(self, nbytes: int, tag: str, drains: bool = True) -> None:
         heard = listener()
         began = None if heard is None else heard.now()
-        if self._ledger.reserve(nbytes, drains) and heard is not None:
+        if self._accounts.ledger.reserve(nbytes, drains) and heard is not None:
             heard.waited(tag, began, starting=True)
 
     # -- orders and waits, which test subclasses override to remove -------------------------------
@@ -389,91 +329,34 @@ class Mover:
         return [point for point in (mark, out) if point is not None]
 
     def _wait(self, copy: Copy, load: bool) -> None:
-        waited = self.device.wait(copy)
-        with self._lock:
-            tally = self.tally
-            tally.wait_us += waited.duration_ns / 1000
-            tally.late += waited.how is not How.READY
-            if load:
-                tally.prefetch_hits += waited.how is How.READY
-                tally.demand_misses += waited.how is How.PROMOTED
+        self._accounts.waited(self.device.wait(copy), load)
 
-    # -- ended copies and dead tickets -----------------------------------------------------------
+    # -- dead tickets ----------------------------------------------------------------------------
 
     def sweep(self) -> None:
         """Release everything that died since the last sweep. Called at each op and before jobs."""
-        if self._is_closed and self._sweeps:
-            return  # a finalizer interrupted the sweep below, which goes on until all is done
-        self._sweeps = True
-        try:
-            self._sweep()
-        finally:
-            self._sweeps = False
-
-    def _bury(self, died: Callable[[], None]) -> None:
-        """Note a death after `close`: no later sweep comes."""
-        self._deaths.append(died)
-        self.sweep()
-
-    @interrupts.uninterrupted
-    def _sweep(self) -> None:
-        while self._deaths:
-            try:
-                died = self._deaths.popleft()
-            except IndexError:  # another thread was faster
-                return
-            died()
-            del died  # objects that it held may die with it and be queued next
-
-    def _issue(self, entry: _Entry, died: Callable[[_Entry], None]) -> torch.Tensor:
-        told = partial(died, entry)
-        note = self._bury if self._is_closed else self._deaths.append
-        entry.number, ticket = tickets.issue(entry, partial(note, told))
-        self._live[entry.number] = told
-        return ticket
-
-    def _out_ended(self, saved: Saved, copy: Copy) -> None:
-        with self._lock:
-            if copy.error is None:
-                self._count(saved, "out")
-            self._out_over(saved)
-
-    def _out_over(self, saved: Saved) -> None:
-        self._ledger.release_locked(saved.slot.nbytes, drained=True)
-        self._drop_user(saved)
+        self._tickets.sweep()
 
     def _saved_died(self, saved: Saved) -> None:
-        tickets.retire(saved.number)
-        self._live.pop(saved.number, None)
-        with self._lock:
-            saved.ticket_alive = False
-            self._drop_user(saved)
+        self._tickets.retire(saved)
+        self._accounts.ticket_died(saved)
         if self.keeper is not None:
             self.keeper.forget(saved)
         self._cancel_if_unwanted(saved)
 
     def _load_died(self, load: Load) -> None:
-        tickets.retire(load.number)
-        self._live.pop(load.number, None)
+        self._tickets.retire(load)
         # nobody can wait for it any more, so it need not begin
         if load.copy is None or load.kept or load.awaited:
             return
         if self.device.cancel(load.copy):
-            with self._lock:
-                self._drop_user(load.saved)
+            self._accounts.drop(load.saved)
             self._cancel_if_unwanted(load.saved)
 
     def _cancel_if_unwanted(self, saved: Saved) -> None:
-        with self._lock:
-            unwanted = not (saved.ticket_alive or saved.awaited) and saved.users == 1
+        unwanted = self._accounts.unwanted(saved)
         if unwanted and saved.copy is not None and self.device.cancel(saved.copy):
-            with self._lock:
-                self._out_over(saved)
-
-    def _drop_user(self, saved: Saved) -> None:
-        saved.users -= 1
-        if not saved.users:
-            saved.slot.free()
+            self._accounts.out_cancelled(saved)
 
     # -- the rest --------------------------------------------------------------------------------
 
@@ -485,14 +368,13 @@ class Mover:
                 "with the `spawn` method."
             )
         interrupts.check()
-        if self._deaths:
-            self.sweep()
+        self.sweep()
 
     def _gauges(self) -> dict[str, int]:
         self.sweep()
         held = {
-            "live_tickets": len(self._live),
-            "in_flight_bytes": self._ledger.held_bytes,
+            "live_tickets": len(self._tickets),
+            "in_flight_bytes": self._accounts.ledger.held_bytes,
         }
         if self.keeper is not None:
             held["keeper_bytes"] = self.keeper.held_bytes
@@ -503,11 +385,8 @@ class Mover:
         """Stop. Waits for and loads of data that had not arrived fail from now on."""
         self._forget_gauges()
         self.device.close()
-        self._ledger.close()
-        self._is_closed = True
-        for number, told in tuple(self._live.items()):
-            tickets.tell_instead(number, partial(self._bury, told))
-        self.sweep()
+        self._accounts.ledger.close()
+        self._tickets.close()
 
 
 def _check_dense(x: torch.Tensor, tag: str) -> None:

@@ -17,9 +17,8 @@ from offcompile.ir import OffloadError
 from offcompile.runtime.base.define import define
 from offcompile.runtime.device import tickets
 
-from .mover import Load
 from .registry import runtime_for
-from .saved import Saved
+from .saved import Load, Saved
 
 SCHEMAS = {
     "start_out": "(Tensor x, str tag, str tier, str lane, str runtime, str? codec=None) -> Tensor",

@@ -1,4 +1,4 @@
-"""A tensor that was copied out, and the interface of the mover that a keeper uses."""
+"""The things that tickets stand for, and the interface of the mover that a keeper uses."""
 
 from __future__ import annotations
 
@@ -68,3 +68,19 @@ class Saved:
     def written(self) -> bool:
         """True if the slot holds the data, or will once the copy has ended."""
         return self.copy is not None and self.copy.error is None
+
+
+@dataclass(eq=False)
+class Load:
+    """A reload into a buffer of its own."""
+
+    mover: Moving
+    tag: str
+    lane: str
+    saved: Saved
+    number: int = 0
+    awaited: bool = False
+    #: None if the data was already there
+    copy: Copy | None = None
+    #: True if the keeper owns the buffer and the copy
+    kept: bool = False

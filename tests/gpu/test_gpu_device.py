@@ -21,8 +21,8 @@ from offcompile.runtime.device.streams import TorchStreams, flat_bytes
 from offcompile.runtime.disk.gds import this_cufile
 from offcompile.runtime.disk.spill import SpillStore
 from offcompile.runtime.memory.host_arena import HostArena
-from offcompile.runtime.moves.mover import Load, Mover
-from offcompile.runtime.moves.saved import Saved
+from offcompile.runtime.moves.mover import Mover
+from offcompile.runtime.moves.saved import Load, Saved
 
 pytestmark = [
     pytest.mark.gpu,

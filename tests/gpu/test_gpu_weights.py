@@ -18,8 +18,9 @@ from offcompile.runtime.device.streams import TorchStreams
 from offcompile.runtime.device.tickets import find
 from offcompile.runtime.memory.host_arena import HostArena
 from offcompile.runtime.moves import ops
-from offcompile.runtime.moves.mover import Load, Mover
+from offcompile.runtime.moves.mover import Mover
 from offcompile.runtime.moves.registry import Runtime, RuntimeSettings, runtime_for
+from offcompile.runtime.moves.saved import Load
 from offcompile.runtime.moves.weights import is_on_host
 
 gpu = [

@@ -367,7 +367,7 @@ def test_a_move_that_waits_for_room_is_heard() -> None:
     with bench.unseen():
         sent.append(bench.out(bench.full(64, 1), "first"))
         thread.start()
-        waiters = bench.mover._ledger._drained._waiters  # type: ignore[attr-defined]
+        waiters = bench.mover._accounts.ledger._drained._waiters  # type: ignore[attr-defined]
         while not waiters and thread.is_alive():
             time.sleep(0.001)
     thread.join()

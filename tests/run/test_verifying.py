@@ -22,7 +22,8 @@ from offcompile.report.report import PlanReport
 from offcompile.report.verified import Verified
 from offcompile.run import verifying
 from offcompile.run.plain_run import PlainRun, moved
-from offcompile.runtime.moves.mover import Load, Mover
+from offcompile.runtime.moves.mover import Mover
+from offcompile.runtime.moves.saved import Load
 
 GIVEN = {"hardware": "cpu", "policy": "gradient_reserve", "seconds": 0.05}
 

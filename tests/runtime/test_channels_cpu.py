@@ -11,9 +11,8 @@ import torch
 
 from offcompile.ir import OffloadError
 from offcompile.runtime.device import mapped, tickets
-from offcompile.runtime.moves.mover import Load
 from offcompile.runtime.moves.registry import Runtime, RuntimeSettings
-from offcompile.runtime.moves.saved import Saved
+from offcompile.runtime.moves.saved import Load, Saved
 from offcompile.runtime.states.update_workers import UpdateWorkers
 
 

@@ -25,8 +25,8 @@ from offcompile.runtime.device import tickets
 from offcompile.runtime.device.cuda.device import CudaDevice
 from offcompile.runtime.device.interface import Filled, Point, Slot
 from offcompile.runtime.device.lanes import LaneJob
-from offcompile.runtime.moves.mover import Load, Mover
-from offcompile.runtime.moves.saved import Saved
+from offcompile.runtime.moves.mover import Mover
+from offcompile.runtime.moves.saved import Load, Saved
 
 SIZES = (64, 200, 64)
 

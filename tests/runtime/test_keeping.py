@@ -19,8 +19,8 @@ from offcompile.runtime.disk.spill import SpillStore
 from offcompile.runtime.disk.spill_file import Files
 from offcompile.runtime.memory.arena import Arena
 from offcompile.runtime.moves.activation_cache import ActivationCache
-from offcompile.runtime.moves.mover import Load, Mover
-from offcompile.runtime.moves.saved import Saved
+from offcompile.runtime.moves.mover import Mover
+from offcompile.runtime.moves.saved import Load, Saved
 
 NBYTES = 64
 LAYERS, PER_LAYER = 5, 2
@@ -95,7 +95,7 @@ def test_right_numbers_and_no_race_whatever_room_there_is(seed: int, room: int) 
     assert run.device.races == []
     assert run.most <= room * NBYTES
     assert run.keeper.held_bytes == 0
-    assert not run.mover._live
+    assert not run.mover._tickets
 
 
 def moved(room: int, steps: int = 4) -> list[int]:

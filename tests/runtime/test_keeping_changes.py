@@ -15,7 +15,8 @@ from offcompile.runtime.device.cpu import CpuDevice
 from offcompile.runtime.device.mapped import MappedStore
 from offcompile.runtime.memory.arena import Arena
 from offcompile.runtime.moves.activation_cache import ActivationCache
-from offcompile.runtime.moves.mover import Load, Mover
+from offcompile.runtime.moves.mover import Mover
+from offcompile.runtime.moves.saved import Load
 
 
 class Bench:

@@ -18,8 +18,9 @@ from offcompile.ir import HOST
 from offcompile.passes.correlation.predictor import Predictor
 from offcompile.runtime.device import tickets
 from offcompile.runtime.moves.activation_cache import ActivationCache
-from offcompile.runtime.moves.mover import Load, Mover
+from offcompile.runtime.moves.mover import Mover
 from offcompile.runtime.moves.registry import runtimes
+from offcompile.runtime.moves.saved import Load
 
 NBYTES = 64
 LAYERS, PER_LAYER = 4, 2

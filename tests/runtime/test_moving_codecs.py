@@ -21,8 +21,8 @@ from offcompile.runtime.disk.directories import default_directory
 from offcompile.runtime.disk.spill import SpillFull, SpillStore
 from offcompile.runtime.disk.spill_file import Files
 from offcompile.runtime.memory.arena import Arena
-from offcompile.runtime.moves.mover import Load, Mover
-from offcompile.runtime.moves.saved import Saved
+from offcompile.runtime.moves.mover import Mover
+from offcompile.runtime.moves.saved import Load, Saved
 
 KIB, MIB = 1 << 10, 1 << 20
 PIECE = 64 * KIB  # float32 elements: a quarter of a piece

@@ -21,8 +21,7 @@ from offcompile.runtime.base.counters import record
 from offcompile.runtime.device import tickets
 from offcompile.runtime.device.cuda.copies import CudaCopy
 from offcompile.runtime.device.interface import How
-from offcompile.runtime.moves.mover import Load
-from offcompile.runtime.moves.saved import Saved
+from offcompile.runtime.moves.saved import Load, Saved
 
 
 @pytest.fixture

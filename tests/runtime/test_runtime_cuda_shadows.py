@@ -415,7 +415,7 @@ def train_by_threads(kind: type[Mover], seed: int) -> tuple[list[str], list[str]
 
 
 def _load() -> type:
-    from offcompile.runtime.moves.mover import Load
+    from offcompile.runtime.moves.saved import Load
 
     return Load
 

@@ -22,9 +22,9 @@ from offcompile.runtime.disk.directories import default_directory
 from offcompile.runtime.disk.spill import SpillFull, SpillStore
 from offcompile.runtime.disk.spill_file import Files
 from offcompile.runtime.memory.arena import Arena
-from offcompile.runtime.moves.mover import Load, Mover
+from offcompile.runtime.moves.mover import Mover
 from offcompile.runtime.moves.registry import RuntimeSettings, close_all, runtime_for, runtimes
-from offcompile.runtime.moves.saved import Saved
+from offcompile.runtime.moves.saved import Load, Saved
 
 ROOT = Path(__file__).parents[2]
 KIB = 1024
@@ -401,7 +401,7 @@ def trip():
     saved = tickets.find(ticket, Saved)
     mover.wait_out(saved)
     buffer, load = mover.start_load(saved, "x", "in")
-    from offcompile.runtime.moves.mover import Load
+    from offcompile.runtime.moves.saved import Load
     mover.wait_load(tickets.find(load, Load))
     assert buffer.view(torch.float32).sum() == 15000
     return ticket

@@ -13,8 +13,8 @@ from simulated import SimulatedDevice
 
 from offcompile.runtime.device import tickets
 from offcompile.runtime.device.interface import Copy, Label, Point
-from offcompile.runtime.moves.mover import Load, Mover
-from offcompile.runtime.moves.saved import Saved
+from offcompile.runtime.moves.mover import Mover
+from offcompile.runtime.moves.saved import Load, Saved
 
 NBYTES = 64
 SEEDS = range(40)

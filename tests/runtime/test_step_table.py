@@ -88,7 +88,7 @@ class Blocks:
         self.mover.close()
         assert self.device.races == []
         assert self.keeper.held_bytes == 0
-        assert not self.mover._live
+        assert not self.mover._tickets
 
 
 def expected(step: int, blocks: int = LAYERS) -> list[int]:

@@ -18,8 +18,8 @@ from offcompile.runtime.device.cuda import staging
 from offcompile.runtime.device.cuda.device import CudaDevice
 from offcompile.runtime.disk.spill import SpillStore
 from offcompile.runtime.disk.spill_space import Extent
-from offcompile.runtime.moves.mover import Load, Mover
-from offcompile.runtime.moves.saved import Saved
+from offcompile.runtime.moves.mover import Mover
+from offcompile.runtime.moves.saved import Load, Saved
 
 PAGE = 4096
 STAGING = staging.CHUNKS * PAGE

@@ -7,8 +7,8 @@ import torch
 from simulated import SimulatedDevice
 
 from offcompile.runtime.device import tickets
-from offcompile.runtime.moves.mover import Load, Mover
-from offcompile.runtime.moves.saved import Saved
+from offcompile.runtime.moves.mover import Mover
+from offcompile.runtime.moves.saved import Load, Saved
 
 
 def fill(value: int) -> object:
