@@ -1,63 +1,39 @@
-"""Builds a Problem from graphs: each storage's size, kind and lifetime, and each op's cost.
+"""Builds a Problem from graphs: its tensors are the graphs' storages, its ops have costs.
 
-Autograd often saves views, but memory is taken and moved by storage, so tensors here are storages.
-A storage is named after the node that made it, an op after its node (a backward node gets the
-suffix `.bw` if forward has a node of that name). Storages that cannot move (inputs, outputs, those
-written in place or too small to matter) are pinned; so are weights and their gradients, unless the
-step is annotated with weights that live on the host.
+`storages` finds the storages; here ops get their operands, durations and workspace. An op is named
+after its node, as a storage is. Gradients of weights may move too, if the step is annotated with
+weights that live on the host.
 """
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from functools import cached_property
 
-import sympy
 import torch
 from torch import fx
 
-from offcompile.ir import BACKWARD, DEVICE, FORWARD, HOST, Op, Problem, Tensor
+from offcompile.ir import BACKWARD, FORWARD, Op, Problem, Tensor
 from offcompile.machine.in_place import InPlace
 from offcompile.runtime.states import update_ops
 
+from .costs.host_operands import HostOperands
 from .costs.op_costs import OpCost
-from .direct_ops import product_rows, touched_bytes, workspace_of, write_of
 from .graphs import (
     Graphs,
     Hint,
     aliased_input,
     bookkeeping,
-    covers_its_storage,
     is_getitem,
-    is_parameter,
     may_leave,
     may_repeat,
     mutated_inputs,
     outputs_of,
-    root_of,
     storage_bytes,
     storage_key,
     tensors_in,
 )
-from .names import tensor_names
-from .sizes import symbols_in
-
-Place = tuple[str, str]  # (phase, node name)
-
-
-@dataclass
-class Storage:
-    """One allocation, made by one node."""
-
-    id: str
-    nbytes: int
-    kind: str
-    #: the node that made it; its value spans the whole storage if the storage may move
-    base: Place
-    pinned: bool = False
-    home: str | None = None
+from .storages import Place, Storage, Storages
 
 
 @dataclass(frozen=True)
@@ -93,152 +69,91 @@ def annotate(
     With `in_place`, all weights except those in `stays` live on the host, and the gradients of
     all weights may move there.
     """
-    work = _Work(graphs, costs, hint, min_move_bytes, in_place, stays)
+    storages = Storages(graphs, hint, min_move_bytes, weights_on_host=in_place is not None)
+    on_host = None if in_place is None else HostOperands(in_place, costs, hint)
+    work = _Work(storages, costs, on_host)
     for phase, module in graphs:
         for node in module.graph.nodes:
             work.visit(phase, node)
     work.mark_outputs()
-    return work.result()
+    return work.result(stays)
 
 
-@dataclass(frozen=True)
-class _NodeNames:
-    """Names of nodes, by the part that they have in a step."""
+class _UnreadArguments:
+    """Arguments of forward that nothing but their own new values depends on."""
 
-    forward: frozenset[str]
-    backward_inputs: frozenset[str]
-    #: nodes of forward whose values are only written back to inputs
-    bookkeeping: frozenset[str]
-
-    @classmethod
-    def of(cls, graphs: Graphs) -> _NodeNames:
+    def __init__(self, graphs: Graphs) -> None:
         backward = () if graphs.backward is None else graphs.backward.graph.nodes
-        return cls(
-            forward=frozenset(n.name for n in graphs.forward.graph.nodes),
-            backward_inputs=frozenset(n.name for n in backward if n.op == "placeholder"),
-            bookkeeping=frozenset(bookkeeping(graphs.forward.graph)),
-        )
+        self._backward_inputs = frozenset(n.name for n in backward if n.op == "placeholder")
+        self._bookkeeping = bookkeeping(graphs.forward.graph)
 
-    def unread(self, argument: fx.Node) -> bool:
-        """True if only new values of arguments depend on this one."""
-        inside = argument.op == "placeholder" and argument.name in self.bookkeeping
-        return inside and argument.name not in self.backward_inputs
+    def __contains__(self, node: fx.Node) -> bool:
+        inside = node.op == "placeholder" and node.name in self._bookkeeping
+        return inside and node.name not in self._backward_inputs
 
 
 class _Work:
-    def __init__(
-        self,
-        graphs: Graphs,
-        costs: Costs,
-        hint: Hint,
-        min_move_bytes: int,
-        in_place: InPlace | None,
-        stays: frozenset[str],
-    ) -> None:
-        self.graphs, self.costs, self.hint = graphs, costs, hint
-        self.min_move_bytes, self.in_place, self.stays = min_move_bytes, in_place, stays
-        self.storages: dict[str, Storage] = {}
-        self.storage_of: dict[Place, str] = {}
+    """The ops of a step. on_host: times them with weights on the host; None: weights stay."""
+
+    def __init__(self, storages: Storages, costs: Costs, on_host: HostOperands | None) -> None:
+        self.graphs, self.hint = storages.graphs, storages.hint
+        self.storages, self.costs, self.on_host = storages, costs, on_host
         #: storage of a value that is never written → storages that its readers read instead
         self.made_of: dict[str, tuple[str, ...]] = {}
         self.ops: list[Op] = []
         self.node_of: dict[str, tuple[Place, ...]] = {}
-        self.labels: dict[str, str] = {}
-        self.inputs: dict[int, str] = {}  # storage key of a placeholder → storage id
-        self.node_names = _NodeNames.of(graphs)
-        #: storages that several arguments share
-        self.shared: set[str] = set()
+        self.unread = _UnreadArguments(self.graphs)
 
     # --- nodes ------------------------------------------------------------------------------
 
     def visit(self, phase: str, node: fx.Node) -> None:
         if node.op in ("placeholder", "get_attr"):
-            self.placeholder(phase, node)
+            self.storages.placeholder(phase, node)
         elif node.op == "call_function" and is_getitem(node):
-            self.part(phase, node)
+            self.storages.part(phase, node)
         elif node.op == "call_function":
             value = node.meta.get("val")
             source = aliased_input(node)
             if source is not None and not mutated_inputs(node):
-                self.alias(phase, node, source)
+                self.storages.alias(phase, node, source)
             elif tensors_in(value) or any(
                 tensors_in(n.meta.get("val")) for n in node.all_input_nodes
             ):
                 self.op(phase, node)
 
-    def placeholder(self, phase: str, node: fx.Node) -> None:
-        value = node.meta.get("val")
-        if not isinstance(value, torch.Tensor):
-            return
-        if phase == BACKWARD and (FORWARD, node.name) in self.storage_of:
-            self.storage_of[phase, node.name] = self.storage_of[FORWARD, node.name]
-            return
-        key = storage_key(value)
-        if key is not None and key in self.inputs:
-            shared = self.storages[self.inputs[key]]
-            self.storage_of[phase, node.name] = shared.id
-            self.shared.add(shared.id)
-            if phase == FORWARD:  # two arguments share one storage
-                shared.pinned = True
-            return
-        kind = "weight" if is_parameter(node, self.graphs) else "input"
-        made = self.make(phase, node, value, kind)
-        made.pinned |= self.in_place is None or phase != FORWARD
-        made.pinned |= not may_leave(node, self.graphs)
-        made.home = DEVICE
-        if key is not None:
-            self.inputs[key] = made.id
-
-    def alias(self, phase: str, node: fx.Node, source: fx.Node) -> None:
-        place = (phase, source.name)
-        if place in self.storage_of:
-            self.storage_of[phase, node.name] = self.storage_of[place]
-
-    def part(self, phase: str, node: fx.Node) -> None:
-        """Visit one of an op's outputs: its op has registered it, unless it is an alias, such as
-        a part of a split."""
-        if (phase, node.name) in self.storage_of:
-            return
-        source = aliased_input(node)
-        if source is not None:
-            self.alias(phase, node, source)
-
     def op(self, phase: str, node: fx.Node) -> None:
-        name = self.name(phase, node)
+        storages, storage_of = self.storages, self.storages.of
+        name = storages.name(phase, node)
         cost = self.costs.get((phase, node.name), OpCost(0.0, 0))
-        mutated = [self.storage_of.get((phase, n.name)) for n in mutated_inputs(node)]
+        mutated = [storage_of.get((phase, n.name)) for n in mutated_inputs(node)]
         for storage in filter(None, mutated):
-            self.storages[storage].pinned = True
+            storages.by_id[storage].pinned = True
         given = [
-            self.storage_of[phase, n.name]
-            for n in node.all_input_nodes
-            if (phase, n.name) in self.storage_of
+            storage_of[phase, n.name] for n in node.all_input_nodes if (phase, n.name) in storage_of
         ]
         reads = dict.fromkeys(s for t in given for s in (t, *self.made_of.get(t, ())))
         writes = dict.fromkeys(filter(None, mutated))
         if writes and isinstance(node.meta.get("val"), torch.Tensor):
-            self.storage_of[phase, node.name] = next(iter(writes))
+            storage_of[phase, node.name] = next(iter(writes))
         if phase == FORWARD:
             # a recomputation may find the new value there, which does not affect its result
             unread = {
-                self.storage_of.get((phase, n.name))
-                for n in mutated_inputs(node)
-                if self.node_names.unread(n)
+                storage_of.get((phase, n.name)) for n in mutated_inputs(node) if n in self.unread
             }
-            writes = {t: None for t in writes if t not in unread or t in self.shared}
+            writes = {t: None for t in writes if t not in unread or t in storages.shared}
         workspace = cost.workspace_bytes
-        for value, part in self.outputs(node):
+        for value, part in _outputs(node):
             if part is None:  # returned and never used
                 if value.device.type == self.graphs.device:
                     workspace += storage_bytes(value, self.hint)
                 continue
-            made = self.make(phase, part, value, "activation", materialises=cost.materialises)
+            made = storages.make(phase, part, value, "activation", materialises=cost.materialises)
             writes[made.id] = None
             if not cost.materialises:
                 self.made_of[made.id] = tuple(reads)
         if node.target is update_ops.offer:
             gradient = node.all_input_nodes[1]
-            self.storages[self.storage_of[phase, gradient.name]].kind = "gradient"
+            storages.by_id[storage_of[phase, gradient.name]].kind = "gradient"
         self.node_of[name] = ((phase, node.name),)
         self.ops.append(
             Op(
@@ -254,231 +169,98 @@ class _Work:
                 recompute=phase == FORWARD and not any(mutated) and may_repeat(node),
             )
         )
-        self.labels[name] = _label(node)
+        storages.label(name, node)
 
     def direct(
         self, phase: str, node: fx.Node, duration_us: float, reads: list[str]
     ) -> dict[str, float]:
-        """The op's duration with each weight used in place. `settle_weights` later drops the
+        """The op's duration with each weight used in place. `drop_in_place_use` later drops the
         weights that stay on the device."""
-        found: dict[str, float] = {}
-        if self.in_place is None:
-            return found
-        for operand in node.all_input_nodes:
-            storage = self.storages.get(self.storage_of.get((phase, operand.name), ""))
-            if storage is not None and storage.kind == "weight" and storage.id in reads:
-                nbytes = touched_bytes(node, operand, storage.nbytes, self.hint)
-                times = self.in_place.times_read(product_rows(node, operand, self.hint))
-                nbytes = round(nbytes * times)
-                took = self.time_in_place((phase, node.name), storage.id, duration_us, nbytes)
-                found[storage.id] = max(took, found.get(storage.id, took))
-        return found
-
-    def time_in_place(
-        self, place: Place, storage: str, duration_us: float, nbytes: int, writes: bool = False
-    ) -> float:
-        """The longer of two durations: modelled from the link to the host, and measured with the
-        whole storage in host memory."""
-        assert self.in_place is not None
-        measured = self.costs.get(place, OpCost(0.0)).in_place.get(storage, 0.0)
-        return round(max(self.in_place.us(duration_us, nbytes, writes), measured), 3)
-
-    def outputs(self, node: fx.Node) -> list[tuple[torch.Tensor, fx.Node | None]]:
-        """Each tensor that the op makes, with its node (None if the output is never used)."""
-        value = node.meta.get("val")
-        if isinstance(value, torch.Tensor):
-            return [] if storage_key(value) in self.keys_in(node) else [(value, node)]
-        if not isinstance(value, tuple | list):
-            return []
-        parts = {u.args[1]: u for u in node.users if is_getitem(u)}
-        return [
-            (v, parts.get(i))
-            for i, v in enumerate(value)
-            if isinstance(v, torch.Tensor) and storage_key(v) not in self.keys_in(node)
+        if self.on_host is None:
+            return {}
+        operands = [(n, self.storages.at(phase, n)) for n in node.all_input_nodes]
+        weights = [
+            (n, s) for n, s in operands if s is not None and s.kind == "weight" and s.id in reads
         ]
-
-    def keys_in(self, node: fx.Node) -> set[int | None]:
-        values = [t for n in node.all_input_nodes for t in tensors_in(n.meta.get("val"))]
-        return {storage_key(t) for t in values} - {None}
-
-    def make(
-        self,
-        phase: str,
-        node: fx.Node,
-        value: torch.Tensor,
-        kind: str,
-        materialises: bool = True,
-    ) -> Storage:
-        name = self.name(phase, node)
-        here = materialises and value.device.type == self.graphs.device
-        nbytes = storage_bytes(value, self.hint) if here else 0
-        may_move = (
-            nbytes >= self.min_move_bytes
-            and storage_key(value) is not None
-            and covers_its_storage(value, self.hint)
-            and symbols_in(value.untyped_storage().nbytes()) <= self.symbols
-        )
-        made = Storage(name, nbytes, kind, (phase, node.name), pinned=not may_move)
-        self.storages[name] = made
-        self.storage_of[phase, node.name] = name
-        self.labels[name] = _label(node)
-        return made
-
-    def name(self, phase: str, node: fx.Node) -> str:
-        if phase == BACKWARD and node.name in self.node_names.forward:
-            return f"{node.name}.bw"
-        return node.name
+        return self.on_host.reads((phase, node.name), node, duration_us, weights)
 
     # --- outputs of the graphs ------------------------------------------------------------------
 
     def mark_outputs(self) -> None:
         seen = outputs_of(self.graphs.forward)[: self.graphs.num_outputs]
-        self.keep(FORWARD, seen, "output")
+        self.storages.keep(FORWARD, seen, "output")
         if self.graphs.backward is not None:
-            self.keep(BACKWARD, outputs_of(self.graphs.backward), "gradient")
-            if self.in_place is not None:
-                self.release_gradients()
+            gradients = outputs_of(self.graphs.backward)
+            self.storages.keep(BACKWARD, gradients, "gradient")
+            if self.on_host is not None:
+                self.release(gradients)
 
-    def keep(self, phase: str, outputs: list[object], kind: str) -> None:
-        for out in outputs:
-            if not isinstance(out, fx.Node):
-                continue
-            storage = self.storages.get(self.storage_of.get((phase, out.name), ""))
-            if storage is not None:
-                storage.pinned = True
-                if storage.home is None and out.target is not update_ops.offer:
-                    storage.kind = kind
-
-    def release_gradients(self) -> None:
+    def release(self, gradients: list[object]) -> None:
         """Let each weight gradient move that is the only output on its storage and is read by no
         op."""
-        assert self.graphs.backward is not None
-        outputs = outputs_of(self.graphs.backward)
-        names = [o.name if isinstance(o, fx.Node) else "" for o in outputs]
-        stored = [self.storage_of.get((BACKWARD, name), "") for name in names]
+        names = [o.name if isinstance(o, fx.Node) else "" for o in gradients]
+        stored = [self.storages.of.get((BACKWARD, name), "") for name in names]
         read = {t for op in self.ops for t in op.reads}
         wanted = list(self.graphs.forward.graph.find_nodes(op="placeholder"))
         for of, name in zip(wanted, stored, strict=False):
-            storage = self.storages.get(name)
+            storage = self.storages.by_id.get(name)
             if storage is None or not may_leave(of, self.graphs):
                 continue
             if stored.count(name) == 1 and storage.home is None and name not in read:
-                storage.pinned = not self.may_move(storage)
+                storage.pinned = not self.storages.may_move(storage)
                 self.write_in_place(storage)
 
     def write_in_place(self, storage: Storage) -> None:
-        """Record the duration and workspace of a gradient's op when it writes to the host."""
+        """Let the op that makes a gradient write it to the host, if it can."""
+        assert self.on_host is not None
         place = storage.base
-        inputs = [root_of(n) for n in self.nodes[place].all_input_nodes]
-        # an input that exists only inside a fused kernel cannot be passed to another kernel
-        apart = all(self.costs.get((place[0], n.name), OpCost(0.0)).materialises for n in inputs)
-        if not apart or write_of(self.nodes[place]) is None:
-            return
-        (at,) = (i for i, op in enumerate(self.ops) if self.node_of[op.id] == (place,))
-        op, more = self.ops[at], workspace_of(self.nodes[place], self.hint)
-        duration_us = self.time_in_place(place, storage.id, op.duration_us, storage.nbytes, True)
-        self.ops[at] = replace(
-            op,
-            direct={**op.direct, storage.id: duration_us},
-            workspace_bytes=max(op.workspace_bytes, min(more, storage.nbytes)),
-        )
+        node = self.storages.nodes[place]
+        if self.on_host.may_write(node, place[0]):
+            (at,) = (i for i, op in enumerate(self.ops) if self.node_of[op.id] == (place,))
+            self.ops[at] = self.on_host.writing(self.ops[at], node, storage)
 
-    def may_move(self, storage: Storage) -> bool:
-        value = self.values[storage.base]
-        assert isinstance(value, torch.Tensor)
-        return storage.nbytes >= self.min_move_bytes and covers_its_storage(value, self.hint)
-
-    def result(self) -> Annotated:
-        self.pin_mixed_types()
-        self.settle_weights()
+    def result(self, stays: frozenset[str]) -> Annotated:
+        storages = self.storages
+        storages.pin_mixed_types()
+        storages.place_weights(stays)
+        if self.on_host is not None:
+            self.drop_in_place_use()
         used = {t for op in self.ops for t in op.operands}
         tensors = tuple(
             Tensor(s.id, s.nbytes, s.kind, s.home, pinned=s.pinned)
-            for s in self.storages.values()
+            for s in storages.by_id.values()
             if s.id in used or s.home is not None
         )
-        names = tensor_names(self.graphs, self.storage_of)
-        for t, name in names.items():
-            about = f"{name} {_shape(self.values[self.storages[t].base])}"
-            gradient = self.storages[t].kind == "gradient"
-            self.labels[t] = f"gradient of {about}" if gradient else about
         return Annotated(
             problem=Problem(tensors, tuple(self.ops), steady=False),
-            storage_of=self.storage_of,
-            base_of={s.id: s.base for s in self.storages.values()},
+            storage_of=storages.of,
+            base_of={s.id: s.base for s in storages.by_id.values()},
             node_of=self.node_of,
-            labels=self.labels,
-            names=names,
-            dtypes={
-                s.id: value.dtype
-                for s in self.storages.values()
-                if isinstance(value := self.values[s.base], torch.Tensor)
-            },
+            names=storages.user_names(),
+            labels=storages.labels,
+            dtypes=storages.dtypes(),
         )
 
-    def settle_weights(self) -> None:
-        """Place movable weights on the host and drop in-place use of all other weights."""
-        for storage in self.storages.values():
-            if storage.kind == "weight" and not storage.pinned:
-                storage.pinned = storage.id in self.stays
-                storage.home = DEVICE if storage.pinned else HOST
-        if self.in_place is not None:
-            self.ops = [
-                replace(op, direct={t: us for t, us in op.direct.items() if self.may_be_used(t)})
-                for op in self.ops
-            ]
-
-    def may_be_used(self, storage: str) -> bool:
-        """True if a storage may be on the host, where ops can use it in place."""
-        found = self.storages[storage]
-        return found.home == HOST or (found.home is None and not found.pinned)
-
-    def pin_mixed_types(self) -> None:
-        """Pin storages that are viewed as another dtype, or that are complex."""
-        for phase, module in self.graphs:
-            for node in module.graph.nodes:
-                storage = self.storages.get(self.storage_of.get((phase, node.name), ""))
-                value = node.meta.get("val")
-                if storage is None or not isinstance(value, torch.Tensor):
-                    continue
-                base = self.values[storage.base]
-                assert isinstance(base, torch.Tensor)
-                if base.dtype != value.dtype or base.is_complex():
-                    storage.pinned = True
-
-    @cached_property
-    def symbols(self) -> frozenset[sympy.Symbol]:
-        """The symbols that forward's arguments or nodes determine. Torch gives random states a
-        size symbol of their own, which no node in the graphs could supply."""
-        nodes = self.graphs.forward.graph.nodes
-        values = [n.meta.get("val") for n in nodes]
-        arguments = [n.meta.get("val") for n in nodes if n.op == "placeholder"]
-        shapes = [v.shape for v in arguments if isinstance(v, torch.Tensor)]
-        sizes = [*values, *(size for shape in shapes for size in shape)]
-        symbolic = (size for size in sizes if isinstance(size, torch.SymInt))
-        return frozenset(symbol for size in symbolic for symbol in symbols_in(size))
-
-    @cached_property
-    def nodes(self) -> dict[Place, fx.Node]:
-        return {(p, n.name): n for p, m in self.graphs for n in m.graph.nodes}
-
-    @cached_property
-    def values(self) -> dict[Place, object]:
-        return {place: n.meta.get("val") for place, n in self.nodes.items()}
+    def drop_in_place_use(self) -> None:
+        """Let no op use storages in place that cannot be on the host."""
+        may = self.storages.may_be_on_host
+        self.ops = [
+            replace(op, direct={t: us for t, us in op.direct.items() if may(t)}) for op in self.ops
+        ]
 
 
-def _label(node: fx.Node) -> str:
-    """The node's module path in the user's model, and its shape."""
-    stack = node.meta.get("nn_module_stack") or {}
-    path = ""
-    for entry in stack.values():
-        path = str(entry[0]) or path
-    path = re.sub(r"^L\['\w+'\](\.(?=.)|$)", "", path) or ("model" if path else "")
-    return " ".join(filter(None, (path, _shape(node.meta.get("val")))))
-
-
-def _shape(value: object) -> str:
-    if not isinstance(value, torch.Tensor):
-        return ""
-    sizes = "×".join(str(s) for s in value.shape)
-    return f"{sizes} {str(value.dtype).removeprefix('torch.')}"
+def _outputs(node: fx.Node) -> list[tuple[torch.Tensor, fx.Node | None]]:
+    """Each tensor that the op makes, with its node (None if the output is never used)."""
+    value = node.meta.get("val")
+    inputs = [t for n in node.all_input_nodes for t in tensors_in(n.meta.get("val"))]
+    known = {storage_key(t) for t in inputs} - {None}
+    if isinstance(value, torch.Tensor):
+        return [] if storage_key(value) in known else [(value, node)]
+    if not isinstance(value, tuple | list):
+        return []
+    parts = {u.args[1]: u for u in node.users if is_getitem(u)}
+    return [
+        (v, parts.get(i))
+        for i, v in enumerate(value)
+        if isinstance(v, torch.Tensor) and storage_key(v) not in known
+    ]

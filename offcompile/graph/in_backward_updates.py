@@ -25,7 +25,7 @@ from offcompile.planning.order import Order, RunStep
 from offcompile.runtime.device import tickets
 from offcompile.runtime.states import update_ops
 
-from .annotate import Annotated, Place
+from .annotate import Annotated
 from .costs.op_costs import OpCost
 from .graphs import (
     Graphs,
@@ -37,6 +37,7 @@ from .graphs import (
     storage_bytes,
 )
 from .lowering.resave import new_placeholder
+from .storages import Place
 
 #: bytes that an update reads and writes per byte of gradient: with two moments, 28 for 4
 BYTES_PER_BYTE = 7.0

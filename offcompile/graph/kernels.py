@@ -15,8 +15,9 @@ from torch import fx
 
 from offcompile.ir import Op, Problem
 
-from .annotate import Annotated, Place
+from .annotate import Annotated
 from .graphs import Graphs
+from .storages import Place
 
 #: longer runs are split, so that tensors can still move in long sequences of fusible ops
 MOST_OPS = 32

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 import sympy
 import torch
 
-from offcompile.graph.annotate import Annotated, Place, annotate
+from offcompile.graph.annotate import Annotated, annotate
 from offcompile.graph.costs.fusion import calls_library
 from offcompile.graph.costs.in_place import with_in_place
 from offcompile.graph.costs.op_costs import CostModel, OpCost, costs_of_graph, open_cost_cache
@@ -17,6 +17,7 @@ from offcompile.graph.graphs import Graphs, Hint, storage_bytes, storage_key
 from offcompile.graph.in_backward_updates import Offers, costs_of_offers, with_offers
 from offcompile.graph.kernels import merge_kernels
 from offcompile.graph.sizes import hint_of
+from offcompile.graph.storages import Place
 from offcompile.ir import DEVICE, Lane, Machine
 from offcompile.machine.hardware import BYTES_PER_US_PER_GBPS
 from offcompile.machine.in_place import InPlace

@@ -13,9 +13,10 @@ from dataclasses import replace
 import torch
 from torch import fx
 
-from offcompile.graph.annotate import Annotated, Place
+from offcompile.graph.annotate import Annotated
 from offcompile.graph.direct_ops import does_less, reader_of, write_of
 from offcompile.graph.graphs import Graphs, Hint
+from offcompile.graph.storages import Place
 from offcompile.ir import Op
 from offcompile.runtime.measure.in_place import InPlaceCall, measure_in_place
 from offcompile.runtime.measure.op import Operands

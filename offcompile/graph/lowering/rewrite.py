@@ -29,7 +29,7 @@ import torch
 from torch import fx
 from torch._subclasses.fake_tensor import FakeTensor
 
-from offcompile.graph.annotate import Annotated, Place
+from offcompile.graph.annotate import Annotated
 from offcompile.graph.direct_ops import is_store, reader_of, write_of
 from offcompile.graph.graphs import (
     Graphs,
@@ -37,6 +37,7 @@ from offcompile.graph.graphs import (
     is_getitem,
     outputs_of,
 )
+from offcompile.graph.storages import Place
 from offcompile.ir import BACKWARD, DEVICE, FORWARD, HOST, BrokenPlan, Move, Plan
 from offcompile.planning.order import Order, ProgramStep, RunStep, StartStep
 from offcompile.runtime.device import tickets
