@@ -1,13 +1,20 @@
-"""Error messages for failed copies: tensor, direction, place, cause and remedy."""
+"""Errors of copies that failed, or had no room: tensor, direction, place, cause and remedy."""
 
 from __future__ import annotations
 
 import errno
 
+import torch
+
 from offcompile.ir import OffloadError
 
 from .interface import Label, Slot
 from .lanes import Needed
+
+
+class DeviceFull(OffloadError, torch.OutOfMemoryError):
+    """The device has no room for a tensor that is to be reloaded."""
+
 
 _ADVICE = {
     errno.ENOSPC: 'free space there, or name a roomier directory with options={"spill": …}',

@@ -129,7 +129,7 @@ def test_large_tensors_go_to_files_past_the_host_and_come_back() -> None:
         buffer, load = bench.load(ticket)
         bench.wait_load(load)
         assert torch.equal(buffer, kept)
-        direct = bench.device._direct
+        direct = bench.device._disk.direct
         if direct is None or direct._files is None:
             pytest.skip("the file system of temporary files does not take it: see the log")
         assert direct._works

@@ -150,8 +150,8 @@ def test_a_library_that_does_not_wait_for_the_card_is_found_out(disk: CountingDi
     for seed in range(3):
         library = FakeLibrary()
         bench = bench_with(library, disk, seed)
-        assert bench.device._direct is not None
-        bench.device._direct._streams = Hasty(bench.streams)  # type: ignore[assignment]
+        assert bench.device._disk.direct is not None
+        bench.device._disk.direct._streams = Hasty(bench.streams)  # type: ignore[assignment]
         there_and_back(bench, 4 * PAGE, 1)
         bench.settle()
         found += bool(bench.streams.races)

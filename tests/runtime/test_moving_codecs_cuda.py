@@ -241,7 +241,7 @@ def test_a_full_host_tier_yields_to_the_disk_with_the_codec(disk: dict[str, Disk
     bench.wait_out(ticket)
     assert isinstance(tickets.find(ticket, Saved).slot, PackedSlot)
     # rings without room in the arena are no memory that kernels reach
-    assert not any(ring.from_arena for ring in bench.device._rings.values())
+    assert not any(ring.from_arena for ring in bench.device._disk.rings.values())
     buffer, load = bench.load(ticket)
     bench.wait_load(load)
     expect_half(bench, buffer)

@@ -26,7 +26,8 @@ from simulated_streams import Faults, SimulatedStreams
 
 from offcompile.ir import OffloadError
 from offcompile.runtime.base.counters import counters, record, reset_counters
-from offcompile.runtime.device.cuda.device import CudaDevice, DeviceFull
+from offcompile.runtime.device.cuda.device import CudaDevice
+from offcompile.runtime.device.failures import DeviceFull
 from offcompile.runtime.device.interface import Copy, Label, Point
 from offcompile.runtime.device.streams import flat_bytes, when_storage_dies
 from offcompile.runtime.disk.spill import SpillFull

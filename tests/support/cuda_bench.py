@@ -117,7 +117,7 @@ class Bench:
     @property
     def rings(self) -> int:
         """Bytes of the arena that lanes to the disk hold."""
-        chunks = [chunk for ring in self.device._rings.values() for chunk in ring._chunks]
+        chunks = [chunk for ring in self.device._disk.rings.values() for chunk in ring._chunks]
         ours = [c for c in chunks if self.streams._watch.of(c.tensor).pool is self.device.arena]
         return sum(chunk.tensor.numel() for chunk in ours)
 

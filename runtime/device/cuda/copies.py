@@ -176,10 +176,21 @@ def note_end(streams: Streams, copy: CudaCopy) -> int | None:
 def check_needs(copy: CudaCopy) -> None:
     for need in copy.needs:
         if need.error is not None:
-            raise needed(need, need.error)
+            raise _needed(need, need.error)
 
 
-def needed(need: CudaCopy, error: BaseException) -> Needed:
+def first_error(streams: Streams, copy: CudaCopy) -> BaseException | None:
+    """Block until the GPU has passed the copy and those that it needs; returns the first error."""
+    error: BaseException | None = None
+    for one in (*copy.needs, copy):
+        try:
+            one.synchronize(streams)
+        except Exception as found:
+            error = error or (bare(found) if one is copy else _needed(one, bare(found)))
+    return error
+
+
+def _needed(need: CudaCopy, error: BaseException) -> Needed:
     told = Needed(f"{need.label.tag}: {error}")
     told.__cause__ = error
     return told

@@ -2,9 +2,8 @@
 
 A copy to or from the host tier is queued at once on its lane's stream, and nothing blocks the host:
 events order the streams, and a thread for each lane waits for copies to end. Between device and
-disk, a thread for each lane moves chunks through pinned staging, or bypasses the host where
-possible (`direct_files`); there, a wait blocks the host until the last copy on the GPU's side has
-been queued, and no longer.
+disk, a thread for each lane moves the data (`disk_moves`); there, a wait blocks the host until the
+last copy on the GPU's side has been queued, and no longer.
 
 Nothing uses `record_stream`, which would delay the reuse of memory until the host happens to look:
 a copy holds its tensor until compute has been made to wait for it, on the stream it was issued
@@ -23,7 +22,7 @@ here takes the return of a copy for its end.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 
@@ -34,43 +33,37 @@ from offcompile.runtime.base.counters import now_ns
 from offcompile.runtime.base.define import current
 from offcompile.runtime.base.threads import bare
 from offcompile.runtime.device.cpu import PAGE_BYTES, CpuSlot
+from offcompile.runtime.device.failures import DeviceFull
 from offcompile.runtime.device.interface import Copy, Device, How, Label, Point, Slot, Waited
 from offcompile.runtime.device.lane_rates import LaneRates
 from offcompile.runtime.device.lanes import Lanes
 from offcompile.runtime.device.move_events import HeardCopy
-from offcompile.runtime.device.packing import PackedSlot, elements_in
+from offcompile.runtime.device.packing import PackedSlot
 from offcompile.runtime.device.streams import Event, Stream, Streams, when_storage_dies
 from offcompile.runtime.disk.gds import CuFile, this_cufile
-from offcompile.runtime.disk.spill import SpillFull, SpillStore
+from offcompile.runtime.disk.spill import SpillStore
 from offcompile.runtime.memory.host_arena import HostFull
 
 from .capture import Capture
 from .copies import (
-    CopyBlock,
     CopyBlocks,
     CudaCopy,
     HostSlot,
     Mark,
     check_needs,
-    needed,
+    first_error,
     note_end,
     reach,
 )
-from .direct_files import DirectFiles
-from .disk_steps import packing_steps, rated, raw_steps, unpacking_steps
+from .disk_moves import DiskMoves
 from .host_aliases import HostAliases, ShadowSlot
 from .in_flight import CopiesInFlight
-from .packing import PackedHostSlot, Packers, PackingRooms
-from .staging import CHUNKS, Ring, StagingStep, ring_in
+from .packing import PackedHostSlot, Packers
+from .slots import SlotMaker
+from .staging import CHUNKS
 
 #: copies of the host tier of at least this size are timed by the GPU, to measure the lane's rate
 RATED_BYTES = 1 << 20
-#: lanes between device and disk whose staging is allocated at the start
-DISK_LANES = ("device_to_disk", "disk_to_device")
-
-
-class DeviceFull(OffloadError, torch.OutOfMemoryError):
-    """The device has no room for a tensor that is to be reloaded."""
 
 
 class CudaDevice(Device):
@@ -107,18 +100,16 @@ class CudaDevice(Device):
         self.packers = Packers(streams, arena.pinned)
         self.stores = dict(stores)
         self.timed = timed
-        self._chunk_bytes = staging_bytes // CHUNKS // PAGE_BYTES * PAGE_BYTES
         self._lanes = Lanes("cuda")
         self.rates = LaneRates()
         self._before: Callable[[], None] | None = None
         self._issuing: dict[str, threading.Lock] = {}
         self._in_flight = CopiesInFlight()
-        self._rings: dict[str, Ring] = {}
-        self._direct: DirectFiles | None = None
-        if self.stores:
-            # allocate now, while the host tier has room
-            self._rings = {lane: self._new_ring() for lane in DISK_LANES}
-            self._direct = DirectFiles(streams, self.stores["disk"], self.rates, cufile)
+        chunk_bytes = staging_bytes // CHUNKS // PAGE_BYTES * PAGE_BYTES
+        self._slots = SlotMaker(arena, self.stores, self.packers, self.shadows, chunk_bytes)
+        self._disk = DiskMoves(
+            streams, arena, self.stores, self.packers, self.rates, chunk_bytes, cufile
+        )
 
     @property
     def captures(self) -> bool:
@@ -134,33 +125,7 @@ class CudaDevice(Device):
     def slot(
         self, source: torch.Tensor, tier: str, codec: str | None = None
     ) -> HostSlot | CpuSlot | PackedSlot:
-        nbytes = source.numel() * source.element_size()
-        kind = None if codec is None else self.packers.codec(codec)
-        if tier == "host":
-            try:
-                if kind is None:
-                    return HostSlot(self._block(nbytes), nbytes, self.arena.pinned)
-                rooms = PackingRooms(source, kind, self.packers.in_place)
-                return PackedHostSlot(self._block(rooms.nbytes), nbytes, self.arena.pinned, rooms)
-            except HostFull as full:
-                if not self.stores:
-                    raise SpillFull(str(full)) from full
-        elif tier not in self.stores:
-            known = ", ".join(("host", *self.stores))
-            raise OffloadError(f"There is no tier {tier!r} to move to; this runtime has: {known}.")
-        if kind is not None:
-            per_piece = elements_in(self._chunk_bytes, kind, source.dtype)
-            return PackedSlot(self.stores["disk"], "disk", source, kind, per_piece)
-        return CpuSlot(self.stores["disk"], "disk", nbytes, skew_bytes=0)
-
-    def _block(self, nbytes: int) -> CopyBlock:
-        try:
-            return self.arena.block(nbytes)
-        except HostFull:
-            if not self.shadows.spare_bytes:
-                raise
-            self.shadows.release()
-            return self.arena.block(nbytes)
+        return self._slots.make(source, tier, codec)
 
     def addressable(self, sizes: Sequence[int]) -> list[torch.Tensor]:
         try:
@@ -186,9 +151,6 @@ class CudaDevice(Device):
             ) from error
         when_storage_dies(buffer, freed)
         return buffer
-
-    def _new_ring(self) -> Ring:
-        return ring_in(self.streams, self.arena, self._chunk_bytes)
 
     # -- access by the host ------------------------------------------------------------------------
 
@@ -354,32 +316,9 @@ class CudaDevice(Device):
             finally:  # even after an error, queued work must be waited for
                 copy.event = self.streams.record(stream)
             return
-        ring = self._rings.get(copy.lane)
-        if ring is None:
-            ring = self._rings[copy.lane] = self._new_ring()
+        ring = self._disk.ring(copy.lane)
         self._order(stream, after)
-        begin = 0
-        if self._direct is not None and isinstance(slot, CpuSlot):
-            begin = self._direct.move(copy, slot, stream, outward)
-            if begin == slot.nbytes:
-                return
-        steps = self._steps(copy, slot, ring, outward, begin)
-        if isinstance(slot, CpuSlot) and not begin:
-            steps = rated(self.rates, copy.lane, slot.nbytes, steps)
-        if outward:
-            ring.write(stream, steps, partial(_issued, copy))
-        else:
-            ring.read(stream, steps, copy.part_given)
-
-    def _steps(
-        self, copy: CudaCopy, slot: CpuSlot | PackedSlot, ring: Ring, outward: bool, begin: int
-    ) -> Iterator[StagingStep]:
-        """The steps of a copy whose first `begin` bytes have already moved."""
-        if isinstance(slot, CpuSlot):
-            return raw_steps(self.streams, slot, copy.part, ring.chunk_bytes, outward, begin)
-        packer = self.packers.of(copy.lane, self.packers.in_place and ring.from_arena)
-        flat = copy.elements(slot.dtype)
-        return (packing_steps if outward else unpacking_steps)(packer, slot, flat)
+        self._disk.move(copy, slot, ring, stream, outward)
 
     def _job_over(self, copy: CudaCopy, outward: bool, job: Copy) -> None:
         copy.error = job.error
@@ -398,12 +337,7 @@ class CudaDevice(Device):
             self.streams.doze(copy.event, self._in_flight.hurry)
         if self._before is not None:
             self._before()
-        error: BaseException | None = None
-        for one in (*copy.needs, copy):
-            try:
-                one.synchronize(self.streams)
-            except Exception as found:
-                error = error or (bare(found) if one is copy else needed(one, bare(found)))
+        error = first_error(self.streams, copy)
         if error is not None:
             self._in_flight.failed(copy, error)
         if isinstance(copy.slot, PackedHostSlot) and copy.error is None:
@@ -416,7 +350,10 @@ class CudaDevice(Device):
 
     def _finish(self, copy: CudaCopy) -> None:
         slot, on_end, copy.on_end = copy.slot, copy.on_end, None
-        self._let_go(copy)
+        keep, copy.keep = copy.keep, None
+        if keep is not None:
+            self.streams.let_go(keep)
+            keep = None  # dropped before `on_end` is told
         if isinstance(slot, HostSlot):
             self.streams.let_go(slot.block.tensor)
         copy.needs = ()
@@ -425,11 +362,6 @@ class CudaDevice(Device):
             # dropped before a waiting `drain` returns, with the references it holds
             on_end = None
         self._in_flight.over(copy)
-
-    def _let_go(self, copy: CudaCopy) -> None:
-        keep, copy.keep = copy.keep, None
-        if keep is not None:
-            self.streams.let_go(keep)
 
     # -- the rest --------------------------------------------------------------------------------
 
@@ -463,15 +395,6 @@ class CudaDevice(Device):
         for copy in self._in_flight.queued():
             self._cancelled(copy)
         self._in_flight.join()
-        if self._direct is not None:
-            self._direct.close()
-        for ring in self._rings.values():
-            ring.close()
-        self._rings.clear()
+        self._disk.close()
         self.packers.close()
         self._in_flight.warn_late()
-
-
-def _issued(copy: CudaCopy, event: Event | None) -> None:
-    copy.event = event
-    copy.issued.set()
