@@ -2,20 +2,13 @@
 
 from __future__ import annotations
 
-import copy
-import warnings
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import nn
-from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.nn import functional
-from torch.utils._pytree import tree_map_only
 
 from offcompile.graph.graphs import Graphs
 from offcompile.graph.split.decision import Ways
@@ -38,7 +31,8 @@ from offcompile.run.plan.planner import GraphPlanner
 from offcompile.runtime.base.garbage import rarely_collected
 from offcompile.runtime.base.progress import Progress
 
-from .batch_trace import Traced, trace_call
+from .batch_trace import Traced
+from .fake_trace import trace_ahead
 from .layers import PERIODS, Layers, find_layers, shortened
 from .lora.adapters import with_adapters
 from .lora.request import LoraRequest
@@ -46,8 +40,6 @@ from .simple_ways import SimpleWays
 from .surveyed import AheadProblemSource, NotAlike, Twin
 
 CPU = "cpu"
-#: position of the dropout probability in the arguments of attention
-DROPOUT_AT = 4
 Tell = Callable[[str], None]
 
 
@@ -157,59 +149,6 @@ def check_model(model: object) -> nn.Module:
     raise InvalidInput([Violation("bad-value", "model", detail)])
 
 
-# --- tracing ---------------------------------------------------------------------------------
-
-
-def trace_ahead(asked: ForecastRequest, model: nn.Module, for_card: bool) -> Traced:
-    """Trace the graphs of a call on fake CPU tensors."""
-    mode = FakeTensorMode()
-    fake = _without_memory(mode, model)
-    inputs, keywords = tree_map_only(
-        torch.Tensor, partial(_faked, mode), (asked.inputs, dict(asked.keywords))
-    )
-    with fused_attention() if for_card else nullcontext(), warnings.catch_warnings():
-        # of transformers' own code: nothing that whoever asks for a forecast could change
-        warnings.filterwarnings("ignore", r"Dynamo detected a call to a `functools\.lru_cache`")
-        return trace_call(fake, mode, inputs, keywords, asked.options.lowering, "", asked.loss)
-
-
-@contextmanager
-def fused_attention() -> Iterator[None]:
-    """Trace attention as on GPUs, fused even with dropout; the CPU would decompose it."""
-    plain = functional.scaled_dot_product_attention
-
-    def fused(*given: Any, **named: Any) -> torch.Tensor:
-        if "dropout_p" in named:
-            named["dropout_p"] = 0.0
-        if len(given) > DROPOUT_AT:
-            given = (*given[:DROPOUT_AT], 0.0, *given[DROPOUT_AT + 1 :])
-        return plain(*given, **named)
-
-    functional.scaled_dot_product_attention = fused
-    try:
-        yield
-    finally:
-        functional.scaled_dot_product_attention = plain
-
-
-def _faked(mode: FakeTensorMode, given: torch.Tensor) -> torch.Tensor:
-    with mode:
-        found = torch.empty_strided(given.shape, given.stride(), dtype=given.dtype)
-    return found.requires_grad_(given.requires_grad)
-
-
-def _without_memory(mode: FakeTensorMode, model: nn.Module) -> nn.Module:
-    """Copy the model with fake parameters and buffers."""
-    known: dict[int, torch.Tensor] = {}
-    for t in (*model.parameters(), *model.buffers()):
-        made = _faked(mode, t)
-        if isinstance(t, nn.Parameter):
-            made = nn.Parameter(made.detach(), requires_grad=t.requires_grad)
-        known[id(t)] = made
-    # tensors in the memo are not copied
-    return copy.deepcopy(model, dict(known))
-
-
 # --- planning --------------------------------------------------------------------------------
 
 
@@ -252,7 +191,7 @@ class Ahead:
             except NotAlike as error:
                 tell(f"{error} All of them are traced.")
         tell("tracing")
-        trace = trace_ahead(asked, asked.model, isinstance(target, CudaTarget))
+        trace = _traced(asked, asked.model, target)
         return cls._made(asked, target, (trace,), None, None, tell)
 
     @classmethod
@@ -262,7 +201,7 @@ class Ahead:
             kept = layers.kept(periods)
             tell(f"tracing {kept} of {layers.count} layers in {layers.path}")
             few_layers = shortened(asked.model, layers, periods)
-            traces.append(trace_ahead(asked, few_layers, isinstance(target, CudaTarget)))
+            traces.append(_traced(asked, few_layers, target))
         return cls._made(asked, target, tuple(traces), layers, None, tell)
 
     @classmethod
@@ -415,6 +354,11 @@ class Ahead:
         memory = self.asked.options.memory
         planner = self.planner(replace(self.survey.options, memory=memory), tell)
         return report_of(planner, choice or self.choose(memory, tell))
+
+
+def _traced(asked: ForecastRequest, model: nn.Module, target: Target) -> Traced:
+    lowering, for_card = asked.options.lowering, isinstance(target, CudaTarget)
+    return trace_ahead(model, asked.inputs, asked.keywords, lowering, asked.loss, for_card)
 
 
 def _graphs(traced: Traced, pieces: int | None = None) -> Graphs:
