@@ -39,7 +39,8 @@ from offcompile.runtime.moves.registry import RuntimeSettings
 
 from .hardware import BYTES_PER_US_PER_GBPS, HardwareProfile, load_profile
 from .in_place import InPlace
-from .options import Options, default_spill
+from .option_values import default_spill
+from .options import Options
 from .this_gpu import this_gpu, to_cuda_machine
 from .this_machine import codec_gbps, this_machine, to_cpu_machine
 

@@ -15,8 +15,9 @@ from offcompile.ir import InvalidInput, OffloadError, Violation
 from offcompile.machine.cost_cache import forget_costs
 from offcompile.machine.gpu_figures import gpu_profile, measure_card
 from offcompile.machine.hardware import BYTES_PER_US_PER_GBPS, HardwareProfile
+from offcompile.machine.option_values import default_spill
 from offcompile.machine.optional_figures import More, measure_more
-from offcompile.machine.options import Options, default_spill
+from offcompile.machine.options import Options
 from offcompile.machine.this_machine import (
     MORE_OF_DISK,
     MORE_OF_MACHINE,
