@@ -18,7 +18,7 @@ from gpu_checks import on
 from torch import fx
 from zoo import BY_NAME
 
-from benchmarks import bare, gpu, gpu_child, gpu_run
+from benchmarks import bare, gpu, gpu_cases, gpu_child, gpu_run
 from benchmarks.gpu_table import text_of
 
 ROOT = Path(__file__).parents[2]
@@ -109,7 +109,7 @@ def test_only_the_variants_that_were_asked_for_are_run() -> None:
 @pytest.mark.parametrize("case", gpu.CASES)
 def test_each_case_has_models_and_variants(case: str) -> None:
     run = gpu.Measurement(case, asked(), dict(os.environ), 0.0)
-    assert {case} <= set(gpu_child.CASES) & set(gpu_child.TINY_CASES)
+    assert {case} <= set(gpu_cases.CASES) & set(gpu_cases.TINY_CASES)
     assert run.chosen() == list(gpu.OF_CASE.get(case, gpu.VARIANTS))
 
 
