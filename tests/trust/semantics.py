@@ -9,6 +9,7 @@ from typing import Any
 import test_semantics
 import torch
 from semantics_runs import CASES
+from semantics_table import SEMANTICS
 
 from .rows import Row
 
@@ -32,7 +33,7 @@ def rows(scale: float, seed: int) -> list[Row]:
     if failed:
         print("\n".join(failed))
     figures = (
-        ("semantics", str(len(test_semantics.SEMANTICS))),
+        ("semantics", str(len(SEMANTICS))),
         ("cases of each", str(len(cases))),
     )
     return [Row("semantics, bit for bit the plain run", held, of, figures=figures)]
@@ -40,7 +41,7 @@ def rows(scale: float, seed: int) -> list[Row]:
 
 def _tests() -> Iterator[tuple[str, Any, dict[str, object]]]:
     """Those of `test_semantics`, once for each of their own parameters."""
-    for tests in test_semantics.SEMANTICS.values():
+    for tests in SEMANTICS.values():
         for name in (t.partition(".")[2] for t in tests if t.startswith("test_semantics.")):
             test = getattr(test_semantics, name)
             own = [m.args for m in test.pytestmark if m.args[0] != "case"]
