@@ -6,6 +6,7 @@ import re
 from pathlib import Path
 
 import doc_messages_asked  # noqa: F401
+import doc_messages_disks  # noqa: F401
 import doc_messages_run  # noqa: F401
 import pytest
 from doc_messages import PRODUCERS
