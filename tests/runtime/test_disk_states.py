@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import gc
 import os
 import threading
-import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from itertools import pairwise
 from pathlib import Path
 
 import pytest
 import torch
+from disk_states_made import BF16, BLOCK, F32, F64, Make, count, making, put, values
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -22,56 +21,10 @@ from offcompile.runtime.states.state_blocks import GRAIN, cut, padded_bytes
 
 pytestmark = pytest.mark.usefixtures("on_a_disk")
 
-F32, BF16, F64 = torch.float32, torch.bfloat16, torch.float64
-#: with two fp32 parts: GRAIN elements
-BLOCK = GRAIN * 8
-
-Make = Callable[..., DiskStates]
-
 
 @pytest.fixture
 def make(tmp_path: Path) -> Iterator[Make]:
-    made: list[DiskStates] = []
-
-    def one(host_bytes: int = 0, **more: object) -> DiskStates:
-        given: dict[str, object] = {"block_bytes": BLOCK, "small_bytes": 0, **more}
-        made.append(DiskStates([tmp_path], host_bytes, **given))  # type: ignore[arg-type]
-        return made[-1]
-
-    yield one
-    for states in made:
-        states.close()
-
-
-def values(states: DiskStates, key: int) -> list[torch.Tensor]:
-    found = [[p.clone() for p in r.parts] for r in states.visit(key, write=False)]
-    return [torch.cat(parts) for parts in zip(*found, strict=True)]
-
-
-def put(states: DiskStates, key: int, wanted: Sequence[torch.Tensor]) -> None:
-    for r in states.visit(key):
-        for part, whole in zip(r.parts, wanted, strict=True):
-            part.copy_(whole[r.start : r.stop])
-
-
-def count(states: DiskStates, key: int, by: float = 1.0) -> None:
-    for r in states.visit(key):
-        for part in r.parts:
-            part.add_(by)
-
-
-def threads() -> list[threading.Thread]:
-    return [t for t in threading.enumerate() if t.name.startswith("offcompile-states")]
-
-
-def files_open() -> int:
-    links = []
-    for name in os.listdir("/proc/self/fd"):
-        try:
-            links.append(os.readlink(f"/proc/self/fd/{name}"))
-        except FileNotFoundError:  # the one that lists them
-            continue
-    return sum(link.endswith("(deleted)") for link in links)
+    yield from making(tmp_path)
 
 
 # -- what goes out comes back ----------------------------------------------------------------------
@@ -388,111 +341,6 @@ def test_any_sequence_agrees_with_a_dictionary(
         assert facts.peak_frame_bytes <= facts.limit_bytes
     finally:
         states.close()
-
-
-# -- an end ----------------------------------------------------------------------------------------
-
-
-def test_close_leaves_no_thread_file_or_memory(make: Make) -> None:
-    before = files_open()
-    states = make(4 * BLOCK)
-    states.add(0, 20 * GRAIN, [F32, F32])
-    states.expect([0])
-    count(states, 0)
-    frame = next(states.visit(0, write=False)).parts[0]
-    kept = weakref.ref(frame.untyped_storage())
-    states.close()
-    states.close()
-    assert not threads() and files_open() == before
-    del frame
-    gc.collect()
-    assert kept() is None
-    with pytest.raises(OffloadError, match="closed"):
-        states.visit(0)
-
-
-def test_a_store_that_is_dropped_goes_by_itself(tmp_path: Path) -> None:
-    before = files_open()
-    states = DiskStates([tmp_path], block_bytes=BLOCK, small_bytes=0)
-    states.add(0, 20 * GRAIN, [F32, F32])
-    count(states, 0)
-    dead, running = weakref.ref(states), threads()
-    del states
-    for thread in running:  # they end by themselves
-        thread.join(30)
-    gc.collect()
-    assert dead() is None and files_open() == before
-
-
-@pytest.mark.parametrize("where", ["reader", "writer", "inside"])
-def test_garbage_collection_may_close_it_from_anywhere(make: Make, where: str) -> None:
-    before = files_open()
-    closed = threading.Event()
-
-    def call(what: str, real: Callable[..., int]) -> Callable[..., int]:
-        def moved(*given: object) -> int:
-            if what == where and not closed.is_set():
-                states.close()
-                closed.set()
-            return real(*given)
-
-        return moved
-
-    files = Files(preadv=call("reader", os.preadv), pwritev=call("writer", os.pwritev))
-    states = make(files=files)
-    states.add(0, 4 * GRAIN, [F32, F32])
-    if where == "inside":
-        count(states, 0)
-        with states._lock:
-            states.close()
-    else:
-        with pytest.raises(OffloadError, match="closed"):
-            for _ in range(3):
-                count(states, 0)
-                states.settle()
-        assert closed.wait(30)
-    for thread in threads():
-        thread.join(30)
-    assert not threads()
-    states.close()
-    assert files_open() == before
-
-
-def test_open_visits_of_a_closed_store_fail_and_touch_nothing(make: Make) -> None:
-    states = make()
-    states.add(0, 8 * GRAIN, [F32, F32])
-    visit = states.visit(0)
-    part = next(visit).parts[0]
-    states.close()
-    part.fill_(1)  # still memory
-    with pytest.raises(OffloadError, match="closed"):
-        next(visit)
-
-
-@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
-@pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
-def test_a_forked_child_has_no_part_in_it(make: Make) -> None:
-    states = make(2 * BLOCK)
-    states.add(0, 20 * GRAIN, [F32, F32])
-    states.expect([0])
-    visit = states.visit(0)
-    next(visit).parts[0].fill_(1)
-    child = os.fork()
-    if not child:
-        code = 1
-        try:
-            visit.close()  # type: ignore[attr-defined]
-            try:
-                states.visit(0)
-            except OffloadError as error:
-                code = 0 if "forked" in str(error) else 2
-            states.close()
-        finally:
-            os._exit(code)
-    assert os.waitpid(child, 0)[1] == 0
-    for r in visit:
-        r.parts[0].fill_(1)
-    assert values(states, 0)[0].unique().tolist() == [1.0]
 
 
 # -- refusals --------------------------------------------------------------------------------------
