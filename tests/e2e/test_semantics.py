@@ -1,4 +1,4 @@
-"""Training has the same semantics whatever moves: at the smallest budget and at a middling one, with
+"""Training keeps its semantics whatever moves: at the smallest budget and at a middling one, with
 activations that do not fit, and with weights that do not.
 """
 
