@@ -17,7 +17,7 @@ from offcompile.run.problem_source import ProblemSource
 from .layers import Layers
 from .unroll import relabelled, unroll
 
-#: unrollings kept: with and without masks as bits, with weights on the device and on the host
+#: annotations kept: with and without masks as bits, with weights on the device and on the host
 MOST_KNOWN = 4
 
 
@@ -42,7 +42,7 @@ class AheadProblemSource(ProblemSource):
     updates: Updates | None = None
     #: graphs as traced; other graphs are the same with masks packed as bits
     traced: Graphs | None = field(default=None, repr=False)
-    #: the newest unrollings, with their arguments
+    #: the newest annotations with no weight kept on the device, and their arguments
     _known: tuple[tuple[Graphs, InPlace | None, Annotated], ...] = field(default=(), repr=False)
     #: the graphs whose ops are priced; None: unknown
     _priced: Graphs | None = field(default=None, repr=False)
@@ -79,16 +79,15 @@ class AheadProblemSource(ProblemSource):
     def annotated(
         self, graphs: Graphs, in_place: InPlace | None, stays: frozenset[str], hint: Hint
     ) -> Annotated:
-        if self.twin is None:
-            found = super().annotated(graphs, in_place, stays, hint)
-        else:
-            same = (made for g, i, made in self._known if g is graphs and i == in_place)
-            known = next(same, None)
-            found = known or self._unrolled(self.twin, graphs, in_place, hint)
-            if known is None:
-                self._known = ((graphs, in_place, found), *self._known)[:MOST_KNOWN]
-            found = replace(found, problem=staying(found.problem, stays))
-        return found
+        same = (made for g, i, made in self._known if g is graphs and i == in_place)
+        found = next(same, None)
+        if found is None:
+            if self.twin is None:
+                found = super().annotated(graphs, in_place, frozenset(), hint)
+            else:
+                found = self._unrolled(self.twin, graphs, in_place, hint)
+            self._known = ((graphs, in_place, found), *self._known)[:MOST_KNOWN]
+        return replace(found, problem=staying(found.problem, stays))
 
     def problem(
         self,

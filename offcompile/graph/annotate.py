@@ -7,6 +7,7 @@ weights that live on the host.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
@@ -202,21 +203,24 @@ class _Work:
         stored = [self.storages.of.get((BACKWARD, name), "") for name in names]
         read = {t for op in self.ops for t in op.reads}
         wanted = list(self.graphs.forward.graph.find_nodes(op="placeholder"))
+        times, made_at = Counter(stored), {self.node_of[op.id]: i for i, op in enumerate(self.ops)}
         for of, name in zip(wanted, stored, strict=False):
             storage = self.storages.by_id.get(name)
             if storage is None or not may_leave(of, self.graphs):
                 continue
-            if stored.count(name) == 1 and storage.home is None and name not in read:
+            if times[name] == 1 and storage.home is None and name not in read:
                 storage.pinned = not self.storages.may_move(storage)
-                self.write_in_place(storage)
+                self.write_in_place(storage, made_at)
 
-    def write_in_place(self, storage: Storage) -> None:
-        """Let the op that makes a gradient write it to the host, if it can."""
+    def write_in_place(self, storage: Storage, made_at: Mapping[tuple[Place, ...], int]) -> None:
+        """Let the op that makes a gradient write it to the host, if it can.
+
+        made_at: nodes → position of the op that runs them.
+        """
         assert self.on_host is not None
-        place = storage.base
-        node = self.storages.nodes[place]
-        if self.on_host.may_write(node, place[0]):
-            (at,) = (i for i, op in enumerate(self.ops) if self.node_of[op.id] == (place,))
+        node = self.storages.nodes[storage.base]
+        if self.on_host.may_write(node, storage.base[0]):
+            at = made_at[storage.base,]
             self.ops[at] = self.on_host.writing(self.ops[at], node, storage)
 
     def result(self, stays: frozenset[str]) -> Annotated:

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from .graphs import Graphs, closed, is_getitem
+from .graphs import Graphs, around, closed, is_getitem
 
 aten = torch.ops.aten
 
@@ -35,9 +35,7 @@ def in_two_parts(graphs: Graphs) -> Graphs:
     (output,) = graph.find_nodes(op="output")
     (old,) = graphs.forward.graph.find_nodes(op="output")
     output.meta.update(old.meta)
-    forward = fx.GraphModule(graphs.forward, graph)
-    forward.meta.update(graphs.forward.meta)
-    return replace(graphs, forward=closed(forward))
+    return replace(graphs, forward=closed(around(graph, graphs.forward)))
 
 
 def _divisible(node: fx.Node) -> bool:

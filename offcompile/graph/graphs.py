@@ -8,10 +8,14 @@ one of its inputs), a *part* (one output of an op that returns several), or irre
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import cache
+from typing import Any
 
 import torch
 from torch import fx
+from torch.fx._lazy_graph_module import _make_graph_module, _use_lazy_graph_module
 
 from offcompile.ir import BACKWARD, FORWARD
 
@@ -69,7 +73,20 @@ def copied(module: fx.GraphModule) -> fx.GraphModule:
     outputs = graph.graph_copy(module.graph, {})
     (old,) = module.graph.find_nodes(op="output")
     graph.output(outputs).meta.update(old.meta)
-    made = fx.GraphModule(module, graph)
+    return around(graph, module)
+
+
+@contextmanager
+def codeless() -> Iterator[None]:
+    """Let torch write the code of a graph only when it is called: most graphs are only read."""
+    with _use_lazy_graph_module(True):
+        yield
+
+
+def around(graph: fx.Graph, module: fx.GraphModule) -> fx.GraphModule:
+    """Put a graph into a module with the attributes of another."""
+    with codeless():
+        made = _make_graph_module(module, graph)
     made.meta.update(module.meta)
     return made
 
@@ -176,17 +193,22 @@ def _by_schema(node: fx.Node) -> fx.Node | None:
     schema = getattr(node.target, "_schema", None)
     if schema is None:
         return None
+    given = (node.args[i] for i in _viewed_arguments(node.target) if i < len(node.args))
+    return next((n for n in given if isinstance(n, fx.Node)), None)
+
+
+@cache
+def _viewed_arguments(target: Any) -> tuple[int, ...]:
+    """Positions of the arguments of an op that it returns, or of which it returns views."""
+    schema = target._schema
     returned = {
         name
         for result in schema.returns
         if result.alias_info is not None
         for name in result.alias_info.before_set | result.alias_info.after_set
     }
-    for argument, given in zip(schema.arguments, node.args, strict=False):
-        info = argument.alias_info
-        if info is not None and returned & info.before_set and isinstance(given, fx.Node):
-            return given
-    return None
+    aliases = ((i, argument.alias_info) for i, argument in enumerate(schema.arguments))
+    return tuple(i for i, info in aliases if info is not None and returned & info.before_set)
 
 
 def mutated_inputs(node: fx.Node) -> list[fx.Node]:

@@ -156,6 +156,8 @@ class _Groups:
         self._users: dict[fx.Node, list[fx.Node]] = {}
         #: number of kernels of another kind before it, in the order of the graph
         self._turn: dict[fx.Node, int] = {}
+        #: nodes asked for so far → the nodes that they are views or parts of
+        self._bases: dict[fx.Node, fx.Node] = {}
         externs: dict[fx.Node, int] = {}  # as many that it needs, one behind the other
         turn = 0
         for node in nodes:
@@ -177,9 +179,13 @@ class _Groups:
 
     def base(self, node: fx.Node) -> fx.Node:
         """The node that this one is a view or a part of, or the node itself."""
-        while is_getitem(node) or (node.op == "call_function" and is_view(node)):
-            node = node.all_input_nodes[0]
-        return node
+        found = self._bases.get(node)
+        if found is None:
+            found = node
+            if is_getitem(node) or (node.op == "call_function" and is_view(node)):
+                found = self.base(node.all_input_nodes[0])
+            self._bases[node] = found
+        return found
 
     def find(self, node: fx.Node) -> int:
         number = self._number[node]

@@ -27,7 +27,7 @@ from torch._guards import TracingContext
 from torch._inductor import config as inductor_config
 from torch._inductor.custom_graph_pass import CustomPartitionerFn
 
-from offcompile.graph.graphs import copied, name_saved_alike
+from offcompile.graph.graphs import codeless, copied, name_saved_alike
 from offcompile.graph.sizes import write_known_floats
 from offcompile.graph.split import Splits
 from offcompile.ir import InvalidInput, Violation
@@ -117,7 +117,8 @@ class _Job:
             return plain(joint, inputs, **how)
 
         def halves(graph: fx.GraphModule) -> Halves:
-            made = plain(graph, inputs, **how)
+            with codeless():
+                made = plain(graph, inputs, **how)
             name_saved_alike(*made, how["num_fwd_outputs"])
             return made
 

@@ -14,7 +14,7 @@ import torch
 from torch import fx
 from torch._functorch._aot_autograd.descriptors import SavedForBackwardsAOTOutput
 
-from offcompile.graph.graphs import Graphs, outputs_of
+from offcompile.graph.graphs import Graphs, around, outputs_of
 
 
 @dataclass(frozen=True)
@@ -156,7 +156,6 @@ def _is_size(node: fx.Node) -> bool:
 
 
 def _module(half: Half) -> fx.GraphModule:
-    module = fx.GraphModule(half.module, half.values.graph)
-    module.meta.update(half.module.meta)
+    module = around(half.values.graph, half.module)
     module.graph.lint()
     return module

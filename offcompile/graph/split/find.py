@@ -6,11 +6,16 @@ between its results and its operands. Its rules say what cannot be split.
 
 from __future__ import annotations
 
+import heapq
+from collections.abc import Iterable
+from dataclasses import dataclass
+from functools import cached_property
+
 import torch
 from torch import fx
 
 from .layout import SUM, Rows, Space, args_of, is_static, shape_of
-from .region import PRODUCTS, NoRegion, Region, needed, reached
+from .region import PRODUCTS, NoRegion, Region, closure, needed, reached
 from .rules import Known, apply, factors, numel_of_others
 
 aten = torch.ops.aten
@@ -30,9 +35,36 @@ LEAST_SHARE = 1 / 128
 SMALL_PER_TOKEN = 4
 
 
+@dataclass(eq=False)
+class _Order:
+    """The nodes of a graph in order, and what else the search for each region needs of them."""
+
+    graph: fx.Graph
+
+    @cached_property
+    def at(self) -> dict[fx.Node, int]:
+        return {n: i for i, n in enumerate(self.graph.nodes)}
+
+    @cached_property
+    def nodes(self) -> list[fx.Node]:
+        return list(self.graph.nodes)
+
+    @cached_property
+    def tangents(self) -> list[fx.Node]:
+        return [n for n in self.nodes if n.op == "placeholder" and "tangent" in n.name]
+
+    @cached_property
+    def late(self) -> frozenset[fx.Node]:
+        """Nodes that depend on a tangent."""
+        return frozenset(reached(self.tangents))
+
+    def sorted(self, nodes: Iterable[fx.Node]) -> list[fx.Node]:
+        return sorted(nodes, key=self.at.__getitem__)
+
+
 def find_regions(graph: fx.Graph) -> list[Region]:
     """The regions around products that can be split, in graph order."""
-    order = {n: i for i, n in enumerate(graph.nodes)}
+    order = _Order(graph)
     seeds = [n for n in graph.nodes if n.target in PRODUCTS and _widens(n)]
     found: list[Region] = []
     for seed in sorted(seeds, key=lambda n: -n.meta["val"].numel()):
@@ -42,12 +74,12 @@ def find_regions(graph: fx.Graph) -> list[Region]:
         if any(seed in region.made for region in found):
             continue
         try:
-            region = region_at(graph, seed)
+            region = _region_around(seed, order)
         except NoRegion:
             continue
         if not any(region.made.keys() & other.made.keys() for other in found):
             found.append(region)
-    found = sorted(found, key=lambda region: order[region.seed])
+    found = sorted(found, key=lambda region: order.at[region.seed])
     _count_beside(found)
     return found
 
@@ -73,19 +105,19 @@ def _widens(node: fx.Node) -> bool:
     return tokens > 1 and words >= WIDENS * width
 
 
-def region_at(graph: fx.Graph, seed: fx.Node) -> Region:
+def _region_around(seed: fx.Node, order: _Order) -> Region:
     """Build the region around a product. Raises `NoRegion` if there is none.
 
     A region ends where its results lead to large tensors again: with the loss that follows a
     product of words, but with the last product of a chain in the middle of a model.
     """
     try:
-        return _region_at(graph, seed, closes=True)
+        return _region(seed, order, closes=True)
     except NoRegion:
-        return _region_at(graph, seed, closes=False)
+        return _region(seed, order, closes=False)
 
 
-def _region_at(graph: fx.Graph, seed: fx.Node, closes: bool) -> Region:
+def _region(seed: fx.Node, order: _Order, closes: bool) -> Region:
     tokens, words = shape_of(seed)
     root = Space(tokens)
     region = Region(seed, tokens, words, space=root)
@@ -93,9 +125,8 @@ def _region_at(graph: fx.Graph, seed: fx.Node, closes: bool) -> Region:
     if made is None:
         raise NoRegion("the product has no rule")
     region.add(seed, made)
-    order = {n: i for i, n in enumerate(graph.nodes)}
     _grow(region, order)
-    region.late = reached(n for n in order if n.op == "placeholder" and "tangent" in n.name)
+    region.late = order.late
     if closes:
         _close(region, order)
     _check_spaces(region)
@@ -105,28 +136,44 @@ def _region_at(graph: fx.Graph, seed: fx.Node, closes: bool) -> Region:
     return region
 
 
-def _grow(region: Region, order: dict[fx.Node, int]) -> None:
-    """Add all ops that read a large tensor, and the large operands made for them."""
-    waiting = True
-    while waiting:
-        waiting = False
-        for node in order:
+def _grow(region: Region, order: _Order) -> None:
+    """Add all ops that read a large tensor, and the large operands made for them.
+
+    Ops are added in graph order, pass after pass, since a rule may depend on what is known.
+    """
+    known = set[fx.Node]()
+
+    def readers_of_new() -> set[int]:
+        """Positions of ops that read what has just become large."""
+        new = [n for n in region.layouts if n not in known]
+        known.update(new)
+        large = (n for n in new if region.is_large(n))
+        return {order.at[user] for n in large for user in n.users}
+
+    later = readers_of_new()
+    while later:
+        waiting, later = sorted(later), set()
+        while waiting:
+            at = heapq.heappop(waiting)
+            node = order.nodes[at]
             if node in region.made or node.op == "output":
-                continue
-            if not any(region.is_large(n) for n in node.all_input_nodes):
                 continue
             made = apply(node, Known(region.layouts))
             if made is None:
                 raise NoRegion(f"{node.name} ({node.target}) mixes tokens, or leads outside")
             region.add(node, made)
-            waiting = True
             for operand, rows in made.operands.items():
                 _pull(region, operand, rows)
-        region.made = {n: region.made[n] for n in sorted(region.made, key=order.__getitem__)}
+            for reader in readers_of_new():
+                if reader > at:
+                    heapq.heappush(waiting, reader)
+                else:
+                    later.add(reader)
+        region.made = {n: region.made[n] for n in order.sorted(region.made)}
     for made in region.made.values():
         for operand, rows in made.operands.items():
-            known = region.layouts.get(operand)
-            if known is not None and (known.low, known.high, known.space) != (
+            known_rows = region.layouts.get(operand)
+            if known_rows is not None and (known_rows.low, known_rows.high, known_rows.space) != (
                 rows.low,
                 rows.high,
                 rows.space,
@@ -146,18 +193,29 @@ def _pull(region: Region, node: fx.Node, rows: Rows) -> None:
         _pull(region, operand, theirs)
 
 
-def _between(region: Region, start: set[fx.Node], end: set[fx.Node]) -> set[fx.Node]:
+def _between(region: Region, start: set[fx.Node], end: set[fx.Node], order: _Order) -> set[fx.Node]:
     """The nodes outside on paths from `start` to `end`, both in the region."""
-    inside = region.made.keys()
-    return (reached(start, inside) & needed(end, inside)) - inside
+    if not start or not end:
+        return set()
+    inside, at = region.made.keys(), order.at
+    first, last = min(map(at.__getitem__, start)), max(map(at.__getitem__, end))
+
+    def users(node: fx.Node) -> list[fx.Node]:
+        return [n for n in node.users if at[n] < last]
+
+    def inputs(node: fx.Node) -> list[fx.Node]:
+        return [n for n in node.all_input_nodes if at[n] > first]
+
+    after = closure(start, inside, users)
+    return (after & closure(end, inside, inputs)) - inside
 
 
-def _close(region: Region, order: dict[fx.Node, int]) -> None:
+def _close(region: Region, order: _Order) -> None:
     """Add the nodes computed from the region's results for the region, if they have rules."""
     refused: set[fx.Node] = set()
     while True:
         inside = set(region.made)
-        path = sorted(_between(region, inside, inside) - refused, key=order.__getitem__)
+        path = order.sorted(_between(region, inside, inside, order) - refused)
         if not path:
             return
         for node in path:
@@ -228,9 +286,9 @@ def _viewed(node: fx.Node) -> fx.Node:
     return node
 
 
-def _find_unlikely(region: Region, order: dict[fx.Node, int]) -> None:
+def _find_unlikely(region: Region, order: _Order) -> None:
     """Find the tangents of returned results for which a ticket can stand in."""
-    tangents = [n for n in order if n.op == "placeholder" and "tangent" in n.name]
+    tangents = order.tangents
     if not region.returned or not all(is_static(n) for n in tangents):
         return
     for node, rows in region.entering().items():
@@ -240,11 +298,11 @@ def _find_unlikely(region: Region, order: dict[fx.Node, int]) -> None:
             region.unlikely.add(node)
 
 
-def _choose_way(region: Region, order: dict[fx.Node, int]) -> None:
+def _choose_way(region: Region, order: _Order) -> None:
     inside = set(region.made)
     late = inside & region.late
     early = inside - late
-    if not _between(region, inside, inside):
+    if not _between(region, inside, inside, order):
         if not late:
             region.at_once = True
             return
@@ -253,7 +311,7 @@ def _choose_way(region: Region, order: dict[fx.Node, int]) -> None:
         if tangent is not None:
             region.at_once, region.tangent = True, tangent
             return
-    if _between(region, early, early) or _between(region, late, late):
+    if _between(region, early, early, order) or _between(region, late, late, order):
         raise NoRegion("pieces would depend on results of other pieces")
 
 

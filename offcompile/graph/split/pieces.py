@@ -27,6 +27,7 @@ import torch
 from torch import fx
 from torch.utils.checkpoint import CheckpointPolicy
 
+from offcompile.graph.graphs import around
 from offcompile.runtime.moves.row_ops import fake_ticket, put_rows
 
 from .builder import Builder
@@ -49,10 +50,7 @@ def in_pieces(
 
     ordered: the matrices that enter a piece pass through a barrier after the previous piece.
     """
-    graph = _Rewriting(joint, sizes, ordered).run()
-    made = fx.GraphModule(joint, graph)
-    made.meta.update(joint.meta)
-    return made
+    return around(_Rewriting(joint, sizes, ordered).run(), joint)
 
 
 def bounds(tokens: int, size: int) -> list[tuple[int, int]]:
@@ -99,7 +97,7 @@ class _Rewriting:
             with self.build.mode:
                 self.made[node].meta["val"] = fake_ticket()
 
-    def with_tangent_of_one(self, node: fx.Node, late: set[fx.Node]) -> fx.Node:
+    def with_tangent_of_one(self, node: fx.Node, late: frozenset[fx.Node]) -> fx.Node:
         if node not in late:
             return self.of(node)
         if node not in self.of_one:

@@ -48,7 +48,7 @@ class Region:
     #: the smallest set of tokens, for which the whole region is computed
     space: Space = field(default_factory=lambda: Space(0))
     #: nodes that depend on a tangent
-    late: set[fx.Node] = field(default_factory=set)
+    late: frozenset[fx.Node] = frozenset()
     #: the only tangent, which multiplies the gradients; None if in two turns or without backward
     tangent: fx.Node | None = None
     at_once: bool = False

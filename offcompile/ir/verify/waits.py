@@ -28,10 +28,13 @@ class Waits:
     ) -> None:
         self._ledger, self._running, self._dropped = ledger, running, dropped
         # the listed order can be broken only where both lanes touch a tensor
-        self._shared = {
-            tensor: several
-            for tensor, several in touching.items()
-            if len({t.run.on_host for t in several}) == 2
+        self._touched = {
+            on_host: {
+                tensor: [t.run for t in several if t.run.on_host == on_host]
+                for tensor, several in touching.items()
+                if len({t.run.on_host for t in several}) == 2
+            }
+            for on_host in (False, True)
         }
         self._awaited: dict[str, list[Move]] = {}
         for move in plan.moves:
@@ -73,11 +76,10 @@ class Waits:
 
     def _order(self, step: int, run: VerifiedRun, tensor: str) -> Iterator[Reason]:
         """Checks that host updates and device ops keep the listed order on a shared tensor."""
-        for touch in self._shared.get(tensor, ()):
-            earlier = touch.run
+        for earlier in self._touched[not run.on_host].get(tensor, ()):
             if earlier.position >= run.position:
                 return
-            if earlier.on_host != run.on_host and (step, earlier.id) not in self.ended:
+            if (step, earlier.id) not in self.ended:
                 yield "stale-read", f"{earlier.id} comes first on {tensor} and has not ended"
 
     def _readable(self, tensor: str, tier: str, form: str | None) -> Iterator[Reason]:
