@@ -1,18 +1,21 @@
-"""Finds equal layers of a model, and makes the same model with fewer of them."""
+"""Finds equal layers of a model, in one list or several, and makes the same model with fewer."""
 
 from __future__ import annotations
 
 import copy
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from torch import nn
 
 #: equal layers are traced with this many periods, and with one less
 PERIODS = 4
-#: shorter stacks are traced whole
-FEWEST_PERIODS = 6
+#: as many more if lists are shortened together: gradients that a whole decoder adds to the
+#: encoder's result repeat from the third period on
+MORE_TOGETHER = 1
+#: shorter lists are traced whole, or shortened alone
+FEWEST_PERIODS, FEWEST_TOGETHER = 6, 10
 #: most kinds of layers that may alternate
 LONGEST_PERIOD = 8
 
@@ -22,48 +25,75 @@ _OF_MODULES = frozenset({*vars(nn.Module()), "_modules", "_parameters", "_buffer
 
 @dataclass(frozen=True)
 class Layers:
-    """A list of `count` layers in a model, of which every `period`-th is equal."""
+    """Lists of `count` layers in a model, of which every `period`-th is equal. Encoder and decoder
+    are two lists."""
 
-    path: str
+    paths: tuple[str, ...]
     count: int
     period: int
 
     @property
+    def traced(self) -> int:
+        """Number of periods that stand for all."""
+        return PERIODS + MORE_TOGETHER * (len(self.paths) > 1)
+
+    @property
     def beyond(self) -> int:
-        """Number of periods left out if `PERIODS` of them stand for all."""
-        return (self.count - self.kept(PERIODS)) // self.period
+        """Number of periods left out of each list."""
+        return (self.count - self.kept(self.traced)) // self.period
 
     def kept(self, periods: int) -> int:
-        """Number of layers in that many periods, plus the remainder at the end of the list."""
+        """Number of layers of a list in that many periods, plus the remainder at its end."""
         return periods * self.period + self.count % self.period
+
+    def __str__(self) -> str:
+        return " and ".join(self.paths)
 
 
 def find_layers(model: nn.Module) -> Layers | None:
-    """Find the longest list of equal layers; None if no list is worth shortening."""
-    found = []
+    """Find the longest lists of equal layers; None if no list is worth shortening. Lists that are
+    equally long and repeat alike are shortened together."""
+    found: dict[Layers, list[str]] = {}
     for path, module in model.named_modules():
-        if not isinstance(module, nn.ModuleList | nn.Sequential):
-            continue
-        layers = list(module)
-        told = _told_of_each(model, len(layers))
-        for period in range(1, LONGEST_PERIOD + 1):
-            if len(layers) < FEWEST_PERIODS * period:
-                break
-            if _repeat(layers, told, period):
-                found.append(Layers(path, len(layers), period))
-                break
-    return max(found, key=lambda f: f.beyond * f.period, default=None)
+        if isinstance(module, nn.ModuleList | nn.Sequential):
+            layers = list(module)
+            alike = _repetition(layers, _told_of_each(model, len(layers)))
+            if alike is not None and not any(_is_inside(path, p) for p in found.get(alike, ())):
+                found.setdefault(alike, []).append(path)
+    ways = [way for alike, paths in found.items() for way in _ways_to_shorten(alike, paths)]
+    return max(ways, key=lambda f: len(f.paths) * f.beyond * f.period, default=None)
+
+
+def _ways_to_shorten(alike: Layers, paths: list[str]) -> Iterator[Layers]:
+    yield replace(alike, paths=(paths[0],))
+    if len(paths) > 1 and alike.count >= FEWEST_TOGETHER * alike.period:
+        yield replace(alike, paths=tuple(paths))
+
+
+def _repetition(layers: list[nn.Module], told: list[list[Any]]) -> Layers | None:
+    for period in range(1, LONGEST_PERIOD + 1):
+        if len(layers) < FEWEST_PERIODS * period:
+            break
+        if _repeat(layers, told, period):
+            return Layers((), len(layers), period)
+    return None
+
+
+def _is_inside(path: str, other: str) -> bool:
+    return not other or path.startswith(f"{other}.")
 
 
 def shortened(model: nn.Module, layers: Layers, periods: int) -> nn.Module:
     """Make the model with only the first `periods` periods of layers. It shares everything with
     the given model, which is unchanged."""
-    whole = model.get_submodule(layers.path)
-    assert isinstance(whole, nn.ModuleList | nn.Sequential)
-    few = list(whole)[: layers.kept(periods)]
-    shorter = copy.copy(whole)
-    shorter._modules = {str(i): layer for i, layer in enumerate(few)}
-    return _with(model, layers.path.split(".") if layers.path else [], shorter)
+    for path in layers.paths:
+        whole = model.get_submodule(path)
+        assert isinstance(whole, nn.ModuleList | nn.Sequential)
+        few = list(whole)[: layers.kept(periods)]
+        shorter = copy.copy(whole)
+        shorter._modules = {str(i): layer for i, layer in enumerate(few)}
+        model = _with(model, path.split(".") if path else [], shorter)
+    return model
 
 
 def _with(module: nn.Module, path: list[str], new: nn.Module) -> nn.Module:

@@ -42,6 +42,8 @@ class PeriodWindow:
     length: int
     #: index of the last equal period, counted from 0
     last: int
+    #: the ops from here to `start` are like those one period later, but for their operands
+    lead: int
 
     def period(self, position: int) -> int:
         """The period that an op belongs to; < 0: before all periods, > `last`: after them."""
@@ -78,14 +80,14 @@ class Facts:
 
     @cached_property
     def regions(self) -> list[int | None]:
-        """For each op the window that it is in, or else the one that it follows, or else the first,
-        in the same half of the step; None if this half has no window."""
+        """For each op the window that it is in or leads to, or else the one that it follows, or
+        else the first, in the same half of the step; None if this half has no window."""
         return [self._region(i) for i in range(len(self.ops))]
 
     def _region(self, position: int) -> int | None:
         windows = self.windows
         half = [i for i, w in enumerate(windows) if (w.start < self.turn) == (position < self.turn)]
-        before = [i for i in half if windows[i].start <= position]
+        before = [i for i in half if windows[i].lead <= position]
         return before[-1] if before else next(iter(half), None)
 
 
@@ -153,6 +155,7 @@ def _first(
     start = at - length
     while start > low and shapes[start - 1] == shapes[start - 1 + length]:
         start -= 1
+    lead = start
     while start + 2 * length <= end:
         like = shapes[start : start + length]
         if like != shapes[start + length : start + 2 * length]:
@@ -161,7 +164,7 @@ def _first(
             last = 1
             while shapes[start + (last + 1) * length : start + (last + 2) * length] == like:
                 last += 1
-            return PeriodWindow(start, length, last)
+            return PeriodWindow(start, length, last, lead)
         start += 1
     return None
 

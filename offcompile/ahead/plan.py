@@ -33,7 +33,7 @@ from offcompile.runtime.base.progress import Progress
 
 from .batch_trace import Traced
 from .fake_trace import trace_ahead
-from .layers import PERIODS, Layers, find_layers, shortened
+from .layers import Layers, find_layers, shortened
 from .lora.adapters import with_adapters
 from .lora.request import LoraRequest
 from .simple_ways import SimpleWays
@@ -197,9 +197,9 @@ class Ahead:
     @classmethod
     def _from_few(cls, asked: ForecastRequest, target: Target, layers: Layers, tell: Tell) -> Ahead:
         traces = []
-        for periods in (PERIODS, PERIODS - 1):
+        for periods in (layers.traced, layers.traced - 1):
             kept = layers.kept(periods)
-            tell(f"tracing {kept} of {layers.count} layers in {layers.path}")
+            tell(f"tracing {kept} of {layers.count} layers in {layers}")
             few_layers = shortened(asked.model, layers, periods)
             traces.append(_traced(asked, few_layers, target))
         return cls._made(asked, target, tuple(traces), layers, None, tell)

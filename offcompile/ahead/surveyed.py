@@ -109,11 +109,13 @@ class AheadProblemSource(ProblemSource):
         made = unroll(larger.problem, smaller.problem, layers.beyond)
         if made is None:
             raise NotAlike(
-                f"The {layers.count} layers of {layers.path} look alike and do not compile alike."
+                f"The {layers.count} layers of {layers} look alike and do not compile alike."
             )
 
         def named(text: str, shift: int) -> str:
-            return relabelled(text, layers.path, shift, layers.period)
+            for path in layers.paths:
+                text = relabelled(text, path, shift, layers.period)
+            return text
 
         origin = made.origin
         return replace(
@@ -145,7 +147,7 @@ class AheadProblemSource(ProblemSource):
             return twin
         made = compact(twin.graphs, hint_of(self.sizes), fuses=self.options.lowering == "inductor")
         if made is None:
-            raise NotAlike(f"The layers of {twin.layers.path} do not save alike.")
+            raise NotAlike(f"The layers of {twin.layers} do not save alike.")
         return replace(twin, survey=replace(twin.survey), graphs=made.graphs)
 
 

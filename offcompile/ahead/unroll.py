@@ -38,11 +38,15 @@ def unroll(larger: Problem, smaller: Problem, more: int) -> Unrolled | None:
     windows = find_windows(larger, smaller)
     if windows is None:
         return None
-    facts = Facts(larger, windows)
-    ways = _ways(facts, windows)
-    if ways is None or not alike(_Unrolling(facts, windows, ways, -1).result().problem, smaller):
-        return None
-    return _Unrolling(facts, windows, ways, more).result()
+    # ops before a window come from the lists of layers before it, or begin its own
+    for tried in ([replace(w, lead=w.start) for w in windows], windows):
+        facts = Facts(larger, tried)
+        ways = _ways(facts, tried)
+        if ways is None:
+            continue
+        if alike(_Unrolling(facts, tried, ways, -1).result().problem, smaller):
+            return _Unrolling(facts, tried, ways, more).result()
+    return None
 
 
 def alike(one: Problem, other: Problem) -> bool:
@@ -207,9 +211,17 @@ class _Unrolling:
             return copy if way == ALONG else self.more - copy
         if period > self.windows[v].last:  # tensors made after the layers stay after them
             return None
+        if self._follows(u, v):
+            return self.more if period >= 0 else 0
         way = ALONG if u == v else self.ways.between.get((u, v), ALONG)
         sees_last = (mine > 0) == (way == ALONG)
         return self.more if sees_last and period >= 0 else 0
+
+    def _follows(self, u: int, v: int) -> bool:
+        """True if one window has a beginning of its own behind the other, in the same half."""
+        turn, mine, theirs = self.facts.turn, self.windows[u], self.windows[v]
+        behind = mine.start > theirs.start and (mine.start < turn) == (theirs.start < turn)
+        return behind and mine.lead < mine.start
 
     def _at(self, window: PeriodWindow, period: int, offset: int, slot: int) -> str:
         if 0 <= period <= self.more:
@@ -235,7 +247,11 @@ class _Unrolling:
         u = self.facts.regions[position]
         if u is None:
             return 0
-        along = u == 0 or self.ways.between.get((u, 0), ALONG) == ALONG
+        # layers count up in forward: a window of backward runs against the one that it reads
+        turn = self.facts.turn
+        ahead = (v for v, w in enumerate(self.windows) if w.start < turn and v != u)
+        ways = (self.ways.between.get((u, v)) for v in ahead)
+        along = self.windows[u].start < turn or AGAINST not in ways
         if copy is None:
             period = self.windows[u].period(position)
             copy = self.more if period > 0 else 0

@@ -134,12 +134,12 @@ def test_labels_count_on() -> None:
 def test_layers_are_found_with_their_period() -> None:
     found = find_layers(language(8))
     assert found is not None
-    assert (found.path, found.count, found.period, found.beyond) == ("blocks", 8, 1, 4)
+    assert (found.paths, found.count, found.period, found.beyond) == (("blocks",), 8, 1, 4)
     with torch.device("meta"):
         turns = nn.Sequential(*(nn.Linear(4, 4, bias=i % 2 == 0) for i in range(13)))
     found = find_layers(turns)
     assert found is not None
-    assert (found.path, found.period, found.kept(4), found.beyond) == ("", 2, 9, 2)
+    assert (found.paths, found.period, found.kept(4), found.beyond) == (("",), 2, 9, 2)
     assert len(list(shortened(turns, found, 4).children())) == 9
     assert len(turns) == 13
 

@@ -50,8 +50,9 @@ class Waits:
             queued = step - move.wraps
             if queued >= 0 and (queued, move.id) not in self.ended:
                 yield "late-move", f"move {move.id} of step {queued} has not arrived"
-        for tensor in run.op.operands:
-            yield from self._order(step, run, tensor)
+        if self._touched[not run.on_host]:
+            for tensor in run.op.operands:
+                yield from self._order(step, run, tensor)
         for tensor in run.op.reads:
             yield from self._readable(tensor, run.tier_of(tensor), None)
         for task in self._running.values():
