@@ -1,8 +1,8 @@
 """Evicts saved activations between their forward and their backward use.
 
-FlashNeuron §3.3 (`variant="printed"`) and ours (`"benefit"`) use the same candidates: the gaps that
-an activation spends on the device if nothing moves. `spill_options.py` provides the figures,
-`activation_selection.py` makes the choice, and the builder makes the plan.
+FlashNeuron §3.3 (`variant="printed"`) and our own variant (`"benefit"`) use the same candidates:
+the gaps that an activation spends on the device if nothing moves. `spill_options.py` provides the
+figures, `activation_selection.py` makes the choice, and the builder makes the plan.
 """
 
 from __future__ import annotations

@@ -5,9 +5,8 @@ sets how many bytes of gradients may be produced on the device after all. Choosi
 knapsack: the gain of a gradient is the time saved by its backward op. A gradient that cannot be
 written in place is written on the device and moved out at once.
 
-The paper limits the sum of the bytes. The true limit is a peak over time, so without a reserve
-factor the knapsack (which is safe) is followed by adding any gradient that fits during its
-lifetime.
+The paper limits the sum of the bytes. The true limit is a peak over time. So without a reserve
+factor, after the knapsack (which is safe), any gradient is added that fits during its lifetime.
 """
 
 from __future__ import annotations
@@ -59,8 +58,8 @@ class GradientReserve:
         kept = self._kept(gradients)
         # if the requested reserve does not fit, use none: the paper's default
         for reserved in dict.fromkeys((kept, frozenset[str]())):
-            frame = fitting.frame(gradients.mode(reserved))
-            fitting.offer(frame, gradients.away(reserved))
+            variant = fitting.variant(gradients.choices(reserved))
+            fitting.offer(variant, gradients.away(reserved))
             if fitting.trials.best is not None:
                 break
         return fitting.plan()
@@ -83,7 +82,7 @@ class _Gradients:
 
     def __init__(self, problem: Problem, fitting: Fitting) -> None:
         self.problem, self.fitting = problem, fitting
-        self.plain: ProgramVariant = fitting.frame(fitting.base)
+        self.plain: ProgramVariant = fitting.variant(fitting.base)
         self.gaps: dict[str, list[Gap]] = {}
         self.direct: dict[str, tuple[str, ...]] = {}  # gradient → ops that write it in place
         self.all: list[Tensor] = []
@@ -115,7 +114,7 @@ class _Gradients:
             return sum(round_ns(o.direct[g]) - round_ns(o.duration_us) for o in ops)
         return sum(round_ns(gap.out_us + gap.in_us) for gap in self.gaps[g])
 
-    def mode(self, reserved: frozenset[str]) -> Choices:
+    def choices(self, reserved: frozenset[str]) -> Choices:
         base = self.fitting.base
         born = {(o, g) for g, ops in self.direct.items() if g not in reserved for o in ops}
         return Choices(base.directs | born, base.recomputes, base.hosted)

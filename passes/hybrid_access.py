@@ -43,10 +43,10 @@ OPS_ASKED = 2400
 class HybridAccess:
     """Per weight: load before use (GFGB), access in place (DHA), or in place, then load (DFGB).
 
-    `variant` selects the algorithm: `exact` (a Pareto program; the judge also tries the repaired
-    choice, loading everything for backward, and loading everything for both), `repaired` or
-    `printed` (Algorithm 1), `zero_offload` (load everything), or `load_all` (also loads everything,
-    and no op starts before all of it has arrived: the baseline for the other schedules).
+    `variant` selects the algorithm. `exact` is a Pareto program; the judge also tries the repaired
+    choice, loading everything for backward, and loading everything for both. `repaired` and
+    `printed` are Algorithm 1. `zero_offload` loads everything. `load_all` does so, too, but no op
+    starts before all of it has arrived: the baseline for the other schedules.
     """
 
     name: ClassVar[str] = "hybrid_access"
@@ -66,9 +66,9 @@ class HybridAccess:
         for asked, directs in enumerate(self._choices(layers), 1):
             kept = frozenset(d for d in fitting.base.directs if not layers.decides(d))
             forced = fitting.forced.directs & fitting.base.directs
-            mode = Choices(kept | forced | directs, fitting.base.recomputes, fitting.base.hosted)
-            frame = fitting.frame(mode)
-            fitting.offer(frame, _between_steps(frame, layers.weights))
+            choices = Choices(kept | forced | directs, fitting.base.recomputes, fitting.base.hosted)
+            variant = fitting.variant(choices)
+            fitting.offer(variant, _between_steps(variant, layers.weights))
             if fitting.trials.best is not None and asked >= patience:
                 break
         made = fitting.plan()
@@ -135,11 +135,13 @@ def _all_loaded_first(problem: Problem, machine: Machine, plan: Plan, judge: Jud
     return made
 
 
-def _between_steps(frame: ProgramVariant, weights: Iterable[str]) -> set[Key]:
+def _between_steps(variant: ProgramVariant, weights: Iterable[str]) -> set[Key]:
     """The gaps of these weights across the end of the step, which they spend on the host."""
     mine = set(weights)
     return {
-        (g.tensor.id, g.after) for g in frame.gaps.gaps if g.tensor.id in mine and g.last <= g.first
+        (g.tensor.id, g.after)
+        for g in variant.gaps.gaps
+        if g.tensor.id in mine and g.last <= g.first
     }
 
 

@@ -23,8 +23,8 @@ from .search.gradients_back import brought_home
 from .search.program_variant import (
     Choices,
     ProgramVariant,
-    direct_mode,
-    forced_mode,
+    direct_choices,
+    forced_choices,
     held_on_host,
     infeasible_host,
     recompute_everything,
@@ -121,8 +121,8 @@ class Joint:
     kept_floor_us: Callable[[], float] = field(default=lambda: 0.0, compare=False)
     #: True if the plan is only compared with others for which the policies have already been tried
     trial: bool = field(default=False, compare=False)
-    #: modes that worked for the same step with its weights elsewhere: tried first
-    known_modes: tuple[Choices, ...] = field(default=(), compare=False)
+    #: choices that worked for the same step with its weights elsewhere: tried first
+    known_choices: tuple[Choices, ...] = field(default=(), compare=False)
 
     def apply(self, problem: Problem, machine: Machine, plan: Plan) -> Plan:
         if self.judge is None:
@@ -132,28 +132,28 @@ class Joint:
         if plain is not None:
             return plain
         search = self._search(problem, machine, began)
-        forced = forced_mode(problem, machine)
+        forced = forced_choices(problem, machine)
         starts = Starts(
-            search, forced, self._longest(problem), self.lossy, self.hints, self.known_modes
+            search, forced, self._longest(problem), self.lossy, self.hints, self.known_choices
         )
-        frame = starts.variant(forced)
-        blocked = self._floor(frame)
-        frames = [] if blocked is not None else [frame]
-        free = direct_mode(problem, machine, only_free=True).directs
+        variant = starts.variant(forced)
+        blocked = self._floor(variant)
+        variants = [] if blocked is not None else [variant]
+        free = direct_choices(problem, machine, only_free=True).directs
         if not free <= forced.directs:
             in_place = starts.variant(
                 Choices(forced.directs | free, forced.recomputes, forced.hosted)
             )
-            frames += [] if self._floor(in_place) is not None else [in_place]
+            variants += [] if self._floor(in_place) is not None else [in_place]
         states: list[SearchState] = []
-        for one in frames:
+        for one in variants:
             states += starts.moving(one, HEADROOMS[:1])
         states += starts.known()
         split = UpdateSplit.of(problem, machine)
         states += starts.splitting(split, states, SPLIT_SHARES[0])
         again = starts.recomputing(states, split)
         again += starts.splitting(split, again, SPLIT_SHARES[1])
-        if self.known_modes:  # the first search shows which weights might as well stay for good
+        if self.known_choices:  # the first search shows which weights might as well stay for good
             again += taking_turns(search, split, again or states)
         states += again
         states += starts.balanced(states)
@@ -168,7 +168,7 @@ class Joint:
             others = [n for n in _policies() if n != self.name]
             self._single_policies(search, others[:1] if beaten else others, POLICY_SHARE)
         if search.best_plan is None:
-            blocked = self._last_resorts(starts, frame, blocked, states)
+            blocked = self._last_resorts(starts, variant, blocked, states)
             if search.best_plan is None and blocked is not None:
                 raise blocked
         if not search.done:
@@ -184,8 +184,8 @@ class Joint:
         """Returns the plan without any eviction, if it fits and nothing waits."""
         assert self.judge is not None
         try:
-            mode = Choices(hosted=held_on_host(problem))
-            builder = Builder(problem, machine, mode.decisions(problem))
+            choices = Choices(hosted=held_on_host(problem))
+            builder = Builder(problem, machine, choices.decisions(problem))
             plan = builder.best(self.judge)
         except Infeasible:
             return None
@@ -214,10 +214,10 @@ class Joint:
     def _longest(self, problem: Problem) -> float:
         return self.seconds * (SLACK if _is_large(problem) else 1.0)
 
-    def _floor(self, frame: ProgramVariant) -> Infeasible | None:
+    def _floor(self, variant: ProgramVariant) -> Infeasible | None:
         """Returns the error if the step does not fit even with everything evicted."""
         try:
-            frame.check_floor()
+            variant.check_floor()
         except Infeasible as error:
             return error
         return None
@@ -225,7 +225,7 @@ class Joint:
     def _last_resorts(
         self,
         starts: Starts,
-        frame: ProgramVariant,
+        variant: ProgramVariant,
         blocked: Infeasible | None,
         states: list[SearchState],
     ) -> Infeasible | None:
@@ -234,14 +234,15 @@ class Joint:
         Returns the reason if none of these fits.
         """
         search = starts.search
-        frames = [frame]
+        variants = [variant]
         if again := recompute_everything(search.problem):
-            mode = Choices(frame.mode.directs, again, frame.mode.hosted)
-            frames.append(starts.variant(mode))
-        if directs := direct_mode(search.problem, search.machine).directs - frame.mode.directs:
-            mode = Choices(frame.mode.directs | directs, frozenset(), frame.mode.hosted)
-            frames.append(starts.variant(mode))
-        for resort in frames:
+            choices = Choices(variant.choices.directs, again, variant.choices.hosted)
+            variants.append(starts.variant(choices))
+        mine, direct = variant.choices, direct_choices(search.problem, search.machine).directs
+        if direct - mine.directs:
+            choices = Choices(mine.directs | direct, frozenset(), mine.hosted)
+            variants.append(starts.variant(choices))
+        for resort in variants:
             reason = self._floor(resort)
             if reason is not None:
                 if blocked is not None and (reason.needed_bytes or 0) < (blocked.needed_bytes or 0):

@@ -3,7 +3,7 @@
 This is the software side of the AXDIMM platform (§5.2): each gradient is sent to the host as soon
 as it is produced, which frees its device memory, and the host updates that weight next to its
 states, overlapped with backward and with the transfers of other gradients. Updated weights return
-when the next forward pass needs them. The module's two channels (§3.2, §5.2) need no decision here:
+when the next forward pass needs them. The AXDIMM's two channels (§3.2, §5.2) need no decision here:
 they let transfers and updates run concurrently, as the host lane and the links do anyway.
 
 The platform runs every update on the host. The last gradients of a step then have nothing left to
@@ -64,12 +64,12 @@ class NearMemoryUpdate:
             base = fitting.base
             if self.where == "device":  # undo host updates of an earlier plan
                 base = Choices(base.directs, base.recomputes, fitting.forced.hosted)
-            mode = with_hosted(problem, base, hosted)
-            fitting.offer(fitting.frame(mode), ())
-            born = _written_in_place(problem, balance, chosen, mode)
+            choices = with_hosted(problem, base, hosted)
+            fitting.offer(fitting.variant(choices), ())
+            born = _written_in_place(problem, balance, chosen, choices)
             if self.judge is not None and born and patience > 1:
-                mode = Choices(mode.directs | born, mode.recomputes, mode.hosted)
-                fitting.offer(fitting.frame(mode), ())
+                choices = Choices(choices.directs | born, choices.recomputes, choices.hosted)
+                fitting.offer(fitting.variant(choices), ())
         return fitting.plan()
 
     def _splits(
@@ -178,7 +178,7 @@ class _Balance:
 
 
 def _written_in_place(
-    problem: Problem, balance: _Balance, chosen: Iterable[HostUpdate], mode: Choices
+    problem: Problem, balance: _Balance, chosen: Iterable[HostUpdate], choices: Choices
 ) -> frozenset[tuple[str, str]]:
     """Returns gradients of host updates that are cheaper to write on the host than to move."""
     wanted = {t for u in chosen for o in u.ops for t in o.reads}
@@ -194,6 +194,6 @@ def _written_in_place(
             if extra < balance.move_ns(g, balance.out):
                 found |= {(o.id, g) for o in writers}
     on_host = {
-        o.id for o in problem.ops if o.phase == "update" and not mode.hosted.isdisjoint(o.writes)
+        o.id for o in problem.ops if o.phase == "update" and not choices.hosted.isdisjoint(o.writes)
     }
-    return frozenset(d for d in found if d[0] not in on_host) - mode.directs
+    return frozenset(d for d in found if d[0] not in on_host) - choices.directs

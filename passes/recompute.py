@@ -1,9 +1,9 @@
 """Recomputes activations instead of keeping them, until the step fits in memory.
 
-`benefit` drops the outputs that free most bytes over the step per nanosecond of added compute: the
-same covering problem as for moves, then checked with the memory that recomputation itself needs.
-`sqrt` keeps evenly spaced checkpoints, as few as fit; `all` drops everything that can be
-recomputed.
+`benefit` drops the outputs that free most bytes over the step per nanosecond of added compute. This
+is the same covering problem as for moves; the answer is then checked with the memory that
+recomputation itself needs. `sqrt` keeps evenly spaced checkpoints, as few as fit; `all` drops
+everything that can be recomputed.
 """
 
 from __future__ import annotations

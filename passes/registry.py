@@ -52,7 +52,7 @@ def policy_class(name: str) -> type[Any]:
 def options(cls: type[Any]) -> dict[str, Any]:
     """Returns the options that a user may set: name → type."""
     hints = typing.get_type_hints(cls)
-    hidden = ("judge", "progress", "hints", "floor_us", "kept_floor_us", "known_modes", "trial")
+    hidden = ("judge", "progress", "hints", "floor_us", "kept_floor_us", "known_choices", "trial")
     return {f.name: hints[f.name] for f in dataclasses.fields(cls) if f.name not in hidden}
 
 

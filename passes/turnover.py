@@ -1,9 +1,10 @@
 """Evicts every saved activation until backward needs it: the worst-case plan.
 
-For a graph that shares the device with others, whose free memory is unknown at planning time: its
-forward and backward run at separate times, and in between none of its activations need be on the
-device. The runtime's keeper decides at run time, by the memory available, which of them to move. So
-the plan is not optimized for speed: its first reload waits for its last eviction.
+It serves a graph that shares the device with others and cannot know the free memory when it is
+planned. The graph's forward and backward run at separate times, and in between none of its
+activations need be on the device. The runtime's keeper decides at run time, by the memory
+available, which of them to move. So the plan is not optimized for speed: its first reload waits for
+its last eviction.
 """
 
 from __future__ import annotations

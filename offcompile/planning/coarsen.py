@@ -1,4 +1,4 @@
-"""Merges neighbouring ops between which no decision could act: fewer, larger ops to plan for.
+"""Merges neighbouring ops that no decision could part, so fewer and larger ops are planned.
 
 Two neighbouring ops become one if no movable tensor is born, first read, last read or written
 between them: then no move, drop or write could have any effect at that point. Pinned tensors do
@@ -29,8 +29,8 @@ class Coarse:
         return Coarse(problem, {op.id: (op.id,) for op in problem.ops})
 
     def reruns(self, plan: Plan) -> frozenset[tuple[str, str]]:
-        """Recomputations of a plan for the fine problem, as (op, before) of the coarse problem;
-        without those of ops that only another problem has."""
+        """Recomputations of a plan for the fine problem, as (op, before) of the coarse one. Leaves
+        out ops that this problem does not have."""
         group_of = {op: name for name, ops in self.groups.items() for op in ops}
         found = {
             (r.op, group_of[r.before])

@@ -1,11 +1,11 @@
 """Plans that leave as little as possible on the device between forward and backward, or at the end.
 
-They serve a graph among others whose budget is too tight for the policy `turnover`, which holds as
-much within forward and within backward as the step takes alone; and a graph whose weights are on
-the host because they do not fit beside those of others, so that its gradients would not either.
-The planner sees the memory of the others as an op at the turn, or at the end, whose workspace is
-the whole budget except the bytes that cannot leave. So every policy and the verifier treat it like
-any other op. These ops are removed before anything runs.
+They serve two kinds of graph that share a budget with others. For the first, the budget is too
+tight for the policy `turnover`, which holds as much within forward and within backward as the step
+takes alone. The second has its weights on the host because they do not fit beside those of others;
+its gradients would not fit either. The planner sees the memory of the others as an op at the turn,
+or at the end, whose workspace is the whole budget except the bytes that cannot leave. So every
+policy and the verifier treat it like any other op. These ops are removed before anything runs.
 """
 
 from __future__ import annotations

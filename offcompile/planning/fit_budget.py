@@ -1,4 +1,4 @@
-"""Decides, for a budget, if a step fits without moves, and otherwise which plan makes it fit."""
+"""Decides whether a step fits a budget without moves, and otherwise which plan makes it fit."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from offcompile.ir.units import show_bytes
 from offcompile.passes.search.program_variant import (
     Choices,
     ProgramVariant,
-    direct_mode,
+    direct_choices,
     held_on_host,
 )
 from offcompile.runtime.base.garbage import rarely_collected
@@ -267,8 +267,8 @@ def floor_of(problem: Problem, machine_for: Callable[[int], Machine]) -> int:
 
 def floors_by_run(problem: Problem, machine_for: Callable[[int], Machine]) -> dict[str, int]:
     """The device bytes at each run if everything evictable is off the device."""
-    frame, floors = _floor_per_op(problem, machine_for)
-    return {run.name: nbytes for run, nbytes in zip(frame.program.runs, floors, strict=True)}
+    variant, floors = _floor_per_op(problem, machine_for)
+    return {run.name: nbytes for run, nbytes in zip(variant.program.runs, floors, strict=True)}
 
 
 def floors_of_ways(
@@ -276,21 +276,23 @@ def floors_of_ways(
 ) -> tuple[list[int], ...]:
     """The device bytes at each run if everything evictable is off the device: with weights copied,
     and with weights accessed in place."""
-    return tuple(frame.floor for frame in _floor_frames(problem, machine_for))
+    return tuple(variant.floor for variant in _floor_variants(problem, machine_for))
 
 
-def _floor_frames(problem: Problem, machine_for: Callable[[int], Machine]) -> list[ProgramVariant]:
+def _floor_variants(
+    problem: Problem, machine_for: Callable[[int], Machine]
+) -> list[ProgramVariant]:
     machine = machine_for(1)
     copied = Choices(hosted=held_on_host(problem))
-    in_place = direct_mode(problem, machine)
+    in_place = direct_choices(problem, machine)
     return [ProgramVariant(problem, machine, m) for m in dict.fromkeys((copied, in_place))]
 
 
 def _floor_per_op(
     problem: Problem, machine_for: Callable[[int], Machine]
 ) -> tuple[ProgramVariant, list[int]]:
-    frame = min(_floor_frames(problem, machine_for), key=lambda f: max(f.floor, default=0))
-    return frame, frame.floor
+    variant = min(_floor_variants(problem, machine_for), key=lambda f: max(f.floor, default=0))
+    return variant, variant.floor
 
 
 def _with_budget(
@@ -305,7 +307,7 @@ def _with_budget(
     `missing_bytes` is the shortage that the planner reported, if it did.
     """
     reserve_for = search.reserve_for
-    frame, floors = _floor_per_op(problem, search.machine_for)
+    variant, floors = _floor_per_op(problem, search.machine_for)
     worst = max(range(len(floors)), key=floors.__getitem__)
     needed = floors[worst]
     if missing_bytes is not None:
@@ -322,8 +324,8 @@ def _with_budget(
             f"Set memory to '{round_up(total + held_bytes)}' or more, use the policy joint, or"
             " make the batch smaller.",
         )
-    run = frame.program.runs[worst]
-    parts = _held_at(problem, run.op.id, worst, frame)
+    run = variant.program.runs[worst]
+    parts = _held_at(problem, run.op.id, worst, variant)
     reserve = total - needed
     own = f", and the runtime {show_bytes(reserve)} of buffers" if reserve else ""
     beside = ""
@@ -356,7 +358,7 @@ def with_figure(error: Infeasible, total_bytes: int, budget_bytes: int) -> Infea
     )
 
 
-def _held_at(problem: Problem, op_id: str, position: int, frame: ProgramVariant) -> str:
+def _held_at(problem: Problem, op_id: str, position: int, variant: ProgramVariant) -> str:
     """Describes the bytes that make up the floor at one op, largest first."""
     op = problem.op[op_id]
     own = [problem.tensor[t] for t in op.operands]
@@ -367,7 +369,7 @@ def _held_at(problem: Problem, op_id: str, position: int, frame: ProgramVariant)
             continue
         begun = tensor.home == DEVICE or (
             tensor.home is None
-            and any(a.position <= position for a in frame.program.accesses[tensor.id])
+            and any(a.position <= position for a in variant.program.accesses[tensor.id])
         )
         if begun and tensor.pinned and tensor.kind in ("weight", "gradient", "input", "output"):
             fixed[tensor.kind] = fixed.get(tensor.kind, 0) + tensor.nbytes

@@ -12,9 +12,9 @@ between the same runs, and let the program wait, if necessary, for each move tha
 Then the program holds no copy that the simulation did not hold at that moment: copies gone by then
 had gone because runs had ended, which the program has passed, and because moves had ended, which
 it may wait for. The simulation fits, so the program does; and if lanes are as fast as simulated,
-no such wait costs any time. Starting from there, a load is only moved earlier, before the run
-during which it started, and only if the ledger has room for it beside that run and no earlier load
-had to stay; or later, if only backward uses it, which holds less meanwhile.
+no such wait costs any time. From there a load moves in two cases only. It moves earlier, before the
+run during which it started, if the ledger has room for it beside that run and no earlier load had
+to stay. It moves later if only backward uses it; less is held meanwhile.
 """
 
 from __future__ import annotations

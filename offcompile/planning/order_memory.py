@@ -1,9 +1,9 @@
 """Device memory of a program at any speed of the lanes, and the waits that this requires.
 
 A copy (`copy_lifetimes`) takes space from the step that begins its stay until the program has
-passed the runs that use it and has waited for the moves that do. Time matters only for choosing: a
-run may be preceded by waits for stays that the simulation had ended when the run started, the first
-to end first.
+passed the runs that use it and has waited for the moves that do. Simulated times only choose the
+waits: before a run, the program may wait for stays that the simulation had ended when the run
+started, the first to end first.
 """
 
 from __future__ import annotations

@@ -178,7 +178,7 @@ def plan_problem(
             _floor_of_keeping, problem, machine, bound.us, min(KEEPING_SECONDS, bounding)
         ),
         trial=trial,
-        known_modes=_modes(known, coarse),
+        known_choices=_choices_of(known, coarse),
     )
     try:
         plan = coarse.expand(chosen.apply(coarse.problem, machine, Plan()))
@@ -205,7 +205,7 @@ def bounded_longer(problem: Problem, machine: Machine, made: PlanResult) -> Plan
     return replace(made, lower_bound_us=bound.us, bound_method=bound.method)
 
 
-def _modes(plans: Sequence[Plan], coarse: Coarse) -> tuple[Choices, ...]:
+def _choices_of(plans: Sequence[Plan], coarse: Coarse) -> tuple[Choices, ...]:
     """The recomputations and host updates of plans, the newest first."""
     found = (
         Choices(
@@ -214,7 +214,7 @@ def _modes(plans: Sequence[Plan], coarse: Coarse) -> tuple[Choices, ...]:
         )
         for plan in reversed(plans)
     )
-    return tuple(dict.fromkeys(mode for mode in found if mode != Choices()))
+    return tuple(dict.fromkeys(choices for choices in found if choices != Choices()))
 
 
 def _floor_of_keeping(problem: Problem, machine: Machine, floor_us: float, seconds: float) -> float:

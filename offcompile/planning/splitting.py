@@ -1,4 +1,4 @@
-"""Describes how a graph was split into pieces along its tokens: what, how small, and what it gains.
+"""Describes how a graph was split into pieces along its tokens: parts, pieces, and the gain.
 
 `graph.split` makes these records; reports and refusals put them into words.
 """

@@ -7,7 +7,7 @@
 3. `variants.judging` replaces the plan if measured steps speak against it.
 4. The weights move to where the plan wants them, and the compiled graph runs; `running_step` wraps
    each half, the backward too when autograd calls it.
-5. `accounts` learn what forward has left for backward.
+5. `accounts` learn which bytes forward has left for backward.
 """
 
 from __future__ import annotations
@@ -148,7 +148,8 @@ class CapturedGraph:
 
     @uninterrupted
     def _wait_for_backward(self, outputs: object, variant: Variant, call: Call) -> None:
-        """Note what forward has left for backward; outputs that get none stay as results."""
+        """Note the bytes that forward has left for backward. Outputs without a backward stay as
+        results."""
         runs, plans, sizes = self.facts.runs, self.plans, call.sizes
         kept = variant.needs_at(sizes).kept_bytes
         whole = max(kept, plans.variants[0].needs_at(sizes).kept_bytes)

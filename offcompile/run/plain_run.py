@@ -1,9 +1,9 @@
 """Runs a graph op by op, keeping only the operands of the current op on the device.
 
-So it runs even if the graph as a whole would not fit: results of an op go to the host, and are
-brought back only for the ops that read them; so are arguments that lie on the host although the
-graph has them on the device. All other arguments stay where they are. On the CPU, results have
-nowhere else to go.
+So it runs even if the graph as a whole would not fit. Results of an op go to the host, and are
+brought back only for the ops that read them. So are arguments that lie on the host although the
+graph has them on the device. All other arguments stay where they are. On the CPU, results stay
+where they are, too.
 """
 
 from __future__ import annotations

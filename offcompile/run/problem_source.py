@@ -93,7 +93,7 @@ class ProblemSource:
         return _slowed(machine, measured, self.slowest[0]).with_capacity(DEVICE, device_bytes)
 
     def apart(self, graphs: Graphs) -> Graphs:
-        """Split ops of which only a part may be recomputed, like dropout."""
+        """Split ops that may be recomputed in part only, like dropout."""
         return in_two_parts(graphs)
 
     def annotate(

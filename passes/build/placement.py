@@ -2,8 +2,8 @@
 
 There are two profiles of device bytes per run. The *hard* one contains everything decided to stay
 and the loads placed so far; a load that fits it is legal, whatever the speed of the lanes. The
-*soft* one also contains evictions still in flight, by estimate; a load that does not fit it would
-only wait in its lane, so triggers respect it unless the memory is expected in time.
+*soft* one also contains evictions still in flight, by estimate. A load that does not fit it would
+only wait in its lane, so triggers respect it unless the memory is expected to be free in time.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Turns decisions into residency: the tiers of each tensor's copies, and the copies to make.
+"""Turns decisions into the tiers that hold each tensor, and the copies to make.
 
 A walk along a tensor's accesses tracks the set of tiers that hold its value. An access on a tier
 without the value requires a `Job` (a copy from a tier that has it); a gap with an eviction, or one

@@ -1,7 +1,7 @@
 """Time limits for searches: a caller with little time sets one, and long searches check it.
 
-So searches inside policies need not know about clocks, and return the same answer whenever they
-have the time they want.
+Searches inside policies then need no clock, and return the same answer whenever they have enough
+time.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """A block table: the blocks that one execution touches, in order (DeepUM, §4.2 and figure 7).
 
 Each row names the successors of a block; `start` and `end` say where the walk starts and stops. A
-row also counts how regularly its block is touched, so that blocks selected by data (embedding rows,
-experts) are neither fetched nor break the walk: only regular blocks are linked.
+row also counts how regularly its block is touched, and only regular blocks are linked. So blocks
+selected by data (embedding rows, experts) are not fetched, and do not break the walk.
 """
 
 from __future__ import annotations

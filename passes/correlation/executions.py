@@ -1,8 +1,8 @@
 """The execution table: predicts the next execution (DeepUM, §4.2 and figure 6).
 
-For the current execution, the paper keeps records of the three before it. Here a record that has
-not been seen falls back to a shorter history, and each kind of record (by its length and counter)
-is trusted by its recent accuracy.
+For the current execution, the paper keeps records of the three before it. Here an unseen record
+falls back to a shorter history, and each kind of record (by its length and counter) is trusted as
+far as it was accurate lately.
 """
 
 from __future__ import annotations

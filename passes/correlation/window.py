@@ -2,10 +2,10 @@
 
 The window is the chain of executions expected from here on, with their blocks. A walk along it
 gives the blocks to prefetch. Blocks that are not expected are evicted first, least recently used
-first, then the block expected last. But a block selected by data, which no table can expect, is
-assumed to be used again after as long as it has been unused, and is not evicted for a block needed
-later than that. Prefetching stops when only a block that is needed sooner could make room: so the
-lookahead is bounded by bytes as well as by executions (DeepUM bounds it by executions alone).
+first, then the block expected last. No table can expect a block selected by data. It is assumed to
+be used again after as long as it has been unused, and is not evicted for a block needed later than
+that. Prefetching stops when only a block that is needed sooner could make room. So the lookahead is
+bounded by bytes as well as by executions (DeepUM bounds it by executions alone).
 """
 
 from __future__ import annotations

@@ -2,8 +2,8 @@
 
 A step that streams its weights takes as long as its lane is busy, and compute waits meanwhile. A
 read of a weight on the host can be made in place instead: the op takes longer, and the lane carries
-less. The reads changed are those that add the least compute per lane time saved, spread over the
-whole step, and only as many as make both equally busy.
+less. Those reads are changed that add the least compute per lane time saved, spread over the whole
+step, and only as many as make lane and compute equally busy.
 """
 
 from __future__ import annotations
@@ -43,28 +43,28 @@ class _Read:
 
 def balanced(state: SearchState) -> tuple[ProgramVariant, GapSet] | None:
     """Returns the same choices with some loads made direct; None if that gains nothing."""
-    frame = state.frame
+    variant = state.variant
     took_us = {s.id: (s.end_ns - s.start_ns) / NS_PER_US for s in state.timeline.spans}
     loads = [m for m in state.plan.moves if m.target == DEVICE]
     lane_us = sum(took_us[m.id] for m in loads)
-    compute_us = LaneClock.unhindered(frame.program).period
+    compute_us = LaneClock.unhindered(variant.program).period
     if lane_us <= compute_us * WORTH:
         return None
-    reads = _reads(frame, state.plan, loads, took_us)
+    reads = _reads(variant, state.plan, loads, took_us)
     chosen = _enough(reads, lane_us - compute_us)
     if not chosen:
         return None
-    directs = frame.mode.directs | {(r.op, r.tensor) for r in chosen}
-    mode = Choices(directs, frame.mode.recomputes, frame.mode.hosted)
-    made, cover = frame.in_mode(mode, state.cover)
+    directs = variant.choices.directs | {(r.op, r.tensor) for r in chosen}
+    choices = Choices(directs, variant.choices.recomputes, variant.choices.hosted)
+    made, cover = variant.with_choices(choices, state.cover)
     return (made, cover) if cover.repair(made.capacity, Prices()) else None
 
 
 def _reads(
-    frame: ProgramVariant, plan: Plan, loads: Sequence[Move], took_us: Mapping[str, float]
+    variant: ProgramVariant, plan: Plan, loads: Sequence[Move], took_us: Mapping[str, float]
 ) -> list[_Read]:
     """Returns loads of weights from the host that only one op needs."""
-    program, problem = frame.program, frame.problem
+    program, problem = variant.program, variant.problem
     dropped = {(d.tensor, d.after) for d in plan.drops if d.tier == DEVICE}
     found = []
     for load in loads:

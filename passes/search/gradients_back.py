@@ -1,9 +1,9 @@
 """Moves gradients written on the host back to the device if there is room for them.
 
-Writing in place saves device memory for the rest of the step, and where it costs no compute, a
-search that looks at time alone chooses it for all gradients. Gradients written there are then
-written to the disk behind the host, or cross the link. So as many as cost no time are produced on
-the device after all: the last ones of the step, which stay there for the shortest time.
+Writing in place saves device memory for the rest of the step. Where it costs no compute, a search
+that looks at time alone chooses it for all gradients, which then go on to the disk behind the host,
+or cross the link. So as many gradients as cost no time are produced on the device after all: the
+last ones of the step, which stay there for the shortest time.
 """
 
 from __future__ import annotations

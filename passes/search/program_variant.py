@@ -1,7 +1,7 @@
-"""A frame: the choices that change the program itself, and the resulting gaps.
+"""A variant of a program: the choices that change its runs, and the gaps that result.
 
 Direct accesses, recomputations and host updates change the runs of a step and the device memory
-they need; the gaps for evictions are then chosen within the frame (`cover`, `search`).
+they need. The gaps for evictions are then chosen within the variant (`cover`, `search`).
 """
 
 from __future__ import annotations
@@ -54,11 +54,11 @@ class Choices:
 
 @dataclass
 class ProgramVariant:
-    """A mode with its program and gaps on one machine."""
+    """Choices, with the program and the gaps that they give on one machine."""
 
     problem: Problem
     machine: Machine
-    mode: Choices
+    choices: Choices
     tier: str = HOST
     lossy: bool = False
     capacity: float = field(init=False)
@@ -69,7 +69,7 @@ class ProgramVariant:
 
     @cached_property
     def program(self) -> Program:
-        return Program.of(self.problem, self.mode.decisions(self.problem))
+        return Program.of(self.problem, self.choices.decisions(self.problem))
 
     @cached_property
     def gaps(self) -> Gaps:
@@ -82,21 +82,21 @@ class ProgramVariant:
     def cover(self, away: set[tuple[str, str | None]]) -> GapSet:
         return GapSet(self.gaps, (self.index_of[k] for k in away if k in self.index_of))
 
-    def in_mode(self, mode: Choices, cover: GapSet) -> tuple[ProgramVariant, GapSet]:
-        """Returns a frame in another mode, with the same evictions where it has those gaps."""
-        made = ProgramVariant(self.problem, self.machine, mode, self.tier, self.lossy)
+    def with_choices(self, choices: Choices, cover: GapSet) -> tuple[ProgramVariant, GapSet]:
+        """Returns a variant with other choices, and the same evictions where it has those gaps."""
+        made = ProgramVariant(self.problem, self.machine, choices, self.tier, self.lossy)
         gaps = self.gaps.gaps
         return made, made.cover({(gaps[i].tensor.id, gaps[i].after) for i in cover.away})
 
     def decisions(self, cover: GapSet) -> Decisions:
         gaps = self.gaps.gaps
-        return self.mode.decisions(self.problem, tuple(gaps[i].away for i in sorted(cover.away)))
+        return self.choices.decisions(self.problem, tuple(gaps[i].away for i in sorted(cover.away)))
 
     @cached_property
     def floor(self) -> list[int]:
         """Device bytes per run with an eviction in every gap."""
         away = tuple(gap.away for gap in self.gaps.gaps)
-        decisions = self.mode.decisions(self.problem, away)
+        decisions = self.choices.decisions(self.problem, away)
         return Builder(self.problem, self.machine, decisions, check=False).kept_bytes
 
     def check_floor(self) -> None:
@@ -143,7 +143,7 @@ def held_on_host(problem: Problem) -> frozenset[str]:
     )
 
 
-def forced_mode(problem: Problem, machine: Machine) -> Choices:
+def forced_choices(problem: Problem, machine: Machine) -> Choices:
     """Returns the fewest direct accesses and host updates without which some op can never run."""
     capacity = machine.tier[DEVICE].capacity_bytes
     hosted = set(held_on_host(problem))
@@ -170,8 +170,8 @@ def may_access(problem: Problem, op: Op) -> list[str]:
     return [t for t in op.direct if t in op.operands and not problem.tensor[t].pinned]
 
 
-def direct_mode(problem: Problem, machine: Machine, only_free: bool = False) -> Choices:
-    """Returns the mode with every possible access in place.
+def direct_choices(problem: Problem, machine: Machine, only_free: bool = False) -> Choices:
+    """Returns the choices in which every access is in place that can be.
 
     `only_free`: only accesses that cost no extra time, or less than a move would take from compute.
     """
@@ -202,7 +202,8 @@ MOST_RECOMPUTED = 4000
 
 
 def recompute_everything(problem: Problem) -> frozenset[tuple[str, str]]:
-    """Returns reruns, right before each op, of all producers of its inputs that were not just used.
+    """Returns reruns, right before each op, of the ops that produce its inputs, unless these were
+    just used.
 
     Values whose inputs are gone as well are recomputed from further back, as often as needed: this
     is the least memory that recomputation can need, at up to the square of the compute.

@@ -2,8 +2,8 @@
 save a part of it.
 
 A kept byte has a price, and a minimum cut gives the reruns at that price (`rematerialization`).
-Prices are tried from low to high for the lowest one at which the step fits; between it and the next
-lower one, only as many early layers pay the high price as necessary.
+Prices are tried from low to high until the step fits. Between that price and the next lower one,
+only as many early layers pay the higher price as necessary.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ DEAR = 1 << 40
 PRICES, HALVINGS = 8, 4
 #: numbers of parts that forward is cut into, at whose boundaries chains of reruns end; 1: no cut
 FITTING_PARTS = (1, 24)
-#: parts of what is too much for the device that move, while recomputation saves the rest
+#: shares of the excess that move, while recomputation saves the rest
 MOVED_PARTS = (0.0, 0.5, 0.25, 0.75, 0.9)
 
 
@@ -130,7 +130,7 @@ def rank(r: Rerunning, capacity: int) -> tuple[bool, float, float]:
 
 def reruns_beside_moves(problem: Problem, machine: Machine) -> Iterator[frozenset[Rerun]]:
     """Yields the least recomputation that fits with everything else on the device, if any, and the
-    least beside which a part of what is too much has to move. Nothing if weights move anyway."""
+    least beside which a share of the excess has to move. Yields nothing if weights move anyway."""
     capacity = machine.tier[DEVICE].capacity_bytes
     if capacity is None or any(
         t.home not in (None, DEVICE) and not t.pinned for t in problem.tensors

@@ -1,4 +1,4 @@
-"""Recomputation as a start for the search: a few recipes, tried from coarse to fine.
+"""Tries a few recipes of recomputation as starts for the search, from coarse to fine.
 
 A recipe prices kept tensors (see `rematerialization`) by where in forward they are produced.
 Activations of early layers have all of forward to be evicted, so keeping them is cheap; those of
@@ -23,8 +23,8 @@ PARTS, OPS_A_PART = (24, 48, 12, 6, 1), 3
 #: time: initial and smallest
 FIRST_SHIFT, LEAST_SHIFT = 0.2, 0.02
 BYTES_PER_KIB = 1024
-#: relative gain from which a recipe counts as better: if something else is the bottleneck, none
-#: does
+#: the relative gain from which a recipe counts as better; if something else is the bottleneck, none
+#: reaches it
 WORTH_ANOTHER = 0.0005
 
 

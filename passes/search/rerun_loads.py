@@ -2,7 +2,7 @@
 
 Minimum cuts rerun an op once (`rematerialization`), and its output is evicted to the host or stays
 until its last use. Close to the memory floor there is no room for it to stay and no time to reload
-it: then the tensor is recomputed once more right before the use, along with all inputs of its op
+it. There the tensor is recomputed once more right before the use, along with all inputs of its op
 that are not on the device at that moment.
 """
 
@@ -37,22 +37,24 @@ class Swap:
     stalls: bool
 
 
-def rerun_modes(
-    state: SearchState, choices: Rematerialization
+def rerun_variants(
+    state: SearchState, remat: Rematerialization
 ) -> Iterator[tuple[ProgramVariant, GapSet]]:
     """Yields the same plan with some loads replaced by recomputation, boldest change first."""
-    found = sorted(_Swaps(state, choices).all(), key=lambda s: -s.gain_us)
+    found = sorted(_Swaps(state, remat).all(), key=lambda s: -s.gain_us)
     seen: set[frozenset[Rerun]] = set()
-    mode, frame = state.frame.mode, state.frame
+    choices, variant = state.variant.choices, state.variant
     for stalled in (False, True):
         swaps = [s for s in found if s.stalls or not stalled]
         for share in SHARES:
             taken = swaps[: max(1, round(share * len(swaps)))] if swaps else []
-            reruns = mode.recomputes.union(*(s.reruns for s in taken))
-            if reruns == mode.recomputes or reruns in seen:
+            reruns = choices.recomputes.union(*(s.reruns for s in taken))
+            if reruns == choices.recomputes or reruns in seen:
                 continue
             seen.add(reruns)
-            made, cover = frame.in_mode(Choices(mode.directs, reruns, mode.hosted), state.cover)
+            made, cover = variant.with_choices(
+                Choices(choices.directs, reruns, choices.hosted), state.cover
+            )
             if cover.repair(made.capacity, Prices()):
                 cover.prune(made.capacity, Prices())
                 yield made, cover
@@ -61,10 +63,10 @@ def rerun_modes(
 @dataclass(eq=False)
 class _Swaps:
     state: SearchState
-    choices: Rematerialization
+    remat: Rematerialization
 
     def all(self) -> Iterator[Swap]:
-        program, gaps = self.state.frame.program, self.state.frame.gaps.gaps
+        program, gaps = self.state.variant.program, self.state.variant.gaps.gaps
         held_up = {s.op for s in self.state.timeline.stalls}
         for i in sorted(self.state.cover.away):
             gap = gaps[i]
@@ -77,7 +79,7 @@ class _Swaps:
             chain = self._chain(gap, before)
             if chain is None:
                 continue
-            op = self.state.frame.problem.op
+            op = self.state.variant.problem.op
             took_us = sum(op[o].duration_us for o in chain)
             alone = self.state.cover.values.get(gap.value, 0) == 1
             gain_us = gap.in_us + (gap.out_us if gap.dirty and alone else 0.0) - took_us
@@ -89,11 +91,11 @@ class _Swaps:
         """Returns the ops that rebuild the tensor from those on the device; None if impossible."""
         chain: set[str] = set()
         wanted = [gap.tensor.id]
-        at_op = self.state.frame.problem.op_index[before]
+        at_op = self.state.variant.problem.op_index[before]
         while wanted:
             t = wanted.pop()
-            maker = self.choices.maker.get(t)
-            if maker is None or not self.choices.may_run_again(maker.id, at_op):
+            maker = self.remat.maker.get(t)
+            if maker is None or not self.remat.may_run_again(maker.id, at_op):
                 return None
             if maker.id in chain:
                 continue
@@ -105,7 +107,7 @@ class _Swaps:
 
     def _is_there(self, t: str, position: int) -> bool:
         """True if the device holds the tensor at a run, or loads it anyway."""
-        tensor = self.state.frame.problem.tensor[t]
+        tensor = self.state.variant.problem.tensor[t]
         if tensor.pinned and tensor.home == DEVICE:
             return True
         if tensor.kind not in SELF_ENDING_KINDS:
@@ -116,12 +118,12 @@ class _Swaps:
             _, last, index = starts[i]
             if position < last:
                 return index not in self.state.cover.away
-        return any(a.position == position for a in self.state.frame.program.accesses[t])
+        return any(a.position == position for a in self.state.variant.program.accesses[t])
 
     @cached_property
     def _gaps_of(self) -> dict[str, list[tuple[int, int, int]]]:
         """Tensor → (first, last, index) of its gaps, in order."""
         found: dict[str, list[tuple[int, int, int]]] = {}
-        for gap in self.state.frame.gaps.gaps:
+        for gap in self.state.variant.gaps.gaps:
             found.setdefault(gap.tensor.id, []).append((gap.first, gap.last, gap.index))
         return {t: sorted(gaps) for t, gaps in found.items()}

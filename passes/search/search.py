@@ -1,10 +1,10 @@
-"""Local search over frames and covers, judged by the simulator.
+"""Local search over program variants and covers, judged by the simulator.
 
-A state is a frame and the set of gaps in which tensors are evicted. A neighbour is made by ruin and
-repair: bring a few tensors back to the device near a stall (or anywhere), forbid their eviction for
-the moment, evict others instead until everything fits, then bring back those that need not be away
-any more; or by changing the frame. The search is seeded and counted in evaluations, so that a run
-is exactly reproducible; the clock only cuts it off.
+A state is a program variant and the set of gaps in which tensors are evicted. A neighbour differs
+in the choices of its variant, or is made by ruin and repair: bring a few tensors back to the device
+near a stall (or anywhere), forbid their eviction for the moment, evict others instead until
+everything fits, then bring back those that need not be away any more. The search is seeded and
+counted in evaluations, so a run is exactly reproducible; the clock only cuts it off.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ TOLL_PATIENCE, WORTH_WAITING = 40, 0.001
 
 @dataclass
 class SearchState:
-    frame: ProgramVariant
+    variant: ProgramVariant
     cover: GapSet
     plan: Plan
     timeline: Timeline
@@ -71,7 +71,7 @@ class Search:
         self.at_floor = False
         self.patience = 0
         self.progress = progress
-        self.choices = mode_choices(problem)
+        self.departures = departures(problem)
 
     # ---- bookkeeping ---------------------------------------------------------------------
 
@@ -111,7 +111,7 @@ class Search:
 
     def evaluate(
         self,
-        frame: ProgramVariant,
+        variant: ProgramVariant,
         cover: GapSet,
         clock: LaneClock | None = None,
         rounds: int = 1,
@@ -119,8 +119,8 @@ class Search:
     ) -> SearchState | None:
         """Builds and judges a plan, then rebuilds it with the simulated times while that helps."""
         try:
-            decisions = self._decisions(frame, cover)
-            builder = Builder(self.problem, self.machine, decisions, program=frame.program)
+            decisions = self._decisions(variant, cover)
+            builder = Builder(self.problem, self.machine, decisions, program=variant.program)
         except Infeasible:
             return None
         builder.reserve(reserve)
@@ -137,14 +137,14 @@ class Search:
             self.offer(plan, timeline)
             if best is not None and timeline.cost_us >= best.us:
                 break
-            best = SearchState(frame, cover, plan, timeline, timeline.cost_us, reserve)
+            best = SearchState(variant, cover, plan, timeline, timeline.cost_us, reserve)
             if not timeline.stalls or self.done:
                 break
             clock = LaneClock.simulated(builder.program, timeline)
         return best
 
-    def _decisions(self, frame: ProgramVariant, cover: GapSet) -> Decisions:
-        return frame.decisions(cover)
+    def _decisions(self, variant: ProgramVariant, cover: GapSet) -> Decisions:
+        return variant.decisions(cover)
 
     # ---- the walk ------------------------------------------------------------------------
 
@@ -159,11 +159,11 @@ class Search:
             if made is None:
                 self.left -= 1
                 continue
-            frame, cover = made
-            same = frame is state.frame
-            clock = LaneClock.simulated(frame.program, state.timeline) if same else None
+            variant, cover = made
+            same = variant is state.variant
+            clock = LaneClock.simulated(variant.program, state.timeline) if same else None
             reserve = self._reserve(state)
-            found = self.evaluate(frame, cover, clock, rounds=0, reserve=reserve)
+            found = self.evaluate(variant, cover, clock, rounds=0, reserve=reserve)
             if found is None:
                 continue
             worse = found.us - state.us
@@ -189,18 +189,18 @@ class Search:
             self._make_room(state, cover, at)
         else:
             self._ruin(state, cover, at, count=1 + int(self.rng.random() ** 2 * 4))
-        return state.frame, cover
+        return state.variant, cover
 
     def _reserve(self, state: SearchState) -> float:
-        if self.rng.random() < 0.8 or not state.frame.gaps.gaps:
+        if self.rng.random() < 0.8 or not state.variant.gaps.gaps:
             return state.reserve
         if self.rng.random() < 0.4:
             return 0.0
-        return self.rng.random() * self.rng.choice(state.frame.gaps.gaps).tensor.nbytes
+        return self.rng.random() * self.rng.choice(state.variant.gaps.gaps).tensor.nbytes
 
     def _prices(self, state: SearchState) -> Prices:
         """Returns higher prices for busier lanes, with a little noise to vary the choices."""
-        gaps = state.frame.gaps.gaps
+        gaps = state.variant.gaps.gaps
         out = sum(g.out_us for g in map(gaps.__getitem__, state.cover.away) if g.dirty)
         back = sum(g.in_us for g in map(gaps.__getitem__, state.cover.away))
         top = max(out, back, 1e-9)
@@ -208,14 +208,14 @@ class Search:
         return Prices(0.2 + out / top * r.uniform(0.5, 1.5), 0.2 + back / top * r.uniform(0.5, 1.5))
 
     def _stalled_position(self, state: SearchState) -> int | None:
-        stalls = [s for s in state.timeline.stalls if s.op in state.frame.program.position]
+        stalls = [s for s in state.timeline.stalls if s.op in state.variant.program.position]
         if not stalls or self.rng.random() < 0.15:
             return None
         stall = self.rng.choices(stalls, weights=[s.duration_ns for s in stalls])[0]
-        return state.frame.program.position[stall.op]
+        return state.variant.program.position[stall.op]
 
     def _ruin(self, state: SearchState, cover: GapSet, at: int | None, count: int) -> None:
-        gaps, n, rng = state.frame.gaps.gaps, len(state.frame.program.runs), self.rng
+        gaps, n, rng = state.variant.gaps.gaps, len(state.variant.program.runs), self.rng
         away = sorted(cover.away)
         if not away:
             return
@@ -230,7 +230,7 @@ class Search:
         for i in sorted(gone):
             cover.remove(i)
         prices = self._prices(state)
-        capacity = state.frame.capacity
+        capacity = state.variant.capacity
         tight = self._tightened(state, at) if rng.random() < 0.3 else capacity
         noisy = self._noise()
         ok = cover.repair(tight, prices, noisy, frozenset(gone))
@@ -241,13 +241,13 @@ class Search:
 
     def _make_room(self, state: SearchState, cover: GapSet, at: int | None) -> None:
         """Evicts one more tensor over the runs before a stall, so that loads can start earlier."""
-        n, rng = len(state.frame.program.runs), self.rng
+        n, rng = len(state.variant.program.runs), self.rng
         at = rng.randrange(n) if at is None else at
         over = (at - 1 - int(rng.random() ** 2 * n / 2)) % n
-        gaps = state.frame.gaps
-        choices = [i for i in gaps.at(gaps.cell_of[over]) if i not in cover.away]
-        if choices:
-            cover.add(rng.choice(choices))
+        gaps = state.variant.gaps
+        others = [i for i in gaps.at(gaps.cell_of[over]) if i not in cover.away]
+        if others:
+            cover.add(rng.choice(others))
 
     def _noise(self) -> Callable[[Gap], float]:
         rng = random.Random(self.rng.random())
@@ -255,8 +255,8 @@ class Search:
 
     def _tightened(self, state: SearchState, at: int | None) -> list[float]:
         """Returns the capacity per cell, with room kept free over some runs before a stall."""
-        n, rng, capacity = len(state.frame.program.runs), self.rng, state.frame.capacity
-        gaps = state.frame.gaps
+        n, rng, capacity = len(state.variant.program.runs), self.rng, state.variant.capacity
+        gaps = state.variant.gaps
         spare = rng.choice(gaps.gaps).tensor.nbytes if gaps.gaps else 0
         limit = [capacity] * len(gaps.full)
         at = rng.randrange(n) if at is None else at
@@ -265,22 +265,22 @@ class Search:
         return limit
 
     def _other_frame(self, state: SearchState) -> tuple[ProgramVariant, GapSet] | None:
-        mode = change_mode(self.choices, state.frame.mode, self.rng, state.timeline)
-        if mode is None:
+        choices = change_choice(self.departures, state.variant.choices, self.rng, state.timeline)
+        if choices is None:
             return None
-        frame, cover = state.frame.in_mode(mode, state.cover)
+        variant, cover = state.variant.with_choices(choices, state.cover)
         try:
-            frame.check_floor()
+            variant.check_floor()
         except Infeasible:
             return None
         prices = self._prices(state)
-        if not cover.repair(frame.capacity, prices):
+        if not cover.repair(variant.capacity, prices):
             return None
-        cover.prune(frame.capacity, prices, self.rng)
-        return frame, cover
+        cover.prune(variant.capacity, prices, self.rng)
+        return variant, cover
 
 
-def mode_choices(problem: Problem) -> dict[str, list[tuple[str, str]]]:
+def departures(problem: Problem) -> dict[str, list[tuple[str, str]]]:
     """Returns every possible departure from plain execution: by kind, (op or weight, operand)."""
     first_reader: dict[str, list[int]] = {}
     for i, op in enumerate(problem.ops):
@@ -302,28 +302,31 @@ def mode_choices(problem: Problem) -> dict[str, list[tuple[str, str]]]:
     }
 
 
-def change_mode(
-    choices: dict[str, list[tuple[str, str]]], mode: Choices, rng: random.Random, timeline: Timeline
+def change_choice(
+    possible: dict[str, list[tuple[str, str]]],
+    choices: Choices,
+    rng: random.Random,
+    timeline: Timeline,
 ) -> Choices | None:
-    """Returns the mode with one choice flipped, near a stall if there is one."""
-    kinds = [k for k, v in choices.items() if v]
+    """Returns the choices with one possible departure flipped, near a stall if there is one."""
+    kinds = [k for k, v in possible.items() if v]
     if not kinds:
         return None
     kind = rng.choice(kinds)
-    pick = rng.choice(choices[kind])
+    pick = rng.choice(possible[kind])
     stalled = {s.op for s in timeline.stalls}
     if kind == "direct" and stalled and rng.random() < 0.6:
-        near = [d for d in choices[kind] if d[0] in stalled]
+        near = [d for d in possible[kind] if d[0] in stalled]
         pick = rng.choice(near) if near else pick
     if kind == "direct":
-        return Choices(mode.directs ^ {pick}, mode.recomputes, mode.hosted)
+        return Choices(choices.directs ^ {pick}, choices.recomputes, choices.hosted)
     if kind == "recompute":
-        return Choices(mode.directs, mode.recomputes ^ {pick}, mode.hosted)
-    return Choices(mode.directs, mode.recomputes, mode.hosted ^ {pick[0]})
+        return Choices(choices.directs, choices.recomputes ^ {pick}, choices.hosted)
+    return Choices(choices.directs, choices.recomputes, choices.hosted ^ {pick[0]})
 
 
-def mode_of(plan: Plan) -> Choices:
-    """Returns the mode that a plan of any policy uses."""
+def choices_of(plan: Plan) -> Choices:
+    """Returns the choices that a plan of any policy makes."""
     return Choices(
         frozenset((d.op, d.tensor) for d in plan.directs if isinstance(d, Direct)),
         frozenset((r.op, r.before) for r in plan.recomputes),

@@ -1,8 +1,8 @@
 """Makes the plans that a search starts from: of every kind, and from the best of each the next.
 
-First moves alone; then modes that other searches found, other splits of the updates, and
-recomputation from nearly free ops to whole blocks; then the best of all with loads made direct, or
-replaced by recomputation.
+First come plans that only move tensors. Then come choices that other searches found, other splits
+of the updates, and recomputation from nearly free ops to whole blocks. Last come variants of the
+best, with loads made direct or replaced by recomputation.
 """
 
 from __future__ import annotations
@@ -20,15 +20,15 @@ from .balance import balanced
 from .program_variant import Choices, ProgramVariant, hostable
 from .recompute_fit import reruns_beside_moves
 from .recompute_starts import WORTH_ANOTHER, RecomputeStarts
-from .rerun_loads import rerun_modes
-from .search import Search, SearchState, mode_of
+from .rerun_loads import rerun_variants
+from .search import Search, SearchState, choices_of
 from .update_split import UpdateSplit
 
 #: share of the time that the first covers may take
 START_SHARE = 0.3
 #: share of the time for starts with recomputation, and how many of them are refined
 RECOMPUTE_SHARE, REFINED_STARTS = 0.6, 3
-#: share of all evaluations for starts with recomputation: without and with modes known from other
+#: share of all evaluations for starts with recomputation: without and with choices known from other
 #: searches
 NEW_SHARE, KNOWN_SHARE = 0.6, 0.4
 #: share of the host's time taken off the updates in the second split tried with recomputation
@@ -44,8 +44,8 @@ class Starts:
     """Makes starts of one search.
 
     forced: what no plan can do without. hints: (tensor, op before the gap) → fraction of the gap
-    that a relaxation spends off the device. known_modes: those of plans for the same step with its
-    weights elsewhere.
+    that a relaxation spends off the device. known_choices: those of plans for the same step with
+    its weights elsewhere.
     """
 
     search: Search
@@ -53,15 +53,15 @@ class Starts:
     longest_seconds: float
     lossy: bool = False
     hints: Mapping[tuple[str, str | None], float] = field(default_factory=dict)
-    known_modes: tuple[Choices, ...] = ()
+    known_choices: tuple[Choices, ...] = ()
 
-    def moving(self, frame: ProgramVariant, headrooms: tuple[float, ...]) -> list[SearchState]:
+    def moving(self, variant: ProgramVariant, headrooms: tuple[float, ...]) -> list[SearchState]:
         """Starts that move tensors, with more or less memory left free."""
         search, found = self.search, list[SearchState]()
         deadline = time.thread_time() + START_SHARE * self.longest_seconds
         tiers = [HOST, *(t.name for t in search.machine.tiers if t.name not in (DEVICE, HOST))]
         for tier in tiers if search.best_plan is None else tiers[:1]:
-            here = frame if tier == frame.tier else self.variant(frame.mode, tier)
+            here = variant if tier == variant.tier else self.variant(variant.choices, tier)
             covers: set[frozenset[int]] = set()
             largest = 2 * max((g.tensor.nbytes for g in here.gaps.gaps), default=0)
             for headroom in headrooms:
@@ -79,8 +79,8 @@ class Starts:
     def known(self) -> list[SearchState]:
         """Starts that reuse recomputations and host updates of plans for the same ops."""
         found: list[SearchState] = []
-        may_host = frozenset(hostable(self.search.problem)) if self.known_modes else frozenset()
-        for known in self.known_modes:
+        may_host = frozenset(hostable(self.search.problem)) if self.known_choices else frozenset()
+        for known in self.known_choices:
             if self.search.settled:
                 break
             hosted = (known.hosted & may_host) | self.forced.hosted
@@ -91,14 +91,14 @@ class Starts:
     def splitting(
         self, split: UpdateSplit, states: list[SearchState], share: float
     ) -> list[SearchState]:
-        """The best start with another split of the updates over host and device than the best."""
+        """The best start, with the updates split over host and device in another way."""
         search, base, found = self.search, self._base(states), list[SearchState]()
         deadline = time.thread_time() + share * self.longest_seconds
         least = search.left - int(share * search.left)
 
         def cost_of(hosted: frozenset[str]) -> float | None:
-            mode = Choices(base.directs, base.recomputes, hosted | self.forced.hosted)
-            state = self._tried(mode)
+            choices = Choices(base.directs, base.recomputes, hosted | self.forced.hosted)
+            state = self._tried(choices)
             if state is None:
                 return None
             found.append(state)
@@ -124,8 +124,8 @@ class Starts:
             fewer = split.hosted(split.share(base.hosted) - FEWER_HOSTED) | self.forced.hosted
             hosts += [fewer] if fewer != base.hosted else []
         deadline = time.thread_time() + RECOMPUTE_SHARE * self.longest_seconds
-        # little is left to find if other searches have found good modes
-        share = KNOWN_SHARE if self.known_modes else NEW_SHARE
+        # little is left to find if other searches have found good choices
+        share = KNOWN_SHARE if self.known_choices else NEW_SHARE
         least = search.left - int(share * search.left)
 
         def cost_of(reruns: frozenset[Rerun]) -> float | None:
@@ -151,7 +151,7 @@ class Starts:
         return [
             again
             for state in found[:REFINED_STARTS]
-            if (again := search.evaluate(state.frame, state.cover, rounds=2)) is not None
+            if (again := search.evaluate(state.variant, state.cover, rounds=2)) is not None
         ]
 
     def balanced(self, states: list[SearchState]) -> list[SearchState]:
@@ -169,14 +169,14 @@ class Starts:
 
     def rerunning(self, states: list[SearchState]) -> list[SearchState]:
         """The best starts with loads replaced by recomputation, as long as that helps."""
-        search, choices = self.search, Rematerialization(self.search.problem)
+        search, remat = self.search, Rematerialization(self.search.problem)
         found: list[SearchState] = []
         for start in sorted(states, key=lambda s: s.cost)[:RERUN_STARTS]:
             best: SearchState | None = start
             while best is not None and not search.done:
                 made = (
-                    search.evaluate(frame, cover, rounds=1)
-                    for frame, cover in rerun_modes(best, choices)
+                    search.evaluate(variant, cover, rounds=1)
+                    for variant, cover in rerun_variants(best, remat)
                     if not search.done
                 )
                 better = [s for s in made if s is not None and s.us < best.us * (1 - WORTH_ANOTHER)]
@@ -188,38 +188,38 @@ class Starts:
         """The variants of starts close to the best one, each once, best first."""
         near_us = self.search.best_us * NEAR
         near = [s for s in sorted(states, key=lambda s: s.cost) if s.us <= near_us]
-        frames = {s.frame.mode: s.frame for s in reversed(near)}
-        return list(reversed(frames.values()))[:VARIED]
+        variants = {s.variant.choices: s.variant for s in reversed(near)}
+        return list(reversed(variants.values()))[:VARIED]
 
     def state_of(self, plan: Plan) -> SearchState | None:
         """Convert a plan of another policy into a state of this search."""
-        frame = self.variant(mode_of(plan))
+        variant = self.variant(choices_of(plan))
         away = {(d.tensor, d.after) for d in plan.drops if d.tier == DEVICE}
-        return self.search.evaluate(frame, frame.cover(away), rounds=2)
+        return self.search.evaluate(variant, variant.cover(away), rounds=2)
 
-    def variant(self, mode: Choices, tier: str = HOST) -> ProgramVariant:
-        return ProgramVariant(self.search.problem, self.search.machine, mode, tier, self.lossy)
+    def variant(self, choices: Choices, tier: str = HOST) -> ProgramVariant:
+        return ProgramVariant(self.search.problem, self.search.machine, choices, tier, self.lossy)
 
     def _base(self, states: list[SearchState]) -> Choices:
         best = min(states, key=lambda s: s.cost, default=None)
-        return self.forced if best is None else best.frame.mode
+        return self.forced if best is None else best.variant.choices
 
-    def _tried(self, mode: Choices) -> SearchState | None:
+    def _tried(self, choices: Choices) -> SearchState | None:
         """A quick plan with these choices."""
-        frame = self.variant(mode)
-        cover = self._cover(frame, 0.0, False)
-        return None if cover is None else self.search.evaluate(frame, cover, rounds=1)
+        variant = self.variant(choices)
+        cover = self._cover(variant, 0.0, False)
+        return None if cover is None else self.search.evaluate(variant, cover, rounds=1)
 
-    def _cover(self, frame: ProgramVariant, headroom: float, hinted: bool) -> GapSet | None:
+    def _cover(self, variant: ProgramVariant, headroom: float, hinted: bool) -> GapSet | None:
         """Gaps to spend off the device so that the step fits; None if it does not."""
-        cover, prices, hints = GapSet(frame.gaps), Prices(), self.hints
-        spare = headroom * max((g.tensor.nbytes for g in frame.gaps.gaps), default=0) * 2
+        cover, prices, hints = GapSet(variant.gaps), Prices(), self.hints
+        spare = headroom * max((g.tensor.nbytes for g in variant.gaps.gaps), default=0) * 2
 
         def weight(gap: Gap) -> float:
             return 0.05 + hints.get((gap.tensor.id, gap.after), 0.0) if hinted else 1.0
 
-        cover.repair(frame.capacity - spare, prices, weight)
-        if not cover.repair(frame.capacity, prices, weight):
+        cover.repair(variant.capacity - spare, prices, weight)
+        if not cover.repair(variant.capacity, prices, weight):
             return None
-        cover.prune(frame.capacity - spare, prices)
+        cover.prune(variant.capacity - spare, prices)
         return cover

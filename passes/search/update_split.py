@@ -2,11 +2,10 @@
 
 The host is slow but needs no link for states; the device is fast but has to fetch them and send
 them back. The first gradients of backward have the most time left, so the host takes those. A
-single number says where the device takes over, and the search finds it by trying plans.
-
-If the links are what a step waits for, that leaves the way out nearly idle until the device takes
-over. Then both sides take turns from the first gradient on (`alternating`), so that states leave
-during all of backward.
+single number says where the device takes over, and the search finds it by trying plans. Where the
+step waits for the links, this split leaves the link out of the device nearly idle until the device
+takes over. Then both sides take turns from the first gradient on (`alternating`), so that states
+leave during all of backward.
 """
 
 from __future__ import annotations

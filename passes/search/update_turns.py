@@ -1,9 +1,10 @@
 """Lets host and device take turns with the updates where the links are what a step waits for.
 
-While the host takes the first gradients and the device the last ones, the way out carries little
-until the device begins, and then more than it can. If both take turns from the first gradient on,
-states cross during all of backward. The activations that cross beside them then cost more than
-computing them again, since compute has time to spare: so more of forward runs again as well.
+As long as the host takes the first gradients and the device the last ones, the link out of the
+device carries little until the device begins, and then more than it can. If both take turns from
+the first gradient on, states cross during all of backward. Activations that cross beside them then
+cost more than computing them again, since compute has time to spare, so more of forward runs again
+as well.
 """
 
 from __future__ import annotations
@@ -41,8 +42,8 @@ def taking_turns(
     best = min(states, key=lambda s: s.cost, default=None)
     if best is None or not split.weights or search.settled or not _waits_for_links(search, best):
         return []
-    left, share = search.left, split.share(best.frame.mode.hosted)
-    sets = [*_dear_reruns(search), best.frame.mode.recomputes]
+    left, share = search.left, split.share(best.variant.choices.hosted)
+    sets = [*_dear_reruns(search), best.variant.choices.recomputes]
     tried = [_with(search, best, split.alternating(share - FEWER), again) for again in sets]
     found = [state for state in tried if state is not None]
     if found:
@@ -53,7 +54,7 @@ def taking_turns(
             share = climb(sides, tries.cost_of, tries.is_over, share, SHIFT) or share
             found += tries.found
         first = min(found, key=lambda s: s.cost)
-        state = search.evaluate(first.frame, first.cover, rounds=2)
+        state = search.evaluate(first.variant, first.cover, rounds=2)
         found += [] if state is None else [state]
     search.left = left
     found.sort(key=lambda s: s.cost)
@@ -71,10 +72,10 @@ class _Tries:
 
     def cost_of(self, hosted: frozenset[str]) -> float | None:
         self.most -= 1
-        mode = self.start.frame.mode
-        if hosted == mode.hosted:
+        choices = self.start.variant.choices
+        if hosted == choices.hosted:
             return self.start.us
-        state = _with(self.search, self.start, hosted, mode.recomputes)
+        state = _with(self.search, self.start, hosted, choices.recomputes)
         self.found += [] if state is None else [state]
         return None if state is None else state.us
 
@@ -83,7 +84,7 @@ class _Tries:
 
 
 def _waits_for_links(search: Search, state: SearchState) -> bool:
-    compute_us = sum(run.duration_us for run in state.frame.program.runs if not run.on_host)
+    compute_us = sum(run.duration_us for run in state.variant.program.runs if not run.on_host)
     far = state.us > search.floor_us * (1 + NEAR_BOUND)
     return far and compute_us < state.us * LITTLE_COMPUTE
 
@@ -103,8 +104,8 @@ def _with(
     """Evaluates the state's direct accesses with these host updates and reruns."""
     if search.settled:
         return None
-    mode = Choices(state.frame.mode.directs, reruns, hosted)
-    made = ProgramVariant(search.problem, search.machine, mode, lossy=state.frame.lossy)
+    choices = Choices(state.variant.choices.directs, reruns, hosted)
+    made = ProgramVariant(search.problem, search.machine, choices, lossy=state.variant.lossy)
     cover = GapSet(made.gaps)
     if not cover.repair(made.capacity, Prices()):
         return None

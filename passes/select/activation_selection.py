@@ -2,8 +2,8 @@
 
 `printed` follows the two phases of FlashNeuron §3.3. `by_benefit` covers the excess over the budget
 at every position of the step at least cost: a greedy choice by bytes freed per nanosecond of
-transfer, then a knapsack at the worst position; redundant items are then removed and others swapped
-for cheaper ones. Positions are op indices; times are nanoseconds.
+transfer comes first, then a knapsack at the worst position. Redundant items are then removed, and
+others swapped for cheaper ones. Positions are op indices; times are nanoseconds.
 """
 
 from __future__ import annotations

@@ -4,8 +4,8 @@ The model of MemFerry §IV-B, in whole nanoseconds. Layers are computed in order
 loaded first (in the forward pass: GFGB) or computed directly on the host copy (DHA). Loads use a
 single link, in layer order, back to back. A suffix of a schedule depends on only two numbers of its
 prefix, the times at which the link and compute are free, so a Pareto front of those two is enough
-to be exact. The backward pass poses the same problem: which of the layers that ran directly to load
-for their backward op (DFGB) while the link would be idle.
+to be exact. The backward pass poses the same problem for the layers that ran directly: some can be
+loaded for their backward op (DFGB) while the link would be idle.
 """
 
 from __future__ import annotations
@@ -104,9 +104,9 @@ def as_printed(layers: Sequence[LayerTimes]) -> Schedule:
 def repaired(layers: Sequence[LayerTimes]) -> Schedule:
     """Algorithm 1 with its backtracking repaired.
 
-    The reserved overlap is true to its name (compute end minus link time), the criterion uses it,
-    and a loaded layer, the newest included, is flipped to direct access only if the recomputed
-    schedule so far ends earlier (or as early with the link free earlier).
+    The reserved overlap is true to its name (compute end minus link time), and the criterion uses
+    it. A loaded layer, the newest included, is flipped to direct access only if the recomputed
+    schedule so far ends earlier (or as early, with the link free earlier).
     """
     loaded: list[bool] = []
     end = link = 0

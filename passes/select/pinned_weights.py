@@ -1,7 +1,7 @@
 """Chooses weights at home on the host that stay on the device permanently.
 
 A resident weight is never loaded and takes its bytes throughout the step. The time saved per byte
-is about the same for each, so the choice depends on when the lane is relieved: the chosen ones are
+is about the same for each weight. It matters when the lane is relieved, so the chosen ones are
 spread evenly over the order of use. The first one used is always among them, since there is nothing
 to hide its load behind.
 """

@@ -1,7 +1,7 @@
 """Chooses the updates that the device runs while the host runs the others during backward.
 
 The host takes the gradients that are ready first: they have all of backward to overlap with. The
-last ones have nothing left to overlap with, and the device, which is done by then, updates those.
+last ones have nothing left to overlap with, so the device, which is done by then, updates those.
 """
 
 from __future__ import annotations

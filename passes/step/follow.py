@@ -1,10 +1,10 @@
 """Follows the table of a step that comes again, as long as the executions keep its order.
 
-An order of executions that comes again when it is expected to (after the order that it followed
-before, or twice in a row) is handed to `plan`, which makes a table or says that there is none. At
-the start of each step the table is chosen that belongs to the order expected now: the one that
-followed the last step's the last time, or else the newest that begins with this execution. The
-first execution, tensor or size that is not the table's ends it for this step.
+If an order of executions comes again when it is expected (after the order that it followed before,
+or twice in a row), it is handed to `plan`, which makes a table or says that there is none. At the
+start of each step the table of the order expected now is chosen: the order that followed the last
+step's order the last time, or else the newest one that begins with this execution. The first
+execution, tensor or size that is not the table's ends it for this step.
 """
 
 from __future__ import annotations
@@ -94,7 +94,8 @@ class StepFollower:
 
     def room_after(self) -> int | None:
         """The bytes that saved tensors may fill once this execution is over, by the record: the
-        room that the next one leaves, and what it reads itself. None if no table holds."""
+        room that the next execution leaves, and the tensors that it reads itself. None if no table
+        holds."""
         if self.table is None:
             return None
         step, following = self.table.step, self.position + 1
@@ -200,7 +201,7 @@ class StepFollower:
 
 
 def _grown(planned: RecordedStep, now: RecordedStep) -> float:
-    """By how much the room of every execution has grown, as a share of the memory planned for."""
+    """The growth in the room of every execution, as a share of the memory planned for."""
     most = max(m.room_bytes + planned.own_bytes(p) for p, m in enumerate(planned.measured))
     pairs = zip(planned.measured, now.measured, strict=True)
     return min(new.room_bytes - old.room_bytes for old, new in pairs) / max(1, most)

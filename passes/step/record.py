@@ -2,8 +2,8 @@
 
     enter(name, …) → saved(block, …), read(block) … → leave(); dead(block) when a tensor has died.
 
-A step begins when an execution starts while no saved tensor is alive: whatever a table says of it
-then needs to know nothing about what came before.
+A step begins when an execution starts while no saved tensor is alive. So a table of the step needs
+to know nothing about earlier steps.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ class RecordedStep:
         return sum(nbytes for _, nbytes in run.saved) + sum(map(self.nbytes, run.read))
 
     def merged(self, other: RecordedStep) -> RecordedStep:
-        """The same step as seen twice: the shorter times, which waits disturb least, and the
+        """The same step as seen twice. It has the shorter times, which waits disturb least, and the
         smaller rooms, which were there both times."""
         pairs = zip(self.measured, other.measured, strict=True)
         return replace(

@@ -2,10 +2,11 @@
 
     F0 F1 … Fn Bn … B1 B0 optimizer
 
-Each execution is an op that takes as long as it was measured to take. What it holds beside the
-tensors that travel between graphs (weights, gradients, its own plan, the memory of optimizers) is
-its workspace: the device's capacity less the room that it was seen to leave. The tensors that
-graphs save for each other are activations with their sizes, written by one op and read by others.
+Each execution is an op that takes as long as it was measured to take. Its workspace is everything
+that it holds beside the tensors that travel between graphs (weights, gradients, its own plan, the
+memory of optimizers): the device's capacity less the room that it was seen to leave. The tensors
+that graphs save for each other are activations with their sizes, written by one op and read by
+others.
 """
 
 from __future__ import annotations

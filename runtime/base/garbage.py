@@ -1,7 +1,7 @@
 """Decides when to run Python's garbage collector.
 
-A run visits every object that was ever imported: with torch loaded it takes a fifth of a second,
-which had added up to two fifths of the time that compiling a model block by block takes. So it
+A run visits every object that was ever imported. With torch loaded it takes a fifth of a second,
+and runs used to take two fifths of the time of compiling a model block by block. So the collector
 runs only where new garbage can have appeared since the last run.
 """
 

@@ -1,7 +1,7 @@
 """Parts of POSIX that macOS or Windows lack, and locks that no fork may catch.
 
-Plans for hardware that is named are made on any system; training needs Linux, and is refused before
-it comes to what is missing (`offcompile.run.backend`).
+Plans for named hardware can be made on any system. Training needs Linux, and is refused elsewhere
+before it reaches the missing parts (`offcompile.run.backend`).
 """
 
 from __future__ import annotations

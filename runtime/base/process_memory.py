@@ -119,7 +119,7 @@ def cgroup_folders(root: Path) -> Iterator[tuple[Path, tuple[str, ...]]]:
             if controllers and "memory" not in described[-1].split(","):
                 continue
             top, mounted = root / fields[4].lstrip("/"), fields[3]
-            # in a container the path may be the host's, of which only a part is visible
+            # in a container the path may be the host's, and only a part of it visible
             place = Path(group)
             inside = place.relative_to(mounted) if place.is_relative_to(mounted) else Path()
             for folder in (inside, *inside.parents):

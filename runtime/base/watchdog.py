@@ -1,9 +1,9 @@
 """Bounds waits: one without progress ends in an error that names the cause instead of a hang.
 
-A wait goes on as long as a slow disk's calls return, with one warning. It gives up when one and
-the same disk call has not returned for the whole limit or, if none is in flight, when nothing at
-all has finished meanwhile. The limit is counted in checks, not by the clock, so that a process
-that was stopped, or got no CPU time, is not taken for a hung disk.
+A wait goes on as long as a slow disk's calls return, with one warning. It gives up when one and the
+same disk call has not returned for the whole limit. If no call is in flight, it gives up when
+nothing at all has finished meanwhile. The limit is counted in checks, not by the clock, so that a
+process that was stopped, or got no CPU time, is not taken for a hung disk.
 """
 
 from __future__ import annotations

@@ -5,8 +5,8 @@ twice. Weights lie on a private mapping: a page of it is the file's until this r
 which gives the rank a page of its own that no other rank sees. The other mapping is shared. Only an
 optimizer writes there, once the ranks have agreed that it may, and all of them see it.
 
-Linux shows what is written to a file on the pages of private mappings that are not yet written to.
-POSIX leaves that open, so other systems have no weights in common.
+On Linux, a private mapping shows what others write to the file, on pages that it has not written to
+itself. POSIX leaves that open, so on other systems ranks have no weights in common.
 """
 
 from __future__ import annotations

@@ -2,9 +2,9 @@
 
 Staging is avoided where possible. Direct I/O requires whole pages, but a tensor begins somewhere
 inside one. So a slot keeps the tensor at the same offset within its first page as in memory: the
-whole pages in the middle are written straight from the tensor to the file, only the partial first
-and last pages pass through staging, and a load reads the file's pages directly into memory, with
-the buffer beginning inside the first page.
+whole pages in the middle are written straight from the tensor to the file, and only the partial
+first and last pages pass through staging. A load reads the file's pages directly into memory, and
+its buffer begins inside the first page.
 """
 
 from __future__ import annotations

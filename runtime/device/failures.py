@@ -45,6 +45,15 @@ def failure(error: BaseException, direction: str, tag: str, slot: Slot) -> Offlo
     return told
 
 
+def no_room(device: str, slot: Slot, error: torch.OutOfMemoryError) -> DeviceFull:
+    """The error for a load whose buffer the device cannot allocate."""
+    return DeviceFull(
+        f"{device} is out of memory: a tensor of {slot.nbytes} bytes could not come back. Lower "
+        'options={"memory": …}, or leave more of the device to this process. It said: '
+        f"{error}"
+    )
+
+
 def not_arrived(label: Label, error: BaseException) -> OffloadError:
     """The error for a caller on the host that waited for a copy that failed."""
     told = OffloadError(f"{label.tag} did not arrive on the host: {error or type(error).__name__}")

@@ -1,4 +1,4 @@
-"""Graphs of queued work: what a thread queues on streams, captured once and replayed at will.
+"""Graphs of queued work: a thread's work on streams, captured once and replayed at will.
 
 A replay costs the host one call, however many kernels, copies and waits it queues.
 """
@@ -14,7 +14,7 @@ from offcompile.ir import OffloadError
 
 
 class CannotCapture(OffloadError):
-    """Work that a graph cannot hold; says what stands in the way, and what helps."""
+    """Work that a graph cannot hold; the message names the obstacle and the remedy."""
 
 
 class StreamGraph(ABC):

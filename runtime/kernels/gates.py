@@ -1,4 +1,4 @@
-"""Decides, in one place, if a kernel may run, by what each architecture's compiler supports.
+"""Decides, in one place, whether a kernel may run, by what each architecture's compiler supports.
 
 NVIDIA devices are checked by compute capability, AMD's by the name of the architecture. Refused
 work is left to torch; nothing is tried out on the device.

@@ -1,7 +1,7 @@
 """Measures how much compute loses to a concurrent copy, if the processor does the copy.
 
 With a core to spare, it loses next to nothing. If every core computes, each op is split evenly
-among its threads, all of them wait for the thread whose core the copy is on, and compute loses
+among its threads, and all of them wait for the thread whose core the copy is on. Then compute loses
 nearly as long as the copy would have taken alone.
 """
 

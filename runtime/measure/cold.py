@@ -1,7 +1,7 @@
 """Flushes memory from the processor's caches, because most of a step's tensors are not cached.
 
-An op that runs alone in a loop would find its operands cached. The caches of servers hold hundreds
-of megabytes by now, so reading other memory in between would take longer than the op. The
+An op that is measured alone in a loop would find its operands cached. The caches of servers hold
+hundreds of megabytes by now, so reading other memory in between would take longer than the op. The
 processor's own flush instruction takes 40 µs per MiB (`cold.cpp`, compiled at first use as Inductor
 compiles, and kept in its cache). Without a compiler nothing is flushed.
 """

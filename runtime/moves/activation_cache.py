@@ -1,7 +1,7 @@
 """Keeps evicted tensors on the device while there is room, and prefetches those needed next.
 
 A plan of one graph says which tensors are evicted and reloaded if the device holds no more than the
-plan does. Between graphs there may be more room than that, now and then. An `ActivationCache` uses
+plan allows. Now and then there is more room than that between graphs. An `ActivationCache` uses
 it: an evicted tensor stays, and is copied out only when a tensor that is expected sooner needs its
 room; evicted tensors are reloaded before a graph asks for them. So the plan is the worst case, and
 its copies are made only where they are needed.

@@ -1,10 +1,10 @@
 """Decides which host weights may be prefetched, and how long a copy of one stays valid.
 
 Optimizers, a loaded state dict or code that assigns `.data` may change a weight between steps.
-Autograd counts most of these changes, but not all. So a copy is valid for one sweep at most: the
-forwards of some blocks, each with weights that no other block of the sweep has used, and the one
-backward pass that may follow. The next sweep drops all copies, and no copy is made for it before it
-begins.
+Autograd counts most of these changes, but not all. So a copy is valid for one sweep at most. A
+sweep is the forwards of some blocks, each with weights that no other block of the sweep has used,
+and the one backward pass that may follow. The next sweep drops all copies, and no copy is made for
+it before it begins.
 """
 
 from __future__ import annotations

@@ -12,7 +12,7 @@ from offcompile.runtime.base.counters import Tally
 class InFlightLedger:
     """Bytes in flight under an optional limit; shares the mover's lock.
 
-    Only copies out drain by themselves, so `reserve` waits only for them: reload buffers that the
+    Only copies out drain by themselves, so `reserve` waits only for them. Reload buffers that the
     graph holds may be freed by nobody but the waiting caller. A move larger than the limit goes
     through once nothing is left to drain.
     """

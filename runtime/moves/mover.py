@@ -24,7 +24,7 @@ from .activation_cache import ActivationCache
 from .live_tickets import LiveTickets
 from .move_accounts import MoveAccounts
 from .probes import show
-from .saved import Load, Saved
+from .saved import Load, Saved, check_dense
 
 
 class Mover:
@@ -61,7 +61,7 @@ class Mover:
         """
         began_ns = now_ns()
         self._enter()
-        _check_dense(x, tag)
+        check_dense(x, tag)
         show(x, tag)
         slot = self.device.slot(x, tier, codec)
         saved = Saved(self, tag, lane, slot, layout=(x.shape, x.stride()))
@@ -78,7 +78,7 @@ class Mover:
         """
         began_ns = now_ns()
         self._enter()
-        _check_dense(x, tag)
+        check_dense(x, tag)
         (host,) = self.device.addressable([x.numel() * x.element_size()])
         slot = self.device.slot_of(host)
         assert slot is not None, "the device does not know its own memory"
@@ -387,14 +387,3 @@ class Mover:
         self.device.close()
         self._accounts.ledger.close()
         self._tickets.close()
-
-
-def _check_dense(x: torch.Tensor, tag: str) -> None:
-    if x.is_contiguous():
-        return
-    last = sum((size - 1) * stride for size, stride in zip(x.shape, x.stride(), strict=True))
-    if x.numel() and last + 1 != x.numel():
-        raise OffloadError(
-            f"{tag} cannot move: a tensor of size {tuple(x.shape)} and stride {x.stride()} does "
-            "not fill its memory. Move the storage, as one dense tensor, and rebuild the view."
-        )

@@ -1,4 +1,4 @@
-"""Ops for pieces of a tensor along its rows: write one into a whole, and read a tangent's.
+"""Ops for pieces of a tensor along its rows: write one into the whole, read one of a tangent.
 
 Autograd fills the tangent of an output that nobody used with zeros, as large as the output. Here a
 ticket stands for such a tangent: it holds the tangent, or nothing at all, and `tangent_rows` makes

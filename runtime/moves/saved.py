@@ -1,4 +1,4 @@
-"""The things that tickets stand for, and the interface of the mover that a keeper uses."""
+"""The things that tickets stand for, and the interface of the mover that they and a keeper use."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from typing import Protocol
 
 import torch
 
+from offcompile.ir import OffloadError
 from offcompile.passes.correlation.predictor import Counters
 from offcompile.runtime.device.interface import Copy, Device, Slot
 
@@ -34,6 +35,7 @@ class Moving(Protocol):
     def start_load(
         self, saved: Saved, tag: str, lane: str, /
     ) -> tuple[torch.Tensor, torch.Tensor]: ...
+    def wait_load(self, load: Load, /) -> None: ...
 
 
 @dataclass(eq=False)
@@ -84,3 +86,15 @@ class Load:
     copy: Copy | None = None
     #: True if the keeper owns the buffer and the copy
     kept: bool = False
+
+
+def check_dense(x: torch.Tensor, tag: str) -> None:
+    """Raise OffloadError unless the tensor fills its memory, and so can be copied out whole."""
+    if x.is_contiguous():
+        return
+    last = sum((size - 1) * stride for size, stride in zip(x.shape, x.stride(), strict=True))
+    if x.numel() and last + 1 != x.numel():
+        raise OffloadError(
+            f"{tag} cannot move: a tensor of size {tuple(x.shape)} and stride {x.stride()} does "
+            "not fill its memory. Move the storage, as one dense tensor, and rebuild the view."
+        )

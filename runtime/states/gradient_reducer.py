@@ -1,15 +1,16 @@
 """Reduces gradients over the ranks of a process group while backward goes on, in a few buckets.
 
-DDP has one bucket for every gradient from its construction on, and reduces what autograd brings it:
-from a compiled graph, all gradients at its end. Here a gradient goes into a bucket as soon as the
-graph offers it to an optimizer that updates during backward, or else when autograd has filled
-`.grad`. A bucket gets memory when its first gradient is offered or when it is sent, and loses it
-when it comes back, so that few have memory at a time. The optimizer then updates from the bucket.
+From its construction on, DDP has room in its buckets for every gradient. It reduces gradients when
+autograd brings them, and a compiled graph brings all of them at its end. Here a gradient goes into
+a bucket as soon as the graph offers it to an optimizer that updates during backward, or else when
+autograd has filled `.grad`. A bucket gets memory when its first gradient is offered or when it is
+sent, and loses it when it comes back, so few have memory at a time. The optimizer then updates from
+the bucket.
 
-Ranks agree on nothing but the order of collectives, and that follows from the parameters: buckets
-are cut from the parameters in reverse, and sent in that order, whichever are full first. So ranks
-may run different plans. Small parameters, whose gradients no graph offers, have buckets of their
-own, which are sent last.
+Ranks have to agree on nothing but the order of collectives, and that follows from the parameters:
+buckets are cut from the parameters in reverse order, and sent in that order, no matter which are
+full first. So ranks may run different plans. Small parameters, whose gradients no graph offers,
+have buckets of their own, which are sent last.
 """
 
 from __future__ import annotations
@@ -138,7 +139,7 @@ class GradientReducer:
         """See `updates.Updater`. False if there is no memory: autograd then brings it later."""
         optimizer = updates.optimizer_of(parameter)
         if not self.expects or optimizer is None or parameter.grad is not None:
-            return False  # what stands is reduced with it, once autograd has added both
+            return False  # autograd adds it to the one that is there, and both are reduced then
         if parameter._backward_hooks or not optimizer.takes(parameter):
             return False
         bucket = self._bucket_of[id(parameter)]
@@ -171,8 +172,8 @@ class GradientReducer:
 
     @torch.no_grad()
     def came(self, parameter: torch.Tensor) -> None:
-        """Handle what autograd has added to `parameter.grad`: the gradient of this rank, or none,
-        which counts as zeros because other ranks may have one."""
+        """Handle the gradient of this rank, which autograd has added to `parameter.grad`. None
+        counts as zeros, because other ranks may have one."""
         has_gradient = updates.arrived(parameter)
         if not self.expects or updates.was_taken(parameter):
             return

@@ -1,8 +1,9 @@
 """Carries gradients to the host and weights back, for an optimizer beside an asynchronous device.
 
 A weight is updated where the host keeps it: in its own memory if that is on the host tier, else in
-a pinned copy that is sent to the device after each update. A gradient is copied once. Only the
-`arrive` that `bring` returns blocks the host, and compute waits for returning weights at `finish`.
+a pinned copy that is sent to the device after each update. A gradient is copied once. Nothing
+blocks the host but the `arrive` that `bring` returns. Compute waits for returning weights at
+`finish`.
 """
 
 from __future__ import annotations

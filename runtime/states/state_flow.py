@@ -157,8 +157,9 @@ class Flow:
     def close(self) -> bool:
         """End the threads and drop all frames.
 
-        Returns False if the threads end later and their frames with them. This happens when garbage
-        collection closes the store from within one of its own lines, and when a disk hangs.
+        Returns False if the threads end later and their frames with them. This happens when a disk
+        hangs, and when garbage collection closes the store from within one of the store's own
+        lines.
         """
         self._is_open = False
         self._reader.end()

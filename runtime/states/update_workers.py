@@ -1,7 +1,7 @@
 """Channels: threads that update weights while backward still computes gradients.
 
-They take jobs in turn: while one waits for its gradient to arrive, another updates. Updates run one
-at a time, in the order of submission, so that their results do not depend on timing.
+They take jobs in turn: while one thread waits for its gradient to arrive, another updates. Updates
+run one at a time, in the order of submission, so their results do not depend on timing.
 """
 
 from __future__ import annotations

@@ -1,14 +1,14 @@
 """Lets an optimizer take gradients inside a compiled backward and update the weights there.
 
-A compiled graph returns all its gradients to autograd at once, when it ends. So that a weight can
-be updated while backward still computes, the graph offers each gradient as soon as it is computed:
-an `Updater` that takes it consumes it at once, and autograd gets none for that weight.
+A compiled graph returns all its gradients to autograd at once, when it ends. To let a weight be
+updated while backward still computes, the graph offers each gradient as soon as it is computed. An
+`Updater` that takes it consumes it at once, and autograd gets none for that weight.
 
 Only the whole gradient may be taken, and autograd does not say in advance how many gradients a
-weight gets in one backward pass. So a gradient is taken only if no other call that uses the weight
-waits for its backward, and if the graph has been seen to produce the whole gradient (autograd
-delivered exactly the tensor that it had returned). A gradient that still comes from elsewhere, such
-as a penalty added outside the graph, raises an error.
+weight gets in one backward pass. So a gradient is taken on two conditions: no other call that uses
+the weight waits for its backward, and the graph has been seen to produce the whole gradient
+(autograd delivered exactly the tensor that the graph had returned). A gradient that still comes
+from elsewhere, such as a penalty added outside the graph, raises an error.
 """
 
 from __future__ import annotations
@@ -178,7 +178,8 @@ def reduce_with(parameters: Iterable[torch.Tensor], reducer: Updater) -> None:
 
 
 def reducer_of(parameter: torch.Tensor) -> Updater | None:
-    """What reduces gradients of the parameter over ranks during backward; None if nothing does."""
+    """The reducer of the parameter's gradients over ranks during backward; None if there is
+    none."""
     found = _find(parameter)
     return None if found is None or found.reducer is None else found.reducer()
 
@@ -190,8 +191,8 @@ def optimizer_of(parameter: torch.Tensor) -> Updater | None:
 
 
 def updater_of(parameter: torch.Tensor) -> Updater | None:
-    """What a compiled graph offers the parameter's gradient to: its optimizer during backward, or
-    what reduces the gradient before the optimizer gets it. None if no optimizer wants it."""
+    """The updater to which a compiled graph offers the parameter's gradient: its optimizer during
+    backward, or the reducer through which the optimizer gets it. None if no optimizer wants it."""
     optimizer = optimizer_of(parameter)
     return None if optimizer is None else reducer_of(parameter) or optimizer
 

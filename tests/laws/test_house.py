@@ -100,6 +100,17 @@ def test_a_folder_has_no_more_files_than_one_can_see() -> None:
     assert {f for f, n in folders.items() if n > house.MOST_FILES} == set(reasons)
 
 
+def test_a_file_can_be_read_in_one_sitting() -> None:
+    assert {module for _, module in house.long_files(FILES)} == set(house.LONG)
+
+
+def test_the_guard_finds_long_files(tmp_path: Path) -> None:
+    (tmp_path / "m.py").write_text("\n" * (house.MOST_LINES + 1))
+    (tmp_path / "n.py").write_text("\n" * house.MOST_LINES)
+    found = house.long_files({"m": tmp_path / "m.py", "n": tmp_path / "n.py"})
+    assert found == [(house.MOST_LINES + 1, "m")]
+
+
 def test_a_class_name_means_one_thing() -> None:
     assert len(house.class_names_twice(FILES)) <= 8
 

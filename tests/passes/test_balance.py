@@ -31,12 +31,12 @@ def streaming(direct_us: float) -> Problem:
 def made_direct(problem: Problem, room: int) -> list[tuple[str, str]]:
     """Of the step in which everything is loaded."""
     machine = link(room, RATE)
-    frame = ProgramVariant(problem, machine, Choices())
-    cover = frame.cover(set())
-    plan = Builder(problem, machine, frame.decisions(cover)).best(judge_for(problem, machine))
+    variant = ProgramVariant(problem, machine, Choices())
+    cover = variant.cover(set())
+    plan = Builder(problem, machine, variant.decisions(cover)).best(judge_for(problem, machine))
     timeline = simulate(problem, machine, plan)
-    made = balanced(SearchState(frame, cover, plan, timeline, timeline.makespan_us))
-    return [] if made is None else sorted(made[0].mode.directs)
+    made = balanced(SearchState(variant, cover, plan, timeline, timeline.makespan_us))
+    return [] if made is None else sorted(made[0].choices.directs)
 
 
 def test_as_many_as_leave_both_equally_busy() -> None:

@@ -12,7 +12,7 @@ from offcompile.ir import Infeasible, Machine, Problem, Recompute
 from offcompile.passes.build import required_copies as residency
 from offcompile.passes.build.decisions import Away, Decisions
 from offcompile.passes.build.program import Program
-from offcompile.passes.search.program_variant import direct_mode
+from offcompile.passes.search.program_variant import direct_choices
 from offcompile.passes.select.footprint import footprint, order_of
 from offcompile.passes.select.pressure import pressure
 from offcompile.testing import problems_with_machines
@@ -54,7 +54,7 @@ def test_tensors_that_stay_are_seen_to_stay(drawn: tuple[Problem, Machine], seed
     problem, machine = drawn
     dice = random.Random(seed)
     again = tuple(Recompute(*r) for r in sorted(reruns_of(problem, seed)))
-    directs = direct_mode(problem, machine).decisions(problem).directs if seed % 2 else ()
+    directs = direct_choices(problem, machine).decisions(problem).directs if seed % 2 else ()
     decisions = Decisions(directs=directs, recomputes=again)
     program = Program(problem, decisions)
     away = tuple(

@@ -9,7 +9,7 @@ from offcompile.ir import DEVICE, Machine, Op, Plan, Problem, Tensor
 from offcompile.passes.registry import make
 from offcompile.passes.search import starts
 from offcompile.passes.search.program_variant import Choices, ProgramVariant
-from offcompile.passes.search.rerun_loads import rerun_modes
+from offcompile.passes.search.rerun_loads import rerun_variants
 from offcompile.passes.search.search import Search, SearchState
 from offcompile.passes.select.gap_set import Prices
 from offcompile.passes.select.rematerialization import Rematerialization
@@ -38,10 +38,10 @@ def all_away(problem: Problem, machine: Machine) -> SearchState:
     """The plan in which whatever has to leave crosses the link."""
     judge = judge_for(problem, machine)
     search = Search(problem, machine, judge, 100, float("inf"), 0.0)
-    frame = ProgramVariant(problem, machine, Choices())
-    cover = frame.cover(set())
-    assert cover.repair(frame.capacity, Prices())
-    state = search.evaluate(frame, cover)
+    variant = ProgramVariant(problem, machine, Choices())
+    cover = variant.cover(set())
+    assert cover.repair(variant.capacity, Prices())
+    state = search.evaluate(variant, cover)
     assert state is not None
     return state
 
@@ -49,14 +49,14 @@ def all_away(problem: Problem, machine: Machine) -> SearchState:
 def test_a_tensor_is_made_again_from_what_is_there() -> None:
     problem = stage()
     start = all_away(problem, SLOW)
-    frame, cover = next(iter(rerun_modes(start, Rematerialization(problem))))
-    assert frame.mode.recomputes and len(cover.away) < len(start.cover.away)
-    for op, before in frame.mode.recomputes:
+    variant, cover = next(iter(rerun_variants(start, Rematerialization(problem))))
+    assert variant.choices.recomputes and len(cover.away) < len(start.cover.away)
+    for op, before in variant.choices.recomputes:
         layer = int(op.removeprefix("f"))
         # backward of a layer reads its result and the one before, or a chain leads to these
         assert layer <= int(before.removeprefix("b"))
     judge = judge_for(problem, SLOW)
-    found = Search(problem, SLOW, judge, 9, float("inf"), 0.0).evaluate(frame, cover)
+    found = Search(problem, SLOW, judge, 9, float("inf"), 0.0).evaluate(variant, cover)
     assert found is not None and found.us < start.us
 
 
@@ -72,7 +72,7 @@ def test_an_op_may_run_more_than_twice() -> None:
 
 def test_what_must_not_run_again_is_loaded() -> None:
     start = all_away(stage(repeatable=False), SLOW)
-    assert not list(rerun_modes(start, Rematerialization(start.frame.problem)))
+    assert not list(rerun_variants(start, Rematerialization(start.variant.problem)))
 
 
 def test_near_the_floor_it_beats_running_each_op_again_once(
@@ -86,5 +86,5 @@ def test_near_the_floor_it_beats_running_each_op_again_once(
         return judge(problem, machine, made).makespan_us
 
     found_us = planned_us()
-    monkeypatch.setattr(starts, "rerun_modes", lambda *_: ())
+    monkeypatch.setattr(starts, "rerun_variants", lambda *_: ())
     assert found_us <= planned_us()

@@ -45,11 +45,11 @@ def search_of(problem: Problem, where: Machine, floor_us: float = 0.0) -> Search
 
 
 def with_first_on_host(search: Search, split: UpdateSplit, share: float) -> SearchState:
-    mode = Choices(hosted=split.hosted(share))
-    frame = ProgramVariant(search.problem, search.machine, mode)
-    cover = GapSet(frame.gaps)
-    assert cover.repair(frame.capacity, Prices())
-    state = search.evaluate(frame, cover, rounds=0)
+    choices = Choices(hosted=split.hosted(share))
+    variant = ProgramVariant(search.problem, search.machine, choices)
+    cover = GapSet(variant.gaps)
+    assert cover.repair(variant.capacity, Prices())
+    state = search.evaluate(variant, cover, rounds=0)
     assert state is not None
     return state
 
@@ -88,8 +88,8 @@ def test_turns_beat_any_share_of_first_gradients_where_links_are_slow() -> None:
     assert search.left == left  # the plans tried here shorten no later search
     assert search.best_us == found[0].us
     assert certify(problem, where, found[0].plan, "turns").makespan_us == found[0].us
-    hosted = found[0].frame.mode.hosted
-    assert split.share(hosted) <= split.share(best.frame.mode.hosted) + FEWER
+    hosted = found[0].variant.choices.hosted
+    assert split.share(hosted) <= split.share(best.variant.choices.hosted) + FEWER
 
 
 def test_nothing_is_tried_where_links_hold_nothing_up() -> None:

@@ -17,6 +17,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[2]
 STANDARD = frozenset(sys.stdlib_module_names)
 MOST_FILES = 15
+MOST_LINES = 400
 MOST_ATTRIBUTES = 15
 
 
@@ -193,6 +194,16 @@ def files_by_folder(files: dict[str, Path]) -> Counter[str]:
     return Counter(
         module.rpartition(".")[0] for module, file in files.items() if file.name != "__init__.py"
     )
+
+
+#: module with more than `MOST_LINES` lines → why its parts belong in one file
+LONG: dict[str, str] = {}
+
+
+def long_files(files: dict[str, Path]) -> list[tuple[int, str]]:
+    """Modules with more lines than one reads in one sitting, the longest first."""
+    lengths = ((len(file.read_text().splitlines()), module) for module, file in files.items())
+    return sorted((one for one in lengths if one[0] > MOST_LINES), reverse=True)
 
 
 def class_names_twice(files: dict[str, Path]) -> dict[str, list[str]]:
@@ -402,6 +413,7 @@ def _show() -> None:
     print(f"files                      {len(files)}")
     over = {k: v for k, v in folders.items() if v > MOST_FILES}
     print(f"folders over {MOST_FILES} files      {over or 'none'}")
+    print(f"files over {MOST_LINES} lines       {long_files(files) or 'none'}")
     print(f"circles                    {circles(graph(files)) or 'none'}")
     print(f"class names that stand twice   {len(twice)}: {', '.join(sorted(twice))}")
     unsaid = [found.name for found in state if not found.says_why]

@@ -1,8 +1,8 @@
 """Compares the lanes' actual rates during training with the rates that the plan assumes.
 
-A lane's rate is measured once, alone. Beside a program that saturates host memory, or on a disk
-that has become slow, it is lower, and another tier may then be the better place. FlashNeuron's
-case study shows the first: an SSD that is accessed directly, bypassing the host, keeps its rate.
+A lane's rate is measured once, alone. It is lower beside a program that saturates host memory, or
+on a disk that has become slow; then another tier may be the better place. FlashNeuron's case study
+shows this for host memory: an SSD that is accessed directly, bypassing the host, keeps its rate.
 """
 
 from __future__ import annotations

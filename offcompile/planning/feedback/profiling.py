@@ -163,9 +163,9 @@ class Profile:
         return self._lanes_changed is not None
 
     def costs_due(self, factors: Factors, machine: Machine, totals: Mapping[str, Moved]) -> bool:
-        """Like `due`, for ops, once: True if they, or lanes meanwhile, differ greatly from plan.
+        """Like `due`, for ops, and once: True if ops, or lanes by now, differ much from the plan.
 
-        factors: of a plan that was made without any.
+        factors: measured for a plan that was made without any.
         """
         if self.factors is not None or not self._open:
             return False

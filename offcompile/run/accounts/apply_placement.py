@@ -32,7 +32,7 @@ class WeightPlaces:
     on_cpu: bool
     #: weights that live on the host, in order of use
     hosted: tuple[int, ...] = ()
-    #: hosted weights of which only scattered rows are read
+    #: hosted weights that are read by scattered rows only
     scattered: frozenset[int] = frozenset()
     #: hosted weights never used in place: their fetches wait for updates under way
     fetched: frozenset[int] = frozenset()

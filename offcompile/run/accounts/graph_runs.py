@@ -39,9 +39,10 @@ class Room:
 
     peak_bytes: int
     kept_limit_bytes: int
-    #: bytes of that which the keeper holds at the beginning, or which stay free
+    #: the part of it that the keeper holds at the beginning, or that stays free
     held_bytes: int
-    #: bytes of the peak that are there at the beginning: what forward has left for backward
+    #: bytes of the peak that are there at the beginning: the tensors that forward has left for
+    #: backward
     left_bytes: int = 0
     #: values of the symbols in the arguments of forward
     sizes: tuple[int, ...] = ()

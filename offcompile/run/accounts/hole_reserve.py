@@ -1,14 +1,15 @@
 """Learns how much of a budget the keeper has to leave to holes, and to what no account knows.
 
 A process holds its tensors and the holes between them. Where both together reach the budget, the
-pages of all free blocks go back to the system and are touched again, which takes time. How large
-holes grow depends on the program, and no plan knows it; so the reserve begins large, and shrinks by
-what steps that repeat were seen to leave free. It grows again if pages then go back in every step.
+pages of all free blocks go back to the system and are touched again, which takes time. The size of
+holes depends on the program, and no plan knows it. So the reserve begins large, and shrinks by the
+bytes that repeated steps were seen to leave free. It grows again if pages then go back in every
+step.
 
-The process also holds what belongs to no graph: gradients and results of eager ops, objects made
-while graphs were compiled. What it has gained since its first graph beyond all accounts is measured
-each step; from the next step on, the heap keeps it free, and a margin, and the reserve is never
-smaller.
+The process also holds memory that belongs to no graph: gradients and results of eager ops, objects
+made while graphs were compiled. Each step measures how much the process has gained since its first
+graph beyond all accounts. From the next step on, the heap keeps that much free, and a margin, and
+the reserve is never smaller.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ TOO_MANY = 2
 
 @dataclass(eq=False)
 class HoleReserve:
-    """The reserve of one budget. `nbytes`: what to leave to holes and to the unknown now."""
+    """The reserve of one budget. `nbytes`: bytes to leave now to holes and to the unknown."""
 
     budget_bytes: int
     nbytes: int
@@ -51,7 +52,7 @@ class HoleReserve:
     #: steps one after the other in which pages went back
     _in_a_row: int = 0
     _trims: int = 0
-    #: of recent steps: bytes left, less what rooms have grown since, and bytes unknown
+    #: of recent steps: bytes left, less the growth of rooms since, and bytes unknown
     _lefts: deque[float] = field(default_factory=lambda: deque(maxlen=RECENT_STEPS))
     _unknowns: deque[int] = field(default_factory=lambda: deque(maxlen=RECENT_STEPS))
     #: of the step that runs: least left, most unknown, and if any of it is a backward

@@ -1,8 +1,9 @@
 """Counts outputs of graphs without a backward that were passed to other graphs and are alive.
 
-A reentrant checkpoint runs blocks without gradients and keeps the inputs of each. No pass waits for
-them (`usage`), and no plan includes them except that of the running block, yet they take memory.
-Outputs that were passed to no graph, such as collected predictions, belong to the user's program.
+A reentrant checkpoint runs blocks without gradients and keeps the inputs of each. These take
+memory, but no backward waits for them (`usage`), and only the plan of the running block includes
+them. Outputs that were passed to no graph, such as collected predictions, belong to the user's
+program.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Watches whether runs on a card take more than their budget.
 
-A plan knows what graphs make. It estimates what libraries take inside an op, and which values a
-compiler keeps for later kernels. So the second step of each plan is measured by the allocator: the
-first one also has what tuning and libraries take once.
+A plan knows the tensors that graphs make. It can only estimate the memory that libraries take
+inside an op, and the values that a compiler keeps for later kernels. So the allocator measures the
+second step of each plan; the first step also has the memory that tuning and libraries take once.
 """
 
 from __future__ import annotations

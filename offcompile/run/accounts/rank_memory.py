@@ -7,7 +7,7 @@
   forward; while a graph runs, the weights of one group that it gathers ahead, and the gradients of
   one group that it reduces. The weights and gradients of the graph itself are in its plan.
 
-Both are found by names of torch that are not public. Where a version of torch lacks one, nothing is
+Both are found by names that torch does not document. Where a version of torch lacks one, nothing is
 counted, and one warning says so.
 """
 

@@ -40,7 +40,7 @@ TURNING_SECONDS = 0.2
 class Rewrites:
     """Says how the planned graphs came from those given, apart from pieces."""
 
-    #: ops of which only a part may be recomputed are two
+    #: ops that may be recomputed in part are split in two
     apart: bool = False
     #: masks are saved as bits
     bits: bool = False

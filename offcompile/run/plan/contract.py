@@ -1,4 +1,4 @@
-"""Says what planning takes, `GraphFacts` and a `PlanRequest`, and what it returns: `Planned`."""
+"""The contract of planning: it takes `GraphFacts` and a `PlanRequest`, and returns a `Planned`."""
 
 from __future__ import annotations
 

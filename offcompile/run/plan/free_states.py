@@ -1,4 +1,4 @@
-"""Decides how many of an optimizer's states the device keeps, where the optimizer leaves it open.
+"""Decides how many of an optimizer's states the device keeps, if the optimizer leaves that open.
 
 States that the device keeps take memory that activations could have; states beside it cross the
 link, or the slower host works on them. So a graph is planned with all of them on the device, with
@@ -79,8 +79,8 @@ def _may_gain(
 
 
 def beside_us(planner: GraphPlanner, states: FreeStates, share: float) -> float:
-    """Estimate what updates beside the device take. Host and link share them; nothing is taken off
-    for what backward hides, since the link is busy then with what else moves."""
+    """Estimate the time of updates beside the device. Host and link share them. Backward hides none
+    of it here, since the link is busy then with other moves."""
     return (1 - share) * states.nbytes / _rate(planner.source.target.profile)
 
 

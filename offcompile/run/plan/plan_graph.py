@@ -168,7 +168,7 @@ def report_of(planner: GraphPlanner, choice: Choice) -> PlanReport:
 def plan_again(
     planned: Planned, facts: GraphFacts, held_bytes: int, known: Known | None = None
 ) -> Settled | None:
-    """Plan again if what runs have shown makes it worth recompiling; see `profiling`. `known`: the
+    """Plan again if the findings of runs make it worth recompiling; see `profiling`. `known`: the
     ranks that the plan is for."""
     if planned.decided.fits:
         return None

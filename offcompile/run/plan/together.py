@@ -1,8 +1,8 @@
-"""Plans a graph once for all ranks: one searches, the others carry out what it has found.
+"""Plans a graph once for all ranks: one searches, and the others carry out its plan.
 
 A rank that takes the answer of another (`answers`) rewrites its own graphs, and searches and
-measures nothing. It judges the plan on its own machine: that all moves are lawful there, and that
-the program keeps to its budget with what its ops need, at any speed of its lanes.
+measures nothing. It checks the plan on its own machine: all moves must be lawful there, and the
+program must keep to its budget with the needs of its own ops, at any speed of its lanes.
 """
 
 from __future__ import annotations
@@ -57,7 +57,8 @@ def plan_together(
 
 
 def _settings(source: ProblemSource, request: PlanRequest) -> tuple[object, ...]:
-    """List what else a plan depends on, beginning with the version and the format of answers."""
+    """List the settings that a plan depends on, beginning with the version and the format of
+    answers."""
     options = source.options
     asked = options.lowering, options.whole_policy, options.split
     return (

@@ -5,9 +5,9 @@ the first collective of DDP or FSDP2, and wait there until the timeout of the gr
 graph of such a model first runs, each rank writes into the store of the group that its plan stands,
 or why it does not, and reads what the others wrote. Graphs are known by their content, not by their
 number. If others have not made such a graph after `LONGEST_S`, the rank warns, names the first op
-that differs, goes on, and waits for no graph again, so that ranks with graphs of their own lose
-that time once. Nothing but the refusal rests on this. Before that, while it compiles, the graph is
-planned once for all ranks (`meeting`), with the same patience.
+that differs, goes on, and never waits for a graph again. So ranks with graphs of their own lose
+that time once. Nothing but the refusal depends on this. Before that, while it compiles, the graph
+is planned once for all ranks (`meeting`), with the same patience.
 """
 
 from __future__ import annotations

@@ -30,7 +30,8 @@ def structure_of(problem: Problem) -> str:
 
 @dataclass(frozen=True)
 class RankFigures:
-    """What one rank has, or all of them together. Structures of equal text have equal questions."""
+    """The figures of one rank, or of all of them together. Structures of equal text have equal
+    questions."""
 
     structure: str
     machine: Machine

@@ -7,10 +7,10 @@
 A later plan of the graph, which not all ranks may need, is made by the first rank that asks for it;
 it knows from before what the others have. And where measured steps speak for another plan, rank 0
 judges them for all, at the same calls. Everything goes through the store of the group, without a
-collective, and nothing but the equality of plans rests on it. A rank that does not come, has a
-problem of its own or has ended is not waited for any longer: each then plans for itself. One rank
-alone decides that, so that no two can see it differently; the traffic grows with the number of
-ranks, planning does not.
+collective, and nothing but the equality of plans depends on it. If a rank does not come, has a
+problem of its own or has ended, nobody waits for it any longer, and each plans for itself. One rank
+alone decides that, so no two can see it differently. The traffic grows with the number of ranks;
+planning does not.
 """
 
 from __future__ import annotations
@@ -117,7 +117,8 @@ class RankGroup:
 
 @dataclass(eq=False)
 class Known:
-    """What this rank and all ranks had to plan a graph with first, and how often it was planned."""
+    """The figures of this rank and of all ranks when they first planned a graph, and how often it
+    was planned."""
 
     mine: RankFigures
     least: RankFigures
@@ -125,7 +126,7 @@ class Known:
 
     @property
     def slowest(self) -> tuple[Machine, Factors]:
-        """The slowest machine, and what ops take on the slowest rank over the costs here."""
+        """The slowest machine, and the times of ops on the slowest rank over the costs here."""
         return self.least.machine, self.least.over(self.mine)
 
     @property

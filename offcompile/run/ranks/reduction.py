@@ -1,11 +1,11 @@
 """Reduces the gradients of a DDP module inside backward, in place of DDP, if all ranks agree.
 
-DDP goes on sending buffers and following `no_sync()`: it tells its reducer when a forward is to be
-reduced, and that reducer is replaced. Ranks that replaced it alone would wait for each other's
-collectives for ever. So each writes into the store of the group whether it can, at its first
-forward that runs a graph; the first that knows the vote of all, or has waited for too long, writes
-the decision, which all obey. No rank can have passed a collective meanwhile that another has yet
-to meet, because none of them leaves that forward before the decision is made.
+DDP goes on sending buffers and following `no_sync()`. It tells its reducer when the gradients of a
+forward are to be reduced, and that reducer is replaced. Ranks that replaced it alone would wait for
+each other's collectives for ever. So each writes into the store of the group whether it can, at its
+first forward that runs a graph; the first that knows the vote of all, or has waited for too long,
+writes the decision, which all obey. No rank can have passed a collective meanwhile that another has
+yet to meet, because none of them leaves that forward before the decision is made.
 """
 
 from __future__ import annotations

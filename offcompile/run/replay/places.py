@@ -1,8 +1,8 @@
 """Static memory: where captured graphs find their arguments, and what they lend as results.
 
 A graph reads and writes fixed addresses, and its next replay may write anywhere in its pool. So
-results are lent, nothing is replayed while somebody who could tell still holds one, and what is
-lent keeps the pool.
+results are lent. Nothing is replayed while somebody who could tell still holds one, and each lent
+result keeps the pool alive.
 """
 
 from __future__ import annotations

@@ -52,7 +52,7 @@ class Results:
     def of(
         cls, outputs: Sequence[Any], device: torch.device, where: Mapping[int, int], users: int
     ) -> Results:
-        """`where`: storage → the argument whose it is. Raises CannotCapture."""
+        """`where`: storage → the argument that it belongs to. Raises CannotCapture."""
         made = cls(users)
         made.ways = [_way(i, x, device, where) for i, x in enumerate(outputs)]
         return made

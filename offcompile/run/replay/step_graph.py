@@ -7,7 +7,7 @@
    what the plan takes. It does not go back between steps, and counts as held for other graphs.
 3. From then on each half is a replay: arguments whose address changes are copied in, outputs are
    copied out, and what forward saves, and gradients, are lent (`places`). A replay that would write
-   over what somebody still holds does not happen.
+   over memory that somebody still holds does not happen.
 4. Such a call takes the usual path, and the pool is given up for it.
 """
 
@@ -338,7 +338,7 @@ class StepGraph:
         return True
 
     def _give_up(self, why: str) -> None:
-        """Forget the graphs, and capture again later. What is lent keeps its memory."""
+        """Forget the graphs, and capture again later. Lent results keep their memory."""
         self._drop()
         self._left = AGAIN_AFTER
         log_decision(self.planned.request.name, f"runs without its CUDA graph: {why}")

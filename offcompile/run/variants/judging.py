@@ -90,8 +90,8 @@ def _within_budget(plans: Plans, variant: Variant, call: Call) -> Variant:
 
 
 def _without_refused(plans: Plans, variant: Variant, call: Call) -> Variant:
-    """Return a plan without offers that are always refused, on a device: each costs a copy to the
-    host, as where a graph runs twice before one backward."""
+    """On a device, return a plan without the offers that are always refused, as where a graph runs
+    twice before one backward: each costs a copy to the host."""
     on_cpu = plans.facts.target.device.type == "cpu"
     refused = [i for i in plans.updated if is_refused(call.args[i])]
     if on_cpu or not refused:

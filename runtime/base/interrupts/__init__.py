@@ -1,9 +1,9 @@
-"""Puts Ctrl-C off while code changes accounts that have to agree, until a place where they do.
+"""Defers Ctrl-C while code changes accounts that have to agree, until they do agree.
 
-Python raises KeyboardInterrupt on the main thread after any call: after a copy has begun and before
-anybody has noted it, say. Inside an `uninterrupted` function the signal is only noted. It is raised
-at the next `check`, where a wait has lasted for `POLL_S`, or when the function has ended. Handlers
-of the user's are called then, too, whatever they do.
+Python may raise KeyboardInterrupt on the main thread after any call, such as after a copy has begun
+and before anybody has noted it. Inside an `uninterrupted` function the signal is only noted. It is
+raised at the next `check`, where a wait has lasted for `POLL_S`, or when the function has ended.
+The user's own handlers are called then, too, whatever they do.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ Result = TypeVar("Result")
 
 # the same functions as in `signal`, which takes five times as long to turn handlers into an enum
 _set, _get = _signal.signal, _signal.getsignal
-#: a wait of the main thread looks this often whether a signal has come
+#: a wait of the main thread checks this often for a signal
 POLL_S = 0.1
 
 
 class _Deferral:
-    """Notes if signals are put off, if one came, and the handler that it is for."""
+    """Notes whether signals are deferred, whether one came, and its handler."""
 
     def __init__(self) -> None:
         self.active = self.came = False

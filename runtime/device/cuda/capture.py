@@ -1,4 +1,4 @@
-"""Copies as nodes of a graph: what a thread's copies become while it captures (`graphs`).
+"""Turns the copies of a thread into nodes of a graph while the thread captures (`graphs`).
 
 A copy forks its lane's stream from compute by the mark that it starts after, and joins it by the
 wait for the copy, or at the end. The host sees no copy of a graph end: nobody asks for its event,

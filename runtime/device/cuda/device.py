@@ -14,8 +14,8 @@ Errors of a copy are stored in `copy.error` and raised by its waiters. A load ca
 has passed its wait; the next wait on this device, or `drain`, raises that error.
 
 Where host memory is not pinned (`arena.pinned` is False) CUDA copies through staging of its own: a
-copy out returns when it has ended, so the host waits for compute there and little overlaps, and a
-copy in returns when its source was read. Everything else is the same and stays correct: no code
+copy out returns when it has ended, so the host waits for compute there and little overlaps; a copy
+in returns when its source was read. Everything else is the same and stays correct, since no code
 here takes the return of a copy for its end.
 """
 
@@ -33,7 +33,7 @@ from offcompile.runtime.base.counters import now_ns
 from offcompile.runtime.base.define import current
 from offcompile.runtime.base.threads import bare
 from offcompile.runtime.device.cpu import PAGE_BYTES, CpuSlot
-from offcompile.runtime.device.failures import DeviceFull
+from offcompile.runtime.device.failures import no_room
 from offcompile.runtime.device.interface import Copy, Device, How, Label, Point, Slot, Waited
 from offcompile.runtime.device.lane_rates import LaneRates
 from offcompile.runtime.device.lanes import Lanes
@@ -144,11 +144,7 @@ class CudaDevice(Device):
         try:
             buffer = self.streams.empty(slot.nbytes)
         except torch.OutOfMemoryError as error:
-            raise DeviceFull(
-                f"{self.streams.name} is out of memory: a tensor of {slot.nbytes} bytes could not "
-                'come back. Lower options={"memory": …}, or leave more of the device to this '
-                f"process. It said: {error}"
-            ) from error
+            raise no_room(self.streams.name, slot, error) from error
         when_storage_dies(buffer, freed)
         return buffer
 

@@ -1,7 +1,8 @@
 """Lets torch's caching allocator grow its segments, so that few bytes lie in gaps between blocks.
 
-A plan holds tensors of many sizes for many spans. In segments of fixed size their gaps took half as
-much again as the tensors (a GPT of 1.3 billion weights at a quarter of its memory, on an H100).
+A plan holds tensors of many sizes, each for a time of its own. In segments of fixed size the gaps
+between them took half as much again as the tensors (a GPT of 1.3 billion weights at a quarter of
+its memory, on an H100).
 """
 
 from __future__ import annotations

@@ -16,7 +16,8 @@ HINT = (
 
 
 def malloc_leaves_holes(given: Mapping[str, str]) -> bool:
-    """True if this process would run better with another allocator or other malloc settings."""
+    """True if this process would run better with another allocator or with other settings of
+    malloc."""
     return not (
         NO_CACHE + "=0" in given.get(VARIABLE, "").split(":")
         or tensor_memory.will_fit()
