@@ -21,6 +21,7 @@ from offcompile.simulate import Simulator
 from .order import Order, static_order
 from .plan_cache import Question, plan_once
 from .planner import Beaten, PlanResult
+from .ranks.judge import Beside
 
 #: planning time: a base, plus a part per op and per tensor, up to a maximum
 BASE_SECONDS, SECONDS_PER_ENTRY, MOST_SECONDS = 0.3, 0.001, 4.2
@@ -124,6 +125,8 @@ class PlanSearch:
     trial: bool = False
     #: True if plans are kept in the user's cache folder, and found there
     reuses: bool = False
+    #: collectives that run beside the plan; None: there are none to know of
+    beside: Beside | None = None
 
 
 def fit_budget(
@@ -156,7 +159,9 @@ def fit_budget(
     def planned(capacity: int, holes_bytes: int = 0, worth_us: float = worth_us) -> _Planned:
         machine = machine_for(max(1, capacity - holes_bytes))
         seeds = known if roomy is None else [*known, roomy.result.plan]
-        asked = Question(problem, machine, search.policy, spend, seeds, worth_us, search.trial)
+        asked = Question(
+            problem, machine, search.policy, spend, seeds, worth_us, search.trial, search.beside
+        )
         with rarely_collected():
             if search.reuses:
                 result = plan_once(asked, search.progress)

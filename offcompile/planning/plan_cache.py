@@ -11,12 +11,12 @@ import hashlib
 import json
 import os
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from offcompile.ir import BrokenPlan, Infeasible, InvalidInput, Machine, Plan, Problem
+from offcompile.ir import BrokenPlan, Infeasible, InvalidInput
 from offcompile.ir.jsonio import machine_to_json, plan_from_json, plan_to_json, problem_to_json
 from offcompile.machine.cost_cache import (
     document_path,
@@ -26,7 +26,7 @@ from offcompile.machine.cost_cache import (
 )
 from offcompile.runtime.base.once import made_once
 
-from .planner import Beaten, PlanResult, certify, plan_problem
+from .planner import Asked, Beaten, PlanResult, beside_us, certify, plan_asked, plan_problem
 
 #: rooms of the package whose sources decide what a search finds
 PLANNER = ("ir", "passes", "simulate", "bounds", "planning")
@@ -38,16 +38,8 @@ MOST_BYTES = 64 << 20
 
 
 @dataclass(frozen=True)
-class Question:
-    """The arguments of `plan_problem` that decide what it finds."""
-
-    problem: Problem
-    machine: Machine
-    policy: str
-    seconds: float
-    known: Sequence[Plan] = ()
-    worth_us: float = float("inf")
-    trial: bool = False
+class Question(Asked):
+    """What decides which plan a search finds."""
 
     @property
     def key(self) -> str:
@@ -57,11 +49,14 @@ class Question:
             machine_to_json(self.machine),
             [plan_to_json(plan) for plan in self.known],
             [repr(figure) for figure in figures],
+            None if self.beside is None else self.beside.digest(self.problem),
         ]
         return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()
 
     def answered(self, progress: Callable[[str], None] | None = None) -> PlanResult:
         """Search now. Raises what `plan_problem` raises."""
+        if self.beside is not None:
+            return plan_asked(self, progress)
         return plan_problem(
             self.problem,
             self.machine,
@@ -131,7 +126,8 @@ def _restored(question: Question, kept: dict[str, object]) -> PlanResult | None:
         timeline = certify(question.problem, question.machine, plan, question.policy)
     except (InvalidInput, BrokenPlan, Infeasible):
         return None
-    return PlanResult(plan, timeline, question.policy, seconds, bound_us, method, reused=True)
+    beside = beside_us(question, plan)
+    return PlanResult(plan, timeline, question.policy, seconds, bound_us, method, True, beside)
 
 
 def planner_digest() -> str:

@@ -26,6 +26,7 @@ from offcompile.passes.search.program_variant import Choices
 from offcompile.simulate import Simulator
 
 from .coarsen import Coarse, coarsen
+from .ranks.judge import Beside, StepJudge
 
 #: share of the time that goes into the proven bound (which also guides the search)
 BOUND_SHARE = 0.3
@@ -86,6 +87,8 @@ class PlanResult:
     bound_method: str
     #: True if an earlier run made the plan, in `seconds`
     reused: bool = False
+    #: cost of the step with the collectives that the plan was made for; None: it was made for none
+    beside_us: float | None = None
 
     @property
     def planned_in(self) -> str:
@@ -98,8 +101,8 @@ class PlanResult:
 
     @property
     def cost_us(self) -> float:
-        """The step's time plus the tolls of its moves."""
-        return self.timeline.cost_us
+        """The step's time plus the tolls of its moves, and what collectives add."""
+        return self.timeline.cost_us if self.beside_us is None else self.beside_us
 
     @property
     def gap(self) -> float:
@@ -119,20 +122,47 @@ class CheckResult:
         return not self.violations
 
 
-def judge_for(problem: Problem, machine: Machine) -> Callable[[Problem, Machine, Plan], Timeline]:
-    """The simulator for passes: one compiled problem, many plans."""
-    simulator = Simulator(problem, machine)
-    others: dict[int, tuple[Problem, Machine, Simulator]] = {}
+def judge_for(
+    problem: Problem, machine: Machine, rest: Beside | None = None
+) -> Callable[[Problem, Machine, Plan], Timeline]:
+    """The simulator for passes: one compiled problem, many plans. `rest`: what runs beside them."""
+
+    def judging(p: Problem, m: Machine) -> Callable[[Plan], Timeline]:
+        return partial(Simulator(p, m).run, record=False) if rest is None else StepJudge(p, m, rest)
+
+    judge_it = judging(problem, machine)
+    others: dict[int, tuple[Problem, Machine, Callable[[Plan], Timeline]]] = {}
 
     def judge(p: Problem, m: Machine, plan: Plan) -> Timeline:
         if p is problem and m is machine:
-            return simulator.run(plan, record=False)
+            return judge_it(plan)
         found = others.get(id(p))
         if found is None or found[0] is not p or found[1] is not m:
-            found = others[id(p)] = (p, m, Simulator(p, m))
-        return found[2].run(plan, record=False)
+            found = others[id(p)] = (p, m, judging(p, m))
+        return found[2](plan)
 
     return judge
+
+
+@dataclass(frozen=True)
+class Asked:
+    """What is to be planned, for which machine, and how.
+
+    known: plans of the same ops with other homes of tensors; their recomputations and host
+    updates are tried first.
+    worth_us: no plan is of use that takes this long.
+    trial: plans are only compared, so that the search ends once it has one.
+    beside: collectives that run beside the plan; it is judged with them.
+    """
+
+    problem: Problem
+    machine: Machine
+    policy: str = "joint"
+    seconds: float = 15.0
+    known: Sequence[Plan] = ()
+    worth_us: float = float("inf")
+    trial: bool = False
+    beside: Beside | None = None
 
 
 def plan_problem(
@@ -152,6 +182,13 @@ def plan_problem(
     worth_us: raises `Beaten` if no plan can take less than this.
     trial: plans are only compared, so that the search ends once it has one.
     """
+    asked = Asked(problem, machine, policy, seconds, known, worth_us, trial)
+    return plan_asked(asked, progress)
+
+
+def plan_asked(asked: Asked, progress: Callable[[str], None] | None = None) -> PlanResult:
+    """See `plan_problem`."""
+    problem, machine, seconds = asked.problem, asked.machine, asked.seconds
     began, busy_from = time.monotonic(), time.thread_time()
     wrong = check_homes(problem, machine)
     if wrong:
@@ -161,24 +198,24 @@ def plan_problem(
         progress("bounding")
     bounding = max(BOUND_SHARE * seconds, BOUND_S_PER_OP * len(problem.ops))
     bound = lower_bound(problem, machine, seconds=bounding)
-    if bound.us >= worth_us:
+    if bound.us >= asked.worth_us:
         raise Beaten
     left = max(seconds - (time.thread_time() - busy_from), (1 - BOUND_SHARE) * seconds)
     if progress is not None:
         progress(f"searching, {left:.0f} s left at most")
     coarse = coarsen(problem) if len(problem.ops) > COARSEN_ABOVE_OPS else Coarse.same(problem)
     chosen = make(
-        policy,
-        judge_for(coarse.problem, machine),
+        asked.policy,
+        judge_for(coarse.problem, machine, asked.beside),
         seconds=max(LEAST_SEARCH_SECONDS, 0.95 * left),
         progress=progress,
         hints=bound.away_hints,
-        floor_us=bound.us,
+        floor_us=max(bound.us, _least_us(coarse.problem, asked)),
         kept_floor_us=partial(
             _floor_of_keeping, problem, machine, bound.us, min(KEEPING_SECONDS, bounding)
         ),
-        trial=trial,
-        known_choices=_choices_of(known, coarse),
+        trial=asked.trial,
+        known_choices=_choices_of(asked.known, coarse),
     )
     try:
         plan = coarse.expand(chosen.apply(coarse.problem, machine, Plan()))
@@ -188,11 +225,27 @@ def plan_problem(
     return PlanResult(
         plan=plan,
         timeline=timeline,
-        policy=policy,
+        policy=asked.policy,
         seconds=time.monotonic() - began,
         lower_bound_us=bound.us,
         bound_method=bound.method,
+        beside_us=beside_us(asked, plan),
     )
+
+
+def beside_us(asked: Asked, plan: Plan) -> float | None:
+    """The cost of the step with its collectives; None if there are none to know of."""
+    if asked.beside is None:
+        return None
+    timeline = StepJudge(asked.problem, asked.machine, asked.beside)(plan)
+    return timeline.cost_us if timeline.valid else float("inf")
+
+
+def _least_us(problem: Problem, asked: Asked) -> float:
+    """A step of this problem with its collectives is hardly faster. 0 if there are none."""
+    if asked.beside is None:
+        return 0.0
+    return StepJudge(problem, asked.machine, asked.beside).least_us()
 
 
 def bounded_longer(problem: Problem, machine: Machine, made: PlanResult) -> PlanResult:

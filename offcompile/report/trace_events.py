@@ -81,11 +81,13 @@ def _measured(step: MeasuredStep, about: _About) -> Iterator[Event]:
     yield from _named(MEASURED, "measured", row_of)
     for span in step.spans:
         row = row_of[span.lane]
-        yield _slice(MEASURED, row, span.id, span.start_ns, span.end_ns, about(span.id))
+        told = about(span.id) if span.nbytes is None else {"nbytes": span.nbytes}
+        yield _slice(MEASURED, row, span.id, span.start_ns, span.end_ns, told)
     for wait in step.waits:
         told = about(wait.move) | about.wait(wait.move)
         end_ns = wait.start_ns + wait.duration_ns
         name = f"wait before {wait.op}" if wait.op else "wait at the end"
+        name = name if wait.move in about.moves else f"wait for {wait.move}"
         yield _slice(MEASURED, row_of.get(COMPUTE, 0), name, wait.start_ns, end_ns, told)
 
 

@@ -17,8 +17,9 @@ from typing import Any
 from offcompile.ir import BACKWARD, COMPUTE, FORWARD
 from offcompile.planning.feedback.measured import MeasuredSpan, MeasuredStep, MeasuredWait
 from offcompile.planning.order import ProgramStep, RunStep, StartStep
-from offcompile.runtime.base.clock import StepClock
+from offcompile.runtime.base.clock import StepClock, WallClock
 from offcompile.runtime.device.move_events import MoveListener, listening, profiled, profiling
+from offcompile.runtime.device.reductions import REDUCTION, Reduction, since
 
 #: number of steps whose median is shown
 STEPS_KEPT = 5
@@ -34,6 +35,8 @@ class _Half:
     forward: _Half | None = None
     began: Any = None
     ended: Any = None
+    #: buckets of gradients that ranks reduced meanwhile
+    reductions: Sequence[Reduction] = ()
 
 
 class StepRecorder:
@@ -79,6 +82,8 @@ class StepRecorder:
             half.began = self._clock.start()
             yield
             half.ended = self._clock.start()
+        if isinstance(self._clock, WallClock):  # by which reductions are timed
+            half.reductions = since(half.began)
         if phase != FORWARD:
             self._kept.append(half)
             self.recorded += 1
@@ -162,9 +167,17 @@ class _Measuring:
                 start_ns = self._at(wait.began)
                 op = self.before.get((wait.move, wait.starting), "")
                 waits.append(MeasuredWait(op, wait.move, start_ns, self._at(wait.ended) - start_ns))
+        spans += self._reductions()
         spans.sort(key=lambda span: (span.start_ns, span.end_ns))
         waits.sort(key=lambda wait: wait.start_ns)
         return MeasuredStep(tuple(spans), tuple(w for w in waits if w.duration_ns > 0), step_ns)
+
+    def _reductions(self) -> Iterator[MeasuredSpan]:
+        """Yield the buckets that came back, each once: one may be under way in both halves."""
+        for one in dict.fromkeys(one for half in self.halves for one in half.reductions):
+            if one.ended is not None:
+                began, ended = self._at(one.began), self._at(one.ended)
+                yield MeasuredSpan(one.name, REDUCTION, began, ended, one.nbytes)
 
     def _at(self, instant: Any) -> int:
         ns = self._since(instant)

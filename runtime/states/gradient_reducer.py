@@ -25,6 +25,8 @@ from typing import Any
 import torch
 
 from offcompile.ir import OffloadError
+from offcompile.runtime.device.move_events import listener
+from offcompile.runtime.device.reductions import Reduction, sent
 from offcompile.runtime.states import updates
 
 #: least bytes of a bucket, and how many buckets a model has at least if it is larger than that
@@ -49,6 +51,8 @@ class Bucket:
     #: the collective under way, and if there was one for this forward
     work: Any = None
     is_sent: bool = False
+    #: what measured steps show of the collective; None: it is not under way
+    seen: Reduction | None = None
 
     @property
     def nbytes(self) -> int:
@@ -70,7 +74,7 @@ class Bucket:
         return self.memory[start : start + parameter.numel()].view(parameter.shape)
 
     def clear(self) -> None:
-        self.memory = self.work = None
+        self.memory = self.work = self.seen = None
         self.taken.clear()
         self.brought.clear()
 
@@ -225,7 +229,7 @@ class GradientReducer:
         with self._explained():
             bucket.work = distributed.all_reduce(bucket.memory, group=self.group, async_op=True)
         self._sent.append(bucket)
-        bucket.is_sent = True
+        bucket.is_sent, bucket.seen = True, sent(self._next, bucket.nbytes)
 
     @contextmanager
     def _explained(self) -> Iterator[None]:
@@ -239,8 +243,14 @@ class GradientReducer:
     def _receive(self) -> None:
         """Wait for the oldest bucket under way, and give its gradients to `.grad` or optimizers."""
         bucket = self._sent.popleft()
+        heard = listener()
+        began = None if heard is None else heard.now()
         with self._explained():
             bucket.work.wait()
+        if bucket.seen is not None:
+            bucket.seen.is_back()
+            if heard is not None:
+                heard.waited(bucket.seen.name, began)
         for parameter in bucket.parameters:
             optimizer, reduced = updates.optimizer_of(parameter), bucket.part(parameter)
             gradient = bucket.brought.get(id(parameter))

@@ -21,9 +21,8 @@ from offcompile.ahead.answers.fit_report import FitReport
 from offcompile.ahead.fit import fit
 from offcompile.ahead.fitting import tier_bytes
 from offcompile.ahead.plan import Ahead, ForecastRequest
-from offcompile.ahead.ranks.beside import RING, Ring, beside, with_collectives
-from offcompile.ahead.ranks.collectives import GATHER, REDUCE, Collective, Collectives
-from offcompile.ahead.ranks.forecast import forecast, ring_of
+from offcompile.ahead.ranks.collectives import Collectives, ring_of
+from offcompile.ahead.ranks.forecast import forecast
 from offcompile.ahead.ranks.request import SHARDS, RankRequest
 from offcompile.ahead.ranks.sharding import groups_of, largest_share
 from offcompile.ahead.ranks.surveyed import AheadOnRank
@@ -47,6 +46,15 @@ from offcompile.machine.hardware import load_profile
 from offcompile.machine.options import Options
 from offcompile.machine.rank_links import LINKS, rank_link
 from offcompile.planning.planner import check_plan
+from offcompile.planning.ranks.beside import (
+    GATHER,
+    REDUCE,
+    RING,
+    Collective,
+    Ring,
+    beside,
+    with_collectives,
+)
 from offcompile.report.report import PlanReport
 from offcompile.simulate import Simulator
 

@@ -11,6 +11,9 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from offcompile.ir import BACKWARD, FORWARD, HOST, UPDATE, Plan, Problem
+from offcompile.machine.hardware import BYTES_PER_US_PER_GBPS, HardwareProfile
+from offcompile.planning.ranks.beside import GATHER, REDUCE, Collective, Ring
+from offcompile.planning.ranks.judge import Beside
 
 from .request import RankRequest
 from .sharding import ROOT, groups_of
@@ -18,26 +21,6 @@ from .sharding import ROOT, groups_of
 MIB = 1 << 20
 #: bytes of DDP's buckets: the first is small, so that reducing begins early
 FIRST_BUCKET_BYTES, BUCKET_BYTES = MIB, 25 * MIB
-#: the two queues of collectives: of weights and of gradients, each in its order
-GATHER, REDUCE = "gather", "reduce"
-
-
-@dataclass(frozen=True)
-class Collective:
-    """One collective. It starts after an op (None: with the step), and an op waits for it (None:
-    the end of the step)."""
-
-    id: str
-    #: `GATHER` or `REDUCE`
-    queue: str
-    #: bytes that this rank sends to the next one
-    sent_bytes: int
-    #: how often the ring passes something on
-    hops: int
-    after: str | None
-    before: str | None = None
-    #: gradients that may leave the device only afterwards
-    gradients: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, eq=False)
@@ -194,3 +177,30 @@ class Collectives:
         """Bytes that each rank passes on, for so many times around the ring."""
         n = self.ranks.ranks
         return -(-rounds * (n - 1) * nbytes // n)
+
+
+@dataclass(frozen=True, eq=False)
+class StepCollectives(Beside):
+    """Lists the collectives of all plans of one step; see `Collectives`."""
+
+    names: Mapping[str, str]
+    nbytes: Mapping[str, int]
+    ranks: RankRequest
+    profile: HardwareProfile
+
+    @property
+    def ring(self) -> Ring:
+        return ring_of(self.ranks, self.profile)
+
+    def collectives(self, problem: Problem, plan: Plan) -> list[Collective]:
+        found = Collectives(problem, plan, self.names, self.nbytes, self.ranks).all()
+        return [one for one in found if one.sent_bytes]
+
+
+def ring_of(ranks: RankRequest, profile: HardwareProfile) -> Ring:
+    """The way from one card to the next."""
+    link, card_gbps = ranks.link, min(profile.h2d_gbps, profile.d2h_gbps)
+    gbps = card_gbps if link.gbps is None else link.gbps
+    if link.takes_host_link:
+        gbps = min(gbps, card_gbps)
+    return Ring(gbps * BYTES_PER_US_PER_GBPS, link.latency_us, link.takes_host_link)

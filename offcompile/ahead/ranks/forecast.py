@@ -8,12 +8,10 @@ from typing import Any
 
 from offcompile.ir import DEVICE, HOST
 from offcompile.ir.units import show_us, size
-from offcompile.machine.hardware import BYTES_PER_US_PER_GBPS, HardwareProfile
+from offcompile.planning.ranks.beside import with_collectives
 from offcompile.report.report import PlanReport
 from offcompile.simulate import Simulator
 
-from .beside import Ring, with_collectives
-from .collectives import Collectives
 from .request import RankRequest, Shard
 from .surveyed import AheadOnRank
 
@@ -129,22 +127,11 @@ class RanksAnswer:
         }
 
 
-def ring_of(ranks: RankRequest, profile: HardwareProfile) -> Ring:
-    """The way from one card to the next."""
-    link, card_gbps = ranks.link, min(profile.h2d_gbps, profile.d2h_gbps)
-    gbps = card_gbps if link.gbps is None else link.gbps
-    if link.takes_host_link:
-        gbps = min(gbps, card_gbps)
-    return Ring(gbps * BYTES_PER_US_PER_GBPS, link.latency_us, link.takes_host_link)
-
-
 def forecast(ahead: AheadOnRank, report: PlanReport, peaks: Mapping[str, int]) -> RankForecast:
     """Simulate the planned step of one rank with its collectives. `peaks`: bytes of each tier."""
     problem, machine, plan, ranks = report.problem, report.machine, report.plan, ahead.ranks
-    nbytes = {t.id: t.nbytes for t in ahead.whole.problem.tensors}
-    some = Collectives(problem, plan, report.names, nbytes, ranks).all()
-    some = [one for one in some if one.sent_bytes]
-    ring = ring_of(ranks, ahead.target.profile)
+    beside = ahead.collectives(report.names)
+    ring, some = beside.ring, beside.collectives(problem, plan)
     alone_us = Simulator(problem, machine).run(plan, record=False).makespan_us
     timeline = with_collectives(problem, machine, plan, ring, some)
     if timeline.violations:

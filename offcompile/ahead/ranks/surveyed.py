@@ -2,20 +2,26 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
+from typing import Any
 
 from offcompile.ahead.plan import CPU, Ahead, ForecastRequest, Tell
 from offcompile.ahead.surveyed import AheadProblemSource
 from offcompile.graph.annotate import Annotated
 from offcompile.graph.graphs import Graphs, Hint
+from offcompile.ir import Infeasible
 from offcompile.machine.in_place import InPlace
 from offcompile.machine.options import Options
 from offcompile.machine.target import Target
-from offcompile.planning.planner import NO_RIVAL, Rival
+from offcompile.planning.planner import NO_RIVAL, Beaten, Rival, bounded_longer
+from offcompile.planning.ranks.judge import StepJudge
+from offcompile.run.plan.candidates import Candidate
 from offcompile.run.plan.planner import GraphPlanner
 from offcompile.run.problem_source import ProblemSource
 
+from .collectives import StepCollectives
 from .request import RankRequest
 from .sharding import ROOT, groups_of, on_rank, trained_bytes
 
@@ -61,6 +67,9 @@ class RankProblemSource(AheadProblemSource):
 class AheadOnRank(Ahead):
     """A traced model, to be planned on one of several ranks."""
 
+    #: True if plans are judged with the collectives of the step beside them
+    knows: bool = False
+
     @classmethod
     def sharing(cls, one: Ahead, ranks: RankRequest, tell: Tell) -> AheadOnRank:
         """Return a model that was traced for one rank, for one of several."""
@@ -87,7 +96,52 @@ class AheadOnRank(Ahead):
         self, options: Options, tell: Tell, explains: bool = True, rival: Rival = NO_RIVAL
     ) -> GraphPlanner:
         made = super().planner(options, tell, explains, rival)
-        return replace(made, request=replace(made.request, held_bytes=self.beside_bytes))
+        beside = self.collectives(self.survey.problem(self.graphs).names) if self.knows else None
+        request = replace(made.request, held_bytes=self.beside_bytes, beside=beside)
+        return replace(made, request=request)
+
+    def candidate(
+        self, memory: Any, tell: Tell, seconds: float | None = None, explains: bool = True
+    ) -> Candidate:
+        """See `Ahead.candidate`. Where something moves, also plan with the collectives, and keep
+        the better of the two by the step with them."""
+        found = super().candidate(memory, tell, seconds, explains)
+        if found.choice.decided.fits:
+            return found
+        tell("planning beside collectives")
+        ahead = self if found.pieces is None else self.in_pieces(found.pieces, tell)
+        assert isinstance(ahead, AheadOnRank)
+        other = replace(ahead, knows=True)
+        step_us, cost_us = other._with_collectives(found)
+        choice = found.choice
+        rival = Rival(cost_us=cost_us, plan=choice.decided.result.plan, stays=choice.stays)
+        try:
+            made = other.choose_whole(memory, tell, seconds, False, rival)
+        except (Infeasible, Beaten):
+            return found
+        better_us, better_cost_us = other._with_collectives(made)
+        if better_us > step_us or better_cost_us >= cost_us:
+            return found
+        new = made.choice.decided
+        result = bounded_longer(made.choice.annotated.problem, new.machine, new.result)
+        choice = replace(
+            made.choice, decided=replace(new, result=result), splitting=choice.splitting
+        )
+        return replace(made, choice=choice, pieces=found.pieces)
+
+    def _with_collectives(self, found: Candidate) -> tuple[float, float]:
+        """The time of the step with its collectives, and its cost."""
+        annotated, made = found.choice.annotated, found.choice.decided
+        beside = self.collectives(annotated.names)
+        timeline = StepJudge(annotated.problem, made.machine, beside)(made.result.plan)
+        if not timeline.valid:
+            return float("inf"), float("inf")
+        return timeline.makespan_us, timeline.cost_us + made.touching_us + made.updates_us
+
+    def collectives(self, names: Mapping[str, str]) -> StepCollectives:
+        """Return the collectives of the step. names: tensor → name of its parameter."""
+        nbytes = {t.id: t.nbytes for t in self.whole.problem.tensors}
+        return StepCollectives(names, nbytes, self.ranks, self.target.profile)
 
     @property
     def ranks(self) -> RankRequest:

@@ -9,7 +9,8 @@ from offcompile.ahead.plan import Tell
 from offcompile.ir import Infeasible
 from offcompile.report.report import PlanReport
 
-from .forecast import RankForecast, RanksAnswer, forecast, ring_of
+from .collectives import ring_of
+from .forecast import RankForecast, RanksAnswer, forecast
 from .request import SHARDS
 from .surveyed import AheadOnRank
 

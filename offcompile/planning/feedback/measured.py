@@ -8,9 +8,10 @@ from typing import Protocol
 
 @dataclass(frozen=True)
 class MeasuredSpan:
-    """Something that ran: a move of the plan by its id, or `forward` or `backward`.
+    """Something that ran: a move of the plan by its id, `forward` or `backward`, or a bucket of
+    gradients that ranks reduced, with its bytes.
 
-    `lane` is the plan's lane, or `compute`. Times are relative to the step's start. The time
+    `lane` is the plan's lane, `compute`, or `reduction`. Times are relative to the step's start. The time
     between forward's end and backward's start, in the caller's code, is cut out of everything: a
     copy in flight meanwhile is shorter by that. A copy may end after the step.
     """
@@ -19,11 +20,13 @@ class MeasuredSpan:
     lane: str
     start_ns: int
     end_ns: int
+    nbytes: int | None = None
 
 
 @dataclass(frozen=True)
 class MeasuredWait:
-    """Compute waited before this op for this move; without an op: at the step's end."""
+    """Compute waited before this op for this move; without an op: at the step's end, or for a bucket
+    of gradients."""
 
     op: str
     move: str

@@ -51,6 +51,7 @@ class _Gatherer:
         planned, measured = self._planned(), report.measured_step
         seen = {} if measured is None else _seen(measured)
         order = (COMPUTE, HOST_COMPUTE, *(lane.name for lane in report.machine.lanes))
+        order += tuple(lane for lane in seen if lane not in order)  # reductions over ranks
         lanes = [
             {
                 "lane": lane,
@@ -121,6 +122,9 @@ class _Gatherer:
             return [name, label, what, band, move.tensor, nbytes]
         again = self._again.get(name)
         op = report.problem.op.get(again or name)
+        if name in self._reduced:
+            what = "gradients reduced over ranks"
+            return [name, name, what, DRAWN["gradient"], None, self._reduced[name]]
         if op is None:  # a measured phase
             return [name, "", name, name, None, 0]
         what = f"{op.phase}, run again" if again else op.phase
@@ -129,6 +133,13 @@ class _Gatherer:
     @cached_property
     def _moves(self) -> dict[str, Any]:
         return {move.id: move for move in self.report.plan.moves}
+
+    @cached_property
+    def _reduced(self) -> dict[str, int]:
+        """Bucket → its bytes."""
+        measured = self.report.measured_step
+        spans = () if measured is None else measured.spans
+        return {span.id: span.nbytes for span in spans if span.nbytes is not None}
 
     @cached_property
     def _again(self) -> dict[str, str]:

@@ -84,6 +84,7 @@ class GraphPlanner:
             self.tell,
             trial,
             options.reuse_plans,
+            self.request.beside,
         )
         offload_saved = self.request.kind.offload_saved
         offload_gradients = offload_gradients and any(op.phase == BACKWARD for op in problem.ops)

@@ -3,9 +3,10 @@
 A process that ends closes its connections, and gloo then fails on the ranks beside it with the
 address of a socket. So each rank writes into the store of the group who it is, and at its end why:
 the error that nobody caught, or that its program is over. The others look there when a collective
-has failed, and at the processes of their own machine. A rank that has ended because it missed
-another one says so, and is named only if no other is gone. A rank that goes on without taking part
-is not absent: it is noticed by the timeout of the group alone.
+has failed, at the processes of their own machine, and, for a rank that has written nothing yet, at
+the connection to it. A rank that has ended because it missed another one says so, and is named only
+if no other is gone. A rank that goes on without taking part is not absent: it is noticed by the
+timeout of the group alone.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ import torch
 from offcompile.ir import OffloadError
 from offcompile.runtime.base.once import first_time
 
+from .connections import is_closed
 from .torch_state import default_store
 
 #: how long a rank looks for the one that is gone, after a collective has failed
@@ -118,6 +120,8 @@ class Ranks:
             who = json.loads(self.store.get(f"{_KEY}/{rank}/who"))
             if who["host"] == _host() and not _lives(who["pid"]):
                 return f"Rank {rank} (process {who['pid']} of this machine) has died"
+        elif is_closed(rank):
+            return f"Rank {rank} has ended before it ran anything of offcompile"
         return None
 
 

@@ -1,8 +1,8 @@
 """Simulates the plan of a step with its collectives beside it.
 
-Collectives move over lanes and between tiers of their own. They take no memory here, since
-`AheadOnRank.beside_bytes` has counted it, and slow down on links that they share with each other
-and with the plan's copies.
+Collectives move over lanes and between tiers of their own. They take no memory here, since whoever
+plans has counted it beside the plan's, and slow down on links that they share with each other and
+with the plan's copies.
 """
 
 from __future__ import annotations
@@ -26,12 +26,30 @@ from offcompile.ir import (
 from offcompile.machine.hardware import BYTES_PER_US_PER_GBPS
 from offcompile.simulate import Simulator
 
-from .collectives import Collective
-
+#: the queues of collectives: of weights and of gradients, each in its order
+GATHER, REDUCE = "gather", "reduce"
 #: the tiers that collectives move between
 HERE, NEXT = "this rank", "the next rank"
 #: what ranks send is named so among tensors, moves, lanes and links
 RING = "ring: "
+
+
+@dataclass(frozen=True)
+class Collective:
+    """One collective. It starts after an op (None: with the step), and an op waits for it (None:
+    the end of the step)."""
+
+    id: str
+    #: `GATHER` or `REDUCE`
+    queue: str
+    #: bytes that this rank sends to the next one
+    sent_bytes: int
+    #: how often the ring passes something on
+    hops: int
+    after: str | None
+    before: str | None = None
+    #: gradients that may leave the device only afterwards
+    gradients: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -120,22 +138,17 @@ def _after_reducing(problem: Problem, plan: Plan, some: Sequence[Collective]) ->
     def begins(move: Move) -> int:
         return -1 if move.start_after is None else at.get(move.start_after, -1)
 
-    found = list(plan.moves)
+    found = list[Move]()
+    #: per lane: position of the op before the collective, and the move that waits for it
+    late = dict[str, list[tuple[int, Move]]]()
     for move in plan.moves:
+        waiting, own = late.setdefault(move.lane, []), begins(move)
+        if waiting and own > min(position for position, _ in waiting):
+            found += (other for position, other in waiting if position < own)
+            waiting[:] = [(position, other) for position, other in waiting if position >= own]
         one = reduced.get(move.tensor)
-        if (
-            one is None
-            or one.after is None
-            or move.source != DEVICE
-            or begins(move) > at[one.after]
-        ):
-            continue
-        place = found.index(move)
-        later = (
-            i
-            for i, other in enumerate(found)
-            if i > place and other.lane == move.lane and begins(other) > at[one.after]
-        )
-        found.insert(next(later, len(found)), replace(move, start_after=f"{RING}{one.id}"))
-        found.remove(move)
-    return found
+        if one is None or one.after is None or move.source != DEVICE or own > at[one.after]:
+            found.append(move)
+        else:
+            waiting.append((at[one.after], replace(move, start_after=f"{RING}{one.id}")))
+    return found + [move for waiting in late.values() for _, move in waiting]
