@@ -18,7 +18,10 @@ from offcompile.planning.ranks.judge import Beside, StepJudge
 
 RATE, POLICY = 10.0, "joint:evaluations=60,seconds=60"
 PROBLEM = chain(
-    [40, 30, 20, 50, 40, 30], [60, 50, 40, 30, 20, 40, 50], [5.0, 8.0, 6.0, 4.0, 6.0, 5.0], steady=False
+    [40, 30, 20, 50, 40, 30],
+    [60, 50, 40, 30, 20, 40, 50],
+    [5.0, 8.0, 6.0, 4.0, 6.0, 5.0],
+    steady=False,
 )
 LEAST, MOST = bytes_range(PROBLEM, link(None, RATE))
 

@@ -21,3 +21,12 @@ SAID = {
 def test_a_rank_that_ends_is_named(how: str) -> None:
     (other,), _ = pair_of_ranks.start("rank_absence_child.py", [2, how], 2, may_fail=[1])
     assert "Rank 1" in other["said"] and SAID[how] in other["said"]
+
+
+@pytest.mark.parametrize("how", ["killed", pytest.param("leaves", marks=pytest.mark.soak)])
+def test_a_rank_that_ends_before_its_first_graph_is_named(how: str) -> None:
+    """Nothing of offcompile has run on it: the others see that its connection is closed. They would
+    wait for it without end."""
+    asked = [2, f"{how} first"]
+    (other,), _ = pair_of_ranks.start("rank_absence_child.py", asked, 2, may_fail=[1])
+    assert "Rank 1 has ended before it ran anything of offcompile" in other["said"]

@@ -21,7 +21,7 @@ def found(*cases: str, world: int = 2) -> list[dict[str, Any]]:
 @pytest.fixture(scope="module")
 def two_ranks() -> list[dict[str, Any]]:
     """All cases of two ranks in one pair of processes: they import and compile much alike."""
-    return found("overlap", "plans_differ", "falls_back", "refuses")
+    return found("overlap", "plans_differ", "falls_back", "refuses", "in_flight")
 
 
 def test_updates_wait_for_the_bucket_and_not_for_the_end_of_backward(
@@ -45,6 +45,24 @@ def test_ranks_with_other_plans_or_hooks_do_as_ddp_does(two_ranks: list[dict[str
         unused, late = rank["refuses"]["said"]
         assert "2 parameters got no gradient" in unused
         assert "before its first forward" in late
+
+
+def test_a_step_shows_copies_to_the_host_while_buckets_are_under_way(
+    two_ranks: list[dict[str, Any]],
+) -> None:
+    for rank in two_ranks:
+        seen = rank["in_flight"]
+        at = {name: place for place, name in enumerate(seen["order"])}
+        together = [
+            (copy, bucket)
+            for copy in seen["copies"]
+            for bucket in seen["buckets"]
+            if at[f"{bucket} begins"] < at[f"{copy} begins"]
+            and at[f"{copy} ends"] < at[f"{bucket} ends"]
+        ]
+        assert together, seen["order"]
+        assert all(nbytes >= 2**19 for nbytes in seen["buckets"].values())
+        assert seen["page"][0] == "compute" and seen["page"][-1] == "reduction"
 
 
 @pytest.mark.soak

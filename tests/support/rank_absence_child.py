@@ -1,7 +1,8 @@
 """One of two ranks under DDP, one of which ends in the middle of training.
 
 `python rank_absence_child.py RANK STORE ASKED` prints a line of JSON: what the others were told.
-ASKED is JSON, too: the number of ranks, and how the last one ends (raises, killed, leaves).
+ASKED is JSON, too: the number of ranks, and how the last one ends (raises, killed, leaves; with
+`first`, before its first forward, and no rank loses patience).
 """
 
 from __future__ import annotations
@@ -18,15 +19,16 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from offcompile.ir import OffloadError
+from offcompile.run.ranks import agreement, meeting, reduction
 
 STEPS, LAST, WIDTH = 4, 2, 32
 OPTIONS = {"memory": "1GiB", "lowering": "aot_eager", "hardware": "cpu", "seconds": 0.05}
 
 
 def end(how: str) -> None:
-    if how == "raises":
+    if how.startswith("raises"):
         raise ValueError("a bad batch")
-    if how == "killed":
+    if how.startswith("killed"):
         os.kill(os.getpid(), signal.SIGKILL)
     sys.exit(0)
 
@@ -34,8 +36,9 @@ def end(how: str) -> None:
 def train(rank: int, world: int, how: str) -> None:
     model = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.ReLU(), nn.Linear(WIDTH, 1))
     ddp = DistributedDataParallel(torch.compile(model, backend="offcompile", options=OPTIONS))
+    last = 0 if how.endswith("first") else LAST
     for step in range(STEPS):
-        if step == LAST and rank == world - 1:
+        if step == last and rank == world - 1:
             end(how)
         ddp(torch.randn(8, WIDTH)).pow(2).mean().backward()
 
@@ -44,6 +47,8 @@ def main() -> None:
     world, how = json.loads(sys.argv[3])
     rank, store = int(sys.argv[1]), dist.FileStore(sys.argv[2], world)
     torch.set_num_threads(1)
+    if how.endswith("first"):
+        agreement.LONGEST_S = reduction.LONGEST_S = meeting.LONGEST_PLANNING_S = 1e6
     freeze_imports()
     dist.init_process_group("gloo", store=store, rank=rank, world_size=world)
     try:

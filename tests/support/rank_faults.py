@@ -70,7 +70,5 @@ def drawn(number: int) -> Fault:
     world = chance.choice((2, 2, 2, 3))
     step = 0 if moment in ("compile", "planned") else chance.randrange(STEPS - 1)
     who, optimizer = chance.randrange(world), chance.choice(OPTIMIZERS)
-    if optimizer == "torch" and moment == "forward" and kind in ENDS:
-        step = max(1, step)  # before, nothing of offcompile has run on that rank
     memory = chance.choice(("minimum", "1GiB"))
     return Fault(number, kind, moment, step, who, world, optimizer, memory)

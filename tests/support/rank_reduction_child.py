@@ -10,6 +10,7 @@ import hashlib
 from collections.abc import Callable
 from functools import cache
 from typing import Any
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
@@ -19,10 +20,14 @@ from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_
 from torch.nn.parallel import DistributedDataParallel
 from weights_runs import seeded
 
+import offcompile
 from offcompile.ir import OffloadError
 from offcompile.optim import AdamW
+from offcompile.report.page.data import report_data
 from offcompile.run.running_step import RunningHalf
+from offcompile.run.step_recorder import StepRecorder
 from offcompile.runtime.base.counters import counters
+from offcompile.runtime.moves.registry import runtimes
 from offcompile.runtime.states.gradient_reducer import Bucket, GradientReducer
 
 WIDTH, DEPTH, STEPS = 192, 2, 3
@@ -185,8 +190,49 @@ def refuses() -> dict[str, Any]:
     return {"said": said}
 
 
+class Held:
+    """A collective that comes back after all copies that were begun meanwhile."""
+
+    def __init__(self, work: Any) -> None:
+        self._work = work
+
+    def is_completed(self) -> bool:
+        return False
+
+    def wait(self) -> None:
+        for runtime in runtimes():
+            runtime.device.drain()
+        self._work.wait()
+
+
+def in_flight() -> dict[str, Any]:
+    """What the last step shows of copies to the host and of buckets, in the order in which they
+    began and ended, and the trace's row of buckets."""
+    reduce = dist.all_reduce
+    with patch.object(dist, "all_reduce", lambda *args, **how: Held(reduce(*args, **how))):
+        run(MINIMUM, ours=True, bucket_cap_mb=1)
+    report = offcompile.reports()[-1]
+    steps = report.running.steps
+    assert isinstance(steps, StepRecorder)
+    step = steps._measured(steps._kept[-1])
+    assert step is not None
+    steps.median = lambda: step  # type: ignore[method-assign]
+    spans = [span for span in step.spans if span.lane in ("d2h", "reduction")]
+    instants = [(s.start_ns, f"{s.id} begins") for s in spans]
+    instants += [(s.end_ns, f"{s.id} ends") for s in spans]
+    events = report.to_trace()["traceEvents"]
+    rows = {e["tid"] for e in events if e["args"].get("name") == "reduction"}
+    seen = [e for e in events if e["ph"] == "X" and e["pid"] == 2 and e["tid"] in rows]
+    return {
+        "order": [name for _, name in sorted(instants)],
+        "copies": [span.id for span in spans if span.lane == "d2h"],
+        "buckets": {event["name"]: event["args"]["nbytes"] for event in seen},
+        "page": [lane["lane"] for lane in report_data(report)["lanes"]],
+    }
+
+
 CASES: dict[str, Callable[[], dict[str, Any]]] = {
-    case.__name__: case for case in (overlap, plans_differ, budgets, falls_back, refuses)
+    case.__name__: case for case in (overlap, plans_differ, budgets, falls_back, refuses, in_flight)
 }
 
 

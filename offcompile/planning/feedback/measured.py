@@ -11,9 +11,9 @@ class MeasuredSpan:
     """Something that ran: a move of the plan by its id, `forward` or `backward`, or a bucket of
     gradients that ranks reduced, with its bytes.
 
-    `lane` is the plan's lane, `compute`, or `reduction`. Times are relative to the step's start. The time
-    between forward's end and backward's start, in the caller's code, is cut out of everything: a
-    copy in flight meanwhile is shorter by that. A copy may end after the step.
+    `lane` is the plan's lane, `compute`, or `reduction`. Times are relative to the step's start.
+    The time between forward's end and backward's start, in the caller's code, is cut out of
+    everything: a copy in flight meanwhile is shorter by that. A copy may end after the step.
     """
 
     id: str
@@ -25,8 +25,8 @@ class MeasuredSpan:
 
 @dataclass(frozen=True)
 class MeasuredWait:
-    """Compute waited before this op for this move; without an op: at the step's end, or for a bucket
-    of gradients."""
+    """Compute waited before this op for this move; without an op: at the step's end, or for a
+    bucket of gradients."""
 
     op: str
     move: str

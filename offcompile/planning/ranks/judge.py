@@ -36,7 +36,7 @@ class Beside(ABC):
 
 
 class StepJudge:
-    """Times plans of one problem with the collectives beside them."""
+    """Times plans of one problem, which is not steady, with the collectives beside them."""
 
     def __init__(self, problem: Problem, machine: Machine, rest: Beside) -> None:
         self.problem, self.machine, self.rest = problem, machine, rest

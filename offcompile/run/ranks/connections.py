@@ -1,4 +1,4 @@
-"""Looks if the connection to another rank is closed, in a default group that connects ranks by gloo.
+"""Looks if the connection to another rank is closed, where gloo connects the default group.
 
 The system closes a process's connections when it ends, on another machine too. gloo notices that,
 and refuses from then on to receive anything from there. So this asks for a message that no rank
