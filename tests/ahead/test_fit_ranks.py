@@ -373,6 +373,24 @@ def test_the_step_with_collectives_is_a_valid_plan(shard: str) -> None:
         assert sum(m.id.startswith(RING) for m in plan.moves) == len(some)
 
 
+def test_plans_that_know_of_collectives_are_not_slower_with_them() -> None:
+    ahead = on_rank("ddp", memory="5MiB")
+    ignoring = Ahead.candidate(ahead, ahead.asked.options.memory, quiet, 0.2, explains=False)
+    report = reported("ddp", memory="5MiB")
+
+    def step_us(plan: Plan, problem: Problem, machine: Machine) -> float:
+        beside = ahead.collectives(report.names)
+        some = beside.collectives(problem, plan)
+        return with_collectives(problem, machine, plan, beside.ring, some).makespan_us
+
+    mine = step_us(report.plan, report.problem, report.machine)
+    choice = ignoring.choice
+    made = choice.decided
+    assert mine <= step_us(made.result.plan, choice.annotated.problem, made.machine)
+    assert mine == report.result.beside_us or report.plan == made.result.plan
+    assert forecast(ahead, report, tier_bytes(report)).step_us == mine
+
+
 @settings(max_examples=20)
 @given(st.sampled_from(("ddp", "zero1")), st.floats(0.01, 12.5), st.booleans())
 def test_a_faster_link_is_never_slower(shard: str, gbps: float, shared: bool) -> None:

@@ -74,6 +74,13 @@ def test_a_plan_is_judged_by_the_step_with_its_collectives(capacity: int, rest: 
     assert made.beside_us <= step_us(PROBLEM, machine, ignoring.plan, rest)
 
 
+def test_a_plan_avoids_collectives_on_its_link() -> None:
+    capacity, rest = CAPACITIES[0], Rest(120)
+    made, ignoring = planned(capacity, rest), planned(capacity, None)
+    assert made.beside_us is not None and made.makespan_us >= ignoring.makespan_us
+    assert made.beside_us < step_us(PROBLEM, link(capacity, RATE), ignoring.plan, rest)
+
+
 def test_without_collectives_nothing_changes() -> None:
     capacity = CAPACITIES[1]
     made, ignoring = planned(capacity, Rest(0)), planned(capacity, None)
