@@ -21,7 +21,7 @@ from offcompile.simulate import Simulator
 from .order import Order, static_order
 from .plan_cache import Question, plan_once
 from .planner import Beaten, PlanResult
-from .ranks.judge import Beside
+from .ranks.judge import CollectivesBeside
 
 #: planning time: a base, plus a part per op and per tensor, up to a maximum
 BASE_SECONDS, SECONDS_PER_ENTRY, MOST_SECONDS = 0.3, 0.001, 4.2
@@ -126,7 +126,7 @@ class PlanSearch:
     #: True if plans are kept in the user's cache folder, and found there
     reuses: bool = False
     #: collectives that run beside the plan; None: there are none to know of
-    beside: Beside | None = None
+    beside: CollectivesBeside | None = None
 
 
 def fit_budget(

@@ -26,7 +26,7 @@ from offcompile.machine.cost_cache import (
 )
 from offcompile.runtime.base.once import made_once
 
-from .planner import Asked, Beaten, PlanResult, beside_us, certify, plan_asked, plan_problem
+from .planner import Beaten, PlanAsked, PlanResult, beside_us, certify, plan_asked, plan_problem
 
 #: rooms of the package whose sources decide what a search finds
 PLANNER = ("ir", "passes", "simulate", "bounds", "planning")
@@ -38,7 +38,7 @@ MOST_BYTES = 64 << 20
 
 
 @dataclass(frozen=True)
-class Question(Asked):
+class Question(PlanAsked):
     """What decides which plan a search finds."""
 
     @property

@@ -26,7 +26,7 @@ from offcompile.passes.search.program_variant import Choices
 from offcompile.simulate import Simulator
 
 from .coarsen import Coarse, coarsen
-from .ranks.judge import Beside, StepJudge
+from .ranks.judge import CollectivesBeside, StepJudge
 
 #: share of the time that goes into the proven bound (which also guides the search)
 BOUND_SHARE = 0.3
@@ -123,7 +123,7 @@ class CheckResult:
 
 
 def judge_for(
-    problem: Problem, machine: Machine, rest: Beside | None = None
+    problem: Problem, machine: Machine, rest: CollectivesBeside | None = None
 ) -> Callable[[Problem, Machine, Plan], Timeline]:
     """The simulator for passes: one compiled problem, many plans. `rest`: what runs beside them."""
 
@@ -145,7 +145,7 @@ def judge_for(
 
 
 @dataclass(frozen=True)
-class Asked:
+class PlanAsked:
     """What is to be planned, for which machine, and how.
 
     known: plans of the same ops with other homes of tensors; their recomputations and host
@@ -162,7 +162,7 @@ class Asked:
     known: Sequence[Plan] = ()
     worth_us: float = float("inf")
     trial: bool = False
-    beside: Beside | None = None
+    beside: CollectivesBeside | None = None
 
 
 def plan_problem(
@@ -182,11 +182,11 @@ def plan_problem(
     worth_us: raises `Beaten` if no plan can take less than this.
     trial: plans are only compared, so that the search ends once it has one.
     """
-    asked = Asked(problem, machine, policy, seconds, known, worth_us, trial)
+    asked = PlanAsked(problem, machine, policy, seconds, known, worth_us, trial)
     return plan_asked(asked, progress)
 
 
-def plan_asked(asked: Asked, progress: Callable[[str], None] | None = None) -> PlanResult:
+def plan_asked(asked: PlanAsked, progress: Callable[[str], None] | None = None) -> PlanResult:
     """See `plan_problem`."""
     problem, machine, seconds = asked.problem, asked.machine, asked.seconds
     began, busy_from = time.monotonic(), time.thread_time()
@@ -233,7 +233,7 @@ def plan_asked(asked: Asked, progress: Callable[[str], None] | None = None) -> P
     )
 
 
-def beside_us(asked: Asked, plan: Plan) -> float | None:
+def beside_us(asked: PlanAsked, plan: Plan) -> float | None:
     """The cost of the step with its collectives; None if there are none to know of."""
     if asked.beside is None:
         return None
@@ -241,7 +241,7 @@ def beside_us(asked: Asked, plan: Plan) -> float | None:
     return timeline.cost_us if timeline.valid else float("inf")
 
 
-def _least_us(problem: Problem, asked: Asked) -> float:
+def _least_us(problem: Problem, asked: PlanAsked) -> float:
     """A step of this problem with its collectives is hardly faster. 0 if there are none."""
     if asked.beside is None:
         return 0.0

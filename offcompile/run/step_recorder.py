@@ -19,7 +19,7 @@ from offcompile.planning.feedback.measured import MeasuredSpan, MeasuredStep, Me
 from offcompile.planning.order import ProgramStep, RunStep, StartStep
 from offcompile.runtime.base.clock import StepClock, WallClock
 from offcompile.runtime.device.move_events import MoveListener, listening, profiled, profiling
-from offcompile.runtime.device.reductions import REDUCTION, Reduction, since
+from offcompile.runtime.device.reductions import REDUCTION, SentBucket, since
 
 #: number of steps whose median is shown
 STEPS_KEPT = 5
@@ -36,7 +36,7 @@ class _Half:
     began: Any = None
     ended: Any = None
     #: buckets of gradients that ranks reduced meanwhile
-    reductions: Sequence[Reduction] = ()
+    reductions: Sequence[SentBucket] = ()
 
 
 class StepRecorder:

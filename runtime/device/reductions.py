@@ -20,7 +20,7 @@ MOST_KEPT = 1024
 
 
 @dataclass(eq=False, slots=True)
-class Reduction:
+class SentBucket:
     """A bucket on its way: its number in the order of sending, and instants of the wall clock."""
 
     number: int
@@ -37,17 +37,17 @@ class Reduction:
         self.ended = time.perf_counter_ns()
 
 
-def sent(number: int, nbytes: int) -> Reduction:
+def sent(number: int, nbytes: int) -> SentBucket:
     """Note a bucket that is sent now."""
-    found = Reduction(number, nbytes)
+    found = SentBucket(number, nbytes)
     _newest().append(found)
     return found
 
 
-def since(began: int) -> list[Reduction]:
+def since(began: int) -> list[SentBucket]:
     """Return the reductions that were under way at this instant or later, the oldest first."""
     return [one for one in tuple(_newest()) if one.ended is None or one.ended > began]
 
 
-def _newest() -> deque[Reduction]:
+def _newest() -> deque[SentBucket]:
     return made_once("newest reductions of gradients", None, partial(deque, maxlen=MOST_KEPT))

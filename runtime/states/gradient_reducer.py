@@ -26,7 +26,7 @@ import torch
 
 from offcompile.ir import OffloadError
 from offcompile.runtime.device.move_events import listener
-from offcompile.runtime.device.reductions import Reduction, sent
+from offcompile.runtime.device.reductions import SentBucket, sent
 from offcompile.runtime.states import updates
 
 #: least bytes of a bucket, and how many buckets a model has at least if it is larger than that
@@ -52,7 +52,7 @@ class Bucket:
     work: Any = None
     is_sent: bool = False
     #: what measured steps show of the collective; None: it is not under way
-    seen: Reduction | None = None
+    seen: SentBucket | None = None
 
     @property
     def nbytes(self) -> int:

@@ -12,9 +12,9 @@ from chains import bytes_range, chain, link
 from offcompile.ir import BACKWARD, Machine, Plan, Problem
 from offcompile.planning import plan_cache
 from offcompile.planning.plan_cache import Question, plan_once
-from offcompile.planning.planner import Asked, PlanResult, certify, judge_for, plan_asked
+from offcompile.planning.planner import PlanAsked, PlanResult, certify, judge_for, plan_asked
 from offcompile.planning.ranks.beside import REDUCE, Collective, Ring, with_collectives
-from offcompile.planning.ranks.judge import Beside, StepJudge
+from offcompile.planning.ranks.judge import CollectivesBeside, StepJudge
 
 RATE, POLICY = 10.0, "joint:evaluations=60,seconds=60"
 PROBLEM = chain(
@@ -27,7 +27,7 @@ LEAST, MOST = bytes_range(PROBLEM, link(None, RATE))
 
 
 @dataclass(frozen=True)
-class Rest(Beside):
+class Rest(CollectivesBeside):
     """Sends so many bytes after each of the last ops of a step."""
 
     sent_bytes: int
@@ -47,12 +47,14 @@ class Rest(Beside):
         ]
 
 
-def planned(capacity: int, rest: Beside | None, problem: Problem = PROBLEM) -> PlanResult:
+def planned(
+    capacity: int, rest: CollectivesBeside | None, problem: Problem = PROBLEM
+) -> PlanResult:
     machine = link(capacity, RATE)
-    return plan_asked(Asked(problem, machine, POLICY, 60.0, beside=rest))
+    return plan_asked(PlanAsked(problem, machine, POLICY, 60.0, beside=rest))
 
 
-def step_us(problem: Problem, machine: Machine, plan: Plan, rest: Beside) -> float:
+def step_us(problem: Problem, machine: Machine, plan: Plan, rest: CollectivesBeside) -> float:
     some = rest.collectives(problem, plan)
     return with_collectives(problem, machine, plan, rest.ring, some).cost_us
 

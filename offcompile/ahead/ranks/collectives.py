@@ -13,7 +13,7 @@ from functools import cached_property
 from offcompile.ir import BACKWARD, FORWARD, HOST, UPDATE, Plan, Problem
 from offcompile.machine.hardware import BYTES_PER_US_PER_GBPS, HardwareProfile
 from offcompile.planning.ranks.beside import GATHER, REDUCE, Collective, Ring
-from offcompile.planning.ranks.judge import Beside
+from offcompile.planning.ranks.judge import CollectivesBeside
 
 from .request import RankRequest
 from .sharding import ROOT, groups_of
@@ -180,7 +180,7 @@ class Collectives:
 
 
 @dataclass(frozen=True, eq=False)
-class StepCollectives(Beside):
+class StepCollectives(CollectivesBeside):
     """Lists the collectives of all plans of one step; see `Collectives`."""
 
     names: Mapping[str, str]

@@ -16,7 +16,7 @@ from .beside import Collective, Ring, beside
 MOST_KNOWN = 8
 
 
-class Beside(ABC):
+class CollectivesBeside(ABC):
     """The collectives of a step, which plans change little: an op that runs again needs its weights
     again."""
 
@@ -38,7 +38,7 @@ class Beside(ABC):
 class StepJudge:
     """Times plans of one problem, which is not steady, with the collectives beside them."""
 
-    def __init__(self, problem: Problem, machine: Machine, rest: Beside) -> None:
+    def __init__(self, problem: Problem, machine: Machine, rest: CollectivesBeside) -> None:
         self.problem, self.machine, self.rest = problem, machine, rest
         self._alone = Simulator(problem, machine)
         self._listed: dict[object, Sequence[Collective]] = {}

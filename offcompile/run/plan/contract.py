@@ -19,7 +19,7 @@ from offcompile.planning.fit_budget import Decided
 from offcompile.planning.footprint import NeedsBySize
 from offcompile.planning.order import RunStep, WaitStep
 from offcompile.planning.planner import NO_RIVAL, Rival
-from offcompile.planning.ranks.judge import Beside
+from offcompile.planning.ranks.judge import CollectivesBeside
 from offcompile.report.report import PlanReport
 from offcompile.run.accounts.apply_placement import WeightPlaces
 from offcompile.run.accounts.graph_runs import GraphRuns
@@ -107,7 +107,7 @@ class PlanRequest:
     #: took beyond what was planned
     lacking_bytes: int = 0
     #: collectives that run beside the graph; None: there are none to know of
-    beside: Beside | None = None
+    beside: CollectivesBeside | None = None
 
     def budget(self, options: Options, target: Target) -> int | None:
         """Bytes that the options leave this graph; None: as few as possible, found by planning."""
