@@ -7,7 +7,8 @@ from async_checks import LIKE_A_GPU, PLANTED_SEEDS, SEEDS
 from async_planted import ALWAYS, SHOWN_BY
 from async_runs import needs_the_device, run_checks
 from async_seeds import BLOCKS, FEW
-from async_states import CHECKS as OF_STATES
+from async_states import ALWAYS as OF_STATES
+from async_states import CHECKS as ALL_OF_STATES
 from zoo import ZOO
 
 pytestmark = needs_the_device
@@ -54,6 +55,11 @@ def test_with_every_order_in_place_all_programs_are_right() -> None:
 @pytest.mark.parametrize("block", BLOCKS)
 def test_delays_of_a_thousand_seeds_change_no_bit(block: str) -> None:
     run_checks(block)
+
+
+@pytest.mark.soak
+def test_plans_place_states_in_every_way() -> None:
+    run_checks("shared_host_tier, other limits", *(n for n in ALL_OF_STATES if n not in OF_STATES))
 
 
 @pytest.mark.soak

@@ -12,7 +12,7 @@ from async_device import Controls
 from async_own_checks import DELAYS_US, DEVICE
 from async_planted import stream_of
 
-SEEDS = {"captured-gpt": 1, "captured-encoder": 2, "accumulation": 3}
+SEEDS = {"gpt": 1, "encoder": 2, "accumulation": 3}
 #: the device replays what a lane was given on a stream of this number beyond the lane's own
 BRANCHES = 64
 
@@ -39,7 +39,7 @@ def planted(name: str, controls: Controls) -> None:
 
 
 CHECKS = {
-    name: functools.partial(seeded, check, SEEDS.get(name, 0))
+    f"captured {name}": functools.partial(seeded, check, SEEDS.get(name, 0))
     for name, check in capture_checks.CHECKS.items()
 }
 PLANTED = {

@@ -216,3 +216,5 @@ CHECKS = {
     "states fill little room": little_room_filled,
     "offers in vain": offered_in_vain,
 }
+#: those that every run of the tests makes; `make soak` has the others
+ALWAYS = ("states placed by the plan", "states fill little room", "offers in vain")
