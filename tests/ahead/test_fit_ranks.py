@@ -58,7 +58,7 @@ from offcompile.planning.ranks.beside import (
 from offcompile.report.report import PlanReport
 from offcompile.simulate import Simulator
 
-CARD, LAYERS, BATCH = "rtx4090", 6, 4
+CARD, LAYERS, BATCH = "rtx4090", 3, 4
 OPTIONS = {"lowering": "aot_eager", "seconds": 0.1}
 MIB = 1 << 20
 
@@ -357,7 +357,7 @@ def test_gradients_leave_when_they_are_reduced() -> None:
 @pytest.mark.parametrize("shard", SHARDS)
 def test_the_step_with_collectives_is_a_valid_plan(shard: str) -> None:
     """The verifier, which shares no code with the simulator, agrees."""
-    for memory in ("1GiB", "5MiB") if shard == "ddp" else ("1GiB",):
+    for memory in ("1GiB", "3MiB") if shard == "ddp" else ("1GiB",):
         report = reported(shard, memory=memory)
         assert report.plan.moves_nothing == (memory == "1GiB")
         ahead = on_rank(shard, memory=memory)
@@ -462,7 +462,7 @@ def test_a_rank_that_does_not_fit_says_what_would_help() -> None:
 
 
 def test_host_memory_counts_for_all_ranks_of_a_node() -> None:
-    found = answered("ddp", "nvlink", "5MiB", table=False)
+    found = answered("ddp", "nvlink", "3MiB", table=False)
     assert found.ranks is not None and found.tier_bytes[HOST] > 0
     assert found.ranks.chosen.node_host_bytes == 4 * found.tier_bytes[HOST]
 

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 import offcompile
 from offcompile.graph.dropout import aten
 
-DEPTH, WIDTH, BUDGET = 6, 64, 25 << 20
+DEPTH, WIDTH, ROWS, BUDGET = 4, 64, 2048, 21 << 18
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
@@ -45,6 +45,7 @@ def losses_and_gradients(memory: int | None) -> list[Tensor]:
     torch.manual_seed(0)
     model = Dropping()
     options = {"memory": memory, "lowering": "aot_eager", "policy": "recompute"}
+    options |= {"hardware": "cpu", "seconds": 0.1}
     compiled = (
         torch.compile(model, backend="aot_eager")
         if memory is None
@@ -53,7 +54,7 @@ def losses_and_gradients(memory: int | None) -> list[Tensor]:
     found = []
     for step in range(3):
         torch.manual_seed(step)
-        loss = compiled(torch.randn(8192, WIDTH))
+        loss = compiled(torch.randn(ROWS, WIDTH))
         loss.backward()
         found += [loss.detach(), *(p.grad.clone() for p in model.parameters())]  # type: ignore[union-attr]
         model.zero_grad()

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from lengths import some
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -122,7 +123,10 @@ def sharded(memory: str | None, way: str) -> list[Tensor]:
     return train(forward, model)
 
 
-@pytest.mark.parametrize("way", ["whole", "sharded, then blocks", "blocks, then sharded"])
+WAYS = ("whole", "sharded, then blocks", "blocks, then sharded")
+
+
+@pytest.mark.parametrize("way", some(WAYS, "whole", "blocks, then sharded"))
 def test_fsdp2_keeps_its_parameters(way: str) -> None:
     expected = sharded(None, way)
     for memory in ("minimum", "1600KiB") if way == "whole" else ("minimum",):
@@ -145,7 +149,7 @@ def replicated(memory: str | None, **settings: Any) -> list[Tensor]:
     return found
 
 
-@pytest.mark.parametrize("views", [False, True])
+@pytest.mark.parametrize("views", some([False, True], True))
 def test_ddp_with_its_optimizer(views: bool) -> None:
     assert torch._dynamo.config.optimize_ddp
     expected = replicated(None, gradient_as_bucket_view=views)

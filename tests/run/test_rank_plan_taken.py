@@ -71,12 +71,12 @@ def words() -> Tensor:
 
 
 def gpt() -> nn.Module:
-    return GPT(WORDS, 128, 2, 4, LENGTH)
+    return GPT(WORDS, 128, 1, 4, LENGTH)
 
 
 #: name → the model, its input, options, and whether an optimizer updates during backward
 CASES: dict[str, tuple[Any, Any, dict[str, Any], bool]] = {
-    "activations": (gpt, words, {"memory": "4MiB", "hardware": "cpu"}, False),
+    "activations": (gpt, words, {"memory": "2MiB", "hardware": "cpu"}, False),
     "all fits": (gpt, words, {"memory": "1GiB"}, False),
     "weights, updated in backward": (gpt, words, {"memory": "minimum"}, True),
     "weights": (gpt, words, {"memory": "minimum"}, False),

@@ -17,7 +17,7 @@ from zoo import ZOO, Specimen
 
 from offcompile.runtime.moves.weights import is_on_host
 
-STEPS, WORDS, WIDTH = 5, 160, 64
+STEPS, WORDS, WIDTH = 3, 160, 64
 #: what may move: a storage of at least this
 LEAST_BYTES = 4096
 
@@ -43,7 +43,7 @@ Seen = list[tuple[str, Tensor]]
 def trained(
     specimen: Specimen, compiler: Callable[[nn.Module], Any], optimizer: Any = torch.optim.AdamW
 ) -> tuple[nn.Module, Seen]:
-    """The model after five steps, and each loss, gradient and weight on the way, by name."""
+    """The model after some steps, and each loss, gradient and weight on the way, by name."""
     torch._dynamo.reset()
     model = specimen.fresh()
     stepper = optimizer(model.parameters(), 1e-2)
@@ -121,7 +121,7 @@ def gpt2() -> nn.Module:
         vocab_size=WORDS,
         n_positions=32,
         n_embd=WIDTH,
-        n_layer=2,
+        n_layer=1,
         n_head=4,
         bos_token_id=1,
         eos_token_id=1,
@@ -138,7 +138,7 @@ def bert() -> nn.Module:
     config = BertConfig(
         vocab_size=WORDS,
         hidden_size=WIDTH,
-        num_hidden_layers=2,
+        num_hidden_layers=1,
         num_attention_heads=4,
         intermediate_size=2 * WIDTH,
         max_position_embeddings=32,
@@ -168,7 +168,7 @@ def llama() -> nn.Module:
         vocab_size=WORDS,
         hidden_size=WIDTH,
         intermediate_size=2 * WIDTH,
-        num_hidden_layers=2,
+        num_hidden_layers=1,
         num_attention_heads=4,
         num_key_value_heads=2,
         max_position_embeddings=32,

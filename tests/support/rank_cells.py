@@ -94,6 +94,5 @@ CELLS = _cells()
 #: some that always run, beside those of `trust.ranks`
 FEW = (
     Cell("ddp", "inside", MIDDLING, "overlap_sharded"),
-    Cell("fsdp", "whole", MINIMUM),
     Cell("fsdp", "blocks_after", MIDDLING, "overlap_max_norm"),
 )

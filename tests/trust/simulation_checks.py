@@ -15,7 +15,7 @@ from trust import schedules, simulation
 from trust.interleaving import Interleaving, Stuck
 from trust.simulated_disk import SimulatedDisk
 
-SEEDS = 40
+SEEDS = 20
 
 
 def test_whole_steps_under_seeds() -> None:
