@@ -79,7 +79,7 @@ CASES = {
 TINY_CASES = {
     "weights": gpt("GPT, tiny, few tokens", 64, 4, 96, 1, 16),
     "optimizer": gpt("GPT, tiny, AdamW", 64, 4, 96, 4, 32),
-    "gpt-124m": gpt("GPT, tiny", 64, 2, 96, 8, 64),
+    "gpt-124m": gpt("GPT, tiny", 64, 1, 96, 8, 64),
     "gpt-1.3b": gpt("GPT, tiny and deep", 64, 6, 96, 4, 64),
     "resnet": resnet("ResNet, tiny", [(16, 2), (32, 2)], 32, 16),
 }

@@ -72,7 +72,7 @@ def train(specimen: Specimen, asked: int | str, steps: int) -> list[str]:
     if asked == "plain":
         forward: Any = torch.compile(model, backend="aot_eager")
     else:
-        options = {"memory": asked, "lowering": "aot_eager"}
+        options = {"memory": asked, "lowering": "aot_eager", "seconds": 0.3}
         forward = torch.compile(model, backend="offcompile", options=options)
     losses = []
     for step in range(steps):

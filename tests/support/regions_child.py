@@ -66,7 +66,7 @@ def train(asked: int | str | None, width: int, layers: int, length: int) -> dict
     if asked is None:
         forward: Any = torch.compile(model, backend="aot_eager")
     else:
-        options = {"memory": asked, "lowering": "aot_eager"}
+        options = {"memory": asked, "lowering": "aot_eager", "seconds": 0.2}
         forward = torch.compile(model, backend="offcompile", options=options)
     before, first_bytes = found(), 0
     for step in range(STEPS):
