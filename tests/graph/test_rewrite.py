@@ -120,12 +120,12 @@ JOINT = "joint:evaluations=20,seconds=30"
     ("name", "share", "policy"),
     [
         ("perceptron", 0.0, JOINT),
-        ("perceptron", 0.5, JOINT),
+        pytest.param("perceptron", 0.5, JOINT, marks=pytest.mark.soak),
         ("attention", 0.0, JOINT),
         ("attention", 0.5, JOINT),
         # recomputation alone has less to choose from
         ("attention", 0.85, "recompute"),
-        ("attention", 0.95, "recompute"),
+        pytest.param("attention", 0.95, "recompute", marks=pytest.mark.soak),
     ],
 )
 def test_what_runs_is_bitwise_what_ran_before(
