@@ -39,7 +39,7 @@ MOST_BYTES = 64 << 20
 
 @dataclass(frozen=True)
 class Question(PlanAsked):
-    """What decides which plan a search finds."""
+    """Everything that decides which plan a search finds."""
 
     @property
     def key(self) -> str:

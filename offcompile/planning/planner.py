@@ -146,7 +146,7 @@ def judge_for(
 
 @dataclass(frozen=True)
 class PlanAsked:
-    """What is to be planned, for which machine, and how.
+    """A problem to plan, the machine to plan for, and the way to search.
 
     known: plans of the same ops with other homes of tensors; their recomputations and host
     updates are tried first.

@@ -21,7 +21,7 @@ MILLION = 1_000_000
 
 @dataclass(frozen=True)
 class StepWork:
-    """What one step on all ranks gets done."""
+    """Count the work that one step on all ranks gets done."""
 
     #: number of tokens, or of samples if the inputs are no tokens
     count: int

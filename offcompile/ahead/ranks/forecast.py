@@ -76,7 +76,7 @@ class RankForecast:
 
 @dataclass(frozen=True)
 class RanksAnswer:
-    """What several ranks take. `ways`: the one that was asked for, then the others."""
+    """The forecast for several ranks. `ways`: the one that was asked for, then the others."""
 
     asked: RankRequest
     gbps: float
