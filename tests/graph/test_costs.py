@@ -8,28 +8,23 @@ from pathlib import Path
 import pytest
 import torch
 import torch.nn.functional as F
-from cost_graphs import GRAPHS, graph_of, hint, node_of
+from cost_graphs import CPU, GRAPHS, graph_of, hint, model, node_of
 from torch import nn
 
 from offcompile.graph.costs.calls import call_of
 from offcompile.graph.costs.op_costs import CostModel, OpCost, costs_of_graph
 from offcompile.graph.costs.roofline import USUAL_OVERHEADS, roofline_us, work_of
-from offcompile.machine.hardware import HardwareProfile, load_profile
+from offcompile.machine.hardware import HardwareProfile
 from offcompile.runtime.measure.op import OpCall, Operands, TensorSpec, measure_call
 from offcompile.runtime.measure.timing import Overheads
 
 aten = torch.ops.aten
-CPU = load_profile("cpu")
 
 
 @pytest.fixture(autouse=True)
 def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("OFFCOMPILE_CACHE_DIR", str(tmp_path / "cache"))
     return tmp_path / "cache"
-
-
-def model(lowering: str = "aot_eager", **more: object) -> CostModel:
-    return CostModel(CPU, False, lowering, **more)  # type: ignore[arg-type]
 
 
 # --- estimates -----------------------------------------------------------------------------

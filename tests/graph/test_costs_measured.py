@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from cost_graphs import GRAPHS, graph_of, hint, mlp_graph
+from cost_graphs import CPU, GRAPHS, graph_of, hint, mlp_graph
 from torch import fx
 
 import offcompile.graph.costs.op_costs as costs_module
@@ -15,24 +15,18 @@ from offcompile.graph.costs.calls import call_of
 from offcompile.graph.costs.op_costs import CostModel, OpCost, costs_of_graph, open_cost_cache
 from offcompile.graph.costs.roofline import USUAL_OVERHEADS
 from offcompile.machine.cost_cache import MEASURED
-from offcompile.machine.hardware import load_profile
 from offcompile.runtime.base import once
 from offcompile.runtime.measure.op import Measured, OpCall, Operands, TensorSpec, measure_call
 from offcompile.runtime.measure.timing import Overheads, undisturbed
 from offcompile.runtime.moves.registry import close_all
 
 aten = torch.ops.aten
-CPU = load_profile("cpu")
 
 
 @pytest.fixture(autouse=True)
 def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("OFFCOMPILE_CACHE_DIR", str(tmp_path / "cache"))
     return tmp_path / "cache"
-
-
-def model(lowering: str = "aot_eager", **more: object) -> CostModel:
-    return CostModel(CPU, False, lowering, **more)  # type: ignore[arg-type]
 
 
 class Bench:

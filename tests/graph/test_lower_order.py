@@ -143,7 +143,7 @@ def test_behind_a_line_what_leaves_is_the_memory_that_it_leaves_from(early: bool
     assert before.args[0] is again and again.args[0] is views[0] and views[0].args[0] is a
 
     def origin(n: fx.Node) -> fx.Node:
-        """What an op behind the line reads, below barriers that hold it back and views."""
+        """List what an op behind the line reads, below barriers that hold it back and views."""
         while n is not fixed and n is not a:
             n = n.all_input_nodes[0]
         return n

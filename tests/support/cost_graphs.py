@@ -1,4 +1,4 @@
-"""Graphs of small models, with their gradients, for tests of costs."""
+"""Graphs of small models, with their gradients, and the model that estimates their costs."""
 
 from __future__ import annotations
 
@@ -7,6 +7,15 @@ from collections.abc import Callable
 import torch
 from torch import fx, nn
 from torch.fx.experimental.proxy_tensor import make_fx
+
+from offcompile.graph.costs.op_costs import CostModel
+from offcompile.machine.hardware import load_profile
+
+CPU = load_profile("cpu")
+
+
+def model(lowering: str = "aot_eager", **more: object) -> CostModel:
+    return CostModel(CPU, False, lowering, **more)  # type: ignore[arg-type]
 
 
 def hint(size: int | torch.SymInt) -> int:

@@ -123,14 +123,14 @@ class Rig:
                 self.asked.add(d.tensor)
 
     def earlier(self, event: str, ended: str | None) -> bool:
-        """Whether the event started before the other ended, in the simulation."""
+        """True if the event started before the other ended, in the simulation."""
         if not event or ended is None:
             return not event
         first, second = self.span[event], self.span[ended]
         return first.start_ns < second.end_ns or self.place[event] <= self.place[ended]
 
     def next_is_out(self, tensor: str) -> bool:
-        """Whether a move to come reads this copy: drops off the device, which might otherwise
+        """True if a move to come reads this copy: drops off the device, which might otherwise
         have been what kept the copy so long, are not followed here."""
         comes: list[tuple[int, bool]] = []
         for m in self.plan.moves:
@@ -219,7 +219,7 @@ class Rig:
             self.using.setdefault(move.tensor, set()).add(move.id)
 
     def behind(self, move: str) -> Iterator[str]:
-        """What must be done before the move."""
+        """List what must be done before the move."""
         after, source = self.moves[move].start_after, self.source[move]
         yield from (x for x in (after, source) if x in self.moves and x is not None)
 
@@ -347,7 +347,7 @@ def op_of(problem: Problem, run: str) -> Op:
 
 
 def wanted_next(problem: Problem, plan: Plan, move: Move, rest: Sequence[object]) -> bool:
-    """Whether what follows needs the move complete, space aside: the next run uses its tensor or
+    """True if what follows needs the move complete, space aside: the next run uses its tensor or
     is named, or a start before that brings back what had to go by then."""
     concerned = {move.tensor} | {d.tensor for d in plan.drops if d.after == move.id}
     for s in rest:

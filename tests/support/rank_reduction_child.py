@@ -206,7 +206,7 @@ class Held:
 
 
 def in_flight() -> dict[str, Any]:
-    """What the last step shows of copies to the host and of buckets, in the order in which they
+    """List the copies to the host and the buckets of the last step, in the order in which they
     began and ended, and the trace's row of buckets."""
     reduce = dist.all_reduce
     with patch.object(dist, "all_reduce", lambda *args, **how: Held(reduce(*args, **how))):
