@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 from benchmarks.turns import MIB, Child, machine, run_in_turn
 
 if TYPE_CHECKING:
-    from offcompile.ahead.batch_search import BatchReport
+    from offcompile.ahead.batches.search import BatchReport
 
 RESULT = Path(__file__).parent / "results" / "batch.md"
 SIDE = 32

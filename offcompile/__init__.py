@@ -10,7 +10,7 @@ from .ir.version import VERSION
 
 if TYPE_CHECKING:
     from offcompile.ahead.answers.fit_report import FitReport
-    from offcompile.ahead.batch_search import max_batch
+    from offcompile.ahead.batches.search import max_batch
     from offcompile.ahead.fit import fit
     from offcompile.ahead.plan import plan
     from offcompile.report.report import PlanReport, reports, save_html
@@ -51,7 +51,7 @@ _LATER = {
     "fit": "offcompile.ahead.fit",
     "host_init": "offcompile.run.host_init",
     "load_weights": "offcompile.run.loading",
-    "max_batch": "offcompile.ahead.batch_search",
+    "max_batch": "offcompile.ahead.batches.search",
     "plan": "offcompile.ahead.plan",
     "record": "offcompile.run.recording",
     "reports": "offcompile.report.report",

@@ -28,7 +28,7 @@ from .search.recompute_starts import recipes_of
 from .search.trials import Trials
 from .select.cover.intervals import CoverItem, CoverWay
 from .select.cover.search import QUICK, ROUNDS, cover
-from .select.droppable import Droppable, droppable_ops, recomputes_for
+from .select.droppable import droppable_ops, recomputes_for
 from .select.footprint import footprint, order_of
 
 VARIANTS = ("benefit", "all", "sqrt")
@@ -60,26 +60,52 @@ class Recomputation:
 
     def apply(self, problem: Problem, machine: Machine, plan: Plan) -> Plan:
         trials = Trials(problem, machine, self.judge)
-        droppable = droppable_ops(problem)
-        base, _ = _excess(problem, machine, ())
-        excess = max(base, default=0)
+        drops = _Drops(problem, machine)
+        excess = max(drops.base, default=0)
         if excess <= 0:
             sets: list[Sequence[str]] = [()]
         elif self.variant == "all":
-            sets = [[d.op for d in droppable]]
+            sets = [drops.names]
         elif self.variant == "sqrt":
-            sets = _first_fitting(problem, machine, spread_sets([d.op for d in droppable]))
+            sets = _first_fitting(drops, spread_sets(drops.names))
         else:
-            sets = _benefit_sets(problem, machine, droppable)
-            for again in _cuts(problem, machine):
+            sets = _benefit_sets(drops)
+            for again in _cuts(drops):
                 trials.attempt(Decisions(recomputes=again))
         for dropped in sets:
-            trials.attempt(Decisions(recomputes=recomputes_for(problem, droppable, dropped)))
+            trials.attempt(Decisions(recomputes=drops.reruns(dropped)))
         if trials.best is None:
             if excess <= 0 and trials.error is not None:
                 raise trials.error  # not caused by activations
-            raise _does_not_fit(problem, machine, sets, excess, trials.refused)
+            raise _does_not_fit(drops, sets, trials.refused)
         return trials.best
+
+
+class _Drops:
+    """Sets of dropped ops of one step, each with its reruns and what it comes to."""
+
+    def __init__(self, problem: Problem, machine: Machine) -> None:
+        self.problem, self.machine = problem, machine
+        self.droppable = droppable_ops(problem)
+        self.names = [d.op for d in self.droppable]
+        self._reruns: dict[frozenset[str], tuple[Recompute, ...]] = {}
+        self._excess: dict[tuple[Recompute, ...], tuple[list[int], int]] = {}
+        self.base = self.excess_of(())[0]
+
+    def reruns(self, dropped: Sequence[str]) -> tuple[Recompute, ...]:
+        key = frozenset(dropped)
+        if key not in self._reruns:
+            self._reruns[key] = recomputes_for(self.problem, self.droppable, dropped)
+        return self._reruns[key]
+
+    def excess(self, dropped: Sequence[str]) -> tuple[list[int], int]:
+        """The bytes over the capacity at each op, and the added compute time."""
+        return self.excess_of(self.reruns(dropped))
+
+    def excess_of(self, again: tuple[Recompute, ...]) -> tuple[list[int], int]:
+        if again not in self._excess:
+            self._excess[again] = _excess(self.problem, self.machine, again)
+        return self._excess[again]
 
 
 def spread_sets(ops: Sequence[str]) -> list[list[str]]:
@@ -112,46 +138,39 @@ def _excess(
     return at_ops, added
 
 
-def _first_fitting(
-    problem: Problem, machine: Machine, sets: Sequence[Sequence[str]]
-) -> list[Sequence[str]]:
+def _first_fitting(drops: _Drops, sets: Sequence[Sequence[str]]) -> list[Sequence[str]]:
     """Returns up to two sets that fit, least added compute first; the first set if none fits."""
-    droppable = droppable_ops(problem)
     fitting = []
     for i, dropped in enumerate(sets):
-        over, added = _excess(problem, machine, recomputes_for(problem, droppable, dropped))
+        over, added = drops.excess(dropped)
         if max(over, default=0) <= 0:
             fitting.append((added, i))
     return [sets[i] for _, i in sorted(fitting)[:2]] or list(sets[:1])
 
 
-def _benefit_sets(
-    problem: Problem, machine: Machine, droppable: Sequence[Droppable], trims: int = 3
-) -> list[Sequence[str]]:
+def _benefit_sets(drops: _Drops, trims: int = 3) -> list[Sequence[str]]:
     """Returns the sets that fit with the least added compute, without drops that are not needed."""
-    base, _ = _excess(problem, machine, ())
-    starts = _covering_starts(problem, machine, droppable, base)
-    names = [d.op for d in droppable]
-    starts += [*spread_sets(names), names]
+    starts = _covering_starts(drops, drops.base)
+    starts += [*spread_sets(drops.names), drops.names]
     scored = []
     for i, dropped in enumerate(starts):
-        over, added = _excess(problem, machine, recomputes_for(problem, droppable, dropped))
+        over, added = drops.excess(dropped)
         if max(over, default=0) <= 0:
             scored.append((added, i))
-    trimmed = [_trim(problem, machine, droppable, starts[i]) for _, i in sorted(scored)[:trims]]
+    trimmed = [_trim(drops, starts[i]) for _, i in sorted(scored)[:trims]]
     trimmed.sort(key=lambda x: x[0])
     return [dropped for _, dropped in trimmed]
 
 
-def _cuts(problem: Problem, machine: Machine) -> list[tuple[Recompute, ...]]:
+def _cuts(drops: _Drops) -> list[tuple[Recompute, ...]]:
     """Returns minimum cuts that fit, least added compute first.
 
     Blocks that are recomputed as a whole are among them.
     """
     fitting = []
-    for i, reruns in enumerate(recipes_of(problem)):
+    for i, reruns in enumerate(recipes_of(drops.problem)):
         again = tuple(Recompute(*rerun) for rerun in sorted(reruns))
-        over, added = _excess(problem, machine, again)
+        over, added = drops.excess_of(again)
         if max(over, default=0) <= 0:
             fitting.append((added, i, again))
         if is_short() and fitting:
@@ -159,10 +178,9 @@ def _cuts(problem: Problem, machine: Machine) -> list[tuple[Recompute, ...]]:
     return [again for _, _, again in sorted(fitting)[:MOST_CUTS]]
 
 
-def _covering_starts(
-    problem: Problem, machine: Machine, droppable: Sequence[Droppable], base: Sequence[int]
-) -> list[Sequence[str]]:
+def _covering_starts(drops: _Drops, base: Sequence[int]) -> list[Sequence[str]]:
     """Covers the excess, repeatedly adding the memory that recomputations and their inputs need."""
+    droppable = drops.droppable
     items = [
         CoverItem(d.nbytes, (CoverWay(d.first, d.last, float(max(1, d.duration_ns))),))
         for d in droppable
@@ -179,7 +197,7 @@ def _covering_starts(
             break
         dropped = [d.op for d, way in zip(droppable, choice, strict=True) if way is not None]
         found.append(dropped)
-        over, _ = _excess(problem, machine, recomputes_for(problem, droppable, dropped))
+        over, _ = drops.excess(dropped)
         if max(over) <= 0:
             break
         more = [min(n + max(0, o), c) for n, o, c in zip(need, over, coverable, strict=True)]
@@ -189,20 +207,18 @@ def _covering_starts(
     return found
 
 
-def _trim(
-    problem: Problem, machine: Machine, droppable: Sequence[Droppable], dropped: Sequence[str]
-) -> tuple[int, Sequence[str]]:
+def _trim(drops: _Drops, dropped: Sequence[str]) -> tuple[int, Sequence[str]]:
     """Keeps outputs that need not be dropped after all, most expensive first."""
-    duration = {d.op: d.duration_ns for d in droppable}
+    duration = {d.op: d.duration_ns for d in drops.droppable}
     kept = sorted(dropped, key=lambda x: (-duration[x], x))
-    _, best = _excess(problem, machine, recomputes_for(problem, droppable, kept))
-    tries = max(16, TRIM_WORK // max(1, len(problem.ops)))
+    _, best = drops.excess(kept)
+    tries = max(16, TRIM_WORK // max(1, len(drops.problem.ops)))
     # try half of them at once, and if that fails, half of that half
     groups = [kept[len(kept) // 2 :], kept[: len(kept) // 2]]
     while groups and tries and not is_short():
         group = groups.pop()
         fewer = [x for x in kept if x not in set(group)]
-        over, added = _excess(problem, machine, recomputes_for(problem, droppable, fewer))
+        over, added = drops.excess(fewer)
         tries -= 1
         if group and max(over, default=0) <= 0 and added <= best:
             kept, best = fewer, added
@@ -213,32 +229,23 @@ def _trim(
 
 def partial_sets(problem: Problem, machine: Machine) -> list[tuple[Recompute, ...]]:
     """Returns recomputations for shares of the excess (other policies do the rest) and for all."""
-    droppable = droppable_ops(problem)
-    base, _ = _excess(problem, machine, ())
+    drops = _Drops(problem, machine)
     sets: list[Sequence[str]] = []
     for share in SHARES:
-        part = [int(share * x) if x > 0 else x for x in base]
-        sets += _covering_starts(problem, machine, droppable, part)[:1]
-    sets += _benefit_sets(problem, machine, droppable, trims=1)
-    found = [recomputes_for(problem, droppable, dropped) for dropped in sets]
-    return [again for again in dict.fromkeys(found) if again]
+        part = [int(share * x) if x > 0 else x for x in drops.base]
+        sets += _covering_starts(drops, part)[:1]
+    sets += _benefit_sets(drops, trims=1)
+    return [again for again in dict.fromkeys(map(drops.reruns, sets)) if again]
 
 
-def _does_not_fit(
-    problem: Problem,
-    machine: Machine,
-    sets: Sequence[Sequence[str]],
-    excess: int,
-    refused: str,
-) -> Infeasible:
+def _does_not_fit(drops: _Drops, sets: Sequence[Sequence[str]], refused: str) -> Infeasible:
     """Builds the error, with the bytes still missing after the best recomputation."""
-    droppable = droppable_ops(problem)
-    names = [d.op for d in droppable]
-    missing = excess
-    tried = [recomputes_for(problem, droppable, s) for s in sets or [*spread_sets(names), names]]
+    problem, machine, droppable = drops.problem, drops.machine, drops.droppable
+    missing = max(drops.base, default=0)
+    tried = [drops.reruns(s) for s in sets or [*spread_sets(drops.names), drops.names]]
     tried += [tuple(Recompute(*rerun) for rerun in sorted(r)) for r in recipes_of(problem)]
     for again in tried:
-        over, _ = _excess(problem, machine, again)
+        over, _ = drops.excess_of(again)
         missing = min(missing, max(over, default=0))
     capacity = machine.tier[DEVICE].capacity_bytes
     if missing <= 0 or capacity is None:

@@ -73,47 +73,57 @@ def recomputes_for(
     would need it.
     """
     known = {d.op: d for d in droppable}
-    wanted = {name for name in dropped if name in known}
-    while True:
-        result, broken = _demand(problem, {n: known[n] for n in wanted})
-        if broken is None:
-            return tuple(result)
-        wanted.discard(broken)
+    wanted = dict.fromkeys(name for name in dropped if name in known)
+    return tuple(_Demand(problem, [known[name] for name in wanted]).reruns())
 
 
-def _demand(problem: Problem, dropped: dict[str, Droppable]) -> tuple[list[Recompute], str | None]:
-    producer = {t: d for d in dropped.values() for t in problem.op[d.op].writes}
-    last_write: dict[str, int] = {}
-    back: set[str] = set()
-    result: list[Recompute] = []
+class _Demand:
+    """Goes through the step once, and reruns dropped ops as their outputs are read again."""
 
-    def bring(d: Droppable, before: str, at: int) -> str | None:
-        """Schedules `d` and the ops it needs; returns the op that cannot be rerun, if any."""
-        stack = [d]
-        order: list[Droppable] = []
+    def __init__(self, problem: Problem, dropped: Iterable[Droppable]) -> None:
+        self.problem = problem
+        self.producer = {t: d for d in dropped for t in problem.op[d.op].writes}
+        self.last_write: dict[str, int] = {}
+        self.back: set[str] = set()
+
+    def reruns(self) -> list[Recompute]:
+        result: list[Recompute] = []
+        for at, op in enumerate(self.problem.ops):
+            for t in op.reads:
+                d = self.producer.get(t)
+                if d is not None and at > d.last and d.op not in self.back:
+                    result += [Recompute(x.op, op.id) for x in self._bring(d, at)]
+            for t in op.writes:
+                self.last_write[t] = at
+        return result
+
+    def _bring(self, d: Droppable, at: int) -> list[Droppable]:
+        """`d` and the ops that it needs, in order; empty if `d` cannot be rerun."""
+        while True:
+            order, broken = self._needed(d, at)
+            if broken is None:
+                return order
+            # nothing has needed it before, so the step up to here is the same without the drop
+            for t in self.problem.op[broken.op].writes:
+                del self.producer[t]
+            self.back.difference_update(x.op for x in order)
+            if broken is d:
+                return []
+
+    def _needed(self, d: Droppable, at: int) -> tuple[list[Droppable], Droppable | None]:
+        """The ops to rerun for `d`, and one of them that cannot be rerun, if any."""
+        stack, order = [d], list[Droppable]()
         while stack:
             x = stack.pop()
-            if x.op in back:
+            if x.op in self.back:
                 continue
-            back.add(x.op)
+            self.back.add(x.op)
             order.append(x)
-            for t in problem.op[x.op].reads:
-                if last_write.get(t, -1) > x.position:
-                    return x.op
-                source = producer.get(t)
+            for t in self.problem.op[x.op].reads:
+                if self.last_write.get(t, -1) > x.position:
+                    return order, x
+                source = self.producer.get(t)
                 if source is not None and source.first <= at:
                     stack.append(source)
         order.sort(key=lambda x: x.position)
-        result.extend(Recompute(x.op, before) for x in order)
-        return None
-
-    for at, op in enumerate(problem.ops):
-        for t in op.reads:
-            d = producer.get(t)
-            if d is not None and at > d.last and d.op not in back:
-                broken = bring(d, op.id, at)
-                if broken is not None:
-                    return [], broken
-        for t in op.writes:
-            last_write[t] = at
-    return result, None
+        return order, None

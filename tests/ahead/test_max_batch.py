@@ -13,8 +13,8 @@ from captured import Perceptron
 from torch import nn
 
 import offcompile
-from offcompile.ahead import batch_search
-from offcompile.ahead.batch_search import BatchReport, _BatchSearch
+from offcompile.ahead.batches import search as batch_search
+from offcompile.ahead.batches.search import BatchReport, _BatchSearch
 from offcompile.ir import Infeasible, InvalidInput, OffloadError
 
 WIDTH, DEPTH = 64, 3

@@ -217,7 +217,7 @@ def class_names_twice(files: dict[str, Path]) -> dict[str, list[str]]:
 
 #: calls of users, who name the options: their keyword-only parameters count by themselves
 PUBLIC = (
-    "offcompile.ahead.batch_search:max_batch",
+    "offcompile.ahead.batches.search:max_batch",
     "offcompile.ahead.fit:fit",
     "offcompile.ahead.plan:plan",
     "offcompile.optim.adam:__init__",

@@ -1,24 +1,28 @@
 """Finds the largest batch that fits a budget, and the one with the best throughput, by planning.
 
-Each candidate is traced on fake tensors, costed and planned as in the backend. Nothing is
-trained, so nothing can run out of memory.
+Each batch of the answer is traced on fake tensors, costed and planned as in the backend. Nothing
+is trained, so nothing can run out of memory. Estimates from traced batches say which to trace next.
 """
 
 from __future__ import annotations
 
+import contextlib
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from offcompile.ahead.batch_trace import Traced, trace
 from offcompile.graph.graphs import Graphs
-from offcompile.ir import DEVICE, Infeasible, InvalidInput, Violation
+from offcompile.graph.split import Splits
+from offcompile.ir import DEVICE, Infeasible, InvalidInput, Problem, Violation
 from offcompile.ir.units import show_us, size
 from offcompile.machine.hardware import list_profiles, load_profile, parse_bytes
 from offcompile.machine.options import Options
 from offcompile.machine.target import CpuTarget, CudaTarget, Target, target_for
 from offcompile.planning.feedback.profiling import Profile
-from offcompile.planning.fit_budget import plain_plan
+from offcompile.planning.fit_budget import floors_of_ways, peak_alone, plain_plan, with_reserve
 from offcompile.run.plan.contract import PlanRequest
 from offcompile.run.plan.pieces import best_candidate
 from offcompile.run.plan.planner import GraphPlanner
@@ -26,12 +30,15 @@ from offcompile.run.problem_source import ProblemSource
 from offcompile.runtime.base.progress import Progress
 from offcompile.simulate import Simulator
 
-from .batch_trace import Traced, trace
+from .estimates import BatchEstimates
 
 #: most batches to try next to the best one so far
 REFINEMENTS = 6
 #: relative precision of batches
 PRECISION = 0.01
+#: leaps away from an estimate, each so many times as long as the one before; an estimate above
+#: PROGRESS times the last batch begins anew
+LONGER, PROGRESS = 4, 1.25
 #: planning time per batch; the backend itself plans longer for large graphs
 SECONDS = 1.0
 US_PER_SECOND = 1e6
@@ -163,6 +170,11 @@ def max_batch(
     return search.report()
 
 
+def _step(batch: int) -> int:
+    """The difference between batches that counts as none."""
+    return max(1, int(batch * PRECISION))
+
+
 def _refusal(where: str, detail: str) -> InvalidInput:
     return InvalidInput([Violation("bad-value", where, detail)])
 
@@ -180,41 +192,102 @@ class _BatchSearch:
     rows: dict[int, BatchRow] = field(default_factory=dict)
     refused: dict[int, Infeasible] = field(default_factory=dict)
     target: Target | None = None
+    #: of the last traced batch
+    planner: GraphPlanner | None = None
+    estimates: BatchEstimates = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.estimates = BatchEstimates(self._needs)
 
     # --- the search ---------------------------------------------------------------------------
 
     def grow(self, most: int) -> None:
-        """Double the batch until it does not fit, then bisect up to the precision."""
-        fits, fails = 0, most + 1
-        batch = 1
-        while batch < fails:
+        """Find the largest batch that fits, up to the precision."""
+        fits, fails, guess = self._up(most)
+        # a plan needs more than its floor, so an estimate is a bit too high: short leaps first
+        leap = _step(fails) if guess is not None else fails
+        while fails - fits > _step(fits):
+            batch = max(fails - leap, (fits + fails) // 2)
+            if self.try_one(batch):
+                fits, leap = batch, fails
+            else:
+                fails, leap = batch, LONGER * leap
+
+    def _up(self, most: int) -> tuple[int, int, int | None]:
+        """Go up until a batch does not fit; return the last that does, that one, and the last
+        estimate of the largest."""
+        batch, leap = 1, 0
+        while True:
             if not self.try_one(batch):
                 if batch == 1:
                     raise self.refused[1]
-                fails = batch
-                break
-            fits, batch = batch, min(2 * batch, most) if batch < most else fails
-        while fails - fits > max(1, int(fits * PRECISION)):
-            middle = (fits + fails) // 2
-            if self.try_one(middle):
-                fits = middle
+                return max(self.rows), batch, self._guess(most)
+            guess = self._guess(most)
+            if batch == most:
+                return batch, most + 1, guess
+            if guess is None:
+                wanted = 2 * batch
+            elif guess > PROGRESS * batch:
+                wanted, leap = guess, 0
             else:
-                fails = middle
+                leap = max(_step(batch), LONGER * leap)
+                wanted = max(guess, batch + leap)
+            batch = min(wanted, most)
+
+    def _guess(self, most: int) -> int | None:
+        """The largest batch whose floor fits, by estimate; None if that is not known."""
+        assert self.planner is not None
+        target, budget = self.planner.source.target, self.planner.budget()
+        if budget is None:
+            return None
+        if self.plain:
+            return self.estimates.largest(lambda nbytes: nbytes <= budget, most)
+        reserve = target.reserve_bytes
+        return self.estimates.largest(lambda n: with_reserve(n, reserve) <= budget, most)
 
     def refine(self) -> None:
-        """Search for a better throughput next to the best batch so far."""
+        """Search for a better throughput, where batches line up by estimates; trace the best."""
+        rates = {batch: row.samples_per_second for batch, row in self.rows.items()}
+        known = max(rates)
+        while (known := known // 2) > 1 and self._estimated(known):
+            rates.setdefault(known, self._rate(known))
         for _ in range(REFINEMENTS):
-            known = sorted(self.rows)
-            at = known.index(max(known, key=lambda b: self.rows[b].samples_per_second))
+            batches = sorted(rates)
+            at = batches.index(max(batches, key=rates.__getitem__))
             gaps = [
-                (known[i + 1] - known[i], (known[i] + known[i + 1]) // 2)
+                (batches[i + 1] - batches[i], (batches[i] + batches[i + 1]) // 2)
                 for i in (at - 1, at)
-                if 0 <= i < len(known) - 1
+                if 0 <= i < len(batches) - 1
             ]
             width, middle = max(gaps, default=(0, 0))
-            if width <= max(1, int(known[at] * PRECISION)):
-                return
-            self.try_one(middle)
+            if width <= _step(batches[at]):
+                break
+            rates[middle] = self._rate(middle)
+        self.try_one(max(rates, key=rates.__getitem__))
+
+    def _estimated(self, batch: int) -> list[Problem]:
+        return self.estimates.at(batch)
+
+    def _rate(self, batch: int) -> float:
+        """Samples per second of a batch: estimated if that can be, else traced; 0: does not fit."""
+        if batch not in self.rows:
+            problems, step_us = self._estimated(batch), math.inf
+            if not problems:
+                self.try_one(batch)
+            for problem in problems:
+                with contextlib.suppress(Infeasible):
+                    step_us = min(step_us, self._step_us(batch, problem))
+            if problems:
+                return batch / step_us * US_PER_SECOND
+        return self.rows[batch].samples_per_second if batch in self.rows else 0.0
+
+    def _step_us(self, batch: int, problem: Problem) -> float:
+        self.tell(f"estimating a batch of {batch}")
+        assert self.planner is not None
+        if self.plain:
+            return self._plain(batch, self.planner, problem).step_us
+        budget = self.planner.budget()
+        return self.planner.decide(problem, budget, may_fit=True, trial=True).cost_us
 
     # --- one batch ----------------------------------------------------------------------------
 
@@ -223,24 +296,33 @@ class _BatchSearch:
             return batch in self.rows
         self.tell(f"trying a batch of {batch}")
         traced = trace(self.model, self.make_inputs, batch, self.options.lowering)
+        planner, graphs = self._planner(batch, traced), self._graphs(traced)
         try:
-            self.rows[batch] = self._row(batch, traced)
+            self.rows[batch] = self._row(batch, planner, graphs, traced.splits)
         except Infeasible as error:
             self.refused[batch] = error
         return batch in self.rows
 
-    def _row(self, batch: int, traced: Traced) -> BatchRow:
-        planner, graphs = self._planner(batch, traced), self._graphs(traced)
+    def _row(
+        self, batch: int, planner: GraphPlanner, graphs: Graphs, splits: Splits | None
+    ) -> BatchRow:
+        self.planner = planner
         if self.plain:
-            return self._plain(batch, planner, graphs)
-        decided = best_candidate(planner, graphs, traced.splits).choice.decided
+            problem = planner.source.annotate(graphs, None, planner.tell).problem
+            self.estimates.add(batch, (problem,))
+            return self._plain(batch, planner, problem)
+        whole = self._unmeasured(planner.source).annotate(graphs, None, planner.tell).problem
+        self.estimates.add(batch, (whole,))
+        candidate = best_candidate(planner, graphs, splits)
+        decided = candidate.choice.decided
+        if candidate.pieces is not None:
+            self.estimates.add(batch, (whole, candidate.choice.annotated.problem))
         target = planner.source.target
         reserve = 0 if decided.fits else target.reserve_bytes(planner.budget() or 0)
         peak = decided.order.peak_bytes + reserve
         return BatchRow(batch, decided.cost_us, peak, not decided.fits)
 
-    def _plain(self, batch: int, planner: GraphPlanner, graphs: Graphs) -> BatchRow:
-        problem = planner.source.annotate(graphs, None, planner.tell).problem
+    def _plain(self, batch: int, planner: GraphPlanner, problem: Problem) -> BatchRow:
         total = sum(t.nbytes for t in problem.tensors)
         total += max((op.workspace_bytes for op in problem.ops), default=0)
         machine = planner.source.target.machine(max(1, total))
@@ -257,15 +339,30 @@ class _BatchSearch:
     def _planner(self, batch: int, traced: Traced) -> GraphPlanner:
         if self.target is None:
             self.target = self._target(traced)
-        # with a named profile, op costs are estimated, not measured
-        hardware = None if self.measure else self.options.hardware or CPU
-        options = replace(self.options, hardware=hardware)
+        options = self._with_profile if not self.measure else replace(self.options, hardware=None)
         profile = Profile(densities=self.densities)
         source = ProblemSource(options, self.target, profile, traced.device.type)
         source.learn_codecs()
         explains = batch == 1
         request = PlanRequest(f"a batch of {batch}", held_bytes=self.held_bytes, explains=explains)
         return GraphPlanner(source, request)
+
+    @property
+    def _with_profile(self) -> Options:
+        """With a named profile, costs of ops are estimated, not measured."""
+        return replace(self.options, hardware=self.options.hardware or CPU)
+
+    def _unmeasured(self, source: ProblemSource) -> ProblemSource:
+        """The same, but nothing is measured for estimates of other batches."""
+        return replace(source, options=self._with_profile) if self.measure else source
+
+    def _needs(self, problem: Problem) -> tuple[list[int], ...]:
+        """The device bytes that a step needs at least, in each way to run it."""
+        assert self.planner is not None
+        machine_for = self.planner.source.target.machine
+        if self.plain:
+            return ([peak_alone(problem, machine_for)],)
+        return floors_of_ways(problem, machine_for)
 
     @staticmethod
     def _graphs(traced: Traced) -> Graphs:
