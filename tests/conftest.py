@@ -60,9 +60,9 @@ def pytest_collection() -> None:
 
 
 def pytest_collection_finish() -> None:
-    """What is imported stays to the end: collecting garbage need not look through it.
+    """Freeze all imported objects: they stay to the end, so no collection need look through them.
 
-    Each compilation collects several times, which without this is half of the suite's time.
+    Each compilation collects several times; without this, that is half of the suite's time.
     """
     if "PYTEST_XDIST_WORKER" in os.environ:  # what every worker comes to import anyhow
         importlib.import_module("torch._inductor.compile_fx")
@@ -117,7 +117,7 @@ def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> 
 
 @pytest.fixture(autouse=True)
 def books_of_its_own() -> Iterator[None]:
-    """What compiled models of other tests hold is no matter of this one's budget."""
+    """Clear the accounts after each test, so that its models do not count in another's budget."""
     yield
     accounts = sys.modules.get("offcompile.run.accounts.process")
     if accounts is not None:

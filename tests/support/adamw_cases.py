@@ -1,4 +1,4 @@
-"""What the update kernel must do, as cases for any device: the interpreter's (CPU) or a real one.
+"""Cases for the update kernel on any device: the interpreter's (CPU) or a real one.
 
 The expected values come from torch's own fused kernel on the CPU. `python adamw_cases.py cpu|cuda`
 runs them all; one line of JSON for each: [name, null or what went wrong].

@@ -1,4 +1,4 @@
-"""What kernels over bits must do, as cases for any device: the interpreter's (CPU) or a real one.
+"""Cases for kernels over bits on any device: the interpreter's (CPU) or a real one.
 
 `python bit_cases.py cpu|cuda` runs them all; one line of JSON for each: [name, null or what went
 wrong].
@@ -57,7 +57,7 @@ def unpacks(length: int, negated: bool, device: torch.device) -> None:
 
 
 def keeps(dtype: torch.dtype, length: int, device: torch.device) -> None:
-    """What the gradient of a ReLU is, to the last bit."""
+    """`keep_launch` makes the gradient of a ReLU, to the last bit."""
     made, grad = bits(dtype, length, 0.6, length), bits(dtype, length, 0.9, length + 1)
     mask = torch.zeros(mask_bytes(length), dtype=torch.uint8)
     Reference().pack_bits(made, mask)

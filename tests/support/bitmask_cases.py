@@ -1,4 +1,4 @@
-"""What packing kernels must do, as cases for any device: the interpreter's (CPU) or a real one.
+"""Cases for the packing kernels on any device: the interpreter's (CPU) or a real one.
 
 The expected bytes come from the codecs' reference on the CPU. `python bitmask_cases.py cpu|cuda`
 runs them all, or those named after the device; one line of JSON for each: [name, null or what went

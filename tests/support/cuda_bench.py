@@ -104,7 +104,7 @@ class Bench:
         self.mover.sweep()
 
     def left(self) -> dict[str, int]:
-        """What is still held; all zero after everything was dropped (but for the rings)."""
+        """Bytes and objects still held: all zero once everything was dropped, but for the rings."""
         self.settle()
         used = self.streams.memory().allocated_bytes
         return {
@@ -187,7 +187,7 @@ def train(bench: Bench, nbytes: int = 64, tier: str = "host", layers: int = 4) -
 
 
 def drop_before_the_wait(bench: Bench) -> None:
-    """What was dropped without a wait may not go round while a copy still uses it."""
+    """Memory dropped without a wait may not be given out while a copy still uses it."""
     with bench.unseen():
         ticket = bench.out(bench.full(64, 1))
         y = bench.full(64, 2)

@@ -55,7 +55,7 @@ def links(path: Path) -> Iterator[str]:
 
 
 def anchors(path: Path) -> set[str]:
-    """What headings are called in links, as GitHub makes it."""
+    """The anchors of all headings, as GitHub makes them."""
     text = _BLOCK.sub("", path.read_text())
     titles = re.findall(r"^#+ (.+)$", text, re.M)
     return {re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-") for title in titles}

@@ -1,7 +1,7 @@
-"""What training on a GPU must hold: plain functions, which pytest runs and so does this file.
+"""Checks of training on a GPU: plain functions, which pytest runs and so does this file.
 
-`python tests/support/gpu_checks.py` runs them all where pytest is not to be had. Each takes the
-device, so that those that need no allocator of a GPU also run on the CPU target.
+`python tests/support/gpu_checks.py` runs them all where there is no pytest. Each takes the device,
+so that those that need no allocator of a GPU also run on the CPU target.
 """
 
 from __future__ import annotations
@@ -34,10 +34,10 @@ import offcompile
 Memory = int | str | None
 MIB = 1 << 20
 
-# What the allocator gives out beside the tensors of the plan: workspaces that matrix products take
-# for the length of a call (32 MiB on Hopper), and each block's rounding to 512 bytes.
+# The allocator gives out more than the tensors of the plan: workspaces that matrix products take
+# for the length of a call (32 MiB on Hopper), and the rounding of each block to 512 bytes.
 OVERHEAD_BYTES = 64 * MIB
-# of what is reserved, what may lie in gaps between blocks: no plan knows the allocator's layout
+# the share of reserved memory that may lie in gaps between blocks, whose layout no plan knows
 GAPS_SHARE = 0.1
 
 SANITIZER_SECONDS = 150
@@ -142,7 +142,7 @@ def bitwise(name: str, device: str) -> None:
     nothing_stays()
 
 
-# As in test_zoo.py: in float64, sums in another order differ by next to nothing.
+# In float64, sums in another order differ by next to nothing (test_zoo.py has the same figure).
 INDUCTOR_TOLERANCE = 1e-9
 
 

@@ -1,4 +1,4 @@
-"""What kernels must do, as cases for any device: the interpreter's (CPU) or a real one.
+"""Cases for kernels on any device: the interpreter's (CPU) or a real one.
 
 The expected values always come from torch on the CPU. `python kernel_cases.py cuda` runs them all;
 one line of JSON for each: [name, null or what went wrong].
@@ -227,7 +227,7 @@ def stream(
 
 
 def write(rows: int, inner: int, columns: int, dtype: torch.dtype, device: torch.device) -> None:
-    """As gradients of weights come: dy transposed, times x."""
+    """`write_launch` takes the layout of weight gradients: dy transposed, times x."""
     for gap, most in ((0, None), (8, 2)):
         a = drawn(dtype, inner, rows, gap).to(device)[:, :rows].t()
         b = drawn(dtype, inner, columns).to(device)

@@ -108,7 +108,7 @@ OPS = MovementOps.of("lowertest")
 
 @dataclass(frozen=True)
 class Kernel:
-    """What Inductor runs at one go: a movement node, or the ops that it computes."""
+    """One call that Inductor makes: a movement node, or a kernel and the ops it computes."""
 
     movement: str | None
     ops: frozenset[str]

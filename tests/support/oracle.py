@@ -321,7 +321,7 @@ class Run:
         return False
 
     def dead(self, tensor: str, after_what: str) -> bool:
-        """Whether the next access, after those started or ended, only writes (or is none)."""
+        """True if the next access after those started or ended only writes, or there is none."""
         accesses = [(n, op) for n, op, _ in self.listed if tensor in op.reads + op.writes]
         left = [(n, op) for n, op in accesses if n not in self.steps[-1][after_what]]
         if not left and self.problem.steady:

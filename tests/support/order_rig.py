@@ -29,9 +29,9 @@ from offcompile.planning.order import StartStep as Begin
 class Rig:
     """Executes an order by the contract's own rules for copies, with lanes of any speed.
 
-    A move is *done* when its lane gets round to it, which a Wait forces. What the program knows to
-    be done (waited for, or behind something that is) decides what may be freed, so that the bytes
-    counted are the most there can be. Off the device nothing is freed.
+    A move is *done* when its lane gets round to it, which a Wait forces. The program knows that a
+    move is done once it has waited for it, or for one that must follow it; only then may memory be
+    freed, so the bytes counted are the most there can be. Off the device nothing is freed.
     """
 
     def __init__(

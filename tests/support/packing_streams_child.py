@@ -1,6 +1,7 @@
-"""What `TorchStreams` gives to kernels when it packs: `TRITON_INTERPRET=1 python …`, without a GPU.
+"""Packs with `TorchStreams` and its kernels, without a GPU: `TRITON_INTERPRET=1 python …`.
 
-Streams and aliases are left out, memory is the processor's. One line of JSON for each case.
+It leaves out streams and aliases, and uses the processor's memory. It prints one line of JSON for
+each case.
 """
 
 from __future__ import annotations

@@ -93,7 +93,7 @@ def trained(wrap: str, memory: str | None, rank: int) -> tuple[list[Tensor], lis
 
 
 class Seen:
-    """What a rank is made to see of its steps."""
+    """Shows a rank made-up times of its ops and lanes."""
 
     def __init__(self, what: str | None, rank: int) -> None:
         self.what, self.rank, self.looks = what, rank, 0

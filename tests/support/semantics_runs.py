@@ -32,7 +32,7 @@ class Case:
 
     @property
     def on_host(self) -> bool:
-        """Whether it is weights that do not fit."""
+        """True if weights do not fit; else activations do not."""
         return self.width > self.rows
 
     def __str__(self) -> str:

@@ -159,9 +159,9 @@ class SimulatedDevice(Device):
     def empty(
         self, nbytes: int, freed: Callable[[], None] | None = None, shadow: bool = False
     ) -> torch.Tensor:
-        """Memory for compute, as it comes: what died last is handed out first, at once.
+        """Memory for compute: whatever died last is handed out first, at once.
 
-        As with a caching allocator, kernels that were queued before may still be using it.
+        Kernels that were queued before may still be using it, as with a caching allocator.
         """
         with self._lock:
             self._collect()
@@ -213,7 +213,7 @@ class SimulatedDevice(Device):
 
     @property
     def known(self) -> int:
-        """What is certain to come before anything that the calling thread does now."""
+        """The clock of all jobs that surely end before what the calling thread does now."""
         clock: int = getattr(self._host, "clock", 0)
         return clock
 
@@ -375,7 +375,7 @@ class SimulatedDevice(Device):
 
 
 def _nothing() -> None:
-    """What a wait does once it has been reached."""
+    """Do nothing: a wait has done its work once it is reached."""
 
 
 def _name(job: LaneJob) -> str:

@@ -1,8 +1,8 @@
 """Graphs on simulated streams, by CUDA's rules of capture.
 
-A stream takes part in a capture once it waits for an event of it. What takes part must wait for
-nothing outside, and be waited for before the end; nobody may ask for an event of a capture. A
-replay queues everything anew, so that races between replays and other work are found by clocks.
+A stream takes part in a capture once it waits for an event of it. Then it must wait for nothing
+outside, and be waited for before the end; nobody may ask for an event of a capture. A replay
+queues everything anew, so that clocks find races between replays and other work.
 Memory that was allocated inside stays the graph's.
 """
 

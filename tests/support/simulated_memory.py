@@ -83,7 +83,7 @@ class Watch:
         self._died.append((memory, self.known))
 
     def take(self, nbytes: int, pool: object) -> Memory:
-        """What died in the same pool, the last first, or fresh memory."""
+        """The memory of this size that died last in the same pool, or else fresh memory."""
         self._collect()
         fitting = [m for m in self._spare if m.pool is pool and m.data.size == nbytes]
         if fitting:
@@ -105,7 +105,7 @@ class Watch:
         self._spare.append(memory)
 
     def _join(self, memory: Memory) -> None:
-        """What used parts of it under addresses of their own used it; the parts are no more."""
+        """Take over the accesses to parts that had addresses of their own, and drop the parts."""
         start = memory.data.ctypes.data
         for address in [a for a in self._held if start < a < start + memory.data.size]:
             part = self._held.pop(address)
@@ -113,11 +113,11 @@ class Watch:
             memory.after |= part.after
 
     def let_go(self, tensor: torch.Tensor) -> None:
-        """What the calling thread knows goes with the memory, whoever drops it last."""
+        """Add to the memory's clock what the calling thread knows, whoever drops it last."""
         self.of(tensor).after |= self.known
 
     def taken(self, tensor: torch.Tensor) -> None:
-        """What those knew who let go of the memory comes with it."""
+        """Teach the calling thread what those knew who let go of the memory."""
         self.known |= self.of(tensor).after
 
     def _collect(self) -> None:
@@ -139,7 +139,7 @@ class Watch:
     # -- accesses --------------------------------------------------------------------------------
 
     def of(self, tensor: torch.Tensor) -> Memory:
-        """Of the tensor's storage. Memory from elsewhere is kept, so that nobody else gets it."""
+        """The memory of the storage; memory from elsewhere is kept, so that nobody else gets it."""
         start = tensor.untyped_storage().data_ptr()
         memory = self._held.get(start)
         if memory is None:

@@ -85,8 +85,8 @@ class Compiled:
 def compile_launch(launch: Launch, target: str, cache: Path) -> Compiled:
     """The kernel of `launch` for `target` as it would be compiled for these very arguments.
 
-    Its tensors may lie anywhere: only types, and whether addresses divide by 16, matter. What
-    Triton caches goes to the folder `cache`.
+    Its tensors may lie anywhere: only their types matter, and whether their addresses divide by
+    16. Triton caches in the folder `cache`.
     """
     import triton
     from triton.backends.compiler import GPUTarget

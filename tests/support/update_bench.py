@@ -97,7 +97,7 @@ def weight_of(bench: Bench, nbytes: int, value: int, on_host: bool) -> torch.Ten
 
 
 def use(bench: Bench, weight: torch.Tensor, value: int, in_place: bool, tag: str) -> None:
-    """As a compiled forward does."""
+    """Read a weight as a compiled forward does, and expect `value` in it."""
     if in_place or bench.device.slot_of(weight) is None:
         bench.device.claim(weight)
         bench.expect(weight, value, tag)

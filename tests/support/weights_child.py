@@ -110,7 +110,7 @@ def mappings(tensors: Iterable[Tensor]) -> Iterator[tuple[int, int, dict[str, in
 
 
 def held(model: nn.Module) -> dict[str, Any]:
-    """What weights and gradients that are on the host take of private memory and of files'."""
+    """Count the private and the file-backed bytes of weights and gradients on the host."""
     tensors = [t for p in model.parameters() for t in (p, p.grad) if t is not None]
     tensors = [t.detach() for t in tensors if is_on_host(t)]
     kept = [crc32(t.numpy()) for t in tensors]  # copies would count against the limit

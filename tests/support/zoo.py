@@ -288,14 +288,14 @@ BY_NAME = {specimen.name: specimen for specimen in ZOO}
 
 @dataclass(frozen=True)
 class Trace:
-    """What a training run left, step by step and at its end; names as in the model."""
+    """Losses and gradients of each step of a run, and the weights at its end, by name."""
 
     losses: tuple[Tensor, ...]
     gradients: tuple[dict[str, Tensor], ...]
     weights: dict[str, Tensor]
 
     def differences(self, other: Trace) -> list[str]:
-        """Names of what is not bitwise the same in `other`."""
+        """Names of the tensors that differ from `other` in any bit."""
         found = [f"loss {n}" for n, _ in _unequal(_numbered(self.losses), _numbered(other.losses))]
         for step, (mine, theirs) in enumerate(zip(self.gradients, other.gradients, strict=True)):
             found += [f"gradient of {n} in step {step}" for n, _ in _unequal(mine, theirs)]

@@ -26,7 +26,7 @@ class Run:
         return self.compiler(module, **more)
 
     def compile_in_place(self, module: nn.Module, **more: Any) -> None:
-        """As `module.compile()` does: the module stays itself, and calls what was compiled."""
+        """Compile as `module.compile()` does: the module stays itself and calls compiled code."""
         module._compiled_call_impl = self.compiler(module._call_impl, **more)
 
     def keep(self, name: str, value: Tensor) -> None:
