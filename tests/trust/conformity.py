@@ -76,13 +76,13 @@ def ours(memory: int | str) -> Compiler:
 
 @dataclass(frozen=True)
 class Outcome:
-    """What a run left, by name; or the error that it raised."""
+    """The tensors that a run left, by name, or the error that it raised."""
 
     values: Mapping[str, Tensor] = field(default_factory=dict)
     error: BaseException | None = None
 
     def differences(self, other: Outcome) -> list[str]:
-        """What is not bit for bit the same in `other` (one NaN is as good as another)."""
+        """List the differences from `other` in any bit (one NaN is as good as another)."""
         if self.error is not None or other.error is not None:
             mine, theirs = (type(o.error).__name__ for o in (self, other))
             return [] if mine == theirs else [f"raised {_told(self)}, not {_told(other)}"]
@@ -126,11 +126,11 @@ class Planned:
 
     @property
     def changed(self) -> bool:
-        """Whether any of the graphs is another than that of the plain run."""
+        """True if any graph differs from that of the plain run."""
         return any(not r.fits for r in self.reports)
 
     def middling(self) -> int | None:
-        """A budget between the floor and what the step takes as it is; None: they are one."""
+        """A budget between the floor and the step's own peak; None if nothing lies between."""
         floor = sum(r.floor_bytes for r in self.reports)
         ample = sum(map(_peak_as_it_is, self.reports))
         between = floor + int(MIDDLING * (ample - floor))
@@ -138,7 +138,7 @@ class Planned:
 
 
 def _peak_as_it_is(report: offcompile.PlanReport) -> int:
-    """What the step takes with nothing moved, and no weight on the host."""
+    """The peak of the step with nothing moved and no weight on the host."""
     tensors = tuple(replace(t, home=t.home and DEVICE) for t in report.problem.tensors)
     machine = report.machine
     return peak_alone(
@@ -147,7 +147,7 @@ def _peak_as_it_is(report: offcompile.PlanReport) -> int:
 
 
 def run_under(memory: int | str, run: Callable[[Compiler], Outcome]) -> Planned:
-    """`run` with our backend at a budget."""
+    """Run `run` with our backend at a budget."""
     known, before = len(report_module._remembered), offcompile.counters()["bytes_out"]
     outcome = run(ours(memory))
     last = {r.name.partition(",")[0]: r for r in offcompile.reports()[known:]}
@@ -156,7 +156,7 @@ def run_under(memory: int | str, run: Callable[[Compiler], Outcome]) -> Planned:
 
 
 def left_over() -> list[str]:
-    """What of the runs before still stands, when nothing of them is held."""
+    """Name the gauges that runs have left above zero though nothing of them is held."""
     torch._dynamo.reset()
     gc.collect()
     for runtime in runtimes():
@@ -220,7 +220,7 @@ class Tally:
 
 
 def rows_of(counted: Mapping[str, Tally]) -> list[Row]:
-    """What was counted under each name; raises AssertionError with all that failed."""
+    """A row of counts for each name; raises AssertionError with all that failed."""
     failures = [line for tally in counted.values() for line in tally.failures]
     if failures:
         raise AssertionError("\n".join([f"{len(failures)} failures:", *failures]))

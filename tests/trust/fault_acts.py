@@ -51,7 +51,7 @@ class Player:
         self.gone = threading.Event()
 
     def play(self, cell: Cell) -> str:
-        """What was not as the cell says; empty: all was."""
+        """Make the fault happen; return what was not as the cell says, empty if all was."""
         rig, phase = self.rig, cell.phase
         self.gone = threading.Event()
         rig.resume()

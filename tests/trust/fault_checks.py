@@ -149,7 +149,7 @@ def test_a_call_on_the_callers_own_thread_is_told() -> None:
 
 
 class Ended(SystemExit):
-    """What a thread dies of."""
+    """The error that ends a thread."""
 
 
 def die() -> None:

@@ -164,13 +164,13 @@ class Rig:
 
 
 def threads() -> list[threading.Thread]:
-    """Of runtimes and optimizers (the one that trims the heap is the process's)."""
+    """Threads of runtimes and optimizers, without the process's own that trims the heap."""
     ours = (t for t in threading.enumerate() if t.name.startswith("offcompile"))
     return [thread for thread in ours if thread.name != "offcompile-heap"]
 
 
 def descriptors(folder: Path) -> list[str]:
-    """What open descriptors of this process lead to in a folder."""
+    """Files of a folder that this process has open."""
     found = []
     for name in os.listdir("/proc/self/fd"):
         with suppress(FileNotFoundError):
@@ -179,7 +179,7 @@ def descriptors(folder: Path) -> list[str]:
 
 
 def same(found: Record, wanted: Record) -> bool:
-    """Bit for bit."""
+    """True if both records are equal, bit for bit."""
     equal = all(torch.equal(a, b) for a, b in zip(found[1], wanted[1], strict=True))
     return found[0] == wanted[0] and equal
 

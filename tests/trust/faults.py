@@ -1,4 +1,4 @@
-"""What each fault comes to in each phase of a step: the matrix, its page, and its tests.
+"""The outcome of each fault in each phase of a step: the matrix, its page, and its tests.
 
 `MATRIX` says what a user meets; docs/faults.md is printed from it (`python -m trust.faults` in
 tests/ writes it). `played` makes the fault happen and holds the cell to its word.
@@ -59,7 +59,7 @@ class Cell:
 
     @property
     def played(self) -> bool:
-        """Whether there is something to try."""
+        """True if the fault can be tried in this phase."""
         return self.outcome not in ("cannot be", "not noticed")
 
 

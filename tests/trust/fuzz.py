@@ -62,7 +62,7 @@ def _audit(event: str, arguments: tuple[Any, ...]) -> None:
 
 @contextlib.contextmanager
 def effects() -> Iterator[list[str]]:
-    """What this process writes, starts or unpickles meanwhile."""
+    """List what this process writes, starts or unpickles meanwhile."""
     global _seen
     if not _hooks:  # there is no way to take one out again
         _hooks.append(_audit)
@@ -78,14 +78,14 @@ def effects() -> Iterator[list[str]]:
 
 
 def place(file: File, folder: Path) -> Path:
-    """Where it is looked for."""
+    """The path at which its reader looks for it."""
     if file.kind == "cache":
         return document_path("costs", CACHE_IDENTITY)
     return folder / f"{file.kind}{'.safetensors.index' * (file.kind == 'index')}{file.suffix}"
 
 
 def reader(file: File, path: Path) -> Callable[[], object]:
-    """What reads a file of that kind."""
+    """A call that reads a file of that kind."""
     return {
         "problem": lambda: _inputs(problem=str(path), machine=MACHINE),
         "trace": lambda: _inputs(trace=str(path), machine=MACHINE),
@@ -104,7 +104,7 @@ def _inputs(**given: str) -> object:
 
 
 def _weights(path: Path) -> None:
-    """As `load_weights` reads it, but for tensors that are big."""
+    """Read all tensors as `load_weights` does, except big ones."""
     for entry in checkpoint_files.entries(path).values():
         if torch.Size(entry.shape).numel() <= _MOST_COPIED:
             entry.copy_to(torch.empty(entry.shape))
@@ -119,7 +119,7 @@ def _cache() -> None:
 
 
 def read_hostile(cases: int, seed: int, folder: Path) -> Row:
-    """Each spoilt file once through its reader."""
+    """Give each spoilt file to its reader once."""
     files = good_files()
     (folder / "a.safetensors").write_bytes(safetensors(8))
     for file in files:  # as they are they are good; and everything is imported now
@@ -160,7 +160,7 @@ def judged(read: Callable[[], object]) -> str:
 
 
 def command(file: File, path: Path, rng: random.Random) -> list[str]:
-    """What a person would call with that file."""
+    """A command line that a person would give with that file."""
     plan = ["plan", "--seconds", "0"]
     tiny = ["--problem", TINY, "--machine", MACHINE]
     return {

@@ -193,7 +193,7 @@ class Interleaving:
                 clock[number] = epoch
 
     def tell(self, clock: Clock) -> None:
-        """What the thread knows now goes to whoever learns from `clock`."""
+        """Put what the thread knows now into `clock`, for whoever learns from it."""
         self.learn(clock, self.current.clock)
         self.current.clock[self.current.number] += 1
 

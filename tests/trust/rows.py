@@ -1,4 +1,4 @@
-"""What the long runs have counted: rows of the table in docs/trust.md, and where they are kept."""
+"""The counts of the long runs: rows of the table in docs/trust.md, and where they are kept."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def table(rows: Iterable[Row]) -> str:
 
 
 def kept() -> dict[str, list[Row]]:
-    """What the file holds; parts that never ran are not in it."""
+    """Rows that the file holds, by part; parts that never ran are not in it."""
     if not KEPT.exists():
         return {}
     found: Mapping[str, Sequence[Mapping[str, object]]] = json.loads(KEPT.read_text())

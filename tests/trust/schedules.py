@@ -124,7 +124,7 @@ def run(graphs: Graphs, inputs: Sequence[Any], tangents: Sequence[Any]) -> tuple
 
 
 def run_simulated(graphs: Graphs, case: Case, seed: int) -> tuple[torch.Tensor, ...]:
-    """As `run`, the runtime's threads in an order that the seed draws, its disk in memory."""
+    """Do as `run` does, with threads in an order drawn from the seed and the disk in memory."""
     turns = Interleaving(seed)
     disk = SimulatedDisk("disk", turns.point, turns.touch)
     close_all()  # what there is has threads of its own

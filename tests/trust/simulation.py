@@ -147,7 +147,7 @@ class _Play:
             self.failures.append(f"left: {', '.join(left)}")
 
     def _tried(self, training: Training, number: int) -> str:
-        """What the step raised, without the error itself, which keeps tensors."""
+        """The text of the step's error, if any; the error itself would keep tensors."""
         try:
             training.step(number)
         except (OffloadError, torch.OutOfMemoryError, Stopped) as error:

@@ -64,7 +64,7 @@ def threads_of(run: Interleaving) -> Any:
 
 
 def count_up(run: Interleaving, locked: bool) -> int:
-    """What two threads that add three times each have come to."""
+    """The count after two threads have added one three times each."""
     shim = threads_of(run)
     lock, counts = shim.Lock(), [0]
 

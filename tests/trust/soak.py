@@ -50,7 +50,7 @@ MOST_QUIET_BYTES = 1 << 20
 
 @dataclass
 class Soak:
-    """What a run has seen."""
+    """The record of a run."""
 
     ways: Counter[str] = field(default_factory=Counter)
     #: step → books, resident bytes, and our living objects
@@ -61,7 +61,7 @@ class Soak:
 
 
 class Boom(Exception):
-    """What goes wrong in the user's code, on purpose."""
+    """An error that the user's code raises on purpose."""
 
 
 class Model(nn.Module):
@@ -146,7 +146,7 @@ class Life:
             )
 
     def step(self, rng: random.Random) -> tuple[str, bool]:
-        """What kind of step it was, and whether both found the same."""
+        """Make a step; return its kind, and True if both models found the same."""
         way = rng.choices(WAYS, SHARES)[0]
         rows, seed = rng.choice(ROWS), rng.getrandbits(32)
         found = [

@@ -43,7 +43,7 @@ class Stopped(Exception):
 
 @dataclass(frozen=True)
 class Shape:
-    """What is drawn of a program."""
+    """The sizes, places and limits that are drawn for a program."""
 
     #: bytes of the activations of each layer, and where they go: host, disk, or None
     sizes: tuple[int, ...]
@@ -320,7 +320,7 @@ class Training:
         self.keeper.leave()
 
     def _weight(self, n: int) -> torch.Tensor:
-        """As a compiled graph uses it: in place, or a copy of it."""
+        """The weight as a compiled graph uses it: in place, or a copy of it."""
         bench, weight = self.bench, self.weights[n]
         if not self.shape.weights_on_host[n]:
             return weight
@@ -384,7 +384,7 @@ class Training:
             self.bench.streams._watch.known |= self.updates.clock
 
     def restore(self) -> None:
-        """As from a checkpoint: weights and states get their values of before the step."""
+        """Give weights and states their values from before the step, as a checkpoint would."""
         bench = self.bench
         for n, weight in enumerate(self.weights):
             bench.device.claim(weight)
@@ -413,7 +413,7 @@ class Training:
         return float(self.sums[n] + self.visits[n] * block)
 
     def left(self) -> list[str]:
-        """What is still held when nothing is needed any more; then everything is closed."""
+        """List what is still held when nothing is needed any more, and close everything."""
         self.weights.clear()
         self.updates.carrier._copies.clear()
         if self.keeper is not None:
