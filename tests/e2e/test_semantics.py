@@ -302,7 +302,7 @@ def test_functional_transforms(case: Case) -> None:
 
 @each
 def test_double_backward_is_refused_and_training_goes_on(case: Case) -> None:
-    """As it is with every backend of torch.compile that goes through AOTAutograd."""
+    """Every backend of torch.compile that goes through AOTAutograd refuses it."""
 
     def train(forward: Any, model: nn.Module) -> list[Tensor]:
         if forward is not model:

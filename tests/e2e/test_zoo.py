@@ -63,7 +63,7 @@ class Run:
 
     @property
     def off_device(self) -> bool:
-        """Whether anything was elsewhere; plans of measured costs do it one way or the other."""
+        """True if anything was moved or used in place; plans of measured costs do either."""
         return self.moved_bytes > 0 or self.in_place > 0
 
 
@@ -86,7 +86,7 @@ def our_run(specimen: Specimen, memory: Memory, lowering: str = "aot_eager") -> 
 def budget(specimen: Specimen, share: float) -> int:
     """Bytes at `share` of the way from the floor to what the step takes with no limit.
 
-    Of the graphs that aot_eager gets; those of Inductor take about as much.
+    Both ends are those of aot_eager's graphs; Inductor's take about as much.
 
     The graphs of a model that Dynamo cuts share a budget: while one runs, the others hold what
     they kept. All their peaks together are then more than enough.

@@ -1,4 +1,4 @@
-"""What a compiled step does when it runs: the order that was planned, and disks that fail."""
+"""A compiled step runs in the planned order; a disk that fails ends it and loses nothing."""
 
 from __future__ import annotations
 

@@ -13,10 +13,10 @@ import warm
 CHILD = Path(__file__).parents[1] / "support" / "budget_child.py"
 MIB = 1 << 20
 
-# What a process holds beside the tensors of the step, none of which a plan can know: Python's and
-# Dynamo's objects for the compiled graphs, blocks below malloc's mapping threshold that stay in
-# its heaps, packed operands of matrix products, and first-touched pages of libraries. It does not
-# grow with the batch.
+# A process holds more than the tensors of the step, and no plan can know it: Python's and Dynamo's
+# objects for the compiled graphs, blocks below malloc's mapping threshold that stay in its heaps,
+# packed operands of matrix products, and pages of libraries touched for the first time. It does
+# not grow with the batch.
 OVERHEAD_BYTES = 24 * MIB
 
 

@@ -1,4 +1,4 @@
-"""What other optimizers hold beside a budget is said."""
+"""Reports say what other optimizers hold beside a budget."""
 
 from __future__ import annotations
 

@@ -50,7 +50,7 @@ def test_ranks_come_to_another_plan_together(
 def test_another_plan_is_still_for_the_slowest_rank(
     found: list[tuple[dict[str, Any], dict[str, Any]]],
 ) -> None:
-    """What rank 0 sees is taken to hold for all: its ops and lanes changed by a factor."""
+    """The change that rank 0 sees in its ops or lanes is taken to hold for all ranks."""
     (ops, _), (lanes, _), (stays, _) = found
     assert ops["rates"] == [[250.0, 250.0], [250.0, 250.0]]
     assert lanes["rates"] == [[250.0, 250.0], [62.5, 62.5]]

@@ -38,7 +38,7 @@ class Stage(nn.Module):
 
 
 class Seen:
-    """What runs took beside what others held then, and at which sizes."""
+    """Bytes of each run and of all others held meanwhile, and the runs' peaks at each size."""
 
     def __init__(self) -> None:
         self.together: list[int] = []
@@ -88,8 +88,8 @@ def options(memory: int, spill: Path) -> dict[str, object]:
 
 
 def train(stages: nn.ModuleList, lengths: Sequence[int], seen: Seen | None = None) -> list[str]:
-    """Losses and gradients, as exact text. What the first step took is forgotten: until it is over
-    nobody knows how many graphs there are."""
+    """Losses and gradients, as exact text. The bytes of the first step are forgotten: until it is
+    over, nobody knows how many graphs there are."""
     found, stem = [], torch.ones(stages[0].up.in_features, requires_grad=True)
     for step, length in enumerate(lengths):
         dice = torch.Generator().manual_seed(step)
@@ -135,7 +135,7 @@ def test_graphs_of_different_width_leave_the_device_to_one_another(
 def test_no_more_weights_leave_than_need_be(
     tmp_path: Path, seen: Seen, share: float, most: int
 ) -> None:
-    """Of eight blocks under one plan; a block is an eighth of all weights and gradients."""
+    """Eight blocks share a plan; a block is an eighth of all weights and gradients."""
     wanted, stages = train(fresh((256,) * 9), [8] * 4), fresh((256,) * 9)
     weights = sum(p.nbytes for p in stages.parameters())
     memory = int(share * 2 * weights)

@@ -1,4 +1,4 @@
-"""What the user's own code raises while it is traced ahead reaches the user."""
+"""Errors that the user's own code raises while it is traced ahead reach the user."""
 
 from __future__ import annotations
 

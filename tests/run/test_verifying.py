@@ -30,7 +30,7 @@ GIVEN = {"hardware": "cpu", "policy": "gradient_reserve", "seconds": 0.05}
 
 @pytest.fixture(autouse=True)
 def warned(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
-    """What was warned of."""
+    """The warnings so far."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     torch._dynamo.reset()
@@ -227,7 +227,7 @@ def test_gradients_that_an_optimizer_used_up_are_counted() -> None:
 
 @pytest.mark.parametrize("module", [Attention(), nn.Sequential(Pair(), nn.BatchNorm1d(48))])
 def test_op_by_op_with_everything_at_rest_gives_the_same(module: nn.Module) -> None:
-    """As on a device that holds the operands of one op alone: all else is copied away and back."""
+    """The device holds the operands of one op alone; all else is copied away and back."""
     x = torch.randn(2, 5, 32) if isinstance(module, Attention) else batch(0)
     (graphs,) = capture(module, x)
     values = [n.meta["val"] for n in graphs.forward.graph.find_nodes(op="placeholder")]

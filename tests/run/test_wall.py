@@ -1,4 +1,4 @@
-"""What is trained is what the graph reads: else it is told, and nobody else is troubled."""
+"""The user is told of updates that the graph does not read, and is not troubled otherwise."""
 
 from __future__ import annotations
 
@@ -202,7 +202,7 @@ def no_rate_at_first(forward: Any, model: Pair) -> None:
 
 def a_group_without_rate(forward: Any, model: Pair) -> None:
     class BySetting(torch.optim.SGD):
-        """As optimizers that write through `.data` do: no version counts."""
+        """Writes through `.data`, as some optimizers do, so that no version counts."""
 
         def step(self, closure: Any = None) -> None:
             for group in self.param_groups:

@@ -68,7 +68,7 @@ def learn(bench: Bench, seed: int, steps: int = 2) -> None:
 
 
 def run(program: Callable[[Bench], None], bench: Bench) -> list[str]:
-    """What went wrong, by kinds."""
+    """Run the program; list its kinds of races, wrong values, and what it left behind."""
     program(bench)
     bench.settle()
     bench.device.shadows.release()
@@ -171,7 +171,7 @@ class NotFinished(SimulatedCarrier):
 
 
 class NoVersions(CudaDevice):
-    """What autograd added to a gradient, after it was sent, is not waited for."""
+    """Does not wait for what autograd added to a gradient after it was sent."""
 
     def await_on_host(
         self, read: Sequence[torch.Tensor], written: Sequence[torch.Tensor] = ()

@@ -121,7 +121,7 @@ def update(
 
 
 def in_time(work: Callable[[], object]) -> object:
-    """What it returns or raises; an AssertionError if it hangs."""
+    """Return what `work` returns or raises; an AssertionError if it hangs."""
     found: list[object] = []
 
     def run() -> None:

@@ -1,4 +1,4 @@
-"""What goes back to the system for want of room, played through: nothing where there is room."""
+"""Plays through which pages go back to the system for want of room: none where there is room."""
 
 from __future__ import annotations
 

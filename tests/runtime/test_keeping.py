@@ -1,4 +1,4 @@
-"""What plans let leave stays while there is room: right numbers, no races, never over the limit."""
+"""Tensors that plans let leave stay while there is room: right numbers, no races, no excess."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What bounds host memory, where it is read, and how it is named."""
+"""Bounds on host memory, where they are read, and how they are named."""
 
 from __future__ import annotations
 

@@ -84,7 +84,7 @@ def test_room_is_kept_for_the_next_of_its_size_while_as_much_is_in_use(tmp_path:
 
 def test_room_is_kept_for_an_owner_though_nothing_is_in_use(tmp_path: Path) -> None:
     class Owner:
-        """Of a step whose gradients alone are here."""
+        """A step of which only the gradients are here."""
 
     store, owner = MappedStore(tmp_path), Owner()
     store.keep_room(owner, 2 * MIB)

@@ -1,4 +1,4 @@
-"""What the system says of this process, against what this process did; limits of cgroups."""
+"""The system's figures for this process, against what it did; limits of cgroups."""
 
 from __future__ import annotations
 

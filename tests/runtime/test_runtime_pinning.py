@@ -1,4 +1,4 @@
-"""What is registered with CUDA, and what happens when it fails, at forks and at exit."""
+"""Registration of host memory with CUDA: refusals, forks, and the end of the process."""
 
 from __future__ import annotations
 

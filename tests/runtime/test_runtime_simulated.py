@@ -45,7 +45,7 @@ class NoMarkForLoads(Mover):
 
 
 class LoadsDoNotWaitForTheCopyOut(Mover):
-    """What makes it visible: nothing between wait and load but the copy itself."""
+    """The fault shows because nothing but the copy itself lies between wait and load."""
 
     def _after(self, mark: Point | None, out: Copy | None = None) -> Sequence[Point]:
         return super()._after(None if out is not None else mark, None)

@@ -55,7 +55,7 @@ def environment(**variables: str) -> dict[str, str]:
 
 
 def ran(code: str, **variables: str) -> str:
-    """What it prints. What a process allocates with is chosen once: each has one of its own."""
+    """The output of the code in a process of its own, since each chooses its allocator once."""
     command = [sys.executable, "-c", code]
     done = warm.run(command, env=environment(**variables), imported=warm.LITTLE)
     assert done.returncode == 0, done.stderr

@@ -95,7 +95,7 @@ class Training:
         return list(self.runtime.stores.values())
 
     def fails(self, step: Callable[[], None], told: str) -> str:
-        """What the error says; it names the place, and a tensor if one was under way."""
+        """The text of the step's error, which must match `told` and name the place."""
         before = set(threading.enumerate())
         with pytest.raises(OffloadError, match=told) as raised:
             step()
