@@ -118,7 +118,7 @@ def slow_out(capacity: int) -> Machine:
 
 
 def test_gradients_without_room_at_the_end_leave_after_forward() -> None:
-    """Of ten the device holds three: seven cross in 10 µs each, after the 100 µs of forward."""
+    """The device holds three of ten: seven cross in 10 µs each, after the 100 µs of forward."""
     found = bound_us(gradients(), slow_out(310))
     assert found == pytest.approx(100 + 7 * 10, rel=0.01)
     assert found <= planned_us(gradients(), slow_out(310)) * (1 + 1e-9)

@@ -197,7 +197,7 @@ def there_and_back(n: int, recompute: bool = False) -> Problem:
 
 
 def test_what_is_away_at_one_moment_goes_out_before_it_and_comes_back_after() -> None:
-    """As F9 ends 7 of 10 are away: 700 bytes out before, and back after, at 10 bytes per µs."""
+    """When F9 ends, 7 of 10 are away: 700 bytes go out before and back after, at 10 a µs."""
     p = there_and_back(10)
     assert cut_bound(survey(p, machine(300)), math.inf) == pytest.approx(140_000, rel=0.01)
     assert cut_bound(survey(p, machine(None)), math.inf) == 0  # nobody has to go

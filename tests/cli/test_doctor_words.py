@@ -1,4 +1,4 @@
-"""What the doctor says of machines that are made up, and in which order."""
+"""The doctor's findings for made-up machines, and their order."""
 
 from __future__ import annotations
 

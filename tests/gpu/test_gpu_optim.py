@@ -1,6 +1,6 @@
 """Optimizers beside a GPU: gradients that cross while it computes, states on the host, kernels.
 
-What runs on the CPU target as well says so by its devices; the rest needs a card.
+Tests that also run on the CPU target name it among their devices; the others need a card.
 """
 
 from __future__ import annotations

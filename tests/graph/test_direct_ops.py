@@ -45,7 +45,7 @@ def runtime(key: str) -> Runtime:
 
 
 def stored(op: Any, args: tuple[Any, ...], like: torch.Tensor, key: str) -> torch.Tensor:
-    """What the op makes on the host, as `like` lies."""
+    """The op's result on the host, laid out like `like`."""
     ticket = op(*args, like.size(), like.stride(), like.dtype, "g", key)
     return ops.host_of(ticket, like.size(), like.stride(), like.dtype)
 
@@ -129,7 +129,7 @@ def pages(tensor: torch.Tensor) -> int:
 
 
 def drop_from_memory(slot: MappedSlot, tensor: torch.Tensor) -> bool:
-    """Whether the slot's pages are now on the disk alone."""
+    """Drop the slot's pages from memory; True if they are now on the disk alone."""
     file = slot._file
     os.fsync(file._descriptor)
     file.memory.madvise(mmap.MADV_DONTNEED)

@@ -260,7 +260,7 @@ def test_saved_weights_stay_what_they_are() -> None:
 
 
 def _code_of_a_chain(compiler: Any) -> str:
-    """What Inductor writes for products of which each needs the one before only."""
+    """Inductor's code for products, each of which needs only the one before."""
     from torch._inductor.utils import run_and_get_code
 
     def chain(x: Tensor) -> Tensor:

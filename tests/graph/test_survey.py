@@ -1,4 +1,4 @@
-"""What is known of a step before it is planned."""
+"""Facts about a step that are known before it is planned."""
 
 from __future__ import annotations
 

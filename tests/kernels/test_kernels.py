@@ -1,4 +1,4 @@
-"""What needs neither Triton nor a GPU: meaning, refusals, gates, tiles, and launches as values."""
+"""Kernels without Triton or a GPU: meaning, refusals, gates, tiles, and launches as values."""
 
 from __future__ import annotations
 

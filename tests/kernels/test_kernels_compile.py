@@ -216,7 +216,7 @@ def test_no_kernel_is_left_out() -> None:
 
 
 class Pretended:
-    """What Triton asks of a driver before it loads what it compiled."""
+    """Answers what Triton asks of a driver before it loads a compiled kernel."""
 
     def get_current_device(self) -> int:
         return 0

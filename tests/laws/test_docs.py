@@ -1,4 +1,4 @@
-"""What the documents say holds: code runs, commands run, links lead somewhere, examples run."""
+"""The documents hold: code and commands run, links lead somewhere, examples run."""
 
 from __future__ import annotations
 
@@ -150,7 +150,7 @@ NEEDS: dict[str, Callable[[dict[str, Any]], None]] = {
 
 @pytest.fixture(scope="module")
 def one_report() -> Iterator[PlanReport]:
-    """Of a step in which something moves."""
+    """The report of a step in which something moves."""
     options = {"memory": "minimum", "lowering": "aot_eager", "hardware": "cpu", "seconds": 0.1}
     step = torch.compile(Model(), backend="offcompile", options=options)
     known = len(offcompile.reports())
@@ -163,7 +163,7 @@ def one_report() -> Iterator[PlanReport]:
 
 @pytest.fixture
 def in_a_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With the examples in it, and the weights of a `Model`."""
+    """Work in a folder that has the examples and the weights of a `Model`."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "examples").symlink_to(EXAMPLES)
     (tmp_path / "weights").mkdir()

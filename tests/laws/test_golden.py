@@ -1,4 +1,4 @@
-"""What every policy decides on three small problems, word for word.
+"""The plan of every policy for three small problems, word for word.
 
 A refactoring must change no plan. `pytest tests/laws/test_golden.py --update-golden` rewrites the
 files; read the difference before committing it.

@@ -74,7 +74,7 @@ def instruments(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Instruments:
 
 @pytest.fixture
 def later() -> Callable[[], object]:
-    """As if in another process."""
+    """A call that forgets the figures in memory, as if in another process."""
     return partial(once.forget, MEASURED)
 
 

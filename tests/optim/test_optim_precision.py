@@ -29,7 +29,7 @@ def _one_thread() -> Iterator[None]:
 
 
 class Masters:
-    """What bf16 weights with fp32 masters are to do, by torch's own classes."""
+    """Trains bf16 weights with fp32 masters by torch's own classes."""
 
     def __init__(self, model: nn.Module, kind: str) -> None:
         self.weights = [p for p in model.parameters() if p.requires_grad]

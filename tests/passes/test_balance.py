@@ -29,7 +29,7 @@ def streaming(direct_us: float) -> Problem:
 
 
 def made_direct(problem: Problem, room: int) -> list[tuple[str, str]]:
-    """Of the step in which everything is loaded."""
+    """The reads that `balanced` makes direct in a step that loads everything."""
     machine = link(room, RATE)
     variant = ProgramVariant(problem, machine, Choices())
     cover = variant.cover(set())

@@ -51,7 +51,7 @@ def test_a_stack_of_activations_with_workspaces_wastes_nothing() -> None:
 
 
 def test_short_ones_at_the_same_end_would_leave_holes() -> None:
-    """What is saved is born beside a workspace, and would stand above it."""
+    """A saved tensor is born beside a workspace, and would stand above it."""
     stays = [s for i in range(6) for s in (AddressStay(9 - i, i, i + 1), AddressStay(10, i, 20))]
     made = lay_out(stays)
     assert made.waste < 0.1

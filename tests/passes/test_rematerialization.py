@@ -1,4 +1,4 @@
-"""What backward computes again: cheapest for its price, in blocks, and just in time."""
+"""Recomputation in backward: cheapest for its price, in blocks, and just in time."""
 
 from __future__ import annotations
 

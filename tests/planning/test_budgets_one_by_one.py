@@ -54,7 +54,7 @@ def refused(memory: int | str) -> Infeasible:
 
 
 def named_budget(error: Infeasible) -> str:
-    """What the refusal says to set."""
+    """The budget that the refusal says to set."""
     found = re.search(r"Set memory to '(.+?)'", error.smallest_change)
     assert found is not None, error
     return found.group(1)

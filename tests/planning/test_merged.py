@@ -1,4 +1,4 @@
-"""What Inductor runs in one kernel is one op of the problem, with all that it holds meanwhile."""
+"""A kernel of Inductor is one op of the problem, with all that it holds meanwhile."""
 
 from __future__ import annotations
 

@@ -64,7 +64,7 @@ class Sieve(nn.Module):
 
 
 def batch(density: float, seed: int = 0) -> torch.Tensor:
-    """Of the elements, this share is above zero."""
+    """A batch with this share of its elements above zero."""
     made = torch.Generator().manual_seed(seed)
     return torch.rand(8, 16, 32, 32, generator=made) - (1 - density)
 
@@ -202,7 +202,7 @@ def test_the_report_says_what_was_measured_and_decided(options: dict[str, object
 
 
 class Tower(nn.Module):
-    """What backward needs has no zeros, and forward reads the first layer's output at its end."""
+    """Saves tensors without zeros for backward, and reads the first layer's output at the end."""
 
     def __init__(self, depth: int = 6, width: int = 256) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""What densities mean for codecs, where a codec may be used, and how fast codecs are here."""
+"""The ratios that densities give codecs, where codecs may be used, and how fast they are here."""
 
 from __future__ import annotations
 

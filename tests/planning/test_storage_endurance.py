@@ -1,4 +1,4 @@
-"""What spilling does to drives: bytes of a plan, years, a line in the report, one warning."""
+"""Wear of drives by spilling: bytes of a plan, years, a line in the report, one warning."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is written and logged about a compiled graph: files, pictures, log lines and artifacts."""
+"""Dumps and logs of a compiled graph: files, pictures, log lines and artifacts."""
 
 from __future__ import annotations
 

@@ -252,7 +252,7 @@ addEventListener("securitypolicyviolation", (event) => wrong.push(event.blockedU
 
 
 def probed(text: str, folder: Path) -> dict[str, Any]:
-    """What the probe finds in the page, under the page's own policy."""
+    """Open the page with the probe in it, under the page's own policy; return what it finds."""
     assert CHROMIUM is not None
     probe = f"const FIGURES = {FIGURES};\n" + (Path(__file__).parent / "page_probe.js").read_text()
     for script in (WATCH, probe):

@@ -17,7 +17,7 @@ from offcompile.simulate import simulate
 
 
 def differences(problem: Problem, machine: Machine, plan: Plan) -> tuple[dict[str, Any], list[str]]:
-    """What the oracle says of the plan, and where the simulator says something else."""
+    """The oracle's verdict on the plan, and where the simulator's differs."""
     naive, timeline = run(problem, machine, plan), simulate(problem, machine, plan)
     if naive["valid"] != timeline.valid:
         return naive, [f"oracle {naive['rules'] or 'valid'}, simulator {timeline.violations}"]

@@ -241,7 +241,7 @@ def test_an_op_that_overwrites_leaves_the_drop_pending():
     assert seen.at("C") == (5000, 6000)  # B 1–2, m 2–5, and only then is w gone
 
 
-# What dies by itself
+# Values that die by themselves
 
 
 @pytest.mark.parametrize("kind", ["activation", "temporary"])

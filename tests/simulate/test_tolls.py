@@ -1,4 +1,4 @@
-"""What moves take from compute beside them: in no simulated time, and in all that is compared."""
+"""Tolls, the compute time that moves take: in no simulated time, but in every comparison."""
 
 from __future__ import annotations
 
