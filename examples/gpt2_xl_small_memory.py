@@ -95,7 +95,7 @@ def anonymous_bytes() -> int:
 
 
 def disk_bytes() -> tuple[int, int]:
-    """What this process has had the disk read and write so far."""
+    """Bytes that the disk has read and written for this process so far."""
     with open("/proc/self/io") as io:
         found = dict(line.split(":") for line in io)
     return int(found["read_bytes"]), int(found["write_bytes"])
@@ -162,7 +162,7 @@ def train(asked: argparse.Namespace) -> None:
 
 
 def limits(asked: argparse.Namespace, read_bytes: int, written_bytes: int) -> None:
-    """What a step cannot be faster than."""
+    """Tell the least time of a step: its compute, and its bytes at the disk's own rates."""
     report = offcompile.reports()[-1]
     disk = this_machine((Path(asked.spill),))
     read, write = disk.h2d_gbps, disk.d2h_gbps

@@ -88,7 +88,7 @@ test_largest_away = law(300)
 
 
 def wrong_plan() -> str:
-    """What is said of a plan without any moves, where weights that take turns need some."""
+    """The fault found in a plan without moves, where weights that take turns need some."""
     folder = Path(__file__).parent / "plans"
     problem = loads_problem((folder / "tiny.json").read_text())
     machine = machine_from_toml((folder / "tiny.machine.toml").read_text())

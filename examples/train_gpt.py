@@ -250,7 +250,7 @@ def half(plain: dict[str, Any]) -> int:
 
 
 def settings(asked: argparse.Namespace, device: str) -> dict[str, Any]:
-    """What every run has in common."""
+    """The settings that all runs have in common."""
     sizes = SIZES["quick" if asked.quick else device]
     return {
         **{name: getattr(asked, name) or value for name, value in sizes.items()},
