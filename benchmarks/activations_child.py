@@ -1,7 +1,7 @@
-"""What `benchmarks.activations` measures: the models, and one variant of training one of them.
+"""The child process of `benchmarks.activations`: models, and one variant of training one of them.
 
-Each variant lives in a process of its own, which waits, runs a step when the parent asks for one,
-and tells how long it took and what it held at most.
+Each variant has a process of its own, which waits, runs a step when the parent asks for one, and
+tells how long it took and the most that it held.
 """
 
 from __future__ import annotations

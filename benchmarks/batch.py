@@ -59,7 +59,7 @@ def inputs_of(batch: int) -> Any:
 
 
 def planned(net: Net, memory: int | None, spill: str, **more: Any) -> tuple[Any, Any, float]:
-    """What plain training and ours can do, and how long it took to find out."""
+    """Batches that fit with plain training and with ours, and the seconds it took to find them."""
     import offcompile
 
     model = case_of(net, 1).build()
@@ -204,8 +204,8 @@ runs: {title}; budget {budget} MiB for weights, gradients and activations.{cards
 
 Each row is a process of its own; they run one step each in turn, {rounds} rounds. "× plain" of
 samples a second: median over the rounds. Peak memory is what the operating system measured, less
-what the process held before the model. What it holds over the budget is what no plan knows of:
-what compiling a graph of so many ops leaves behind, buffers of the libraries, holes. Plain training
+what the process held before the model. No plan knows of what it holds over the budget: the
+leftovers of compiling a graph of so many ops, buffers of the libraries, holes. Plain training
 at the batch for which the budget just suffices holds most of it.
 
 {table}

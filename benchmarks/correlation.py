@@ -63,7 +63,7 @@ def shares(traces: Mapping[str, Trace]) -> Iterator[str]:
 
 
 def geometry() -> Iterator[str]:
-    """What the size of the block tables does."""
+    """Rows of misses by the size of the block tables."""
     trace = wide()
     machine = half(trace)
     for rows in (16, 64, 128, 512, 2048):
@@ -85,7 +85,7 @@ def wide(steps: int = 60) -> Trace:
 
 
 def microseconds_per_touch(trace: Trace) -> float:
-    """What the predictor takes in this interpreter for each touch, without any simulation."""
+    """The predictor's own time for each touch in this interpreter, without any simulation."""
     touches = sum(len(run.touched) for run in trace.runs)
     best = float("inf")
     for _ in range(3):

@@ -1,4 +1,4 @@
-"""What is predicted of a step, beside what is measured of it: memory and time.
+"""Predicted and measured memory and time of a step.
 
 Run `python -m benchmarks.forecast` (`--quick`: small models, print only) for the table in
 `results/`. A process plans before anything has run; others then run those plans.
@@ -56,7 +56,7 @@ class Row:
 
     @property
     def allowed_bytes(self) -> int:
-        """What the process may hold: with room for holes, freed memory is kept up to the budget."""
+        """The most the process may hold: with room for holes, it keeps freed memory up to that."""
         asked = self.ahead["memory"]
         return int(asked if isinstance(asked, int) else self.ahead["peak_bytes"])
 
@@ -123,7 +123,7 @@ def measured(task: dict[str, Any], ahead: dict[str, Any]) -> Row:
 
 
 def rows_of(case: str, lowering: str, asked: argparse.Namespace) -> list[Row]:
-    """Of the try during which the machine's pace changed least."""
+    """Rows of the try during which the machine's pace changed least."""
     tries: list[list[Row]] = []
     for _ in range(1 if asked.quick else MOST_TRIES):
         tries.append(once(case, lowering, asked))

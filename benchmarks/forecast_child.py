@@ -1,6 +1,6 @@
-"""What `benchmarks.forecast` runs: a plan made before anything has run, and steps that follow it.
+"""The child processes of `benchmarks.forecast`: one plans before anything runs, others run steps.
 
-Each is a process of its own: planning leaves nothing behind in the process that is measured.
+Planning has a process of its own, so that it leaves nothing behind in those that are measured.
 """
 
 from __future__ import annotations
@@ -176,7 +176,7 @@ def serve(task: dict[str, Any]) -> None:
         return {"seconds": seconds}
 
     def stand() -> tuple[int, int]:
-        """What is in malloc's blocks and what the process holds, beside weights that stand here."""
+        """Bytes in malloc's blocks, and bytes that the process holds, without the model's own."""
         gc.collect()
         heap().trim()
         on_host = sum(t.nbytes for t in offcompile.reports()[-1].problem.tensors if t.home == HOST)
@@ -215,7 +215,7 @@ def serve(task: dict[str, Any]) -> None:
 
 
 def own_bytes(model: nn.Module) -> int:
-    """Of its parameters and buffers, each storage once."""
+    """Bytes of its parameters and buffers; each storage counts once."""
     return sum({s._cdata: s.nbytes() for s in _storages(model)}.values())
 
 

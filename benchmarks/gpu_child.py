@@ -175,7 +175,7 @@ class Variant:
         return {"seconds": seconds, "losses": losses}
 
     def bytes_without_model(self) -> int:
-        """What the process holds with compiler, runtime, libraries and their workspaces."""
+        """Bytes of the compiler, the runtime, and the libraries with their workspaces."""
         small = TINY_CASES[self.task["case"]]
         self.start(small, small.batch, "minimum")
         for _ in range(2):
@@ -267,7 +267,7 @@ class Variant:
         memory.reset_peak()
 
     def fits(self, batch: int) -> bool:
-        """Whether two steps of this batch run under the cap that the task names."""
+        """True if two steps of this batch run under the cap that the task names."""
         from offcompile import Infeasible
         from offcompile.ir import OffloadError
 
@@ -320,7 +320,7 @@ def largest(variant: Variant, start: int, most: int, seconds: float, tell: Tell)
 
 
 def machine() -> dict[str, Any]:
-    """What the table was made on."""
+    """The versions and the hardware behind the table."""
     import platform
 
     found: dict[str, Any] = {

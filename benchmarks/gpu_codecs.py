@@ -33,7 +33,7 @@ class Rate:
 
 
 def measure(length: int = LENGTH) -> list[Rate]:
-    """Of float32 tensors of `length` elements, on the current device."""
+    """Measure codecs on float32 tensors of `length` elements, on the current device."""
     device = torch.device("cuda", torch.cuda.current_device())
     most = max(BitmaskPlan(length, torch.float32).layout.worst_bytes, 1 << 20)
     arena = HostArena(2 * most, 2 * most)

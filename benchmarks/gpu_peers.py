@@ -1,4 +1,4 @@
-"""What others have for weights and gradients that leave the card, where it is installed."""
+"""Other libraries, where installed, that take weights and gradients off the card."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class Peer:
 
 
 def peer(kind: str, model: nn.Module) -> Peer:
-    """ImportError where the package is not installed, which the row then says."""
+    """The peer of this kind; ImportError, which the row then shows, if it is not installed."""
     if kind == "deepspeed":
         return _deepspeed(model)
     return _torchao(model, adamw=kind != "torchao")

@@ -43,7 +43,7 @@ def cells(row: Row, plain: Row) -> list[str]:
 
 
 def mine(row: Row, median_ms: float) -> list[str]:
-    """What only ours has: budget, planned peak, traffic, waits, and the plan's time."""
+    """Cells that only our rows have: budget, planned peak, traffic, waits, the plan's time."""
     facts = row["facts"]
     if "budget_bytes" not in facts:
         return [""] * 5

@@ -1,4 +1,4 @@
-"""What ops take in a step, beside what they are measured to take alone.
+"""Times of ops in a step, beside those measured of the same ops alone.
 
     python -m benchmarks.op_costs [--quick]
 
@@ -61,7 +61,7 @@ class Timed(fx.Interpreter):
 
 
 class Seen:
-    """What each kind of call took within steps."""
+    """Times of each kind of call within steps."""
 
     def __init__(self) -> None:
         self.calls: dict[str, OpCall] = {}
@@ -80,7 +80,7 @@ class Seen:
 
 
 def fastest_half(us: list[float]) -> float:
-    """As ops are timed alone."""
+    """The mean of the faster half, as where ops are timed alone."""
     return statistics.fmean(sorted(us)[: (len(us) + 1) // 2])
 
 
@@ -200,7 +200,7 @@ def main() -> None:
 
 
 TEXT = """\
-# What ops take alone, beside what they take in a step
+# Op costs, alone and in a step
 
 Models of [forecast](forecast.md). A step's ops are timed one by one where they run; then each kind
 of call that takes {least} µs and more is run alone, with its operands and its result's place left

@@ -1,4 +1,4 @@
-"""What `benchmarks.optimizer` measures: whole steps with one optimizer, in a process of its own."""
+"""The child process of `benchmarks.optimizer`: measures whole steps with one optimizer."""
 
 from __future__ import annotations
 

@@ -245,7 +245,7 @@ def best_policy(row: Row) -> Row | None:
 
 
 def behind_of(case: Case, row: Row) -> list[str]:
-    """What is simpler, fits and is faster than the plan."""
+    """Simpler ways that fit and are faster than the plan, a line each."""
     ours = row.get("ours") or float("inf")
     return [
         f"- {case.name} on {case.place} in {row['budget'] / GIB:.2f} GiB: {way['name']} takes"

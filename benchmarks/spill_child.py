@@ -1,5 +1,5 @@
-"""What `benchmarks.spill` measures: a training step with moves forced through a codec, the rates of
-codecs, and those of spill files."""
+"""The child process of `benchmarks.spill`: measures a step with moves forced through a codec, the
+rates of codecs, and those of spill files."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ BUDGET_BYTES = IN_FLIGHT * max(SAVED_MIB) * MIB * 4 // 3
 
 
 def serve(task: dict[str, Any]) -> None:
-    """As the child of `benchmarks.activations`; `codec` is that of all activations that leave.
+    """Serve as `benchmarks.activations_child` does, with `codec` for all activations that leave.
 
     "chosen" leaves it to the planner, which profiles; None moves them as they are.
     """
@@ -137,9 +137,9 @@ class Files:
         return self._length / _seconds(work) / 1e9
 
     def ours(self) -> tuple[float, float]:
-        """GB/s out and in, in the order of a step: what left last comes back first.
+        """GB/s out and in, in the order of a step: the tensor that left last comes back first.
 
-        As in a step, what has been used makes room for what arrives, and the heap keeps a budget.
+        Used tensors make room for those that arrive, and the heap keeps a budget, as in a step.
         """
         held: list[torch.Tensor] = []
 

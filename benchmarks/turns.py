@@ -115,7 +115,7 @@ def loss_line(children: list[Child]) -> str:
 
 
 def machine() -> str:
-    """What a result was measured on."""
+    """The machine and the versions behind a result, in words."""
     import torch
 
     versions = f"torch {torch.__version__}, CPython {platform.python_version()}"

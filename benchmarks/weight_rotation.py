@@ -108,8 +108,8 @@ def idle_table(rows: Sequence[Row], budgets: Sequence[int]) -> tuple[list[str], 
 
 
 def forced_idle_us(problem: Problem, machine: Machine) -> float:
-    """What the forward pass must wait for: weights that are not there when it begins come in
-    before its last op starts, whichever they are."""
+    """The wait that no plan spares the forward pass: weights that are not there when it begins come
+    in before its last op starts, whichever they are."""
     weights = sum(t.nbytes for t in problem.tensors if t.kind == "weight")
     budget = machine.tier["device"].capacity_bytes or 0
     forward = [op.duration_us for op in problem.ops if op.phase == "forward"]

@@ -245,7 +245,7 @@ the operating system, less what the process held before the model), "in", "out" 
 the same runtime.
 
 "plain, memory kept": malloc was told to keep what is freed, so that gradients find memory that is
-there already. As it comes it maps each block of more than 32 MiB anew, and the system clears its
+there already. By default it maps each block of more than 32 MiB anew, and the system clears its
 pages every step; what that takes differs from minute to minute on a virtual machine.
 
 - load all, then compute: as ZeRO-Offload has it; nothing is computed before all weights are there.

@@ -1,4 +1,4 @@
-"""What `benchmarks.weights` measures: one schedule of one model, in a process of its own."""
+"""The child process of `benchmarks.weights`: measures one schedule of one model."""
 
 from __future__ import annotations
 
