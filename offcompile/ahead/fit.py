@@ -223,8 +223,8 @@ def _on_card(options: Options, card: str) -> Options:
 
 
 def work_of(asked: ForecastRequest, batch: int, ranks: int) -> StepWork:
-    """What a step gets done: the elements of the first table of whole numbers among the inputs are
-    tokens; without one, samples count."""
+    """The work of a step: tokens, if an input is a table of whole numbers (the first one's elements
+    count), or else samples."""
     for given in tree_leaves((asked.inputs, dict(asked.keywords))):
         if isinstance(given, torch.Tensor) and given.ndim == 2 and not given.is_floating_point():
             return StepWork(ranks * given.numel(), "tokens", ranks)

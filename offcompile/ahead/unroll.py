@@ -4,9 +4,9 @@ Two traces of the same model, with k and k−1 periods of its layers, differ by 
 only the longer one has: one in forward, one in backward, and sometimes others (tensors that
 backward needs of all layers may be made at the end of forward). Around each such run the ops
 repeat: from one period to the next, every operand is the same tensor, or the tensor made one period
-later, or one period earlier. Copies of a period then stand for more layers. As a check, the same
-rule for one period less must give the shorter trace, op by op and tensor by tensor; otherwise the
-extrapolation is not exact, and is not used.
+later, or one period earlier. Copies of a period then stand for more layers. The same rule for one
+period less must give the shorter trace, op by op and tensor by tensor; otherwise the extrapolation
+is not exact, and is not used.
 """
 
 from __future__ import annotations

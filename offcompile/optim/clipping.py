@@ -23,7 +23,7 @@ def norm(gradient: torch.Tensor) -> torch.Tensor:
 def total_norm(gradients: Sequence[torch.Tensor], norms: Sequence[torch.Tensor]) -> torch.Tensor:
     """The norm of all gradients from their norms; bit for bit torch's result for this order.
 
-    Of sharded gradients, the norm over all ranks: a collective, which every rank must call.
+    With sharded gradients it is the norm over all ranks, by a collective that every rank must call.
     """
     if not gradients:
         return torch.tensor(0.0)

@@ -1,7 +1,7 @@
 """Lets host and device take turns with the updates where the links are what a step waits for.
 
-As long as the host takes the first gradients and the device the last ones, the link out of the
-device carries little until the device begins, and then more than it can. If both take turns from
+While the host takes the first gradients and the device the last ones, the link out of the device
+carries little until the device begins, and then has too much to carry. If both take turns from
 the first gradient on, states cross during all of backward. Activations that cross beside them then
 cost more than computing them again, since compute has time to spare, so more of forward runs again
 as well.

@@ -28,9 +28,9 @@ from .sharding import ROOT, groups_of, on_rank, trained_bytes
 MIB = 1 << 20
 #: offcompile's own buckets on the CPU target: a share of all parameters, and how many there may be
 OWN_BUCKET_SHARE, OWN_BUCKETS = 16, 3
-#: whole groups of FSDP2 in backward: weights that are used and weights that are gathered ahead, and
-#: as many gradients, of what trains: those that are made and those that are being reduced. Of the
-#: root, weights stay after forward, and gradients until the end of backward.
+#: whole groups of FSDP2 in backward: weights in use and weights gathered ahead, and as many
+#: gradients if they train: those being made and those being reduced. The root keeps its weights
+#: after forward, and its gradients until the end of backward.
 GROUPS_AT_ONCE = 2
 
 

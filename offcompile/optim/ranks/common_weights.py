@@ -9,9 +9,9 @@ if all ranks have the same bytes in it, which they compare once. An owner writes
 - in `step()`, once every rank has called it;
 - or in backward, if the gradient was reduced there: no rank has an op left that reads the weight.
 
-What a program writes to a weight by itself stays on its rank, as it does without this, until the
-owner's next update replaces it everywhere. A weight that a program writes to time and again has
-memory of its own on each rank.
+A program's own writes to a weight stay on their rank, as they do without this, until the owner's
+next update replaces them everywhere. A weight that a program writes to time and again has memory
+of its own on each rank.
 """
 
 from __future__ import annotations
@@ -89,8 +89,8 @@ class CommonWeights:
         return bool(self._slots)
 
     def memory(self, key: int) -> torch.Tensor | None:
-        """Return the memory of a weight that all ranks see; None if this rank does not use it. What
-        this rank has written to the weight by itself is shown to all."""
+        """Return the memory of a weight that all ranks see; None if this rank does not use it. All
+        ranks then see what this rank has written to the weight by itself."""
         slot = self._slots.get(key)
         if slot is None or not self._is_there(key):
             return None

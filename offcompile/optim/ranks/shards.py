@@ -1,8 +1,7 @@
 """Finds the part of a tensor that this rank holds: FSDP2 and tensor parallelism make DTensors.
 
-Updates and states are of that part. What leaves the optimizer (`state_dict()`, `state`) is a
-DTensor again, placed like its parameter, so that torch.distributed.checkpoint can save and reshard
-it.
+Updates and states are of that part. `state_dict()` and `state` give out DTensors again, placed like
+their parameters, so that torch.distributed.checkpoint can save and reshard them.
 """
 
 from __future__ import annotations

@@ -77,8 +77,8 @@ class FixedWeights:
             text = f"weights that stay on the device: {self.words()}."
             if any("also that of" in self.why[i] for i in new):
                 warn(
-                    f"{self.graph}: {text} On the host they would share it no more. What is yours"
-                    " of that, let go of before the first compiled call, and they can leave."
+                    f"{self.graph}: {text} On the host they would share it no more. If the"
+                    " reference is yours, drop it before the first compiled call, and they can leave."
                 )
             else:
                 log_decision(self.graph, text)

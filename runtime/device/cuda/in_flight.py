@@ -110,5 +110,5 @@ class CopiesInFlight:
     def warn_late(self) -> None:
         for copy in self._late:
             error = failure(copy.error or OffloadError(), "load", copy.label.tag, copy.slot)
-            warnings.warn(f"What was computed last is wrong: {error}", stacklevel=3)
+            warnings.warn(f"The results computed last are wrong: {error}", stacklevel=3)
         self._late.clear()

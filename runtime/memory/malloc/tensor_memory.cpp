@@ -31,8 +31,8 @@ constexpr std::int64_t kWorth = 1 << 20;        // that much has to have come si
 constexpr std::int64_t kNone = -1;
 const std::int64_t kPage = sysconf(_SC_PAGESIZE);
 
-// What the process may hold. A block that was just taken is not touched yet: now is the time to
-// give the pages of free blocks back, if with its own there would be too many.
+// The most that the process may hold. A block that was just taken is not touched yet, so this is
+// the time to give back the pages of free blocks, if the block's own would be too many.
 class Limit {
  public:
   void set(std::int64_t limit_bytes, int statm) {
