@@ -124,7 +124,7 @@ void cast_up(const u16* from, i64 n, float* to) {
   for (; at < n; ++at) to[at] = As::widen(from[at]);
 }
 
-// bit: not (x <= 0). As an integer, such an x is above zero, or, unsigned, above minus infinity
+// bit: not (x <= 0). The bits of such an x are above zero, or, unsigned, above minus infinity's
 template <class T>
 bool above(T bits, T nans) {
   constexpr T sign = T(T(1) << (8 * sizeof(T) - 1));

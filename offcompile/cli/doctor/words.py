@@ -61,8 +61,8 @@ def _of_cpu_target(found: Examination) -> Iterator[Finding]:
     yield Finding(
         effect,
         "cpu",
-        f"The disk writes {p.d2h_gbps:.3g} GB/s and reads {p.h2d_gbps:.3g} GB/s. What a step of "
-        f"{SMALL.name} with {SMALL.tokens:,} tokens saves ({SMALL.saved_bytes / GB:.1f} GB) takes "
+        f"The disk writes {p.d2h_gbps:.3g} GB/s and reads {p.h2d_gbps:.3g} GB/s. All that a step "
+        f"of {SMALL.name} with {SMALL.tokens:,} tokens saves ({SMALL.saved_bytes / GB:.1f} GB) takes "
         f"{say_time(out)} out and {say_time(back)} back, beside {say_time(compute)} of compute: "
         f"{verdict}.",
         "Name directories on several disks with `spill`: their rates add up." if effect else "",

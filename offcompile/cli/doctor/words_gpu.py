@@ -52,7 +52,7 @@ def _link(found: Examination, gpu: Gpu, p: HardwareProfile, compute: float) -> F
         f"The link moves {p.h2d_gbps:.3g} GB/s to the card and {p.d2h_gbps:.3g} GB/s back, "
         f"{_pcie(gpu, min(p.h2d_gbps, p.d2h_gbps))}. The weights of {LARGE.name} "
         f"({LARGE.weight_bytes / GB:.1f} GB) take {say_time(LARGE.weight_bytes / p.h2d_gbps / GB)} "
-        f"per pass. What a step of {LARGE.tokens:,} tokens saves "
+        f"per pass. All that a step of {LARGE.tokens:,} tokens saves "
         f"({LARGE.saved_bytes / GB:.1f} GB) takes {say_time(out)} out and {say_time(back)} back, "
         f"beside {say_time(compute)} of compute: {say_free(free)}."
     )

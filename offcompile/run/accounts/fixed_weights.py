@@ -78,7 +78,8 @@ class FixedWeights:
             if any("also that of" in self.why[i] for i in new):
                 warn(
                     f"{self.graph}: {text} On the host they would share it no more. If the"
-                    " reference is yours, drop it before the first compiled call, and they can leave."
+                    " reference is yours, drop it before the first compiled call, so that they can"
+                    " leave."
                 )
             else:
                 log_decision(self.graph, text)
