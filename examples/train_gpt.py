@@ -38,7 +38,7 @@ from offcompile.runtime.memory.malloc.launch import environment
 MIB = 1 << 20
 #: the most that losses of two runs may differ by where bits may differ, as a share
 CLOSE = 1e-3
-#: what the demo trains by default on a processor, on a GPU, and with --quick
+#: the demo's default sizes on a processor, on a GPU, and with --quick
 SIZES = {
     "cpu": {"layers": 6, "width": 256, "batch": 16, "length": 256, "steps": 10},
     "cuda": {"layers": 12, "width": 768, "batch": 16, "length": 512, "steps": 20},

@@ -28,7 +28,7 @@ CARD, WIDTH, WORDS, LENGTH, LAYERS = "rtx4090", 128, 256, 64, 4
 BEHIND = 0.001
 #: the search ends by its count, whatever the machine does meanwhile
 COUNTED, SECONDS = "joint:evaluations=100", 100.0
-#: of the peak when nothing moves
+#: shares of the peak when nothing moves
 SHARES = (0.85, 0.75, 0.6)
 #: ways that fit, over all shares
 LEAST_COMPARED = 2

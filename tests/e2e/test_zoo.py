@@ -54,7 +54,7 @@ class Run:
 
     trace: Trace
     peaks: tuple[int, ...]
-    #: of each graph the most that an op takes beside its tensors; where all fits nobody measures it
+    #: most that an op of each graph takes beside its tensors; nobody measures it where all fits
     beside: tuple[int, ...]
     #: bytes that left the device
     moved_bytes: int

@@ -18,7 +18,7 @@ from offcompile.runtime.kernels import Architecture, Launch, refusal
 pytestmark = needs_compiler
 CODE = Path(kernels.__file__).parent / "code"
 F32, F16, BF16, I64 = torch.float32, torch.float16, torch.bfloat16, torch.int64
-#: what is said of reads, and what came of it for this kernel: bits of one access
+#: a launch, and the bits that one of its threads loads and stores at once
 Wanted = tuple[Callable[[], Launch], int, int]
 
 

@@ -229,7 +229,7 @@ NOT_RUN = {
     "offcompile record": "runs a script of the reader's; tests/run/test_record.py runs it",
     "offcompile plan --trace": "plans what that has recorded; tests/run/test_record.py runs it",
 }
-#: what keeps a command short here
+#: options that keep a command short here
 SHORTER = {"plan": ["--seconds", "0.2"]}
 
 

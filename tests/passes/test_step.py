@@ -41,7 +41,7 @@ class Steps:
     rooms: Sequence[int]
     sizes: Sequence[int] = (30, 10)
     now_us: float = 0.0
-    #: what was said of each tensor when it was saved, and what left later, by execution
+    #: the answer for each tensor when it was saved, and the tensors that left later, by execution
     said: list[bool | None] = field(default_factory=list)
     out: list[tuple[Hashable, TensorKey]] = field(default_factory=list)
     #: executions during which a table held

@@ -6,7 +6,7 @@ from offcompile.run.accounts.hole_reserve import MARGIN, MOST_UNKNOWN, WORTH, Ho
 from offcompile.run.accounts.usage import DeviceUsage
 
 BUDGET, AT_FIRST = 1200, 400
-#: what the process holds when the first graph is compiled, and its weights among that
+#: bytes that the process holds when the first graph is compiled, and the weights' among them
 FIRST, WEIGHTS = 5000, 300
 
 

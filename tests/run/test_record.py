@@ -18,7 +18,7 @@ from offcompile.ir.traceio import loads_trace, parse_trace
 from offcompile.runtime.moves.registry import close_all
 
 WIDTH, BATCH = 16, 32
-#: of one linear layer
+#: bytes of one linear layer
 WEIGHTS, ACTIVATION = (WIDTH * WIDTH * 4, WIDTH * 4), BATCH * WIDTH * 4
 
 

@@ -17,7 +17,7 @@ MIB = 1 << 20
 
 #: weights of the model, and as much again of gradients
 WEIGHTS_BYTES = 96 * MIB
-#: what a process holds beside the tensors of the step (see test_budget_real)
+#: bytes that a process holds beside the tensors of the step (see test_budget_real)
 OVERHEAD_BYTES = 48 * MIB
 #: built as any model is, its weights must fit once, before the first step takes them to the host
 BUILT = 100 * MIB

@@ -18,7 +18,7 @@ from zoo import ZOO, Specimen
 from offcompile.runtime.moves.weights import is_on_host
 
 STEPS, WORDS, WIDTH = 3, 160, 64
-#: what may move: a storage of at least this
+#: storages of at least this may move
 LEAST_BYTES = 4096
 
 

@@ -24,7 +24,7 @@ from offcompile.runtime.memory.arena import Arena
 
 MIB = 1 << 20
 PAGE = page_multiple(1)
-#: what else may come and go in a process of many tests: threads, small pages made huge
+#: other memory that may come and go in a process of many tests: threads, small pages made huge
 SLACK_BYTES = 16 * MIB
 
 linux = pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="needs /proc")

@@ -23,7 +23,7 @@ from offcompile.runtime.memory.host_arena import ALIGN_BYTES, HostArena, HostFul
 
 KIB, MIB = 1 << 10, 1 << 20
 PAGE = 4096
-#: what else may come and go in a process of many tests: threads, small pages made huge
+#: other memory that may come and go in a process of many tests: threads, small pages made huge
 SLACK_BYTES = 16 * MIB
 
 linux = pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="needs /proc")

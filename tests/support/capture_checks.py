@@ -32,7 +32,7 @@ from offcompile.runtime.device.cuda.capture import Capture
 
 #: steps the usual way, and steps that are replayed
 USUAL, REPLAYED = 3, 4
-#: of the planned peak without moves: activations leave, and weights stay
+#: share of the planned peak without moves: activations leave, and weights stay
 SHARE = 0.66
 #: options for all of them
 MORE: dict[str, Any] = {}
@@ -402,7 +402,7 @@ def _wait_for_nothing(self: Capture, copy: Any) -> Any:
 
 
 _WAIT = Capture.wait
-#: what is taken away, and the check that shows it
+#: a safeguard → a patch that takes it away, and the check that then fails
 PLANTED: dict[str, tuple[Any, Callable[[str], None]]] = {
     "compute's waits for copies": (
         functools.partial(mock.patch.object, Capture, "wait", _wait_for_nothing),

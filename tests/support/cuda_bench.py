@@ -56,7 +56,7 @@ class Bench:
     device: CudaDevice
     mover: Mover
     wrong: list[str] = field(default_factory=list)
-    #: of all copies out
+    #: the codec of all copies out
     codec: str | None = None
 
     def full(self, nbytes: int, value: int) -> torch.Tensor:

@@ -81,7 +81,7 @@ class Run:
     optimizer: torch.optim.Optimizer
     accumulate: int = 1
     max_norm: float | None = MAX_NORM
-    #: whether the optimizer clips by itself
+    #: True if the optimizer clips by itself
     clips: bool = False
     set_to_none: bool = True
     scheduler: Any = None

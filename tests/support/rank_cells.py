@@ -13,8 +13,8 @@ from typing import Any
 #: budgets of the small model: all that moves fits, half of it, nothing
 AMPLE, MIDDLING, MINIMUM = "1GiB", "8MiB", "minimum"
 BUDGETS = (AMPLE, MIDDLING, MINIMUM)
-#: of FSDP2 in no_sync, which keeps whole gradients between passes, where whole weights stay after
-#: forward, and where the model is one group: 8.34 to 8.93 MiB is the least
+#: budget where FSDP2 keeps more: whole gradients between passes in no_sync, whole weights after
+#: forward, or the model as one group; 8.34 to 8.93 MiB is the least
 WHOLE = "10MiB"
 
 

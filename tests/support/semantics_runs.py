@@ -25,7 +25,7 @@ class Case:
     name: str
     width: int
     rows: int
-    #: of the way from the floor to what the step takes with no limit; 0: "minimum"
+    #: share of the way from the floor to the step's peak with no limit; 0: "minimum"
     share: float
     #: so much more where the budget is a figure
     times: float = 1.0

@@ -19,7 +19,7 @@ from simulated_streams import SimulatedEvent, SimulatedStream, SimulatedStreams
 
 from offcompile.runtime.device.graphs import StreamGraph
 
-#: what a stream knows of others: stream → how many of its nodes come before
+#: the nodes of other streams that a stream knows to come before: stream → their number
 Known = dict[SimulatedStream, int]
 
 

@@ -49,7 +49,7 @@ class SimulatedStream:
     #: work, or an event to wait for
     queue: deque[Callable[[], None] | SimulatedEvent] = field(default_factory=deque)
     clock: int = 0
-    #: what went wrong since the last event
+    #: the failure since the last event
     failed: str | None = None
     thread: threading.Thread | None = None
 
@@ -76,7 +76,7 @@ class SimulatedStreams(Streams):
         self, seed: int, faults: Faults | None = None, pace_s: float | None = None
     ) -> None:
         self.name = "simulated:0"
-        #: whether kernels may use host memory in place
+        #: True if kernels may use host memory in place
         self.reaches_host = True
         self.faults = faults or Faults()
         self._dice = random.Random(seed)

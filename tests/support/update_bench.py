@@ -38,7 +38,7 @@ class Updates:
     bench: Bench
     carrier: SimulatedCarrier
     channels: UpdateWorkers = field(default_factory=UpdateWorkers)
-    #: what is known once the last update is over
+    #: the clock once the last update is over
     clock: int = 0
 
     def start(

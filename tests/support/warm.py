@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any
 
 Modules = tuple[str, ...]
-#: what any compilation comes to import
+#: modules that any compilation comes to import
 IMPORTED: Modules = (
     "torch._inductor.compile_fx",
     "torch.distributed.fsdp",

@@ -24,9 +24,9 @@ from offcompile.runtime.moves.registry import runtimes
 
 from .rows import Row
 
-#: what moves in these runs: all but single numbers
+#: the least that moves in these runs: everything but single numbers
 LEAST_BYTES = 8
-#: of the way from the floor to what the step takes as it is
+#: share of the way from the floor to the step's own peak
 MIDDLING = 0.5
 
 #: the one in which equal bits are promised
@@ -116,7 +116,7 @@ class Planned:
     """A run under a budget, and what was planned for it."""
 
     outcome: Outcome
-    #: of each graph its last plan
+    #: the last plan of each graph
     reports: tuple[offcompile.PlanReport, ...]
     bytes_out: int
 

@@ -17,11 +17,11 @@ from offcompile.ir.traceio import print_trace, trace_to_json
 from offcompile.machine.hardware import load_profile
 from offcompile.machine.hardware_toml import profile_to_toml
 
-#: of which machine the document of measurements tells
+#: the machine of the document of measurements
 CACHE_IDENTITY: dict[str, str | int | bool] = {"machine": "fuzzed"}
 EXAMPLES = Path(__file__).parents[2] / "examples" / "plans"
 
-#: what a name may hold that a terminal, a page or a path must not take at its word
+#: names that a terminal, a page or a path must not take at their word
 NAMES = (
     "\x1b[2J\x1b[31mred",
     "\x1b]0;title\x07",

@@ -153,7 +153,7 @@ _TEXT = {
 }
 #: attention in groups: torch's own decomposition of it adds in another order than its eager kernel
 _GROUPED = _TEXT | {"num_key_value_heads": 2}
-#: as many heads for keys as there are
+#: one head of keys for each head of queries
 _EVEN = _TEXT | {"num_key_value_heads": 4}
 _VISION = {
     "hidden_size": WIDTH,

@@ -14,7 +14,7 @@ from .peaks_child import CASES
 from .rows import Row
 
 MIB = 1 << 20
-#: what a process holds beside the tensors of the step; see test_budget_real.py
+#: bytes that a process holds beside the tensors of the step; see test_budget_real.py
 OVERHEAD_BYTES = 24 * MIB
 LONGEST_S = 900
 _TESTS = Path(__file__).resolve().parents[1]

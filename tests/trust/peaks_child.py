@@ -27,7 +27,7 @@ from offcompile.runtime.memory.malloc.glibc import return_freed_memory
 from offcompile.runtime.memory.malloc.heap import heap
 
 STEPS = 3
-#: what autograd keeps of one forward
+#: bytes that autograd keeps of one forward
 KEPT_BYTES = 128 << 20
 #: rows by which that is estimated
 PROBED = 4

@@ -66,7 +66,7 @@ def _instead(owner: type, name: str, other: Any) -> Callable[[], AbstractContext
     return partial(mock.patch.object, owner, name, other)
 
 
-#: what is not waited for → a context in which it is not
+#: a wait → a context in which nobody makes it
 PLANTS: dict[str, Callable[[], AbstractContextManager[Any]]] = {
     "copies out before memory is used again": _instead(Mover, "_wait", _waits_for_loads_only),
     "loads before they are used": _instead(Mover, "_wait", _waits_for_outs_only),

@@ -73,7 +73,7 @@ class Counts:
     drawn: int = 0
     ran: int = 0
     equal: int = 0
-    #: of those that ran, on simulated threads and a simulated disk
+    #: plans that ran on simulated threads and a simulated disk
     simulated: int = 0
     moves: int = 0
     recomputes: int = 0

@@ -12,7 +12,7 @@ import numpy as np
 from offcompile.runtime.base.mapping import PAGE_BYTES
 from offcompile.runtime.disk.spill_file import Files
 
-#: what a call may do instead of all that it was asked for
+#: faults that a call may have instead of doing all that it was asked for
 READ_FAULTS = ("EIO", "torn", "short", "nothing")
 WRITE_FAULTS = (*READ_FAULTS, "ENOSPC")
 GROW_FAULTS = ("ENOSPC", "EIO")

@@ -44,7 +44,7 @@ KINDS = (
     "no thread",
     "model raises",
 )
-#: what an error has to name: a tensor, a place, or what could not be had
+#: names of which an error needs one: a tensor, a place, or the resource that ran out
 _NAMED = re.compile(
     r"\b[agw]\d* |a weight of shape|spill file|the thread|out of memory|allocate|do not fit|model's"
 )

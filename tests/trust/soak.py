@@ -309,7 +309,7 @@ ZERO = (
     "files left",
 )
 STEADY = ("bytes in flight", "runtimes")
-#: what hangs on which graphs were asked for since the last model was made: → what it may vary by
+#: figures that depend on the graphs compiled since the last model was made → how far they may vary
 BOUNDED = {
     "graphs in the books": 0,
     "bytes mapped": 0,

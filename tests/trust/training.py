@@ -58,7 +58,7 @@ class Shape:
     ahead: int
     channels: int
     in_flight_bytes: int | None
-    #: of the keeper; None: there is none
+    #: bytes that the keeper may keep; None: there is no keeper
     kept_bytes: int | None
     state_buffers: int
     states_kept: int

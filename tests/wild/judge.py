@@ -34,7 +34,7 @@ MIDDLING_TRIES = 4
 class Verdict:
     program: str
     kind: str
-    #: what the refusal or the error said, what differs, or which package is missing
+    #: the words of the refusal or the error, the difference, or the package that is missing
     why: str = ""
     changed: bool = False
     moves: int = 0

@@ -25,7 +25,7 @@ from .program import Compiler
 
 #: relative and absolute difference of values after a few steps
 NEARNESS = (1e-3, 1e-4)
-#: as many times the values may be off as in a plain run, or be as far from eager kernels' values
+#: factor by which more values may be off, or be further off, than in a plain run
 AS_FAR = 3.0
 #: plain runs with weights off by a rounding
 NUDGED_RUNS = 3
