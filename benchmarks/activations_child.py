@@ -153,7 +153,7 @@ QUICK_CASES = {
 
 #: shares of the whole length, step by step, where lengths change
 CUTS = (1, 0.75, 0.5)
-#: what is ours: one graph, one compiled block for all, three graphs
+#: variants of ours: one graph, one compiled block for all, three graphs
 OURS = ("ours", "blocks", "breaks")
 
 

@@ -35,7 +35,7 @@ class Case:
     batch: int
     memory: str | None = None
     optimizer: str | None = None
-    #: what the project has set itself for such a model
+    #: the project's own goal for such a model
     goal_seconds: float | None = None
 
     @property

@@ -26,7 +26,7 @@ SIZES = (4 * KIB, 64 * KIB, 256 * KIB, MIB, 8 * MIB, 64 * MIB)
 OTHER_TYPES = (torch.bfloat16, torch.float16, torch.float64, torch.int8)
 ZEROS = (0.0, 0.3, 0.5, 0.75, 0.95)
 OTHERS = ("fp16", "bf16", "bitmask+fp16", "bitmask+bf16", "sign")
-#: of one measurement; small tensors are packed again and again
+#: least bytes of one measurement; small tensors are packed again and again
 LEAST_BYTES = 4 * MIB
 
 

@@ -51,7 +51,7 @@ class Row:
     ahead: dict[str, Any]
     facts: dict[str, Any]
     seconds: list[float]
-    #: what the plain step was foreseen to take after the table over before it
+    #: predicted time of the plain step after the table, over that before it
     pace: float
 
     @property

@@ -30,7 +30,7 @@ CASES = tuple(PARTS)[:-1]
 GIB = 1 << 30
 #: steps on end that are timed together, and what they take at least
 MOST_STEPS, LEAST_MS = 10, 900.0
-#: of what the card and the machine have, for all processes of a block together
+#: shares of the card and of the machine for all processes of a block together
 DEVICE_SHARE, HOST_SHARE = 0.95, 0.7
 #: between two looks at whether the first process has measured its ops
 LOOK_SECONDS = 0.2
@@ -38,7 +38,7 @@ LOOK_SECONDS = 0.2
 CONTEXT_BYTES = 3 * GIB // 2
 #: the card that the search for the largest batch pretends to have, and what it may move to
 CAP_BYTES, CAP_HOST_BYTES = 4 * GIB, 32 * GIB
-#: what libraries take of that card, and what is lost between blocks
+#: bytes of that card that libraries take, and that are lost between blocks
 CAP_SLACK_BYTES = GIB // 2
 
 
@@ -71,7 +71,7 @@ def on_host(share: float, load_all: bool = False) -> Variant:
     return Variant(f"{name}, {share:.0%}", "ours", share, share + 0.1, 1.5, policy)
 
 
-#: of the case whose weights and gradients are nearly all there is
+#: variants of the case whose weights and gradients are nearly all there is
 WEIGHT_VARIANTS = (
     on_host(0.4),
     on_host(0.4, load_all=True),
@@ -80,7 +80,7 @@ WEIGHT_VARIANTS = (
     Variant("torchao, gradients and optimizer", "torchao", host_share=2.0),
     Variant("DeepSpeed ZeRO-3, all offloaded", "deepspeed", host_share=4.0),
 )
-#: of the case with AdamW: states where the plan has them, or on the host; updates beside backward.
+#: variants with AdamW: states where the plan has them, or on the host; updates beside backward.
 #: Plain graphs bring their gradients when they are over; ours, with a budget to keep, one by one
 OPTIMIZER_VARIANTS = (
     Variant("our optimizer, 50%", "ours", 0.5, 0.55, 1.0),

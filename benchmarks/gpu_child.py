@@ -26,7 +26,7 @@ from benchmarks.gpu_peers import PEERS, RATE, Peer, peer
 LEAST_OFFLOAD_BYTES = 1 << 20
 #: steps between those that compile and those that are timed
 SETTLING_STEPS = 6
-#: as many again until a plan has settled, is captured, and replayed
+#: more steps until a plan has settled, is captured, and replayed
 CAPTURING_STEPS = 10
 OUT_OF_MEMORY = ("out of memory", "alloc_failed")
 Tell = Callable[[dict[str, Any]], None]

@@ -23,13 +23,13 @@ class Variant:
     share: float = 1.0
     device_share: float = 0.9
     host_share: float = 0.0
-    #: of ours, where it is not the usual one
+    #: our policy, where it is not the usual one
     policy: str | None = None
-    #: whether our optimizer keeps float32 masters of bfloat16 weights
+    #: True if our optimizer keeps float32 masters of bfloat16 weights
     masters: bool = False
     #: where our optimizer has its states
     states: str = "auto"
-    #: whether ours is captured as CUDA graphs
+    #: True if ours is captured as CUDA graphs
     cudagraphs: bool = False
 
 

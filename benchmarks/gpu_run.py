@@ -19,7 +19,7 @@ from importlib.util import find_spec
 
 from benchmarks.bare import NEEDED, ROOT, USEFUL, environment, missing
 
-#: of the whole, the share that the tests may take
+#: share of the whole that the tests may take
 TESTS_SHARE = 0.4
 #: a context on the card takes half a gigabyte, and a process with torch two of RAM
 MOST_WORKERS = 12

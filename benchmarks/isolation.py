@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
 RESULT = Path(__file__).parent / "results" / "isolation.md"
-#: of what the plain step holds beside weights and gradients
+#: share of the bytes that the plain step holds beside weights and gradients
 SHARE = 0.5
 HOG_BYTES = 128 * MIB
 #: copies between two arrays that no cache holds, on the last core

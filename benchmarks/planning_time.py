@@ -30,7 +30,7 @@ from .turns import LOWERINGS, machine
 
 RESULTS = Path(__file__).parent / "results" / "planning_time.md"
 WORDS, LENGTH, ROWS, WIDTH = 512, 64, 4, 128
-#: what planning may take: so many seconds, or this share of the plain compile
+#: the most that planning may take: so many seconds, or this share of the plain compile
 MOST_SECONDS, MOST_SHARE = 20.0, 0.5
 COLUMNS = (
     "model",

@@ -24,7 +24,7 @@ from .real_cases import CASES, NEAR_FLOOR, QUICK, Case
 from .turns import machine
 
 RESULTS = Path(__file__).parent / "results" / "real.md"
-#: what the table is made of, so that it may grow row by row
+#: the rows behind the table, which may grow row by row
 ROWS = RESULTS.with_suffix(".json")
 GIB = 1 << 30
 US_PER_MS = 1000

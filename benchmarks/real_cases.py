@@ -7,7 +7,7 @@ from typing import Any
 
 OWN = "benchmarks.real_models:"
 LAPTOP = "benchmarks/profiles/laptop.toml"
-#: of the way from the floor to the plain peak
+#: a small share of the way from the floor to the plain peak
 NEAR_FLOOR = "near the floor"
 
 
@@ -18,7 +18,7 @@ class Case:
     model: str
     hardware: str
     batch: int
-    #: of words, or of pixels
+    #: number of words, or of pixels
     length: int
     budget: str
     optimizer: str | None = None

@@ -17,7 +17,7 @@ from typing import Any
 from benchmarks.turns import LOWERINGS, MIB, Child, machine, ratio, run_in_turn
 
 RESULT = Path(__file__).parent / "results" / "regions.md"
-#: of what the plain step holds beside weights and gradients
+#: share of the bytes that the plain step holds beside weights and gradients
 SHARE = 0.5
 #: name → kind, and what is done otherwise
 VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {

@@ -25,7 +25,7 @@ CODECS: dict[str, str | None] = {
     "disk, planner's choice": "chosen",
 }
 LOSSLESS = (None, "bitmask", "chosen")
-#: of what the plain step holds beside weights and gradients
+#: share of the bytes that the plain step holds beside weights and gradients
 SHARE = 0.5
 
 

@@ -33,7 +33,7 @@ CHUNK_BYTES = 8 * MIB
 #: sizes of what a conv net and a GPT save, MiB; most do not begin on a page
 SAVED_MIB = (1, 3, 6, 6, 6, 12, 12, 12, 24, 24)
 IN_FLIGHT = 4
-#: what a step may hold of arriving tensors; a plan leaves a quarter of it to holes where it can
+#: most that a step holds of arriving tensors; a plan leaves a quarter of it to holes where it can
 BUDGET_BYTES = IN_FLIGHT * max(SAVED_MIB) * MIB * 4 // 3
 
 
