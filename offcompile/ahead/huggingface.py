@@ -50,7 +50,7 @@ def _decoder(
     return f"{kind}Config", {**values, "head_dim": shape[1] // shape[3], **more}
 
 
-#: of mixtures of experts: what their decoders have beside the usual
+#: settings that decoders with mixtures of experts have beside the usual ones
 QWEN3_EXPERTS = {"moe_intermediate_size": 768, "num_experts": 128, "num_experts_per_tok": 8}
 OSS_EXPERTS = {"num_local_experts": 32, "num_experts_per_tok": 4}
 #: name → configuration class, and values that differ from its defaults

@@ -11,7 +11,7 @@ from torch import nn
 
 #: equal layers are traced with this many periods, and with one less
 PERIODS = 4
-#: as many more if lists are shortened together: gradients that a whole decoder adds to the
+#: periods more if lists are shortened together: gradients that a whole decoder adds to the
 #: encoder's result repeat from the third period on
 MORE_TOGETHER = 1
 #: shorter lists are traced whole, or shortened alone

@@ -25,7 +25,7 @@ from .settings import USUAL, Asked
 Made = type[torch.optim.Optimizer]
 #: shapes and number of steps of the trial
 SHAPES, STEPS = ((3, 2), (5,), (2, 2, 2)), 3
-#: what offcompile has a class of its own for, whose updates need no whole states
+#: optimizers with a class of their own here, whose updates need no whole states
 OWN = ("Adam", "AdamW", "SGD", "Muon")
 
 

@@ -55,7 +55,7 @@ class Reach:
 
     #: executions looked ahead; 0 disables prediction
     executions: int = 64
-    #: as in the paper: no bound by bytes, and victims by age since their last load
+    #: the paper's way: no bound by bytes, and victims by age since their last load
     as_printed: bool = False
 
     def __post_init__(self) -> None:

@@ -82,7 +82,7 @@ class Window:
     """Residency and expected uses. Each call costs about the logarithm of the number held."""
 
     def __init__(self, as_printed: bool = False) -> None:
-        #: as in the paper: age counts from the last load, and also ranks expected blocks
+        #: the paper's way: age counts from the last load, and also ranks expected blocks
         self.as_printed = as_printed
         self.held: dict[BlockId, Held] = {}
         #: blocks without a value until they are written

@@ -11,7 +11,7 @@ from offcompile.ir import OffloadError
 from .launch import Launch, why_not
 from .shapes import ACCESS_BYTES, CASTS, has_rows, next_power_of_two, rows_apart, unit_of
 
-#: as much scratch as the libraries that these kernels replace use themselves
+#: scratch memory, as much as the libraries that these kernels replace use themselves
 MOST_SCRATCH_BYTES = 32 << 20
 #: with more rows than this, a product is as fast from a copy of the weight, a piece at a time
 MOST_ROWS = 256

@@ -51,7 +51,7 @@ class Bucket:
     #: the collective under way, and if there was one for this forward
     work: Any = None
     is_sent: bool = False
-    #: what measured steps show of the collective; None: it is not under way
+    #: the collective as measured steps show it; None: it is not under way
     seen: SentBucket | None = None
 
     @property

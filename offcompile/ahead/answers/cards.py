@@ -39,7 +39,7 @@ class CardRow:
     memory_bytes: int
     outcome: StepOutcome
     work: StepWork
-    #: of one card, in the user's currency; None: not given
+    #: price of one card, in the user's currency; None: not given
     hourly_price: float | None = None
 
     @property

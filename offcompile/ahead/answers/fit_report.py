@@ -52,7 +52,7 @@ class FitReport:
     spilled_bytes: int = 0
     #: the same step by simpler ways; empty if nothing has to move
     simple_ways: tuple[SimpleWay, ...] = ()
-    #: what several ranks take; None: there is one
+    #: the answer for several ranks; None: there is one
     ranks: RanksAnswer | None = None
     #: the same model with sequences of other lengths, the shortest first
     lengths: tuple[LengthRow, ...] = ()

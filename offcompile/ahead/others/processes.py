@@ -26,7 +26,7 @@ T = TypeVar("T")
 STILL_SECONDS = 20
 LOOKS_PER_SECOND = 2
 CHUNK_BYTES = 1 << 20
-#: of <linux/prctl.h>
+#: from <linux/prctl.h>
 PR_SET_PDEATHSIG = 1
 #: positions of the processor time in /proc/PID/stat, behind the name
 TIMES = slice(11, 13)

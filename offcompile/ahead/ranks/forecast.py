@@ -15,7 +15,7 @@ from offcompile.simulate import Simulator
 from .request import RankRequest, Shard
 from .surveyed import AheadOnRank
 
-#: what the figures rest on, for people
+#: assumptions behind the figures, for people
 ASSUMED = (
     "Collectives are rings at the link's rate; nothing else uses the link, and all ranks compute at"
     " the same speed.",
@@ -38,7 +38,7 @@ class RankForecast:
     sent_bytes: int = 0
     #: peak on the device, with `beside_bytes`
     device_bytes: int = 0
-    #: of that, what DDP or FSDP2 takes beside the step's tensors
+    #: the part of it that DDP or FSDP2 takes beside the step's tensors
     beside_bytes: int = 0
     #: peak in host memory, of all ranks on a node
     node_host_bytes: int = 0

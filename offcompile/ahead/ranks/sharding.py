@@ -22,7 +22,7 @@ from offcompile.optim.ranks.partition import partition
 
 from .request import RankRequest
 
-#: what shares are rounded up to; FSDP2 cuts tensors between rows
+#: shares are rounded up to this; FSDP2 cuts tensors between rows
 ROW_BYTES = 16
 #: weights outside of all numbered modules
 ROOT = ""

@@ -62,9 +62,9 @@ def _of_cpu_target(found: Examination) -> Iterator[Finding]:
         effect,
         "cpu",
         f"The disk writes {p.d2h_gbps:.3g} GB/s and reads {p.h2d_gbps:.3g} GB/s. All that a step "
-        f"of {SMALL.name} with {SMALL.tokens:,} tokens saves ({SMALL.saved_bytes / GB:.1f} GB) takes "
-        f"{say_time(out)} out and {say_time(back)} back, beside {say_time(compute)} of compute: "
-        f"{verdict}.",
+        f"of {SMALL.name} with {SMALL.tokens:,} tokens saves ({SMALL.saved_bytes / GB:.1f} GB) "
+        f"takes {say_time(out)} out and {say_time(back)} back, beside {say_time(compute)} of "
+        f"compute: {verdict}.",
         "Name directories on several disks with `spill`: their rates add up." if effect else "",
     )
     yield from _dtypes(p)

@@ -15,7 +15,7 @@ from .sharding import Sharding
 from .wire import OwnedTensor
 
 State = defaultdict[torch.Tensor, Any]
-#: of one parameter: the type of each tensor in its shape, and its other values
+#: a parameter's states: the type of each tensor in its shape, and its other values
 Described = tuple[dict[str, torch.dtype], dict[str, Any]]
 
 

@@ -30,7 +30,7 @@ from offcompile.simulate import Simulator
 GATHER, REDUCE = "gather", "reduce"
 #: the tiers that collectives move between
 HERE, NEXT = "this rank", "the next rank"
-#: what ranks send is named so among tensors, moves, lanes and links
+#: prefix of tensors, moves, lanes and links that ranks send
 RING = "ring: "
 
 

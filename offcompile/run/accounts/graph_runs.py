@@ -58,7 +58,7 @@ class GraphRuns:
     usage: DeviceUsage
     entry: GraphUsage
     settings: RuntimeSettings
-    #: what the keeper leaves to holes between tensors
+    #: the bytes that the keeper leaves to holes between tensors
     reserve: HoleReserve
     #: the machine with so much device memory, for plans of whole steps
     machine_for: Callable[[int], Machine]

@@ -39,9 +39,9 @@ class HoleReserve:
 
     budget_bytes: int
     nbytes: int
-    #: what the process held when its first graph was compiled, its weights included
+    #: bytes that the process held when its first graph was compiled, its weights included
     first_bytes: int = 0
-    #: what it reserves at first
+    #: bytes that it reserves at first
     most_bytes: int = field(init=False)
     #: most held beyond all accounts in recent steps
     unknown_bytes: int = 0
@@ -52,10 +52,10 @@ class HoleReserve:
     #: steps one after the other in which pages went back
     _in_a_row: int = 0
     _trims: int = 0
-    #: of recent steps: bytes left, less the growth of rooms since, and bytes unknown
+    #: recent steps' bytes left, less the growth of rooms since, and bytes unknown
     _lefts: deque[float] = field(default_factory=lambda: deque(maxlen=RECENT_STEPS))
     _unknowns: deque[int] = field(default_factory=lambda: deque(maxlen=RECENT_STEPS))
-    #: of the step that runs: least left, most unknown, and if any of it is a backward
+    #: the running step's least left, most unknown, and if any of it is a backward
     _left_bytes: float = float("inf")
     _unknown_bytes: int = 0
     _has_returned: bool = False

@@ -28,7 +28,7 @@ class CapturedHalf:
     results: Results
     #: addresses of arguments and of saved results
     addresses: frozenset[int]
-    #: of those, the saved results that nobody but this forward makes
+    #: the saved results among them that nobody but this forward makes
     own: frozenset[int]
     #: most bytes that it took of the device beside what stood when its capture began
     taken_bytes: int

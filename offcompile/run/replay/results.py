@@ -44,7 +44,7 @@ class Results:
     """
 
     users: int
-    #: of each result: its place in the pool, the argument that it lies in, or itself
+    #: for each result, its place in the pool, the argument that it lies in, or itself
     ways: list[Any] = field(default_factory=list)
     _lent: dict[int, Lent] = field(default_factory=dict)
 
