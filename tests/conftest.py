@@ -15,7 +15,7 @@ from pathlib import Path
 if "PYTEST_XDIST_WORKER" in os.environ:
     os.environ.setdefault("OMP_NUM_THREADS", "1")
 
-# what this machine was measured to do is kept for one run of the suite, not taken from the user's
+# measured figures of this machine are kept for one run of the suite, not taken from the user's
 # cache, which another day has filled, nor left there; workers and children inherit the place
 if "PYTEST_XDIST_WORKER" not in os.environ:
     _measurements = tempfile.TemporaryDirectory(prefix="offcompile-tests-")

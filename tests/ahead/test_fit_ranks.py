@@ -279,7 +279,7 @@ def test_fsdp_gathers_one_group_ahead() -> None:
     ]
     for some in (forward[1:], backward):
         for earlier, later in pairwise(some):
-            # as the group before it begins
+            # a gather begins when the group before it begins
             assert at.get(later.after or "", -1) == at[earlier.before or ""] - 1
     scatters = [c for c in collectives("fsdp") if c.queue == REDUCE]
     assert len(scatters) == LAYERS + 1
@@ -456,7 +456,7 @@ def test_a_rank_that_does_not_fit_says_what_would_help() -> None:
     (way,) = found.ranks.ways
     assert not way.fits and way.reason == found.reason and "Set memory to" in way.smallest_change
     assert "no plan" in found.to_text()
-    # what would help is enough, buckets included
+    # the change that is named is enough, buckets included
     memory = way.smallest_change.split("'")[1]
     assert answered("ddp", "100gb", memory, table=False).fits
 

@@ -162,7 +162,7 @@ def test_fit_says_what_simpler_ways_take() -> None:
     assert told[0].keys() == {"name", "step_us", "peak_bytes", "missing_bytes", "reason", "fits"}
     # where nothing has to move there is nothing to compare
     assert fit(model, inputs, BATCH, memory="20GiB", **quick).simple_ways == ()
-    # what does not fit is compared too
+    # a model that does not fit is compared too
     refused = fit(model, inputs, BATCH, memory=budget // 10, **quick)
     assert not refused.fits and not any(way.fits for way in refused.simple_ways)
     assert "this plan" not in refused.to_text() and CHECKPOINTED in refused.to_text()

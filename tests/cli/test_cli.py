@@ -180,7 +180,7 @@ def test_check_names_the_rule_of_a_broken_plan(
     assert ended.json["valid"] is False
     assert set(ended.json) == {"valid", "violations"}
     rules = {v["rule"] for v in ended.json["violations"]}
-    # what lacks room may be said as such or as what then waits for ever
+    # a lack of room may be named as such, or by the wait that then never ends
     assert rules & ({"no-space", "deadlock", "steady"} if rule == "no-space" else {rule})
     assert all(set(v) == {"rule", "where", "detail"} for v in ended.json["violations"])
     for_people = run(*tiny_check(path))

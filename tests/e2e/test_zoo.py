@@ -74,7 +74,7 @@ def our_run(specimen: Specimen, memory: Memory, lowering: str = "aot_eager") -> 
     trace = train(specimen, ours(memory, lowering))
     reports = offcompile.reports()[known:]
     assert reports, "nothing was compiled"
-    # of each graph the last plan: another may have been made after the first steps
+    # the last plan of each graph: another may have been made after the first steps
     last = {report.name.partition(",")[0]: report for report in reports}
     peaks = tuple(report.planned_peak_bytes for report in last.values())
     beside = tuple(max(op.workspace_bytes for op in r.problem.ops) for r in last.values())

@@ -16,6 +16,6 @@ from offcompile.run.replay.step_graph import StepGraph
 def test_on_the_gpu(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     # costs that are not measured: no step is judged, so that plans settle at once
     monkeypatch.setattr(capture_checks, "MORE", {"hardware": "h100-sxm"})
-    # what libraries take for the stream of captures is more than these models have
+    # libraries take more memory for the stream of captures than these models have
     monkeypatch.setattr(StepGraph, "_check_budget", lambda self, *halves: None)
     CHECKS[name]("cuda:0")

@@ -140,7 +140,7 @@ def test_copies_wait_for_compute_and_compute_for_copies() -> None:
         for tier in ("host", "disk"):
             x = torch.zeros(8 * MIB, dtype=torch.uint8, device=bench.on)
             for value in range(1, 4):
-                # what is copied is written late, and overwritten at once
+                # the source of the copy is written late, and overwritten at once
                 torch.cuda._sleep(LONG_CYCLES // 10)
                 x.fill_(value)
                 ticket = bench.out(x, tier)

@@ -118,7 +118,7 @@ def test_a_model_larger_than_its_budget_keeps_it(device: str) -> None:
         forward(x).square().mean().backward()
         model.zero_grad()
     peak = torch.cuda.max_memory_allocated(device) - before
-    # what momentum there was is gone with its optimizer
+    # the momentum is gone with its optimizer
     assert peak <= budget + OVERHEAD_BYTES
     assert sum(p.nbytes for p in model.parameters() if is_on_host(p)) > weights // 2
 

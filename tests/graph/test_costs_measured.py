@@ -166,7 +166,7 @@ def test_an_op_that_fails_by_itself_is_estimated(monkeypatch: pytest.MonkeyPatch
 
 
 def test_workspace_is_what_the_system_counts() -> None:
-    # what other tests left behind is not to go while the system counts: it would be taken off
+    # nothing that other tests left behind may go while the system counts: it would be taken off
     close_all()
     gc.collect()
     source = TensorSpec(torch.bfloat16, (4 << 20,), (1,))

@@ -298,7 +298,7 @@ def test_reading_and_writing_in_place_are_measured(key: str, runtime: Runtime) -
 
         found = measure_in_place(what, Operands(), addressable, seconds=0.0)
         assert found is not None and found.ratio > 0
-        # what was read there is what stands elsewhere for the plain op
+        # memory that is read in place has the values that the plain op reads elsewhere
         made = 0 if what.index is None else int(seen[0].count_nonzero())
         assert len(seen) == 1 and (made > 0) == (what is reads)
 

@@ -141,7 +141,7 @@ def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.parametrize("name", LAUNCHES)
 def test_it_compiles_with_wide_accesses(name: str, target: str, cache: Path) -> None:
     launch, load_bits, store_bits = LAUNCHES[name]
-    # what an assertion brings along loads and stores as well
+    # the code of an assertion loads and stores as well
     made = compile_launch(replace(launch(), options={}), target, cache)
     assert made.nbytes > 0
     if "gather" in name:  # indices are loaded too
@@ -242,7 +242,7 @@ def test_a_real_launch_compiles_the_same(
     monkeypatch.setattr(driver, "_active", Pretended())
     monkeypatch.setenv("TRITON_CACHE_DIR", str(cache))
     kernel = kernels.load_kernel(launch.kernel)
-    # what is compiled for the pretended device must not be found by a real one, nor the reverse
+    # a real device must not find a kernel compiled for the pretended one, nor the reverse
     monkeypatch.setattr(kernel, "device_caches", defaultdict(kernel.create_binder))
     made = kernel.warmup(grid=(1,), **launch.arguments())
     assert made.asm["ptx"] == expected.assembly

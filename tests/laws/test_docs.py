@@ -179,7 +179,7 @@ def test_python_runs(
         text = text.replace(large, small)
     for place in PLACES:
         text = text.replace(place, str(tmp_path))
-    # what the code does not say itself: quick to compile and to plan, and nothing is measured
+    # options that the code does not give: quick to compile and to plan, and nothing is measured
     monkeypatch.setenv("OFFCOMPILE_LOWERING", "aot_eager")
     monkeypatch.setenv("OFFCOMPILE_HARDWARE", "cpu")
     monkeypatch.setenv("OFFCOMPILE_SECONDS", "0.1")

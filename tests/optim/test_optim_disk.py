@@ -185,7 +185,7 @@ def test_after_a_kill_at_any_moment_the_last_checkpoint_resumes_to_the_same_loss
     for name, run in found["runs"].items():
         if not name.startswith("-"):
             assert run["codes"] == [-signal.SIGKILL, 0], name
-            # what was computed before the kill and after it is part of one and the same run
+            # the steps before and after the kill are part of one and the same run
             assert set(run["log"]) == set(wanted["log"]), name
             # some steps were made twice
             assert len(run["log"]) > len(wanted["log"]) or name.startswith("save"), name

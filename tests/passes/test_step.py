@@ -191,7 +191,7 @@ def test_every_plan_of_a_step_is_legal_and_its_table_keeps_to_the_rooms(
     table = table_of(stitched, plan)
     away: set[TensorKey] = set()
     for p, run in enumerate(step.executions):
-        # what stays through this execution, and is not its own, fits in the room that it leaves
+        # tensors of other executions that stay through this one fit in the room that it leaves
         born = {key for key in step.wanted if key.born < p}
         dead = {key for q in range(p) for key in step.executions[q].read}
         there = born - dead - away - set(run.read)

@@ -63,7 +63,7 @@ def test_no_share_of_the_last_ones_ends_before(
     assert share in possible
     ends = [end_ns(made, one, compute_ns) for one in possible]
     assert end_ns(made, share, compute_ns) == min(ends)
-    # of equals the smallest
+    # the smallest of several equally good
     best = [one for one, end in zip(possible, ends, strict=True) if end == min(ends)]
     assert len(share) == min(map(len, best))
 

@@ -169,5 +169,5 @@ def test_rates_of_codecs_are_measured_once_and_reach_the_machine(
         assert {c.bytes_per_us for c in known.codecs} == {4000.0}
     assert len(asked) == 1
     assert this_machine_module._kept_codecs() == dict.fromkeys(asked[0], 4.0)
-    # what a profile says is not measured again
+    # figures of a profile are not measured again
     assert to_machine(load_profile("cpu")).codec["bitmask"].bytes_per_us == 7000.0

@@ -86,7 +86,7 @@ def test_memory_minimum_takes_the_least_there_is(tmp_path: Path) -> None:
     text = str(refused.value)
     assert f"{least // 2:,} bytes" in text and "Set memory to" in text
     assert "of inputs" in text and "tanh" in text  # weights can leave
-    # what the message says to do is enough
+    # the change that the message names is enough
     asked = text.split("Set memory to '")[1].split("'")[0]
     torch._dynamo.reset()
     enough = torch.compile(model, backend="offcompile", options=options(tmp_path, memory=asked))
@@ -218,7 +218,7 @@ def test_what_other_graphs_hold_counts(tmp_path: Path, monkeypatch: pytest.Monke
     except offcompile.Infeasible as refused:
         assert "other graphs" in str(refused)
         said.append(str(refused))
-    # what would do is more than was given
+    # the figure that would do is more than the one given
     assert said
     for text in said:
         asked = text.split("Set memory to ")[1].strip("'").split("'")[0].split(" bytes")[0]

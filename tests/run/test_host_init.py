@@ -289,7 +289,7 @@ def test_ties_hold(tmp_path: Path, inside: Inside) -> None:
         loaded = torch.load(tmp_path / "model.pt", mmap=True)
         model.load_state_dict(loaded, assign=True)
         del loaded
-        # as without the context: two parameters on the same memory
+        # two parameters on the same memory, just like without the context
         assert model["a"].weight.data_ptr() == model["b"].weight.data_ptr()
         assert is_on_host(model["a"].weight)
         moved = tied().double()
@@ -325,7 +325,7 @@ def test_hugging_face_models(kind: str, tmp_path: Path, inside: Inside) -> None:
         expected, found = plain.state_dict(), other.state_dict()
         assert list(found) == list(expected)
         assert all(torch.equal(found[k], v) for k, v in expected.items())
-        # what is tied is tied
+        # tied parameters stay tied
         assert len(set(map(id, other.parameters()))) == len(set(map(id, plain.parameters())))
         assert len({p.data_ptr() for p in found.values()}) == len(
             {p.data_ptr() for p in expected.values()}

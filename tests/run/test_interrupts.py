@@ -160,7 +160,7 @@ def test_planning_that_is_interrupted_begins_anew() -> None:
         for _ in range(2):
             assert all(map(torch.equal, step(run, model), wanted))
         again = offcompile.reports()[-1]
-        # what was given up takes nothing from the budget
+        # a step that was given up takes nothing from the budget
         assert again.budget_bytes == plan.budget_bytes and not again.fits
         if hits > 2:
             break

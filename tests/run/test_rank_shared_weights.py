@@ -42,7 +42,7 @@ def test_ranks_train_as_with_weights_of_their_own() -> None:
 def test_weights_that_nobody_updates_are_shared_if_they_are_equal() -> None:
     first, second = (rank["frozen"] for rank in run("frozen"))
     assert first["equal"] and second["equal"]
-    # what rank 0 writes to one of them in the third step gives it memory of its own there
+    # rank 0 writes to one of them in the third step, which then has memory of its own there
     assert first["common"] == [HOSTED - 1, HOSTED - 1, HOSTED - 2, HOSTED - 2]
     assert second["common"] == 4 * [HOSTED - 1]
 

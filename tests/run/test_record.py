@@ -73,7 +73,7 @@ def test_a_step_of_blocks_is_recorded_as_it_ran(tmp_path: Path) -> None:
     assert forward.binding != other.binding
     assert sizes(trace, forward.reads) == sorted(WEIGHTS)
     assert ACTIVATION in sizes(trace, forward.writes)
-    # what forward saves, backward reads, and then nobody
+    # backward reads the tensors that forward saves, and nobody after it does
     assert set(forward.writes) <= set(first.reads) and set(first.dead) == set(forward.writes)
     assert sizes(trace, first.writes) == sorted(WEIGHTS)
     assert not set(forward.reads) & set(other.reads)

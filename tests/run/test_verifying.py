@@ -86,7 +86,7 @@ def test_a_step_whose_weights_are_on_the_host(warned: list[str]) -> None:
         "forward: 1 output equal bit for bit, 3 buffers equal bit for bit;"
         " backward: 14 gradients equal bit for bit"
     )
-    # what the step drew was drawn once
+    # the step drew its random numbers once
     torch._dynamo.reset()
     torch.manual_seed(1)
     torch.compile(model, backend="aot_eager")(batch(0))

@@ -143,7 +143,7 @@ def test_engines_round_and_tell_signs_alike(any_engine: CodecEngine, numel: int)
 
 
 def test_every_pattern_is_rounded_as_torch_rounds(any_engine: CodecEngine) -> None:
-    # of each 16-bit type: every value, and beside and between neighbours
+    # every value of each 16-bit type, and values beside and between neighbours
     halves = torch.arange(1 << 16, dtype=torch.int32)
     patterns = [(halves << 16) | low for low in (0, 1, 0x7FFF, 0x8000, 0x8001, 0xFFFF)]
     exact = halves.to(torch.int16).view(F16).float().view(torch.int32)

@@ -181,7 +181,7 @@ def test_of_blocks_that_come_in_turn_as_many_stay_as_there_is_room_for(
         moving = max(0, blocks - kept)
         assert after.bytes_written - before.bytes_written == moving * BLOCK
         if step:
-            # what was read ahead is counted when it is read: in the end one read for each
+            # a read ahead counts when it is made: in the end there is one for each block
             assert after.bytes_read - before.bytes_read <= (moving + 3) * BLOCK
     assert states.facts().bytes_read <= (4 * moving + 3) * BLOCK
     assert states.facts().resident_bytes == min(kept, blocks) * BLOCK

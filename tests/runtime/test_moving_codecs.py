@@ -294,7 +294,7 @@ def test_staging_keeps_to_the_smallest_bound_of_those_who_live(bench: Bench) -> 
         ticket = bench.out(x)
         bench.wait_out(ticket)
         assert same_bits(bench.back(ticket), x)
-        # of two lanes
+        # the staging of two lanes
         assert most < bench.device.staging_bytes <= 2 * most
         owners.pop(most, None)
         gc.collect()

@@ -178,7 +178,7 @@ def test_an_order_taken_away_is_found_every_time(
             bench.device.drain()
         bench.close()
         found = {race.kind for race in bench.streams.races}
-        # what a thread gives to the GPU may come before or after what it should wait for
+        # a thread may give its work to the GPU before or after the work that it should wait for
         assert expected in found or (found and not in_place), seed
 
 

@@ -45,7 +45,7 @@ def until(true: Callable[[], bool]) -> None:
 def test_a_wait_for_the_disk_ends_when_the_tensor_was_read(disk: dict[str, Disk]) -> None:
     bench = bench_of(0, disk)
     disk["disk"].gate = threading.Event()
-    # as much as the ring holds: more would have to wait for the disk
+    # the ring holds just as much: more would have to wait for the disk
     x = bench.full(STAGING, 7)
     ticket = bench.out(x, tier="disk", lane=OUT)
     bench.wait_out(ticket)

@@ -89,7 +89,7 @@ def learn(bench: Bench, seed: int, steps: int = 3) -> None:
             late.append((extra, 7))
             del extra
         for n, weight in enumerate(weights):
-            # what nobody waited for still reads it: compute must not write before
+            # something that nobody waited for still reads it: compute must not write before
             bench.streams.wait(bench.streams.compute(), _end_of_lane(bench))
             bench.streams.launch(add, (gradients[n],), (weight,), f"update {n}")
             values[n] += n + 1

@@ -68,7 +68,7 @@ def test_blocks_for_direct_io_are_whole_pages_and_waste_nothing() -> None:
     paged = arena.block(PAGE + 1, align_bytes=PAGE)
     assert paged.address % PAGE == 0
     assert (paged.padded_nbytes, len(paged.view)) == (2 * PAGE, 2 * PAGE)
-    # what lies before the page boundary is still there for small blocks
+    # small blocks still get the bytes before the page boundary
     between = arena.block(PAGE - 512)
     assert between.address == small.address + 512
     assert between.address + between.padded_nbytes == paged.address
@@ -176,7 +176,7 @@ def test_it_grows_by_segments_cut_to_the_limit_and_blocks_never_span_two() -> No
     assert registrar.asked == [MIB, MIB, 2 * MIB]
     blocks.append(arena.block(400))
     assert arena.capacity_bytes == 4 * MIB
-    # what is left: two gaps of 324 KiB and less, never one of both; and 512 bytes of the limit
+    # left are two gaps of 324 KiB and less, never one of both; and 512 bytes of the limit
     with pytest.raises(HostFull, match=f"at most {324 * KIB} in one piece, and 512 more"):
         arena.block(400 * KIB)
     blocks.append(arena.block(324 * KIB))

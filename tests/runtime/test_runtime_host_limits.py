@@ -28,7 +28,7 @@ def alone(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     pinning.sweep()
 
 
-# as it was before `isolate` replaced it
+# the function that `isolate` replaces
 real_bounds = host_limits.growth_bounds
 
 # -- what bounds it ----------------------------------------------------------------------------

@@ -51,7 +51,7 @@ def moved(a: torch.Tensor, w: torch.Tensor) -> tuple[torch.Tensor, ...]:
     h_ticket = out(h, "h")
     v = torch.mm(torch.cos(h), w)
     x_ticket = ops.wait_out(x_ticket, flipped)
-    # what comes next may take x's memory only after the wait
+    # the next tensor may take x's memory only after the wait
     v = ops.barrier(v, [x_ticket])
     h_ticket = ops.wait_out(h_ticket, h)
     q = torch.exp(v * 0.01) + 1
@@ -237,7 +237,7 @@ def test_an_exception_between_start_and_wait_leaves_nothing() -> None:
     before = live()
     with pytest.raises(ValueError, match="in the middle"):
         step()
-    # what was running ends by itself
+    # the running copies end by themselves
     for runtime in runtimes():
         runtime.device.drain()
     for _ in range(200):  # a lane tells of the end of a job a moment after the job

@@ -40,7 +40,7 @@ def test_bytes_come_back_from_several_directories(tmp_path: Path) -> None:
         direct.write(extent, 0, addresses[0], nbytes)
         direct.read(extent, 4096, addresses[1], nbytes - 4096)
         assert bytes(target.view[: nbytes - 4096]) == bytes(source.view[4096:])
-        # what was written so is read by the ordinary way
+        # bytes written this way can be read the ordinary way
         store.read(extent, 0, target.view)
         assert target.view == source.view
         assert store.bytes_written == nbytes and store.bytes_read == 2 * nbytes - 4096

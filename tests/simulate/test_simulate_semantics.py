@@ -69,7 +69,7 @@ def test_the_compute_lane_takes_space_before_host_updates_and_these_before_lanes
     # host holds 1 of 9: A takes 4, U's workspace 4, and m waits until U gives back its 4
     seen = see([s, x, out], [hosted, direct], machine(host=9), **plan)
     assert (seen.at("A"), seen.at("U"), seen.at("m")) == ((0, 3000), (0, 2000), (2000, 6000))
-    # of 8 bytes A leaves 3: U can never run, for y stays
+    # A leaves 3 of 8 bytes: U can never run, for y stays
     assert not see([s, x, out], [hosted, direct], machine(host=8), **plan).timeline.valid
 
 

@@ -198,7 +198,7 @@ def _loaded(tickets: list[Tensor], lane: str) -> list[Tensor]:
 def _host_memory_goes_round() -> list[Tensor]:
     """Host memory that a kernel of one stream reads goes to another stream."""
     device = runtime_for(RuntimeSettings(target=DEVICE).key).device
-    # as much spare memory is kept as there is in use
+    # the pool keeps as much spare memory as there is in use
     first, other = device.addressable([ROOM, ROOM])
     first.fill_(1)
     settle()

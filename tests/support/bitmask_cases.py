@@ -68,7 +68,7 @@ def packs_and_unpacks(
     assert torch.equal(found[:used], expected[:used]), (
         f"bytes differ at {(found != expected).nonzero().flatten()[:8].tolist()} of {used}"
     )
-    # what was not needed was not written: it would have crossed the bus
+    # nothing more than needed was written: it would have crossed the bus
     assert bool((found[used:] == 0xA5).all())
     at = kept_at(length, dtype, stash)
     assert plan.layout.bytes_for(int(found[at : at + 4].view(torch.int32))) == used

@@ -252,7 +252,7 @@ def gradients_outlive_the_graph(device: str) -> None:
         gc.collect()
         module = torch.get_device_module(torch.device(device))
         module.empty_cache()
-        # what takes the memory, if anybody may
+        # take the memory, if anybody may
         return [torch.full((1 << n,), 7.0, device=device) for n in range(8, 20)]
 
     same(steps, device, replays=2)

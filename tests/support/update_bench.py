@@ -124,7 +124,7 @@ def produce(bench: Bench, nbytes: int, value: int, kind: str) -> torch.Tensor:
     found = tickets.find(ticket, Saved).host
     assert found is not None
     if kind == "added":
-        # as autograd adds to `.grad`: a kernel, counted by autograd
+        # autograd adds to `.grad` this way: by a kernel, and it counts the version
         bench.streams.launch(lambda g: g.__iadd__(1), (), (found,), "add")
         torch._C._autograd._unsafe_set_version_counter((found,), (found._version + 1,))
     return found

@@ -80,7 +80,7 @@ class Player:
         rig = self.rig
         getattr(rig, cell.phase)()
         if cell.phase in ("forward", "init"):
-            # what could not leave is told where it is needed, at the latest in backward
+            # a tensor that could not leave is told where it is needed, at the latest in backward
             rig.backward() if cell.outcome.startswith("error") else rig.drain()
 
     def _hear(self, heard: list[str], message: Warning | str, *_: Any, **__: Any) -> None:
@@ -284,11 +284,11 @@ def _interrupt(player: Player, phase: str) -> Iterator[None]:
         calls[0] += 1
         if calls[0] == 1:
             signal.pthread_kill(main, signal.SIGINT)
-            # what the main thread waits for does not come before it has heard
+            # the event that the main thread waits for must not come before it has heard
             player.gone.wait(5) if threading.get_ident() != main else None
         return real(*given)
 
-    # what a shell starts in the background ignores it
+    # processes that a shell starts in the background ignore it
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
         with at_disk(player.rig, phase, press):

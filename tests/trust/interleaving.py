@@ -396,7 +396,7 @@ class Thread:
         target(*args)
 
     def is_alive(self) -> bool:
-        # what stood still when the run was over is of no more interest
+        # threads that stood still when the run was over are of no more interest
         return self._run.is_on and self._task is not None and self._task in self._run.tasks
 
     def join(self, timeout: float | None = None) -> None:

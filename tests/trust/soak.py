@@ -154,7 +154,7 @@ class Life:
             for model, optimizer in ((self.model, self.optimizer), (self.twin, self.plain))
         ]
         if way in FAILS and self.kind.beside:
-            # what was updated before it failed stays so: the twin begins again from there
+            # updates made before it failed remain: the twin begins again from there
             self.twin.load_state_dict(self.model.state_dict())
             # torch takes the tensors of a state_dict as they are, and these are to be its own
             self.plain.load_state_dict(copy.deepcopy(self.optimizer.state_dict()))

@@ -192,7 +192,7 @@ class Training:
                         self._gone(*leaving.pop(0))
                     x, value = y, after
                     del weight, y
-                # what stays is waited for by whoever comes next, or by nobody
+                # the next one waits for tensors that stay here, or nobody does
                 while leaving and self.dice.random() < 0.8:
                     self._gone(*leaving.pop(0))
         return saved
