@@ -198,7 +198,7 @@ def serve(task: dict[str, Any]) -> None:
             "predicted_us": report.predicted_us,
             "tensor_bytes": watch.live_bytes - live + arena_bytes,
             "held_bytes": watch.resident_bytes - resident + arena_bytes,
-            # what the process gained beside weights and buffers: most of it compiled code
+            # bytes that the process gained beside weights and buffers: most of it compiled code
             "left_bytes": resident - arena_bytes - before,
         }
 

@@ -67,7 +67,7 @@ def resnet(name: str, stages: list[tuple[int, int]], side: int, batch: int) -> C
 
 
 CASES = {
-    # what takes memory, and time on the bus, are weights and gradients
+    # weights and gradients take the memory, and the time on the bus
     "weights": gpt("GPT 1.3B, few tokens", 2048, 24, 50304, 1, 512),
     # small enough that ours fit beside plain on one card
     "optimizer": gpt("GPT 1.3B, AdamW", 2048, 24, 50304, 8, 2048),

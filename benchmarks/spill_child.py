@@ -122,7 +122,7 @@ class Files:
         self._descriptor = os.open(Path(directory), flags, 0o600)
         self._length = self._total // CHUNK_BYTES * CHUNK_BYTES
         os.posix_fallocate(self._descriptor, 0, self._length)
-        # as much memory as the tensors', so that caches serve neither
+        # a mapping as large as the tensors, so that caches serve neither
         self._mapping = Mapping(self._length)
         self._mapping.open(0, self._length)
         self._mapping.touch(0, self._length)

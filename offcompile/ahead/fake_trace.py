@@ -40,7 +40,7 @@ def trace_ahead(
     fake = _without_memory(mode, model)
     inputs, keywords = tree_map_only(torch.Tensor, partial(_faked, mode), (inputs, dict(keywords)))
     with fused_attention() if for_card else nullcontext(), warnings.catch_warnings():
-        # of transformers' own code: nothing that whoever asks for a forecast could change
+        # a warning about transformers' own code, which nobody who asks for a forecast can change
         warnings.filterwarnings("ignore", r"Dynamo detected a call to a `functools\.lru_cache`")
         return trace_call(fake, mode, inputs, keywords, lowering, "", loss)
 

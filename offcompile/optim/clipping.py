@@ -13,7 +13,7 @@ from .ranks.shards import is_sharded, mesh_of, whole
 def norm(gradient: torch.Tensor) -> torch.Tensor:
     """The norm of one gradient; of a sharded one, a DTensor that no rank has summed up yet."""
     if is_sharded(gradient):
-        # as torch does, which has no `_foreach_norm` for them
+        # torch does the same, as it has no `_foreach_norm` for them
         of_shard: torch.Tensor = torch.linalg.vector_norm(gradient.detach(), 2.0)
         return of_shard
     found: torch.Tensor = torch._foreach_norm([gradient.detach()], 2.0)[0]

@@ -106,7 +106,7 @@ class GradientReducer:
         #: True if `_finish` will be called when this backward pass is over
         self._is_asked = False
         updates.reduce_with(parameters, self)
-        # of their accumulators, and not of the parameters: as under DDP, hooks of the user's see
+        # accumulators have the hooks, not the parameters: as under DDP, the user's own hooks see
         # the gradients of this rank
         self._accumulators = [_accumulator(p) for p in parameters]
         for parameter, node in zip(parameters, self._accumulators, strict=True):

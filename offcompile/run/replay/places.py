@@ -79,7 +79,7 @@ class Lent:
         self._count = self._users()
 
     def _users(self) -> int:
-        # what torch's own CUDA graph trees ask
+        # torch's own CUDA graph trees ask for the same count
         count: int = torch._C._storage_Use_Count(self._storage._cdata)
         return count
 
