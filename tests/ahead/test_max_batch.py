@@ -74,6 +74,36 @@ def test_it_finds_what_trying_every_batch_finds(
     assert tried < len(fits)
 
 
+def test_few_batches_are_traced_whatever_the_largest_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    traced: list[int] = []
+
+    def counting(model: Any, make: Any, batch: int, lowering: Any) -> Any:
+        traced.append(batch)
+        return trace(model, make, batch, lowering)
+
+    trace = batch_search.trace
+    monkeypatch.setattr(batch_search, "trace", counting)
+    report = find("2MiB", None, make=lambda batch: torch.randn(batch, WIDTH))
+    assert report.largest.batch > 1000 and report.best is report.largest
+    assert report.too_large is not None
+    assert report.too_large - report.largest.batch <= 0.01 * report.largest.batch
+    assert len(traced) <= 5
+
+
+def test_batches_that_do_not_line_up_are_all_traced(
+    monkeypatch: pytest.MonkeyPatch, plain: BatchReport
+) -> None:
+    class Uneven(Perceptron):
+        """Has one more op with every other batch."""
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return super().forward(x * 2 if x.shape[0] // ROWS % 2 else x)
+
+    report = find("2MiB", None, model=Uneven(WIDTH, DEPTH))
+    assert 1 < report.largest.batch <= plain.largest.batch
+    assert report.too_large == report.largest.batch + 1
+
+
 def test_moving_makes_larger_batches_fit_and_a_larger_budget_does(
     plain: BatchReport, moved: BatchReport
 ) -> None:

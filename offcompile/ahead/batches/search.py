@@ -21,8 +21,9 @@ from offcompile.ir.units import show_us, size
 from offcompile.machine.hardware import list_profiles, load_profile, parse_bytes
 from offcompile.machine.options import Options
 from offcompile.machine.target import CpuTarget, CudaTarget, Target, target_for
+from offcompile.passes.select.footprint import footprint
 from offcompile.planning.feedback.profiling import Profile
-from offcompile.planning.fit_budget import floors_of_ways, peak_alone, plain_plan, with_reserve
+from offcompile.planning.fit_budget import floors_of_ways, plain_plan, with_reserve
 from offcompile.run.plan.contract import PlanRequest
 from offcompile.run.plan.pieces import best_candidate
 from offcompile.run.plan.planner import GraphPlanner
@@ -358,11 +359,10 @@ class _BatchSearch:
 
     def _needs(self, problem: Problem) -> tuple[list[int], ...]:
         """The device bytes that a step needs at least, in each way to run it."""
-        assert self.planner is not None
-        machine_for = self.planner.source.target.machine
         if self.plain:
-            return ([peak_alone(problem, machine_for)],)
-        return floors_of_ways(problem, machine_for)
+            return (footprint(problem, ()),)
+        assert self.planner is not None
+        return floors_of_ways(problem, self.planner.source.target.machine)
 
     @staticmethod
     def _graphs(traced: Traced) -> Graphs:
