@@ -100,8 +100,9 @@ class FitReport:
             yield f"fits: a batch of {self.batch}{long} in {asked} of {self.hardware}; {how}"
             alone = "" if self.ranks is None else ", before communication"
             yield f"  step           {show_us(report.planned_us)} predicted{alone}"
+            these = "" if report.fits else " with weights in these places"
             yield (
-                f"  lower bound    {show_us(report.lower_bound_us)}; no plan can beat it,"
+                f"  lower bound    {show_us(report.lower_bound_us)}; no plan{these} can beat it,"
                 f" this one is {100 * report.gap:.1f}% above"
             )
             for tier, nbytes in self.tier_bytes.items():
