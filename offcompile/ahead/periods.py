@@ -42,8 +42,11 @@ class PeriodWindow:
     length: int
     #: index of the last equal period, counted from 0
     last: int
-    #: the ops from here to `start` are like those one period later, but for their operands
-    lead: int
+
+    @property
+    def end(self) -> int:
+        """The end of its last period."""
+        return self.start + (self.last + 1) * self.length
 
     def period(self, position: int) -> int:
         """The period that an op belongs to; < 0: before all periods, > `last`: after them."""
@@ -56,16 +59,10 @@ class Facts:
     in that op."""
 
     problem: Problem
-    #: its periodic parts, once they are known
-    windows: Sequence[PeriodWindow] = ()
 
     @property
     def ops(self) -> tuple[Op, ...]:
         return self.problem.ops
-
-    @cached_property
-    def turn(self) -> int:
-        return turn_of(self.problem)
 
     @cached_property
     def place(self) -> dict[str, tuple[int, int]]:
@@ -75,20 +72,12 @@ class Facts:
                 found.setdefault(t, (i, slot))
         return found
 
+    @cached_property
+    def shapes(self) -> tuple[Shape, ...]:
+        return tuple(shape_of(op) for op in self.ops)
+
     def tensor(self, name: str) -> Tensor:
         return self.problem.tensor[name]
-
-    @cached_property
-    def regions(self) -> list[int | None]:
-        """For each op the window that it is in or leads to, or else the one that it follows, or
-        else the first, in the same half of the step; None if this half has no window."""
-        return [self._region(i) for i in range(len(self.ops))]
-
-    def _region(self, position: int) -> int | None:
-        windows = self.windows
-        half = [i for i, w in enumerate(windows) if (w.start < self.turn) == (position < self.turn)]
-        before = [i for i in half if windows[i].lead <= position]
-        return before[-1] if before else next(iter(half), None)
 
 
 def turn_of(problem: Problem) -> int:
@@ -96,12 +85,11 @@ def turn_of(problem: Problem) -> int:
     return next((i for i, op in enumerate(problem.ops) if op.phase != FORWARD), len(problem.ops))
 
 
-def find_windows(larger: Problem, smaller: Problem) -> list[PeriodWindow] | None:
-    """Find where `larger` has more periods than `smaller`, in order; None if they differ in other
-    ways."""
-    long, short = ([shape_of(op) for op in p.ops] for p in (larger, smaller))
-    turns = turn_of(larger), turn_of(smaller)
-    facts = Facts(larger)
+def find_windows(facts: Facts, few: Facts) -> list[PeriodWindow] | None:
+    """Find where the first problem has more periods than the second, in order; None if they differ
+    in other ways."""
+    long, short = facts.shapes, few.shapes
+    turns = turn_of(facts.problem), turn_of(few.problem)
     runs: list[tuple[int, int, int]] = []
     for first, end, given in (
         (0, turns[0], short[: turns[1]]),
@@ -111,16 +99,33 @@ def find_windows(larger: Problem, smaller: Problem) -> list[PeriodWindow] | None
         if found is None:
             return None
         runs += [(first + at, length, end) for at, length in found]
-    steps = {0, *(length for _, length, _ in runs)}
+    steps = {0, *(unit for at, length, _ in runs for unit in _units(long, at, length))}
     windows: list[PeriodWindow] = []
     for at, length, end in runs:
         low = windows[-1].start + windows[-1].length if windows else 0
         low = max(low, 0 if at < turns[0] else turns[0])
-        window = _first(facts, long, low, end, at, length, steps)
-        if window is None:
+        stretch = _Stretch(facts, long, low, end, at, steps)
+        window = stretch.first(length)
+        parts = [window] if window is not None else stretch.parts(length)
+        if not parts:
             return None
-        windows.append(window)
+        windows += parts
     return windows or None
+
+
+def begun_later(
+    facts: Facts, windows: Sequence[PeriodWindow], index: int, start: int
+) -> PeriodWindow | None:
+    """The window with that index, but from `start` on; None if two equal periods are not left."""
+    length, last = windows[index].length, 0
+    end = windows[index + 1].start if index + 1 < len(windows) else len(facts.ops)
+    like = facts.shapes[start : start + length]
+    while start + (last + 2) * length <= end:
+        at = start + (last + 1) * length
+        if facts.shapes[at : at + length] != like:
+            break
+        last += 1
+    return PeriodWindow(start, length, last) if last > 0 else None
 
 
 def _runs(
@@ -141,32 +146,74 @@ def _runs(
     return None
 
 
-def _first(
-    facts: Facts,
-    shapes: Sequence[Shape],
-    low: int,
-    end: int,
-    at: int,
-    length: int,
-    steps: set[int],
-) -> PeriodWindow | None:
-    """Find the earliest period around a run that has the same ops as the next period, with operands
-    that are equal or one of these steps apart."""
-    start = at - length
-    while start > low and shapes[start - 1] == shapes[start - 1 + length]:
-        start -= 1
-    lead = start
-    while start + 2 * length <= end:
-        like = shapes[start : start + length]
-        if like != shapes[start + length : start + 2 * length]:
-            return None
-        if all(_follows(facts, i, i + length, steps) for i in range(start, start + length)):
-            last = 1
-            while shapes[start + (last + 1) * length : start + (last + 2) * length] == like:
-                last += 1
-            return PeriodWindow(start, length, last, lead)
-        start += 1
-    return None
+def _units(shapes: Sequence[Shape], at: int, length: int) -> list[int]:
+    """The length of a run, and those of the equal parts that it may consist of."""
+    run = shapes[at : at + length]
+    units = [length // k for k in range(1, MOST_WINDOWS + 1) if length % k == 0]
+    return [unit for unit in units if all(run[i] == run[i - unit] for i in range(length))]
+
+
+@dataclass(frozen=True)
+class _Stretch:
+    """Ops from `low` to `end`, in which an extra run begins `at` an op."""
+
+    facts: Facts
+    shapes: Sequence[Shape]
+    low: int
+    end: int
+    at: int
+    #: distances between equal operands of one period and the next
+    steps: set[int]
+
+    def first(self, length: int) -> PeriodWindow | None:
+        """Find the earliest period around the run that has the same ops as the next period, with
+        operands that are equal or one of these steps apart."""
+        start, shapes = self._start(length), self.shapes
+        while start + 2 * length <= self.end:
+            like = shapes[start : start + length]
+            if like != shapes[start + length : start + 2 * length]:
+                return None
+            if all(self._follows(i, length) for i in range(start, start + length)):
+                last = 1
+                while shapes[start + (last + 1) * length : start + (last + 2) * length] == like:
+                    last += 1
+                return PeriodWindow(start, length, last)
+            start += 1
+        return None
+
+    def parts(self, length: int) -> list[PeriodWindow]:
+        """Divide the run among several periodic parts that have the same ops one behind the other:
+        encoder and decoder may each have some of them at the end of forward."""
+        for unit in _units(self.shapes, self.at, length)[1:]:
+            found = self._runs_of(unit)
+            if len(found) * unit == length:
+                return found
+        return []
+
+    def _runs_of(self, length: int) -> list[PeriodWindow]:
+        """Find periodic parts by their operands alone."""
+        found: list[PeriodWindow] = []
+        start = at = self._start(length)
+        while at + length <= self.end:
+            inside = at + length < self.end and self.shapes[at] == self.shapes[at + length]
+            if not inside or not self._follows(at, length):
+                if at - start >= length:
+                    found.append(PeriodWindow(start, length, (at - start) // length))
+                start = at + 1
+            if not inside:
+                break
+            at += 1
+        return found
+
+    def _start(self, length: int) -> int:
+        """The first op from which on ops are like those one period later."""
+        start = self.at - length
+        while start > self.low and self.shapes[start - 1] == self.shapes[start - 1 + length]:
+            start -= 1
+        return start
+
+    def _follows(self, one: int, length: int) -> bool:
+        return _follows(self.facts, one, one + length, self.steps)
 
 
 def _follows(facts: Facts, one: int, other: int, steps: set[int]) -> bool:

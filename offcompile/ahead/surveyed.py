@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 
 from offcompile.graph.annotate import Annotated
@@ -15,7 +15,7 @@ from offcompile.machine.in_place import InPlace
 from offcompile.run.problem_source import ProblemSource
 
 from .layers import Layers
-from .unroll import relabelled, unroll
+from .unroll import Unrolled, relabelled, unroll
 
 #: annotations kept: with and without masks as bits, with weights on the device and on the host
 MOST_KNOWN = 4
@@ -112,11 +112,6 @@ class AheadProblemSource(ProblemSource):
                 f"The {layers.count} layers of {layers} look alike and do not compile alike."
             )
 
-        def named(text: str, shift: int) -> str:
-            for path in layers.paths:
-                text = relabelled(text, path, shift, layers.period)
-            return text
-
         origin = made.origin
         return replace(
             larger,
@@ -126,16 +121,8 @@ class AheadProblemSource(ProblemSource):
                 for new, (old, _) in origin.items()
                 if old in larger.node_of
             },
-            labels={
-                new: named(larger.labels[old], shift)
-                for new, (old, shift) in origin.items()
-                if old in larger.labels
-            },
-            names={
-                new: named(larger.names[old], shift)
-                for new, (old, shift) in origin.items()
-                if old in larger.names
-            },
+            labels=_of_all_layers(larger.labels, smaller.labels, made, layers),
+            names=_of_all_layers(larger.names, smaller.names, made, layers),
             dtypes={
                 new: larger.dtypes[old] for new, (old, _) in origin.items() if old in larger.dtypes
             },
@@ -149,6 +136,22 @@ class AheadProblemSource(ProblemSource):
         if made is None:
             raise NotAlike(f"The layers of {twin.layers} do not save alike.")
         return replace(twin, survey=replace(twin.survey), graphs=made.graphs)
+
+
+def _of_all_layers(
+    texts: Mapping[str, str], fewer: Mapping[str, str], made: Unrolled, layers: Layers
+) -> dict[str, str]:
+    """Extrapolate the labels of ops and tensors, or their names. `fewer`: those of the twin."""
+    found: dict[str, str] = {}
+    for new, (old, copy) in made.origin.items():
+        if old not in texts:
+            continue
+        compared = made.twin if copy is None else made.later
+        other = (fewer if copy is None else texts).get(compared.get(old, ""), texts[old])
+        found[new] = texts[old]
+        for path in layers.paths:
+            found[new] = relabelled(found[new], other, path, copy, layers.beyond)
+    return found
 
 
 def staying(problem: Problem, stays: frozenset[str]) -> Problem:

@@ -3,23 +3,30 @@
 Two traces of the same model, with k and k−1 periods of its layers, differ by a few runs of ops that
 only the longer one has: one in forward, one in backward, and sometimes others (tensors that
 backward needs of all layers may be made at the end of forward). Around each such run the ops
-repeat: from one period to the next, every operand is the same tensor, or the tensor made one period
-later, or one period earlier. Copies of a period then stand for more layers. The same rule for one
-period less must give the shorter trace, op by op and tensor by tensor; otherwise the extrapolation
-is not exact, and is not used.
+repeat. The first period of each periodic part is copied for the layers that are missing; all other
+ops are kept. The traces tell where each op finds its operands:
+
+- An op that is copied has, from one period to the next, the same operand, or the tensor made one
+  period later, or one period earlier. Its copies go on like that.
+- An op that is kept is in both traces. Its operand is a tensor that is kept, or it counts periods
+  from the first one, or from the last one, whichever is true in both.
+
+The first op that is kept behind the copies must find what one more copy would. If any operand is
+found in no such way, the extrapolation is not exact, and is not used. The shorter trace must also
+come out, op by op and tensor by tensor, if the same rules are applied to one period less.
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from enum import Enum
 
 from offcompile.ir import Op, Problem, Tensor
 
-from .periods import Facts, PeriodWindow, find_windows, looks, shape_of, slots_of
+from .periods import Facts, PeriodWindow, begun_later, find_windows, looks, shape_of, slots_of
 
-#: change of an operand from one period to the next: none, one period later, one earlier
-SAME, ALONG, AGAINST = 0, 1, -1
 #: pinned tensors smaller than this may differ in size
 SMALL_BYTES = 4096
 
@@ -27,47 +34,56 @@ SMALL_BYTES = 4096
 @dataclass(frozen=True)
 class Unrolled:
     problem: Problem
-    #: op or tensor → its original in the traced problem, and the number of periods by which its
-    #: module is shifted
-    origin: dict[str, tuple[str, int]]
+    #: op or tensor → its original in the larger problem, and the number of the copy (None: kept)
+    origin: dict[str, tuple[str, int | None]]
+    #: op or tensor that is kept → the same in the smaller problem
+    twin: dict[str, str]
+    #: op or tensor that is copied → the same one period later
+    later: dict[str, str]
 
 
 def unroll(larger: Problem, smaller: Problem, more: int) -> Unrolled | None:
     """Add `more` periods to `larger`. `smaller` is the same step with one period less than
     `larger`. None if the steps do not repeat exactly, or not in a known pattern."""
-    windows = find_windows(larger, smaller)
-    if windows is None:
+    pattern = _find_pattern(Facts(larger), Facts(smaller))
+    if pattern is None:
         return None
-    # ops before a window come from the lists of layers before it, or begin its own
-    for tried in ([replace(w, lead=w.start) for w in windows], windows):
-        facts = Facts(larger, tried)
-        ways = _ways(facts, tried)
-        if ways is None:
-            continue
-        if alike(_Unrolling(facts, tried, ways, -1).result().problem, smaller):
-            return _Unrolling(facts, tried, ways, more).result()
-    return None
+    try:
+        twin = _matched(_Unrolling(pattern, -1).problem(), smaller)
+        if twin is None:
+            return None
+        unrolling = _Unrolling(pattern, more)
+        return Unrolled(unrolling.problem(), unrolling.origin, twin, pattern.later())
+    except _Irregular:
+        return None
 
 
 def alike(one: Problem, other: Problem) -> bool:
     """True if two problems are equal except for names, the order of the list of tensors, and sizes
     of negligible tensors (such as one tensor with a random seed per layer)."""
+    return _matched(one, other) is not None
+
+
+def _matched(one: Problem, other: Problem) -> dict[str, str] | None:
+    """Map the ops and tensors of a problem to those of one that is alike; None if it is not."""
     if len(one.ops) != len(other.ops) or len(one.tensors) != len(other.tensors):
-        return False
+        return None
     if one.steady != other.steady:
-        return False
+        return None
     twin: dict[str, str] = {}
     for a, b in zip(one.ops, other.ops, strict=True):
         if shape_of(a) != shape_of(b):
-            return False
+            return None
         for mine, theirs in zip(slots_of(a), slots_of(b), strict=True):
             if twin.setdefault(mine, theirs) != theirs:
-                return False
+                return None
     if len(set(twin.values())) != len(twin):
-        return False
+        return None
     if any(_rounded(one.tensor[a]) != _rounded(other.tensor[b]) for a, b in twin.items()):
-        return False
-    return _unused(one) == _unused(other)
+        return None
+    if _unused(one) != _unused(other):
+        return None
+    return {a.id: b.id for a, b in zip(one.ops, other.ops, strict=True)} | twin
 
 
 def _rounded(tensor: Tensor) -> tuple[object, ...]:
@@ -80,57 +96,189 @@ def _unused(problem: Problem) -> list[tuple[object, ...]]:
     return sorted((looks(t) for t in problem.tensors if t.id not in used), key=repr)
 
 
-def relabelled(label: str, layers: str, shift: int, period: int) -> str:
-    """Shift a label: `blocks.1.up 4×4` → `blocks.5.up 4×4` by two periods of two `layers`."""
-    head = f"{layers}." if layers else ""
-    at = f" {label}".find(f" {head}")
-    if shift == 0 or at < 0:
-        return label
-    at += len(head)
-    number = label[at:].partition(" ")[0].partition(".")[0]
-    if not number.isdigit():
-        return label
-    return f"{label[:at]}{int(number) + shift * period}{label[at + len(number) :]}"
+# --- labels ----------------------------------------------------------------------------------
 
 
-# --- from one period to the next -------------------------------------------------------------
+def relabelled(label: str, other: str, layers: str, copy: int | None, more: int) -> str:
+    """Give a label the index that its layer has among all: `blocks.1.up 4×4` → `blocks.5.up 4×4`.
+
+    `other` is the label in the smaller problem or, of a copy, that of one period later.
+    """
+    found, compared = _index_in(label, layers), _index_in(other, layers)
+    if found is None or compared is None:
+        return label
+    start, end = found
+    index, step = int(label[start:end]), int(other[slice(*compared)]) - int(label[start:end])
+    if copy is None:
+        index -= step * more
+    else:
+        index += step * copy if step > 0 else -step * (more - copy)
+    return f"{label[:start]}{index}{label[end:]}"
+
+
+def _index_in(label: str, layers: str) -> tuple[int, int] | None:
+    head = re.escape(f"{layers}.") if layers else ""
+    found = re.search(rf"(?:^| ){head}(\d+)(?=[. ]|$)", label)
+    return None if found is None else found.span(1)
+
+
+# --- where ops find their operands -----------------------------------------------------------
+
+
+class _Irregular(Exception):
+    """Raised if an operand is found in no known way."""
+
+
+class _Way(Enum):
+    """Where an op finds a tensor that some period makes."""
+
+    #: in that period, counted from the first one
+    FROM_FIRST = "from first"
+    #: in that period, counted from the last one
+    FROM_LAST = "from last"
+    #: one period later in each copy
+    ALONG = "along"
+    #: one period earlier in each copy
+    AGAINST = "against"
 
 
 @dataclass(frozen=True)
-class _UnrollWays:
-    #: (op of a window, operand) → the direction in which its tensor changes
-    of: dict[tuple[int, int], int]
-    #: pair of windows → their relative direction, inferred from operands
-    between: dict[tuple[int, int], int]
-    #: tensors that every period uses
-    same: frozenset[str]
+class _Source:
+    """An operand: the tensor that the larger problem has there, its place, and the window that
+    makes it with the way in which it does (None: it is always this tensor)."""
+
+    tensor: str
+    place: tuple[int, int]
+    window: PeriodWindow | None = None
+    way: _Way = _Way.FROM_FIRST
 
 
-def _ways(facts: Facts, windows: Sequence[PeriodWindow]) -> _UnrollWays | None:
-    """Find the direction of each operand; None if an operand has none."""
-    of: dict[tuple[int, int], int] = {}
-    between: dict[tuple[int, int], int] = {}
-    same: set[str] = set()
-    for u, window in enumerate(windows):
-        for position in range(window.start, window.start + window.length):
-            mine = slots_of(facts.ops[position])
-            theirs = slots_of(facts.ops[position + window.length])
-            for slot, (a, b) in enumerate(zip(mine, theirs, strict=True)):
-                if a == b:
-                    of[position, slot] = SAME
-                    same.add(a)
-                    continue
-                at, (made, place) = facts.place[a], facts.place[b]
-                v = facts.regions[made]
-                if v is None or at[1] != place or looks(facts.tensor(a)) != looks(facts.tensor(b)):
-                    return None
-                step, length = made - at[0], windows[v].length
-                if step not in (length, -length) or facts.regions[at[0]] != v:
-                    return None
-                of[position, slot] = way = ALONG if step > 0 else AGAINST
-                if between.setdefault((u, v), way) != way:
-                    return None
-    return _UnrollWays(of, between, frozenset(same))
+def _find_pattern(larger: Facts, smaller: Facts) -> _Pattern | None:
+    """Find periods of which all operands are found in a known way; None if there are none."""
+    windows = find_windows(larger, smaller)
+    while windows is not None:
+        pattern = _Pattern(larger, smaller, windows)
+        if len(pattern.kept) != len(smaller.ops):
+            return None
+        irregular = pattern.irregular()
+        if not irregular:
+            return pattern
+        # periods that begin too early hold ops of layers that differ
+        starts = pattern.starts_behind(irregular)
+        begun = [
+            begun_later(larger, windows, i, starts[i]) if i in starts else window
+            for i, window in enumerate(windows)
+        ]
+        windows = None if not starts or None in begun else [w for w in begun if w is not None]
+    return None
+
+
+@dataclass(eq=False)
+class _Pattern:
+    """What two traces tell of the ops that are kept, and of those that are copied."""
+
+    larger: Facts
+    smaller: Facts
+    windows: Sequence[PeriodWindow]
+    #: window by position, in its periods
+    _inside: dict[int, PeriodWindow] = field(default_factory=dict)
+    #: window by position, in its first period: these ops are copied
+    copied: dict[int, PeriodWindow] = field(default_factory=dict)
+    #: positions of ops that are kept, which are those of the smaller problem
+    kept: list[int] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        for window in self.windows:
+            for position in range(window.start, window.end):
+                self._inside[position] = window
+                if position < window.start + window.length:
+                    self.copied[position] = window
+        self.kept = [i for i in range(len(self.larger.ops)) if i not in self.copied]
+        self._image = {position: i for i, position in enumerate(self.kept)}
+
+    def irregular(self) -> list[int]:
+        """Find the ops whose operands are found in no known way."""
+        found: list[int] = []
+        for position in range(len(self.larger.ops)):
+            try:
+                self.sources(position)
+            except _Irregular:
+                found.append(position)
+        return found
+
+    def starts_behind(self, irregular: Sequence[int]) -> dict[int, int]:
+        """Map each window with irregular ops to the first start behind them all."""
+        found: dict[int, int] = {}
+        for i, window in enumerate(self.windows):
+            inside = (p for p in irregular if self._inside.get(p) is window)
+            offsets = [(p - window.start) % window.length for p in inside]
+            if offsets:
+                found[i] = window.start + max(offsets) + 1
+        return found
+
+    def later(self) -> dict[str, str]:
+        """Map each op and tensor that is copied to the same one period later."""
+        found: dict[str, str] = {}
+        for position, window in self.copied.items():
+            op, next_op = self.larger.ops[position], self.larger.ops[position + window.length]
+            for mine, theirs in zip(slots_of(op), slots_of(next_op), strict=True):
+                if self.larger.place[mine][0] == position:
+                    found[mine] = theirs
+            found[op.id] = next_op.id
+        return found
+
+    def sources(self, position: int) -> list[_Source]:
+        """Tell where the op finds each of its operands."""
+        slots = range(len(slots_of(self.larger.ops[position])))
+        if position in self.copied:
+            return [self._of_copied(position, slot) for slot in slots]
+        return [self._of_kept(position, slot) for slot in slots]
+
+    def _of_kept(self, position: int, slot: int) -> _Source:
+        mine = slots_of(self.larger.ops[position])[slot]
+        theirs = slots_of(self.smaller.ops[self._image[position]])[slot]
+        place, (made, made_slot) = self.larger.place[mine], self.smaller.place[theirs]
+        there = self.kept[made]
+        if place[1] != made_slot:
+            raise _Irregular
+        if there == place[0]:
+            return _Source(mine, place)
+        window = self._inside.get(place[0])
+        if window is not None and there == place[0] + window.length:
+            # a tensor that no op makes is first touched by some period, and read by all of them
+            constant = slots_of(self.larger.ops[there])[made_slot] == mine
+            return _Source(mine, place, None if constant else window, _Way.FROM_FIRST)
+        if place[0] in self.copied and there == place[0] - self.copied[place[0]].length:
+            return _Source(mine, place, self.copied[place[0]], _Way.FROM_LAST)
+        raise _Irregular
+
+    def _of_copied(self, position: int, slot: int) -> _Source:
+        after = position + self.copied[position].length
+        next_source = self._of_kept(after, slot)
+        mine, theirs = slots_of(self.larger.ops[position])[slot], next_source.tensor
+        if mine == theirs:
+            return next_source
+        place, (made, made_slot) = self.larger.place[mine], next_source.place
+        step = made - place[0]
+        window = self._inside.get(made) or self._inside.get(place[0])
+        if place[1] != made_slot or window is None or abs(step) != window.length:
+            raise _Irregular
+        if looks(self.larger.tensor(mine)) != looks(self.larger.tensor(theirs)):
+            raise _Irregular
+        period = window.period(made)
+        if step > 0 and _counts_from_last(next_source, period):
+            return _Source(mine, place, window, _Way.ALONG)
+        if step < 0 and _counts_from_first(next_source, period):
+            return _Source(mine, place, window, _Way.AGAINST)
+        raise _Irregular
+
+
+def _counts_from_last(source: _Source, period: int) -> bool:
+    return period > 0 if source.window is None else source.way is _Way.FROM_LAST
+
+
+def _counts_from_first(source: _Source, period: int) -> bool:
+    return period < 0 if source.window is None else source.way is _Way.FROM_FIRST
 
 
 # --- repeating it ----------------------------------------------------------------------------
@@ -138,121 +286,87 @@ def _ways(facts: Facts, windows: Sequence[PeriodWindow]) -> _UnrollWays | None:
 
 @dataclass(eq=False)
 class _Unrolling:
-    facts: Facts
-    windows: Sequence[PeriodWindow]
-    ways: _UnrollWays
+    pattern: _Pattern
     more: int
     tensors: dict[str, Tensor] = field(default_factory=dict)
-    origin: dict[str, tuple[str, int]] = field(default_factory=dict)
+    origin: dict[str, tuple[str, int | None]] = field(default_factory=dict)
 
-    def result(self) -> Unrolled:
-        problem = self.facts.problem
+    def problem(self) -> Problem:
+        problem = self.pattern.larger.problem
         ops = tuple(self._ops())
         used = {t for op in problem.ops for t in op.operands}
         tensors = (*self._in_order(), *(t for t in problem.tensors if t.id not in used))
-        return Unrolled(replace(problem, tensors=tensors, ops=ops), self.origin)
+        return replace(problem, tensors=tensors, ops=ops)
 
     def _in_order(self) -> Iterator[Tensor]:
         """List tensors in the original order, copies right after their originals."""
         copies: dict[str, list[Tensor]] = {}
         for name, tensor in self.tensors.items():
             copies.setdefault(self.origin[name][0], []).append(tensor)
-        for tensor in self.facts.problem.tensors:
+        for tensor in self.pattern.larger.problem.tensors:
             yield from copies.get(tensor.id, ())
 
     def _ops(self) -> Iterator[Op]:
-        at = 0
-        for window in self.windows:
+        position, ops = 0, self.pattern.larger.ops
+        while position < len(ops):
+            window = self.pattern.copied.get(position)
+            if window is None:
+                yield self._op(position, self.pattern.sources(position), None)
+                position += 1
+                continue
             end = window.start + window.length
-            yield from (self._op(i, None) for i in range(at, window.start))
+            sources = {i: self.pattern.sources(i) for i in range(position, end)}
             for copy in range(self.more + 1):
-                yield from (self._op(i, copy) for i in range(window.start, end))
-            at = end
-        yield from (self._op(i, None) for i in range(at, len(self.facts.ops)))
+                yield from (self._op(i, sources[i], copy) for i in sources)
+            position = end
 
-    def _op(self, position: int, copy: int | None) -> Op:
-        op = self.facts.ops[position]
-        to = {t: self._operand(t, position, copy) for t in op.operands}
+    def _op(self, position: int, sources: Sequence[_Source], copy: int | None) -> Op:
+        op = self.pattern.larger.ops[position]
+        to: dict[str, str] = {}
+        for source in sources:
+            name = self._operand(source, copy)
+            if to.setdefault(source.tensor, name) != name:
+                raise _Irregular
         return replace(
             op,
-            id=self._named(op.id, position, copy),
+            id=self._named(op.id, copy),
             reads=tuple(to[t] for t in op.reads),
             writes=tuple(to[t] for t in op.writes),
             direct={to[t]: us for t, us in op.direct.items()},
         )
 
-    def _operand(self, t: str, position: int, copy: int | None) -> str:
-        """The tensor that replaces `t` in an op, or in one of its copies."""
-        made, slot = self.facts.place[t]
-        v = self.facts.regions[made]
-        if v is None or t in self.ways.same:
+    def _operand(self, source: _Source, copy: int | None) -> str:
+        """The tensor that an op, or one of its copies, finds there."""
+        window, (made, slot) = source.window, source.place
+        if window is None:
             return self._tensor(made, slot, None)
-        window = self.windows[v]
         period = window.period(made)
-        shift = self._shift(t, position, copy, v, period)
-        if shift is None:
-            return self._tensor(made, slot, None)
-        offset = (made - window.start) % window.length
-        return self._at(window, period + shift, offset, slot)
-
-    def _shift(self, t: str, position: int, copy: int | None, v: int, period: int) -> int | None:
-        """The number of periods to shift an operand by, for the given copy of an op; None if the
-        tensor belongs to no period."""
-        u = self.facts.regions[position]
-        if u is None:
-            return 0
-        window = self.windows[u]
-        mine = window.period(position)
-        if 0 <= mine <= window.last:
-            twin = window.start + (position - window.start) % window.length
-            way = self.ways.of[twin, slots_of(self.facts.ops[position]).index(t)]
-            if copy is None:
-                copy = self.more if mine > 0 else 0
-            return copy if way == ALONG else self.more - copy
-        if period > self.windows[v].last:  # tensors made after the layers stay after them
-            return None
-        if self._follows(u, v):
-            return self.more if period >= 0 else 0
-        way = ALONG if u == v else self.ways.between.get((u, v), ALONG)
-        sees_last = (mine > 0) == (way == ALONG)
-        return self.more if sees_last and period >= 0 else 0
-
-    def _follows(self, u: int, v: int) -> bool:
-        """True if one window has a beginning of its own behind the other, in the same half."""
-        turn, mine, theirs = self.facts.turn, self.windows[u], self.windows[v]
-        behind = mine.start > theirs.start and (mine.start < turn) == (theirs.start < turn)
-        return behind and mine.lead < mine.start
-
-    def _at(self, window: PeriodWindow, period: int, offset: int, slot: int) -> str:
+        if source.way is _Way.FROM_LAST:
+            period += self.more
+        elif source.way is not _Way.FROM_FIRST:
+            assert copy is not None
+            period += copy if source.way is _Way.ALONG else self.more - copy
+        first = window.start + (made - window.start) % window.length
         if 0 <= period <= self.more:
-            return self._tensor(window.start + offset, slot, period)
+            return self._tensor(first, slot, period)
         if period > self.more:
             period -= self.more
-        return self._tensor(window.start + period * window.length + offset, slot, None)
+        return self._tensor(first + period * window.length, slot, None)
 
     def _tensor(self, position: int, slot: int, copy: int | None) -> str:
-        old = slots_of(self.facts.ops[position])[slot]
-        # an operand may be first touched elsewhere: that place counts
-        name = self._named(old, self.facts.place[old][0], copy)
+        facts = self.pattern.larger
+        if not 0 <= position < len(facts.ops):
+            raise _Irregular
+        operands = slots_of(facts.ops[position])
+        if slot >= len(operands) or facts.place[operands[slot]] != (position, slot):
+            raise _Irregular
+        old = operands[slot]
+        name = self._named(old, copy)
         if name not in self.tensors:
-            self.tensors[name] = replace(self.facts.tensor(old), id=name)
+            self.tensors[name] = replace(facts.tensor(old), id=name)
         return name
 
-    def _named(self, old: str, position: int, copy: int | None) -> str:
+    def _named(self, old: str, copy: int | None) -> str:
         name = f"{old}~{copy}" if copy else old
-        self.origin[name] = old, 0 if old in self.ways.same else self._layers_on(position, copy)
+        self.origin[name] = old, copy
         return name
-
-    def _layers_on(self, position: int, copy: int | None) -> int:
-        u = self.facts.regions[position]
-        if u is None:
-            return 0
-        # layers count up in forward: a window of backward runs against the one that it reads
-        turn = self.facts.turn
-        ahead = (v for v, w in enumerate(self.windows) if w.start < turn and v != u)
-        ways = (self.ways.between.get((u, v)) for v in ahead)
-        along = self.windows[u].start < turn or AGAINST not in ways
-        if copy is None:
-            period = self.windows[u].period(position)
-            copy = self.more if period > 0 else 0
-        return copy if along else self.more - copy

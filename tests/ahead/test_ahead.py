@@ -123,13 +123,17 @@ def test_what_does_not_repeat_is_refused() -> None:
 
 
 def test_labels_count_on() -> None:
-    assert relabelled("blocks.1.up 4×4", "blocks", 4, 2) == "blocks.9.up 4×4"
-    assert (
-        relabelled("gradient of blocks.1.up 4×4", "blocks", 1, 1) == "gradient of blocks.2.up 4×4"
-    )
-    assert relabelled("1.weight", "", 2, 1) == "3.weight"
+    label, fewer = "blocks.3.up 4×4", "blocks.1.up 4×4"
+    assert relabelled(label, label, "blocks", None, 4) == label
+    assert relabelled(label, fewer, "blocks", None, 4) == "blocks.11.up 4×4"
+    assert relabelled("3.weight", "2.weight", "", None, 4) == "7.weight"
+    later, earlier = "blocks.5.up 4×4", "blocks.1.up 4×4"
+    assert [relabelled(label, later, "blocks", copy, 1) for copy in (0, 1)] == [label, later]
+    assert [relabelled(label, earlier, "blocks", copy, 1) for copy in (0, 1)] == [later, label]
+    gradients = f"gradient of {label}", f"gradient of {later}"
+    assert relabelled(*gradients, "blocks", 3, 4) == "gradient of blocks.9.up 4×4"
     for other in ("head 4×4", "blocks.x.up", "inner.blocks.1.up"):
-        assert relabelled(other, "blocks", 4, 1) == other
+        assert relabelled(other, label, "blocks", None, 4) == other
 
 
 def test_layers_are_found_with_their_period() -> None:
