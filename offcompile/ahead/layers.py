@@ -25,12 +25,15 @@ _OF_MODULES = frozenset({*vars(nn.Module()), "_modules", "_parameters", "_buffer
 
 @dataclass(frozen=True)
 class Layers:
-    """Lists of `count` layers in a model, of which every `period`-th is equal. Encoder and decoder
-    are two lists."""
+    """Lists of `count` layers in a model, of which every `period`-th is equal, except for the
+    `first` and the `last` layers of each. Encoder and decoder are two lists."""
 
     paths: tuple[str, ...]
     count: int
     period: int
+    #: number of layers at the beginning and at the end that may differ from all others
+    first: int = 0
+    last: int = 0
 
     @property
     def traced(self) -> int:
@@ -38,13 +41,19 @@ class Layers:
         return PERIODS + MORE_TOGETHER * (len(self.paths) > 1)
 
     @property
+    def repeated(self) -> int:
+        """Number of layers in a list that repeat."""
+        return self.count - self.first - self.last
+
+    @property
     def beyond(self) -> int:
         """Number of periods left out of each list."""
         return (self.count - self.kept(self.traced)) // self.period
 
     def kept(self, periods: int) -> int:
-        """Number of layers of a list in that many periods, plus the remainder at its end."""
-        return periods * self.period + self.count % self.period
+        """Number of layers of a list in that many periods, plus the remainder, plus those that do
+        not repeat."""
+        return self.first + periods * self.period + self.repeated % self.period + self.last
 
     def __str__(self) -> str:
         return " and ".join(self.paths)
@@ -66,17 +75,23 @@ def find_layers(model: nn.Module) -> Layers | None:
 
 def _ways_to_shorten(alike: Layers, paths: list[str]) -> Iterator[Layers]:
     yield replace(alike, paths=(paths[0],))
-    if len(paths) > 1 and alike.count >= FEWEST_TOGETHER * alike.period:
+    if len(paths) > 1 and alike.repeated >= FEWEST_TOGETHER * alike.period:
         yield replace(alike, paths=tuple(paths))
 
 
 def _repetition(layers: list[nn.Module], told: list[list[Any]]) -> Layers | None:
+    """Find the period by which most layers can be left out; of several, the shortest."""
+    found: list[Layers] = []
     for period in range(1, LONGEST_PERIOD + 1):
         if len(layers) < FEWEST_PERIODS * period:
             break
-        if _repeat(layers, told, period):
-            return Layers((), len(layers), period)
-    return None
+        repeating = _longest_repetition(layers, told, period)
+        if repeating is None:
+            continue
+        found.append(repeating)
+        if repeating.repeated == len(layers):
+            break
+    return max(found, key=lambda f: f.beyond * f.period, default=None)
 
 
 def _is_inside(path: str, other: str) -> bool:
@@ -89,7 +104,8 @@ def shortened(model: nn.Module, layers: Layers, periods: int) -> nn.Module:
     for path in layers.paths:
         whole = model.get_submodule(path)
         assert isinstance(whole, nn.ModuleList | nn.Sequential)
-        few = list(whole)[: layers.kept(periods)]
+        all_of_them, kept = list(whole), layers.kept(periods) - layers.last
+        few = all_of_them[:kept] + all_of_them[layers.count - layers.last :]
         shorter = copy.copy(whole)
         shorter._modules = {str(i): layer for i, layer in enumerate(few)}
         model = _with(model, path.split(".") if path else [], shorter)
@@ -110,13 +126,39 @@ def _with(module: nn.Module, path: list[str], new: nn.Module) -> nn.Module:
 # --- equality of layers ----------------------------------------------------------------------
 
 
-def _repeat(layers: list[nn.Module], told: list[list[Any]], period: int) -> bool:
-    for i in range(len(layers) - period):
-        if any(values[i] != values[i + period] for values in told):
-            return False
-        if not _equal(layers[i], layers[i + period], i, i + period):
-            return False
-    return True
+def _longest_repetition(
+    layers: list[nn.Module], told: list[list[Any]], period: int
+) -> Layers | None:
+    count, told_alike, alike = len(layers), [], []
+    for i in range(count - period):
+        told_alike.append(all(values[i] == values[i + period] for values in told))
+        alike.append(told_alike[i] and _equal(layers[i], layers[i + period], i, i + period))
+    first, end = _longest_run(alike)
+    found = Layers((), count, period, first, count - period - end)
+    # the last layers are traced at other positions, where they must be told the same
+    if found.repeated < FEWEST_PERIODS * period or not all(told_alike[end:]):
+        return None
+    return found if _share_alike(layers, found) else None
+
+
+def _share_alike(layers: list[nn.Module], found: Layers) -> bool:
+    """True if a tensor that two layers share belongs to every layer that repeats one of them."""
+    owners: dict[int, set[int]] = {}
+    for i, layer in enumerate(layers):
+        for t in (*layer.parameters(), *layer.buffers()):
+            owners.setdefault(id(t), set()).add(i)
+    shared = [among for among in owners.values() if len(among) > 1]
+    repeating = range(found.first, found.count - found.last - found.period)
+    return all((i in among) == (i + found.period in among) for among in shared for i in repeating)
+
+
+def _longest_run(values: list[bool]) -> tuple[int, int]:
+    """Find the start and the end of the longest run of True; of several, the first."""
+    best, start = (0, 0), 0
+    for i, value in enumerate([*values, False]):
+        if not value:
+            best, start = max(best, (start, i), key=lambda run: run[1] - run[0]), i + 1
+    return best
 
 
 def _told_of_each(model: nn.Module, count: int) -> list[list[Any]]:

@@ -1,6 +1,10 @@
-"""Encoder and decoder are shortened together: the extrapolated step is that of all layers."""
+"""Layers of several stacks, or with odd ones among them, are traced in part: the extrapolated step
+is that of all layers."""
 
 from __future__ import annotations
+
+from functools import cache
+from typing import Any
 
 import pytest
 import torch
@@ -11,45 +15,68 @@ from offcompile.ahead.plan import Ahead, ForecastRequest
 from offcompile.ahead.unroll import alike
 from offcompile.machine.options import Options
 
-WIDTH, WORDS = 16, 64
+WIDTH, WORDS, LENGTH = 16, 64, 8
 
 
 class Block(nn.Module):
-    """Adds what its own words, and those of the encoder if there are any, come to."""
+    """Adds what its own words, and those of the encoder if there are any, come to. The first block
+    of a stack that `shares` makes places for all blocks of the stack."""
 
-    def __init__(self, reads: bool) -> None:
+    def __init__(self, reads: bool, makes: bool = False) -> None:
         super().__init__()
         self.up, self.down = nn.Linear(WIDTH, 2 * WIDTH), nn.Linear(2 * WIDTH, WIDTH)
         self.other = nn.Linear(WIDTH, WIDTH) if reads else None
+        self.makes = makes
+        if makes:
+            self.places = nn.Embedding(LENGTH, WIDTH)
 
-    def forward(self, x: torch.Tensor, encoded: torch.Tensor | None = None) -> torch.Tensor:
+    def forward(
+        self,
+        x: torch.Tensor,
+        encoded: torch.Tensor | None = None,
+        places: torch.Tensor | None = None,
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        if self.makes:
+            places = self.places(torch.arange(LENGTH, device=x.device))
+        if places is not None:
+            x = x + torch.sin(x + places)
         if self.other is not None and encoded is not None:
             x = x + torch.tanh(self.other(encoded))
-        return x + self.down(torch.relu(self.up(x)))
+        return x + self.down(torch.relu(self.up(x))), places
 
 
 class Translator(nn.Module):
-    def __init__(self, encoder: int, decoder: int) -> None:
+    def __init__(self, encoder: int, decoder: int, shares: bool = False) -> None:
         super().__init__()
         self.words = nn.Embedding(WORDS, WIDTH)
-        self.encoder = nn.ModuleList(Block(False) for _ in range(encoder))
+        self.encoder = nn.ModuleList(Block(False, shares and i == 0) for i in range(encoder))
         self.between = nn.LayerNorm(WIDTH)
-        self.decoder = nn.ModuleList(Block(True) for _ in range(decoder))
+        self.decoder = nn.ModuleList(Block(True, shares and i == 0) for i in range(decoder))
         self.head = nn.Linear(WIDTH, WORDS)
 
     def forward(self, given: torch.Tensor) -> torch.Tensor:
-        encoded = self.words(given)
+        encoded, places = self.words(given), None
         for block in self.encoder:
-            encoded = block(encoded)
-        encoded, x = self.between(encoded), self.words(given)
+            encoded, places = block(encoded, None, places)
+        encoded, x, places = self.between(encoded), self.words(given), None
         for block in self.decoder:
-            x = block(x, encoded)
-        return self.head(x).float().logsumexp(-1).sum()
+            x, places = block(x, encoded, places)
+        return self.head(x)
 
 
-def found_in(encoder: int, decoder: int) -> Layers | None:
+def in_one_list(middle: int = 8) -> nn.Sequential:
+    """Make a model whose one list has two odd layers at its beginning and two at its end."""
+    layers = (nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.ReLU()) for _ in range(middle))
+    first = nn.Embedding(WORDS, 4), nn.Linear(4, WIDTH)
+    return nn.Sequential(*first, *layers, nn.LayerNorm(WIDTH), nn.Linear(WIDTH, WORDS))
+
+
+def found_in(encoder: int, decoder: int, shares: bool = False) -> Layers | None:
     with torch.device("meta"):
-        return find_layers(Translator(encoder, decoder))
+        return find_layers(Translator(encoder, decoder, shares))
+
+
+# --- which layers are traced -----------------------------------------------------------------
 
 
 def test_lists_of_one_length_are_shortened_together() -> None:
@@ -67,17 +94,74 @@ def test_others_one_by_one(encoder: int, decoder: int, path: str) -> None:
     assert found is not None and found.paths == (path,)
 
 
-def step(repeats: bool) -> Ahead:
+def test_odd_layers_are_kept() -> None:
+    found = found_in(12, 12, shares=True)
+    assert found is not None
+    assert (found.paths, found.first, found.last) == (("encoder", "decoder"), 1, 0)
+    assert (found.kept(5), found.beyond) == (6, 6)
+    with torch.device("meta"):
+        model = in_one_list(11)
+    found = find_layers(model)
+    assert found is not None
+    assert (found.first, found.last, found.kept(4), found.beyond) == (2, 2, 8, 7)
+    few = shortened(model, found, 4)
+    assert list(few) == [*list(model)[:6], *list(model)[-2:]]
+
+
+def _odd_in_the_middle(model: nn.Module) -> None:
+    model[7] = nn.Sequential(nn.Linear(WIDTH, WIDTH, bias=False), nn.ReLU())
+
+
+def _told_at_the_end(model: nn.Module) -> None:
+    model.kinds = ["near"] * (len(model) - 1) + ["far"]
+
+
+def _tied(model: nn.Module) -> None:
+    model[7][0].weight = model[3][0].weight
+
+
+@pytest.mark.parametrize("change", [_odd_in_the_middle, _told_at_the_end, _tied])
+def test_layers_that_may_not_repeat_are_traced_whole(change: Any) -> None:
+    with torch.device("meta"):
+        model = in_one_list()
+        assert find_layers(model) is not None
+        change(model)
+    assert find_layers(model) is None
+
+
+def test_a_tensor_of_all_layers_is_no_odd_one() -> None:
+    with torch.device("meta"):
+        model = in_one_list()
+    for layer in list(model)[2:-2]:
+        layer[0].weight = model[2][0].weight
+    found = find_layers(model)
+    assert found is not None and (found.first, found.last) == (2, 2)
+
+
+# --- the step of all layers ------------------------------------------------------------------
+
+
+@cache
+def step(which: str, repeats: bool, optimizer: str | None = None) -> Ahead:
     options = Options.read({"hardware": "rtx4090"})
-    words = torch.zeros(4, 8, dtype=torch.long)
-    asked = ForecastRequest(
-        Translator(12, 12), (words,), {}, options, lambda loss: loss, repeats=repeats
-    )
+    words = torch.zeros(4, LENGTH, dtype=torch.long)
+    model = in_one_list() if which == "one list" else Translator(12, 12, which == "odd ones")
+
+    def loss(made: torch.Tensor) -> torch.Tensor:
+        return made.float().logsumexp(-1).sum()
+
+    asked = ForecastRequest(model, (words,), {}, options, loss, optimizer, repeats=repeats)
     return Ahead.of(asked, lambda told: None)
 
 
-def test_the_step_is_that_of_all_layers() -> None:
-    few, whole = step(repeats=True), step(repeats=False)
+@pytest.mark.parametrize("which", ["two stacks", "odd ones", "one list"])
+def test_the_step_is_that_of_all_layers(which: str) -> None:
+    few, whole = step(which, True), step(which, False)
     assert few.layers is not None and whole.layers is None
     for mine, theirs in zip(few.variants, whole.variants, strict=True):
         assert alike(mine, theirs)
+    one, other = few.survey.problem(few.graphs), whole.survey.problem(whole.graphs)
+    for mine, theirs in zip(one.problem.ops, other.problem.ops, strict=True):
+        assert one.labels[mine.id] == other.labels[theirs.id]
+        for a, b in zip(mine.operands, theirs.operands, strict=True):
+            assert (one.names.get(a), one.labels[a]) == (other.names.get(b), other.labels[b])
