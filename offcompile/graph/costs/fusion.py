@@ -39,6 +39,8 @@ _POOLS = (
     "_low_memory_max_pool_offsets_to_indices",
 )
 _RANDOM = tuple(f"inductor_{name}" for name in ("random", "randint", "lookup_seed", "seeds"))
+#: the seeds of a step are as many as its random ops; none of these needs more than one of them
+_SEEDS, _SEED = "inductor_seeds", "inductor_lookup_seed"
 #: ops that fuse although they are not tagged as pointwise
 _FUSED = frozenset((*_REDUCTIONS, *GATHERS, *_FILLS, *_COPIES, *_MORE, *_POOLS, *_RANDOM))
 #: Inductor generates these too, and may fuse them with later ops; the value is always written
@@ -127,11 +129,11 @@ def spread_over_groups(
 def _read(node: fx.Node, given: fx.Node, hint: Hint) -> int:
     if _name(node) in GATHERS and given is node.args[0]:
         return value_bytes(node.meta.get("val"), hint)
-    return value_bytes(given.meta.get("val"), hint)
+    return 0 if _name(node) == _SEED else value_bytes(given.meta.get("val"), hint)
 
 
 def _work(node: fx.Node, read_bytes: int, hint: Hint) -> Work:
-    written = value_bytes(node.meta.get("val"), hint)
+    written = 0 if _name(node) == _SEEDS else value_bytes(node.meta.get("val"), hint)
     call = call_of(node, hint)
     fresh = 0
     if call is not None and not mutated_inputs(node) and not op_name(call).startswith("empty"):
