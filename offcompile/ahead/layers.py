@@ -80,18 +80,16 @@ def _ways_to_shorten(alike: Layers, paths: list[str]) -> Iterator[Layers]:
 
 
 def _repetition(layers: list[nn.Module], told: list[list[Any]]) -> Layers | None:
-    """Find the period by which most layers can be left out; of several, the shortest."""
-    found: list[Layers] = []
+    """Find the period by which most layers are left out; of several, the shortest."""
+    best, left_out = None, 0
     for period in range(1, LONGEST_PERIOD + 1):
-        if len(layers) < FEWEST_PERIODS * period:
+        most = len(layers) - PERIODS * period
+        if len(layers) < FEWEST_PERIODS * period or left_out >= most:
             break
-        repeating = _longest_repetition(layers, told, period)
-        if repeating is None:
-            continue
-        found.append(repeating)
-        if repeating.repeated == len(layers):
-            break
-    return max(found, key=lambda f: f.beyond * f.period, default=None)
+        found = _longest_repetition(layers, told, period)
+        if found is not None and found.beyond * period > left_out:
+            best, left_out = found, found.beyond * period
+    return best
 
 
 def _is_inside(path: str, other: str) -> bool:

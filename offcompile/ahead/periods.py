@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -85,32 +85,29 @@ def turn_of(problem: Problem) -> int:
     return next((i for i, op in enumerate(problem.ops) if op.phase != FORWARD), len(problem.ops))
 
 
-def find_windows(facts: Facts, few: Facts) -> list[PeriodWindow] | None:
-    """Find where the first problem has more periods than the second, in order; None if they differ
-    in other ways."""
+def find_windows(facts: Facts, few: Facts) -> Iterator[list[PeriodWindow]]:
+    """Find where the first problem has more periods than the second, in order: each way in which
+    they may be divided. Nothing if the problems differ in other ways."""
     long, short = facts.shapes, few.shapes
-    turns = turn_of(facts.problem), turn_of(few.problem)
-    runs: list[tuple[int, int, int]] = []
-    for first, end, given in (
-        (0, turns[0], short[: turns[1]]),
-        (turns[0], len(long), short[turns[1] :]),
-    ):
-        found = _runs(given, long[first:end], 0, MOST_WINDOWS)
-        if found is None:
-            return None
-        runs += [(first + at, length, end) for at, length in found]
-    steps = {0, *(unit for at, length, _ in runs for unit in _units(long, at, length))}
-    windows: list[PeriodWindow] = []
-    for at, length, end in runs:
-        low = windows[-1].start + windows[-1].length if windows else 0
-        low = max(low, 0 if at < turns[0] else turns[0])
-        stretch = _Stretch(facts, long, low, end, at, steps)
-        window = stretch.first(length)
-        parts = [window] if window is not None else stretch.parts(length)
-        if not parts:
-            return None
-        windows += parts
-    return windows or None
+    turn, smaller_turn = turn_of(facts.problem), turn_of(few.problem)
+    forward = _runs(short[:smaller_turn], long[:turn], 0, MOST_WINDOWS)
+    backward = _runs(short[smaller_turn:], long[turn:], 0, MOST_WINDOWS)
+    if forward is None or backward is None or not (forward or backward):
+        return
+    runs = [*forward, *((turn + at, length) for at, length in backward)]
+    steps = {0, *(unit for at, length in runs for unit in _units(long, at, length))}
+
+    def divided(left: Sequence[tuple[int, int]], low: int) -> Iterator[list[PeriodWindow]]:
+        if not left:
+            yield []
+            return
+        (at, length), *others = left
+        low, end = (low, turn) if at < turn else (max(low, turn), len(long))
+        for parts in _Stretch(facts, long, low, end, at, steps).ways(length):
+            behind = parts[-1].start + parts[-1].length
+            yield from ([*parts, *rest] for rest in divided(others, behind))
+
+    yield from divided(runs, 0)
 
 
 def begun_later(
@@ -165,7 +162,18 @@ class _Stretch:
     #: distances between equal operands of one period and the next
     steps: set[int]
 
-    def first(self, length: int) -> PeriodWindow | None:
+    def ways(self, length: int) -> Iterator[list[PeriodWindow]]:
+        """Find the periodic part around the run. It may be several parts that have the same ops,
+        one behind the other: encoder and decoder may each have some of them at the end of forward.
+        """
+        if (whole := self._whole(length)) is not None:
+            yield [whole]
+        for unit in _units(self.shapes, self.at, length)[1:]:
+            found = sorted(self._runs_of(unit), key=lambda w: w.last, reverse=True)
+            if len(found) * unit >= length:
+                yield sorted(found[: length // unit], key=lambda w: w.start)
+
+    def _whole(self, length: int) -> PeriodWindow | None:
         """Find the earliest period around the run that has the same ops as the next period, with
         operands that are equal or one of these steps apart."""
         start, shapes = self._start(length), self.shapes
@@ -181,29 +189,28 @@ class _Stretch:
             start += 1
         return None
 
-    def parts(self, length: int) -> list[PeriodWindow]:
-        """Divide the run among several periodic parts that have the same ops one behind the other:
-        encoder and decoder may each have some of them at the end of forward."""
-        for unit in _units(self.shapes, self.at, length)[1:]:
-            found = self._runs_of(unit)
-            if len(found) * unit == length:
-                return found
-        return []
-
     def _runs_of(self, length: int) -> list[PeriodWindow]:
-        """Find periodic parts by their operands alone."""
+        """Find periodic parts by their operands alone, which stay equally far apart."""
         found: list[PeriodWindow] = []
-        start = at = self._start(length)
-        while at + length <= self.end:
-            inside = at + length < self.end and self.shapes[at] == self.shapes[at + length]
-            if not inside or not self._follows(at, length):
+        start = self._start(length)
+        for at in range(start, self.end):
+            like = at + length < self.end and self.shapes[at] == self.shapes[at + length]
+            follows = like and self._follows(at, length)
+            if not follows or (
+                at - start >= length and self._apart(at, length) != self._apart(at - length, length)
+            ):
                 if at - start >= length:
                     found.append(PeriodWindow(start, length, (at - start) // length))
-                start = at + 1
-            if not inside:
+                start = at if follows else at + 1
+            if not like:
                 break
-            at += 1
         return found
+
+    def _apart(self, one: int, length: int) -> list[int]:
+        """Find how far apart the operands of an op and those of one period later are made."""
+        ops, place = self.facts.ops, self.facts.place
+        pairs = zip(slots_of(ops[one]), slots_of(ops[one + length]), strict=True)
+        return [place[b][0] - place[a][0] for a, b in pairs]
 
     def _start(self, length: int) -> int:
         """The first op from which on ops are like those one period later."""

@@ -22,11 +22,14 @@ import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from enum import Enum
+from itertools import islice
 
 from offcompile.ir import Op, Problem, Tensor
 
 from .periods import Facts, PeriodWindow, begun_later, find_windows, looks, shape_of, slots_of
 
+#: most ways to divide a step into periodic parts that are tried
+MOST_WAYS = 16
 #: pinned tensors smaller than this may differ in size
 SMALL_BYTES = 4096
 
@@ -155,22 +158,30 @@ class _Source:
 
 def _find_pattern(larger: Facts, smaller: Facts) -> _Pattern | None:
     """Find periods of which all operands are found in a known way; None if there are none."""
-    windows = find_windows(larger, smaller)
-    while windows is not None:
+    for windows in islice(find_windows(larger, smaller), MOST_WAYS):
+        found = _pattern_of(larger, smaller, windows)
+        if found is not None:
+            return found
+    return None
+
+
+def _pattern_of(larger: Facts, smaller: Facts, windows: Sequence[PeriodWindow]) -> _Pattern | None:
+    """Begin windows later until they hold no ops of layers that differ."""
+    while True:
         pattern = _Pattern(larger, smaller, windows)
         if len(pattern.kept) != len(smaller.ops):
             return None
         irregular = pattern.irregular()
         if not irregular:
             return pattern
-        # periods that begin too early hold ops of layers that differ
         starts = pattern.starts_behind(irregular)
         begun = [
             begun_later(larger, windows, i, starts[i]) if i in starts else window
             for i, window in enumerate(windows)
         ]
-        windows = None if not starts or None in begun else [w for w in begun if w is not None]
-    return None
+        windows = [window for window in begun if window is not None]
+        if not starts or len(windows) < len(begun):
+            return None
 
 
 @dataclass(eq=False)
