@@ -56,12 +56,12 @@ class Layers:
         return self.first + periods * self.period + self.repeated % self.period + self.last
 
     def __str__(self) -> str:
-        return " and ".join(self.paths)
+        return " and ".join(path or "the model" for path in self.paths)
 
 
 def find_layers(model: nn.Module) -> Layers | None:
-    """Find the longest lists of equal layers; None if no list is worth shortening. Lists that are
-    equally long and repeat alike are shortened together."""
+    """Find the lists of equal layers of which most are left out; None if no list is worth
+    shortening. Lists that are equally long and repeat alike are shortened together."""
     found: dict[Layers, list[str]] = {}
     for path, module in model.named_modules():
         if isinstance(module, nn.ModuleList | nn.Sequential):
@@ -70,7 +70,21 @@ def find_layers(model: nn.Module) -> Layers | None:
             if alike is not None and not any(_is_inside(path, p) for p in found.get(alike, ())):
                 found.setdefault(alike, []).append(path)
     ways = [way for alike, paths in found.items() for way in _ways_to_shorten(alike, paths)]
-    return max(ways, key=lambda f: len(f.paths) * f.beyond * f.period, default=None)
+    best = max(ways, key=lambda f: len(f.paths) * f.beyond * f.period, default=None)
+    return best if best is not None and _traces_less(model, best) else None
+
+
+def _traces_less(model: nn.Module, layers: Layers) -> bool:
+    """True if the two traces of few layers have fewer modules than one trace of all."""
+    found = sum(1 for _ in model.modules())
+    left_out = 0
+    for path in layers.paths:
+        of_list = list(model.get_submodule(path).children())
+        for periods in (layers.traced, layers.traced - 1):
+            behind = layers.kept(periods) - layers.last
+            few = of_list[behind : layers.count - layers.last]
+            left_out += sum(1 for layer in few for _ in layer.modules())
+    return left_out > found
 
 
 def _ways_to_shorten(alike: Layers, paths: list[str]) -> Iterator[Layers]:

@@ -141,12 +141,12 @@ def test_layers_are_found_with_their_period() -> None:
     assert found is not None
     assert (found.paths, found.count, found.period, found.beyond) == (("blocks",), 8, 1, 4)
     with torch.device("meta"):
-        turns = nn.Sequential(*(nn.Linear(4, 4, bias=i % 2 == 0) for i in range(13)))
+        turns = nn.Sequential(*(nn.Linear(4, 4, bias=i % 2 == 0) for i in range(19)))
     found = find_layers(turns)
     assert found is not None
-    assert (found.paths, found.period, found.kept(4), found.beyond) == (("",), 2, 9, 2)
+    assert (found.paths, found.period, found.kept(4), found.beyond) == (("",), 2, 9, 5)
     assert len(list(shortened(turns, found, 4).children())) == 9
-    assert len(turns) == 13
+    assert len(turns) == 19
 
 
 def _odd_attribute(model: Language) -> None:
