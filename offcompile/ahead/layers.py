@@ -18,6 +18,8 @@ MORE_TOGETHER = 1
 FEWEST_PERIODS, FEWEST_TOGETHER = 6, 10
 #: most kinds of layers that may alternate
 LONGEST_PERIOD = 8
+#: modules of two traces of two shorter lists, as a share of those of the whole model, at most
+MOST_OF_TWO = 0.94
 
 _HOOKS = tuple(k for k in vars(nn.Module()) if "hooks" in k)
 _OF_MODULES = frozenset({*vars(nn.Module()), "_modules", "_parameters", "_buffers"})
@@ -75,7 +77,8 @@ def find_layers(model: nn.Module) -> Layers | None:
 
 
 def _traces_less(model: nn.Module, layers: Layers) -> bool:
-    """True if the two traces of few layers have fewer modules than one trace of all."""
+    """True if the two traces of few layers have fewer modules than one trace of all; for two lists,
+    much fewer, since extrapolating both takes as long as tracing some layers."""
     found = sum(1 for _ in model.modules())
     left_out = 0
     for path in layers.paths:
@@ -84,7 +87,8 @@ def _traces_less(model: nn.Module, layers: Layers) -> bool:
             behind = layers.kept(periods) - layers.last
             few = of_list[behind : layers.count - layers.last]
             left_out += sum(1 for layer in few for _ in layer.modules())
-    return left_out > found
+    most = 1.0 if len(layers.paths) == 1 else MOST_OF_TWO
+    return 2 * found - left_out < most * found
 
 
 def _ways_to_shorten(alike: Layers, paths: list[str]) -> Iterator[Layers]:
