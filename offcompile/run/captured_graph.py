@@ -85,7 +85,8 @@ class CapturedGraph:
             given = [x for i, x in enumerate(example_inputs) if i not in parameters]
             sizes = [_nbytes(x) for x in given if isinstance(x, torch.Tensor)]
             small = sum(nbytes for nbytes in sizes if nbytes <= SMALL_BYTES)
-            self.plans.copies_bytes = small + sum(_nbytes(x) for x in _tensors_out(gm))
+            # as much for their gradients, which backward gets in copies
+            self.plans.copies_bytes = small + 2 * sum(_nbytes(x) for x in _tensors_out(gm))
         #: read the values of symbols from a call's arguments
         self._readers = [read for _, read in symbols]
         self._in_order = sorted(parameters)
@@ -122,7 +123,7 @@ class CapturedGraph:
 
         plans.ran[call.parameters] = sizes, variant
         note_spare_room(plans, variant, call)
-        call.parameters.host_bytes = variant.needs_at(sizes).host_bytes
+        call.parameters.host_bytes = variant.host_bytes_at(sizes)
         plans.leave_graphs_of_others(variant)
         facts.profile.begin_step()
         runs.call(call.parameters, sizes)

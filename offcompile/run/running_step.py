@@ -61,6 +61,8 @@ class RunningHalf:
         if self._step is not None:
             replayed = self._step.run(phase, arguments, self.compiled)
             if replayed is not None:
+                if self._mover is not None:
+                    self._mover.read_in_place(self._direct_reads)
                 self._over()
                 return replayed
         verifying = planned.verifying

@@ -189,8 +189,11 @@ class Device(ABC):
         return tensor.detach()
 
     def sent(self, host: torch.Tensor, point: Point | None) -> None:
-        """Note that an `addressable` tensor holds its data once `point` is reached."""
-        slot = self.slot_of(host)
+        """Note that an `addressable` tensor holds its data once `point` is reached.
+
+        Nobody can wait for a point of a graph: readers wait for all work that compute was given.
+        """
+        slot = None if self.captures else self.slot_of(host)
         if slot is not None:
             slot.filled = None if point is None else Filled(point, _version(host))
 

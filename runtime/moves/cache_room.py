@@ -33,6 +33,12 @@ class CacheRoom:
     def _free_bytes(self) -> int:
         return self.limit_bytes - self._held_bytes
 
+    def drop_weights(self) -> None:
+        """Drop all copies of weights: a step begins that fetches none through the keeper."""
+        with self._lock:
+            copies = [kept for kept in self._kept.values() if kept.weight is not None]
+        self._give_up(copies)
+
     def _begin_in(self, kept: Cached, lane: str, ahead: bool) -> None:
         nbytes = kept.saved.slot.nbytes
         self._kept[kept.block] = kept

@@ -14,6 +14,7 @@ import torch
 
 from offcompile.runtime.base.define import define
 from offcompile.runtime.device import tickets
+from offcompile.runtime.device.graphs import CannotCapture
 
 from .registry import runtime_for
 
@@ -40,6 +41,12 @@ def _kernel(fill: Callable[..., None], zeroed: bool = False) -> Callable[..., to
         for length in size:
             numel *= length
         mover = runtime_for(runtime).mover
+        if zeroed and mover.device.captures:
+            raise CannotCapture(
+                f"{tag} is written on the host by rows, and the host waits to learn how many there"
+                ' are; leave lowering="aot_eager" out, or raise memory until that gradient stays on'
+                " the device"
+            )
         flat, ticket = mover.store_in_place(numel * dtype.itemsize, tag, zeroed)
         with torch.no_grad():
             fill(flat.view(dtype).as_strided(size, stride), *own)

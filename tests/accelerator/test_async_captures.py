@@ -8,7 +8,12 @@ from async_runs import needs_the_device, run_checks
 
 pytestmark = needs_the_device
 #: those that every run of the tests makes
-ALWAYS = ("captured gpt", "captured an_op_that_waits_is_refused")
+ALWAYS = (
+    "captured gpt",
+    "captured weights of an mlp",
+    "captured weights, accumulation",
+    "captured an_op_that_waits_is_refused",
+)
 SHOWN_ALWAYS = "captures without compute's waits for copies"
 
 

@@ -1,13 +1,16 @@
-"""Steps captured as CUDA graphs on a GPU; `capture_checks.py` says what each check holds."""
+"""Steps captured as CUDA graphs on a GPU; `capture_checks.py` and `capture_weights.py` say
+what each check holds."""
 
 from __future__ import annotations
 
 import capture_checks
 import pytest
 import torch
-from capture_checks import CHECKS
+from capture_weights import CHECKS as OF_WEIGHTS
 
-from offcompile.run.replay.step_graph import StepGraph
+from offcompile.run.replay import step_graph
+
+CHECKS = capture_checks.CHECKS | OF_WEIGHTS
 
 
 @pytest.mark.gpu
@@ -17,5 +20,5 @@ def test_on_the_gpu(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     # costs that are not measured: no step is judged, so that plans settle at once
     monkeypatch.setattr(capture_checks, "MORE", {"hardware": "h100-sxm"})
     # libraries take more memory for the stream of captures than these models have
-    monkeypatch.setattr(StepGraph, "_check_budget", lambda self, *halves: None)
+    monkeypatch.setattr(step_graph, "check_room", lambda *asked: None)
     CHECKS[name]("cuda:0")

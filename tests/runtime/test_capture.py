@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import random
 from contextlib import ExitStack
 
+import numpy as np
 import pytest
 import torch
 from cuda_bench import NOTHING, Bench, Disk, bench_of, fill
 from simulated_graphs import GraphStreams, Illegal
 
 from offcompile.runtime.device import tickets
-from offcompile.runtime.device.cuda.capture import Capture, capturing
+from offcompile.runtime.device.cuda.capture import Capture, HostRoom, capturing
 from offcompile.runtime.device.graphs import CannotCapture
 from offcompile.runtime.moves.saved import Saved
 
@@ -187,6 +189,90 @@ def test_host_memory_of_a_graph_is_nobody_else_s_while_it_may_run() -> None:
     made.release()
     graph.release()
     del x
+    assert bench.left() == NOTHING
+    bench.close()
+
+
+class WeightStep:
+    """A step that fetches a weight, and leaves its gradient, one more, on the host."""
+
+    def __init__(self, bench: Bench) -> None:
+        self.bench, self.streams = bench, bench.streams
+        assert isinstance(self.streams, GraphStreams)
+        self.weight, flat = bench.device.addressable([NBYTES] * 2)
+        slot = bench.device.shadows.find(flat)
+        assert slot is not None
+        self.streams.launch(fill(0), (), (self.weight,), "place")
+        self.graph = self.streams.graph(None)
+        with capturing(self.streams, self.graph, [HostRoom(flat, slot)]) as self.capture:
+            buffer, load = bench.mover.start_fetch(self.weight, "w", "h2d")
+            bench.wait_load(load)
+            made = self.streams.empty(NBYTES)
+            self.streams.launch(lambda w, g: np.copyto(g, w + 1), (buffer,), (made,), "gradient")
+            ticket = bench.mover.start_store(made, "g", "d2h")
+            bench.wait_out(ticket)
+            self.gradient = tickets.find(ticket, Saved).host
+
+    def run(self, step: int) -> None:
+        self.graph.replay()
+        self.capture.given_to(self.streams.compute())
+        assert self.gradient is not None
+        self.bench.expect(self.gradient, step + 1, f"gradient {step}")
+        update = (self.gradient,), (self.weight,)
+        self.streams.launch(lambda g, w: np.copyto(w, g), *update, f"update {step}")
+
+    def release(self) -> None:
+        self.graph.release()
+        self.capture.release()
+        del self.weight, self.gradient
+        self.bench.device.shadows.release()
+
+
+def steps_of_a_weight(seed: int, holds: bool = True) -> tuple[list[object], list[str]]:
+    """Races and wrong values of replays, beside others who take and fill host memory."""
+    bench = bench_with_graphs(seed)
+    step, dice = WeightStep(bench), random.Random(seed)
+    if not holds:
+        # an alias that does not keep the memory
+        step.gradient = bench.streams.alias(step.capture.written.pop().slot.block.tensor)
+        bench.mover.sweep()
+    for number in range(4):
+        (other,) = bench.device.addressable([NBYTES])
+        bench.streams.launch(fill(99), (), (other,), "other")
+        step.run(number)
+        bench.expect(other, 99, "other")
+        if dice.random() < 0.5:
+            bench.settle()
+        del other
+    bench.settle()
+    step.release()
+    if bench.left() != NOTHING:
+        bench.wrong.append(str(bench.left()))
+    bench.close()
+    return list(bench.streams.races), bench.wrong
+
+
+def test_replays_fetch_each_update_and_leave_gradients_in_memory_of_their_own() -> None:
+    for seed in range(24):
+        assert steps_of_a_weight(seed) == ([], []), seed
+
+
+def test_host_memory_that_a_graph_does_not_hold_goes_to_others() -> None:
+    races, wrong = steps_of_a_weight(0, holds=False)
+    assert races or wrong
+
+
+def test_gradients_that_the_plan_does_not_list_are_refused() -> None:
+    bench = bench_with_graphs(0)
+    graph = bench.streams.graph(None)  # type: ignore[attr-defined]
+    x = bench.streams.empty(NBYTES)
+    with (
+        pytest.raises(CannotCapture, match="a gradient of 64 bytes leaves that the plan does not"),
+        capturing(bench.streams, graph),
+    ):
+        bench.mover.start_store(x, "g", "d2h")
+    del x
+    graph.release()
     assert bench.left() == NOTHING
     bench.close()
 

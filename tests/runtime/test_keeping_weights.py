@@ -132,6 +132,29 @@ def test_what_forward_fetched_is_there_for_backward_while_there_is_room() -> Non
     assert 2 * each - 4 <= per_step(4)[-1] < 2 * each
 
 
+@pytest.mark.parametrize("drops", [True, False])
+def test_a_step_that_fetches_none_through_the_keeper_drops_copies(drops: bool) -> None:
+    """A replayed graph begins no sweep; after it, weights change in ways that nobody counts."""
+    run = Blocks(0, 8 * NBYTES)
+    for step in range(2):
+        run.step(step)
+        run.change(step + 1)
+    run.run("F", 0, 2)
+    assert run.keeper.held_bytes >= 2 * PER_LAYER * NBYTES  # those of the next block too
+    if drops:
+        run.keeper.drop_weights()
+        assert run.keeper.held_bytes == 0
+    for k, weight in enumerate(run.weights[1]):
+        run.device.compute(_fill(run.value(3, 1, k)), (), (weight,), "update")
+    run.run("F", 1, 3)
+    if drops:
+        run.end()
+        return
+    run.device.drain()
+    assert run.seen != run.wanted and run.device.races
+    run.mover.close()
+
+
 def test_the_next_blocks_are_fetched_before_they_run() -> None:
     run = Blocks(0, 4 * NBYTES)
     for step in range(3):

@@ -18,6 +18,7 @@ import async_seeds
 import async_states
 import budget_child
 import capture_checks
+import capture_weights
 import gpu_checks
 from async_device.as_card import other_torch
 from gpu_checks import Skipped
@@ -28,7 +29,7 @@ def main() -> None:
     other = other_torch()
     for module in (
         *(async_checks, async_own_checks, async_planted, async_seeds, async_states),
-        *(budget_child, capture_checks, gpu_checks),
+        *(budget_child, capture_checks, capture_weights, gpu_checks),
     ):
         module.torch = other  # type: ignore[attr-defined]
     gpu_checks.SEARCH_SECONDS = 0.3

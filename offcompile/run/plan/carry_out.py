@@ -71,7 +71,7 @@ def reserve(planned: Planned) -> None:
     report = planned.report
     device = runtime_for(planned.source.target.runtime.key).device
     device.bound_packing(planned, report.memory.reserve_bytes // PACKING_SHARE)
-    device.keep_room(planned, _gradient_bytes_on_host(report.problem, report.plan))
+    device.keep_room(planned, sum(gradients_on_host(report.problem, report.plan)))
 
 
 def _placement(
@@ -94,11 +94,11 @@ def unplaced(facts: GraphFacts) -> WeightPlaces:
     return WeightPlaces(facts.parameters, target.runtime.key, target.device.type == "cpu")
 
 
-def _gradient_bytes_on_host(problem: Problem, plan: Plan) -> int:
-    """Bytes that the gradients of each step take on the host."""
+def gradients_on_host(problem: Problem, plan: Plan) -> list[int]:
+    """The bytes of each gradient that a step leaves on the host."""
     leaving = {d.tensor for d in plan.directs} | {m.tensor for m in plan.moves}
     gradients = (t for t in problem.tensors if t.kind == "gradient")
-    return sum(t.nbytes for t in gradients if t.id in leaving)
+    return [t.nbytes for t in gradients if t.id in leaving]
 
 
 def _check_one_device(name: str, graphs: Graphs, device: torch.device) -> None:

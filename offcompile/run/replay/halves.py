@@ -10,8 +10,10 @@ import torch
 
 from offcompile.runtime.device.cuda.capture import Capture
 from offcompile.runtime.device.graphs import CannotCapture, StreamGraph
+from offcompile.runtime.device.interface import Device
+from offcompile.runtime.memory.host_arena import HostFull
 
-from .places import Arguments, Lent, StaticPlace
+from .places import Arguments, Geometry, Lent, StaticPlace
 from .results import Results
 
 #: larger arguments are copied in only if their addresses have been seen to change
@@ -46,7 +48,7 @@ def is_small(x: Any) -> bool:
 
 def in_words(error: Exception) -> str:
     text = str(error).partition("\n")[0].rstrip(".")
-    if isinstance(error, CannotCapture):
+    if isinstance(error, CannotCapture | HostFull):
         return text
     return (
         f"capturing failed ({type(error).__name__}: {text}); an op of the model may wait for the"
@@ -59,9 +61,15 @@ def spare_of(x: Any) -> Any:
     return StaticPlace.of(x) if isinstance(x, torch.Tensor) and x.device.type != "cpu" else x
 
 
-def take_out(out: Sequence[Lent], arguments: Sequence[Any]) -> None:
-    """Give `.grad` memory of its own where gradients stay over steps."""
+def take_out(device: Device, out: Sequence[Lent], arguments: Sequence[Any]) -> None:
+    """Give `.grad` memory of its own, on its tier, where gradients stay over steps. HostFull if
+    there is no room for it."""
     for x in arguments:
         grad = x.grad if isinstance(x, torch.nn.Parameter) else None
-        if grad is not None and any(one.is_in(grad) for one in out):
+        if grad is None or not any(one.is_in(grad) for one in out):
+            continue
+        if device.slot_of(grad) is None:
             grad.data = grad.data.clone()
+            continue
+        (flat,) = device.addressable([grad.untyped_storage().nbytes()])
+        grad.data = Geometry.of(grad).within(flat).copy_(grad.data)

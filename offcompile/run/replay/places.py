@@ -1,14 +1,15 @@
 """Static memory: where captured graphs find their arguments, and what they lend as results.
 
-A graph reads and writes fixed addresses, and its next replay may write anywhere in its pool. So
-results are lent. Nothing is replayed while somebody who could tell still holds one, and each lent
-result keeps the pool alive.
+A graph reads and writes fixed addresses, and its next replay may write anywhere in its pool, and to
+the host memory that it holds. So results are lent. Nothing is replayed while somebody who could
+tell still holds one. Each lent result keeps the pool alive, or its own piece of host memory.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -17,6 +18,8 @@ from offcompile.runtime.device import tickets
 from offcompile.runtime.device.graphs import CannotCapture
 from offcompile.runtime.memory.alias import alias_bytes
 from offcompile.runtime.moves.saved import Saved
+
+_NONE: Mapping[int, object] = MappingProxyType({})
 
 
 @dataclass(frozen=True)
@@ -41,7 +44,7 @@ class Geometry:
 
 @dataclass(frozen=True)
 class StaticPlace:
-    """Where a tensor lies in device memory that nobody owns."""
+    """Where a tensor lies in memory that nobody owns and kernels can use."""
 
     address: int
     nbytes: int
@@ -96,14 +99,17 @@ class Lent:
         return x is not None and x.untyped_storage().data_ptr() == self._storage.data_ptr()
 
 
-def lent(places: Sequence[StaticPlace], owner: object) -> list[Lent]:
-    """Lendable tensors in the memory of `owner`, a graph; those of one storage share it."""
+def lent(
+    places: Sequence[StaticPlace], owner: object, owners: Mapping[int, object] = _NONE
+) -> list[Lent]:
+    """Lendable tensors in the memory of `owner`, a graph, or of the owner that `owners` has for an
+    address; those of one storage share it."""
     first: dict[int, torch.Tensor] = {}
     made: list[torch.Tensor] = []
     for place in places:
         known = first.get(place.address) if place.nbytes else None
         if known is None:
-            known = first[place.address] = place.alias(owner)
+            known = first[place.address] = place.alias(owners.get(place.address, owner))
             made.append(known)
         else:
             made.append(place.geometry.within(known))

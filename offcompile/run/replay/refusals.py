@@ -62,18 +62,12 @@ def _plan(planned: Planned) -> str | None:
             f"tensors are packed ({', '.join(packed)}), and the host reads their sizes in each"
             " step; choose a policy without codecs, as policy='activation_spill'"
         )
-    if planned.placement.has_any:
-        count = len(planned.placement.hosted)
-        return (
-            f"{count} weights live on the host, where their memory is handed on by the host; raise"
-            " memory until weights stay on the device"
-        )
     kinds = {t.id: t.kind for t in planned.report.problem.tensors}
     there = {d.tensor for d in plan.directs} | {m.tensor for m in moves.values()}
-    others = sorted({kinds[t] for t in there} - {"activation"})
+    others = sorted({kinds[t] for t in there} - {"activation", "weight", "gradient"})
     if others:
         return (
-            f"{' and '.join(others)} tensors leave the device, not activations alone; raise memory"
-            " until they stay"
+            f"{' and '.join(others)} tensors leave the device, not activations, weights and"
+            " gradients alone; raise memory until they stay"
         )
     return None

@@ -44,7 +44,7 @@ class Results:
     """
 
     users: int
-    #: for each result, its place in the pool, the argument that it lies in, or itself
+    #: for each result: its place in the graph's memory, the argument that it lies in, or itself
     ways: list[Any] = field(default_factory=list)
     _lent: dict[int, Lent] = field(default_factory=dict)
 
@@ -57,10 +57,13 @@ class Results:
         made.ways = [_way(i, x, device, where) for i, x in enumerate(outputs)]
         return made
 
-    def lend(self, owner: object) -> None:
-        """Lend the results of later replays, in memory that `owner` keeps."""
+    def lend(self, owner: object, on_host: Sequence[torch.Tensor] = ()) -> None:
+        """Lend the results of later replays, in memory that `owner` keeps, or that they keep
+        themselves if it is `on_host`."""
         at = [i for i, way in enumerate(self.ways) if isinstance(way, StaticPlace)]
-        self._lent = dict(zip(at, lent([self.ways[i] for i in at], owner), strict=True))
+        owners = {flat.data_ptr(): flat for flat in on_host}
+        found = lent([self.ways[i] for i in at], owner, owners)
+        self._lent = dict(zip(at, found, strict=True))
 
     def given(self, arguments: Sequence[Any], outputs: Sequence[Any] | None = None) -> list[Any]:
         """The results of a replay. `outputs`: those captured, before anything is lent."""

@@ -21,7 +21,6 @@ import torch
 from offcompile.graph.lowering.lower import Compiled
 from offcompile.ir import BACKWARD
 from offcompile.ir.units import show_bytes
-from offcompile.machine.target import CudaTarget
 from offcompile.report.log import first_time, log_decision, warn
 from offcompile.run.accounts.usage import GraphUsage
 from offcompile.run.plan.contract import GraphFacts, Planned
@@ -30,15 +29,17 @@ from offcompile.run.trial import MOST_ASKED, STEPS_BEFORE
 from offcompile.runtime.base.garbage import rarely_collected
 from offcompile.runtime.device.cuda.capture import capturing
 from offcompile.runtime.device.cuda.device import CudaDevice
-from offcompile.runtime.device.graphs import CannotCapture
 from offcompile.runtime.device.streams import Event, Stream
+from offcompile.runtime.memory.host_arena import HostFull
 from offcompile.runtime.moves.mover import Mover
 from offcompile.runtime.moves.registry import runtime_for
+from offcompile.runtime.moves.weights import claim
 
 from .halves import CapturedHalf, in_words, is_small, spare_of, take_out
 from .places import Arguments, StaticPlace
 from .refusals import why_never, why_not
 from .results import Results
+from .room import check_room, host_rooms, more_on_host
 
 #: steps of a plan before it is captured: by then its trial is over
 SETTLED_AFTER = STEPS_BEFORE + MOST_ASKED + 1
@@ -85,6 +86,12 @@ class StepGraph:
         halves = [half for half in (self._forward, self._backward) if half is not None]
         static = sum(half.arguments.nbytes for half in halves)
         return static + max((half.taken_bytes for half in halves), default=0)
+
+    @property
+    def more_host_bytes(self) -> int:
+        """Bytes of the host tier that the graphs hold beyond what their plan takes."""
+        halves = [half for half in (self._forward, self._backward) if half is not None]
+        return more_on_host(self.planned, halves) if halves else 0
 
     @property
     def _target(self) -> torch.device:
@@ -146,6 +153,7 @@ class StepGraph:
             return self._capture_backward(forward, arguments, compiled)
         if backward.arguments.strays(arguments):
             return None
+        self._settle_weights(arguments)
         result = self._replay(backward, arguments)
         arguments.clear()
         return result
@@ -157,21 +165,30 @@ class StepGraph:
         compute = streams.compute()
         if self._last is not None and self._last[0] != compute:
             streams.wait(compute, self._last[1])
+        capture = half.capture
         half.arguments.fill(arguments)
         half.graph.replay()
+        capture.given_to(compute)
         result = half.results.given(arguments, outputs)
         self._last = compute, streams.record(compute)
         self.replays += 1
-        capture = half.capture
         if half.runs:  # those of the first one were counted as they were captured
             self._mover.replayed(len(capture.copies), capture.out_bytes, capture.in_bytes)
         half.runs += 1
         return result
 
+    def _settle_weights(self, arguments: Sequence[Any]) -> None:
+        """Wait for updates of weights that still run on the host, as their fetches would, and drop
+        copies of weights that other graphs have made: nothing else tells that a step has begun."""
+        claim(x for x in arguments if isinstance(x, torch.Tensor))
+        if self._mover.keeper is not None:
+            self._mover.keeper.drop_weights()
+
     # --- whether a replay is right ----------------------------------------------------------------
 
     def _may_replay(self, forward: CapturedHalf, phase: str, arguments: Sequence[Any]) -> bool:
         """True if forward's replay writes over nothing that is still of use."""
+        self._settle_weights(arguments)  # updates under way hold gradients
         backward = self._backward
         if backward is None and phase != "inference":
             self._give_up("the captured forward got no backward")
@@ -180,7 +197,11 @@ class StepGraph:
             self._doomed = "a forward came before the backward of the one before; run each in turn"
             return False
         if backward is not None and (out := backward.results.out()):
-            take_out(out, arguments)
+            try:
+                take_out(self._device, out, arguments)
+            except HostFull:
+                self._give_up("the host has no room for gradients that stay")
+                return False
             if backward.results.out():
                 self._give_up("gradients of the step before are held beyond .grad")
                 return False
@@ -272,13 +293,15 @@ class StepGraph:
         streams, mover = self._device.streams, self._mover
         mover.device.drain()
         mover.sweep()
+        self._settle_weights(arguments)
+        rooms = [] if forward is None else host_rooms(self._device, self.planned)
         graph = streams.graph(self._pool)
         call = places.put_in(arguments)
         addresses = {x.data_ptr() for x in call}
         arguments.clear()
         began_bytes = streams.memory().allocated_bytes
         streams.reset_peak()
-        with rarely_collected(), capturing(streams, graph) as capture:
+        with rarely_collected(), capturing(streams, graph, rooms) as capture:
             outputs = compiled(call)
         taken_bytes = streams.memory().peak_allocated_bytes - began_bytes
         try:
@@ -291,8 +314,8 @@ class StepGraph:
             )
             if forward is not None:
                 half.taken_bytes += forward.results.saved_bytes
-            results.lend(half.owner)
-            self._check_budget(*(() if forward is None else (forward,)), half)
+            results.lend(half.owner, [room.flat for room in capture.written])
+            check_room(self.facts, self.planned, [half] if forward is None else [forward, half])
         except BaseException:
             capture.release()
             raise
@@ -307,26 +330,6 @@ class StepGraph:
         )
         self.facts.profile.note(text)
         log_decision(self.planned.request.name, text)
-
-    def _check_budget(self, *halves: CapturedHalf) -> None:
-        """Raise CannotCapture if the graphs take more than the budget, and have it planned for."""
-        runs = self.facts.runs
-        if runs.budget_bytes is None or self.facts.options.memory is None:
-            return
-        needs = self.planned.needs.planned
-        taken = max(half.taken_bytes for half in halves)
-        if isinstance(self.facts.target, CudaTarget):
-            taken += self.facts.target.library_bytes  # there since the first step
-        total = max(needs.peak_bytes, needs.standing_bytes + taken)
-        total += sum(half.arguments.nbytes + half.results.copied_bytes for half in halves)
-        total += runs.usage.held_beside(runs.entry, runs.binding).in_step
-        if total > runs.budget_bytes:
-            runs.exceeded(total - runs.budget_bytes)
-            raise CannotCapture(
-                f"with copies of inputs and outputs and its pool a step takes {show_bytes(total)},"
-                f" more than the budget of {show_bytes(runs.budget_bytes)}; set memory to that, or"
-                " wait for a plan with that much less"
-            )
 
     # --- the end --------------------------------------------------------------------------------
 

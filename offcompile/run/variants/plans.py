@@ -87,6 +87,11 @@ class Variant:
         """Return the memory needs of the plan for these values of the graph's symbols."""
         return Footprint() if self.planned is None else self.planned.needs.at(sizes)
 
+    def host_bytes_at(self, sizes: tuple[int, ...]) -> int:
+        """Return the bytes of the host tier that it takes, with what graphs keep there."""
+        more_bytes = 0 if self.step is None else self.step.more_host_bytes
+        return self.needs_at(sizes).host_bytes + more_bytes
+
     def knows_needs_at(self, sizes: tuple[int, ...]) -> bool:
         """True if `needs_at` is already computed for these sizes."""
         return self.planned is None or not sizes or sizes in self.planned.needs.known

@@ -128,6 +128,8 @@ class CudaDevice(Device):
         return self._slots.make(source, tier, codec)
 
     def addressable(self, sizes: Sequence[int]) -> list[torch.Tensor]:
+        if (capture := current(Capture)) is not None:
+            return capture.addressable(sizes)
         try:
             return self.shadows.tensors(sizes)
         except HostFull:
@@ -138,7 +140,7 @@ class CudaDevice(Device):
             return self.shadows.tensors(sizes)
 
     def slot_of(self, tensor: torch.Tensor) -> Slot | None:
-        return self.shadows.slot_of(tensor)
+        return self.shadows.find(tensor) if self.captures else self.shadows.slot_of(tensor)
 
     def allocate(self, slot: Slot, freed: Callable[[], None]) -> torch.Tensor:
         try:

@@ -99,9 +99,14 @@ class HostAliases:
 
     def slot_of(self, tensor: torch.Tensor) -> ShadowSlot | None:
         """The slot that holds the tensor's storage."""
-        address = address_of(tensor)
         with self._lock:
             self._sweep()
+        return self.find(tensor)
+
+    def find(self, tensor: torch.Tensor) -> ShadowSlot | None:
+        """Like `slot_of`, but gives no stream an order: a capture would keep it for each replay."""
+        address = address_of(tensor)
+        with self._lock:
             return None if address is None else self._slots.get(address)
 
     def release(self) -> None:
