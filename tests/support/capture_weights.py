@@ -137,6 +137,7 @@ def others_on_the_host(device: str) -> None:
     def steps(model: nn.Module, loss: Loss) -> list[Tensor]:
         sizes = [p.nbytes for p in model.parameters()]
         on_host = device_of(max(model.parameters(), key=torch.numel))
+        offcompile.counters()  # gives back what has died
         taken = [] if on_host is None else on_host.addressable(sizes)
         for flat in taken:
             flat.fill_(7)
