@@ -85,8 +85,7 @@ class CapturedGraph:
             given = [x for i, x in enumerate(example_inputs) if i not in parameters]
             sizes = [_nbytes(x) for x in given if isinstance(x, torch.Tensor)]
             small = sum(nbytes for nbytes in sizes if nbytes <= SMALL_BYTES)
-            # as much for their gradients, which backward gets in copies
-            self.plans.copies_bytes = small + 2 * sum(_nbytes(x) for x in _tensors_out(gm))
+            self.plans.copies_bytes = small + sum(_nbytes(x) for x in _tensors_out(gm))
         #: read the values of symbols from a call's arguments
         self._readers = [read for _, read in symbols]
         self._in_order = sorted(parameters)

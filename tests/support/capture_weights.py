@@ -17,10 +17,12 @@ from unittest import mock
 import capture_checks
 import torch
 import zoo
+from budget_child import Loss
 from capture_checks import REPLAYED, USUAL, Seen, captured, same_within, seen
-from gpu_checks import Loss, deterministic, nothing_stays, on, plain
+from gpu_checks import Loss as LossOf
+from gpu_checks import deterministic, nothing_stays, on, plain
 from torch import Tensor, nn
-from zoo import BY_NAME, MLP, Specimen
+from zoo import BY_NAME, Specimen
 
 import offcompile
 from offcompile import optim
@@ -31,7 +33,7 @@ from offcompile.runtime.moves.weights import device_of
 
 #: rows and width of a stack: most weights of the first are loaded, those of the other are used
 #: where they lie
-STACKS = {"deep": (512, 128), "wide": (64, 256)}
+STACKS = {"deep": (1024, 128), "wide": (64, 256)}
 
 
 def _specimen(name: str, device: str) -> Specimen:
@@ -42,7 +44,7 @@ def _specimen(name: str, device: str) -> Specimen:
     def inputs(seed: int) -> tuple[Tensor, ...]:
         return (torch.randn(rows, width, generator=torch.Generator().manual_seed(seed)),)
 
-    return on(Specimen(name, lambda: MLP(width, 6), inputs, BY_NAME["mlp"].loss), device)
+    return on(Specimen(name, lambda: Loss(width, 6), inputs, lambda loss: loss), device)
 
 
 @functools.cache
@@ -94,7 +96,7 @@ def trained(name: str, share: float | None, device: str, replayed: int = REPLAYE
 # --- whatever a program does between steps --------------------------------------------------------
 
 
-def same(steps: Callable[[nn.Module, Loss], Any], device: str, replays: int) -> Seen:
+def same(steps: Callable[[nn.Module, LossOf], Any], device: str, replays: int) -> Seen:
     found = same_within("minimum", _specimen("deep", device), steps, replays)
     weights, gradients = left_by(found)
     assert weights and gradients, (weights, gradients)
@@ -114,7 +116,7 @@ def held_gradients(device: str) -> None:
 def gradients_outlive_the_graph(device: str) -> None:
     """Lent gradients keep their host memory when all that was compiled is gone."""
 
-    def steps(model: nn.Module, loss: Loss) -> list[Tensor]:
+    def steps(model: nn.Module, loss: LossOf) -> list[Tensor]:
         loss(0).backward()
         torch._dynamo.reset()
         gc.collect()
@@ -134,7 +136,7 @@ def gradients_outlive_the_graph(device: str) -> None:
 def others_on_the_host(device: str) -> None:
     """Host memory that others take while the graph lives is not the graph's."""
 
-    def steps(model: nn.Module, loss: Loss) -> list[Tensor]:
+    def steps(model: nn.Module, loss: LossOf) -> list[Tensor]:
         sizes = [p.nbytes for p in model.parameters()]
         on_host = device_of(max(model.parameters(), key=torch.numel))
         offcompile.counters()  # gives back what has died
@@ -152,7 +154,7 @@ def others_on_the_host(device: str) -> None:
 def weights_that_move(device: str) -> None:
     """Weights that get other memory between steps, and values written in place."""
 
-    def steps(model: nn.Module, loss: Loss) -> list[Tensor]:
+    def steps(model: nn.Module, loss: LossOf) -> list[Tensor]:
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
         state = copy.deepcopy(model.state_dict())
         losses = []
@@ -176,7 +178,7 @@ def weights_that_move(device: str) -> None:
 def a_parameter_replaced(device: str) -> None:
     """`load_state_dict(assign=True)` gives the model other parameters."""
 
-    def steps(model: nn.Module, loss: Loss) -> list[Tensor]:
+    def steps(model: nn.Module, loss: LossOf) -> list[Tensor]:
         state = {name: value.clone() * 2 for name, value in model.state_dict().items()}
         losses = [loss(0)]
         losses[-1].backward()
@@ -193,7 +195,7 @@ def a_parameter_replaced(device: str) -> None:
 def updates_on_the_host(overlap: bool | str, device: str) -> None:
     """An optimizer of ours with states on the host, to which no gradient is offered."""
 
-    def steps(model: nn.Module, loss: Loss) -> list[Tensor]:
+    def steps(model: nn.Module, loss: LossOf) -> list[Tensor]:
         optimizer = optim.AdamW(
             model.parameters(), 1e-2, states="host", stream=0.0, overlap=overlap, max_norm=1.0
         )
@@ -212,7 +214,7 @@ def updates_on_the_host(overlap: bool | str, device: str) -> None:
 def a_late_update(device: str) -> None:
     """A weight on the host that another thread updates: replays wait for that."""
 
-    def steps(model: nn.Module, loss: Loss) -> None:
+    def steps(model: nn.Module, loss: LossOf) -> None:
         loss(0).backward()
         model.zero_grad()
         torch.get_device_module(torch.device(device)).synchronize()
@@ -221,7 +223,9 @@ def a_late_update(device: str) -> None:
                 stack.enter_context(_updated_late(parameter))
             loss(1).backward()
 
-    same(steps, device, replays=2)
+    found = same(steps, device, replays=2)
+    placement = found.made[-1].planned.placement
+    assert placement.fetched, "each weight is used in place somewhere, where calls wait for it"
 
 
 @contextmanager
