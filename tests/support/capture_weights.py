@@ -217,11 +217,13 @@ def a_late_update(device: str) -> None:
     def steps(model: nn.Module, loss: LossOf) -> None:
         loss(0).backward()
         model.zero_grad()
-        torch.get_device_module(torch.device(device)).synchronize()
+        module = torch.get_device_module(torch.device(device))
+        module.synchronize()
         with ExitStack() as stack:
             for parameter in model.parameters():
                 stack.enter_context(_updated_late(parameter))
             loss(1).backward()
+            module.synchronize()  # later updates come too late for all of it
 
     found = same(steps, device, replays=2)
     placement = found.made[-1].planned.placement
@@ -254,6 +256,35 @@ def _updated_late(parameter: Tensor) -> Iterator[None]:
     yield
     asked.set()
     updating.join()
+
+
+def little_room_on_the_host(device: str) -> None:
+    """A host tier with room for the plan and gradients that stay, and little more: the step runs,
+    captured or not."""
+    specimen, found = _specimen("deep", device), list[int]()
+
+    def steps(compiler: Callable[[nn.Module], Any]) -> list[Tensor]:
+        torch._dynamo.reset()
+        model = specimen.fresh()
+        forward, optimizer = compiler(model), torch.optim.SGD(model.parameters(), 0.1)
+        losses = []
+        for step in range(USUAL + 3):
+            optimizer.zero_grad(set_to_none=False)
+            for micro in range(2):
+                losses.append(specimen.loss(forward(*specimen.inputs(10 * step + micro))))
+                losses[-1].backward()
+            optimizer.step()
+        return [*(x.detach() for x in losses), *(p.detach().clone() for p in model.parameters())]
+
+    with deterministic(), seen() as kept:
+        expected = steps(plain())
+        for part in (None, 1.05, 1.12, 1.3):
+            limit = None if part is None else int(part * found[0])
+            kept.made.clear()
+            got = steps(captured("minimum", host_memory=limit))
+            assert all(map(torch.equal, got, expected)), limit
+            found.append(kept.made[-1].planned.needs.planned.host_bytes)
+            assert kept.replays or any("host_memory" in why for why in kept.refusals), kept.refusals
 
 
 def a_table_by_rows_is_refused(device: str) -> None:
@@ -289,6 +320,7 @@ CHECKS: dict[str, Callable[[str], None]] = {
         for check in (
             *(accumulation, held_gradients, gradients_outlive_the_graph, others_on_the_host),
             *(weights_that_move, a_parameter_replaced, a_late_update, a_table_by_rows_is_refused),
+            little_room_on_the_host,
         )
     },
 }

@@ -8,10 +8,10 @@ from typing import Any
 
 import torch
 
-from offcompile.runtime.device.cuda.capture import Capture
-from offcompile.runtime.device.graphs import CannotCapture, StreamGraph
+from offcompile.ir import OffloadError
+from offcompile.runtime.device.cuda.capture import Capture, HostRoom
+from offcompile.runtime.device.graphs import StreamGraph
 from offcompile.runtime.device.interface import Device
-from offcompile.runtime.memory.host_arena import HostFull
 
 from .places import Arguments, Geometry, Lent, StaticPlace
 from .results import Results
@@ -34,6 +34,8 @@ class CapturedHalf:
     own: frozenset[int]
     #: most bytes that it took of the device beside what stood when its capture began
     taken_bytes: int
+    #: of a forward: host memory for the gradients of its backward, until that is captured
+    rooms: list[HostRoom]
     runs: int = 0
 
     @property
@@ -46,9 +48,14 @@ def is_small(x: Any) -> bool:
     return isinstance(x, torch.Tensor) and x.numel() * x.element_size() <= SMALL_BYTES
 
 
-def in_words(error: Exception) -> str:
-    text = str(error).partition("\n")[0].rstrip(".")
-    if isinstance(error, CannotCapture | HostFull):
+def in_words(error: BaseException) -> str:
+    """Say what keeps a half from being captured. An error that ends a capture early can bring
+    another one with it, of lanes that were not joined: the first of ours tells more."""
+    found: BaseException | None = error
+    while found is not None and not isinstance(found, OffloadError):
+        found = found.__context__
+    text = str(found or error).partition("\n")[0].rstrip(".")
+    if found is not None:
         return text
     return (
         f"capturing failed ({type(error).__name__}: {text}); an op of the model may wait for the"

@@ -27,7 +27,8 @@ from offcompile.run.plan.contract import GraphFacts, Planned
 from offcompile.run.recording import recorded
 from offcompile.run.trial import MOST_ASKED, STEPS_BEFORE
 from offcompile.runtime.base.garbage import rarely_collected
-from offcompile.runtime.device.cuda.capture import capturing
+from offcompile.runtime.base.threads import bare
+from offcompile.runtime.device.cuda.capture import HostRoom, capturing
 from offcompile.runtime.device.cuda.device import CudaDevice
 from offcompile.runtime.device.streams import Event, Stream
 from offcompile.runtime.memory.host_arena import HostFull
@@ -247,7 +248,7 @@ class StepGraph:
             places = Arguments(arguments, self._target, self._copied(arguments))
             forward, outputs = self._captured(places, list(arguments), compiled, users)
         except Exception as error:
-            self._refuse(in_words(error))
+            self._refuse(in_words(bare(error)))
             return None
         self._forward = forward
         result = self._replay(forward, arguments, outputs)
@@ -271,7 +272,7 @@ class StepGraph:
             places = Arguments(arguments, self._target, moving, forward.results.storages)
             backward, _ = self._captured(places, arguments, compiled, 0, forward)
         except Exception as error:
-            self._doomed = in_words(error)
+            self._doomed = in_words(bare(error))
             # nothing has run, so that all is still there
             owner = forward.owner
             arguments[:] = [x.alias(owner) if isinstance(x, StaticPlace) else x for x in spare]
@@ -293,15 +294,23 @@ class StepGraph:
         streams, mover = self._device.streams, self._mover
         mover.device.drain()
         mover.sweep()
+        # looking for room while the graph is captured would wait for events outside of it
+        self._device.shadows.release()
         self._settle_weights(arguments)
-        rooms = [] if forward is None else host_rooms(self._device, self.planned)
+        if forward is None:
+            # of both halves: backward finds no room where the graph keeps what forward has saved
+            rooms = host_rooms(self._device, self.planned)
+            mine: list[HostRoom] = []
+        else:
+            rooms, mine = [], forward.rooms
+            forward.rooms = []
         graph = streams.graph(self._pool)
         call = places.put_in(arguments)
         addresses = {x.data_ptr() for x in call}
         arguments.clear()
         began_bytes = streams.memory().allocated_bytes
         streams.reset_peak()
-        with rarely_collected(), capturing(streams, graph, rooms) as capture:
+        with rarely_collected(), capturing(streams, graph, mine) as capture:
             outputs = compiled(call)
         taken_bytes = streams.memory().peak_allocated_bytes - began_bytes
         try:
@@ -310,7 +319,7 @@ class StepGraph:
             own = frozenset(x.data_ptr() for x in results.saved_in_pool(outputs))
             known = frozenset(x.data_ptr() for x in outputs[users:] if isinstance(x, torch.Tensor))
             half = CapturedHalf(
-                graph, capture, places, results, known | addresses, own, taken_bytes
+                graph, capture, places, results, known | addresses, own, taken_bytes, rooms
             )
             if forward is not None:
                 half.taken_bytes += forward.results.saved_bytes
