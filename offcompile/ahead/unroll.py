@@ -186,7 +186,7 @@ def _pattern_of(larger: Facts, smaller: Facts, windows: Sequence[PeriodWindow]) 
 
 @dataclass(eq=False)
 class _Pattern:
-    """What two traces tell of the ops that are kept, and of those that are copied."""
+    """The account that two traces give of the ops that are kept, and of those that are copied."""
 
     larger: Facts
     smaller: Facts
