@@ -11,7 +11,6 @@ pytestmark = needs_the_device
 ALWAYS = (
     "captured gpt",
     "captured weights of an mlp",
-    "captured weights, accumulation",
     "captured an_op_that_waits_is_refused",
 )
 SHOWN_ALWAYS = "captures without compute's waits for copies"
