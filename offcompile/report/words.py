@@ -32,7 +32,7 @@ def facts(report: Record) -> Iterator[tuple[str, str]]:
     yield (
         "planned step",
         f"{show_us(report.planned_us)}, {100 * report.gap:.2f}% above the bound of "
-        f"{show_us(report.lower_bound_us)} that no plan can beat",
+        f"{show_us(report.lower_bound_us)} that {bound_by(report)} can beat",
     )
     if report.corrected is not None:
         yield (
@@ -71,6 +71,12 @@ def facts(report: Record) -> Iterator[tuple[str, str]]:
         yield "between graphs", kept
     if report.verified is not None:
         yield "verified", report.verified.words()
+
+
+def bound_by(report: Record) -> str:
+    """The plans for which the bound holds: all, if it is the time of the ops alone."""
+    everywhere = report.result.bound_method == "compute"
+    return "no plan" if everywhere else "no plan with weights in these places"
 
 
 def split_facts(report: Record) -> Iterator[tuple[str, str]]:

@@ -205,9 +205,11 @@ def test_every_tensor_stands_in_one_module(moving: PlanReport) -> None:
 
 def test_the_verdict_is_one_sentence(moving: PlanReport, fitting: PlanReport) -> None:
     assert verdict(fitting).startswith("Everything fits: ")
-    assert "above the bound that no plan can beat" in verdict(moving)
-    best = replace(moving, result=replace(moving.result, lower_bound_us=moving.planned_us))
-    assert "and no plan can be faster" in verdict(best)
+    for method, who in (("compute", "no plan"), ("lp", "no plan with weights in these places")):
+        bounded = replace(moving, result=replace(moving.result, bound_method=method))
+        assert f"above the bound that {who} can beat" in verdict(bounded)
+        best = replace(bounded, result=replace(bounded.result, lower_bound_us=moving.planned_us))
+        assert f"and {who} can be faster" in verdict(best)
 
 
 # --- the file --------------------------------------------------------------------------------

@@ -12,7 +12,7 @@ from offcompile.ir.units import show_us, size
 from offcompile.report.notebook import as_html
 from offcompile.report.report import PlanReport
 from offcompile.report.simple_way import SimpleWay, against
-from offcompile.report.words import split_facts
+from offcompile.report.words import bound_by, split_facts
 
 from .cards import CardRow, card_lines, cheapest
 from .lengths import LengthRow, answered, length_lines
@@ -100,10 +100,9 @@ class FitReport:
             yield f"fits: a batch of {self.batch}{long} in {asked} of {self.hardware}; {how}"
             alone = "" if self.ranks is None else ", before communication"
             yield f"  step           {show_us(report.planned_us)} predicted{alone}"
-            these = "" if report.fits else " with weights in these places"
             yield (
-                f"  lower bound    {show_us(report.lower_bound_us)}; no plan{these} can beat it,"
-                f" this one is {100 * report.gap:.1f}% above"
+                f"  lower bound    {show_us(report.lower_bound_us)}; {bound_by(report)} can beat"
+                f" it, this one is {100 * report.gap:.1f}% above"
             )
             for tier, nbytes in self.tier_bytes.items():
                 yield f"  {tier:14} {size(nbytes)} at most"

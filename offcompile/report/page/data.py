@@ -10,6 +10,7 @@ from offcompile.ir.units import show_us, size
 from offcompile.planning.timelines import NS_PER_US, moved_bytes, settled_spans, total_us
 from offcompile.report.before_after import before_after
 from offcompile.report.record import Record
+from offcompile.report.words import bound_by
 
 from .lanes import lanes_data
 from .memory import memory_data
@@ -57,9 +58,9 @@ def verdict(report: Record) -> str:
         if report.splitting is not None:
             graphs = f", with {report.splitting.subject} in pieces"
         return f"Everything fits: it needs {peak} of the {budget} budget, so nothing moves{graphs}."
-    gap = f"{100 * report.gap:.2f}% above the bound that no plan can beat"
+    gap = f"{100 * report.gap:.2f}% above the bound that {bound_by(report)} can beat"
     if report.gap < 0.00005:
-        gap = "and no plan can be faster"
+        gap = f"and {bound_by(report)} can be faster"
     held = f"holding at most {peak} of the {budget} budget"
     return f"Planned at {show_us(report.planned_us)} a step, {gap}, {held}."
 
