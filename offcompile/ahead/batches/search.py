@@ -6,7 +6,6 @@ is trained, so nothing can run out of memory. Estimates from traced batches say 
 
 from __future__ import annotations
 
-import contextlib
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
@@ -238,19 +237,20 @@ class _BatchSearch:
     def _guess(self, most: int) -> int | None:
         """The largest batch whose floor fits, by estimate; None if that is not known."""
         assert self.planner is not None
-        target, budget = self.planner.source.target, self.planner.budget()
+        budget, reserve = self.planner.budget(), self.planner.source.target.reserve_bytes
         if budget is None:
             return None
-        if self.plain:
-            return self.estimates.largest(lambda nbytes: nbytes <= budget, most)
-        reserve = target.reserve_bytes
-        return self.estimates.largest(lambda n: with_reserve(n, reserve) <= budget, most)
+
+        def has_room(nbytes: int) -> bool:
+            return (nbytes if self.plain else with_reserve(nbytes, reserve)) <= budget
+
+        return self.estimates.largest(has_room, most)
 
     def refine(self) -> None:
         """Search for a better throughput, where batches line up by estimates; trace the best."""
         rates = {batch: row.samples_per_second for batch, row in self.rows.items()}
         known = max(rates)
-        while (known := known // 2) > 1 and self._estimated(known):
+        while (known := known // 2) > 1 and self.estimates.at(known):
             rates.setdefault(known, self._rate(known))
         for _ in range(REFINEMENTS):
             batches = sorted(rates)
@@ -266,29 +266,25 @@ class _BatchSearch:
             rates[middle] = self._rate(middle)
         self.try_one(max(rates, key=rates.__getitem__))
 
-    def _estimated(self, batch: int) -> list[Problem]:
-        return self.estimates.at(batch)
-
     def _rate(self, batch: int) -> float:
         """Samples per second of a batch: estimated if that can be, else traced; 0: does not fit."""
-        if batch not in self.rows:
-            problems, step_us = self._estimated(batch), math.inf
-            if not problems:
-                self.try_one(batch)
-            for problem in problems:
-                with contextlib.suppress(Infeasible):
-                    step_us = min(step_us, self._step_us(batch, problem))
-            if problems:
-                return batch / step_us * US_PER_SECOND
-        return self.rows[batch].samples_per_second if batch in self.rows else 0.0
+        problems = [] if batch in self.rows else self.estimates.at(batch)
+        if problems:
+            step_us = min(self._estimated_us(batch, problem) for problem in problems)
+            return batch / step_us * US_PER_SECOND
+        return self.rows[batch].samples_per_second if self.try_one(batch) else 0.0
 
-    def _step_us(self, batch: int, problem: Problem) -> float:
+    def _estimated_us(self, batch: int, problem: Problem) -> float:
+        """The time of a step with that batch; infinite if it does not fit."""
         self.tell(f"estimating a batch of {batch}")
-        assert self.planner is not None
-        if self.plain:
-            return self._plain(batch, self.planner, problem).step_us
-        budget = self.planner.budget()
-        return self.planner.decide(problem, budget, may_fit=True, trial=True).cost_us
+        planner = self.planner
+        assert planner is not None
+        try:
+            if self.plain:
+                return self._plain(batch, planner, problem).step_us
+            return planner.decide(problem, planner.budget(), may_fit=True, trial=True).cost_us
+        except Infeasible:
+            return math.inf
 
     # --- one batch ----------------------------------------------------------------------------
 
