@@ -123,6 +123,8 @@ class Joint:
     trial: bool = field(default=False, compare=False)
     #: choices that worked for the same step with its weights elsewhere: tried first
     known_choices: tuple[Choices, ...] = field(default=(), compare=False)
+    #: rounded choices of a relaxation of the whole step: tried first
+    outlined: Choices | None = field(default=None, compare=False)
 
     def apply(self, problem: Problem, machine: Machine, plan: Plan) -> Plan:
         if self.judge is None:
@@ -145,7 +147,11 @@ class Joint:
                 Choices(forced.directs | free, forced.recomputes, forced.hosted)
             )
             variants += [] if self._floor(in_place) is not None else [in_place]
-        states: list[SearchState] = []
+        states = starts.outlined(self.outlined)
+        if self.trial and states and search.best_plan is not None:
+            starts.known()
+            # the plan that is chosen is searched for again, from here
+            return brought_home(problem, machine, search.best_plan, self.judge)
         for one in variants:
             states += starts.moving(one, HEADROOMS[:1])
         states += starts.known()

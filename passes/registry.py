@@ -29,6 +29,12 @@ POLICIES: Mapping[str, str] = types.MappingProxyType(
     }
 )
 
+#: fields of policies that only callers set
+HIDDEN = frozenset(
+    {"judge", "progress", "hints", "floor_us", "kept_floor_us", "known_choices", "outlined"}
+    | {"trial"}
+)
+
 
 def _bad(where: str, detail: str) -> InvalidInput:
     return InvalidInput([Violation("bad-value", where, detail)])
@@ -52,8 +58,7 @@ def policy_class(name: str) -> type[Any]:
 def options(cls: type[Any]) -> dict[str, Any]:
     """Returns the options that a user may set: name → type."""
     hints = typing.get_type_hints(cls)
-    hidden = ("judge", "progress", "hints", "floor_us", "kept_floor_us", "known_choices", "trial")
-    return {f.name: hints[f.name] for f in dataclasses.fields(cls) if f.name not in hidden}
+    return {f.name: hints[f.name] for f in dataclasses.fields(cls) if f.name not in HIDDEN}
 
 
 def make(spec: str, judge: Judge | None = None, **given: Any) -> Pass:

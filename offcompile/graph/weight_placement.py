@@ -9,15 +9,16 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from typing import Protocol
 
 from offcompile.ir import DEVICE, HOST, Infeasible, Problem
+from offcompile.outline import outline
 from offcompile.passes.select.pinned_weights import best_share, spread, without_room
 from offcompile.planning.fit_budget import Decided
-from offcompile.planning.planner import NO_RIVAL, Beaten, Rival
+from offcompile.planning.planner import NO_RIVAL, OUTLINE_FROM_OPS, Beaten, Rival
 from offcompile.planning.splitting import Splitting
 
 from .annotate import Annotated
@@ -35,6 +36,8 @@ TRIAL_SHARE, LONGER_SHARE = 1 / 5, 2.0
 NEAR, CLOSE, NEAR_RIVAL = 1.1, 0.03, 1.04
 #: likewise, if the search started from the choices of the rival's plan
 NEAR_TWIN = 1.01
+#: shares of the weights that stay in an outline, until there is a plan with them on the device
+SHARES_OF_OUTLINE = (Fraction(1), Fraction(7, 8), Fraction(3, 4), Fraction(1, 2))
 #: places of weights are not compared if updates over the link take this many times the gain
 DEAR = 2
 #: processor time after which no more choices of weights are planned, and no search is extended
@@ -125,7 +128,7 @@ def choose(
             leave = _with_some_here(leave, least_us, rival_us, on_host, decide, until, room_bytes)
             least_us = min(least_us, leave.decided.cost_us)
             # some may win for their updates alone; choices of a plan with all moved serve them too
-            if not leave.stays or all_moved.decided.updates_us:
+            if not _is_outlined(all_moved) and (not leave.stays or all_moved.decided.updates_us):
                 longer = _longer(all_moved, least_us, decide, until, rival_us)
                 leave = min(longer, leave, key=lambda c: c.decided.cost_us)
         if stay is not None:
@@ -152,8 +155,9 @@ def _placed_alike(
         made = decide(annotated, may_fit=False, share=TRIAL_SHARE, worth_us=rival_us, trial=True)
         if made.cost_us > rival_us * NEAR_TWIN:
             raise Beaten
-        longer = decide(annotated, may_fit=False)
-        best = min(longer, made, key=lambda d: d.cost_us)
+        best = made
+        if not _is_outlined(Choice(annotated, made)):
+            best = min(decide(annotated, may_fit=False), made, key=lambda d: d.cost_us)
         if best.cost_us >= rival.cost_us:
             raise Beaten
         return Choice(annotated, best, rival.stays)
@@ -222,25 +226,16 @@ def _with_some_here(
     device memory left at the op that needs most.
     """
     sizes = _without_host_updates(leave)
-    total_bytes = sum(nbytes for _, nbytes in sizes)
     if room_bytes <= min((nbytes for _, nbytes in sizes), default=0):
         return leave
-    found: dict[Fraction, Choice] = {}
-    known: dict[frozenset[str], float | None] = {}
+    found: list[Choice] = []
 
-    def cost(share: Fraction) -> float | None:
-        stays = spread(sizes, share)
-        if stays not in known and time.thread_time() > until:
-            return None
-        if stays not in known:
-            known[stays] = planned(share, stays)
-        return known[stays]
-
-    def planned(share: Fraction, stays: frozenset[str]) -> float | None:
+    def planned(stays: frozenset[str]) -> float | None:
+        """The cost with these weights on the device; None if there is no plan worth it."""
         annotated = on_host(stays)
         if annotated is None:
             return None
-        best_us = min([least_us, *(c.decided.cost_us for c in found.values())])
+        best_us = min([least_us, *(c.decided.cost_us for c in found)])
         worth_us = best_us * WORTH_SEARCHING
         try:
             decided = decide(
@@ -248,19 +243,65 @@ def _with_some_here(
             )
         except (Infeasible, Beaten):
             return None
-        found[share] = Choice(annotated, decided, stays)
+        found.append(Choice(annotated, decided, stays))
         return decided.cost_us
 
-    room = min(Fraction(1), Fraction(room_bytes, max(1, total_bytes)))
-    best_share(cost, min(least_us, leave.decided.cost_us), room)
-    best = min(found.values(), key=lambda c: c.decided.cost_us, default=leave)
+    outlined = _outlined(leave)
+    if outlined is None:
+        _by_trials(planned, sizes, min(least_us, leave.decided.cost_us), until, room_bytes)
+    else:
+        weights = [w for w in weights_in_use_order(leave.annotated.problem) if w[0] in outlined]
+        for share in SHARES_OF_OUTLINE:
+            cost_us = planned(spread(weights, share)) if weights else None
+            if cost_us is not None and cost_us < leave.decided.cost_us:
+                break
+    best = min(found, key=lambda c: c.decided.cost_us, default=leave)
     if not _faster(best.decided, leave.decided):
-        return leave
+        best = leave
+        if outlined is None:
+            return leave
     if best.decided.cost_us > rival_us * NEAR_RIVAL:
         return best
     # whatever the time: this search starts from the trials' choices, and gains more than they did
     longer = Choice(best.annotated, decide(best.annotated, may_fit=False), best.stays)
     return min(longer, best, key=lambda c: c.decided.cost_us)
+
+
+def _by_trials(
+    planned: Callable[[frozenset[str]], float | None],
+    sizes: Sequence[tuple[str, int]],
+    least_us: float,
+    until: float,
+    room_bytes: int,
+) -> None:
+    """Plan with several shares of the weights on the device, while there is time."""
+    known: dict[frozenset[str], float | None] = {}
+
+    def cost(share: Fraction) -> float | None:
+        stays = spread(sizes, share)
+        if stays not in known and time.thread_time() > until:
+            return None
+        if stays not in known:
+            known[stays] = planned(stays)
+        return known[stays]
+
+    total_bytes = sum(nbytes for _, nbytes in sizes)
+    best_share(cost, least_us, min(Fraction(1), Fraction(room_bytes, max(1, total_bytes))))
+
+
+def _is_outlined(choice: Choice) -> bool:
+    """True if an outline says which weights stay, so that no other place is searched for long."""
+    return len(choice.annotated.problem.ops) >= OUTLINE_FROM_OPS
+
+
+def _outlined(leave: Choice) -> frozenset[str] | None:
+    """The weights that stay on the device in an outline of the step; None if there is none."""
+    problem, decided = leave.annotated.problem, leave.decided
+    if not _is_outlined(leave):
+        return None
+    moved = sum(t.nbytes for t in problem.tensors if t.kind == "weight" and t.home == HOST)
+    found = outline(problem, decided.machine, True, decided.updates_us / max(1, moved))
+    return None if found is None else found.stays
 
 
 def _room_bytes(leave: Choice, floor_of: Callable[[Problem], int]) -> int:

@@ -21,6 +21,7 @@ from offcompile.ir import (
 )
 from offcompile.ir.jsonio import check_homes
 from offcompile.ir.verify import check_structure, check_timeline
+from offcompile.outline import outline
 from offcompile.passes.registry import make
 from offcompile.passes.search.program_variant import Choices
 from offcompile.simulate import Simulator
@@ -40,6 +41,9 @@ LEAST_SEARCH_SECONDS = 0.1
 KEEPING_SECONDS = 0.5
 #: larger problems are planned with merged ops
 COARSEN_ABOVE_OPS = 1500
+
+#: searches of larger problems begin with what an outline of the step says
+OUTLINE_FROM_OPS = 300
 
 
 class Beaten(Exception):
@@ -216,6 +220,7 @@ def plan_asked(asked: PlanAsked, progress: Callable[[str], None] | None = None) 
         ),
         trial=asked.trial,
         known_choices=_choices_of(asked.known, coarse),
+        outlined=_outlined(coarse.problem, machine),
     )
     try:
         plan = coarse.expand(chosen.apply(coarse.problem, machine, Plan()))
@@ -268,6 +273,14 @@ def _choices_of(plans: Sequence[Plan], coarse: Coarse) -> tuple[Choices, ...]:
         for plan in reversed(plans)
     )
     return tuple(dict.fromkeys(choices for choices in found if choices != Choices()))
+
+
+def _outlined(problem: Problem, machine: Machine) -> Choices | None:
+    """Choices for a large step, which a search could not try one by one."""
+    if len(problem.ops) < OUTLINE_FROM_OPS:
+        return None
+    found = outline(problem, machine)
+    return None if found is None else found.choices
 
 
 def _floor_of_keeping(problem: Problem, machine: Machine, floor_us: float, seconds: float) -> float:

@@ -76,6 +76,11 @@ class Starts:
                     found += [] if state is None else [state]
         return found
 
+    def outlined(self, choices: Choices | None) -> list[SearchState]:
+        """The start with the choices of an outline, if there is one."""
+        state = None if choices is None or self.search.settled else self._tried(choices)
+        return [] if state is None else [state]
+
     def known(self) -> list[SearchState]:
         """Starts that reuse recomputations and host updates of plans for the same ops."""
         found: list[SearchState] = []

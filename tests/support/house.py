@@ -60,6 +60,7 @@ ROOMS = (
     Room("offcompile.machine", ("torch",), "the machine planned for; options"),
     Room("offcompile.simulate", NUMBERS, "the exact time and peak of a plan"),
     Room("offcompile.bounds", NUMBERS, "the least time that any plan takes"),
+    Room("offcompile.outline", NUMBERS, "roughly how the fastest plan looks"),
     Room("offcompile.planning", TORCH, "one problem planned, fitted, ordered"),
     Room("offcompile.graph", TORCH, "torch's graphs, and plans written into them"),
     Room("offcompile.report", ("rich", "torch"), "reports, the page, drawings"),

@@ -1,0 +1,88 @@
+"""A linear program `min c·x, A x ≤ b, E x = f, 0 ≤ x ≤ most`, grown entry by entry."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+import numpy as np
+import numpy.typing as npt
+from scipy.optimize import linprog
+from scipy.sparse import csr_matrix
+
+Term = tuple[int, float]
+
+
+@dataclass
+class _Rows:
+    rhs: list[float] = field(default_factory=list)
+    rows: list[int] = field(default_factory=list)
+    columns: list[int] = field(default_factory=list)
+    values: list[float] = field(default_factory=list)
+
+    def new(self, rhs: float, terms: Iterable[Term]) -> int:
+        row = len(self.rhs)
+        self.rhs.append(rhs)
+        for column, value in terms:
+            self.put(row, column, value)
+        return row
+
+    def put(self, row: int, column: int, value: float) -> None:
+        self.rows.append(row)
+        self.columns.append(column)
+        self.values.append(value)
+
+    def matrix(self, n_columns: int) -> csr_matrix:
+        shape = len(self.rhs), n_columns
+        return csr_matrix((self.values, (self.rows, self.columns)), shape=shape)
+
+
+class Linear:
+    """Entries at the same place add up."""
+
+    def __init__(self) -> None:
+        self._cost: list[float] = []
+        self._most: list[float] = []
+        self._limits, self._equal = _Rows(), _Rows()
+
+    @property
+    def n_columns(self) -> int:
+        return len(self._cost)
+
+    def column(self, cost: float = 0.0, most: float = np.inf) -> int:
+        self._cost.append(cost)
+        self._most.append(most)
+        return len(self._cost) - 1
+
+    def columns(self, count: int) -> list[int]:
+        return [self.column() for _ in range(count)]
+
+    def limit(self, rhs: float, *terms: Term) -> int:
+        """Adds a row `Σ value · column ≤ rhs` and returns it."""
+        return self._limits.new(rhs, terms)
+
+    def put(self, row: int, column: int, value: float) -> None:
+        """Adds to a row of `limit`."""
+        self._limits.put(row, column, value)
+
+    def take(self, row: int, amount: float) -> None:
+        """Lowers the right side of a row of `limit`."""
+        self._limits.rhs[row] -= amount
+
+    def equal(self, rhs: float, *terms: Term) -> None:
+        self._equal.new(rhs, terms)
+
+    def solve(self, seconds: float) -> npt.NDArray[np.float64] | None:
+        """The best values of all columns; None if there are none, or none within that time."""
+        n = self.n_columns
+        found = linprog(
+            self._cost,
+            A_ub=self._limits.matrix(n),
+            b_ub=self._limits.rhs,
+            A_eq=self._equal.matrix(n) if self._equal.rhs else None,
+            b_eq=self._equal.rhs or None,
+            bounds=np.column_stack([np.zeros(n), self._most]),
+            method="highs-ipm",
+            options={"time_limit": seconds},
+        )
+        return None if found.status != 0 or found.x is None else np.asarray(found.x)

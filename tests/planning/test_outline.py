@@ -1,0 +1,168 @@
+"""Outlines of a step: what any machine makes of them, and the searches that begin with them."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from itertools import pairwise
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from offcompile.ir import DEVICE, HOST, Infeasible, Lane, Machine, Op, Plan, Problem, Tensor, Tier
+from offcompile.outline import Outline, outline
+from offcompile.passes.build.schedule import build
+from offcompile.passes.joint import Joint
+from offcompile.passes.search.program_variant import Choices, hostable
+from offcompile.planning import planner
+from offcompile.planning.planner import check_plan, judge_for, plan_problem
+from offcompile.testing import problems_with_machines
+
+LAYERS, OP_US, MIB = 24, 1000.0, 1 << 20
+WEIGHT, SAVED, STATES = 24 * MIB, 16 * MIB, 144 * MIB
+EVERYTHING = LAYERS * (2 * WEIGHT + STATES + 2 * SAVED)
+
+
+def machine(device_bytes: int, rate: float = 25_000.0) -> Machine:
+    lanes = Lane("h2d", HOST, DEVICE, rate), Lane("d2h", DEVICE, HOST, rate)
+    return Machine((Tier(DEVICE, device_bytes), Tier(HOST, None)), lanes)
+
+
+def training(updates: bool = True) -> Problem:
+    """Layers of two ops; the second is cheap to run again. Weights and states are at home on the
+    host, and an update takes the host as long as five ops."""
+    tensors = [Tensor("x", MIB, "input", DEVICE, pinned=True)]
+    ops, last = list[Op](), "x"
+    for i in range(LAYERS):
+        tensors += [
+            Tensor(f"w{i}", WEIGHT, "weight", HOST),
+            Tensor(f"m{i}", SAVED, "activation", None),
+            Tensor(f"a{i}", SAVED, "activation", None),
+            Tensor(f"g{i}", WEIGHT, "gradient", None),
+        ]
+        ops.append(Op(f"F{i}", "forward", OP_US, (f"w{i}", last), (f"m{i}",), recompute=True))
+        ops.append(Op(f"A{i}", "forward", OP_US / 20, (f"m{i}",), (f"a{i}",), recompute=True))
+        last = f"a{i}"
+    for i in reversed(range(LAYERS)):
+        ops.append(Op(f"B{i}", "backward", 2 * OP_US, (f"w{i}", f"m{i}", f"a{i}"), (f"g{i}",)))
+        if updates:
+            tensors.append(Tensor(f"s{i}", STATES, "state", HOST))
+            kept = f"w{i}", f"s{i}"
+            ops.append(
+                Op(f"U{i}", "update", 300.0, (f"g{i}", *kept), kept, host_duration_us=5 * OP_US)
+            )
+    return Problem(tuple(tensors), tuple(ops), steady=False)
+
+
+def compute_us(problem: Problem) -> float:
+    return sum(op.duration_us for op in problem.ops if op.phase != "update")
+
+
+def made(problem: Problem, on: Machine, may_stay: bool = False) -> Outline:
+    found = outline(problem, on, may_stay)
+    assert found is not None
+    return found
+
+
+@given(problems_with_machines(), st.booleans())
+def test_any_problem_has_an_outline_of_lawful_choices_or_none(
+    case: tuple[Problem, Machine], may_stay: bool
+) -> None:
+    problem, on = case
+    found = outline(problem, on, may_stay)
+    if found is None:
+        return
+    assert found.choices.hosted <= set(hostable(problem))
+    assert found.stays <= {t.id for t in problem.tensors if t.kind == "weight" and t.home == HOST}
+    assert may_stay or not found.stays
+    assert all(problem.op[op].recompute for op, _ in found.choices.recomputes)
+    try:
+        plan = build(problem, on, found.choices.decisions(problem))
+    except Infeasible:
+        return  # choices only: a search evicts what does not fit
+    assert not [v for v in check_plan(problem, on, plan).violations if v.kind != "capacity"]
+
+
+def test_a_step_takes_no_less_than_its_ops_and_more_with_less_memory_or_a_slower_link() -> None:
+    problem = training()
+    budgets = [EVERYTHING // n for n in (1, 2, 4, 8)]
+    costs = [made(problem, machine(nbytes)).cost_us for nbytes in budgets]
+    assert costs[0] >= compute_us(problem)
+    assert all(less <= more * (1 + 1e-6) for less, more in pairwise(costs))
+    slower = made(problem, machine(budgets[2], 10_000.0)).cost_us
+    assert slower > costs[2]
+
+
+def test_a_step_with_an_op_too_large_for_the_device_has_no_outline() -> None:
+    assert outline(training(), machine(WEIGHT)) is None
+
+
+def test_the_host_takes_more_updates_the_slower_the_link() -> None:
+    problem, counts = training(), list[int]()
+    for rate in (100_000.0, 25_000.0, 5_000.0):
+        counts.append(len(made(problem, machine(EVERYTHING // 8, rate)).choices.hosted))
+    assert counts[0] < counts[1] < counts[2] == LAYERS
+
+
+def test_what_is_cheap_runs_again_where_memory_is_short() -> None:
+    problem = training()
+    assert not made(problem, machine(2 * EVERYTHING)).choices.recomputes
+    again = made(problem, machine(LAYERS * SAVED, 5_000.0)).choices.recomputes
+    assert len({op for op, _ in again if op.startswith("A")}) >= LAYERS // 3
+
+
+def test_weights_stay_as_far_as_there_is_room() -> None:
+    problem = training(updates=False)
+    room = [LAYERS * 2 * SAVED + part * WEIGHT for part in (6, 18, 3 * LAYERS)]
+    slow = [machine(nbytes, 3_000.0) for nbytes in room]
+    counts = [len(made(problem, on, may_stay=True).stays) for on in slow]
+    assert 0 < counts[0] < counts[1] < counts[2] == LAYERS
+    assert not made(problem, slow[0]).stays
+
+
+def test_time_after_the_step_makes_more_weights_stay() -> None:
+    problem, on = training(updates=False), machine(LAYERS * 2 * SAVED, 50_000.0)
+    without = outline(problem, on, True)
+    found = outline(problem, on, True, update_us_per_byte=0.01)
+    assert without is not None
+    assert found is not None
+    assert len(found.stays) > len(without.stays)
+
+
+def test_the_choices_alone_make_a_plan_near_the_outline() -> None:
+    problem, on = training(), machine(EVERYTHING // 5)
+    found, judge = made(problem, on), judge_for(problem, on)
+    plan = Joint(judge=judge, outlined=found.choices, trial=True).apply(problem, on, Plan())
+    took = judge(problem, on, plan)
+    assert took.valid
+    assert took.cost_us <= 1.2 * found.cost_us
+
+
+def test_a_trial_stops_at_the_plan_of_the_outline() -> None:
+    problem, on = training(), machine(EVERYTHING // 5)
+    judge, asked = judge_for(problem, on), list[Plan]()
+
+    def counting(p: Problem, m: Machine, plan: Plan):  # type: ignore[no-untyped-def]
+        asked.append(plan)
+        return judge(p, m, plan)
+
+    trial = Joint(judge=counting, trial=True, seconds=0.5, evaluations=10)
+    trial.apply(problem, on, Plan())
+    without, asked[:] = len(asked), []
+    replace(trial, outlined=made(problem, on).choices).apply(problem, on, Plan())
+    assert len(asked) < without
+
+
+@pytest.mark.parametrize("from_ops", [0, 10_000])
+def test_only_large_steps_are_outlined(monkeypatch: pytest.MonkeyPatch, from_ops: int) -> None:
+    asked = list[Problem]()
+
+    def known(problem: Problem, on: Machine) -> Outline:
+        asked.append(problem)
+        return Outline(Choices(), frozenset(), 0.0)
+
+    monkeypatch.setattr(planner, "outline", known)
+    monkeypatch.setattr(planner, "OUTLINE_FROM_OPS", from_ops)
+    problem, on = training(), machine(EVERYTHING // 5)
+    plan_problem(problem, on, seconds=0.2)
+    assert len(asked) == (from_ops == 0)
