@@ -5,9 +5,10 @@ All gaps belong to one `Program`: recomputations, direct accesses and host updat
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from bisect import bisect_left, bisect_right
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from itertools import accumulate
+from itertools import accumulate, pairwise
 
 from offcompile.ir import DEVICE, HOST, SELF_ENDING_KINDS, Infeasible, Machine, Tensor
 
@@ -15,7 +16,7 @@ from .decisions import Away
 from .lanes import Routes
 from .program import Access, Intervals, Program
 
-#: beyond this many runs, neighbouring runs share a cell
+#: beyond this many runs, neighbouring runs share a cell, as long as evictions fit the device so
 MOST_CELLS = 256
 
 
@@ -48,7 +49,8 @@ class Gaps:
     """Every gap of a program, and the memory held without any eviction.
 
     Bytes are kept per *cell*: one run of a short program, several neighbouring runs of a long one.
-    The bytes of a cell are never less than those of any of its runs.
+    The bytes of a cell are never less than those of any of its runs. With an eviction in every gap,
+    no cell takes more than the device has unless one of its runs does.
     """
 
     gaps: list[Gap] = field(default_factory=list)
@@ -82,7 +84,9 @@ class Gaps:
 def find_gaps(program: Program, machine: Machine, tier: str = HOST, lossy: bool = False) -> Gaps:
     """Returns the gaps that allow eviction to `tier`, with the codec that takes least lane time."""
     tiers = tuple(t.name for t in machine.tiers)
-    asked = tiers, machine.lanes, machine.codecs, tier, lossy
+    # the capacity decides which runs share a cell
+    capacity = machine.tier[DEVICE].capacity_bytes if len(program.runs) > MOST_CELLS else None
+    asked = tiers, capacity, machine.lanes, machine.codecs, tier, lossy
     if asked not in program.gaps:
         program.gaps[asked] = _find_gaps(program, machine, tier, lossy)
     found: Gaps = program.gaps[asked]
@@ -91,11 +95,9 @@ def find_gaps(program: Program, machine: Machine, tier: str = HOST, lossy: bool 
 
 def _find_gaps(program: Program, machine: Machine, tier: str, lossy: bool) -> Gaps:
     n = len(program.runs)
-    width = max(1, -(-n // MOST_CELLS))
-    result = Gaps(cell_of=[j // width for j in range(n)])
-    cells = result.cell_of[-1] + 1 if n else 0
-    total = Intervals(n)
+    total, evicted = Intervals(n), Intervals(n)
     ways = _GapWays(machine, tier, lossy)
+    open_gaps: list[_OpenGap] = []
     values = 0
     for tensor in program.problem.tensors:
         accesses = program.accesses[tensor.id]
@@ -110,41 +112,78 @@ def _find_gaps(program: Program, machine: Machine, tier: str, lossy: bool) -> Ga
             way = ways.of(tensor, dirty, rounds)
             if way is None or not tensor.nbytes or tensor.pinned:
                 continue
-            out_us, in_us, codec = way
-            gap = Gap(
-                index=len(result.gaps),
-                tensor=tensor,
-                after=after,
-                first=first,
-                last=last,
-                cells=_cells_within(first, last, width, n),
-                value=values + value,
-                dirty=dirty,
-                out_us=out_us,
-                in_us=in_us,
-                tier=tier,
-                codec=codec,
-            )
-            result.gaps.append(gap)
+            evicted.add(first, last, tensor.nbytes)
+            open_gaps.append((tensor, after, first, last, values + value, dirty, *way))
         values += len(accesses) + 1
-    result.full = [0] * cells
-    for j, (own, more) in enumerate(zip(program.op_bytes, total.sums(), strict=True)):
-        cell = result.cell_of[j]
-        result.full[cell] = max(result.full[cell], own + more)
+    held = [own + more for own, more in zip(program.op_bytes, total.sums(), strict=True)]
+    ends = _ends_of_cells(held, evicted.sums(), open_gaps, machine.tier[DEVICE].capacity_bytes)
+    result = Gaps(full=[max(held[a:b]) for a, b in pairwise(ends)])
+    for cell, (a, b) in enumerate(pairwise(ends)):
+        result.cell_of += [cell] * (b - a)
+    for tensor, after, first, last, value, dirty, out_us, in_us, codec in open_gaps:
+        gap = Gap(
+            index=len(result.gaps),
+            tensor=tensor,
+            after=after,
+            first=first,
+            last=last,
+            cells=_cells_within(first, last, ends),
+            value=value,
+            dirty=dirty,
+            out_us=out_us,
+            in_us=in_us,
+            tier=tier,
+            codec=codec,
+        )
+        result.gaps.append(gap)
     return result
 
 
-def _cells_within(first: int, last: int, width: int, n: int) -> tuple[tuple[int, int], ...]:
-    """Returns the cells whose runs all lie strictly between two positions of a ring."""
+#: (tensor, after, first, last, value, needs write-back, time out, time in, codec)
+_OpenGap = tuple[Tensor, str | None, int, int, int, bool, float, float, str | None]
 
-    def between(low: int, high: int) -> tuple[int, int]:  # both ends included
-        # the last cell may be a short one
-        return -(-low // width), -(-n // width) if high == n - 1 else (high + 1) // width
+
+def _ends_of_cells(
+    held: Sequence[int], evicted: Sequence[int], gaps: Sequence[_OpenGap], capacity: int | None
+) -> list[int]:
+    """Returns 0 and the end of each cell of a program.
+
+    Runs share no cell that takes more than the device has with an eviction in every gap, if none of
+    them takes as much by itself.
+
+    held: bytes per run without evictions. evicted: those that evictions in all gaps would free.
+    """
+    n = len(held)
+    width = max(1, -(-n // MOST_CELLS))
+    ends = [*range(0, n, width), n]
+    if width == 1 or capacity is None:
+        return ends
+    if max(a - b for a, b in zip(held, evicted, strict=True)) > capacity:
+        return ends  # too much for any cells
+    freed = [0] * len(ends)
+    for tensor, _, first, last, *_ in gaps:
+        for a, b in _cells_within(first, last, ends):
+            freed[a] += tensor.nbytes
+            freed[b] -= tensor.nbytes
+    found = [0]
+    for (a, b), less in zip(pairwise(ends), accumulate(freed), strict=False):
+        found += [b] if max(held[a:b]) - less <= capacity else range(a + 1, b + 1)
+    return found
+
+
+def _cells_within(first: int, last: int, ends: Sequence[int]) -> tuple[tuple[int, int], ...]:
+    """Returns the cells whose runs all lie strictly between two positions of a ring.
+
+    ends: 0 and the end of each cell.
+    """
+
+    def between(low: int, high: int) -> tuple[int, int]:  # without `high`
+        return bisect_left(ends, low), bisect_right(ends, high) - 1
 
     if last > first:
-        found = [between(first + 1, last - 1)]
+        found = [between(first + 1, last)]
     else:
-        found = [between(first + 1, n - 1), between(0, last - 1)]
+        found = [between(first + 1, ends[-1]), between(0, last)]
     return tuple((a, b) for a, b in found if a < b)
 
 
