@@ -40,6 +40,9 @@ NEAR_TWIN = 1.01
 SHARES_OF_OUTLINE = (Fraction(1), Fraction(7, 8), Fraction(3, 4), Fraction(1, 2))
 #: places of weights are not compared if updates over the link take this many times the gain
 DEAR = 2
+#: weights and gradients below this share of the device's bytes gain less than `WORTH_LEAVING`: near
+#: the floor, a step gets about as much faster as its device gets larger
+LITTLE = 0.01
 #: processor time after which no more choices of weights are planned, and no search is extended
 ENOUGH_SECONDS = 25.0
 
@@ -106,7 +109,8 @@ def choose(
         alike = _placed_alike(rival, on_host, decide)
         if alike is not None:
             return alike
-    all_there = on_host(frozenset())
+    free_little = stay is not None and not must_leave and _weigh_little(at_home.problem, stay)
+    all_there = None if free_little else on_host(frozenset())
     leave: Choice | None = None
     if all_there is not None:
         shortly = may_split and not rival.limits_bounds
@@ -335,6 +339,13 @@ def _hides(decided: Decided, problem: Problem) -> bool:
     """True if moves add next to nothing to the step."""
     compute_us = sum(op.duration_us for op in problem.ops)
     return decided.cost_us <= compute_us * (1 + WORTH_LEAVING)
+
+
+def _weigh_little(problem: Problem, made: Decided) -> bool:
+    """True if weights and gradients take next to nothing of the device, wherever they are."""
+    capacity = made.machine.tier[DEVICE].capacity_bytes
+    nbytes = sum(t.nbytes for t in problem.tensors if t.kind in ("weight", "gradient"))
+    return capacity is not None and nbytes <= capacity * LITTLE
 
 
 def _bound_by_ops(choice: Choice) -> bool:

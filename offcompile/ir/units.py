@@ -82,3 +82,12 @@ def show_us(duration_us: float) -> str:
     if duration_us >= 1e3:
         return f"{duration_us / 1e3:.3f} ms"
     return f"{duration_us:.3f} µs"
+
+
+def size_to_ask(nbytes: int) -> str:
+    """A size to type in: three digits, rounded up."""
+    for name, unit in _STEPS:
+        if nbytes >= unit:
+            digits = 2 if nbytes < 10 * unit else 1 if nbytes < 100 * unit else 0
+            return f"{math.ceil(nbytes / unit * 10**digits) / 10**digits:.{digits}f}{name}"
+    return str(nbytes)

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import contextlib
-import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 from offcompile.ir import DEVICE, Infeasible, Machine, Plan, Problem, Start
-from offcompile.ir.units import show_bytes
+from offcompile.ir.units import show_bytes, size_to_ask
 from offcompile.passes.search.program_variant import (
     Choices,
     ProgramVariant,
@@ -37,6 +37,9 @@ HOLES_COST, NO_LOSS = 0.02, 0.005
 ROOMS = (1, 3 / 4, 1 / 2, 1 / 4)
 #: steps with more ops are searched only once, with room for holes: a search takes half a minute
 MANY_OPS = 2000
+#: room for holes slows a step if that leaves its tensors less than this multiple of the floor: then
+#: searches of SHORT_SHARE of the time decide if it is left, and one of LONG_SHARE improves the plan
+NEAR_FLOOR, SHORT_SHARE, LONG_SHARE = 4 / 3, 1 / 5, 3 / 5
 #: recomputing small tensors does not save a floor that exceeds the capacity by this factor
 HOPELESS = 1.25
 
@@ -156,11 +159,16 @@ def fit_budget(
     touching = None if holes is None else holes.touching_us
     roomy: _Planned | None = None
 
-    def planned(capacity: int, holes_bytes: int = 0, worth_us: float = worth_us) -> _Planned:
+    def planned(
+        capacity: int, holes_bytes: int = 0, worth_us: float = worth_us, share: float = 1.0
+    ) -> _Planned:
+        shortly = share == SHORT_SHARE
         machine = machine_for(max(1, capacity - holes_bytes))
         seeds = known if roomy is None else [*known, roomy.result.plan]
+        seconds = spend if search.trial else share * spend
+        trial = search.trial or shortly
         asked = Question(
-            problem, machine, search.policy, spend, seeds, worth_us, search.trial, search.beside
+            problem, machine, search.policy, seconds, seeds, worth_us, trial, search.beside
         )
         with rarely_collected():
             if search.reuses:
@@ -175,12 +183,15 @@ def fit_budget(
     else:
         capacity = budget_bytes - reserve_for(budget_bytes)
         floor = floor_of(problem, machine_for)
-        if holes is not None:
-            roomy = _with_room(planned, capacity, floor, holes.wanted_bytes)
+        rooms = [] if holes is None else _rooms(capacity, floor, holes.wanted_bytes)
+        near = bool(rooms) and capacity - rooms[0] < floor * NEAR_FLOOR
+        share = SHORT_SHARE if near else 1.0
+        roomy = _first_found(partial(planned, share=share), capacity, rooms)
+        free_us = compute_us * (1 + NO_LOSS)
         if roomy is not None and (
-            search.trial  # plans that are only compared all leave that room
-            or roomy.cost_us <= compute_us * (1 + NO_LOSS)
-            or len(problem.ops) > MANY_OPS  # a second search takes longer than it can save
+            roomy.cost_us <= free_us
+            or (search.trial and not near)  # plans that are only compared all leave that room
+            or (len(problem.ops) > MANY_OPS and not near)  # takes longer than it can save
         ):
             found = roomy
         elif roomy is not None:
@@ -188,8 +199,12 @@ def fit_budget(
             least_us = min(worth_us, roomy.cost_us / (1 + HOLES_COST))
             found = roomy
             with contextlib.suppress(Infeasible, Beaten):
-                tight = planned(capacity, worth_us=least_us)
+                tight = planned(capacity, worth_us=least_us, share=share)
                 found = tight if tight.cost_us < least_us else roomy
+            if near and not search.trial and found.cost_us > free_us:
+                with contextlib.suppress(Infeasible, Beaten):
+                    longer = planned(capacity, found.holes_bytes, share=LONG_SHARE)
+                    found = min(longer, found, key=lambda made: made.cost_us)
         else:
             refusing = (problem, search, budget_bytes, held_bytes)
             if floor > capacity * HOPELESS and (refusal := _with_budget(None, *refusing)):
@@ -239,15 +254,19 @@ def _as_it_is(
     return Decided(result, machine, static_order(problem, machine, plain, timeline), True)
 
 
-def _with_room(
-    planned: Callable[[int, int], _Planned], capacity: int, floor: int, wanted_bytes: int
+def _rooms(capacity: int, floor: int, wanted_bytes: int) -> list[int]:
+    """The wanted room for holes and smaller shares of it, as far as they leave the floor."""
+    rooms = [int(wanted_bytes * share) for share in ROOMS]
+    return [room for room in rooms if room and floor <= capacity - room]
+
+
+def _first_found(
+    planned: Callable[[int, int], _Planned], capacity: int, rooms: Sequence[int]
 ) -> _Planned | None:
-    """A plan that leaves the wanted room, or as large a share of it as possible."""
-    for share in ROOMS:
-        room = int(wanted_bytes * share)
-        if room and floor <= capacity - room:
-            with contextlib.suppress(Infeasible):
-                return planned(capacity, room)
+    """A plan that leaves the first of these rooms with which there is one."""
+    for room in rooms:
+        with contextlib.suppress(Infeasible):
+            return planned(capacity, room)
     return None
 
 
@@ -326,11 +345,11 @@ def _with_budget(
             f"The budget of {show_bytes(budget_bytes)} is not enough for {search.policy}, which"
             f" needs {show_bytes(total)}; the floor is {show_bytes(least)}.",
             total - budget_bytes,
-            f"Set memory to '{round_up(total + held_bytes)}' or more, use the policy joint, or"
+            f"Set memory to '{size_to_ask(total + held_bytes)}' or more, use the policy joint, or"
             " make the batch smaller.",
         )
     run = variant.program.runs[worst]
-    parts = _held_at(problem, run.op.id, worst, variant)
+    parts = variant.held_in_words(worst)
     reserve = total - needed
     own = f", and the runtime {show_bytes(reserve)} of buffers" if reserve else ""
     beside = ""
@@ -340,7 +359,7 @@ def _with_budget(
         f"The budget of {show_bytes(budget_bytes)}{beside} is below the floor of"
         f" {show_bytes(total)}: at {run.name} the device must hold {parts}{own}.",
         total - budget_bytes,
-        f"Set memory to '{round_up(total + held_bytes)}' or more, or make the batch smaller.",
+        f"Set memory to '{size_to_ask(total + held_bytes)}' or more, or make the batch smaller.",
     )
 
 
@@ -359,40 +378,8 @@ def with_figure(error: Infeasible, total_bytes: int, budget_bytes: int) -> Infea
     return Infeasible(
         error.reason,
         total_bytes - budget_bytes,
-        f"Set memory to '{round_up(total_bytes)}' or more, or make the batch smaller.",
+        f"Set memory to '{size_to_ask(total_bytes)}' or more, or make the batch smaller.",
     )
-
-
-def _held_at(problem: Problem, op_id: str, position: int, variant: ProgramVariant) -> str:
-    """Describes the bytes that make up the floor at one op, largest first."""
-    op = problem.op[op_id]
-    own = [problem.tensor[t] for t in op.operands]
-    ids = {t.id for t in own}
-    fixed: dict[str, int] = {}
-    for tensor in problem.tensors:
-        if tensor.id in ids:
-            continue
-        begun = tensor.home == DEVICE or (
-            tensor.home is None
-            and any(a.position <= position for a in variant.program.accesses[tensor.id])
-        )
-        if begun and tensor.pinned and tensor.kind in ("weight", "gradient", "input", "output"):
-            fixed[tensor.kind] = fixed.get(tensor.kind, 0) + tensor.nbytes
-    found = [(n, f"{show_bytes(n)} of {kind}s") for kind, n in fixed.items() if n]
-    found += [(t.nbytes, f"{t.id} ({show_bytes(t.nbytes)})") for t in own if t.nbytes]
-    if op.workspace_bytes:
-        found.append((op.workspace_bytes, f"workspace ({show_bytes(op.workspace_bytes)})"))
-    found.sort(key=lambda f: -f[0])
-    return ", ".join(text for _, text in found[:8]) + (", …" if len(found) > 8 else "")
-
-
-def round_up(nbytes: int) -> str:
-    """A size to type in: three digits, rounded up."""
-    for unit, name in ((2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB")):
-        if nbytes >= unit:
-            digits = 2 if nbytes < 10 * unit else 1 if nbytes < 100 * unit else 0
-            return f"{math.ceil(nbytes / unit * 10**digits) / 10**digits:.{digits}f}{name}"
-    return str(nbytes)
 
 
 def _total_bytes(problem: Problem) -> int:

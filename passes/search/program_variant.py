@@ -21,6 +21,7 @@ from offcompile.ir import (
     Recompute,
     Update,
 )
+from offcompile.ir.units import show_bytes
 from offcompile.passes.build.decisions import Away, Decisions
 from offcompile.passes.build.gaps import Gaps, find_gaps
 from offcompile.passes.build.program import Program, too_small
@@ -106,6 +107,27 @@ class ProgramVariant:
         if floor and floor[j] > self.capacity:
             what = f"{self.program.op_bytes[j]:,} of its own and what has no way out and back"
             raise too_small(j, floor[j], int(self.capacity), self.program, what)
+
+    def held_in_words(self, position: int) -> str:
+        """Describes the bytes that make up the floor at one run, largest first."""
+        op, problem = self.program.runs[position].op, self.problem
+        own = [problem.tensor[t] for t in op.operands]
+        fixed: dict[str, int] = {}
+        for tensor in problem.tensors:
+            if tensor.id in op.operands:
+                continue
+            begun = tensor.home == DEVICE or (
+                tensor.home is None
+                and any(a.position <= position for a in self.program.accesses[tensor.id])
+            )
+            if begun and tensor.pinned and tensor.kind in ("weight", "gradient", "input", "output"):
+                fixed[tensor.kind] = fixed.get(tensor.kind, 0) + tensor.nbytes
+        found = [(n, f"{show_bytes(n)} of {kind}s") for kind, n in fixed.items() if n]
+        found += [(t.nbytes, f"{t.id} ({show_bytes(t.nbytes)})") for t in own if t.nbytes]
+        if op.workspace_bytes:
+            found.append((op.workspace_bytes, f"workspace ({show_bytes(op.workspace_bytes)})"))
+        found.sort(key=lambda f: -f[0])
+        return ", ".join(text for _, text in found[:8]) + (", …" if len(found) > 8 else "")
 
 
 def hostable(problem: Problem) -> dict[str, tuple[str, ...]]:

@@ -247,6 +247,38 @@ def test_weights_that_are_as_fast_in_place_all_leave() -> None:
     assert len(plan.directs) == 2 * LAYERS and not plan.moves
 
 
+def saving(hosted: bool, weight_bytes: int) -> Annotated:
+    """The same step with large activations."""
+    sizes = {"weight": weight_bytes, "gradient": weight_bytes, "activation": WEIGHT_BYTES}
+    problem = tower(hosted).problem
+    tensors = tuple(replace(t, nbytes=sizes[t.kind]) for t in problem.tensors)
+    return Annotated(replace(problem, tensors=tensors), {}, {}, {})
+
+
+@pytest.mark.parametrize(("weight_bytes", "tried"), [(1_000, False), (20_000, True)])
+def test_weights_that_take_next_to_nothing_are_planned_in_one_place(
+    weight_bytes: int, tried: bool
+) -> None:
+    asked: list[frozenset[str]] = []
+
+    def leaving(stays: frozenset[str]) -> Annotated:
+        asked.append(stays)
+        return saving(True, weight_bytes)
+
+    here = saving(False, weight_bytes)
+    found = choose(here, leaving, at(5 * WEIGHT_BYTES), False, least)
+    assert not found.decided.fits
+    assert bool(asked) is tried
+
+
+def test_weights_that_take_next_to_nothing_leave_if_the_step_does_not_fit_otherwise() -> None:
+    here, there = saving(False, 1_000), saving(True, 1_000)
+    budget = least(there.problem)
+    assert budget < least(here.problem)
+    found = choose(here, lambda stays: there, at(budget), False, least)
+    assert found.stays == frozenset()
+
+
 def test_a_budget_that_nothing_fits_is_refused_with_the_least_that_does() -> None:
     with pytest.raises(Infeasible, match="below the floor"):
         chosen(WEIGHT_BYTES // 1000)

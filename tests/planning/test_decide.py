@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
+from chains import chain as training
+from chains import link
 
 from offcompile.ir import Infeasible, Lane, Machine, Op, Problem, Tensor, Tier
+from offcompile.passes.build.gaps import MOST_CELLS
 from offcompile.planning import plan_cache
 from offcompile.planning.fit_budget import (
+    LONG_SHARE,
+    SHORT_SHARE,
     Decided,
     Holes,
     PlanSearch,
@@ -172,3 +179,53 @@ def searches(asked: list[float], bytes_per_us: float) -> int:
         assert first == float("inf") and second < float("inf")
         assert found.holes_bytes == 4 * MIB or found.cost_us < second
     return len(asked)
+
+
+@pytest.mark.parametrize("trial", [False, True])
+def test_near_the_floor_short_searches_decide_if_there_is_room_for_holes(
+    monkeypatch: pytest.MonkeyPatch, trial: bool
+) -> None:
+    """However many shares of the room fit, one of them is searched; only one search is long."""
+    asked: list[tuple[int, float, bool]] = []
+
+    def noted(*given: object) -> PlanResult:
+        tier = given[1].tier["device"]  # type: ignore[attr-defined]
+        asked.append((tier.capacity_bytes, given[3], given[-1]))  # type: ignore[arg-type]
+        return plan_problem(*given)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(plan_cache, "plan_problem", noted)
+    floor = floor_of(chain(), machine(SLOW))  # type: ignore[arg-type]
+    budget = floor + MIB + 2 * MIB
+    found = fit_budget(chain(), replace(search(SLOW), trial=trial), budget, holes=Holes(2 * MIB))
+    short = 1.0 if trial else SHORT_SHARE
+    tries = [(floor, short, True), (floor + 2 * MIB, short, True)]
+    if not trial:
+        tries.append((floor + 2 * MIB - found.holes_bytes, LONG_SHARE, False))
+    assert asked == tries
+
+
+def test_near_the_floor_the_faster_plan_wins() -> None:
+    """With room for holes the floor is left, at which each tensor waits for the one before."""
+    floor = floor_of(chain(), machine(SLOW))  # type: ignore[arg-type]
+    budget = floor + MIB + 4 * MIB
+    at_floor = decided(budget - 4 * MIB, SLOW, holes=None).cost_us
+    found = decided(budget, SLOW)
+    assert found.cost_us == pytest.approx(decided(budget, SLOW, holes=None).cost_us)
+    assert found.cost_us < at_floor / 1.02 and found.holes_bytes == 0
+
+
+def test_a_long_step_takes_one_search_at_its_floor(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[object] = []
+
+    def noted(*given: object) -> PlanResult:
+        asked.append(given)
+        return plan_problem(*given)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(plan_cache, "plan_problem", noted)
+    layers = 2 * MOST_CELLS
+    sizes = [3 + i * 7 % 5 for i in range(layers + 1)]
+    problem = training([1] * layers, sizes, [2.0] * layers, steady=False)
+    searching = PlanSearch(lambda n: link(n, 5.0), lambda _: 0, "joint", 0.2)
+    found = fit_budget(problem, searching, None, may_fit=False)
+    assert found.order.peak_bytes <= floor_of(problem, searching.machine_for)
+    assert len(asked) == 1
