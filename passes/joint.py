@@ -1,9 +1,10 @@
 """The default policy: decides all kinds of tensors together.
 
 It checks the floor first and reports if the step does not fit even with every evictable tensor off
-the device. Then it tries the best single policy, then greedy covers of the excess with different
-headroom, then local search against the simulator until the bound is met or the effort is spent. So
-it is never worse than any single policy, and tensors of all kinds compete for the same memory.
+the device, whatever runs again. Then it tries the best single policy, then greedy covers of the
+excess with different headroom, then local search against the simulator until the bound is met or
+the effort is spent. So it is never worse than any single policy, and tensors of all kinds compete
+for the same memory.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from .build.lanes import LaneClock
 from .build.schedule import Builder
 from .build.time_left import TimeIsUp, TimeLeft, is_short, timed_by
 from .search.gradients_back import brought_home
+from .search.least_memory import least_bytes
 from .search.program_variant import (
     Choices,
     ProgramVariant,
@@ -140,6 +142,8 @@ class Joint:
         )
         variant = starts.variant(forced)
         blocked = self._floor(variant)
+        if blocked is not None and least_bytes(problem, machine) > variant.capacity:
+            raise self._last_resorts(starts, variant, blocked, []) or blocked
         variants = [] if blocked is not None else [variant]
         free = direct_choices(problem, machine, only_free=True).directs
         if not free <= forced.directs:

@@ -12,8 +12,9 @@ from hypothesis import strategies as st
 from offcompile.bounds import lower_bound
 from offcompile.ir import Infeasible, Plan
 from offcompile.passes.registry import POLICIES, make
-from offcompile.planning.planner import certify, judge_for
-from offcompile.testing import problems_with_machines
+from offcompile.passes.search.least_memory import least_bytes
+from offcompile.planning.planner import certify, check_plan, judge_for
+from offcompile.testing import plans, problems_with_machines
 
 #: every policy, with the variants that follow the papers
 SPECS = [
@@ -113,3 +114,13 @@ def test_more_memory_is_never_slower(seed):
     )
     assert tight is not None and loose is not None
     assert loose[1].makespan_us <= tight[1].makespan_us * 1.01
+
+
+@given(st.data())
+@settings(max_examples=100)
+def test_no_plan_takes_less_than_the_least_memory(data):
+    problem, machine = data.draw(problems_with_machines())
+    machine = machine.with_capacity("device", None)
+    found = check_plan(problem, machine, data.draw(plans(problem, machine, sensible=True)))
+    if found.valid:
+        assert least_bytes(problem, machine) <= found.timeline.peak_bytes["device"]

@@ -8,6 +8,9 @@ import pytest
 from chains import bytes_range, chain, link, random_chain
 
 from offcompile.ir import Infeasible, Machine, Op, Problem, Tensor, Tier
+from offcompile.passes.joint import Joint
+from offcompile.passes.search.least_memory import least_bytes
+from offcompile.passes.search.starts import Starts
 from offcompile.planning.planner import check_plan, plan_problem
 
 
@@ -108,6 +111,20 @@ def test_chains_of_recomputation_are_the_way_out_where_nothing_can_leave(layers)
     assert result.timeline.peak_bytes["device"] == 210
     with pytest.raises(Infeasible):
         plan_problem(problem, Machine((Tier("device", 209),)), "joint", seconds=1)
+
+
+def test_where_no_plan_can_fit_none_is_looked_for(monkeypatch):
+    """One op needs more than the device has, whatever else moves or runs again."""
+    problem, machine = chain_of_recomputations(6), link(199, 10.0)
+    assert least_bytes(problem, machine) == 200
+    searched = []
+    monkeypatch.setattr(Starts, "recomputing", lambda *args: searched.append(args) or [])
+    monkeypatch.setattr(Joint, "_single_policies", lambda *args: searched.append(args))
+    with pytest.raises(Infeasible) as error:
+        plan_problem(problem, machine, "joint", seconds=1)
+    assert error.value.needed_bytes == 1
+    assert not searched
+    assert plan_problem(problem, machine.with_capacity("device", 200), seconds=1) and searched
 
 
 def test_the_largest_need_is_the_one_reported():
