@@ -30,6 +30,7 @@ from offcompile.graph.lowering.lower import Compiled, Halves, Lowering, Phase, l
 from offcompile.graph.names import argument_names
 from offcompile.graph.split import Splits
 from offcompile.ir import InvalidInput, OffloadError, Violation
+from offcompile.runtime.base.garbage import rarely_collected
 
 
 @dataclass(frozen=True)
@@ -117,7 +118,7 @@ def trace_call(
             found.append(Traced(catch.graphs, parameters, device, names, catch.splits))
         return gm.forward
 
-    with mode:
+    with mode, rarely_collected():
         given, named = tree_map(_faked(mode), (tuple(inputs), dict(keywords)))
         call = torch.compile(_fresh_caller(), backend=backend, dynamic=False, fullgraph=True)
         try:

@@ -15,7 +15,9 @@ from torch import nn
 import offcompile
 from offcompile.ahead.batches import search as batch_search
 from offcompile.ahead.batches.search import BatchReport, _BatchSearch
+from offcompile.graph.weight_placement import TRIAL_SHARE
 from offcompile.ir import Infeasible, InvalidInput, OffloadError
+from offcompile.run.plan.planner import GraphPlanner
 
 WIDTH, DEPTH = 64, 3
 ROWS = 192  # of each sample
@@ -72,6 +74,31 @@ def test_it_finds_what_trying_every_batch_finds(
     best = max(search.rows[b].samples_per_second for b in fits)
     assert report.best.samples_per_second >= 0.99 * best
     assert tried < len(fits)
+
+
+def test_estimates_take_short_searches(monkeypatch: pytest.MonkeyPatch) -> None:
+    shares: list[float] = []
+    usual = GraphPlanner.decide
+
+    def noted(self: GraphPlanner, *given: Any, **more: Any) -> Any:
+        if estimating:
+            shares.append(more.get("share", 1.0))
+        return usual(self, *given, **more)
+
+    estimating: list[int] = []
+    estimated = _BatchSearch._estimated_us
+
+    def noting(self: _BatchSearch, batch: int, problem: Any) -> float:
+        estimating.append(batch)
+        try:
+            return estimated(self, batch, problem)
+        finally:
+            estimating.pop()
+
+    monkeypatch.setattr(GraphPlanner, "decide", noted)
+    monkeypatch.setattr(_BatchSearch, "_estimated_us", noting)
+    find("2MiB", "joint")
+    assert shares and set(shares) == {TRIAL_SHARE}
 
 
 def test_few_batches_are_traced_whatever_the_largest_is(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -15,6 +15,7 @@ from typing import Any
 from offcompile.ahead.batch_trace import Traced, trace
 from offcompile.graph.graphs import Graphs
 from offcompile.graph.split import Splits
+from offcompile.graph.weight_placement import TRIAL_SHARE
 from offcompile.ir import DEVICE, Infeasible, InvalidInput, Problem, Violation
 from offcompile.ir.units import show_us, size
 from offcompile.machine.hardware import list_profiles, load_profile, parse_bytes
@@ -282,7 +283,9 @@ class _BatchSearch:
         try:
             if self.plain:
                 return self._plain(batch, planner, problem).step_us
-            return planner.decide(problem, planner.budget(), may_fit=True, trial=True).cost_us
+            budget = planner.budget()
+            made = planner.decide(problem, budget, True, share=TRIAL_SHARE, trial=True)
+            return made.cost_us
         except Infeasible:
             return math.inf
 
