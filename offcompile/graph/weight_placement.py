@@ -36,7 +36,7 @@ TRIAL_SHARE, LONGER_SHARE = 1 / 5, 2.0
 NEAR, CLOSE, NEAR_RIVAL = 1.1, 0.03, 1.04
 #: likewise, if the search started from the choices of the rival's plan
 NEAR_TWIN = 1.01
-#: shares of the weights that stay in an outline, until there is a plan with them on the device
+#: shares of the weights that stay in an outline, tried as long as fewer are faster
 SHARES_OF_OUTLINE = (Fraction(1), Fraction(7, 8), Fraction(3, 4), Fraction(1, 2))
 #: places of weights are not compared if updates over the link take this many times the gain
 DEAR = 2
@@ -255,10 +255,13 @@ def _with_some_here(
         _by_trials(planned, sizes, min(least_us, leave.decided.cost_us), until, room_bytes)
     else:
         weights = [w for w in weights_in_use_order(leave.annotated.problem) if w[0] in outlined]
-        for share in SHARES_OF_OUTLINE:
-            cost_us = planned(spread(weights, share)) if weights else None
-            if cost_us is not None and cost_us < leave.decided.cost_us:
+        best_us = leave.decided.cost_us
+        for share in SHARES_OF_OUTLINE if weights else ():
+            known = bool(found)
+            cost_us = planned(spread(weights, share))
+            if known and (cost_us is None or cost_us >= best_us):
                 break
+            best_us = min(best_us, cost_us or best_us)
     best = min(found, key=lambda c: c.decided.cost_us, default=leave)
     if not _faster(best.decided, leave.decided):
         best = leave

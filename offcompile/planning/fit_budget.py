@@ -35,8 +35,9 @@ MOST_RAISES = 8
 HOLES_COST, NO_LOSS = 0.02, 0.005
 #: shares of the wanted room for holes to try, until a plan is found
 ROOMS = (1, 3 / 4, 1 / 2, 1 / 4)
-#: steps with more ops are searched only once, with room for holes: a search takes half a minute
-MANY_OPS = 2000
+#: steps with more ops are searched only once, with room for holes: a search takes long, and gains
+#: little from that room
+MANY_OPS = 1000
 #: room for holes slows a step if that leaves its tensors less than this multiple of the floor: then
 #: searches of SHORT_SHARE of the time decide if it is left, and one of LONG_SHARE improves the plan
 NEAR_FLOOR, SHORT_SHARE, LONG_SHARE = 4 / 3, 1 / 5, 3 / 5
