@@ -22,6 +22,7 @@ if "PYTEST_XDIST_WORKER" not in os.environ:
     os.environ["OFFCOMPILE_CACHE_DIR"] = _measurements.name
 
 import pytest
+from freeze_imports import do_not_time_guards
 from hypothesis import HealthCheck, Phase, settings
 
 from offcompile.runtime.disk.directories import in_memory
@@ -67,6 +68,7 @@ def pytest_collection_finish() -> None:
     if "PYTEST_XDIST_WORKER" in os.environ:  # what every worker comes to import anyhow
         importlib.import_module("torch._inductor.compile_fx")
         importlib.import_module("offcompile.run.backend")
+    do_not_time_guards()
     if "torch" in sys.modules:
         # pytest listens to each logger that does not propagate: each compilation would write its
         # graphs and plans down, as for TORCH_TRACE

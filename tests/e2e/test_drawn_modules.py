@@ -15,7 +15,7 @@ def test_drawn_modules_are_the_plain_run_at_the_minimum() -> None:
 
 
 def test_every_ingredient_is_drawn() -> None:
-    programs = drawn_modules.drawn(300, seed=0)
+    programs = drawn_modules.drawn(120, seed=0)
     kinds = {op.kind for p in programs for _, op in drawn_modules.walk(p.ops)}
     assert kinds == set(KINDS)
     assert {p.optimizer for p in programs} == {"sgd", "adamw"}

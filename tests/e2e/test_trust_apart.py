@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 import warm
+from trust import faults
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -23,3 +24,11 @@ def test_the_checks_hold_in_a_process_of_their_own(checks: str) -> None:
     ran = warm.run(command, timeout=600, cwd=ROOT)
     assert ran.returncode == 0, ran.stdout[-6000:] + ran.stderr[-2000:]
     assert " passed" in ran.stdout and "failed" not in ran.stdout
+
+
+@pytest.mark.skipif(not Path("/proc/self/fd").is_dir(), reason="files of Linux")
+def test_faults_that_end_or_copy_a_process_come_to_what_the_matrix_says() -> None:
+    cells = [c for c in faults.spread(14, seed=0) if c.fault in faults.IN_CHILDREN]
+    assert {c.fault for c in cells} == set(faults.IN_CHILDREN)
+    wrong = faults.played(cells)
+    assert not wrong, "\n".join(f"{name}: {said}" for name, said in wrong.items())

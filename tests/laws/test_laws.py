@@ -66,7 +66,7 @@ def test_every_policy_is_covered_here():
 
 @pytest.mark.parametrize("spec", SPECS)
 @given(case=problems_with_machines())
-@settings(max_examples=40)
+@settings(max_examples=25)
 def test_a_plan_is_lawful_and_fits_or_is_refused_with_figures(spec, case):
     problem, machine = case
     made = apply(spec, problem, machine)

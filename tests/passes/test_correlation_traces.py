@@ -7,6 +7,7 @@ from collections.abc import Callable
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from lengths import some
 
 from benchmarks import traces
 from offcompile.ir import DEVICE, HOST, InvalidInput, Lane, Machine, Tier
@@ -46,7 +47,7 @@ def test_what_repeats_is_there_when_it_is_needed(make: Callable[[int], Trace]) -
     assert ours.makespan_us >= compute_us(trace)
 
 
-@pytest.mark.parametrize("share", [0.35, 0.5])
+@pytest.mark.parametrize("share", some([0.35, 0.5], 0.35))
 @pytest.mark.parametrize(
     "make",
     [
@@ -64,7 +65,7 @@ def test_never_worse_than_least_recently_used(make: Callable[[int], Trace], shar
     assert ours.makespan_us <= lru.makespan_us
 
 
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", some(range(3), 0))
 @pytest.mark.parametrize("make", [traces.adversarial, traces.deceiving])
 def test_where_there_is_little_to_learn_little_is_lost(
     make: Callable[[int, int], Trace], seed: int

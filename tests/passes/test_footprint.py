@@ -30,7 +30,7 @@ def reruns_of(problem: Problem, seed: int) -> list[Rerun]:
     return found
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=120, deadline=None)
 @given(problems_with_machines(), st.integers(0, 9))
 def test_bytes_added_up_are_those_of_planned_copies(
     drawn: tuple[Problem, Machine], seed: int
@@ -48,7 +48,7 @@ def test_bytes_added_up_are_those_of_planned_copies(
     ]
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=120, deadline=None)
 @given(problems_with_machines(), st.integers(0, 9))
 def test_tensors_that_stay_are_seen_to_stay(drawn: tuple[Problem, Machine], seed: int) -> None:
     problem, machine = drawn

@@ -32,7 +32,7 @@ def compiled(model: nn.Module, spill: Path, **more: Any) -> Any:
 
 @pytest.mark.parametrize("lowering", ["aot_eager", "inductor"])
 def test_moves_start_and_are_awaited_in_the_planned_order(lowering: str, tmp_path: Path) -> None:
-    model, x = Perceptron(64, 5), torch.randn(2048, 64)
+    model, x = Perceptron(64, 3), torch.randn(2048, 64)
     run = compiled(model, tmp_path, memory="minimum", lowering=lowering)
     run(x).backward()
     report = offcompile.reports()[-1]
@@ -49,7 +49,7 @@ def test_moves_start_and_are_awaited_in_the_planned_order(lowering: str, tmp_pat
         for step in order.steps
         if isinstance(step, StartStep | WaitStep)
     ]
-    assert recording.ops() == wanted
+    assert wanted and recording.ops() == wanted
 
 
 class Disk:

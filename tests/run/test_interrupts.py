@@ -111,7 +111,7 @@ def test_a_step_that_is_interrupted_leaves_nothing(memory: str, by_blocks: bool)
     ours.zero_grad()
     before, alive = held(), workers()
     drawn, hits = random.Random(0), 0
-    for number in range(10):
+    for number in range(6):
         at = drawn.randrange(1, most)
         hits += is_interrupted(at, lambda: step(run, ours, 99))
         assert all(map(torch.equal, step(run, ours, number), step(wanted, plain, number))), at
@@ -120,7 +120,7 @@ def test_a_step_that_is_interrupted_leaves_nothing(memory: str, by_blocks: bool)
         # the keeper may hold less than before, never more
         assert all(map(int.__eq__, after[:-1], before[:-1])) and after[-1] <= before[-1], at
         assert alive <= workers()
-    assert hits > 5
+    assert hits > 3
 
 
 def test_planning_that_is_interrupted_begins_anew() -> None:

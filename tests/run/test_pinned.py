@@ -168,7 +168,7 @@ def pin_some(problem: Problem, draw: st.DataObject) -> Problem:
 
 @pytest.mark.parametrize("spec", [s.replace("evaluations=150", "evaluations=40") for s in SPECS])
 @given(st.data())
-@settings(max_examples=25)
+@settings(max_examples=10)
 def test_every_policy_leaves_them_alone(spec, data):
     problem, machine = data.draw(problems_with_machines())
     problem = pin_some(problem, data)

@@ -14,6 +14,7 @@ import pytest
 import torch.distributed as dist
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from lengths import some
 from simulated_store import SimulatedStore
 
 from offcompile.ir import DEVICE, Infeasible, Machine, Op, Problem, SharedLink, Tier
@@ -374,9 +375,15 @@ def test_a_ballot_is_rank_0s() -> None:
     assert store.waited_s == 0
 
 
+#: how the model is wrapped, and the budgets; `test_rank_ballots` has FSDP2 as well
+TWO_BUDGETS = (("ddp", "9MiB", "8MiB"), ("fsdp", "8MiB", "10MiB"))
+
+
 @pytest.mark.skipif(not dist.is_available(), reason="torch without torch.distributed")
-def test_two_ranks_with_two_budgets_run_one_plan() -> None:
-    asked = [["ddp", ["9MiB", "8MiB"]], ["fsdp", ["8MiB", "10MiB"]]]
+@pytest.mark.parametrize("case", some(TWO_BUDGETS, TWO_BUDGETS[0]), ids=lambda case: case[0])
+def test_two_ranks_with_two_budgets_run_one_plan(case: tuple[str, ...]) -> None:
+    wrap, *budgets = case
+    asked = [[wrap, budgets]]
     for here, there in zip(*pair_of_ranks.start("rank_plan_child.py", asked), strict=True):
         assert here["equal"] and there["equal"]
         assert here["plans"] == there["plans"]

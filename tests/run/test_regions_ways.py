@@ -121,7 +121,7 @@ WAYS: dict[str, tuple[Run_, float, tuple[int, ...], bool | None]] = {
 }
 
 
-@pytest.mark.parametrize("way", some(WAYS, "tight", "checkpoint", "lengths, one graph"))
+@pytest.mark.parametrize("way", some(WAYS, "checkpoint", "lengths, one graph"))
 def test_the_numbers_of_the_plain_run_in_little_memory(tmp_path: Path, way: str) -> None:
     run, memory, lengths, dynamic = WAYS[way]
     wanted = train(run, None, tmp_path, lengths, dynamic)

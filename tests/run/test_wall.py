@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from lengths import some
 from torch import Tensor, nn
 from torch.optim import optimizer as torch_optimizers
 from weights_runs import (
@@ -360,7 +361,13 @@ WAYS: list[Callable[[Any, Pair], None]] = [
 ]
 
 
-@pytest.mark.parametrize("way", WAYS, ids=lambda way: way.__name__)
+#: each is much like another: gradients that stay or are dropped, masters and updates of all kinds
+ALIKE = (in_no_optimizer_and_dropped, masters_with_no_rate, beside, one_for_each_weight)
+
+
+@pytest.mark.parametrize(
+    "way", some(WAYS, *(way for way in WAYS if way not in ALIKE)), ids=lambda way: way.__name__
+)
 def test_nobody_is_troubled_without_need(
     way: Callable[[Any, Pair], None], caplog: pytest.LogCaptureFixture
 ) -> None:

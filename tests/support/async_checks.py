@@ -74,7 +74,7 @@ def as_on_a_gpu(name: str, controls: Controls) -> None:
 def peak_within_the_budget(controls: Controls) -> None:
     """By the allocator, at three budgets: all that the steps hold, weights and gradients too."""
     waited = controls.waits()
-    large = gpu_checks.on(budget_child.deep_mlp(512, 128, 10), DEVICE)
+    large = gpu_checks.on(budget_child.deep_mlp(512, 128, 6), DEVICE)
 
     def run(memory: int | str) -> tuple[list[str], int]:
         torch._dynamo.reset()

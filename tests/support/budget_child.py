@@ -62,7 +62,7 @@ def gpt(batch: int, width: int, depth: int) -> Specimen:
 # name → the model, and a tiny one of its kind that brings in code, threads and caches beforehand
 MODELS = {
     "mlp": (deep_mlp(8192, 256, 16), deep_mlp(64, 32, 2)),
-    "gpt": (gpt(12, 192, 5), gpt(1, 16, 1)),
+    "gpt": (gpt(12, 192, 3), gpt(1, 16, 1)),
 }
 
 

@@ -1,4 +1,4 @@
-"""Trains until Ctrl-C comes, three times over, and then as if none had come.
+"""Trains until Ctrl-C comes, twice, and then as if none had come.
 
 `python interrupt_child.py SPILL` prints "train" where it may be interrupted, and at last one JSON
 object: what was found after each interrupt.
@@ -20,7 +20,7 @@ from zoo import GPT
 
 import offcompile
 
-WORDS, LENGTH, INTERRUPTS = 96, 32, 3
+WORDS, LENGTH, INTERRUPTS = 96, 32, 2
 
 
 def main() -> None:

@@ -1,4 +1,4 @@
-"""One of two ranks that trains a GPT of 5 M weights in a budget, whose memory the system measures.
+"""One of two ranks that trains a GPT of 4 M weights in a budget, whose memory the system measures.
 
 `python rank_peaks_child.py RANK STORE CASES` prints a line of JSON per case: [wrap, budget].
 Wraps: ddp_parts (as DDPOptimizer cuts the graph), ddp_whole (as one graph), ddp_sharded (as one,
@@ -90,7 +90,7 @@ def main() -> None:
     for wrap, budget in json.loads(sys.argv[3]):
         train(wrap, "minimum", rank, 32, 1, 1)  # brings in code, threads and caches
         known = len(offcompile.reports())
-        found: dict[str, Any] = train(wrap, budget, rank, 256, 6, 8)
+        found: dict[str, Any] = train(wrap, budget, rank, 256, 4, 8)
         found["changed"] = sum(not r.fits for r in offcompile.reports()[known:])
         print(json.dumps(found), flush=True)
     dist.destroy_process_group()

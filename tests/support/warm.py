@@ -23,6 +23,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from freeze_imports import do_not_time_guards
+
 Modules = tuple[str, ...]
 #: modules that any compilation comes to import
 IMPORTED: Modules = (
@@ -245,6 +247,7 @@ def _run(args: list[str]) -> None:
 if __name__ == "__main__":
     for name in sys.argv[2:]:
         importlib.import_module(name)
+    do_not_time_guards()
     gc.collect()
     gc.freeze()
     asked = _serve(socket.socket(fileno=int(sys.argv[1])))
