@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+import zoo
 from lengths import some
 from torch import Tensor, nn
 from zoo import BY_NAME, GPT, ZOO, ConvNet, Specimen, Trace, train
@@ -21,7 +22,7 @@ Memory = int | str | None
 DOUBLED = {
     name: replace(BY_NAME[name], build=build).double()
     for name, build in {
-        "mlp": BY_NAME["mlp"].build,
+        "mlp": lambda: zoo.MLP(128, 5),
         "conv": lambda: ConvNet(16, 2),
         "gpt": lambda: GPT(96, 64, 1, 4, 128),
     }.items()

@@ -13,7 +13,7 @@ import pytest
 import torch
 import warm
 from adamw_cases import BF16, CASES, F16, F32
-from triton_targets import TARGETS, compile_launch, needs_compiler
+from triton_targets import TARGETS, compile_launch, needs_compiler, spread
 
 from offcompile.ir import OffloadError
 from offcompile.runtime import kernels
@@ -84,8 +84,7 @@ def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @needs_compiler
-@pytest.mark.parametrize("target", TARGETS)
-@pytest.mark.parametrize("name", LAUNCHES)
+@spread(LAUNCHES, "sm_90")
 def test_it_compiles_with_wide_accesses(name: str, target: str, cache: Path) -> None:
     made = compile_launch(adam_launch(LAUNCHES[name], STEP), target, cache)
     assert (made.load_bits(), made.store_bits()) == (128, 128)

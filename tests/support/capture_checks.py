@@ -11,7 +11,6 @@ import gc
 import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import replace
 from typing import Any
 from unittest import mock
 
@@ -20,7 +19,7 @@ import zoo
 from gpu_checks import Loss, _loss, deterministic, nothing_stays, on, plain
 from torch import Tensor, nn
 from torch._functorch import config as functorch_config
-from zoo import BY_NAME, GPT, Specimen
+from zoo import BY_NAME, Specimen
 
 import offcompile
 from offcompile.run import compile_hooks
@@ -36,13 +35,6 @@ USUAL, REPLAYED = 3, 4
 SHARE = 0.66
 #: options for all of them
 MORE: dict[str, Any] = {}
-
-
-def _specimen(name: str) -> Specimen:
-    """A GPT of two blocks shows all that one of three does, and compiles sooner."""
-    if name == "gpt":
-        return replace(BY_NAME[name], build=lambda: GPT(96, 64, 2, 4, 128))
-    return BY_NAME[name]
 
 
 class Seen:
@@ -86,7 +78,7 @@ def budget(name: str, device: str) -> int:
     """A budget in which only activations have to leave."""
     options = {"memory": None, "lowering": "aot_eager", **MORE}
     zoo.train(
-        on(_specimen(name), device),
+        on(BY_NAME[name], device),
         lambda model: torch.compile(model, backend="offcompile", options=options),
         steps=1,
     )
@@ -98,7 +90,7 @@ def budget(name: str, device: str) -> int:
 
 def trained(name: str, moves: bool, device: str, replayed: int = REPLAYED) -> None:
     """Losses, gradients and weights of every step, and the end of it all."""
-    specimen, steps = on(_specimen(name), device), USUAL + replayed
+    specimen, steps = on(BY_NAME[name], device), USUAL + replayed
     memory = budget(name, device) if moves else None
     with deterministic(), seen() as found:
         expected = zoo.train(specimen, plain(), steps)
@@ -121,7 +113,7 @@ Steps = Callable[[nn.Module, Loss], Any]
 def same(steps: Steps, device: str, replays: int, moves: bool = True) -> Seen:
     """`steps`, after a few that were captured, leaves what it leaves under the plain backend."""
     memory = budget("gpt", device) if moves else None
-    return same_within(memory, on(_specimen("gpt"), device), steps, replays)
+    return same_within(memory, on(BY_NAME["gpt"], device), steps, replays)
 
 
 def same_within(memory: int | str | None, specimen: Specimen, steps: Steps, replays: int) -> Seen:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import ast
+import functools
 import sys
 from collections import Counter
 from collections.abc import Iterator
@@ -95,8 +96,13 @@ def modules(root: Path = ROOT) -> dict[str, Path]:
     return found
 
 
-def imports(source: str, module: str, is_package: bool) -> Iterator[tuple[int, str]]:
+@functools.cache
+def imports(source: str, module: str, is_package: bool) -> tuple[tuple[int, str], ...]:
     """(line, module or name) of every import, wherever in the file it stands."""
+    return tuple(_imports(source, module, is_package))
+
+
+def _imports(source: str, module: str, is_package: bool) -> Iterator[tuple[int, str]]:
     package = module if is_package else module.rpartition(".")[0]
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.Import):

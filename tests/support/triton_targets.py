@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import re
 from collections.abc import Iterable
@@ -23,6 +24,21 @@ elif os.environ.get("TRITON_INTERPRET", "0") not in ("", "0"):
     _missing = "TRITON_INTERPRET is set, and then nothing compiles"
 else:
     _missing = ""
+
+
+def spread(names: Iterable[str], *always: str) -> pytest.MarkDecorator:
+    """Parametrize name and target: all names for the targets in `always` and the first name for
+    all targets; `make soak` has all pairs."""
+    first, *others = names
+    pairs = [
+        pytest.param(name, target, marks=() if target in always else pytest.mark.soak)
+        for name, target in itertools.product(others, TARGETS)
+    ]
+    return pytest.mark.parametrize(
+        ("name", "target"), [*((first, target) for target in TARGETS), *pairs]
+    )
+
+
 needs_compiler = pytest.mark.skipif(bool(_missing), reason=_missing or "there is one")
 
 POINTERS = {

@@ -269,8 +269,8 @@ def _dictionary_loss(outputs: dict[str, Any]) -> Tensor:
 
 ZOO = (
     Specimen("mlp", lambda: MLP(128, 8), lambda s: (_noise(s, 1024, 128),), _mean_square),
-    Specimen("conv", lambda: ConvNet(16, 3), lambda s: (_noise(s, 8, 3, 32, 32),), _mean_square),
-    Specimen("gpt", lambda: GPT(96, 64, 3, 4, 128), _tokens, lambda loss: loss),
+    Specimen("conv", lambda: ConvNet(16, 2), lambda s: (_noise(s, 8, 3, 32, 32),), _mean_square),
+    Specimen("gpt", lambda: GPT(96, 64, 2, 4, 128), _tokens, lambda loss: loss),
     Specimen("encoder", lambda: Encoder(64, 2, 4), lambda s: (_noise(s, 4, 96, 64),), _mean_square),
     Specimen("lstm", lambda: LSTM(64), lambda s: (_noise(s, 128, 5, 64),), _mean_square),
     Specimen(
