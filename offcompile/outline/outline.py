@@ -25,7 +25,7 @@ Answer = npt.NDArray[np.float64]
 
 
 @dataclass(frozen=True)
-class Outline:
+class StepOutline:
     """choices: recomputation and host updates that round the answer. stays:
     weights that had better stay on the device, if they may. cost_us: the step's time by the
     program, which no plan reaches quite."""
@@ -37,7 +37,7 @@ class Outline:
 
 def outline(
     problem: Problem, machine: Machine, may_stay: bool = False, update_us_per_byte: float = 0.0
-) -> Outline | None:
+) -> StepOutline | None:
     """Outlines the step; None if the program has no answer.
 
     may_stay: weights at home on the host may live on the device instead. update_us_per_byte: time
@@ -61,7 +61,7 @@ def outline(
         forced.hosted | rounding.hosted(),
     )
     cost_ms = sum(answer[: slots.count])
-    return Outline(choices, rounding.stays(), float(cost_ms) / MS)
+    return StepOutline(choices, rounding.stays(), float(cost_ms) / MS)
 
 
 @dataclass(frozen=True)

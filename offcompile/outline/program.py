@@ -11,7 +11,7 @@ from offcompile.ir import DEVICE, HOST, Machine, Problem
 from .linear import Linear, Term
 from .recipes import SlotNeeds
 from .slots import Slots, is_update
-from .weights import GradientGroup, Movable, Update, Visit, WeightGroup
+from .weights import GradientGroup, GroupUpdate, Movable, WeightGroup, WeightVisit
 
 MS, GIB = 1e-3, 1 / 2**30
 #: groups of activations below this share of the device stay
@@ -114,7 +114,7 @@ class StepProgram:
         staying: list[Term] = [] if stays is None else [(stays, 1.0)]
         for slot in range(self.slots.count) if stays is not None else ():
             self._hold(slot, stays or 0, nbytes + (update.state_bytes if update else 0))
-        before: Visit | None = None
+        before: WeightVisit | None = None
         direct_before: int | None = None
         for visit in group.visits:
             direct = None if visit.in_place_us is None else lp.column()
@@ -127,8 +127,8 @@ class StepProgram:
 
     def _visit(
         self,
-        visit: Visit,
-        before: Visit | None,
+        visit: WeightVisit,
+        before: WeightVisit | None,
         nbytes: int,
         staying: list[Term],
         direct_before: int | None,
@@ -159,7 +159,9 @@ class StepProgram:
             for column, _ in elsewhere:
                 self._hold(slot, column, -nbytes)
 
-    def _update(self, group: WeightGroup, update: Update, used: int, staying: list[Term]) -> int:
+    def _update(
+        self, group: WeightGroup, update: GroupUpdate, used: int, staying: list[Term]
+    ) -> int:
         """The updates on either side; returns the part of the host."""
         lp, slot = self.lp, update.slot
         hosted, there = lp.columns(2)

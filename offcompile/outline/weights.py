@@ -13,7 +13,7 @@ from .slots import Slots, is_update
 
 
 @dataclass(frozen=True)
-class Visit:
+class WeightVisit:
     """Slots in which a weight is used, and the time it adds to its ops to access it in place; None:
     that cannot be."""
 
@@ -23,7 +23,7 @@ class Visit:
 
 
 @dataclass(frozen=True)
-class Update:
+class GroupUpdate:
     """The update of a group. None for a side that cannot make it."""
 
     slot: int
@@ -37,8 +37,8 @@ class Update:
 class WeightGroup:
     weights: tuple[str, ...]
     nbytes: int
-    visits: tuple[Visit, ...]
-    update: Update | None
+    visits: tuple[WeightVisit, ...]
+    update: GroupUpdate | None
 
 
 @dataclass(frozen=True)
@@ -103,8 +103,10 @@ def _uses(problem: Problem, weights: Iterable[str]) -> dict[str, list[int]]:
     return found
 
 
-def _visits(problem: Problem, slots: Slots, weight: str, uses: Iterable[int]) -> tuple[Visit, ...]:
-    found: list[Visit] = []
+def _visits(
+    problem: Problem, slots: Slots, weight: str, uses: Iterable[int]
+) -> tuple[WeightVisit, ...]:
+    found: list[WeightVisit] = []
     for at in uses:
         op, slot = problem.ops[at], slots.of_op[at]
         added_us = op.direct[weight] - op.duration_us if weight in op.direct else None
@@ -112,9 +114,9 @@ def _visits(problem: Problem, slots: Slots, weight: str, uses: Iterable[int]) ->
             before = found.pop()
             both = added_us is not None and before.in_place_us is not None
             sum_us = (added_us or 0.0) + (before.in_place_us or 0.0) if both else None
-            found.append(Visit(before.first, slot, sum_us))
+            found.append(WeightVisit(before.first, slot, sum_us))
         else:
-            found.append(Visit(slot, slot, added_us))
+            found.append(WeightVisit(slot, slot, added_us))
     return tuple(found)
 
 
@@ -134,10 +136,10 @@ def _weight_group(
     )
 
 
-def _together(visits: tuple[Visit, ...]) -> Visit:
+def _together(visits: tuple[WeightVisit, ...]) -> WeightVisit:
     """The visits of several weights in the same slots."""
     in_place = [v.in_place_us for v in visits if v.in_place_us is not None]
-    return Visit(
+    return WeightVisit(
         visits[0].first,
         visits[0].last,
         sum(in_place) if in_place else None,
@@ -150,7 +152,7 @@ def _update(
     weights: list[str],
     updates: dict[str, tuple[str, ...]],
     held: frozenset[str],
-) -> Update | None:
+) -> GroupUpdate | None:
     if weights[0] not in updates:
         return None
     ops = [problem.op[u] for w in weights for u in updates[w]]
@@ -158,7 +160,7 @@ def _update(
     read = {t for op in ops for t in op.reads}
     states = sum(tensor[t].nbytes for t in read if tensor[t].kind == "state")
     gradients = sum(tensor[t].nbytes for t in read if tensor[t].kind == "gradient")
-    return Update(
+    return GroupUpdate(
         slots.of_op[problem.op_index[ops[0].id]],
         states,
         gradients,

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from offcompile.ir import DEVICE, HOST, Infeasible, Lane, Machine, Op, Plan, Problem, Tensor, Tier
-from offcompile.outline import Outline, outline
+from offcompile.outline import StepOutline, outline
 from offcompile.passes.build.schedule import build
 from offcompile.passes.joint import Joint
 from offcompile.passes.search.program_variant import Choices, hostable
@@ -58,7 +58,7 @@ def compute_us(problem: Problem) -> float:
     return sum(op.duration_us for op in problem.ops if op.phase != "update")
 
 
-def made(problem: Problem, on: Machine, may_stay: bool = False) -> Outline:
+def made(problem: Problem, on: Machine, may_stay: bool = False) -> StepOutline:
     found = outline(problem, on, may_stay)
     assert found is not None
     return found
@@ -157,9 +157,9 @@ def test_a_trial_stops_at_the_plan_of_the_outline() -> None:
 def test_only_large_steps_are_outlined(monkeypatch: pytest.MonkeyPatch, from_ops: int) -> None:
     asked = list[Problem]()
 
-    def known(problem: Problem, on: Machine) -> Outline:
+    def known(problem: Problem, on: Machine) -> StepOutline:
         asked.append(problem)
-        return Outline(Choices(), frozenset(), 0.0)
+        return StepOutline(Choices(), frozenset(), 0.0)
 
     monkeypatch.setattr(planner, "outline", known)
     monkeypatch.setattr(planner, "OUTLINE_FROM_OPS", from_ops)
