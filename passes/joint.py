@@ -47,6 +47,9 @@ HEADROOMS = (0.0, 0.03, 0.08, 0.15, 0.25, 0.5)
 #: problems of at least LARGE runs and moves may take SLACK times longer than estimated: on a busy
 #: machine their plans come later, but are no worse
 LARGE, SLACK = 1000, 5.0
+#: share of the usual time and plans that a search takes if its first plan comes this near to what
+#: an outline promises
+OUTLINED_SHARE, NEAR_OUTLINE = 0.6, 1.12
 #: for large problems, a plan this close to the bound is good enough
 CLOSE = 0.002
 #: share of the time and of all evaluations for each search for a split of the updates
@@ -125,8 +128,9 @@ class Joint:
     trial: bool = field(default=False, compare=False)
     #: choices that worked for the same step with its weights elsewhere: tried first
     known_choices: tuple[Choices, ...] = field(default=(), compare=False)
-    #: rounded choices of a relaxation of the whole step: tried first
+    #: rounded choices of an outline of the step, tried first, and the time that it promises
     outlined: Choices | None = field(default=None, compare=False)
+    outlined_us: float = field(default=0.0, compare=False)
 
     def apply(self, problem: Problem, machine: Machine, plan: Plan) -> Plan:
         if self.judge is None:
@@ -138,7 +142,13 @@ class Joint:
         search = self._search(problem, machine, began)
         forced = forced_choices(problem, machine)
         starts = Starts(
-            search, forced, self._longest(problem), self.lossy, self.hints, self.known_choices
+            search,
+            forced,
+            self._longest(problem),
+            self.lossy,
+            self.hints,
+            self.known_choices,
+            self.outlined,
         )
         variant = starts.variant(forced)
         blocked = self._floor(variant)
@@ -151,16 +161,22 @@ class Joint:
                 Choices(forced.directs | free, forced.recomputes, forced.hosted)
             )
             variants += [] if self._floor(in_place) is not None else [in_place]
-        states = starts.outlined(self.outlined)
-        if self.trial and states and search.best_plan is not None:
+        states = outlined = starts.outlined()
+        if search.best_us > self.outlined_us * NEAR_OUTLINE:
+            outlined = []  # the step cannot keep what the outline promises
+        else:
+            search.left = int(search.left * OUTLINED_SHARE)
+            search.deadline = began + OUTLINED_SHARE * self._longest(problem)
+        if self.trial and outlined and search.best_plan is not None:
             starts.known()
             # the plan that is chosen is searched for again, from here
             return brought_home(problem, machine, search.best_plan, self.judge)
         for one in variants:
-            states += starts.moving(one, HEADROOMS[:1])
+            states = states + starts.moving(one, HEADROOMS[:1])
         states += starts.known()
         split = UpdateSplit.of(problem, machine)
-        states += starts.splitting(split, states, SPLIT_SHARES[0])
+        if not outlined:  # an outline says how to split the updates
+            states += starts.splitting(split, states, SPLIT_SHARES[0])
         again = starts.recomputing(states, split)
         again += starts.splitting(split, again, SPLIT_SHARES[1])
         if self.known_choices:  # the first search shows which weights might as well stay for good

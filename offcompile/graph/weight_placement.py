@@ -15,7 +15,7 @@ from fractions import Fraction
 from typing import Protocol
 
 from offcompile.ir import DEVICE, HOST, Infeasible, Problem
-from offcompile.outline import outline
+from offcompile.outline import StepOutline, outline
 from offcompile.passes.select.pinned_weights import best_share, spread, without_room
 from offcompile.planning.fit_budget import Decided
 from offcompile.planning.planner import NO_RIVAL, OUTLINE_FROM_OPS, Beaten, Rival
@@ -34,10 +34,14 @@ TRIAL_SHARE, LONGER_SHARE = 1 / 5, 2.0
 #: a plan is not searched again if it costs more than NEAR times the best, or if its gap is below
 #: CLOSE; or if it costs more than NEAR_RIVAL times a rival, since a longer search gains about that
 NEAR, CLOSE, NEAR_RIVAL = 1.1, 0.03, 1.04
+#: the choices of a rival in other pieces are not searched again within this of the bound
+NEAR_BOUND = 0.05
 #: likewise, if the search started from the choices of the rival's plan
 NEAR_TWIN = 1.01
 #: shares of the weights that stay in an outline, tried as long as fewer are faster
 SHARES_OF_OUTLINE = (Fraction(1), Fraction(7, 8), Fraction(3, 4), Fraction(1, 2))
+#: if plans take more than this multiple of what the outline says, other weights are tried as well
+FAR_FROM_OUTLINE = 1.12
 #: places of weights are not compared if updates over the link take this many times the gain
 DEAR = 2
 #: weights and gradients below this share of the device's bytes gain less than `WORTH_LEAVING`: near
@@ -132,7 +136,7 @@ def choose(
             leave = _with_some_here(leave, least_us, rival_us, on_host, decide, until, room_bytes)
             least_us = min(least_us, leave.decided.cost_us)
             # some may win for their updates alone; choices of a plan with all moved serve them too
-            if not _is_outlined(all_moved) and (not leave.stays or all_moved.decided.updates_us):
+            if not leave.stays or all_moved.decided.updates_us:
                 longer = _longer(all_moved, least_us, decide, until, rival_us)
                 leave = min(longer, leave, key=lambda c: c.decided.cost_us)
         if stay is not None:
@@ -160,7 +164,7 @@ def _placed_alike(
         if made.cost_us > rival_us * NEAR_TWIN:
             raise Beaten
         best = made
-        if not _is_outlined(Choice(annotated, made)):
+        if not _is_outlined(annotated.problem) or made.result.gap > NEAR_BOUND:
             best = min(decide(annotated, may_fit=False), made, key=lambda d: d.cost_us)
         if best.cost_us >= rival.cost_us:
             raise Beaten
@@ -250,18 +254,19 @@ def _with_some_here(
         found.append(Choice(annotated, decided, stays))
         return decided.cost_us
 
+    best_us = leave.decided.cost_us
     outlined = _outlined(leave)
-    if outlined is None:
-        _by_trials(planned, sizes, min(least_us, leave.decided.cost_us), until, room_bytes)
-    else:
-        weights = [w for w in weights_in_use_order(leave.annotated.problem) if w[0] in outlined]
-        best_us = leave.decided.cost_us
+    if outlined is not None:
+        weights = weights_in_use_order(leave.annotated.problem)
+        weights = [w for w in weights if w[0] in outlined.stays]
         for share in SHARES_OF_OUTLINE if weights else ():
             known = bool(found)
             cost_us = planned(spread(weights, share))
             if known and (cost_us is None or cost_us >= best_us):
                 break
             best_us = min(best_us, cost_us or best_us)
+    if outlined is None or best_us > outlined.cost_us * FAR_FROM_OUTLINE:
+        _by_trials(planned, sizes, min(least_us, best_us), until, room_bytes)
     best = min(found, key=lambda c: c.decided.cost_us, default=leave)
     if not _faster(best.decided, leave.decided):
         best = leave
@@ -296,19 +301,18 @@ def _by_trials(
     best_share(cost, least_us, min(Fraction(1), Fraction(room_bytes, max(1, total_bytes))))
 
 
-def _is_outlined(choice: Choice) -> bool:
-    """True if an outline says which weights stay, so that no other place is searched for long."""
-    return len(choice.annotated.problem.ops) >= OUTLINE_FROM_OPS
+def _is_outlined(problem: Problem) -> bool:
+    """True if an outline says which weights stay."""
+    return len(problem.ops) >= OUTLINE_FROM_OPS
 
 
-def _outlined(leave: Choice) -> frozenset[str] | None:
-    """The weights that stay on the device in an outline of the step; None if there is none."""
+def _outlined(leave: Choice) -> StepOutline | None:
+    """An outline of the step in which weights may stay on the device; None if there is none."""
     problem, decided = leave.annotated.problem, leave.decided
-    if not _is_outlined(leave):
+    if not _is_outlined(problem):
         return None
     moved = sum(t.nbytes for t in problem.tensors if t.kind == "weight" and t.home == HOST)
-    found = outline(problem, decided.machine, True, decided.updates_us / max(1, moved))
-    return None if found is None else found.stays
+    return outline(problem, decided.machine, True, decided.updates_us / max(1, moved))
 
 
 def _room_bytes(leave: Choice, floor_of: Callable[[Problem], int]) -> int:

@@ -21,7 +21,7 @@ from offcompile.ir import (
 )
 from offcompile.ir.jsonio import check_homes
 from offcompile.ir.verify import check_structure, check_timeline
-from offcompile.outline import outline
+from offcompile.outline import StepOutline, outline
 from offcompile.passes.registry import make
 from offcompile.passes.search.program_variant import Choices
 from offcompile.simulate import Simulator
@@ -208,6 +208,7 @@ def plan_asked(asked: PlanAsked, progress: Callable[[str], None] | None = None) 
     if progress is not None:
         progress(f"searching, {left:.0f} s left at most")
     coarse = coarsen(problem) if len(problem.ops) > COARSEN_ABOVE_OPS else Coarse.same(problem)
+    outlined = _outlined(coarse.problem, machine)
     chosen = make(
         asked.policy,
         judge_for(coarse.problem, machine, asked.beside),
@@ -220,7 +221,8 @@ def plan_asked(asked: PlanAsked, progress: Callable[[str], None] | None = None) 
         ),
         trial=asked.trial,
         known_choices=_choices_of(asked.known, coarse),
-        outlined=_outlined(coarse.problem, machine),
+        outlined=None if outlined is None else outlined.choices,
+        outlined_us=0.0 if outlined is None else outlined.cost_us,
     )
     try:
         plan = coarse.expand(chosen.apply(coarse.problem, machine, Plan()))
@@ -275,12 +277,9 @@ def _choices_of(plans: Sequence[Plan], coarse: Coarse) -> tuple[Choices, ...]:
     return tuple(dict.fromkeys(choices for choices in found if choices != Choices()))
 
 
-def _outlined(problem: Problem, machine: Machine) -> Choices | None:
-    """Choices for a large step, which a search could not try one by one."""
-    if len(problem.ops) < OUTLINE_FROM_OPS:
-        return None
-    found = outline(problem, machine)
-    return None if found is None else found.choices
+def _outlined(problem: Problem, machine: Machine) -> StepOutline | None:
+    """The outline of a large step, whose choices a search could not try one by one."""
+    return outline(problem, machine) if len(problem.ops) >= OUTLINE_FROM_OPS else None
 
 
 def _floor_of_keeping(problem: Problem, machine: Machine, floor_us: float, seconds: float) -> float:

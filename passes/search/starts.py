@@ -45,7 +45,7 @@ class Starts:
 
     forced: what no plan can do without. hints: (tensor, op before the gap) → fraction of the gap
     that a relaxation spends off the device. known_choices: those of plans for the same step with
-    its weights elsewhere.
+    its weights elsewhere. outline: those of an outline of the step.
     """
 
     search: Search
@@ -54,6 +54,7 @@ class Starts:
     lossy: bool = False
     hints: Mapping[tuple[str, str | None], float] = field(default_factory=dict)
     known_choices: tuple[Choices, ...] = ()
+    outline: Choices | None = None
 
     def moving(self, variant: ProgramVariant, headrooms: tuple[float, ...]) -> list[SearchState]:
         """Starts that move tensors, with more or less memory left free."""
@@ -76,9 +77,10 @@ class Starts:
                     found += [] if state is None else [state]
         return found
 
-    def outlined(self, choices: Choices | None) -> list[SearchState]:
+    def outlined(self) -> list[SearchState]:
         """The start with the choices of an outline, if there is one."""
-        state = None if choices is None or self.search.settled else self._tried(choices)
+        known = self.outline
+        state = None if known is None or self.search.settled else self._tried(known)
         return [] if state is None else [state]
 
     def known(self) -> list[SearchState]:
@@ -129,8 +131,8 @@ class Starts:
             fewer = split.hosted(split.share(base.hosted) - FEWER_HOSTED) | self.forced.hosted
             hosts += [fewer] if fewer != base.hosted else []
         deadline = time.thread_time() + RECOMPUTE_SHARE * self.longest_seconds
-        # little is left to find if other searches have found good choices
-        share = KNOWN_SHARE if self.known_choices else NEW_SHARE
+        # little is left to find if there are good choices already
+        share = KNOWN_SHARE if self.known_choices or self.outline else NEW_SHARE
         least = search.left - int(share * search.left)
 
         def cost_of(reruns: frozenset[Rerun]) -> float | None:

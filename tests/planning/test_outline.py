@@ -132,7 +132,9 @@ def test_time_after_the_step_makes_more_weights_stay() -> None:
 def test_the_choices_alone_make_a_plan_near_the_outline() -> None:
     problem, on = training(), machine(EVERYTHING // 5)
     found, judge = made(problem, on), judge_for(problem, on)
-    plan = Joint(judge=judge, outlined=found.choices, trial=True).apply(problem, on, Plan())
+    plan = Joint(judge=judge, outlined=found.choices, outlined_us=found.cost_us, trial=True).apply(
+        problem, on, Plan()
+    )
     took = judge(problem, on, plan)
     assert took.valid
     assert took.cost_us <= 1.2 * found.cost_us
@@ -149,7 +151,9 @@ def test_a_trial_stops_at_the_plan_of_the_outline() -> None:
     trial = Joint(judge=counting, trial=True, seconds=0.5, evaluations=10)
     trial.apply(problem, on, Plan())
     without, asked[:] = len(asked), []
-    replace(trial, outlined=made(problem, on).choices).apply(problem, on, Plan())
+    choices = made(problem, on).choices
+    outlined = replace(trial, outlined=choices, outlined_us=float("inf"))
+    outlined.apply(problem, on, Plan())
     assert len(asked) < without
 
 
