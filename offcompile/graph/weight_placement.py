@@ -256,7 +256,9 @@ def _with_some_here(
 
     best_us = leave.decided.cost_us
     outlined = _outlined(leave)
+    far_us = 0.0
     if outlined is not None:
+        far_us = outlined.cost_us * (FAR_FROM_OUTLINE if outlined.stays else NEAR_BOUND + 1)
         weights = weights_in_use_order(leave.annotated.problem)
         weights = [w for w in weights if w[0] in outlined.stays]
         for share in SHARES_OF_OUTLINE if weights else ():
@@ -265,7 +267,7 @@ def _with_some_here(
             if known and (cost_us is None or cost_us >= best_us):
                 break
             best_us = min(best_us, cost_us or best_us)
-    if outlined is None or best_us > outlined.cost_us * FAR_FROM_OUTLINE:
+    if best_us > far_us:
         _by_trials(planned, sizes, min(least_us, best_us), until, room_bytes)
     best = min(found, key=lambda c: c.decided.cost_us, default=leave)
     if not _faster(best.decided, leave.decided):
