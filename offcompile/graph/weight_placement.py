@@ -40,8 +40,9 @@ NEAR_BOUND = 0.05
 NEAR_TWIN = 1.01
 #: shares of the weights that stay in an outline, tried as long as fewer are faster
 SHARES_OF_OUTLINE = (Fraction(1), Fraction(7, 8), Fraction(3, 4), Fraction(1, 2))
-#: if plans take more than this multiple of what the outline says, other weights are tried as well
-FAR_FROM_OUTLINE = 1.12
+#: if plans take more than this multiple of what the outline says, other weights are tried as well:
+#: if it lets some stay, and if it lets none
+FAR_FROM_OUTLINE, FAR_IF_NONE_STAYS = 1.12, 1.05
 #: places of weights are not compared if updates over the link take this many times the gain
 DEAR = 2
 #: weights and gradients below this share of the device's bytes gain less than `WORTH_LEAVING`: near
@@ -136,7 +137,7 @@ def choose(
             leave = _with_some_here(leave, least_us, rival_us, on_host, decide, until, room_bytes)
             least_us = min(least_us, leave.decided.cost_us)
             # some may win for their updates alone; choices of a plan with all moved serve them too
-            if not leave.stays or all_moved.decided.updates_us:
+            if leave is all_moved or (leave.stays and all_moved.decided.updates_us):
                 longer = _longer(all_moved, least_us, decide, until, rival_us)
                 leave = min(longer, leave, key=lambda c: c.decided.cost_us)
         if stay is not None:
@@ -258,7 +259,7 @@ def _with_some_here(
     outlined = _outlined(leave)
     far_us = 0.0
     if outlined is not None:
-        far_us = outlined.cost_us * (FAR_FROM_OUTLINE if outlined.stays else NEAR_BOUND + 1)
+        far_us = outlined.cost_us * (FAR_FROM_OUTLINE if outlined.stays else FAR_IF_NONE_STAYS)
         weights = weights_in_use_order(leave.annotated.problem)
         weights = [w for w in weights if w[0] in outlined.stays]
         for share in SHARES_OF_OUTLINE if weights else ():

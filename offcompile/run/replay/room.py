@@ -66,7 +66,7 @@ def _check_device(
     runs, needs = facts.runs, planned.needs.planned
     taken = max(half.taken_bytes for half in halves)
     if isinstance(facts.target, CudaTarget):
-        taken += facts.target.library_bytes  # held from the first training step on
+        taken += facts.target.library_bytes  # a captured step finds them held
     total = max(needs.peak_bytes, needs.standing_bytes + taken)
     total += sum(half.arguments.nbytes + half.results.copied_bytes for half in halves)
     total += runs.usage.held_beside(runs.entry, runs.binding).in_step
