@@ -1,4 +1,4 @@
-"""Estimates when copies run: fills lanes forward (off the device) or backward (onto it).
+"""Estimates when copies run: their routes, and the times of those onto the device.
 
 Times are estimates in microseconds on the ring of one step. They only choose triggers; the legality
 of a plan never depends on them.
@@ -6,7 +6,6 @@ of a plan never depends on them.
 
 from __future__ import annotations
 
-import heapq
 from bisect import bisect_right
 from dataclasses import dataclass
 
@@ -67,6 +66,8 @@ class LaneTrip:
     trigger: int = 0
     #: the host update that produces the value: only its end is certain to come after the value
     after_update: str | None = None
+    #: evictions: the run until whose end the copy counts as being on the device
+    leave: int = 0
     order: float = 0.0
 
 
@@ -109,38 +110,6 @@ class Routes:
             return lane.latency_us + tensor.nbytes / lane.bytes_per_us
         moved = tensor.nbytes * tensor.ratios[codec] / lane.bytes_per_us
         return lane.latency_us + max(moved, tensor.nbytes / self.machine.codec[codec].bytes_per_us)
-
-
-def fill_forward(trips: list[LaneTrip], clock: LaneClock, steady: bool) -> None:
-    """Schedules evictions, each as early as its value and its lane allow.
-
-    Among those that are ready, the one whose tensor leaves first goes first. In a steady problem,
-    work that a lane has not finished at the end of a step delays it in the next, hence two rounds.
-    """
-    carried: dict[str, float] = {}
-    for _ in range(2 if steady else 1):
-        free: dict[str, float] = dict(carried)
-        todo = sorted(trips, key=lambda t: clock.end_of(t.job.release.position))
-        ready: list[tuple[float, int, LaneTrip]] = []
-        i, now = 0, 0.0
-        while i < len(todo) or ready:
-            if not ready:
-                now = max(now, clock.end_of(todo[i].job.release.position))
-            while i < len(todo) and clock.end_of(todo[i].job.release.position) <= now:
-                leave = todo[i].job.leave.position
-                wraps = leave < todo[i].job.release.position
-                due = clock.end_of(leave) + (clock.period if wraps else 0.0)
-                heapq.heappush(ready, (due, i, todo[i]))
-                i += 1
-            _, _, trip = heapq.heappop(ready)
-            at = now
-            for hop in trip.hops:
-                hop.start_us = max(at, free.get(hop.lane.name, 0.0))
-                hop.end_us = at = hop.start_us + hop.duration_us
-                free[hop.lane.name] = at
-            trip.order = trip.hops[0].start_us
-            now = max(now, free[trip.hops[0].lane.name])
-        carried = {lane: end - clock.period for lane, end in free.items() if end > clock.period}
 
 
 def fill_backward(trips: list[LaneTrip], clock: LaneClock, steady: bool) -> None:

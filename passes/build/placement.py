@@ -56,7 +56,7 @@ class Placement:
     def _lag(self, trip: LaneTrip) -> tuple[int, int, float]:
         """Returns the runs (ring positions) that start during an eviction, and its end time."""
         clock, n = self.clock, self.n
-        done, leave = trip.hops[0].end_us, trip.job.leave.position
+        done, leave = trip.hops[0].end_us, trip.leave
         if leave < trip.job.release.position:  # written in one step, evicted in the next
             done -= clock.period
         gone = done - 1e-9

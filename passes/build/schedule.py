@@ -22,7 +22,8 @@ from offcompile.ir import (
 
 from .contract import Judge
 from .decisions import Decisions
-from .lanes import LaneClock, LaneTrip, Routes, fill_backward, fill_forward
+from .departures import Departures
+from .lanes import LaneClock, LaneTrip, Routes, fill_backward
 from .placement import Placement
 from .program import Intervals, Program, too_small
 from .required_copies import Residency, plan_residency
@@ -149,9 +150,10 @@ class Builder:
         routes = Routes(self.machine)
         outs = [routes.trip(j) for j in self.residency.outs]
         loads = [routes.trip(j) for j in self.residency.loads]
-        fill_forward(outs, clock, self.problem.steady)
+        departures = Departures(outs, clock, self.kept_bytes, self.capacity)
+        kept_bytes = departures.order(self.problem.steady)
         fill_backward(loads, clock, self.problem.steady)
-        placement = Placement(self.program, self.capacity, self.kept_bytes, outs, clock)
+        placement = Placement(self.program, self.capacity, kept_bytes, outs, clock)
         loads.sort(key=placement.need)
         if lazy:
             for trip in loads:

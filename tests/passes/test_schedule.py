@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 
 import pytest
 from chains import bytes_range, chain, link
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from offcompile.ir import Direct, Infeasible, Recompute
+from offcompile.ir import Direct, Infeasible, Machine, Op, Problem, Recompute, Tensor, Update
 from offcompile.passes.build.decisions import Away, Decisions
 from offcompile.passes.build.schedule import Builder, build
 from offcompile.planning.planner import check_plan, judge_for
@@ -120,3 +121,74 @@ def test_any_decisions_make_a_legal_plan(seed):
     checked = check_plan(problem, machine, plan)
     assert checked.violations == ()
     assert checked.timeline.peak_bytes["device"] <= machine.tier["device"].capacity_bytes
+
+
+def updates(layers: int, bytes_of_states: int = 120) -> Problem:
+    """A backward pass whose weights lie on the host, with an update after each gradient."""
+    tensors, ops = [Tensor("x", 10, "input", "device")], []
+    for i in range(layers):
+        tensors += [
+            Tensor(f"w{i}", 20, "weight", "host"),
+            Tensor(f"s{i}", bytes_of_states, "state", "host"),
+            Tensor(f"g{i}", 20, "gradient", None),
+        ]
+        ops.append(Op(f"B{i}", "backward", US, ("x", f"w{i}"), (f"g{i}",)))
+        kept = f"w{i}", f"s{i}"
+        ops.append(Op(f"U{i}", "update", 1.0, (f"g{i}", *kept), kept, host_duration_us=US))
+    return Problem(tuple(tensors), tuple(ops))
+
+
+def sides(layers: int, on_host: frozenset[int]) -> Decisions:
+    """Updates on either side; what the device updates leaves it at once."""
+    away = [
+        Away(t, f"U{i}", "host")
+        for i in range(layers)
+        if i not in on_host
+        for t in (f"w{i}", f"s{i}")
+    ]
+    away += [Away(f"w{i}", f"B{i}", "host") for i in on_host]
+    where = (Update(f"w{i}", "host" if i in on_host else "device") for i in range(layers))
+    return Decisions(tuple(away), updates=tuple(where))
+
+
+def at_rates(machine: Machine, *rates: float) -> Machine:
+    lanes = (
+        replace(lane, bytes_per_us=rate) for lane, rate in zip(machine.lanes, rates, strict=True)
+    )
+    return replace(machine, lanes=tuple(lanes))
+
+
+def departures(problem: Problem, capacity: int | None, on_host: frozenset[int]) -> list[str]:
+    """Tensors in the order in which the lane off the device takes them."""
+    decisions = sides(len(problem.ops) // 2, on_host)
+    machine = at_rates(link(capacity, 5.0), 1000.0, 5.0)  # what leaves queues up
+    plan = build(problem, machine, decisions, judge_for(problem, machine))
+    assert check_plan(problem, machine, plan).valid
+    return [m.tensor for m in plan.moves if m.lane == "d2h"]
+
+
+def test_a_gradient_for_the_host_passes_states_if_there_is_room_for_them() -> None:
+    on_host = frozenset({2})
+    problem = updates(4)
+    roomy = departures(problem, None, on_host)
+    assert roomy.index("g2") < max(roomy.index("s0"), roomy.index("s1"))
+    decisions = sides(4, on_host)
+    least = max(Builder(problem, link(None, 5.0), decisions).kept_bytes)
+    tight = departures(problem, least, on_host)
+    assert tight.index("s0") < tight.index("g2")
+
+
+@given(st.integers(0, 10**6))
+@settings(max_examples=150)
+def test_a_plan_with_updates_on_both_sides_runs_at_any_speed(seed: int) -> None:
+    rng = random.Random(seed)
+    layers = rng.randint(2, 8)
+    on_host = frozenset(i for i in range(layers) if rng.random() < 0.5)
+    problem = updates(layers, rng.choice([10, 60, 200]))
+    decisions, machine = sides(layers, on_host), link(None, rng.choice([1.0, 5.0, 30.0]))
+    need = max(Builder(problem, machine, decisions).kept_bytes)
+    machine = machine.with_capacity("device", int(need * rng.choice([1, 1.2, 2])))
+    plan = build(problem, machine, decisions, judge_for(problem, machine))
+    for rates in ((0.2, 40.0), (40.0, 0.2), (8.0, 8.0)):
+        checked = check_plan(problem, at_rates(machine, *rates), plan)
+        assert checked.violations == ()
