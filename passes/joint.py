@@ -10,8 +10,8 @@ for the same memory.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
 from typing import ClassVar
 
 from offcompile.ir import Infeasible, Machine, Plan, Problem, Timeline
@@ -33,7 +33,7 @@ from .search.program_variant import (
 )
 from .search.recompute_starts import WORTH_ANOTHER
 from .search.search import Search, SearchState
-from .search.starts import Starts
+from .search.starts import OutlinedChoices, Starts
 from .search.update_split import UpdateSplit
 from .search.update_turns import taking_turns
 from .select.gap_set import GapSet, Prices
@@ -49,7 +49,10 @@ HEADROOMS = (0.0, 0.03, 0.08, 0.15, 0.25, 0.5)
 LARGE, SLACK = 1000, 5.0
 #: share of the usual time and plans that a search takes if its first plan comes this near to what
 #: an outline promises
-OUTLINED_SHARE, NEAR_OUTLINE = 0.6, 1.12
+OUTLINED_SHARE, NEAR_OUTLINE = 0.3, 1.12
+#: no more outlines are tried once a plan takes at most this multiple of what the first promises: in
+#: trials, and in searches
+TRIED_OUTLINE, SEARCHED_OUTLINE = 1.03, 1.005
 #: for large problems, a plan this close to the bound is good enough
 CLOSE = 0.002
 #: share of the time and of all evaluations for each search for a split of the updates
@@ -128,9 +131,8 @@ class Joint:
     trial: bool = field(default=False, compare=False)
     #: choices that worked for the same step with its weights elsewhere: tried first
     known_choices: tuple[Choices, ...] = field(default=(), compare=False)
-    #: rounded choices of an outline of the step, tried first, and the time that it promises
-    outlined: Choices | None = field(default=None, compare=False)
-    outlined_us: float = field(default=0.0, compare=False)
+    #: outlines of the step, made one by one and tried first
+    outlines: Iterable[OutlinedChoices] = field(default=(), compare=False)
 
     def apply(self, problem: Problem, machine: Machine, plan: Plan) -> Plan:
         if self.judge is None:
@@ -148,7 +150,6 @@ class Joint:
             self.lossy,
             self.hints,
             self.known_choices,
-            self.outlined,
         )
         variant = starts.variant(forced)
         blocked = self._floor(variant)
@@ -161,13 +162,10 @@ class Joint:
                 Choices(forced.directs | free, forced.recomputes, forced.hosted)
             )
             variants += [] if self._floor(in_place) is not None else [in_place]
-        states = outlined = starts.outlined()
-        if search.best_us > self.outlined_us * NEAR_OUTLINE:
-            outlined = []  # the step cannot keep what the outline promises
-        else:
-            search.left = int(search.left * OUTLINED_SHARE)
-            search.deadline = began + OUTLINED_SHARE * self._longest(problem)
-        if self.trial and outlined and search.best_plan is not None:
+        states, near = self._outlined(starts)
+        if states:
+            starts = replace(starts, is_outlined=True)
+        if self.trial and near and search.best_plan is not None:
             starts.known()
             # the plan that is chosen is searched for again, from here
             return brought_home(problem, machine, search.best_plan, self.judge)
@@ -175,7 +173,7 @@ class Joint:
             states = states + starts.moving(one, HEADROOMS[:1])
         states += starts.known()
         split = UpdateSplit.of(problem, machine)
-        if not outlined:  # an outline says how to split the updates
+        if not near:  # an outline says how to split the updates
             states += starts.splitting(split, states, SPLIT_SHARES[0])
         again = starts.recomputing(states, split)
         again += starts.splitting(split, again, SPLIT_SHARES[1])
@@ -205,6 +203,29 @@ class Joint:
                 " and back within the other tiers."
             )
         return brought_home(problem, machine, search.best_plan, self.judge)
+
+    def _outlined(self, starts: Starts) -> tuple[list[SearchState], bool]:
+        """Starts with outlines' choices, and True if one comes near to what the first promises; the
+        search takes less time then."""
+        search = starts.search
+        enough = TRIED_OUTLINE if self.trial else SEARCHED_OUTLINE
+        states, promised_us = starts.outlined(self._made_meanwhile(search), enough)
+        near = bool(states) and search.best_us <= promised_us * NEAR_OUTLINE
+        if near:
+            search.left = int(search.left * OUTLINED_SHARE)
+            search.deadline -= (1 - OUTLINED_SHARE) * self._longest(search.problem)
+        return states, near
+
+    def _made_meanwhile(self, search: Search) -> Iterator[OutlinedChoices]:
+        """The outlines; the search does not lose the time that they take."""
+        outlines = iter(self.outlines)
+        while True:
+            began = time.thread_time()
+            outline = next(outlines, None)
+            search.deadline += time.thread_time() - began
+            if outline is None:
+                return
+            yield outline
 
     def _plain(self, problem: Problem, machine: Machine) -> Plan | None:
         """Returns the plan without any eviction, if it fits and nothing waits."""

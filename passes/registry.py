@@ -31,8 +31,8 @@ POLICIES: Mapping[str, str] = types.MappingProxyType(
 
 #: fields of policies that only callers set
 HIDDEN = frozenset(
-    {"judge", "progress", "hints", "floor_us", "kept_floor_us", "known_choices", "outlined"}
-    | {"outlined_us", "trial"}
+    {"judge", "progress", "hints", "floor_us", "kept_floor_us", "known_choices", "outlines"}
+    | {"trial"}
 )
 
 

@@ -6,6 +6,6 @@ the host, and how long each slot then takes. Its answer proves nothing: it is wh
 and it says which places of weights are worth a search.
 """
 
-from .outline import StepOutline, outline
+from .outline import StepOutline, outline, outlines
 
-__all__ = ["StepOutline", "outline"]
+__all__ = ["StepOutline", "outline", "outlines"]

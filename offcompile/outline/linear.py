@@ -1,4 +1,5 @@
-"""A linear program `min c·x, A x ≤ b, E x = f, 0 ≤ x ≤ most`, grown entry by entry."""
+"""A program `min c·x, A x ≤ b, E x = f, 0 ≤ x ≤ most`, grown entry by entry. Some columns may have
+to be integers."""
 
 from __future__ import annotations
 
@@ -11,6 +12,9 @@ from scipy.optimize import linprog
 from scipy.sparse import csr_matrix
 
 Term = tuple[int, float]
+
+#: with integers, an answer this near to the best will do
+NEAR = 0.01
 
 
 @dataclass
@@ -43,15 +47,18 @@ class Linear:
     def __init__(self) -> None:
         self._cost: list[float] = []
         self._most: list[float] = []
+        self._whole: list[bool] = []
         self._limits, self._equal = _Rows(), _Rows()
 
     @property
     def n_columns(self) -> int:
         return len(self._cost)
 
-    def column(self, cost: float = 0.0, most: float = np.inf) -> int:
+    def column(self, cost: float = 0.0, most: float = np.inf, whole: bool = False) -> int:
+        """whole: its value must be an integer."""
         self._cost.append(cost)
         self._most.append(most)
+        self._whole.append(whole)
         return len(self._cost) - 1
 
     def columns(self, count: int) -> list[int]:
@@ -74,7 +81,7 @@ class Linear:
 
     def solve(self, seconds: float) -> npt.NDArray[np.float64] | None:
         """The best values of all columns; None if there are none, or none within that time."""
-        n = self.n_columns
+        n, integers = self.n_columns, any(self._whole)
         found = linprog(
             self._cost,
             A_ub=self._limits.matrix(n),
@@ -82,7 +89,8 @@ class Linear:
             A_eq=self._equal.matrix(n) if self._equal.rhs else None,
             b_eq=self._equal.rhs or None,
             bounds=np.column_stack([np.zeros(n), self._most]),
-            method="highs-ipm",
-            options={"time_limit": seconds},
+            integrality=self._whole if integers else None,
+            method="highs",
+            options={"time_limit": seconds} | ({"mip_rel_gap": NEAR} if integers else {}),
         )
         return None if found.status != 0 or found.x is None else np.asarray(found.x)

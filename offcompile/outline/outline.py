@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import numpy.typing as npt
@@ -12,14 +12,21 @@ from offcompile.ir import DEVICE, HOST, Machine, Problem
 from offcompile.passes.search.program_variant import Choices, forced_choices
 
 from .program import MS, StepProgram
-from .recipes import needs_of, rerun_sets
-from .slots import cut, is_update
-from .weights import movable
+from .recipes import GapKey, SlotNeeds, needs_of, rerun_sets
+from .slots import Slots, cut, is_update
+from .weights import Movable, movable
 
 #: a solution that takes longer is of no use: a search needs about as long
 MOST_SECONDS = 10.0
 #: smaller parts are errors of the arithmetic
 LEAST_PART = 1e-6
+#: a recipe with less than this part says little of its activations
+WHOLE_PART = 0.01
+
+#: shares of the links' rates and of the device's memory that outlines count on, one after the
+#: other: a plan cannot always keep a link busy and memory full, and the choices that come of less
+#: are often better
+SLACKS = ((1.0, 1.0), (0.95, 1.0), (0.9, 0.97), (0.8, 0.95))
 
 Answer = npt.NDArray[np.float64]
 
@@ -28,11 +35,13 @@ Answer = npt.NDArray[np.float64]
 class StepOutline:
     """choices: recomputation and host updates that round the answer. stays:
     weights that had better stay on the device, if they may. cost_us: the step's time by the
-    program, which no plan reaches quite."""
+    program, which no plan reaches quite. away: the part of each activation that leaves the device
+    while it waits."""
 
     choices: Choices
     stays: frozenset[str]
     cost_us: float
+    away: Mapping[GapKey, float] = field(default_factory=dict, hash=False)
 
 
 def outline(
@@ -43,25 +52,68 @@ def outline(
     may_stay: weights at home on the host may live on the device instead. update_us_per_byte: time
     after the step that each byte of a weight costs which does not.
     """
-    lanes = machine.lanes_between(HOST, DEVICE), machine.lanes_between(DEVICE, HOST)
-    if not all(lanes) or machine.tier[DEVICE].capacity_bytes is None or not problem.ops:
-        return None
-    slots = cut(problem)
-    groups = movable(problem, slots)
-    needs = [needs_of(problem, slots, groups.tensors, again) for again in rerun_sets(problem)]
-    program = StepProgram(problem, machine, slots, groups, needs, may_stay, update_us_per_byte)
-    answer = program.lp.solve(MOST_SECONDS)
-    if answer is None:
-        return None
-    rounding = _Rounding(problem, program, answer)
-    forced = forced_choices(problem, machine)
-    choices = Choices(
-        forced.directs,
-        rounding.reruns(),
-        forced.hosted | rounding.hosted(),
+    measured = _Outliner.of(problem, machine)
+    return None if measured is None else measured.outline(machine, may_stay, update_us_per_byte)
+
+
+def outlines(problem: Problem, machine: Machine) -> Iterator[StepOutline]:
+    """Outlines the step with more and more slack, beginning with none."""
+    measured = _Outliner.of(problem, machine)
+    if measured is None:
+        return
+    for rate, memory in SLACKS:
+        found = measured.outline(_smaller(machine, rate, memory))
+        if found is None:
+            return
+        yield found
+
+
+def _smaller(machine: Machine, rate: float, memory: float) -> Machine:
+    """The machine with these shares of its links' rates and of its device's memory."""
+    tiers = tuple(
+        replace(tier, capacity_bytes=int((tier.capacity_bytes or 0) * memory))
+        if tier.name == DEVICE
+        else tier
+        for tier in machine.tiers
     )
-    cost_ms = sum(answer[: slots.count])
-    return StepOutline(choices, rounding.stays(), float(cost_ms) / MS)
+    lanes = (replace(lane, bytes_per_us=lane.bytes_per_us * rate) for lane in machine.lanes)
+    return replace(machine, tiers=tiers, lanes=tuple(lanes))
+
+
+@dataclass(frozen=True)
+class _Outliner:
+    """The parts of a step's program that depend on the step alone."""
+
+    problem: Problem
+    slots: Slots
+    groups: Movable
+    needs: list[SlotNeeds]
+
+    @classmethod
+    def of(cls, problem: Problem, machine: Machine) -> _Outliner | None:
+        lanes = machine.lanes_between(HOST, DEVICE), machine.lanes_between(DEVICE, HOST)
+        if not all(lanes) or machine.tier[DEVICE].capacity_bytes is None or not problem.ops:
+            return None
+        slots = cut(problem)
+        groups = movable(problem, slots)
+        needs = [needs_of(problem, slots, groups.tensors, again) for again in rerun_sets(problem)]
+        return cls(problem, slots, groups, needs)
+
+    def outline(
+        self, machine: Machine, may_stay: bool = False, update_us_per_byte: float = 0.0
+    ) -> StepOutline | None:
+        problem = self.problem
+        program = StepProgram(
+            problem, machine, self.slots, self.groups, self.needs, may_stay, update_us_per_byte
+        )
+        answer = program.lp.solve(MOST_SECONDS)
+        if answer is None:
+            return None
+        rounding = _Rounding(problem, program, answer)
+        forced = forced_choices(problem, machine)
+        choices = Choices(forced.directs, rounding.reruns(), forced.hosted | rounding.hosted())
+        cost_ms = sum(answer[: self.slots.count])
+        return StepOutline(choices, rounding.stays(), float(cost_ms) / MS, rounding.away())
 
 
 @dataclass(frozen=True)
@@ -108,6 +160,15 @@ class _Rounding:
             for weight in columns.group.weights
         }
         return _picked((t, us, part[t]) for t, us in host_us.items() if t in part)
+
+    def away(self) -> dict[GapKey, float]:
+        found: dict[GapKey, float] = {}
+        for group in self.program.leaving:
+            part = self._part(group.part)
+            if part > WHOLE_PART and group.outs:
+                share = min(1.0, sum(map(self._part, group.outs)) / part)
+                found.update(dict.fromkeys(group.gaps, share))
+        return found
 
     def _part(self, column: int | None) -> float:
         return 0.0 if column is None else float(self.answer[column])

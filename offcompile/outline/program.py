@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from offcompile.ir import DEVICE, HOST, Machine, Problem
 
 from .linear import Linear, Term
-from .recipes import SlotNeeds
+from .recipes import GapKey, SlotNeeds
 from .slots import Slots, is_update
 from .weights import GradientGroup, GroupUpdate, Movable, WeightGroup, WeightVisit
 
@@ -30,6 +30,15 @@ class WeightColumns:
     hosted: int | None
 
 
+@dataclass(frozen=True)
+class Leaving:
+    """Activations that wait alike: the part of their recipe, and what of it leaves in each slot."""
+
+    part: int
+    gaps: tuple[GapKey, ...]
+    outs: tuple[int, ...]
+
+
 class StepProgram:
     """Rows: the time of compute, of each link and of the host in each slot; the memory in each."""
 
@@ -43,8 +52,9 @@ class StepProgram:
         may_stay: bool,
         update_us_per_byte: float = 0.0,
     ) -> None:
-        self.update_us_per_byte = update_us_per_byte
-        self.lp, self.slots, self.needs, self.may_stay = Linear(), slots, needs, may_stay
+        self.lp, self.slots, self.needs = Linear(), slots, needs
+        #: time gained after the step by each byte that stays; None: no weight may stay
+        self.gain_us_per_byte = update_us_per_byte if may_stay else None
         self.in_rate = max(lane.bytes_per_us for lane in machine.lanes_between(HOST, DEVICE))
         self.out_rate = max(lane.bytes_per_us for lane in machine.lanes_between(DEVICE, HOST))
         self.capacity = machine.tier[DEVICE].capacity_bytes or 0
@@ -58,9 +68,12 @@ class StepProgram:
                 self.lp.take(self.compute[slots.of_op[at]], op.duration_us * MS)
         #: per slot of forward: the part of each recipe
         self.recipes = self._recipes()
+        self.leaving: list[Leaving] = []
         for number, one in enumerate(needs):
             for (first, last), nbytes in one.waiting.items():
-                self._wait(self.recipes[first][number], first, last, nbytes)
+                part = self.recipes[first][number]
+                outs = self._wait(part, first, last, nbytes)
+                self.leaving.append(Leaving(part, tuple(one.gaps[first, last]), tuple(outs)))
         self.weights = [self._weights(group) for group in movable.weights]
         for gradients in movable.gradients:
             self._gradients(gradients)
@@ -86,13 +99,14 @@ class StepProgram:
                 lp.put(self.compute[again], found[made][number], us * MS)
         return found
 
-    def _wait(self, part: int, first: int, last: int, nbytes: int) -> None:
-        """Activations that wait between two slots, on the device or on the host."""
+    def _wait(self, part: int, first: int, last: int, nbytes: int) -> list[int]:
+        """Activations that wait between two slots, on the device or on the host; returns the part
+        that leaves per slot."""
         between = range(first + 1, last)
         for slot in between:
             self._hold(slot, part, nbytes)
         if nbytes < self.capacity * LEAST_SHARE:
-            return
+            return []
         outs = self._cross(self.out, range(first, last), nbytes / self.out_rate)
         backs = self._cross(self.into, range(first + 1, last + 1), nbytes / self.in_rate)
         self._same(outs, backs)
@@ -104,13 +118,17 @@ class StepProgram:
                 self._hold(slot, column, -nbytes)
             for column in back:
                 self._hold(slot, column, nbytes)
+        return outs
 
     # --- weights ----------------------------------------------------------------------------
 
     def _weights(self, group: WeightGroup) -> WeightColumns:
         lp, nbytes, update = self.lp, group.nbytes, group.update
-        gain_ms = nbytes * self.update_us_per_byte * MS
-        stays = lp.column(cost=-gain_ms, most=1.0) if self.may_stay else None
+        stays = None
+        if self.gain_us_per_byte is not None:
+            gain_ms = nbytes * self.gain_us_per_byte * MS
+            large = update is not None and update.large
+            stays = lp.column(cost=-gain_ms, most=1.0, whole=large)
         staying: list[Term] = [] if stays is None else [(stays, 1.0)]
         for slot in range(self.slots.count) if stays is not None else ():
             self._hold(slot, stays or 0, nbytes + (update.state_bytes if update else 0))
@@ -164,9 +182,8 @@ class StepProgram:
     ) -> int:
         """The updates on either side; returns the part of the host."""
         lp, slot = self.lp, update.slot
-        hosted, there = lp.columns(2)
+        hosted, there = lp.column(most=1.0, whole=update.large), lp.column()
         lp.equal(1.0, (hosted, 1.0), (there, 1.0), *staying)
-        after = range(slot, self.slots.count)
         if update.device_us is None:
             lp.equal(0.0, (there, 1.0))
         for column in (there, *(c for c, _ in staying)):
@@ -180,9 +197,10 @@ class StepProgram:
         for held in range(used + 1, slot + 1):
             self._hold(held, there, group.nbytes)
         both = update.state_bytes + group.nbytes
-        self._leave(there, slot, both)
+        self._leave(there, update.ready, both)
         # on the host: the gradient leaves first
-        gone = self._leave(hosted, slot, update.gradient_bytes)
+        gone = self._leave(hosted, update.ready, update.gradient_bytes)
+        after = range(update.ready, self.slots.count)
         work = lp.columns(len(after))
         self._same(work, [hosted])
         for k, (at, column) in enumerate(zip(after, work, strict=True), 1):

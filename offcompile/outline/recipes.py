@@ -15,6 +15,9 @@ from offcompile.passes.select.rematerialization import Rerun
 
 from .slots import Slots, is_update
 
+#: a tensor and the run before it only waits
+GapKey = tuple[str, str | None]
+
 #: a tensor that is not used for at least this many slots may move meanwhile
 LEAST_SLOTS = 2
 
@@ -31,12 +34,14 @@ def rerun_sets(problem: Problem) -> list[frozenset[Rerun]]:
 @dataclass(frozen=True)
 class SlotNeeds:
     """reruns: the recomputation for which this holds. waiting: bytes of activations, by the slots
-    of the uses between which they only wait. fixed_bytes: what the device must hold in each slot
+    of the uses between which they only wait. gaps: these activations, each with the run before it
+    waits. fixed_bytes: what the device must hold in each slot
     beside these, and beside the weights and states that may move. added_us: time of reruns, by the
     slots where the op ran first and where it runs again."""
 
     reruns: frozenset[Rerun]
     waiting: dict[tuple[int, int], int]
+    gaps: dict[tuple[int, int], list[GapKey]]
     fixed_bytes: list[int]
     added_us: dict[tuple[int, int], float]
 
@@ -59,6 +64,7 @@ class _Measured:
         self.first_of = {k: at for at, k in reversed(list(enumerate(self.slot_of)))}
         self.last_of = {k: at for at, k in enumerate(self.slot_of)}
         self.waiting: dict[tuple[int, int], int] = defaultdict(int)
+        self.gaps: dict[tuple[int, int], list[GapKey]] = defaultdict(list)
         self.held = Intervals(self.n)
 
     def _slot(self, run: str) -> int:
@@ -79,7 +85,7 @@ class _Measured:
             fixed[here] = max(fixed[here], held + self._own_bytes(run.op))
             if run.name not in index:
                 added[self.slots.of_op[index[run.op.id]], here] += run.duration_us
-        return SlotNeeds(self.reruns, dict(self.waiting), fixed, dict(added))
+        return SlotNeeds(self.reruns, dict(self.waiting), dict(self.gaps), fixed, dict(added))
 
     def _own_bytes(self, op: Op) -> int:
         tensor = self.problem.tensor
@@ -115,6 +121,7 @@ class _Measured:
             begin, end = slot_of[first], slot_of[last]
             if end - begin >= LEAST_SLOTS:
                 self.waiting[begin, end] += tensor.nbytes
+                self.gaps[begin, end].append((name, self.runs[first].name))
                 self._hold(first, self.last_of[begin] + 1, tensor.nbytes)
                 self._hold(self.first_of[end] - 1, last, tensor.nbytes)
                 return

@@ -17,6 +17,10 @@ class Slots:
     of_op: tuple[int, ...]
     #: the slot after the last op
     tail: int
+    #: the slot that begins nearest to each op's end
+    after_op: tuple[int, ...]
+    #: compute time of a slot
+    us: float
 
     @property
     def count(self) -> int:
@@ -26,8 +30,14 @@ class Slots:
 def cut(problem: Problem) -> Slots:
     times = [0.0 if is_update(op) else op.duration_us for op in problem.ops]
     total = sum(times) or 1.0
-    middles = (end - us / 2 for end, us in zip(accumulate(times), times, strict=True))
-    return Slots(tuple(min(SLOTS - 1, int(at / total * SLOTS)) for at in middles), SLOTS)
+    ends = list(accumulate(times))
+    middles = (end - us / 2 for end, us in zip(ends, times, strict=True))
+    return Slots(
+        tuple(min(SLOTS - 1, int(at / total * SLOTS)) for at in middles),
+        SLOTS,
+        tuple(round(at / total * SLOTS) for at in ends),
+        total / SLOTS,
+    )
 
 
 def is_update(op: Op) -> bool:

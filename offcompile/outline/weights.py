@@ -11,6 +11,10 @@ from offcompile.passes.search.program_variant import held_on_host, hostable
 
 from .slots import Slots, is_update
 
+#: at most so many large updates are made by one side as a whole: each may double the time for an
+#: answer
+MOST_LARGE = 4
+
 
 @dataclass(frozen=True)
 class WeightVisit:
@@ -24,9 +28,13 @@ class WeightVisit:
 
 @dataclass(frozen=True)
 class GroupUpdate:
-    """The update of a group. None for a side that cannot make it."""
+    """The update of a group. None for a side that cannot make it. ready: the first slot in which
+    what it makes or needs may leave. large: it takes the host longer than a slot, so that one side
+    makes all of it."""
 
     slot: int
+    ready: int
+    large: bool
     state_bytes: int
     gradient_bytes: int
     host_us: float | None
@@ -68,6 +76,7 @@ def movable(problem: Problem, slots: Slots) -> Movable:
     groups: dict[object, list[str]] = defaultdict(list)
     uses = _uses(problem, weights)
     held = held_on_host(problem)
+    large = _large(problem, slots, updates)
     for weight in weights:
         if uses[weight]:
             visits = _visits(problem, slots, weight, uses[weight])
@@ -75,9 +84,11 @@ def movable(problem: Problem, slots: Slots) -> Movable:
                 slots.of_op[problem.op_index[updates[weight][0]]] if weight in updates else None
             )
             places = tuple((v.first, v.last, v.in_place_us is None) for v in visits)
-            groups[places, updated, weight in held].append(weight)
+            alone = weight if weight in large else None
+            groups[places, updated, weight in held, alone].append(weight)
     found = [
-        _weight_group(problem, slots, members, uses, updates, held) for members in groups.values()
+        _weight_group(problem, slots, members, uses, updates, held, members[0] in large)
+        for members in groups.values()
     ]
     gradients = _gradient_groups(problem, slots)
     moving = {w for group in found for w in group.weights} | {
@@ -90,6 +101,17 @@ def movable(problem: Problem, slots: Slots) -> Movable:
     }
     moving |= {g for group in gradients for g in group.gradients}
     return Movable(tuple(found), tuple(gradients), frozenset(moving))
+
+
+def _large(problem: Problem, slots: Slots, updates: dict[str, tuple[str, ...]]) -> frozenset[str]:
+    """Weights whose updates take the host longer than a slot: the largest of them."""
+    host_us = {w: _host_us(problem, ops) for w, ops in updates.items()}
+    largest = sorted(host_us, key=lambda w: -host_us[w])[:MOST_LARGE]
+    return frozenset(w for w in largest if host_us[w] > slots.us)
+
+
+def _host_us(problem: Problem, updates: Iterable[str]) -> float:
+    return sum(problem.op[u].host_duration_us or 0.0 for u in updates)
 
 
 def _uses(problem: Problem, weights: Iterable[str]) -> dict[str, list[int]]:
@@ -127,12 +149,13 @@ def _weight_group(
     uses: dict[str, list[int]],
     updates: dict[str, tuple[str, ...]],
     held: frozenset[str],
+    large: bool,
 ) -> WeightGroup:
     each = [_visits(problem, slots, w, uses[w]) for w in weights]
     visits = tuple(map(_together, zip(*each, strict=True)))
     nbytes = sum(problem.tensor[w].nbytes for w in weights)
     return WeightGroup(
-        tuple(weights), nbytes, visits, _update(problem, slots, weights, updates, held)
+        tuple(weights), nbytes, visits, _update(problem, slots, weights, updates, held, large)
     )
 
 
@@ -152,6 +175,7 @@ def _update(
     weights: list[str],
     updates: dict[str, tuple[str, ...]],
     held: frozenset[str],
+    large: bool,
 ) -> GroupUpdate | None:
     if weights[0] not in updates:
         return None
@@ -160,8 +184,11 @@ def _update(
     read = {t for op in ops for t in op.reads}
     states = sum(tensor[t].nbytes for t in read if tensor[t].kind == "state")
     gradients = sum(tensor[t].nbytes for t in read if tensor[t].kind == "gradient")
+    at = problem.op_index[ops[0].id]
     return GroupUpdate(
-        slots.of_op[problem.op_index[ops[0].id]],
+        slots.of_op[at],
+        slots.after_op[at] if large else slots.of_op[at],
+        large,
         states,
         gradients,
         sum(op.host_duration_us or 0.0 for op in ops),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -21,9 +21,10 @@ from offcompile.ir import (
 )
 from offcompile.ir.jsonio import check_homes
 from offcompile.ir.verify import check_structure, check_timeline
-from offcompile.outline import StepOutline, outline
+from offcompile.outline import outlines
 from offcompile.passes.registry import make
 from offcompile.passes.search.program_variant import Choices
+from offcompile.passes.search.starts import OutlinedChoices
 from offcompile.simulate import Simulator
 
 from .coarsen import Coarse, coarsen
@@ -208,7 +209,6 @@ def plan_asked(asked: PlanAsked, progress: Callable[[str], None] | None = None) 
     if progress is not None:
         progress(f"searching, {left:.0f} s left at most")
     coarse = coarsen(problem) if len(problem.ops) > COARSEN_ABOVE_OPS else Coarse.same(problem)
-    outlined = _outlined(coarse.problem, machine)
     chosen = make(
         asked.policy,
         judge_for(coarse.problem, machine, asked.beside),
@@ -221,8 +221,7 @@ def plan_asked(asked: PlanAsked, progress: Callable[[str], None] | None = None) 
         ),
         trial=asked.trial,
         known_choices=_choices_of(asked.known, coarse),
-        outlined=None if outlined is None else outlined.choices,
-        outlined_us=0.0 if outlined is None else outlined.cost_us,
+        outlines=_outlines(coarse.problem, machine),
     )
     try:
         plan = coarse.expand(chosen.apply(coarse.problem, machine, Plan()))
@@ -277,9 +276,11 @@ def _choices_of(plans: Sequence[Plan], coarse: Coarse) -> tuple[Choices, ...]:
     return tuple(dict.fromkeys(choices for choices in found if choices != Choices()))
 
 
-def _outlined(problem: Problem, machine: Machine) -> StepOutline | None:
-    """The outline of a large step, whose choices a search could not try one by one."""
-    return outline(problem, machine) if len(problem.ops) >= OUTLINE_FROM_OPS else None
+def _outlines(problem: Problem, machine: Machine) -> Iterator[OutlinedChoices]:
+    """Outlines of a large step, whose choices a search could not try one by one."""
+    if len(problem.ops) >= OUTLINE_FROM_OPS:
+        for found in outlines(problem, machine):
+            yield OutlinedChoices(found.choices, found.cost_us, found.away)
 
 
 def _floor_of_keeping(problem: Problem, machine: Machine, floor_us: float, seconds: float) -> float:

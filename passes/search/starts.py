@@ -8,7 +8,7 @@ best, with loads made direct or replaced by recomputation.
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
 from offcompile.ir import DEVICE, HOST, Plan
@@ -37,24 +37,39 @@ FEWER_HOSTED = 0.12
 NEAR, VARIED = 1.25, 2
 #: number of best starts that try recomputation in place of loads
 RERUN_STARTS = 3
+#: weight of a gap in which a relaxation evicts nothing
+UNHINTED = 0.05
+
+#: (tensor, run before the gap) → part of the tensor that should leave the device in it
+Hints = Mapping[tuple[str, str | None], float]
+_NO_HINTS: Hints = {}
+
+
+@dataclass(frozen=True)
+class OutlinedChoices:
+    """Rounded choices of an outline of the step, and the time that it promises. away: what had
+    better leave."""
+
+    choices: Choices
+    cost_us: float
+    away: Hints = field(default_factory=dict, hash=False)
 
 
 @dataclass(frozen=True)
 class Starts:
     """Makes starts of one search.
 
-    forced: what no plan can do without. hints: (tensor, op before the gap) → fraction of the gap
-    that a relaxation spends off the device. known_choices: those of plans for the same step with
-    its weights elsewhere. outline: those of an outline of the step.
+    forced: what no plan can do without. hints: those of a relaxation. is_outlined: outlines have
+    been tried. known_choices: those of plans for the same step with its weights elsewhere.
     """
 
     search: Search
     forced: Choices
     longest_seconds: float
     lossy: bool = False
-    hints: Mapping[tuple[str, str | None], float] = field(default_factory=dict)
+    hints: Hints = field(default_factory=dict)
     known_choices: tuple[Choices, ...] = ()
-    outline: Choices | None = None
+    is_outlined: bool = False
 
     def moving(self, variant: ProgramVariant, headrooms: tuple[float, ...]) -> list[SearchState]:
         """Starts that move tensors, with more or less memory left free."""
@@ -66,10 +81,10 @@ class Starts:
             covers: set[frozenset[int]] = set()
             largest = 2 * max((g.tensor.nbytes for g in here.gaps.gaps), default=0)
             for headroom in headrooms:
-                for hinted in (False, True) if self.hints else (False,):
+                for hints in (_NO_HINTS, self.hints) if self.hints else (_NO_HINTS,):
                     if search.settled or (found and time.thread_time() > deadline):
                         return found
-                    cover = self._cover(here, headroom, hinted)
+                    cover = self._cover(here, headroom, hints, UNHINTED if hints else 1.0)
                     if cover is None or frozenset(cover.away) in covers:
                         continue
                     covers.add(frozenset(cover.away))
@@ -77,11 +92,20 @@ class Starts:
                     found += [] if state is None else [state]
         return found
 
-    def outlined(self) -> list[SearchState]:
-        """The start with the choices of an outline, if there is one."""
-        known = self.outline
-        state = None if known is None or self.search.settled else self._tried(known)
-        return [] if state is None else [state]
+    def outlined(
+        self, outlines: Iterable[OutlinedChoices], near: float
+    ) -> tuple[list[SearchState], float]:
+        """Starts with the choices of outlines, until one takes at most `near` times as long as the
+        first promises; and the time that it promises."""
+        found, promised_us = list[SearchState](), 0.0
+        for outline in outlines:
+            promised_us = promised_us or outline.cost_us
+            for away in (outline.away, _NO_HINTS):
+                state = self._tried(outline.choices, away)
+                found += [] if state is None else [state]
+                if self.search.settled or self.search.best_us <= promised_us * near:
+                    return found, promised_us
+        return found, promised_us
 
     def known(self) -> list[SearchState]:
         """Starts that reuse recomputations and host updates of plans for the same ops."""
@@ -132,7 +156,7 @@ class Starts:
             hosts += [fewer] if fewer != base.hosted else []
         deadline = time.thread_time() + RECOMPUTE_SHARE * self.longest_seconds
         # little is left to find if there are good choices already
-        share = KNOWN_SHARE if self.known_choices or self.outline else NEW_SHARE
+        share = KNOWN_SHARE if self.known_choices or self.is_outlined else NEW_SHARE
         least = search.left - int(share * search.left)
 
         def cost_of(reruns: frozenset[Rerun]) -> float | None:
@@ -211,19 +235,28 @@ class Starts:
         best = min(states, key=lambda s: s.cost, default=None)
         return self.forced if best is None else best.variant.choices
 
-    def _tried(self, choices: Choices) -> SearchState | None:
-        """A quick plan with these choices."""
+    def _tried(self, choices: Choices, away: Hints = _NO_HINTS) -> SearchState | None:
+        """A quick plan with these choices, which evicts rather in the gaps of `away`."""
         variant = self.variant(choices)
-        cover = self._cover(variant, 0.0, False)
+        cover = self._cover(variant, 0.0, away)
         return None if cover is None else self.search.evaluate(variant, cover, rounds=1)
 
-    def _cover(self, variant: ProgramVariant, headroom: float, hinted: bool) -> GapSet | None:
-        """Gaps to spend off the device so that the step fits; None if it does not."""
-        cover, prices, hints = GapSet(variant.gaps), Prices(), self.hints
+    def _cover(
+        self,
+        variant: ProgramVariant,
+        headroom: float,
+        hints: Hints = _NO_HINTS,
+        unhinted: float = 1.0,
+    ) -> GapSet | None:
+        """Gaps to spend off the device so that the step fits; None if it does not.
+
+        unhinted: weight of a gap without a hint.
+        """
+        cover, prices = GapSet(variant.gaps), Prices()
         spare = headroom * max((g.tensor.nbytes for g in variant.gaps.gaps), default=0) * 2
 
         def weight(gap: Gap) -> float:
-            return 0.05 + hints.get((gap.tensor.id, gap.after), 0.0) if hinted else 1.0
+            return unhinted + hints.get((gap.tensor.id, gap.after), 0.0)
 
         cover.repair(variant.capacity - spare, prices, weight)
         if not cover.repair(variant.capacity, prices, weight):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import replace
 from itertools import pairwise
 
@@ -10,10 +11,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from offcompile.ir import DEVICE, HOST, Infeasible, Lane, Machine, Op, Plan, Problem, Tensor, Tier
-from offcompile.outline import StepOutline, outline
+from offcompile.outline import StepOutline, outline, outlines
 from offcompile.passes.build.schedule import build
 from offcompile.passes.joint import Joint
 from offcompile.passes.search.program_variant import Choices, hostable
+from offcompile.passes.search.starts import OutlinedChoices
 from offcompile.planning import planner
 from offcompile.planning.planner import check_plan, judge_for, plan_problem
 from offcompile.testing import problems_with_machines
@@ -129,12 +131,43 @@ def test_time_after_the_step_makes_more_weights_stay() -> None:
     assert len(found.stays) > len(without.stays)
 
 
+def test_outlines_with_more_slack_promise_less() -> None:
+    problem, on = training(), machine(EVERYTHING // 5)
+    costs = [found.cost_us for found in outlines(problem, on)]
+    assert len(costs) > 1
+    assert all(less <= more * (1 + 1e-6) for less, more in pairwise(costs))
+
+
+def test_an_outline_says_which_activations_leave() -> None:
+    problem = training(updates=False)
+    tight = made(problem, machine(LAYERS * SAVED, 25_000.0)).away
+    assert {tensor for tensor, _ in tight} <= {t.id for t in problem.tensors}
+    assert all(0 <= share <= 1 for share in tight.values())
+    roomy = made(problem, machine(2 * EVERYTHING)).away
+    assert sum(roomy.values()) < 0.1 < sum(tight.values())
+
+
+def large_last(host_us: float, device_bytes: int) -> tuple[Problem, Machine]:
+    """The last gradient is of a weight whose update takes the host this long."""
+    problem = training()
+    ops = [replace(op, host_duration_us=host_us) if op.id == "U0" else op for op in problem.ops]
+    return replace(problem, ops=tuple(ops)), machine(device_bytes)
+
+
+def test_one_side_makes_all_of_a_large_update() -> None:
+    problem, on = large_last(20 * OP_US, EVERYTHING // 5)
+    even, _ = large_last(5 * OP_US, EVERYTHING // 5)
+    # nothing hides the last update on the host: either it takes that long, or its states cross
+    after_us = min(20 * OP_US, (STATES + WEIGHT) / 25_000.0)
+    assert made(problem, on).cost_us >= compute_us(problem) + 0.9 * after_us
+    assert made(problem, on).cost_us > made(even, on).cost_us
+
+
 def test_the_choices_alone_make_a_plan_near_the_outline() -> None:
     problem, on = training(), machine(EVERYTHING // 5)
     found, judge = made(problem, on), judge_for(problem, on)
-    plan = Joint(judge=judge, outlined=found.choices, outlined_us=found.cost_us, trial=True).apply(
-        problem, on, Plan()
-    )
+    outlined = OutlinedChoices(found.choices, found.cost_us, found.away)
+    plan = Joint(judge=judge, outlines=[outlined], trial=True).apply(problem, on, Plan())
     took = judge(problem, on, plan)
     assert took.valid
     assert took.cost_us <= 1.2 * found.cost_us
@@ -151,21 +184,27 @@ def test_a_trial_stops_at_the_plan_of_the_outline() -> None:
     trial = Joint(judge=counting, trial=True, seconds=0.5, evaluations=10)
     trial.apply(problem, on, Plan())
     without, asked[:] = len(asked), []
-    choices = made(problem, on).choices
-    outlined = replace(trial, outlined=choices, outlined_us=float("inf"))
-    outlined.apply(problem, on, Plan())
+    told = list[StepOutline]()
+
+    def all_outlines() -> Iterator[OutlinedChoices]:
+        for found in outlines(problem, on):
+            told.append(found)
+            yield OutlinedChoices(found.choices, float("inf"), found.away)
+
+    replace(trial, outlines=all_outlines()).apply(problem, on, Plan())
     assert len(asked) < without
+    assert len(told) == 1  # its plan is near enough: no other outline is made
 
 
 @pytest.mark.parametrize("from_ops", [0, 10_000])
 def test_only_large_steps_are_outlined(monkeypatch: pytest.MonkeyPatch, from_ops: int) -> None:
     asked = list[Problem]()
 
-    def known(problem: Problem, on: Machine) -> StepOutline:
+    def known(problem: Problem, on: Machine) -> Iterator[StepOutline]:
         asked.append(problem)
-        return StepOutline(Choices(), frozenset(), 0.0)
+        yield StepOutline(Choices(), frozenset(), 0.0)
 
-    monkeypatch.setattr(planner, "outline", known)
+    monkeypatch.setattr(planner, "outlines", known)
     monkeypatch.setattr(planner, "OUTLINE_FROM_OPS", from_ops)
     problem, on = training(), machine(EVERYTHING // 5)
     plan_problem(problem, on, seconds=0.2)
