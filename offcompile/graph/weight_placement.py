@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from typing import Protocol
@@ -34,6 +34,8 @@ TRIAL_SHARE, LONGER_SHARE = 1 / 5, 2.0
 #: a plan is not searched again if it costs more than NEAR times the best, or if its gap is below
 #: CLOSE; or if it costs more than NEAR_RIVAL times a rival, since a longer search gains about that
 NEAR, CLOSE, NEAR_RIVAL = 1.1, 0.03, 1.04
+#: nor, if it was found by a trial, if its gap is below this
+CLOSE_ENOUGH = 0.01
 #: the choices of a rival in other pieces are not searched again within this of the bound
 NEAR_BOUND = 0.05
 #: likewise, if the search started from the choices of the rival's plan
@@ -131,18 +133,23 @@ def choose(
             raise refused
         return Choice(at_home, stay)
     if may_split and not _bound_by_ops(leave):
-        least_us = min(rival_us, *(d.cost_us for d in (stay, leave.decided) if d is not None))
+        plans = [d for d in (stay, leave.decided) if d is not None]
+        least_us = min(rival.cost_us, *(d.cost_us for d in plans))
         if not _dear_to_update(leave, stay):
             all_moved, room_bytes = leave, _room_bytes(leave, floor_of)
-            leave = _with_some_here(leave, least_us, rival_us, on_host, decide, until, room_bytes)
+            leave = _with_some_here(
+                leave, _Contest(least_us, rival, until), on_host, decide, room_bytes, shortly
+            )
             least_us = min(least_us, leave.decided.cost_us)
             # some may win for their updates alone; choices of a plan with all moved serve them too
             if leave is all_moved or (leave.stays and all_moved.decided.updates_us):
-                longer = _longer(all_moved, least_us, decide, until, rival_us)
+                longer = _longer(all_moved, _Contest(least_us, rival, until), decide)
                 leave = min(longer, leave, key=lambda c: c.decided.cost_us)
-        if stay is not None:
+        # a search that began with outlines has found what a longer one would
+        if stay is not None and not _is_outlined(at_home.problem):
             least_us = min(least_us, leave.decided.cost_us)
-            stay = _longer(Choice(at_home, stay), least_us, decide, until, rival_us).decided
+            contest = _Contest(least_us, rival, until)
+            stay = _longer(Choice(at_home, stay), contest, decide).decided
     takes_leave = stay is None or must_leave or _faster(leave.decided, stay)
     best = leave if takes_leave or stay is None else Choice(at_home, stay)
     if best.decided.cost_us >= rival.cost_us:
@@ -205,15 +212,28 @@ def _least(
     return stay if leave is None else min(stay, leave, key=lambda c: c.decided.order.peak_bytes)
 
 
-def _longer(
-    choice: Choice, least_us: float, decide: Decide, until: float, rival_us: float
-) -> Choice:
+@dataclass(frozen=True)
+class _Contest:
+    """The plans that another has to beat: the cost of the best, the caller's, and the processor
+    time until which others may be sought."""
+
+    least_us: float
+    rival: Rival
+    until: float
+
+    def worth_us(self, problem: Problem, found: Iterable[Choice] = ()) -> float:
+        """The problem is worth a search if its bound is below this."""
+        best_us = min([self.least_us, *(choice.decided.cost_us for choice in found)])
+        return min(best_us * WORTH_SEARCHING, self.rival.worth_us(problem))
+
+
+def _longer(choice: Choice, contest: _Contest, decide: Decide) -> Choice:
     """Search again, for longer, if there is time and the plan may still beat the others."""
-    worth_us = least_us * WORTH_SEARCHING
-    far = choice.decided.cost_us > min(least_us * NEAR, rival_us * NEAR_RIVAL)
-    close = choice.decided.result.gap < CLOSE
-    late = time.thread_time() > until
-    if far or close or late or choice.decided.bound_us >= worth_us:
+    made, rival_us = choice.decided, contest.rival.cost_us
+    far = made.cost_us > min(contest.least_us * NEAR, rival_us * NEAR_RIVAL)
+    late = time.thread_time() > contest.until
+    worth_us = contest.worth_us(choice.annotated.problem)
+    if far or made.result.gap < CLOSE or late or made.bound_us >= worth_us:
         return choice
     made = decide(choice.annotated, may_fit=False, share=LONGER_SHARE)
     found = Choice(choice.annotated, made, choice.stays)
@@ -222,38 +242,39 @@ def _longer(
 
 def _with_some_here(
     leave: Choice,
-    least_us: float,
-    rival_us: float,
+    contest: _Contest,
     on_host: Callable[[frozenset[str]], Annotated | None],
     decide: Decide,
-    until: float,
     room_bytes: int,
+    was_trial: bool,
 ) -> Choice:
     """Keep the share of weights on the device that makes the step fastest.
 
-    least_us: the least cost of the other plans. rival_us: the cost of the caller's. room_bytes:
-    device memory left at the op that needs most.
+    room_bytes: device memory left at the op that needs most. was_trial: `leave` was searched for
+    shortly.
     """
     sizes = _without_host_updates(leave)
     if room_bytes <= min((nbytes for _, nbytes in sizes), default=0):
         return leave
     found: list[Choice] = []
+    known: dict[frozenset[str], float | None] = {frozenset(): leave.decided.cost_us}
 
     def planned(stays: frozenset[str]) -> float | None:
         """The cost with these weights on the device; None if there is no plan worth it."""
+        if stays in known:
+            return known[stays]
+        known[stays] = None
         annotated = on_host(stays)
         if annotated is None:
             return None
-        best_us = min([least_us, *(c.decided.cost_us for c in found)])
-        worth_us = best_us * WORTH_SEARCHING
-        try:
+        worth_us = contest.worth_us(annotated.problem, found)
+        with contextlib.suppress(Infeasible, Beaten):
             decided = decide(
                 annotated, may_fit=False, share=TRIAL_SHARE, worth_us=worth_us, trial=True
             )
-        except (Infeasible, Beaten):
-            return None
-        found.append(Choice(annotated, decided, stays))
-        return decided.cost_us
+            found.append(Choice(annotated, decided, stays))
+            known[stays] = decided.cost_us
+        return known[stays]
 
     best_us = leave.decided.cost_us
     outlined = _outlined(leave)
@@ -263,19 +284,21 @@ def _with_some_here(
         weights = weights_in_use_order(leave.annotated.problem)
         weights = [w for w in weights if w[0] in outlined.stays]
         for share in SHARES_OF_OUTLINE if weights else ():
-            known = bool(found)
+            several = bool(found)
             cost_us = planned(spread(weights, share))
-            if known and (cost_us is None or cost_us >= best_us):
+            if several and (cost_us is None or cost_us >= best_us):
                 break
             best_us = min(best_us, cost_us or best_us)
     if best_us > far_us:
-        _by_trials(planned, sizes, min(least_us, best_us), until, room_bytes)
+        _by_trials(planned, sizes, min(contest.least_us, best_us), contest.until, room_bytes)
     best = min(found, key=lambda c: c.decided.cost_us, default=leave)
     if not _faster(best.decided, leave.decided):
         best = leave
         if outlined is None:
             return leave
-    if best.decided.cost_us > rival_us * NEAR_RIVAL:
+    close = best.decided.result.gap < CLOSE_ENOUGH
+    searched = best is leave and not was_trial
+    if close or searched or best.decided.cost_us > contest.rival.cost_us * NEAR_RIVAL:
         return best
     # whatever the time: this search starts from the trials' choices, and gains more than they did
     longer = Choice(best.annotated, decide(best.annotated, may_fit=False), best.stays)
@@ -290,15 +313,9 @@ def _by_trials(
     room_bytes: int,
 ) -> None:
     """Plan with several shares of the weights on the device, while there is time."""
-    known: dict[frozenset[str], float | None] = {}
 
     def cost(share: Fraction) -> float | None:
-        stays = spread(sizes, share)
-        if stays not in known and time.thread_time() > until:
-            return None
-        if stays not in known:
-            known[stays] = planned(stays)
-        return known[stays]
+        return None if time.thread_time() > until else planned(spread(sizes, share))
 
     total_bytes = sum(nbytes for _, nbytes in sizes)
     best_share(cost, least_us, min(Fraction(1), Fraction(room_bytes, max(1, total_bytes))))

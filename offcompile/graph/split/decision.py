@@ -31,8 +31,8 @@ WORTH_SPLITTING = 1 / 8
 #: a plan with a step below this multiple of its ops' time cannot gain from a split
 NEARLY_FREE = 1.03
 #: if a plan's gap to its bound is below CLOSE, more pieces are not tried; below NEAR, only if they
-#: lower the bound
-CLOSE, NEAR = 0.03, 0.1
+#: lower the bound to this share
+CLOSE, NEAR, LOWER_BOUND = 0.03, 0.1, 0.98
 
 T = TypeVar("T")
 
@@ -194,7 +194,7 @@ class Ways(Generic[T]):
 
     def _rival(self, whole: Choice | None, fewer: Choice | None) -> Rival:
         """The plans that one in more pieces has to beat. If the plan in fewer pieces is near its
-        bound, more room gains nothing unless it lowers that bound."""
+        bound, more room gains little unless it lowers that bound."""
         known = [made for made in (whole, fewer) if made is not None]
         if not known or self.budget is None:  # the lowest peak is sought, not the fastest step
             return NO_RIVAL
@@ -202,7 +202,7 @@ class Ways(Generic[T]):
         rival = _rival_of(best, best.decided.cost_us * (1 - NO_LOSS))
         if fewer is None or fewer.decided.result.gap > NEAR:
             return rival
-        return replace(rival, bound_us=fewer.decided.result.lower_bound_us)
+        return replace(rival, bound_us=fewer.decided.result.lower_bound_us * LOWER_BOUND)
 
     def _is_nearly_free(self, choice: Choice) -> bool:
         compute_us = sum(op.duration_us for op in choice.annotated.problem.ops)
