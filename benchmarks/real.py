@@ -162,7 +162,7 @@ def table(rows: Iterable[tuple[Case, Row]]) -> str:
     lines += ["Behind a simpler way:" if behind else "No plan is behind a simpler way.", ""]
     lines += [*behind, ""] if behind else []
     wide = [held_line(case, row) for case, row in rows if "held" in row]
-    lines += [f"Gaps above {WIDE:.0%}, and what holds them:", "", *wide, ""] if wide else []
+    lines += [f"Gaps above {WIDE:.1%}, and what holds them:", "", *wide, ""] if wide else []
     failed = [
         f"- {case.name} on {case.place}: {row['failed']}" for case, row in rows if "failed" in row
     ]
