@@ -10,7 +10,7 @@ for the same memory.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from typing import ClassVar
 
@@ -33,7 +33,7 @@ from .search.program_variant import (
 )
 from .search.recompute_starts import WORTH_ANOTHER
 from .search.search import Search, SearchState
-from .search.starts import OutlinedChoices, Starts
+from .search.starts import Hints, OutlinedChoices, Starts
 from .search.update_split import UpdateSplit
 from .search.update_turns import taking_turns
 from .select.gap_set import GapSet, Prices
@@ -121,8 +121,8 @@ class Joint:
     lossy: bool = False
     judge: Judge | None = field(default=None, compare=False)
     progress: Callable[[str], None] | None = field(default=None, compare=False)
-    #: (tensor, op before the gap) → fraction of the gap that a relaxation spends off the device
-    hints: Mapping[tuple[str, str | None], float] = field(default_factory=dict, compare=False)
+    #: what leaves the device in a relaxation
+    hints: Hints = field(default_factory=dict, compare=False)
     #: lower bound on the time of any plan
     floor_us: float = 0.0
     #: returns the lower bound for plans without recomputation

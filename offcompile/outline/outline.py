@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, replace
 
 import numpy as np
@@ -10,9 +10,10 @@ import numpy.typing as npt
 
 from offcompile.ir import DEVICE, HOST, Machine, Problem
 from offcompile.passes.search.program_variant import Choices, forced_choices
+from offcompile.passes.search.starts import GapKey, Hints
 
 from .program import MS, StepProgram
-from .recipes import GapKey, SlotNeeds, needs_of, rerun_sets
+from .recipes import SlotNeeds, needs_of, rerun_sets
 from .slots import Slots, cut, is_update
 from .weights import Movable, movable
 
@@ -21,7 +22,7 @@ MOST_SECONDS = 10.0
 #: smaller parts are errors of the arithmetic
 LEAST_PART = 1e-6
 #: a recipe with less than this part says little of its activations
-WHOLE_PART = 0.01
+SMALL_PART = 0.01
 
 #: shares of the links' rates and of the device's memory that outlines count on, one after the
 #: other: a plan cannot always keep a link busy and memory full, and the choices that come of less
@@ -41,7 +42,7 @@ class StepOutline:
     choices: Choices
     stays: frozenset[str]
     cost_us: float
-    away: Mapping[GapKey, float] = field(default_factory=dict, hash=False)
+    away: Hints = field(default_factory=dict, hash=False)
 
 
 def outline(
@@ -52,17 +53,17 @@ def outline(
     may_stay: weights at home on the host may live on the device instead. update_us_per_byte: time
     after the step that each byte of a weight costs which does not.
     """
-    measured = _Outliner.of(problem, machine)
-    return None if measured is None else measured.outline(machine, may_stay, update_us_per_byte)
+    outliner = _Outliner.of(problem, machine)
+    return None if outliner is None else outliner.outline(machine, may_stay, update_us_per_byte)
 
 
 def outlines(problem: Problem, machine: Machine) -> Iterator[StepOutline]:
     """Outlines the step with more and more slack, beginning with none."""
-    measured = _Outliner.of(problem, machine)
-    if measured is None:
+    outliner = _Outliner.of(problem, machine)
+    if outliner is None:
         return
     for rate, memory in SLACKS:
-        found = measured.outline(_smaller(machine, rate, memory))
+        found = outliner.outline(_smaller(machine, rate, memory))
         if found is None:
             return
         yield found
@@ -165,7 +166,7 @@ class _Rounding:
         found: dict[GapKey, float] = {}
         for group in self.program.leaving:
             part = self._part(group.part)
-            if part > WHOLE_PART and group.outs:
+            if part > SMALL_PART and group.outs:
                 share = min(1.0, sum(map(self._part, group.outs)) / part)
                 found.update(dict.fromkeys(group.gaps, share))
         return found

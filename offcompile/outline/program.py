@@ -7,9 +7,10 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from offcompile.ir import DEVICE, HOST, Machine, Problem
+from offcompile.passes.search.starts import GapKey
 
 from .linear import Linear, Term
-from .recipes import GapKey, SlotNeeds
+from .recipes import SlotNeeds
 from .slots import Slots, is_update
 from .weights import GradientGroup, GroupUpdate, Movable, WeightGroup, WeightVisit
 

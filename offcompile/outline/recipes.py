@@ -11,12 +11,10 @@ from offcompile.ir import DEVICE, SELF_ENDING_KINDS, Op, Problem
 from offcompile.passes.build.program import Access, Intervals, Program
 from offcompile.passes.search.program_variant import Choices, hostable
 from offcompile.passes.search.recompute_starts import Recipe, RecomputeStarts
+from offcompile.passes.search.starts import GapKey
 from offcompile.passes.select.rematerialization import Rerun
 
 from .slots import Slots, is_update
-
-#: a tensor and the run before it only waits
-GapKey = tuple[str, str | None]
 
 #: a tensor that is not used for at least this many slots may move meanwhile
 LEAST_SLOTS = 2

@@ -28,6 +28,8 @@ class Departures:
     ) -> None:
         self.outs, self.clock = outs, clock
         self.kept_bytes, self.capacity = kept_bytes, capacity
+        #: with the tensors that others pass
+        self.held = MemoryProfile(kept_bytes)
         self.may_pass = any(map(_is_urgent, outs))
 
     def order(self, steady: bool) -> list[int]:
@@ -41,12 +43,11 @@ class Departures:
             free = dict(carried)
             self._round(free)
             carried = {lane: end - clock.period for lane, end in free.items() if end > clock.period}
-        return self.held.values() if self.may_pass else self.kept_bytes
+        return self.held.values()
 
     def _round(self, free: dict[str, float]) -> None:
         clock = self.clock
-        if self.may_pass:
-            self.held = MemoryProfile(self.kept_bytes)
+        self.held = MemoryProfile(self.kept_bytes)
         todo = sorted(self.outs, key=lambda t: clock.end_of(t.job.release.position))
         ready: list[_Ready] = []
         i, now = 0, 0.0
@@ -72,15 +73,13 @@ class Departures:
 
     def _next(self, ready: list[_Ready]) -> LaneTrip:
         """Takes the next trip from those that are ready."""
-        if not self.may_pass or len(ready) < 2 or _is_urgent(ready[0][2]):
+        urgent = [r for r in ready if _is_urgent(r[2])] if self.may_pass else []
+        first = min(urgent, default=ready[0])
+        passed = [r[2] for r in ready if r < first]
+        if not passed or not self._let_pass(passed, first[2].job.release.position):
             return heapq.heappop(ready)[2]
-        first = min((r for r in ready if _is_urgent(r[2])), key=lambda r: r[1], default=None)
-        passed = [r[2] for r in ready if first is not None and r < first]
-        if first is None or not self._let_pass(passed, first[2].job.release.position):
-            return heapq.heappop(ready)[2]
-        left = [(self._due(trip), i, trip) for _, i, trip in ready if trip is not first[2]]
-        heapq.heapify(left)
-        ready[:] = left
+        ready[:] = [(self._due(trip), i, trip) for _, i, trip in ready if trip is not first[2]]
+        heapq.heapify(ready)
         return first[2]
 
     def _let_pass(self, passed: list[LaneTrip], until: int) -> bool:

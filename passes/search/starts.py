@@ -40,8 +40,10 @@ RERUN_STARTS = 3
 #: weight of a gap in which a relaxation evicts nothing
 UNHINTED = 0.05
 
-#: (tensor, run before the gap) → part of the tensor that should leave the device in it
-Hints = Mapping[tuple[str, str | None], float]
+#: a tensor, and the run before a gap of it
+GapKey = tuple[str, str | None]
+#: the part of the tensor that should leave the device in the gap
+Hints = Mapping[GapKey, float]
 _NO_HINTS: Hints = {}
 
 
