@@ -227,6 +227,7 @@ class DeviceFit:
             self.trial_seconds,
             self.tell,
             reuses=self.options.reuse_plans,
+            library_bytes=self.target.library_bytes,
         )
         try:
             fit_budget(problem, search, self.budget, may_fit=at_home)

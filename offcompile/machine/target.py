@@ -81,6 +81,8 @@ class Target(ABC):
     device_bytes: int
     #: capacity of the host tier; None if it has no limit
     host_bytes: int | None
+    #: bytes of every budget that libraries hold, even where nothing moves
+    library_bytes: int = 0
 
     @property
     @abstractmethod
@@ -199,6 +201,8 @@ class CudaTarget(Target):
     `directories` may be empty: then there is no disk tier.
     host_limit_bytes: capacity of the machine's host arenas where `host_bytes` sets none; None for a
     card of another machine.
+    packs: True if tensors may be packed as they leave. The host reads packed sizes in each step, as
+    no CUDA graph can.
     """
 
     profile: HardwareProfile
@@ -212,6 +216,7 @@ class CudaTarget(Target):
     card_bytes: int = 0
     kind: str = "cuda"
     host_limit_bytes: int | None = None
+    packs: bool = True
 
     @property
     def host_room_bytes(self) -> int | None:
@@ -227,7 +232,7 @@ class CudaTarget(Target):
 
     def machine(self, device_bytes: int) -> Machine:
         whole = to_cuda_machine(self.profile, self.host_room_bytes, bool(self.directories))
-        if self.kind != "cuda":
+        if self.kind != "cuda" or not self.packs:
             whole = replace(whole, codecs=())  # the kernels that pack are for CUDA
         return whole.with_capacity(DEVICE, device_bytes)
 
@@ -302,6 +307,7 @@ def _cuda_target(
         options.verify_spill,
         cuda_facts(index).total_bytes,
         host_limit_bytes=default_limit_bytes(),
+        packs=not options.cudagraphs,
     )
 
 

@@ -116,8 +116,8 @@ class PlanSearch:
     """Describes a search: the machine and the policy to plan for, and how long to look.
 
     machine_for: the machine with so many bytes of device memory. reserve_for: bytes of a budget
-    that the runtime itself takes once anything moves, not counting holes. seconds: None: the usual
-    time for the problem.
+    that the runtime itself takes once anything moves, not counting holes. library_bytes: those that
+    are taken where nothing moves, too. seconds: None: the usual time for the problem.
     """
 
     machine_for: Callable[[int], Machine]
@@ -131,6 +131,7 @@ class PlanSearch:
     reuses: bool = False
     #: collectives that run beside the plan; None: there are none to know of
     beside: CollectivesBeside | None = None
+    library_bytes: int = 0
 
 
 def fit_budget(
@@ -152,7 +153,8 @@ def fit_budget(
     machine_for, reserve_for = search.machine_for, search.reserve_for
     capacity = budget_bytes if budget_bytes is not None else floor_of(problem, machine_for)
     if may_fit:
-        fitting = _as_it_is(problem, machine_for, capacity, budget_bytes)
+        room = capacity if budget_bytes is None else capacity - search.library_bytes
+        fitting = _as_it_is(problem, machine_for, room, budget_bytes)
         if fitting is not None:
             return fitting
     compute_us = sum(op.duration_us for op in problem.ops)
@@ -226,10 +228,10 @@ def fit_budget(
 
 
 def fits_as_it_is(
-    problem: Problem, machine_for: Callable[[int], Machine], budget_bytes: int
+    problem: Problem, machine_for: Callable[[int], Machine], room_bytes: int
 ) -> bool:
-    """True if the step is within the budget with nothing moved."""
-    return _as_it_is(problem, machine_for, budget_bytes, budget_bytes) is not None
+    """True if the step takes at most so much with nothing moved."""
+    return _as_it_is(problem, machine_for, room_bytes, room_bytes) is not None
 
 
 def peak_alone(problem: Problem, machine_for: Callable[[int], Machine]) -> int:

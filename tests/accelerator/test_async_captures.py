@@ -9,7 +9,7 @@ from async_runs import needs_the_device, run_checks
 pytestmark = needs_the_device
 #: those that every run of the tests makes
 ALWAYS = (
-    "captured gpt",
+    "captured gpt, beside libraries",
     "captured weights of an mlp",
     "captured an_op_that_waits_is_refused",
 )

@@ -7,7 +7,9 @@ import gc
 import types
 from collections.abc import Callable
 from contextlib import ExitStack
+from dataclasses import replace
 from typing import Any
+from unittest import mock
 
 import budget_child
 import capture_checks
@@ -18,6 +20,10 @@ from async_own_checks import DELAYS_US, DEVICE, MIB, settle
 from async_planted import stream_of
 from capture_checks import REPLAYED, USUAL
 from gpu_checks import deterministic, on, plain
+
+from offcompile.machine import target
+from offcompile.machine.options import Options
+from offcompile.run.replay import step_graph
 
 ALL = capture_checks.CHECKS | capture_weights.CHECKS
 ALL_PLANTED = capture_checks.PLANTED | capture_weights.PLANTED
@@ -31,6 +37,8 @@ SEEDS = {
 MORE_SEEDS = range(20, 24)
 #: the device replays what a lane was given on a stream of this number beyond the lane's own
 BRANCHES = 64
+#: workspaces of two threads on Hopper
+LIBRARY_BYTES = 64 * MIB
 
 
 def seeded(check: Callable[[str], None], seed: int, controls: Controls) -> None:
@@ -39,6 +47,21 @@ def seeded(check: Callable[[str], None], seed: int, controls: Controls) -> None:
         check(DEVICE)
     finally:
         controls.seed(0)
+
+
+def beside_libraries(check: Callable[[str], None], controls: Controls) -> None:
+    """As on a card, where libraries hold more memory than all tensors of these models take."""
+
+    def with_libraries(options: Options, device: torch.device) -> target.CudaTarget:
+        return replace(accelerator_target(options, device), library_bytes=LIBRARY_BYTES)
+
+    accelerator_target = target._accelerator_target
+    with (
+        mock.patch.object(target, "_accelerator_target", with_libraries),
+        # nothing takes them here, so pools seem to take more than is there
+        mock.patch.object(step_graph, "check_room", lambda *asked: None),
+    ):
+        seeded(check, 50, controls)
 
 
 def planted(name: str, controls: Controls) -> None:
@@ -98,6 +121,10 @@ CHECKS = {
         f"captured {name}-{seed}": functools.partial(seeded, ALL[name], seed)
         for name in ("gpt", "weights of an mlp", "weights, half way", "weights, accumulation")
         for seed in MORE_SEEDS
+    },
+    **{
+        f"captured {name}, beside libraries": functools.partial(beside_libraries, ALL[name])
+        for name in ("gpt", "weights, half way", "weights, little_room_on_the_host")
     },
     "captured peak": functools.partial(seeded, peak_of_weights, 40),
 }

@@ -49,13 +49,13 @@ def _specimen(name: str, device: str) -> Specimen:
 
 @functools.cache
 def peaks(name: str, device: str) -> tuple[int, int]:
-    """Planned peaks with as little memory as possible, and with more than enough."""
+    """Planned peaks of tensors, with as little memory as possible and with more than enough."""
     found = []
     for memory in ("minimum", None):
         options = {"memory": memory, "lowering": "aot_eager", **capture_checks.MORE}
         ours = functools.partial(torch.compile, backend="offcompile", options=options)
         zoo.train(_specimen(name, device), ours, steps=1)
-        found.append(offcompile.reports()[-1].planned_peak_bytes)
+        found.append(capture_checks.tensor_peak())
     return found[0], found[1]
 
 
@@ -70,7 +70,8 @@ def trained(name: str, share: float | None, device: str, replayed: int = REPLAYE
     """Losses, gradients and weights of every step with momentum. share: of the memory between the
     least and enough; None: the least."""
     least, ample = (0, 0) if share is None else peaks(name, device)
-    memory = "minimum" if share is None else int(least + share * (ample - least))
+    some = int(least + (share or 0) * (ample - least))
+    memory = "minimum" if share is None else capture_checks.with_reserve(some, device)
     # measured steps may ask for another plan
     steps = (1 if share is None else 2) * USUAL + replayed
     specimen = _specimen(name, device)

@@ -238,12 +238,14 @@ class _BatchSearch:
     def _guess(self, most: int) -> int | None:
         """The largest batch whose floor fits, by estimate; None if that is not known."""
         assert self.planner is not None
-        budget, reserve = self.planner.budget(), self.planner.source.target.reserve_bytes
+        budget, target = self.planner.budget(), self.planner.source.target
         if budget is None:
             return None
 
         def has_room(nbytes: int) -> bool:
-            return (nbytes if self.plain else with_reserve(nbytes, reserve)) <= budget
+            if self.plain:
+                return nbytes + target.library_bytes <= budget
+            return with_reserve(nbytes, target.reserve_bytes) <= budget
 
         return self.estimates.largest(has_room, most)
 
@@ -318,16 +320,19 @@ class _BatchSearch:
         if candidate.pieces is not None:
             self.estimates.add(batch, (whole, candidate.choice.annotated.problem))
         target = planner.source.target
-        reserve = 0 if decided.fits else target.reserve_bytes(planner.budget() or 0)
+        reserve = target.library_bytes
+        if not decided.fits:
+            reserve = target.reserve_bytes(planner.budget() or 0)
         peak = decided.order.peak_bytes + reserve
         return BatchRow(batch, decided.cost_us, peak, not decided.fits)
 
     def _plain(self, batch: int, planner: GraphPlanner, problem: Problem) -> BatchRow:
         total = sum(t.nbytes for t in problem.tensors)
         total += max((op.workspace_bytes for op in problem.ops), default=0)
-        machine = planner.source.target.machine(max(1, total))
+        target = planner.source.target
+        machine = target.machine(max(1, total))
         timeline = Simulator(problem, machine).run(plain_plan(problem), record=False)
-        peak, limit = timeline.peak_bytes[DEVICE], planner.budget()
+        peak, limit = timeline.peak_bytes[DEVICE] + target.library_bytes, planner.budget()
         if limit is not None and peak > limit:
             raise Infeasible(
                 f"a batch of {batch} holds {size(peak)} at once and has {size(limit)}",

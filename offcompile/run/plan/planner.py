@@ -54,8 +54,10 @@ class GraphPlanner:
 
     def fits(self, problem: Problem) -> bool:
         """True if the step is within the budget with nothing moved."""
-        budget = self.budget()
-        return budget is not None and fits_as_it_is(problem, self.source.machine, budget)
+        budget, source = self.budget(), self.source
+        if budget is None:
+            return False
+        return fits_as_it_is(problem, source.machine, budget - source.target.library_bytes)
 
     def decide(
         self,
@@ -85,6 +87,7 @@ class GraphPlanner:
             trial,
             options.reuse_plans,
             self.request.beside,
+            target.library_bytes,
         )
         offload_saved = self.request.kind.offload_saved
         offload_gradients = offload_gradients and any(op.phase == BACKWARD for op in problem.ops)

@@ -233,6 +233,7 @@ def _judge(decided: Decided, own: Problem, planner: GraphPlanner) -> None:
     if budget is None:
         return
     needed = worst_case(own, plan, decided.order.steps)
-    room = budget if decided.fits else budget - source.target.reserve_bytes(budget)
+    target = source.target
+    room = budget - (target.library_bytes if decided.fits else target.reserve_bytes(budget))
     if needed > room:
         raise NotHere(f"it needs {show_bytes(needed)} of {show_bytes(room)} here")
