@@ -227,9 +227,7 @@ def fit_budget(
     return Decided(result, machine, order, False, found.holes_bytes, touching_us=found.touching_us)
 
 
-def fits_as_it_is(
-    problem: Problem, machine_for: Callable[[int], Machine], room_bytes: int
-) -> bool:
+def fits_as_it_is(problem: Problem, machine_for: Callable[[int], Machine], room_bytes: int) -> bool:
     """True if the step takes at most so much with nothing moved."""
     return _as_it_is(problem, machine_for, room_bytes, room_bytes) is not None
 

@@ -42,12 +42,17 @@ class TorchGraph(StreamGraph):
 
     @contextmanager
     def capturing(self) -> Iterator[None]:
-        # Other threads ask for events and release memory meanwhile, which "global" forbids.
-        with self._module.graph(
-            self._graph,
-            pool=self._pool,
-            stream=self._stream,
-            capture_error_mode="thread_local",
+        # An error ends a capture before lanes have joined, so that its end raises too, and then
+        # torch leaves this stream in place: work would go on here, and wait for nothing.
+        with (
+            self._module.stream(self._stream),
+            # Other threads ask for events and release memory meanwhile, which "global" forbids.
+            self._module.graph(
+                self._graph,
+                pool=self._pool,
+                stream=self._stream,
+                capture_error_mode="thread_local",
+            ),
         ):
             yield
 

@@ -12,6 +12,7 @@ ALWAYS = (
     "captured gpt, beside libraries",
     "captured weights of an mlp",
     "captured an_op_that_waits_is_refused",
+    "captured weights, a_backward_that_cannot_be_captured",
 )
 SHOWN_ALWAYS = "captures without compute's waits for copies"
 

@@ -30,6 +30,7 @@ from offcompile.run.replay.places import Arguments
 from offcompile.run.replay.results import Results
 from offcompile.run.replay.step_graph import StepGraph
 from offcompile.runtime.device.cuda.capture import Capture
+from offcompile.runtime.device.graphs import TorchGraph
 
 #: steps the usual way, and steps that are replayed
 USUAL, REPLAYED = 3, 4
@@ -37,6 +38,7 @@ USUAL, REPLAYED = 3, 4
 SHARE = 0.66
 #: options for all of them
 MORE: dict[str, Any] = {}
+CAPTURING = TorchGraph.capturing
 
 
 class Seen:
@@ -45,10 +47,21 @@ class Seen:
     def __init__(self) -> None:
         self.made: list[StepGraph] = []
         self.said: list[str] = []
+        #: captures that left their thread on another stream than it was on
+        self.strayed = 0
 
     def make(self, *asked: Any) -> StepGraph:
         self.made.append(StepGraph(*asked))
         return self.made[-1]
+
+    @contextmanager
+    def capturing(self, graph: TorchGraph) -> Iterator[None]:
+        before = torch.accelerator.current_stream()
+        try:
+            with CAPTURING(graph):
+                yield
+        finally:
+            self.strayed += torch.accelerator.current_stream() != before
 
     @property
     def replays(self) -> int:
@@ -66,8 +79,10 @@ def seen() -> Iterator[Seen]:
     with (
         mock.patch.object(step_graph, "SETTLED_AFTER", USUAL),
         mock.patch.object(compile_hooks, "StepGraph", found.make),
+        mock.patch.object(TorchGraph, "capturing", lambda graph: found.capturing(graph)),
     ):
         yield found
+    assert not found.strayed
 
 
 def captured(memory: int | str | None, **more: Any) -> Callable[[nn.Module], Any]:

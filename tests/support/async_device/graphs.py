@@ -78,8 +78,10 @@ class Capturing:
         self._stream.__enter__()
         self._graph.capture_begin(self._pool, capture_error_mode=self._mode)
 
-    def __exit__(self, *args: Any) -> None:
-        try:
-            self._graph.capture_end()
-        finally:
-            self._stream.__exit__(*args)
+    def __exit__(self, kind: object, *args: Any) -> None:
+        # like torch's, which leaves the capture's stream in place if the end of it raises; CUDA
+        # does that after calls that a capture forbids, and where lanes have not joined
+        self._graph.capture_end()
+        if kind is not None:
+            raise RuntimeError("operation failed due to a previous error during capture")
+        self._stream.__exit__(kind, *args)
