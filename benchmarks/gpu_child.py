@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, fx
 
 from benchmarks.gpu_cases import CASES, TINY_CASES, Case
-from benchmarks.gpu_peers import PEERS, RATE, Peer, peer
+from benchmarks.gpu_peers import ADAMW_RATE, PEERS, Peer, peer
 
 #: below this a saved tensor is not worth torch's own offload
 LEAST_OFFLOAD_BYTES = 1 << 20
@@ -53,7 +53,7 @@ class Variant:
         self.device = torch.device(task["device"])
         self.on_gpu = self.device.type == "cuda"
         self.case = (TINY_CASES if task["tiny"] else CASES)[task["case"]]
-        self.at_floor = False
+        self.at_floor, self.counted = False, 0
         self.peer: Peer | None = None
         self.optimizer: torch.optim.Optimizer | None = None
         self.set_up()
@@ -99,7 +99,7 @@ class Variant:
     def adamw(self) -> torch.optim.Optimizer | None:
         """torch's on the device, or ours; None: the peer has its own."""
         if self.kind == "plain":
-            return torch.optim.AdamW(self.weights, RATE, fused=True)
+            return torch.optim.AdamW(self.weights, ADAMW_RATE, fused=True)
         if self.peer is not None:
             return None
         from offcompile import optim
@@ -107,7 +107,8 @@ class Variant:
         # without masters it computes what torch's does
         masters = self.task.get("masters", False)
         states = self.task.get("states", "auto")
-        return optim.AdamW(self.weights, RATE, states=states, overlap=True, master=masters)
+        rate = ADAMW_RATE
+        return optim.AdamW(self.weights, rate, states=states, overlap=True, master=masters)
 
     def compiled(self, memory: int | str | None) -> Callable[..., Tensor]:
         lowering = self.task["lowering"]
@@ -172,6 +173,7 @@ class Variant:
         gc.collect()
         self.reset_peak()
         counters.reset_counters()
+        self.counted = 0
         return {"seconds": seconds, "losses": losses}
 
     def bytes_without_model(self) -> int:
@@ -185,6 +187,7 @@ class Variant:
 
     def steps(self, count: int) -> dict[str, Any]:
         """So many steps on end, as training runs them; the mean of one."""
+        self.counted += count
         if self.on_gpu:
             begin = torch.cuda.Event(enable_timing=True)
             end = torch.cuda.Event(enable_timing=True)
@@ -222,6 +225,7 @@ class Variant:
                 "planning_seconds": report.result.seconds,
                 "ops_again": len(report.plan.recomputes),
                 "counters": counters,
+                "counted_steps": self.counted,
             }
         return found
 

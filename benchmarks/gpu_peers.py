@@ -10,7 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-RATE = 0.01
+#: of SGD, and of AdamW, whose steps are as long as its rate whatever the gradients
+RATE, ADAMW_RATE = 0.01, 1e-4
 PEERS = ("torchao", "torchao, AdamW", "deepspeed")
 
 
@@ -34,10 +35,10 @@ def _torchao(model: nn.Module, adamw: bool) -> Peer:
     from torchao.optim import CPUOffloadOptimizer
 
     weights = [p for p in model.parameters() if p.requires_grad]
-    made: tuple[Any, dict[str, Any]] = (torch.optim.SGD, {})
+    made: tuple[Any, dict[str, Any]] = (torch.optim.SGD, {"lr": RATE})
     if adamw:
-        made = (torch.optim.AdamW, {"fused": True})
-    optimizer = CPUOffloadOptimizer(weights, made[0], offload_gradients=True, lr=RATE, **made[1])
+        made = (torch.optim.AdamW, {"fused": True, "lr": ADAMW_RATE})
+    optimizer = CPUOffloadOptimizer(weights, made[0], offload_gradients=True, **made[1])
 
     def learn(loss: Tensor) -> None:
         loss.backward()

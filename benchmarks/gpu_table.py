@@ -47,8 +47,7 @@ def mine(row: Row, median_ms: float) -> list[str]:
     facts = row["facts"]
     if "budget_bytes" not in facts:
         return [""] * 5
-    # counted since the two steps of the warm-up
-    counters, steps = facts["counters"], len(row["losses"]) - 2
+    counters, steps = facts["counters"], facts["counted_steps"]
     planned = facts["planned_us"] / 1e3
     return [
         mib(facts["budget_bytes"]) + (" (floor)" if facts["at_floor"] else ""),

@@ -172,6 +172,7 @@ def test_the_table_shows_what_was_measured_and_what_was_not() -> None:
         "planned_us": 102e3,
         "ops_again": 4,
         "counters": counters,
+        "counted_steps": 2,
     }
     ours = {
         "name": "ours, 50%",

@@ -94,6 +94,11 @@ def test_a_plan_for_the_card_loads_to_the_card() -> None:
     assert RuntimeSettings.from_key(target.runtime.key).target == "cuda:0"
 
 
+def test_nothing_is_packed_where_steps_are_to_be_captured() -> None:
+    assert card().machine(MIB).codecs
+    assert not replace(card(), packs=False).machine(MIB).codecs
+
+
 def test_costs_on_a_card_come_from_its_profile() -> None:
     graphs = captured()
     model = CostModel(CARD, False, "aot_eager", device=torch.device("cuda:0"))

@@ -119,6 +119,13 @@ def test_the_floor_and_what_fits_leave_no_holes() -> None:
     assert everything.fits and everything.holes_bytes == 0
 
 
+def test_what_libraries_hold_counts_where_nothing_moves() -> None:
+    peak = decided(LAYERS * 4 * MIB, FAST).order.peak_bytes
+    libraries = replace(search(FAST), library_bytes=MIB)
+    assert fit_budget(chain(), libraries, peak + MIB).fits
+    assert not fit_budget(chain(), libraries, peak + MIB - 1).fits
+
+
 def test_a_policy_that_needs_more_than_the_floor_says_so() -> None:
     with pytest.raises(Infeasible, match=r"not enough for weight_rotation.*policy joint") as caught:
         fit_budget(
