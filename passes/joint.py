@@ -9,9 +9,11 @@ for the same memory.
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field, replace
+from itertools import chain
 from typing import ClassVar
 
 from offcompile.ir import Infeasible, Machine, Plan, Problem, Timeline
@@ -133,6 +135,9 @@ class Joint:
     known_choices: tuple[Choices, ...] = field(default=(), compare=False)
     #: outlines of the step, made one by one and tried first
     outlines: Iterable[OutlinedChoices] = field(default=(), compare=False)
+    #: cost of a trial's plan of this very step, whose choices are the first known ones; the caller
+    #: keeps that plan if this search finds none that is better
+    begun_us: float = field(default=math.inf, compare=False)
 
     def apply(self, problem: Problem, machine: Machine, plan: Plan) -> Plan:
         if self.judge is None:
@@ -162,7 +167,12 @@ class Joint:
                 Choices(forced.directs | free, forced.recomputes, forced.hosted)
             )
             variants += [] if self._floor(in_place) is not None else [in_place]
-        states, near = self._outlined(starts)
+        goes_on = self.begun_us < math.inf
+        if goes_on:
+            states, near = starts.known() + self._left_out(starts), True
+            self._shorten(search)
+        else:
+            states, near = self._outlined(starts)
         if states:
             starts = replace(starts, is_outlined=True)
         if self.trial and near and search.best_plan is not None:
@@ -171,7 +181,7 @@ class Joint:
             return brought_home(problem, machine, search.best_plan, self.judge)
         for one in variants:
             states = states + starts.moving(one, HEADROOMS[:1])
-        states += starts.known()
+        states += [] if goes_on else starts.known()
         split = UpdateSplit.of(problem, machine)
         if not near:  # an outline says how to split the updates
             states += starts.splitting(split, states, SPLIT_SHARES[0])
@@ -212,9 +222,20 @@ class Joint:
         states, promised_us = starts.outlined(self._made_meanwhile(search), enough)
         near = bool(states) and search.best_us <= promised_us * NEAR_OUTLINE
         if near:
-            search.left = int(search.left * OUTLINED_SHARE)
-            search.deadline -= (1 - OUTLINED_SHARE) * self._longest(search.problem)
+            self._shorten(search)
         return states, near
+
+    def _left_out(self, starts: Starts) -> list[SearchState]:
+        """Starts with the outlines that a trial left out, as one of the first was near enough."""
+        outlines = self._made_meanwhile(starts.search)
+        first = next(outlines, None)
+        if first is None or self.begun_us > first.cost_us * TRIED_OUTLINE:
+            return []
+        return starts.outlined(chain([first], outlines), SEARCHED_OUTLINE)[0]
+
+    def _shorten(self, search: Search) -> None:
+        search.left = int(search.left * OUTLINED_SHARE)
+        search.deadline -= (1 - OUTLINED_SHARE) * self._longest(search.problem)
 
     def _made_meanwhile(self, search: Search) -> Iterator[OutlinedChoices]:
         """The outlines; the search does not lose the time that they take."""

@@ -10,13 +10,13 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fractions import Fraction
 from typing import Protocol
 
 from offcompile.ir import DEVICE, HOST, Infeasible, Problem
 from offcompile.outline import StepOutline, outline
-from offcompile.passes.select.pinned_weights import best_share, spread, without_room
+from offcompile.passes.select.pinned_weights import best_share, spread, weights_in_use_order
 from offcompile.planning.fit_budget import Decided
 from offcompile.planning.planner import NO_RIVAL, OUTLINE_FROM_OPS, Beaten, Rival
 from offcompile.planning.splitting import Splitting
@@ -38,7 +38,7 @@ NEAR, CLOSE, NEAR_RIVAL = 1.1, 0.03, 1.04
 CLOSE_ENOUGH = 0.01
 #: the choices of a rival in other pieces are not searched again within this of the bound
 NEAR_BOUND = 0.05
-#: likewise, if the search started from the choices of the rival's plan
+#: likewise, if the search started from the choices of the rival's plan, or with outlines
 NEAR_TWIN = 1.01
 #: shares of the weights that stay in an outline, tried as long as fewer are faster
 SHARES_OF_OUTLINE = (Fraction(1), Fraction(7, 8), Fraction(3, 4), Fraction(1, 2))
@@ -95,10 +95,10 @@ def choose(
     """Find the fastest plan that fits; with `to_floor`, the one with the lowest peak. Raises
     `Infeasible`, and `Beaten` if no plan can beat the rival.
 
-    `on_host` annotates the step with all weights except the given ones on the host; it returns
-    None if that is impossible, or if no weight is worth a move. `must_leave`: gradients must leave
-    the device regardless of the gain, unless everything fits. `may_split`: some weights may stay
-    while others move to the host.
+    `on_host` annotates the step with all weights except the given ones on the host; None if that is
+    impossible, or if no weight is worth a move. `must_leave`: gradients must leave the device
+    regardless of the gain, unless everything fits. `may_split`: some weights may stay while others
+    move to the host.
     """
     if to_floor:
         return _least(at_home, on_host(frozenset()), decide, floor_of)
@@ -106,8 +106,11 @@ def choose(
     rival_us = rival.worth_us(at_home.problem)
     stay = None
     refused: Infeasible | Beaten | None = None
+    # searches of large steps are short as long as places are compared; that of the best goes on
+    outlined = may_split and _is_outlined(at_home.problem)
     try:
-        stay = decide(at_home, may_fit=True, worth_us=rival_us)
+        share = TRIAL_SHARE if outlined else 1.0
+        stay = decide(at_home, may_fit=True, share=share, worth_us=rival_us, trial=outlined)
     except (Infeasible, Beaten) as error:
         refused = error
     if stay is not None and (stay.fits or (_hides(stay, at_home.problem) and not must_leave)):
@@ -131,7 +134,8 @@ def choose(
         if stay is None:
             assert refused is not None
             raise refused
-        return Choice(at_home, stay)
+        found = Choice(at_home, stay)
+        return _searched_on(found, decide, rival) if outlined else found
     if may_split and not _bound_by_ops(leave):
         plans = [d for d in (stay, leave.decided) if d is not None]
         least_us = min(rival.cost_us, *(d.cost_us for d in plans))
@@ -142,19 +146,36 @@ def choose(
             )
             least_us = min(least_us, leave.decided.cost_us)
             # some may win for their updates alone; choices of a plan with all moved serve them too
-            if leave is all_moved or (leave.stays and all_moved.decided.updates_us):
+            serves = leave is all_moved or (leave.stays and all_moved.decided.updates_us)
+            if serves and not outlined:
                 longer = _longer(all_moved, _Contest(least_us, rival, until), decide)
                 leave = min(longer, leave, key=lambda c: c.decided.cost_us)
-        # a search that began with outlines has found what a longer one would
-        if stay is not None and not _is_outlined(at_home.problem):
-            least_us = min(least_us, leave.decided.cost_us)
-            contest = _Contest(least_us, rival, until)
+        if stay is not None and not outlined:
+            contest = _Contest(min(least_us, leave.decided.cost_us), rival, until)
             stay = _longer(Choice(at_home, stay), contest, decide).decided
     takes_leave = stay is None or must_leave or _faster(leave.decided, stay)
     best = leave if takes_leave or stay is None else Choice(at_home, stay)
+    if outlined and (shortly or best.stays != frozenset()):
+        best = _searched_on(best, decide, rival)
     if best.decided.cost_us >= rival.cost_us:
         raise Beaten
     return best
+
+
+def _searched_on(trial: Choice, decide: Decide, rival: Rival) -> Choice:
+    """The trial's place, searched for the usual time if a plan may still gain by that."""
+    made = trial.decided
+    near = NEAR_TWIN if _is_outlined(trial.annotated.problem) else NEAR_RIVAL
+    if made.fits or made.result.gap < CLOSE_ENOUGH or made.cost_us > rival.cost_us * near:
+        return trial
+    return replace(trial, decided=_longer_or(made, trial.annotated, decide))
+
+
+def _longer_or(made: Decided, found: Annotated, decide: Decide) -> Decided:
+    """The cheaper of a plan and that of a search of the usual time, which may find none."""
+    with contextlib.suppress(Infeasible):
+        return min(decide(found, may_fit=False), made, key=lambda d: d.cost_us)
+    return made
 
 
 def _placed_alike(
@@ -171,9 +192,8 @@ def _placed_alike(
         made = decide(annotated, may_fit=False, share=TRIAL_SHARE, worth_us=rival_us, trial=True)
         if made.cost_us > rival_us * NEAR_TWIN:
             raise Beaten
-        best = made
-        if not _is_outlined(annotated.problem) or made.result.gap > NEAR_BOUND:
-            best = min(decide(annotated, may_fit=False), made, key=lambda d: d.cost_us)
+        longer = not _is_outlined(annotated.problem) or made.result.gap > NEAR_BOUND
+        best = _longer_or(made, annotated, decide) if longer else made
         if best.cost_us >= rival.cost_us:
             raise Beaten
         return Choice(annotated, best, rival.stays)
@@ -235,9 +255,8 @@ def _longer(choice: Choice, contest: _Contest, decide: Decide) -> Choice:
     worth_us = contest.worth_us(choice.annotated.problem)
     if far or made.result.gap < CLOSE or late or made.bound_us >= worth_us:
         return choice
-    made = decide(choice.annotated, may_fit=False, share=LONGER_SHARE)
-    found = Choice(choice.annotated, made, choice.stays)
-    return min(found, choice, key=lambda c: c.decided.cost_us)
+    found = decide(choice.annotated, may_fit=False, share=LONGER_SHARE)
+    return min(replace(choice, decided=found), choice, key=lambda c: c.decided.cost_us)
 
 
 def _with_some_here(
@@ -269,11 +288,11 @@ def _with_some_here(
             return None
         worth_us = contest.worth_us(annotated.problem, found)
         with contextlib.suppress(Infeasible, Beaten):
-            decided = decide(
+            made = decide(
                 annotated, may_fit=False, share=TRIAL_SHARE, worth_us=worth_us, trial=True
             )
-            found.append(Choice(annotated, decided, stays))
-            known[stays] = decided.cost_us
+            found.append(Choice(annotated, made, stays))
+            known[stays] = made.cost_us
         return known[stays]
 
     best_us = leave.decided.cost_us
@@ -296,13 +315,10 @@ def _with_some_here(
         best = leave
         if outlined is None:
             return leave
-    close = best.decided.result.gap < CLOSE_ENOUGH
-    searched = best is leave and not was_trial
-    if close or searched or best.decided.cost_us > contest.rival.cost_us * NEAR_RIVAL:
+    if _is_outlined(best.annotated.problem) or (best is leave and not was_trial):
         return best
     # whatever the time: this search starts from the trials' choices, and gains more than they did
-    longer = Choice(best.annotated, decide(best.annotated, may_fit=False), best.stays)
-    return min(longer, best, key=lambda c: c.decided.cost_us)
+    return _searched_on(best, decide, contest.rival)
 
 
 def _by_trials(
@@ -337,8 +353,7 @@ def _outlined(leave: Choice) -> StepOutline | None:
 
 def _room_bytes(leave: Choice, floor_of: Callable[[Problem], int]) -> int:
     """The device memory left at the op that needs most of it."""
-    capacity = leave.decided.machine.tier[DEVICE].capacity_bytes
-    problem = leave.annotated.problem
+    capacity, problem = leave.decided.machine.tier[DEVICE].capacity_bytes, leave.annotated.problem
     if capacity is None:
         return sum(t.nbytes for t in problem.tensors)
     return max(0, capacity - floor_of(problem))
@@ -349,17 +364,6 @@ def _without_host_updates(leave: Choice) -> list[tuple[str, int]]:
     the host updates."""
     hosted = {u.weight for u in leave.decided.result.plan.updates if u.where == HOST}
     return [w for w in weights_in_use_order(leave.annotated.problem) if w[0] not in hosted]
-
-
-def without_room_on_host(problem: Problem, room_bytes: int) -> frozenset[str]:
-    """Weights at home on the host that stay on the device where only so much may live there."""
-    return without_room(weights_in_use_order(problem), room_bytes)
-
-
-def weights_in_use_order(problem: Problem) -> list[tuple[str, int]]:
-    hosted = {t.id: t.nbytes for t in problem.tensors if t.kind == "weight" and t.home == HOST}
-    order = dict.fromkeys(t for op in problem.ops for t in op.reads if t in hosted)
-    return [(t, hosted[t]) for t in order]
 
 
 def _hides(decided: Decided, problem: Problem) -> bool:

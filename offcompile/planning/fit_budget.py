@@ -132,6 +132,8 @@ class PlanSearch:
     #: collectives that run beside the plan; None: there are none to know of
     beside: CollectivesBeside | None = None
     library_bytes: int = 0
+    #: see `PlanAsked`
+    begun_us: float = float("inf")
 
 
 def fit_budget(
@@ -170,9 +172,11 @@ def fit_budget(
         seeds = known if roomy is None else [*known, roomy.result.plan]
         seconds = spend if search.trial else share * spend
         trial = search.trial or shortly
-        asked = Question(
-            problem, machine, search.policy, seconds, seeds, worth_us, trial, search.beside
-        )
+        # a step without room for holes has outlines of its own
+        before = roomy if share == LONG_SHARE else None
+        begun_us = search.begun_us if before is None else before.result.cost_us
+        figures = (seconds, seeds, worth_us, trial, search.beside, begun_us)
+        asked = Question(problem, machine, search.policy, *figures)
         with rarely_collected():
             if search.reuses:
                 result = plan_once(asked, search.progress)

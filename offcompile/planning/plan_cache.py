@@ -26,7 +26,7 @@ from offcompile.machine.cost_cache import (
 )
 from offcompile.runtime.base.once import made_once
 
-from .planner import Beaten, PlanAsked, PlanResult, beside_us, certify, plan_asked, plan_problem
+from .planner import Beaten, PlanAsked, PlanResult, beside_us, certify, plan_asked
 
 #: rooms of the package whose sources decide what a search finds
 PLANNER = ("ir", "passes", "simulate", "bounds", "planning")
@@ -43,7 +43,7 @@ class Question(PlanAsked):
 
     @property
     def key(self) -> str:
-        figures = [self.policy, self.seconds, self.worth_us, self.trial]
+        figures = [self.policy, self.seconds, self.worth_us, self.trial, self.begun_us]
         parts = [
             problem_to_json(self.problem),
             machine_to_json(self.machine),
@@ -54,24 +54,13 @@ class Question(PlanAsked):
         return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()
 
     def answered(self, progress: Callable[[str], None] | None = None) -> PlanResult:
-        """Search now. Raises what `plan_problem` raises."""
-        if self.beside is not None:
-            return plan_asked(self, progress)
-        return plan_problem(
-            self.problem,
-            self.machine,
-            self.policy,
-            self.seconds,
-            progress,
-            self.known,
-            self.worth_us,
-            self.trial,
-        )
+        """Search now. Raises what `plan_asked` raises."""
+        return plan_asked(self, progress)
 
 
 def plan_once(question: Question, progress: Callable[[str], None] | None = None) -> PlanResult:
     """The plan of an earlier search for the same question, or else of a search now, which is kept.
-    Raises what `plan_problem` raises, remembered refusals too."""
+    Raises what `plan_asked` raises, remembered refusals too."""
     busy_from = time.thread_time()
     identity = {"planner": planner_digest(), "question": question.key}
     kept = read_document(KIND, identity)

@@ -157,6 +157,8 @@ class PlanAsked:
     updates are tried first.
     worth_us: no plan is of use that takes this long.
     trial: plans are only compared, so that the search ends once it has one.
+    begun_us: cost of the newest known plan, if that is one of this very problem; the caller keeps
+    that plan if no better one is found.
     beside: collectives that run beside the plan; it is judged with them.
     """
 
@@ -168,6 +170,18 @@ class PlanAsked:
     worth_us: float = float("inf")
     trial: bool = False
     beside: CollectivesBeside | None = None
+    begun_us: float = float("inf")
+
+
+@dataclass(frozen=True)
+class KnownPlans:
+    """Plans of the same ops, the newest last. begun_us: see `PlanAsked`."""
+
+    plans: tuple[Plan, ...] = ()
+    begun_us: float = float("inf")
+
+
+NOTHING_KNOWN = KnownPlans()
 
 
 def plan_problem(
@@ -222,6 +236,7 @@ def plan_asked(asked: PlanAsked, progress: Callable[[str], None] | None = None) 
         trial=asked.trial,
         known_choices=_choices_of(asked.known, coarse),
         outlines=_outlines(coarse.problem, machine),
+        begun_us=asked.begun_us if len(problem.ops) >= OUTLINE_FROM_OPS else float("inf"),
     )
     try:
         plan = coarse.expand(chosen.apply(coarse.problem, machine, Plan()))

@@ -11,6 +11,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from fractions import Fraction
 
+from offcompile.ir import HOST, Problem
+
 #: shares tried besides none and all, and the resolution of the search around the best
 FIRST_SHARES = (Fraction(1), Fraction(1, 2))
 LEAST_STEP = Fraction(1, 8)
@@ -94,3 +96,14 @@ def _above_best(costs: dict[Fraction, float | None], share: Fraction) -> bool:
 def _cheapest(costs: dict[Fraction, float | None]) -> Fraction:
     found = [(cost, share) for share, cost in costs.items() if cost is not None]
     return min(found)[1]
+
+
+def without_room_on_host(problem: Problem, room_bytes: int) -> frozenset[str]:
+    """Weights at home on the host that stay on the device where only so much may live there."""
+    return without_room(weights_in_use_order(problem), room_bytes)
+
+
+def weights_in_use_order(problem: Problem) -> list[tuple[str, int]]:
+    hosted = {t.id: t.nbytes for t in problem.tensors if t.kind == "weight" and t.home == HOST}
+    order = dict.fromkeys(t for op in problem.ops for t in op.reads if t in hosted)
+    return [(t, hosted[t]) for t in order]

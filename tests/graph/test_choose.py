@@ -149,6 +149,39 @@ def test_the_weights_that_are_chosen_are_searched_for_in_full() -> None:
     )
 
 
+def test_places_of_large_steps_are_compared_by_trials_and_one_is_searched_on(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """As for steps that outlines are made of, also where the weights are best at home."""
+    monkeypatch.setattr(module, "OUTLINE_FROM_OPS", 1)
+    budget, asked = LAYERS * WEIGHT_BYTES * 3 // 4, []
+
+    def counted(found: Annotated, *, trial: bool = False, **given: Any) -> Decided:
+        asked.append((found, trial))
+        return at(budget)(found, trial=trial, **given)
+
+    found = choose(tower(False), on_host, counted, False, least)
+    assert found.stays
+    assert [made for made, trial in asked if not trial] == [found.annotated]
+
+    asked.clear()
+    budget = (LAYERS + 2) * WEIGHT_BYTES
+    home = kept_full()
+    found = choose(home, lambda stays: None, counted, False, least)
+    assert [made for made, trial in asked if not trial] == [home]
+    assert found.annotated is home
+
+
+def kept_full() -> Annotated:
+    """Weights at home, and activations that have to leave."""
+    found = tower(False)
+    tensors = (
+        replace(t, nbytes=WEIGHT_BYTES // 2) if t.kind == "activation" else t
+        for t in found.problem.tensors
+    )
+    return replace(found, problem=replace(found.problem, tensors=tuple(tensors)))
+
+
 def test_a_rival_ends_the_search_where_no_plan_can_beat_it() -> None:
     budget, asked = LAYERS * WEIGHT_BYTES * 3 // 4, []
 

@@ -21,7 +21,7 @@ from offcompile.planning.fit_budget import (
     floor_of,
     floors_by_run,
 )
-from offcompile.planning.planner import PlanResult, plan_problem
+from offcompile.planning.planner import PlanAsked, PlanResult, plan_asked
 
 MIB = 1 << 20
 LAYERS = 8
@@ -169,11 +169,11 @@ def test_room_for_holes_is_given_up_only_in_a_search_that_can_win(
     """The second search is told what it must beat: the first plan, and what holes cost."""
     asked: list[float] = []
 
-    def noted(*given: object) -> PlanResult:
-        asked.append(given[-2])  # type: ignore[arg-type]
-        return plan_problem(*given)  # type: ignore[arg-type]
+    def noted(question: PlanAsked, progress: object) -> PlanResult:
+        asked.append(question.worth_us)
+        return plan_asked(question)
 
-    monkeypatch.setattr(plan_cache, "plan_problem", noted)
+    monkeypatch.setattr(plan_cache, "plan_asked", noted)
     near = [rate for rate in (0.5, 1.0, 2.0, 4.0) if searches(asked, rate * MIB / 1000) == 2]
     assert near, "each plan was within 0.5% of compute"
 
@@ -195,12 +195,15 @@ def test_near_the_floor_short_searches_decide_if_there_is_room_for_holes(
     """However many shares of the room fit, one of them is searched; only one search is long."""
     asked: list[tuple[int, float, bool]] = []
 
-    def noted(*given: object) -> PlanResult:
-        tier = given[1].tier["device"]  # type: ignore[attr-defined]
-        asked.append((tier.capacity_bytes, given[3], given[-1]))  # type: ignore[arg-type]
-        return plan_problem(*given)  # type: ignore[arg-type]
+    def noted(question: PlanAsked, progress: object) -> PlanResult:
+        capacity = question.machine.tier["device"].capacity_bytes
+        assert capacity is not None
+        asked.append((capacity, question.seconds, question.trial))
+        # the long one goes on from a short one; another has outlines of its own
+        assert (question.begun_us < float("inf")) == (len(asked) == 3)
+        return plan_asked(question)
 
-    monkeypatch.setattr(plan_cache, "plan_problem", noted)
+    monkeypatch.setattr(plan_cache, "plan_asked", noted)
     floor = floor_of(chain(), machine(SLOW))  # type: ignore[arg-type]
     budget = floor + MIB + 2 * MIB
     found = fit_budget(chain(), replace(search(SLOW), trial=trial), budget, holes=Holes(2 * MIB))
@@ -224,11 +227,11 @@ def test_near_the_floor_the_faster_plan_wins() -> None:
 def test_a_long_step_takes_one_search_at_its_floor(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[object] = []
 
-    def noted(*given: object) -> PlanResult:
-        asked.append(given)
-        return plan_problem(*given)  # type: ignore[arg-type]
+    def noted(question: PlanAsked, progress: object) -> PlanResult:
+        asked.append(question)
+        return plan_asked(question)
 
-    monkeypatch.setattr(plan_cache, "plan_problem", noted)
+    monkeypatch.setattr(plan_cache, "plan_asked", noted)
     layers = 2 * MOST_CELLS
     sizes = [3 + i * 7 % 5 for i in range(layers + 1)]
     problem = training([1] * layers, sizes, [2.0] * layers, steady=False)

@@ -196,6 +196,25 @@ def test_a_trial_stops_at_the_plan_of_the_outline() -> None:
     assert len(told) == 1  # its plan is near enough: no other outline is made
 
 
+@pytest.mark.parametrize(("far", "wanted"), [(1.02, 4), (1.05, 1)])
+def test_a_search_that_goes_on_tries_what_its_trial_left_out(far: float, wanted: int) -> None:
+    """That is all outlines, unless the trial was too far from the first to stop before the last."""
+    problem, on = training(), machine(EVERYTHING // 5)
+    judge, told, began = judge_for(problem, on), list[StepOutline](), made(problem, on)
+
+    def promising() -> Iterator[OutlinedChoices]:
+        for found in outlines(problem, on):
+            told.append(found)
+            # no plan comes near to what it promises
+            yield OutlinedChoices(found.choices, began.cost_us / 10, found.away)
+
+    begun_us = far * began.cost_us / 10
+    search = Joint(judge=judge, outlines=promising(), begun_us=begun_us, evaluations=40)
+    plan = replace(search, known_choices=(began.choices,)).apply(problem, on, Plan())
+    assert judge(problem, on, plan).valid
+    assert len(told) == wanted
+
+
 @pytest.mark.parametrize("from_ops", [0, 10_000])
 def test_only_large_steps_are_outlined(monkeypatch: pytest.MonkeyPatch, from_ops: int) -> None:
     asked = list[Problem]()

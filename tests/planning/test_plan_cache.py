@@ -16,7 +16,7 @@ from offcompile.machine.cost_cache import drop_oldest
 from offcompile.planning import plan_cache
 from offcompile.planning.fit_budget import PlanSearch, fit_budget
 from offcompile.planning.plan_cache import Question, plan_once
-from offcompile.planning.planner import Beaten, PlanResult, plan_problem
+from offcompile.planning.planner import Beaten, PlanAsked, PlanResult, plan_asked, plan_problem
 
 PROBLEM = chain([40, 30, 20, 50], [60, 50, 40, 30, 20], [5.0, 8.0, 6.0, 4.0], steady=False)
 LEAST, MOST = bytes_range(PROBLEM, link(None, 10.0))
@@ -27,12 +27,12 @@ POLICY = "joint:evaluations=20,seconds=60"
 def searches(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[str]:
     made: list[str] = []
 
-    def noted(problem: object, *given: object) -> PlanResult:
+    def noted(asked: PlanAsked, progress: object = None) -> PlanResult:
         made.append("search")
-        return plan_problem(problem, *given)  # type: ignore[arg-type]
+        return plan_asked(asked)
 
     monkeypatch.setenv("OFFCOMPILE_CACHE_DIR", str(tmp_path))
-    monkeypatch.setattr(plan_cache, "plan_problem", noted)
+    monkeypatch.setattr(plan_cache, "plan_asked", noted)
     monkeypatch.setattr(plan_cache, "WORTH_KEEPING_SECONDS", 0.0)
     return made
 

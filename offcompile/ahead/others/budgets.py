@@ -19,13 +19,12 @@ from functools import cached_property
 from offcompile.ahead.answers.fit_report import BudgetPoint
 from offcompile.ahead.plan import Ahead, Tell
 from offcompile.bounds import lower_bound
-from offcompile.graph.weight_placement import weights_in_use_order
 from offcompile.ir import HOST, Infeasible, Plan, Problem
 from offcompile.ir.units import size
 from offcompile.machine.in_place import InPlace
-from offcompile.passes.select.pinned_weights import spread
+from offcompile.passes.select.pinned_weights import spread, weights_in_use_order
 from offcompile.planning.fit_budget import Decided, floor_of
-from offcompile.planning.planner import Beaten
+from offcompile.planning.planner import Beaten, KnownPlans
 from offcompile.run.plan.candidates import Candidate
 
 from .processes import Beside
@@ -131,7 +130,7 @@ class OtherBudgets:
         `Infeasible`."""
         options = replace(self.ahead.survey.options, memory=memory, seconds=self.seconds)
         planner = self.ahead.planner(options, self.tell, explains=False)
-        known = [self.made.choice.decided.result.plan, *known]
+        plans = KnownPlans((self.made.choice.decided.result.plan, *known))
         places = list(self.places(memory))
         if len(places) > 1:
             places = self._promising(places, memory - planner.source.target.reserve_bytes(memory))
@@ -144,7 +143,7 @@ class OtherBudgets:
                     place.problem,
                     memory,
                     may_fit=place.at_home,
-                    known=known,
+                    known=plans,
                     worth_us=worth_us,
                     trial=True,
                 )

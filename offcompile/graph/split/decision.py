@@ -22,8 +22,9 @@ from offcompile.planning.splitting import SplitPart, Splitting, StepEstimate, su
 
 #: numbers of pieces to try, in turn
 LADDER = (4, 8, 16, 32)
-#: a budget has room to spare if it is above a floor by this factor
-ROOM_TO_SPARE = 1.25
+#: a budget has room to spare if it is above a floor by this factor, and so much that more pieces
+#: are not even estimated, which takes seconds, if it is above by the second
+ROOM_TO_SPARE, MUCH_ROOM = 1.25, 4
 #: more pieces are not worth their launches unless they lower the floor to this share
 LOWER = 0.95
 #: if a plan already exists, only tensors of at least this share of the budget are split
@@ -32,7 +33,7 @@ WORTH_SPLITTING = 1 / 8
 NEARLY_FREE = 1.03
 #: if a plan's gap to its bound is below CLOSE, more pieces are not tried; below NEAR, only if they
 #: lower the bound to this share
-CLOSE, NEAR, LOWER_BOUND = 0.03, 0.1, 0.98
+CLOSE, NEAR, LOWER_BOUND = 0.05, 0.1, 0.98
 
 T = TypeVar("T")
 
@@ -168,10 +169,11 @@ class Ways(Generic[T]):
         """The numbers of pieces to plan: the first, then the next if its floor is notably lower."""
         yield self._first
         more = next((n for n in self._counts if n > self._first), None)
-        if more is not None:
-            floor = self.estimate(self._first).floor_bytes
-            if self.estimate(more).floor_bytes <= LOWER * floor:
-                yield more
+        floor = self.estimate(self._first).floor_bytes
+        if more is None or (self.budget is not None and floor * MUCH_ROOM <= self.budget):
+            return
+        if self.estimate(more).floor_bytes <= LOWER * floor:
+            yield more
 
     def _best_in_pieces(self, whole: Choice | None) -> tuple[T, int] | None:
         """The best plan in pieces, if it beats the whole graph's plan."""

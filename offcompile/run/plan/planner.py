@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 
 from offcompile.graph.annotate import Annotated
 from offcompile.graph.graphs import Graphs
-from offcompile.graph.weight_placement import Choice, choose, without_room_on_host
+from offcompile.graph.weight_placement import Choice, choose
 from offcompile.ir import BACKWARD, DEVICE, HOST, UPDATE, Infeasible, Machine, Plan, Problem, Tensor
 from offcompile.ir.units import show_bytes
 from offcompile.machine.hardware import DISK
 from offcompile.machine.in_place import InPlace
+from offcompile.passes.select.pinned_weights import without_room_on_host
 from offcompile.planning.empty_turn import decide_emptied
 from offcompile.planning.fit_budget import (
     Decided,
@@ -26,7 +27,7 @@ from offcompile.planning.fit_budget import (
     with_reserve,
 )
 from offcompile.planning.planned_layout import planned_returns
-from offcompile.planning.planner import PlanResult
+from offcompile.planning.planner import NOTHING_KNOWN, KnownPlans, PlanResult
 from offcompile.planning.splitting import StepEstimate
 from offcompile.run.problem_source import ProblemSource
 from offcompile.runtime.memory.malloc.heap import address_space_is_limited
@@ -66,7 +67,7 @@ class GraphPlanner:
         may_fit: bool = False,
         share: float = 1.0,
         offload_gradients: bool = False,
-        known: Sequence[Plan] = (),
+        known: KnownPlans = NOTHING_KNOWN,
         worth_us: float = float("inf"),
         trial: bool = False,
     ) -> Decided:
@@ -88,6 +89,7 @@ class GraphPlanner:
             options.reuse_plans,
             self.request.beside,
             target.library_bytes,
+            known.begun_us,
         )
         offload_saved = self.request.kind.offload_saved
         offload_gradients = offload_gradients and any(op.phase == BACKWARD for op in problem.ops)
@@ -100,7 +102,7 @@ class GraphPlanner:
             self.request.held_bytes,
             None if budget is None else self._holes(problem, budget),
             may_fit,
-            known,
+            known.plans,
             worth_us,
         )
 
@@ -167,7 +169,7 @@ class PlacementSearch:
     annotated: Annotated
     share: float = 1.0
     #: plans of the step with its weights placed differently, whose choices are tried
-    _known: list[Plan] = field(default_factory=list)
+    _known: list[tuple[Problem, PlanResult]] = field(default_factory=list)
 
     @cached_property
     def in_place(self) -> InPlace | None:
@@ -296,19 +298,26 @@ class PlacementSearch:
         settled, updates_us = self.planner.request.settled, self._updates_us(found)
         if settled is not None and settled.fits(found.problem, budget):
             return replace(settled.decided, updates_us=updates_us)
-        rival = self.planner.request.rival.plan
         made = self.planner.decide(
             found.problem,
             budget,
             may_fit,
             self.share * share,
-            known=self._known if rival is None else [rival, *self._known],
+            known=self._known_of(found.problem),
             worth_us=worth_us - updates_us,
             trial=trial,
         )
         if made.result.plan.recomputes or made.result.plan.updates:
-            self._known.append(made.result.plan)
+            self._known.append((found.problem, made.result))
         return replace(made, updates_us=updates_us)
+
+    def _known_of(self, problem: Problem) -> KnownPlans:
+        """All known plans, with one of this very problem as the newest."""
+        rival = self.planner.request.rival.plan
+        others = [made.plan for other, made in self._known if other is not problem]
+        mine = [made for other, made in self._known if other is problem]
+        plans = [*([] if rival is None else [rival]), *others, *(made.plan for made in mine)]
+        return KnownPlans(tuple(plans), mine[-1].cost_us if mine else float("inf"))
 
     def _updates_us(self, found: Annotated) -> float:
         """The time that a user's optimizer takes over the link for weights that are on the host.
