@@ -123,6 +123,10 @@ class Target(ABC):
     def reserve_bytes(self, budget_bytes: int) -> int:
         """The bytes of a budget that the runtime itself takes."""
 
+    def kept_back_bytes(self, budget_bytes: int, moves: bool) -> int:
+        """The bytes of a budget that tensors cannot have; fewer if nothing moves."""
+        return self.reserve_bytes(budget_bytes) if moves else self.library_bytes
+
     @abstractmethod
     def holes_bytes(self, budget_bytes: int) -> int:
         """The bytes that the runtime wants beside its reserve, so that it can keep freed blocks."""

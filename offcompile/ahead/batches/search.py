@@ -320,9 +320,7 @@ class _BatchSearch:
         if candidate.pieces is not None:
             self.estimates.add(batch, (whole, candidate.choice.annotated.problem))
         target = planner.source.target
-        reserve = target.library_bytes
-        if not decided.fits:
-            reserve = target.reserve_bytes(planner.budget() or 0)
+        reserve = target.kept_back_bytes(planner.budget() or 0, not decided.fits)
         peak = decided.order.peak_bytes + reserve
         return BatchRow(batch, decided.cost_us, peak, not decided.fits)
 

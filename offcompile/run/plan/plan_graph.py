@@ -139,7 +139,7 @@ def report_of(planner: GraphPlanner, choice: Choice) -> PlanReport:
     """Report what is known before anything runs."""
     annotated, decided, source = choice.annotated, choice.decided, planner.source
     budget, peak, target = planner.budget(), decided.order.peak_bytes, source.target
-    reserve = target.library_bytes if decided.fits else target.reserve_bytes(budget or peak)
+    reserve = target.kept_back_bytes(budget or peak, not decided.fits)
     whole_bytes = budget if budget is not None else peak + reserve
     return PlanReport(
         name=planner.request.name,

@@ -233,7 +233,6 @@ def _judge(decided: Decided, own: Problem, planner: GraphPlanner) -> None:
     if budget is None:
         return
     needed = worst_case(own, plan, decided.order.steps)
-    target = source.target
-    room = budget - (target.library_bytes if decided.fits else target.reserve_bytes(budget))
+    room = budget - source.target.kept_back_bytes(budget, not decided.fits)
     if needed > room:
         raise NotHere(f"it needs {show_bytes(needed)} of {show_bytes(room)} here")
