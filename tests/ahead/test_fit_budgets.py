@@ -18,7 +18,7 @@ from offcompile.ir import Infeasible
 from offcompile.machine.options import Options
 from offcompile.planning import plan_cache
 from offcompile.planning.fit_budget import floor_of, peak_alone, with_reserve
-from offcompile.planning.planner import PlanResult
+from offcompile.planning.planner import PlanAsked, PlanResult
 
 WIDTH, ROWS = 512, 4096
 SECONDS = 0.1
@@ -72,21 +72,21 @@ def test_plans_keep_other_budgets(optimizer: str | None, share: float) -> None:
 def test_each_budget_takes_few_searches(monkeypatch: pytest.MonkeyPatch) -> None:
     one = ahead(None)
     begun = start(one, 0.3)
-    asked: list[tuple[Any, ...]] = []
-    plain = plan_cache.plan_problem
+    asked: list[PlanAsked] = []
+    plain = plan_cache.plan_asked
 
-    def counted(*given: Any) -> PlanResult:
-        asked.append(given)
-        return plain(*given)
+    def counted(question: PlanAsked, *given: Any) -> PlanResult:
+        asked.append(question)
+        return plain(question, *given)
 
-    monkeypatch.setattr(plan_cache, "plan_problem", counted)
+    monkeypatch.setattr(plan_cache, "plan_asked", counted)
     monkeypatch.setattr(one, "candidate", None)  # nothing is planned from scratch
     points = under_other_budgets(one, begun, between(one), SECONDS, quiet)
     assert len(points) == 3  # one share is next to the start
     places = 3
     assert len(asked) <= places * len(points)
     known = begun.made.choice.decided.result.plan
-    assert all(given[5][0] is known for given in asked)
+    assert asked and all(question.known[0] is known for question in asked)
 
 
 def test_without_a_plan_the_middle_is_planned_first() -> None:
