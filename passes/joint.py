@@ -13,7 +13,6 @@ import math
 import time
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field, replace
-from itertools import chain
 from typing import ClassVar
 
 from offcompile.ir import Infeasible, Machine, Plan, Problem, Timeline
@@ -169,19 +168,20 @@ class Joint:
             variants += [] if self._floor(in_place) is not None else [in_place]
         goes_on = self.begun_us < math.inf
         if goes_on:
-            states, near = starts.known() + self._left_out(starts), True
-            self._shorten(search)
+            # the trial has tried all else: large steps gain only by the outlines that it left out
+            mine = replace(starts, known_choices=self.known_choices[:1])
+            states, near = self._left_out(starts) or mine.known(), True
         else:
             states, near = self._outlined(starts)
         if states:
             starts = replace(starts, is_outlined=True)
-        if self.trial and near and search.best_plan is not None:
-            starts.known()
-            # the plan that is chosen is searched for again, from here
+        if (self.trial or goes_on) and near and search.best_plan is not None:
+            if not goes_on:
+                starts.known()  # the plan that is chosen is searched for again, from here
             return brought_home(problem, machine, search.best_plan, self.judge)
         for one in variants:
             states = states + starts.moving(one, HEADROOMS[:1])
-        states += [] if goes_on else starts.known()
+        states += starts.known()
         split = UpdateSplit.of(problem, machine)
         if not near:  # an outline says how to split the updates
             states += starts.splitting(split, states, SPLIT_SHARES[0])
@@ -231,7 +231,7 @@ class Joint:
         first = next(outlines, None)
         if first is None or self.begun_us > first.cost_us * TRIED_OUTLINE:
             return []
-        return starts.outlined(chain([first], outlines), SEARCHED_OUTLINE)[0]
+        return starts.outlined(outlines, SEARCHED_OUTLINE, first.cost_us)[0]
 
     def _shorten(self, search: Search) -> None:
         search.left = int(search.left * OUTLINED_SHARE)

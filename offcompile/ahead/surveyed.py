@@ -6,9 +6,11 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 
 from offcompile.graph.annotate import Annotated
+from offcompile.graph.costs.op_costs import OpCost
 from offcompile.graph.graphs import Graphs, Hint
-from offcompile.graph.mask_bits import compact
+from offcompile.graph.mask_bits import Compacted, compact
 from offcompile.graph.sizes import hint_of
+from offcompile.graph.storages import Place
 from offcompile.graph.updates import Updates
 from offcompile.ir import DEVICE, HOST, OffloadError, Problem
 from offcompile.machine.in_place import InPlace
@@ -16,9 +18,6 @@ from offcompile.run.problem_source import ProblemSource
 
 from .layers import Layers
 from .unroll import Unrolled, relabelled, unroll
-
-#: annotations kept: with and without masks as bits, with weights on the device and on the host
-MOST_KNOWN = 4
 
 
 class NotAlike(OffloadError):
@@ -35,6 +34,22 @@ class Twin:
 
 
 @dataclass(eq=False)
+class Estimate:
+    """The account of graphs whose ops are priced. It is shared by all copies of a survey, so that
+    graphs which are planned again, for another rival, are not annotated again."""
+
+    graphs: Graphs
+    costs: Mapping[Place, OpCost]
+    least_move_bytes: int
+    touch_us_per_mib: float
+    twin: Twin | None
+    #: steps with no weight kept on the device, by the cost of operands in place: node by node, and
+    #: as they are planned
+    annotated: dict[InPlace | None, Annotated] = field(default_factory=dict)
+    planned: dict[InPlace | None, Annotated] = field(default_factory=dict)
+
+
+@dataclass(eq=False)
 class AheadProblemSource(ProblemSource):
     """A survey that can extrapolate. `twin`: used to infer missing layers; None: none missing."""
 
@@ -42,32 +57,49 @@ class AheadProblemSource(ProblemSource):
     updates: Updates | None = None
     #: graphs as traced; other graphs are the same with masks packed as bits
     traced: Graphs | None = field(default=None, repr=False)
-    #: the newest annotations with no weight kept on the device, and their arguments
-    _known: tuple[tuple[Graphs, InPlace | None, Annotated], ...] = field(default=(), repr=False)
-    #: the graphs whose ops are priced; None: unknown
-    _priced: Graphs | None = field(default=None, repr=False)
+    #: estimates of this model's graphs
+    _estimates: list[Estimate] = field(default_factory=list, repr=False)
+    #: graphs → the same with masks packed as bits
+    _packed: list[tuple[Graphs, Compacted | None]] = field(default_factory=list, repr=False)
+    #: the account of the graphs that were priced last
+    _current: Estimate | None = field(default=None, repr=False)
 
     def apart(self, graphs: Graphs) -> Graphs:
         """Return the graphs unchanged, since they must stay like their twin's."""
         return graphs
 
+    def packed(self, graphs: Graphs) -> Compacted | None:
+        found = [made for given, made in self._packed if given is graphs]
+        if not found:
+            found = [super().packed(graphs)]
+            self._packed.append((graphs, found[0]))
+        return found[0]
+
     def price(self, graphs: Graphs, budget: int | None, progress: Callable[[str], None]) -> None:
-        if graphs is self._priced and self._costs:
+        estimates = self.options.hardware is not None  # what is measured depends on the budget
+        known = next((made for made in self._estimates if made.graphs is graphs), None)
+        if known is not None and estimates:
+            self._costs, self._min_move = dict(known.costs), known.least_move_bytes
+            self._touch_us_per_mib, self.twin = known.touch_us_per_mib, known.twin
+            self._current = known
             return
-        self._known = ()  # costs change
         if self.twin is not None:
             self.twin = self._twin_of(self.twin, graphs)
             self.twin.survey.price(self.twin.graphs, budget, progress)
         super().price(graphs, budget, progress)
-        # measured costs depend on the budget, estimated ones do not
-        self._priced = None if self.options.hardware is None else graphs
+        figures = (self._costs, self._min_move, self._touch_us_per_mib)
+        self._current = Estimate(graphs, *figures, self.twin)
+        if estimates:
+            self._estimates.append(self._current)
 
     def measure_in_place(self, graphs: Graphs, in_place: InPlace) -> None:
         mine = self._unmeasured
         super().measure_in_place(graphs, in_place)
-        if mine is None:
+        if mine is None or not mine.measure:
             return
-        self._known = ()  # costs change
+        if self._current is not None:  # costs change
+            self._current.annotated.clear()
+            self._current.planned.clear()
         if self.twin is None:
             return
         twin = self.twin.survey
@@ -79,14 +111,14 @@ class AheadProblemSource(ProblemSource):
     def annotated(
         self, graphs: Graphs, in_place: InPlace | None, stays: frozenset[str], hint: Hint
     ) -> Annotated:
-        same = (made for g, i, made in self._known if g is graphs and i == in_place)
-        found = next(same, None)
+        kept = {} if (priced := self._priced(graphs)) is None else priced.annotated
+        found = kept.get(in_place)
         if found is None:
             if self.twin is None:
                 found = super().annotated(graphs, in_place, frozenset(), hint)
             else:
                 found = self._unrolled(self.twin, graphs, in_place, hint)
-            self._known = ((graphs, in_place, found), *self._known)[:MOST_KNOWN]
+            kept[in_place] = found
         return replace(found, problem=staying(found.problem, stays))
 
     def problem(
@@ -96,8 +128,18 @@ class AheadProblemSource(ProblemSource):
         stays: frozenset[str] = frozenset(),
         hint: Hint | None = None,
     ) -> Annotated:
-        found = super().problem(graphs, in_place, stays, hint)
-        return found if self.updates is None else self.updates.added(found)
+        priced = None if stays or hint is not None else self._priced(graphs)
+        found = None if priced is None else priced.planned.get(in_place)
+        if found is None:
+            found = super().problem(graphs, in_place, stays, hint)
+            found = found if self.updates is None else self.updates.added(found)
+            if priced is not None:
+                priced.planned[in_place] = found
+        return found
+
+    def _priced(self, graphs: Graphs) -> Estimate | None:
+        current = self._current
+        return current if current is not None and current.graphs is graphs else None
 
     def _unrolled(
         self, twin: Twin, graphs: Graphs, in_place: InPlace | None, hint: Hint

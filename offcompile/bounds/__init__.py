@@ -91,12 +91,14 @@ class _BoundSearch:
 
     def run(self) -> Bound:
         whole = full(self.found)
-        if columns_of(self.found, whole) > WHOLE_COLUMNS:
+        columns = columns_of(self.found, whole)
+        if columns > WHOLE_COLUMNS:
             whole = fine(self.found)
-        if self._seconds(columns_of(self.found, whole)) > 0.3 * self.left():
+            columns = columns_of(self.found, whole)
+        if self._seconds(columns) > 0.3 * self.left():
             self._cut()
             self._ladder()
-        if self._seconds(columns_of(self.found, whole)) > self.left():
+        if self._seconds(columns) > self.left():
             self.complete = False
             return self._bound()
         model = self._lp(self.found, whole, "lp")

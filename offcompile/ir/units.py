@@ -31,6 +31,7 @@ def compressed_bytes(nbytes: int, ratio: Number) -> int:
     return math.ceil(nbytes * exact(ratio))
 
 
+@lru_cache(maxsize=65536)
 def move_ns(
     moved_bytes: int,
     lane_bytes_per_us: Number,

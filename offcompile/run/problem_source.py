@@ -16,6 +16,7 @@ from offcompile.graph.dropout import in_two_parts
 from offcompile.graph.graphs import Graphs, Hint, storage_bytes, storage_key
 from offcompile.graph.in_backward_updates import Offers, costs_of_offers, with_offers
 from offcompile.graph.kernels import merge_kernels
+from offcompile.graph.mask_bits import Compacted, compact
 from offcompile.graph.sizes import hint_of
 from offcompile.graph.storages import Place
 from offcompile.ir import DEVICE, Lane, Machine
@@ -95,6 +96,11 @@ class ProblemSource:
     def apart(self, graphs: Graphs) -> Graphs:
         """Split ops that may be recomputed in part only, like dropout."""
         return in_two_parts(graphs)
+
+    def packed(self, graphs: Graphs) -> Compacted | None:
+        """Save masks of the graphs as bits; None if there are none."""
+        fuses = self.options.lowering == "inductor"
+        return compact(graphs, hint_of(self.sizes), fuses=fuses)
 
     def annotate(
         self, graphs: Graphs, budget: int | None, progress: Callable[[str], None]

@@ -95,14 +95,16 @@ class Starts:
         return found
 
     def outlined(
-        self, outlines: Iterable[OutlinedChoices], near: float
+        self, outlines: Iterable[OutlinedChoices], near: float, promised_us: float = 0.0
     ) -> tuple[list[SearchState], float]:
         """Starts with the choices of outlines, until one takes at most `near` times as long as the
-        first promises; and the time that it promises."""
-        found, promised_us = list[SearchState](), 0.0
+        first promises; and the time that it promises. promised_us: that of one tried before."""
+        found, before = list[SearchState](), list[Choices]()
         for outline in outlines:
             promised_us = promised_us or outline.cost_us
-            for away in (outline.away, _NO_HINTS):
+            hints = [outline.away, *([] if outline.choices in before else [_NO_HINTS])]
+            before.append(outline.choices)
+            for away in hints:
                 state = self._tried(outline.choices, away)
                 found += [] if state is None else [state]
                 if self.search.settled or self.search.best_us <= promised_us * near:

@@ -55,6 +55,8 @@ class Touch:
 def link_us(problem: Problem, link: SharedLink, run: VerifiedRun) -> Fraction:
     """The time that a shared link takes for what the run accesses on the host."""
     nbytes = 0
+    if not run.on_host and not run.directs:
+        return Fraction(0)
     for tensor in run.op.operands:
         if run.tier_of(tensor) == HOST:
             size = problem.tensor[tensor].nbytes

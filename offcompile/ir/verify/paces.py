@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from dataclasses import dataclass, field
 from fractions import Fraction
 from itertools import pairwise
 
@@ -32,6 +33,7 @@ def check_paces(
     instants = sorted({x for t in lasting for x in (_start(t), _end(t))})
     waiting = sorted(lasting, key=_start, reverse=True)
     over = timeline.steps[-1][1]
+    shares = _Shares(problem, machine)
     running: list[Task] = []
     left: dict[Task, int] = {}
     for now, then in pairwise(instants):
@@ -39,7 +41,7 @@ def check_paces(
         while waiting and _start(waiting[-1]) == now:
             running.append(waiting.pop())
         moves = [t for t in running if t.lane in crossing and _start(t) < over]
-        paces = _paces(problem, machine, running, moves) if moves else {}
+        paces = _paces(shares, running, moves) if moves else {}
         for task in moves:
             pace = paces[task]
             left[task] = left.get(task, task.duration_ns * WHOLE) - pace * (then - now)
@@ -56,38 +58,49 @@ def check_paces(
 
 def link_work_ns(problem: Problem, link: SharedLink, machine: Machine, tasks: list[Task]) -> int:
     """The time for which the tasks of a step take the whole rate of a link."""
-    total = 0
+    total, shares = 0, _Shares(problem, machine)
     for task in tasks:
         if task.run is not None:
-            total += _run_share(problem, link, task) * task.duration_ns
+            total += shares.of_run(link, task) * task.duration_ns
         elif task.lane in link.lanes:
-            total += _lane_share(machine, link, task.lane) * task.duration_ns
+            total += shares.of_lane(link, task.lane) * task.duration_ns
     return total // WHOLE
 
 
-def _paces(
-    problem: Problem, machine: Machine, running: list[Task], moves: list[Task]
-) -> dict[Task, int]:
+@dataclass(frozen=True)
+class _Shares:
+    """The shares of a link that runs and moves ask for; each is computed once."""
+
+    problem: Problem
+    machine: Machine
+    _known: dict[tuple[str, str], int] = field(default_factory=dict)
+
+    def of_lane(self, link: SharedLink, lane: str) -> int:
+        if (link.name, lane) not in self._known:
+            rate = exact(self.machine.lane[lane].bytes_per_us) / exact(link.bytes_per_us)
+            share = min(math.ceil(rate * WHOLE), WHOLE * WHOLE // len(link.lanes))
+            self._known[link.name, lane] = share
+        return self._known[link.name, lane]
+
+    def of_run(self, link: SharedLink, task: Task) -> int:
+        if task.run is None or not task.duration_ns:
+            return 0
+        if (link.name, task.id) not in self._known:
+            us = link_us(self.problem, link, task.run)
+            asked = math.ceil(us * 1000 * WHOLE / task.duration_ns)
+            self._known[link.name, task.id] = min(WHOLE, asked)
+        return self._known[link.name, task.id]
+
+
+def _paces(shares: _Shares, running: list[Task], moves: list[Task]) -> dict[Task, int]:
     paces = dict.fromkeys(moves, WHOLE)
-    for link in machine.shared:
-        taken = sum(_run_share(problem, link, t) for t in running if t.run is not None)
-        asked = {t: _lane_share(machine, link, t.lane) for t in moves if t.lane in link.lanes}
+    for link in shares.machine.shared:
+        taken = sum(shares.of_run(link, t) for t in running if t.run is not None)
+        asked = {t: shares.of_lane(link, t.lane) for t in moves if t.lane in link.lanes}
         for task in asked:
             free = max(0, WHOLE - taken)
             paces[task] = min(paces[task], free * WHOLE // sum(asked.values()))
     return paces
-
-
-def _lane_share(machine: Machine, link: SharedLink, lane: str) -> int:
-    rate = exact(machine.lane[lane].bytes_per_us) / exact(link.bytes_per_us)
-    return min(math.ceil(rate * WHOLE), WHOLE * WHOLE // len(link.lanes))
-
-
-def _run_share(problem: Problem, link: SharedLink, task: Task) -> int:
-    if task.run is None or not task.duration_ns:
-        return 0
-    asked = math.ceil(link_us(problem, link, task.run) * 1000 * WHOLE / task.duration_ns)
-    return min(WHOLE, asked)
 
 
 def _start(task: Task) -> int:

@@ -12,8 +12,7 @@ from dataclasses import dataclass, replace
 from offcompile.graph.annotate import Annotated
 from offcompile.graph.graphs import Graphs, Hint
 from offcompile.graph.in_backward_updates import Offers, read_after_update
-from offcompile.graph.mask_bits import compact, has_bits
-from offcompile.graph.sizes import hint_of
+from offcompile.graph.mask_bits import has_bits
 from offcompile.graph.weight_placement import TRIAL_SHARE, Choice
 from offcompile.ir import Infeasible, Problem
 from offcompile.machine.in_place import InPlace
@@ -138,8 +137,7 @@ def masks_as_bits(planner: GraphPlanner, traced: Traced) -> Candidate | None:
     source, settled = planner.source, planner.request.settled
     if settled is not None and not has_bits(settled.problem):
         return None
-    fuses = source.options.lowering == "inductor"
-    made = compact(traced.graphs, hint_of(source.sizes), fuses=fuses)
+    made = source.packed(traced.graphs)
     if made is None or not made.matters:
         return None
     packing = replace(planner, source=replace(source))
