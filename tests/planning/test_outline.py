@@ -10,7 +10,19 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from offcompile.ir import DEVICE, HOST, Infeasible, Lane, Machine, Op, Plan, Problem, Tensor, Tier
+from offcompile.ir import (
+    DEVICE,
+    HOST,
+    Infeasible,
+    Lane,
+    Machine,
+    Op,
+    Plan,
+    Problem,
+    Tensor,
+    Tier,
+    Timeline,
+)
 from offcompile.outline import StepOutline, outline, outlines
 from offcompile.passes.build.schedule import build
 from offcompile.passes.joint import Joint
@@ -198,9 +210,15 @@ def test_a_trial_stops_at_the_plan_of_the_outline() -> None:
 
 @pytest.mark.parametrize(("far", "wanted"), [(1.02, 4), (1.05, 1)])
 def test_a_search_that_goes_on_tries_what_its_trial_left_out(far: float, wanted: int) -> None:
-    """That is all outlines, unless the trial was too far from the first to stop before the last."""
+    """That is all outlines, unless the trial was too far from the first to stop before the last:
+    then its own choices are planned once more, and nothing else."""
     problem, on = training(), machine(EVERYTHING // 5)
-    judge, told, began = judge_for(problem, on), list[StepOutline](), made(problem, on)
+    judged, told, began = list[Plan](), list[StepOutline](), made(problem, on)
+    plain = judge_for(problem, on)
+
+    def judge(p: Problem, m: Machine, plan: Plan) -> Timeline:
+        judged.append(plan)
+        return plain(p, m, plan)
 
     def promising() -> Iterator[OutlinedChoices]:
         for found in outlines(problem, on):
@@ -211,7 +229,9 @@ def test_a_search_that_goes_on_tries_what_its_trial_left_out(far: float, wanted:
     begun_us = far * began.cost_us / 10
     search = Joint(judge=judge, outlines=promising(), begun_us=begun_us, evaluations=40)
     plan = replace(search, known_choices=(began.choices,)).apply(problem, on, Plan())
-    assert judge(problem, on, plan).valid
+    if wanted == 1:
+        assert len(judged) <= 3
+    assert plain(problem, on, plan).valid
     assert len(told) == wanted
 
 
